@@ -1,0 +1,132 @@
+# Every command of this project. Each sets itself up, in an environment of its own
+# inside this folder; all that is needed is make and Python 3.11 or newer with pip.
+#
+#     make demo     train a small network and see it learn
+#     make test     the quick tests
+#     make help     the rest
+#
+# `make PYTHON=python3.12 test` chooses the interpreter (`make clean` to change it).
+
+PYTHON ?= python3
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := -m pytest -n $(JOBS)
+QUICK := -m "not slow"
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-x64 test-leaks test-oldest test-newest \
+    lint format types layers docs wheel clean _test-versions
+
+# One pip at a time in an environment.
+.NOTPARALLEL:
+
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+# ---------------------------------------------------------------- set-up
+# `.venv/.tests` is a stamp: younger than pyproject.toml while the group `tests` is
+# installed as written there. PINS names a file of exact versions, or nothing.
+
+PINS :=
+
+$(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { \
+	    echo "eqx-grads needs Python 3.11 or newer, and '$(PYTHON)' is not:" \
+	        "try 'make PYTHON=python3.12 ...'." >&2; exit 1; }
+	@echo "Making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(BIN)/python -m pip install --quiet --upgrade pip || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.%: pyproject.toml $(PINS) | $(BIN)/python
+	@echo "Installing eqx-grads and its group '$*' in $(VENV) (may take a minute)"
+	@$(BIN)/python -m pip install --quiet $(PINS:%=--constraint %) --editable . --group $*
+	@touch $@
+
+# ---------------------------------------------------------------- see it work
+
+demo: $(VENV)/.examples  ## train a small spiking network
+	$(BIN)/python examples/spiking_digits.py
+
+# ---------------------------------------------------------------- tests
+
+test: $(VENV)/.tests  ## the quick tests
+	$(BIN)/python $(PYTEST) $(QUICK)
+
+# Exit status 5: no test is marked slow.
+test-slow: $(VENV)/.tests  ## the slow tests
+	$(BIN)/python $(PYTEST) -m slow || [ $$? -eq 5 ]
+
+test-x64: $(VENV)/.tests  ## the quick tests, in double precision
+	JAX_ENABLE_X64=1 $(BIN)/python $(PYTEST) $(QUICK)
+
+test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
+	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py
+
+test-oldest:  ## the quick tests, on the oldest supported versions
+	@python=$$(.ci/find-python 3.11); \
+	if [ -z "$$python" ]; then \
+	    echo "No Python 3.11 here, so the oldest versions were not tested."; \
+	else \
+	    $(MAKE) --no-print-directory VENV=.venv-oldest PYTHON="$$python" \
+	        PINS=.ci/oldest.txt _test-versions; \
+	fi
+
+test-newest:  ## the quick tests, on the newest JAX and Python
+	@python=$$(.ci/find-python 3.13 3.12); \
+	if [ -z "$$python" ]; then \
+	    echo "No Python 3.13 or 3.12 here, so the newest JAX was not tested."; \
+	else \
+	    $(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$python" \
+	        _test-versions; \
+	fi
+
+_test-versions: $(VENV)/.tests
+	@$(BIN)/python -c "import equinox, jax, numpy, sys; \
+	    print('Python', sys.version.split()[0], 'JAX', jax.__version__, \
+	    'Equinox', equinox.__version__, 'NumPy', numpy.__version__)"
+	$(BIN)/python $(PYTEST) $(QUICK)
+
+# ---------------------------------------------------------------- checks
+
+lint: $(VENV)/.lint  ## style and likely mistakes
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(VENV)/.lint  ## format, and repair what can be repaired
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(VENV)/.lint $(VENV)/.tests  ## static types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(VENV)/.lint  ## which file may import which
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs  ## build the documentation, in site/
+	$(BIN)/mkdocs build --strict
+
+wheel: $(VENV)/.build  ## build the wheel, and use it outside the checkout
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	@set -e; away=$$(mktemp -d); trap 'rm -rf "$$away"' EXIT; \
+	$(BIN)/python -m venv "$$away/venv"; \
+	"$$away/venv/bin/python" -m pip install --quiet dist/*.whl; \
+	cd "$$away"; \
+	venv/bin/python -I -c "$$WHEEL_CHECK"
+
+define WHEEL_CHECK
+import eqx_grads as eqg, jax
+assert "site-packages" in eqg.__file__, eqg.__file__
+f = eqg.custom_jvp(lambda x: x * x)
+f.def_jvp(lambda primals, tangents: (f(*primals), 3.0 * tangents[0]))
+assert jax.grad(f)(2.0) == 3.0
+print("The wheel works.")
+endef
+export WHEEL_CHECK
+
+clean:  ## remove all that these commands made
+	rm -rf .venv .venv-oldest .venv-newest dist build site .hypothesis \
+	    .import_linter_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,242 @@
+"""The decorator for forward rules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ._calls import is_inexact, Outputs
+from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
+from ._errors import name_of, place_of, rule_error, show_tree, type_of
+from ._linearity import output_statuses, why_nonlinear
+from ._rules import NEEDS_VALUES, Rule, RuleCall, seen_before
+from ._spaces import DoesNotFit, match_leaves, tangent_leaf
+
+
+class custom_jvp(AbstractDecorated[P, T]):
+    """A function with a forward rule of its own.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.custom_jvp
+        def log1pexp(x):
+            return jnp.logaddexp(x, 0.0)
+
+        @log1pexp.def_jvp
+        def log1pexp_jvp(primals, tangents):
+            (x,) = primals
+            (t_x,) = tangents
+            return log1pexp(x), jax.nn.sigmoid(x) * t_x
+
+        assert jax.grad(log1pexp)(0.0) == 0.5
+        assert jax.hessian(log1pexp)(0.0) == 0.25
+        ```
+
+    **Arguments:**
+
+    - `fn`: a function, a method, or any callable PyTree. What can be passed by position can
+        be differentiated, leaf by leaf, however deep in a PyTree or Module (`self`
+        included); it makes no difference if it is passed by keyword. Keyword-only
+        parameters are configuration: differentiating one is an error.
+
+    A traced value that `fn` or its rule closes over is passed along for you.
+
+    **Derivative:**
+
+    The forward rule is yours (see [`eqx_grads.custom_jvp.def_jvp`][]). The reverse rule is
+    its transpose, so the rule has to be linear in its tangents; a rule that is seen not to
+    be is an error. Both modes and all orders are available, the higher ones by
+    differentiating your rule.
+    """
+
+    fn: Callable[..., Any]
+    jvp_rule: Rule | None
+    vmap_rule: Rule | None
+    binding: str = eqx.field(static=True)
+
+    def __init__(self, fn: Callable[P, T]):
+        self.fn, self.binding = unwrap_method(fn)
+        self.jvp_rule = None
+        self.vmap_rule = None
+        set_metadata(self)
+
+    def def_jvp(
+        self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False
+    ) -> Callable[..., Any]:
+        """Give the forward rule. Use it as a decorator, with or without options.
+
+        **Arguments:**
+
+        - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of
+            all positional arguments, `tangents` that of their tangents, of the same
+            structure: arrays where the primal is floating or complex, `None` for all other
+            leaves. Returns `out, t_out`. `t_out` is like `out`, with `None` for any part
+            that is zero.
+        - `symbolic_zeros`: by default all tangents are arrays, and the terms of arguments
+            that are not being differentiated are dropped from the answer, whatever their
+            value. With `True`, such tangents are `None`, and the rule may skip the work.
+            [`eqx_grads.tangents`](../tangents/) has arithmetic for them.
+
+        **Returns:**
+
+        `rule`.
+        """
+        if rule is None:
+            return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
+        object.__setattr__(self, "jvp_rule", Rule(rule, symbolic_zeros))
+        return rule
+
+    def rules(self):
+        return [self.jvp_rule, self.vmap_rule]
+
+    def primal_rule(self):
+        assert self.jvp_rule is not None
+        return self.jvp_rule
+
+    def check_complete(self):
+        if self.jvp_rule is None:
+            name = name_of(self.fn)
+            raise rule_error(
+                f"`{name}` has no forward rule.",
+                place_of(self.fn),
+                do=f"Define one with `@{name}.def_jvp`.",
+            )
+
+    def differentiate(self, call):
+        return apply_forward_rule(self.primal_rule(), call)
+
+
+def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], list[Any]]:
+    """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero)."""
+    live = call.live()
+    keywords = call.keywords(rule)
+
+    def tangent_map(live_ts):
+        ts: list[Any] = [None] * len(call.tangents)
+        if not rule.symbolic_zeros:
+            for i, x in enumerate(call.operands[: len(ts)]):
+                ts[i] = jnp.zeros_like(x) if is_inexact(x) else None
+        for i, t in zip(live, live_ts, strict=True):
+            ts[i] = t
+        t_args = call.recipe.args.only(ts)
+        return _take_result(call, rule, rule.fn(call.args, t_args, **keywords))
+
+    live_ts = [call.tangents[i] for i in live]
+    every_output_moves = seen_before(
+        call, ("linear", *live), lambda: _check_linear(call, rule, tangent_map, live_ts)
+    )
+    n_inexact = sum(is_inexact(x) for x in call.operands[: len(call.tangents)])
+    if rule.symbolic_zeros or (len(live) == n_inexact and every_output_moves):
+        outputs, arrays, t_arrays = tangent_map(live_ts)
+        return outputs, arrays, t_arrays
+    return _drop_dead_terms(tangent_map, live_ts)
+
+
+def _drop_dead_terms(tangent_map, live_ts):
+    """Differentiate the rule at zero: being linear, it is its own derivative, and JAX drops
+    what is not multiplied by a live tangent (clause 2 of the contract)."""
+    moves: list[bool] = []
+    static: list[Any] = []
+
+    def of_live(live_ts):
+        outputs, arrays, t_arrays = tangent_map(live_ts)
+        static[:] = [outputs, [t is not None for t in t_arrays]]
+        watched = [t for t in t_arrays if t is not None]
+        moves[:] = [False] * len(watched)
+        return _watch(watched, moves), arrays
+
+    zeros = [jnp.zeros_like(t) for t in live_ts]
+    _, moved, arrays = jax.jvp(of_live, (zeros,), (live_ts,), has_aux=True)
+    outputs, present = static
+    answers = iter(t if moving else None for t, moving in zip(moved, moves, strict=True))
+    return outputs, arrays, [next(answers) if p else None for p in present]
+
+
+def _watch(xs, moves):
+    """The identity, which notes for each of `xs` whether it is being perturbed."""
+    if not xs:
+        return xs
+
+    @jax.custom_jvp
+    def watch(xs):
+        return xs
+
+    def watch_jvp(primals, tangents):
+        ((xs,), (ts,)) = primals, tangents
+        moves[:] = [not isinstance(t, SymbolicZero) for t in ts]
+        return xs, ts
+
+    watch.defjvp(watch_jvp, symbolic_zeros=True)
+    return watch(xs)
+
+
+def _check_linear(call, rule, tangent_map, live_ts) -> bool:
+    """Raise if the rule is seen not to be linear. Returns whether every tangent that it
+    returns depends on one that it is given."""
+    try:
+        jaxpr = jax.make_jaxpr(lambda ts: [t for t in tangent_map(ts)[2] if t is not None])(
+            live_ts
+        )
+    except NEEDS_VALUES:  # an eager rule that looks at values: nothing is seen
+        return True
+    statuses = output_statuses(jaxpr)
+    reason = why_nonlinear(statuses)
+    if reason is not None:
+        name = name_of(call.decorated.fn)
+        raise rule_error(
+            f"The forward rule `{rule.name}` of `{name}` is not linear in its tangents: "
+            f"{reason}.",
+            rule.place,
+            do="A derivative is a linear map: every term has exactly one tangent in it, "
+            "multiplied by something that depends on primals only. A non-linear map of "
+            "gradients (clipping, say) is a backward rule: use `eqx_grads.custom_vjp`.",
+        )
+    return all(status.rank >= 2 for status in statuses)
+
+
+def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:
+    fn = call.decorated.fn
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise rule_error(
+            f"The forward rule `{rule.name}` of `{name_of(fn)}` did not return a pair.",
+            f"it returned {show_tree(result)}",
+            rule.place,
+            do="Return `out, t_out`: the value and its tangent.",
+        )
+    out, t_out = result
+    outputs, arrays = Outputs.of(out)
+
+    def fail(*where, do):
+        return rule_error(
+            f"The forward rule `{rule.name}` of `{name_of(fn)}` returned a tangent that "
+            "does not fit its output.",
+            *where,
+            rule.place,
+            do=do,
+        )
+
+    ts = match_leaves(t_out, out, "out", fail)
+    is_none = lambda x: x is None
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_none)
+    t_leaves = []
+    for (path, leaf), t in zip(paths_and_leaves, ts, strict=True):
+        try:
+            t_leaf = tangent_leaf(t, leaf)
+        except DoesNotFit as misfit:
+            where = "out" + jax.tree_util.keystr(path)
+            raise fail(
+                f"at {where}: the output is {type_of(leaf)}, the tangent is {type_of(t)}",
+                do=str(misfit),
+            ) from None
+        if leaf is not None:
+            t_leaves.append(t_leaf)
+    return outputs, arrays, [t_leaves[i] for i in outputs.rest.places]

@@ -1,0 +1,76 @@
+"""How this library phrases an error: what happened, where, and what to do."""
+
+import functools as ft
+import inspect
+from typing import Any
+
+import equinox as eqx
+
+
+class RuleError(TypeError, ValueError):
+    """A rule, or a call of a function with a rule, breaks the contract of rules.
+
+    The message has three parts: what happened, where (the rule, its file and line, and
+    the leaf in the names of your own parameters), and what to do about it. It is raised
+    while JAX traces your program, never while a compiled program runs.
+
+    It is both a `TypeError`, which is what JAX raises for a wrong rule, and a
+    `ValueError`, which is what Equinox raises.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        @eqg.custom_jvp
+        def double(x):
+            return 2 * x
+
+        try:
+            jax.grad(double)(1.0)
+        except eqg.RuleError as error:
+            assert "`double` has no forward rule" in str(error)
+        ```
+    """
+
+
+def rule_error(what: str, *where: str, do: str) -> RuleError:
+    """A `RuleError` in three parts; each line of `where` is indented."""
+    return RuleError("\n".join([what, *("  " + line for line in where), do]))
+
+
+def name_of(fn: Any) -> str:
+    """What the user calls `fn`."""
+    while isinstance(fn, ft.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    if not isinstance(name, str):
+        name = type(fn).__qualname__
+    return name.rpartition("<locals>.")[2]
+
+
+def place_of(fn: Any) -> str:
+    """`name, file, line` of a function, as far as Python knows them."""
+    name = name_of(fn)
+    while isinstance(fn, ft.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn) if callable(fn) else fn
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None:
+        return f"in `{name}`"
+    return f'in `{name}`, file "{code.co_filename}", line {code.co_firstlineno}'
+
+
+def type_of(x: Any) -> str:
+    """The type of a leaf as JAX writes it (`float32[3]`), or its Python type."""
+    if x is None:
+        return "None"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return f"{type(x).__name__} ({x!r:.60})"
+
+
+def show_tree(tree: Any) -> str:
+    """The structure of a PyTree, with types in place of arrays."""
+    return eqx.tree_pformat(tree, short_arrays=True, width=80)

@@ -1,0 +1,146 @@
+"""A rule, one call of it, and what it is held to."""
+
+import dataclasses
+import functools as ft
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ._calls import Outputs, ParameterNames, Recipe
+from ._errors import name_of, place_of, rule_error, show_tree
+
+
+class Rule(eqx.Module):
+    """A function that the user gave as a rule.
+
+    Its parameters are read off when it is given, and not later: by then a copy may stand
+    in its place that has traced values filled in, and no `__wrapped__`.
+    """
+
+    fn: Callable[..., Any]
+    symbolic_zeros: bool = eqx.field(static=True)
+    keyword_only: frozenset[str] = eqx.field(static=True)
+    _accepted: frozenset[str] | None = eqx.field(static=True)  # `None` is anything
+
+    def __init__(self, fn: Callable[..., Any], symbolic_zeros: bool = False):
+        self.fn = fn
+        self.symbolic_zeros = symbolic_zeros
+        parameters = inspect.signature(fn).parameters.values()
+        self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
+        anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self._accepted = None if anything else frozenset(p.name for p in parameters)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.fn)
+
+    @property
+    def place(self) -> str:
+        return place_of(self.fn)
+
+    def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
+        """The keyword-only arguments of the function: all that were given, and of those
+        that have their default value the ones that this rule has a parameter for."""
+        if self._accepted is None or not filled:
+            return kwargs
+        left_out = filled - self._accepted
+        return {k: v for k, v in kwargs.items() if k not in left_out}
+
+    def asked_for(self, offered: dict[str, Any]) -> dict[str, Any]:
+        """Of what is offered, that which the rule names as a keyword-only parameter."""
+        return {k: v for k, v in offered.items() if k in self.keyword_only}
+
+
+@dataclasses.dataclass
+class RuleCall:
+    """One differentiation of one call: what a rule needs to know.
+
+    - `decorated, args, kwargs`: the function and its arguments, put together again.
+    - `operands`: the arrays; `tangents`: theirs, `None` for zero. Those of the positional
+        arguments come first, and no others have a tangent.
+    - `recipe, names`: how the operands make up the arguments, and the user's names.
+    """
+
+    decorated: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Any]
+    tangents: list[Any]
+    recipe: Recipe
+    names: ParameterNames
+
+    def keywords(self, rule: Rule) -> dict[str, Any]:
+        """The keyword-only arguments for `rule`."""
+        return rule.keywords(self.kwargs, self.recipe.filled)
+
+    def live(self) -> list[int]:
+        """Which of the positional arrays have a tangent."""
+        return [i for i, t in enumerate(self.tangents) if t is not None]
+
+
+# By function: what it returns less the arrays, for each type of arguments; and for which
+# of them its forward rule was seen to be linear.
+_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_MOST_SEEN = 256
+
+
+def seen_before(call: RuleCall, what: Any, compute: Callable[[], Any]) -> Any:
+    """`compute()`, once for each type of arguments of a function."""
+    fn = call.decorated.fn
+    key = call.recipe.key(call.operands) if isinstance(fn, types.FunctionType) else None
+    if key is None:
+        return compute()
+    seen = _SEEN.setdefault(fn, {})
+    if (key, what) not in seen:
+        if len(seen) >= _MOST_SEEN:
+            seen.clear()
+        seen[(key, what)] = compute()
+    return seen[(key, what)]
+
+
+# Raised by a function that looks at the values of its arguments, which works eagerly.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def check_outputs(call: RuleCall, rule: Rule, outputs: Outputs, box: list[Outputs]) -> None:
+    """Raise if a rule returns anything but what the function does (clause 7)."""
+    expected = box[0] if box else seen_before(call, "outputs", ft.partial(_outputs, call))
+    difference = None if expected is None else expected.difference(outputs)
+    if expected is not None and difference is not None:
+        name = name_of(call.decorated.fn)
+        raise rule_error(
+            f"The rule `{rule.name}` of `{name}` returned another output than `{name}` "
+            f"does: {difference}.",
+            f"`{name}` returns {show_tree(expected.describe())}",
+            f"`{rule.name}` returns {show_tree(outputs.describe())}",
+            rule.place,
+            do=f"The first result of the rule is the value: return `{name}(...)`, or what "
+            "it computes.",
+        )
+
+
+def _outputs(call: RuleCall) -> Outputs | None:
+    """What the function itself returns, less the arrays; `None` if it can't be traced."""
+    recipe, found = call.recipe, []
+
+    def primal(*operands):
+        decorated, args, kwargs = recipe.restore(operands)
+        outputs, arrays = Outputs.of(decorated.fn(*args, **kwargs))
+        found.append(outputs)
+        return arrays
+
+    try:
+        jax.eval_shape(primal, *call.operands)
+    except NEEDS_VALUES:
+        return None
+    return found[0]

@@ -1,0 +1,240 @@
+"""The space in which a tangent lives: its structure, shapes and dtypes are its primal's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, PyTree
+
+from ._errors import rule_error, RuleError, show_tree, type_of
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def is_zero_leaf(t: Any) -> bool:
+    return (
+        t is None
+        or isinstance(t, SymbolicZero)
+        or getattr(t, "dtype", None) == jax.dtypes.float0
+    )
+
+
+def is_arraylike(x) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:
+    """Map `fn` over the leaves of trees, in each of which `None` stands for any branch."""
+    present = [t for t in trees if t is not None]
+    if not present:
+        return None
+    if len({jax.tree.structure(t, is_leaf=is_none) for t in present}) == 1 and (
+        len(present) == len(trees)
+    ):
+        return jax.tree.map(fn, *trees, is_leaf=is_none)
+    # Somewhere one tree has `None` where another has a branch: go down one level.
+    flat = [jax.tree.flatten(t, is_leaf=lambda x, t=t: x is not t) for t in present]
+    treedef = flat[0][1]
+    if any(other != treedef for _, other in flat):
+        raise rule_error(
+            "Tangents of different structure were combined.",
+            *(f"structure: {show_tree(t)}" for t in present),
+            do="Tangents of one value have the structure of that value, "
+            "with `None` in place of any part that is zero.",
+        )
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return fn(*trees)
+    width = len(flat[0][0])
+    levels = iter(leaves for leaves, _ in flat)
+    rows = [[None] * width if t is None else next(levels) for t in trees]
+    columns = zip(*rows, strict=True)
+    return jax.tree.unflatten(treedef, [zip_trees(fn, column) for column in columns])
+
+
+def check_shapes(ts):
+    if len({t.shape for t in ts}) > 1:
+        raise rule_error(
+            "Tangents of different shape were combined.",
+            *(type_of(t) for t in ts),
+            do="Tangents of one value have its shape. Did a sum drop an axis?",
+        )
+
+
+def promote(ts):
+    """The common dtype. Explicit, as strict promotion refuses to find one."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*ts)
+
+
+def project_leaves(
+    ct: PyTree,
+    primal: PyTree,
+    primal_leaves: Sequence[Any],
+    *,
+    name: str = "",
+    fail: Callable[..., RuleError] | None = None,
+) -> list[Array | None]:
+    """`project`, flat: one cotangent for each leaf of `primal` (`None` being a leaf).
+
+    `primal_leaves` may hold `jax.ShapeDtypeStruct`s. `name` is what the user calls the
+    primal; `fail(where, do)` makes the error.
+    """
+    fail = _fail_to_project if fail is None else fail
+    cts = match_leaves(ct, primal, name, fail)
+    out = []
+    for i, (c, p) in enumerate(zip(cts, primal_leaves, strict=True)):
+        try:
+            out.append(_project_leaf(c, p))
+        except DoesNotFit as misfit:
+            paths = jax.tree_util.tree_leaves_with_path(primal, is_leaf=is_none)
+            where = name + jax.tree_util.keystr(paths[i][0])
+            raise fail(
+                f"at {where or 'the only leaf'}: the value is {type_of(p)}, "
+                f"the cotangent is {type_of(c)}",
+                do=str(misfit),
+            ) from None
+    return out
+
+
+def _fail_to_project(*where, do):
+    return rule_error("A cotangent does not fit its value.", *where, do=do)
+
+
+def match_leaves(
+    t: PyTree, primal: PyTree, name: str, fail: Callable[..., RuleError]
+) -> list[Any]:
+    """The leaves of a (co)tangent in the order of those of `primal`, `None` being a leaf."""
+    leaves, treedef = jax.tree.flatten(t, is_leaf=is_none)
+    if treedef == jax.tree.structure(primal, is_leaf=is_none):
+        return leaves
+    if t is None:
+        return [None] * len(jax.tree.leaves(primal, is_leaf=is_none))
+    flatten = jax.tree_util.tree_flatten_with_path
+    parts, primal_def = flatten(primal, is_leaf=lambda x: x is not primal)
+    t_parts, t_def = flatten(t, is_leaf=lambda x: x is not t)
+    if primal_def != t_def or jax.tree_util.treedef_is_leaf(primal_def):
+        raise fail(
+            f"at {name or 'the root'}: the value is {show_tree(primal)}",
+            f"what was returned for it is {show_tree(t)}",
+            do="A tangent or cotangent has the structure of its value, with `None` for any "
+            "part that is zero. `eqx_grads.tangents.of(module, field=...)` makes that of a "
+            "Module.",
+        )
+    return [
+        leaf
+        for (path, part), (_, t_part) in zip(parts, t_parts, strict=True)
+        for leaf in match_leaves(t_part, part, name + jax.tree_util.keystr(path), fail)
+    ]
+
+
+class DoesNotFit(Exception):
+    """Why a tangent or cotangent does not fit its value, and what to do."""
+
+
+def _project_leaf(ct, primal):
+    if not is_differentiable(primal):
+        check_none(ct, primal)
+        return None
+    if is_zero_leaf(ct):
+        return None
+    ct = _as_inexact(ct)
+    ct = _unbroadcast(ct, shape_of(primal))
+    dtype = dtype_of(primal)
+    if jnp.iscomplexobj(ct) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        ct = jnp.real(ct)
+    return _match_varying(ct.astype(dtype), primal)
+
+
+def tangent_leaf(t: Any, primal: Any) -> Array | None:
+    """The tangent of a leaf, or `DoesNotFit`. Nothing is summed or cast, but for numbers
+    without a dtype of their own."""
+    if not is_differentiable(primal):
+        check_none(t, primal)
+        return None
+    if is_zero_leaf(t):
+        return None
+    t = _as_inexact(t)
+    shape, dtype = shape_of(primal), dtype_of(primal)
+    if t.shape != shape:
+        raise DoesNotFit("A tangent has the shape of its value. Did a sum drop an axis?")
+    if t.dtype == dtype:
+        return t
+    if t.weak_type and jnp.can_cast(t.dtype, dtype, casting="same_kind"):
+        return t.astype(dtype)
+    raise DoesNotFit(f"A tangent has the dtype of its value: add `.astype({dtype})`.")
+
+
+def is_differentiable(primal: Any) -> bool:
+    """Whether a leaf can have a tangent other than zero."""
+    dtype = dtype_of(primal)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _as_inexact(t):
+    if not is_arraylike(t):
+        raise DoesNotFit("Return an array, or `None` for zero.")
+    t = jnp.asarray(t)
+    if not jnp.issubdtype(t.dtype, jnp.inexact):
+        raise DoesNotFit("Return an array of floats. Did a cast or a comparison slip in?")
+    return t
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+
+
+def dtype_of(x: Any) -> Any:
+    """The dtype that JAX gives to a leaf; `None` for what is not an array."""
+    if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
+        return x.dtype
+    return jnp.asarray(x).dtype if is_arraylike(x) else None
+
+
+def check_none(ct: Any, primal: Any) -> None:
+    """What can't be perturbed has no tangent; integer zeros, as of `jnp.zeros_like`, pass."""
+    if is_zero_leaf(ct) or ct is primal:
+        return
+    if dtype_of(primal) is not None and is_arraylike(ct):
+        if shape_of(ct) == shape_of(primal):
+            return
+    if dtype_of(primal) is None and not eqx.is_array(ct) and type(ct) is type(primal):
+        return
+    raise DoesNotFit("This leaf can't be differentiated: return `None` for it.")
+
+
+def _unbroadcast(ct, shape):
+    if ct.shape == shape:
+        return ct
+    extra = ct.ndim - len(shape)
+    padded = (1,) * extra + tuple(shape)
+    if extra < 0 or any(p not in (1, c) for p, c in zip(padded, ct.shape, strict=True)):
+        raise DoesNotFit(
+            "A cotangent has the shape of its value, or one that the value broadcasts to. "
+            "Did a sum drop an axis, or is a transpose missing?"
+        )
+    axes = tuple(i for i, (p, c) in enumerate(zip(padded, ct.shape, strict=True)) if p != c)
+    summed = jnp.sum(ct, axes, keepdims=True) if axes else ct
+    return jnp.reshape(summed, shape)
+
+
+def varying_axes(x: Any) -> frozenset:
+    """The mesh axes of `shard_map` over which `x` varies, as its type says."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset() if manual is None else frozenset(manual.varying)
+
+
+def _match_varying(ct, primal):
+    """Inside `shard_map`: a replicated value was broadcast over the mesh; sum over it."""
+    over, under = varying_axes(ct), varying_axes(primal)
+    if over - under:
+        ct = jax.lax.psum(ct, tuple(sorted(over - under)))
+    if under - over:
+        ct = jax.lax.pcast(ct, tuple(sorted(under - over)), to="varying")
+    return ct

@@ -1,0 +1,481 @@
+r"""Arithmetic on tangents in which `None` is zero.
+
+A tangent (or a cotangent: the same functions serve both) has the structure of its primal,
+with `None` wherever it is zero: for a whole tree, for a branch of one, or for a leaf.
+Whatever can't be perturbed (integers, booleans, PRNG keys, functions, strings) has the
+tangent `None` as well. Nothing here ever makes an array of zeros unless you ask for it with
+[`eqx_grads.tangents.materialize`][].
+
+!!! example
+
+    ```python
+    import equinox as eqx
+    import eqx_grads.tangents as tangents
+    import jax
+    import jax.numpy as jnp
+
+    @eqx.filter_custom_jvp
+    def multiply(x, y):
+        return x * y
+
+    @multiply.def_jvp
+    def multiply_jvp(primals, tans):
+        x, y = primals
+        t_x, t_y = tans  # either may be `None`
+        return x * y, tangents.add(tangents.scale(t_x, y), tangents.scale(t_y, x))
+
+    assert jax.grad(multiply)(jnp.array(2.0), jnp.array(3.0)) == 3.0
+    ```
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, ArrayLike, PyTree
+
+from ._errors import rule_error, type_of
+from ._spaces import (
+    check_shapes,
+    is_arraylike,
+    is_none,
+    is_zero_leaf,
+    project_leaves,
+    promote,
+    zip_trees,
+)
+
+
+def is_zero(t: PyTree) -> bool:
+    """Whether a tangent is zero by its structure: `None`, or a tree of nothing but `None`.
+
+    JAX's own symbolic zeros and arrays of dtype `float0` count as well. An array of zeros
+    does not: its values are not looked at, so the answer is a Python `bool` also for
+    traced tangents.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        assert tangents.is_zero({"weight": None, "bias": None})
+        assert not tangents.is_zero({"weight": None, "bias": jnp.zeros(2)})
+        ```
+
+    **Arguments:**
+
+    - `t`: a tangent of anything.
+
+    **Returns:**
+
+    A Python `bool`.
+    """
+    leaves = jax.tree.leaves(t, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    return all(map(is_zero_leaf, leaves))
+
+
+def add(*ts: PyTree) -> PyTree:
+    """The sum of tangents.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        t = {"weight": jnp.array(1.0), "bias": None}
+        total = tangents.add(t, None, {"weight": jnp.array(2.0), "bias": jnp.array(3.0)})
+        assert total == {"weight": 3.0, "bias": 3.0}
+        ```
+
+    **Arguments:**
+
+    - `*ts`: tangents of one value.
+
+    **Returns:**
+
+    Their sum; `None` wherever all of them are zero. The sum of no tangents is `None`.
+    Leaves of different dtypes are promoted as in `jnp.promote_types`.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the structures or shapes differ: tangents of one value never
+    broadcast.
+    """
+    return zip_trees(_add_leaves, ts)
+
+
+def _add_leaves(*ts):
+    ts = [jnp.asarray(t) for t in ts if not is_zero_leaf(t)]
+    if not ts:
+        return None
+    check_shapes(ts)
+    dtype = promote(ts)
+    total = ts[0].astype(dtype)
+    for t in ts[1:]:
+        total = total + t.astype(dtype)
+    return total
+
+
+def neg(t: PyTree) -> PyTree:
+    """The negative of a tangent.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        assert tangents.neg((jnp.array(1.0), None)) == (-1.0, None)
+        ```
+
+    **Arguments:**
+
+    - `t`: a tangent of anything.
+
+    **Returns:**
+
+    `-t`; `None` where it is zero.
+    """
+    return jax.tree.map(lambda x: None if is_zero_leaf(x) else -jnp.asarray(x), t)
+
+
+def scale(t: PyTree, s: ArrayLike) -> PyTree:
+    """A tangent times a number, or leaf times array of the leaf's shape.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        assert tangents.scale((jnp.array(1.0), None), 3.0) == (3.0, None)
+        ```
+
+    **Arguments:**
+
+    - `t`: a tangent of anything.
+    - `s`: a number or an array that broadcasts to each leaf of `t`. It may be traced. It
+        is cast to the dtype of the leaf, so the result is a tangent of the same value.
+
+    **Returns:**
+
+    `s * t`; `None` where `t` is zero, even if `s` is infinite there.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `s` is complex and a leaf is real, or if `s` would
+    broadcast the leaf to another shape.
+    """
+
+    def scale_leaf(x):
+        if is_zero_leaf(x):
+            return None
+        x, s_ = jnp.asarray(x), jnp.asarray(s)
+        if jnp.iscomplexobj(s_) and not jnp.iscomplexobj(x):
+            raise rule_error(
+                "A real tangent was scaled by a complex number.",
+                f"the tangent is {type_of(x)}, the number {type_of(s_)}",
+                do="The result would not be a tangent of a real value. "
+                "Take the real part of the number, or of the product.",
+            )
+        if np.broadcast_shapes(x.shape, s_.shape) != x.shape:
+            raise rule_error(
+                "Scaling a tangent would change its shape.",
+                f"the tangent is {type_of(x)}, the factor {type_of(s_)}",
+                do="A tangent has the shape of its primal. Use `tangents.linear` for a "
+                "map to another space.",
+            )
+        return x * jnp.broadcast_to(s_.astype(x.dtype), x.shape)
+
+    return jax.tree.map(scale_leaf, t)
+
+
+def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
+    """Apply a linear map to tangents, leaf by leaf, and skip the zeros.
+
+    `fn` is not called where all of its arguments are zero. Where only some are, they enter
+    as the number `0.0` and their terms are never part of the answer: what is returned is
+    the derivative of `fn` with respect to the others. So `0 * inf` does not arise.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        t_x, t_y = jnp.array([1.0, 2.0]), None
+        assert tangents.linear(jnp.sum, t_x) == 3.0
+        assert tangents.linear(jnp.sum, t_y) is None
+        assert tangents.linear(lambda a, b: jnp.sum(a) + jnp.inf * b, t_x, t_y) == 3.0
+        ```
+
+    **Arguments:**
+
+    - `fn`: a function of as many arrays as there are `ts`, linear in all of them together.
+    - `*ts`: tangents, of the same structure.
+
+    **Returns:**
+
+    The tree of the `fn(leaf, ...)`; `None` where all leaves are zero.
+    """
+
+    def linear_leaf(*xs):
+        live = [i for i, x in enumerate(xs) if not is_zero_leaf(x)]
+        if not live:
+            return None
+        live_xs = [jnp.asarray(xs[i]) for i in live]
+        if len(live) == len(xs):
+            return fn(*live_xs)
+
+        def of_live(*args):
+            full: list[Any] = [0.0] * len(xs)
+            for i, arg in zip(live, args, strict=True):
+                full[i] = arg
+            return fn(*full)
+
+        zeros = [jnp.zeros_like(x) for x in live_xs]
+        return jax.jvp(of_live, zeros, live_xs)[1]
+
+    return zip_trees(linear_leaf, ts)
+
+
+def dot(a: PyTree, b: PyTree) -> Array | None:
+    """The inner product of two tangents: the sum over leaves of the real part of `conj(a) b`.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        a = {"weight": jnp.array([1.0, 2.0]), "bias": None}
+        b = {"weight": jnp.array([3.0, 4.0]), "bias": jnp.array(5.0)}
+        assert tangents.dot(a, b) == 11.0
+        ```
+
+    **Arguments:**
+
+    - `a`, `b`: tangents of one value.
+
+    **Returns:**
+
+    A real scalar, or `None` if no leaf is non-zero in both.
+    """
+
+    def dot_leaf(x, y):
+        if is_zero_leaf(x) or is_zero_leaf(y):
+            return None
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        check_shapes([x, y])
+        dtype = promote([x, y])
+        return jnp.real(jnp.vdot(x.astype(dtype), y.astype(dtype)))
+
+    return _add_leaves(*jax.tree.leaves(zip_trees(dot_leaf, (a, b))))
+
+
+def where(condition: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
+    """Leaf by leaf, `a` where the condition holds and `b` elsewhere.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        t = tangents.where(jnp.array([True, False]), jnp.array([1.0, jnp.nan]), None)
+        assert jnp.array_equal(t, jnp.array([1.0, 0.0]))
+        ```
+
+    **Arguments:**
+
+    - `condition`: a boolean or an array of them that broadcasts to every leaf.
+    - `a`, `b`: tangents of one value.
+
+    **Returns:**
+
+    A tangent; `None` where both are zero.
+    """
+
+    def where_leaf(x, y):
+        if is_zero_leaf(x) and is_zero_leaf(y):
+            return None
+        x = jnp.zeros_like(y) if is_zero_leaf(x) else jnp.asarray(x)
+        y = jnp.zeros_like(x) if is_zero_leaf(y) else jnp.asarray(y)
+        check_shapes([x, y])
+        dtype = promote([x, y])
+        mask = jnp.broadcast_to(jnp.asarray(condition, bool), x.shape)
+        return jnp.where(mask, x.astype(dtype), y.astype(dtype))
+
+    return zip_trees(where_leaf, (a, b))
+
+
+def materialize(primal: PyTree, t: PyTree) -> PyTree:
+    """A tangent with arrays in place of `None`, as raw `jax.jvp` wants it.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax
+        import jax.numpy as jnp
+
+        primal = {"weight": jnp.ones(2), "step": jnp.array(0)}
+        t = tangents.materialize(primal, None)
+        assert jnp.array_equal(t["weight"], jnp.zeros(2))
+        assert t["step"].dtype == jax.dtypes.float0
+        ```
+
+    **Arguments:**
+
+    - `primal`: the value whose tangent `t` is.
+    - `t`: its tangent.
+
+    **Returns:**
+
+    A tree like `primal`. Floating and complex leaves (Python and NumPy numbers among them)
+    have an array of their shape and dtype; integers, booleans and PRNG keys have an array
+    of dtype `float0`; what is not an array at all has `None`.
+    """
+
+    def materialize_leaf(x, dx):
+        if not is_arraylike(x):
+            return None
+        dtype = x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return np.zeros(np.shape(x), jax.dtypes.float0)
+        return jnp.zeros_like(jnp.asarray(x)) if is_zero_leaf(dx) else jnp.asarray(dx)
+
+    if t is None:
+        return jax.tree.map(lambda x: materialize_leaf(x, None), primal)
+    return zip_trees(materialize_leaf, (primal, t))
+
+
+def zeros_like(primal: PyTree) -> PyTree:
+    """The zero tangent with the structure of `primal`: every leaf is `None`.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        assert tangents.zeros_like((jnp.ones(2), "name")) == (None, None)
+        ```
+
+    **Arguments:**
+
+    - `primal`: anything.
+
+    **Returns:**
+
+    The same tree of `None`.
+    """
+    return jax.tree.map(lambda _: None, primal)
+
+
+def of(module: Any, **fields: PyTree) -> Any:
+    """The (co)tangent of a Module: the named fields as given, all others zero.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads.tangents as tangents
+        import jax
+        import jax.numpy as jnp
+
+        linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+        ct = tangents.of(linear, bias=jnp.ones(3))
+        assert ct.weight is None
+        assert ct.bias.shape == (3,)
+        ```
+
+    **Arguments:**
+
+    - `module`: an `eqx.Module`, or any dataclass or named tuple that is a PyTree.
+    - `**fields`: tangents of the fields of those names.
+
+    **Returns:**
+
+    A Module of the same type.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] for a name that is not a field, or is a static one.
+    """
+    if isinstance(module, tuple) and hasattr(module, "_fields"):
+        known, static = set(module._fields), set()
+    elif dataclasses.is_dataclass(module) and not isinstance(module, type):
+        own = dataclasses.fields(module)
+        known = {f.name for f in own}
+        static = {f.name for f in own if f.metadata.get("static", False)}
+    else:
+        raise rule_error(
+            "`tangents.of` was given something that has no fields.",
+            f"it is a `{type(module).__qualname__}`",
+            do="Give it an `eqx.Module`, a dataclass or a named tuple.",
+        )
+    kind = type(module).__qualname__
+    for name in fields:
+        if name not in known:
+            raise rule_error(
+                f"`tangents.of` was given `{name}`, which is not a field of `{kind}`.",
+                f"its fields are: {', '.join(sorted(known))}",
+                do="Name the fields that have a derivative.",
+            )
+        if name in static:
+            raise rule_error(
+                f"`tangents.of` was given `{name}`, which is a static field of `{kind}`.",
+                do="A static field has no derivative: leave it out.",
+            )
+    zeros = zeros_like(module)
+    if isinstance(zeros, tuple):
+        return zeros._replace(**fields)
+    for name, t in fields.items():
+        # `zeros` was made three lines up and nobody else has seen it.
+        object.__setattr__(zeros, name, t)
+    return zeros
+
+
+def project(ct: PyTree, primal: PyTree) -> PyTree:
+    """A cotangent, brought into the space of its primal.
+
+    This is what every backward rule's cotangents go through. Autodiff of the primal itself
+    would do the same: the transpose of a broadcast is a sum, that of a cast is a cast, that
+    of the inclusion of the reals in the complex numbers is the real part.
+
+    !!! example
+
+        ```python
+        import eqx_grads.tangents as tangents
+        import jax.numpy as jnp
+
+        bias = jnp.zeros(3, jnp.bfloat16)
+        ct = tangents.project(jnp.ones((5, 3)), bias)
+        assert jnp.array_equal(ct, jnp.full(3, 5, jnp.bfloat16))
+        ```
+
+    **Arguments:**
+
+    - `ct`: the cotangent: a tree like `primal`, with `None` for any part that is zero.
+    - `primal`: the value whose cotangent it is. Of its leaves only shape and dtype matter.
+
+    **Returns:**
+
+    A tree with exactly the structure of `primal`. A leaf is summed over the axes along
+    which the primal would have broadcast, cast to the primal's dtype within the floating
+    and complex dtypes, and reduced to its real part for a real primal. Integers, booleans,
+    keys and whatever is not an array have `None`.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] with the path of the leaf for anything else.
+    """
+    leaves, treedef = jax.tree.flatten(primal, is_leaf=is_none)
+    return jax.tree.unflatten(treedef, project_leaves(ct, primal, leaves))

@@ -1,0 +1,58 @@
+"""Every code block that a reader may copy is run: README, docs, docstrings.
+
+The blocks of one page (or one docstring) are one program. They run in this process, so
+under the strict promotion and the run-time type checks of all other tests.
+"""
+
+import ast
+import pathlib
+import re
+import sys
+import textwrap
+import types
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+FENCE = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(text: str, first_line: int = 1) -> str:
+    """The code blocks of `text` as one program, at their original line numbers."""
+    program, line = "", 1
+    for match in FENCE.finditer(text):
+        code = textwrap.dedent(match[2])
+        if code.startswith("--8<--"):  # an example, included; `test_examples` runs it
+            continue
+        start = first_line + text.count("\n", 0, match.start(2))
+        program += "\n" * (start - line) + code
+        line = start + code.count("\n")
+    return program
+
+
+def _programs():
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        yield path, "", _blocks(path.read_text())
+    for path in sorted((ROOT / "eqx_grads").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
+                doc = ast.get_docstring(node, clean=False)
+                if doc is not None:
+                    name = "" if isinstance(node, ast.Module) else node.name
+                    yield path, name, _blocks(doc, node.body[0].lineno)
+
+
+PROGRAMS = [
+    pytest.param(path, program, id=f"{path.relative_to(ROOT)}:{name}")
+    for path, name, program in _programs()
+    if program
+]
+
+
+@pytest.mark.parametrize(("path", "program"), PROGRAMS)
+def test_code_blocks_run(path, program, monkeypatch):
+    # A module of its own, as a script has: classes look theirs up, and so does pickle.
+    module = types.ModuleType("code_blocks")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(program, str(path), "exec"), vars(module))
