@@ -142,16 +142,16 @@ def as_arrays(tree: Any) -> Any:
 class Recipe:
     """How to put a call together again. Holds no tracer.
 
-    - `holder` is the object whose functions are called: the decorated function.
+    - `definition` is the object whose functions are called.
     - The operands are the arrays among the positional arguments, then those among the
         keyword-only arguments, then the traced values that functions close over.
     - `filled` names the keyword-only arguments that have their default value.
     """
 
     def __init__(
-        self, holder: Any, args: Rest, kwargs: Rest, filled: frozenset[str], captured: Any
+        self, definition: Any, args: Rest, kwargs: Rest, filled: frozenset[str], captured: Any
     ):
-        self.holder = holder
+        self.definition = definition
         self.args = args
         self.kwargs = kwargs
         self.filled = filled
@@ -161,7 +161,7 @@ class Recipe:
 
     @staticmethod
     def of(
-        holder: Any,
+        definition: Any,
         roots: Sequence[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -172,21 +172,21 @@ class Recipe:
         kwargs_rest, kwargs_arrays = Rest.split(kwargs, is_array)
         captured = find_tracers([*roots, *args_rest.static, *kwargs_rest.static])
         if captured:
-            statics = (holder, args_rest.static, kwargs_rest.static)
-            holder, args_rest.static, kwargs_rest.static = hollow(statics, captured)
+            statics = (definition, args_rest.static, kwargs_rest.static)
+            definition, args_rest.static, kwargs_rest.static = hollow(statics, captured)
         names = [c.name for c in captured]
-        recipe = Recipe(holder, args_rest, kwargs_rest, filled, names)
+        recipe = Recipe(definition, args_rest, kwargs_rest, filled, names)
         return recipe, [*arrays, *kwargs_arrays, *(c.value for c in captured)]
 
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """`holder, args, kwargs` with these operands."""
+        """`definition, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        statics = (self.holder, self.args.static, self.kwargs.static)
+        statics = (self.definition, self.args.static, self.kwargs.static)
         if self._captured_names:
             statics = fill(statics, operands[m:])
-        holder, args, kwargs = statics
+        definition, args, kwargs = statics
         return (
-            holder,
+            definition,
             self.args.tree(operands[:n], args),
             self.kwargs.tree(operands[n:m], kwargs),
         )

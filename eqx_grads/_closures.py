@@ -34,10 +34,14 @@ class _Hole(NamedTuple):
     index: int
 
 
+class Copyable:
+    """A plain object whose whole state is its `__dict__`, and which has no identity: a copy
+    with other contents is as good as the original."""
+
+
 _Jitted = type(jax.jit(lambda: None))
-# Plain objects whose whole state is their `__dict__`, and which know no identity: a copy
-# with other contents is as good as the original.
 _COPYABLE = (
+    Copyable,
     eqx.Module,
     eqx.filter_custom_jvp,
     eqx.filter_custom_vjp,
@@ -59,7 +63,7 @@ _ATOMS = (
 )
 # Not part of what a function is: `__wrapped__` leads to the original, and so to what was
 # to be taken out; the other is made anew when it is missing.
-_NOT_COPIED = ("__wrapped__", "_signature_cache")
+_NOT_COPIED = ("__wrapped__", "signature")
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
 _OPAQUE_DEPTH = 3
 

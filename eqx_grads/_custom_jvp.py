@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._calls import is_inexact, Outputs
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
+from ._definition import Definition
 from ._errors import name_of, place_of, rule_error, show_tree, type_of
 from ._linearity import output_statuses, why_nonlinear
 from ._rules import NEEDS_VALUES, Rule, RuleCall, seen_before
@@ -58,16 +59,13 @@ class custom_jvp(AbstractDecorated[P, T]):
     differentiating your rule.
     """
 
-    fn: Callable[..., Any]
-    jvp_rule: Rule | None
-    vmap_rule: Rule | None
-    binding: str = eqx.field(static=True)
+    _definition: "_ForwardDefinition"
+    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T]):
-        self.fn, self.binding = unwrap_method(fn)
-        self.jvp_rule = None
-        self.vmap_rule = None
-        set_metadata(self)
+        fn, self._binding = unwrap_method(fn)
+        self._definition = _ForwardDefinition(fn)
+        set_metadata(self, fn)
 
     def def_jvp(
         self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False
@@ -92,8 +90,14 @@ class custom_jvp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
-        object.__setattr__(self, "jvp_rule", Rule(rule, symbolic_zeros))
+        self._definition.jvp_rule = Rule(rule, symbolic_zeros)
         return rule
+
+
+class _ForwardDefinition(Definition):
+    def __init__(self, fn):
+        Definition.__init__(self, fn)
+        self.jvp_rule: Rule | None = None
 
     def rules(self):
         return [self.jvp_rule, self.vmap_rule]
@@ -191,7 +195,7 @@ def _check_linear(call, rule, tangent_map, live_ts) -> bool:
     statuses = output_statuses(jaxpr)
     reason = why_nonlinear(statuses)
     if reason is not None:
-        name = name_of(call.decorated.fn)
+        name = name_of(call.definition.fn)
         raise rule_error(
             f"The forward rule `{rule.name}` of `{name}` is not linear in its tangents: "
             f"{reason}.",
@@ -204,7 +208,7 @@ def _check_linear(call, rule, tangent_map, live_ts) -> bool:
 
 
 def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:
-    fn = call.decorated.fn
+    fn = call.definition.fn
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
             f"The forward rule `{rule.name}` of `{name_of(fn)}` did not return a pair.",

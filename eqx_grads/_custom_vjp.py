@@ -18,6 +18,7 @@ from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
 from ._closures import fill, find_tracers, hollow
 from ._custom_jvp import apply_forward_rule
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
+from ._definition import Definition
 from ._errors import name_of, place_of, rule_error, show_tree
 from ._linear import linear_call, LinearMap
 from ._linearity import output_statuses, surely_linear
@@ -63,20 +64,13 @@ class custom_vjp(AbstractDecorated[P, T]):
     returned; arrays that only forward mode needs are dropped by the compiler under `jit`.
     """
 
-    fn: Callable[..., Any]
-    fwd_rule: Rule | None
-    bwd_rule: Rule | None
-    jvp_rule: Rule | None
-    vmap_rule: Rule | None
-    binding: str = eqx.field(static=True)
+    _definition: "_ReverseDefinition"
+    _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T]):
-        self.fn, self.binding = unwrap_method(fn)
-        self.fwd_rule = None
-        self.bwd_rule = None
-        self.jvp_rule = None
-        self.vmap_rule = None
-        set_metadata(self)
+        fn, self._binding = unwrap_method(fn)
+        self._definition = _ReverseDefinition(fn)
+        set_metadata(self, fn)
 
     def def_fwd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Give the rule for the forward pass.
@@ -92,7 +86,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         `rule`.
         """
-        object.__setattr__(self, "fwd_rule", Rule(rule))
+        self._definition.fwd_rule = Rule(rule)
         return rule
 
     def def_bwd(
@@ -120,7 +114,7 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_bwd(rule, symbolic_zeros=symbolic_zeros)
-        object.__setattr__(self, "bwd_rule", Rule(rule, symbolic_zeros))
+        self._definition.bwd_rule = Rule(rule, symbolic_zeros)
         return rule
 
     def def_jvp(
@@ -132,8 +126,16 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
-        object.__setattr__(self, "jvp_rule", Rule(rule, symbolic_zeros))
+        self._definition.jvp_rule = Rule(rule, symbolic_zeros)
         return rule
+
+
+class _ReverseDefinition(Definition):
+    def __init__(self, fn):
+        Definition.__init__(self, fn)
+        self.fwd_rule: Rule | None = None
+        self.bwd_rule: Rule | None = None
+        self.jvp_rule: Rule | None = None
 
     def rules(self):
         return [self.fwd_rule, self.bwd_rule, self.jvp_rule, self.vmap_rule]
@@ -178,7 +180,7 @@ class custom_vjp(AbstractDecorated[P, T]):
             n_residuals=len(res_arrays),
         )
         linear_map = LinearMap(
-            name_of(call.decorated.fn),
+            name_of(call.definition.fn),
             tape.forward,
             tape.transpose,
             [tape.out_types[i].to_tangent_aval() for i in places],
@@ -197,12 +199,12 @@ def _perturbed(recipe: Recipe, live: Sequence[int]):
 
 
 def _run_fwd(call: RuleCall) -> tuple[Outputs, list[Any], Any]:
-    rule = call.decorated.fwd_rule
+    rule = call.definition.fwd_rule
     offered = rule.asked_for({"perturbed": _perturbed(call.recipe, call.live())})
     result = rule.fn(*call.args, **{**offered, **call.keywords(rule)})
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
-            f"The forward rule `{rule.name}` of `{name_of(call.decorated.fn)}` did not "
+            f"The forward rule `{rule.name}` of `{name_of(call.definition.fn)}` did not "
             "return a pair.",
             f"it returned {show_tree(result)}",
             rule.place,
@@ -230,14 +232,14 @@ class _Tape:
 
     def forward(self, residuals, live_ts):
         operands = residuals[: self.n_operands]
-        decorated, args, kwargs = self.recipe.restore(operands)
-        if decorated.jvp_rule is None:
+        definition, args, kwargs = self.recipe.restore(operands)
+        if definition.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
         ts: list[Any] = [None] * self.recipe.n_args
         for i, t in zip(self.live, live_ts, strict=True):
             ts[i] = t
-        call = RuleCall(decorated, args, kwargs, operands, ts, self.recipe, self.names)
-        _, arrays, t_out = apply_forward_rule(decorated.jvp_rule, call)
+        call = RuleCall(definition, args, kwargs, operands, ts, self.recipe, self.names)
+        _, arrays, t_out = apply_forward_rule(definition.jvp_rule, call)
         return [
             jnp.zeros_like(arrays[i]) if t_out[i] is None else t_out[i] for i in self.places
         ]
@@ -247,15 +249,15 @@ class _Tape:
             full = list(operands)
             for i, x in zip(self.live, xs, strict=True):
                 full[i] = x
-            decorated, args, kwargs = self.recipe.restore(full)
-            _, arrays = Outputs.of(decorated.fn(*args, **kwargs))
+            definition, args, kwargs = self.recipe.restore(full)
+            _, arrays = Outputs.of(definition.fn(*args, **kwargs))
             return [arrays[i] for i in self.places]
 
         primals = [operands[i] for i in self.live]
         return jax.jvp(of_live, (primals,), (list(live_ts),))[1]
 
     def transpose(self, residuals, cts):
-        decorated, _, kwargs = self.recipe.restore(residuals[: self.n_operands])
+        definition, _, kwargs = self.recipe.restore(residuals[: self.n_operands])
         end = self.n_operands + self.n_residuals
         static = self.res_rest.static
         if len(residuals) > end:  # functions among the residuals, with traced values
@@ -266,23 +268,27 @@ class _Tape:
 
         def pull_back(live):
             full: list[Any] = [None] * len(self.out_types)
-            if not decorated.bwd_rule.symbolic_zeros:
+            if not definition.bwd_rule.symbolic_zeros:
                 for i in self.places:
                     full[i] = jnp.zeros(self.out_types[i].shape, self.out_types[i].dtype)
             for i, ct in zip(live_cts, live, strict=True):
                 full[i] = ct
-            return self._run_bwd(decorated, kwargs, kept, self.out_rest.tree(full))
+            return self._run_bwd(definition, kwargs, kept, self.out_rest.tree(full))
 
         live = [ct for ct in cts if ct is not None]
-        if all_live or decorated.bwd_rule.symbolic_zeros or not _surely_linear(pull_back, live):
+        if (
+            all_live
+            or definition.bwd_rule.symbolic_zeros
+            or not _surely_linear(pull_back, live)
+        ):
             return pull_back(live)
         # The outputs that nobody used are multiplied by zero: as for forward rules, the
         # derivative at zero is the same without these terms.
         zeros = [jnp.zeros_like(ct) for ct in live]
         return jax.jvp(pull_back, (zeros,), (live,))[1]
 
-    def _run_bwd(self, decorated, kwargs, kept, ct):
-        rule, fn = decorated.bwd_rule, decorated.fn
+    def _run_bwd(self, definition, kwargs, kept, ct):
+        rule, fn = definition.bwd_rule, definition.fn
         offered = {"perturbed": _perturbed(self.recipe, self.live), **kwargs}
         result = rule.fn(kept, ct, **rule.asked_for(offered))
         args = self.recipe.args.tree(self.arg_types)
@@ -300,12 +306,12 @@ class _Tape:
         cts = []
         for i, (ct_arg, arg) in enumerate(zip(result, args, strict=True)):
             name = self.names[i]
-            cts.extend(self._project(decorated, ct_arg, arg, name))
+            cts.extend(self._project(definition, ct_arg, arg, name))
         return [cts[i] for i in self.live]
 
-    def _project(self, decorated, ct, arg, name):
+    def _project(self, definition, ct, arg, name):
         def fail(*where, do):
-            rule, fn = decorated.bwd_rule, decorated.fn
+            rule, fn = definition.bwd_rule, definition.fn
             return rule_error(
                 f"The backward rule `{rule.name}` of `{name_of(fn)}` returned a "
                 "cotangent that does not fit its argument.",

@@ -100,10 +100,10 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
     out = decorated(*primals, **kwargs)
     if not (eqx.is_array(out) and is_differentiable(out)):
         raise rule_error(
-            f"`{name_of(decorated.fn)}` is elementwise, but did not return one array of "
+            f"`{name_of(decorated.__wrapped__)}` is elementwise, but did not return one array of "
             "floats.",
             f"it returned {show_tree(out)}",
-            place_of(decorated.fn),
+            place_of(decorated.__wrapped__),
             do="For several outputs, use `eqx_grads.custom_jvp`.",
         )
     shared = () if setup is None else (setup.fn(out, *primals, **setup.asked_for(kwargs)),)
@@ -123,14 +123,14 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
         ]
     if len(partials) != len(primals):
         raise rule_error(
-            f"`{name_of(decorated.fn)}` has {len(primals)} arguments, and was given "
+            f"`{name_of(decorated.__wrapped__)}` has {len(primals)} arguments, and was given "
             f"{len(partials)} partial derivatives.",
-            place_of(decorated.fn),
+            place_of(decorated.__wrapped__),
             do="Return one partial for each argument; `None` is zero.",
         )
     return out, add(
         *(
-            _term(decorated.fn, i, d, t, out)
+            _term(decorated.__wrapped__, i, d, t, out)
             for i, (d, t) in enumerate(zip(partials, tangents, strict=True))
             if not is_zero(t) and d is not None
         )

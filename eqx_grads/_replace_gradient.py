@@ -141,7 +141,7 @@ def with_gradient_of(
     As [`eqx_grads.replace_gradient`][].
     """
     wrapped = _WithGradientOf(fn, surrogate_fn)
-    set_metadata(wrapped)
+    set_metadata(wrapped, fn)
     return wrapped
 
 

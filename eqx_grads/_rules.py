@@ -8,24 +8,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 
 from ._calls import Outputs, ParameterNames, Recipe
+from ._closures import Copyable
 from ._errors import name_of, place_of, rule_error, show_tree
 
 
-class Rule(eqx.Module):
+class Rule(Copyable):
     """A function that the user gave as a rule.
 
     Its parameters are read off when it is given, and not later: by then a copy may stand
     in its place that has traced values filled in, and no `__wrapped__`.
     """
-
-    fn: Callable[..., Any]
-    symbolic_zeros: bool = eqx.field(static=True)
-    keyword_only: frozenset[str] = eqx.field(static=True)
-    _accepted: frozenset[str] | None = eqx.field(static=True)  # `None` is anything
 
     def __init__(self, fn: Callable[..., Any], symbolic_zeros: bool = False):
         self.fn = fn
@@ -33,6 +28,7 @@ class Rule(eqx.Module):
         parameters = inspect.signature(fn).parameters.values()
         self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        # `None` is anything.
         self._accepted = None if anything else frozenset(p.name for p in parameters)
 
     @property
@@ -60,13 +56,13 @@ class Rule(eqx.Module):
 class RuleCall:
     """One differentiation of one call: what a rule needs to know.
 
-    - `decorated, args, kwargs`: the function and its arguments, put together again.
+    - `definition, args, kwargs`: the function and its arguments, put together again.
     - `operands`: the arrays; `tangents`: theirs, `None` for zero. Those of the positional
         arguments come first, and no others have a tangent.
     - `recipe, names`: how the operands make up the arguments, and the user's names.
     """
 
-    decorated: Any
+    definition: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: list[Any]
@@ -91,7 +87,7 @@ _MOST_SEEN = 256
 
 def seen_before(call: RuleCall, what: Any, compute: Callable[[], Any]) -> Any:
     """`compute()`, once for each type of arguments of a function."""
-    fn = call.decorated.fn
+    fn = call.definition.fn
     key = call.recipe.key(call.operands) if isinstance(fn, types.FunctionType) else None
     if key is None:
         return compute()
@@ -117,7 +113,7 @@ def check_outputs(call: RuleCall, rule: Rule, outputs: Outputs, box: list[Output
     expected = box[0] if box else seen_before(call, "outputs", ft.partial(_outputs, call))
     difference = None if expected is None else expected.difference(outputs)
     if expected is not None and difference is not None:
-        name = name_of(call.decorated.fn)
+        name = name_of(call.definition.fn)
         raise rule_error(
             f"The rule `{rule.name}` of `{name}` returned another output than `{name}` "
             f"does: {difference}.",
@@ -134,8 +130,8 @@ def _outputs(call: RuleCall) -> Outputs | None:
     recipe, found = call.recipe, []
 
     def primal(*operands):
-        decorated, args, kwargs = recipe.restore(operands)
-        outputs, arrays = Outputs.of(decorated.fn(*args, **kwargs))
+        definition, args, kwargs = recipe.restore(operands)
+        outputs, arrays = Outputs.of(definition.fn(*args, **kwargs))
         found.append(outputs)
         return arrays
 

@@ -1,0 +1,200 @@
+"""A function with its rules, as JAX sees it: a `jax.custom_jvp` of a list of arrays.
+
+The Equinox wrappers are not underneath: their `filter_custom_jvp` takes functions of
+operands only (clause 4 of the contract), has no static outputs (clause 7) and no keyword for
+a positional parameter (clause 1), and `filter_custom_vjp` has no forward mode (clause 3).
+"""
+
+import abc
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ._calls import (
+    as_array_list,
+    as_arrays,
+    is_eager,
+    is_inexact,
+    Outputs,
+    ParameterNames,
+    Recipe,
+    Signature,
+)
+from ._closures import Copyable, holds_nothing
+from ._errors import name_of, place_of, rule_error, show_tree
+from ._rules import check_outputs, Rule, RuleCall
+from ._vmap_call import vmap_call, VmapCall
+
+
+class Definition(Copyable):
+    """A function and its rules.
+
+    Not a Module: every call goes through here, and looking up the methods of a Module takes
+    as long as a small JAX operation.
+    """
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+        self.vmap_rule: Rule | None = None
+
+    @abc.abstractmethod
+    def rules(self) -> list[Rule | None]:
+        """All rules, given or not."""
+
+    @abc.abstractmethod
+    def check_complete(self) -> None:
+        """Raise if a rule is missing."""
+
+    @abc.abstractmethod
+    def differentiate(self, call: RuleCall) -> tuple[Outputs, list[Any], list[Any]]:
+        """The outputs, their arrays, and the tangents of these (`None` for zero)."""
+
+    @abc.abstractmethod
+    def primal_rule(self) -> Rule:
+        """The rule that also returns the value."""
+
+    @ft.cached_property
+    def signature(self) -> Signature:
+        return Signature(self.fn)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check_complete()
+        args, kwargs, filled = self.signature.bind(args, kwargs)
+        if is_eager() and not _any_tracers(args, kwargs):
+            return as_arrays(self.fn(*as_arrays(args), **kwargs))
+        fns = [self.fn, *(rule.fn for rule in self.rules() if rule is not None)]
+        roots = [fn for fn in fns if not holds_nothing(fn)]
+        recipe, operands = Recipe.of(self, roots, args, kwargs, filled)
+        return _transformable_call(recipe, self.signature.names, operands)
+
+
+def _any_tracers(args, kwargs) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+
+
+def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequence[Any]):
+    """Call by way of JAX, so that transformations see the rules.
+
+    What is defined in here outlives the call, so it may refer to `recipe`, but never to
+    `operands`.
+    """
+    name = name_of(recipe.definition.fn)
+    # Whoever runs first (the function or a rule, depending on the transformation) leaves
+    # here what is not an array; later runs are held to it.
+    box: list[Outputs] = []
+
+    def primal(*operands):
+        definition, args, kwargs = recipe.restore(as_array_list(operands))
+        outputs, arrays = Outputs.of(definition.fn(*args, **kwargs))
+        box[:] = [outputs]
+        return arrays
+
+    def jvp(primals, tangents):
+        call = _rule_call(recipe, names, as_array_list(primals), tangents)
+        if call.live():
+            outputs, arrays, t_arrays = call.definition.differentiate(call)
+            check_outputs(call, call.definition.primal_rule(), outputs, box)
+        else:  # JAX counts integers as perturbed in places
+            outputs, arrays = Outputs.of(call.definition.fn(*call.args, **call.kwargs))
+            t_arrays = [None] * len(arrays)
+        box[:] = [outputs]
+        return arrays, [
+            SymbolicZero(jax.typeof(x).to_tangent_aval()) if t is None else t
+            for x, t in zip(arrays, t_arrays, strict=True)
+        ]
+
+    primal.__name__, jvp.__name__ = name, f"{name}_jvp"
+    plain = jax.custom_jvp(primal)
+    plain.defjvp(jvp, symbolic_zeros=True)
+    if recipe.definition.vmap_rule is None:
+        return _first(plain(*operands), box)
+    vmap = ft.partial(_vmap, recipe, plain, box)
+    return _first(vmap_call(VmapCall(name, primal, jvp, vmap), operands), box)
+
+
+def _first(arrays, box):
+    return box[0].tree(arrays)
+
+
+def _rule_call(recipe, names, operands, tangents) -> RuleCall:
+    ts = [
+        None if isinstance(t, SymbolicZero) or not is_inexact(x) else jnp.asarray(t)
+        for x, t in zip(operands, tangents, strict=True)
+    ]
+    definition, args, kwargs = recipe.restore(operands)
+    for i in range(recipe.n_args, len(ts)):
+        if ts[i] is not None:
+            raise _not_differentiable(definition.fn, recipe, names, i)
+    return RuleCall(definition, args, kwargs, operands, ts[: recipe.n_args], recipe, names)
+
+
+def _not_differentiable(fn, recipe, names, i):
+    name, leaf = name_of(fn), recipe.path(i, names)
+    if i < recipe.n_args + recipe.n_kwargs:
+        return rule_error(
+            f"`{name}` was differentiated with respect to a keyword-only argument.",
+            f"at {leaf}",
+            place_of(fn),
+            do="Keyword-only arguments are configuration. Make it a positional parameter "
+            "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
+        )
+    return rule_error(
+        f"`{name}` was differentiated with respect to a value that it closes over.",
+        f"at {leaf}",
+        place_of(fn),
+        do="A rule gives derivatives with respect to arguments. Make the value a "
+        "positional parameter, or close over `jax.lax.stop_gradient` of it.",
+    )
+
+
+def _vmap(recipe, plain, box, axis_data, batched, *operands):
+    """The user's batching rule, flat."""
+    n = recipe.n_args
+    if any(batched[n:]):
+        # It knows of positional arguments only. Batch the derivative rules instead.
+        in_axes = [0 if b else None for b in batched]
+        out = jax.vmap(
+            plain,
+            in_axes,
+            axis_size=axis_data.size,
+            axis_name=axis_data.name,
+            spmd_axis_name=axis_data.spmd_name,
+        )(*operands)
+        return out, [True] * len(out)
+    definition, args, kwargs = recipe.restore(as_array_list(operands))
+    rule = definition.vmap_rule
+    flags = recipe.args.tree(batched[:n], [False] * len(recipe.args.static))
+    result = rule.fn(axis_data.size, flags, *args, **kwargs)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise rule_error(
+            f"The batching rule `{rule.name}` of `{name_of(definition.fn)}` did not "
+            "return a pair.",
+            f"it returned {show_tree(result)}",
+            rule.place,
+            do="Return `out, out_batched`.",
+        )
+    outputs, arrays = Outputs.of(result[0])
+    try:
+        out_batched = _broadcast_prefix(result[1], result[0])
+    except ValueError as error:
+        raise rule_error(
+            f"The batching rule `{rule.name}` of `{name_of(definition.fn)}` did not "
+            "say which of its outputs are batched.",
+            f"the outputs are {show_tree(result[0])}, `out_batched` is {result[1]}",
+            rule.place,
+            do="`out_batched` is a bool, or a tree of bools that is a prefix of the output.",
+        ) from error
+    flat_batched = [out_batched[i] for i in outputs.rest.places]
+    box[:] = [outputs]
+    return arrays, flat_batched
+
+
+def _broadcast_prefix(prefix, tree) -> list[bool]:
+    filled = jax.tree.map(
+        lambda flag, branch: jax.tree.map(lambda _: bool(flag), branch), prefix, tree
+    )
+    return jax.tree.leaves(filled)
