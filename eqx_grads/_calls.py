@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from ._closures import fill, find_tracers, hollow
+from ._closures import hoist, Hollow
 from ._spaces import dtype_of
 
 
@@ -148,52 +148,52 @@ class Recipe:
     - `filled` names the keyword-only arguments that have their default value.
     """
 
-    def __init__(
-        self, definition: Any, args: Rest, kwargs: Rest, filled: frozenset[str], captured: Any
-    ):
-        self.definition = definition
+    def __init__(self, args: Rest, kwargs: Rest, filled: frozenset[str], hollow: Hollow):
         self.args = args
         self.kwargs = kwargs
         self.filled = filled
         self.n_args = len(args.places)
         self.n_kwargs = len(kwargs.places)
-        self._captured_names = captured
+        self._hollow = hollow
 
     @staticmethod
     def of(
-        definition: Any,
-        roots: Sequence[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        filled: frozenset[str],
+        definition: Any, args: tuple[Any, ...], kwargs: dict[str, Any], filled: frozenset[str]
     ) -> tuple["Recipe", list[jax.Array]]:
-        """The recipe and the operands. `roots` are the functions that may be called."""
+        """The recipe and the operands."""
         args_rest, arrays = Rest.split(args, is_dynamic)
         kwargs_rest, kwargs_arrays = Rest.split(kwargs, is_array)
-        captured = find_tracers([*roots, *args_rest.static, *kwargs_rest.static])
-        if captured:
-            statics = (definition, args_rest.static, kwargs_rest.static)
-            definition, args_rest.static, kwargs_rest.static = hollow(statics, captured)
-        names = [c.name for c in captured]
-        recipe = Recipe(definition, args_rest, kwargs_rest, filled, names)
-        return recipe, [*arrays, *kwargs_arrays, *(c.value for c in captured)]
+        statics = [*args_rest.static, *kwargs_rest.static]
+        hollow, captured = hoist([definition.fn, *statics], definition)
+        n = 1 + len(args_rest.static)
+        args_rest.static, kwargs_rest.static = hollow.items[1:n], hollow.items[n:]
+        recipe = Recipe(args_rest, kwargs_rest, filled, hollow)
+        return recipe, [*arrays, *kwargs_arrays, *captured]
+
+    @property
+    def definition(self) -> Any:
+        """The definition, with holes where it closes over traced values."""
+        return self._hollow.holder
+
+    @property
+    def n_not_differentiable(self) -> int:
+        """How many operands after the positional ones the function itself depends on."""
+        return self.n_kwargs + self._hollow.n_of_items
 
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
         """`definition, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        statics = (self.definition, self.args.static, self.kwargs.static)
-        if self._captured_names:
-            statics = fill(statics, operands[m:])
-        definition, args, kwargs = statics
+        items, definition = self._hollow.fill(operands[m:])
+        k = 1 + len(self.args.static)
         return (
             definition,
-            self.args.tree(operands[:n], args),
-            self.kwargs.tree(operands[n:m], kwargs),
+            self.args.tree(operands[:n], items[1:k]),
+            self.kwargs.tree(operands[n:m], items[k:]),
         )
 
     def key(self, operands: Sequence[Any]) -> Any:
         """Equal for two calls that trace alike; `None` where that can't be told."""
-        if self._captured_names:
+        if self._hollow.names:
             return None
         statics = (*self.args.static, *self.kwargs.static)
         types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in operands)
@@ -221,7 +221,7 @@ class Recipe:
             paths = jax.tree_util.tree_leaves_with_path(self.kwargs.only(range(self.n_kwargs)))
             path = paths[i][0]
             return f"`{path[0].key}{jax.tree_util.keystr(path[1:])}`"
-        return self._captured_names[i - self.n_kwargs]
+        return self._hollow.names[i - self.n_kwargs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,17 @@
 A function that closes over a tracer is only good inside the trace that made the tracer.
 JAX keeps rules for later, so such a rule fails (or leaks) as soon as the order of two
 transformations changes. Here a traced value in a closure cell, a default argument, a
-`functools.partial`, a bound method, a nested function or a Module is found
-(`find_tracers`), replaced by a `_Hole` (`hollow`), passed as an operand by the caller, and
-put back when the function runs (`fill`). Nothing is traced for it, so functions stay
-ordinary Python.
+`functools.partial`, a bound method, a nested function or a Module is found and replaced by a
+`_Hole` (`hoist`), passed as an operand by the caller, and put back when the function runs
+(`Hollow.fill`). Nothing is traced for it, so functions stay ordinary Python. What holds no
+traced value stays the very same object.
 """
 
+import collections
+import copy
 import functools as ft
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,13 +21,6 @@ import jax
 import numpy as np
 
 from ._errors import name_of, place_of, rule_error
-
-
-class Captured(NamedTuple):
-    """A traced value that some function holds, and how the user would name it."""
-
-    value: Any
-    name: str
 
 
 class _Hole(NamedTuple):
@@ -64,6 +59,7 @@ _ATOMS = (
 # Not part of what a function is: `__wrapped__` leads to the original, and so to what was
 # to be taken out; the other is made anew when it is missing.
 _NOT_COPIED = ("__wrapped__", "signature")
+_CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
 _OPAQUE_DEPTH = 3
 
@@ -75,14 +71,107 @@ def holds_nothing(fn: Any) -> bool:
     )
 
 
-def find_tracers(roots: Sequence[Any]) -> list[Captured]:
-    """All traced values that can be reached from `roots`, each once."""
-    found: list[Captured] = []
-    # The memo holds the objects too: an `id` is only good while its object lives.
-    memo: dict[int, Any] = {}
-    for root in roots:
-        _walk(root, (), memo, found, 0)
-    return found
+class Hollow:
+    """Objects without their traced values.
+
+    - `items`, `holder`: as they were given to `hoist`, free of tracers.
+    - `names`: how the user would name each value. The first `n_of_items` of them can be
+        reached from `items`, the others from `holder` only.
+    """
+
+    def __init__(self, items: list[Any], holder: Any, names: list[str], n_of_items: int):
+        self.items = items
+        self.holder = holder
+        self.names = names
+        self.n_of_items = n_of_items
+        self._dirty: set[int] = set()
+
+    def empty(self, values: Sequence[Any], dirty: set[int]) -> None:
+        """Replace `values` by holes. `dirty` are the objects through which they are held."""
+        index = {id(value): i for i, value in enumerate(values)}
+        swap = lambda x: _Hole(index[id(x)]) if id(x) in index else x
+        memo: dict[int, Any] = {}
+        self.items = [_rebuild(item, swap, dirty, memo) for item in self.items]
+        self.holder = _rebuild(self.holder, swap, dirty, memo)
+        self._dirty = {id(new) for new, _ in memo.values()}
+
+    def fill(self, values: Sequence[Any]) -> tuple[list[Any], Any]:
+        """`items` and `holder` with `values` in their holes."""
+        if not self.names:
+            return self.items, self.holder
+        swap = lambda x: values[x.index] if type(x) is _Hole else x
+        memo: dict[int, Any] = {}
+        items = [_rebuild(item, swap, self._dirty, memo) for item in self.items]
+        return items, _rebuild(self.holder, swap, self._dirty, memo)
+
+
+def hoist(items: Sequence[Any], holder: Any = None) -> tuple[Hollow, list[Any]]:
+    """All traced values that can be reached from `items` and `holder`, each once, and what
+    is left without them."""
+    search = _Search()
+    # What leads back to the holder (a function that names itself) is not followed there.
+    search.seen[id(holder)] = holder
+    for item in items:
+        search.visit(item, (), None, 0)
+    n_of_items = len(search.found)
+    for step, part in _parts(holder) or []:
+        search.visit(part, ((holder, step),), holder, 0)
+    values = [captured.value for captured in search.found]
+    names = [captured.name for captured in search.found]
+    hollow = Hollow(list(items), holder, names, n_of_items)
+    if values:
+        hollow.empty(values, search.dirty())
+    return hollow, values
+
+
+class _Captured(NamedTuple):
+    value: Any
+    name: str
+
+
+class _Search:
+    """A walk through everything that a function can reach."""
+
+    def __init__(self):
+        self.found: list[_Captured] = []
+        # Holds the objects too: an `id` is only good while its object lives.
+        self.seen: dict[int, Any] = {}
+        self._parents: dict[int, list[int]] = collections.defaultdict(list)
+
+    def visit(self, x, trail, parent, opaque_depth):
+        if _is_atom(x):
+            return
+        if parent is not None:
+            self._parents[id(x)].append(id(parent))
+        if id(x) in self.seen:
+            return
+        self.seen[id(x)] = x
+        if isinstance(x, jax.core.Tracer):
+            if opaque_depth:
+                raise _cannot_hoist(trail)
+            self.found.append(_Captured(x, _say(trail)))
+            return
+        if isinstance(x, types.FunctionType):
+            _check_globals(x)
+        parts = _parts(x)
+        if parts is None:
+            if opaque_depth == _OPAQUE_DEPTH:
+                return
+            opaque_depth += 1
+            parts = _opaque_parts(x)
+        for step, part in parts:
+            self.visit(part, (*trail, (x, step)), x, opaque_depth)
+
+    def dirty(self) -> set[int]:
+        """The objects from which a traced value can be reached."""
+        dirty: set[int] = set()
+        front = [id(captured.value) for captured in self.found]
+        while front:
+            x = front.pop()
+            if x not in dirty:
+                dirty.add(x)
+                front.extend(self._parents[x])
+        return dirty
 
 
 def _is_atom(x) -> bool:
@@ -91,32 +180,10 @@ def _is_atom(x) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _walk(x, trail, memo, found, opaque_depth):
-    if _is_atom(x) or id(x) in memo:
-        return
-    memo[id(x)] = x
-    if isinstance(x, jax.core.Tracer):
-        if opaque_depth:
-            raise _cannot_hoist(trail)
-        found.append(Captured(x, _say(trail)))
-        return
-    if isinstance(x, types.FunctionType):
-        _check_globals(x)
-    parts = _parts(x)
-    if parts is None:
-        if opaque_depth == _OPAQUE_DEPTH:
-            return
-        opaque_depth += 1
-        parts = _opaque_parts(x)
-    for step, part in parts:
-        if not _is_atom(part):
-            _walk(part, (*trail, (x, step)), memo, found, opaque_depth)
-
-
 def _parts(x) -> list[tuple[str, Any]] | None:
     """What `x` is made of, as (step, part); `None` if it can't be put together again."""
     if isinstance(x, types.FunctionType):
-        return _function_parts(x)
+        return [] if holds_nothing(x) else _function_parts(x)
     if isinstance(x, types.MethodType):
         return [("__func__", x.__func__), ("__self__", x.__self__)]
     if isinstance(x, ft.partial):
@@ -125,6 +192,11 @@ def _parts(x) -> list[tuple[str, Any]] | None:
         return [("__wrapped__", x.__wrapped__)]
     if isinstance(x, _COPYABLE):
         return [(k, v) for k, v in vars(x).items() if k not in _NOT_COPIED]
+    # By hand, as JAX sorts the keys of a dict, which need not be possible.
+    if type(x) in (list, tuple):
+        return [(f"[{i}]", part) for i, part in enumerate(x)]
+    if type(x) in _CONTAINERS:
+        return [(f"[{key!r}]", part) for key, part in x.items()]
     children = _children(x)
     return None if children is None else [(jax.tree_util.keystr(p), v) for p, v in children]
 
@@ -145,6 +217,8 @@ def _function_parts(fn):
 
 def _children(x):
     """One level of a PyTree, with paths; `None` if `x` is a leaf."""
+    if isinstance(x, Iterator):  # which JAX warns of, and nobody may consume
+        return None
     children, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if len(children) == 1 and children[0][1] is x:
         return None
@@ -209,26 +283,16 @@ def _say(trail) -> str:
     return f"`{path}`" + (f", held by `{holder}`" if holder else "")
 
 
-def hollow(x: Any, captured: Sequence[Captured]) -> Any:
-    """A copy of `x` with holes in place of the captured values, free of tracers."""
-    index = {id(c.value): i for i, c in enumerate(captured)}
-    return _rebuild(x, lambda y: _Hole(index[id(y)]) if id(y) in index else y, {})
-
-
-def fill(x: Any, values: Sequence[Any]) -> Any:
-    """A copy of a hollow `x` with `values` in its holes."""
-    return _rebuild(x, lambda y: values[y.index] if type(y) is _Hole else y, {})
-
-
-def _rebuild(x, swap: Callable[[Any], Any], memo):
-    if _is_atom(x):
-        return x
+def _rebuild(x, swap: Callable[[Any], Any], dirty: set[int], memo: dict[int, Any]):
+    """A copy of `x` with other values in it; `x` itself where there are none to replace."""
     swapped = swap(x)
     if swapped is not x:
         return swapped
+    if id(x) not in dirty:
+        return x
     if id(x) in memo:
         return memo[id(x)][0]
-    again = ft.partial(_rebuild, swap=swap, memo=memo)
+    again = ft.partial(_rebuild, swap=swap, dirty=dirty, memo=memo)
 
     def remember(new):
         memo[id(x)] = (new, x)
@@ -237,7 +301,7 @@ def _rebuild(x, swap: Callable[[Any], Any], memo):
     # Cycles are usual (a rule names the function that it belongs to), so functions and
     # Modules are remembered before their parts are made.
     if isinstance(x, types.FunctionType):
-        return x if holds_nothing(x) else _rebuild_function(x, again, remember)
+        return _rebuild_function(x, again, remember)
     if isinstance(x, types.MethodType):
         return remember(types.MethodType(again(x.__func__), again(x.__self__)))
     if isinstance(x, ft.partial):
@@ -253,8 +317,13 @@ def _rebuild(x, swap: Callable[[Any], Any], memo):
             if name not in _NOT_COPIED:
                 object.__setattr__(new, name, again(value))
         return new
-    if _children(x) is None:
-        return remember(x)
+    if type(x) in (list, tuple):
+        return remember(type(x)([again(part) for part in x]))
+    if type(x) in _CONTAINERS:
+        new = remember(copy.copy(x))
+        for key, part in x.items():
+            new[key] = again(part)
+        return new
     parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
     return remember(jax.tree.unflatten(treedef, [again(part) for part in parts]))
 

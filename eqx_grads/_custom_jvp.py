@@ -1,5 +1,7 @@
 """The decorator for forward rules."""
 
+import contextvars
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +101,6 @@ class _ForwardDefinition(Definition):
         Definition.__init__(self, fn)
         self.jvp_rule: Rule | None = None
 
-    def rules(self):
-        return [self.jvp_rule, self.vmap_rule]
-
     def primal_rule(self):
         assert self.jvp_rule is not None
         return self.jvp_rule
@@ -122,27 +121,40 @@ class _ForwardDefinition(Definition):
 def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], list[Any]]:
     """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero)."""
     live = call.live()
+    inexact = [i for i, x in enumerate(call.operands[: len(call.tangents)]) if is_inexact(x)]
     keywords = call.keywords(rule)
 
-    def tangent_map(live_ts):
+    def tangent_map(places, given):
         ts: list[Any] = [None] * len(call.tangents)
         if not rule.symbolic_zeros:
-            for i, x in enumerate(call.operands[: len(ts)]):
-                ts[i] = jnp.zeros_like(x) if is_inexact(x) else None
-        for i, t in zip(live, live_ts, strict=True):
+            for i in inexact:
+                ts[i] = jnp.zeros_like(call.operands[i])
+        for i, t in zip(places, given, strict=True):
             ts[i] = t
         t_args = call.recipe.args.only(ts)
         return _take_result(call, rule, rule.fn(call.args, t_args, **keywords))
 
-    live_ts = [call.tangents[i] for i in live]
-    every_output_moves = seen_before(
-        call, ("linear", *live), lambda: _check_linear(call, rule, tangent_map, live_ts)
+    # With symbolic zeros a rule may be another one for each pattern of zeros.
+    checked = live if rule.symbolic_zeros else inexact
+    seen_before(
+        call, ("linear", *checked), lambda: _check_linear(call, rule, tangent_map, checked)
     )
-    n_inexact = sum(is_inexact(x) for x in call.operands[: len(call.tangents)])
-    if rule.symbolic_zeros or (len(live) == n_inexact and every_output_moves):
-        outputs, arrays, t_arrays = tangent_map(live_ts)
-        return outputs, arrays, t_arrays
-    return _drop_dead_terms(tangent_map, live_ts)
+    live_ts = [call.tangents[i] for i in live]
+    if rule.symbolic_zeros or live == inexact or call.definition.identity in _DROPPING.get():
+        return tangent_map(live, live_ts)
+    token = _DROPPING.set(_DROPPING.get() | {call.definition.identity})
+    try:
+        return _drop_dead_terms(ft.partial(tangent_map, live), live_ts)
+    finally:
+        _DROPPING.reset(token)
+
+
+# Functions whose dead terms are being dropped. A rule may apply its own function to a tangent
+# (`f(t_x, y) + f(x, t_y)`), which is then differentiated in turn; dropping dead terms there
+# as well would never end.
+_DROPPING: contextvars.ContextVar[frozenset[object]] = contextvars.ContextVar(
+    "eqx_grads_dropping", default=frozenset()
+)
 
 
 def _drop_dead_terms(tangent_map, live_ts):
@@ -183,17 +195,16 @@ def _watch(xs, moves):
     return watch(xs)
 
 
-def _check_linear(call, rule, tangent_map, live_ts) -> bool:
-    """Raise if the rule is seen not to be linear. Returns whether every tangent that it
-    returns depends on one that it is given."""
+def _check_linear(call, rule, tangent_map, places) -> None:
+    """Raise if the rule is seen not to be linear in the tangents at these places."""
+    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in places]
     try:
-        jaxpr = jax.make_jaxpr(lambda ts: [t for t in tangent_map(ts)[2] if t is not None])(
-            live_ts
-        )
+        jaxpr = jax.make_jaxpr(
+            lambda *ts: [t for t in tangent_map(places, ts)[2] if t is not None]
+        )(*types)
     except NEEDS_VALUES:  # an eager rule that looks at values: nothing is seen
-        return True
-    statuses = output_statuses(jaxpr)
-    reason = why_nonlinear(statuses)
+        return
+    reason = why_nonlinear(output_statuses(jaxpr))
     if reason is not None:
         name = name_of(call.definition.fn)
         raise rule_error(
@@ -204,7 +215,6 @@ def _check_linear(call, rule, tangent_map, live_ts) -> bool:
             "multiplied by something that depends on primals only. A non-linear map of "
             "gradients (clipping, say) is a backward rule: use `eqx_grads.custom_vjp`.",
         )
-    return all(status.rank >= 2 for status in statuses)
 
 
 def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
-from ._closures import fill, find_tracers, hollow
+from ._closures import hoist, Hollow
 from ._custom_jvp import apply_forward_rule
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
 from ._definition import Definition
@@ -137,9 +137,6 @@ class _ReverseDefinition(Definition):
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None
 
-    def rules(self):
-        return [self.fwd_rule, self.bwd_rule, self.jvp_rule, self.vmap_rule]
-
     def primal_rule(self):
         assert self.fwd_rule is not None
         return self.fwd_rule
@@ -164,9 +161,8 @@ class _ReverseDefinition(Definition):
         if not places:
             return outputs, arrays, t_arrays
         res_rest, res_arrays = Rest.split(residuals, is_array)
-        captured = find_tracers(res_rest.static)
-        if captured:
-            res_rest.static = hollow(res_rest.static, captured)
+        hollow, captured = hoist(res_rest.static)
+        res_rest.static = hollow.items
         tape = _Tape(
             recipe=call.recipe,
             names=call.names,
@@ -176,6 +172,7 @@ class _ReverseDefinition(Definition):
             out_types=[jax.typeof(x) for x in arrays],
             places=places,
             res_rest=res_rest,
+            res_hollow=hollow,
             n_operands=len(call.operands),
             n_residuals=len(res_arrays),
         )
@@ -185,7 +182,7 @@ class _ReverseDefinition(Definition):
             tape.transpose,
             [tape.out_types[i].to_tangent_aval() for i in places],
         )
-        residuals = [*call.operands, *res_arrays, *(c.value for c in captured)]
+        residuals = [*call.operands, *res_arrays, *captured]
         ts = linear_call(linear_map, residuals, [call.tangents[i] for i in tape.live])
         for i, t in zip(places, ts, strict=True):
             t_arrays[i] = t
@@ -227,6 +224,7 @@ class _Tape:
     out_types: list[Any]
     places: list[int]  # which of the outputs have a tangent
     res_rest: Rest
+    res_hollow: Hollow
     n_operands: int
     n_residuals: int
 
@@ -259,9 +257,8 @@ class _Tape:
     def transpose(self, residuals, cts):
         definition, _, kwargs = self.recipe.restore(residuals[: self.n_operands])
         end = self.n_operands + self.n_residuals
-        static = self.res_rest.static
-        if len(residuals) > end:  # functions among the residuals, with traced values
-            static = fill(static, residuals[end:])
+        # Functions among the residuals may have held traced values.
+        static, _ = self.res_hollow.fill(residuals[end:])
         kept = self.res_rest.tree(residuals[self.n_operands : end], static)
         live_cts = [i for i, ct in zip(self.places, cts, strict=True) if ct is not None]
         all_live = len(live_cts) == len(self.places)

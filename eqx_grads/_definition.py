@@ -7,6 +7,8 @@ a positional parameter (clause 1), and `filter_custom_vjp` has no forward mode (
 
 import abc
 import functools as ft
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from ._calls import (
     Recipe,
     Signature,
 )
-from ._closures import Copyable, holds_nothing
+from ._closures import Copyable
 from ._errors import name_of, place_of, rule_error, show_tree
 from ._rules import check_outputs, Rule, RuleCall
 from ._vmap_call import vmap_call, VmapCall
@@ -40,10 +42,7 @@ class Definition(Copyable):
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
         self.vmap_rule: Rule | None = None
-
-    @abc.abstractmethod
-    def rules(self) -> list[Rule | None]:
-        """All rules, given or not."""
+        self.identity = object()  # shared by the copies that have traced values filled in
 
     @abc.abstractmethod
     def check_complete(self) -> None:
@@ -66,14 +65,15 @@ class Definition(Copyable):
         args, kwargs, filled = self.signature.bind(args, kwargs)
         if is_eager() and not _any_tracers(args, kwargs):
             return as_arrays(self.fn(*as_arrays(args), **kwargs))
-        fns = [self.fn, *(rule.fn for rule in self.rules() if rule is not None)]
-        roots = [fn for fn in fns if not holds_nothing(fn)]
-        recipe, operands = Recipe.of(self, roots, args, kwargs, filled)
+        recipe, operands = Recipe.of(self, args, kwargs, filled)
         return _transformable_call(recipe, self.signature.names, operands)
 
 
 def _any_tracers(args, kwargs) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+
+
+_FLAT_SIGNATURE = inspect.signature(lambda *operands: None)
 
 
 def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequence[Any]):
@@ -108,6 +108,10 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
         ]
 
     primal.__name__, jvp.__name__ = name, f"{name}_jvp"
+    if isinstance(recipe.definition.fn, types.FunctionType):
+        # For jaxprs, and for errors that JAX raises: the user's file and line.
+        primal.__signature__ = _FLAT_SIGNATURE
+        primal.__wrapped__ = recipe.definition.fn
     plain = jax.custom_jvp(primal)
     plain.defjvp(jvp, symbolic_zeros=True)
     if recipe.definition.vmap_rule is None:
@@ -122,11 +126,15 @@ def _first(arrays, box):
 
 def _rule_call(recipe, names, operands, tangents) -> RuleCall:
     ts = [
-        None if isinstance(t, SymbolicZero) or not is_inexact(x) else jnp.asarray(t)
+        None
+        if isinstance(t, SymbolicZero) or not is_inexact(x)
+        else (t if isinstance(t, jax.Array) else jnp.asarray(t))
         for x, t in zip(operands, tangents, strict=True)
     ]
     definition, args, kwargs = recipe.restore(operands)
-    for i in range(recipe.n_args, len(ts)):
+    # What only the rules close over does not move the value: its derivative is zero here,
+    # and comes in where the rules themselves are differentiated.
+    for i in range(recipe.n_args, recipe.n_args + recipe.n_not_differentiable):
         if ts[i] is not None:
             raise _not_differentiable(definition.fn, recipe, names, i)
     return RuleCall(definition, args, kwargs, operands, ts[: recipe.n_args], recipe, names)

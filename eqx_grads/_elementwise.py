@@ -100,8 +100,8 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
     out = decorated(*primals, **kwargs)
     if not (eqx.is_array(out) and is_differentiable(out)):
         raise rule_error(
-            f"`{name_of(decorated.__wrapped__)}` is elementwise, but did not return one array of "
-            "floats.",
+            f"`{name_of(decorated.__wrapped__)}` is elementwise, but did not return one "
+            "array of floats.",
             f"it returned {show_tree(out)}",
             place_of(decorated.__wrapped__),
             do="For several outputs, use `eqx_grads.custom_jvp`.",

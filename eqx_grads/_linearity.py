@@ -44,6 +44,8 @@ def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
     for status in statuses:
         if status.rank == 4:
             return status.reason
+        if status == CONSTANT:
+            return "it returns something that no tangent multiplies"
     return None
 
 
@@ -130,12 +132,10 @@ def _call(jaxpr, ins):
 
 
 def _one(eqn, name, ins) -> _Status:
-    if name in ("mul", "dot_general") and ZERO in ins:
+    if name in _MULTILINEAR and ZERO in ins:
         return ZERO
     if all(status in (ZERO, CONSTANT) for status in ins):
-        decisive = ins[:1] if name == "div" else ins
-        keeps_zero = name in _JOINTLY or name in ("div", "convert_element_type")
-        return ZERO if keeps_zero and ins and set(decisive) == {ZERO} else CONSTANT
+        return ZERO if _keeps_zero(name, ins) else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
     if worst.rank >= UNKNOWN.rank:
         return worst
@@ -163,6 +163,16 @@ def _one(eqn, name, ins) -> _Status:
     if name in _NONLINEAR:
         return _nonlinear(f"it applies `{name}` to a tangent")
     return UNKNOWN
+
+
+def _keeps_zero(name, ins) -> bool:
+    if name in _JOINTLY or name == "convert_element_type":
+        decisive = ins
+    elif name in _AT_PLACES:
+        decisive = [ins[i] for i in _AT_PLACES[name]]
+    else:
+        decisive = ins[1:] if name == "select_n" else []
+    return bool(decisive) and all(status == ZERO for status in decisive)
 
 
 def _joint(name, ins) -> _Status:

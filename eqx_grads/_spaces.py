@@ -146,9 +146,11 @@ def _project_leaf(ct, primal):
     ct = _as_inexact(ct)
     ct = _unbroadcast(ct, shape_of(primal))
     dtype = dtype_of(primal)
-    if jnp.iscomplexobj(ct) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        ct = jnp.real(ct)
-    return _match_varying(ct.astype(dtype), primal)
+    if ct.dtype != dtype:
+        if jnp.iscomplexobj(ct) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            ct = jnp.real(ct)
+        ct = ct.astype(dtype)
+    return _match_varying(ct, primal)
 
 
 def tangent_leaf(t: Any, primal: Any) -> Array | None:
@@ -179,7 +181,7 @@ def is_differentiable(primal: Any) -> bool:
 def _as_inexact(t):
     if not is_arraylike(t):
         raise DoesNotFit("Return an array, or `None` for zero.")
-    t = jnp.asarray(t)
+    t = t if isinstance(t, jax.Array) else jnp.asarray(t)
     if not jnp.issubdtype(t.dtype, jnp.inexact):
         raise DoesNotFit("Return an array of floats. Did a cast or a comparison slip in?")
     return t

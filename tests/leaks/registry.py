@@ -1,0 +1,207 @@
+"""What a shape is, and how it is checked."""
+
+import contextlib
+import dataclasses
+import functools as ft
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class WithRules:
+    """Functions, with the rules that they are given."""
+
+    @staticmethod
+    def jvp(fn, rule, **options):
+        decorated = eqg.custom_jvp(fn)
+        decorated.def_jvp(rule, **options)
+        return decorated
+
+    @staticmethod
+    def vjp(fn, fwd, bwd, jvp=None, **options):
+        decorated = eqg.custom_vjp(fn)
+        decorated.def_fwd(fwd)
+        decorated.def_bwd(bwd, **options)
+        if jvp is not None:
+            decorated.def_jvp(jvp)
+        return decorated
+
+    gradient = staticmethod(eqg.custom_gradient)
+    elementwise = staticmethod(eqg.elementwise)
+    nondifferentiable = staticmethod(eqg.nondifferentiable)
+
+
+class Plain:
+    """The same functions, without."""
+
+    @staticmethod
+    def jvp(fn, rule, **options):
+        del rule, options
+        return fn
+
+    @staticmethod
+    def vjp(fn, fwd, bwd, jvp=None, **options):
+        del fwd, bwd, jvp, options
+        return fn
+
+    @staticmethod
+    def gradient(fn):
+        return lambda *args: fn(*args)[0]
+
+    @staticmethod
+    def elementwise(fn, derivative):
+        del derivative
+        return fn
+
+    @staticmethod
+    def nondifferentiable(x):
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A program that JAX or Equinox gets wrong by itself, under `jax.checking_leaks()`."""
+
+    error: type[Exception]
+    match: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`run(rules)` returns a tree of results; `rules` is `WithRules` or `Plain`.
+
+    Where the right answer is an error, `error` is a pattern for its text.
+    """
+
+    run: Callable[[Any], Any]
+    error: str | None = None
+    fault: Fault | None = None
+
+
+SHAPES: dict[str, Shape] = {}
+
+
+def shape(
+    fn: Callable[[Any], Any] | None = None,
+    *,
+    error: str | None = None,
+    fault: Fault | None = None,
+):
+    """Decorator: `fn` is a shape, under its own name."""
+    if fn is None:
+        return lambda fn: shape(fn, error=error, fault=fault)
+    _add(fn.__name__, Shape(fn, error, fault))
+    return fn
+
+
+def _add(name, new):
+    assert name not in SHAPES
+    SHAPES[name] = new
+
+
+def sin_times(x, y):
+    return jnp.sin(x) * y
+
+
+def op_of(kind: str, rules: Any) -> Callable[..., Any]:
+    """`sin(x) * y`, with a rule of this kind."""
+
+    def jvp(primals, tangents):
+        (x, y), (t_x, t_y) = primals, tangents
+        return f(x, y), ran(jnp.cos(x) * y * t_x + jnp.sin(x) * t_y)
+
+    def fwd(x, y):
+        return f(x, y), ran((x, y))
+
+    def bwd(residuals, ct):
+        x, y = residuals
+        return jnp.cos(x) * y * ct, jnp.sin(x) * ct
+
+    f = rules.jvp(sin_times, jvp) if kind == "jvp" else rules.vjp(sin_times, fwd, bwd)
+    return f
+
+
+def composition(fn: Callable[[Callable[..., Any]], Any]):
+    """Decorator: `fn(f)` composes transformations of `f(x, y) = sin(x) * y`. It makes two
+    shapes, one with a forward rule and one with a reverse rule."""
+    for kind in ("jvp", "vjp"):
+        _add(f"{fn.__name__}-{kind}", Shape(lambda rules, kind=kind: fn(op_of(kind, rules))))
+    return fn
+
+
+def for_each(kinds: Sequence[str], **options: Any):
+    """Decorator: `fn(rules, kind)` is one shape for each kind of rule."""
+
+    def register(fn):
+        for kind in kinds:
+            _add(f"{fn.__name__}-{kind}", Shape(ft.partial(fn, kind=kind), **options))
+        return fn
+
+    return register
+
+
+_n_ran = 0
+
+
+def ran(x):
+    """The identity, inside a rule. A shape whose rules never run compares plain autodiff
+    with itself."""
+    global _n_ran
+    _n_ran += 1
+    return x
+
+
+class Faulty(Exception):
+    """The shape fails without any rule of ours."""
+
+
+def check(shape: Shape, checker: Callable[[], Any] = contextlib.nullcontext) -> None:
+    """Raise if the shape fails. `checker` is a context in which it runs.
+
+    Where `shape.fault` is to be expected, it is shown to be there without our rules, and
+    `Faulty` is raised.
+    """
+    with checker():
+        if shape.fault is not None and jax.config.jax_check_tracer_leaks:
+            _expect_error(shape, Plain, shape.fault.error, shape.fault.match)
+            raise Faulty(shape.fault.reason)
+        if shape.error is not None:
+            _expect_error(shape, WithRules, eqg.RuleError, shape.error)
+            return
+        before = _n_ran
+        got = shape.run(WithRules)
+    assert _n_ran > before, "no rule was used"
+    assert_close(got, shape.run(Plain))
+
+
+def _expect_error(shape, rules, kind, match):
+    try:
+        shape.run(rules)
+    except kind as error:
+        assert re.search(match, str(error)), f"{match!r} is not in {str(error)!r}"
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    """Equal but for rounding: values, structures, shapes and dtypes."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if not isinstance(b, jax.Array):
+            assert type(a) is type(b)
+            assert a == b
+            continue
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if not jnp.issubdtype(b.dtype, jnp.inexact):
+            assert bool(jnp.all(a == b))
+            continue
+        tolerance = 20 * np.finfo(b.dtype).eps
+        scale = 1 + np.max(np.abs(b), initial=0)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)

@@ -1,0 +1,192 @@
+"""What a rule costs when it is compiled: the same FLOPs and temporary bytes as in raw JAX."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+N = 64
+
+
+def heavy(x, y):
+    return jnp.tanh(x @ x) * y + jnp.sum(y)
+
+
+def heavy_tangent(x, y, t_x, t_y):
+    return (1 - jnp.tanh(x @ x) ** 2) * (t_x @ x + x @ t_x) * y + (
+        jnp.tanh(x @ x) * t_y + jnp.sum(t_y)
+    )
+
+
+def heavy_cotangents(residuals, ct):
+    x, y, tanh = residuals
+    inner = (1 - tanh**2) * y * ct
+    return inner @ x.T + x.T @ inner, tanh * ct + jnp.sum(ct)
+
+
+def heavy_fwd(x, y):
+    tanh = jnp.tanh(x @ x)
+    return tanh * y + jnp.sum(y), (x, y, tanh)
+
+
+eqg_jvp, raw_jvp = eqg.custom_jvp(heavy), jax.custom_jvp(heavy)
+eqg_jvp.def_jvp(lambda p, t: (eqg_jvp(*p), heavy_tangent(*p, *t)))
+raw_jvp.defjvp(lambda p, t: (raw_jvp(*p), heavy_tangent(*p, *t)))
+
+eqg_vjp, raw_vjp = eqg.custom_vjp(heavy), jax.custom_vjp(heavy)
+eqg_vjp.def_fwd(heavy_fwd)
+eqg_vjp.def_bwd(heavy_cotangents)
+raw_vjp.defvjp(heavy_fwd, heavy_cotangents)
+
+
+# The rule written by hand with `None`, for one argument at a time.
+by_hand = eqx.filter_custom_jvp(heavy)
+
+
+@by_hand.def_jvp
+def _by_hand_jvp(primals, tangents):
+    x, y = primals
+    t_x, t_y = tangents
+    tanh = jnp.tanh(x @ x)
+    parts = []
+    if t_x is not None:
+        parts.append((1 - tanh**2) * (t_x @ x + x @ t_x) * y)
+    if t_y is not None:
+        parts.append(tanh * t_y + jnp.sum(t_y))
+    return by_hand(x, y), sum(parts[1:], parts[0])
+
+
+def compiled(fn, *args):
+    return jax.jit(fn).lower(*args).compile()
+
+
+def flops(fn, *args):
+    return compiled(fn, *args).cost_analysis()["flops"]
+
+
+def temporary_bytes(fn, *args):
+    return compiled(fn, *args).memory_analysis().temp_size_in_bytes
+
+
+def n_equations(jaxpr):
+    """All equations, those of inner jaxprs included."""
+    inner = (
+        p
+        for eqn in jaxpr.eqns
+        for p in jax.tree.leaves(
+            list(eqn.params.values()),
+            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
+        )
+    )
+    jaxprs = [
+        getattr(p, "jaxpr", p) for p in inner if hasattr(p, "eqns") or hasattr(p, "jaxpr")
+    ]
+    return len(jaxpr.eqns) + sum(map(n_equations, jaxprs))
+
+
+ARGS = (jnp.ones((N, N)), jnp.ones((N, N)))
+MODES = {
+    "value": lambda f, argnums: f,
+    "grad": lambda f, argnums: jax.grad(lambda *a: jnp.sum(f(*a) ** 2), argnums),
+    "grad(jit)": lambda f, argnums: jax.grad(lambda *a: jnp.sum(jax.jit(f)(*a) ** 2), argnums),
+    "vmap(grad)": lambda f, argnums: jax.vmap(
+        jax.grad(lambda *a: jnp.sum(f(*a) ** 2), argnums), (None, 0)
+    ),
+}
+
+
+def arguments(mode):
+    return (ARGS[0], jnp.stack([ARGS[1]] * 3)) if mode.startswith("vmap") else ARGS
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pair", [(eqg_jvp, raw_jvp), (eqg_vjp, raw_vjp)], ids=["jvp", "vjp"])
+def test_as_raw_jax(pair, mode, argnums):
+    ours, raw = (MODES[mode](f, argnums) for f in pair)
+    args = arguments(mode)
+    assert flops(ours, *args) == flops(raw, *args)
+    assert temporary_bytes(ours, *args) <= temporary_bytes(raw, *args)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "value"])
+def test_as_a_rule_by_hand_with_none(mode, argnums):
+    ours, hand = (MODES[mode](f, argnums) for f in (eqg_jvp, by_hand))
+    args = arguments(mode)
+    assert flops(ours, *args) == flops(hand, *args)
+    assert temporary_bytes(ours, *args) <= temporary_bytes(hand, *args)
+
+
+@pytest.mark.parametrize("pair", [(eqg_jvp, raw_jvp), (eqg_vjp, raw_vjp)], ids=["jvp", "vjp"])
+@pytest.mark.parametrize("outer", ["jit(grad(scan))", "grad(jit(scan))"])
+def test_in_scan(pair, outer):
+    def program(f):
+        def loss(x, ys):
+            return jnp.sum(jax.lax.scan(lambda c, y: (f(c, y), None), x, ys)[0])
+
+        grad = jax.grad(jax.jit(loss) if outer.startswith("grad") else loss, (0, 1))
+        return grad
+
+    args = (ARGS[0], jnp.stack([ARGS[1]] * 7))
+    ours, raw = (program(f) for f in pair)
+    assert flops(ours, *args) == flops(raw, *args)
+    assert temporary_bytes(ours, *args) <= temporary_bytes(raw, *args)
+
+
+def test_forward_mode_through_a_reverse_rule_costs_as_autodiff():
+    pushforward = lambda f: lambda *a: jax.jvp(f, a, a)
+    assert flops(pushforward(eqg_vjp), *ARGS) == flops(pushforward(heavy), *ARGS)
+
+
+def test_nothing_is_kept_but_the_residuals():
+    """The one vector that the rule returns for each of 50 steps: that is all."""
+    decay = eqg.custom_vjp(lambda x: jnp.sin(jnp.cos(jnp.exp(x))))
+    decay.def_fwd(lambda x: (decay(x), None))
+    decay.def_bwd(lambda _, ct: (0.5 * ct,))
+    raw = jax.custom_vjp(lambda x: jnp.sin(jnp.cos(jnp.exp(x))))
+    raw.defvjp(lambda x: (raw(x), None), lambda _, ct: (0.5 * ct,))
+
+    def program(f):
+        loop = lambda x: jnp.sum(jax.lax.scan(lambda c, _: (f(c), None), x, None, length=50)[0])
+        return jax.grad(loop)
+
+    x = jnp.ones(10_000)
+    assert temporary_bytes(program(decay), x) <= temporary_bytes(program(raw), x) + 64
+    assert temporary_bytes(program(decay), x) < x.nbytes
+
+
+def test_a_dead_argument_adds_no_work():
+    """With respect to `y` alone, no matrix product of the term of `x` is left."""
+    grad = jax.jit(jax.grad(lambda x, y: jnp.sum(eqg_jvp(x, y)), 1))
+    text = grad.lower(*ARGS).compile().as_text()
+    assert text.count(" dot(") + text.count("gemm") <= 1
+
+
+def test_the_program_stays_small():
+    """The rule's own equations, and a handful."""
+    ours, raw = (
+        n_equations(jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(f(*a)), (0, 1)))(*ARGS).jaxpr)
+        for f in (eqg_vjp, raw_vjp)
+    )
+    assert ours <= raw + 3
+
+
+def test_names_in_the_jaxpr():
+    assert "heavy" in str(jax.make_jaxpr(eqg_jvp)(*ARGS))
+    assert "heavy" in str(jax.make_jaxpr(lambda *a: jax.jvp(eqg_vjp, a, a))(*ARGS))
+
+
+def test_compiles_once():
+    traces = []
+
+    @jax.jit
+    def step(x, y):
+        traces.append(1)
+        return jax.grad(lambda *a: jnp.sum(eqg_vjp(*a)), (0, 1))(x, y)
+
+    for i in range(5):
+        step(ARGS[0] + i, ARGS[1])
+    assert len(traces) == 1

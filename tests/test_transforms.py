@@ -1,0 +1,204 @@
+"""Every kind of rule under every transformation, against autodiff of the function itself."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .ops import PAIRS
+
+
+def scalar(f):
+    """A loss that is not linear in the outputs of `f`."""
+    return lambda *args: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*args)))
+
+
+def every(args):
+    return tuple(range(len(args)))
+
+
+def directions(args):
+    return tuple(jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in args)
+
+
+def pushforward(f, args):
+    return jax.jvp(f, args, directions(args))
+
+
+def batches(args):
+    return tuple(jnp.stack([a, 2 * a, -a]) for a in args)
+
+
+def scanned(f, args):
+    """`f` as the body of a scan, with a carry that holds a counter and a key as well."""
+    x, *rest = args
+
+    def loss(x, *rest):
+        def body(carry, scale):
+            x, count, key = carry
+            out = scalar(f)(x * scale, *rest)
+            key, _ = jax.random.split(key)
+            return (x + 0.1 * out, count + 1, key), out
+
+        init = (x, jnp.array(0), jax.random.key(0))
+        (x, _, _), outs = jax.lax.scan(body, init, jnp.linspace(0.5, 1.5, 4, dtype=x.dtype))
+        return jnp.sum(x) + jnp.sum(outs**2)
+
+    return jax.grad(loss, every(args))(x, *rest)
+
+
+def under_while(f, args):
+    def loop(*args):
+        step = lambda state: (state[0] + 1, 0.5 * state[1] + scalar(f)(*args))
+        return jax.lax.while_loop(lambda s: s[0] < 3, step, (0, jnp.zeros((), args[0].dtype)))[
+            1
+        ]
+
+    return pushforward(loop, args)
+
+
+def under_cond(f, args):
+    pick = lambda flag: (
+        lambda *args: jax.lax.cond(flag, scalar(f), lambda *a: jnp.sum(a[0]), *args)
+    )
+    return [jax.grad(pick(flag), every(args))(*args) for flag in (True, False)]
+
+
+def under_switch(f, args):
+    branches = [scalar(f), lambda *a: jnp.sum(a[0] ** 2), lambda *a: 2 * scalar(f)(*a)]
+    pick = lambda i: lambda *args: jax.lax.switch(i, branches, *args)
+    return [jax.jit(jax.grad(pick(i), every(args)))(*args) for i in range(3)]
+
+
+def checkpointed(policy):
+    return lambda f, args: jax.jit(
+        jax.grad(jax.checkpoint(scalar(f), policy=policy), every(args))
+    )(*args)
+
+
+def filter_checkpointed(f, args):
+    return eqx.filter_grad(lambda a: eqx.filter_checkpoint(lambda b: scalar(f)(*b))(a))(args)
+
+
+TRANSFORMS = {
+    "value": lambda f, args: f(*args),
+    "jit": lambda f, args: jax.jit(f)(*args),
+    "value_and_grad": lambda f, args: jax.value_and_grad(scalar(f), every(args))(*args),
+    "grad of each": lambda f, args: [jax.grad(scalar(f), i)(*args) for i in every(args)],
+    "jit(grad)": lambda f, args: jax.jit(jax.grad(scalar(f), every(args)))(*args),
+    "grad(jit)": lambda f, args: jax.grad(scalar(jax.jit(f)), every(args))(*args),
+    "jvp": pushforward,
+    "jit(jvp)": lambda f, args: jax.jit(lambda *a: pushforward(f, a))(*args),
+    "jvp(jit)": lambda f, args: pushforward(jax.jit(f), args),
+    "jacfwd": lambda f, args: jax.jacfwd(f, every(args))(*args),
+    "jacrev": lambda f, args: jax.jacrev(f, every(args))(*args),
+    "hessian": lambda f, args: jax.hessian(scalar(f), every(args))(*args),
+    "jit(hessian)": lambda f, args: jax.jit(jax.hessian(scalar(f), every(args)))(*args),
+    "jacrev(jacfwd)": lambda f, args: jax.jacrev(jax.jacfwd(scalar(f)))(*args),
+    "jacrev(jacrev)": lambda f, args: jax.jacrev(jax.jacrev(scalar(f)))(*args),
+    "jacfwd(jacfwd)": lambda f, args: jax.jacfwd(jax.jacfwd(scalar(f)))(*args),
+    "third order": lambda f, args: jax.jacfwd(jax.jacrev(jax.jacfwd(scalar(f))))(*args),
+    "grad(grad)": lambda f, args: jax.grad(lambda *a: scalar(jax.grad(scalar(f)))(*a))(*args),
+    "linearize": lambda f, args: jax.linearize(f, *args)[1](*directions(args)),
+    "vjp of jvp": lambda f, args: jax.vjp(lambda *a: pushforward(f, a)[1], *args)[1](f(*args)),
+    "scan": scanned,
+    "jit(scan)": lambda f, args: jax.jit(lambda *a: scanned(f, a))(*args),
+    "while_loop": under_while,
+    "cond": under_cond,
+    "switch": under_switch,
+    "checkpoint": checkpointed(None),
+    "checkpoint, all saved": checkpointed(jax.checkpoint_policies.everything_saveable),
+    "checkpoint, dots saved": checkpointed(jax.checkpoint_policies.dots_saveable),
+    "filter_checkpoint": filter_checkpointed,
+    "filter_jit(filter_grad)": lambda f, args: eqx.filter_jit(
+        eqx.filter_grad(lambda a: scalar(f)(*a))
+    )(args),
+    "filter_jvp": lambda f, args: eqx.filter_jvp(f, args, directions(args)),
+}
+
+
+def assert_close(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        tolerance = 20 * np.finfo(b.dtype).eps
+        np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * (1 + np.max(np.abs(b)))
+        )
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_transform(name, transform):
+    with_rule, plain, args = PAIRS[name]
+    transform = TRANSFORMS[transform]
+    assert_close(transform(with_rule, args), transform(plain, args))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "vmap(grad)",
+        "grad(vmap)",
+        "jit(vmap(grad))",
+        "vmap(jvp)",
+        "jvp(vmap)",
+        "vmap(hessian)",
+        "vmap(vmap)",
+        "grad(vmap(vmap))",
+        "grad(scan(vmap))",
+        "vmap(scan)",
+        "checkpoint(vmap)",
+    ],
+)
+@pytest.mark.parametrize("name", PAIRS)
+def test_vmap(name, order):
+    """Every order, with every subset of the arguments batched."""
+    with_rule, plain, args = PAIRS[name]
+    subsets = itertools.product((None, 0), repeat=len(args))
+    for axes in [axes for axes in subsets if any(axis == 0 for axis in axes)]:
+        mixed = tuple(
+            a if axis is None else b
+            for a, b, axis in zip(args, batches(args), axes, strict=True)
+        )
+        assert_close(vmapped(order, with_rule, axes, mixed), vmapped(order, plain, axes, mixed))
+
+
+def vmapped(order, f, axes, args):
+    loss, argnums = scalar(f), every(args)
+    total = lambda *a: jnp.sum(jax.vmap(loss, axes)(*a))
+    if order == "vmap(grad)":
+        return jax.vmap(jax.grad(loss, argnums), axes)(*args)
+    if order == "jit(vmap(grad))":
+        return jax.jit(jax.vmap(jax.grad(loss, argnums), axes))(*args)
+    if order == "grad(vmap)":
+        return jax.grad(total, argnums)(*args)
+    if order == "jvp(vmap)":
+        return pushforward(jax.vmap(f, axes), args)
+    if order == "vmap(jvp)":
+        return jax.vmap(lambda *a: pushforward(f, a), axes)(*args)
+    if order == "vmap(hessian)":
+        return jax.vmap(jax.hessian(loss), axes)(*args)
+    if order == "checkpoint(vmap)":
+        return jax.grad(jax.checkpoint(total), argnums)(*args)
+    if order == "vmap(scan)":
+        return jax.vmap(lambda *a: scanned(f, a), axes)(*args)
+    if order == "grad(scan(vmap))":
+
+        def body(carry, _):
+            return carry + total(*(a * carry for a in args)), None
+
+        return jax.grad(lambda c: jax.lax.scan(body, c, None, length=2)[0])(
+            jnp.ones_like(args[0], shape=())
+        )
+    doubled = tuple(
+        a if axis is None else jnp.stack([a, 3 * a]) for a, axis in zip(args, axes, strict=True)
+    )
+    twice = jax.vmap(jax.vmap(loss, axes), axes)
+    if order == "vmap(vmap)":
+        return twice(*doubled)
+    return jax.grad(lambda *a: jnp.sum(twice(*a)), argnums)(*doubled)
