@@ -64,7 +64,7 @@ class custom_jvp(AbstractDecorated[P, T]):
     _definition: "_ForwardDefinition"
     _binding: str = eqx.field(static=True)
 
-    def __init__(self, fn: Callable[P, T]):
+    def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         fn, self._binding = unwrap_method(fn)
         self._definition = _ForwardDefinition(fn)
         set_metadata(self, fn)

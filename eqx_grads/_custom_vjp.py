@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
+from ._calls import as_array_list, is_array, Outputs, ParameterNames, Recipe, Rest
 from ._closures import hoist, Hollow
 from ._custom_jvp import apply_forward_rule
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
@@ -67,7 +67,7 @@ class custom_vjp(AbstractDecorated[P, T]):
     _definition: "_ReverseDefinition"
     _binding: str = eqx.field(static=True)
 
-    def __init__(self, fn: Callable[P, T]):
+    def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         fn, self._binding = unwrap_method(fn)
         self._definition = _ReverseDefinition(fn)
         set_metadata(self, fn)
@@ -229,6 +229,7 @@ class _Tape:
     n_residuals: int
 
     def forward(self, residuals, live_ts):
+        residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
         operands = residuals[: self.n_operands]
         definition, args, kwargs = self.recipe.restore(operands)
         if definition.jvp_rule is None:
@@ -255,6 +256,9 @@ class _Tape:
         return jax.jvp(of_live, (primals,), (list(live_ts),))[1]
 
     def transpose(self, residuals, cts):
+        # JAX hands over a constant as the Python or NumPy number that it once was.
+        residuals = as_array_list(residuals)
+        cts = [None if ct is None else jnp.asarray(ct) for ct in cts]
         definition, _, kwargs = self.recipe.restore(residuals[: self.n_operands])
         end = self.n_operands + self.n_residuals
         # Functions among the residuals may have held traced values.

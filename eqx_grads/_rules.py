@@ -23,9 +23,9 @@ class Rule(Copyable):
     """
 
     def __init__(self, fn: Callable[..., Any], symbolic_zeros: bool = False):
-        self.fn = fn
+        self.fn = fn.__func__ if isinstance(fn, staticmethod) else fn
         self.symbolic_zeros = symbolic_zeros
-        parameters = inspect.signature(fn).parameters.values()
+        parameters = inspect.signature(self.fn).parameters.values()
         self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
         # `None` is anything.

@@ -329,25 +329,7 @@ def test_tensorflow_linear(transform):
     assert_close(g_x, np.broadcast_to(WEIGHT.T @ CT, XS.shape))
 
 
-# HIPS autograd: a NumPy function that autodiff can't see into, with `defvjp`.
-
-
-def _host_hypot(x, y):
-    shape = jax.ShapeDtypeStruct(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
-    return jax.pure_callback(np.hypot, shape, x, y, vmap_method="expand_dims")
-
-
-hypot = eqg.elementwise(_host_hypot, (lambda out, x, y: x / out, lambda out, x, y: y / out))
-
-
-def test_autograd_defvjp():
-    x, y = jnp.array(3.0), jnp.array(4.0)
-    assert_close(hypot(x, y), 5)
-    assert_close(jax.grad(hypot, argnums=(0, 1))(x, y), (0.6, 0.8))
-    assert_close(jax.jit(jax.grad(hypot, argnums=1))(x, y), 0.8)
-    assert_close(jax.vmap(jax.grad(hypot))(jnp.stack([x, y]), jnp.stack([y, x])), [0.6, 0.8])
-    assert_close(jax.jvp(hypot, (x, y), (jnp.ones(()), jnp.ones(())))[1], 1.4)
-    assert_close(jax.grad(jax.grad(hypot))(x, y), 16 / 125)
+# HIPS autograd: a rule that uses the answer, `ans`.
 
 
 @eqg.custom_vjp
@@ -372,47 +354,8 @@ def test_autograd_logsumexp(shift):
     x = jnp.array([0.0, 1.0, 2.0]) + shift
     softmax = sp.softmax([0.0, 1.0, 2.0])
     hessian = np.diag(softmax) - np.outer(softmax, softmax)
-    # At 1000, x - out has lost as many digits as x has before the point.
-    rtol = 2e-6 * max(1.0, abs(shift) / 10)
+    # `out` is rounded by half a unit in its last place, and `exp(x - out)` by as much.
+    rtol = 2e-6 + abs(shift) * float(jnp.finfo(x.dtype).eps)
     for derivative in (jax.grad, jax.jacfwd, lambda fn: jax.jit(jax.grad(fn))):
         np.testing.assert_allclose(derivative(logsumexp)(x), softmax, rtol=rtol)
-    np.testing.assert_allclose(jax.jacfwd(jax.grad(logsumexp))(x), hessian, rtol=3 * rtol)
-
-
-# ChainRules: `@scalar_rule atan(y, x) @setup(u = x^2 + y^2) (x / u, -y / u)`.
-
-
-def _atan(called):
-    def d_y(out, y, x, u):
-        called.append("y")
-        return x / u
-
-    def d_x(out, y, x, u):
-        called.append("x")
-        return -y / u
-
-    return eqg.elementwise(jnp.arctan2, (d_y, d_x), setup=lambda out, y, x: x**2 + y**2)
-
-
-@pytest.mark.parametrize("mode", REVERSE)
-def test_scalar_rule(mode):
-    called = []
-    atan = _atan(called)
-    y, x = jnp.array(1.0), jnp.array(-2.0)
-    assert_close(atan(y, x), np.arctan2(1, -2))
-    assert_close(REVERSE[mode](lambda y: atan(y, x))(y), -2 / 5)
-    assert set(called) == {"y"}  # the partial that nobody asked for is not computed
-    assert_close(REVERSE[mode](lambda x: atan(y, x))(x), -1 / 5)
-    assert set(called) == {"y", "x"}
-
-
-def test_scalar_rule_broadcasts():
-    atan = _atan([])
-    y, x = jnp.array([1.0, 2.0, -1.0]), jnp.array(-2.0)
-    g_y, g_x = jax.grad(lambda y, x: jnp.sum(atan(y, x)), argnums=(0, 1))(y, x)
-    u = np.asarray(x) ** 2 + np.asarray(y) ** 2
-    assert_close(g_y, np.asarray(x) / u)
-    assert_close(g_x, np.sum(-np.asarray(y) / u))
-    t_y, t_x = jnp.array([1.0, 0.0, 2.0]), jnp.array(3.0)
-    _, t_out = jax.jvp(atan, (y, x), (t_y, t_x))
-    assert_close(t_out, (np.asarray(x) * t_y - np.asarray(y) * 3) / u)
+    np.testing.assert_allclose(jax.jacfwd(jax.grad(logsumexp))(x), hessian, atol=2 * rtol)

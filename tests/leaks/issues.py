@@ -173,8 +173,9 @@ def equinox_964_shortcut_of_an_inner_optimization(rules, kind):
         return jnp.sum(params["w"]) + jnp.sum(aux["params"]), opt_state[0].count
 
     params = {"w": jnp.linspace(0.5, 1.0, 3), "b": jnp.array(0.2)}
-    inner = eqx.filter_jit(eqx.filter_value_and_grad(outer_loss, has_aux=True))(params)
-    return inner, jax.grad(jax.jit(outer_loss), has_aux=True)(params)
+    with jax.numpy_dtype_promotion("standard"):  # Optax needs it
+        inner = eqx.filter_jit(eqx.filter_value_and_grad(outer_loss, has_aux=True))(params)
+        return inner, jax.grad(jax.jit(outer_loss), has_aux=True)(params)
 
 
 @for_each(("vjp",))
