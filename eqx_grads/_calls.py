@@ -7,6 +7,7 @@ holds no tracer, and so may live as long as JAX keeps the program.
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from ._closures import hoist, Hollow
+from ._closures import hoist, Hollow, is_atom
 from ._spaces import dtype_of
 
 
@@ -197,15 +198,14 @@ class Recipe:
             return None
         statics = (*self.args.static, *self.kwargs.static)
         types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in operands)
-        key = (
-            self.args.treedef,
-            self.kwargs.treedef,
-            tuple((type(s), s) for s in statics),
-            types,
-        )
         try:
+            # Nothing is kept alive for having been an argument once.
+            static_key = tuple(
+                (type(s), s) if is_atom(s) else (type(s), weakref.ref(s)) for s in statics
+            )
+            key = (self.args.treedef, self.kwargs.treedef, static_key, types)
             hash(key)
-        except TypeError:
+        except TypeError:  # no hash, or no weak reference
             return None
         return key
 
@@ -244,6 +244,12 @@ class Outputs:
         """The tree of types, for messages."""
         return self.tree(self.types)
 
+    def static_path(self, i: int) -> str:
+        """Where the leaf number `i` is in the tree."""
+        leaves = range(len(self.rest.static))
+        tree = jax.tree.unflatten(self.rest.treedef, leaves)
+        return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0])
+
     def inexact(self) -> list[int]:
         return [i for i, t in enumerate(self.types) if jnp.issubdtype(dtype_of(t), jnp.inexact)]
 
@@ -251,21 +257,17 @@ class Outputs:
         """Where another function's outputs differ; `None` if they agree."""
         if self.rest.treedef != other.rest.treedef:
             return "the structures differ"
-        paths = [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(
-                self.rest.tree(range(len(self.types)), range(len(self.rest.static)))
-            )
-        ]
         if self.rest.places != other.rest.places:
             where = set(self.rest.places) ^ set(other.rest.places)
-            return f"out{paths[min(where)]} is an array in one of them only"
+            return f"out{self.static_path(min(where))} is an array in one of them only"
         for i, a, b in zip(self.rest.places, self.types, other.types, strict=True):
             if a.shape != b.shape or a.dtype != b.dtype:
-                return f"out{paths[i]} differs"
+                return f"out{self.static_path(i)} differs"
         for i, (a, b) in enumerate(zip(self.rest.static, other.rest.static, strict=True)):
             if a is not b and not _same_static(a, b):
-                return f"out{paths[i]} is {a!r:.60} in one and {b!r:.60} in the other"
+                return (
+                    f"out{self.static_path(i)} is {a!r:.60} in one and {b!r:.60} in the other"
+                )
         return None
 
 

@@ -34,6 +34,10 @@ class Copyable:
     with other contents is as good as the original."""
 
 
+class Token:
+    """An object that the walk does not enter, and copies share."""
+
+
 _Jitted = type(jax.jit(lambda: None))
 _COPYABLE = (
     Copyable,
@@ -55,6 +59,7 @@ _ATOMS = (
     np.ndarray,
     np.generic,
     np.dtype,
+    Token,
 )
 # Not part of what a function is: `__wrapped__` leads to the original, and so to what was
 # to be taken out; the other is made anew when it is missing.
@@ -124,6 +129,15 @@ def hoist(items: Sequence[Any], holder: Any = None) -> tuple[Hollow, list[Any]]:
     return hollow, values
 
 
+def check_holds_nothing(items: Sequence[Any], fail: Callable[[int, str], Exception]) -> None:
+    """Raise `fail(i, name)` if item number `i` holds a traced value of that name."""
+    for i, item in enumerate(items):
+        search = _Search()
+        search.visit(item, (), None, 0)
+        if search.found:
+            raise fail(i, search.found[0].name)
+
+
 class _Captured(NamedTuple):
     value: Any
     name: str
@@ -139,7 +153,7 @@ class _Search:
         self._parents: dict[int, list[int]] = collections.defaultdict(list)
 
     def visit(self, x, trail, parent, opaque_depth):
-        if _is_atom(x):
+        if is_atom(x):
             return
         if parent is not None:
             self._parents[id(x)].append(id(parent))
@@ -174,7 +188,8 @@ class _Search:
         return dirty
 
 
-def _is_atom(x) -> bool:
+def is_atom(x: Any) -> bool:
+    """Whether `x` can't hold anything, or is not to be entered."""
     if x is None or isinstance(x, _ATOMS):
         return True
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

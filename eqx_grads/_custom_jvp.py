@@ -15,7 +15,7 @@ from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
 from ._definition import Definition
 from ._errors import name_of, place_of, rule_error, show_tree, type_of
 from ._linearity import output_statuses, why_nonlinear
-from ._rules import NEEDS_VALUES, Rule, RuleCall, seen_before
+from ._rules import NEEDS_VALUES, Rule, RuleCall, Seen
 from ._spaces import DoesNotFit, match_leaves, tangent_leaf
 
 
@@ -93,6 +93,7 @@ class custom_jvp(AbstractDecorated[P, T]):
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
         self._definition.jvp_rule = Rule(rule, symbolic_zeros)
+        self._definition.seen = Seen()
         return rule
 
 
@@ -136,13 +137,13 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], 
 
     # With symbolic zeros a rule may be another one for each pattern of zeros.
     checked = live if rule.symbolic_zeros else inexact
-    seen_before(
+    call.definition.seen.once(
         call, ("linear", *checked), lambda: _check_linear(call, rule, tangent_map, checked)
     )
     live_ts = [call.tangents[i] for i in live]
-    if rule.symbolic_zeros or live == inexact or call.definition.identity in _DROPPING.get():
+    if rule.symbolic_zeros or live == inexact or call.definition.seen in _DROPPING.get():
         return tangent_map(live, live_ts)
-    token = _DROPPING.set(_DROPPING.get() | {call.definition.identity})
+    token = _DROPPING.set(_DROPPING.get() | {call.definition.seen})
     try:
         return _drop_dead_terms(ft.partial(tangent_map, live), live_ts)
     finally:

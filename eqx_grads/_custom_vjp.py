@@ -22,7 +22,7 @@ from ._definition import Definition
 from ._errors import name_of, place_of, rule_error, show_tree
 from ._linear import linear_call, LinearMap
 from ._linearity import output_statuses, surely_linear
-from ._rules import NEEDS_VALUES, Rule, RuleCall
+from ._rules import NEEDS_VALUES, Rule, RuleCall, Seen
 from ._spaces import project_leaves
 
 
@@ -127,6 +127,7 @@ class custom_vjp(AbstractDecorated[P, T]):
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
         self._definition.jvp_rule = Rule(rule, symbolic_zeros)
+        self._definition.seen = Seen()
         return rule
 
 

@@ -37,8 +37,8 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
         if self._binding == "static" or (instance is None and self._binding != "class"):
             return self
         if self._binding == "class":
-            return eqx.Partial(self, owner if instance is None else type(instance))
-        return eqx.Partial(self, instance)
+            return _bind(self, owner if instance is None else type(instance))
+        return _bind(self, instance)
 
     def __reduce__(self):
         # Like a function: by reference where it has a name to refer to. Its own function
@@ -106,6 +106,33 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
         """
         self._definition.vmap_rule = Rule(rule)
         return rule
+
+
+class _BoundRule(eqx.Module):
+    """A method with a rule, bound to an instance. A PyTree: the instance can be
+    differentiated."""
+
+    __func__: AbstractDecorated
+    __self__: Any
+
+    @property
+    def __wrapped__(self):
+        return types.MethodType(self.__func__.__wrapped__, self.__self__)
+
+    def __call__(self, /, *args, **kwargs):
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __repr__(self):
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+    def __get__(self, instance, owner=None):  # like a bound method, bound for good
+        return self
+
+
+def _bind(decorated, instance):
+    bound = _BoundRule(decorated, instance)
+    set_metadata(bound, decorated.__wrapped__)
+    return bound
 
 
 def set_metadata(wrapper: eqx.Module, fn: Callable[..., Any]) -> None:

@@ -28,7 +28,7 @@ from ._calls import (
 )
 from ._closures import Copyable
 from ._errors import name_of, place_of, rule_error, show_tree
-from ._rules import check_outputs, Rule, RuleCall
+from ._rules import check_no_tracers, check_outputs, Rule, RuleCall, Seen
 from ._vmap_call import vmap_call, VmapCall
 
 
@@ -42,7 +42,8 @@ class Definition(Copyable):
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
         self.vmap_rule: Rule | None = None
-        self.identity = object()  # shared by the copies that have traced values filled in
+        # Shared by the copies that have traced values filled in, and so their identity too.
+        self.seen = Seen()
 
     @abc.abstractmethod
     def check_complete(self) -> None:
@@ -90,6 +91,7 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
     def primal(*operands):
         definition, args, kwargs = recipe.restore(as_array_list(operands))
         outputs, arrays = Outputs.of(definition.fn(*args, **kwargs))
+        check_no_tracers(definition.fn, outputs)
         box[:] = [outputs]
         return arrays
 
@@ -97,7 +99,9 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
         call = _rule_call(recipe, names, as_array_list(primals), tangents)
         if call.live():
             outputs, arrays, t_arrays = call.definition.differentiate(call)
-            check_outputs(call, call.definition.primal_rule(), outputs, box)
+            rule = call.definition.primal_rule()
+            check_no_tracers(rule.fn, outputs)
+            check_outputs(call, rule, outputs, box)
         else:  # JAX counts integers as perturbed in places
             outputs, arrays = Outputs.of(call.definition.fn(*call.args, **call.kwargs))
             t_arrays = [None] * len(arrays)

@@ -3,15 +3,13 @@
 import dataclasses
 import functools as ft
 import inspect
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ._calls import Outputs, ParameterNames, Recipe
-from ._closures import Copyable
+from ._closures import check_holds_nothing, Copyable, Token
 from ._errors import name_of, place_of, rule_error, show_tree
 
 
@@ -79,24 +77,27 @@ class RuleCall:
         return [i for i, t in enumerate(self.tangents) if t is not None]
 
 
-# By function: what it returns less the arrays, for each type of arguments; and for which
-# of them its forward rule was seen to be linear.
-_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_MOST_SEEN = 256
+class Seen(Token):
+    """What was found out about a function and its rules, for each type of arguments."""
 
+    most = 256
 
-def seen_before(call: RuleCall, what: Any, compute: Callable[[], Any]) -> Any:
-    """`compute()`, once for each type of arguments of a function."""
-    fn = call.definition.fn
-    key = call.recipe.key(call.operands) if isinstance(fn, types.FunctionType) else None
-    if key is None:
-        return compute()
-    seen = _SEEN.setdefault(fn, {})
-    if (key, what) not in seen:
-        if len(seen) >= _MOST_SEEN:
-            seen.clear()
-        seen[(key, what)] = compute()
-    return seen[(key, what)]
+    def __init__(self):
+        self._found: dict[Any, Any] = {}
+
+    def __reduce__(self):  # a copy has seen nothing
+        return Seen, ()
+
+    def once(self, call: RuleCall, what: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()`, but only once for arguments of the same type."""
+        key = call.recipe.key(call.operands)
+        if key is None:
+            return compute()
+        if (key, what) not in self._found:
+            if len(self._found) >= self.most:
+                self._found.clear()
+            self._found[(key, what)] = compute()
+        return self._found[(key, what)]
 
 
 # Raised by a function that looks at the values of its arguments, which works eagerly.
@@ -110,7 +111,15 @@ NEEDS_VALUES = (
 
 def check_outputs(call: RuleCall, rule: Rule, outputs: Outputs, box: list[Outputs]) -> None:
     """Raise if a rule returns anything but what the function does (clause 7)."""
-    expected = box[0] if box else seen_before(call, "outputs", ft.partial(_outputs, call))
+    if box:
+        expected = box[0]
+    else:
+        compute = ft.partial(_outputs, call)
+        expected = call.definition.seen.once(call, "outputs", compute)
+        if expected is not None and expected.difference(outputs) is not None:
+            # A function may depend on more than its arguments (the size of a named axis, a
+            # global variable), and so on more than was remembered.
+            expected = compute()
     difference = None if expected is None else expected.difference(outputs)
     if expected is not None and difference is not None:
         name = name_of(call.definition.fn)
@@ -140,3 +149,19 @@ def _outputs(call: RuleCall) -> Outputs | None:
     except NEEDS_VALUES:
         return None
     return found[0]
+
+
+def check_no_tracers(fn: Any, outputs: Outputs) -> None:
+    """Raise if a static output holds a traced value, which would escape with it."""
+
+    def fail(i, name):
+        return rule_error(
+            f"`{name_of(fn)}` returned a function, or another object that is not an array, "
+            "which holds a traced value.",
+            f"at out{outputs.static_path(i)}: {name}",
+            place_of(fn),
+            do="What a function with a rule returns leaves the trace it was made in. Return "
+            "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
+        )
+
+    check_holds_nothing(outputs.rest.static, fail)

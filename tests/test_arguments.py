@@ -162,7 +162,7 @@ class TestMethods:
         assert jax.grad(eqx.Partial(Affine.forward, self.module))(2.0) == 12.0
         assert jax.grad(ft.partial(Affine.forward, self.module))(2.0) == 12.0
         grad = eqx.filter_grad(lambda method: method(2.0))(bound)
-        assert grad.args[0].weight == 4.0
+        assert grad.__self__.weight == 4.0
 
     def test_under_filter_transforms(self):
         loss = eqx.filter_jit(eqx.filter_value_and_grad(lambda m, x: m.forward(x)))

@@ -4,3 +4,13 @@ Each is a `Shape`: one function that is run with rules and without, so that plai
 its own witness. `shapes_*.py` hold them, `tests/test_leaks.py` runs them, and `python -m
 tests.leaks` runs them in a process of its own, for JAX's flags.
 """
+
+from . import (
+    captures as captures,
+    compositions as compositions,
+    issues as issues,
+    modules as modules,
+    solvers as solvers,
+    values as values,
+)
+from .registry import SHAPES as SHAPES

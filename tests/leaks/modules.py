@@ -56,6 +56,9 @@ class PlainLayer(eqx.Module):
     def __call__(self, x):
         return jnp.sin(self.weight * x)
 
+    def call(self, x):
+        return self(x)
+
 
 LAYERS = {"vjp": Layer, "jvp": ForwardLayer}
 
@@ -183,9 +186,16 @@ def bound_method_as_argument(rules, kind):
     """Equinox's bound methods are trees: the Module in them has a derivative."""
     apply = applying(rules, kind)
     loss = lambda layer, x: jax.lax.scan(
-        lambda x, y: (apply(layer.__call__, x) * y, None), x, ys()
+        lambda x, y: (apply(layer.call, x) * y, None), x, ys()
     )[0]
     return by_each_way(loss, PlainLayer(jnp.array(1.3)), x())
+
+
+@for_each(("jvp", "vjp"), error=r"closes over.\n.*`self.weight`")
+def python_bound_method_as_argument(rules, kind):
+    """Those with double underscores are left to Python, and are not."""
+    apply = applying(rules, kind)
+    jax.grad(lambda layer: apply(layer.__call__, x()))(PlainLayer(jnp.array(1.3)))
 
 
 @for_each(("jvp", "vjp"))
@@ -292,22 +302,23 @@ def activation_of_an_mlp(rules, kind):
 def class_and_static_methods(rules):
     """Rules on what is called through the class."""
 
-    def double(cls, x):
+    def on_class(cls, x):
+        assert cls is Functions
         return 2 * jnp.sin(x)
 
-    def double_jvp(primals, tangents):
-        (_, x), (_, t_x) = primals, tangents
-        return 2 * jnp.sin(x), ran(2 * jnp.cos(x) * t_x)
+    def on_class_jvp(primals, tangents):
+        (cls, x), (_, t_x) = primals, tangents
+        return cls.double(x), ran(2 * jnp.cos(x) * t_x)
 
-    def triple(x):
+    def static(x):
         return 3 * jnp.sin(x)
 
-    def triple_jvp(primals, tangents):
-        return triple(*primals), ran(3 * jnp.cos(primals[0]) * tangents[0])
+    def static_jvp(primals, tangents):
+        return Functions.triple(*primals), ran(3 * jnp.cos(primals[0]) * tangents[0])
 
     class Functions(eqx.Module):
-        double = rules.jvp(classmethod(double), double_jvp)
-        triple = rules.jvp(staticmethod(triple), triple_jvp)
+        double = rules.jvp(classmethod(on_class), on_class_jvp)
+        triple = rules.jvp(staticmethod(static), static_jvp)
 
     loss = lambda x: Functions.double(x) + Functions().triple(x)
     return jax.jit(jax.grad(loss))(x()), jax.grad(jax.jit(loss))(x())

@@ -14,21 +14,24 @@ import numpy as np
 
 
 class WithRules:
-    """Functions, with the rules that they are given."""
+    """Functions, with the rules that they are given.
+
+    `plain` stands for a function that JAX can't differentiate by itself.
+    """
 
     @staticmethod
-    def jvp(fn, rule, **options):
+    def jvp(fn, rule, plain=None, **options):
+        del plain
         decorated = eqg.custom_jvp(fn)
         decorated.def_jvp(rule, **options)
         return decorated
 
     @staticmethod
-    def vjp(fn, fwd, bwd, jvp=None, **options):
+    def vjp(fn, fwd, bwd, plain=None, **options):
+        del plain
         decorated = eqg.custom_vjp(fn)
         decorated.def_fwd(fwd)
         decorated.def_bwd(bwd, **options)
-        if jvp is not None:
-            decorated.def_jvp(jvp)
         return decorated
 
     gradient = staticmethod(eqg.custom_gradient)
@@ -40,14 +43,14 @@ class Plain:
     """The same functions, without."""
 
     @staticmethod
-    def jvp(fn, rule, **options):
+    def jvp(fn, rule, plain=None, **options):
         del rule, options
-        return fn
+        return fn if plain is None else plain
 
     @staticmethod
-    def vjp(fn, fwd, bwd, jvp=None, **options):
-        del fwd, bwd, jvp, options
-        return fn
+    def vjp(fn, fwd, bwd, plain=None, **options):
+        del fwd, bwd, options
+        return fn if plain is None else plain
 
     @staticmethod
     def gradient(fn):

@@ -1,26 +1,27 @@
-"""Loops and solvers behind a rule, checkpoints, run-time checks, Taylor mode."""
+"""Loops and solvers behind a rule, checkpoints, run-time checks."""
 
 import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.experimental.jet import jet  # noqa: TID251, a transformation that has no other path
 
 from .compositions import x, xs, ys
 from .modules import layer_of
-from .registry import Fault, for_each, op_of, ran, shape
+from .registry import Fault, for_each, ran, shape
 from .values import both_ways
 
 
-def implicit(rules, kind):
-    """`solve(a)` is the `z` with `z = cos(a * z)`, found by a while loop, with the derivative
-    of the implicit function theorem."""
+def root(rules, kind):
+    """`z = cos(a * z)`, found in a while loop, with the derivative of the implicit function
+    theorem."""
 
     def solve(a):
-        far = lambda state: jnp.abs(state[0] - state[1]) > 1e-6
-        step = lambda state: (state[1], jnp.cos(a * state[1]))
-        return jax.lax.while_loop(far, step, (a, jnp.cos(a)))[1]
+        step = lambda state: (state[0] + 1, jnp.cos(a * state[1]))
+        return jax.lax.while_loop(lambda state: state[0] < 60, step, (0, a))[1]
+
+    def unrolled(a):
+        return jax.lax.fori_loop(0, 60, lambda _, z: jnp.cos(a * z), a)
 
     def slope(a, z):
         return -jnp.sin(a * z) * z / (1 + a * jnp.sin(a * z))
@@ -37,5 +38,159 @@ def implicit(rules, kind):
     def bwd(residuals, ct):
         return (slope(*residuals) * ct,)
 
-    f = rules.jvp(solve, jvp) if kind == "jvp" else rules.vjp(solve, fwd, bwd)
+    if kind == "jvp":
+        f = rules.jvp(solve, jvp, plain=unrolled)
+    else:
+        f = rules.vjp(solve, fwd, bwd, plain=unrolled)
     return f
+
+
+@for_each(("jvp", "vjp"))
+def while_loop_behind_a_rule(rules, kind):
+    """Reverse mode, where JAX has none: https://github.com/jax-ml/jax/issues/18311"""
+    f = root(rules, kind)
+    total = lambda v: jnp.sum(jax.vmap(f)(v))
+    loop = lambda x: jax.lax.scan(lambda x, y: (f(x * y), None), x, ys())[0]
+    return both_ways(f, x()), both_ways(total, jnp.abs(xs())), both_ways(loop, x())
+
+
+@for_each(("jvp", "vjp"))
+def second_derivative_of_a_root(rules, kind):
+    f = root(rules, kind)
+    return jax.grad(jax.grad(f))(x()), jax.jit(jax.grad(jax.grad(f)))(x())
+
+
+@shape
+def while_loop_of_tangents(rules):
+    """In forward mode, which is the only one that JAX has for it."""
+
+    def jvp(primals, tangents):
+        (x,), (t_x,) = primals, tangents
+        step = lambda state: (state[0] + 1, state[1] + jnp.cos(x) * t_x)
+        return f(x), ran(jax.lax.while_loop(lambda s: s[0] < 3, step, (0, 0 * t_x))[1])
+
+    f = rules.jvp(lambda x: 3 * jnp.sin(x), jvp)
+    push = lambda x: jax.jvp(f, (x,), (x,))
+    return push(x()), jax.jit(push)(x()), jax.jvp(jax.jit(f), (x(),), (x(),))
+
+
+@shape
+def adjoint_of_an_ode(rules):
+    """Fixed steps, and a backward pass that is a scan of its own."""
+
+    def step(y, rate):
+        return y + 0.1 * rate * jnp.sin(y)
+
+    def states(y, rate):
+        return jax.lax.scan(lambda y, _: (step(y, rate), y), y, None, length=10)
+
+    def solve(y, rate):
+        return states(y, rate)[0]
+
+    def fwd(y, rate):
+        out, path = states(y, rate)
+        return out, ran((path, rate))
+
+    def bwd(residuals, ct):
+        path, rate = residuals
+
+        def back(carry, y):
+            ct_y, ct_rate = carry
+            more_y, more_rate = jax.vjp(step, y, rate)[1](ct_y)
+            return (more_y, ct_rate + more_rate), None
+
+        return jax.lax.scan(back, (ct, jnp.zeros_like(rate)), path, reverse=True)[0]
+
+    f = rules.vjp(solve, fwd, bwd)
+    grad = lambda y, rate: jax.grad(f, (0, 1))(y, rate)
+    outer = jax.grad(eqx.filter_jit(f), (0, 1))(x(), x())
+    return jax.jit(grad)(x(), x()), outer, jax.vmap(grad, in_axes=(0, None))(xs(), x())
+
+
+@for_each(("jvp", "vjp"))
+def linear_solve(rules, kind):
+    """https://github.com/patrick-kidger/lineax/issues/101"""
+
+    def solve(matrix, b):
+        return jnp.linalg.solve(matrix, b)
+
+    def jvp(primals, tangents):
+        (matrix, b), (t_matrix, t_b) = primals, tangents
+        out = f(matrix, b)
+        return out, ran(f(matrix, t_b - t_matrix @ out))
+
+    def fwd(matrix, b):
+        out = f(matrix, b)
+        return out, ran((matrix, out))
+
+    def bwd(residuals, ct):
+        matrix, out = residuals
+        ct_b = f(matrix.T, ct)
+        return -jnp.outer(ct_b, out), ct_b
+
+    f = rules.jvp(solve, jvp) if kind == "jvp" else rules.vjp(solve, fwd, bwd)
+    matrix = jnp.eye(3) + 0.1 * jnp.arange(9.0).reshape(3, 3)
+    bs = jnp.arange(6.0).reshape(2, 3)
+    loss = lambda matrix, bs: jnp.sum(jnp.sin(jax.vmap(f, in_axes=(None, 0))(matrix, bs)))
+    outer = jax.grad(jax.jit(loss), (0, 1))(matrix, bs)
+    return jax.jit(jax.grad(loss, (0, 1)))(matrix, bs), outer
+
+
+def guarded(rules, kind):
+    """A function that checks its argument at run time, and so does its rule."""
+
+    def value(x):
+        x = eqx.error_if(x, x < 0, "negative")
+        return jnp.sin(x)
+
+    def jvp(primals, tangents):
+        (x,), (t_x,) = primals, tangents
+        return f(x), ran(jnp.cos(eqx.error_if(x, x > 100, "large")) * t_x)
+
+    def fwd(x):
+        return f(x), ran(x)
+
+    def bwd(x, ct):
+        return (jnp.cos(eqx.error_if(x, x > 100, "large")) * ct,)
+
+    return (f := rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd))
+
+
+RETAINED_BY_F_LOCALS = Fault(
+    IndexError,
+    "list index out of range",
+    "before Python 3.13, reading `frame.f_locals` (as `eqx.error_if` does) keeps tracers "
+    "alive, and JAX's report of them crashes: "
+    "https://github.com/patrick-kidger/equinox/issues/997",
+)
+
+
+@for_each(("jvp", "vjp"), fault=RETAINED_BY_F_LOCALS if sys.version_info < (3, 13) else None)
+def run_time_check_under_jit(rules, kind):
+    f = guarded(rules, kind)
+    return jax.jit(jax.grad(f))(x()), jax.grad(jax.jit(f))(x())
+
+
+@for_each(("jvp", "vjp"))
+def run_time_check(rules, kind):
+    f = guarded(rules, kind)
+    return f(x()), jax.grad(f)(x())
+
+
+RETAINED_BY_CHECKPOINT = Fault(
+    Exception,
+    "Leaked",
+    "`eqx.filter_checkpoint` of a Module with arrays keeps its tracers in a cache of "
+    "`jax.checkpoint`, with and without rules. Not reported upstream when this was written.",
+)
+
+
+@for_each(("jvp", "vjp"), fault=RETAINED_BY_CHECKPOINT)
+def filter_checkpoint_of_a_module(rules, kind):
+    """`method_under_checkpoint` is how to write it."""
+
+    def loss(weight, x):
+        return eqx.filter_checkpoint(layer_of(rules, kind, weight))(x)
+
+    return eqx.filter_jit(jax.grad(loss, (0, 1)))(x(), x())
+
