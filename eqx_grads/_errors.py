@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 import equinox as eqx
+import jax
 
 
 class RuleError(TypeError, ValueError):
@@ -71,6 +72,18 @@ def type_of(x: Any) -> str:
     return f"{type(x).__name__} ({x!r:.60})"
 
 
+class _Type:
+    def __init__(self, x):
+        self._text = type_of(x)
+
+    def __repr__(self):
+        return self._text
+
+
 def show_tree(tree: Any) -> str:
     """The structure of a PyTree, with types in place of arrays."""
-    return eqx.tree_pformat(tree, short_arrays=True, width=80)
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    return eqx.tree_pformat(
+        jax.tree.map(lambda x: _Type(x) if is_array(x) else x, tree, is_leaf=is_array),
+        width=80,
+    )

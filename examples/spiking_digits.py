@@ -1,9 +1,9 @@
 """A spiking network learns to read handwritten digits.
 
 A neuron of this network adds up what it receives, leaks, and fires when it is full. To fire
-is to take a step, and the derivative of a step is zero: no gradient ever comes back through
-a neuron. `spike` below is that step with a derivative of its own, in one line, and with it
-the network learns. The same network with the plain step is trained beside it.
+is to take a step, and the derivative of a step is zero: no gradient comes back through a
+neuron. `spike` is the same step with a derivative of its own, and the network learns. The
+network with the plain step is trained beside it.
 """
 
 import argparse
@@ -11,12 +11,14 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, Float
@@ -26,13 +28,13 @@ from sklearn.model_selection import train_test_split
 from tqdm import trange
 
 
-# Chosen by the accuracy on splits of the data other than the one that is used below.
+# Chosen by the accuracy on other splits of the data than the one below.
 NEURONS = 200  # hidden ones
-TICKS_PER_ROW = 4  # a digit has 8 rows of 8 pixels; each is shown for so long
+TICKS_PER_ROW = 4  # a digit has 8 rows of 8 pixels, and each is shown for so long
 DECAY = 0.8  # what a tick leaves of a potential
-NOISE = 0.2  # on the pixels, in training: there are few digits, and they are soon known by heart
+NOISE = 0.2  # on the pixels, in training: so few digits are soon known by heart
 BATCH = 64
-STEPS = 840  # 40 times through the training data
+STEPS = 840  # 40 times through the training digits
 LEARNING_RATE = 5e-3
 
 
@@ -45,7 +47,7 @@ def step(v):
 
 
 def bump(out, v):
-    """Highest at the threshold: a neuron that almost fired, or only just, is told so."""
+    """Highest at the threshold, where it takes least to fire or not to."""
     return 1 / (1 + 2 * jnp.abs(v)) ** 2
 
 
@@ -77,10 +79,10 @@ class Neurons(eqx.Module):
 
 
 class Network(eqx.Module):
-    """Hidden neurons, and one output neuron per digit: the one that fires most has it.
+    """Hidden neurons, and one output neuron per digit, which fires for it.
 
-    Everything that leaves the network is a spike. (If the readout were to look at the hidden
-    neurons itself, it could make something of random ones: 80 % with the plain step.)
+    All that is read out is spikes of output neurons. A readout of the hidden neurons would
+    not need them to learn: with the plain step it gets some 80 % of the digits right.
     """
 
     hidden: Neurons
@@ -96,12 +98,11 @@ class Network(eqx.Module):
         self.bias = jnp.zeros(10, jnp.float32)
 
     def __call__(self, image):
-        """The spikes of the hidden and of the output neurons while the digit is read."""
+        """Read a digit: the spikes of the hidden and of the output neurons at every tick."""
 
         def tick(state, row):
-            hidden, output = state
-            hidden = self.hidden(hidden, row)
-            output = self.output(output, hidden[1])
+            hidden = self.hidden(state[0], row)
+            output = self.output(state[1], hidden[1])
             return (hidden, output), (hidden[1], output[1])
 
         at_rest = (self.hidden.at_rest(), self.output.at_rest())
@@ -121,7 +122,7 @@ class Network(eqx.Module):
     @readout.def_bwd
     def _readout_bwd(residuals, ct):
         self, counts, log_p = residuals
-        ct_logits = ct - jnp.exp(log_p) * ct.sum()  # of log p[label]: one-hot minus p
+        ct_logits = ct - jnp.exp(log_p) * ct.sum()
         ct_self = eqg.tangents.of(self, gain=ct_logits @ counts, bias=ct_logits)
         return ct_self, self.gain * ct_logits
 
@@ -133,13 +134,19 @@ class Network(eqx.Module):
 # ---------------------------------------------------------------- training
 
 
+class Run(NamedTuple):
+    network: Network
+    losses: np.ndarray
+    accuracy: float  # on the test digits
+
+
 def load():
-    """Images and labels to train with, then those to test with."""
+    """The digits to train with, and those to test with."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype("float32")
     split = train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
-    train_images, test_images, train_labels, test_labels = map(jnp.asarray, split)
-    return (train_images, train_labels), (test_images, test_labels)
+    images, test_images, labels, test_labels = map(jnp.asarray, split)
+    return (images, labels), (test_images, test_labels)
 
 
 def loss(network, images, labels):
@@ -156,125 +163,144 @@ def accuracy(network, images, labels):
 @eqx.filter_jit
 def update(network, opt_state, optimizer, images, labels, key):
     key1, key2 = jr.split(key)
-    batch = jr.randint(key1, (BATCH,), 0, len(labels))
+    batch = jr.randint(key1, (BATCH,), 0, len(images))
     noisy = images[batch] + NOISE * jr.normal(key2, (BATCH, 8, 8), images.dtype)
     value, grads = eqx.filter_value_and_grad(loss)(network, noisy, labels[batch])
     updates, opt_state = optimizer.update(grads, opt_state)
     return eqx.apply_updates(network, updates), opt_state, value
 
 
-def train(fire, seed, steps, optimizer, images, labels):
-    """The trained network, and the loss at every step."""
+def train(fire, seed, optimizer, steps, training, test):
     key1, key2 = jr.split(jr.key(seed))
     network = Network(fire, key=key1)
     opt_state = optimizer.init(eqx.filter(network, eqx.is_array))
     losses = []
-    name = "spike" if fire is spike else "plain step"
-    # Without a terminal there is no bar (`disable=None`).
-    bar = trange(steps, desc=f"seed {seed}, {name}", leave=False, disable=None)
-    for i in bar:
-        network, opt_state, value = update(
-            network, opt_state, optimizer, images, labels, jr.fold_in(key2, i)
-        )
+    # `disable=None`: no bar where there is no terminal.
+    for i in trange(steps, desc=f"seed {seed}, {fire.__name__}", leave=False, disable=None):
+        key = jr.fold_in(key2, i)
+        network, opt_state, value = update(network, opt_state, optimizer, *training, key)
         losses.append(value)
-        if i % 20 == 0:
-            bar.set_postfix(loss=f"{value:.3f}")
-    return network, np.array(losses)
+    return Run(network, np.array(losses), float(accuracy(network, *test)))
 
 
 # ---------------------------------------------------------------- the picture
 
+
 INK, GRAY, TEAL, RUST = "#2b2b2b", "#c4c4c4", "#00798c", "#c8553d"
+STYLE = {
+    "axes.edgecolor": GRAY,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "font.size": 9,
+    "text.color": INK,
+    "xtick.color": GRAY,
+    "xtick.labelcolor": INK,
+    "ytick.color": GRAY,
+    "ytick.labelcolor": INK,
+}
 
 
-def draw(losses, plain_losses, network, image, label):
-    """Left: the loss while learning, and a digit. Right: the network reads that digit."""
-    figure = Figure(figsize=(11, 5.8), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+@matplotlib.rc_context(STYLE)
+def draw(spiking, plain, image, label):
+    """Left: all networks learn. Right: the first of them reads a digit."""
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
     panels = figure.subplot_mosaic(
-        [["loss", "rows", "."], ["loss", "hidden", "."], ["digit", "output", "chosen"]],
-        width_ratios=(1, 1.35, 0.22),
-        height_ratios=(1, 2.2, 1.25),
+        [["loss", "rows", "digit"], ["loss", "hidden", "digit"], ["loss", "output", "p"]],
+        width_ratios=(1.1, 1.5, 0.34),
+        height_ratios=(1, 2.4, 1.3),
     )
-    draw_losses(panels["loss"], losses, plain_losses)
-    panels["digit"].imshow(image, cmap="Greys")
-    panels["digit"].set(xticks=[], yticks=[], xlabel=f"a digit of the test set: {label}")
-    draw_spikes(panels, network, image, label)
-    for name, panel in panels.items():
-        panel.spines[["top", "right"]].set_visible(name in ("digit", "rows"))
-        panel.spines[:].set_color(GRAY)
-        panel.tick_params(color=GRAY, labelcolor=INK, labelsize=8)
-        panel.title.set(fontsize=10, color=INK)
+    draw_losses(panels["loss"], "plain step", RUST, plain)
+    draw_losses(panels["loss"], "spike", TEAL, spiking)
+    draw_digit(panels, spiking[0].network, np.asarray(image), int(label))
     return figure
 
 
-def draw_losses(panel, losses, plain_losses):
-    window = min(40, len(losses[0]))
-    smooth = np.full(window, 1 / window)
-    for color, name, runs in ((RUST, "plain step", plain_losses), (TEAL, "spike", losses)):
-        for run in runs:
-            line = np.convolve(run, smooth, mode="valid")
-            panel.plot(np.arange(len(line)) + window, line, color=color, linewidth=1.2)
-        panel.annotate(
-            name, (window + len(line), line[-1]), (-4, 8), textcoords="offset points",
-            color=color, ha="right", weight="bold",
-        )
-    panel.axhline(np.log(10), color=GRAY, linewidth=1, linestyle=":", zorder=0)
-    panel.set(title="Training loss, in nats", xlabel="step", ylim=(0, None))
+def draw_losses(panel, name, color, runs):
+    steps = len(runs[0].losses)
+    window = np.full(1 + steps // 20, 1 / (1 + steps // 20))
+    for run in runs:
+        smooth = np.convolve(run.losses, window, mode="valid")
+        panel.plot(np.arange(len(window), steps + 1), smooth, color=color, linewidth=1.3)
+    right = np.median([run.accuracy for run in runs])
+    text = f"{name}: {right:.0%} of the test digits right"
+    place = dict(xytext=(0, 28), textcoords="offset points", ha="right")
+    panel.annotate(text, (steps, smooth[-1]), color=color, **place)
+    panel.set(title="Training loss (nats)", xlabel="training step", ylim=(0, None))
 
 
-def draw_spikes(panels, network, image, label):
+def draw_digit(panels, network, image, label):
     hidden, output = map(np.asarray, network(image))
     ticks = np.arange(len(hidden))
-    panels["rows"].imshow(
-        np.repeat(image.T, TICKS_PER_ROW, axis=1), cmap="Greys", aspect="auto",
-        extent=(-0.5, len(hidden) - 0.5, 7.5, -0.5),
-    )
-    panels["rows"].set(title="What comes in: row after row of the digit", xticks=[], yticks=[])
-    mean_tick = (hidden * ticks[:, None]).sum(0) / np.maximum(hidden.sum(0), 1)
-    fired = np.flatnonzero(hidden.sum(0))
-    order = fired[np.argsort(mean_tick[fired], kind="stable")]
-    panels["hidden"].eventplot(
-        [ticks[hidden[:, n] > 0] for n in order], color=INK, linewidths=1.4, linelengths=0.9
-    )
-    panels["output"].eventplot(
-        [ticks[output[:, n] > 0] for n in range(10)], color=[TEAL if n == label else INK for n in range(10)], linewidths=1.4, linelengths=0.7
-    )
-    panels["output"].set(yticks=range(10))
-    p = np.exp(network.readout(output.sum(0)))
-    panels["chosen"].barh(range(10), p, color=[TEAL if n == label else INK for n in range(10)])
-    panels["chosen"].set(xlim=(0, 1), yticks=[])
+    span = (-0.5, len(ticks) - 0.5)
+    colors = [TEAL if digit == label else INK for digit in range(10)]
+
+    panels["digit"].imshow(image, cmap="Greys")
+    panels["digit"].spines[:].set_visible(True)
+    panels["digit"].set(title=f"A digit: {label}", xticks=[], yticks=[], anchor="N")
+    # A row is a column here, as time goes to the right.
+    panels["rows"].imshow(image.T, cmap="Greys", aspect="auto", extent=(*span, 7.5, -0.5))
+    panels["rows"].set(title="What goes in: its rows, one after another", yticks=[])
+
+    fired = np.flatnonzero(hidden.any(axis=0))
+    mean_tick = ticks @ hidden[:, fired] / hidden[:, fired].sum(axis=0)
+    fired = fired[np.argsort(mean_tick, kind="stable")]
+    title = f"Hidden neurons: {len(fired)} of {NEURONS} fire, sorted by when"
+    draw_raster(panels["hidden"], hidden[:, fired], INK)
+    panels["hidden"].set(title=title, yticks=[])
+    draw_raster(panels["output"], output, colors)
+    panels["output"].set(title="Output neurons", yticks=range(10))
+    panels["p"].barh(range(10), np.exp(network.readout(output.sum(axis=0))), color=colors)
+    panels["p"].set(title="Probability", xlim=(0, 1), ylim=(9.7, -0.7), yticks=[])
+
+    starts = np.arange(0, len(ticks), TICKS_PER_ROW)
+    for name in ("rows", "hidden", "output"):
+        panels[name].set(xlim=span, xticks=[])
+        panels[name].vlines(starts[1:] - 0.5, *panels[name].get_ylim(), GRAY, linewidth=0.5)
+    middles, names = starts + (TICKS_PER_ROW - 1) / 2, [f"row {i}" for i in range(1, 9)]
+    panels["output"].set_xticks(middles, names)
+    panels["output"].tick_params(axis="x", length=0)
+
+
+def draw_raster(panel, spikes, color):
+    times = [np.flatnonzero(neuron) for neuron in spikes.T]
+    panel.eventplot(times, colors=color, linewidths=4, linelengths=0.75)
+    panel.set(ylim=(len(times) - 0.3, -0.7))
 
 
 # ---------------------------------------------------------------- all of it
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a few steps only, for the tests")
-    parser.add_argument("--seeds", type=int, default=3, help="how many networks to train")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
+    parser = argparse.ArgumentParser(description="Teach a spiking network to read digits.")
+    parser.add_argument("--quick", action="store_true", help="one seed, a few steps")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="networks of each kind (%(default)s)"
+    )
+    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
     args = parser.parse_args()
     steps, seeds = (5, 1) if args.quick else (STEPS, args.seeds)
 
     start = time.perf_counter()
     training, test = load()
     optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
-    results = []
-    print("test accuracy    spike   plain step")
+    spiking, plain = [], []
+    print("test accuracy    spike    plain step")
     for seed in range(seeds):
-        network, losses = train(spike, seed, steps, optimizer, *training)
-        plain, plain_losses = train(step, seed, steps, optimizer, *training)
-        results.append((network, losses, plain_losses))
-        right, plain_right = float(accuracy(network, *test)), float(accuracy(plain, *test))
-        print(f"seed {seed}          {right:6.1%}       {plain_right:6.1%}")
-    print(time.perf_counter()-start)
-    networks, losses, plain_losses = zip(*results, strict=True)
+        spiking.append(train(spike, seed, optimizer, steps, training, test))
+        plain.append(train(step, seed, optimizer, steps, training, test))
+        print(f"seed {seed:<9}  {spiking[-1].accuracy:7.1%}    {plain[-1].accuracy:10.1%}")
+    medians = [float(np.median([run.accuracy for run in runs])) for runs in (spiking, plain)]
+    seconds = time.perf_counter() - start
+    print(f"median          {medians[0]:7.1%}    {medians[1]:10.1%}    in {seconds:.0f} s")
+
     args.out.mkdir(parents=True, exist_ok=True)
-    images, labels = test
-    import pickle
-    pickle.dump((losses,plain_losses,jax.tree.leaves(eqx.filter(networks[0],eqx.is_array)),images,labels),open("/tmp/spk/res.pkl","wb"))
-    draw(losses, plain_losses, networks[0], images[0], labels[0]).savefig(args.out / "spiking_digits.png", dpi=150)
+    picture = args.out / "spiking-digits.png"
+    draw(spiking, plain, test[0][0], test[1][0]).savefig(picture, dpi=150)
+    result = {"spike": medians[0], "plain_step": medians[1], "seconds": seconds}
+    (args.out / "result.json").write_text(json.dumps(result) + "\n")
+    print(f"Picture: {picture}")
+
 
 if __name__ == "__main__":
     main()
