@@ -64,17 +64,21 @@ class Signature:
         # Holds no default values, which may be traced.
         self.names = ParameterNames(names, rest[0] if rest else "args")
         self._simple = len(names) == len(parameters)
-        self._count = len(names)
+        self._by_position = frozenset(names)
 
     def bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], fill_defaults: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[str]]:
         """The arguments by position, the keyword-only ones, and the names of those among
-        the latter that were filled in from defaults."""
-        if self._simple and not kwargs and len(args) == self._count:
+        the latter that were filled in from defaults.
+
+        Without `fill_defaults`, the last arguments may be missing.
+        """
+        if self._simple and not kwargs and len(args) == len(self._by_position):
             return args, kwargs, frozenset()
         bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        if fill_defaults or not self._by_position.isdisjoint(bound.kwargs):
+            bound.apply_defaults()
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
 
 

@@ -55,7 +55,7 @@ class custom_jvp(AbstractDecorated[P, T]):
 
     **Derivative:**
 
-    The forward rule is yours (see [`eqx_grads.custom_jvp.def_jvp`][]). The reverse rule is
+    The forward rule is yours (see `def_jvp`). The reverse rule is
     its transpose, so the rule has to be linear in its tangents; a rule that is seen not to
     be is an error. Both modes and all orders are available, the higher ones by
     differentiating your rule.
@@ -84,7 +84,7 @@ class custom_jvp(AbstractDecorated[P, T]):
         - `symbolic_zeros`: by default all tangents are arrays, and the terms of arguments
             that are not being differentiated are dropped from the answer, whatever their
             value. With `True`, such tangents are `None`, and the rule may skip the work.
-            [`eqx_grads.tangents`](../tangents/) has arithmetic for them.
+            `eqx_grads.tangents` has arithmetic for them.
 
         **Returns:**
 
@@ -135,11 +135,11 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], 
         t_args = call.recipe.args.only(ts)
         return _take_result(call, rule, rule.fn(call.args, t_args, **keywords))
 
-    # With symbolic zeros a rule may be another one for each pattern of zeros.
-    checked = live if rule.symbolic_zeros else inexact
-    call.definition.seen.once(
-        call, ("linear", *checked), lambda: _check_linear(call, rule, tangent_map, checked)
-    )
+    if not rule.surely_linear:
+        # With symbolic zeros a rule may be another one for each pattern of zeros.
+        checked = live if rule.symbolic_zeros else inexact
+        check = ft.partial(_check_linear, call, rule, tangent_map, checked)
+        call.definition.seen.once(call, ("linear", *checked), check)
     live_ts = [call.tangents[i] for i in live]
     if rule.symbolic_zeros or live == inexact or call.definition.seen in _DROPPING.get():
         return tangent_map(live, live_ts)

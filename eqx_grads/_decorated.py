@@ -51,7 +51,7 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
             found = None
         if found is self:
             return fn.__qualname__
-        return object.__reduce_ex__(self, 2)
+        return _restore, (type(self), vars(self))
 
     def __repr__(self):
         return f"<eqx_grads.{type(self).__name__} of {name_of(self._definition.fn)}>"
@@ -83,10 +83,9 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
 
             @linear.def_vmap
             def linear_vmap(axis_size, batched, weight, x):
-                if batched == (False, True):
-                    return linear(weight, x), True  # one product for the whole batch
-                axes = (0 if batched[0] else None, 0 if batched[1] else None)
-                return jax.vmap(lambda w, x: w @ x, axes)(weight, x), True
+                if batched != (False, True):
+                    return NotImplemented
+                return linear(weight, x), True  # one product for the whole batch
 
             weight, xs = jnp.ones((2, 3)), jnp.ones((5, 3))
             assert jax.vmap(linear, in_axes=(None, 0))(weight, xs).shape == (5, 2)
@@ -98,7 +97,8 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
             with one entry for each positional argument: the argument's tree with Python
             bools for leaves (just a bool if it is an array). Batched leaves have the batch
             axis in front. Returns `out, out_batched`, the second being a bool or a tree
-            of bools which is a prefix of `out`.
+            of bools which is a prefix of `out`. Or returns `NotImplemented`, and then the
+            derivative rules are batched as they are without `def_vmap`.
 
         **Returns:**
 
@@ -133,6 +133,12 @@ def _bind(decorated, instance):
     bound = _BoundRule(decorated, instance)
     set_metadata(bound, decorated.__wrapped__)
     return bound
+
+
+def _restore(cls, state):
+    decorated = object.__new__(cls)
+    vars(decorated).update(state)
+    return decorated
 
 
 def set_metadata(wrapper: eqx.Module, fn: Callable[..., Any]) -> None:

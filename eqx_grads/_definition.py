@@ -41,6 +41,7 @@ class Definition(Copyable):
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
+        self.fill_defaults = True  # hand a rule the positional arguments left out, too
         self.vmap_rule: Rule | None = None
         # Shared by the copies that have traced values filled in, and so their identity too.
         self.seen = Seen()
@@ -63,7 +64,7 @@ class Definition(Copyable):
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check_complete()
-        args, kwargs, filled = self.signature.bind(args, kwargs)
+        args, kwargs, filled = self.signature.bind(args, kwargs, self.fill_defaults)
         if is_eager() and not _any_tracers(args, kwargs):
             return as_arrays(self.fn(*as_arrays(args), **kwargs))
         recipe, operands = Recipe.of(self, args, kwargs, filled)
@@ -165,22 +166,27 @@ def _not_differentiable(fn, recipe, names, i):
 
 def _vmap(recipe, plain, box, axis_data, batched, *operands):
     """The user's batching rule, flat."""
-    n = recipe.n_args
-    if any(batched[n:]):
-        # It knows of positional arguments only. Batch the derivative rules instead.
-        in_axes = [0 if b else None for b in batched]
+
+    def batch_plain():
+        """Batch the derivative rules, as without a batching rule."""
         out = jax.vmap(
             plain,
-            in_axes,
+            [0 if b else None for b in batched],
             axis_size=axis_data.size,
             axis_name=axis_data.name,
             spmd_axis_name=axis_data.spmd_name,
         )(*operands)
         return out, [True] * len(out)
+
+    n = recipe.n_args
+    if any(batched[n:]):  # the user's rule knows of positional arguments only
+        return batch_plain()
     definition, args, kwargs = recipe.restore(as_array_list(operands))
     rule = definition.vmap_rule
     flags = recipe.args.tree(batched[:n], [False] * len(recipe.args.static))
     result = rule.fn(axis_data.size, flags, *args, **kwargs)
+    if result is NotImplemented:
+        return batch_plain()
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
             f"The batching rule `{rule.name}` of `{name_of(definition.fn)}` did not "

@@ -51,7 +51,8 @@ def elementwise(
     **Arguments:**
 
     - `fn`: the function. Its arguments broadcast together to the shape of its one output.
-    - `derivative`: called as `derivative(out, *args)`; returns the partial derivatives, one
+    - `derivative`: called as `derivative(out, *args)`, with the arguments that the caller
+        gave; returns the partial derivatives, one
         for each argument (a tuple, or just the partial of an only argument), `None` being
         zero. Or a tuple of functions `partial(out, *args)`, of which only those that are
         needed are called.
@@ -92,7 +93,11 @@ def elementwise(
         partials = [Rule(d) if callable(d) else d for d in derivative]
     shared = None if setup is None else Rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
-    decorated.def_jvp(rule, symbolic_zeros=True)
+    definition = decorated._definition
+    definition.jvp_rule = Rule(rule, symbolic_zeros=True, surely_linear=True)
+    # `derivative` is given the arguments that the caller gave: a one-line partial of
+    # `jax.nn.gelu` should not have to know of its `approximate`.
+    definition.fill_defaults = False
     return decorated
 
 
@@ -149,7 +154,7 @@ def _term(fn, i, partial, t, out):
             do="An elementwise function acts on each element by itself. For others, use "
             "`eqx_grads.custom_jvp`.",
         )
-    if jnp.iscomplexobj(partial * t) and not jnp.iscomplexobj(out):
+    if (jnp.iscomplexobj(partial) or jnp.iscomplexobj(t)) and not jnp.iscomplexobj(out):
         raise rule_error(
             f"The partial derivative number {i} of `{name_of(fn)}` gives a complex tangent "
             "to a real output.",

@@ -20,9 +20,12 @@ class Rule(Copyable):
     in its place that has traced values filled in, and no `__wrapped__`.
     """
 
-    def __init__(self, fn: Callable[..., Any], symbolic_zeros: bool = False):
+    def __init__(
+        self, fn: Callable[..., Any], symbolic_zeros: bool = False, surely_linear: bool = False
+    ):
         self.fn = fn.__func__ if isinstance(fn, staticmethod) else fn
         self.symbolic_zeros = symbolic_zeros
+        self.surely_linear = surely_linear  # of a forward rule: nothing to check
         parameters = inspect.signature(self.fn).parameters.values()
         self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)

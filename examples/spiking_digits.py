@@ -11,7 +11,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -36,7 +36,6 @@ NOISE = 0.2  # on the pixels, in training: so few digits are soon known by heart
 BATCH = 64
 STEPS = 840  # 40 times through the training digits
 LEARNING_RATE = 5e-3
-
 
 # ---------------------------------------------------------------- the network
 
@@ -74,7 +73,7 @@ class Neurons(eqx.Module):
     def __call__(self, state, inputs):
         potential, spikes = state
         current = self.weight @ inputs + self.recurrent @ spikes
-        potential = DECAY * potential + current - spikes  # who fired has paid for it
+        potential = DECAY * potential + current - spikes  # to fire costs one
         return potential, self.fire(potential - 1)
 
 
@@ -120,9 +119,9 @@ class Network(eqx.Module):
         return log_p, (self, counts, log_p)
 
     @readout.def_bwd
-    def _readout_bwd(residuals, ct):
+    def _readout_bwd(residuals: Any, ct):
         self, counts, log_p = residuals
-        ct_logits = ct - jnp.exp(log_p) * ct.sum()
+        ct_logits = ct - jnp.exp(log_p) * ct.sum()  # of log_p[i]: one-hot minus p
         ct_self = eqg.tangents.of(self, gain=ct_logits @ counts, bias=ct_logits)
         return ct_self, self.gain * ct_logits
 
@@ -161,12 +160,13 @@ def accuracy(network, images, labels):
 
 
 @eqx.filter_jit
-def update(network, opt_state, optimizer, images, labels, key):
+def update(network, opt_state, optimizer, key, images, labels):
     key1, key2 = jr.split(key)
     batch = jr.randint(key1, (BATCH,), 0, len(images))
     noisy = images[batch] + NOISE * jr.normal(key2, (BATCH, 8, 8), images.dtype)
     value, grads = eqx.filter_value_and_grad(loss)(network, noisy, labels[batch])
-    updates, opt_state = optimizer.update(grads, opt_state)
+    with jax.numpy_dtype_promotion("standard"):  # Optax fails where it is "strict"
+        updates, opt_state = optimizer.update(grads, opt_state)
     return eqx.apply_updates(network, updates), opt_state, value
 
 
@@ -178,8 +178,8 @@ def train(fire, seed, optimizer, steps, training, test):
     # `disable=None`: no bar where there is no terminal.
     for i in trange(steps, desc=f"seed {seed}, {fire.__name__}", leave=False, disable=None):
         key = jr.fold_in(key2, i)
-        network, opt_state, value = update(network, opt_state, optimizer, *training, key)
-        losses.append(value)
+        network, opt_state, value = update(network, opt_state, optimizer, key, *training)
+        losses.append(float(value))
     return Run(network, np.array(losses), float(accuracy(network, *test)))
 
 
@@ -187,17 +187,13 @@ def train(fire, seed, optimizer, steps, training, test):
 
 
 INK, GRAY, TEAL, RUST = "#2b2b2b", "#c4c4c4", "#00798c", "#c8553d"
-STYLE = {
-    "axes.edgecolor": GRAY,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
+STYLE: dict = {
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GRAY),
+    **dict.fromkeys(("axes.spines.right", "axes.spines.top"), False),
+    **dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8),
     "axes.titlelocation": "left",
-    "font.size": 9,
-    "text.color": INK,
-    "xtick.color": GRAY,
-    "xtick.labelcolor": INK,
-    "ytick.color": GRAY,
-    "ytick.labelcolor": INK,
+    "axes.titlesize": 11,
 }
 
 
@@ -217,52 +213,52 @@ def draw(spiking, plain, image, label):
 
 
 def draw_losses(panel, name, color, runs):
-    steps = len(runs[0].losses)
-    window = np.full(1 + steps // 20, 1 / (1 + steps // 20))
-    for run in runs:
-        smooth = np.convolve(run.losses, window, mode="valid")
-        panel.plot(np.arange(len(window), steps + 1), smooth, color=color, linewidth=1.3)
-    right = np.median([run.accuracy for run in runs])
-    text = f"{name}: {right:.0%} of the test digits right"
-    place = dict(xytext=(0, 28), textcoords="offset points", ha="right")
-    panel.annotate(text, (steps, smooth[-1]), color=color, **place)
+    n = 1 + len(runs[0].losses) // 20
+    smooth = [np.convolve(run.losses, np.full(n, 1 / n), mode="valid") for run in runs]
+    steps = np.arange(n, n + len(smooth[0]))
+    panel.plot(steps, np.stack(smooth, axis=1), color=color, linewidth=1.3)
+    text = f"{name}: {np.median([run.accuracy for run in runs]):.0%} of the test digits right"
+    panel.text(steps[-1], smooth[0][-1] + 0.35, text, color=color, ha="right")
     panel.set(title="Training loss (nats)", xlabel="training step", ylim=(0, None))
 
 
 def draw_digit(panels, network, image, label):
     hidden, output = map(np.asarray, network(image))
-    ticks = np.arange(len(hidden))
-    span = (-0.5, len(ticks) - 0.5)
+    p = np.exp(network.readout(output.sum(axis=0)))
     colors = [TEAL if digit == label else INK for digit in range(10)]
+    ticks = np.arange(len(hidden))
+    fired = hidden[:, hidden.any(axis=0)]
+    fired = fired[:, np.argsort(ticks @ fired / fired.sum(axis=0), kind="stable")]
 
+    for name, title in (
+        ("digit", f"A digit: {label}"),
+        ("rows", "What goes in: its rows, one after another"),
+        ("hidden", f"Hidden neurons: {fired.shape[1]} of {NEURONS} fire, sorted by time"),
+        ("output", "Output neurons"),
+        ("p", "Probability"),
+    ):
+        panels[name].set(title=title, xticks=[], yticks=[])
     panels["digit"].imshow(image, cmap="Greys")
+    panels["digit"].set(anchor="N")
     panels["digit"].spines[:].set_visible(True)
-    panels["digit"].set(title=f"A digit: {label}", xticks=[], yticks=[], anchor="N")
-    # A row is a column here, as time goes to the right.
-    panels["rows"].imshow(image.T, cmap="Greys", aspect="auto", extent=(*span, 7.5, -0.5))
-    panels["rows"].set(title="What goes in: its rows, one after another", yticks=[])
+    # A row is a column here, because time goes to the right.
+    ends = (-0.5, len(ticks) - 0.5)
+    panels["rows"].imshow(image.T, cmap="Greys", aspect="auto", extent=(*ends, 7.5, -0.5))
+    draw_spikes(panels["hidden"], fired, INK)
+    draw_spikes(panels["output"], output, colors)
+    panels["p"].barh(range(10), p, color=colors)
+    panels["p"].set(xlim=(0, 1), xticks=(0, 1), ylim=panels["output"].get_ylim())
 
-    fired = np.flatnonzero(hidden.any(axis=0))
-    mean_tick = ticks @ hidden[:, fired] / hidden[:, fired].sum(axis=0)
-    fired = fired[np.argsort(mean_tick, kind="stable")]
-    title = f"Hidden neurons: {len(fired)} of {NEURONS} fire, sorted by when"
-    draw_raster(panels["hidden"], hidden[:, fired], INK)
-    panels["hidden"].set(title=title, yticks=[])
-    draw_raster(panels["output"], output, colors)
-    panels["output"].set(title="Output neurons", yticks=range(10))
-    panels["p"].barh(range(10), np.exp(network.readout(output.sum(axis=0))), color=colors)
-    panels["p"].set(title="Probability", xlim=(0, 1), ylim=(9.7, -0.7), yticks=[])
-
-    starts = np.arange(0, len(ticks), TICKS_PER_ROW)
+    starts = ticks[::TICKS_PER_ROW]
     for name in ("rows", "hidden", "output"):
-        panels[name].set(xlim=span, xticks=[])
         panels[name].vlines(starts[1:] - 0.5, *panels[name].get_ylim(), GRAY, linewidth=0.5)
-    middles, names = starts + (TICKS_PER_ROW - 1) / 2, [f"row {i}" for i in range(1, 9)]
-    panels["output"].set_xticks(middles, names)
-    panels["output"].tick_params(axis="x", length=0)
+        panels[name].set(xlim=ends)
+    middles = starts + (TICKS_PER_ROW - 1) / 2
+    panels["output"].set_xticks(middles, [f"row {i}" for i in range(1, 9)])
+    panels["output"].set_yticks(range(10))
 
 
-def draw_raster(panel, spikes, color):
+def draw_spikes(panel, spikes, color):
     times = [np.flatnonzero(neuron) for neuron in spikes.T]
     panel.eventplot(times, colors=color, linewidths=4, linelengths=0.75)
     panel.set(ylim=(len(times) - 0.3, -0.7))
@@ -274,9 +270,7 @@ def draw_raster(panel, spikes, color):
 def main():
     parser = argparse.ArgumentParser(description="Teach a spiking network to read digits.")
     parser.add_argument("--quick", action="store_true", help="one seed, a few steps")
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="networks of each kind (%(default)s)"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many (%(default)s)")
     parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
     args = parser.parse_args()
     steps, seeds = (5, 1) if args.quick else (STEPS, args.seeds)
@@ -295,11 +289,11 @@ def main():
     print(f"median          {medians[0]:7.1%}    {medians[1]:10.1%}    in {seconds:.0f} s")
 
     args.out.mkdir(parents=True, exist_ok=True)
+    result = {"spike": medians[0], "plain_step": medians[1], "seconds": seconds}
+    (args.out / "result.json").write_text(json.dumps(result))
     picture = args.out / "spiking-digits.png"
     draw(spiking, plain, test[0][0], test[1][0]).savefig(picture, dpi=150)
-    result = {"spike": medians[0], "plain_step": medians[1], "seconds": seconds}
-    (args.out / "result.json").write_text(json.dumps(result) + "\n")
-    print(f"Picture: {picture}")
+    print(f"The picture is {picture}.")
 
 
 if __name__ == "__main__":

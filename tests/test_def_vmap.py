@@ -1,0 +1,199 @@
+"""A batching rule of one's own, which sees the call before differentiation does."""
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import pytest
+from eqx_grads import RuleError
+
+from .test_transforms import assert_close
+
+
+def product(weight, x):
+    return jnp.tanh(x @ weight)
+
+
+def make(calls):
+    """`product`, batched into one product wherever only `x` is batched."""
+    f = eqg.custom_vjp(product)
+    f.def_fwd(lambda weight, x: (f(weight, x), (weight, x)))
+
+    @f.def_bwd
+    def bwd(residuals, ct):
+        weight, x = residuals
+        inner = ct * (1 - product(weight, x) ** 2)
+        return x.T @ inner, inner @ weight.T
+
+    @f.def_vmap
+    def batched(axis_size, batched, weight, x):
+        calls.append((axis_size, batched))
+        if batched != (False, True):
+            return NotImplemented
+        out = f(weight, x.reshape(-1, x.shape[-1]))
+        return out.reshape(*x.shape[:-1], -1), True
+
+    return f
+
+
+WEIGHT = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+XS = jnp.linspace(-2.0, 2.0, 30).reshape(5, 2, 3)
+
+
+def loss(f):
+    return lambda weight, x: jnp.sum(jnp.sin(f(weight, x)))
+
+
+def total(f, axes=(None, 0)):
+    return lambda weight, xs: jnp.sum(jax.vmap(loss(f), axes)(weight, xs))
+
+
+ORDERS = {
+    "vmap": lambda f: jax.vmap(f, (None, 0)),
+    "grad(vmap)": lambda f: jax.grad(total(f), (0, 1)),
+    "jit(grad(vmap))": lambda f: jax.jit(jax.grad(total(f), (0, 1))),
+    "grad(jit(vmap))": lambda f: jax.grad(jax.jit(total(f)), (0, 1)),
+    "grad(vmap(jit))": lambda f: jax.grad(total(jax.jit(f)), (0, 1)),
+    "vmap(grad)": lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), (None, 0)),
+    "jvp(vmap)": lambda f: lambda w, xs: jax.jvp(jax.vmap(f, (None, 0)), (w, xs), (w, xs)),
+    "vmap(jvp)": lambda f: jax.vmap(lambda w, x: jax.jvp(f, (w, x), (w, x)), (None, 0)),
+    "hessian(vmap)": lambda f: jax.hessian(total(f)),
+    "vmap(hessian)": lambda f: jax.vmap(jax.hessian(loss(f)), (None, 0)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(total(f)), (0, 1)),
+    "scan(vmap)": lambda f: jax.grad(
+        lambda w, xs: jax.lax.scan(lambda c, _: (c + total(f)(w * c, xs), None), 1.0, None, 2)[
+            0
+        ]
+    ),
+    "vmap(scan)": lambda f: jax.grad(
+        lambda w, xs: jnp.sum(
+            jax.vmap(
+                lambda x: jax.lax.scan(lambda c, _: (c + loss(f)(w, x), None), 1.0, None, 2)[0]
+            )(xs)
+        )
+    ),
+    "linearize": lambda f: lambda w, xs: jax.linearize(total(f), w, xs)[1](w, xs),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order(order):
+    calls = []
+    f = make(calls)
+    scalar = lambda f: f
+    assert_close(
+        ORDERS[order](scalar(f))(WEIGHT, XS), ORDERS[order](scalar(product))(WEIGHT, XS)
+    )
+    assert calls
+
+
+@pytest.mark.parametrize("axes", [(0, None), (0, 0), (None, 0)])
+def test_what_is_batched(axes):
+    calls = []
+    f = make(calls)
+    weight = WEIGHT if axes[0] is None else jnp.stack([WEIGHT * i for i in range(5)])
+    x = XS[0] if axes[1] is None else XS
+    for transform in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
+        assert_close(
+            transform(total(f, axes))(weight, x), transform(total(product, axes))(weight, x)
+        )
+    assert set(calls) == {(5, tuple(axis == 0 for axis in axes))}
+
+
+def test_nested_and_other_axes():
+    f = make([])
+    xs = jnp.stack([XS, 2 * XS], axis=-1)
+    twice = lambda f: jax.vmap(jax.vmap(f, (None, 0)), (None, 3), out_axes=1)
+    assert_close(twice(f)(WEIGHT, xs), twice(product)(WEIGHT, xs))
+    grad = lambda f: jax.grad(lambda *args: jnp.sum(twice(f)(*args) ** 2), (0, 1))
+    assert_close(grad(f)(WEIGHT, xs), grad(product)(WEIGHT, xs))
+
+
+def test_one_weight_gradient_for_the_batch():
+    """What it is for: no product per example is left, and no sum over their results."""
+    plain = eqg.custom_vjp(product)
+    plain.def_fwd(lambda weight, x: (plain(weight, x), (weight, x)))
+    plain.def_bwd(lambda r, ct: (r[1].T @ ct, ct @ r[0].T))
+    shapes = lambda f: str(jax.make_jaxpr(jax.grad(total(f)))(WEIGHT, XS))
+    per_example = "[5,3,4]"  # one gradient of the weight for each of five examples
+    assert per_example in shapes(plain)
+    assert per_example not in shapes(make([]))
+
+
+def test_with_a_forward_rule():
+    f = eqg.custom_jvp(lambda x, *, scale: scale * jnp.sin(x))
+
+    @f.def_jvp
+    def jvp(primals, tangents, *, scale):
+        return f(*primals, scale=scale), scale * jnp.cos(primals[0]) * tangents[0]
+
+    @f.def_vmap
+    def batched(axis_size, batched, x, *, scale):
+        assert batched == (True,)
+        return f(x, scale=scale), True
+
+    xs = jnp.linspace(0.0, 1.0, 4)
+    for transform in (jax.grad, jax.hessian, jax.jacfwd):
+        g = transform(lambda x: f(x, scale=3.0))
+        expected = jax.vmap(transform(lambda x: 3.0 * jnp.sin(x)))(xs)
+        assert jnp.allclose(jax.vmap(g)(xs), expected)
+        assert jnp.allclose(jax.jit(jax.vmap(g))(xs), expected)
+
+
+def test_batched_configuration_and_closures():
+    """The rule knows of positional arguments only; others are batched as without it."""
+    f = eqg.custom_jvp(lambda x, *, scale: scale * x)
+    f.def_jvp(lambda p, t, *, scale: (f(*p, scale=scale), scale * t[0]))
+    f.def_vmap(lambda axis_size, batched, x, *, scale: (f(x, scale=scale), True))
+    scales = jnp.arange(3.0)
+    grad = lambda s: jax.grad(lambda x: f(x, scale=s))(2.0)
+    assert jnp.array_equal(jax.vmap(grad)(scales), scales)
+
+    def closing(scale):
+        g = eqg.custom_jvp(lambda x: scale * x)
+        g.def_jvp(lambda p, t: (g(*p), scale * t[0]))
+        g.def_vmap(lambda axis_size, batched, x: (g(x), True))
+        return jax.grad(g)(2.0)
+
+    assert jnp.array_equal(jax.vmap(closing)(scales), scales)
+    assert jnp.array_equal(jax.jit(jax.vmap(closing))(scales), scales)
+
+
+def test_trees_and_outputs_that_are_not_batched():
+    f = eqg.custom_jvp(
+        lambda tree: {"sum": tree["x"] + tree["y"], "y": 2 * tree["y"], "n": "n"}
+    )
+    f.def_jvp(
+        lambda p, t: (f(*p), {"sum": t[0]["x"] + t[0]["y"], "y": 2 * t[0]["y"], "n": None})
+    )
+
+    @f.def_vmap
+    def batched(axis_size, batched, tree):
+        assert batched == ({"x": True, "y": False},)
+        out = f({"x": tree["x"], "y": jnp.broadcast_to(tree["y"], tree["x"].shape)})
+        return {**out, "y": out["y"][0]}, {"sum": True, "y": False, "n": False}
+
+    xs = jnp.arange(3.0)
+    call = jax.vmap(
+        lambda x, y: (f({"x": x, "y": y})["sum"], f({"x": x, "y": y})["y"]), (0, None)
+    )
+    total, y = call(xs, 5.0)
+    assert jnp.array_equal(total, xs + 5.0)
+    assert jnp.array_equal(y, jnp.full(3, 10.0))
+    assert jax.grad(lambda y: jnp.sum(call(xs, y)[0]))(5.0) == 3.0
+
+
+def test_errors():
+    f = eqg.custom_jvp(lambda x: x)
+    f.def_jvp(lambda p, t: (f(*p), t[0]))
+
+    @f.def_vmap
+    def rule(axis_size, batched, x):
+        return f(x)
+
+    with pytest.raises(
+        RuleError, match="batching rule `rule` of `<lambda>` did not return a pair"
+    ):
+        jax.vmap(f)(jnp.ones(3))
+    f.def_vmap(lambda axis_size, batched, x: (f(x), (True, True)))
+    with pytest.raises(RuleError, match="did not say which of its outputs are batched"):
+        jax.vmap(f)(jnp.ones(3))
