@@ -99,7 +99,7 @@ class custom_jvp(AbstractDecorated[P, T]):
 
 class _ForwardDefinition(Definition):
     def __init__(self, fn):
-        Definition.__init__(self, fn)
+        Definition.__init__(self, fn, batches_alike=False)
         self.jvp_rule: Rule | None = None
 
     def primal_rule(self):

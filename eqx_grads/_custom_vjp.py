@@ -133,7 +133,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
 class _ReverseDefinition(Definition):
     def __init__(self, fn):
-        Definition.__init__(self, fn)
+        Definition.__init__(self, fn, batches_alike=True)
         self.fwd_rule: Rule | None = None
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ._batch_alike import batch_alike
 from ._calls import (
     as_array_list,
     as_arrays,
@@ -39,8 +40,9 @@ class Definition(Copyable):
     as long as a small JAX operation.
     """
 
-    def __init__(self, fn: Callable[..., Any]):
+    def __init__(self, fn: Callable[..., Any], batches_alike: bool):
         self.fn = fn
+        self.batches_alike = batches_alike  # see `_batch_alike.py`
         self.fill_defaults = True  # hand a rule the positional arguments left out, too
         self.vmap_rule: Rule | None = None
         # Shared by the copies that have traced values filled in, and so their identity too.
@@ -94,7 +96,7 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
         outputs, arrays = Outputs.of(definition.fn(*args, **kwargs))
         check_no_tracers(definition.fn, outputs)
         box[:] = [outputs]
-        return arrays
+        return batch_alike(arrays, operands) if definition.batches_alike else arrays
 
     def jvp(primals, tangents):
         call = _rule_call(recipe, names, as_array_list(primals), tangents)
@@ -107,6 +109,8 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
             outputs, arrays = Outputs.of(call.definition.fn(*call.args, **call.kwargs))
             t_arrays = [None] * len(arrays)
         box[:] = [outputs]
+        if call.definition.batches_alike:
+            arrays = batch_alike(arrays, primals)
         return arrays, [
             SymbolicZero(jax.typeof(x).to_tangent_aval()) if t is None else t
             for x, t in zip(arrays, t_arrays, strict=True)

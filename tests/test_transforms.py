@@ -3,6 +3,7 @@
 import itertools
 
 import equinox as eqx
+import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,3 +203,42 @@ def vmapped(order, f, axes, args):
     if order == "vmap(vmap)":
         return twice(*doubled)
     return jax.grad(lambda *a: jnp.sum(twice(*a)), argnums)(*doubled)
+
+
+def half_batched(w, x):
+    return 2 * w, w * x, jnp.ones_like(w), jnp.argmax(w)
+
+
+half_batched_vjp = eqg.custom_vjp(half_batched)
+half_batched_vjp.def_fwd(lambda w, x: (half_batched_vjp(w, x), (w, x)))
+half_batched_vjp.def_bwd(lambda r, cts: (2 * cts[0] + r[1] * cts[1], r[0] * cts[1]))
+
+
+@pytest.mark.parametrize("loop", ["switch", "fori", "while", "scan", "jit", "plain"])
+def test_an_output_that_is_not_batched(loop):
+    """Its tangent comes from the same call as the others, and is batched with them."""
+
+    def call(f, i, w, x):
+        if loop == "switch":
+            return jax.lax.switch(i, [f, f], w, x)
+        if loop == "fori":
+            return jax.lax.fori_loop(0, 2, lambda _, c: f(c[0], x), f(w, x))
+        if loop == "while":
+            step = lambda c: (c[0] + 1, f(c[1][0], x))
+            return jax.lax.while_loop(lambda c: c[0] < 2, step, (0, f(w, x)))[1]
+        if loop == "scan":
+            return jax.lax.scan(lambda c, _: (f(c[0], x), c[3]), f(w, x), None, 2)[0]
+        return jax.jit(f)(w, x) if loop == "jit" else f(w, x)
+
+    def loss(f):
+        vmapped = jax.vmap(lambda i, w, x: call(f, i, w, x), (0, None, 0))
+        return lambda w, xs: sum(
+            jnp.sum(jnp.sin(o)) for o in vmapped(jnp.arange(3) % 2, w, xs)[:3]
+        )
+
+    args = (jnp.array([0.5, 0.7]), jnp.arange(6.0).reshape(3, 2))
+    with_rule, plain = loss(half_batched_vjp), loss(half_batched)
+    assert_close(jax.jvp(with_rule, args, args), jax.jvp(plain, args, args))
+    if loop != "while":
+        assert_close(jax.grad(with_rule, (0, 1))(*args), jax.grad(plain, (0, 1))(*args))
+        assert_close(jax.jit(jax.grad(with_rule))(*args), jax.grad(plain)(*args))

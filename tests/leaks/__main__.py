@@ -16,7 +16,7 @@ def main(parts: list[str]) -> None:
     names = [name for name in SHAPES if not parts or any(part in name for part in parts)]
     for name in names:
         try:
-            check(SHAPES[name])
+            check(name)
         except Faulty as fault:
             print(f"{name}: at fault upstream: {fault}")
         except Exception:

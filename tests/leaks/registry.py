@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools as ft
+import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,13 +165,14 @@ class Faulty(Exception):
     """The shape fails without any rule of ours."""
 
 
-def check(shape: Shape, checker: Callable[[], Any] = contextlib.nullcontext) -> None:
-    """Raise if the shape fails. `checker` is a context in which it runs.
+def check(name: str, context: Callable[[], Any] = contextlib.nullcontext) -> None:
+    """Raise if the shape of this name fails in a context.
 
-    Where `shape.fault` is to be expected, it is shown to be there without our rules, and
+    Where its `fault` is to be expected, it is shown to be there without our rules, and
     `Faulty` is raised.
     """
-    with checker():
+    shape = SHAPES[name]
+    with context():
         if shape.fault is not None and jax.config.jax_check_tracer_leaks:
             _expect_error(shape, Plain, shape.fault.error, shape.fault.match)
             raise Faulty(shape.fault.reason)
@@ -180,7 +182,25 @@ def check(shape: Shape, checker: Callable[[], Any] = contextlib.nullcontext) -> 
         before = _n_ran
         got = shape.run(WithRules)
     assert _n_ran > before, "no rule was used"
-    assert_close(got, shape.run(Plain))
+    assert_close(got, _expected(name))
+
+
+@ft.cache
+def _expected(name):
+    return SHAPES[name].run(Plain)
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """`jax.checking_leaks`, without its cost: it looks at all objects that there are, after
+    every trace. Those that are there already need not be looked at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
 
 
 def _expect_error(shape, rules, kind, match):
