@@ -13,12 +13,18 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ._spaces import is_differentiable
+
 
 def batch_alike(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """`outputs`, each of them batched if any of `inputs` is."""
-    if not outputs:
-        return []
-    return alike_p.bind(*outputs, *inputs, n=len(outputs))
+    """`outputs`, each that can have a tangent being batched if any of `inputs` is."""
+    places = [i for i, x in enumerate(outputs) if is_differentiable(x)]
+    alike = list(outputs)
+    if places:
+        bound = alike_p.bind(*(outputs[i] for i in places), *inputs, n=len(places))
+        for i, x in zip(places, bound, strict=True):
+            alike[i] = x
+    return alike
 
 
 alike_p = Primitive("eqg_batch_alike")
@@ -31,6 +37,11 @@ def _impl(*operands, n):
 
 def _jvp(primals, tangents, *, n):
     return alike_p.bind(*primals, n=n), list(tangents[:n])
+
+
+def _transpose(cts, *operands, n):
+    through = [None if type(ct) is ad.Zero else ct for ct in cts]
+    return through + [None] * (len(operands) - n)
 
 
 def _batch(axis_data, operands, dims, *, n):
@@ -53,5 +64,6 @@ def _batch(axis_data, operands, dims, *, n):
 alike_p.def_impl(_impl)
 alike_p.def_abstract_eval(lambda *avals, n: list(avals[:n]))
 ad.primitive_jvps[alike_p] = _jvp
+ad.primitive_transposes[alike_p] = _transpose
 batching.fancy_primitive_batchers[alike_p] = _batch
 mlir.register_lowering(alike_p, mlir.lower_fun(_impl, multiple_results=True))

@@ -8,7 +8,7 @@ holds no tracer, and so may live as long as JAX keeps the program.
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,21 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from ._closures import hoist, Hollow, is_atom
-from ._spaces import dtype_of
+from ._spaces import as_array_list, dtype_of
+
+
+def trace_state() -> Any:
+    """Equal for two moments at which JAX traces in the same way. Holds no tracer."""
+    return get_opaque_trace_state(convention="flax")
 
 
 with jax.ensure_compile_time_eval():
-    _EAGER = get_opaque_trace_state(convention="flax")
+    _EAGER = trace_state()
 
 
 def is_eager() -> bool:
     """Whether no transformation is at work: operations compute their values at once."""
-    return get_opaque_trace_state(convention="flax") == _EAGER
+    return trace_state() == _EAGER
 
 
 class ParameterNames:
@@ -133,10 +138,6 @@ def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs]
-
-
 def as_arrays(tree: Any) -> Any:
     """The tree that a caller sees: floats are arrays, integers and the rest as they are."""
     if all(isinstance(x, jax.Array) or not is_dynamic(x) for x in jax.tree.leaves(tree)):
@@ -184,6 +185,11 @@ class Recipe:
     def n_not_differentiable(self) -> int:
         """How many operands after the positional ones the function itself depends on."""
         return self.n_kwargs + self._hollow.n_of_items
+
+    @property
+    def rules_hold_more(self) -> bool:
+        """Whether the rules close over traced values that the function does not."""
+        return len(self._hollow.names) > self._hollow.n_of_items
 
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
         """`definition, args, kwargs` with these operands."""

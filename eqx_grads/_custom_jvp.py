@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ._calls import is_inexact, Outputs
+from ._calls import is_inexact, Outputs, trace_state
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
 from ._definition import Definition
 from ._errors import name_of, place_of, rule_error, show_tree, type_of
 from ._linearity import output_statuses, why_nonlinear
-from ._rules import NEEDS_VALUES, Rule, RuleCall, Seen
+from ._rules import CallWatch, NEEDS_VALUES, Rule, RuleCall, Seen
 from ._spaces import DoesNotFit, match_leaves, tangent_leaf
 
 
@@ -135,27 +135,41 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], 
         t_args = call.recipe.args.only(ts)
         return _take_result(call, rule, rule.fn(call.args, t_args, **keywords))
 
+    applies_itself = False
     if not rule.surely_linear:
         # With symbolic zeros a rule may be another one for each pattern of zeros.
         checked = live if rule.symbolic_zeros else inexact
         check = ft.partial(_check_linear, call, rule, tangent_map, checked)
-        call.definition.seen.once(call, ("linear", *checked), check)
+        applies_itself = call.definition.seen.once(call, ("linear", *checked), check)
     live_ts = [call.tangents[i] for i in live]
-    if rule.symbolic_zeros or live == inexact or call.definition.seen in _DROPPING.get():
+    if rule.symbolic_zeros or live == inexact or _is_dropping(call, applies_itself):
         return tangent_map(live, live_ts)
-    token = _DROPPING.set(_DROPPING.get() | {call.definition.seen})
+    entry = (call.definition.seen, trace_state())
+    token = _DROPPING.set((*_DROPPING.get(), entry))
     try:
         return _drop_dead_terms(ft.partial(tangent_map, live), live_ts)
     finally:
         _DROPPING.reset(token)
 
 
-# Functions whose dead terms are being dropped. A rule may apply its own function to a tangent
-# (`f(t_x, y) + f(x, t_y)`), which is then differentiated in turn; dropping dead terms there
-# as well would never end.
-_DROPPING: contextvars.ContextVar[frozenset[object]] = contextvars.ContextVar(
-    "eqx_grads_dropping", default=frozenset()
+# The functions whose dead terms are being dropped, and the trace in which that was begun.
+_DROPPING: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
+    "eqx_grads_dropping", default=()
 )
+
+
+def _is_dropping(call: RuleCall, applies_itself: bool) -> bool:
+    """Whether this is a call of the rule by way of itself.
+
+    A rule may apply its own function to a tangent: `f(t_x, y) + f(x, t_y)`. To drop dead
+    terms is to differentiate that in turn, and to drop dead terms there as well would never
+    end. Such a call runs in the trace in which the dropping was begun; the other calls that
+    a rule makes of its own function (for the value, differentiated at a higher order) run
+    further out. Of a call inside a `jit` or a loop that can't be told, so if the rule
+    makes any of these, no terms are dropped on the way.
+    """
+    states = [state for seen, state in _DROPPING.get() if seen is call.definition.seen]
+    return bool(states) and (applies_itself or trace_state() in states)
 
 
 def _drop_dead_terms(tangent_map, live_ts):
@@ -196,15 +210,23 @@ def _watch(xs, moves):
     return watch(xs)
 
 
-def _check_linear(call, rule, tangent_map, places) -> None:
-    """Raise if the rule is seen not to be linear in the tangents at these places."""
+def _check_linear(call, rule, tangent_map, places) -> bool:
+    """Raise if the rule is seen not to be linear in the tangents at these places.
+
+    Returns whether the rule calls its own function inside a `jit`, a loop or a `vmap`.
+    """
     types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in places]
+    watch: list[CallWatch] = []
+
+    def of_tangents(*ts):
+        watch[:] = [CallWatch(call.definition.seen, trace_state())]
+        with watch[0]:
+            return [t for t in tangent_map(places, ts)[2] if t is not None]
+
     try:
-        jaxpr = jax.make_jaxpr(
-            lambda *ts: [t for t in tangent_map(places, ts)[2] if t is not None]
-        )(*types)
+        jaxpr = jax.make_jaxpr(of_tangents)(*types)
     except NEEDS_VALUES:  # an eager rule that looks at values: nothing is seen
-        return
+        return False
     reason = why_nonlinear(output_statuses(jaxpr))
     if reason is not None:
         name = name_of(call.definition.fn)
@@ -216,6 +238,7 @@ def _check_linear(call, rule, tangent_map, places) -> None:
             "multiplied by something that depends on primals only. A non-linear map of "
             "gradients (clipping, say) is a backward rule: use `eqx_grads.custom_vjp`.",
         )
+    return watch[0].called_inside
 
 
 def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._calls import as_array_list, is_array, Outputs, ParameterNames, Recipe, Rest
+from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
 from ._closures import hoist, Hollow
 from ._custom_jvp import apply_forward_rule
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
@@ -23,7 +23,7 @@ from ._errors import name_of, place_of, rule_error, show_tree
 from ._linear import linear_call, LinearMap
 from ._linearity import output_statuses, surely_linear
 from ._rules import NEEDS_VALUES, Rule, RuleCall, Seen
-from ._spaces import project_leaves
+from ._spaces import as_array_list, project_leaves
 
 
 class custom_vjp(AbstractDecorated[P, T]):

@@ -33,7 +33,7 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._definition.call(args, kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None):
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         if self._binding == "static" or (instance is None and self._binding != "class"):
             return self
         if self._binding == "class":

@@ -18,7 +18,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._batch_alike import batch_alike
 from ._calls import (
-    as_array_list,
     as_arrays,
     is_eager,
     is_inexact,
@@ -29,7 +28,8 @@ from ._calls import (
 )
 from ._closures import Copyable
 from ._errors import name_of, place_of, rule_error, show_tree
-from ._rules import check_no_tracers, check_outputs, Rule, RuleCall, Seen
+from ._rules import CallWatch, check_no_tracers, check_outputs, Rule, RuleCall, Seen
+from ._spaces import as_array_list
 from ._vmap_call import vmap_call, VmapCall
 
 
@@ -69,6 +69,7 @@ class Definition(Copyable):
         args, kwargs, filled = self.signature.bind(args, kwargs, self.fill_defaults)
         if is_eager() and not _any_tracers(args, kwargs):
             return as_arrays(self.fn(*as_arrays(args), **kwargs))
+        CallWatch.note(self.seen)
         recipe, operands = Recipe.of(self, args, kwargs, filled)
         return _transformable_call(recipe, self.signature.names, operands)
 
@@ -90,13 +91,15 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
     # Whoever runs first (the function or a rule, depending on the transformation) leaves
     # here what is not an array; later runs are held to it.
     box: list[Outputs] = []
+    # A value that only a rule closes over can make a tangent batched on its own.
+    alike = recipe.definition.batches_alike or recipe.rules_hold_more
 
     def primal(*operands):
         definition, args, kwargs = recipe.restore(as_array_list(operands))
         outputs, arrays = Outputs.of(definition.fn(*args, **kwargs))
         check_no_tracers(definition.fn, outputs)
         box[:] = [outputs]
-        return batch_alike(arrays, operands) if definition.batches_alike else arrays
+        return batch_alike(arrays, operands) if alike else arrays
 
     def jvp(primals, tangents):
         call = _rule_call(recipe, names, as_array_list(primals), tangents)
@@ -109,7 +112,7 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
             outputs, arrays = Outputs.of(call.definition.fn(*call.args, **call.kwargs))
             t_arrays = [None] * len(arrays)
         box[:] = [outputs]
-        if call.definition.batches_alike:
+        if alike:
             arrays = batch_alike(arrays, primals)
         return arrays, [
             SymbolicZero(jax.typeof(x).to_tangent_aval()) if t is None else t

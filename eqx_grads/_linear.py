@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from ._spaces import as_array_list, is_differentiable
+
 
 class LinearMap:
     """A linear map of tangents, given residuals, and its transpose. Hashed by identity.
@@ -69,7 +71,7 @@ def _split(operands, n_residuals, places):
 
 
 def _impl(*operands, linear_map, n_residuals, places):
-    residuals, tangents = _split(operands, n_residuals, places)
+    residuals, tangents = _split(as_array_list(operands), n_residuals, places)
     return list(linear_map.forward(residuals, tangents))
 
 
@@ -82,6 +84,7 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places):
     bind = ft.partial(
         linear_p.bind, linear_map=linear_map, n_residuals=n_residuals, places=places
     )
+    primals = as_array_list(primals)
     out = bind(*primals)
     t_residuals, t_linear = tangents[:n_residuals], tangents[n_residuals:]
     t_out: list[Any] | None = None
@@ -91,7 +94,7 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places):
     live = [
         i
         for i, t in enumerate(t_residuals)
-        if type(t) is not ad.Zero and jnp.issubdtype(primals[i].dtype, jnp.inexact)
+        if type(t) is not ad.Zero and is_differentiable(primals[i])
     ]
     if live:
         # The map itself moves with its residuals: the second-order part.

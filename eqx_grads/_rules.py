@@ -1,5 +1,6 @@
 """A rule, one call of it, and what it is held to."""
 
+import contextvars
 import dataclasses
 import functools as ft
 import inspect
@@ -8,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ._calls import Outputs, ParameterNames, Recipe
+from ._calls import Outputs, ParameterNames, Recipe, trace_state
 from ._closures import check_holds_nothing, Copyable, Token
 from ._errors import name_of, place_of, rule_error, show_tree
 
@@ -101,6 +102,30 @@ class Seen(Token):
                 self._found.clear()
             self._found[(key, what)] = compute()
         return self._found[(key, what)]
+
+
+class CallWatch:
+    """Notes whether a function is called in another trace than the one it begins in."""
+
+    _current: contextvars.ContextVar["CallWatch | None"] = contextvars.ContextVar(
+        "eqx_grads_call_watch", default=None
+    )
+
+    def __init__(self, seen: Seen, state: Any):
+        self._seen, self._state = seen, state
+        self.called_inside = False
+
+    def __enter__(self):
+        self._token = self._current.set(self)
+
+    def __exit__(self, *_):
+        self._current.reset(self._token)
+
+    @classmethod
+    def note(cls, seen: Seen) -> None:
+        watch = cls._current.get()
+        if watch is not None and watch._seen is seen and trace_state() != watch._state:
+            watch.called_inside = True
 
 
 # Raised by a function that looks at the values of its arguments, which works eagerly.

@@ -1,6 +1,6 @@
 """The space in which a tangent lives: its structure, shapes and dtypes are its primal's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -27,6 +27,11 @@ def is_zero_leaf(t: Any) -> bool:
 
 def is_arraylike(x) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:
+    """Arrays. JAX hands constants to rules as the Python or NumPy numbers they once were."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs]
 
 
 def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:

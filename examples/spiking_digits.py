@@ -175,8 +175,9 @@ def train(fire, seed, optimizer, steps, training, test):
     network = Network(fire, key=key1)
     opt_state = optimizer.init(eqx.filter(network, eqx.is_array))
     losses = []
+    name = f"seed {seed}, {'spike' if fire is spike else 'plain step'}"
     # `disable=None`: no bar where there is no terminal.
-    for i in trange(steps, desc=f"seed {seed}, {fire.__name__}", leave=False, disable=None):
+    for i in trange(steps, desc=name, leave=False, disable=None):
         key = jr.fold_in(key2, i)
         network, opt_state, value = update(network, opt_state, optimizer, key, *training)
         losses.append(float(value))

@@ -256,7 +256,7 @@ def test_python_and_numpy_numbers(with_rule, x):
     assert jax.jit(jax.grad(f))(x) == 6.0
     assert jax.grad(jax.jit(f))(x) == 6.0
     one = {float: 1.0, np.float32: np.float32(1.0), np.ndarray: np.ones_like(x)}
-    assert jax.jvp(f, (x,), (one.get(type(x), jnp.array(1.0)),))[1] == 6.0
+    assert jax.jvp(f, (x,), (one.get(type(x), jnp.ones_like(x)),))[1] == 6.0
     assert jax.hessian(f)(x) == 2.0
     assert jax.grad(lambda y: f(y) * f(x))(2.0) == 36.0
 

@@ -1,4 +1,4 @@
-"""Nothing is left behind by tracing, and what was compiled is used again."""
+"""Nothing is left behind by tracing, and what has been compiled is used again."""
 
 import collections
 import gc
@@ -10,71 +10,60 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jaxtyping import Array
 
+from .leaks.captures import capturing
 from .leaks.modules import ForwardLayer, Layer
-from .leaks.registry import op_of, WithRules
+from .leaks.registry import op_of, sin_times, WithRules
 
 
 def batched_op():
-    """With a batching rule, and so with another primitive."""
+    """With a batching rule, and so with a primitive of its own."""
     f = op_of("vjp", WithRules)
 
     @f.def_vmap
     def _batched(axis_size, batched, x, y):
-        return jax.vmap(lambda x, y: jnp.sin(x) * y, [0 if b else None for b in batched])(
-            x, y
-        ), True
+        axes = [0 if b else None for b in batched]
+        return jax.vmap(sin_times, axes, axis_size=axis_size)(x, y), True
 
+    return f
+
+
+def holding_op():
+    """Its function and rules hold an array, which would stay for as long as they do."""
+    zero = jnp.zeros(1000)
+
+    def fwd(x, y):
+        return f(x, y), (x, y)
+
+    def bwd(residuals, ct):
+        x, y = residuals
+        return jnp.cos(x) * y * ct + zero[0], jnp.sin(x) * ct
+
+    f = WithRules.vjp(lambda x, y: sin_times(x, y) + zero[0], fwd, bwd)
     return f
 
 
 def gradient_op():
     @eqg.custom_gradient
     def f(x, y):
-        return jnp.sin(x) * y, lambda ct: (jnp.cos(x) * y * ct, jnp.sin(x) * ct)
+        return sin_times(x, y), lambda ct: (jnp.cos(x) * y * ct, jnp.sin(x) * ct)
 
     return f
 
 
 def elementwise_op():
-    return eqg.elementwise(
-        lambda x, y: jnp.sin(x) * y, lambda out, x, y: (jnp.cos(x) * y, jnp.sin(x))
-    )
-
-
-def capturing_op():
-    """That closes over an array, which would be kept with it."""
-    scale = jnp.ones(100)
-    f = eqg.custom_vjp(lambda x, y: jnp.sin(x) * y * scale[0])
-    f.def_fwd(lambda x, y: (f(x, y), (x, y)))
-    f.def_bwd(lambda r, ct: (jnp.cos(r[0]) * r[1] * ct, jnp.sin(r[0]) * ct * scale[0]))
-    return f
+    return eqg.elementwise(sin_times, lambda out, x, y: (jnp.cos(x) * y, jnp.sin(x)))
 
 
 OPS = {
     "jvp": lambda: op_of("jvp", WithRules),
     "vjp": lambda: op_of("vjp", WithRules),
     "vmap": batched_op,
+    "holding": holding_op,
     "gradient": gradient_op,
     "elementwise": elementwise_op,
-    "capturing": capturing_op,
 }
-
-
-def program(f, tracer=None):
-    """A gradient of a scan, new to JAX each time."""
-
-    def loss(x, a):
-        def step(x, y):
-            return f(x, y) if tracer is None else f(x, y + tracer(a)), None
-
-        return jax.lax.scan(step, x, jnp.ones(3))[0]
-
-    return jax.jit(jax.grad(loss))
-
-
-KINDS = (jax.core.Tracer, Jaxpr, ClosedJaxpr, jax.Array, types.FunctionType, Array)
+LOOKED_FOR = (jax.core.Tracer, jax.Array, Jaxpr, ClosedJaxpr, types.FunctionType)
 
 
 def census():
@@ -82,9 +71,153 @@ def census():
     gc.collect()
     count = collections.Counter()
     for obj in gc.get_objects():
-        for kind in (jax.core.Tracer, Jaxpr, ClosedJaxpr, jax.Array, types.FunctionType):
-            if isinstance(obj, kind):
-                count[kind.__name__] += 1
-        if type(obj).__module__.startswith("eqx_grads"):
+        count.update(kind.__name__ for kind in LOOKED_FOR if isinstance(obj, kind))
+        if str(type(obj).__module__).startswith("eqx_grads"):
             count[type(obj).__qualname__] += 1
+    # The executables on the device.
+    count["compiled"] = len(jax.devices()[0].client.live_executables())
     return count
+
+
+def growth(step, n):
+    """What is there after `n` steps that was not there before, the first ones apart."""
+    for _ in range(5):
+        step()
+    before = census()
+    for _ in range(n):
+        step()
+    return census() - before
+
+
+def program(f_of):
+    """A gradient of a scan, which is new to JAX. `f_of(a)` gives the function."""
+
+    def loss(x, a):
+        f = f_of(a)
+        return jax.lax.scan(lambda x, y: (f(x, y), None), x, jnp.ones(3))[0]
+
+    return jax.jit(jax.grad(loss))
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_100_traces_of_new_functions(kind):
+    x = jnp.array(0.7)
+    step = lambda: program(lambda a: OPS[kind]()).trace(x, x)
+    assert not growth(step, 100)
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_100_traces_of_the_same_function(kind):
+    x, f = jnp.array(0.7), OPS[kind]()
+    assert not growth(lambda: program(lambda a: f).trace(x, x), 100)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp", "gradient", "elementwise"])
+def test_100_traces_of_functions_that_capture_tracers(kind):
+    x = jnp.array(0.7)
+
+    def f_of(a):
+        f = capturing(WithRules, kind, a)
+        return lambda x, y: f(x) * y
+
+    assert not growth(lambda: program(f_of).trace(x, x), 100)
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_compiled_functions_are_freed(kind):
+    x = jnp.array(0.7)
+    step = lambda: program(lambda a: OPS[kind]())(x, x)
+    assert not growth(step, 20)
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_100_eager_calls(kind):
+    x, f = jnp.array(0.7), OPS[kind]()
+    grad = jax.grad(f, (0, 1))
+
+    def step():
+        f(x, x)
+        grad(x, x)
+        jax.jvp(f, (x, x), (x, x))
+
+    assert not growth(step, 100)
+
+
+# ------------------------------------------------------------------ compiled once
+
+
+def counted(count, fn):
+    """`fn`, which counts how often it is traced."""
+
+    def counting(*args):
+        count.append(fn)
+        return fn(*args)
+
+    return counting
+
+
+@pytest.mark.parametrize("order", ["jit", "jit(grad)", "grad(jit)", "jit(jvp)", "jit(vmap)"])
+@pytest.mark.parametrize("kind", OPS)
+def test_a_jitted_call_compiles_once(kind, order):
+    traces = []
+    f = counted(traces, OPS[kind]())
+    push = lambda x, y: jax.jvp(f, (x, y), (x, y))
+    jitted = {
+        "jit": jax.jit(f),
+        "jit(grad)": jax.jit(jax.grad(f)),
+        "grad(jit)": jax.grad(jax.jit(f)),
+        "jit(jvp)": jax.jit(push),
+        "jit(vmap)": jax.jit(jax.vmap(f)),
+    }[order]
+    shape = (2,) if order == "jit(vmap)" else ()
+    for value in (0.1, 0.2, 0.3):
+        jitted(jnp.full(shape, value), jnp.full(shape, 1 - value))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_the_decorated_function_itself_is_compiled_once(kind):
+    """`jit` of it, and `jit` of a function that takes it as a static argument."""
+    x, f = jnp.array(0.7), OPS[kind]()
+    traces = []
+
+    def apply(f, x):
+        traces.append(f)
+        return jax.grad(f)(x, x)
+
+    static = jax.jit(apply, static_argnums=0)
+    filtered = eqx.filter_jit(apply)
+    for _ in range(3):
+        static(f, x)
+    assert len(traces) == 1
+    for _ in range(3):
+        filtered(f, x)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("layer", [Layer, ForwardLayer])
+def test_a_jitted_method_compiles_once_for_all_weights(layer):
+    traces = []
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def grad(layer, x):
+        traces.append(layer)
+        return layer(x)
+
+    for weight in (0.5, 1.5, 2.5):
+        grad(layer(jnp.array(weight)), jnp.array(0.7))
+    assert len(traces) == 1
+
+
+def test_an_eager_scan_is_traced_once():
+    """JAX knows the body again, since it is the same function."""
+    f, traces = op_of("vjp", WithRules), []
+
+    def body(x, y):
+        traces.append(x)
+        return f(x, y), None
+
+    for value in (0.1, 0.2, 0.3):
+        jax.lax.scan(body, jnp.array(value), jnp.ones(3))
+    assert len(traces) == 1

@@ -94,15 +94,27 @@ def test_a_tracer_that_a_rule_keeps_can_not_be_used_in_another_program():
 # ------------------------------------------------------------------ not ours to mend
 
 
-def raw_sin():
+def test_errors_are_leaks_to_the_checker():
+    """In a trace within a trace, `jax.checking_leaks` replaces every error by one of its own,
+    since the traceback holds tracers. So do not look for our messages there."""
     f = jax.custom_jvp(jnp.sin)
-    f.defjvp(lambda primals, tangents: (f(*primals), jnp.cos(primals[0]) * tangents[0]))
-    return f
+
+    @f.defjvp
+    def _jvp(primals, tangents):
+        raise ValueError("the message")
+
+    with pytest.raises(ValueError, match="the message"):
+        jax.grad(jax.jit(f))(0.7)
+    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked") as info:
+        jax.grad(jax.jit(f))(0.7)
+    assert "the message" in str(info.value.__context__)
 
 
 def test_taylor_mode_is_at_fault_upstream():
     """`jax.experimental.jet` can't take any function with a forward rule:
     https://github.com/patrick-kidger/equinox/issues/1051. When this test fails, Taylor mode
     wants a shape in `tests/leaks`."""
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(lambda primals, tangents: (f(*primals), jnp.cos(*primals) * tangents[0]))
     with pytest.raises(jax.errors.UnexpectedTracerError, match="unexpected tracer"):
-        jet(raw_sin(), (0.7,), ((1.0, 0.0),))
+        jet(f, (0.7,), ((1.0, 0.0),))
