@@ -12,12 +12,12 @@ median over rounds of the time per call, and of its ratio to raw JAX in the same
 import argparse
 import statistics
 import time
+from typing import Any
 
 import equinox as eqx
+import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-
-import eqx_grads as eqg
 
 
 def multiply_sin(x, y):
@@ -38,13 +38,14 @@ raw_jvp = jax.custom_jvp(multiply_sin)
 eqx_jvp = eqx.filter_custom_jvp(multiply_sin)
 
 
-def rule(fn):
+def rule(fn: Any):
     return lambda primals, tangents: (fn(*primals), tangent(*primals, *tangents))
 
 
 def eqx_rule(primals, tangents):
+    x, y = primals
     t_x, t_y = (jnp.zeros(()) if t is None else t for t in tangents)
-    return eqx_jvp(*primals), tangent(*primals, t_x, t_y)
+    return eqx_jvp(x, y), tangent(x, y, t_x, t_y)
 
 
 eqg_jvp.def_jvp(rule(eqg_jvp))
@@ -68,9 +69,7 @@ def eqx_vjp(x, y):
 
 def seconds(fn, args, calls):
     start = time.perf_counter()
-    for _ in range(calls):
-        out = fn(*args)
-    jax.block_until_ready(out)
+    jax.block_until_ready([fn(*args) for _ in range(calls)])
     return (time.perf_counter() - start) / calls
 
 

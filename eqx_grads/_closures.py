@@ -12,6 +12,7 @@ traced value stays the very same object.
 import collections
 import copy
 import functools as ft
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,14 +20,15 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ._errors import name_of, place_of, rule_error
 
 
 class _Hole(NamedTuple):
-    """Stands where the traced value number `index` was."""
+    """Stands where a traced value was."""
 
-    index: int
+    number: int
 
 
 class Copyable:
@@ -104,7 +106,7 @@ class Hollow:
         """`items` and `holder` with `values` in their holes."""
         if not self.names:
             return self.items, self.holder
-        swap = lambda x: values[x.index] if type(x) is _Hole else x
+        swap = lambda x: values[x.number] if type(x) is _Hole else x
         memo: dict[int, Any] = {}
         items = [_rebuild(item, swap, self._dirty, memo) for item in self.items]
         return items, _rebuild(self.holder, swap, self._dirty, memo)
@@ -160,7 +162,7 @@ class _Search:
         if id(x) in self.seen:
             return
         self.seen[id(x)] = x
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             if opaque_depth:
                 raise _cannot_hoist(trail)
             self.found.append(_Captured(x, _say(trail)))
@@ -192,7 +194,7 @@ def is_atom(x: Any) -> bool:
     """Whether `x` can't hold anything, or is not to be entered."""
     if x is None or isinstance(x, _ATOMS):
         return True
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def _parts(x) -> list[tuple[str, Any]] | None:
@@ -204,7 +206,7 @@ def _parts(x) -> list[tuple[str, Any]] | None:
     if isinstance(x, ft.partial):
         return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
     if isinstance(x, _Jitted):
-        return [("__wrapped__", x.__wrapped__)]
+        return [("__wrapped__", _unjitted(x))]
     if isinstance(x, _COPYABLE):
         return [(k, v) for k, v in vars(x).items() if k not in _NOT_COPIED]
     # By hand, as JAX sorts the keys of a dict, which need not be possible.
@@ -214,6 +216,10 @@ def _parts(x) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", part) for key, part in x.items()]
     children = _children(x)
     return None if children is None else [(jax.tree_util.keystr(p), v) for p, v in children]
+
+
+def _unjitted(fn):
+    return inspect.unwrap(fn, stop=lambda f: not isinstance(f, _Jitted))
 
 
 def _function_parts(fn):
@@ -256,7 +262,7 @@ def _opaque_parts(x):
 
 def _check_globals(fn):
     for name in fn.__code__.co_names:
-        if isinstance(fn.__globals__.get(name), jax.core.Tracer):
+        if isinstance(fn.__globals__.get(name), Tracer):
             raise rule_error(
                 f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
                 place_of(fn),
@@ -276,7 +282,7 @@ def _cannot_hoist(trail):
     )
 
 
-def _say(trail) -> str:
+def _say(trail: Sequence[tuple[Any, str]]) -> str:
     """The trail in the user's names: "`self.weight`, held by `f`"."""
     path, holder = "", None
     for owner, step in reversed(trail):
@@ -325,7 +331,7 @@ def _rebuild(x, swap: Callable[[Any], Any], dirty: set[int], memo: dict[int, Any
         return remember(type(x)(again(x.func), *args, **keywords))
     if isinstance(x, _Jitted):
         # We are inside a trace, where `jit` changes nothing but the program's layout.
-        return remember(again(x.__wrapped__))
+        return remember(again(_unjitted(x)))
     if isinstance(x, _COPYABLE):
         new = remember(object.__new__(type(x)))
         for name, value in vars(x).items():

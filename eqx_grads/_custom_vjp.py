@@ -13,6 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import AbstractValue
 
 from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
 from ._closures import hoist, Hollow
@@ -328,7 +329,7 @@ class _Tape:
 
 
 def _is_type(leaf) -> bool:
-    return isinstance(leaf, jax.core.AbstractValue)
+    return isinstance(leaf, AbstractValue)
 
 
 def _surely_linear(pull_back, live) -> bool:

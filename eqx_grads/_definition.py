@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from ._batch_alike import batch_alike
@@ -75,7 +76,7 @@ class Definition(Copyable):
 
 
 def _any_tracers(args, kwargs) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
 
 
 _FLAT_SIGNATURE = inspect.signature(lambda *operands: None)
@@ -122,8 +123,7 @@ def _transformable_call(recipe: Recipe, names: ParameterNames, operands: Sequenc
     primal.__name__, jvp.__name__ = name, f"{name}_jvp"
     if isinstance(recipe.definition.fn, types.FunctionType):
         # For jaxprs, and for errors that JAX raises: the user's file and line.
-        primal.__signature__ = _FLAT_SIGNATURE
-        primal.__wrapped__ = recipe.definition.fn
+        vars(primal).update(__signature__=_FLAT_SIGNATURE, __wrapped__=recipe.definition.fn)
     plain = jax.custom_jvp(primal)
     plain.defjvp(jvp, symbolic_zeros=True)
     if recipe.definition.vmap_rule is None:

@@ -409,8 +409,9 @@ def of(module: Any, **fields: PyTree) -> Any:
 
     [`eqx_grads.RuleError`][] for a name that is not a field, or is a static one.
     """
-    if isinstance(module, tuple) and hasattr(module, "_fields"):
-        known, static = set(module._fields), set()
+    names = getattr(module, "_fields", None)  # of a named tuple
+    if isinstance(names, tuple):
+        known, static = set(names), set()
     elif dataclasses.is_dataclass(module) and not isinstance(module, type):
         own = dataclasses.fields(module)
         known = {f.name for f in own}
@@ -435,7 +436,7 @@ def of(module: Any, **fields: PyTree) -> Any:
                 do="A static field has no derivative: leave it out.",
             )
     zeros = zeros_like(module)
-    if isinstance(zeros, tuple):
+    if isinstance(names, tuple):
         return zeros._replace(**fields)
     for name, t in fields.items():
         # `zeros` was made three lines up and nobody else has seen it.

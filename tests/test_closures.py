@@ -268,12 +268,223 @@ def expected(order):
     return order(lambda a: lambda x, a: jnp.sin(x) * a)
 
 
+EVERYONE = {"jvp, both", "vjp, all"}
+CASES = [(hold, holders) for hold in FIVE for holders in HOLDERS]
+CASES += [(hold, holders) for hold in OTHERS for holders in sorted(EVERYONE)]
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("holders", HOLDERS)
-@pytest.mark.parametrize("hold", FIVE + OTHERS)
-def test_held(hold, holders, order, mode):
+@pytest.mark.parametrize(("hold", "holders"), CASES)
+def test_held(hold, holders, order, mode, request):
+    if hold is filter_jitted_inner_function and mode == "checked":
+        request.applymarker(pytest.mark.xfail(reason=FILTER_JIT_LEAKS))
     op, holders = HOLDERS[holders]
     with MODES[mode]():
         got = order(lambda a: op(hold, a, holders))
     assert_close(got, expected(order))
+
+
+FILTER_JIT_LEAKS = (
+    "`eqx.filter_jit` keeps the function that it is given, and with it the tracers that this "
+    "closes over, in a cache for all functions. Not reported upstream when this was written."
+)
+
+
+def test_filter_jit_leaks_by_itself():
+    """So the marks above are not ours to take away."""
+
+    def with_filter_jit(a):
+        return eqx.filter_jit(lambda b: a + b)(1.0)
+
+    with checking_leaks(), pytest.raises(Exception, match="Leaked"):
+        jax.jit(with_filter_jit)(1.0)
+
+
+# ------------------------------------------------------------------ further shapes
+
+
+def in_both_orders(f_of):
+    return jit_of_grad(f_of), grad_of_jit(f_of)
+
+
+def agree(f_of, value=lambda x, a: jnp.sin(x) * a):
+    """`f_of(a)(x)` has the value and the derivative of `value(x, a)`."""
+    got = in_both_orders(lambda a: lambda x, _: f_of(a)(x))
+    assert_close(got, in_both_orders(lambda a: lambda x, _: value(x, a)))
+
+
+def test_positional_default():
+    """A default argument that can be passed by position is an argument: it has a derivative."""
+
+    def f_of(a):
+        f = eqg.custom_jvp(lambda x, a=a: jnp.sin(x) * a)
+
+        @f.def_jvp
+        def _jvp(primals, tangents):
+            (x, a), (t_x, t_a) = primals, tangents
+            return jnp.sin(x) * a, jnp.cos(x) * a * t_x + jnp.sin(x) * t_a
+
+        return f
+
+    agree(f_of)
+    loss = lambda a: f_of(a)(x())
+    assert_close(jax.grad(loss)(x()), jnp.sin(x()))
+    assert_close(jax.grad(jax.jit(loss))(x()), jnp.sin(x()))
+
+
+@pytest.mark.parametrize("holders", ["jvp, rule", "vjp, bwd"])
+@pytest.mark.parametrize("hold", FIVE)
+def test_rules_are_differentiated_with_respect_to_what_they_hold(hold, holders):
+    """The value does not depend on what only a rule holds, but the first derivative does."""
+    op, holders = HOLDERS[holders]
+    slope = lambda a: jax.grad(op(hold, a, holders))(x(), jnp.array(2.0))
+    plain = jax.grad(lambda a: jax.grad(lambda x: jnp.sin(x) * a)(x()))(x())
+    assert_close(jax.grad(slope)(x()), plain)
+    assert_close(jax.grad(jax.jit(slope))(x()), plain)
+
+
+def test_rules_that_name_each_other():
+    """Cycles: the rules of two functions call both functions, through cells that are filled
+    after the rules were given."""
+
+    def f_of(a):
+        even = eqg.custom_jvp(lambda x: jnp.cos(x) * a)
+
+        @even.def_jvp
+        def _even_jvp(primals, tangents):
+            return even(*primals), -odd(*primals) * tangents[0]
+
+        odd = eqg.custom_jvp(lambda x: jnp.sin(x) * a)
+
+        @odd.def_jvp
+        def _odd_jvp(primals, tangents):
+            return odd(*primals), even(*primals) * tangents[0]
+
+        return odd
+
+    agree(f_of)
+    third = jax.grad(jax.grad(jax.jit(jax.grad(lambda x, a: f_of(a)(x)))))
+    assert_close(third(x(), x()), -jnp.cos(x()) * x())
+
+
+def test_recursion():
+    """A function that calls itself, and closes over itself."""
+
+    def f_of(a):
+        @eqg.custom_vjp
+        def power(x, n):
+            return a if n == 0 else x * power(x, n - 1)
+
+        @power.def_fwd
+        def _fwd(x, n):
+            return power(x, n), (x, n)
+
+        @power.def_bwd
+        def _bwd(residuals, ct):
+            x, n = residuals
+            return ct * n * power(x, n - 1), None
+
+        return lambda x: power(x, 3)
+
+    agree(f_of, lambda x, a: a * x**3)
+
+
+def test_cycle_through_a_container():
+    def f_of(a):
+        table = {"a": a}
+
+        def value(x):
+            return jnp.sin(x) * table["a"]
+
+        table["f"] = f = eqg.custom_jvp(value)
+
+        @f.def_jvp
+        def _jvp(primals, tangents):
+            return table["f"](*primals), jnp.cos(primals[0]) * table["a"] * tangents[0]
+
+        return f
+
+    agree(f_of)
+
+
+def test_the_same_value_held_twice():
+    """It is one operand."""
+
+    def f_of(a):
+        f = eqg.custom_jvp(lambda x, b=a: jnp.sin(x) * (a + b) / 2)
+        f.def_jvp(lambda p, t, b=a: (f(*p), jnp.cos(p[0]) * (a + b) / 2 * t[0]))
+        return f
+
+    jaxpr = jax.make_jaxpr(lambda x, a: f_of(a)(x))(x(), x())
+    assert len(jaxpr.eqns[0].invars) == 3  # x, b, and a
+    agree(f_of)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_function_as_residual(order):
+    """That closes over the primal, over the tracer, and over another such function."""
+
+    def f_of(a):
+        f = eqg.custom_vjp(lambda x, b: jnp.sin(x) * b)
+
+        @f.def_fwd
+        def _fwd(x, b):
+            slope = lambda: jnp.cos(x)
+            return f(x, b), {"scale": lambda ct: slope() * a * ct, "sin": jnp.sin(x)}
+
+        @f.def_bwd
+        def _bwd(residuals, ct):
+            return residuals["scale"](ct), residuals["sin"] * ct
+
+        return f
+
+    with checking_leaks():
+        got = order(f_of)
+    assert_close(got, expected(order))
+
+
+@pytest.mark.parametrize("by", ["position", "keyword"])
+@pytest.mark.parametrize("hold", FIVE)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_function_as_argument(order, hold, by):
+    """That holds a tracer in each way."""
+
+    def f_of(a):
+        inner = hold(lambda a, x: jnp.sin(x) * a, a)
+        if by == "position":
+            f = eqg.custom_vjp(lambda fn, x: fn(x))
+            f.def_fwd(lambda fn, x: jax.vjp(fn, x))
+            f.def_bwd(lambda pull_back, ct: (None, *pull_back(ct)))
+            return lambda x, _: f(inner, x)
+        f = eqg.custom_jvp(lambda x, *, fn: fn(x))
+        f.def_jvp(lambda primals, tangents, *, fn: jax.jvp(fn, primals, tangents))
+        return lambda x, _: f(x, fn=inner)
+
+    with checking_leaks():
+        got = order(f_of)
+    assert_close(got, expected(order))
+
+
+def test_a_decorated_function_as_argument_of_another():
+    def f_of(a):
+        inner = jvp_op(closure, a, {"function", "rule"})
+        outer = eqg.custom_jvp(lambda fn, x: fn(x, 1.0))
+        outer.def_jvp(lambda p, t: jax.jvp(lambda x: p[0](x, 1.0), (p[1],), (t[1],)))
+        return lambda x: outer(inner, x)
+
+    agree(f_of)
+
+
+def test_defined_in_a_loop():
+    """The usual trap of Python closures is not ours: each function holds its own value."""
+
+    def f_of(a):
+        fs = []
+        for i in range(3):
+            f = eqg.custom_jvp(lambda x, *, b=i * a: jnp.sin(x) * b)
+            f.def_jvp(lambda p, t, *, b: (jnp.sin(p[0]) * b, jnp.cos(p[0]) * b * t[0]))
+            fs.append(f)
+        return lambda x: sum(f(x) for f in fs)
+
+    agree(f_of, lambda x, a: 3 * jnp.sin(x) * a)

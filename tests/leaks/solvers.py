@@ -193,4 +193,3 @@ def filter_checkpoint_of_a_module(rules, kind):
         return eqx.filter_checkpoint(layer_of(rules, kind, weight))(x)
 
     return eqx.filter_jit(jax.grad(loss, (0, 1)))(x(), x())
-

@@ -321,9 +321,7 @@ def zero_tangent_of_an_output(rules):
         (x, y), (t_x, _) = primals, tangents
         return f(x, y), ran((None if t_x is None else jnp.cos(x) * t_x, None))
 
-    f = rules.jvp(
-        lambda x, y: (jnp.sin(x), jax.lax.stop_gradient(y)), jvp, symbolic_zeros=True
-    )
+    f = rules.jvp(lambda x, y: (jnp.sin(x), jax.lax.stop_gradient(y)), jvp, symbolic_zeros=True)
 
     def loss(x, y):
         step = lambda carry, _: (f(*carry), None)
