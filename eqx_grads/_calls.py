@@ -5,6 +5,7 @@ is taken apart into a list of arrays and a `Recipe` that puts it together again.
 holds no tracer, and so may live as long as JAX keeps the program.
 """
 
+import copy
 import dataclasses
 import inspect
 import weakref
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from ._closures import hoist, Hollow, is_atom
+from ._closures import hoist, Hollow, is_atom, without_traced_defaults
 from ._spaces import as_array_list, dtype_of
 
 
@@ -169,6 +170,12 @@ class Recipe:
         """The recipe and the operands."""
         args_rest, arrays = Rest.split(args, is_dynamic)
         kwargs_rest, kwargs_arrays = Rest.split(kwargs, is_array)
+        if definition.fill_defaults:
+            # They are arguments by now, and may be differentiated as such.
+            fn = without_traced_defaults(definition.fn)
+            if fn is not definition.fn:
+                definition = copy.copy(definition)
+                definition.fn = fn
         statics = [*args_rest.static, *kwargs_rest.static]
         hollow, captured = hoist([definition.fn, *statics], definition)
         n = 1 + len(args_rest.static)

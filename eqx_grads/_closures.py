@@ -71,6 +71,17 @@ _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "loggin
 _OPAQUE_DEPTH = 3
 
 
+def without_traced_defaults(fn: Any) -> Any:
+    """`fn` without its default values, if there are traced ones among them. For one that is
+    called with all of its arguments."""
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
+    if not any(isinstance(x, Tracer) for x in defaults):
+        return fn
+    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
+
+
 def holds_nothing(fn: Any) -> bool:
     """Whether `fn` is a plain function without closure or defaults."""
     return isinstance(fn, types.FunctionType) and not (
@@ -286,11 +297,12 @@ def _say(trail: Sequence[tuple[Any, str]]) -> str:
     """The trail in the user's names: "`self.weight`, held by `f`"."""
     path, holder = "", None
     for owner, step in reversed(trail):
+        step = "self" if step == "__self__" else step
         if isinstance(owner, types.FunctionType):
             path, holder = step + path, holder or name_of(owner)
             break
         if isinstance(owner, types.MethodType | ft.partial):
-            path = {"func": "", "__func__": "", "__self__": "self"}.get(step, step) + path
+            path = {"func": "", "__func__": ""}.get(step, step) + path
             holder = holder or name_of(owner)
             if step not in ("func", "__func__"):
                 break

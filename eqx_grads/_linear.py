@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, unmapped_aval
+from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
 from ._spaces import as_array_list, is_differentiable
@@ -44,6 +44,20 @@ class LinearMap:
         return self.name
 
 
+def lifetime() -> ClosedJaxpr:
+    """A parameter for a primitive whose other parameters nobody else may keep alive.
+
+    JAX remembers the output types of the last 2048 calls of primitives by their parameters,
+    and so keeps these alive, but for jaxprs, to which it has weak references: when this one
+    goes with the program that it is in, so does what was remembered.
+    (`multi_weakref_lru_cache` in JAX 0.10 to 0.12.)
+    """
+    return ClosedJaxpr(_NOTHING, ())
+
+
+_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
 def linear_call(
     linear_map: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
@@ -58,6 +72,7 @@ def linear_call(
         linear_map=linear_map,
         n_residuals=len(operands),
         places=places,
+        lifetime=lifetime(),
     )
 
 
@@ -70,19 +85,24 @@ def _split(operands, n_residuals, places):
     return [unique[i] for i in places], list(operands[n_residuals:])
 
 
-def _impl(*operands, linear_map, n_residuals, places):
+def _impl(*operands, linear_map, n_residuals, places, lifetime=None):
+    del lifetime
     residuals, tangents = _split(as_array_list(operands), n_residuals, places)
     return list(linear_map.forward(residuals, tangents))
 
 
-def _abstract_eval(*operands, linear_map, n_residuals, places):
-    del operands, n_residuals, places
+def _abstract_eval(*operands, linear_map, n_residuals, places, lifetime):
+    del operands, n_residuals, places, lifetime
     return list(linear_map.out_types)
 
 
-def _jvp(primals, tangents, *, linear_map, n_residuals, places):
+def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
     bind = ft.partial(
-        linear_p.bind, linear_map=linear_map, n_residuals=n_residuals, places=places
+        linear_p.bind,
+        linear_map=linear_map,
+        n_residuals=n_residuals,
+        places=places,
+        lifetime=lifetime,
     )
     primals = as_array_list(primals)
     out = bind(*primals)
@@ -113,7 +133,8 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places):
     return out, t_out
 
 
-def _transpose(cts, *operands, linear_map, n_residuals, places):
+def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
+    del lifetime
     residuals, linear = _split(operands, n_residuals, places)
     # Called right here, not staged: JAX and XLA see through it, it can be differentiated
     # again, and it may be non-linear.
@@ -126,8 +147,8 @@ def _transpose(cts, *operands, linear_map, n_residuals, places):
     return [None] * n_residuals + ct_linear
 
 
-def _batch(axis_data, operands, dims, *, linear_map, n_residuals, places):
-    bind = ft.partial(linear_p.bind, n_residuals=n_residuals, places=places)
+def _batch(axis_data, operands, dims, *, linear_map, n_residuals, places, lifetime):
+    bind = ft.partial(linear_p.bind, n_residuals=n_residuals, places=places, lifetime=lifetime)
     if all(dim is None for dim in dims):
         out = bind(*operands, linear_map=linear_map)
         return out, [None] * len(out)

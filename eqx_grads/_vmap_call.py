@@ -14,6 +14,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ._linear import lifetime
+
 
 class VmapCall:
     """A function of arrays with rules, all of them flat. Hashed by identity; no tracers.
@@ -41,31 +43,34 @@ class VmapCall:
 
 
 def vmap_call(call: VmapCall, operands: Sequence[Any]) -> list[Any]:
-    return call_p.bind(*operands, call=call)
+    return call_p.bind(*operands, call=call, lifetime=lifetime())
 
 
 call_p = Primitive("eqg_call")
 call_p.multiple_results = True
 
 
-def _impl(*operands, call):
+def _impl(*operands, call, lifetime):
+    del lifetime
     return list(call.primal(*operands))
 
 
-def _abstract_eval(*avals, call):
+def _abstract_eval(*avals, call, lifetime):
+    del lifetime
     jaxpr = jax.make_jaxpr(lambda *xs: list(call.primal(*xs)))(*avals)
     return jaxpr.out_avals
 
 
-def _jvp(primals, tangents, *, call):
+def _jvp(primals, tangents, *, call, lifetime):
+    del lifetime
     tangents = [SymbolicZero(t.aval) if type(t) is ad.Zero else t for t in tangents]
     out, t_out = call.jvp(primals, tangents)
     return out, [ad.Zero(t.aval) if type(t) is SymbolicZero else t for t in t_out]
 
 
-def _batch(axis_data, operands, dims, *, call):
+def _batch(axis_data, operands, dims, *, call, lifetime):
     if all(dim is None for dim in dims):
-        out = call_p.bind(*operands, call=call)
+        out = call_p.bind(*operands, call=call, lifetime=lifetime)
         return out, [None] * len(out)
     operands = [
         x if dim is None else jnp.moveaxis(x, dim, 0)

@@ -195,7 +195,7 @@ def test_a_place_that_can_not_be_emptied(make, order):
 
 def test_a_set_of_tracers_is_no_worse_than_a_set():
     """Tracers have no hash, so only what holds one can be in a set."""
-    with pytest.raises(TypeError, match="[Uu]nhashable"):
+    with pytest.raises(TypeError, match="nhashable"):
         jax.jit(lambda a: {a})(1.0)
 
 

@@ -23,16 +23,22 @@ ROOT = pathlib.Path(__file__).parents[1]
 FLAGS = ("JAX_CUSTOM_JVP3", "JAX_CUSTOM_VJP3", "JAX_REMAT3")
 
 
-MODES = {"plain": contextlib.nullcontext, "checked": checking_leaks}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SHAPES)
-def test_shape(name, mode):
+def run(name, context):
     try:
-        check(name, MODES[mode])
+        check(name, context)
     except Faulty as fault:
         pytest.xfail(str(fault))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_under_the_leak_checker(name):
+    run(name, checking_leaks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape(name):
+    run(name, contextlib.nullcontext)
 
 
 def test_no_shape_is_lost():
