@@ -18,52 +18,41 @@ from ._spaces import is_differentiable
 
 def batch_alike(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """`outputs`, each that can have a tangent being batched if any of `inputs` is."""
-    places = [i for i, x in enumerate(outputs) if is_differentiable(x)]
-    alike = list(outputs)
-    if places:
-        bound = alike_p.bind(*(outputs[i] for i in places), *inputs, n=len(places))
-        for i, x in zip(places, bound, strict=True):
-            alike[i] = x
-    return alike
+    # One equation each, so that JAX can drop those that nobody needs.
+    return [alike_p.bind(x, *inputs) if is_differentiable(x) else x for x in outputs]
 
 
 alike_p = Primitive("eqg_batch_alike")
-alike_p.multiple_results = True
 
 
-def _impl(*operands, n):
-    return list(operands[:n])
+def _impl(output, *_):
+    return output
 
 
-def _jvp(primals, tangents, *, n):
-    return alike_p.bind(*primals, n=n), list(tangents[:n])
+def _jvp(primals, tangents):
+    return alike_p.bind(primals[0]), tangents[0]
 
 
-def _transpose(cts, *operands, n):
-    through = [None if type(ct) is ad.Zero else ct for ct in cts]
-    return through + [None] * (len(operands) - n)
+def _transpose(ct, _, *inputs):
+    return [ct, *(None for _ in inputs)]
 
 
-def _batch(axis_data, operands, dims, *, n):
+def _batch(axis_data, operands, dims):
     if all(dim is None for dim in dims):
-        return list(operands[:n]), [None] * n
-    out = [
-        jnp.broadcast_to(x, (axis_data.size, *x.shape))
-        if dim is None
-        else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands[:n], dims[:n], strict=True)
-    ]
-    # Bound again, with the inputs as they are, for the `vmap` around this one.
-    inputs = [
+        return operands[0], None
+    moved = [
         x if dim is None else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands[n:], dims[n:], strict=True)
+        for x, dim in zip(operands, dims, strict=True)
     ]
-    return alike_p.bind(*out, *inputs, n=n), [0] * n
+    if dims[0] is None:
+        moved[0] = jnp.broadcast_to(moved[0], (axis_data.size, *moved[0].shape))
+    # Bound again, for the `vmap` around this one.
+    return alike_p.bind(*moved), 0
 
 
 alike_p.def_impl(_impl)
-alike_p.def_abstract_eval(lambda *avals, n: list(avals[:n]))
+alike_p.def_abstract_eval(lambda output, *_: output)
 ad.primitive_jvps[alike_p] = _jvp
 ad.primitive_transposes[alike_p] = _transpose
 batching.fancy_primitive_batchers[alike_p] = _batch
-mlir.register_lowering(alike_p, mlir.lower_fun(_impl, multiple_results=True))
+mlir.register_lowering(alike_p, mlir.lower_fun(_impl, multiple_results=False))

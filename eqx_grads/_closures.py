@@ -55,7 +55,6 @@ _ATOMS = (
     int,
     float,
     complex,
-    type,
     types.ModuleType,
     types.BuiltinFunctionType,
     np.ndarray,
@@ -67,6 +66,7 @@ _ATOMS = (
 # to be taken out; the other is made anew when it is missing.
 _NOT_COPIED = ("__wrapped__", "signature")
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
+_PLAIN = {type(None), str, bytes, bool, int, float, complex, np.ndarray}
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
 _OPAQUE_DEPTH = 3
 
@@ -180,6 +180,8 @@ class _Search:
             return
         if isinstance(x, types.FunctionType):
             _check_globals(x)
+            for name, value in _attributes(x):
+                self.visit(value, (*trail, (x, name)), x, opaque_depth + 1)
         parts = _parts(x)
         if parts is None:
             if opaque_depth == _OPAQUE_DEPTH:
@@ -203,12 +205,15 @@ class _Search:
 
 def is_atom(x: Any) -> bool:
     """Whether `x` can't hold anything, or is not to be entered."""
+    if isinstance(x, type):
+        # One made inside a function may have methods that close over what is traced there.
+        return "<locals>" not in x.__qualname__
     if x is None or isinstance(x, _ATOMS):
         return True
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _parts(x) -> list[tuple[str, Any]] | None:
+def _parts(x) -> list[tuple[Any, Any]] | None:
     """What `x` is made of, as (step, part); `None` if it can't be put together again."""
     if isinstance(x, types.FunctionType):
         return [] if holds_nothing(x) else _function_parts(x)
@@ -219,18 +224,23 @@ def _parts(x) -> list[tuple[str, Any]] | None:
     if isinstance(x, _Jitted):
         return [("__wrapped__", _unjitted(x))]
     if isinstance(x, _COPYABLE):
-        return [(k, v) for k, v in vars(x).items() if k not in _NOT_COPIED]
+        parts = [(k, v) for k, v in vars(x).items() if k not in _NOT_COPIED]
+        return [*parts, ("__class__", type(x))]
     # By hand, as JAX sorts the keys of a dict, which need not be possible.
     if type(x) in (list, tuple):
-        return [(f"[{i}]", part) for i, part in enumerate(x)]
+        return [] if set(map(type, x)) <= _PLAIN else list(enumerate(x))
     if type(x) in _CONTAINERS:
-        return [(f"[{key!r}]", part) for key, part in x.items()]
+        return [] if set(map(type, x.values())) <= _PLAIN else [((k,), v) for k, v in x.items()]
     children = _children(x)
     return None if children is None else [(jax.tree_util.keystr(p), v) for p, v in children]
 
 
 def _unjitted(fn):
     return inspect.unwrap(fn, stop=lambda f: not isinstance(f, _Jitted))
+
+
+def _attributes(fn):
+    return [(k, v) for k, v in vars(fn).items() if k not in _NOT_COPIED]
 
 
 def _function_parts(fn):
@@ -258,11 +268,14 @@ def _children(x):
 
 
 def _opaque_parts(x):
-    if isinstance(x, set | frozenset):
+    if isinstance(x, set | frozenset | collections.deque):
         return [("{...}", part) for part in x]
+    if isinstance(x, type):
+        kinds = (types.FunctionType, Tracer, *_CONTAINERS)
+        return [(k, v) for k, v in vars(x).items() if isinstance(v, kinds)]
     if type(x).__module__.partition(".")[0] in _FOREIGN:
         return []
-    parts = list(getattr(x, "__dict__", {}).items())
+    parts = [*getattr(x, "__dict__", {}).items(), ("__class__", type(x))]
     for cls in type(x).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
@@ -283,20 +296,29 @@ def _check_globals(fn):
 
 
 def _cannot_hoist(trail):
-    owner, _ = next(step for step in reversed(trail) if _parts(step[0]) is None)
-    kind = type(owner).__qualname__
+    opaque = [owner for owner, _ in trail if _parts(owner) is None]
+    owner = opaque[-1] if opaque else trail[-1][0]  # an attribute of a function
+    is_class = isinstance(owner, type)
+    kind = (owner if is_class else type(owner)).__qualname__
+    way_out = (
+        "define the class outside the function"
+        if is_class
+        else f"make `{kind}` an `eqx.Module`"
+    )
     return rule_error(
         f"A function with a rule holds a traced value inside a `{kind}`, "
         "where it can't be replaced.",
         f"at {_say(trail)}",
-        do=f"Pass the value as an argument, or make `{kind}` an `eqx.Module`.",
+        do=f"Pass the value as an argument, or {way_out}.",
     )
 
 
-def _say(trail: Sequence[tuple[Any, str]]) -> str:
+def _say(trail: Sequence[tuple[Any, Any]]) -> str:
     """The trail in the user's names: "`self.weight`, held by `f`"."""
     path, holder = "", None
     for owner, step in reversed(trail):
+        if not isinstance(step, str):  # the place in a list, or the key in a dict
+            step = f"[{step}]" if isinstance(step, int) else f"[{step[0]!r}]"
         step = "self" if step == "__self__" else step
         if isinstance(owner, types.FunctionType):
             path, holder = step + path, holder or name_of(owner)
@@ -366,7 +388,8 @@ def _rebuild_function(fn, again, remember):
     new = remember(
         types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
     )
-    # Not `functools.update_wrapper`: `__dict__` and `__wrapped__` lead to the original.
+    # Not `functools.update_wrapper`: `__wrapped__` leads to the original.
+    vars(new).update(_attributes(fn))
     new.__qualname__, new.__doc__, new.__module__ = (
         fn.__qualname__,
         fn.__doc__,

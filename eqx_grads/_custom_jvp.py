@@ -158,6 +158,9 @@ _DROPPING: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
 )
 
 
+_DEEPEST = 3
+
+
 def _is_dropping(call: RuleCall, applies_itself: bool) -> bool:
     """Whether this is a call of the rule by way of itself.
 
@@ -166,9 +169,11 @@ def _is_dropping(call: RuleCall, applies_itself: bool) -> bool:
     end. Such a call runs in the trace in which the dropping was begun; the other calls that
     a rule makes of its own function (for the value, differentiated at a higher order) run
     further out. Of a call inside a `jit` or a loop that can't be told, so if the rule
-    makes any of these, no terms are dropped on the way.
+    makes any of these, no terms are dropped on the way. What is missed ends at `_DEEPEST`.
     """
     states = [state for seen, state in _DROPPING.get() if seen is call.definition.seen]
+    if len(states) >= _DEEPEST:
+        return True
     return bool(states) and (applies_itself or trace_state() in states)
 
 

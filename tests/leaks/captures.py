@@ -7,9 +7,10 @@ that one comes from.
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from .compositions import x, xs, ys
-from .registry import for_each, ran, shape
+from .registry import Fault, for_each, ran, shape
 
 
 KINDS = ("jvp", "vjp", "gradient", "elementwise")
@@ -118,7 +119,29 @@ def captured_from_cond_and_while(rules, kind):
     return jax.grad(loss)(x(), x()), jax.grad(jax.jit(loss))(x(), x())
 
 
-@for_each(KINDS)
+def checkpoint_hides_zeros(shape):
+    """Whether to `jax.checkpoint` every argument is one that is being differentiated."""
+    del shape
+    seen = []
+    f = jax.custom_jvp(lambda x, y: x * y)
+
+    def jvp(primals, tangents):
+        seen.append(tangents[1])
+        return f(*primals), tangents[0] * primals[1]
+
+    f.defjvp(jvp, symbolic_zeros=True)
+    jax.grad(jax.checkpoint(f))(x(), x())
+    return not isinstance(seen[0], SymbolicZero)
+
+
+ZEROS_ARE_LOST = Fault(
+    "with `jax_remat3`, JAX 0.10 tells a rule under `jax.checkpoint` that every value is being "
+    "differentiated. JAX 0.12 does not.",
+    checkpoint_hides_zeros,
+)
+
+
+@for_each(KINDS, fault=ZEROS_ARE_LOST)
 def captured_from_checkpoint(rules, kind):
     f_of = jax.checkpoint(lambda x, a: capturing(rules, kind, 3 * a)(x))
     return jax.grad(f_of)(x(), x()), jax.grad(jax.jit(f_of))(x(), x())

@@ -1,14 +1,12 @@
 """Loops and solvers behind a rule, checkpoints, run-time checks."""
 
-import sys
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from .compositions import x, xs, ys
 from .modules import layer_of
-from .registry import Fault, for_each, ran, shape
+from .registry import fails_the_checker, Fault, for_each, ran, Shape, shape
 from .values import both_ways
 
 
@@ -156,32 +154,37 @@ def guarded(rules, kind):
     return (f := rules.jvp(value, jvp) if kind == "jvp" else rules.vjp(value, fwd, bwd))
 
 
+def run_time_checks_fail_the_checker(shape):
+    del shape
+    jitted = jax.jit(lambda x: eqx.error_if(x, x < 0, "negative"))
+    return fails_the_checker(Shape(lambda rules: jitted(x())))
+
+
 RETAINED_BY_F_LOCALS = Fault(
-    IndexError,
-    "list index out of range",
     "before Python 3.13, reading `frame.f_locals` (as `eqx.error_if` does) keeps tracers "
     "alive, and JAX's report of them crashes: "
     "https://github.com/patrick-kidger/equinox/issues/997",
+    run_time_checks_fail_the_checker,
 )
 
 
-@for_each(("jvp", "vjp"), fault=RETAINED_BY_F_LOCALS if sys.version_info < (3, 13) else None)
+@for_each(("jvp", "vjp"), fault=RETAINED_BY_F_LOCALS)
 def run_time_check_under_jit(rules, kind):
     f = guarded(rules, kind)
     return jax.jit(jax.grad(f))(x()), jax.grad(jax.jit(f))(x())
 
 
-@for_each(("jvp", "vjp"))
+@for_each(("jvp", "vjp"), fault=RETAINED_BY_F_LOCALS)
 def run_time_check(rules, kind):
+    """Eager; but a forward rule is traced to see that it is linear."""
     f = guarded(rules, kind)
     return f(x()), jax.grad(f)(x())
 
 
 RETAINED_BY_CHECKPOINT = Fault(
-    Exception,
-    "Leaked",
     "`eqx.filter_checkpoint` of a Module with arrays keeps its tracers in a cache of "
     "`jax.checkpoint`, with and without rules. Not reported upstream when this was written.",
+    fails_the_checker,
 )
 
 
