@@ -12,18 +12,20 @@ from .registry import check, Faulty
 
 
 def main(parts: list[str]) -> None:
-    failed = []
+    failed, faulty = [], 0
     names = [name for name in SHAPES if not parts or any(part in name for part in parts)]
     for name in names:
         try:
             check(name)
         except Faulty as fault:
-            print(f"{name}: at fault upstream: {fault}")
+            faulty += 1
+            print(f"{name}: {fault}")
         except Exception:
             failed.append(name)
             print(f"{name}: FAILED")
             traceback.print_exc(file=sys.stdout)
-    print(f"{len(names) - len(failed)} of {len(names)} shapes are right; failed: {failed}")
+    n_right = len(names) - len(failed) - faulty
+    print(f"{n_right} right, {faulty} at fault upstream, {len(failed)} failed: {failed}")
     sys.exit(bool(failed))
 
 
