@@ -105,7 +105,9 @@ def main():
     def jvp(fn):
         return lambda x, y: jax.jvp(fn, (x, y), (x, y))
 
-    calls = max(1, calls // 5)
+    # Fewer, as JAX itself (raw, too) is slower with every eager derivative of a forward rule
+    # that calls jitted functions: it keeps a weak reference for each (JAX 0.10.2).
+    calls, rounds = max(1, calls // 25), min(rounds, 15)
     compare("custom_jvp: grad, all", grads(jvps, (0, 1)), (x, y), calls, rounds)
     compare("custom_jvp: grad, one of two", grads(jvps, 0), (x, y), calls, rounds)
     compare("custom_jvp: jvp", {k: jvp(f) for k, f in jvps.items()}, (x, y), calls, rounds)
