@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._calls import is_inexact, Outputs, trace_state
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
-from ._definition import Definition
+from ._definition import AbstractDefinition
 from ._errors import name_of, place_of, rule_error, show_tree, type_of
 from ._linearity import output_statuses, why_nonlinear
 from ._rules import CallWatch, NEEDS_VALUES, Rule, RuleCall, Seen
@@ -97,9 +97,9 @@ class custom_jvp(AbstractDecorated[P, T]):
         return rule
 
 
-class _ForwardDefinition(Definition):
+class _ForwardDefinition(AbstractDefinition):
     def __init__(self, fn):
-        Definition.__init__(self, fn, batches_alike=False)
+        AbstractDefinition.__init__(self, fn, batches_alike=False)
         self.jvp_rule: Rule | None = None
 
     def primal_rule(self):

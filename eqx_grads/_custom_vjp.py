@@ -19,7 +19,7 @@ from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
 from ._closures import hoist, Hollow
 from ._custom_jvp import apply_forward_rule
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
-from ._definition import Definition
+from ._definition import AbstractDefinition
 from ._errors import name_of, place_of, rule_error, show_tree
 from ._linear import linear_call, LinearMap
 from ._linearity import output_statuses, surely_linear
@@ -132,9 +132,9 @@ class custom_vjp(AbstractDecorated[P, T]):
         return rule
 
 
-class _ReverseDefinition(Definition):
+class _ReverseDefinition(AbstractDefinition):
     def __init__(self, fn):
-        Definition.__init__(self, fn, batches_alike=True)
+        AbstractDefinition.__init__(self, fn, batches_alike=True)
         self.fwd_rule: Rule | None = None
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None

@@ -1,6 +1,6 @@
 """The decorated function as Python sees it: name, docstring, methods, copies, pickles.
 
-This is clause 9 of the contract. It is a thin `eqx.Module` around a `Definition`.
+This is clause 9 of the contract. It is a thin `eqx.Module` around an `AbstractDefinition`.
 """
 
 import functools as ft
@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from ._definition import Definition
+from ._definition import AbstractDefinition
 from ._errors import name_of, rule_error
 from ._rules import Rule
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class AbstractDecorated(eqx.Module, Generic[P, T]):
     """A function with rules of its own."""
 
-    _definition: eqx.AbstractVar[Definition]
+    _definition: eqx.AbstractVar[AbstractDefinition]
     _binding: eqx.AbstractVar[str]
 
     @property

@@ -34,7 +34,7 @@ from ._spaces import as_array_list
 from ._vmap_call import vmap_call, VmapCall
 
 
-class Definition(Copyable):
+class AbstractDefinition(Copyable, abc.ABC):
     """A function and its rules.
 
     Not a Module: every call goes through here, and looking up the methods of a Module takes
