@@ -71,6 +71,11 @@ class Signature:
         self.names = ParameterNames(names, rest[0] if rest else "args")
         self._simple = len(names) == len(parameters)
         self._by_position = frozenset(names)
+        self._keyword_defaults = {
+            p.name: p.default
+            for p in parameters
+            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
+        }
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], fill_defaults: bool
@@ -78,13 +83,17 @@ class Signature:
         """The arguments by position, the keyword-only ones, and the names of those among
         the latter that were filled in from defaults.
 
-        Without `fill_defaults`, the last arguments may be missing.
+        Without `fill_defaults`, the last of those by position may be missing.
         """
         if self._simple and not kwargs and len(args) == len(self._by_position):
             return args, kwargs, frozenset()
         bound = self._signature.bind(*args, **kwargs)
         if fill_defaults or not self._by_position.isdisjoint(bound.kwargs):
             bound.apply_defaults()
+        else:
+            bound.arguments.update(
+                {k: v for k, v in self._keyword_defaults.items() if k not in bound.arguments}
+            )
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
 
 

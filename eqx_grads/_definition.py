@@ -29,7 +29,15 @@ from ._calls import (
 )
 from ._closures import Copyable
 from ._errors import name_of, place_of, rule_error, show_tree
-from ._rules import CallWatch, check_no_tracers, check_outputs, Rule, RuleCall, Seen
+from ._rules import (
+    CallWatch,
+    check_no_tracers,
+    check_outputs,
+    NEEDS_VALUES,
+    Rule,
+    RuleCall,
+    Seen,
+)
 from ._spaces import as_array_list
 from ._vmap_call import vmap_call, VmapCall
 
@@ -174,15 +182,17 @@ def _not_differentiable(fn, recipe, names, i):
 def _vmap(recipe, plain, box, axis_data, batched, *operands):
     """The user's batching rule, flat."""
 
+    vmapped = jax.vmap(
+        plain,
+        [0 if b else None for b in batched],
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+
     def batch_plain():
         """Batch the derivative rules, as without a batching rule."""
-        out = jax.vmap(
-            plain,
-            [0 if b else None for b in batched],
-            axis_size=axis_data.size,
-            axis_name=axis_data.name,
-            spmd_axis_name=axis_data.spmd_name,
-        )(*operands)
+        out = vmapped(*operands)
         return out, [True] * len(out)
 
     n = recipe.n_args
@@ -214,7 +224,29 @@ def _vmap(recipe, plain, box, axis_data, batched, *operands):
             do="`out_batched` is a bool, or a tree of bools that is a prefix of the output.",
         ) from error
     flat_batched = [out_batched[i] for i in outputs.rest.places]
-    box[:] = [outputs]
+    try:
+        types = jax.eval_shape(vmapped, *operands)
+    except NEEDS_VALUES:  # the function can't be traced: nothing to compare with
+        box[:] = [outputs]
+        return arrays, flat_batched
+    # The trace has left in the box what the function returns for one example.
+    batched_types = [
+        jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)
+        for t, flag in zip(types, flat_batched, strict=False)
+    ]
+    expected = Outputs(box[0].rest, tuple(batched_types))
+    difference = expected.difference(outputs)
+    if difference is not None:
+        name = name_of(definition.fn)
+        raise rule_error(
+            f"The batching rule `{rule.name}` of `{name}` returned another output than "
+            f"`{name}` does for a batch of {axis_data.size}: {difference}.",
+            f"expected {show_tree(expected.describe())}, with the batch axis in front where "
+            f"`out_batched` says so, which is {result[1]}",
+            f"`{rule.name}` returns {show_tree(outputs.describe())}",
+            rule.place,
+            do=f"Return what `jax.vmap({name})` would.",
+        )
     return arrays, flat_batched
 
 

@@ -111,12 +111,13 @@ def _run(jaxpr, consts, args) -> list[_Status]:
 
 def _apply(eqn, ins: list[_Status]) -> list[_Status]:
     name, n_out = eqn.primitive.name, len(eqn.outvars)
-    if name == "scan":
+    if name == "scan" and ("num_consts" in eqn.params or "ft_in" in eqn.params):
         return _scan(eqn.params, ins)
-    if name == "cond":
+    if name == "cond" and "branches" in eqn.params:
         return _cond(eqn.params["branches"], ins)
     inner = next((eqn.params[k] for k in _CALLS if k in eqn.params), None)
-    if inner is not None and len(_open(inner).invars) == len(ins):
+    is_call = name not in ("scan", "cond", "while") and inner is not None
+    if is_call and len(_open(inner).invars) == len(ins):
         return _call(inner, ins)
     return [_one(eqn, name, ins)] * n_out
 
@@ -200,7 +201,10 @@ def _cond(branches, ins):
 
 
 def _scan(params, ins):
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    if "num_consts" in params:
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+    else:  # JAX 0.12 and newer
+        n_consts, n_carry = len(params["ft_in"][0]), len(params["ft_in"][1])
     consts, carry = ins[:n_consts], ins[n_consts : n_consts + n_carry]
     xs = ins[n_consts + n_carry :]
     while True:  # statuses only rise, so this ends

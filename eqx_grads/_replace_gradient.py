@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._calls import is_dynamic
+from ._calls import as_arrays
 from ._custom_jvp import custom_jvp
 from ._decorated import set_metadata
 from ._errors import rule_error, show_tree, type_of
@@ -150,9 +150,10 @@ class _WithGradientOf(eqx.Module):
     surrogate_fn: Callable[..., Any]
 
     def __call__(self, *args, **kwargs):
+        args, kwargs = as_arrays((args, kwargs))
         # Not only saves work: what has no derivative at all (a host callback) would raise.
         fn, args_, kwargs_ = jax.tree.map(
-            lambda x: jax.lax.stop_gradient(x) if is_dynamic(x) else x,
+            lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
             (self.fn, args, kwargs),
         )
         return replace_gradient(fn(*args_, **kwargs_), self.surrogate_fn(*args, **kwargs))

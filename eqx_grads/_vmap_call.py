@@ -68,6 +68,26 @@ def _jvp(primals, tangents, *, call, lifetime):
     return out, [ad.Zero(t.aval) if type(t) is SymbolicZero else t for t in t_out]
 
 
+def _transpose(cts, *operands, call, lifetime):
+    """A linear function, applied to a tangent: transpose what it does."""
+    del lifetime
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    live = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+
+    def of_linear(*xs):
+        full = list(operands)
+        for i, x in zip(linear, xs, strict=True):
+            full[i] = x
+        out = call.primal(*full)
+        return [out[i] for i in live]
+
+    transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
+    ct_operands: list[Any] = [None] * len(operands)
+    for i, ct in zip(linear, transpose([cts[i] for i in live]), strict=True):
+        ct_operands[i] = ct
+    return ct_operands
+
+
 def _batch(axis_data, operands, dims, *, call, lifetime):
     if all(dim is None for dim in dims):
         out = call_p.bind(*operands, call=call, lifetime=lifetime)
@@ -84,5 +104,6 @@ def _batch(axis_data, operands, dims, *, call, lifetime):
 call_p.def_impl(_impl)
 call_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[call_p] = _jvp
+ad.primitive_transposes[call_p] = _transpose
 batching.fancy_primitive_batchers[call_p] = _batch
 mlir.register_lowering(call_p, mlir.lower_fun(_impl, multiple_results=True))

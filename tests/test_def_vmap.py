@@ -197,3 +197,31 @@ def test_errors():
     f.def_vmap(lambda axis_size, batched, x: (f(x), (True, True)))
     with pytest.raises(RuleError, match="did not say which of its outputs are batched"):
         jax.vmap(f)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("rule", "match"),
+    [
+        (lambda n, b, x: (jnp.sum(x, 0), True), "out differs"),
+        (lambda n, b, x: ((x, x), True), "the structures differ"),
+        (lambda n, b, x: (x.astype("bfloat16"), True), "out differs"),
+        (lambda n, b, x: (2 * x, False), "out differs"),
+    ],
+)
+def test_what_the_rule_returns_is_held_against_the_function(rule, match):
+    f = eqg.custom_jvp(lambda x: 2 * x)
+    f.def_jvp(lambda p, t: (f(*p), 2 * t[0]))
+    f.def_vmap(rule)
+    for transform in (jax.vmap(f), jax.jit(jax.vmap(f)), jax.vmap(jax.jit(f))):
+        with pytest.raises(RuleError, match=f"for a batch of 3: {match}"):
+            transform(jnp.ones((3, 3)))
+
+
+def test_applied_to_a_tangent_by_its_own_rule():
+    f = eqg.custom_jvp(lambda w, x: w * x)
+    f.def_jvp(lambda p, t: (f(*p), f(t[0], p[1]) + f(p[0], t[1])))
+    f.def_vmap(lambda n, b, w, x: NotImplemented)
+    for argnums, expected in ((0, 3.0), (1, 2.0), ((0, 1), (3.0, 2.0))):
+        assert jax.grad(f, argnums)(2.0, 3.0) == expected
+        assert jax.jit(jax.grad(f, argnums))(2.0, 3.0) == expected
+    assert jax.linear_transpose(lambda x: f(2.0, x), 1.0)(5.0) == (10.0,)

@@ -100,6 +100,12 @@ def test_keyword_only_arguments():
     assert jax.grad(lambda x: g(x, slope=7.0))(1.0) == 7.0
 
 
+def test_defaults_of_keyword_only_arguments():
+    power = eqg.elementwise(lambda x, *, k=2.0: x**k, lambda out, x, *, k: k * x ** (k - 1))
+    assert jax.grad(power)(3.0) == 6.0
+    assert jax.grad(lambda x: power(x, k=3.0))(2.0) == 12.0
+
+
 def test_dtypes():
     f = eqg.elementwise(jnp.tanh, lambda out, x: 1 - out**2)
     for dtype in ("float16", "bfloat16", "float32", "complex64"):

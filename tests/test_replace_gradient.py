@@ -80,6 +80,7 @@ class TestWithGradientOf:
         f = eqg.with_gradient_of(host, lambda x: 3 * x)
         for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), jax.jacfwd):
             assert transform(f)(jnp.array(0.7)) == 3.0
+            assert transform(f)(0.7) == 3.0
 
     def test_parameters_of_modules(self):
         hard, soft = (

@@ -16,10 +16,10 @@ def root(rules, kind):
 
     def solve(a):
         step = lambda state: (state[0] + 1, jnp.cos(a * state[1]))
-        return jax.lax.while_loop(lambda state: state[0] < 60, step, (0, a))[1]
+        return jax.lax.while_loop(lambda state: state[0] < 120, step, (0, a))[1]
 
     def unrolled(a):
-        return jax.lax.fori_loop(0, 60, lambda _, z: jnp.cos(a * z), a)
+        return jax.lax.fori_loop(0, 120, lambda _, z: jnp.cos(a * z), a)
 
     def slope(a, z):
         return -jnp.sin(a * z) * z / (1 + a * jnp.sin(a * z))
@@ -48,7 +48,7 @@ def while_loop_behind_a_rule(rules, kind):
     """Reverse mode, where JAX has none: https://github.com/jax-ml/jax/issues/18311"""
     f = root(rules, kind)
     total = lambda v: jnp.sum(jax.vmap(f)(v))
-    loop = lambda x: jax.lax.scan(lambda x, y: (f(x * y), None), x, ys())[0]
+    loop = lambda x: jax.lax.scan(lambda x, y: (f(x * y / 2), None), x, ys())[0]
     return both_ways(f, x()), both_ways(total, jnp.abs(xs())), both_ways(loop, x())
 
 
