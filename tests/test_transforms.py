@@ -140,6 +140,9 @@ def test_transform(name, transform):
     assert_close(transform(with_rule, args), transform(plain, args))
 
 
+ONE_OF_EACH_KIND = ("jvp", "vjp", "vjp and vmap", "method")
+
+
 @pytest.mark.parametrize(
     "order",
     [
@@ -156,7 +159,13 @@ def test_transform(name, transform):
         "checkpoint(vmap)",
     ],
 )
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.slow)
+        for name in PAIRS
+    ],
+)
 def test_vmap(name, order):
     """Every order, with every subset of the arguments batched."""
     with_rule, plain, args = PAIRS[name]
