@@ -111,7 +111,7 @@ def _run(jaxpr, consts, args) -> list[_Status]:
 
 def _apply(eqn, ins: list[_Status]) -> list[_Status]:
     name, n_out = eqn.primitive.name, len(eqn.outvars)
-    if name == "scan" and ("num_consts" in eqn.params or "ft_in" in eqn.params):
+    if name == "scan" and _knows_layout(eqn.params):
         return _scan(eqn.params, ins)
     if name == "cond" and "branches" in eqn.params:
         return _cond(eqn.params["branches"], ins)
@@ -200,11 +200,21 @@ def _cond(branches, ins):
     return result
 
 
-def _scan(params, ins):
+def _knows_layout(params) -> bool:
+    """Whether this is a `scan` as some JAX up to 0.12 writes it."""
+    return "num_consts" in params or hasattr(params.get("ft_in"), "elts")
+
+
+def _scan_counts(params) -> tuple[int, int]:
+    """How many of the operands are constants, and how many carries."""
     if "num_consts" in params:
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
-    else:  # JAX 0.12 and newer
-        n_consts, n_carry = len(params["ft_in"][0]), len(params["ft_in"][1])
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].elts  # JAX 0.12
+    return len(consts.elts), len(carry.elts)
+
+
+def _scan(params, ins):
+    n_consts, n_carry = _scan_counts(params)
     consts, carry = ins[:n_consts], ins[n_consts : n_consts + n_carry]
     xs = ins[n_consts + n_carry :]
     while True:  # statuses only rise, so this ends
