@@ -185,6 +185,8 @@ class Recipe:
             if fn is not definition.fn:
                 definition = copy.copy(definition)
                 definition.fn = fn
+                # It is cached, and holds the default values too.
+                vars(definition).pop("signature", None)
         statics = [*args_rest.static, *kwargs_rest.static]
         hollow, captured = hoist([definition.fn, *statics], definition)
         n = 1 + len(args_rest.static)
