@@ -9,6 +9,7 @@ import types
 
 import equinox as eqx
 import eqx_grads as eqg
+import eqx_grads.testing as eqgt
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -16,7 +17,11 @@ from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "eqx_grads").rglob("*.py"))
-NAMESPACES = {"eqx_grads": eqg, "eqx_grads.tangents": eqg.tangents}
+NAMESPACES = {
+    "eqx_grads": eqg,
+    "eqx_grads.tangents": eqg.tangents,
+    "eqx_grads.testing": eqgt,
+}
 
 
 def _public(namespace: types.ModuleType) -> dict[str, object]:

@@ -1,0 +1,16 @@
+"""Say whether a rule is right, linear, cheap and leak-free, under every transformation."""
+
+from ._check_rule import check_rule as check_rule
+from ._compare import assert_trees_close as assert_trees_close
+from ._directions import random_tangent as random_tangent
+from ._numerical import numerical_jacobian as numerical_jacobian
+from ._report import Report as Report, RuleCheckError as RuleCheckError
+from ._single_checks import (
+    check_adjoint as check_adjoint,
+    check_forward as check_forward,
+    check_leaks as check_leaks,
+    check_linear as check_linear,
+    check_residuals as check_residuals,
+    check_reverse as check_reverse,
+    check_transforms as check_transforms,
+)

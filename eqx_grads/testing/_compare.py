@@ -1,0 +1,220 @@
+"""How far apart two lists of arrays are: a relative two-norm, never multiplied by the size."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+# What rounding explains, by the dtype of the coarsest array.
+_TOLERANCE = {"float64": 1e-7, "float32": 3e-5, "float16": 2e-2, "bfloat16": 8e-2}
+# An entry may be this much farther off than the whole: rounding is not spread evenly.
+_ENTRY = 30.0
+# A leaf that is this much smaller than all together may be off by their rounding.
+_SMALL = 1e-3
+
+
+def tolerance_of(*trees: Any) -> float:
+    """What rounding explains for arrays of these dtypes."""
+    return max((_tolerance(x) for x in jax.tree.leaves(trees)), default=1e-7)
+
+
+def _tolerance(x) -> float:
+    dtype = jnp.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    real = jnp.finfo(dtype).dtype
+    return _TOLERANCE.get(str(real), 0.3)
+
+
+def as_real(x: Any) -> np.ndarray:
+    """A float64 array; a complex one gets a last axis for its real and imaginary part."""
+    x = np.asarray(x)
+    if np.iscomplexobj(x):
+        return np.stack([x.real, x.imag], -1).astype(np.float64)
+    return x.astype(np.float64)
+
+
+def norm(x: Any) -> float:
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = np.max(np.abs(x), initial=0.0)
+        if scale == 0 or not np.isfinite(scale):
+            return float(scale)
+        return float(scale * np.linalg.norm((x / scale).ravel()))
+
+
+def pairing(xs: Sequence[Any], ys: Sequence[Any]) -> float:
+    """What JAX pairs a tangent and a cotangent with: the real part of the plain product."""
+    terms = [np.real(np.sum(_double(x) * _double(y))) for x, y in zip(xs, ys, strict=True)]
+    return float(np.sum(terms))
+
+
+def _double(x):
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where two lists of arrays differ the most, and by how much."""
+
+    name: str
+    error: float
+    expected: np.ndarray
+    got: np.ndarray
+
+
+def differences(
+    expected: Sequence[Any], got: Sequence[Any], names: Sequence[str], entrywise: bool = True
+) -> list[Difference]:
+    """Leaf by leaf, the worst first. NaN and infinity are right where they are expected, and
+    else an infinite error."""
+    wants, haves = [as_real(x) for x in expected], [as_real(x) for x in got]
+    overall = max((norm(_finite(x)) for x in wants), default=0.0)
+    found = [
+        Difference(name, _error(want, have, overall, entrywise), np.asarray(w), np.asarray(g))
+        for name, want, have, w, g in zip(names, wants, haves, expected, got, strict=True)
+    ]
+    found.sort(key=lambda difference: -difference.error)
+    return found or [Difference("", 0.0, np.zeros(()), np.zeros(()))]
+
+
+def difference(
+    expected: Sequence[Any], got: Sequence[Any], names: Sequence[str], entrywise: bool = True
+) -> Difference:
+    """The worst leaf."""
+    return differences(expected, got, names, entrywise)[0]
+
+
+def _finite(x):
+    return np.where(np.isfinite(x), x, 0.0)
+
+
+def _error(want, have, overall, entrywise) -> float:
+    if want.shape != have.shape:
+        return float("inf")
+    odd = ~np.isfinite(want)
+    if not np.array_equal(want[odd], have[odd], equal_nan=True):
+        return float("inf")
+    if not np.all(np.isfinite(have[~odd])):
+        return float("inf")
+    want, have = _finite(want), np.where(odd, 0.0, have)
+    gap = have - want
+    size = norm(want) + _SMALL * overall
+    if size == 0:
+        return norm(gap)
+    error = norm(gap) / size
+    if entrywise and want.size:
+        rms = size / np.sqrt(want.size)
+        error = max(error, float(np.max(np.abs(gap) / (np.abs(want) + rms))) / _ENTRY)
+    return error
+
+
+def assert_trees_close(
+    got: Any, expected: Any, *, tolerance: float | None = None, entrywise: bool = True
+) -> None:
+    """Assert that two trees of arrays have the same structure, shapes, dtypes and values.
+
+    The error of a leaf is $\\lVert got - expected \\rVert / \\lVert expected \\rVert$ with the
+    two-norm, and does not grow with the number of entries: a sum over a thousand entries
+    that is 1 % off is 1 % off. NaN and infinity are equal to themselves only.
+
+    !!! example
+
+        ```python
+        import eqx_grads.testing as eqgt
+        import jax.numpy as jnp
+
+        eqgt.assert_trees_close({"a": jnp.ones(3)}, {"a": jnp.ones(3) + 1e-7})
+        ```
+
+    **Arguments:**
+
+    - `got`, `expected`: the trees. What is not an array is compared with `==`.
+    - `tolerance`: the largest error that passes. By default, what rounding explains in the
+        coarsest dtype there is: 1e-7 for float64, 3e-5 for float32, 2e-2 for float16, 8e-2
+        for bfloat16.
+    - `entrywise`: also look for single entries that are wrong, which do not show in the norm
+        of a large array: no entry may be off by more than 30 times the tolerance, relative
+        to itself and the root mean square of all.
+
+    **Raises:**
+
+    `AssertionError`, with the path of the worst leaf.
+    """
+    flat_got, def_got = jax.tree_util.tree_flatten_with_path(got)
+    flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
+    if def_got != def_expected:
+        raise AssertionError(
+            f"The structures differ.\n  got      {def_got}\n  expected {def_expected}"
+        )
+    names, want, have = [], [], []
+    for (path, x), (_, y) in zip(flat_got, flat_expected, strict=True):
+        name = jax.tree_util.keystr(path) or "the only leaf"
+        why = unlike(x, y)
+        if why:
+            raise AssertionError(f"At {name}: {why}.")
+        if is_number(y):
+            names.append(name)
+            want.append(y)
+            have.append(x)
+    worst = difference(want, have, names, entrywise)
+    limit = tolerance_of(want) if tolerance is None else tolerance
+    if not worst.error <= limit:
+        raise AssertionError(
+            f"At {worst.name}: the relative error is {worst.error:.2g}, "
+            f"more than {limit:.2g}.\n{side_by_side(worst)}"
+        )
+
+
+def is_number(x: Any) -> bool:
+    """Whether a leaf is an array of numbers (not of keys)."""
+    if isinstance(x, bool | int | float | complex | np.ndarray | np.generic):
+        return True
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def unlike(x: Any, y: Any) -> str | None:
+    """Why two leaves can't be compared as numbers, or differ as what else they are."""
+    if is_number(x) != is_number(y):
+        return f"got {type(x).__name__}, expected {type(y).__name__}"
+    if is_number(x):
+        shapes, dtypes = (np.shape(x), np.shape(y)), (jnp.result_type(x), jnp.result_type(y))
+        if shapes[0] != shapes[1]:
+            return f"got shape {shapes[0]}, expected {shapes[1]}"
+        if dtypes[0] != dtypes[1]:
+            return f"got dtype {dtypes[0]}, expected {dtypes[1]}"
+        return None
+    if isinstance(x, jax.Array) and isinstance(y, jax.Array):
+        same = x.dtype == y.dtype and np.array_equal(
+            jax.random.key_data(x), jax.random.key_data(y)
+        )
+    else:
+        same = x is y or bool(x == y)
+    return None if same else f"got {x!r}, expected {y!r}"
+
+
+def side_by_side(worst: Difference, n: int = 4) -> str:
+    """The entries that differ the most."""
+    want, have = np.atleast_1d(worst.expected), np.atleast_1d(worst.got)
+    if want.shape != have.shape:
+        return f"  expected shape {want.shape}, got {have.shape}"
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.abs(have.astype(complex) - want.astype(complex)).ravel()
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    gap[_same(want, have).ravel()] = 0.0
+    rows = [f"  {'entry':>14}  {'expected':>24}  {'got':>24}"]
+    for i in np.argsort(-gap, kind="stable")[:n]:
+        place = np.unravel_index(i, want.shape)
+        entry = "" if worst.expected.ndim == 0 else str([int(k) for k in place])
+        rows.append(f"  {entry:>14}  {want[place]!s:>24}  {have[place]!s:>24}")
+    return "\n".join(rows)
+
+
+def _same(want, have):
+    with np.errstate(invalid="ignore"):
+        both_nan = (want != want) & (have != have)
+        return (want == have) | both_nan

@@ -1,0 +1,130 @@
+"""Why is it wrong? The usual mistakes, recognized from the numbers and put in words."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._compare import as_real, norm
+
+
+class Suspect(NamedTuple):
+    """Numbers that a mistake would give, and the mistake in words."""
+
+    cause: str
+    array: Any
+
+
+_CLOSE = 1e-3
+_LOST = "every entry is a little off: precision was lost, as by a cast to float16 or bfloat16"
+_WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
+
+
+def likely_cause(
+    want: Any,
+    have: Any,
+    name: str,
+    suspects: Sequence[Suspect] = (),
+    primal: Any = None,
+) -> str:
+    """One sentence, or nothing. `primal`: the value that the leaf is a cotangent of."""
+    if want.shape != have.shape:
+        return f"the shape is {have.shape}, expected {want.shape}"
+    if np.iscomplexobj(want) != np.iscomplexobj(have):
+        return "a complex number where a real one is expected, or the reverse"
+    if not np.all(np.isfinite(as_real(have))):
+        return "not finite where the expected value is: " + _places(_not_finite(have))
+    if not np.all(np.isfinite(as_real(want))):
+        return "finite where the expected value is not"
+    if norm(as_real(want)) == 0:
+        return f"it should be zero: {name} has no influence here"
+    if norm(as_real(have)) == 0:
+        return f"zero everywhere: the term of {name} is missing"
+    if want.size < 2 and _close(want, have):
+        return _LOST
+    suspects = [s for s in suspects if not _close(s.array, want)]
+    return (
+        _factor(want, have)
+        or _rearranged(want, have)
+        or next((s.cause for s in suspects if _close(s.array, have)), "")
+        or _shifted(want, have)
+        or _some_entries(want, have, name, primal)
+    )
+
+
+def _close(a, b) -> bool:
+    a, b = as_real(a), as_real(b)
+    return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
+
+
+def _factor(want, have) -> str:
+    """`have` is a multiple of `want`."""
+    w, h = want.ravel().astype(complex), have.ravel().astype(complex)
+    scale = np.max(np.abs(w))
+    w, h = w / scale, h / scale
+    factor = np.vdot(w, h) / np.vdot(w, w)
+    # A factor close to one has to be told from the noise.
+    slack = min(_CLOSE, abs(factor - 1) / 3) if want.size > 1 else _CLOSE
+    if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
+        return ""
+    if abs(factor.imag) > _CLOSE * abs(factor):
+        return f"every entry is {factor:.4g} times the expected one"
+    factor = factor.real
+    if abs(factor + 1) < _CLOSE:
+        return "the sign is wrong: every entry is minus the expected one"
+    for value, word in _WORDS.items():
+        if abs(factor / value - 1) < _CLOSE:
+            return f"every entry is {word} the expected one"
+    text = f"every entry is {factor:.4g} times the expected one"
+    for n in {want.size, *want.shape} - {0, 1, 2, 3}:
+        if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
+            return f"{text}: a sum and a mean over {n} entries were confused"
+    return text
+
+
+def _rearranged(want, have) -> str:
+    if np.iscomplexobj(want) and _close(np.conj(want), have):
+        return "the complex conjugate of the expected one"
+    if want.ndim >= 2 and _close(np.swapaxes(want, -1, -2), have):
+        return "transposed: its last two axes are swapped"
+    for axis in range(want.ndim):
+        if want.shape[axis] < 2:
+            continue
+        if _close(np.flip(want, axis), have):
+            return f"reversed along axis {axis}"
+        for step in (1, -1):
+            if want.shape[axis] > 2 and _close(np.roll(want, step, axis), have):
+                return f"off by one along axis {axis}"
+    return ""
+
+
+def _shifted(want, have) -> str:
+    gap = as_real(have - want)
+    if gap.size > 1 and norm(gap - gap.mean()) <= _CLOSE * norm(gap):
+        return f"a constant is added to every entry: {gap.mean():.4g}"
+    return ""
+
+
+def _some_entries(want, have, name, primal) -> str:
+    wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
+    n = int(wrong.sum())
+    if n == 0:
+        return _LOST
+    if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
+        for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
+            if n > 1 and np.all(mask[wrong]) and not np.all(mask):
+                return f"wrong only where {name} is {sign}"
+    if n <= max(1, wrong.size // 4):
+        return f"{n} of {wrong.size} entries are wrong: {_places(wrong)}"
+    return ""
+
+
+def _not_finite(x):
+    return ~np.isfinite(np.asarray(x))
+
+
+def _places(mask) -> str:
+    if mask.ndim == 0:
+        return "the only entry"
+    places = [str([int(i) for i in place]) for place in np.argwhere(mask)[:3]]
+    return ", ".join(places) + (", ..." if int(mask.sum()) > 3 else "")

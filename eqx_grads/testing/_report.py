@@ -1,0 +1,100 @@
+"""What was checked and what came out: a table that is read in five seconds."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+
+PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One comparison.
+
+    - `check`: the name of the check.
+    - `verdict`: `"passed"`, `"FAILED"` or `"skipped"`.
+    - `error`, `tolerance`: the relative error and what was admitted; `None` where nothing
+        is measured.
+    - `where`: which leaf, mode or transformation, in the names of the user's parameters.
+    - `text`: of a failure, all that is known; of what was skipped, the reason.
+    """
+
+    check: str
+    verdict: str
+    error: float | None = None
+    tolerance: float | None = None
+    where: str = ""
+    text: str = ""
+
+
+class RuleCheckError(AssertionError):
+    """A rule did not pass `check_rule`. The message is the report, and each failure."""
+
+
+class Report:
+    """The result of [`eqx_grads.testing.check_rule`][].
+
+    Printing it gives the table of all checks, and below it what is known about each failure.
+
+    - `findings`: every single comparison, a list of `Finding`s with the fields `check`,
+        `verdict`, `error`, `tolerance`, `where` and `text`.
+    - `numbers`: what was measured besides: bytes of residuals, equations, the seed.
+    """
+
+    def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, object]):
+        self.name = name
+        self.findings = list(findings)
+        self.numbers = numbers
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == FAILED]
+
+    def __getitem__(self, check: str) -> list[Finding]:
+        """The findings of one check."""
+        found = [finding for finding in self.findings if finding.check == check]
+        if not found:
+            raise KeyError(f"no check named {check!r} was run")
+        return found
+
+    def raise_if_failed(self) -> None:
+        """Raise a `RuleCheckError` with the whole report if a check failed."""
+        if not self.passed:
+            raise RuleCheckError(str(self))
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        lines = [f"The rule of `{self.name}`: {verdict} (seed {self.numbers.get('seed')})", ""]
+        lines += list(self._table())
+        for number, failure in enumerate(self.failures, start=1):
+            lines += ["", f"{number}. {failure.check}, {failure.where}", failure.text]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _table(self) -> Iterator[str]:
+        yield f"{'check':<14}{'verdict':<10}{'worst error':<20}where"
+        for check in dict.fromkeys(finding.check for finding in self.findings):
+            row = _worst(self[check])
+            error = "" if row.error is None else f"{row.error:.1e} of {row.tolerance:.0e}"
+            where = row.where
+            if row.verdict == SKIPPED:
+                where = row.text.splitlines()[0]
+            elif row.verdict == FAILED:
+                n = len([finding for finding in self[check] if finding.verdict == FAILED])
+                where += f" (and {n - 1} more)" if n > 1 else ""
+            yield f"{check:<14}{row.verdict:<10}{error:<20}{where}".rstrip()
+
+
+def _worst(findings: Sequence[Finding]) -> Finding:
+    def badness(finding):
+        error = finding.error if finding.error is not None else 0.0
+        ratio = error / finding.tolerance if finding.tolerance else error
+        return ([SKIPPED, PASSED, FAILED].index(finding.verdict), ratio)
+
+    return max(findings, key=badness)

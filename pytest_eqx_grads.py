@@ -1,0 +1,36 @@
+"""The pytest plugin: a fixture `check_rule`, and the seed as an option of the command line.
+
+A module of its own, as pytest loads plugins in every run: importing `eqx_grads`, and with it
+JAX, would make each of them slow, and would come before the import hooks of jaxtyping.
+"""
+
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: Any) -> None:
+    group = parser.getgroup("eqx-grads")
+    group.addoption(
+        "--eqx-grads-seed",
+        type=int,
+        default=0,
+        help="seed of the random directions along which the fixture `check_rule` looks",
+    )
+
+
+@pytest.fixture
+def check_rule(request):
+    """`eqx_grads.testing.check_rule` with the seed of the command line. Its report is
+    shown with the test's output if the test fails, for whatever reason."""
+    import eqx_grads.testing as eqgt
+
+    def check(fn, /, *args, raises=True, **kwargs):
+        kwargs.setdefault("seed", request.config.getoption("--eqx-grads-seed"))
+        report = eqgt.check_rule(fn, *args, raises=False, **kwargs)
+        request.node.add_report_section("call", "eqx_grads", str(report))
+        if raises:
+            report.raise_if_failed()
+        return report
+
+    return check

@@ -1,0 +1,406 @@
+"""Forward rules with a wrong number in them."""
+
+import math
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .registry import (
+    complex_sample,
+    eqg_jvp,
+    eqg_vjp,
+    eqx_jvp,
+    fault,
+    jax_jvp,
+    matvec,
+    multiply,
+    sample,
+    square,
+)
+
+
+# A constant factor
+
+
+@fault("forward", "twice")
+def twice(bug):
+    return jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t), (sample(5),)
+
+
+@fault("forward", "half")
+def half(bug):
+    return eqg_jvp(square, lambda x, t: (1 if bug else 2) * x * t), (sample(2, 3),)
+
+
+@fault("forward", r"1\.01|1 ?%")
+def one_percent(bug):
+    factor = 1.01 if bug else 1.0
+    return eqx_jvp(jnp.tanh, lambda x, t: factor * (1 - jnp.tanh(x) ** 2) * t), (sample(5),)
+
+
+@fault("forward", r"1\.001|0\.1 ?%|0\.001|1(\.0+)?e-0?3")
+def one_in_a_thousand(bug):
+    factor = 1.001 if bug else 1.0
+    return eqg_jvp(jnp.exp, lambda x, t: factor * jnp.exp(x) * t), (sample(4),)
+
+
+@fault("forward", "sign|opposite|negative")
+def sign(bug):
+    slope = lambda out, x: jnp.sin(x) if bug else -jnp.sin(x)
+    return eqg.elementwise(jnp.cos, slope), (sample(5, low=0.5),)
+
+
+@fault("forward", r"57\.[23]")
+def degrees(bug):
+    def sin_of_degrees(x):
+        return jnp.sin(x * (jnp.pi / 180))
+
+    unit = 1 if bug else jnp.pi / 180
+    rule = lambda x, t: jnp.cos(x * (jnp.pi / 180)) * unit * t
+    return jax_jvp(sin_of_degrees, rule), (sample(3, low=10.0, high=80.0),)
+
+
+@fault("forward", r"0\.693|1\.44")
+def base_of_the_logarithm(bug):
+    per_bit = 1.0 if bug else 1 / math.log(2)
+    return jax_jvp(jnp.log2, lambda x, t: per_bit * t / x), (sample(5, low=0.5),)
+
+
+@fault("forward", r"times|`?x`?")
+def norm_not_divided_by(bug):
+    def norm(x):
+        return jnp.sqrt(jnp.sum(x**2))
+
+    def tangent(x, t):
+        return jnp.dot(x, t) / (1.0 if bug else norm(x))
+
+    return eqg_jvp(norm, tangent), (sample(4),)
+
+
+@fault("forward", "twice")
+def twice_inside_another_function(bug):
+    """The function without the rule can't be had: finite differences must tell."""
+    sin = jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t)
+
+    def model(x):
+        return 0.5 * sin(3 * x)
+
+    return model, (sample(5),)
+
+
+@fault("forward", "twice")
+def twice_inside_jit(bug):
+    sin = jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t)
+    return jax.jit(sin), (sample(5),)
+
+
+# Large arrays, on which relative errors are easily lost
+
+
+@fault("forward", r"1\.5|50 ?%|half")
+def fifty_percent_of_300(bug):
+    factor = 1.5 if bug else 1.0
+    return jax_jvp(jnp.sin, lambda x, t: factor * jnp.cos(x) * t), (sample(300),)
+
+
+@fault("forward", r"1\.5|50 ?%|half")
+def wrong_from_1000_on(bug):
+    def tangent(x, t):
+        factor = 1.5 if bug and x.size >= 1000 else 1.0
+        return factor * jnp.cos(x) * t
+
+    return eqg_jvp(jnp.sin, tangent), (sample(1000),)
+
+
+@fault("forward", r"654321|one entry|1 of 1,?000,?000|single")
+def one_in_a_million(bug):
+    def tangent(x, t):
+        slope = jnp.cos(x)
+        return (slope.at[654321].multiply(-1) if bug else slope) * t
+
+    return jax_jvp(jnp.sin, tangent), (sample(10**6),)
+
+
+@fault("forward", r"\[3\]|one entry|single|1 of 5|`x`|forward")
+def one_entry_two_percent(bug):
+    def tangent(x, t):
+        slope = jnp.cos(x)
+        return (slope.at[3].multiply(1.02) if bug else slope) * t
+
+    return jax_jvp(jnp.sin, tangent), (sample(5),)
+
+
+# Structure
+
+
+@fault("forward", "transpos")
+def transposed(bug):
+    tangent = lambda w, x, t_w, t_x: (w.T if bug else w) @ t_x + t_w @ x
+    return eqg_jvp(matvec, tangent), (sample(4, 4), sample(4, seed=1))
+
+
+@fault("forward", "conj")
+def conjugate(bug):
+    def abs_squared(z):
+        return jnp.real(z) ** 2 + jnp.imag(z) ** 2
+
+    tangent = lambda z, t: 2 * jnp.real((z if bug else jnp.conj(z)) * t)
+    return jax_jvp(abs_squared, tangent), (complex_sample(3),)
+
+
+@fault("forward", "imag|complex|forward")
+def imaginary_part(bug):
+    tangent = lambda z, t: jnp.exp(z) * (t.real.astype(z.dtype) if bug else t)
+    return jax_jvp(jnp.exp, tangent), (complex_sample(3),)
+
+
+@fault("forward", "`?y`?")
+def term_of_y(bug):
+    tangent = lambda x, y, t_x, t_y: t_x * y if bug else t_x * y + x * t_y
+    return eqg_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
+
+
+@fault("forward", "swap|`?[xy]`?")
+def swapped(bug):
+    tans = eqg.tangents
+
+    def tangent(x, y, t_x, t_y):
+        x, y = (x, y) if bug else (y, x)
+        return tans.add(tans.scale(t_x, x), tans.scale(t_y, y))
+
+    return eqx_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
+
+
+@fault("forward", "swap|sign|`?[xy]`?")
+def partials_swapped(bug):
+    def partials(out, y, x):
+        by_y, by_x = x / (x**2 + y**2), -y / (x**2 + y**2)
+        return (by_x, by_y) if bug else (by_y, by_x)
+
+    return eqg.elementwise(jnp.arctan2, partials), (sample(3), sample(3, seed=1))
+
+
+@fault("forward", r"swap|'(a|b)'")
+def leaves_of_a_dict_swapped(bug):
+    def weigh(tree):
+        return 2 * tree["a"] + 3 * tree["b"]
+
+    def tangent(tree, t):
+        return 3 * t["a"] + 2 * t["b"] if bug else 2 * t["a"] + 3 * t["b"]
+
+    return eqg_jvp(weigh, tangent), ({"a": sample(3), "b": sample(3, seed=1)},)
+
+
+@fault("forward", r"out\w*\[1\]|\[1\]")
+def second_output(bug):
+    def sin_and_cos(x):
+        return jnp.sin(x), jnp.cos(x)
+
+    tangent = lambda x, t: (jnp.cos(x) * t, (1 if bug else -1) * jnp.sin(x) * t)
+    return jax_jvp(sin_and_cos, tangent), (sample(4),)
+
+
+# A term of the derivation forgotten
+
+
+@fault("forward", "forward|`?x`?")
+def softmax_normalizer(bug):
+    def softmax(x):
+        exp = jnp.exp(x - jax.lax.stop_gradient(jnp.max(x)))
+        return exp / jnp.sum(exp)
+
+    def tangent(x, t):
+        p = softmax(x)
+        return p * t if bug else p * (t - jnp.dot(p, t))
+
+    return eqg_jvp(softmax, tangent), (sample(5),)
+
+
+@fault("forward", "forward|`?x`?")
+def variance_of_layer_norm(bug):
+    def normalize(x):
+        centered = x - jnp.mean(x)
+        return centered / jnp.sqrt(jnp.mean(centered**2) + 1e-3)
+
+    def tangent(x, t):
+        t, out = t - jnp.mean(t), normalize(x)
+        scale = jnp.sqrt(jnp.var(x) + 1e-3)
+        return t / scale if bug else (t - out * jnp.mean(out * t)) / scale
+
+    return jax_jvp(normalize, tangent), (sample(6),)
+
+
+@fault("forward", "forward|`?a`?")
+def implicit_function(bug):
+    """The root y of y + exp(y) = a, by Newton's method."""
+
+    def root(a):
+        newton = lambda _, y: y - (y + jnp.exp(y) - a) / (1 + jnp.exp(y))
+        return jax.lax.fori_loop(0, 20, newton, jnp.zeros_like(a))
+
+    def tangent(a, t):
+        return t / jnp.exp(root(a)) if bug else t / (1 + jnp.exp(root(a)))
+
+    return jax_jvp(root, tangent), (sample(3),)
+
+
+# Wrong in a region only
+
+
+@fault("forward", "forward|`?x`?")
+def negative_inputs(bug):
+    def leaky_relu(x):
+        return jnp.where(x > 0, x, 0.1 * x)
+
+    slope = lambda out, x: jnp.where(x > 0, 1.0, 0.01 if bug else 0.1).astype(x.dtype)
+    return eqg.elementwise(leaky_relu, slope), (sample(6),)
+
+
+@fault("forward", "forward|`?x`?")
+def small_inputs(bug):
+    """A guard against zero that is too wide."""
+    guard = 1e-5 if bug else 0.0
+    return eqg_jvp(jnp.log, lambda x, t: t / (x + guard)), (jnp.array([1e-4, 1e-3, 0.1, 2.0]),)
+
+
+@fault("forward", "forward|`?x`?")
+def wrong_threshold(bug):
+    limit = 1.25 if bug else 1.0
+    inside = lambda x, t: jnp.where(jnp.abs(x) < limit, t, 0)
+    return jax_jvp(lambda x: jnp.clip(x, -1, 1), inside), (jnp.array([-2.0, -1.1, 0.3, 1.2]),)
+
+
+# Arguments that are not arrays of floats
+
+
+@fault("forward", "forward|`?x`?")
+def integer_exponent(bug):
+    def power(x, n):
+        return x**n
+
+    def tangent(x, n, t_x, t_n):
+        return n * x ** (n if bug else n - 1) * t_x
+
+    return eqg_jvp(power, tangent), (sample(4, low=0.5), 3)
+
+
+@fault("forward", "forward|`?x`?")
+def mask_ignored(bug):
+    def sin_where(x, mask):
+        return jnp.where(mask, jnp.sin(x), x)
+
+    def tangent(x, mask, t_x, t_mask):
+        return jnp.cos(x) * t_x if bug else jnp.where(mask, jnp.cos(x) * t_x, t_x)
+
+    return eqg_jvp(sin_where, tangent), (sample(4), jnp.array([True, False, True, False]))
+
+
+@fault("forward", "forward|`?x`?")
+def configuration_ignored(bug):
+    def slope(out, x, *, leak):
+        return jnp.where(x > 0, 1.0, 0.01 if bug else leak).astype(x.dtype)
+
+    @eqg.elementwise(slope)
+    def leaky_relu(x, *, leak):
+        return jnp.where(x > 0, x, leak * x)
+
+    return leaky_relu, (sample(6),), {"leak": 0.3}
+
+
+class Scale(eqx.Module):
+    factor: jax.Array
+    name: str
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+@fault("forward", "factor|`?layer`?")
+def module_leaf(bug):
+    def apply(layer, x):
+        return layer(x)
+
+    def tangent(layer, x, t_layer, t_x):
+        from_x = layer.factor * t_x
+        return from_x if bug else from_x + t_layer.factor * x
+
+    return eqg_jvp(apply, tangent), (Scale(sample(3), "scale"), sample(3, seed=1))
+
+
+# Rules that are wrong on purpose, and then wrong
+
+
+@fault("forward", "forward|`?x`?")
+def straight_through(bug):
+    surrogate = jnp.tanh if bug else (lambda x: x)
+    rule = eqg.with_gradient_of(jnp.round, surrogate)
+    return rule, (sample(5),), {"reference": lambda x: x}
+
+
+@fault("forward", "forward|`?v`?")
+def surrogate_spike(bug):
+    def spike(v):
+        return (v > 0).astype(v.dtype)
+
+    slope = lambda out, v: 1 / (1 + jnp.abs(v)) ** (1 if bug else 2)
+    return eqg.elementwise(spike, slope), (sample(5),), {"reference": jax.nn.soft_sign}
+
+
+@fault("forward", "sign|opposite|negative")
+def expected_tangent(bug):
+    """Forward mode of a reversal, with the sign forgotten."""
+    expected = lambda primals, tangents: -tangents[0]
+    rule = eqg_jvp(lambda x: x, lambda x, t: t if bug else -t)
+    options = {"expected_tangent": expected, "reference": lambda x: -x}
+    return rule, (sample(4),), options
+
+
+@fault("forward", "forward|`?x`?")
+def forward_half_of_a_reverse_rule(bug):
+    rule = eqg_vjp(jnp.sin, lambda x, ct: (jnp.cos(x) * ct,))
+    rule.def_jvp(
+        lambda primals, tangents: (
+            jnp.sin(primals[0]),
+            (1.0 if bug else jnp.cos(primals[0])) * tangents[0],
+        )
+    )
+    return rule, (sample(4),)
+
+
+# Precision and errors
+
+
+@fault("forward", r"precis|float16|round|forward")
+def through_half_precision(bug):
+    def tangent(x, t):
+        slope = jnp.cos(x)
+        return (slope.astype("float16").astype(x.dtype) if bug else slope) * t
+
+    return jax_jvp(jnp.sin, tangent), (sample(5),)
+
+
+@fault("forward", "does not fit|shape")
+def tangent_of_the_wrong_shape(bug):
+    """`eqx_grads` sees this by itself."""
+    return eqg_jvp(lambda x: jnp.sum(x), lambda x, t: t if bug else jnp.sum(t)), (sample(3),)
+
+
+@fault("forward", "forward|`?y`?")
+def factor_of_one_term(bug):
+    f = jax.custom_jvp(multiply)
+
+    def rule(primals, tangents):
+        (x, y), (t_x, t_y) = primals, tangents
+        live = lambda t: not isinstance(t, SymbolicZero)
+        t = jnp.zeros_like(x)
+        if live(t_x):
+            t = t + t_x * y
+        if live(t_y):
+            t = t + (t_y if bug else t_y * x)
+        return x * y, t
+
+    f.defjvp(rule, symbolic_zeros=True)
+    return f, (sample(3), sample(3, seed=1))

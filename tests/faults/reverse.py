@@ -1,0 +1,428 @@
+"""Backward rules with a wrong number in them."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from .registry import complex_sample, eqg_vjp, eqx_vjp, fault, jax_vjp, matvec, multiply, sample
+
+
+# A constant factor
+
+
+@fault("reverse", "5 times|5x|5\\.0")
+def mean_not_divided_by_n(bug):
+    def mean_square(x):
+        return jnp.mean(x**2)
+
+    cotangents = lambda x, ct: (2 * x * ct / (1 if bug else x.size),)
+    return jax_vjp(mean_square, cotangents), (sample(5),)
+
+
+@fault("reverse", r"1/5|fifth|0\.2\b")
+def sum_divided_by_n(bug):
+    def sum_square(x):
+        return jnp.sum(x**2)
+
+    cotangents = lambda x, ct: (2 * x * ct / (x.size if bug else 1),)
+    return eqg_vjp(sum_square, cotangents), (sample(5),)
+
+
+@fault("reverse", "sign|opposite|negative")
+def reversal_not_reversed(bug):
+    """A gradient reversal, told by its reference."""
+    reverse = eqx_vjp(lambda x: x, lambda x, ct: ct if bug else -ct)
+    return reverse, (sample(4),), {"reference": lambda x: -x}
+
+
+@fault("reverse", "zero")
+def nothing_at_1000(bug):
+    cotangents = lambda x, ct: (jnp.zeros_like(x) if bug else jnp.cos(x) * ct,)
+    return jax_vjp(jnp.sin, cotangents), (sample(1000),)
+
+
+@fault("reverse", "half|0\\.5")
+def dropout_not_rescaled(bug):
+    def dropout(x, key):
+        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+    def cotangents(x, key, ct):
+        kept = jr.bernoulli(key, 0.5, x.shape)
+        return jnp.where(kept, (1 if bug else 2) * ct, 0), None
+
+    return eqg_vjp(dropout, cotangents), (sample(8), jr.key(0))
+
+
+@fault("reverse", "reverse|`?x`?")
+def dropout_of_another_key(bug):
+    def dropout(x, key):
+        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+    def cotangents(x, key, ct):
+        key = jr.split(key)[0] if bug else key
+        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * ct, 0), None
+
+    return eqg_vjp(dropout, cotangents), (sample(8), jr.key(0))
+
+
+# Transposes and conjugates
+
+
+@fault("reverse", "transpos")
+def not_transposed(bug):
+    cotangents = lambda w, x, ct: (jnp.outer(ct, x), (w if bug else w.T) @ ct)
+    return jax_vjp(matvec, cotangents), (sample(4, 4), sample(4, seed=1))
+
+
+@fault("reverse", r"transpos[\s\S]*`?w`?|`?w`?[\s\S]*transpos")
+def outer_product_transposed(bug):
+    def cotangents(w, x, ct):
+        return jnp.outer(x, ct) if bug else jnp.outer(ct, x), w.T @ ct
+
+    return eqg_vjp(matvec, cotangents), (sample(4, 4), sample(4, seed=1))
+
+
+@fault("reverse", "transpos|`?x`?")
+def inverse_not_transposed(bug):
+    def cotangents(x, ct):
+        inverse = jnp.linalg.inv(x)
+        return (ct * jnp.linalg.det(x) * (inverse if bug else inverse.T),)
+
+    return jax_vjp(jnp.linalg.det, cotangents), (sample(3, 3),)
+
+
+@fault("reverse", "sign|opposite|negative")
+def sign_of_the_matrix_of_a_solve(bug):
+    def cotangents(a, b, ct):
+        ct_b = jnp.linalg.solve(a.T, ct)
+        ct_a = jnp.outer(ct_b, jnp.linalg.solve(a, b))
+        return ct_a if bug else -ct_a, ct_b
+
+    a = sample(3, 3) + 3 * jnp.eye(3)
+    return eqg_vjp(jnp.linalg.solve, cotangents), (a, sample(3, seed=1))
+
+
+@fault("reverse", "conj")
+def not_conjugated(bug):
+    """PyTorch's convention is the conjugate of JAX's."""
+
+    def abs_squared(z):
+        return jnp.real(z) ** 2 + jnp.imag(z) ** 2
+
+    def cotangents(z, ct):
+        return (2 * (z if bug else jnp.conj(z)) * ct.astype(z.dtype),)
+
+    return jax_vjp(abs_squared, cotangents), (complex_sample(3),)
+
+
+@fault("reverse", "transpos|revers|`?x`?")
+def cumulative_sum_not_reversed(bug):
+    def cumulative_sum(x):
+        return jnp.cumsum(x)
+
+    step = 1 if bug else -1
+    bwd = lambda _, ct: (jnp.cumsum(ct[::step])[::step],)
+    return jax_vjp(cumulative_sum, bwd, lambda x: (jnp.cumsum(x), None)), (sample(5),)
+
+
+@fault("reverse", "transpos|revers|order|roll|`?x`?")
+def rolled_the_same_way(bug):
+    def shift(x):
+        return jnp.roll(x, 1)
+
+    cotangents = lambda x, ct: (jnp.roll(ct, 1 if bug else -1),)
+    return eqg_vjp(shift, cotangents), (sample(5),)
+
+
+@fault("reverse", "revers|order|`?x`?")
+def reversed_along_time(bug):
+    @eqg.custom_gradient
+    def discount(x):
+        weights = 0.5 ** jnp.arange(x.size, dtype=x.dtype)
+        return weights * x, lambda ct: (weights[::-1] if bug else weights) * ct
+
+    return discount, (sample(5),)
+
+
+@fault("reverse", "revers|flip|`?x`?")
+def kernel_not_flipped(bug):
+    def smooth(x, kernel):
+        return jnp.convolve(x, kernel, mode="same")
+
+    def cotangents(x, kernel, ct):
+        ct_x = jnp.convolve(ct, kernel if bug else kernel[::-1], mode="same")
+        ct_kernel = jax.vjp(smooth, x, kernel)[1](ct)[1]
+        return ct_x, ct_kernel
+
+    return jax_vjp(smooth, cotangents), (sample(6), sample(3, seed=1))
+
+
+@fault("reverse", "order|`?x`?")
+def sort_not_undone(bug):
+    def sort(x):
+        return jnp.sort(x)
+
+    def cotangents(x, ct):
+        return (ct[jnp.argsort(x)] if bug else ct[jnp.argsort(jnp.argsort(x))],)
+
+    return jax_vjp(sort, cotangents), (sample(6),)
+
+
+@fault("reverse", "adjoint|reverse|`?x`?")
+def recurrence_without_decay(bug):
+    """Adjoint of a leaky integrator, scanned backwards in time."""
+
+    def integrate(x):
+        step = lambda v, x: (0.9 * v + x, 0.9 * v + x)
+        return jax.lax.scan(step, jnp.zeros((), x.dtype), x)[1]
+
+    def bwd(_, ct):
+        decay = 1.0 if bug else 0.9
+        step = lambda adjoint, ct: (decay * adjoint + ct, decay * adjoint + ct)
+        return (jax.lax.scan(step, jnp.zeros((), ct.dtype), ct, reverse=True)[1],)
+
+    return eqg_vjp(integrate, bwd, lambda x: (integrate(x), None)), (sample(6),)
+
+
+# The wrong argument, leaf, axis or place
+
+
+@fault("reverse", "`?y`?")
+def cotangent_of_y(bug):
+    cotangents = lambda x, y, ct: (y * ct, jnp.zeros_like(y) if bug else x * ct)
+    return jax_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))
+
+
+@fault("reverse", "swap|`?[xy]`?")
+def cotangents_swapped(bug):
+    cotangents = lambda x, y, ct: (x * ct, y * ct) if bug else (y * ct, x * ct)
+    return jax_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))
+
+
+class Linear(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+    name: str = eqx.field(static=True, default="linear")
+
+    def __call__(self, x):
+        return self.weight @ x + self.bias
+
+
+def _apply(layer, x):
+    return layer(x)
+
+
+def _linear_args():
+    return Linear(sample(3, 3), sample(3, seed=2)), sample(3, seed=1)
+
+
+@fault("reverse", "bias")
+def bias_of_a_module(bug):
+    def cotangents(layer, x, ct):
+        bias = None if bug else ct
+        ct_layer = eqg.tangents.of(layer, weight=jnp.outer(ct, x), bias=bias)
+        return ct_layer, layer.weight.T @ ct
+
+    return eqg_vjp(_apply, cotangents), _linear_args()
+
+
+@fault("reverse", "weight")
+def weight_of_a_module(bug):
+    def cotangent(pair, ct):
+        layer, x = pair
+        outer = jnp.outer(x, ct) if bug else jnp.outer(ct, x)
+        return eqg.tangents.of(layer, weight=outer, bias=ct), layer.weight.T @ ct
+
+    return eqx_vjp(lambda pair: _apply(*pair), cotangent), (_linear_args(),)
+
+
+class LeakyLinear(eqx.Module):
+    """A method's rule, with a field forgotten."""
+
+    weight: jax.Array
+    leak: jax.Array
+    bug: bool = eqx.field(static=True)
+
+    @eqg.custom_vjp
+    def step(self, v, x):
+        return self.leak * v + self.weight @ x
+
+    @step.def_fwd
+    def _step_fwd(self, v, x):
+        return self.step(v, x), (self, v, x)
+
+    @step.def_bwd
+    def _step_bwd(residuals, ct):
+        self, v, x = residuals
+        leak = None if self.bug else jnp.dot(ct, v)
+        ct_self = eqg.tangents.of(self, weight=jnp.outer(ct, x), leak=leak)
+        return ct_self, self.leak * ct, self.weight.T @ ct
+
+
+@fault("reverse", "leak")
+def field_of_self(bug):
+    cell = LeakyLinear(sample(3, 2), jnp.array(0.9), bug)
+    return LeakyLinear.step, (cell, sample(3, seed=1), sample(2, seed=2))
+
+
+@fault("reverse", "`?bias`?")
+def summed_over_the_wrong_axis(bug):
+    def add_bias(x, bias):
+        return x + bias[None, :]
+
+    bwd = lambda _, ct: (ct, jnp.sum(ct, axis=1 if bug else 0))
+    fwd = lambda x, bias: (add_bias(x, bias), None)
+    return jax_vjp(add_bias, bwd, fwd), (sample(3, 3), sample(3, seed=1))
+
+
+class State(NamedTuple):
+    position: jax.Array
+    velocity: jax.Array
+
+
+@fault("reverse", "velocity")
+def leaf_of_a_named_tuple(bug):
+    def drift(state):
+        return state.position + 0.1 * state.velocity
+
+    bwd = lambda _, ct: (State(ct, (1.0 if bug else 0.1) * ct),)
+    fwd = lambda state: (drift(state), None)
+    return eqg_vjp(drift, bwd, fwd), (State(sample(3), sample(3, seed=1)),)
+
+
+@fault("reverse", "reverse|`?x`?")
+def index_off_by_one(bug):
+    """The cotangent of `x[i]`, with an integer argument."""
+
+    def cotangents(x, i, ct):
+        return jnp.zeros_like(x).at[i + 1 if bug else i].set(ct), None
+
+    return eqg_vjp(lambda x, i: x[i], cotangents), (sample(4), jnp.array(1))
+
+
+@fault("reverse", "reverse|`?table`?")
+def repeated_indices(bug):
+    """Cotangents of a row that was taken twice are added."""
+
+    def take(table, indices):
+        return table[indices]
+
+    def cotangents(table, indices, ct):
+        rows = jnp.zeros_like(table).at[indices]
+        return rows.set(ct) if bug else rows.add(ct), None
+
+    return eqg_vjp(take, cotangents), (sample(4, 2), jnp.array([2, 0, 2]))
+
+
+@fault("reverse", "reverse|`?logits`?")
+def cross_entropy_of_the_wrong_label(bug):
+    def cross_entropy(logits, label):
+        return jax.nn.logsumexp(logits) - logits[label]
+
+    def cotangents(logits, label, ct):
+        hot = jax.nn.one_hot(label - 1 if bug else label, logits.size, dtype=logits.dtype)
+        return ct * (jax.nn.softmax(logits) - hot), None
+
+    return eqg_vjp(cross_entropy, cotangents), (sample(5), jnp.array(2))
+
+
+@fault("reverse", "reverse|`?x`?")
+def softmax_not_normalized(bug):
+    def logsumexp(x):
+        shift = jax.lax.stop_gradient(jnp.max(x))
+        return shift + jnp.log(jnp.sum(jnp.exp(x - shift)))
+
+    def cotangents(x, ct):
+        exp = jnp.exp(x - jnp.max(x))
+        return (ct * (exp if bug else exp / jnp.sum(exp)),)
+
+    return jax_vjp(logsumexp, cotangents), (sample(5),)
+
+
+@fault("reverse", "reverse|`?x`?")
+def reverse_half_wrong_inside_scan(bug):
+    """A cell with a wrong rule, inside a model that has none."""
+    tanh = jax_vjp(jnp.tanh, lambda x, ct: (ct if bug else (1 - jnp.tanh(x) ** 2) * ct,))
+
+    def model(x):
+        step = lambda h, x: (tanh(0.5 * h + x), None)
+        return jax.lax.scan(step, jnp.zeros((), x.dtype), x)[0]
+
+    return model, (sample(4),)
+
+
+# Rules that are wrong on purpose, and then wrong
+
+
+@fault("reverse", "reverse|`?x`?")
+def clipped_elsewhere(bug):
+    def expected(primals, ct):
+        return (jnp.clip(ct, -0.1, 0.1),)
+
+    bwd = lambda _, ct: (jnp.clip(ct, -0.12, 0.12) if bug else jnp.clip(ct, -0.1, 0.1),)
+    rule = eqg_vjp(lambda x: x, bwd, lambda x: (x, None))
+    return rule, (sample(5),), {"nonlinear": True, "expected_cotangent": expected}
+
+
+@fault("reverse", "reverse|`?x`?")
+def clipped_by_value_not_norm(bug):
+    def by_norm(ct):
+        return ct * jnp.minimum(1, 0.1 / jnp.sqrt(jnp.sum(ct**2)))
+
+    bwd = lambda _, ct: (jnp.clip(ct, -0.1, 0.1) if bug else by_norm(ct),)
+    rule = eqg_vjp(lambda x: x, bwd, lambda x: (x, None))
+    expected = lambda primals, ct: (by_norm(ct),)
+    return rule, (sample(5),), {"nonlinear": True, "expected_cotangent": expected}
+
+
+# Types and errors
+
+
+@fault("reverse", "float16|dtype")
+def cotangent_in_half_precision(bug):
+    def cotangents(x, ct):
+        ct_x = 2 * x * ct
+        return (ct_x.astype("float16") if bug else ct_x,)
+
+    return jax_vjp(lambda x: x**2, cotangents), (jnp.array([0.5, 1.0, -2.0]),)
+
+
+@fault("reverse", "float32|dtype")
+def cotangent_in_single_precision(bug):
+    """Nothing is lost, but a scan and a second use of the argument will fail."""
+
+    def cotangents(x, ct):
+        ct_x = 2 * x.astype("float32") * ct.astype("float32")
+        return (ct_x if bug else ct_x.astype(x.dtype),)
+
+    return jax_vjp(lambda x: x**2, cotangents), (sample(3).astype("bfloat16"),)
+
+
+@fault("reverse", "complex")
+def complex_cotangent_of_a_real_array(bug):
+    def to_circle(angle):
+        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+
+    def cotangents(angle, ct):
+        slope = jax.lax.complex(-jnp.sin(angle), jnp.cos(angle))
+        return (slope * ct if bug else jnp.real(slope * ct),)
+
+    return jax_vjp(to_circle, cotangents), (sample(3),)
+
+
+@fault("reverse", "cotangent")
+def cotangent_of_the_wrong_shape(bug):
+    """`eqx_grads` sees this by itself."""
+    cotangents = lambda w, x, ct: (jnp.outer(ct, x), ct if bug else w.T @ ct)
+    return eqg_vjp(matvec, cotangents), (sample(3, 2), sample(2, seed=1))
+
+
+@fault("reverse", "cotangent")
+def one_cotangent_too_few(bug):
+    """JAX sees this by itself."""
+    cotangents = lambda x, y, ct: (y * ct,) if bug else (y * ct, x * ct)
+    return jax_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))

@@ -1,0 +1,302 @@
+"""`eqx_grads.testing` proves itself: it catches all planted faults, accuses no right rule."""
+
+import gc
+import re
+
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from .faults import FAULTS
+from .right_rules import RIGHT
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """Hundreds of small programs are compiled here; do not keep them all."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name):
+    fault = FAULTS[name]
+    fn, args, options = fault.make()
+    report = eqgt.check_rule(fn, *args, checks=(fault.check,), raises=False, **options)
+    texts = [f"{failure.where} {failure.text}" for failure in report.failures]
+    assert any(re.search(fault.match, text) for text in texts), str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_same_rule_without_the_fault_passes(name):
+    fn, args, options = FAULTS[name].right()
+    eqgt.check_rule(fn, *args, **options)
+
+
+def test_there_are_enough_of_them():
+    assert len(FAULTS) >= 60
+    assert len(RIGHT) >= 40
+    assert len({fault.check for fault in FAULTS.values()}) == 12
+
+
+# ---------------------------------------------------------------- right rules
+
+# One of each kind; all of them are slow tests.
+SOME = [
+    "python_floats",
+    "nested_containers_with_none",
+    "method",
+    "module_as_an_output",
+    "random_key",
+    "holomorphic",
+    "several_outputs",
+    "straight_through",
+    "clipping",
+    "implicit_derivative",
+    "batching_rule",
+]
+
+
+def _check_right(name, dtype, **options):
+    case = RIGHT[name].make(jnp.dtype(dtype), jr.key(0))
+    if case is None:
+        pytest.skip(f"there is no such rule in {dtype}")
+    fn, args, own = case
+    eqgt.check_rule(fn, *args, **own, **options)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_right_rule_is_not_accused(name):
+    _check_right(name, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_rule_is_not_accused_over_20_seeds(name, dtype):
+    with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
+        _check_right(name, dtype, seed=range(20))
+
+
+# ---------------------------------------------------------------- the report
+
+
+def wrong(x, y):
+    return jnp.sin(x) * y
+
+
+wrong_jvp = eqg.custom_jvp(wrong)
+wrong_jvp.def_jvp(lambda p, t: (wrong_jvp(*p), jnp.cos(p[0]) * p[1] * t[0]))
+POINT = jnp.array([0.5, 1.0]), jnp.array([2.0, -3.0])
+
+
+def test_it_raises_with_the_report():
+    with pytest.raises(eqgt.RuleCheckError, match="the term of `y` is missing") as error:
+        eqgt.check_rule(wrong_jvp, *POINT, checks="forward")
+    text = str(error.value)
+    for part in ("The rule of `wrong`: FAILED", "forward", "at `y`", "expected", "got"):
+        assert part in text
+    assert isinstance(error.value, AssertionError)
+
+
+def test_report_of_a_failure():
+    report = eqgt.check_rule(wrong_jvp, *POINT, checks=("forward", "linear"), raises=False)
+    assert not report.passed
+    (failure, *_) = report.failures
+    assert failure.check == "forward"
+    assert failure.error > 0.5
+    assert failure.tolerance < 1e-3
+    assert all(finding.verdict == "passed" for finding in report["linear"])
+    with pytest.raises(KeyError, match="reverse"):
+        report["reverse"]
+    with pytest.raises(eqgt.RuleCheckError, match="FAILED"):
+        report.raise_if_failed()
+
+
+def test_checks_and_skip():
+    everything = eqgt.check_rule(jnp.sin, 1.0)
+    names = {finding.check for finding in everything.findings}
+    assert len(names) == 12
+    without = eqgt.check_rule(jnp.sin, 1.0, skip=("leaks", "transforms"))
+    assert {f.check for f in without.findings} == names - {"leaks", "transforms"}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"checks": ("forwards",)}, "no check `forwards`"),
+        ({"skip": "backward"}, "no check `backward`"),
+        ({"nondifferentiable": ("z",)}, "names `z`"),
+    ],
+)
+def test_options_that_make_no_sense(options, match):
+    with pytest.raises(eqg.RuleError, match=match):
+        eqgt.check_rule(wrong, *POINT, **options)
+
+
+def test_nothing_to_differentiate():
+    with pytest.raises(eqg.RuleError, match="nothing that can be differentiated"):
+        eqgt.check_rule(lambda n: n + 1, 3)
+
+
+def test_tangents_given_by_the_user():
+    only_there = jax.custom_jvp(lambda x: jnp.sin(x))
+    only_there.defjvp(
+        lambda p, t: (
+            only_there(*p),
+            jnp.where(t[0] == 7.0, 0.0, jnp.cos(p[0]) * t[0]),
+        )
+    )
+    x = jnp.array([0.5, 1.0])
+    eqgt.check_forward(only_there, x)
+    with pytest.raises(eqgt.RuleCheckError, match="the tangents given"):
+        eqgt.check_forward(only_there, x, tangents=(jnp.array([7.0, 1.0]),))
+
+
+def test_a_limit_on_residuals():
+    x = jnp.ones(100)
+    eqgt.check_residuals(jnp.sin, x, max_residual_bytes=100 * x.dtype.itemsize)
+    with pytest.raises(eqgt.RuleCheckError, match="`max_residual_bytes` is 4"):
+        eqgt.check_residuals(jnp.sin, x, max_residual_bytes=4)
+
+
+def test_residuals_per_scan_step_are_counted():
+    report = eqgt.check_residuals(jnp.sin, jnp.ones(100))
+    n = 100 * jnp.ones(1).dtype.itemsize
+    assert f"{n} bytes per call, {n} per scan step" in report["residuals"][0].where
+
+
+def test_order_three():
+    def square_of(x):
+        return x**3
+
+    f = eqg.custom_jvp(square_of)
+
+    @f.def_jvp
+    def rule(primals, tangents):
+        (x,), (t_x,) = primals, tangents
+        return f(x), 3 * g(x) * t_x
+
+    g = eqg.custom_jvp(lambda x: x**2)  # its own derivative is held constant one order up
+    g.def_jvp(lambda p, t: (g(*p), 2 * jax.lax.stop_gradient(p[0]) * t[0]))
+    x = jnp.array([0.5, 2.0])
+    eqgt.check_rule(f, x, checks="order", order=2)
+    with pytest.raises(eqgt.RuleCheckError, match="order 3"):
+        eqgt.check_rule(f, x, checks="order", order=3)
+
+
+def test_single_checks_are_that_check():
+    checks = ("forward", "reverse", "adjoint", "linear", "transforms", "leaks", "residuals")
+    for name in checks:
+        report = getattr(eqgt, f"check_{name}")(jnp.sin, jnp.array([0.5, 1.0]))
+        assert {finding.check for finding in report.findings} == {name}
+
+
+# ---------------------------------------------------------------- the pieces
+
+
+def test_numerical_jacobian_against_autodiff():
+    def f(w, x):
+        return jnp.tanh(w @ x)
+
+    w, x = jnp.arange(6.0).reshape(2, 3) / 5, jnp.array([0.3, -1.0, 0.5])
+    numeric = eqgt.numerical_jacobian(f, w, x)
+    exact = jax.jacfwd(f, argnums=(0, 1))(w, x)
+    for a, b in zip(numeric, exact, strict=True):
+        assert a.dtype == np.float64
+        eqgt.assert_trees_close(jnp.asarray(a, b.dtype), b)
+
+
+def test_numerical_jacobian_is_of_float64_quality():
+    x = np.array([0.3, 1.2e3, -4e-5])
+    jacobian = eqgt.numerical_jacobian(jnp.sin, x)
+    error = np.abs(jacobian - np.diag(np.cos(x)))
+    assert np.max(error) < 1e-8
+
+
+def test_numerical_jacobian_of_what_it_does_not_take():
+    with pytest.raises(TypeError, match="real arrays that return one array"):
+        eqgt.numerical_jacobian(lambda x: (x, x), jnp.ones(2))
+    with pytest.raises(TypeError, match="real arrays"):
+        eqgt.numerical_jacobian(jnp.sin, jnp.ones(2, complex))
+
+
+def test_random_tangent():
+    tree = {"x": jnp.ones((3, 2)), "n": 3, "half": jnp.ones(2, "bfloat16"), "s": "text"}
+    tangent = eqgt.random_tangent(tree, seed=3)
+    assert tangent["n"] is None
+    assert tangent["s"] is None
+    assert tangent["half"].dtype == jnp.bfloat16
+    assert tangent["x"].shape == (3, 2)
+    again, other = (eqgt.random_tangent(tree, seed=s)["x"] for s in (3, 4))
+    assert jnp.array_equal(tangent["x"], again)
+    assert not jnp.array_equal(tangent["x"], other)
+
+
+def test_assert_trees_close_does_not_grow_with_the_size():
+    for n in (3, 300, 30_000):
+        x = jnp.linspace(1.0, 2.0, n)
+        eqgt.assert_trees_close(x * (1 + 1e-6), x, tolerance=1e-5)
+        with pytest.raises(AssertionError, match=r"relative error is 0\.01"):
+            eqgt.assert_trees_close(x * 1.01, x)
+
+
+def test_assert_trees_close_sees_one_entry_of_a_million():
+    x = jnp.ones(1_000_000)
+    with pytest.raises(AssertionError, match=r"\[654321\]"):
+        eqgt.assert_trees_close(x.at[654321].set(1.1), x)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "match"),
+    [
+        ({"a": 1.0}, {"b": 1.0}, "structures differ"),
+        (jnp.ones(3), jnp.ones(2), r"shape \(3,\)"),
+        (jnp.ones(3, "float16"), jnp.ones(3, "float32"), "dtype float16"),
+        ({"a": jnp.nan}, {"a": 1.0}, r"At \['a'\]"),
+        (jnp.array([1.0, jnp.inf]), jnp.array([1.0, 2.0]), r"\[1\]"),
+        ("relu", "tanh", "'relu'"),
+        (1.0, "tanh", "got float"),
+        (jr.key(0), jr.key(1), "got"),
+    ],
+)
+def test_assert_trees_close_fails(got, expected, match):
+    with pytest.raises(AssertionError, match=match):
+        eqgt.assert_trees_close(got, expected)
+
+
+def test_assert_trees_close_takes_nan_for_nan():
+    x = {"a": jnp.array([1.0, jnp.nan, -jnp.inf]), "key": jr.key(0), "name": "relu"}
+    eqgt.assert_trees_close(x, x)
+
+
+# ---------------------------------------------------------------- the plugin
+
+pytest_plugins = ["pytester"]
+
+
+def test_the_plugin_adds_the_report_and_the_seed(pytester):
+    pytester.makepyfile(
+        """
+        import jax.numpy as jnp
+
+        def test_right(check_rule):
+            report = check_rule(jnp.sin, 1.0, checks=("forward",))
+            assert report.numbers["seed"] == 7
+
+        def test_wrong(check_rule):
+            check_rule(jnp.sin, 1.0, checks=("forward",), reference=jnp.exp)
+        """
+    )
+    result = pytester.runpytest_subprocess("--eqx-grads-seed", "7", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*The rule of `sin`: FAILED (seed 7)*"])
