@@ -119,8 +119,13 @@ class _ForwardDefinition(AbstractDefinition):
         return apply_forward_rule(self.primal_rule(), call)
 
 
-def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], list[Any]]:
-    """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero)."""
+def apply_forward_rule(
+    rule: Rule, call: RuleCall, drop: bool = True
+) -> tuple[Outputs, list[Any], list[Any]]:
+    """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero).
+
+    `drop`: whether to drop the terms of what is not being differentiated.
+    """
     live = call.live()
     inexact = [i for i, x in enumerate(call.operands[: len(call.tangents)]) if is_inexact(x)]
     keywords = call.keywords(rule)
@@ -142,7 +147,7 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[Outputs, list[Any], 
         check = ft.partial(_check_linear, call, rule, tangent_map, checked)
         applies_itself = call.definition.seen.once(call, ("linear", *checked), check)
     live_ts = [call.tangents[i] for i in live]
-    if rule.symbolic_zeros or live == inexact or _is_dropping(call, applies_itself):
+    if rule.symbolic_zeros or live == inexact or not drop or is_dropping(call, applies_itself):
         return tangent_map(live, live_ts)
     entry = (call.definition.seen, trace_state())
     token = _DROPPING.set((*_DROPPING.get(), entry))
@@ -161,7 +166,7 @@ _DROPPING: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
 _DEEPEST = 3
 
 
-def _is_dropping(call: RuleCall, applies_itself: bool) -> bool:
+def is_dropping(call: RuleCall, applies_itself: bool = False) -> bool:
     """Whether this is a call of the rule by way of itself.
 
     A rule may apply its own function to a tangent: `f(t_x, y) + f(x, t_y)`. To drop dead

@@ -17,7 +17,7 @@ from jax.core import AbstractValue
 
 from ._calls import is_array, Outputs, ParameterNames, Recipe, Rest
 from ._closures import hoist, Hollow
-from ._custom_jvp import apply_forward_rule
+from ._custom_jvp import apply_forward_rule, is_dropping
 from ._decorated import AbstractDecorated, P, set_metadata, T, unwrap_method
 from ._definition import AbstractDefinition
 from ._errors import name_of, place_of, rule_error, show_tree
@@ -177,6 +177,7 @@ class _ReverseDefinition(AbstractDefinition):
             res_hollow=hollow,
             n_operands=len(call.operands),
             n_residuals=len(res_arrays),
+            drop=not is_dropping(call),
         )
         linear_map = LinearMap(
             name_of(call.definition.fn),
@@ -229,6 +230,9 @@ class _Tape:
     res_hollow: Hollow
     n_operands: int
     n_residuals: int
+    # Whether the forward rule may drop dead terms: not where it was called while its own were
+    # being dropped. The map may run much later, when nothing else remembers that.
+    drop: bool
 
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
@@ -240,7 +244,7 @@ class _Tape:
         for i, t in zip(self.live, live_ts, strict=True):
             ts[i] = t
         call = RuleCall(definition, args, kwargs, operands, ts, self.recipe, self.names)
-        _, arrays, t_out = apply_forward_rule(definition.jvp_rule, call)
+        _, arrays, t_out = apply_forward_rule(definition.jvp_rule, call, self.drop)
         return [
             jnp.zeros_like(arrays[i]) if t_out[i] is None else t_out[i] for i in self.places
         ]

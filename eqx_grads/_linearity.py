@@ -116,9 +116,9 @@ def _apply(eqn, ins: list[_Status]) -> list[_Status]:
     if name == "cond" and "branches" in eqn.params:
         return _cond(eqn.params["branches"], ins)
     inner = next((eqn.params[k] for k in _CALLS if k in eqn.params), None)
-    is_call = name not in ("scan", "cond", "while") and inner is not None
-    if is_call and len(_open(inner).invars) == len(ins):
-        return _call(inner, ins)
+    if inner is not None and name not in ("scan", "cond", "while"):
+        if len(_open(inner).invars) == len(ins):
+            return _call(inner, ins)
     return [_one(eqn, name, ins)] * n_out
 
 
@@ -205,7 +205,7 @@ def _knows_layout(params) -> bool:
     return "num_consts" in params or hasattr(params.get("ft_in"), "elts")
 
 
-def _scan_counts(params) -> tuple[int, int]:
+def scan_counts(params) -> tuple[int, int]:
     """How many of the operands are constants, and how many carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -214,7 +214,7 @@ def _scan_counts(params) -> tuple[int, int]:
 
 
 def _scan(params, ins):
-    n_consts, n_carry = _scan_counts(params)
+    n_consts, n_carry = scan_counts(params)
     consts, carry = ins[:n_consts], ins[n_consts : n_consts + n_carry]
     xs = ins[n_consts + n_carry :]
     while True:  # statuses only rise, so this ends

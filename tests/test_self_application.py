@@ -65,6 +65,26 @@ product.def_fwd(lambda x, y: (product(x, y), (x, y)))
 product.def_bwd(lambda r, ct: (ct * r[1], ct * r[0]))
 
 
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_all_three_rules_and_the_forward_one_applies_the_function(argnums):
+    """Staged, the forward map runs when the program is compiled."""
+    divide = eqg.custom_vjp(lambda x, y: x / y)
+    divide.def_fwd(lambda x, y: (divide(x, y), (x, y)))
+    divide.def_bwd(lambda r, ct: (ct / r[1], -ct * r[0] / r[1] ** 2))
+    divide.def_jvp(
+        lambda p, t: (divide(*p), divide(t[0], p[1]) - divide(p[0] * t[1], p[1] ** 2))
+    )
+    plain = lambda x, y: x / y
+    for transform in (
+        jax.grad,
+        jax.jacfwd,
+        lambda f, n: jax.jit(jax.jacfwd(f, n)),
+        lambda f, n: jax.jit(jax.hessian(f, n)),
+        lambda f, n: jax.jit(jax.jacfwd(jax.jacfwd(f, n), n)),
+    ):
+        assert_close(transform(divide, argnums)(3.0, 2.0), transform(plain, argnums)(3.0, 2.0))
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_a_function_with_a_reverse_rule_inside_a_forward_rule(wrap):
     square = eqg.custom_jvp(lambda x: product(x, x))

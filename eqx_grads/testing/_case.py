@@ -53,9 +53,7 @@ class Precision:
         self.plain = Program(plain, leaves, context)
         self.witness = self.plain
         if options.reference is not None:
-            self.witness = Program(
-                _reference(subject, plain, options.reference), leaves, context
-            )
+            self.witness = Program(_reference(subject, options.reference), leaves, context)
 
     @ft.cached_property
     def outputs(self) -> list[Any]:
@@ -73,14 +71,14 @@ def _cast(v, dtype):
     return np.asarray(v).astype(dtype)
 
 
-def _reference(subject, plain, reference):
+def _reference(subject, reference):
     def arrays(*leaves):
         _, args = subject.tree(leaves)
         out = jax.tree.leaves(reference(*args, **subject.kwargs))
         out = [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         # The derivatives of the reference, with the values of the function: a second
         # derivative of what comes after depends on them.
-        values = jax.lax.stop_gradient(list(plain(*leaves)))
+        values = jax.lax.stop_gradient(subject.arrays(*leaves))
         return [v + (x - jax.lax.stop_gradient(x)) for v, x in zip(values, out, strict=True)]
 
     return arrays

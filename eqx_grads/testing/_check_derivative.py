@@ -62,28 +62,34 @@ def check_forward(case: Case) -> Iterator[Finding]:
     if p is not case.own and not any(f.verdict == FAILED for f in findings):
         tangents = case.tangents()
         have = case.own.rule.jvp(tangents)
-        want = _or_own(
+        wants = [
             lambda: case.expected_jvp(p, p.like_leaves(tangents)),
+            lambda: case.expected_jvp(case.own, tangents),
             lambda: p.rule.jvp(p.like_leaves(tangents)),
-        )
-        tolerance = case.tolerance(case.own) + 10 * case.noise
-        yield judge(
-            "forward", "in your own precision", want, have, case.output_names, tolerance,
-            cause=_own_precision(case),
-        )  # fmt: skip
+        ]
+        yield _in_own_precision(case, "forward", wants, have, case.output_names)
 
 
-def _own_precision(case):
-    return f"right in float64, wrong in {case.subject.leaves[0].dtype}"
-
-
-def _or_own(first, second):
-    """An exact witness where there is one; else the rule in float64, checked above."""
-    try:
-        want = first()
-    except Exception:
-        return second()
-    return want if all(np.all(np.isfinite(as_real(x))) for x in want) else second()
+def _in_own_precision(case: Case, check, wants, have, names) -> Finding:
+    """Against the best witness of these. Autodiff in float64 is exact, but draws other random
+    numbers; in the user's precision it errs by rounding; where there is neither, the rule in
+    float64 has been checked."""
+    tolerance = case.tolerance(case.own) + 10 * case.noise
+    cause = f"right in float64, wrong in {case.subject.leaves[0].dtype}"
+    finding = None
+    for want in wants:
+        try:
+            arrays = want()
+        except Exception:  # no plain derivative
+            continue
+        if finding is not None and want is wants[-1]:
+            break
+        if all(np.all(np.isfinite(as_real(x))) for x in arrays):
+            where = "in your own precision"
+            other = judge(check, where, arrays, have, names, tolerance, cause=cause)
+            if finding is None or other.verdict == PASSED:
+                finding = other
+    return finding or skipped(check, "no witness in your own precision")
 
 
 def _directions_by_leaf(case: Case) -> list[tuple[str, list[list[Any]]]]:
@@ -264,15 +270,12 @@ def check_reverse(case: Case) -> Iterator[Finding]:
         w = case.cotangents()
         have = case.own.rule.vjp(w)
         yield from _dtypes(case, have)
-        want = _or_own(
+        wants = [
             lambda: case.expected_vjp(p, p.like_outputs(w)),
+            lambda: case.expected_vjp(case.own, w),
             lambda: p.rule.vjp(p.like_outputs(w)),
-        )
-        tolerance = case.tolerance(case.own) + 10 * case.noise
-        yield judge(
-            "reverse", "in your own precision", want, have, case.names, tolerance,
-            cause=_own_precision(case),
-        )  # fmt: skip
+        ]
+        yield _in_own_precision(case, "reverse", wants, have, case.names)
 
 
 def _dtypes(case: Case, cotangents) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import numpy as np
 from .._spaces import is_differentiable
 from ._case import Case
 from ._compare import is_number, unlike
-from ._judge import broke, failed, judge
+from ._judge import broke, failed, judge, skipped
 from ._report import Finding
 
 
@@ -26,6 +26,8 @@ def check_primal(case: Case) -> Iterator[Finding]:
         plain, names = case.own.plain.value(), case.output_names
         cause = "the value depends on being traced"
         yield judge("primal", where, numbers, plain, names, tolerance, cause=cause)
+    except NotImplementedError as e:
+        yield skipped("primal", f"the function can't be had without its rule: {e}")
     except Exception as e:
         yield broke("primal", where, e)
     modes = ["under `jax.vjp`", *(["under `jax.jvp`"] if case.offers_forward else [])]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax.extend.core import Literal
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .._custom_vjp import custom_vjp
 from ._case import Case
 from ._judge import broke, failed, passed, skipped
 from ._report import Finding
@@ -33,8 +35,8 @@ def check_residuals(case: Case) -> Iterator[Finding]:
         yield skipped("residuals", "no output has a derivative")
         return
     try:
-        is_jax = isinstance(case.subject.fn, jax.custom_vjp)
-        kept = residuals_of(case.own.rule.fn, leaves, arguments_count=is_jax)
+        fn = case.subject.fn
+        kept = residuals_of(case.own.rule.fn, leaves, isinstance(fn, jax.custom_vjp))
         per_step = _per_step(case.own.rule.fn, leaves)
     except Exception as e:
         yield broke("residuals", "the residuals", e)
@@ -46,7 +48,7 @@ def check_residuals(case: Case) -> Iterator[Finding]:
     except Exception:  # it has no derivative
         beside = ""
     where = f"{kept.total} bytes per call, {per_step} per scan step{beside}"
-    if kept.unread:
+    if kept.unread and _has_backward_rule(case.subject.fn):
         text = (
             f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}\n"
             "  likely cause: the forward rule returns residuals that the backward rule ignores"
@@ -61,15 +63,25 @@ def check_residuals(case: Case) -> Iterator[Finding]:
     yield passed("residuals", where)
 
 
+def _has_backward_rule(fn: Any) -> bool:
+    """Whether the residuals are what a forward rule of the user's returned. In the midst of
+    another function, JAX and the wrappers of rules keep things for their own reasons."""
+    if isinstance(fn, jax.custom_vjp | eqx.filter_custom_vjp):
+        return True
+    decorated = getattr(fn, "__func__", fn)
+    return isinstance(decorated, custom_vjp)
+
+
 def residuals_of(fn: Any, leaves: Sequence[Any], arguments_count: bool = False) -> Residuals:
     """The arguments are there anyway, and do not count for the total.
 
     `arguments_count`: whether one that is never read is a fault. It is none of the rule's
     where the wrapper keeps them all, as Equinox's and ours do.
     """
-    pull_of = lambda *xs: jax.vjp(lambda *ys: list(fn(*ys)), *xs)[1]
-    jaxpr = jax.make_jaxpr(pull_of)(*leaves).jaxpr
-    out, pull = jax.eval_shape(lambda *xs: jax.vjp(lambda *ys: list(fn(*ys)), *xs), *leaves)
+    # Under `jit`, as JAX then drops those of its own that it does not need.
+    jitted = jax.jit(lambda *xs: list(fn(*xs)))
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs)[1])(*leaves).jaxpr
+    out, pull = jax.eval_shape(lambda *xs: jax.vjp(jitted, *xs), *leaves)
     kept, treedef = jax.tree.flatten(pull)
     backward = lambda res, cts: jax.tree.unflatten(treedef, res)(cts)
     closed = jax.make_jaxpr(backward)(kept, out)

@@ -33,7 +33,9 @@ class Subject:
         nondifferentiable: Collection[str] = (),
     ):
         signature = Signature(fn)
-        args, self.kwargs, _ = signature.bind(tuple(args), dict(kwargs), False)
+        args, kwargs, filled = signature.bind(tuple(args), dict(kwargs), False)
+        # Not the defaults: a reference need not have those parameters.
+        self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         self.fn = fn
         self.args = args
         self.name = name_of(fn)

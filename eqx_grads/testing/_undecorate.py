@@ -71,7 +71,10 @@ def _replace(param):
     if not _is_jaxpr(param) or not _holds_rule(param):
         return param
     closed = _closed(param)
-    new = jax.make_jaxpr(lambda *xs: _run(closed, xs))(*closed.in_avals)
+    try:
+        new = jax.make_jaxpr(lambda *xs: _run(closed, xs))(*closed.in_avals)
+    except NameError as e:  # an axis of a mesh, which is only known inside of the program
+        raise NotImplementedError("A rule inside of a `shard_map`.") from e
     if isinstance(param, ClosedJaxpr):
         return new
     if new.consts:

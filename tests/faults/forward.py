@@ -25,35 +25,35 @@ from .registry import (
 # A constant factor
 
 
-@fault("forward", "twice")
+@fault("forward", "every entry is twice")
 def twice(bug):
     return jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t), (sample(5),)
 
 
-@fault("forward", "half")
+@fault("forward", "every entry is half")
 def half(bug):
     return eqg_jvp(square, lambda x, t: (1 if bug else 2) * x * t), (sample(2, 3),)
 
 
-@fault("forward", r"1\.01|1 ?%")
+@fault("forward", r"1\.01 times")
 def one_percent(bug):
     factor = 1.01 if bug else 1.0
     return eqx_jvp(jnp.tanh, lambda x, t: factor * (1 - jnp.tanh(x) ** 2) * t), (sample(5),)
 
 
-@fault("forward", r"1\.001|0\.1 ?%|0\.001|1(\.0+)?e-0?3")
+@fault("forward", r"1\.001 times")
 def one_in_a_thousand(bug):
     factor = 1.001 if bug else 1.0
     return eqg_jvp(jnp.exp, lambda x, t: factor * jnp.exp(x) * t), (sample(4),)
 
 
-@fault("forward", "sign|opposite|negative")
+@fault("forward", "sign is wrong")
 def sign(bug):
     slope = lambda out, x: jnp.sin(x) if bug else -jnp.sin(x)
     return eqg.elementwise(jnp.cos, slope), (sample(5, low=0.5),)
 
 
-@fault("forward", r"57\.[23]")
+@fault("forward", r"57\.3 times")
 def degrees(bug):
     def sin_of_degrees(x):
         return jnp.sin(x * (jnp.pi / 180))
@@ -63,13 +63,13 @@ def degrees(bug):
     return jax_jvp(sin_of_degrees, rule), (sample(3, low=10.0, high=80.0),)
 
 
-@fault("forward", r"0\.693|1\.44")
+@fault("forward", r"0\.6931 times")
 def base_of_the_logarithm(bug):
     per_bit = 1.0 if bug else 1 / math.log(2)
     return jax_jvp(jnp.log2, lambda x, t: per_bit * t / x), (sample(5, low=0.5),)
 
 
-@fault("forward", r"times|`?x`?")
+@fault("forward", r"1\.37\d* times")
 def norm_not_divided_by(bug):
     def norm(x):
         return jnp.sqrt(jnp.sum(x**2))
@@ -80,7 +80,7 @@ def norm_not_divided_by(bug):
     return eqg_jvp(norm, tangent), (sample(4),)
 
 
-@fault("forward", "twice")
+@fault("forward", "every entry is twice")
 def twice_inside_another_function(bug):
     """The function without the rule can't be had: finite differences must tell."""
     sin = jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t)
@@ -91,7 +91,7 @@ def twice_inside_another_function(bug):
     return model, (sample(5),)
 
 
-@fault("forward", "twice")
+@fault("forward", "every entry is twice")
 def twice_inside_jit(bug):
     sin = jax_jvp(jnp.sin, lambda x, t: (2 if bug else 1) * jnp.cos(x) * t)
     return jax.jit(sin), (sample(5),)
@@ -100,13 +100,13 @@ def twice_inside_jit(bug):
 # Large arrays, on which relative errors are easily lost
 
 
-@fault("forward", r"1\.5|50 ?%|half")
+@fault("forward", r"1\.5 times")
 def fifty_percent_of_300(bug):
     factor = 1.5 if bug else 1.0
     return jax_jvp(jnp.sin, lambda x, t: factor * jnp.cos(x) * t), (sample(300),)
 
 
-@fault("forward", r"1\.5|50 ?%|half")
+@fault("forward", r"1\.5 times")
 def wrong_from_1000_on(bug):
     def tangent(x, t):
         factor = 1.5 if bug and x.size >= 1000 else 1.0
@@ -115,7 +115,7 @@ def wrong_from_1000_on(bug):
     return eqg_jvp(jnp.sin, tangent), (sample(1000),)
 
 
-@fault("forward", r"654321|one entry|1 of 1,?000,?000|single")
+@fault("forward", "entries are wrong: .*654321")
 def one_in_a_million(bug):
     def tangent(x, t):
         slope = jnp.cos(x)
@@ -124,7 +124,7 @@ def one_in_a_million(bug):
     return jax_jvp(jnp.sin, tangent), (sample(10**6),)
 
 
-@fault("forward", r"\[3\]|one entry|single|1 of 5|`x`|forward")
+@fault("forward", r"entries are wrong: \[3, 3\]")
 def one_entry_two_percent(bug):
     def tangent(x, t):
         slope = jnp.cos(x)
@@ -136,13 +136,13 @@ def one_entry_two_percent(bug):
 # Structure
 
 
-@fault("forward", "transpos")
+@fault("forward", "at `x`(?s:.)*transposed")
 def transposed(bug):
     tangent = lambda w, x, t_w, t_x: (w.T if bug else w) @ t_x + t_w @ x
     return eqg_jvp(matvec, tangent), (sample(4, 4), sample(4, seed=1))
 
 
-@fault("forward", "conj")
+@fault("forward", "at `z`(?s:.)*conjugate")
 def conjugate(bug):
     def abs_squared(z):
         return jnp.real(z) ** 2 + jnp.imag(z) ** 2
@@ -151,19 +151,19 @@ def conjugate(bug):
     return jax_jvp(abs_squared, tangent), (complex_sample(3),)
 
 
-@fault("forward", "imag|complex|forward")
+@fault("forward", "at `x`")
 def imaginary_part(bug):
     tangent = lambda z, t: jnp.exp(z) * (t.real.astype(z.dtype) if bug else t)
     return jax_jvp(jnp.exp, tangent), (complex_sample(3),)
 
 
-@fault("forward", "`?y`?")
+@fault("forward", "term of `y` is missing")
 def term_of_y(bug):
     tangent = lambda x, y, t_x, t_y: t_x * y if bug else t_x * y + x * t_y
     return eqg_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
 
 
-@fault("forward", "swap|`?[xy]`?")
+@fault("forward", r"at `args\[[01]\]`|at `[xy]`")
 def swapped(bug):
     tans = eqg.tangents
 
@@ -174,7 +174,7 @@ def swapped(bug):
     return eqx_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
 
 
-@fault("forward", "swap|sign|`?[xy]`?")
+@fault("forward", "at `x[12]`")
 def partials_swapped(bug):
     def partials(out, y, x):
         by_y, by_x = x / (x**2 + y**2), -y / (x**2 + y**2)
@@ -183,7 +183,7 @@ def partials_swapped(bug):
     return eqg.elementwise(jnp.arctan2, partials), (sample(3), sample(3, seed=1))
 
 
-@fault("forward", r"swap|'(a|b)'")
+@fault("forward", r"at `tree\['a'\]`(?s:.)*1\.5 times")
 def leaves_of_a_dict_swapped(bug):
     def weigh(tree):
         return 2 * tree["a"] + 3 * tree["b"]
@@ -194,7 +194,7 @@ def leaves_of_a_dict_swapped(bug):
     return eqg_jvp(weigh, tangent), ({"a": sample(3), "b": sample(3, seed=1)},)
 
 
-@fault("forward", r"out\w*\[1\]|\[1\]")
+@fault("forward", r"output\[1\](?s:.)*sign is wrong")
 def second_output(bug):
     def sin_and_cos(x):
         return jnp.sin(x), jnp.cos(x)
@@ -206,7 +206,7 @@ def second_output(bug):
 # A term of the derivation forgotten
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "at `x`")
 def softmax_normalizer(bug):
     def softmax(x):
         exp = jnp.exp(x - jax.lax.stop_gradient(jnp.max(x)))
@@ -219,7 +219,7 @@ def softmax_normalizer(bug):
     return eqg_jvp(softmax, tangent), (sample(5),)
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "at `x`")
 def variance_of_layer_norm(bug):
     def normalize(x):
         centered = x - jnp.mean(x)
@@ -233,7 +233,7 @@ def variance_of_layer_norm(bug):
     return jax_jvp(normalize, tangent), (sample(6),)
 
 
-@fault("forward", "forward|`?a`?")
+@fault("forward", "at `a`")
 def implicit_function(bug):
     """The root y of y + exp(y) = a, by Newton's method."""
 
@@ -250,7 +250,7 @@ def implicit_function(bug):
 # Wrong in a region only
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "wrong only where `x` is negative|entries are wrong")
 def negative_inputs(bug):
     def leaky_relu(x):
         return jnp.where(x > 0, x, 0.1 * x)
@@ -259,14 +259,14 @@ def negative_inputs(bug):
     return eqg.elementwise(leaky_relu, slope), (sample(6),)
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "entries are wrong")
 def small_inputs(bug):
     """A guard against zero that is too wide."""
     guard = 1e-5 if bug else 0.0
     return eqg_jvp(jnp.log, lambda x, t: t / (x + guard)), (jnp.array([1e-4, 1e-3, 0.1, 2.0]),)
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "entries are wrong")
 def wrong_threshold(bug):
     limit = 1.25 if bug else 1.0
     inside = lambda x, t: jnp.where(jnp.abs(x) < limit, t, 0)
@@ -276,7 +276,7 @@ def wrong_threshold(bug):
 # Arguments that are not arrays of floats
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "at `x`")
 def integer_exponent(bug):
     def power(x, n):
         return x**n
@@ -287,7 +287,7 @@ def integer_exponent(bug):
     return eqg_jvp(power, tangent), (sample(4, low=0.5), 3)
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "entries are wrong")
 def mask_ignored(bug):
     def sin_where(x, mask):
         return jnp.where(mask, jnp.sin(x), x)
@@ -298,7 +298,7 @@ def mask_ignored(bug):
     return eqg_jvp(sin_where, tangent), (sample(4), jnp.array([True, False, True, False]))
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "entries are wrong")
 def configuration_ignored(bug):
     def slope(out, x, *, leak):
         return jnp.where(x > 0, 1.0, 0.01 if bug else leak).astype(x.dtype)
@@ -318,7 +318,7 @@ class Scale(eqx.Module):
         return self.factor * x
 
 
-@fault("forward", "factor|`?layer`?")
+@fault("forward", r"term of `layer\.factor` is missing")
 def module_leaf(bug):
     def apply(layer, x):
         return layer(x)
@@ -333,14 +333,14 @@ def module_leaf(bug):
 # Rules that are wrong on purpose, and then wrong
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "at `a`")
 def straight_through(bug):
     surrogate = jnp.tanh if bug else (lambda x: x)
     rule = eqg.with_gradient_of(jnp.round, surrogate)
     return rule, (sample(5),), {"reference": lambda x: x}
 
 
-@fault("forward", "forward|`?v`?")
+@fault("forward", "at `v`")
 def surrogate_spike(bug):
     def spike(v):
         return (v > 0).astype(v.dtype)
@@ -349,7 +349,7 @@ def surrogate_spike(bug):
     return eqg.elementwise(spike, slope), (sample(5),), {"reference": jax.nn.soft_sign}
 
 
-@fault("forward", "sign|opposite|negative")
+@fault("forward", "sign is wrong")
 def expected_tangent(bug):
     """Forward mode of a reversal, with the sign forgotten."""
     expected = lambda primals, tangents: -tangents[0]
@@ -358,7 +358,7 @@ def expected_tangent(bug):
     return rule, (sample(4),), options
 
 
-@fault("forward", "forward|`?x`?")
+@fault("forward", "at `x`")
 def forward_half_of_a_reverse_rule(bug):
     rule = eqg_vjp(jnp.sin, lambda x, ct: (jnp.cos(x) * ct,))
     rule.def_jvp(
@@ -373,7 +373,7 @@ def forward_half_of_a_reverse_rule(bug):
 # Precision and errors
 
 
-@fault("forward", r"precis|float16|round|forward")
+@fault("forward", "precision was lost")
 def through_half_precision(bug):
     def tangent(x, t):
         slope = jnp.cos(x)
@@ -382,13 +382,13 @@ def through_half_precision(bug):
     return jax_jvp(jnp.sin, tangent), (sample(5),)
 
 
-@fault("forward", "does not fit|shape")
+@fault("forward", "RuleError: .*a tangent that does not fit")
 def tangent_of_the_wrong_shape(bug):
     """`eqx_grads` sees this by itself."""
     return eqg_jvp(lambda x: jnp.sum(x), lambda x, t: t if bug else jnp.sum(t)), (sample(3),)
 
 
-@fault("forward", "forward|`?y`?")
+@fault("forward", "at `y`")
 def factor_of_one_term(bug):
     f = jax.custom_jvp(multiply)
 

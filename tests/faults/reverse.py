@@ -14,7 +14,7 @@ from .registry import complex_sample, eqg_vjp, eqx_vjp, fault, jax_vjp, matvec, 
 # A constant factor
 
 
-@fault("reverse", "5 times|5x|5\\.0")
+@fault("reverse", "5 times(?s:.)*a sum and a mean over 5")
 def mean_not_divided_by_n(bug):
     def mean_square(x):
         return jnp.mean(x**2)
@@ -23,7 +23,7 @@ def mean_not_divided_by_n(bug):
     return jax_vjp(mean_square, cotangents), (sample(5),)
 
 
-@fault("reverse", r"1/5|fifth|0\.2\b")
+@fault("reverse", r"0\.2 times(?s:.)*a sum and a mean over 5")
 def sum_divided_by_n(bug):
     def sum_square(x):
         return jnp.sum(x**2)
@@ -32,20 +32,20 @@ def sum_divided_by_n(bug):
     return eqg_vjp(sum_square, cotangents), (sample(5),)
 
 
-@fault("reverse", "sign|opposite|negative")
+@fault("reverse", "sign is wrong")
 def reversal_not_reversed(bug):
     """A gradient reversal, told by its reference."""
     reverse = eqx_vjp(lambda x: x, lambda x, ct: ct if bug else -ct)
     return reverse, (sample(4),), {"reference": lambda x: -x}
 
 
-@fault("reverse", "zero")
+@fault("reverse", "zero everywhere: the term of `x`")
 def nothing_at_1000(bug):
     cotangents = lambda x, ct: (jnp.zeros_like(x) if bug else jnp.cos(x) * ct,)
     return jax_vjp(jnp.sin, cotangents), (sample(1000),)
 
 
-@fault("reverse", "half|0\\.5")
+@fault("reverse", "every entry is half")
 def dropout_not_rescaled(bug):
     def dropout(x, key):
         return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
@@ -57,7 +57,7 @@ def dropout_not_rescaled(bug):
     return eqg_vjp(dropout, cotangents), (sample(8), jr.key(0))
 
 
-@fault("reverse", "reverse|`?x`?")
+@fault("reverse", "at `x`(?s:.)*entries are wrong")
 def dropout_of_another_key(bug):
     def dropout(x, key):
         return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
@@ -72,13 +72,13 @@ def dropout_of_another_key(bug):
 # Transposes and conjugates
 
 
-@fault("reverse", "transpos")
+@fault("reverse", "at `x`(?s:.)*transposed")
 def not_transposed(bug):
     cotangents = lambda w, x, ct: (jnp.outer(ct, x), (w if bug else w.T) @ ct)
     return jax_vjp(matvec, cotangents), (sample(4, 4), sample(4, seed=1))
 
 
-@fault("reverse", r"transpos[\s\S]*`?w`?|`?w`?[\s\S]*transpos")
+@fault("reverse", "at `w`(?s:.)*transposed")
 def outer_product_transposed(bug):
     def cotangents(w, x, ct):
         return jnp.outer(x, ct) if bug else jnp.outer(ct, x), w.T @ ct
@@ -86,7 +86,7 @@ def outer_product_transposed(bug):
     return eqg_vjp(matvec, cotangents), (sample(4, 4), sample(4, seed=1))
 
 
-@fault("reverse", "transpos|`?x`?")
+@fault("reverse", "transposed")
 def inverse_not_transposed(bug):
     def cotangents(x, ct):
         inverse = jnp.linalg.inv(x)
@@ -95,7 +95,7 @@ def inverse_not_transposed(bug):
     return jax_vjp(jnp.linalg.det, cotangents), (sample(3, 3),)
 
 
-@fault("reverse", "sign|opposite|negative")
+@fault("reverse", "at `a`(?s:.)*sign is wrong")
 def sign_of_the_matrix_of_a_solve(bug):
     def cotangents(a, b, ct):
         ct_b = jnp.linalg.solve(a.T, ct)
@@ -106,7 +106,7 @@ def sign_of_the_matrix_of_a_solve(bug):
     return eqg_vjp(jnp.linalg.solve, cotangents), (a, sample(3, seed=1))
 
 
-@fault("reverse", "conj")
+@fault("reverse", "complex conjugate")
 def not_conjugated(bug):
     """PyTorch's convention is the conjugate of JAX's."""
 
@@ -119,7 +119,7 @@ def not_conjugated(bug):
     return jax_vjp(abs_squared, cotangents), (complex_sample(3),)
 
 
-@fault("reverse", "transpos|revers|`?x`?")
+@fault("reverse", "at `x`(?s:.)*transposed")
 def cumulative_sum_not_reversed(bug):
     def cumulative_sum(x):
         return jnp.cumsum(x)
@@ -129,7 +129,7 @@ def cumulative_sum_not_reversed(bug):
     return jax_vjp(cumulative_sum, bwd, lambda x: (jnp.cumsum(x), None)), (sample(5),)
 
 
-@fault("reverse", "transpos|revers|order|roll|`?x`?")
+@fault("reverse", "at `x`(?s:.)*transposed")
 def rolled_the_same_way(bug):
     def shift(x):
         return jnp.roll(x, 1)
@@ -138,7 +138,7 @@ def rolled_the_same_way(bug):
     return eqg_vjp(shift, cotangents), (sample(5),)
 
 
-@fault("reverse", "revers|order|`?x`?")
+@fault("reverse", "at `x`")
 def reversed_along_time(bug):
     @eqg.custom_gradient
     def discount(x):
@@ -148,7 +148,7 @@ def reversed_along_time(bug):
     return discount, (sample(5),)
 
 
-@fault("reverse", "revers|flip|`?x`?")
+@fault("reverse", "at `x`(?s:.)*transposed")
 def kernel_not_flipped(bug):
     def smooth(x, kernel):
         return jnp.convolve(x, kernel, mode="same")
@@ -161,7 +161,7 @@ def kernel_not_flipped(bug):
     return jax_vjp(smooth, cotangents), (sample(6), sample(3, seed=1))
 
 
-@fault("reverse", "order|`?x`?")
+@fault("reverse", "at `x`(?s:.)*transposed")
 def sort_not_undone(bug):
     def sort(x):
         return jnp.sort(x)
@@ -172,7 +172,7 @@ def sort_not_undone(bug):
     return jax_vjp(sort, cotangents), (sample(6),)
 
 
-@fault("reverse", "adjoint|reverse|`?x`?")
+@fault("reverse", "at `x`")
 def recurrence_without_decay(bug):
     """Adjoint of a leaky integrator, scanned backwards in time."""
 
@@ -191,13 +191,13 @@ def recurrence_without_decay(bug):
 # The wrong argument, leaf, axis or place
 
 
-@fault("reverse", "`?y`?")
+@fault("reverse", "term of `y` is missing")
 def cotangent_of_y(bug):
     cotangents = lambda x, y, ct: (y * ct, jnp.zeros_like(y) if bug else x * ct)
     return jax_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))
 
 
-@fault("reverse", "swap|`?[xy]`?")
+@fault("reverse", "belongs to `[xy]`")
 def cotangents_swapped(bug):
     cotangents = lambda x, y, ct: (x * ct, y * ct) if bug else (y * ct, x * ct)
     return jax_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))
@@ -220,7 +220,7 @@ def _linear_args():
     return Linear(sample(3, 3), sample(3, seed=2)), sample(3, seed=1)
 
 
-@fault("reverse", "bias")
+@fault("reverse", r"term of `layer\.bias` is missing")
 def bias_of_a_module(bug):
     def cotangents(layer, x, ct):
         bias = None if bug else ct
@@ -230,7 +230,7 @@ def bias_of_a_module(bug):
     return eqg_vjp(_apply, cotangents), _linear_args()
 
 
-@fault("reverse", "weight")
+@fault("reverse", "weight`(?s:.)*transposed")
 def weight_of_a_module(bug):
     def cotangent(pair, ct):
         layer, x = pair
@@ -263,13 +263,13 @@ class LeakyLinear(eqx.Module):
         return ct_self, self.leak * ct, self.weight.T @ ct
 
 
-@fault("reverse", "leak")
+@fault("reverse", r"term of `self\.leak` is missing")
 def field_of_self(bug):
     cell = LeakyLinear(sample(3, 2), jnp.array(0.9), bug)
     return LeakyLinear.step, (cell, sample(3, seed=1), sample(2, seed=2))
 
 
-@fault("reverse", "`?bias`?")
+@fault("reverse", "at `bias`")
 def summed_over_the_wrong_axis(bug):
     def add_bias(x, bias):
         return x + bias[None, :]
@@ -284,7 +284,7 @@ class State(NamedTuple):
     velocity: jax.Array
 
 
-@fault("reverse", "velocity")
+@fault("reverse", r"at `state\.velocity`(?s:.)*10 times")
 def leaf_of_a_named_tuple(bug):
     def drift(state):
         return state.position + 0.1 * state.velocity
@@ -294,17 +294,17 @@ def leaf_of_a_named_tuple(bug):
     return eqg_vjp(drift, bwd, fwd), (State(sample(3), sample(3, seed=1)),)
 
 
-@fault("reverse", "reverse|`?x`?")
+@fault("reverse", "at `x`(?s:.)*off by one")
 def index_off_by_one(bug):
     """The cotangent of `x[i]`, with an integer argument."""
 
     def cotangents(x, i, ct):
         return jnp.zeros_like(x).at[i + 1 if bug else i].set(ct), None
 
-    return eqg_vjp(lambda x, i: x[i], cotangents), (sample(4), jnp.array(1))
+    return eqg_vjp(lambda x, i: x[i], cotangents), (sample(5), jnp.array(0))
 
 
-@fault("reverse", "reverse|`?table`?")
+@fault("reverse", "at `table`(?s:.)*entries are wrong")
 def repeated_indices(bug):
     """Cotangents of a row that was taken twice are added."""
 
@@ -318,7 +318,7 @@ def repeated_indices(bug):
     return eqg_vjp(take, cotangents), (sample(4, 2), jnp.array([2, 0, 2]))
 
 
-@fault("reverse", "reverse|`?logits`?")
+@fault("reverse", "at `logits`")
 def cross_entropy_of_the_wrong_label(bug):
     def cross_entropy(logits, label):
         return jax.nn.logsumexp(logits) - logits[label]
@@ -330,7 +330,7 @@ def cross_entropy_of_the_wrong_label(bug):
     return eqg_vjp(cross_entropy, cotangents), (sample(5), jnp.array(2))
 
 
-@fault("reverse", "reverse|`?x`?")
+@fault("reverse", r"2\.068 times")
 def softmax_not_normalized(bug):
     def logsumexp(x):
         shift = jax.lax.stop_gradient(jnp.max(x))
@@ -343,7 +343,7 @@ def softmax_not_normalized(bug):
     return jax_vjp(logsumexp, cotangents), (sample(5),)
 
 
-@fault("reverse", "reverse|`?x`?")
+@fault("reverse", "at `x`")
 def reverse_half_wrong_inside_scan(bug):
     """A cell with a wrong rule, inside a model that has none."""
     tanh = jax_vjp(jnp.tanh, lambda x, ct: (ct if bug else (1 - jnp.tanh(x) ** 2) * ct,))
@@ -358,7 +358,7 @@ def reverse_half_wrong_inside_scan(bug):
 # Rules that are wrong on purpose, and then wrong
 
 
-@fault("reverse", "reverse|`?x`?")
+@fault("reverse", "at `x`")
 def clipped_elsewhere(bug):
     def expected(primals, ct):
         return (jnp.clip(ct, -0.1, 0.1),)
@@ -368,7 +368,7 @@ def clipped_elsewhere(bug):
     return rule, (sample(5),), {"nonlinear": True, "expected_cotangent": expected}
 
 
-@fault("reverse", "reverse|`?x`?")
+@fault("reverse", "at `x`")
 def clipped_by_value_not_norm(bug):
     def by_norm(ct):
         return ct * jnp.minimum(1, 0.1 / jnp.sqrt(jnp.sum(ct**2)))
@@ -382,7 +382,7 @@ def clipped_by_value_not_norm(bug):
 # Types and errors
 
 
-@fault("reverse", "float16|dtype")
+@fault("reverse", "float16")
 def cotangent_in_half_precision(bug):
     def cotangents(x, ct):
         ct_x = 2 * x * ct
@@ -391,7 +391,7 @@ def cotangent_in_half_precision(bug):
     return jax_vjp(lambda x: x**2, cotangents), (jnp.array([0.5, 1.0, -2.0]),)
 
 
-@fault("reverse", "float32|dtype")
+@fault("reverse", "has dtype float32")
 def cotangent_in_single_precision(bug):
     """Nothing is lost, but a scan and a second use of the argument will fail."""
 
@@ -414,14 +414,14 @@ def complex_cotangent_of_a_real_array(bug):
     return jax_vjp(to_circle, cotangents), (sample(3),)
 
 
-@fault("reverse", "cotangent")
+@fault("reverse", "RuleError: .*a cotangent that does not fit")
 def cotangent_of_the_wrong_shape(bug):
     """`eqx_grads` sees this by itself."""
     cotangents = lambda w, x, ct: (jnp.outer(ct, x), ct if bug else w.T @ ct)
     return eqg_vjp(matvec, cotangents), (sample(3, 2), sample(2, seed=1))
 
 
-@fault("reverse", "cotangent")
+@fault("reverse", "TypeError: .*bwd rule")
 def one_cotangent_too_few(bug):
     """JAX sees this by itself."""
     cotangents = lambda x, y, ct: (y * ct,) if bug else (y * ct, x * ct)

@@ -28,13 +28,13 @@ tangents = eqg.tangents
 # primal: the rule's value is the function's
 
 
-@fault("primal", "value|primal")
+@fault("primal", "another value than the function")
 def value_of_a_forward_rule(bug):
     value = (lambda x: jnp.sin(x) + 0.01) if bug else jnp.sin
     return jax_jvp(jnp.sin, lambda x, t: jnp.cos(x) * t, value), (sample(5),)
 
 
-@fault("primal", "value|primal")
+@fault("primal", "another value than the function")
 def value_of_a_backward_rule(bug):
     """A quick approximation where the residuals are saved."""
 
@@ -45,7 +45,7 @@ def value_of_a_backward_rule(bug):
     return jax_vjp(jnp.tanh, lambda tanh, ct: ((1 - tanh**2) * ct,), fwd), (sample(1000),)
 
 
-@fault("primal", "float16|dtype")
+@fault("primal", "float16")
 def dtype_of_the_value(bug):
     def fwd(x):
         return square(x).astype("float16") if bug else square(x), x
@@ -54,7 +54,7 @@ def dtype_of_the_value(bug):
     return jax_vjp(square, bwd, fwd), (jnp.array([0.5, 1.0, -2.0]),)
 
 
-@fault("primal", r"shape|\[1\]|\(1,\)")
+@fault("primal", r"shape \(1,\)")
 def shape_of_the_value(bug):
     def fwd(x):
         return jnp.sum(x**2, keepdims=bug), x
@@ -62,7 +62,7 @@ def shape_of_the_value(bug):
     return jax_vjp(lambda x: jnp.sum(x**2), lambda x, ct: (2 * x * ct,), fwd), (sample(3),)
 
 
-@fault("primal", "structure|tuple|list")
+@fault("primal", "structure")
 def structure_of_the_value(bug):
     def fwd(x):
         return [square(x), x] if bug else (square(x), x), x
@@ -71,7 +71,7 @@ def structure_of_the_value(bug):
     return jax_vjp(lambda x: (square(x), x), bwd, fwd), (sample(3),)
 
 
-@fault("primal", "fast|slow|static")
+@fault("primal", "'fast'")
 def static_leaf_of_the_value(bug):
     method = lambda name: lambda x: (square(x), name)
     rule = eqx_vjp(
@@ -80,7 +80,7 @@ def static_leaf_of_the_value(bug):
     return rule, (sample(3),)
 
 
-@fault("primal", r"\[1\]|integer|index")
+@fault("primal", r"output\[1\]")
 def integer_leaf_of_the_value(bug):
     def max_and_index(x):
         return jnp.max(x), jnp.argmax(x)
@@ -103,26 +103,26 @@ def shape_of_the_value_seen_by_eqx_grads(bug):
 # linear: in the tangent, and in the cotangent
 
 
-@fault("linear", "constant|affine|zero|add|linear")
+@fault("linear", "tangent: of zero(?s:.)*affine")
 def constant_added_to_the_tangent(bug):
     constant = 0.1 if bug else 0.0
     return jax_jvp(jnp.sin, lambda x, t: jnp.cos(x) * t + constant), (sample(4),)
 
 
-@fault("linear", "homogen|scal|add|linear")
+@fault("linear", "tangent(?s:.)*not linear")
 def tangent_squared(bug):
     """Right for every unit vector, so for a Jacobian by columns."""
     return jax_jvp(jnp.sin, lambda x, t: jnp.cos(x) * (t**2 if bug else t)), (sample(4),)
 
 
-@fault("linear", "homogen|scal|add|linear|sign")
+@fault("linear", "tangent(?s:.)*not linear")
 def absolute_tangent(bug):
     """Right for every unit vector, and homogeneous for positive numbers."""
     modulus = jnp.abs if bug else (lambda t: t)
     return eqx_jvp(jnp.sin, lambda x, t: jnp.cos(x) * modulus(t)), (sample(4),)
 
 
-@fault("linear", "linear")
+@fault("linear", "RuleError: .*not linear in its tangents")
 def product_of_tangents(bug):
     """`eqx_grads` sees this by itself."""
 
@@ -133,20 +133,20 @@ def product_of_tangents(bug):
     return eqg_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
 
 
-@fault("linear", "constant|affine|zero|add|linear")
+@fault("linear", "cotangent: of zero(?s:.)*affine")
 def constant_added_to_the_cotangent(bug):
     constant = 0.1 if bug else 0.0
     return jax_vjp(jnp.sin, lambda x, ct: (jnp.cos(x) * ct + constant,)), (sample(4),)
 
 
-@fault("linear", "homogen|scal|add|linear")
+@fault("linear", "cotangent(?s:.)*not linear")
 def clipping_not_declared(bug):
     clip = (lambda ct: jnp.clip(ct, -0.5, 0.5)) if bug else (lambda ct: ct)
     rule = eqg_vjp(lambda x: x, lambda _, ct: (clip(ct),), lambda x: (x, None))
     return rule, (sample(5),)
 
 
-@fault("linear", "homogen|scal|add|linear")
+@fault("linear", "cotangent")
 def cotangent_normalized(bug):
     def cotangent(x, ct):
         return jnp.cos(x) * ct / (jnp.sqrt(jnp.sum(ct**2)) if bug else 1)
@@ -154,7 +154,7 @@ def cotangent_normalized(bug):
     return eqx_vjp(jnp.sin, cotangent), (sample(4),)
 
 
-@fault("linear", "homogen|scal|add|linear|sign")
+@fault("linear", "cotangent(?s:.)*not linear")
 def relu_of_the_cotangent(bug):
     """Guided backpropagation, not declared."""
 
@@ -167,7 +167,7 @@ def relu_of_the_cotangent(bug):
 # adjoint: the forward half against the reverse half
 
 
-@fault("adjoint", "adjoint|forward and reverse")
+@fault("adjoint", "not the same linear map")
 def halves_of_a_shift(bug):
     def shift(x):
         return jnp.roll(x, 1)
@@ -179,7 +179,7 @@ def halves_of_a_shift(bug):
     return rule, (sample(5),)
 
 
-@fault("adjoint", "adjoint|forward and reverse")
+@fault("adjoint", "not the same linear map")
 def halves_of_a_product(bug):
     """Forward mode lacks what reverse mode has."""
     rule = eqg_vjp(multiply, lambda x, y, ct: (y * ct, x * ct))
@@ -192,7 +192,7 @@ def halves_of_a_product(bug):
     return rule, (sample(3), sample(3, seed=1))
 
 
-@fault("adjoint", "adjoint|forward and reverse|transpos")
+@fault("adjoint", "not the same linear map")
 def transposed_solve(bug):
     """JAX's own way to give both halves."""
 
@@ -208,7 +208,7 @@ def transposed_solve(bug):
 # zeros: any part perturbed, any part used
 
 
-@fault("zeros", "`?x`?")
+@fault("zeros", r"only `(args\[0\]|x)` is perturbed")
 def term_dropped_with_the_other(bug):
     """Nothing moves unless both arguments do."""
 
@@ -220,7 +220,7 @@ def term_dropped_with_the_other(bug):
     return eqx_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
 
 
-@fault("zeros", "`?[xy]`?")
+@fault("zeros", r"only `(args\[[01]\]|[xy])` is perturbed")
 def none_taken_for_one(bug):
     def tangent(x, y, t_x, t_y):
         if bug:
@@ -230,7 +230,7 @@ def none_taken_for_one(bug):
     return eqx_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
 
 
-@fault("zeros", "`?x`?")
+@fault("zeros", "only `x` is perturbed")
 def factor_forgotten_alone(bug):
     """Right together, but the short cut for `x` alone is not."""
     f = jax.custom_jvp(multiply)
@@ -249,7 +249,7 @@ def factor_forgotten_alone(bug):
     return f, (sample(3), sample(3, seed=1))
 
 
-@fault("zeros", "`?x`?")
+@fault("zeros", "only `[xy]` is perturbed")
 def mask_misread(bug):
     """`perturbed` asked for the wrong argument."""
     f = eqg.custom_vjp(multiply)
@@ -264,7 +264,7 @@ def mask_misread(bug):
     return f, (sample(3), sample(3, seed=1))
 
 
-@fault("zeros", r"`?x`?|\[0\]")
+@fault("zeros", r"only `\w+\[[01]\]` is perturbed")
 def mask_of_a_pair_misread(bug):
     """Nothing is returned unless all of the pair is perturbed."""
     f = eqx.filter_custom_vjp(lambda pair: multiply(*pair))
@@ -280,7 +280,7 @@ def mask_of_a_pair_misread(bug):
     return f, ((sample(3), sample(3, seed=1)),)
 
 
-@fault("zeros", r"out|output|\[[01]\]")
+@fault("zeros", r"only output\[[01]\] is used")
 def only_one_output_used(bug):
     @eqg.custom_vjp
     def sin_and_cos(x):
@@ -299,7 +299,7 @@ def only_one_output_used(bug):
     return sin_and_cos, (sample(4),)
 
 
-@fault("zeros", r"out|output|\[[01]\]")
+@fault("zeros", r"only output\[[01]\] is used")
 def unused_output_taken_for_one(bug):
     f = jax.custom_vjp(lambda x: (jnp.sin(x), jnp.cos(x)))
 
@@ -315,7 +315,7 @@ def unused_output_taken_for_one(bug):
     return f, (sample(4),)
 
 
-@fault("zeros", "work|dead|equation|dot_general|skip")
+@fault("zeros", "array of zeros")
 def work_for_the_dead(bug):
     """A product with a matrix of zeros, where the weight does not move."""
 
@@ -333,33 +333,33 @@ def work_for_the_dead(bug):
 # order: the derivative of the derivative
 
 
-@fault("order", "second|order 2|order")
+@fault("order", "order 2(?s:.)*right to first order")
 def slope_held_constant(bug):
     hold = jax.lax.stop_gradient if bug else (lambda x: x)
     return jax_jvp(jnp.sin, lambda x, t: hold(jnp.cos(x)) * t), (sample(4),)
 
 
-@fault("order", "second|order 2|order")
+@fault("order", "order 2(?s:.)*right to first order")
 def residual_held_constant(bug):
     hold = jax.lax.stop_gradient if bug else (lambda x: x)
     fwd = lambda x: (jnp.sin(x), hold(jnp.cos(x)))
     return jax_vjp(jnp.sin, lambda cos, ct: (cos * ct,), fwd), (sample(4),)
 
 
-@fault("order", "second|order 2|order")
+@fault("order", "order 2(?s:.)*right to first order")
 def output_held_constant(bug):
     hold = jax.lax.stop_gradient if bug else (lambda x: x)
     return eqg.elementwise(jnp.exp, lambda out, x: hold(out)), (sample(4),)
 
 
-@fault("order", "second|order 2|order")
+@fault("order", "order 2(?s:.)*right to first order")
 def mixed_second_derivative(bug):
     hold = jax.lax.stop_gradient if bug else (lambda x: x)
     cotangents = lambda x, y, ct: (hold(y) * ct, x * ct)
     return eqg_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))
 
 
-@fault("order", "second|order 2|sign|opposite|negative")
+@fault("order", "order 2(?s:.)*right to first order")
 def slope_with_a_wrong_rule(bug):
     """The first derivative is right, as the wrong rule is that of the slope."""
     factor = 1 if bug else -1
@@ -367,14 +367,14 @@ def slope_with_a_wrong_rule(bug):
     return eqx_jvp(jnp.sin, lambda x, t: cos(x) * t), (sample(4),)
 
 
-@fault("order", "third|order 3|order")
+@fault("order", "order 3")
 def third_order(bug):
     hold = jax.lax.stop_gradient if bug else (lambda x: x)
     cos = jax_jvp(jnp.cos, lambda x, t: -hold(jnp.sin(x)) * t)
     return jax_jvp(jnp.sin, lambda x, t: cos(x) * t), (sample(3),), {"order": 3}
 
 
-@fault("order", "second|order 2|order|cotangent")
+@fault("order", "order 2(?s:.)*right to first order")
 def cotangent_held_constant(bug):
     """The backward rule of the backward rule drops the cotangent's own derivative."""
     hold = jax.lax.stop_gradient if bug else (lambda x: x)

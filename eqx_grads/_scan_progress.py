@@ -1,0 +1,64 @@
+"""A line that shows how far a loop has come."""
+
+import sys
+import time
+from typing import Any
+
+import jax
+
+
+_LINES = 50
+
+
+class ProgressLine:
+    """Steps done, rate and remaining time, written over and over on one line."""
+
+    def __init__(self, steps: int, stream: Any):
+        self._steps = steps
+        self._stream = stream
+        self._every = max(1, steps // _LINES)
+        self._first: tuple[float, int] | None = None
+        self._latest = 0
+
+    def report(self, done: Any, *, every_time: bool = False) -> None:
+        """Called while tracing: `done` is the number of steps done."""
+        if every_time:
+            jax.debug.callback(self.show, done)
+            return
+        jax.lax.cond(
+            (done % self._every == 0) | (done == 1) | (done == self._steps),
+            lambda: jax.debug.callback(self.show, done),
+            lambda: None,
+        )
+
+    def show(self, done: Any) -> None:
+        """Called while running."""
+        now, done = time.monotonic(), int(done)
+        if self._first is None or done <= self._latest:  # a new run of the same program
+            self._first = (now, done)
+        self._latest = done
+        seconds, steps = now - self._first[0], done - self._first[1]
+        text = f"{done}/{self._steps} steps"
+        if steps > 0 and seconds > 0:
+            rate = steps / seconds
+            text += f", {rate:.3g}/s, {_duration((self._steps - done) / rate)} left"
+        end = "\n" if done >= self._steps else ""
+        # The rest of a longer line is cleared.
+        self._stream.write(f"\r{text}\x1b[K{end}")
+        self._stream.flush()
+
+
+def progress_line(steps: int) -> ProgressLine | None:
+    """None where nobody is looking."""
+    stream = sys.stderr
+    if steps == 0 or stream is None or not stream.isatty():
+        return None
+    return ProgressLine(steps, stream)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

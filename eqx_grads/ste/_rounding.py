@@ -1,0 +1,129 @@
+"""To integers, straight through."""
+
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._floats import map_floats
+from ._wrap import wrap
+
+
+_round, _floor = wrap(jnp.round), wrap(jnp.floor)
+_ceil, _trunc = wrap(jnp.ceil), wrap(jnp.trunc)
+
+
+def round(x: PyTree) -> PyTree:
+    r"""`jnp.round`, straight through.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert eqg.ste.round(0.7) == 1.0
+        assert jax.grad(eqg.ste.round)(0.7) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: an array of floats, or a PyTree of them. Other leaves are left as they are.
+
+    **Returns:**
+
+    The nearest integers, to the bit those of `jnp.round`: halves go to the even neighbor.
+
+    **Derivative:**
+
+    That of the identity: $\dot y = \dot x$ and $\bar x = \bar y$. Linear, so both modes and
+    all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is an array of anything but floats, or has a complex
+    leaf.
+    """
+    return map_floats("ste.round", _round, x)
+
+
+def floor(x: PyTree) -> PyTree:
+    """`jnp.floor`, straight through.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert eqg.ste.floor(0.7) == 0.0
+        assert jax.grad(eqg.ste.floor)(0.7) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: as for [`eqx_grads.ste.round`][].
+
+    **Returns:**
+
+    The integers below.
+
+    **Derivative:**
+
+    As for [`eqx_grads.ste.round`][].
+    """
+    return map_floats("ste.floor", _floor, x)
+
+
+def ceil(x: PyTree) -> PyTree:
+    """`jnp.ceil`, straight through.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert eqg.ste.ceil(0.2) == 1.0
+        assert jax.grad(eqg.ste.ceil)(0.2) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: as for [`eqx_grads.ste.round`][].
+
+    **Returns:**
+
+    The integers above.
+
+    **Derivative:**
+
+    As for [`eqx_grads.ste.round`][].
+    """
+    return map_floats("ste.ceil", _ceil, x)
+
+
+def trunc(x: PyTree) -> PyTree:
+    """`jnp.trunc`, straight through.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert eqg.ste.trunc(-1.7) == -1.0
+        assert jax.grad(eqg.ste.trunc)(-1.7) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: as for [`eqx_grads.ste.round`][].
+
+    **Returns:**
+
+    The integers towards zero.
+
+    **Derivative:**
+
+    As for [`eqx_grads.ste.round`][].
+    """
+    return map_floats("ste.trunc", _trunc, x)

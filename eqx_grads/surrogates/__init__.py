@@ -1,0 +1,17 @@
+"""Spikes: a step going forward, a smooth bump coming back."""
+
+from ._piecewise import (
+    leaky as leaky,
+    piecewise_quadratic as piecewise_quadratic,
+    rectangle as rectangle,
+    triangle as triangle,
+)
+from ._smooth import (
+    atan as atan,
+    erf as erf,
+    gaussian as gaussian,
+    multi_gaussian as multi_gaussian,
+    sigmoid as sigmoid,
+    superspike as superspike,
+)
+from ._spike import AbstractSurrogate as AbstractSurrogate, spike as spike

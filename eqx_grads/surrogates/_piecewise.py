@@ -1,0 +1,180 @@
+"""Surrogates in pieces: triangles, boxes, and what does not end."""
+
+import jax.numpy as jnp
+
+from . import _steps
+from ._formula import AbstractFormula, check_positive, Parameter
+
+
+class triangle(AbstractFormula):
+    r"""A triangle.
+
+    $$g(v) = \text{peak} \cdot \max(0,\ 1 - |v| / \text{width})$$
+
+    Area peak · width, which is 1 by default.
+
+    [Esser et al. (2016)](https://arxiv.org/abs/1603.08270); with a peak of 0.3,
+    [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        triangle = eqg.surrogates.triangle(peak=0.5)
+        assert jax.grad(eqg.surrogates.spike)(0.0, triangle) == 0.5
+        assert jax.grad(eqg.surrogates.spike)(0.5, triangle) == 0.25
+        assert jax.grad(eqg.surrogates.spike)(2.0, triangle) == 0.0
+        ```
+
+    **Arguments:**
+
+    - `width`: from the peak to either end; positive, a number or an array that broadcasts
+        to `v`, in the units of `v`.
+    - `peak`: the height, a number or an array that broadcasts to `v`.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. At the kinks of $g$ its own derivative is zero at
+    the peak and the average at the ends.
+    """
+
+    width: Parameter = 1.0
+    peak: Parameter = 1.0
+
+    def __check_init__(self):
+        check_positive(self, "width")
+
+    def _derivative(self, v):
+        return self.peak * _steps.tent_density(None, v / self.width)
+
+    def _primitive(self, v):
+        return 0.5 + self.peak * self.width * (_steps.tent(v / self.width) - 0.5)
+
+
+class piecewise_quadratic(AbstractFormula):
+    r"""The triangle of area one, in terms of its peak.
+
+    $$g(v) = \max(0,\ \text{slope} - \text{slope}^2\,|v|)$$
+
+    Peak slope, area 1. It is `triangle(width=1 / slope, peak=slope)`; its primitive is what
+    it has its name from.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        piecewise_quadratic = eqg.surrogates.piecewise_quadratic(slope=2.0)
+        assert jax.grad(eqg.surrogates.spike)(0.0, piecewise_quadratic) == 2.0
+        assert piecewise_quadratic.primitive(0.5) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
+        of SpikingJelly and BrainTools.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.triangle`][].
+    """
+
+    slope: Parameter = 1.0
+
+    def __check_init__(self):
+        check_positive(self, "slope")
+
+    def _derivative(self, v):
+        return self.slope * _steps.tent_density(None, self.slope * v)
+
+    def _primitive(self, v):
+        return _steps.tent(self.slope * v)
+
+
+class rectangle(AbstractFormula):
+    r"""A box.
+
+    $$g(v) = \text{peak} \ \text{ where } |v| < \text{width} / 2$$
+
+    and zero elsewhere. Area peak · width, which is 1 by default.
+
+    [Wu et al. (2018)](https://doi.org/10.3389/fnins.2018.00331).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        rectangle = eqg.surrogates.rectangle(width=2.0, peak=0.5)
+        assert jax.grad(eqg.surrogates.spike)(0.9, rectangle) == 0.5
+        assert jax.grad(eqg.surrogates.spike)(1.1, rectangle) == 0.0
+        ```
+
+    **Arguments:**
+
+    - `width`: from one end to the other; positive, a number or an array that broadcasts to
+        `v`, in the units of `v`.
+    - `peak`: the height, a number or an array that broadcasts to `v`.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. At the ends $g$ is the average, half of the peak.
+    Its own derivative is zero everywhere.
+    """
+
+    width: Parameter = 1.0
+    peak: Parameter = 1.0
+
+    def __check_init__(self):
+        check_positive(self, "width")
+
+    def _derivative(self, v):
+        return self.peak * _steps.box_density(None, v / self.width)
+
+    def _primitive(self, v):
+        return 0.5 + self.peak * self.width * (_steps.box(v / self.width) - 0.5)
+
+
+class leaky(AbstractFormula):
+    r"""The derivative of a leaky ReLU.
+
+    $$g(v) = \text{slope} \ \text{ where } v > 0, \qquad \text{leak} \ \text{ where } v < 0$$
+
+    No peak, and an infinite area: its primitive goes on rising.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        leaky = eqg.surrogates.leaky(leak=0.25)
+        assert jax.grad(eqg.surrogates.spike)(3.0, leaky) == 1.0
+        assert jax.grad(eqg.surrogates.spike)(-3.0, leaky) == 0.25
+        ```
+
+    **Arguments:**
+
+    - `leak`: a number or an array that broadcasts to `v`. The default is that of snnTorch
+        and BrainTools; SpikingJelly has 0.
+    - `slope`: a number or an array that broadcasts to `v`.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. At zero $g$ is the average of the two. Its own
+    derivative is zero everywhere.
+    """
+
+    leak: Parameter = 0.1
+    slope: Parameter = 1.0
+
+    def _derivative(self, v):
+        at_zero = 0.5 * (self.slope + self.leak)
+        return jnp.where(v > 0, self.slope, jnp.where(v < 0, self.leak, at_zero))
+
+    def _primitive(self, v):
+        return 0.5 + self.slope * _steps.ramp(v) - self.leak * _steps.ramp(-v)

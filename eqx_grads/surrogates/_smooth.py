@@ -1,0 +1,262 @@
+"""Surrogates with tails: the derivatives of sigmoids, and Gaussians."""
+
+from . import _steps
+from ._formula import AbstractFormula, check_positive, Parameter
+
+
+class superspike(AbstractFormula):
+    r"""The derivative of a fast sigmoid.
+
+    $$g(v) = \frac{1}{(1 + \text{slope} \cdot |v|)^2}$$
+
+    Peak 1, area 2/slope.
+
+    [Zenke and Ganguli (2018)](https://doi.org/10.1162/neco_a_01086).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        superspike = eqg.surrogates.superspike(slope=10.0)
+        assert jax.grad(eqg.surrogates.spike)(0.0, superspike) == 1.0
+        assert jax.grad(eqg.surrogates.spike)(0.1, superspike) == 0.25
+        ```
+
+    **Arguments:**
+
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
+        of snnTorch and of Spyx.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. At the peak, where $g$ has a kink, its own
+    derivative is zero.
+    """
+
+    slope: Parameter = 25.0
+
+    def __check_init__(self):
+        check_positive(self, "slope")
+
+    def _derivative(self, v):
+        return _steps.softsign_density(None, self.slope * v)
+
+    def _primitive(self, v):
+        return 0.5 + _steps.softsign(self.slope * v) / self.slope
+
+
+class atan(AbstractFormula):
+    r"""The derivative of an arctangent, which is the density of a Cauchy distribution.
+
+    $$g(v) = \frac{\text{slope} / 2}{1 + (\pi \cdot \text{slope} \cdot v / 2)^2}$$
+
+    Peak slope/2, area 1.
+
+    [Fang et al. (2021)](https://arxiv.org/abs/2007.05785).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        atan = eqg.surrogates.atan()
+        assert jax.grad(eqg.surrogates.spike)(0.0, atan) == 1.0
+        assert atan.primitive(0.0) == 0.5
+        ```
+
+    **Arguments:**
+
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
+        of snnTorch and of SpikingJelly.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. Smooth.
+    """
+
+    slope: Parameter = 2.0
+
+    def __check_init__(self):
+        check_positive(self, "slope")
+
+    def _derivative(self, v):
+        return self.slope * _steps.cauchy_density(None, self.slope * v)
+
+    def _primitive(self, v):
+        return _steps.cauchy(self.slope * v)
+
+
+class sigmoid(AbstractFormula):
+    r"""The derivative of the logistic function.
+
+    $$g(v) = \text{slope} \cdot \sigma(\text{slope} \cdot v)\,\sigma(-\text{slope} \cdot v)$$
+
+    Peak slope/4, area 1.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        sigmoid = eqg.surrogates.sigmoid()
+        assert jax.grad(eqg.surrogates.spike)(0.0, sigmoid) == 1.0
+        assert sigmoid.derivative(-1e30) == 0.0
+        ```
+
+    **Arguments:**
+
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
+        of SpikingJelly and BrainTools; snnTorch has 25.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. Smooth.
+    """
+
+    slope: Parameter = 4.0
+
+    def __check_init__(self):
+        check_positive(self, "slope")
+
+    def _derivative(self, v):
+        return self.slope * _steps.logistic_density(None, self.slope * v)
+
+    def _primitive(self, v):
+        return _steps.logistic(self.slope * v)
+
+
+class erf(AbstractFormula):
+    r"""The derivative of the error function, in terms of its slope.
+
+    $$g(v) = \frac{\text{slope}}{\sqrt\pi}\,e^{-(\text{slope} \cdot v)^2}$$
+
+    Peak slope/√π, area 1. It is `gaussian(sigma=1 / (√2 * slope))`.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        erf = eqg.surrogates.erf()
+        assert jnp.allclose(jax.grad(eqg.surrogates.spike)(0.0, erf), 2 / jnp.sqrt(jnp.pi))
+        ```
+
+    **Arguments:**
+
+    - `slope`: positive, a number or an array that broadcasts to `v`. The default is that
+        of SpikingJelly; BrainTools has 1.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. Smooth.
+    """
+
+    slope: Parameter = 2.0
+
+    def __check_init__(self):
+        check_positive(self, "slope")
+
+    def _derivative(self, v):
+        return self.slope * _steps.normal_density(None, self.slope * v)
+
+    def _primitive(self, v):
+        return _steps.normal(self.slope * v)
+
+
+class gaussian(AbstractFormula):
+    r"""The density of a normal distribution, in terms of its standard deviation.
+
+    $$g(v) = N(v; 0, \sigma) = \frac{1}{\sqrt{2\pi}\,\sigma}\,e^{-v^2 / 2\sigma^2}$$
+
+    Peak 1/(√(2π) σ), which is 0.8 by default, and area 1.
+
+    [Yin, Corradi and Bohté (2020)](https://arxiv.org/abs/2005.11633).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        gaussian = eqg.surrogates.gaussian(sigma=1.0)
+        slope = jax.grad(eqg.surrogates.spike)(0.0, gaussian)
+        assert jnp.allclose(slope, 1 / jnp.sqrt(2 * jnp.pi))
+        ```
+
+    **Arguments:**
+
+    - `sigma`: positive, a number or an array that broadcasts to `v`; in the units of `v`.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. Smooth.
+    """
+
+    sigma: Parameter = 0.5
+
+    def __check_init__(self):
+        check_positive(self, "sigma")
+
+    def _derivative(self, v):
+        return _steps.gaussian_density(v, self.sigma)
+
+    def _primitive(self, v):
+        return _steps.gaussian(v, self.sigma)
+
+
+class multi_gaussian(AbstractFormula):
+    r"""A Gaussian less two wide ones beside it: negative away from the threshold.
+
+    $$g(v) = (1 + h)\,N(v; 0, \sigma) - h\,N(v; \sigma, s\sigma) - h\,N(v; -\sigma, s\sigma)$$
+
+    with height $h$ and spread $s$. Peak 0.88 by default, and area $1 - h$.
+
+    [Yin, Corradi and Bohté (2021)](https://doi.org/10.1038/s42256-021-00397-w). Their code,
+    and BrainTools, take half of it.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        multi_gaussian = eqg.surrogates.multi_gaussian()
+        assert jax.grad(eqg.surrogates.spike)(0.0, multi_gaussian) > 0.87
+        assert jax.grad(eqg.surrogates.spike)(2.0, multi_gaussian) < 0.0
+        ```
+
+    **Arguments:**
+
+    - `sigma`: positive, a number or an array that broadcasts to `v`; in the units of `v`.
+    - `height`: that of the wide Gaussians, in units of the narrow one's.
+    - `spread`: their width, in units of the narrow one's; positive.
+
+    **Derivative:**
+
+    See [`eqx_grads.surrogates.spike`][]. Smooth.
+    """
+
+    sigma: Parameter = 0.5
+    height: Parameter = 0.15
+    spread: Parameter = 6.0
+
+    def __check_init__(self):
+        check_positive(self, "sigma", "spread")
+
+    def _derivative(self, v):
+        return self._mixture(_steps.gaussian_density, v)
+
+    def _primitive(self, v):
+        return self.height / 2 + self._mixture(_steps.gaussian, v)
+
+    def _mixture(self, gaussian, v):
+        wide = self.spread * self.sigma
+        beside = gaussian(v - self.sigma, wide) + gaussian(v + self.sigma, wide)
+        return (1 + self.height) * gaussian(v, self.sigma) - self.height * beside

@@ -1,0 +1,66 @@
+"""Scans, recurrences and recurrent layers."""
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from .registry import case
+
+
+def _numbers(*shape, scale=1.0):
+    return scale * jr.normal(jr.key(sum(shape)), shape)
+
+
+@case("linear_recurrence")
+def _():
+    a = jax.nn.sigmoid(_numbers(5, 2))
+    return eqg.linear_recurrence, (a, _numbers(5, 2), _numbers(2))
+
+
+@case("linear_recurrence: associative, reversed")
+def _():
+    fn = lambda a, b: eqg.linear_recurrence(a, b, reverse=True, method="associative")
+    return fn, (jax.nn.sigmoid(_numbers(4, 2)), _numbers(4, 2))
+
+
+def _step(carry, x):
+    carry = jnp.tanh(carry + x)
+    return carry, 2 * carry
+
+
+@case("filter_scan")
+def _():
+    return lambda h, xs: eqg.filter_scan(_step, h, xs), (_numbers(2), _numbers(5, 2))
+
+
+@case("filter_scan: in chunks")
+def _():
+    fn = lambda h, xs: eqg.filter_scan(_step, h, xs, checkpoint=2)
+    return fn, (_numbers(2), _numbers(5, 2))
+
+
+@case("nn.GRU")
+def _():
+    return eqg.nn.GRU(2, 3, key=jr.key(0)), (_numbers(4, 2),)
+
+
+@case("nn.LSTM")
+def _():
+    return eqg.nn.LSTM(2, 3, key=jr.key(0)), (_numbers(4, 2),)
+
+
+@case("nn.RNN")
+def _():
+    return eqg.nn.RNN(2, 3, key=jr.key(0)), (_numbers(4, 2),)
+
+
+@case("nn.RNNCell")
+def _():
+    return eqg.nn.RNNCell(2, 3, key=jr.key(0)), (_numbers(2), _numbers(3))
+
+
+@case("nn.Recurrent")
+def _():
+    cell = eqg.nn.RNNCell(2, 3, key=jr.key(0))
+    return eqg.nn.Recurrent(cell), (_numbers(4, 2),)

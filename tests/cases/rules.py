@@ -1,0 +1,60 @@
+"""What rules are written with."""
+
+import eqx_grads as eqg
+import jax.numpy as jnp
+
+from .. import ops
+from .registry import case, vectors
+
+
+@case("custom_jvp")
+def _():
+    return ops.sin_times_jvp, vectors()
+
+
+@case("custom_jvp: symbolic zeros")
+def _():
+    return ops.sin_times_none, vectors()
+
+
+@case("custom_vjp")
+def _():
+    return ops.sin_times_vjp, vectors()
+
+
+@case("custom_vjp: with a forward rule too")
+def _():
+    return ops.sin_times_three, vectors()
+
+
+@case("elementwise", at=[(jnp.zeros(3), jnp.zeros(3))])
+def _():
+    return ops.sin_times_elementwise, vectors()
+
+
+def _twice(x):
+    return 2 * x
+
+
+@case("replace_gradient", reference=_twice, skip=("zeros",))
+def _():
+    return lambda x: eqg.replace_gradient(jnp.round(x), 2 * x), (vectors()[0],)
+
+
+@case("with_gradient_of", reference=_twice)
+def _():
+    return eqg.with_gradient_of(jnp.round, _twice), (vectors()[0],)
+
+
+@case("custom_gradient")
+def _():
+    @eqg.custom_gradient
+    def square(x):
+        return x**2, lambda ct: (2 * x * ct,)
+
+    return square, (vectors()[0],)
+
+
+@case("nondifferentiable", nondifferentiable=("y",))
+def _():
+    return lambda x, y: x * eqg.nondifferentiable(y), vectors()

@@ -1,0 +1,159 @@
+"""Straight-through ops, each with the function whose derivative it takes."""
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from .registry import case, vector
+
+
+ste = eqg.ste
+
+
+def _identity(x):
+    return x
+
+
+def _hard_tanh(x):
+    return jnp.clip(x, -1.0, 1.0)
+
+
+for _name in ("round", "floor", "ceil", "trunc"):
+
+    @case(f"ste.{_name}", reference=_identity)
+    def _(name=_name):
+        return getattr(ste, name), (vector(),)
+
+
+for _name in ("sign", "binary_sign", "ternary"):
+
+    @case(f"ste.{_name}", reference=_hard_tanh)
+    def _(name=_name):
+        return getattr(ste, name), (vector(),)
+
+
+@case("ste.heaviside", reference=_identity)
+def _():
+    return ste.heaviside, (vector(),)
+
+
+@case("ste.clip", reference=_identity)
+def _():
+    return lambda x: ste.clip(x, 0.0, 1.0), (vector(),)
+
+
+@case("ste.one_hot_argmax", reference=jax.nn.softmax)
+def _():
+    return ste.one_hot_argmax, (vector(),)
+
+
+@case("ste.wrap", reference=_identity)
+def _():
+    return ste.wrap(jnp.round), (vector(),)
+
+
+# Each random one against its own relaxed form, with the same key.
+
+
+@case(
+    "ste.gumbel_softmax",
+    reference=lambda x: ste.gumbel_softmax(x, key=jr.key(0), hard=False),
+)
+def _():
+    return lambda x: ste.gumbel_softmax(x, key=jr.key(0), hard=True), (vector(),)
+
+
+@case(
+    "ste.gumbel_sigmoid",
+    reference=lambda x: ste.gumbel_sigmoid(x, key=jr.key(0), hard=False),
+)
+def _():
+    return lambda x: ste.gumbel_sigmoid(x, key=jr.key(0), hard=True), (vector(),)
+
+
+@case("ste.bernoulli", reference=_identity)
+def _():
+    return lambda p: ste.bernoulli(p, key=jr.key(0)), (jnp.array([0.2, 0.5, 0.9]),)
+
+
+def _reinmax(logits):
+    """The second-order estimate, written out: with the sample of the same key."""
+    sample = jax.lax.stop_gradient(ste.reinmax(logits, key=jr.key(0)))
+    p = jax.nn.softmax(logits)
+    shift = jnp.log((sample + p) / 2) - logits
+    middle = jax.nn.softmax(jax.lax.stop_gradient(shift) + logits)
+    return 2 * middle - p / 2
+
+
+@case("ste.reinmax", reference=_reinmax)
+def _():
+    return lambda x: ste.reinmax(x, key=jr.key(0)), (vector(),)
+
+
+def _straight_round(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+
+def _fake_quantize(x, scale):
+    return scale * jnp.clip(_straight_round(x / scale), -8, 7)
+
+
+@case("ste.fake_quantize", reference=_fake_quantize)
+def _():
+    fn = lambda x, scale: ste.fake_quantize(x, scale, bits=4)
+    return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
+
+
+def _lsq(x, step):
+    g = 1 / (x.size * 7) ** 0.5
+    step = jax.lax.stop_gradient(step * (1 - g)) + step * g
+    return step * _straight_round(jnp.clip(x / step, -8, 7))
+
+
+@case("ste.lsq", reference=_lsq)
+def _():
+    fn = lambda x, step: ste.lsq(x, step, bits=4)
+    return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
+
+
+@case("ste.absmax_scale")
+def _():
+    return lambda x: ste.absmax_scale(x, bits=4), (vector(),)
+
+
+def _dorefa(x):
+    tanh = jnp.tanh(x)
+    unit = tanh / (2 * jax.lax.stop_gradient(jnp.max(jnp.abs(tanh)))) + 0.5
+    return 2 * (_straight_round(unit * 3) / 3) - 1
+
+
+@case("ste.dorefa", reference=_dorefa)
+def _():
+    return lambda x: ste.dorefa(x, bits=2), (vector(),)
+
+
+def _pact(x, alpha):
+    return jnp.where((x > 0) & (x < alpha), x, jnp.where(x >= alpha, alpha, 0.0))
+
+
+@case("ste.pact", reference=_pact)
+def _():
+    return lambda x, alpha: ste.pact(x, alpha, bits=4), (vector(), jnp.array(1.5))
+
+
+def _bounded(z):
+    """FSQ's bound for five levels, which is odd: no shift."""
+    half = (5 - 1) * (1 - 1e-3) / 2
+    return jnp.tanh(z) * half / 2
+
+
+@case("ste.fsq", reference=_bounded)
+def _():
+    return lambda z: ste.fsq(z, (5, 5, 5))[0], (vector(),)
+
+
+@case("ste.vector_quantize", reference=lambda z: z)
+def _():
+    codebook = jnp.array([[0.0, 0.0, 0.0], [1.0, -1.0, 2.0]])
+    return lambda z: ste.vector_quantize(z, codebook)[0], (vector(),)

@@ -1,0 +1,642 @@
+"""The gradient that passes a point, against gradients with respect to what is added there."""
+
+import contextlib
+import functools as ft
+import sys
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib as mpl
+import numpy as np
+import pytest
+from eqx_grads import GradientStatistics, RuleError
+from jax.sharding import AxisType, PartitionSpec as Spec
+from matplotlib.figure import Figure
+
+from .test_transforms import assert_close
+
+
+N, STEPS = 3, 5
+WEIGHT = jnp.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4], [1.1, 0.1, 0.6]])
+XS = jnp.sin(jnp.arange(STEPS * N, dtype=WEIGHT.dtype)).reshape(STEPS, N)
+
+
+def step(h, x):
+    return jnp.tanh(WEIGHT @ h + x)
+
+
+def recurrent(see, slots, xs=XS):
+    """A loss of a recurrent network, in which `see(h, slot)` is called at every step."""
+
+    def body(h, x_and_slot):
+        h = see(step(h, x_and_slot[0]), x_and_slot[1])
+        return h, jnp.sum(h**2)
+
+    return jnp.sum(jax.lax.scan(body, jnp.zeros(N, WEIGHT.dtype), (xs, slots))[1])
+
+
+def stacked_gradients(xs=XS):
+    """The witness: plain autodiff with respect to what is added to each activation."""
+    zeros = jnp.zeros((STEPS, N), WEIGHT.dtype)
+    return jax.grad(ft.partial(recurrent, jnp.add, xs=xs))(zeros)
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+class TestProbe:
+    def test_one_gradient_for_each_step(self):
+        slots = jnp.full((STEPS, N), jnp.nan, WEIGHT.dtype)  # its values do not matter
+        of_slots = ft.partial(recurrent, eqg.probe)
+        want = stacked_gradients()
+        value, got = jax.value_and_grad(of_slots)(slots)
+        assert_close(got, want)
+        assert_close(value, recurrent(lambda h, _: h, slots))
+        programs = [of_slots, jax.jit(of_slots), jax.checkpoint(of_slots)]
+        for grads in jax.jit(lambda s: [jax.grad(f)(s) for f in programs])(slots):
+            assert_close(grads, want)
+
+    def test_summed_when_closed_over(self):
+        def of_slot(slot):
+            return recurrent(lambda h, _: eqg.probe(h, slot), None)
+
+        slot = jnp.zeros(N, WEIGHT.dtype)
+        assert_close(jax.jit(jax.grad(of_slot))(slot), jnp.sum(stacked_gradients(), 0))
+
+    def test_vmap(self):
+        batch = jnp.stack([XS, -XS, 2 * XS])
+        of_slots = lambda slots, xs: recurrent(eqg.probe, slots, xs)
+        want = jnp.stack([stacked_gradients(xs) for xs in batch])
+        total = lambda slots, axes: jnp.sum(jax.vmap(of_slots, axes)(slots, batch))
+        grad = lambda axes: jax.jit(jax.grad(ft.partial(total, axes=axes)))
+        assert_close(grad((0, 0))(jnp.zeros_like(batch)), want)
+        # One slot for all examples holds the sum.
+        assert_close(grad((None, 0))(jnp.zeros_like(XS)), jnp.sum(want, 0))
+
+    def test_the_gradient_goes_on_as_well(self):
+        f = lambda x, slot: jnp.sin(eqg.probe(x**2, slot))
+        grads = jax.grad(f, (0, 1))(3.0, 0.0)
+        assert_close(grads, (6 * jnp.cos(9.0), jnp.cos(9.0)))
+
+    def test_forward_mode_and_higher_orders(self):
+        """As if the slot, being zero, were added."""
+        probed = lambda x, slot: jnp.sum(jnp.sin(eqg.probe(x**2, slot)) ** 2)
+        added = lambda x, slot: jnp.sum(jnp.sin(x**2 + slot) ** 2)
+        args = jnp.array([0.3, 1.2]), jnp.zeros(2)
+        assert_close(
+            jax.jvp(probed, args, (args[0], args[0])), jax.jvp(added, args, (args[0],) * 2)
+        )
+        hessian = lambda f: jax.jit(jax.hessian(f, (0, 1)))(*args)
+        assert_close(hessian(probed), hessian(added))
+
+    def test_the_hessian_in_a_scan(self):
+        """With respect to all activations, also on JAX 0.10 and 0.11."""
+        slots = jnp.zeros((STEPS, N), WEIGHT.dtype)
+        second = lambda see: jax.jit(jax.hessian(ft.partial(recurrent, see)))(slots)
+        assert_close(second(eqg.probe), second(jnp.add))
+
+    def test_trees(self):
+        x = {"a": 1.0, "b": jnp.ones(2), "n": 3, "name": "x", "none": None}
+        f = lambda slot: jnp.sum(eqg.probe(x, slot)["b"] * jnp.array([2.0, 3.0]))
+        slot = {"a": 0.0, "b": jnp.zeros(2), "n": None, "name": None, "none": None}
+        got = jax.grad(f)(slot)
+        assert got["a"] == 0.0
+        assert_close(got["b"], jnp.array([2.0, 3.0]))
+        only_a = {**slot, "b": None}
+        assert jax.grad(f)(only_a)["b"] is None
+        assert eqg.probe(x, None) == x
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("shared", ["x", "slot", "neither"])
+    def test_shard_map(self, shared, check_vma):
+        """A slot that the devices share holds the sum over them."""
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+        x, slots = jnp.arange(4.0), jnp.zeros(4)
+        weights = jnp.array([1.0, 2.0, 3.0, 4.0])
+        specs = (
+            Spec() if shared == "x" else Spec("i"),
+            Spec() if shared == "slot" else Spec("i"),
+            Spec("i"),
+        )
+        x, slots = x[:1] if shared == "x" else x, slots[:1] if shared == "slot" else slots
+        f = jax.shard_map(
+            lambda x, slot, w: jnp.sin(eqg.probe(x, slot)) * w,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=Spec("i"),
+            check_vma=check_vma,
+        )
+        grads = jax.jit(jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1)))(x, slots, weights)
+        plain = lambda x, slots, w: jnp.sum(jnp.sin(x + slots) * w)
+        assert_close(grads, jax.grad(plain, (0, 1))(x, slots, weights))
+
+    def test_the_precision_is_that_of_the_slot(self):
+        f = lambda slot: jnp.sum(eqg.probe(jnp.ones(2, jnp.bfloat16), slot) * 3)
+        got = jax.grad(f)(jnp.zeros(2, jnp.float32))
+        assert got.dtype == jnp.float32
+        assert_close(got, jnp.full(2, 3, jnp.float32))
+
+    def test_complex(self):
+        f = lambda slot: jnp.real(eqg.probe(jnp.array(2.0 + 1j), slot) ** 2)
+        plain = jax.grad(lambda z: jnp.real(z**2))(2 + 1j)
+        assert_close(jax.grad(f)(jnp.zeros((), complex)), plain)
+
+    @pytest.mark.parametrize("slot", [jnp.zeros(2), jnp.zeros((1, N)), 0.0, jnp.zeros(N, int)])
+    def test_wrong_slot(self, slot):
+        with pytest.raises(RuleError, match=r"given a slot that does not fit.\n  x is float"):
+            eqg.probe(jnp.zeros(N), slot)
+
+    def test_wrong_structure(self):
+        with pytest.raises(RuleError, match=r"given a slot that does not fit.\n  at slot"):
+            eqg.probe({"a": 1.0}, {"b": 1.0})
+
+
+class TestStatistics:
+    def test_against_the_stacked_gradients(self):
+        of_slots = ft.partial(recurrent, eqg.probe)
+        got = jax.jit(jax.grad(of_slots))(GradientStatistics(STEPS))
+        want = np.asarray(stacked_gradients())
+        assert isinstance(got, GradientStatistics)
+        assert_close(got.norm, jnp.asarray(np.linalg.norm(want, axis=1)))
+        assert_close(got.max, jnp.asarray(np.abs(want).max(1)))
+        assert_close(got.nonfinite, jnp.zeros(STEPS))
+        assert_close(got.steps, jnp.ones(STEPS))
+        assert np.isclose(got.mean_norm, np.linalg.norm(want, axis=1).mean())
+        assert np.isclose(got.mean_max, np.abs(want).max(1).mean())
+
+    def test_one_slot_for_all_steps(self):
+        of_slot = lambda slot: recurrent(lambda h, _: eqg.probe(h, slot), None)
+        got = jax.jit(jax.grad(of_slot))(GradientStatistics())
+        norms = np.linalg.norm(stacked_gradients(), axis=1)
+        assert_close(got.norm, jnp.asarray(norms.sum()))
+        assert got.steps == STEPS
+        assert np.isclose(got.mean_norm, norms.mean())
+
+    def test_what_is_not_finite_is_counted_and_left_out(self):
+        ct = {"a": jnp.array([3.0, jnp.nan, -jnp.inf]), "b": jnp.array([[-4.0]])}
+        x = jax.tree.map(jnp.zeros_like, ct)
+        f = lambda slot: eqg.probe(x, slot)
+        got = jax.vjp(f, GradientStatistics())[1](ct)[0]
+        assert (got.norm, got.max, got.nonfinite, got.steps) == (5.0, 4.0, 2.0, 1.0)
+
+    def test_nothing_overflows(self):
+        x = jnp.zeros(2, jnp.float32)
+        pull = jax.vjp(lambda slot: eqg.probe(x, slot), GradientStatistics())[1]
+        norm = pull(jnp.array([3e30, 4e30], jnp.float32))[0].norm
+        assert np.isclose(norm, 5e30, rtol=1e-6)
+        half = jnp.zeros(2, jnp.float16)
+        pull = jax.vjp(lambda slot: eqg.probe(half, slot), GradientStatistics())[1]
+        assert_close(pull(jnp.full(2, 3e4, jnp.float16))[0].max, jnp.array(3e4))
+
+    def test_none_has_passed(self):
+        got = jax.grad(lambda slot: eqg.probe(1.0, slot) * 0 + 2.0)(GradientStatistics())
+        assert (got.steps, got.mean_norm) == (1.0, 0.0)
+        got = jax.grad(lambda slot: 2.0 * jnp.sum(slot.norm * 0))(GradientStatistics(2))
+        assert (jnp.sum(got.steps), got.mean_norm, got.mean_max) == (0.0, 0.0, 0.0)
+
+    def test_does_not_keep_the_gradient(self):
+        """The scan stacks four numbers for each step, and no array like the activation."""
+        size = 1000
+        slots, h = GradientStatistics(50), jnp.zeros(size)
+
+        def loss(slots):
+            body = lambda h, slot: (eqg.probe(2 * h, slot), None)
+            return jnp.sum(jax.lax.scan(body, h, slots)[0])
+
+        memory = jax.jit(jax.grad(loss)).lower(slots).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 10 * h.nbytes
+
+    def test_a_batch_of_slots_and_tuples_of_numbers(self):
+        slots = GradientStatistics((3, STEPS))
+        batch = jnp.stack([XS, -XS, 2 * XS])
+        f = lambda slots: jnp.sum(
+            jax.vmap(lambda s, xs: recurrent(eqg.probe, s, xs))(slots, batch)
+        )
+        want = [np.linalg.norm(stacked_gradients(xs), axis=1) for xs in batch]
+        assert_close(jax.jit(jax.grad(f))(slots).norm, jnp.asarray(np.stack(want)))
+
+    def test_forward_mode(self):
+        f = lambda x, slot: eqg.probe(x, slot) ** 2
+        assert jax.jvp(lambda x: f(x, GradientStatistics()), (3.0,), (1.0,))[1] == 6.0
+        assert jax.hessian(f)(3.0, GradientStatistics()) == 2.0
+
+    def test_several_slots_at_once(self):
+        with pytest.raises(RuleError, match=r"given several slots(?s:.)*shape \(7,\)"):
+            eqg.probe(jnp.zeros(3), GradientStatistics(7))
+
+
+class Log:
+    """What a callback has seen."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, gradient, *args):
+        self.seen.append((*map(int, args), *np.atleast_1d(np.asarray(gradient)).tolist()))
+
+    def take(self):
+        jax.effects_barrier()
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+class TestTap:
+    def test_eager_and_compiled(self, ordered):
+        log = Log()
+        f = lambda x: eqg.tap_gradient(x, log, ordered=ordered) ** 2
+        for transform in (lambda f: f, jax.jit):
+            assert transform(f)(3.0) == 9.0
+            assert transform(lambda x: jax.jvp(f, (x,), (1.0,))[1])(3.0) == 6.0
+            assert log.take() == []
+            assert transform(jax.grad(f))(3.0) == 6.0
+            assert log.take() == [(6.0,)]
+        assert jax.hessian(f)(3.0) == 2.0
+
+    @pytest.mark.parametrize("checkpoint", [False, True])
+    def test_scan(self, ordered, checkpoint):
+        log = Log()
+
+        def loss(h):
+            def body(h, t):
+                return eqg.tap_gradient(2 * h, log, t, ordered=ordered), None
+
+            return jax.lax.scan(body, h, jnp.arange(3))[0]
+
+        loss = jax.checkpoint(loss) if checkpoint else loss
+        assert jax.jit(jax.grad(loss))(1.0) == 8.0
+        assert log.take() == [(2, 1.0), (1, 2.0), (0, 4.0)]
+
+    def test_vmap(self, ordered):
+        """Called for each example."""
+        log = Log()
+        f = lambda x: eqg.tap_gradient(x, log, ordered=ordered) ** 2
+        xs = jnp.array([1.0, 2.0, 3.0])
+        for grad in (jax.vmap(jax.grad(f)), jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs)))):
+            assert_close(jax.jit(grad)(xs), 2 * xs)
+            seen = log.take()
+            assert (seen if ordered else sorted(seen)) == [(2.0,), (4.0,), (6.0,)]
+
+    def test_a_tree(self, ordered):
+        seen = []
+        f = lambda x: eqg.tap_gradient(x, seen.append, ordered=ordered)["a"] ** 2
+        jax.grad(f, allow_int=True)({"a": 3.0, "b": jnp.ones(2), "n": 7})
+        jax.effects_barrier()
+        (gradient,) = seen
+        assert gradient["a"] == 6.0
+        assert gradient["n"] is None
+        assert_close(jnp.asarray(gradient["b"]), jnp.zeros(2))  # nothing depends on it
+
+    def test_what_it_raises_stops_the_program(self, ordered):
+        def stop(gradient):
+            raise ValueError(f"a gradient of {gradient}")
+
+        f = lambda x: eqg.tap_gradient(x, stop, ordered=ordered) ** 2
+        with pytest.raises(Exception, match=r"a gradient of 6\.0"):
+            jax.block_until_ready(jax.jit(jax.grad(f))(3.0))
+        with contextlib.suppress(Exception):  # which JAX keeps for whoever waits for it
+            jax.effects_barrier()
+
+
+def roots(h, name="h"):
+    """At step 1, the root of zero."""
+
+    def body(h, t):
+        h = eqg.watch_gradient({"h": h}, name, step=t)["h"]
+        return jnp.sqrt(h) - 1, None
+
+    return jax.lax.scan(body, h, jnp.arange(2))[0]
+
+
+MESSAGE = (
+    r"The gradient that passes `h` is not finite, at step 1.\n"
+    r"  at h\['h'\]: 0 NaN and 1 infinite of 1 elements\n"
+)
+
+
+class TestWatch:
+    @pytest.mark.parametrize(
+        "program",
+        [
+            jax.grad(roots),
+            jax.jit(jax.grad(roots)),
+            jax.grad(jax.checkpoint(roots)),
+            lambda h: jax.jit(jax.vmap(jax.grad(roots)))(jnp.array([4.0, h, 9.0])),
+            lambda h: jax.grad(lambda hs: jnp.sum(jax.vmap(roots)(hs)))(jnp.array([4.0, h])),
+        ],
+        ids=["eager", "jit", "checkpoint", "vmap(grad)", "grad(vmap)"],
+    )
+    def test_names_the_point_the_leaf_and_the_step(self, program):
+        with pytest.raises(Exception, match=MESSAGE):
+            jax.block_until_ready(program(1.0))
+
+    def test_is_silent_otherwise(self):
+        plain = lambda h: jnp.sqrt(jnp.sqrt(h) - 1) - 1
+        xs = jnp.array([4.0, 16.0])
+        assert_close(jax.jit(jax.vmap(jax.grad(roots)))(xs), jax.vmap(jax.grad(plain))(xs))
+        assert_close(jax.hessian(roots)(4.0), jax.hessian(plain)(4.0))
+        # What forward mode meets is not watched.
+        assert jax.jvp(roots, (1.0,), (1.0,))[1] == jnp.inf
+
+    def test_the_first_one_of_several(self):
+        """First as the backward pass goes: of all that are spoilt, the nearest to the loss."""
+
+        def f(x):
+            x = eqg.watch_gradient(x, "at first")
+            x = eqg.watch_gradient(jnp.sqrt(x), "in the middle")
+            return eqg.watch_gradient(x * jnp.sqrt(x), "at last")
+
+        with pytest.raises(Exception, match=r"passes `in the middle` is not finite\.\n"):
+            jax.block_until_ready(jax.jit(jax.grad(f))(0.0))
+
+    def test_counts(self):
+        x = {"a": jnp.zeros((2, 3)), "b": jnp.ones(2), "n": 3}
+        bad = jnp.array([[1.0, jnp.nan, jnp.inf], [jnp.nan, 0.0, 1.0]])
+        f = lambda x: jnp.sum(eqg.watch_gradient(x, "x")["a"] * bad)
+        with pytest.raises(Exception, match=r"at x\['a'\]: 2 NaN and 1 infinite of 6 elements"):
+            jax.grad(f, allow_int=True)(x)
+        assert eqg.watch_gradient(x, "x")["n"] == 3
+        assert (
+            jax.grad(lambda n: eqg.watch_gradient(n, "n") * 1.0, allow_int=True)(3) is not None
+        )
+
+
+# ---------------------------------------------------------------- gradient_flow
+
+
+class Stack(eqx.Module):
+    """Two recurrent layers, and a readout of the last step."""
+
+    cells: list[eqx.nn.GRUCell]
+    readout: eqx.nn.Linear
+    scale: float = 1.0
+
+    def __init__(self, *, key):
+        keys = jr.split(key, 3)
+        self.cells = [eqx.nn.GRUCell(2, 4, key=keys[0]), eqx.nn.GRUCell(4, 3, key=keys[1])]
+        self.readout = eqx.nn.Linear(3, "scalar", key=keys[2])
+
+    def hidden(self):
+        return [jnp.zeros(cell.hidden_size) for cell in self.cells]
+
+    def __call__(self, xs):
+        def body(hs, x):
+            h0 = self.cells[0](x, hs[0])
+            h1 = self.cells[1](h0, hs[1])
+            return [h0, h1], None
+
+        hs, _ = jax.lax.scan(body, self.hidden(), xs)
+        return self.readout(hs[-1])
+
+    def perturbed(self, eps, xs):
+        """The same, with something added to each activation."""
+
+        def body(hs, x_and_eps):
+            x, eps = x_and_eps
+            h0 = self.cells[0](x, hs[0]) + eps[0]
+            h1 = self.cells[1](h0, hs[1]) + eps[1]
+            return [h0, h1], None
+
+        hs, _ = jax.lax.scan(body, self.hidden(), (xs, eps[:2]))
+        return self.readout(hs[-1]) + eps[2]
+
+
+@pytest.fixture(scope="module")
+def stack():
+    return Stack(key=jr.key(0))
+
+
+def square(model, xs):
+    return model(xs) ** 2
+
+
+@eqx.filter_jit
+def explicit_flow(stack, xs):
+    eps = [jnp.zeros((len(xs), 4)), jnp.zeros((len(xs), 3)), jnp.zeros(())]
+    grads = jax.grad(lambda eps: stack.perturbed(eps, xs) ** 2)(eps)
+    norms = [jnp.sqrt(jnp.sum(g**2, axis=1)) for g in grads[:2]]
+    return {
+        "cells[0]": norms[0],
+        "cells[1]": norms[1],
+        "readout": jnp.abs(grads[2])[None],
+    }
+
+
+class TestGradientFlow:
+    def test_against_explicit_gradients(self, stack, getkey):
+        xs = jr.normal(getkey(), (7, 2))
+        flow = eqg.gradient_flow(square, stack, xs)
+        assert list(flow) == ["cells[0]", "cells[1]", "readout"]
+        assert_close(flow, explicit_flow(stack, xs))
+
+    @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+    def test_through_other_transformations(self, stack, getkey, wrap):
+        xs = jr.normal(getkey(), (4, 2))
+
+        def loss(stack, xs):
+            values, static = eqx.partition(stack, eqx.is_array)
+            call = wrap(lambda values, xs: eqx.combine(values, static)(xs))
+            return jax.lax.cond(xs[0, 0] < 100, call, lambda *_: 0.0, values, xs) ** 2
+
+        flow = eqx.filter_jit(eqg.gradient_flow)(loss, stack, xs)
+        assert_close(flow, explicit_flow(stack, xs))
+
+    def test_a_batch(self, stack, getkey):
+        """The norm over the whole batch."""
+        batch = jr.normal(getkey(), (5, 4, 2))
+        total = lambda stack, batch: jnp.sum(jax.vmap(stack)(batch) ** 2)
+        flow = eqg.gradient_flow(total, stack, batch)
+        each = eqx.filter_vmap(explicit_flow, in_axes=(None, 0))(stack, batch)
+        want = jax.tree.map(lambda norms: jnp.sqrt(jnp.sum(norms**2, 0)), each)
+        assert_close(flow, want)
+
+    def test_where(self, stack, getkey):
+        xs = jr.normal(getkey(), (4, 2))
+        want = explicit_flow(stack, xs)
+        flow = eqg.gradient_flow(square, stack, xs, where=lambda s: s.cells[1])
+        assert_close(flow, {"cells[1]": want["cells[1]"]})
+        flow = eqg.gradient_flow(square, stack, xs, where=lambda s: (s, s.readout))
+        assert_close(flow, {"Stack": want["readout"], "readout": want["readout"]})
+
+    def test_several_calls_of_one_layer(self, getkey):
+        """A network that is unrolled in Python: each call is a step."""
+        cell, xs = eqx.nn.GRUCell(2, 3, key=getkey()), jr.normal(getkey(), (4, 2))
+
+        def unrolled(cell, xs, eps=(0, 0, 0, 0)):
+            h = jnp.zeros(3)
+            for x, e in zip(xs, eps, strict=True):
+                h = cell(x, h) + e
+            return jnp.sum(h**2)
+
+        grads = jax.grad(lambda eps: unrolled(cell, xs, eps))(jnp.zeros((4, 3)))
+        want = {"GRUCell": jnp.asarray(np.linalg.norm(grads, axis=1))}
+        assert_close(eqg.gradient_flow(unrolled, cell, xs), want)
+
+    def test_nested_scans_and_reverse(self, getkey):
+        cell, xs = eqx.nn.GRUCell(2, 3, key=getkey()), jr.normal(getkey(), (2, 3, 2))
+
+        def loss(cell, xs):
+            inner = lambda h, x: (cell(x, h), None)
+            outer = lambda h, xs: (jax.lax.scan(inner, h, xs, reverse=True)[0], None)
+            return jnp.sum(jax.lax.scan(outer, jnp.zeros(3), xs)[0])
+
+        flow = eqg.gradient_flow(loss, cell, xs)["GRUCell"]
+        in_order = xs[:, ::-1].reshape(6, 2)
+        plain = lambda cell, xs: jnp.sum(
+            jax.lax.scan(lambda h, x: (cell(x, h), None), jnp.zeros(3), xs)[0]
+        )
+        want = eqg.gradient_flow(plain, cell, in_order)["GRUCell"]
+        # In the order of what is scanned, which an inner scan takes from behind.
+        assert_close(flow.reshape(2, 3)[:, ::-1].ravel(), want)
+
+    def test_lists_layers_with_several_outputs_and_integers(self, getkey):
+        lstm = eqx.nn.LSTMCell(2, 3, key=getkey())
+
+        def loss(model, x):
+            h, c = model["lstm"](x, (jnp.zeros(3), jnp.ones(3)))
+            return jnp.sum(3 * h) + jnp.sum(4 * c)
+
+        flow = eqg.gradient_flow(loss, {"lstm": lstm, "unused": lstm.weight_hh}, jnp.ones(2))
+        assert_close(flow, {"['lstm']": jnp.array([np.sqrt(3 * 3**2 + 3 * 4**2)])})
+
+    def test_not_finite_and_not_reached(self, getkey):
+        keys = jr.split(getkey(), 2)
+        layers = [eqx.nn.Linear(2, 2, key=key) for key in keys]
+
+        def loss(layers, x):
+            stopped = jax.lax.stop_gradient(layers[0](x))
+            return jnp.sum(jnp.sqrt(0 * layers[1](stopped)))
+
+        flow = eqg.gradient_flow(loss, layers, jnp.ones(2))
+        assert flow["[0]"] == 0
+        assert jnp.isnan(flow["[1]"])[0]
+
+    def test_layers_that_are_left_out_and_derivatives_in_the_loss(self, getkey):
+        class Net(eqx.Module):
+            linear: eqx.nn.Linear
+            norm: eqx.nn.BatchNorm
+            unused: eqx.nn.Linear
+
+            def __call__(self, x):
+                return jnp.sum(jnp.tanh(self.linear(x)))
+
+        linear, unused = (eqx.nn.Linear(2, 2, key=getkey()) for _ in range(2))
+        net = Net(linear, eqx.nn.BatchNorm(2, "batch", mode="batch"), unused)
+        penalty = lambda net, x: jnp.sum(jax.grad(net)(x) ** 2)
+        flow = eqg.gradient_flow(penalty, net, jnp.ones(2))
+        assert list(flow) == ["linear"]
+
+        # Through the activation only: not through the tangent that passes the layer.
+        def of_activation(z):
+            slope = jax.vjp(lambda z: jnp.sum(jnp.tanh(z)), z)[1](1.0)[0]
+            return jnp.sum((linear.weight.T @ slope) ** 2)
+
+        want = jnp.linalg.norm(jax.grad(of_activation)(linear(jnp.ones(2))))
+        assert_close(flow["linear"], want[None])
+
+
+class TestGradientFlowErrors:
+    def test_no_layer(self):
+        with pytest.raises(RuleError, match="found no layers"):
+            eqg.gradient_flow(jnp.sum, jnp.ones(3))
+
+    def test_where_returns_something_else(self, stack, getkey):
+        with pytest.raises(RuleError, match="`where` that does not return layers"):
+            eqg.gradient_flow(square, stack, XS, where=lambda s: s.cells[0].weight_ih)
+        other = eqx.nn.Linear(2, 2, key=getkey())
+        with pytest.raises(RuleError, match="or not all of those in `where`"):
+            eqg.gradient_flow(square, stack, XS, where=lambda s: (s.readout, other))
+
+    def test_layers_that_are_not_called(self, stack):
+        with pytest.raises(RuleError, match=r"not called.\n  they are: cells\[0\]"):
+            eqg.gradient_flow(
+                lambda s: s.readout(jnp.ones(3)), stack, where=lambda s: (s.readout, s.cells[0])
+            )
+        with pytest.raises(RuleError, match=r"not called.\n  they are: cells\[0\], cells\[1\]"):
+            eqg.gradient_flow(lambda s: 0.0, stack)
+
+    def test_a_place_without_slots(self, getkey):
+        linear = eqx.nn.Linear(2, 2, key=getkey())
+
+        def in_while(linear, x):
+            loop = jax.lax.while_loop(lambda x: x[0] > 10, lambda x: linear(x), x)
+            return jnp.sum(jax.lax.stop_gradient(loop))
+
+        def in_rule(linear, x):
+            f = jax.custom_jvp(linear)
+            f.defjvp(lambda x, t: (f(*x), t[0]))
+            return jnp.sum(f(x))
+
+        for loss, kind in ((in_while, "while"), (in_rule, "custom_jvp_call")):
+            with pytest.raises(RuleError, match=f"`Linear` is called inside of a `{kind}`"):
+                eqg.gradient_flow(loss, linear, jnp.ones(2))
+
+    @pytest.mark.parametrize("out", [jnp.ones(2), (1.0, 2.0), 3, 1j])
+    def test_not_a_scalar(self, out, getkey):
+        linear = eqx.nn.Linear(2, 2, key=getkey())
+
+        def loss(linear):
+            return out
+
+        with pytest.raises(RuleError, match="`loss` did not return a real scalar"):
+            eqg.gradient_flow(loss, linear)
+
+
+FLOW = {
+    "cell": np.array([1e-12, 1e-6, 0.0, 1.0, 1e6]),
+    "blown up": np.array([np.nan, np.nan, 1e20, 1.0, 1.0]),
+    "readout": jnp.ones(1),
+}
+
+
+class TestPlot:
+    def test_cells_and_colors(self):
+        axes = eqg.plot_gradient_flow(FLOW, axes=Figure().add_subplot())
+        assert [label.get_text() for label in axes.get_yticklabels()] == list(FLOW)
+        cell, blown_up, readout = axes.collections
+        assert (cell.norm.vmin, cell.norm.vmax) == (1e-12, 1e20)
+        assert readout.get_array().shape == (1, 1)
+        assert readout.get_datalim(axes.transData).width == 5
+        colors = lambda mesh: mesh.to_rgba(mesh.get_array()).reshape(-1, 4)
+        assert tuple(colors(cell)[2][:3]) == (0.0, 0.0, 0.0)
+        assert np.all(colors(blown_up)[:2, :3] == [1.0, 0.0, 0.0])
+        viridis = mpl.colormaps["viridis"]
+        np.testing.assert_allclose(colors(cell)[0], viridis(0.0))
+        np.testing.assert_allclose(colors(blown_up)[2], viridis(1.0))
+
+    def test_limits(self):
+        figure = Figure()
+        axes = eqg.plot_gradient_flow(FLOW, axes=figure.add_subplot(), limits=(1e-9, 1e9))
+        cell, blown_up, _ = axes.collections
+        assert (cell.norm.vmin, cell.norm.vmax) == (1e-9, 1e9)
+        figure.canvas.draw()
+        colors = lambda mesh: mesh.to_rgba(mesh.get_array()).reshape(-1, 4)
+        assert tuple(colors(cell)[0][:3]) == (0.0, 0.0, 0.0)
+        np.testing.assert_allclose(colors(blown_up)[2], mpl.colormaps["viridis"](1.0))
+
+    def test_makes_a_figure_and_saves_it(self, tmp_path):
+        pyplot = pytest.importorskip("matplotlib.pyplot")
+        pyplot.switch_backend("Agg")
+        axes = eqg.plot_gradient_flow(FLOW)
+        axes.figure.savefig(tmp_path / "flow.png")
+        assert (tmp_path / "flow.png").stat().st_size > 1000
+        pyplot.close(axes.figure)
+
+    @pytest.mark.parametrize("norms", [np.zeros(3), np.ones(3), np.full(3, np.nan)])
+    def test_without_a_range(self, norms):
+        figure = Figure()
+        eqg.plot_gradient_flow({"layer": norms}, axes=figure.add_subplot())
+        figure.canvas.draw()
+
+    def test_nothing_to_draw(self):
+        with pytest.raises(RuleError, match="given nothing to draw"):
+            eqg.plot_gradient_flow({})
+
+    def test_without_matplotlib(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ImportError, match="needs Matplotlib"):
+            eqg.plot_gradient_flow(FLOW)

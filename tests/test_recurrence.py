@@ -1,0 +1,192 @@
+"""Linear recurrences against a loop written out, and autodiff of it."""
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+import scipy.signal
+from eqx_grads import RuleError
+
+from .test_transforms import assert_close
+
+
+METHODS = ("scan", "associative")
+
+
+def loop(a, b, h0, *, reverse=False):
+    """The definition, written out."""
+    a = jnp.broadcast_to(a, b.shape)
+    out, h = [], h0
+    times = range(len(b))
+    for t in reversed(times) if reverse else times:
+        h = a[t] * h + b[t]
+        out.append(h)
+    return jnp.stack(out[::-1] if reverse else out)
+
+
+def arguments(getkey, dtype, steps=7, constant=False):
+    a = 0.6 * jr.normal(getkey(), (1 if constant else steps, 3), dtype)
+    return a, jr.normal(getkey(), (steps, 3), dtype), jr.normal(getkey(), (3,), dtype)
+
+
+def loss(f):
+    return lambda *args: jnp.sum(jnp.sin(jnp.abs(f(*args)) ** 2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("constant", [False, True])
+def test_both_modes_and_second_order(method, reverse, constant, getkey):
+    with jax.enable_x64(True):
+        args = arguments(getkey, "float64", constant=constant)
+        f = lambda *args: eqg.linear_recurrence(*args, reverse=reverse, method=method)
+        plain = lambda *args: loop(*args, reverse=reverse)
+        all_ = (0, 1, 2)
+        hessian_vector = lambda f: lambda *args: jax.jvp(jax.grad(f, all_), args, args)[1]
+        twice = lambda f: jax.grad(
+            lambda *args: sum(jnp.sum(g**2) for g in jax.grad(f, all_)(*args)), all_
+        )
+        for transform in (
+            lambda f: f,
+            lambda f: jax.grad(loss(f), all_),
+            lambda f: lambda *args: jax.jvp(f, args, args),
+            lambda f: hessian_vector(loss(f)),
+            lambda f: twice(loss(f)),
+        ):
+            got, expected = transform(f)(*args), transform(plain)(*args)
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_finite_differences(method, getkey):
+    with jax.enable_x64(True):
+        args = arguments(getkey, "float64")
+        f = loss(lambda *args: eqg.linear_recurrence(*args, method=method))
+        directions = tuple(jr.normal(getkey(), x.shape, x.dtype) for x in args)
+        step = 1e-6
+        moved = lambda sign: f(
+            *(x + sign * step * d for x, d in zip(args, directions, strict=True))
+        )
+        grads = jax.grad(f, (0, 1, 2))(*args)
+        along = sum(jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True))
+        np.testing.assert_allclose(along, (moved(1) - moved(-1)) / (2 * step), rtol=1e-7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_values_are_those_of_a_filter(method):
+    b = np.linspace(-1.0, 2.0, 40, dtype="float32")
+    expected = scipy.signal.lfilter([1.0], [1.0, -0.9], b.astype("float64"))
+    got = eqg.linear_recurrence(0.9, b, method=method)
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("transform", ["vmap(grad)", "grad(vmap)", "scan", "remat"])
+def test_transforms(method, transform, getkey):
+    a, b, h0 = arguments(getkey, jnp.zeros(()).dtype, steps=5)
+    bs = jnp.stack([b, -b, 2 * b])
+    transforms = {
+        "vmap(grad)": lambda f: jax.vmap(jax.grad(loss(f), (0, 1, 2)), (None, 0, None))(
+            a, bs, h0
+        ),
+        "grad(vmap)": lambda f: jax.grad(
+            lambda a, bs, h0: jnp.sum(jax.vmap(loss(f), (None, 0, None))(a, bs, h0)), (0, 1, 2)
+        )(a, bs, h0),
+        "scan": lambda f: jax.grad(
+            lambda a, h0: jnp.sum(
+                jax.lax.scan(lambda h, b: (f(a, b, h)[-1], loss(f)(a, b, h)), h0, bs)[1]
+            ),
+            (0, 1),
+        )(a, h0),
+        "remat": lambda f: jax.grad(jax.checkpoint(loss(f)), (0, 1, 2))(a, b, h0),
+    }
+    f = lambda *args: eqg.linear_recurrence(*args, method=method)
+    assert_close(transforms[transform](f), transforms[transform](loop))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("which", ["a", "b", "both"])
+def test_complex(method, which, getkey):
+    a, b, h0 = arguments(getkey, "complex64", steps=5)
+    if which == "a":
+        b, h0 = jnp.real(b), jnp.real(h0)
+    elif which == "b":
+        a = jnp.real(a)
+    f = lambda *args: eqg.linear_recurrence(*args, method=method)
+    complex_loop = lambda a, b, h0: loop(*(x.astype("complex64") for x in (a, b, h0)))
+    grad = lambda f: jax.grad(loss(f), (0, 1, 2))(a, b, h0)
+    assert [g.dtype for g in grad(f)] == [a.dtype, b.dtype, h0.dtype]
+    assert_close(grad(f), grad(complex_loop))
+
+
+def test_shapes_that_broadcast():
+    b = jnp.arange(6.0).reshape(3, 2)
+    expected = loop(jnp.full((3, 2), 0.5), b, jnp.zeros(2))
+    for a in (
+        0.5,
+        jnp.array(0.5),
+        jnp.full(2, 0.5),
+        jnp.full((1, 1), 0.5),
+        np.full((3, 1), 0.5),
+    ):
+        assert_close(eqg.linear_recurrence(a, b), expected)
+        assert_close(jax.jit(eqg.linear_recurrence)(a, b, 0.0), expected)
+    grad = jax.grad(lambda a, b: jnp.sum(eqg.linear_recurrence(a, b)))(0.5, b)
+    assert_close(grad, jnp.asarray(jax.grad(lambda a: jnp.sum(loop(a, b, 0 * b[0])))(0.5)))
+    long_a = jnp.full((4, 2), 0.5)
+    assert_close(
+        eqg.linear_recurrence(long_a, b[:1], 1.0),
+        loop(long_a, jnp.repeat(b[:1], 4, 0), b[0] * 0 + 1),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_step_and_one_step(method):
+    f = lambda a, b, h0: eqg.linear_recurrence(a, b, h0, method=method)
+    empty = jnp.zeros((0, 2))
+    assert f(empty, empty, jnp.ones(2)).shape == (0, 2)
+    grads = jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1, 2))(empty, empty, jnp.ones(2))
+    assert [g.shape for g in grads] == [(0, 2), (0, 2), (2,)]
+    assert not grads[2].any()
+    one = (jnp.full((1, 2), 3.0), jnp.ones((1, 2)), jnp.full(2, 5.0))
+    assert_close(f(*one), jnp.full((1, 2), 16.0))
+    grads = jax.grad(lambda *args: jnp.sum(f(*args)), (0, 1, 2))(*one)
+    assert_close(grads, (jnp.full((1, 2), 5.0), jnp.ones((1, 2)), jnp.full(2, 3.0)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dtypes(method):
+    for dtype in ("float16", "bfloat16", "float32", "complex64"):
+        b = jnp.ones((4, 2), dtype)
+        out, grad = jax.value_and_grad(
+            lambda b, m=method: jnp.sum(jnp.real(eqg.linear_recurrence(0.5, b, method=m)))
+        )(b)
+        assert grad.dtype == dtype
+        assert out == 2 * (1 + 1.5 + 1.75 + 1.875)
+    assert eqg.linear_recurrence(1, jnp.arange(4), method=method).tolist() == [0, 1, 3, 6]
+    mixed = eqg.linear_recurrence(jnp.ones(2, "float32"), jnp.ones((4, 2), "bfloat16"))
+    assert mixed.dtype == "float32"
+
+
+def test_the_backward_pass_keeps_only_the_states():
+    b = jnp.ones((512, 64))
+    f = lambda b: jnp.sum(jnp.sin(eqg.linear_recurrence(0.5, b, method="scan")))
+    temp = jax.jit(jax.grad(f)).lower(b).compile().memory_analysis().temp_size_in_bytes
+    assert temp < 2.5 * b.nbytes
+
+
+class TestErrors:
+    def test_method(self):
+        with pytest.raises(RuleError, match=r"no such method\.\n  `method` is 'fast'"):
+            eqg.linear_recurrence(0.5, jnp.ones(3), method="fast")
+
+    def test_shapes(self):
+        with pytest.raises(RuleError, match=r"`a` is float32\[2\], `b` is float32\[3\]"):
+            eqg.linear_recurrence(np.ones(2, "float32"), np.ones(3, "float32"))
+        with pytest.raises(RuleError, match=r"do not fit(?s:.)*`h0` is float32\[4\]"):
+            eqg.linear_recurrence(0.5, np.ones((3, 2)), np.ones(4, "float32"))
+        with pytest.raises(RuleError, match=r"do not fit(?s:.)*\(time, \.\.\.\)"):
+            eqg.linear_recurrence(0.5, 1.0)

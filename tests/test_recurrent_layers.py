@@ -1,0 +1,415 @@
+"""Recurrent layers against their cells in a loop written out, and autodiff of it.
+
+Written out, as XLA 0.10.2 for CPUs gets the gradient of `jax.lax.scan` of `eqx.nn.GRUCell`
+wrong in double precision for some odd sizes (its fusion emitters; hidden size 5, batch 4).
+"""
+
+import functools as ft
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.nn as nn
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_grads import RuleError
+from eqx_grads.nn import _gru_rule, _lstm_rule, _rnn_rule
+
+
+LAYERS = {
+    "GRU, gates": ft.partial(nn.GRU, keep="gates"),
+    "GRU, states": ft.partial(nn.GRU, keep="states"),
+    "LSTM, gates": ft.partial(nn.LSTM, keep="gates"),
+    "LSTM, states": ft.partial(nn.LSTM, keep="states"),
+    "RNN, tanh": ft.partial(nn.RNN, activation="tanh"),
+    "RNN, relu": ft.partial(nn.RNN, activation="relu"),
+}
+ONE_OF_EACH = ("GRU, gates", "LSTM, states", "RNN, tanh")
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """Chunks of two steps: three steps are a full and a short one."""
+    for rule in (_gru_rule, _lstm_rule, _rnn_rule):
+        monkeypatch.setattr(rule, "chunk_of", lambda xs: min(2, xs.shape[0]))
+
+
+def run_cell(cell, xs, state, reverse):
+    """One cell over one sequence."""
+    ys = []
+    for x in xs[::-1] if reverse else xs:
+        state = cell(x, state)
+        ys.append(jax.tree.leaves(state)[0])
+    return jnp.stack(ys[::-1] if reverse else ys), state
+
+
+def reference(layer, xs, state, lengths=None):
+    """Each example by itself, without its padding: what packed sequences are."""
+    all_ys, ends = [], []
+    n_cells = sum(len(stage) for stage in layer.cells)
+    for b in range(len(xs)):
+        ys = xs[b] if lengths is None else xs[b, : lengths[b]]
+        of_cell = lambda i, b=b: jax.tree.map(
+            lambda s: s[b] if n_cells == 1 else s[i, b], state
+        )
+        end, i = [], 0
+        for stage in layer.cells:
+            outputs = []
+            for cell, reverse in zip(stage, (layer.reverse, not layer.reverse), strict=False):
+                out, last = run_cell(cell, ys, of_cell(i), reverse)
+                outputs.append(out)
+                end.append(last)
+                i += 1
+            ys = jnp.concatenate(outputs, -1)
+        all_ys.append(jnp.pad(ys, ((0, xs.shape[1] - len(ys)), (0, 0))))
+        ends.append(end[0] if n_cells == 1 else jax.tree.map(lambda *s: jnp.stack(s), *end))
+    axis = 0 if n_cells == 1 else 1
+    return jnp.stack(all_ys), jax.tree.map(lambda *s: jnp.stack(s, axis), *ends)
+
+
+def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
+    layer = LAYERS[name](3, 4, dtype=dtype, key=getkey(), **options)
+    xs = jr.normal(getkey(), (batch, steps, 3), dtype)
+    _, state = layer(xs)
+    state = jax.tree.map(lambda s: jr.normal(getkey(), s.shape, dtype), state)
+    return layer, xs, state
+
+
+def loss(run):
+    def value(args):
+        ys, end = run(*args)
+        return jnp.sum(jnp.sin(ys)) + sum(jnp.sum(s**2) for s in jax.tree.leaves(end))
+
+    return value
+
+
+def close(got, expected, rtol=1e-10):
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_and_gradients(name, reverse, getkey):
+    with jax.enable_x64(True):
+        args = make(getkey, name, reverse=reverse, steps=3)
+        run = lambda layer, xs, state: layer(xs, state)
+        close(run(*args), reference(*args))
+        close(eqx.filter_grad(loss(run))(args), eqx.filter_grad(loss(reference))(args))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_stacked_bidirectional_and_padded(name, getkey):
+    with jax.enable_x64(True):
+        args = make(getkey, name, num_layers=2, bidirectional=True)
+        lengths = [5, 2]
+        run = lambda layer, xs, state: layer(xs, state, lengths=lengths)
+        plain = ft.partial(reference, lengths=lengths)
+        close(run(*args), plain(*args))
+        got = eqx.filter_grad(loss(run))(args)
+        close(got, eqx.filter_grad(loss(plain))(args))
+        # Padding is never looked at.
+        layer, xs, state = args
+        spoiled = (layer, xs.at[1, 2:].set(jnp.nan), state)
+        close(run(*spoiled), run(*args))
+        close(eqx.filter_grad(loss(run))(spoiled), got)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_mode_and_second_order(name, getkey):
+    with jax.enable_x64(True):
+        args = make(getkey, name, steps=3, batch=1)
+        dynamic, static = eqx.partition(args, eqx.is_inexact_array)
+        over_arrays = lambda f: lambda arrays: f(eqx.combine(arrays, static))
+        run = loss(lambda layer, xs, state: layer(xs, state))
+        for transform in (
+            lambda f: jax.jvp(f, (dynamic,), (dynamic,)),
+            lambda f: jax.jvp(jax.grad(f), (dynamic,), (dynamic,))[1],
+            lambda f: jax.grad(
+                lambda d: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(d)))
+            )(dynamic),
+        ):
+            close(transform(over_arrays(run)), transform(over_arrays(loss(reference))))
+
+
+@pytest.mark.parametrize("name", ["GRU, states", "LSTM, gates", "RNN, relu"])
+def test_padding(name, getkey):
+    """Padded sequences against each by itself, with what is not a number in the padding."""
+    layer, xs, state = make(getkey, name, dtype="float32")
+    lengths = jnp.array([5, 2])
+
+    def padded(args):
+        layer, xs, state = args
+        ys, end = layer(xs.at[1, 2:].set(jnp.nan), state, lengths=lengths)
+        return loss(lambda: (ys, end))(())
+
+    def alone(args):
+        layer, xs, state = args
+        total = 0.0
+        for b, n in enumerate([5, 2]):
+            one = lambda b=b, n=n: layer(xs[b, :n], jax.tree.map(lambda s: s[b], state))
+            total = total + loss(one)(())
+        return total
+
+    assert not layer(xs, state, lengths=lengths)[0][1, 2:].any()
+    grad = lambda f: eqx.filter_jit(eqx.filter_grad(f))((layer, xs, state))
+    close(grad(padded), grad(alone), 2e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, pytest.param((5, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_vmap(name, lengths, getkey):
+    args = make(getkey, name, dtype="float32")
+    lengths = None if lengths is None else jnp.array(lengths)
+    inside = lambda layer, xs, state: layer(xs, state, lengths=lengths)
+    one = lambda layer, x, s, n: layer(x, s, lengths=n)
+    axes = (None, 0, 0, None if lengths is None else 0)
+    outside = lambda layer, xs, state: eqx.filter_vmap(one, in_axes=axes)(
+        layer, xs, state, lengths
+    )
+    grad = lambda run: eqx.filter_jit(eqx.filter_grad(loss(run)))
+    close(outside(*args), inside(*args), 1e-5)
+    close(grad(outside)(args), grad(inside)(args), 1e-5)
+    nested = lambda layer, xs, state: jax.tree.map(
+        lambda y: y[0],
+        eqx.filter_vmap(outside, in_axes=(None, 0, 0))(
+            layer, xs[None], jax.tree.map(lambda s: s[None], state)
+        ),
+    )
+    close(grad(nested)(args), grad(inside)(args), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_gradients_for_each_example_and_networks_for_each(name, getkey):
+    layer, xs, state = make(getkey, name, dtype="float32", steps=3)
+    grad = eqx.filter_grad(loss(lambda layer, x, s: layer(x, s)))
+    get = lambda b: grad((layer, xs[b], jax.tree.map(lambda s: s[b], state)))
+    per_example = eqx.filter_vmap(lambda x, s: grad((layer, x, s)))(xs, state)
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), get(0), get(1))
+    close(per_example, stacked, 1e-5)
+
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    ensemble = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), arrays)
+    of_one = lambda arrays: grad((eqx.combine(arrays, static), xs, state))
+    twice = jax.tree.map(lambda w: 2 * w, arrays)
+    expected = jax.tree.map(lambda a, b: jnp.stack([a, b]), of_one(arrays), of_one(twice))
+    close(jax.vmap(of_one)(ensemble), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_one_weight_gradient_for_the_batch(name, getkey):
+    layer, xs, _ = make(getkey, name, dtype="float32", batch=7)
+    total = lambda layer: jnp.sum(jax.vmap(layer)(xs)[0])
+    jaxpr = str(jax.make_jaxpr(eqx.filter_grad(total))(layer))
+    assert f"[7,{layer.cells[0][0].weight_hh.shape[0]}," not in jaxpr
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_what_is_frozen_costs_nothing(name, getkey):
+    layer, xs, _ = make(getkey, name, dtype="float32")
+    products = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("dot_general")
+    total = lambda layer, xs: jnp.sum(layer(xs)[0])
+    everything = products(eqx.filter_grad(lambda args: total(*args)), (layer, xs))
+    for_weights = products(eqx.filter_grad(total), layer, xs)
+    for_inputs = products(jax.grad(total, 1), layer, xs)
+    assert for_weights == everything - 1
+    assert for_inputs < everything - 1 or "LSTM" in name
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_no_leaks(name, getkey):
+    layer, xs, state = make(getkey, name, dtype="float32", steps=3)
+    run = loss(lambda layer, xs, state: layer(xs, state, lengths=jnp.array([3, 1])))
+    with jax.checking_leaks():
+        eqx.filter_grad(eqx.filter_jit(run))((layer, xs, state))
+
+
+def plain_scan(cell, xs, zero):
+    def step(state, x):
+        state = jax.vmap(cell)(x, state)
+        return state, jax.tree.leaves(state)[0]
+
+    return jax.lax.scan(step, zero, xs)[1]
+
+
+def temp_bytes(run, *args):
+    total = lambda args: jnp.sum(jnp.sin(run(*args)))
+    compiled = jax.jit(jax.grad(total)).lower(args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "gates", "states"), [(nn.GRU, 0.65, 0.33), (nn.LSTM, 0.65, 0.4)]
+)
+def test_memory(make_layer, gates, states, getkey):
+    layer = make_layer(16, 32, time_major=True, key=getkey())
+    xs = jnp.ones((256, 16, 16))
+    zero = jax.tree.map(jnp.zeros_like, layer(xs)[1])
+    plain = temp_bytes(lambda cell, xs: plain_scan(cell, xs, zero), layer.to_cell(), xs)
+    for keep, bound in (("gates", gates), ("states", states)):
+        run = lambda cell, xs, k=keep: make_layer.from_cell(cell, keep=k, time_major=True)(xs)[
+            0
+        ]
+        assert temp_bytes(run, layer.to_cell(), xs) < bound * plain
+
+
+def test_half_precision(getkey):
+    layer, xs, _ = make(getkey, "GRU, gates", dtype="float32", steps=40, batch=8)
+    cast = lambda tree, dtype: jax.tree.map(
+        lambda w: w.astype(dtype) if eqx.is_array(w) else w, tree
+    )
+    half = cast(layer, "bfloat16")
+    single = cast(half, "float32")
+    grad = eqx.filter_grad(lambda layer, xs: jnp.sum(layer(xs)[0] ** 2))
+    # Inputs in single precision: all is computed in it, and cast at the end.
+    expected = cast(grad(single, xs), "bfloat16")
+    close(grad(half, xs), expected, 0.0)
+    assert half(xs.astype("bfloat16"))[0].dtype == "bfloat16"
+    for got, want in zip(
+        jax.tree.leaves(grad(half, xs.astype("bfloat16"))),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        scale = jnp.max(jnp.abs(want)).astype("float32")
+        assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_no_step_and_one_step(name, steps, getkey):
+    layer, xs, state = make(getkey, name, dtype="float32", steps=steps)
+    ys, end = layer(xs, state)
+    assert ys.shape == (2, steps, 4)
+    if steps == 0:
+        close(end, state)
+    else:
+        close(end, jax.vmap(layer.to_cell())(xs[:, 0], state), 1e-6)
+    grads = eqx.filter_grad(loss(lambda layer, xs, state: layer(xs, state)))((layer, xs, state))
+    assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads))
+    if steps == 0:
+        close(grads[2], jax.tree.map(lambda s: 2 * s, state), 1e-6)
+
+
+def test_layouts(getkey):
+    layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
+    time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)
+    ys, end = time_major(jnp.swapaxes(xs, 0, 1), state)
+    close((jnp.swapaxes(ys, 0, 1), end), layer(xs, state))
+    one = layer(xs[0], jax.tree.map(lambda s: s[0], state))
+    close(one, jax.tree.map(lambda y: y[0], layer(xs, state)), 1e-6)
+
+
+def test_learned_initial_state_and_dropout(getkey):
+    layer = nn.GRU(
+        3, 4, num_layers=2, dropout=0.5, learn_initial_state=True, key=getkey(), use_bias=False
+    )
+    xs = jr.normal(getkey(), (2, 5, 3))
+    total = lambda layer, key: jnp.sum(layer(xs, key=key)[0])
+    key = getkey()
+    grad = eqx.filter_grad(total)(layer, key)
+    assert grad.initial_state.shape == (2, 4)
+    assert jnp.all(grad.initial_state != 0)
+    assert total(layer, key) == total(layer, key) != total(layer, getkey())
+    quiet = eqx.nn.inference_mode(layer)
+    assert total(quiet, None) == jnp.sum(layer(xs, inference=True)[0])
+    with pytest.raises(RuntimeError, match="requires a key"):
+        layer(xs)
+
+
+class Attend(eqx.Module):
+    """A cell with a matrix, a vector and a counter for a state."""
+
+    query: jax.Array
+
+    def __call__(self, x, state):
+        memory, count, h = state
+        memory = 0.9 * memory + jnp.outer(h, x)
+        return memory, count + 1, jnp.tanh(jax.nn.softmax(memory @ self.query) + h)
+
+
+@pytest.mark.parametrize("checkpoint", [None, 2, "auto"])
+def test_any_cell(checkpoint, getkey):
+    cell = Attend(jr.normal(getkey(), (3,)))
+    state = (jnp.zeros((4, 3)), jnp.array(0), jnp.ones(4))
+    layer = nn.Recurrent(
+        cell, initial_state=state, output=lambda s: s[2], checkpoint=checkpoint
+    )
+    xs = jr.normal(getkey(), (2, 5, 3))
+
+    def plain(cell, xs, lengths):
+        total = jnp.zeros(())
+        for x, n in zip(xs, lengths, strict=True):
+            s = state
+            for t in range(n):
+                s = cell(x[t], s)
+                total = total + jnp.sum(s[2] ** 2)
+        return total
+
+    def run(cell, xs, lengths):
+        layer_ = eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
+        ys, (_, count, _) = layer_(xs, lengths=lengths)
+        assert count.shape == (2,)
+        return jnp.sum(ys**2)
+
+    grad = lambda f: eqx.filter_grad(lambda args, n: f(*args, n))
+    close(grad(run)((cell, xs), [5, 3]), grad(plain)((cell, xs), [5, 3]), 2e-5)
+    assert layer(xs[0], lengths=3)[1][1] == 3
+    with jax.checking_leaks():
+        eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(xs)[0])))(layer)
+
+
+@pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
+def test_the_same_numbers_as_the_cell(make_layer, getkey):
+    cell = make_layer(3, 4, key=getkey()).to_cell()
+    xs = jr.normal(getkey(), (7, 3))
+    close(make_layer.from_cell(cell)(xs), nn.Recurrent(cell)(xs), 2e-6)
+    assert eqx.tree_equal(make_layer.from_cell(cell).to_cell(), cell)
+
+
+class TestErrors:
+    def test_inputs(self, getkey):
+        layer = nn.GRU(3, 4, key=getkey())
+        with pytest.raises(RuleError, match=r"wrong size(?s:.)*32\[2\].*`input_size` is 3"):
+            layer(jnp.ones((5, 2), "float32"))
+        with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 4 axes"):
+            layer(jnp.ones((2, 2, 5, 3)))
+
+    def test_state(self, getkey):
+        layer = nn.LSTM(3, 4, key=getkey())
+        expected = r"its shape is \(\(2, 5\), \(2, 4\)\), and has to be \(\(2, 4\), \(2, 4\)\)"
+        with pytest.raises(RuleError, match=expected):
+            layer(jnp.ones((2, 5, 3)), (jnp.ones((2, 5)), jnp.ones((2, 4))))
+        with pytest.raises(RuleError, match="does not know the first state of its cell"):
+            nn.Recurrent(Attend(jnp.ones(3)))(jnp.ones((5, 3)))
+
+    def test_lengths(self, getkey):
+        layer = nn.RNN(3, 4, key=getkey())
+        xs = jnp.ones((2, 5, 3))
+        with pytest.raises(RuleError, match="from 2 to 6, and `xs` has 5 steps"):
+            layer(xs, lengths=[2, 6])
+        with pytest.raises(RuleError, match="from -1 to 5, and `xs` has 5 steps"):
+            layer(xs, lengths=[-1, 5])
+        with pytest.raises(RuleError, match=r"`lengths` is int..\[3\]\nPass integers of shape"):
+            layer(xs, lengths=[1, 2, 3])
+        with pytest.raises(RuleError, match=r"do not fit `xs`(?s:.)*of shape \(\)"):
+            layer(xs[0], lengths=[1])
+
+    def test_cells_and_sizes(self, getkey):
+        with pytest.raises(RuleError, match="was asked for one of 2 cells"):
+            nn.GRU(3, 4, num_layers=2, key=getkey()).to_cell()
+        with pytest.raises(RuleError, match="`num_layers` is 0"):
+            nn.GRU(3, 4, num_layers=0, key=getkey())
+
+
+def test_is_exported():
+    assert eqg.nn is nn
