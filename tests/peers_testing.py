@@ -116,8 +116,10 @@ def _torch_function(torch):
                 return (None,) * (n + 1)
 
             def pull_back(*args):
+                # PyTorch's gradient of a complex number is the conjugate of JAX's.
                 of_used = lambda *xs: [fn(*xs)[i] for i in used]
-                return list(jax.vjp(of_used, *args[:n])[1](list(args[n:])))
+                out = jax.vjp(of_used, *args[:n])[1]([jnp.conj(ct) for ct in args[n:]])
+                return [jnp.conj(ct) for ct in out]
 
             given = [cts[i] for i in used]
             return None, *Function.apply(pull_back, *ctx.saved_tensors, *given)

@@ -10,26 +10,15 @@ import pytest
 from .cases import CASES, NOT_OPS
 
 
-# The quick checks; all of them are slow tests.
-QUICK = ("primal", "forward", "reverse", "adjoint", "linear", "residuals", "deterministic")
-
-
 @pytest.fixture(autouse=True)
 def _forget():
     yield
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_op(name):
-    case = CASES[name]
-    fn, args = case.make()
-    eqgt.check_rule(fn, *args, checks=QUICK, **case.options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_op_in_every_way(name):
+def test_op(name):
     case = CASES[name]
     fn, args = case.make()
     eqgt.check_rule(fn, *args, **case.options)

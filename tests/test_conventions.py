@@ -19,6 +19,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "eqx_grads").rglob("*.py"))
 NAMESPACES = {
     "eqx_grads": eqg,
+    "eqx_grads.nn": eqg.nn,
+    "eqx_grads.ste": eqg.ste,
+    "eqx_grads.surrogates": eqg.surrogates,
     "eqx_grads.tangents": eqg.tangents,
     "eqx_grads.testing": eqgt,
 }

@@ -35,6 +35,7 @@ def loss(f):
     return lambda *args: jnp.sum(jnp.sin(jnp.abs(f(*args)) ** 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("constant", [False, True])
@@ -83,6 +84,7 @@ def test_values_are_those_of_a_filter(method):
     np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("transform", ["vmap(grad)", "grad(vmap)", "scan", "remat"])
 def test_transforms(method, transform, getkey):

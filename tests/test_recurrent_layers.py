@@ -263,6 +263,7 @@ def test_memory(make_layer, gates, states, getkey):
         assert temp_bytes(run, layer.to_cell(), xs) < bound * plain
 
 
+@pytest.mark.slow
 def test_half_precision(getkey):
     layer, xs, _ = make(getkey, "GRU, gates", dtype="float32", steps=40, batch=8)
     cast = lambda tree, dtype: jax.tree.map(
@@ -284,6 +285,7 @@ def test_half_precision(getkey):
         assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_no_step_and_one_step(name, steps, getkey):
@@ -337,6 +339,7 @@ class Attend(eqx.Module):
         return memory, count + 1, jnp.tanh(jax.nn.softmax(memory @ self.query) + h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [None, 2, "auto"])
 def test_any_cell(checkpoint, getkey):
     cell = Attend(jr.normal(getkey(), (3,)))

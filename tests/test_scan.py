@@ -114,6 +114,7 @@ ORDERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("checkpoint", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_every_order(order, checkpoint, getkey):

@@ -26,7 +26,14 @@ def _forget():
 # ---------------------------------------------------------------- planted faults
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# Every third one for every day, and all of them with the slow tests.
+A_THIRD = [
+    name if i % 3 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    for i, name in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize("name", A_THIRD)
 def test_fault_is_caught(name):
     fault = FAULTS[name]
     fn, args, options = fault.make()
@@ -39,7 +46,7 @@ def test_fault_is_caught(name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_same_rule_without_the_fault_passes(name):
     fn, args, options = FAULTS[name].right()
-    eqgt.check_rule(fn, *args, **options)
+    eqgt.check_rule(fn, *args, checks=(FAULTS[name].check,), **options)
 
 
 def test_there_are_enough_of_them():
@@ -52,17 +59,9 @@ def test_there_are_enough_of_them():
 
 # One of each kind; all of them are slow tests.
 SOME = [
-    "python_floats",
     "nested_containers_with_none",
-    "method",
-    "module_as_an_output",
-    "random_key",
-    "holomorphic",
-    "several_outputs",
     "straight_through",
-    "clipping",
     "implicit_derivative",
-    "batching_rule",
 ]
 
 
@@ -71,7 +70,8 @@ def _check_right(name, dtype, **options):
     if case is None:
         pytest.skip(f"there is no such rule in {dtype}")
     fn, args, own = case
-    eqgt.check_rule(fn, *args, **own, **options)
+    skip = (*own.pop("skip", ()), *options.pop("skip", ()))
+    eqgt.check_rule(fn, *args, skip=skip, **own, **options)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -84,7 +84,9 @@ def test_right_rule_is_not_accused(name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_rule_is_not_accused_over_20_seeds(name, dtype):
     with jax.enable_x64(dtype == "float64" or jax.config.jax_enable_x64):
-        _check_right(name, dtype, seed=range(20))
+        # Transformations and leaks are much the same in each.
+        skip = () if dtype == "float32" else ("transforms", "leaks", "zeros")
+        _check_right(name, dtype, seed=range(20), skip=skip)
 
 
 # ---------------------------------------------------------------- the report
