@@ -100,6 +100,7 @@ def program(f_of):
 
 
 @pytest.mark.parametrize("kind", OPS)
+@pytest.mark.slow
 def test_100_traces_of_new_functions(kind):
     x = jnp.array(0.7)
     step = lambda: program(lambda a: OPS[kind]()).trace(x, x)
@@ -113,6 +114,7 @@ def test_100_traces_of_the_same_function(kind):
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp", "gradient", "elementwise"])
+@pytest.mark.slow
 def test_100_traces_of_functions_that_capture_tracers(kind):
     x = jnp.array(0.7)
 
