@@ -30,12 +30,14 @@ def _backward(fn):
     }
 
 
-@case("scale_gradient", reference=lambda x: 3.0 * x)
+# To second order these two give the derivative of the gradient as it is, which no function
+# has: `test_gradient_ops` holds it against finite differences.
+@case("scale_gradient", reference=lambda x: 3.0 * x, skip=("order",))
 def _():
     return ft.partial(eqg.scale_gradient, s=3.0), (vector(),)
 
 
-@case("reverse_gradient", reference=lambda x: -0.5 * x)
+@case("reverse_gradient", reference=lambda x: -0.5 * x, skip=("order",))
 def _():
     return ft.partial(eqg.reverse_gradient, strength=0.5), (vector(),)
 
@@ -50,7 +52,8 @@ def _():
     return lambda x: eqg.stop_gradient_where(x, MASK), (vector(),)
 
 
-@case("psum_gradient", reference=_identity)
+# It brings its own mesh, so it can't be sharded over another one.
+@case("psum_gradient", reference=_identity, skip=("transforms",))
 def _():
     def total(x):
         # The sum over one device, which is the whole mesh.
