@@ -393,14 +393,10 @@ def factor_of_one_term(bug):
     f = jax.custom_jvp(multiply)
 
     def rule(primals, tangents):
-        (x, y), (t_x, t_y) = primals, tangents
-        live = lambda t: not isinstance(t, SymbolicZero)
-        t = jnp.zeros_like(x)
-        if live(t_x):
-            t = t + t_x * y
-        if live(t_y):
-            t = t + (t_y if bug else t_y * x)
-        return x * y, t
+        (x, y), ts = primals, tangents
+        t_x, t_y = (None if isinstance(t, SymbolicZero) else t for t in ts)
+        from_y = t_y if bug else eqg.tangents.scale(t_y, x)
+        return x * y, eqg.tangents.add(eqg.tangents.scale(t_x, y), from_y)
 
     f.defjvp(rule, symbolic_zeros=True)
     return f, (sample(3), sample(3, seed=1))
