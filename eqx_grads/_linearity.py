@@ -38,6 +38,12 @@ def output_statuses(jaxpr: ClosedJaxpr) -> list[_Status]:
     return _run(jaxpr.jaxpr, consts, [LINEAR] * len(jaxpr.jaxpr.invars))
 
 
+def linear_in(jaxpr: ClosedJaxpr, flags: Sequence[bool]) -> list[_Status]:
+    """How each output depends on the flagged inputs."""
+    consts = [_status_of_constant(c) for c in jaxpr.consts]
+    return _run(jaxpr.jaxpr, consts, [LINEAR if f else CONSTANT for f in flags])
+
+
 def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
     """What makes an output non-linear, or affine; `None` where nothing can be held
     against any of them."""

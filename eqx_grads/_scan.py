@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 from ._errors import rule_error
 from ._scan_checkpoint import chunk_length
 from ._scan_lengths import common_length
-from ._scan_loop import Loop, run_loop
+from ._scan_loop import Loop, run_loop, run_replayed
 from ._scan_progress import progress_line
 from ._scan_step import BecomesArray, Step
 
@@ -65,9 +65,10 @@ def filter_scan(
     - `checkpoint`: what is kept for the backward pass. By default, everything that the steps
         computed and their derivative needs. With `checkpoint=k`, only the carry of every
         `k`-th step; `k` steps at a time are then computed again. `"sqrt"` is about the square
-        root of the number of steps, and so keeps the least. `"auto"` is the default as long
-        as that keeps little, and else the `k` for which the least memory is used in all,
-        given the sizes of the carry and of what a step keeps.
+        root of the number of steps, and so keeps the least. With `"replay"`, all carries
+        and nothing else: as these are known, the backward pass computes many steps at once,
+        side by side, and forms the gradients of the weights in few large matrix products.
+        `"auto"` does that where it is estimated to be faster than the default.
     - `truncate`: backpropagation truncated to windows of so many steps: the derivative
         of a carry does not pass from one window to the one before. Implies `checkpoint` at
         the same steps, unless that is given too.
@@ -102,10 +103,28 @@ def filter_scan(
     while True:
         step = Step(f, init, xs, carry_gradient, arrays)
         try:
-            chunk = chunk_length(step, steps, checkpoint, truncate)
-            return run_loop(step, loop, chunk)
+            if checkpoint in ("replay", "auto"):
+                out = _replayed(step, loop, always=checkpoint == "replay")
+            else:
+                out = run_loop(step, loop, chunk_length(steps, checkpoint, truncate))
+            return out
         except BecomesArray as numbers:
             arrays |= numbers.places
+
+
+def _replayed(step, loop, always):
+    out = None
+    if loop.steps > 0 and loop.unroll == 1:
+        out = run_replayed(step, loop, always)
+    if out is None and always and loop.steps > 0:
+        raise rule_error(
+            "`filter_scan` can't replay these steps.",
+            "they have side effects, or communicate with other devices"
+            if loop.unroll == 1
+            else "`unroll` is given",
+            do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
+        )
+    return run_loop(step, loop, None) if out is None else out
 
 
 def _check_positive(name, value):

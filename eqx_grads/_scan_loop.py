@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._array_step import close_step
 from ._chunks import scan_in_chunks
 from ._scan_progress import ProgressLine
+from ._scan_replay import replayed_scan
 from ._scan_step import Step
 from ._spaces import is_differentiable
 
@@ -30,31 +32,61 @@ class Loop:
 
 def run_loop(step: Step, loop: Loop, chunk: int | None) -> tuple[Any, Any]:
     """The last carry and all outputs of `filter_scan`."""
-    done = None
-    if chunk is not None or loop.truncate is not None or loop.progress is not None:
-        # The number of steps done before each step, in the order in which they run.
-        done = jnp.arange(loop.steps)
-        done = done[::-1] if loop.reverse else done
+    # In each step, unless many are to be reported at once.
+    body = _body(step, loop, None if chunk is not None else loop.progress)
 
+    def run(carry, xs):
+        length = loop.steps if chunk is None else None
+        return jax.lax.scan(body, carry, xs, length, reverse=loop.reverse, unroll=loop.unroll)
+
+    needed = chunk is not None or loop.truncate is not None or loop.progress is not None
+    xs = (_steps_done(loop) if needed else None, step.xs)
+    if chunk is None:
+        carry, ys = run(step.init, xs)
+    else:
+        carry, ys = _run_in_chunks(run, step.init, xs, loop, chunk)
+    return step.outputs(carry, ys)
+
+
+def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None:
+    """The same, with a backward pass that replays the steps. `None` if that can't be."""
+    body = _body(step, loop, None)
+    done = _steps_done(loop)
+    x = jax.eval_shape(lambda: [done[0], *(x[0] for x in step.xs)])
+    flat = lambda carry, x: body(carry, (x[0], x[1:]))
+    array_step, consts, init = close_step(flat, step.init, x)
+    if array_step.program.effects:
+        return None
+    carry, ys = replayed_scan(
+        array_step,
+        consts,
+        init,
+        [done, *step.xs],
+        reverse=loop.reverse,
+        always=always,
+        progress=loop.progress,
+    )
+    return step.outputs(carry, ys)
+
+
+def _steps_done(loop: Loop):
+    """The number of steps done before each step, in the order in which they run."""
+    done = jnp.arange(loop.steps)
+    return done[::-1] if loop.reverse else done
+
+
+def _body(step: Step, loop: Loop, progress: ProgressLine | None):
     def body(carry, x):
         done, x = x
         if loop.truncate is not None:
             cut = (done % loop.truncate == 0) & (done > 0)
             carry = [_cut(cut, c) for c in carry]
         carry, ys = step(carry, x)
-        if loop.progress is not None and chunk is None:
-            loop.progress.report(done + 1)
+        if progress is not None:
+            progress.report(done + 1)
         return carry, ys
 
-    def run(carry, xs):
-        length = loop.steps if chunk is None else None
-        return jax.lax.scan(body, carry, xs, length, reverse=loop.reverse, unroll=loop.unroll)
-
-    if chunk is None:
-        carry, ys = run(step.init, (done, step.xs))
-    else:
-        carry, ys = _run_in_chunks(run, step.init, (done, step.xs), loop, chunk)
-    return step.outputs(carry, ys)
+    return body
 
 
 def _cut(cut, carry):

@@ -183,6 +183,11 @@ def is_differentiable(primal: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """What to sum many cotangents in: single precision for half."""
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def _as_inexact(t):
     if not is_arraylike(t):
         raise DoesNotFit("Return an array, or `None` for zero.")

@@ -878,7 +878,7 @@ def layer_norm_in_single_precision(dtype, key):
     """At least: half precision is raised to it, and the result rounded."""
 
     def normalize_wide(x):
-        wide = x.astype(jnp.promote_types(x.dtype, "float32"))
+        wide = x.astype(jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype)
         centered = wide - jnp.mean(wide)
         scale = 1 / jnp.sqrt(jnp.mean(centered**2) + 1e-3)
         return centered * scale, scale

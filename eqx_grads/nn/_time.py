@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._chunks import near_divisor
+from .._spaces import sum_dtype
 
 
 def chunk_of(xs: jax.Array) -> int:
@@ -38,7 +39,7 @@ def accumulator(weight: jax.Array | None, wanted: Any) -> jax.Array | None:
     """Where the gradient of a weight is summed: in single precision for half."""
     if weight is None or wanted is not True:
         return None
-    return jnp.zeros(weight.shape, _sum_dtype(weight.dtype))
+    return jnp.zeros(weight.shape, sum_dtype(weight.dtype))
 
 
 def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
@@ -47,17 +48,13 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     # XLA's matrix product for CPUs is slow where the left operand is contracted along its
     # first axis, and without the barrier that is what it makes of a transpose.
     return jnp.matmul(
-        jax.lax.optimization_barrier(ct.T), x, preferred_element_type=_sum_dtype(x.dtype)
+        jax.lax.optimization_barrier(ct.T), x, preferred_element_type=sum_dtype(x.dtype)
     )
 
 
 def bias_gradient(ct: jax.Array) -> jax.Array:
     """The sum over all steps and examples."""
-    return jnp.sum(ct, (0, 1), dtype=_sum_dtype(ct.dtype))
-
-
-def _sum_dtype(dtype):
-    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    return jnp.sum(ct, (0, 1), dtype=sum_dtype(ct.dtype))
 
 
 def fold_batch(size: int, batched: Any, xs: Any, state: Any, valid: Any) -> tuple[Any, ...]:

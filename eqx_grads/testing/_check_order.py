@@ -52,8 +52,10 @@ def _one_order(case: Case, p: Precision, order, t, w) -> Iterator[Finding]:
         finding = None
         if want is not None:
             finding = _judge(case, p, where, want, got, "autodiff without the rule")
-        if finding is None or (finding.verdict == FAILED and not case.is_wrong_on_purpose):
-            # The first derivative has been checked: its differences are a witness.
+        if finding is None or finding.verdict == FAILED:
+            # The first derivative has been checked: its differences are a witness. Also where
+            # it is wrong on purpose, and so may be that of no function: that of a reversed
+            # gradient is then the derivative of the gradient as it is.
             numeric = _by_differences(case, p, w) if order == 2 else None
             if numeric is not None:
                 scaled, exact = numeric

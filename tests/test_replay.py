@@ -1,0 +1,338 @@
+"""`filter_scan(checkpoint="replay")`: every kind of step, against `jax.lax.scan`."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_grads import RuleError
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
+
+from .test_scan import close
+
+
+STEPS, WIDTH = 21, 3  # in chunks of 16: the last is shorter
+
+
+def numbers(*shape, seed=0, dtype=None):
+    return 0.5 * jr.normal(jr.key(seed + sum(shape)), shape, dtype or jnp.zeros(()).dtype)
+
+
+WEIGHTS = {"w": numbers(WIDTH, WIDTH), "u": numbers(WIDTH, WIDTH, seed=1), "b": numbers(WIDTH)}
+H, XS = numbers(WIDTH, seed=2), numbers(STEPS, WIDTH, seed=3)
+CASES = {}
+
+
+def step(case):
+    CASES[case.__name__] = case
+    return case
+
+
+@step
+def tanh(p, h, x):
+    h = jnp.tanh(p["w"] @ h + p["u"] @ x + p["b"])
+    return h, h
+
+
+@step
+def output_of_its_own(p, h, x):
+    return jnp.tanh(p["w"] @ h + x), (p["u"] @ h, jnp.sum(x * h))
+
+
+@step
+def deep(p, h, x):
+    hidden = jax.nn.gelu(p["u"] @ (p["w"] @ h + x))
+    return jnp.tanh(p["w"] @ hidden + p["b"]), hidden
+
+
+@step
+def weight_in_a_nonlinear_place(p, h, x):
+    h = jnp.tanh(jax.nn.softmax(p["w"]) @ h + jnp.exp(p["b"]) * x)
+    return h, h * p["b"]
+
+
+@step
+def inner_jit_and_checkpoint(p, h, x):
+    product = jax.jit(lambda w, h: jnp.sin(w @ h))
+    h = jax.checkpoint(lambda h: jnp.tanh(product(p["w"], h) + p["u"] @ x))(h)
+    return h, h
+
+
+@step
+def inner_scan(p, h, _):
+    inner = lambda h, row: (jnp.tanh(p["u"] @ h + row), None)
+    h, _ = jax.lax.scan(inner, h, p["w"])
+    return h, h
+
+
+@step
+def inner_filter_scan(p, h, x):
+    inner = lambda h, row: (jnp.tanh(p["u"] @ h + row + x), None)
+    h, _ = eqg.filter_scan(inner, h, p["w"], checkpoint="replay")
+    return h, h
+
+
+@step
+def branches(p, h, x):
+    h = jax.lax.cond(x[0] > 0, lambda: jnp.tanh(p["w"] @ h), lambda: jnp.sin(p["u"] @ h + x))
+    return h, h
+
+
+@step
+def rules_inside(p, h, x):
+    weight = eqg.ste.clip(p["w"], -0.5, 0.5)
+    h = jnp.tanh(eqg.clip_gradient(weight @ h, -0.1, 0.1) + eqg.scale_gradient(x, 2.0))
+    return h, h
+
+
+@step
+def nonlinear_rule_on_a_weight(p, h, x):
+    # Clipped at every step, and so not a matrix product of all steps.
+    h = jnp.tanh(eqg.clip_gradient(p["w"], -0.05, 0.05) @ h + p["u"] @ x)
+    return h, h
+
+
+@step
+def no_recurrence(p, h, x):
+    return h, jnp.tanh(p["w"] @ x + p["b"])
+
+
+@step
+def input_in_the_state(p, h, x):
+    return x, p["w"] @ h
+
+
+@step
+def gathered(p, h, x):
+    row = p["u"][jnp.argmax(x)]  # an embedding
+    return jnp.tanh(p["w"] @ h + row), row
+
+
+@step
+def weak_and_constant(p, h, x):
+    return h * 0.9, (1.0, jnp.zeros(2), x)
+
+
+def loss(scan, case, options):
+    def value(p, h, xs):
+        h, ys = scan(lambda h, x: case(p, h, x), h, xs, **options)
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves((h, ys)))
+
+    return value
+
+
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name, reverse):
+    options = {"reverse": reverse}
+    replayed = loss(eqg.filter_scan, CASES[name], {**options, "checkpoint": "replay"})
+    plain = loss(jax.lax.scan, CASES[name], options)
+    if name == "inner_filter_scan":
+        plain = loss(jax.lax.scan, _with_plain_inner, options)
+    grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1, 2)))(WEIGHTS, H, XS)
+    with jax.checking_leaks():
+        got = grad(replayed)
+    close(got, grad(plain))
+
+
+def _with_plain_inner(p, h, x):
+    inner = lambda h, row: (jnp.tanh(p["u"] @ h + row + x), None)
+    h, _ = jax.lax.scan(inner, h, p["w"])
+    return h, h
+
+
+# To second order, what is clipped is the sum over a chunk and not each of its terms, as the
+# weight is the same at all steps: "inside-scan.md" says so.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in CASES if n != "nonlinear_rule_on_a_weight"])
+def test_second_order_and_batches(name):
+    case = CASES[name]
+    replayed = loss(eqg.filter_scan, case, {"checkpoint": "replay"})
+    plain = loss(jax.lax.scan, case, {})
+    xs = jnp.stack([XS, -XS])
+
+    def all_of_it(f):
+        over_batch = lambda p, h: jnp.sum(jax.vmap(f, (None, None, 0))(p, h, xs))
+        gradient = jax.grad(over_batch, (0, 1))
+        pushed = lambda p, h: jax.jvp(gradient, (p, h), (p, h))[1]
+        square = lambda p, h: sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient(p, h)))
+        per_example = jax.vmap(jax.grad(f), (None, None, 0))
+        return (
+            gradient(WEIGHTS, H),
+            pushed(WEIGHTS, H),
+            jax.grad(square)(WEIGHTS, H),
+            per_example(WEIGHTS, H, xs),
+        )
+
+    if name == "inner_filter_scan":
+        plain = loss(jax.lax.scan, _with_plain_inner, {})
+    close(jax.jit(lambda: all_of_it(replayed))(), jax.jit(lambda: all_of_it(plain))())
+
+
+def test_carry_of_all_kinds():
+    """A counter, a key, a static leaf, `None`, and a Python number that becomes an array."""
+
+    def cell(weight, carry, x):
+        h, count, key, activation, nothing, decay = carry
+        key, sub = jr.split(key)
+        h = activation(weight @ h + x + 0.1 * jr.normal(sub, h.shape, h.dtype) + count)
+        return (h, count + 1, key, activation, nothing, decay * 0.5), (h, count)
+
+    def value(weight, **options):
+        init = (H, 0, jr.key(0), jnp.tanh, None, 1.0)
+        step = lambda carry, x: cell(weight, carry, x)
+        carry, (hs, counts) = eqg.filter_scan(step, init, XS, **options)
+        assert carry[3] is jnp.tanh
+        return jnp.sum(hs) + jnp.sum(carry[0]) + carry[5], (carry[1], counts)
+
+    grad = lambda **options: jax.value_and_grad(lambda w: value(w, **options), has_aux=True)(
+        WEIGHTS["w"]
+    )
+    (got, (last, counts)), got_grad = grad(checkpoint="replay")
+    (expected, _), expected_grad = grad()
+    close((got, got_grad), (expected, expected_grad))
+    assert last == STEPS
+    assert jnp.array_equal(counts, jnp.arange(STEPS))
+
+
+def test_truncated_and_clipped():
+    def grad(**options):
+        def value(p):
+            step = lambda h, x: tanh(p, h, x)
+            clip = lambda h: eqg.clip_gradient(h, -0.01, 0.01)
+            h, _ = eqg.filter_scan(step, H, XS, carry_gradient=clip, truncate=4, **options)
+            return jnp.sum(h**2)
+
+        return jax.grad(value)(WEIGHTS)
+
+    close(grad(checkpoint="replay"), grad(checkpoint=1))
+
+
+def test_a_frozen_weight_costs_nothing():
+    def products(*wanted):
+        def value(wanted):
+            p = {**WEIGHTS, **wanted}
+            return jnp.sum(
+                eqg.filter_scan(lambda h, x: tanh(p, h, x), H, XS, checkpoint="replay")[0]
+            )
+
+        wanted = {name: WEIGHTS[name] for name in wanted}
+        text = jax.jit(jax.grad(value)).lower(wanted).as_text()
+        return text.count("stablehlo.dot_general")
+
+    # The product with the cotangent of the carry is needed by all; the other is not.
+    both, one, none = products("w", "u"), products("w"), products("b")
+    assert none < one < both
+
+
+def test_gradients_of_weights_are_one_product():
+    """And not one for each step or each example, with `vmap` outside as well."""
+
+    def value(w, xs):
+        run = lambda xs: eqg.filter_scan(
+            lambda h, x: (jnp.tanh(w @ h + x), None), jnp.zeros(5), xs, checkpoint="replay"
+        )[0]
+        return jnp.sum(jax.vmap(run, 1)(xs))
+
+    text = str(jax.make_jaxpr(jax.grad(value))(jnp.eye(5), jnp.ones((32, 7, 5))))
+    assert "f32[5,5] = dot_general" in text.replace("f64", "f32")
+    for summed_late in ("[7,5,5]", "[16,5,5]", "[16,7,5,5]"):
+        assert summed_late not in text
+
+
+def test_what_cannot_be_replayed():
+    def step(h, x):
+        jax.debug.callback(lambda: None)
+        return h + x, None
+
+    with pytest.raises(RuleError, match=r"can't replay these steps.*\n.*side effects"):
+        eqg.filter_scan(step, H, XS, checkpoint="replay")
+    close(eqg.filter_scan(step, H, XS, checkpoint="auto")[0], H + jnp.sum(XS, 0))
+    with pytest.raises(RuleError, match=r"can't replay these steps.*\n.*`unroll`"):
+        eqg.filter_scan(lambda h, x: (h + x, None), H, XS, checkpoint="replay", unroll=2)
+
+
+def test_collectives_are_not_replayed():
+    """The sum over the batch at every step: `"auto"` leaves that to plain scan."""
+
+    def value(p, h, xs, checkpoint):
+        def step(h, x):
+            return jnp.tanh(p["w"] @ jax.lax.pmean(h, "i") + x), None
+
+        run = lambda h: eqg.filter_scan(step, h, xs, checkpoint=checkpoint)[0]
+        return jnp.sum(jax.vmap(run, axis_name="i")(h))
+
+    h = jnp.stack([H, -H])
+    grad = jax.grad(value)
+    close(grad(WEIGHTS, h, XS, "auto"), grad(WEIGHTS, h, XS, None))
+
+
+@pytest.mark.parametrize("where", ["jit", "shard_map"])
+def test_sharded(where):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    xs = numbers(STEPS, 8, WIDTH)
+
+    def value(p, xs, checkpoint):
+        step = lambda h, x: jax.vmap(lambda h, x: tanh(p, h, x))(h, x)
+        h, ys = eqg.filter_scan(step, jnp.zeros_like(xs[0]), xs, checkpoint=checkpoint)
+        return jnp.sum(jnp.sin(ys)) + jnp.sum(h)
+
+    expected = jax.grad(value)(WEIGHTS, xs, None)
+    if where == "jit":
+        sharded = jax.device_put(xs, NamedSharding(mesh, Spec(None, "i")))
+        got = jax.jit(jax.grad(value), static_argnums=2)(WEIGHTS, sharded, "replay")
+    else:
+        local = lambda p, xs: jax.lax.psum(value(p, xs, "replay"), "i")
+        total = jax.shard_map(
+            local, mesh=mesh, in_specs=(Spec(), Spec(None, "i")), out_specs=Spec()
+        )
+        got = jax.jit(jax.grad(total))(WEIGHTS, xs)
+    close(got, expected)
+
+
+def test_half_precision_is_summed_in_single():
+    weight = jnp.zeros((), jnp.bfloat16)
+    xs = jnp.full((2048,), 0.01, jnp.bfloat16)
+
+    def value(w, checkpoint):
+        _, ys = eqg.filter_scan(lambda h, x: (h, w * x), 0.0, xs, checkpoint=checkpoint)
+        return jnp.sum(ys.astype(jnp.float32))
+
+    exact = 2048 * float(xs[0])
+    assert jnp.abs(jax.grad(value)(weight, "replay") - exact) < 0.03 * exact
+    assert jnp.abs(jax.grad(value)(weight, None) - exact) > 0.5 * exact
+
+
+def test_plain_where_that_is_faster():
+    """A large batch: `"auto"` decides when it sees the batch, which may be outside."""
+
+    def value(w, xs, batch_outside):
+        def step(h, x):
+            return jnp.tanh(h @ w + x), None
+
+        run = lambda h, xs: eqg.filter_scan(step, h, xs, checkpoint="auto")[0]
+        h = jnp.zeros(xs.shape[1:])
+        return jnp.sum(jax.vmap(run, (0, 1))(h, xs) if batch_outside else run(h, xs))
+
+    def replays(batch, outside):
+        args = jnp.zeros((64, 64)), jnp.zeros((32, batch, 64))
+        program = jax.make_jaxpr(jax.grad(value), static_argnums=2)(*args, outside)
+        return "optimization_barrier" in str(program)
+
+    for outside in (False, True):
+        assert replays(4, outside)
+        assert not replays(256, outside)
+
+
+def test_plain_and_replayed_agree():
+    module = eqx.nn.GRUCell(WIDTH, WIDTH, key=jr.key(0))
+
+    def value(module, checkpoint):
+        step = lambda h, x: (module(x, h), None)
+        return jnp.sum(eqg.filter_scan(step, H, XS, checkpoint=checkpoint)[0])
+
+    grad = eqx.filter_grad(value)
+    expected = grad(module, None)
+    for checkpoint in ("replay", "auto"):
+        close(grad(module, checkpoint), expected)
