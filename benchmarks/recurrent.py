@@ -17,7 +17,6 @@ import functools as ft
 import importlib.util
 import pathlib
 import statistics
-import time
 from typing import Any
 
 import equinox as eqx
@@ -26,6 +25,7 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from timing import compiled, in_turn, speed
 
 
 SHAPES = [
@@ -61,10 +61,6 @@ def layer(cell, xs, *, make, keep, outside):
     return run(xs)[0]
 
 
-def replayed(cell, xs):
-    return nn.Recurrent(cell, checkpoint="auto", time_major=True)(xs)[0]
-
-
 def train(run):
     return lambda cell, xs, ct: jax.value_and_grad(
         lambda c, x: jnp.sum(run(c, x) * ct), (0, 1)
@@ -92,28 +88,6 @@ def floor(gates, steps, batch, hidden, size, key):
         "weight in": (lambda d, x: jax.lax.optimization_barrier(d.T) @ x, (d, x)),
         "weight state": (lambda d, h: jax.lax.optimization_barrier(d.T) @ h, (d, h)),
     }
-
-
-def compiled(fn, *args):
-    """The program as a function without arguments, and the bytes it sets aside."""
-    program = jax.jit(fn).lower(*args).compile()
-    analysis = program.memory_analysis()
-    memory = 0 if analysis is None else analysis.temp_size_in_bytes
-    return lambda: jax.block_until_ready(program(*args)), memory
-
-
-def in_turn(variants, rounds):
-    """Seconds of each variant in each round."""
-    times = {name: [] for name in variants}
-    for run in variants.values():
-        run()
-    for i in range(rounds):
-        order = list(variants.items())
-        for name, run in order if i % 2 else reversed(order):
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return times
 
 
 def peers(name, shape):
@@ -148,41 +122,42 @@ def measure(name, shape, rounds):
     key = jr.key(0)
     cell = make_cell(size, hidden, key=key)
     xs, ct = jr.normal(key, (steps, batch, size)), jr.normal(key, (steps, batch, hidden))
-    runs = {"plain": plain, "Recurrent": replayed}
+    runs: dict[str, Any] = {"plain": plain}
     for keep in ("gates", "states"):
         for where in ("inside", "outside"):
             run = ft.partial(layer, make=make, keep=keep, outside=where == "outside")
             runs[f"{keep}, {where}"] = run
-    variants, memory = {}, {}
+    variants, memory, seconds = {}, {}, {}
     for variant, run in runs.items():
-        variants[variant], memory[variant] = compiled(train(run), cell, xs, ct)
+        variants[variant], memory[variant], seconds[variant] = compiled(
+            train(run), cell, xs, ct
+        )
     for product, (fn, args) in floor(gates, steps, batch, hidden, size, key).items():
-        variants["floor: " + product], _ = compiled(fn, *args)
+        variants["floor: " + product] = compiled(fn, *args).run
     variants.update(peers(name, shape))
     times = in_turn(variants, rounds)
     products = [ts for variant, ts in times.items() if variant.startswith("floor")]
     times["floor"] = [sum(ts) for ts in zip(*products, strict=True)]
-    return times, memory
+    return times, memory, seconds
 
 
-def row(name, shape, times, memory):
-    reference = times["plain"]
-    speed = lambda v: statistics.median(a / b for a, b in zip(reference, times[v], strict=True))
-    cells = [name, ", ".join(map(str, shape)), f"{1e3 * statistics.median(reference):.1f}"]
+def row(name, shape, times, memory, seconds):
+    faster = ft.partial(speed, times, reference="plain")
+    plain_ms = 1e3 * statistics.median(times["plain"])
+    cells = [name, ", ".join(map(str, shape)), f"{plain_ms:.1f}"]
     for keep in ("gates", "states"):
         inside, outside = f"{keep}, inside", f"{keep}, outside"
-        cells.append(f"{speed(inside):.2f} / {speed(outside):.2f}")
+        cells.append(f"{faster(inside):.2f} / {faster(outside):.2f}")
         cells.append(f"{memory[inside] / memory['plain']:.2f}")
-    cells.append(f"{speed('Recurrent'):.2f}")
-    cells.append(f"{memory['Recurrent'] / memory['plain']:.2f}")
-    cells.append(f"{speed('floor'):.2f}")
-    cells.extend(f"{speed(peer):.2f}" for peer in ("Flax", "PyTorch") if peer in times)
+    cells.append(f"{seconds['gates, inside'] / seconds['plain']:.2f}")
+    cells.append(f"{faster('floor'):.2f}")
+    cells.extend(f"{faster(peer):.2f}" for peer in ("Flax", "PyTorch") if peer in times)
     return "| " + " | ".join(cells) + " |"
 
 
 def header(has_peer):
     names = ["layer", "T, B, H, I", "plain, ms", "gates kept", "bytes", "states kept", "bytes"]
-    names += ["`Recurrent`", "bytes", "floor"]
+    names += ["compile", "floor"]
     names += [peer for peer in ("Flax", "PyTorch") if has_peer(peer)]
     return "| " + " | ".join(names) + " |\n|" + " --- |" * len(names)
 
@@ -206,11 +181,9 @@ def recurrences(rounds, quick):
         runs = {"scan": scan, "ours": eqg.linear_recurrence, "associative": associative}
         variants, memory = {}, {}
         for name, run in runs.items():
-            variants[name], memory[name] = compiled(train(run), a, b, ct)
+            variants[name], memory[name], _ = compiled(train(run), a, b, ct)
         times = in_turn(variants, rounds)
-        ratio = lambda v, times=times: statistics.median(
-            x / y for x, y in zip(times["scan"], times[v], strict=True)
-        )
+        ratio = ft.partial(speed, times, reference="scan")
         print(
             f"| {shape[0]}, {shape[1]} | {1e3 * statistics.median(times['scan']):.2f} | "
             f"{ratio('ours'):.2f} | {memory['ours'] / memory['scan']:.2f} | "
@@ -232,11 +205,11 @@ def main():
     lines: list[str] = []
     for name in args.cells[:1] if args.quick else args.cells:
         for shape in shapes:
-            times, memory = measure(name, shape, rounds)
+            times, memory, seconds = measure(name, shape, rounds)
             if not lines:
                 lines.append(header(times.__contains__))
                 print(lines[0])
-            lines.append(row(name, shape, times, memory))
+            lines.append(row(name, shape, times, memory, seconds))
             print(lines[-1], flush=True)
     if args.out is not None:
         args.out.write_text("\n".join(lines) + "\n")

@@ -115,7 +115,8 @@ def _run_inlined(jaxpr: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any])
         if inner is not None:
             out = _run_inlined(inner, moves, ins)
         elif eqn.primitive is jax.lax.dot_general_p and moves == [False, True]:
-            out = [_swapped_product(*ins, eqn.params)]
+            a, b = ins
+            out = [_swapped_product(a, b, eqn.params)]
         else:
             out = _apply(eqn, ins)
         env.update(zip(eqn.outvars, out, strict=True))

@@ -1,0 +1,274 @@
+"""Claim: `filter_scan(checkpoint="auto")` is never slower than plain scan, whatever the cell,
+and keeps far less; and a long sequence trains in little memory.
+
+Value and gradient of a sum over all outputs (for the long sequence, over the last state), with
+respect to all parameters and the inputs, in single precision. The variants run in turn in one
+process; speed is the median over rounds of the ratio to plain scan in the same round, bytes
+are what the compiled program sets aside, and compile includes tracing.
+
+    python benchmarks/scans.py [--quick] [--cells GRU attention] [--rounds 9] [--plot file.png]
+"""
+
+import argparse
+import contextlib
+import functools as ft
+import io
+import statistics
+import sys
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from timing import compiled, in_turn, speed
+
+
+SHAPES = [
+    (128, 32, 128, 64),
+    (512, 32, 256, 128),
+    (256, 128, 512, 256),
+    (1024, 1, 128, 128),
+    (2048, 8, 64, 32),
+]
+
+
+class Attention(eqx.Module):
+    """A state that looks up a memory and goes through a layer norm and a perceptron."""
+
+    memory: jax.Array
+    query: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+    hidden_size: int
+
+    def __init__(self, size, hidden, *, key):
+        keys = jr.split(key, 3)
+        self.memory = jr.normal(keys[0], (16, hidden))
+        self.query = eqx.nn.Linear(hidden, hidden, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(hidden)
+        self.mlp = eqx.nn.MLP(hidden + size, hidden, hidden, 1, key=keys[2])
+        self.hidden_size = hidden
+
+    def __call__(self, x, h):
+        weights = jax.nn.softmax(self.memory @ self.query(h) / h.size**0.5)
+        return self.norm(h + self.mlp(jnp.concatenate([weights @ self.memory, x])))
+
+
+class Gated(eqx.Module):
+    """A cell that a user might write: a convex sum of the state and a small network."""
+
+    gate: eqx.nn.Linear
+    new: eqx.nn.MLP
+    hidden_size: int
+
+    def __init__(self, size, hidden, *, key):
+        keys = jr.split(key)
+        self.gate = eqx.nn.Linear(hidden + size, hidden, key=keys[0])
+        self.new = eqx.nn.MLP(hidden + size, hidden, hidden, 1, jax.nn.gelu, key=keys[1])
+        self.hidden_size = hidden
+
+    def __call__(self, x, h):
+        both = jnp.concatenate([h, x])
+        z = jax.nn.sigmoid(self.gate(both))
+        return z * h + (1 - z) * jnp.tanh(self.new(both))
+
+
+CELLS = {
+    "GRU": eqx.nn.GRUCell,
+    "LSTM": eqx.nn.LSTMCell,
+    "RNN": eqg.nn.RNNCell,
+    "attention": Attention,
+    "user's": Gated,
+}
+
+
+def run(cell, xs, *, checkpoint=None, plain=False, outside=False):
+    """All outputs, with the batch inside of the scan or outside of it."""
+    scan = jax.lax.scan if plain else ft.partial(eqg.filter_scan, checkpoint=checkpoint)
+    over_batch = (lambda f: f) if outside else jax.vmap
+    zero = jnp.zeros((*(() if outside else xs.shape[1:2]), cell.hidden_size))
+    state = (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
+
+    def step(state, x):
+        state = over_batch(cell)(x, state)
+        return state, jax.tree.leaves(state)[0]
+
+    all_of_it = lambda xs: scan(step, state, xs)[1]
+    return jax.vmap(all_of_it, 1, 1)(xs) if outside else all_of_it(xs)
+
+
+def train(forward, static):
+    def loss(params, xs, ct):
+        return jnp.sum(forward(eqx.combine(params, static), xs) * ct)
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def make(name, shape):
+    """What is not an array in the cell, and the arguments of `train`."""
+    steps, batch, hidden, size = shape
+    cell = CELLS[name](size, hidden, key=jr.key(0))
+    params, static = eqx.partition(cell, eqx.is_inexact_array)
+    xs_key, ct_key = jr.split(jr.key(1))
+    xs, ct = jr.normal(xs_key, (steps, batch, size)), jr.normal(ct_key, (steps, batch, hidden))
+    return static, (params, xs, ct)
+
+
+def measure(name, shape, rounds):
+    static, args = make(name, shape)
+    programs = {}
+    for outside in (False, True):
+        where = "outside" if outside else "inside"
+        plain = ft.partial(run, plain=True, outside=outside)
+        programs[f"plain, {where}"] = compiled(train(plain, static), *args)
+        for checkpoint in ("auto", "replay", "sqrt"):
+            ours = ft.partial(run, checkpoint=checkpoint, outside=outside)
+            programs[f"{checkpoint}, {where}"] = compiled(train(ours, static), *args)
+    times = in_turn({name: p.run for name, p in programs.items()}, rounds)
+    plain = programs["plain, inside"]
+    cells = [name, ", ".join(map(str, shape))]
+    cells.append(f"{1e3 * statistics.median(times['plain, inside']):.1f}")
+    for checkpoint in ("auto", "replay", "sqrt"):
+        ratios = [
+            speed(times, f"{checkpoint}, {where}", f"plain, {where}")
+            for where in ("inside", "outside")
+        ]
+        program = programs[f"{checkpoint}, inside"]
+        cells.append(f"{ratios[0]:.2f} / {ratios[1]:.2f}")
+        cells.append(f"{program.memory / plain.memory:.2f}")
+    cells.append(f"{programs['replay, inside'].seconds / plain.seconds:.2f}")
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def long_sequence(rounds, quick):
+    """The loss is of the last state, and the states are not asked for."""
+    steps, batch, hidden, size = (9, 2, 4, 3) if quick else (4096, 16, 128, 64)
+    cell = eqx.nn.GRUCell(size, hidden, key=jr.key(0))
+    xs = jr.normal(jr.key(1), (steps, batch, size))
+
+    def loss(cell, **options):
+        scan = ft.partial(eqg.filter_scan, **options) if options else jax.lax.scan
+        step = lambda h, x: (jax.vmap(cell)(x, h), None)
+        return jnp.sum(scan(step, jnp.zeros((batch, hidden)), xs)[0])
+
+    variants = {
+        "plain": {},
+        '`checkpoint="sqrt"`': {"checkpoint": "sqrt"},
+        '`checkpoint="replay"`': {"checkpoint": "replay"},
+        "`truncate=64`": {"truncate": 64},
+    }
+    programs = {
+        name: compiled(jax.value_and_grad(ft.partial(loss, **options)), cell)
+        for name, options in variants.items()
+    }
+    times = in_turn({name: p.run for name, p in programs.items()}, rounds)
+    print(f"\n| T = {steps}, loss of the last state | ms | speed | bytes |\n|{' --- |' * 4}")
+    for name, program in programs.items():
+        print(
+            f"| {name} | {1e3 * statistics.median(times[name]):.0f} | "
+            f"{speed(times, name, 'plain'):.2f} | "
+            f"{program.memory / programs['plain'].memory:.3f} |",
+            flush=True,
+        )
+
+
+def progress_line(rounds, quick):
+    """A terminal that takes every character and shows none."""
+    steps = 10 if quick else 1000
+    cell = eqx.nn.GRUCell(64, 128, key=jr.key(0))
+    xs = jr.normal(jr.key(1), (steps, 32, 64))
+
+    def forward(xs, progress):
+        step = lambda h, x: (jax.vmap(cell)(x, h), None)
+        return eqg.filter_scan(step, jnp.zeros((32, 128)), xs, progress=progress)[0]
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with contextlib.redirect_stderr(terminal):
+        with_line = compiled(ft.partial(forward, progress=True), xs)
+        without = compiled(ft.partial(forward, progress=False), xs)
+        times = in_turn({"with": with_line.run, "without": without.run}, rounds)
+    cost = 100 * (1 / speed(times, "with", "without") - 1)
+    print(f"\nA progress line costs {cost:.1f} % of {steps} steps.")
+    assert f"{steps}/{steps}" in terminal.getvalue(), "nothing was shown"
+
+
+def plot(path, rounds):
+    """Time and bytes against the number of steps, of a gated recurrent unit."""
+    import matplotlib.pyplot as plt
+
+    lengths = [64, 128, 256, 512, 1024, 2048, 4096]
+    variants = {
+        "plain scan": {"plain": True},
+        'checkpoint="auto"': {"checkpoint": "auto"},
+        'checkpoint="sqrt"': {"checkpoint": "sqrt"},
+    }
+    seconds, memory = {}, {}
+    for steps in lengths:
+        static, args = make("GRU", (steps, 16, 128, 64))
+        programs = {
+            name: compiled(train(ft.partial(run, **options), static), *args)
+            for name, options in variants.items()
+        }
+        for keep in ("gates", "states"):
+            layer = lambda cell, xs, keep=keep: eqg.nn.GRU.from_cell(
+                cell, keep=keep, time_major=True
+            )(xs)[0]
+            programs[f"eqg.nn.GRU, {keep} kept"] = compiled(train(layer, static), *args)
+        times = in_turn({name: p.run for name, p in programs.items()}, rounds)
+        # Nothing can be faster than the matrix products, at the rate of large ones.
+        flops = 3 * 2 * steps * 16 * 3 * 128 * (128 + 64)
+        times["matrix products"] = [flops / _flops_per_second()]
+        for name, ts in times.items():
+            seconds.setdefault(name, []).append(statistics.median(ts))
+        for name, program in programs.items():
+            memory.setdefault(name, []).append(program.memory)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, values, label, unit in (
+        (left, seconds, "milliseconds", 1e3),
+        (right, memory, "temporary megabytes", 1e-6),
+    ):
+        for name, ys in values.items():
+            style = (
+                {"color": "gray", "linestyle": ":"} if name not in memory else {"marker": "."}
+            )
+            axis.loglog(lengths, [unit * y for y in ys], label=name, **style)
+        axis.set_xlabel("steps")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    left.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+@ft.cache
+def _flops_per_second():
+    a = jr.normal(jr.key(0), (1024, 1024))
+    times = in_turn({"product": compiled(lambda a: a @ a, a).run}, 20)
+    return 2 * 1024**3 / min(times["product"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, for the tests")
+    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
+    parser.add_argument("--cells", nargs="*", default=list(CELLS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--plot", help="draw time and bytes against the length, and no more")
+    args = parser.parse_args()
+    if args.plot:
+        sys.exit(plot(args.plot, args.rounds))
+    shapes = [(6, 2, 4, 3)] if args.quick else [SHAPES[i] for i in args.shapes]
+    rounds = 2 if args.quick else args.rounds
+    names = ["cell", "T, B, H, I", "plain, ms"]
+    names += [n for c in ("auto", "replay", "sqrt") for n in (f'`"{c}"`', "bytes")]
+    print("| " + " | ".join([*names, "compile"]) + " |\n|" + " --- |" * (len(names) + 1))
+    for name in args.cells[:1] if args.quick else args.cells:
+        for shape in shapes:
+            measure(name, shape, rounds)
+    long_sequence(rounds, args.quick)
+    progress_line(rounds, args.quick)
+
+
+if __name__ == "__main__":
+    main()
