@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from ._errors import name_of, place_of, rule_error, show_tree
+from ._jaxprs import MARK
 from ._linearity import scan_counts
 from ._probes import GradientStatistics, probe
 from ._spaces import is_differentiable
@@ -136,7 +137,7 @@ def _check_scalar(loss, out):
 
 # ---------------------------------------------------------------- the layers, marked
 
-mark_p = Primitive("eqg_mark")
+mark_p = Primitive(MARK)
 mark_p.multiple_results = True
 
 
@@ -176,6 +177,10 @@ class _Marked(eqx.Module):
             for i, x in zip(places, mark_p.bind(*xs, layer=self._eqg_index), strict=True):
                 leaves[i] = x
         return jax.tree.unflatten(treedef, leaves)
+
+    @property
+    def __class__(self):  # pyright: ignore  `isinstance` sees the layer
+        return type(self._eqg_layer)
 
     def __getattr__(self, name):
         if name.startswith("_eqg_"):

@@ -11,7 +11,6 @@ import itertools
 import json
 import pathlib
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -22,7 +21,6 @@ import jax.random as jr
 import matplotlib
 import numpy as np
 import optax
-from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -44,80 +42,35 @@ def plain_sign(x):
     return jnp.where(x < 0, -1, 1).astype(x.dtype)
 
 
-class OneBit(eqx.Module):
-    """Weights and activations are minus one or one."""
-
-    sign: Callable
-
-    def weights(self, x):
-        return self.sign(x)
-
-    def activations(self, x):
-        return self.sign(x)
+# How each network quantizes its weights, and its activations.
+NETWORKS = {
+    "straight-through": (eqg.ste.binary_sign, eqx.nn.Lambda(eqg.ste.binary_sign)),
+    "plain sign": (plain_sign, eqx.nn.Lambda(plain_sign)),
+    # Weights are -2, -1, 0 or 1 steps, activations 0, 1, 2 or 3, and the steps are learned.
+    "two bits": (eqg.nn.LSQ(bits=2), eqg.nn.LSQ(bits=2, signed=False, scale=0.5)),
+}
 
 
-class TwoBits(eqx.Module):
-    """Weights are -2, -1, 0 or 1 steps, activations 0, 1, 2 or 3, and the steps are learned."""
-
-    weight_step: Float[Array, ""]
-    activation_step: Float[Array, ""]
-
-    def weights(self, x):
-        return eqg.ste.lsq(x, self.weight_step, bits=2)
-
-    def activations(self, x):
-        return eqg.ste.lsq(jax.nn.relu(x), self.activation_step, bits=2, signed=False)
-
-
-class Layer(eqx.Module):
-    weight: Float[Array, "outputs inputs"]  # of which the network uses the bits only
-    gain: Float[Array, " outputs"]
-    bias: Float[Array, " outputs"]
-    bits: OneBit | TwoBits
-
-    def __call__(self, x):
-        z = self.bits.weights(self.weight) @ x
-        z = (z - z.mean()) / jnp.sqrt(z.var() + 1e-5)
-        return self.gain * z + self.bias
-
-
-def make_layer(inputs, outputs, sign, key):
-    """One bit if there is a sign, else two."""
-    weight = jr.normal(key, (outputs, inputs), jnp.float32) / inputs**0.5
-    if sign is None:
-        step = 2 * jnp.abs(weight).mean()  # as the paper has it, for a largest integer of 1
-        bits = TwoBits(step, jnp.array(0.5, jnp.float32))
-    else:
-        bits = OneBit(sign)
-    gain, bias = jnp.ones_like(weight[:, 0]), jnp.zeros_like(weight[:, 0])
-    return Layer(weight, gain, bias, bits)
-
-
-class Network(eqx.Module):
-    layers: list[Layer]
-
-    def __init__(self, sign: Callable | None, *, key):
-        keys = jr.split(key, len(SIZES) - 1)
-        self.layers = [
-            make_layer(inputs, outputs, sign, key)
-            for (inputs, outputs), key in zip(itertools.pairwise(SIZES), keys, strict=True)
+def make_network(name, key):
+    """From pixels to logits."""
+    of_weights, of_activations = NETWORKS[name]
+    layers = []
+    for inputs, outputs in itertools.pairwise(SIZES):
+        key, subkey = jr.split(key)
+        layers += [
+            eqx.nn.Linear(inputs, outputs, use_bias=False, dtype="float32", key=subkey),
+            eqx.nn.LayerNorm(outputs, dtype="float32"),
+            of_activations,
         ]
+    network = eqx.nn.Sequential(layers[:-1])
+    return eqg.nn.quantize_model(network, {eqx.nn.Linear: (of_weights, None)})[0]
 
-    def __call__(self, x):
-        """From pixels to log-probabilities."""
-        *hidden, last = self.layers
-        for layer in hidden:
-            x = layer.bits.activations(layer(x))
-        return jax.nn.log_softmax(last(x))
-
-
-NETWORKS = {"straight-through": eqg.ste.binary_sign, "plain sign": plain_sign, "two bits": None}
 
 # ---------------------------------------------------------------- training
 
 
 class Run(NamedTuple):
-    network: Network
+    network: eqx.nn.Sequential
     losses: np.ndarray
     accuracy: float  # on the test digits
 
@@ -132,7 +85,7 @@ def load():
 
 
 def loss(network, images, labels):
-    log_p = jax.vmap(network)(images)
+    log_p = jax.nn.log_softmax(jax.vmap(network)(images))
     return -jnp.take_along_axis(log_p, labels[:, None], axis=1).mean()
 
 
@@ -150,15 +103,15 @@ def update(network, opt_state, optimizer, key, images, labels):
     with jax.numpy_dtype_promotion("standard"):  # Optax fails where it is "strict"
         updates, opt_state = optimizer.update(grads, opt_state)
     network = eqx.apply_updates(network, updates)
-    # No gradient comes back from beyond one.
-    weights = lambda network: [layer.weight for layer in network.layers]
+    # No gradient comes back from beyond one. Every third layer is linear.
+    weights = lambda network: [layer.weight for layer in network[::3]]
     clipped = [jnp.clip(weight, -1, 1) for weight in weights(network)]
     return eqx.tree_at(weights, network, clipped), opt_state, value
 
 
 def train(name, seed, optimizer, steps, training, test):
     key1, key2 = jr.split(jr.key(seed))
-    network = Network(NETWORKS[name], key=key1)
+    network = make_network(name, key1)
     opt_state = optimizer.init(eqx.filter(network, eqx.is_array))
     losses = []
     # `disable=None`: no bar where there is no terminal.
@@ -191,7 +144,7 @@ def draw(runs):
     panels = figure.subplot_mosaic([["loss", name] for name in NETWORKS], width_ratios=(1, 1.9))
     for name in NETWORKS:
         draw_losses(panels["loss"], name, runs[name])
-        draw_weights(panels[name], name, runs[name][0].network.layers[0])
+        draw_weights(panels[name], name, runs[name][0].network[0])
     panels["loss"].set(title="Training loss (nats)", xlabel="training step", ylim=(0, None))
     return figure
 
@@ -208,7 +161,7 @@ def draw_losses(panel, name, runs):
 
 def draw_weights(panel, name, layer):
     """The weights of some neurons, each a picture of the pixels that it looks for."""
-    weight = np.asarray(layer.bits.weights(layer.weight))
+    weight = np.asarray(layer.quantized_weight())
     tiles = np.full((2 * 9 + 1, 12 * 9 + 1), np.nan)
     for i, neuron in enumerate(weight[:24]):
         row, column = 1 + 9 * (i // 12), 1 + 9 * (i % 12)

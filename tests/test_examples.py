@@ -1,11 +1,13 @@
 """Every example runs, as a reader would run it."""
 
+import importlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 
@@ -41,3 +43,23 @@ def test_the_spiking_network_learns_and_only_with_the_rule(tmp_path):
     assert result["plain_step"] < 0.3  # guessing: 0.1
     picture = (tmp_path / "out" / "spiking-digits.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
+
+
+def test_the_yin_yang_points_are_the_published_ones(monkeypatch):
+    """Those in `publication_data` of github.com/lkriener/yin_yang_data_set, and their sums."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    yin_yang = importlib.import_module("yin_yang").yin_yang
+    points, labels = yin_yang(1000, seed=40)
+    first = [[0.23409665, 0.40172498], [0.75132902, 0.46824252], [0.13832531, 0.57095397]]
+    np.testing.assert_allclose(points[:3], first, rtol=1e-6)
+    np.testing.assert_allclose(points.sum(0), [498.25698935, 488.78023568], rtol=1e-6)
+    assert list(labels[:8]) == [2, 2, 1, 1, 1, 2, 2, 0]
+    assert list(np.bincount(labels)) == [350, 316, 334]
+
+
+@pytest.mark.slow
+def test_yin_and_yang_are_learned_and_only_with_a_surrogate(tmp_path):
+    _run(ROOT / "examples" / "yin_yang.py", tmp_path, "--seeds", "5")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["surrogate"] >= 0.96
+    assert result["zero_gradient"] <= 0.7  # guessing: 0.33

@@ -640,3 +640,16 @@ class TestPlot:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(ImportError, match="needs Matplotlib"):
             eqg.plot_gradient_flow(FLOW)
+
+
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+def test_gradient_flow_of_any_cell_over_time(cell):
+    """However its scan remembers, and although something stands in the place of the cell."""
+    flows = []
+    for checkpoint in ("replay", None):
+        layer = eqg.nn.Recurrent(cell(3, 4, key=jr.key(0)), checkpoint=checkpoint)
+        loss = lambda layer: jnp.sum(layer(jnp.ones((2, 5, 3)))[0])
+        (flow,) = eqg.gradient_flow(loss, layer).values()
+        flows.append(flow)
+    assert flows[0].shape == (5,)
+    assert_close(flows[0], flows[1])

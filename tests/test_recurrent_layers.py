@@ -45,7 +45,7 @@ def run_cell(cell, xs, state, reverse):
     return jnp.stack(ys[::-1] if reverse else ys), state
 
 
-def reference(layer, xs, state, lengths=None):
+def reference(layer, xs, state, lengths=None, run=run_cell):
     """Each example by itself, without its padding: what packed sequences are."""
     all_ys, ends = [], []
     n_cells = sum(len(stage) for stage in layer.cells)
@@ -58,7 +58,7 @@ def reference(layer, xs, state, lengths=None):
         for stage in layer.cells:
             outputs = []
             for cell, reverse in zip(stage, (layer.reverse, not layer.reverse), strict=False):
-                out, last = run_cell(cell, ys, of_cell(i), reverse)
+                out, last = run(cell, ys, of_cell(i), reverse)
                 outputs.append(out)
                 end.append(last)
                 i += 1
@@ -80,7 +80,9 @@ def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
 def loss(run):
     def value(args):
         ys, end = run(*args)
-        return jnp.sum(jnp.sin(ys)) + sum(jnp.sum(s**2) for s in jax.tree.leaves(end))
+        return jnp.sum(jnp.sin(ys)) + sum(
+            jnp.sum(jnp.abs(s) ** 2) for s in jax.tree.leaves(end)
+        )
 
     return value
 
@@ -263,12 +265,14 @@ def test_memory(make_layer, gates, states, getkey):
         assert temp_bytes(run, layer.to_cell(), xs) < bound * plain
 
 
+def cast(tree, dtype):
+    return jax.tree.map(lambda w: w.astype(dtype) if eqx.is_array(w) else w, tree)
+
+
 @pytest.mark.slow
-def test_half_precision(getkey):
-    layer, xs, _ = make(getkey, "GRU, gates", dtype="float32", steps=40, batch=8)
-    cast = lambda tree, dtype: jax.tree.map(
-        lambda w: w.astype(dtype) if eqx.is_array(w) else w, tree
-    )
+@pytest.mark.parametrize("name", ["GRU, gates", "LSTM, gates", "RNN, tanh"])
+def test_half_precision(name, getkey):
+    layer, xs, _ = make(getkey, name, dtype="float32", steps=40, batch=8)
     half = cast(layer, "bfloat16")
     single = cast(half, "float32")
     grad = eqx.filter_grad(lambda layer, xs: jnp.sum(layer(xs)[0] ** 2))
@@ -283,6 +287,25 @@ def test_half_precision(getkey):
     ):
         scale = jnp.max(jnp.abs(want)).astype("float32")
         assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize(
+    "name",
+    ["RNN, tanh", *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_OF_EACH[:2])],
+)
+def test_half_precision_is_summed_in_single(name, getkey):
+    """500 chunks, of which nearly all add the same: in half precision the sum would stop at
+    256 times that."""
+    layer, xs, _ = make(getkey, name, dtype="bfloat16", steps=1000, batch=1)
+    xs = jnp.ones_like(xs)
+    total = lambda layer, xs: jnp.sum(layer(xs)[0].astype("float32"))
+    grad = eqx.filter_jit(eqx.filter_grad(total))
+    got = grad(layer, xs).cells
+    expected = grad(cast(layer, "float32"), xs.astype("float32")).cells
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert g.dtype == "bfloat16"
+        assert jnp.max(jnp.abs(g.astype("float32") - w)) < 0.05 * jnp.max(jnp.abs(w))
 
 
 @pytest.mark.slow
@@ -300,6 +323,19 @@ def test_no_step_and_one_step(name, steps, getkey):
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads))
     if steps == 0:
         close(grads[2], jax.tree.map(lambda s: 2 * s, state), 1e-6)
+
+
+def test_no_step_in_stacks_and_of_any_cell(getkey):
+    stack = nn.LSTM(3, 4, num_layers=2, bidirectional=True, key=getkey())
+    any_cell = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
+    for layer, out, shape in ((stack, 8, (4, 2, 4)), (any_cell, 4, (2, 4))):
+        state = jax.tree.map(
+            lambda _, shape=shape: jr.normal(getkey(), shape), layer(jnp.ones((2, 0, 3)))[1]
+        )
+        for lengths in (None, [0, 0]):
+            ys, end = layer(jnp.zeros((2, 0, 3)), state, lengths=lengths)
+            assert ys.shape == (2, 0, out)
+            close(end, state)
 
 
 def test_layouts(getkey):
@@ -386,14 +422,33 @@ class TestErrors:
             layer(jnp.ones((5, 2), "float32"))
         with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 4 axes"):
             layer(jnp.ones((2, 2, 5, 3)))
+        with pytest.raises(RuleError, match=r"`GRU` was given `xs` with 1 axes(?s:.)*vmap"):
+            layer(jnp.ones(3))
+
+    @pytest.mark.parametrize("make_layer", [nn.GRU, nn.LSTM, nn.RNN])
+    @pytest.mark.parametrize("shape", [(5, 2), (0, 2), (2, 0, 2)])
+    def test_features(self, make_layer, shape, getkey):
+        layer = make_layer(3, 4, key=getkey())
+        expected = (
+            rf"`{make_layer.__name__}` was given inputs of the wrong size\.\n  a step of "
+        )
+        with pytest.raises(
+            RuleError, match=expected + r"`xs` is float32\[2\], and `input_size`"
+        ):
+            layer(jnp.ones(shape, "float32"))
 
     def test_state(self, getkey):
         layer = nn.LSTM(3, 4, key=getkey())
         expected = r"its shape is \(\(2, 5\), \(2, 4\)\), and has to be \(\(2, 4\), \(2, 4\)\)"
         with pytest.raises(RuleError, match=expected):
             layer(jnp.ones((2, 5, 3)), (jnp.ones((2, 5)), jnp.ones((2, 4))))
+        with pytest.raises(RuleError, match=r"its shape is \(4,\), and has to be \(\(4,\), \("):
+            layer(jnp.ones((5, 3)), jnp.ones(4))
         with pytest.raises(RuleError, match="does not know the first state of its cell"):
             nn.Recurrent(Attend(jnp.ones(3)))(jnp.ones((5, 3)))
+        grow = nn.Recurrent(lambda x, h: jnp.append(h, x), initial_state=jnp.ones(3, "float32"))
+        with pytest.raises(RuleError, match=r"another carry(?s:.)*32\[1,3\].*32\[1,6\]"):
+            grow(jnp.ones((5, 3), "float32"))
 
     def test_lengths(self, getkey):
         layer = nn.RNN(3, 4, key=getkey())
@@ -406,12 +461,18 @@ class TestErrors:
             layer(xs, lengths=[1, 2, 3])
         with pytest.raises(RuleError, match=r"do not fit `xs`(?s:.)*of shape \(\)"):
             layer(xs[0], lengths=[1])
+        with pytest.raises(RuleError, match="from 0 to 1, and `xs` has 0 steps"):
+            layer(xs[:, :0], lengths=[0, 1])
 
     def test_cells_and_sizes(self, getkey):
         with pytest.raises(RuleError, match="was asked for one of 2 cells"):
             nn.GRU(3, 4, num_layers=2, key=getkey()).to_cell()
         with pytest.raises(RuleError, match="`num_layers` is 0"):
             nn.GRU(3, 4, num_layers=0, key=getkey())
+        with pytest.raises(
+            RuleError, match=r"`LSTM` was given a size(?s:.)*`hidden_size` is -1"
+        ):
+            nn.LSTM(3, -1, key=getkey())
 
 
 def test_is_exported():

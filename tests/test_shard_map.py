@@ -1,8 +1,10 @@
 """Rules inside `shard_map`, eager and jitted, with replicated and with sharded arguments."""
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import pytest
 from jax.sharding import AxisType, PartitionSpec as Spec
 
@@ -99,3 +101,35 @@ def test_vmap_inside():
     loss = loss_of(jax.vmap(product, (None, 0)), True, REPLICATED)
     plain = lambda weight, x: jnp.sum(jnp.sin(x @ weight))
     assert_close(jax.jit(jax.grad(loss, (0, 1)))(weight, x), jax.grad(plain, (0, 1))(weight, x))
+
+
+LAYERS = {
+    "GRU": lambda key: eqg.nn.GRU(3, 4, key=key),
+    "LSTM": lambda key: eqg.nn.LSTM(3, 4, key=key),
+    "RNN": lambda key: eqg.nn.RNN(3, 4, key=key),
+    "MinGRU": lambda key: eqg.nn.MinGRU(3, 4, key=key),
+    "LRU": lambda key: eqg.nn.LRU(3, 4, 4, key=key),
+    "Recurrent": lambda key: eqg.nn.Recurrent(
+        eqx.nn.GRUCell(3, 4, key=key), checkpoint="replay"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_recurrent_layers(name):
+    """Each device has a part of the batch, and all have the weights."""
+    params, static = eqx.partition(LAYERS[name](jr.key(0)), eqx.is_inexact_array)
+    xs = jr.normal(jr.key(1), (8, 5, 3))
+
+    def total(params, xs):
+        return jnp.sum(jnp.sin(eqx.combine(params, static)(xs)[0]))
+
+    in_parts = jax.shard_map(
+        lambda params, xs: jax.lax.psum(total(params, xs), "i"),
+        mesh=MESH,
+        in_specs=(Spec(), Spec("i")),
+        out_specs=Spec(),
+    )
+    got, expected = jax.jit(jax.grad(in_parts))(params, xs), jax.grad(total)(params, xs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-4, atol=1e-4)

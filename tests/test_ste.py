@@ -422,6 +422,19 @@ def test_pact_as_published():
         assert jnp.array_equal(ste.pact(x, 1.5, bits=k)[3:], jnp.array([1.5, 1.5]))
 
 
+def test_the_largest_is_not_clipped_in_half_precision():
+    """Rounded down, a scale of eight bits in the mantissa is too small for twelve."""
+    for dtype in ("bfloat16", "float16"):
+        x = jnp.linspace(1.0, 2.0, 9).astype(dtype)
+        quantize = lambda x: ste.fake_quantize(x, ste.absmax_scale(x, bits=12), bits=12)
+        assert jnp.array_equal(jax.vmap(jax.grad(quantize))(x), jnp.ones(9, dtype))
+
+
+def test_lsq_has_one_zero():
+    out = ste.lsq(jnp.array([-0.3, 0.3]), 1.0, bits=2)
+    assert not np.signbit(out).any()
+
+
 def test_absmax_scale():
     x = jnp.array([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0]])
     assert jnp.allclose(ste.absmax_scale(x, bits=4), 2 / 7)

@@ -85,7 +85,6 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
     wants: tuple[Any, ...] = perturbed
     want_in, want_state, want_bias, want_bias_n, want_xs = wants[:5]
     w_in_t, w_state_t = w_in.T, w_state.T
-    width = w_state.shape[1]
 
     def step(d, inputs):
         c_r, c_z, c_n, z, ct = inputs
@@ -123,12 +122,12 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         ct_x = times(from_x, w_in) if want_xs else None
         return (d, sums), ct_x, None
 
-    d = jnp.zeros((xs.shape[1], width), hs.dtype) if ct_last is None else ct_last
+    d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
     sums = [
-        accumulator(w_in, want_in),
-        accumulator(w_state, want_state),
-        accumulator(bias, want_bias),
-        accumulator(bias_n, want_bias_n),
+        accumulator(w_in, want_in, hs),
+        accumulator(w_state, want_state, hs),
+        accumulator(bias, want_bias, hs),
+        accumulator(bias_n, want_bias_n, hs),
     ]
     (d, sums), ct_xs, _ = scan_in_chunks(
         chunk,

@@ -125,11 +125,11 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         ct_x = times(d, w_in) if want_xs else None
         return (ds, (sum_weights, sum_bias)), ct_x, None
 
-    zero = jnp.zeros(xs.shape[1:2] + w_state.shape[1:], hs.dtype)
+    zero = jnp.zeros_like(hs, shape=hs.shape[1:])
     ds = tuple(zero if ct is None else ct for ct in (ct_h, ct_c))
     # One product for both weights, unless one of them is frozen: then it is seldom both.
     both = jnp.concatenate([w_in, w_state], 1) if want_in or want_state else None
-    sums = (accumulator(both, both is not None), accumulator(bias, want_bias))
+    sums = (accumulator(both, both is not None, hs), accumulator(bias, want_bias, hs))
     (ds, (ct_both, ct_bias)), ct_xs, _ = scan_in_chunks(
         chunk,
         (ds, sums),

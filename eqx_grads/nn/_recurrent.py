@@ -68,8 +68,10 @@ class Recurrent(AbstractRecurrent):
         - `cell`: called as `cell(x, state)` for one step of one example, returns the next
             state, as the cells of Equinox do. Its state is any PyTree of arrays.
         - `initial_state`: the first state of one example, a parameter of this layer (use
-            `jax.lax.stop_gradient` on what should not be one). The default, for
-            `equinox.nn.GRUCell`, `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][], is zero.
+            `jax.lax.stop_gradient` on what should not be one). The default is
+            `cell.initial_state()` where the cell has such a method, as the spiking cells
+            have, and zero for `equinox.nn.GRUCell`, `equinox.nn.LSTMCell` and
+            [`eqx_grads.nn.RNNCell`][].
         - `output`: a function of the state, the output of each step. The default is the first
             array of the state.
         - `checkpoint`: as for [`eqx_grads.filter_scan`][].
@@ -86,6 +88,8 @@ class Recurrent(AbstractRecurrent):
 
     def _zero_state(self):
         ((cell,),) = self.cells
+        if callable(getattr(cell, "initial_state", None)):
+            return cell.initial_state()
         size = getattr(cell, "hidden_size", None)
         weight = getattr(cell, "weight_hh", None)
         if size is None or weight is None:

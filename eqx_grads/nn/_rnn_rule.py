@@ -89,11 +89,11 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         ct_x = times(d_pre, w_in) if want_xs else None
         return (d, (sum_in, sum_state, sum_bias)), ct_x, None
 
-    d = jnp.zeros(xs.shape[1:2] + w_state.shape[1:], hs.dtype) if ct_last is None else ct_last
+    d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
     sums = (
-        accumulator(w_in, want_in),
-        accumulator(w_state, want_state),
-        accumulator(bias, want_bias),
+        accumulator(w_in, want_in, hs),
+        accumulator(w_state, want_state, hs),
+        accumulator(bias, want_bias, hs),
     )
     (d, sums), ct_xs, _ = scan_in_chunks(
         chunk,

@@ -150,9 +150,19 @@ class AbstractRecurrent(eqx.Module):
             )
         if one:
             state = add_batch(state)
+        state = jax.tree.map(lambda s: _one_for_each_device(s, xs), state)
         if n_cells == 1:
             return [state]
         return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
+
+
+def _one_for_each_device(state: Array, xs: Array) -> Array:
+    """Under `shard_map`, the states differ between devices as soon as the inputs do, and the
+    first has to be of a type that says so. Elsewhere nothing happens."""
+    never = jnp.zeros_like(xs, shape=(), dtype=bool)
+    if jax.typeof(never) == jax.typeof(jnp.zeros((), bool)):
+        return state
+    return jnp.where(never, jnp.zeros_like(state), state)
 
 
 def common_dtype(*xs: Array | None) -> list[Any]:
@@ -164,9 +174,10 @@ def common_dtype(*xs: Array | None) -> list[Any]:
 
 def check_features(layer: str, cell: Any, xs: Array) -> None:
     if xs.shape[-1] != cell.input_size:
+        step = jax.ShapeDtypeStruct(xs.shape[2:], xs.dtype)  # there may be none
         raise rule_error(
             f"`{layer}` was given inputs of the wrong size.",
-            f"a step of `xs` is {type_of(xs[0, 0])}, and `input_size` is {cell.input_size}",
+            f"a step of `xs` is {type_of(step)}, and `input_size` is {cell.input_size}",
             do="The last axis of `xs` is `input_size` long.",
         )
 

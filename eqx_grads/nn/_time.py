@@ -35,11 +35,14 @@ def before(after: jax.Array, entry: jax.Array, reverse: bool) -> jax.Array:
     return jnp.concatenate([entry[None], after[:-1]])
 
 
-def accumulator(weight: jax.Array | None, wanted: Any) -> jax.Array | None:
-    """Where the gradient of a weight is summed: in single precision for half."""
+def accumulator(weight: jax.Array | None, wanted: Any, states: jax.Array) -> jax.Array | None:
+    """Where the gradient of a weight is summed: in single precision for half.
+
+    Under `shard_map`, each device has a sum of its own if it has `states` of its own.
+    """
     if weight is None or wanted is not True:
         return None
-    return jnp.zeros(weight.shape, sum_dtype(weight.dtype))
+    return jnp.zeros_like(states, shape=weight.shape, dtype=sum_dtype(weight.dtype))
 
 
 def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:

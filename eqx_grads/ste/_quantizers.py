@@ -158,7 +158,12 @@ def absmax_scale(
     _, high = _integers("ste.absmax_scale", bits, signed)
     x = jax.lax.stop_gradient(as_floats("ste.absmax_scale", x))
     largest = jnp.max(jnp.abs(x), axis, keepdims=axis is not None, initial=0)
-    scale = (widen(largest) / high).astype(x.dtype)
+    exact = widen(largest) / high
+    scale = exact.astype(x.dtype)
+    # Rounded up in half precision, lest the largest number be clipped.
+    scale = jnp.where(
+        widen(scale) < exact, jnp.nextafter(scale, jnp.full_like(scale, jnp.inf)), scale
+    )
     return jnp.maximum(scale, jnp.finfo(x.dtype).tiny)
 
 
@@ -234,7 +239,8 @@ def lsq(
 @custom_jvp
 def _lsq(x, step, *, low, high, gradient_scale):
     del gradient_scale
-    return jnp.round(jnp.clip(x / step, low, high)) * step
+    levels = jnp.round(jnp.clip(x / step, low, high))
+    return jnp.where(levels == 0, 0, levels) * step  # and not minus zero
 
 
 @_lsq.def_jvp

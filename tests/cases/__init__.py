@@ -4,7 +4,17 @@
 one op may have several cases: `"elementwise"`, `"elementwise: two arguments"`.
 """
 
-from . import gradient_ops, loops, rules, straight_through, surrogates  # noqa: F401  they fill it
+from . import (  # noqa: F401  they fill it
+    gradient_layers,
+    gradient_ops,
+    linear_layers,
+    loops,
+    quantization_layers,
+    rules,
+    spiking_cells,
+    straight_through,
+    surrogates,
+)
 from .registry import Case, CASES
 
 
@@ -16,6 +26,13 @@ NOT_OPS = {
     "gradient_flow",
     "plot_gradient_flow",
     "reversal_schedule",
+    "nn.AbstractQuantizer",
+    "nn.ALIFState",
+    "nn.CuBaLIFState",
+    "nn.LIFState",
+    "nn.LIState",
+    "nn.QuantizationReport",
+    "nn.quantize_model",
     "surrogates.AbstractSurrogate",
     "ste.fsq_codebook",
 }

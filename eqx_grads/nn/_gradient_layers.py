@@ -1,0 +1,248 @@
+"""Gradient ops and probes as layers, to sit among others in `equinox.nn.Sequential`."""
+
+import equinox as eqx
+from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
+
+from .._gradient_ops import reverse_gradient, scale_gradient
+from .._gradient_ops_checks import check_bounds, check_not_negative
+from .._gradient_ops_nonlinear import clip_gradient, clip_gradient_norm
+from .._probes import GradientStatistics, probe
+
+
+class GradientReversal(eqx.Module):
+    r"""Turn the gradient around: what comes after is trained one way, what comes before it
+    the other.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        key1, key2 = jax.random.split(jax.random.key(0))
+        critic = eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(2, 3, key=key1),
+                eqg.nn.GradientReversal(0.5),
+                eqx.nn.Linear(3, 1, key=key2),
+            ]
+        )
+        grads = eqx.filter_grad(lambda critic: critic(jnp.ones(2))[0])(critic)
+        features, weight = critic.layers[0](jnp.ones(2)), critic.layers[2].weight
+        assert jnp.array_equal(grads.layers[2].weight[0], features)
+        assert jnp.array_equal(grads.layers[0].bias, -0.5 * weight[0])
+        ```
+
+    **Arguments:**
+
+    - `strength`: a number, or an array that broadcasts to every floating leaf of what is
+        passed. A number is compiled into the program. For a strength that changes in the
+        course of the training, put an array in its place:
+        `eqx.tree_at(lambda m: m.layers[1].strength, critic, eqg.reversal_schedule(progress))`.
+
+    **Derivative:**
+
+    That of [`eqx_grads.reverse_gradient`][]. The value does not depend on `strength`, so an
+    array there has the gradient zero. It is an array like any other to an optimizer, though:
+    leave it out there if weights decay.
+    """
+
+    strength: ArrayLike = 1.0
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        """**Arguments:**
+
+        - `x`: any PyTree.
+        - `key`: ignored.
+
+        **Returns:**
+
+        `x`, unchanged.
+        """
+        del key
+        return reverse_gradient(x, self.strength)
+
+
+class GradientScale(eqx.Module):
+    r"""Multiply the gradient by a number.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        slowly = eqg.nn.GradientScale(0.1)
+        assert jax.grad(lambda x: slowly(x) ** 2)(5.0) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `scale`: a number, or an array that broadcasts to every floating leaf of what is
+        passed; as `strength` of [`eqx_grads.nn.GradientReversal`][].
+
+    **Derivative:**
+
+    That of [`eqx_grads.scale_gradient`][]. The value does not depend on `scale`, so an array
+    there has the gradient zero.
+    """
+
+    scale: ArrayLike
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        """As for [`eqx_grads.nn.GradientReversal`][]."""
+        del key
+        return scale_gradient(x, self.scale)
+
+
+class GradientClip(eqx.Module):
+    r"""Clip every element of the gradient.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        clip = eqg.nn.GradientClip(-1.0, 1.0)
+        assert jax.grad(lambda x: clip(x) ** 2)(5.0) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `min`, `max`: the bounds: numbers, or arrays that broadcast to every floating leaf of
+        what is passed, or `None` for no bound on this side.
+
+    **Derivative:**
+
+    That of [`eqx_grads.clip_gradient`][]. The value does not depend on the bounds, so arrays
+    there have the gradient zero.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `min` exceeds `max`, or is complex.
+    """
+
+    min: ArrayLike | None
+    max: ArrayLike | None
+
+    def __check_init__(self):
+        check_bounds("GradientClip", self.min, self.max, ())
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        """As for [`eqx_grads.nn.GradientReversal`][]."""
+        del key
+        return clip_gradient(x, self.min, self.max)
+
+
+class GradientNormClip(eqx.Module):
+    r"""Shorten the gradient where it is longer than `max_norm`; its direction stays.
+
+    Around the state of a recurrent cell, it acts at every step.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        clip = eqg.nn.GradientNormClip(1.0)
+        grad = jax.grad(lambda x: jnp.sum(clip(x) ** 2))(jnp.array([3.0, 4.0]))
+        assert jnp.allclose(grad, jnp.array([0.6, 0.8]))
+        ```
+
+    **Arguments:**
+
+    - `max_norm`: a number, not negative, or a scalar array.
+    - `axis`: by default there is one norm, that of all floating leaves together. Otherwise,
+        each leaf has norms of its own along this axis or these axes.
+
+    **Derivative:**
+
+    That of [`eqx_grads.clip_gradient_norm`][]. The value does not depend on `max_norm`, so an
+    array there has the gradient zero.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `max_norm` is negative or not a scalar.
+    """
+
+    max_norm: ArrayLike
+    axis: int | tuple[int, ...] | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        check_not_negative("GradientNormClip", "max_norm", self.max_norm)
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        """As for [`eqx_grads.nn.GradientReversal`][]."""
+        del key
+        return clip_gradient_norm(x, self.max_norm, self.axis)
+
+
+class GradientProbe(eqx.Module):
+    r"""Let the gradient that passes here be found in the gradient of the model.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        key1, key2 = jax.random.split(jax.random.key(0))
+        model = eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(2, 3, key=key1),
+                eqg.nn.GradientProbe(),
+                eqx.nn.Linear(3, 1, key=key2),
+            ]
+        )
+        loss = lambda model, xs: jnp.sum(jax.vmap(model)(xs))
+        grads = eqx.filter_grad(loss)(model, jnp.ones((5, 2)))
+        statistics = grads.layers[1].slot
+        assert statistics.steps == 5  # one for each example
+        norm = jnp.linalg.norm(model.layers[2].weight)
+        assert jnp.allclose(statistics.mean_norm, norm)
+
+        # In a picture of a whole model, a probe is a layer.
+        flow = eqg.gradient_flow(loss, model, jnp.ones((5, 2)))
+        assert list(flow) == ["layers[0]", "layers[1]", "layers[2]"]
+
+        # What is found is no direction to train in: the optimizer is to see zeros.
+        grads = eqx.tree_at(lambda m: m.layers[1].slot, grads, model.layers[1].slot)
+        ```
+
+    **Arguments:**
+
+    - `slot`: where the gradient goes, as for [`eqx_grads.probe`][]: an
+        [`eqx_grads.GradientStatistics`][], which is the default and takes a few numbers about
+        anything that passes; or a tree of arrays like what is passed, such as `jnp.zeros(3)`,
+        for the gradient itself.
+
+    A model has one slot for all calls of the layer, so what is found is the sum over the
+    steps of a scan and over the examples of a batch.
+
+    **Derivative:**
+
+    That of [`eqx_grads.probe`][]: both modes and all orders; for a `GradientStatistics`,
+    forward mode is the identity. The values in the slot do not matter.
+    """
+
+    slot: PyTree
+
+    def __init__(self, slot: PyTree = None):
+        self.slot = GradientStatistics() if slot is None else slot
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        """As for [`eqx_grads.nn.GradientReversal`][].
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if the slot is of another structure or shape than `x`.
+        """
+        del key
+        return probe(x, self.slot)

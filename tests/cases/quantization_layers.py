@@ -1,0 +1,151 @@
+"""Quantization layers, each with a function whose derivative it takes."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from .registry import case, vector
+
+
+nn = eqg.nn
+stop = jax.lax.stop_gradient
+
+
+def _identity(x):
+    return x
+
+
+def _straight_round(x):
+    return x + stop(jnp.round(x) - x)
+
+
+def _straight_sign(x):
+    window = jnp.clip(x, -1.0, 1.0)
+    return window + stop(jnp.where(x < 0, -1.0, 1.0) - window)
+
+
+@case("nn.StraightThrough", reference=_identity)
+def _():
+    return nn.StraightThrough(jnp.round), (vector(),)
+
+
+def _fake_quantize(x, scale):
+    return scale * jnp.clip(_straight_round(x / scale), -8, 7)
+
+
+@case("nn.FakeQuantize", reference=_fake_quantize)
+def _():
+    fn = lambda x, scale: nn.FakeQuantize(4, scale=scale, learn_scale=True)(x)
+    return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
+
+
+@case("nn.FakeQuantize: dynamic", reference=_identity)
+def _():
+    return nn.FakeQuantize(4), (vector(),)
+
+
+def _lsq(x, step):
+    g = 1 / (x.size * 7) ** 0.5
+    step = stop(step * (1 - g)) + step * g
+    return step * _straight_round(jnp.clip(x / step, -8, 7))
+
+
+@case("nn.LSQ", reference=_lsq)
+def _():
+    fn = lambda x, scale: nn.LSQ(4, scale=scale)(x)
+    return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
+
+
+def _bounded(z):
+    """FSQ's bound for five levels, which is odd: no shift."""
+    return jnp.tanh(z) * (5 - 1) * (1 - 1e-3) / 4
+
+
+@case("nn.FSQ", reference=_bounded)
+def _():
+    return nn.FSQ((5, 5, 5)), (vector(),)
+
+
+def _vector_quantizer(z, codebook):
+    distances = jnp.sum((z[:, None] - codebook[None]) ** 2, axis=-1)
+    entry = codebook[jnp.argmin(distances, axis=1)]
+    codebook_loss = jnp.mean((stop(z) - entry) ** 2)
+    return z, codebook_loss, 0.25 * jnp.mean((z - stop(entry)) ** 2)
+
+
+@case("nn.VectorQuantizer", reference=_vector_quantizer)
+def _():
+    vq = nn.VectorQuantizer(4, 2, key=jr.key(0))
+
+    def fn(z, codebook):
+        value, _, *losses = eqx.tree_at(lambda vq: vq.codebook, vq, codebook).quantize(z)
+        return value, *losses
+
+    return fn, (jr.normal(jr.key(1), (3, 2)), jr.normal(jr.key(2), (4, 2)))
+
+
+def _linear(make):
+    """A layer with a bias, called with a weight."""
+    layer = make(3, 2, key=jr.key(0))
+
+    def fn(weight, x):
+        return eqx.tree_at(lambda layer: layer.weight, layer, weight)(x) - layer.bias
+
+    return fn, (jnp.array([[0.45, -0.22, 0.33], [0.13, 1.15, -0.6]]), vector())
+
+
+@case("nn.BinaryLinear", reference=lambda w, x: _straight_sign(w) @ x)
+def _():
+    return _linear(lambda *a, **k: nn.BinaryLinear(*a, **k, scale=False))
+
+
+def _xnor(w, x):
+    return (_straight_sign(w) * jnp.mean(jnp.abs(w), axis=1, keepdims=True)) @ x
+
+
+@case("nn.BinaryLinear: with a scale", reference=_xnor)
+def _():
+    return _linear(nn.BinaryLinear)
+
+
+def _ternary(w, x):
+    keep = stop(jnp.abs(w) > 0.25)
+    window = jnp.clip(w, -1.0, 1.0)
+    signs = window + stop(jnp.where(keep, jnp.sign(w), 0) - window)
+    size = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1) / jnp.sum(keep, axis=1)
+    return (size[:, None] * signs) @ x
+
+
+@case("nn.TernaryLinear", reference=_ternary)
+def _():
+    return _linear(lambda *a, **k: nn.TernaryLinear(*a, **k, threshold=0.25))
+
+
+def _quantized(w, x):
+    return _fake_quantize(w, 0.2) @ _fake_quantize(x, 0.25)
+
+
+@case("nn.QuantizedLinear", reference=_quantized)
+def _():
+    quantizers = {
+        "weight_quantizer": nn.FakeQuantize(4, scale=0.2),
+        "input_quantizer": nn.FakeQuantize(4, scale=0.25),
+    }
+    return _linear(lambda *a, **k: nn.QuantizedLinear(*a, **k, **quantizers))
+
+
+def _convolved(w, x):
+    q = _fake_quantize(w, 0.2)
+    return sum(q[:, :, i] @ x[:, i : i + 3] for i in range(2))
+
+
+@case("nn.QuantizedConv", reference=_convolved)
+def _():
+    quantizer = nn.FakeQuantize(4, scale=0.2)
+    layer = nn.QuantizedConv(
+        1, 3, 2, 2, use_bias=False, weight_quantizer=quantizer, key=jr.key(0)
+    )
+    fn = lambda w, x: eqx.tree_at(lambda layer: layer.weight, layer, w)(x)
+    return fn, (0.5 * jr.normal(jr.key(1), (2, 3, 2)), jr.normal(jr.key(2), (3, 4)))

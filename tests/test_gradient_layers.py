@@ -1,0 +1,176 @@
+"""Gradient layers in networks, against the chain rule taken apart."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.nn as nn
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_grads import RuleError
+
+
+def network(layer, key):
+    key1, key2 = jr.split(key)
+    return eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(2, 3, key=key1),
+            layer,
+            eqx.nn.Lambda(jnp.tanh),
+            eqx.nn.Linear(3, 1, key=key2),
+        ]
+    )
+
+
+def loss(model, x):
+    return jnp.sum(jnp.sin(model(x)))
+
+
+def taken_apart(model, x, change):
+    """The gradient of the first layer, where NumPy changes what comes back to it."""
+    first, _, *rest = model.layers
+    h, pullback = jax.vjp(lambda first: first(x), first)
+    passing = jax.grad(loss, 1)(eqx.nn.Sequential(rest), h)
+    return pullback(jnp.asarray(change(np.asarray(passing)), h.dtype))[0]
+
+
+LAYERS = {
+    "reversal": (nn.GradientReversal(0.5), lambda g: -0.5 * g),
+    "reversal of each": (
+        nn.GradientReversal(np.array([1.0, 0.0, 2.0])),
+        lambda g: g * [-1, 0, -2],
+    ),
+    "scale": (nn.GradientScale(3), lambda g: 3 * g),
+    "clip": (nn.GradientClip(-0.1, 0.05), lambda g: np.clip(g, -0.1, 0.05)),
+    "clip, one side": (nn.GradientClip(None, 0.05), lambda g: np.minimum(g, 0.05)),
+    "norm": (nn.GradientNormClip(0.1), lambda g: g * min(1, 0.1 / np.linalg.norm(g))),
+    "norm of each": (nn.GradientNormClip(0.1, axis=()), lambda g: np.clip(g, -0.1, 0.1)),
+    "probe": (nn.GradientProbe(), lambda g: g),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_in_a_network(name, getkey):
+    layer, change = LAYERS[name]
+    model, x = network(layer, getkey()), jr.normal(getkey(), (2,))
+    without = network(eqx.nn.Identity(), getkey())
+    without = eqx.tree_at(
+        lambda m: (m.layers[0], m.layers[3]), without, (model.layers[0], model.layers[3])
+    )
+    assert model(x).tobytes() == without(x).tobytes()
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
+    want = taken_apart(model, x, change)
+    np.testing.assert_allclose(grads.layers[0].weight, want.weight, rtol=1e-5, atol=1e-7)
+    assert eqx.tree_equal(
+        grads.layers[3], eqx.filter_grad(loss)(without, x).layers[3], rtol=1e-6, atol=1e-7
+    )
+
+
+def test_a_tree():
+    x = {"a": jnp.array([3.0, 4.0]), "b": None, "c": jnp.array(12.0), "n": 3}
+
+    def total(x, layer):
+        x = layer(x, key=jr.key(0))
+        assert x["n"] == 3
+        return jnp.sum(x["a"] ** 2) + x["c"] ** 2
+
+    grad = eqx.filter_grad(total)
+    assert jnp.allclose(grad(x, nn.GradientNormClip(1.0))["a"], jnp.array([3.0, 4.0]) / 13)
+    assert grad(x, nn.GradientReversal())["c"] == -24.0
+    assert grad(x, nn.GradientClip(0, 7))["c"] == 7.0
+
+
+def test_a_strength_can_change_without_compiling_again():
+    model = network(nn.GradientReversal(jnp.array(0.0)), jr.key(0))
+    traced = []
+
+    @eqx.filter_jit
+    def grad(model):
+        traced.append(1)
+        return eqx.filter_grad(loss)(model, jnp.ones(2))
+
+    weights = []
+    for progress in (0.1, 0.5):
+        strength = eqg.reversal_schedule(progress)
+        model = eqx.tree_at(lambda m: m.layers[1].strength, model, strength)
+        grads = grad(model)
+        assert grads.layers[1].strength == 0.0  # the value does not depend on it
+        weights.append(grads.layers[0].weight / strength)
+    assert len(traced) == 1
+    np.testing.assert_allclose(*weights, rtol=1e-5)
+
+
+def test_ensembles_and_files(tmp_path):
+    make = lambda strength, key: network(nn.GradientScale(strength), key)
+    strengths, keys = jnp.array([0.0, 1.0, 2.0]), jr.split(jr.key(0), 3)
+    models = eqx.filter_vmap(make)(strengths, keys)
+    grad = eqx.filter_jit(eqx.filter_grad(loss))
+    grads = eqx.filter_vmap(grad, in_axes=(eqx.if_array(0), None))(models, jnp.ones(2))
+    one = grad(make(strengths[2], keys[2]), jnp.ones(2))
+    np.testing.assert_allclose(
+        grads.layers[0].weight[2], one.layers[0].weight, rtol=1e-5, atol=1e-7
+    )
+    assert not grads.layers[0].weight[0].any()
+    eqx.tree_serialise_leaves(tmp_path / "models", models)
+    like = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, models)
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "models", like), models)
+
+
+def expansive(steps):
+    """A loss of a state that expands threefold at each step, with something around it."""
+
+    def of_state(layer, h):
+        step = lambda h, _: (layer(jnp.tanh(3 * h)), None)
+        return jnp.sum(jax.lax.scan(step, h, None, steps)[0])
+
+    return jax.checkpoint(of_state)
+
+
+def test_at_every_step_of_a_scan():
+    grad = lambda layer: jax.jit(jax.grad(expansive(50), 1))(layer, jnp.zeros(4))
+    assert jnp.allclose(jnp.linalg.norm(grad(nn.GradientNormClip(1.0))), 3.0)  # and not 3 ** 50
+    assert jnp.allclose(grad(nn.GradientScale(1 / 3)), 1.0, rtol=1e-4)
+
+
+class TestProbe:
+    def test_the_gradient_itself(self, getkey):
+        model = network(nn.GradientProbe(jnp.zeros(3)), getkey())
+        xs = jr.normal(getkey(), (2, 2))
+        total = lambda model: loss(model, xs[0]) + loss(model, xs[1])
+        found = eqx.filter_grad(total)(model).layers[1].slot
+        rest = eqx.nn.Sequential(model.layers[2:])
+        passing = jax.vmap(jax.grad(loss, 1), (None, 0))(rest, jax.vmap(model.layers[0])(xs))
+        np.testing.assert_allclose(found, passing.sum(0), rtol=1e-5)
+        batched = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(loss, (None, 0))(m, xs)))(model)
+        np.testing.assert_allclose(batched.layers[1].slot, found, rtol=1e-5)
+
+    def test_statistics_of_every_step(self):
+        probe = nn.GradientProbe()
+        found = jax.jit(jax.grad(expansive(3)))(probe, jnp.zeros(4)).slot
+        assert found.steps == 3
+        assert jnp.allclose(found.norm, 2 * (1 + 3 + 9))
+        assert jnp.allclose(found.mean_max, (1 + 3 + 9) / 3)
+
+    def test_in_the_gradient_flow(self, getkey):
+        x = jr.normal(getkey(), (2,))
+        model = network(nn.GradientProbe(), getkey())
+        flow = eqg.gradient_flow(loss, model, x)
+        assert list(flow) == ["layers[0]", "layers[1]", "layers[3]"]
+        norm = eqx.filter_grad(loss)(model, x).layers[1].slot.norm
+        np.testing.assert_allclose(flow["layers[1]"], [norm], rtol=1e-6)
+        only = eqg.gradient_flow(loss, model, x, where=lambda m: m.layers[1])
+        assert list(only) == ["layers[1]"]
+
+    def test_a_slot_of_another_shape(self, getkey):
+        with pytest.raises(RuleError, match=r"slot that does not fit(?s:.)*float..\[3\]"):
+            network(nn.GradientProbe(jnp.zeros(4)), getkey())(jnp.ones(2))
+
+
+def test_errors():
+    with pytest.raises(RuleError, match="`GradientClip` was given a `min` that exceeds `max`"):
+        nn.GradientClip(1.0, -1.0)
+    with pytest.raises(RuleError, match="`GradientNormClip` was given a `max_norm`"):
+        nn.GradientNormClip(-1.0)
+    with pytest.raises(RuleError, match="`strength` that was given to `reverse_gradient`"):
+        nn.GradientReversal(np.ones(4))(jnp.ones(3))
