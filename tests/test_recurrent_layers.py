@@ -338,6 +338,21 @@ def test_no_step_in_stacks_and_of_any_cell(getkey):
             close(end, state)
 
 
+def test_no_example(getkey):
+    any_cell = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
+    for layer in (nn.GRU(3, 4, key=getkey()), nn.LSTM(3, 4, key=getkey()), any_cell):
+        xs = jnp.ones((0, 5, 3))
+        assert layer(xs)[0].shape == (0, 5, 4)
+        grads = eqx.filter_grad(lambda layer, xs=xs: jnp.sum(layer(xs)[0]))(layer)
+        assert all(jnp.all(g == 0) for g in jax.tree.leaves(grads))
+
+
+def test_inputs_that_the_cell_of_recurrent_does_not_take(getkey):
+    layer = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
+    with pytest.raises(RuleError, match="`Recurrent` was given inputs of the wrong size"):
+        layer(jnp.ones((2, 5, 2)))
+
+
 def test_layouts(getkey):
     layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
     time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .._errors import rule_error
 from .._scan import filter_scan
-from ._sequence import AbstractRecurrent
+from ._sequence import AbstractRecurrent, check_features
 
 
 class Recurrent(AbstractRecurrent):
@@ -102,6 +102,9 @@ class Recurrent(AbstractRecurrent):
         return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
 
     def _run(self, cell, xs, state, valid, reverse):
+        if isinstance(getattr(cell, "input_size", None), int):
+            check_features("Recurrent", cell, xs)
+
         def step(state, inputs):
             x, valid = inputs
             new = jax.vmap(lambda x, s: cell(x, s))(x, state)

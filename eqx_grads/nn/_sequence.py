@@ -55,7 +55,8 @@ class AbstractRecurrent(eqx.Module):
             `initial_state`, which is zero unless it is learned.
         - `lengths`: the number of steps that count, for each example of the batch. Past them,
             outputs are zero, the state stays what it is, and nothing has a gradient; what
-            runs backward in time begins at the last step that counts.
+            runs backward in time begins at the last step that counts. Under `jit`, where
+            they can't be looked at, more than there are steps counts as all of them.
         - `key`: for dropout.
         - `inference`: whether dropout is off; the default is the layer's own.
 
