@@ -92,28 +92,37 @@ def floor(gates, steps, batch, hidden, size, key):
 
 def peers(name, shape):
     """What else is installed; each is a function without arguments."""
-    steps, batch, hidden, size = shape
-    found: dict[str, Any] = {}
-    if importlib.util.find_spec("torch") is not None:
-        torch = __import__("torch")
-        net = getattr(torch.nn, name)(size, hidden)
-        x = torch.randn(steps, batch, size, requires_grad=True)
+    found = {"PyTorch": ("torch", in_torch), "Flax": ("flax", in_flax)}
+    return {
+        peer: make(name, *shape)
+        for peer, (module, make) in found.items()
+        if importlib.util.find_spec(module) is not None
+    }
 
-        def run():
-            net.zero_grad()
-            net(x)[0].sum().backward()
 
-        found["PyTorch"] = run
-    if importlib.util.find_spec("flax") is not None:
-        nnx = importlib.import_module("flax.nnx")
-        rngs = nnx.Rngs(0)
-        net = nnx.RNN(getattr(nnx, f"{name}Cell")(size, hidden, rngs=rngs), time_major=True)
-        graph, params = nnx.split(net)
-        total = lambda p, x: jnp.sum(nnx.merge(graph, p)(x))
-        grad = jax.jit(jax.value_and_grad(total, (0, 1)))
-        x = jnp.ones((steps, batch, size))
-        found["Flax"] = lambda: jax.block_until_ready(grad(params, x))
-    return found
+def in_torch(name, steps, batch, hidden, size):
+    torch = importlib.import_module("torch")
+    net = getattr(torch.nn, name)(size, hidden)
+    x = torch.randn(steps, batch, size, requires_grad=True)
+
+    def run():
+        net.zero_grad()
+        net(x)[0].sum().backward()
+
+    return run
+
+
+def in_flax(name, steps, batch, hidden, size):
+    nnx = importlib.import_module("flax.nnx")
+    rngs = nnx.Rngs(0)
+    net = nnx.RNN(getattr(nnx, f"{name}Cell")(size, hidden, rngs=rngs), time_major=True)
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
+    zero = jnp.zeros((batch, hidden))
+    start = (zero, zero) if name == "LSTM" else zero
+    total = lambda p, x: jnp.sum(nnx.merge(graph, p, rest)(x, initial_carry=start))
+    grad = jax.jit(jax.value_and_grad(total, (0, 1)))
+    x = jnp.ones((steps, batch, size))
+    return lambda: jax.block_until_ready(grad(params, x))
 
 
 def measure(name, shape, rounds):

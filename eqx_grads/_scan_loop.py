@@ -5,14 +5,13 @@ shardings and effects are handled there.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._array_step import close_step
-from ._chunks import scan_in_chunks
+from ._chunks import near_divisor, scan_in_chunks
 from ._jaxprs import holds, MARK
 from ._scan_progress import ProgressLine
 from ._scan_replay import replayed_scan
@@ -33,25 +32,35 @@ class Loop:
 
 def run_loop(step: Step, loop: Loop, chunk: int | None) -> tuple[Any, Any]:
     """The last carry and all outputs of `filter_scan`."""
-    # In each step, unless many are to be reported at once.
-    body = _body(step, loop, None if chunk is not None else loop.progress)
+    body = _body(step, loop)
 
     def run(carry, xs):
-        length = loop.steps if chunk is None else None
+        length = None if jax.tree.leaves(xs) else loop.steps
         return jax.lax.scan(body, carry, xs, length, reverse=loop.reverse, unroll=loop.unroll)
 
-    needed = chunk is not None or loop.truncate is not None or loop.progress is not None
-    xs = (_steps_done(loop) if needed else None, step.xs)
-    if chunk is None:
-        carry, ys = run(step.init, xs)
+    if chunk is not None:
+        # Within a loop, XLA has no way to undo the recomputation.
+        run_chunk = jax.checkpoint(run, prevent_cse=loop.steps < 2 * chunk)
+    elif loop.progress is not None:
+        chunk, run_chunk = near_divisor(loop.steps, loop.progress.every), run
     else:
-        carry, ys = _run_in_chunks(run, step.init, xs, loop, chunk)
+        done = None if loop.truncate is None else _steps_done(loop)
+        return step.outputs(*run(step.init, (done, step.xs)))
+
+    def one_chunk(carry, xs, _):
+        carry, ys = run_chunk(carry, xs)
+        if loop.progress is not None:
+            loop.progress.report(xs[0])
+        return carry, ys, None
+
+    xs = (_steps_done(loop), step.xs)
+    carry, ys, _ = scan_in_chunks(one_chunk, step.init, xs, chunk=chunk, reverse=loop.reverse)
     return step.outputs(carry, ys)
 
 
 def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None:
     """The same, with a backward pass that replays the steps. `None` if that can't be."""
-    body = _body(step, loop, None)
+    body = _body(step, loop)
     done = _steps_done(loop)
     x = jax.eval_shape(lambda: [done[0], *(x[0] for x in step.xs)])
     flat = lambda carry, x: body(carry, (x[0], x[1:]))
@@ -79,16 +88,13 @@ def _steps_done(loop: Loop):
     return done[::-1] if loop.reverse else done
 
 
-def _body(step: Step, loop: Loop, progress: ProgressLine | None):
+def _body(step: Step, loop: Loop):
     def body(carry, x):
         done, x = x
         if loop.truncate is not None:
             cut = (done % loop.truncate == 0) & (done > 0)
             carry = [_cut(cut, c) for c in carry]
-        carry, ys = step(carry, x)
-        if progress is not None:
-            progress.report(done + 1)
-        return carry, ys
+        return step(carry, x)
 
     return body
 
@@ -98,18 +104,3 @@ def _cut(cut, carry):
     if not is_differentiable(carry):
         return carry
     return jnp.where(cut, jax.lax.stop_gradient(carry), carry)
-
-
-def _run_in_chunks(run: Callable[..., Any], carry, xs, loop: Loop, chunk: int):
-    # Within a loop, XLA has no way to undo the recomputation.
-    remat = jax.checkpoint(run, prevent_cse=loop.steps < 2 * chunk)
-
-    def one_chunk(carry, xs, _):
-        carry, ys = remat(carry, xs)
-        if loop.progress is not None:
-            done, _ = xs
-            loop.progress.report(jnp.max(done) + 1, every_time=True)
-        return carry, ys, None
-
-    carry, ys, _ = scan_in_chunks(one_chunk, carry, xs, chunk=chunk, reverse=loop.reverse)
-    return carry, ys

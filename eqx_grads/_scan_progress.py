@@ -5,9 +5,12 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
-_LINES = 50
+def _lines(steps: int) -> int:
+    """How often to write: each time takes as long as many a step, so seldom in a short loop."""
+    return min(max(steps // 100, 10), 200)
 
 
 class ProgressLine:
@@ -16,17 +19,16 @@ class ProgressLine:
     def __init__(self, steps: int, stream: Any):
         self._steps = steps
         self._stream = stream
-        self._every = max(1, steps // _LINES)
+        self.every = max(1, steps // _lines(steps))
         self._first: tuple[float, int] | None = None
         self._latest = 0
 
-    def report(self, done: Any, *, every_time: bool = False) -> None:
-        """Called while tracing: `done` is the number of steps done."""
-        if every_time:
-            jax.debug.callback(self.show, done)
-            return
+    def report(self, before: Any) -> None:
+        """Called while tracing, when some steps in succession have run: `before` are the
+        numbers of steps done before each of them."""
+        first, done = jnp.min(before), jnp.max(before) + 1
         jax.lax.cond(
-            (done % self._every == 0) | (done == 1) | (done == self._steps),
+            (done // self.every > first // self.every) | (first == 0) | (done == self._steps),
             lambda: jax.debug.callback(self.show, done),
             lambda: None,
         )

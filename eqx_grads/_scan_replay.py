@@ -49,7 +49,7 @@ def _in_chunks(step: ArrayStep, consts, init, xs, reverse, progress):
         entry = [None if j is None else c for c, j in zip(carry, y_of_carry, strict=True)]
         last, kept = jax.lax.scan(one, carry, xs, reverse=reverse)
         if progress is not None:
-            progress.report(jnp.max(xs[0]) + 1, every_time=True)
+            progress.report(xs[0])
         return last, kept, entry
 
     last, (ys, carries), entries = scan_in_chunks(

@@ -340,7 +340,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("checkpoint", [None, 30])
+@pytest.mark.parametrize("checkpoint", [None, 30, "replay"])
 def test_progress(checkpoint, monkeypatch, getkey):
     args = arguments(getkey, steps=100)
     f = ft.partial(scanned, progress=True, checkpoint=checkpoint)
