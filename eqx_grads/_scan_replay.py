@@ -60,7 +60,7 @@ def _in_chunks(step: ArrayStep, consts, init, xs, reverse, progress):
 
 def _chunk(step, xs):
     """Enough rows for a matrix product to be efficient, few enough to stay in the cache."""
-    return near_divisor(xs[0].shape[0], min(32, max(16, 256 // max(rows(step), 1))))
+    return near_divisor(xs[0].shape[0], min(64, max(16, 256 // max(rows(step), 1))))
 
 
 @replayed_scan.def_fwd

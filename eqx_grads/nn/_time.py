@@ -13,7 +13,7 @@ def chunk_of(xs: jax.Array) -> int:
     """How many steps to take at a time: enough rows for a matrix product to be efficient,
     few enough to stay in the cache."""
     steps, batch, _ = xs.shape
-    return near_divisor(steps, min(32, max(16, 256 // max(batch, 1))))
+    return near_divisor(steps, min(64, max(16, 256 // max(batch, 1))))
 
 
 def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
