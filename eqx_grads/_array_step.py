@@ -1,12 +1,12 @@
 """A step of a scan as a traced program: what it closes over is an argument."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from ._jaxprs import depends, inlined
+from ._jaxprs import depends, holds, inlined
 from ._spaces import as_array_list, is_differentiable
 
 
@@ -34,8 +34,50 @@ class ArrayStep:
         self.y_types = self.program.out_avals[len(carry) :]
 
     @property
-    def effects(self) -> frozenset[Any]:
-        return frozenset(self.program.effects)
+    def input_types(self) -> list[Any]:
+        return [*self.const_types, *self.carry_types, *self.x_types]
+
+    def of_some(self, places: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The step as a function of the inputs (`consts`, carry and `x`) at these places."""
+        n_consts, n_carry = len(self.const_types), len(self.carry_types)
+
+        def step(*values):
+            full = list(inputs)
+            for i, value in zip(places, values, strict=True):
+                full[i] = value
+            consts, rest = full[:n_consts], full[n_consts:]
+            return self(consts, rest[:n_carry], rest[n_carry:])
+
+        return step
+
+    def trace_vjp(self, run_backward: bool) -> ClosedJaxpr:
+        """What a step leaves for its derivative in all of its inputs; or that derivative."""
+        places = [i for i, t in enumerate(self.input_types) if is_differentiable(t)]
+
+        def vjp(*inputs):
+            def floats(*values):
+                out = jax.tree.leaves(self.of_some(places, inputs)(*values))
+                return [x for x in out if is_differentiable(x)]
+
+            out, pull = jax.vjp(floats, *(inputs[i] for i in places))
+            return pull(out) if run_backward else jax.tree.leaves(pull)
+
+        return jax.make_jaxpr(vjp)(*self.input_types)
+
+    def can_be_replayed(self) -> bool:
+        """Whether it is all the same how often steps are computed, how many at once, and
+        whether all of a step is."""
+        if self.program.effects or holds(self.program, "pure_callback"):
+            return False
+        try:
+            effects = self.trace_vjp(run_backward=True).effects
+        except Exception:
+            # Something has no derivative. Whether one is asked for is yet to be seen: plain
+            # scan will say so, in JAX's words.
+            return False
+        # The sum over devices that have copies of a weight is there wherever they are.
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        return all(getattr(effect, "name", None) in axes for effect in effects)
 
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         out = jaxpr_as_fun(self.program)(*consts, *carry, *x)
@@ -62,7 +104,7 @@ class ArrayStep:
         many = jax.vmap(self, axes, out_axes, axis_size=size)
         return ArrayStep(many, *jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs])))
 
-    def carried(self, consts, carry, x) -> list[bool]:
+    def carried(self, consts: Any, carry: Any, x: Any) -> list[bool]:
         """Which parts of the carry come to depend on inputs with these flags."""
         carry = list(carry)
         while True:

@@ -12,14 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params, Literal
 MARK = "eqg_mark"
 
 # Equations that are nothing but a part of the program they stand in.
-_CALLS = {
-    "pjit": "jaxpr",
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    # What is left of it in a derivative: where to compute again what was not kept.
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
+_CALLS = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 def depends(jaxpr: ClosedJaxpr, flags: Sequence[bool]) -> set[Any]:
@@ -61,11 +54,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def holds(program: ClosedJaxpr, name: str) -> bool:
-    """Whether there is such an equation anywhere in a program."""
+def holds(program: ClosedJaxpr, *names: str) -> bool:
+    """Whether there is an equation of such a name anywhere in a program."""
     return any(
-        eqn.primitive.name == name
-        or any(holds(as_closed(inner), name) for inner in jaxprs_in_params(eqn.params))
+        eqn.primitive.name in names
+        or any(holds(as_closed(inner), *names) for inner in jaxprs_in_params(eqn.params))
         for eqn in program.eqns
     )
 
@@ -90,7 +83,8 @@ def run(
 
 
 def _apply(eqn, ins):
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+    with eqn.ctx.manager:  # where it is computed, and what XLA is told of it
+        out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 
@@ -117,7 +111,7 @@ def _run_inlined(jaxpr: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any])
         inner = _inner_program(eqn)
         if inner is not None:
             out = _run_inlined(inner, moves, ins)
-        elif eqn.primitive is jax.lax.dot_general_p and moves == [False, True]:
+        elif _is_product(eqn) and moves == [False, True]:
             a, b = ins
             out = [_swapped_product(a, b, eqn.params)]
         else:
@@ -155,6 +149,16 @@ def _inner_program(eqn) -> ClosedJaxpr | None:
     if name is None or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
         return None
     return as_closed(eqn.params[name])
+
+
+def _is_product(eqn) -> bool:
+    """Whether an equation is a matrix product whose operands are like each other."""
+    if eqn.primitive is not jax.lax.dot_general_p:
+        return False
+    is_pair = (
+        isinstance(eqn.params["precision"], tuple) and len(set(eqn.params["precision"])) > 1
+    )
+    return not is_pair and eqn.params.get("out_sharding") is None
 
 
 def _swapped_product(a, b, params):

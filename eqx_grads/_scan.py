@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 from jaxtyping import PyTree
 
 from ._errors import rule_error
@@ -114,12 +115,15 @@ def filter_scan(
 
 def _replayed(step, loop, always):
     out = None
-    if loop.steps > 0 and loop.unroll == 1:
+    if loop.steps == 0 or jax.config.values["jax_disable_jit"]:
+        return run_loop(step, loop, None)
+    if loop.unroll == 1:
         out = run_replayed(step, loop, always)
-    if out is None and always and loop.steps > 0:
+    if out is None and always:
         raise rule_error(
             "`filter_scan` can't replay these steps.",
-            "they have side effects, or communicate with other devices"
+            "they have side effects, going forward or backward, talk to the host, know a named "
+            "axis, or hold something that can't be differentiated"
             if loop.unroll == 1
             else "`unroll` is given",
             do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',

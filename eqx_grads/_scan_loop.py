@@ -65,7 +65,7 @@ def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None
     x = jax.eval_shape(lambda: [done[0], *(x[0] for x in step.xs)])
     flat = lambda carry, x: body(carry, (x[0], x[1:]))
     array_step, consts, init = close_step(flat, step.init, x)
-    if array_step.program.effects:
+    if not array_step.can_be_replayed():
         return None
     if holds(array_step.program, MARK):
         # Whoever put it there will look for it in the program, and the derivative is the same.

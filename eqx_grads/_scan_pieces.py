@@ -19,37 +19,34 @@ from ._linearity import linear_in, surely_linear
 
 
 class Pieces:
-    """The derivative of `step` in its carry, and in those `consts` and `xs` that are wanted.
+    """The derivative of `step` in those `consts` and `xs` that are wanted.
 
-    `used` says which of `ys` have a cotangent.
+    `places` says which parts of the carry that comes to by way of, and `used` which of `ys`
+    have a cotangent.
     """
 
     def __init__(
         self,
         step: ArrayStep,
+        places: Sequence[int],
         used: Sequence[int],
         want_consts: Sequence[bool],
         want_xs: Sequence[bool],
     ):
         n_consts, n_carry = len(step.const_types), len(step.carry_types)
-        inputs = [*step.const_types, *step.carry_types, *step.x_types]
-        places = step.differentiable()
+        inputs = step.input_types
         sums = [i for i, want in enumerate(want_consts) if want]
         xs = [n_consts + n_carry + i for i, want in enumerate(want_xs) if want]
         live = [*(n_consts + i for i in places), *sums, *xs]
 
         def derivative(*args):
-            inputs, cts = list(args[: -len(ct_types)]), list(args[-len(ct_types) :])
+            values, cts = args[: len(inputs)], list(args[len(inputs) :])
 
-            def of_live(*values):
-                full = list(inputs)
-                for i, value in zip(live, values, strict=True):
-                    full[i] = value
-                consts, rest = full[:n_consts], full[n_consts:]
-                new, y = step(consts, rest[:n_carry], rest[n_carry:])
+            def outputs(*of_live):
+                new, y = step.of_some(live, values)(*of_live)
                 return [*(new[i] for i in places), *(y[j] for j in used)]
 
-            return jax.vjp(of_live, *(inputs[i] for i in live))[1](cts)
+            return jax.vjp(outputs, *(values[i] for i in live))[1](cts)
 
         ct_types = [*(step.carry_types[i] for i in places), *(step.y_types[j] for j in used)]
         no_input, no_ct = [False] * len(inputs), [False] * len(ct_types)

@@ -119,8 +119,10 @@ def _replay(residuals, cts, wanted, reverse):
     ct_last, ct_ys = cts
     want_consts, _, want_xs = wanted
     y_of_carry = step.y_of_carry()
+    carried = step.carried(*wanted)
+    places = [i for i in step.differentiable() if carried[i]]
     used = [j for j, ct in enumerate(ct_ys) if ct is not None]
-    pieces = Pieces(step, used, want_consts, want_xs)
+    pieces = Pieces(step, places, used, want_consts, want_xs)
 
     def one_chunk(carry, inputs, entry):
         x, y, kept, ct_y = inputs
@@ -135,7 +137,6 @@ def _replay(residuals, cts, wanted, reverse):
         j = y_of_carry[i]
         return jnp.zeros_like(carries[i][0] if j is None else ys[j][0])
 
-    places = step.differentiable()
     d = [zero(i) if ct_last[i] is None else ct_last[i] for i in places]
     summed = [i for i, want in enumerate(want_consts) if want]
     sums = [jnp.zeros_like(consts[i], sum_dtype(consts[i].dtype)) for i in summed]

@@ -10,7 +10,7 @@ from eqx_grads import RuleError
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
 from .ops import sin_times_jvp, sin_times_vjp
-from .test_scan import close
+from .test_scan import close, temp_bytes
 
 
 STEPS, WIDTH = 21, 3  # in chunks of 16: the last is shorter
@@ -251,16 +251,97 @@ def test_gradients_of_weights_are_one_product():
         assert summed_late not in text
 
 
-def test_what_cannot_be_replayed():
-    def step(h, x):
-        jax.debug.callback(lambda: None)
-        return h + x, None
+def printing(h):
+    jax.debug.callback(lambda: None)
+    return h
+
+
+def asking_the_host(h):
+    h = jax.lax.stop_gradient(h)
+    return jax.pure_callback(lambda h: h, h, h, vmap_method="expand_dims")
+
+
+@jax.custom_vjp
+def printing_backward(h):
+    return h
+
+
+printing_backward.defvjp(lambda h: (h, None), lambda _, ct: (printing(ct),))
+
+
+@pytest.mark.parametrize("strange", [printing, asking_the_host, printing_backward])
+def test_what_cannot_be_replayed(strange):
+    def run(**options):
+        step = lambda h, x: (jnp.tanh(h + x + strange(h)), None)
+        return eqg.filter_scan(step, H, XS, **options)[0]
 
     with pytest.raises(RuleError, match=r"can't replay these steps.*\n.*side effects"):
-        eqg.filter_scan(step, H, XS, checkpoint="replay")
-    close(eqg.filter_scan(step, H, XS, checkpoint="auto")[0], H + jnp.sum(XS, 0))
+        run(checkpoint="replay")
+    close(run(checkpoint="auto"), run())
+
+
+def test_a_loop_that_is_unrolled_is_not_replayed():
     with pytest.raises(RuleError, match=r"can't replay these steps.*\n.*`unroll`"):
         eqg.filter_scan(lambda h, x: (h + x, None), H, XS, checkpoint="replay", unroll=2)
+
+
+def test_effects_of_the_backward_pass_happen_once_a_step():
+    seen = []
+
+    def value(w):
+        step = lambda h, x: (jnp.tanh(w @ eqg.tap_gradient(h, seen.append) + x), None)
+        return jnp.sum(eqg.filter_scan(step, H, XS, checkpoint="auto")[0])
+
+    jax.grad(value)(WEIGHTS["w"])
+    jax.effects_barrier()
+    assert len(seen) == STEPS
+
+
+def test_what_is_not_differentiated_need_not_have_a_derivative():
+    """A counter of floats that goes into a `while_loop`."""
+
+    def value(w, checkpoint):
+        def step(carry, x):
+            h, count = carry
+            steps = jax.lax.while_loop(lambda k: k < count, lambda k: k + 1, 0.0 * count)
+            return (jnp.tanh(w @ h * steps + x), count + 1.0), None
+
+        carry = (H, jnp.zeros((), H.dtype))
+        return jnp.sum(eqg.filter_scan(step, carry, XS, checkpoint=checkpoint)[0][0])
+
+    close(jax.grad(value)(WEIGHTS["w"], "auto"), jax.grad(value)(WEIGHTS["w"], None))
+
+
+def test_a_product_of_nothing():
+    empty = jnp.zeros((0, WIDTH), H.dtype)
+
+    def value(w, with_empty):
+        more = lambda h: empty.T @ (empty @ h) if with_empty else 0
+        step = lambda h, x: (jnp.tanh(w @ h + more(h) + x), None)
+        return jnp.sum(eqg.filter_scan(step, H, XS, checkpoint="replay")[0])
+
+    close(jax.grad(value)(WEIGHTS["w"], True), jax.grad(value)(WEIGHTS["w"], False))
+
+
+def test_auto_leaves_alone_what_it_would_make_worse():
+    """Branches, what the user rematerializes, and steps that compute more than they keep."""
+    w = jnp.zeros((256, 256))
+    steps = {
+        "branches": lambda h, x: jax.lax.cond(x[0] > 0, lambda: w @ h, lambda: jnp.sin(h)),
+        "checkpoint": lambda h, x: jax.checkpoint(lambda h: jnp.tanh(w @ h))(h),
+        "large": lambda h, x: jnp.sum(w * h[None], 1) + x,
+    }
+
+    def kept(step, checkpoint):
+        def value(h):
+            run = lambda h, x: (step(h, x), None)
+            xs = jnp.ones((64, 256))
+            return jnp.sum(eqg.filter_scan(run, h, xs, checkpoint=checkpoint)[0])
+
+        return temp_bytes(jax.grad(value), jnp.ones(256))
+
+    for name, step in steps.items():
+        assert kept(step, "auto") <= 1.1 * kept(step, None), name
 
 
 def test_collectives_are_not_replayed():

@@ -40,6 +40,12 @@ def _():
     return fn, (_numbers(2), _numbers(5, 2))
 
 
+@case("filter_scan: replayed")
+def _():
+    fn = lambda h, xs: eqg.filter_scan(_step, h, xs, checkpoint="replay")
+    return fn, (_numbers(2), _numbers(5, 2))
+
+
 @case("nn.GRU")
 def _():
     return eqg.nn.GRU(2, 3, key=jr.key(0)), (_numbers(4, 2),)
