@@ -99,6 +99,13 @@ def program(f_of):
     return jax.jit(jax.grad(loss))
 
 
+# Two for every day, and all of them with the slow tests.
+FEW = [
+    kind if kind in ("jvp", "vjp") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in OPS
+]
+
+
 @pytest.mark.parametrize("kind", OPS)
 @pytest.mark.slow
 def test_100_traces_of_new_functions(kind):
@@ -107,7 +114,7 @@ def test_100_traces_of_new_functions(kind):
     assert not growth(step, 100)
 
 
-@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("kind", FEW)
 def test_100_traces_of_the_same_function(kind):
     x, f = jnp.array(0.7), OPS[kind]()
     assert not growth(lambda: program(lambda a: f).trace(x, x), 100)
@@ -125,14 +132,14 @@ def test_100_traces_of_functions_that_capture_tracers(kind):
     assert not growth(lambda: program(f_of).trace(x, x), 100)
 
 
-@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("kind", FEW)
 def test_compiled_functions_are_freed(kind):
     x = jnp.array(0.7)
     step = lambda: program(lambda a: OPS[kind]())(x, x)
     assert not growth(step, 20)
 
 
-@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("kind", FEW)
 def test_100_eager_calls(kind):
     x, f = jnp.array(0.7), OPS[kind]()
     grad = jax.grad(f, (0, 1))

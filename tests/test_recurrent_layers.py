@@ -353,6 +353,49 @@ def test_inputs_that_the_cell_of_recurrent_does_not_take(getkey):
         layer(jnp.ones((2, 5, 2)))
 
 
+def test_outputs_of_any_shape(getkey):
+    """A number, a matrix, a tree; and what is past the end of each is zero."""
+    running = nn.Recurrent(
+        lambda x, s: s + x,
+        initial_state=jnp.zeros(3),
+        output=lambda s: (jnp.sum(s), jnp.outer(s, s)),
+    )
+    xs = jr.normal(getkey(), (4, 5, 3))
+    total, outer = running(xs, lengths=[5, 2, 0, 4])[0]
+    sums = jnp.cumsum(xs, 1)
+    valid = jnp.arange(5)[None] < jnp.array([5, 2, 0, 4])[:, None]
+    close(total, jnp.where(valid, jnp.sum(sums, 2), 0), 1e-5)
+    products = sums[..., :, None] * sums[..., None, :]
+    close(outer, jnp.where(valid[..., None, None], products, 0), 1e-5)
+    alone = running(xs[1], lengths=2)[0]
+    close(alone, (total[1], outer[1]), 1e-6)
+
+
+def test_a_cell_of_half_precision_with_wider_inputs(getkey):
+    cell = eqx.nn.GRUCell(3, 4, dtype=jnp.bfloat16, key=getkey())
+    xs = jnp.ones((2, 5, 3), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        ys, state = nn.Recurrent(cell)(xs)
+    assert ys.dtype == state.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda key: nn.GRU(3, 4, keep="all", key=key), "(?s)`keep` is 'all'.*'states'"),
+        (lambda key: nn.LSTM(0, 4, key=key), "(?s)not a positive integer.*`input_size` is 0"),
+        (lambda key: nn.RNN(3, 4, activation="gelu", key=key), "`activation` is 'gelu'"),
+        (
+            lambda key: nn.GRU.from_cell(eqx.nn.LSTMCell(3, 4, key=key)),
+            "it is a `LSTMCell`, and has to be a `GRUCell`",
+        ),
+    ],
+)
+def test_bad_options(make, message, getkey):
+    with pytest.raises(RuleError, match=message):
+        make(getkey())
+
+
 def test_layouts(getkey):
     layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
     time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)

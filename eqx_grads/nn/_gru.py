@@ -1,6 +1,6 @@
 """The gated recurrent unit, as a layer over time."""
 
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,7 +10,9 @@ from jaxtyping import Array, Inexact, Key
 from ._gru_rule import gru
 from ._sequence import (
     AbstractRecurrent,
+    check_cell,
     check_features,
+    check_option,
     check_sizes,
     common_dtype,
     make_cells,
@@ -60,7 +62,7 @@ class GRU(AbstractRecurrent):
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
     dropout: eqx.nn.Dropout
-    keep: Literal["gates", "states"] = eqx.field(static=True)
+    keep: str = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
     time_major: bool = eqx.field(static=True)
 
@@ -74,7 +76,7 @@ class GRU(AbstractRecurrent):
         dropout: float = 0.0,
         use_bias: bool = True,
         learn_initial_state: bool = False,
-        keep: Literal["gates", "states"] = "gates",
+        keep: str = "gates",
         reverse: bool = False,
         time_major: bool = False,
         dtype: Any = None,
@@ -95,7 +97,10 @@ class GRU(AbstractRecurrent):
         - `time_major`: whether a batch is `(time, batch, in)`.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.
         """
-        check_sizes("GRU", hidden_size=hidden_size, num_layers=num_layers)
+        check_sizes(
+            "GRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        check_option("GRU", "keep", keep, ("gates", "states"))
         make = lambda size, key: eqx.nn.GRUCell(
             size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
         )
@@ -121,20 +126,36 @@ class GRU(AbstractRecurrent):
         return gru(w_in, w_state, bias, bias_n, xs, h, valid, reverse=reverse, keep=self.keep)
 
     @staticmethod
-    def from_cell(cell: eqx.nn.GRUCell, **options: Any) -> "GRU":
+    def from_cell(
+        cell: Any,
+        *,
+        keep: str = "gates",
+        reverse: bool = False,
+        time_major: bool = False,
+        learn_initial_state: bool = False,
+    ) -> "GRU":
         """The layer that runs this cell.
 
         **Arguments:**
 
         - `cell`: an `equinox.nn.GRUCell`.
-        - `**options`: `keep`, `reverse`, `time_major` and `learn_initial_state`.
+        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as above.
 
         **Returns:**
 
         A `GRU` of one layer, which shares the arrays of `cell`.
         """
-        dtype = cell.weight_hh.dtype
-        layer = GRU(1, cell.hidden_size, dtype=dtype, key=jr.key(0), **options)
+        check_cell("GRU", cell, eqx.nn.GRUCell)
+        layer = GRU(
+            1,
+            cell.hidden_size,
+            keep=keep,
+            reverse=reverse,
+            time_major=time_major,
+            learn_initial_state=learn_initial_state,
+            dtype=cell.weight_hh.dtype,
+            key=jr.key(0),
+        )
         return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> eqx.nn.GRUCell:

@@ -1,6 +1,6 @@
 """The long short-term memory, as a layer over time."""
 
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,7 +10,9 @@ from jaxtyping import Array, Inexact, Key
 from ._lstm_rule import lstm
 from ._sequence import (
     AbstractRecurrent,
+    check_cell,
     check_features,
+    check_option,
     check_sizes,
     common_dtype,
     make_cells,
@@ -62,7 +64,7 @@ class LSTM(AbstractRecurrent):
     cells: tuple[tuple[eqx.nn.LSTMCell, ...], ...]
     initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
     dropout: eqx.nn.Dropout
-    keep: Literal["gates", "states"] = eqx.field(static=True)
+    keep: str = eqx.field(static=True)
     reverse: bool = eqx.field(static=True)
     time_major: bool = eqx.field(static=True)
 
@@ -76,7 +78,7 @@ class LSTM(AbstractRecurrent):
         dropout: float = 0.0,
         use_bias: bool = True,
         learn_initial_state: bool = False,
-        keep: Literal["gates", "states"] = "gates",
+        keep: str = "gates",
         reverse: bool = False,
         time_major: bool = False,
         dtype: Any = None,
@@ -86,7 +88,10 @@ class LSTM(AbstractRecurrent):
 
         As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, half of the memory is needed.
         """
-        check_sizes("LSTM", hidden_size=hidden_size, num_layers=num_layers)
+        check_sizes(
+            "LSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        check_option("LSTM", "keep", keep, ("gates", "states"))
         make = lambda size, key: eqx.nn.LSTMCell(
             size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
         )
@@ -113,20 +118,36 @@ class LSTM(AbstractRecurrent):
         return lstm(w_in, w_state, bias, xs, (h, c), valid, reverse=reverse, keep=self.keep)
 
     @staticmethod
-    def from_cell(cell: eqx.nn.LSTMCell, **options: Any) -> "LSTM":
+    def from_cell(
+        cell: Any,
+        *,
+        keep: str = "gates",
+        reverse: bool = False,
+        time_major: bool = False,
+        learn_initial_state: bool = False,
+    ) -> "LSTM":
         """The layer that runs this cell.
 
         **Arguments:**
 
         - `cell`: an `equinox.nn.LSTMCell`.
-        - `**options`: `keep`, `reverse`, `time_major` and `learn_initial_state`.
+        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as above.
 
         **Returns:**
 
         An `LSTM` of one layer, which shares the arrays of `cell`.
         """
-        dtype = cell.weight_hh.dtype
-        layer = LSTM(1, cell.hidden_size, dtype=dtype, key=jr.key(0), **options)
+        check_cell("LSTM", cell, eqx.nn.LSTMCell)
+        layer = LSTM(
+            1,
+            cell.hidden_size,
+            keep=keep,
+            reverse=reverse,
+            time_major=time_major,
+            learn_initial_state=learn_initial_state,
+            dtype=cell.weight_hh.dtype,
+            key=jr.key(0),
+        )
         return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> eqx.nn.LSTMCell:

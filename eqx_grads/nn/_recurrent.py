@@ -115,7 +115,19 @@ class Recurrent(AbstractRecurrent):
                 return new, jax.tree.leaves(new)[0]
             return new, jax.vmap(self.output)(new)
 
+        state = _as_returned(step, state, (xs, valid))
         last, ys = filter_scan(
             step, state, (xs, valid), reverse=reverse, checkpoint=self.checkpoint
         )
         return ys, last
+
+
+def _as_returned(step: Callable[..., Any], state: PyTree, inputs: PyTree) -> PyTree:
+    """The first state in the dtypes of the next one: those of the inputs may be wider."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    new, _ = jax.eval_shape(step, state, one)
+    if jax.tree.structure(new) != jax.tree.structure(state):
+        return state  # `filter_scan` says what differs
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
+    return jax.tree.map(cast, state, new)

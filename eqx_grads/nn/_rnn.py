@@ -1,6 +1,6 @@
 """The vanilla recurrent network, as a cell and as a layer over time."""
 
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,7 +10,9 @@ from jaxtyping import Array, Inexact, Key
 from ._rnn_rule import ACTIVATIONS, rnn
 from ._sequence import (
     AbstractRecurrent,
+    check_cell,
     check_features,
+    check_option,
     check_sizes,
     common_dtype,
     make_cells,
@@ -27,14 +29,14 @@ class RNNCell(eqx.Module):
     bias: Inexact[Array, " hidden"] | None
     input_size: int = eqx.field(static=True)
     hidden_size: int = eqx.field(static=True)
-    activation: Literal["tanh", "relu"] = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
         *,
-        activation: Literal["tanh", "relu"] = "tanh",
+        activation: str = "tanh",
         use_bias: bool = True,
         dtype: Any = None,
         key: Key[Array, ""],
@@ -54,6 +56,7 @@ class RNNCell(eqx.Module):
         self.bias = make(keys[2], hidden_size) if use_bias else None
         self.input_size = input_size
         self.hidden_size = hidden_size
+        check_option("RNNCell", "activation", activation, ACTIVATIONS)
         self.activation = activation
 
     def __call__(
@@ -113,7 +116,7 @@ class RNN(AbstractRecurrent):
         input_size: int,
         hidden_size: int,
         *,
-        activation: Literal["tanh", "relu"] = "tanh",
+        activation: str = "tanh",
         num_layers: int = 1,
         bidirectional: bool = False,
         dropout: float = 0.0,
@@ -130,7 +133,9 @@ class RNN(AbstractRecurrent):
 
         All others as for [`eqx_grads.nn.GRU`][].
         """
-        check_sizes("RNN", hidden_size=hidden_size, num_layers=num_layers)
+        check_sizes(
+            "RNN", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
         make = lambda size, key: RNNCell(
             size, hidden_size, activation=activation, use_bias=use_bias, dtype=dtype, key=key
         )
@@ -157,20 +162,34 @@ class RNN(AbstractRecurrent):
         )
 
     @staticmethod
-    def from_cell(cell: RNNCell, **options: Any) -> "RNN":
+    def from_cell(
+        cell: Any,
+        *,
+        reverse: bool = False,
+        time_major: bool = False,
+        learn_initial_state: bool = False,
+    ) -> "RNN":
         """The layer that runs this cell.
 
         **Arguments:**
 
         - `cell`: an [`eqx_grads.nn.RNNCell`][].
-        - `**options`: `reverse`, `time_major` and `learn_initial_state`.
+        - `reverse`, `time_major`, `learn_initial_state`: as above.
 
         **Returns:**
 
         An `RNN` of one layer, which shares the arrays of `cell`.
         """
-        dtype = cell.weight_hh.dtype
-        layer = RNN(1, cell.hidden_size, dtype=dtype, key=jr.key(0), **options)
+        check_cell("RNN", cell, RNNCell)
+        layer = RNN(
+            1,
+            cell.hidden_size,
+            reverse=reverse,
+            time_major=time_major,
+            learn_initial_state=learn_initial_state,
+            dtype=cell.weight_hh.dtype,
+            key=jr.key(0),
+        )
         return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> RNNCell:

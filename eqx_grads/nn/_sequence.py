@@ -1,7 +1,7 @@
 """What all recurrent layers share: layouts, padding, directions, stacks, initial states."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -43,7 +43,7 @@ class AbstractRecurrent(eqx.Module):
         lengths: Integer[Array, "..."] | Sequence[int] | int | None = None,
         key: Key[Array, ""] | None = None,
         inference: bool | None = None,
-    ) -> tuple[Inexact[Array, "..."], PyTree]:
+    ) -> tuple[PyTree, PyTree]:
         """Run over a sequence, or over a batch of them.
 
         **Arguments:**
@@ -93,7 +93,7 @@ class AbstractRecurrent(eqx.Module):
             for cell, reverse in zip(layer, (self.reverse, not self.reverse), strict=False):
                 ys, end = self._run(cell, xs, next(states), valid, reverse)
                 if valid is not None:
-                    ys = jnp.where(valid[:, :, None], ys, 0)
+                    ys = jax.tree.map(lambda y: _zero_past_the_end(y, valid), ys)
                 outputs.append(ys)
                 last.append(end)
             xs = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, -1)
@@ -103,8 +103,11 @@ class AbstractRecurrent(eqx.Module):
             end = jax.tree.map(lambda *leaves: jnp.stack(leaves), *last)
         if one:
             axis = 0 if len(cells) == 1 else 1
-            return xs[:, 0], jax.tree.map(lambda s: jnp.squeeze(s, axis), end)
-        return xs if self.time_major else jnp.swapaxes(xs, 0, 1), end
+            ys = jax.tree.map(lambda y: y[:, 0], xs)
+            return ys, jax.tree.map(lambda s: jnp.squeeze(s, axis), end)
+        if not self.time_major:
+            xs = jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), xs)
+        return xs, end
 
     def _valid(self, lengths, xs, one):
         if lengths is None:
@@ -157,6 +160,11 @@ class AbstractRecurrent(eqx.Module):
         return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
 
 
+def _zero_past_the_end(ys: Array, valid: Array) -> Array:
+    mask = valid.reshape(*valid.shape, *(1,) * (ys.ndim - 2))
+    return jnp.where(mask, ys, jnp.zeros_like(ys))
+
+
 def _one_for_each_device(state: Array, xs: Array) -> Array:
     """Under `shard_map`, the states differ between devices as soon as the inputs do, and the
     first has to be of a type that says so. Elsewhere nothing happens."""
@@ -198,12 +206,30 @@ def make_cells(make, input_size, hidden_size, num_layers, bidirectional, key):
 
 def check_sizes(layer: str, **sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise rule_error(
-                f"`{layer}` was given a size that is not positive.",
-                f"`{name}` is {size}",
+                f"`{layer}` was given a size that is not a positive integer.",
+                f"`{name}` is {size!r:.60}",
                 do="Give a positive integer.",
             )
+
+
+def check_option(layer: str, name: str, option: Any, known: Collection[str]) -> None:
+    if not isinstance(option, str) or option not in known:
+        raise rule_error(
+            f"`{layer}` was given an option that it does not know.",
+            f"`{name}` is {option!r:.60}",
+            do=f"Give one of {', '.join(map(repr, known))}.",
+        )
+
+
+def check_cell(layer: str, cell: Any, expected: type) -> None:
+    if not isinstance(cell, expected):
+        raise rule_error(
+            f"`{layer}.from_cell` was given another cell than it runs.",
+            f"it is a `{type(cell).__name__}`, and has to be a `{expected.__name__}`",
+            do="`eqx_grads.nn.Recurrent` runs any cell.",
+        )
 
 
 def stacked(zero: PyTree, n_cells: int) -> PyTree:
