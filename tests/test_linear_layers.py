@@ -337,6 +337,23 @@ def test_lru_begins_in_a_ring(getkey):
     assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(layer.cells))
 
 
+@pytest.mark.parametrize("ring", [{"r_min": 0.999}, {"r_max": 0.1, "max_phase": 0.1}])
+def test_no_radius_of_lru_is_one_or_zero(ring, getkey, monkeypatch):
+    """At both ends of the ring, which are drawn once in many millions."""
+
+    def ends(key, shape, dtype, low):
+        return jnp.array([low, 1 - jnp.finfo(dtype).epsneg], dtype)
+
+    monkeypatch.setattr(jr, "uniform", ends)
+    ((cell,),) = nn.LRU(1, 1, 2, **ring, dtype="float32", key=getkey()).cells
+    assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(cell))
+    factor, gamma, _ = cell.factors(jnp.float32)
+    assert jnp.all(jnp.real(gamma) > 0)
+    radius = np.abs(np.asarray(factor, "complex128"))
+    assert 0 < radius.min() < radius.max() < 1
+    assert np.exp(-np.exp(np.asarray(cell.log_decay, "float64"))).max() < 1
+
+
 def legs(size):
     """HiPPO-LegS and its rank-one correction, as published, entry by entry."""
     a, p = np.zeros((size, size)), np.zeros(size)

@@ -1,5 +1,6 @@
 """Spiking cells against a simulation in NumPy, plain JAX with a rule by hand, and snnTorch."""
 
+import dataclasses
 import functools as ft
 import json
 
@@ -309,6 +310,8 @@ def test_what_is_learned_and_what_is_not():
     assert not grads.beta.any()
     # As any constant, it may also be an array of NumPy.
     close(run(nn.LIFCell(NEURONS, array), XS), run(nn.LIFCell(NEURONS, beta), XS))
+    as_list = nn.LIFCell(NEURONS, beta.tolist())
+    close(run(nn.LIFCell(NEURONS, array), XS), run(as_list, XS))
     # The slope of a surrogate is learned if it is an array.
     cell = nn.LIFCell(NEURONS, 0.9, surrogate=eqg.surrogates.atan(jnp.array(2.0)))
     of_spikes = eqx.filter_grad(lambda cell: jnp.sum(run(cell, XS)[0] * XS))
@@ -344,6 +347,32 @@ def test_half_precision():
     assert 0 < jnp.mean(single[0][0]) < 1
     np.testing.assert_array_equal(half[0], single[0])
     close(half[1:], single[1:], 0.02)
+
+
+@pytest.mark.parametrize("name", ["LIFCell", "RCuBaLIFCell"])
+def test_a_state_keeps_its_dtypes(name):
+    """A bfloat16 cell, float32 inputs: one step is that of float32, rounded at the end."""
+    options = {"key": jr.key(0)} if name == "RCuBaLIFCell" else {}
+    decays = (0.75, 0.9) if name == "RCuBaLIFCell" else (0.9,)
+    cell = getattr(nn, name)(NEURONS, *decays, dtype="bfloat16", **options)
+    xs = XS.astype("float32")
+    start = cell(1.3 * xs[0], cell.initial_state())
+    wide = jax.tree.map(lambda s: s.astype("float32"), start)
+    exact = cell(xs[1], wide)
+    rounded = jax.tree.map(lambda s: s.astype("bfloat16"), exact)
+    close(cell(xs[1], start), rounded, rtol=0)
+    assert not jnp.array_equal(rounded.membrane.astype("float32"), exact.membrane)
+    emitted, last = nn.Recurrent(cell)(xs)
+    np.testing.assert_array_equal(emitted, run(cell, xs)[0])
+    assert emitted.dtype == "bfloat16"
+    assert 0 < jnp.mean(emitted.astype("float32")) < 1
+    assert {s.dtype for s in jax.tree.leaves(last)} == {jnp.dtype("bfloat16")}
+    # Each array keeps its own, and inputs in less precision or of integers change nothing.
+    mixed = eqx.tree_at(lambda s: s.membrane, start, wide.membrane)
+    for x in (xs[0], xs[0].astype("float16"), jnp.ones(NEURONS, "int32")):
+        after = cell(x, mixed)
+        assert after.spikes.dtype == "bfloat16"
+        assert after.membrane.dtype == "float32"
 
 
 def test_ensembles_and_files(tmp_path, getkey):
@@ -399,17 +428,113 @@ class TestErrors:
             nn.RALIFCell(3, 0.9, -0.1, key=jr.key(0))
         with pytest.raises(RuleError, match=r"`threshold` that does not(?s:.)*\(3,\) neurons"):
             nn.LIFCell(3, 0.9, threshold=np.ones(2))
-        with pytest.raises(RuleError, match="`hidden_size` is 0"):
-            nn.LICell(0, 0.9)
         with pytest.raises(RuleError, match=r"way to reset(?s:.)*`reset` is 'hard'"):
             _neurons.check_reset("LIFCell", "hard")  # the run-time types come before it
+
+    def test_numbers(self):
+        for beta in ([2.0, 2.0, 2.0], (0.5, 0.5, 1.5), np.nan, [0.5, np.nan, 0.5]):
+            with pytest.raises(RuleError, match="`LIFCell` was given a `beta` that is not be"):
+                nn.LIFCell(3, beta)
+        for threshold in (np.nan, [1.0, 1.0, np.nan]):
+            expected = r"`LIFCell` was given a `threshold` that is not a number(?s:.)*nan"
+            with pytest.raises(RuleError, match=expected):
+                nn.LIFCell(3, 0.9, threshold=threshold)
+        nn.LIFCell(3, 0.9, threshold=np.inf, reset="none")  # it never fires
+        unreal = (True, ["a", "b", "c"], [[0.5], 0.5, 0.5], jnp.ones(3, "complex64"))
+        for alpha in (*unreal, np.ones(3, bool)):
+            expected = (
+                r"`CuBaLIFCell` was given a `alpha` that is not of real numbers\.\n  `alp"
+            )
+            with pytest.raises(RuleError, match=expected):
+                nn.CuBaLIFCell(3, alpha, 0.9)
+
+        def of_parts(part):
+            return nn.LIFCell(2, [part, part], learn_beta=True).beta
+
+        with pytest.raises(RuleError, match=r"`beta` that is not of real(?s:.)*Give a number"):
+            jax.jit(of_parts)(0.5)
+
+        for value in (0.9 + 1j, None, "0.9"):  # the run-time types come before it
+            with pytest.raises(RuleError, match=r"`LICell` was given a `beta` that is not of"):
+                _neurons.decay("LICell", "beta", value, (3,), False, "float32")
+            with pytest.raises(RuleError, match=r"`threshold` that is not of real(?s:.)*\("):
+                _neurons.parameter("LIFCell", "threshold", value or "a", (3,), True, "float32")
+
+    @pytest.mark.parametrize("name", ["LIFCell", "LICell", "RALIFCell"])
+    def test_dtypes(self, name):
+        rho = (0.9,) if name == "RALIFCell" else ()
+        options = {"key": jr.key(0)} if name == "RALIFCell" else {}
+        inner = name.removeprefix("R")
+        for dtype in (int, "int8", bool, "complex64", "no dtype"):
+            expected = (
+                rf"`{inner}` was given a dtype that is not one of real f(?s:.)*`dtype` is"
+            )
+            with pytest.raises(RuleError, match=expected):
+                getattr(nn, name)(3, 0.9, *rho, learn_beta=True, dtype=dtype, **options)
+
+    def test_sizes(self):
+        for size in (0, -1, True, (), (3, 0), (3, True)):
+            expected = "`LICell` was given a size that is not a positive(?s:.)*`hidden_size` is"
+            with pytest.raises(RuleError, match=expected):
+                nn.LICell(size, 0.9)
+        for size in (0, True):
+            with pytest.raises(RuleError, match="`RLIFCell` was given a size that is not"):
+                nn.RLIFCell(size, 0.9, key=jr.key(0))
+        for size in ([3, 4], 3.0, (3.0, 4), None):  # the run-time types come before it
+            with pytest.raises(RuleError, match=r"`LIFCell` (?s:.)*or the shape of the layer"):
+                _neurons.shape_of_layer("LIFCell", size)
+        with pytest.raises(
+            RuleError, match=r"`RLIFCell` (?s:.)*is \(3, 4\)\nGive the number of"
+        ):
+            _neurons.check_number("RLIFCell", (3, 4))
+
+    def test_surrogates(self):
+        for cell in (nn.LIFCell, nn.CuBaLIFCell):
+            decays = (0.9,) if cell is nn.LIFCell else (0.9, 0.9)
+            expected = f"`{cell.__name__}` was given something that is not a surr(?s:.)*class"
+            with pytest.raises(RuleError, match=expected):
+                cell(3, *decays, surrogate=eqg.surrogates.atan)
+        expected = r"`surrogate` is 'atan'\nGive it one of `eqx_grads\.surrogates`"
+        with pytest.raises(RuleError, match=expected):
+            _neurons.known_surrogate("LIFCell", "atan")  # the run-time types come before it
+
+    @pytest.mark.parametrize("name", ["LIFCell", "ALIFCell", "CuBaLIFCell", "LICell"])
+    def test_every_array_of_the_state(self, name):
+        decays = (0.9, 0.9) if name in ("ALIFCell", "CuBaLIFCell") else (0.9,)
+        cell = getattr(nn, name)(3, *decays)
+        state = cell.initial_state()
+        names = [field.name for field in dataclasses.fields(state)]
+        assert len(names) == len(jax.tree.leaves(state))
+        for i, leaf in enumerate(names):
+            put = lambda x, i=i: eqx.tree_at(lambda s: jax.tree.leaves(s)[i], state, x)
+            for wrong in (jnp.zeros((2, 3)), jnp.zeros(()), jnp.zeros(1)):
+                expected = rf"`{name}` was given something of another(?s:.)*`state\.{leaf}` is "
+                with pytest.raises(RuleError, match=expected):
+                    cell(jnp.ones(3), put(wrong))
+            for wrong in (jnp.zeros(3, "int32"), jnp.zeros(3, "complex64")):
+                expected = rf"`{name}` was given(?s:.)*real n(?s:.)*`state\.{leaf}` is .*\[3\]"
+                with pytest.raises(RuleError, match=expected):
+                    cell(jnp.ones(3), put(wrong))
+            with pytest.raises(RuleError, match=rf"not an array\.\n  `state\.{leaf}` is float"):
+                cell(jnp.ones(3), put(0.0))
+        # For each example of a batch, that is.
+        batch = jax.tree.map(lambda s: jnp.zeros((2, 3)), state)
+        assert jax.vmap(cell)(jnp.ones((2, 3)), batch).membrane.shape == (2, 3)
+
+    def test_inputs(self):
+        cell = nn.LICell(3, 0.9)
+        with pytest.raises(RuleError, match=r"not of real n(?s:.)*`x` is complex64\[3\]"):
+            cell(jnp.ones(3, "complex64"), cell.initial_state())
+        with pytest.raises(RuleError, match=r"`x` is list \((?s:.)*Use `jnp.asarray`"):
+            # The run-time types come before it.
+            _neurons.check_inputs("LICell", 3, [1.0] * 3, cell.initial_state(), nn.LIState)
 
     def test_shapes_and_states(self):
         cell, wider = nn.LIFCell(3, 0.9), nn.LIFCell(4, 0.9)
         recurrent = nn.RLIFCell(3, 0.9, key=jr.key(0))
         with pytest.raises(RuleError, match=r"`x` is float..\[2,3\], and the .* is \(3,\)"):
             cell(jnp.ones((2, 3)), cell.initial_state())
-        with pytest.raises(RuleError, match=r"`RLIFCell` (?s:.)*`state.membrane` is .*\[4\]"):
+        with pytest.raises(RuleError, match=r"`RLIFCell` (?s:.)*`state.spikes` is .*\[4\]"):
             recurrent(jnp.ones(3), wider.initial_state())
         with pytest.raises(RuleError, match="`LIFCell` was given something that is not its"):
             _neurons.check_inputs("LIFCell", 3, jnp.ones(3), jnp.ones(3), nn.LIFState)

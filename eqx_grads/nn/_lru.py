@@ -33,11 +33,15 @@ class LRUCell(AbstractDiagonalCell):
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         low, high = ring
         uniform = lambda key: jr.uniform(key, (state_size,), wide, jnp.finfo(wide).tiny)
-        # Uniform on the ring is uniform in the squared radius.
-        log_radius = 0.5 * jnp.log(low**2 + (high**2 - low**2) * uniform(keys[0]))
+        # Uniform on the ring is uniform in the squared radius. A few roundings below one, as
+        # with a radius of one a state would take nothing in and never end; and above zero.
+        squared = low**2 + (high**2 - low**2) * uniform(keys[0])
+        below_one = (1 - 4 * jnp.finfo(wide).eps) ** 2
+        log_radius = 0.5 * jnp.log(jnp.clip(squared, jnp.finfo(wide).tiny, below_one))
         in_, out = (2, state_size, input_size), (2, output_size, state_size)
         self.log_decay = jnp.log(-log_radius).astype(dtype)
-        self.log_phase = jnp.log(max_phase * uniform(keys[1])).astype(dtype)
+        phase = jnp.maximum(max_phase * uniform(keys[1]), jnp.finfo(wide).tiny)
+        self.log_phase = jnp.log(phase).astype(dtype)
         self.log_gamma = (0.5 * jnp.log(-jnp.expm1(2 * log_radius))).astype(dtype)
         self.weight_in = jr.normal(keys[2], in_, dtype) * (2 * input_size) ** -0.5
         self.weight_out = jr.normal(keys[3], out, dtype) * state_size**-0.5
@@ -150,7 +154,8 @@ class LRU(AbstractDiagonal):
         - `state_size`: how many complex numbers the state is.
         - `r_min`, `r_max`, `max_phase`: at first, $\lambda$ is uniform on the part of the ring
             between the two radii with a phase from zero to `max_phase`. For long sequences
-            take `r_min` close to one, and `max_phase` small.
+            take `r_min` close to one, and `max_phase` small. No radius is one, also if `r_max`
+            is: the largest there is rounds to less.
         - `activation`: $\phi$, applied to all outputs. The default is none; then a stack of
             several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].

@@ -1,7 +1,9 @@
 """What all spiking cells share: their states, their parameters and the reset."""
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,10 +16,13 @@ from .._gradient_ops_one_way import clip_preserve_gradient
 from ..surrogates import AbstractSurrogate, atan
 
 
-Parameter: TypeAlias = float | int | np.floating | np.ndarray | Array
+Parameter: TypeAlias = (
+    float | int | np.floating | np.ndarray | Array | list[Any] | tuple[Any, ...]
+)
 Surrogate: TypeAlias = AbstractSurrogate | Callable[[Array], Any]
 Reset: TypeAlias = Literal["subtract", "zero", "none"]
 RESETS = ("subtract", "zero", "none")
+State = TypeVar("State")
 
 
 class LIFState(eqx.Module):
@@ -67,21 +72,43 @@ class LIState(eqx.Module):
 # ---------------------------------------------------------------- parameters
 
 
-def shape_of_layer(cell: str, hidden_size: int | tuple[int, ...]) -> tuple[int, ...]:
+def shape_of_layer(cell: str, hidden_size: Any) -> tuple[int, ...]:
     shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
-    if not shape or any(n < 1 for n in shape):
+    if not shape or not all(_is_size(n) for n in shape):
         raise rule_error(
-            f"`{cell}` was given a size that is not positive.",
-            f"`hidden_size` is {hidden_size}",
-            do="Give the number of neurons, or the shape of the layer.",
+            f"`{cell}` was given a size that is not a positive integer.",
+            f"`hidden_size` is {hidden_size!r:.80}",
+            do="Give the number of neurons, or the shape of the layer: a tuple of such.",
         )
     return shape
+
+
+def check_number(cell: str, hidden_size: Any) -> None:
+    """As `shape_of_layer`, of a layer that is a vector."""
+    if isinstance(hidden_size, tuple):
+        raise rule_error(
+            f"`{cell}` was given the shape of a layer.",
+            f"`hidden_size` is {hidden_size!r:.80}",
+            do="Give the number of neurons: those that listen to one another are a vector.",
+        )
+    shape_of_layer(cell, hidden_size)
+
+
+def _is_size(n) -> bool:
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 1)
 
 
 def parameter(
     cell: str, name: str, value: Any, shape: tuple[int, ...], learn: bool, dtype: Any
 ) -> Any:
     """One value for all neurons or one for each; an array where it is learned."""
+    value = _numbers(cell, name, value)
+    if _can_be_seen(value) and np.any(np.isnan(value)):
+        raise rule_error(
+            f"`{cell}` was given a `{name}` that is not a number.",
+            f"`{name}` is {value!r:.80}",
+            do="Is there a division by zero where it comes from?",
+        )
     if np.shape(value) != () and not _broadcasts(np.shape(value), shape):
         raise rule_error(
             f"`{cell}` was given a `{name}` that does not fit its neurons.",
@@ -96,8 +123,8 @@ def decay(
     cell: str, name: str, value: Any, shape: tuple[int, ...], learn: bool, dtype: Any
 ) -> Any:
     """As `parameter`, from zero to one."""
-    known = isinstance(value, float | int | np.ndarray | np.generic)
-    if known and not np.all((np.asarray(value) >= 0) & (np.asarray(value) <= 1)):
+    value = _numbers(cell, name, value)
+    if _can_be_seen(value) and not np.all((value >= 0) & (value <= 1)):
         raise rule_error(
             f"`{cell}` was given a `{name}` that is not between zero and one.",
             f"`{name}` is {value!r:.80}",
@@ -105,6 +132,37 @@ def decay(
             "constant `tau`.",
         )
     return parameter(cell, name, value, shape, learn, dtype)
+
+
+def _numbers(cell, name, value) -> Any:
+    """A real number, or an array of such; a list becomes an array."""
+    numbers = value
+    if isinstance(value, list | tuple):
+        # Tracers, and lists of several lengths, stay what they are.
+        with contextlib.suppress(TypeError, ValueError):
+            numbers = np.asarray(value)
+    if _is_array(numbers):
+        kinds = (jnp.floating, jnp.integer)
+        real = any(jnp.issubdtype(numbers.dtype, kind) for kind in kinds)
+    else:
+        real = isinstance(numbers, float | int) and not isinstance(numbers, bool)
+    if not real:
+        raise rule_error(
+            f"`{cell}` was given a `{name}` that is not of real numbers.",
+            f"`{name}` is {type_of(value)}",
+            do="Give a number, or an array with one for each neuron.",
+        )
+    return numbers
+
+
+def _is_array(x) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _can_be_seen(value) -> bool:
+    """Whether a parameter is looked at when a cell is made. Of arrays of JAX, only the shape
+    and the dtype are: they may be traced."""
+    return isinstance(value, float | int | np.ndarray | np.generic)
 
 
 def _broadcasts(shape, to) -> bool:
@@ -120,20 +178,41 @@ def check_reset(cell: str, reset: Any) -> None:
         )
 
 
-def known_surrogate(surrogate: Surrogate | None) -> Surrogate:
-    return atan() if surrogate is None else surrogate
+def known_surrogate(cell: str, surrogate: Any) -> Surrogate:
+    if surrogate is None:
+        return atan()
+    # A class is callable, too: it is `atan` in place of `atan()`.
+    known = isinstance(surrogate, AbstractSurrogate) or callable(surrogate)
+    if not known or isinstance(surrogate, type):
+        raise rule_error(
+            f"`{cell}` was given something that is not a surrogate.",
+            f"`surrogate` is {surrogate!r:.80}",
+            do="Give it one of `eqx_grads.surrogates`, like `eqx_grads.surrogates.atan()`, or "
+            "a function `derivative(v)`.",
+        )
+    return surrogate
 
 
-def float_dtype(dtype: Any) -> Any:
-    return jnp.zeros(()).dtype if dtype is None else jnp.dtype(dtype)
+def float_dtype(cell: str, dtype: Any) -> Any:
+    if dtype is None:
+        return jnp.zeros(()).dtype
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise rule_error(
+            f"`{cell}` was given a dtype that is not one of real floats.",
+            f"`dtype` is {dtype!r:.80}",
+            do="Choose one like `jnp.float32`: neurons need potentials between zero and one.",
+        )
+    return known
 
 
 # ---------------------------------------------------------------- one step
 
 
-def check_inputs(
-    cell: str, hidden_size: int | tuple[int, ...], x: Array, state: Any, expected: type
-) -> None:
+def check_inputs(cell: str, hidden_size: Any, x: Any, state: Any, expected: type) -> None:
     if not isinstance(state, expected):
         raise rule_error(
             f"`{cell}` was given something that is not its state.",
@@ -141,7 +220,16 @@ def check_inputs(
             do="Pass `cell.initial_state()`, or what the cell returned for the step before.",
         )
     shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
-    for argument, array in (("x", x), ("state.membrane", state.membrane)):
+    arrays = {"x": x}
+    for field in dataclasses.fields(expected):
+        arrays[f"state.{field.name}"] = getattr(state, field.name)
+    for argument, array in arrays.items():
+        if not _is_array(array):
+            raise rule_error(
+                f"`{cell}` was given something that is not an array.",
+                f"`{argument}` is {type_of(array)}",
+                do="Use `jnp.asarray`.",
+            )
         if jnp.shape(array) != shape:
             raise rule_error(
                 f"`{cell}` was given something of another shape than its neurons have.",
@@ -149,6 +237,19 @@ def check_inputs(
                 do="A cell takes one step of one example: use `jax.vmap` for a batch, and a "
                 "scan for time.",
             )
+        # An input may also be of integers: a count of spikes.
+        kinds = (jnp.floating, jnp.integer, jnp.bool_) if argument == "x" else (jnp.floating,)
+        if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+            raise rule_error(
+                f"`{cell}` was given something that is not of real numbers.",
+                f"`{argument}` is {type_of(array)}",
+                do="A state has to be of floats, and an input of real numbers.",
+            )
+
+
+def like_last(new: State, last: State) -> State:
+    """A state in the dtypes of the last one, as a scan needs it."""
+    return jax.tree.map(lambda n, s: n.astype(s.dtype), new, last)
 
 
 def value_of(value: Any, learn: bool, like: Array) -> Any:

@@ -17,6 +17,7 @@ from ._neurons import (
     float_dtype,
     known_surrogate,
     LIFState,
+    like_last,
     LIState,
     next_membrane,
     Parameter,
@@ -107,25 +108,35 @@ class LIFCell(eqx.Module):
         """**Arguments:**
 
         - `hidden_size`: how many neurons, or the shape of the layer, `(channels, height,
-            width)` after a convolution.
+            width)` after a convolution. Such a layer runs in [`eqx_grads.filter_scan`][] or
+            `jax.lax.scan`: [`eqx_grads.nn.Recurrent`][] takes vectors.
         - `beta`: what a step leaves of a potential, $\\beta$. From zero to one; a number, or an
-            array with one for each neuron (that broadcasts to the layer without new axes).
-        - `threshold`: $\\theta$, likewise.
+            array or list with one for each neuron (that broadcasts to the layer without new
+            axes). A number that is not learned is no leaf of the cell. An array is one, and
+            what moves a leaf without a gradient moves it, like the weight decay of an
+            optimizer: keep it out of that, or give a number.
+        - `threshold`: $\\theta$, likewise; any real number.
         - `reset`: what follows a spike: `"subtract"`, `"zero"` or `"none"`.
         - `learn_beta`, `learn_threshold`: whether they are parameters. They are then arrays.
         - `detach_reset`: whether the gradient goes past the reset and not through it. It does
             in snnTorch.
         - `surrogate`: as for [`eqx_grads.surrogates.spike`][]. The default is
             `eqx_grads.surrogates.atan()`, which is that of snnTorch.
-        - `dtype`: of what is learned and of `initial_state()`. The default is JAX's.
+        - `dtype`: of what is learned and of `initial_state()`, one of floats. The default is
+            JAX's.
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if an argument is none of these. Of an array of JAX, only the
+        shape and the dtype are looked at.
         """
-        shape, dtype = shape_of_layer("LIFCell", hidden_size), float_dtype(dtype)
+        shape, dtype = shape_of_layer("LIFCell", hidden_size), float_dtype("LIFCell", dtype)
         check_reset("LIFCell", reset)
         self.beta = decay("LIFCell", "beta", beta, shape, learn_beta, dtype)
         self.threshold = parameter(
             "LIFCell", "threshold", threshold, shape, learn_threshold, dtype
         )
-        self.surrogate = known_surrogate(surrogate)
+        self.surrogate = known_surrogate("LIFCell", surrogate)
         self.hidden_size = hidden_size
         self.reset = reset
         self.learn_beta = learn_beta
@@ -146,17 +157,21 @@ class LIFCell(eqx.Module):
 
         **Returns:**
 
-        The next state. All is computed in the common dtype of `x` and the state.
+        The next state, in the dtypes of `state`, whatever that of `x` is, so that a scan can
+        carry it. It is computed in the common dtype of both, and rounded once: a bfloat16 cell
+        takes float32 inputs, adds and fires in float32, and remembers and emits bfloat16.
 
         **Raises:**
 
-        [`eqx_grads.RuleError`][] if a shape is not that of the layer.
+        [`eqx_grads.RuleError`][] if `x` or an array of the state has another shape than the
+        layer, if `x` is complex, or if the state is not of floats.
         """
         check_inputs("LIFCell", self.hidden_size, x, state, LIFState)
         x, spikes, membrane = common_dtype(x, state.spikes, state.membrane)
         membrane = next_membrane(self, x, spikes, membrane)
         threshold = value_of(self.threshold, self.learn_threshold, membrane)
-        return LIFState(spike(membrane - threshold, self.surrogate), membrane)
+        new = LIFState(spike(membrane - threshold, self.surrogate), membrane)
+        return like_last(new, state)
 
 
 class ALIFCell(eqx.Module):
@@ -224,12 +239,13 @@ class ALIFCell(eqx.Module):
 
         - `rho`: what a step leaves of the trace, $\\rho$; as `beta`.
         - `strength`: by how much a spike raises the threshold, $\\gamma$: a number, or an
-            array with one for each neuron. It is not learned. The default is that of Norse.
+            array with one for each neuron, as `beta`. It is not learned. The default is that
+            of Norse.
         - `learn_rho`: whether `rho` is a parameter.
 
         All others as for [`eqx_grads.nn.LIFCell`][].
         """
-        shape, dtype = shape_of_layer("ALIFCell", hidden_size), float_dtype(dtype)
+        shape, dtype = shape_of_layer("ALIFCell", hidden_size), float_dtype("ALIFCell", dtype)
         check_reset("ALIFCell", reset)
         self.beta = decay("ALIFCell", "beta", beta, shape, learn_beta, dtype)
         self.rho = decay("ALIFCell", "rho", rho, shape, learn_rho, dtype)
@@ -237,7 +253,7 @@ class ALIFCell(eqx.Module):
         self.threshold = parameter(
             "ALIFCell", "threshold", threshold, shape, learn_threshold, dtype
         )
-        self.surrogate = known_surrogate(surrogate)
+        self.surrogate = known_surrogate("ALIFCell", surrogate)
         self.hidden_size = hidden_size
         self.reset = reset
         self.learn_beta = learn_beta
@@ -261,7 +277,8 @@ class ALIFCell(eqx.Module):
         membrane = next_membrane(self, x, spikes, membrane)
         threshold = value_of(self.threshold, self.learn_threshold, membrane)
         raised = threshold + value_of(self.strength, False, trace) * trace
-        return ALIFState(spike(membrane - raised, self.surrogate), membrane, trace)
+        new = ALIFState(spike(membrane - raised, self.surrogate), membrane, trace)
+        return like_last(new, state)
 
 
 class CuBaLIFCell(eqx.Module):
@@ -330,14 +347,17 @@ class CuBaLIFCell(eqx.Module):
 
         All others as for [`eqx_grads.nn.LIFCell`][].
         """
-        shape, dtype = shape_of_layer("CuBaLIFCell", hidden_size), float_dtype(dtype)
+        shape, dtype = (
+            shape_of_layer("CuBaLIFCell", hidden_size),
+            float_dtype("CuBaLIFCell", dtype),
+        )
         check_reset("CuBaLIFCell", reset)
         self.alpha = decay("CuBaLIFCell", "alpha", alpha, shape, learn_alpha, dtype)
         self.beta = decay("CuBaLIFCell", "beta", beta, shape, learn_beta, dtype)
         self.threshold = parameter(
             "CuBaLIFCell", "threshold", threshold, shape, learn_threshold, dtype
         )
-        self.surrogate = known_surrogate(surrogate)
+        self.surrogate = known_surrogate("CuBaLIFCell", surrogate)
         self.hidden_size = hidden_size
         self.reset = reset
         self.learn_alpha = learn_alpha
@@ -360,7 +380,8 @@ class CuBaLIFCell(eqx.Module):
         current = decay_of(self.alpha, self.learn_alpha, current) * current + x
         membrane = next_membrane(self, current, spikes, membrane)
         threshold = value_of(self.threshold, self.learn_threshold, membrane)
-        return CuBaLIFState(spike(membrane - threshold, self.surrogate), current, membrane)
+        new = CuBaLIFState(spike(membrane - threshold, self.surrogate), current, membrane)
+        return like_last(new, state)
 
 
 class LICell(eqx.Module):
@@ -402,7 +423,7 @@ class LICell(eqx.Module):
 
         As for [`eqx_grads.nn.LIFCell`][].
         """
-        shape, dtype = shape_of_layer("LICell", hidden_size), float_dtype(dtype)
+        shape, dtype = shape_of_layer("LICell", hidden_size), float_dtype("LICell", dtype)
         self.beta = decay("LICell", "beta", beta, shape, learn_beta, dtype)
         self.hidden_size = hidden_size
         self.learn_beta = learn_beta
@@ -416,4 +437,5 @@ class LICell(eqx.Module):
         """As for [`eqx_grads.nn.LIFCell`][]."""
         check_inputs("LICell", self.hidden_size, x, state, LIState)
         x, membrane = common_dtype(x, state.membrane)
-        return LIState(decay_of(self.beta, self.learn_beta, membrane) * membrane + x)
+        new = LIState(decay_of(self.beta, self.learn_beta, membrane) * membrane + x)
+        return like_last(new, state)

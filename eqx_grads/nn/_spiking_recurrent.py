@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key, Num
 
-from ._neurons import ALIFState, check_inputs, CuBaLIFState, LIFState, Parameter
-from ._sequence import check_sizes, common_dtype
+from ._neurons import ALIFState, check_inputs, check_number, CuBaLIFState, LIFState, Parameter
+from ._sequence import common_dtype
 from ._spiking import ALIFCell, CuBaLIFCell, LIFCell
 
 
@@ -66,7 +66,7 @@ class RLIFCell(eqx.Module):
 
         All others as for [`eqx_grads.nn.LIFCell`][].
         """
-        check_sizes("RLIFCell", hidden_size=hidden_size)
+        check_number("RLIFCell", hidden_size)
         self.neurons = LIFCell(hidden_size, beta, dtype=dtype, **options)
         self.weight_hh = _recurrent_weight(self.neurons, key)
 
@@ -122,7 +122,7 @@ class RALIFCell(eqx.Module):
 
         All others as for [`eqx_grads.nn.ALIFCell`][].
         """
-        check_sizes("RALIFCell", hidden_size=hidden_size)
+        check_number("RALIFCell", hidden_size)
         self.neurons = ALIFCell(hidden_size, beta, rho, dtype=dtype, **options)
         self.weight_hh = _recurrent_weight(self.neurons, key)
 
@@ -178,7 +178,7 @@ class RCuBaLIFCell(eqx.Module):
 
         All others as for [`eqx_grads.nn.CuBaLIFCell`][].
         """
-        check_sizes("RCuBaLIFCell", hidden_size=hidden_size)
+        check_number("RCuBaLIFCell", hidden_size)
         self.neurons = CuBaLIFCell(hidden_size, alpha, beta, dtype=dtype, **options)
         self.weight_hh = _recurrent_weight(self.neurons, key)
 
