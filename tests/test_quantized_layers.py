@@ -8,6 +8,7 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -267,6 +268,40 @@ def test_fake_quantize(getkey):
     assert nn.FakeQuantize(2, signed=False)(x).min() == 0
 
 
+def test_weight_decay_leaves_a_given_number(getkey):
+    x = jr.normal(getkey(), (6,))
+    for number in (0.1, np.float32(0.25), 1):
+        given = nn.FakeQuantize(4, scale=number)
+        assert jax.tree.leaves(given) == []
+        assert given.scale == number
+        np.testing.assert_array_equal(
+            given(x), nn.FakeQuantize(4, scale=jnp.array(float(number)))(x)
+        )
+    model = nn.QuantizedLinear(
+        6,
+        2,
+        weight_quantizer=nn.FakeQuantize(4, scale=0.1),
+        input_quantizer=given,
+        key=getkey(),
+    )
+    before, optimizer = model, optax.adamw(0.1, weight_decay=0.1)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+    for _ in range(2):
+        grads = eqx.filter_grad(lambda model: jnp.sum(model(x)))(model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_array))
+        model = eqx.apply_updates(model, updates)
+    assert jnp.all(model.weight != before.weight)
+    assert (model.weight_quantizer.scale, model.input_quantizer.scale) == (0.1, 1)
+    # `equinox.nn.MLP` scans over its layers, which may then hold arrays only.
+    mlp = eqx.nn.MLP(2, 2, 2, 3, scan=True, key=getkey())
+    quantized = nn.quantize_model(mlp, {"*": (nn.FakeQuantize(4, scale=0.1), given)})[0]
+    assert jnp.isfinite(quantized(x[:2])).all()
+    # A learned one is a parameter still.
+    learned = nn.FakeQuantize(4, scale=0.1, learn_scale=True)
+    assert len(jax.tree.leaves(learned)) == 1
+
+
 def test_the_largest_is_not_clipped_in_half_precision():
     xs = jnp.asarray(1.03 ** np.arange(40), "bfloat16")
     slopes = jax.jit(jax.vmap(jax.grad(nn.FakeQuantize(12))))(xs)
@@ -284,7 +319,8 @@ def test_fsq():
     fsq, of_images = nn.FSQ((4, 3, 5)), nn.FSQ((4, 3, 5), axis=-3)
     assert fsq.num_codes == 60
     everyone = jnp.arange(60)
-    codes, nothing = jax.jit(lambda: (fsq.decode(everyone), fsq.decode(jnp.array(60))))()
+    outside = jnp.array([-61, -60, -1, 60])
+    codes, nothing = jax.jit(lambda: (fsq.decode(everyone), fsq.decode(outside)))()
     assert distinct([hash(code.tobytes()) for code in np.asarray(codes)]) == 60
     assert np.isnan(nothing).all()
 
@@ -322,7 +358,7 @@ def test_entries_and_losses(getkey):
     np.testing.assert_array_equal(value, vq.codebook[indices])
     np.testing.assert_array_equal(vq(z), value)
     np.testing.assert_array_equal(vq.decode(indices), value)
-    assert jnp.isnan(vq.decode(jnp.array([7]))).all()
+    assert jnp.isnan(vq.decode(jnp.array([-8, -7, -1, 7]))).all()
     distance = np.mean((np.asarray(z) - np.asarray(value)) ** 2)
     np.testing.assert_allclose(codebook_loss, distance, rtol=1e-5)
     np.testing.assert_allclose(commitment_loss, 0.3 * distance, rtol=1e-5)
@@ -375,6 +411,53 @@ def test_moving_averages(getkey):
     np.testing.assert_array_equal(by_gradient.updated(zs[0]).codebook, by_gradient.codebook)
     grad = jax.grad(lambda z: jnp.sum(vq.updated(z).codebook))(zs[0])
     assert not grad.any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int32"])
+def test_indices_of_any_integers(dtype, getkey):
+    vq = nn.VectorQuantizer(200, 2, key=getkey())
+    indices = jnp.array([0, 100, 127], dtype)
+    np.testing.assert_array_equal(vq.decode(indices), vq.codebook[np.array([0, 100, 127])])
+    assert jnp.isnan(vq.decode(jnp.array([-1, 201]).astype(dtype))).all()
+
+
+def test_losses_of_nothing_and_of_large_numbers(getkey):
+    vq = nn.VectorQuantizer(4, 3, dtype="float32", key=getkey())
+    loss = lambda vq, z: sum(vq.quantize(z)[2:])
+    nothing = jnp.ones((0, 3), "float32")
+    value, grad = eqx.filter_value_and_grad(loss)(vq, nothing)
+    assert value == 0
+    assert not grad.codebook.any()
+    large = jnp.full((2, 3), 1000, "float16")
+    *_, codebook_loss, commitment_loss = vq.quantize(large)
+    near = np.asarray(vq.codebook)[nearest(large, vq.codebook)]
+    expected = np.mean((1000 - near) ** 2)
+    np.testing.assert_allclose(codebook_loss, expected, rtol=1e-3)
+    np.testing.assert_allclose(commitment_loss, 0.25 * expected, rtol=1e-3)
+
+
+def test_vectors_that_are_not_finite_are_left_out(getkey):
+    key = getkey()
+    z = jr.normal(getkey(), (6, 2), "float32")
+    bad = jnp.array([[jnp.nan, 0.0], [jnp.inf, 1.0], [1.0, -jnp.inf]], "float32")
+    mixed = jnp.concatenate([bad[:1], z[:3], bad[1:], z[3:]])
+    make = ft.partial(nn.VectorQuantizer, 4, 2, ema=True, dtype="float32", decay=0.5)
+    vq = make(key=key)
+    got, expected = vq.updated(mixed), vq.updated(z)
+    close((got.codebook, got.usage), (expected.codebook, expected.usage), 1e-6)
+    assert eqx.tree_equal(vq.updated(bad), vq)
+    # Nor do they take the place of dead entries: here there are more of those than vectors.
+    dying = make(dead_below=2.0, key=key)
+    rows = {row.tobytes() for row in np.asarray(z[:2])}
+    new = dying.updated(jnp.concatenate([bad, z[:2]]), key=getkey())
+    assert {
+        row.tobytes() for row in np.asarray(new.codebook)[np.asarray(new.usage) == 0.25]
+    } == rows
+    assert jnp.isfinite(new.codebook).all()
+    assert eqx.tree_equal(dying.updated(bad, key=getkey()), dying)
+    # What is finite in single precision may not be so in the codebook's.
+    half = nn.VectorQuantizer(4, 2, ema=True, dtype="float16", key=key)
+    assert eqx.tree_equal(half.updated(jnp.full((3, 2), 1e30, "float32")), half)
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -459,6 +542,26 @@ def test_the_layers_of_equinox_with_other_weights(getkey):
     np.testing.assert_array_equal(given.quantized_weight(), signs * (size > 0.1))
     empty = eqx.tree_at(lambda layer: layer.weight, linear, jnp.zeros_like(linear.weight))
     assert not nn.TernaryLinear.from_layer(empty).quantized_weight().any()
+
+
+def test_sizes_and_options_of_linear_layers(getkey):
+    linear = eqx.nn.Linear("scalar", 3, key=getkey())
+    for layer in (
+        nn.QuantizedLinear.from_layer(linear, weight_quantizer=None),
+        nn.BinaryLinear.from_layer(linear),
+        nn.TernaryLinear.from_layer(linear),
+    ):
+        assert (layer.in_features, layer.out_features) == ("scalar", 3)
+        assert layer(jnp.array(0.5)).shape == (3,)
+    for kind in (nn.BinaryLinear, nn.TernaryLinear):
+        for option in ({"dtype": jnp.float16}, {"use_bias": False}, {"key": getkey()}):
+            with pytest.raises(TypeError, match="unexpected keyword argument"):
+                kind.from_layer(linear, **option)
+        layer = kind.from_layer(
+            linear, scale=False, backward="identity", input_quantizer=ste.binary_sign
+        )
+        assert (layer.scale, layer.backward) == (False, "identity")
+        np.testing.assert_array_equal(layer(jnp.array(0.5)), layer(jnp.array(7.0)))
 
 
 @pytest.mark.parametrize(
@@ -618,6 +721,19 @@ def test_the_report_is_a_table():
     again, report = nn.quantize_model([new, linear], {"*": nn.BinaryLinear})
     assert again[0] is new
     assert left(report) == {"0": "quantized already"}
+    for again in (new, [new], {"a": [new]}):
+        with raises("only layers that are quantized already: rule 0(?s:.)*Linear`"):
+            nn.quantize_model(again, {eqx.nn.Linear: nn.LSQ(2)})
+    with raises("the model itself is a `QuantizedLinear`"):
+        nn.quantize_model(new, {"*": nn.LSQ(2)})
+    with raises("matches no layer: rule 0, 'b'(?s:.)*there is `a`, QuantizedLinear"):
+        nn.quantize_model({"a": new}, {"b": nn.LSQ(2)})
+    with raises("for the model itself, a `Linear`, it returned ArrayImpl"):
+        nn.quantize_model(linear, {"*": lambda layer: layer.weight})
+    with raises("It was to take the place of the model itself by rule 0"):
+        nn.quantize_model(OwnCall(2, 3, key=jr.key(0)), {"*": nn.LSQ(2)})
+    with raises("there is the model itself, Linear"):
+        nn.quantize_model(linear, {"a": nn.LSQ(2)})
 
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -722,6 +838,51 @@ class OwnCall(eqx.nn.Linear):
         return 2 * x
 
 
+@pytest.fixture
+def unchecked():
+    """As users have it, whose calls nothing checks against the annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+KEY = jr.key(0)
+make_vq = ft.partial(nn.VectorQuantizer, 4, 3, key=KEY)
+REFUSED = [
+    *[(kind, "bits", x) for kind in (nn.FakeQuantize, nn.LSQ) for x in (2.5, "4", None, True)],
+    *[(kind, "channel_axis", 0.0) for kind in (nn.FakeQuantize, nn.LSQ)],
+    *[(nn.LSQ, "gradient_scale", x) for x in ("a", -1, 0.0, np.nan)],
+    *[(nn.FSQ, "levels", x) for x in (8, (8, 2.5), (8, "5"), (8, True))],
+    (ft.partial(nn.FSQ, (3, 3)), "axis", "last"),
+    *[(make_vq, name, x) for name in ("commitment", "dead_below") for x in (-1, "a", np.inf)],
+    *[(make_vq, "decay", x) for x in (-0.1, None)],
+    (ft.partial(nn.VectorQuantizer, size=3, key=KEY), "num_entries", 2.0),
+    *[(nn.StraightThrough, "fn", x) for x in (None, "sign")],
+    (ft.partial(nn.StraightThrough, jnp.sign), "backward", "foo"),
+    *[
+        (ft.partial(nn.TernaryLinear, 3, 2, key=KEY), "threshold", x)
+        for x in (-1, "median", None, np.nan)
+    ],
+    *[
+        (ft.partial(kind, 3, 2, key=KEY), "backward", x)
+        for kind in (nn.BinaryLinear, nn.TernaryLinear)
+        for x in ("foo", None)
+    ],
+]
+
+
+def name_of(make):
+    return getattr(make, "func", make).__name__
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "value"), REFUSED, ids=lambda x: name_of(x) if callable(x) else None
+)
+def test_options_that_are_refused(make, option, value, unchecked):
+    with raises(f"`{name_of(make)}` can't be made with this `{option}`.\n  it is "):
+        make(**{option: value})
+
+
 class TestErrors:
     def test_quantizers(self):
         with raises(r"`LSQ` has no scale yet(?s:.)*float32\[3\](?s:.)*quantizer.fit"):
@@ -736,8 +897,55 @@ class TestErrors:
             nn.FakeQuantize(1)
         with raises("`LSQ` can't quantize(?s:.)*from 1 to 24"):
             nn.LSQ(25, signed=False)
+        for kind in (nn.LSQ, nn.FakeQuantize):
+            for scale in (np.inf, jnp.array([1.0, jnp.nan])):
+                with raises(
+                    f"`{kind.__name__}` was given a scale that is not positive and fin"
+                ):
+                    kind(2, scale=scale)
         with raises("without the axis of its channels(?s:.)*`channel_axis` is 2"):
             nn.LSQ(2, channel_axis=2).fit(jnp.ones((3, 2)))
+
+    def test_what_quantizers_are_fitted_to(self, unchecked):
+        for make in (nn.LSQ, ft.partial(nn.FakeQuantize, learn_scale=True)):
+            name = name_of(make)
+            for x in ([1.0, 2.0], jnp.array([1, 2]), jnp.array([1j])):
+                with raises(rf"`{name}.fit` was given (?s:.)*`x` is (list|int|complex)"):
+                    make(2).fit(x)
+        assert nn.LSQ(np.int64(2), channel_axis=np.int32(0)) == nn.LSQ(2, channel_axis=0)
+
+    def test_vectors_and_indices(self, unchecked):
+        for layer in (nn.FSQ((3, 3, 3), axis=-2), make_vq(axis=-2)):
+            name = type(layer).__name__
+            calls = (layer, layer.quantize, getattr(layer, "updated", layer))
+            for call in calls:
+                for shape in ((), (3,), (2, 5)):
+                    with raises(
+                        f"`{name}` was given an array without vectors of its size"
+                        "(?s:.)*`axis` is -2, and the size is 3"
+                    ):
+                        call(jnp.ones(shape))
+            for indices in (1.0, jnp.ones(3), True, -1):
+                with raises(f"`{name}.decode` was given(?s:.)*with 1 axes or more"):
+                    layer.decode(indices)
+            with raises(f"`{name}` was given something that is not an array of floats"):
+                layer([1.0, 2.0])
+        assert nn.FSQ(np.array([4, 3])) == nn.FSQ((np.int32(4), 3)) == nn.FSQ((4, 3))
+        assert jnp.isnan(nn.FSQ((3, 3)).decode(-1)).all()
+
+    def test_sizes_of_inputs(self, getkey):
+        key = getkey()
+        match = r"was given an input of the wrong size(?s:.)*`in_features` is 4(?s:.)*vmap"
+        for layer in (
+            nn.QuantizedLinear(4, 2, weight_quantizer=None, key=key),
+            nn.BinaryLinear(4, 2, key=key),
+            nn.TernaryLinear(4, 2, key=key),
+        ):
+            for shape in ((), (3,), (4, 4)):
+                with raises(f"`{type(layer).__name__}` {match}"):
+                    layer(jnp.ones(shape))
+        with raises("`in_features` is 'scalar'\nGive it a scalar, and"):
+            nn.BinaryLinear("scalar", 2, key=key)(jnp.ones(1))
 
     def test_codebooks(self, getkey):
         with raises(r"can't quantize to these levels(?s:.)*\(1, 5\)"):
@@ -749,7 +957,7 @@ class TestErrors:
         vq = nn.VectorQuantizer(3, 2, dead_below=0.1, key=getkey())
         with raises("was given no key(?s:.)*`dead_below` is 0.1"):
             vq.updated(jnp.ones((5, 2)))
-        with raises("a codebook that does not fit"):
+        with raises(r"`VectorQuantizer` was given(?s:.)*\[5,3\], `axis` is -1(?s:.)*size is 2"):
             vq(jnp.ones((5, 3)))
 
     def test_layers(self, getkey):

@@ -251,7 +251,7 @@ def temp_bytes(run, *args):
 
 
 @pytest.mark.parametrize(
-    ("make_layer", "gates", "states"), [(nn.GRU, 0.65, 0.33), (nn.LSTM, 0.65, 0.4)]
+    ("make_layer", "gates", "states"), [(nn.GRU, 0.7, 0.33), (nn.LSTM, 0.65, 0.4)]
 )
 def test_memory(make_layer, gates, states, getkey):
     layer = make_layer(16, 32, time_major=True, key=getkey())

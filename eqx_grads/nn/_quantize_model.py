@@ -198,6 +198,7 @@ class _Walk:
         self.rules = rules
         self.matched: set[int] = set()
         self.used: set[int] = set()
+        self.done_before: dict[int, str] = {}  # of each rule, a layer quantized already
         self.paths: dict[str, str] = {}  # of each layer and what contains it, with its type
         self.swapped: list[LayerReport] = []
         self.left: list[LayerReport] = []
@@ -206,7 +207,11 @@ class _Walk:
     def visit(self, node: Any, path: str, matching: frozenset[int]) -> Any:
         """The node with its layers swapped; `matching` are the rules for all within it."""
         if isinstance(node, AbstractQuantizedLayer):
+            self.paths[path] = type(node).__name__
             self._leave(path, node, "quantized already")
+            for i, rule in enumerate(self.rules):
+                if i in matching or rule.matches(path, node) or rule.matches(path, node.layer):
+                    self.done_before.setdefault(i, path)
             return node
         here = {i for i, rule in enumerate(self.rules) if rule.matches(path, node)}
         matching = matching | here
@@ -259,12 +264,13 @@ class _Walk:
         try:
             new = rule.swap(layer)
         except Exception as error:
-            error.add_note(f"It was to take the place of `{path}` by {rule.name}.")
+            error.add_note(f"It was to take the place of {_place(path)} by {rule.name}.")
             raise
         if type(new) is type(layer) or not callable(new):
             raise rule_error(
                 f"A rule of `quantize_model` did not return a quantized layer: {rule.name}.",
-                f"for `{path}`, a `{type(layer).__name__}`, it returned {type(new).__name__}",
+                f"for {_place(path)}, a `{type(layer).__name__}`, it returned "
+                f"{type(new).__name__}",
                 do="A function as a rule is given the layer, not its weight. For a function of "
                 "the weight, write `(fn, None)`.",
             )
@@ -284,9 +290,18 @@ class _Walk:
                     "each of its layers is matched by a rule before it",
                     do="The first rule that matches wins: put it farther up, or leave it out.",
                 )
+            if i in self.done_before:
+                path = self.done_before[i]
+                raise rule_error(
+                    f"A rule of `quantize_model` matches only layers that are quantized "
+                    f"already: {rule.name}.",
+                    f"{_place(path)} is a `{self.paths[path]}`",
+                    do="Leave the rule out, or give `quantize_model` the model that it was "
+                    "before.",
+                )
             raise rule_error(
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
-                *(f"there is `{path}`, {self.paths[path]}" for path in self._near(rule)),
+                *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
                 "by its type or its path, or by those of what contains it.",
             )
@@ -296,6 +311,10 @@ class _Walk:
         if isinstance(rule.which, str):
             paths = difflib.get_close_matches(rule.which, paths, n=5, cutoff=0.4) or paths
         return paths[:10]
+
+
+def _place(path):
+    return f"`{path}`" if path else "the model itself"
 
 
 def _join(path, keys):

@@ -9,12 +9,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 from jaxtyping import Array, Float, Key
 
 from .. import ste
-from .._errors import name_of, rule_error, type_of
+from .._errors import name_of, rule_error
 from ..ste._floats import widen
+from ._quantizer_options import (
+    as_threshold,
+    check_backward,
+    check_input,
+    check_layer,
+    check_quantized,
+    check_quantizer,
+)
 from ._quantizers import AbstractQuantizer
 
 
@@ -60,13 +67,31 @@ class AbstractQuantizedLayer(eqx.Module):
         What that layer would return with the quantized weight and input.
         """
         del key
+        if isinstance(self.layer, eqx.nn.Linear):
+            check_input(type(self).__name__, self.layer, x)
         weight = self.quantized_weight()
         if self.input_quantizer is not None:
             x = _quantized("input", self.input_quantizer, x)
         return eqx.tree_at(lambda layer: layer.weight, self.layer, weight)(x)
 
 
-class QuantizedLinear(AbstractQuantizedLayer):
+class AbstractQuantizedLinear(AbstractQuantizedLayer):
+    """A linear layer of Equinox, called with another weight than it has."""
+
+    layer: eqx.AbstractVar[eqx.nn.Linear]
+
+    @property
+    def in_features(self) -> Size:
+        """The size of the input, or `"scalar"`."""
+        return self.layer.in_features
+
+    @property
+    def out_features(self) -> Size:
+        """The size of the output, or `"scalar"`."""
+        return self.layer.out_features
+
+
+class QuantizedLinear(AbstractQuantizedLinear):
     r"""`equinox.nn.Linear` with a quantized weight, and input.
 
     !!! example
@@ -256,7 +281,7 @@ class QuantizedConv(AbstractQuantizedLayer):
         return _with_parts(new, parts)
 
 
-class BinaryLinear(AbstractQuantizedLayer):
+class BinaryLinear(AbstractQuantizedLinear):
     r"""`equinox.nn.Linear` with a weight of single bits.
 
     The signs of the weight, times the mean of $|w|$ over the inputs of each output (XNOR-Net,
@@ -310,10 +335,10 @@ class BinaryLinear(AbstractQuantizedLayer):
         - `backward`: as for [`eqx_grads.ste.wrap`][].
         - `input_quantizer`: as for [`eqx_grads.nn.QuantizedLinear`][].
         """
+        check_backward("BinaryLinear", backward)
         layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
-        self.layer, _, self.input_quantizer = _parts(
-            "BinaryLinear", layer, None, input_quantizer
-        )
+        parts = _parts("BinaryLinear", layer, None, input_quantizer)
+        self.layer, _, self.input_quantizer = parts
         self.backward = backward
         self.scale = scale
 
@@ -328,21 +353,28 @@ class BinaryLinear(AbstractQuantizedLayer):
         return "1 bit"
 
     @staticmethod
-    def from_layer(layer: eqx.Module, **options: Any) -> "BinaryLinear":
+    def from_layer(
+        layer: eqx.Module,
+        *,
+        scale: bool = True,
+        backward: str | Callable[..., Any] = "hard_tanh",
+        input_quantizer: Quantizer | None = None,
+    ) -> "BinaryLinear":
         """The same layer, of bits.
 
         **Arguments:**
 
         - `layer`: an `equinox.nn.Linear`, or an ensemble of them.
-        - `**options`: `scale`, `backward` and `input_quantizer`.
+        - `scale`, `backward`, `input_quantizer`: as above.
         """
         check_layer("BinaryLinear", layer, eqx.nn.Linear)
-        new = BinaryLinear(1, 1, key=jr.key(0), **options)
-        parts = _parts("BinaryLinear", layer, None, options.get("input_quantizer"))
+        options: dict[str, Any] = {"scale": scale, "backward": backward}
+        new = BinaryLinear(1, 1, **options, key=jr.key(0))
+        parts = _parts("BinaryLinear", layer, None, input_quantizer)
         return _with_parts(new, parts)
 
 
-class TernaryLinear(AbstractQuantizedLayer):
+class TernaryLinear(AbstractQuantizedLinear):
     r"""`equinox.nn.Linear` with a weight of minus ones, zeros and ones.
 
     Ternary weight networks, [Li et al. (2016)](https://arxiv.org/abs/1605.04711): zero
@@ -395,11 +427,11 @@ class TernaryLinear(AbstractQuantizedLayer):
         - `scale`: whether each output has the mean size of its weights that are not zero.
         - `backward`, `input_quantizer`: as for [`eqx_grads.nn.BinaryLinear`][].
         """
+        check_backward("TernaryLinear", backward)
         layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
-        self.layer, _, self.input_quantizer = _parts(
-            "TernaryLinear", layer, None, input_quantizer
-        )
-        self.threshold = threshold
+        parts = _parts("TernaryLinear", layer, None, input_quantizer)
+        self.layer, _, self.input_quantizer = parts
+        self.threshold = as_threshold("TernaryLinear", threshold)
         self.backward = backward
         self.scale = scale
 
@@ -422,17 +454,25 @@ class TernaryLinear(AbstractQuantizedLayer):
         return f"{math.log2(3):.2f} bits"
 
     @staticmethod
-    def from_layer(layer: eqx.Module, **options: Any) -> "TernaryLinear":
+    def from_layer(
+        layer: eqx.Module,
+        *,
+        threshold: float | Literal["mean"] = "mean",
+        scale: bool = True,
+        backward: str | Callable[..., Any] = "hard_tanh",
+        input_quantizer: Quantizer | None = None,
+    ) -> "TernaryLinear":
         """The same layer, of three values.
 
         **Arguments:**
 
         - `layer`: an `equinox.nn.Linear`, or an ensemble of them.
-        - `**options`: `threshold`, `scale`, `backward` and `input_quantizer`.
+        - `threshold`, `scale`, `backward`, `input_quantizer`: as above.
         """
         check_layer("TernaryLinear", layer, eqx.nn.Linear)
-        new = TernaryLinear(1, 1, key=jr.key(0), **options)
-        parts = _parts("TernaryLinear", layer, None, options.get("input_quantizer"))
+        options: dict[str, Any] = {"threshold": threshold, "scale": scale, "backward": backward}
+        new = TernaryLinear(1, 1, **options, key=jr.key(0))
+        parts = _parts("TernaryLinear", layer, None, input_quantizer)
         return _with_parts(new, parts)
 
 
@@ -455,20 +495,6 @@ def describe(quantizer: Quantizer | None) -> str:
     return f"{bits} bit" + "s" * (bits != 1)
 
 
-def check_layer(name: str, layer: Any, kind: type) -> None:
-    """That a layer of Equinox does what it does with one array of weights."""
-    alike = isinstance(layer, kind) and type(layer).__call__ is kind.__call__
-    if not alike or not isinstance(layer.weight, jax.Array | np.ndarray):
-        what, of = ("its weight", layer.weight) if alike else ("the layer", layer)
-        raise rule_error(
-            f"`{name}.from_layer` was given something that it can't quantize.",
-            f"{what} is a `{type(of).__name__}`",
-            do=f"Give it an `equinox.nn.{kind.__name__}` with an array for a weight. One that "
-            "has a `__call__` of its own would lose it; one of `equinox.nn.Shared` has to be "
-            "quantized before it is shared.",
-        )
-
-
 def _parts(
     name: str, layer: Any, weight_quantizer: Any, input_quantizer: Any
 ) -> tuple[Any, Any, Any]:
@@ -485,14 +511,14 @@ def _parts(
 
 
 def _of_weight(name, quantizer, weight):
-    _check_quantizer(name, "weight", quantizer)
+    check_quantizer(name, "weight", quantizer)
     if isinstance(quantizer, AbstractQuantizer):
         return quantizer.fit(weight)
     return _held(quantizer)
 
 
 def _of_input(name, quantizer):
-    _check_quantizer(name, "input", quantizer)
+    check_quantizer(name, "input", quantizer)
     if isinstance(quantizer, AbstractQuantizer) and quantizer.needs_fit:
         raise rule_error(
             f"The `input_quantizer` of `{name}` has no scale.",
@@ -501,15 +527,6 @@ def _of_input(name, quantizer):
             "`input_quantizer=quantizer.fit(x)`.",
         )
     return _held(quantizer)
-
-
-def _check_quantizer(name, what, quantizer):
-    if quantizer is not None and (isinstance(quantizer, type) or not callable(quantizer)):
-        raise rule_error(
-            f"The `{what}_quantizer` of `{name}` is not a quantizer.",
-            f"it is {quantizer!r:.80}",
-            do="Give it a function of an array, `eqx_grads.nn.LSQ(bits=4)` for one.",
-        )
 
 
 def _held(quantizer: Any) -> Any:
@@ -532,10 +549,5 @@ def _quantized(what, quantizer, x):
     if quantizer is None:
         return x
     out = quantizer(x)
-    if jnp.shape(out) != x.shape or not jnp.issubdtype(jnp.asarray(out).dtype, jnp.floating):
-        raise rule_error(
-            f"The {what} quantizer did not return an array like the one that it was given.",
-            f"`{name_of(quantizer)}` was given {type_of(x)} and returned {type_of(out)}",
-            do="A quantizer is a function of an array that returns floats of the same shape.",
-        )
+    check_quantized(what, quantizer, x, out)
     return out

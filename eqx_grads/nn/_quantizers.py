@@ -8,12 +8,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
 
 from .. import ste
 from .._errors import rule_error, type_of
 from ..ste._floats import as_floats, widen
+from ._quantizer_options import (
+    as_axis,
+    as_bits,
+    as_channel_axis,
+    as_levels,
+    as_number,
+    as_scale,
+    check_backward,
+    check_function,
+    check_indices,
+    check_vectors,
+    is_number,
+)
 
 
 class StraightThrough(eqx.Module):
@@ -55,6 +67,8 @@ class StraightThrough(eqx.Module):
         - `backward`: as for [`eqx_grads.ste.wrap`][]. If it is a Module, its arrays are
             parameters of this layer.
         """
+        check_function("StraightThrough", "fn", fn)
+        check_backward("StraightThrough", backward)
         self.fn = ste.wrap(fn, backward=backward)
 
     def __call__(self, x: Any, *, key: Key[Array, ""] | None = None) -> Any:
@@ -121,7 +135,9 @@ class FakeQuantize(AbstractQuantizer):
     respect to `scale` only if it is learned; otherwise zero. Both modes and all orders.
     """
 
-    scale: Float[Array, "..."] | None
+    _scale: Float[Array, "..."] | None
+    # No leaf, or weight decay would move it.
+    _constant: float | None = eqx.field(static=True)
     bits: int = eqx.field(static=True)
     signed: bool = eqx.field(static=True)
     narrow: bool = eqx.field(static=True)
@@ -142,20 +158,28 @@ class FakeQuantize(AbstractQuantizer):
 
         - `bits`, `signed`, `narrow`: as for [`eqx_grads.ste.fake_quantize`][].
         - `scale`: positive, a number or an array that broadcasts to what is quantized: with
-            ones for the axes that share a scale. `None` is that at which the largest
+            ones for the axes that share a scale. A number that is not learned is a
+            constant. An array is a leaf even if it is not learned: with weight decay, an
+            optimizer moves it unless you mask it. `None` is that at which the largest
             number, in each call, is the largest integer ([`eqx_grads.ste.absmax_scale`][]).
         - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it.
         - `channel_axis`: the axis along which each index has a scale of its own, where it is
             not given: 0 for one scale for each output of a weight. `None` is one scale
             for all.
         """
-        _check_bits("FakeQuantize", bits, signed)
-        self.scale = _as_scale("FakeQuantize", scale)
-        self.bits = bits
+        self._scale, self._constant = as_scale("FakeQuantize", scale), None
+        if is_number(scale) and not learn_scale:
+            self._scale, self._constant = None, float(scale)
+        self.bits = as_bits("FakeQuantize", bits, signed)
         self.signed = signed
         self.narrow = narrow
-        self.channel_axis = channel_axis
+        self.channel_axis = as_channel_axis("FakeQuantize", channel_axis)
         self.learn_scale = learn_scale
+
+    @property
+    def scale(self) -> Any:
+        """The scale: an array, or a float if it was given as a number and is not learned."""
+        return self._scale if self._constant is None else self._constant
 
     @property
     def needs_fit(self) -> bool:
@@ -172,6 +196,7 @@ class FakeQuantize(AbstractQuantizer):
         If the scale is learned and was not given, this quantizer with that at which the
         largest of `x` is the largest integer. Otherwise this quantizer as it is.
         """
+        x = as_floats("FakeQuantize.fit", x)
         if not self.needs_fit:
             return self
         return _with_scale(self, self._absmax(x).astype(x.dtype))
@@ -194,7 +219,7 @@ class FakeQuantize(AbstractQuantizer):
         if self.scale is None:
             scale = self._absmax(as_floats("FakeQuantize", x))
         elif self.learn_scale:
-            scale = _positive(self.scale)
+            scale = _positive(self._scale)
         else:
             scale = jax.lax.stop_gradient(self.scale)
         return ste.fake_quantize(
@@ -259,11 +284,12 @@ class LSQ(AbstractQuantizer):
             `fit`, which layers call with their weights.
         - `channel_axis`: as for [`eqx_grads.nn.FakeQuantize`][].
         """
-        _check_bits("LSQ", bits, signed)
-        self.scale = _as_scale("LSQ", scale)
-        self.bits = bits
+        self.scale = as_scale("LSQ", scale)
+        self.bits = as_bits("LSQ", bits, signed)
         self.signed = signed
-        self.channel_axis = channel_axis
+        self.channel_axis = as_channel_axis("LSQ", channel_axis)
+        if gradient_scale is not None:
+            gradient_scale = as_number("LSQ", "gradient_scale", gradient_scale, positive=True)
         self.gradient_scale = gradient_scale
 
     @property
@@ -281,6 +307,7 @@ class LSQ(AbstractQuantizer):
         This quantizer with the scale $2\,\operatorname{mean}|x| / \sqrt{q_\max}$, as
         published; as it is if it has a scale.
         """
+        x = as_floats("LSQ.fit", x)
         if not self.needs_fit:
             return self
         axes = _other_axes("LSQ", self.channel_axis, x)
@@ -349,10 +376,8 @@ class FSQ(eqx.Module):
         - `axis`: that along which the vectors lie, counted from the end: -3 for images with
             channels first, batches of them included.
         """
-        check_axis("FSQ", axis)
-        self.levels = tuple(levels)
-        self.axis = axis
-        jax.eval_shape(lambda: ste.fsq(jnp.zeros(len(self.levels)), self.levels))
+        self.levels = as_levels(levels)
+        self.axis = as_axis("FSQ", axis)
 
     def __call__(
         self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
@@ -373,6 +398,8 @@ class FSQ(eqx.Module):
         self, z: Float[Array, "..."]
     ) -> tuple[Float[Array, "..."], Integer[Array, "..."]]:
         """The codes, and their indices, in the shape of `z` without its `axis`."""
+        z = as_floats("FSQ", z, "z")
+        check_vectors("FSQ", z, self.axis, len(self.levels))
         codes, indices = ste.fsq(jnp.moveaxis(z, self.axis, -1), self.levels)
         return jnp.moveaxis(codes, -1, self.axis), indices
 
@@ -380,6 +407,7 @@ class FSQ(eqx.Module):
         self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float
     ) -> Float[Array, "..."]:
         """The codes of some indices; NaN where there is no such code."""
+        check_indices("FSQ", indices, self.axis)
         codes = entries(ste.fsq_codebook(self.levels, dtype), indices)
         return jnp.moveaxis(codes, -1, self.axis)
 
@@ -389,49 +417,18 @@ class FSQ(eqx.Module):
         return int(np.prod(self.levels))
 
 
-def entries(codebook: Array, indices: Array) -> Array:
-    """Rows of a codebook. Plain indexing would take the last one for what is out of range."""
+def entries(codebook: Array, indices: ArrayLike) -> Array:
+    """Rows of a codebook; NaN for what is out of range."""
+    indices = jnp.asarray(indices)
+    if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
+        indices = indices.astype(jnp.int32)
+    # JAX counts negative ones from the end, which is not out of range for it.
+    indices = jnp.where(indices < 0, len(codebook), indices)
     return codebook.at[indices].get(mode="fill", fill_value=jnp.nan)
-
-
-def check_axis(layer: str, axis: int) -> None:
-    if axis >= 0:
-        raise rule_error(
-            f"`{layer}` was given an axis that is not counted from the end.",
-            f"`axis` is {axis}",
-            do="Give it a negative one, which is the same axis for a batch: -3 for images "
-            "with channels first.",
-        )
 
 
 def _largest(bits, signed):
     return 2 ** (bits - 1) - 1 if signed else 2**bits - 1
-
-
-def _check_bits(layer, bits, signed):
-    fewest = 2 if signed else 1
-    if not fewest <= bits <= 24:
-        raise rule_error(
-            f"`{layer}` can't quantize to this number of bits.",
-            f"`bits` is {bits}, `signed` is {signed}",
-            do=f"Give it an integer from {fewest} to 24. For a single signed bit there is "
-            "`eqx_grads.ste.binary_sign`.",
-        )
-
-
-def _as_scale(layer, scale):
-    if scale is None:
-        return None
-    if isinstance(scale, int | float):
-        scale = jnp.asarray(scale, jnp.result_type(float))
-    scale = as_floats(layer, scale, "scale")
-    if not isinstance(scale, Tracer) and not np.all(np.asarray(scale) > 0):
-        raise rule_error(
-            f"`{layer}` was given a scale that is not positive.",
-            f"the smallest is {np.min(np.asarray(scale))}",
-            do="Give it a positive scale.",
-        )
-    return scale
 
 
 def _with_scale(quantizer, scale):

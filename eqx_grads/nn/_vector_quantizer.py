@@ -12,7 +12,14 @@ from .. import ste
 from .._errors import rule_error
 from .._spaces import promote
 from ..ste._floats import as_floats, widen
-from ._quantizers import check_axis, entries
+from ._quantizer_options import (
+    as_axis,
+    as_integer,
+    as_number,
+    check_indices,
+    check_vectors,
+)
+from ._quantizers import entries
 
 
 class VectorQuantized(NamedTuple):
@@ -98,7 +105,10 @@ class VectorQuantizer(eqx.Module):
         - `dtype`: of the codebook. Moving averages are best kept in single precision.
         - `key`: for the first codebook.
         """
-        check_axis("VectorQuantizer", axis)
+        do = "Give it a positive integer."
+        num_entries = as_integer("VectorQuantizer", "num_entries", num_entries, do=do)
+        size = as_integer("VectorQuantizer", "size", size, do=do)
+        decay = as_number("VectorQuantizer", "decay", decay)
         if not (0 <= decay < 1 and num_entries > 0 and size > 0):
             raise rule_error(
                 "`VectorQuantizer` can't be made of these numbers.",
@@ -109,11 +119,11 @@ class VectorQuantizer(eqx.Module):
         self.codebook = jr.normal(key, (num_entries, size), dtype)
         wide = widen(self.codebook).dtype
         self.usage = jnp.full(num_entries, 1 / num_entries, wide)
-        self.commitment = commitment
+        self.commitment = as_number("VectorQuantizer", "commitment", commitment)
         self.ema = ema
         self.decay = decay
-        self.dead_below = dead_below
-        self.axis = axis
+        self.dead_below = as_number("VectorQuantizer", "dead_below", dead_below)
+        self.axis = as_axis("VectorQuantizer", axis)
 
     def __call__(
         self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
@@ -141,16 +151,22 @@ class VectorQuantizer(eqx.Module):
 
         - `value`: the nearest entries, as from a call.
         - `indices`: which they are, in the shape of `z` without its `axis`.
-        - `codebook_loss`, `commitment_loss`: means over `z`, scalars in its dtype. Add both to
-            your loss. The first is zero with `ema`.
+        - `codebook_loss`, `commitment_loss`: means over `z`, scalars in its dtype, or in
+            single precision if that is half. Add both to your loss. The first is zero with
+            `ema`, both are for an empty batch.
         """
         z = as_floats("VectorQuantizer", z, "z")
+        check_vectors("VectorQuantizer", z, self.axis, self.codebook.shape[1])
         moved = jnp.moveaxis(z, self.axis, -1)
         value, indices = ste.vector_quantize(moved, self.codebook)
         wide = promote([widen(z), widen(self.codebook)])
         near, entry = moved.astype(wide), self.codebook[indices].astype(wide)
-        distance = lambda a, b: jnp.mean((a - jax.lax.stop_gradient(b)) ** 2).astype(z.dtype)
-        codebook_loss = jnp.zeros((), z.dtype) if self.ema else distance(entry, near)
+        # Not in half precision, in which the squares would soon be infinite.
+        dtype = widen(z).dtype
+        distance = lambda a, b: (
+            jnp.sum((a - jax.lax.stop_gradient(b)) ** 2) / max(z.size, 1)
+        ).astype(dtype)
+        codebook_loss = jnp.zeros((), dtype) if self.ema else distance(entry, near)
         commitment_loss = self.commitment * distance(near, entry)
         value = jnp.moveaxis(value, -1, self.axis)
         return VectorQuantized(value, indices, codebook_loss, commitment_loss)
@@ -158,6 +174,7 @@ class VectorQuantizer(eqx.Module):
     def decode(self, indices: Integer[Array, "..."]) -> Float[Array, "..."]:
         """The entries with some indices; NaN where there is no such entry. They have a
         derivative with respect to the codebook."""
+        check_indices("VectorQuantizer", indices, self.axis)
         return jnp.moveaxis(entries(self.codebook, indices), -1, self.axis)
 
     def perplexity(self) -> Float[Array, ""]:
@@ -191,7 +208,9 @@ class VectorQuantizer(eqx.Module):
 
         **Returns:**
 
-        A `VectorQuantizer`. A batch of no vectors changes nothing.
+        A `VectorQuantizer`. Vectors with a number that is not finite, in the dtype of the
+        codebook, are left out: they count for nothing above. A batch of no vectors changes
+        nothing.
         """
         if self.dead_below > 0 and key is None:
             raise rule_error(
@@ -202,26 +221,40 @@ class VectorQuantizer(eqx.Module):
             )
         z = as_floats("VectorQuantizer", z, "z")
         z, codebook, usage = jax.lax.stop_gradient((z, self.codebook, self.usage))
+        check_vectors("VectorQuantizer", z, self.axis, codebook.shape[1])
         z = jnp.moveaxis(z, self.axis, -1)
         index = ste.vector_quantize(z, codebook)[1].reshape(-1)
-        z, count = z.reshape(-1, z.shape[-1]).astype(codebook.dtype), len(index)
-        if count == 0:
+        z = z.reshape(-1, z.shape[-1]).astype(codebook.dtype)
+        if len(z) == 0:
             return self
-        share = jnp.zeros_like(usage).at[index].add(1) / count
-        usage = self.decay * usage + (1 - self.decay) * share
+        finite = jnp.all(jnp.isfinite(z), axis=1)
+        count = jnp.sum(finite, dtype=usage.dtype)
+        weight = finite.astype(count.dtype) / jnp.maximum(count, 1)
+        share = jnp.zeros_like(usage).at[index].add(weight)
+        moved = self.decay * usage + (1 - self.decay) * share
+        usage = jnp.where(count > 0, moved, usage)
         if self.ema:
-            codebook = self._averaged(z, index, usage, codebook)
+            codebook = self._averaged(z, index, weight, usage, codebook)
         if key is not None and self.dead_below > 0:
-            dead = usage * len(usage) < self.dead_below
-            drawn = jr.choice(key, count, (len(usage),), replace=count < len(usage))
+            dead = (usage * len(usage) < self.dead_below) & (count > 0)
+            drawn = _draw(key, finite, len(usage))
             codebook = jnp.where(dead[:, None], z[drawn], codebook)
             usage = jnp.where(dead, 1 / len(usage), usage)
         return eqx.tree_at(lambda vq: (vq.codebook, vq.usage), self, (codebook, usage))
 
-    def _averaged(self, z, index, usage, codebook):
+    def _averaged(self, z, index, weight, usage, codebook):
         # By differences: with the sums themselves, an entry that is not used would drift.
         wide = widen(codebook)
-        pull = jnp.zeros_like(wide).at[index].add(widen(z) - wide[index]) / len(index)
+        weight = weight[:, None].astype(wide.dtype)
+        pull = jnp.where(weight > 0, widen(z) - wide[index], 0) * weight
+        pull = jnp.zeros_like(wide).at[index].add(pull)
         # One that was used has a usage; any number will do for the others.
         usage = jnp.where(usage > 0, usage, 1)
         return (wide + (1 - self.decay) * pull / usage[:, None]).astype(codebook.dtype)
+
+
+def _draw(key, usable, number):
+    """Indices of usable ones at random, each once before any comes again."""
+    order = jr.permutation(key, len(usable))
+    order = order[jnp.argsort(~usable[order])]  # which is stable
+    return order[jnp.arange(number) % jnp.maximum(jnp.sum(usable), 1)]
