@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
 def test_benchmark_runs(path, tmp_path):
     assert ast.get_docstring(ast.parse(path.read_text())), "State the claim."

@@ -43,8 +43,15 @@ def _programs():
                     yield path, name, _blocks(doc, node.body[0].lineno)
 
 
+# It runs all checks on several rules.
+LONG = ("testing-a-rule.md",)
 PROGRAMS = [
-    pytest.param(path, program, id=f"{path.relative_to(ROOT)}:{name}")
+    pytest.param(
+        path,
+        program,
+        id=f"{path.relative_to(ROOT)}:{name}",
+        marks=pytest.mark.slow if path.name in LONG else (),
+    )
     for path, name, program in _programs()
     if program
 ]

@@ -27,7 +27,14 @@ def _run(path, cwd, *args):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+# The main one for every day, and all of them with the slow tests.
+SOME = [
+    path if path.name == "spiking_digits.py" else pytest.param(path, marks=pytest.mark.slow)
+    for path in EXAMPLES
+]
+
+
+@pytest.mark.parametrize("path", SOME, ids=lambda path: path.name)
 def test_example_runs(path, tmp_path):
     out = tmp_path / "out"
     _run(path, tmp_path, "--quick", "--out", str(out))
