@@ -89,13 +89,14 @@ def filter_scan(
     That of the loop written out, by `jax.lax.scan`, whatever `checkpoint` is; `truncate` and
     `carry_gradient` change it as they say. With `truncate=k` all terms of
     $\partial h_s / \partial h_t$ that cross a multiple of `k` steps are zero. Both modes, all
-    orders.
+    orders. For one exception, with rules that are not linear in their cotangent, see "Sharp
+    edges".
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
-    given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, or
-    if `f` does not return a pair.
+    given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, if
+    `f` does not return a pair, or if steps that can't be replayed are asked to be.
     """
     steps = common_length(xs, length)
     _check_positive("truncate", truncate)

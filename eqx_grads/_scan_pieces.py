@@ -74,10 +74,11 @@ class Pieces:
         outputs = self._d_out if self.rest_is_linear else [*self._d_out, *self._rest_out]
         free = free_variables(backward, outputs)
         self._known_by_backward = [v for v in free if v not in waits]
-        asked = {*self._known_by_backward, *self._known_by_rest}
+        # In an order that is the same in each process, for the sake of compilation caches.
+        asked = list(dict.fromkeys([*self._known_by_backward, *self._known_by_rest]))
         known = [e for e in jaxpr.eqns if waits.isdisjoint(e.outvars)]
         self._known, _ = needed(known, asked)
-        self._known_out = list(asked)
+        self._known_out = asked
         moves = [*(i >= n_consts for i in range(len(inputs))), *no_ct]
         self._moving = depends(program, moves)
 
