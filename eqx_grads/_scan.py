@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 from ._errors import rule_error
 from ._scan_checkpoint import chunk_length
 from ._scan_lengths import common_length
-from ._scan_loop import Loop, run_loop, run_replayed
+from ._scan_loop import Loop, run_loop, run_replayed, run_truncated
 from ._scan_progress import progress_line
 from ._scan_step import BecomesArray, Step
 
@@ -71,8 +71,9 @@ def filter_scan(
         side by side, and forms the gradients of the weights in few large matrix products.
         `"auto"` does that where it is estimated to be faster than the default.
     - `truncate`: backpropagation truncated to windows of so many steps: the derivative
-        of a carry does not pass from one window to the one before. Implies `checkpoint` at
-        the same steps, unless that is given too.
+        of a carry does not pass from one window to the one before. The backward pass then
+        runs the windows once more, in the order in which they ran, and so keeps nothing of
+        the forward pass: `checkpoint` says what is kept within a window.
     - `carry_gradient`: a function of the carry that returns it unchanged, but has another
         derivative: it is applied to the carry that enters each step, and so acts on the
         cotangent that leaves it. For one, it may clip.
@@ -100,27 +101,31 @@ def filter_scan(
     """
     steps = common_length(xs, length)
     _check_positive("truncate", truncate)
+    if truncate is not None and truncate >= steps:
+        truncate = None  # there is but one window
     loop = Loop(steps, reverse, unroll, truncate, progress_line(steps) if progress else None)
     arrays: frozenset[int] = frozenset()
     while True:
-        step = Step(f, init, xs, carry_gradient, arrays)
         try:
-            if checkpoint in ("replay", "auto"):
-                out = _replayed(step, loop, always=checkpoint == "replay")
-            else:
-                out = run_loop(step, loop, chunk_length(steps, checkpoint, truncate))
-            return out
+            return _run(Step(f, init, xs, carry_gradient, arrays), loop, checkpoint)
         except BecomesArray as numbers:
             arrays |= numbers.places
 
 
-def _replayed(step, loop, always):
+def _run(step, loop, checkpoint):
+    replay = checkpoint in ("replay", "auto")
+    chunk = None if replay else chunk_length(loop.truncate or loop.steps, checkpoint)
+    # Without `jit`, JAX's loops are written out, and there is nothing to trace.
+    is_traced = loop.steps > 0 and not jax.config.values["jax_disable_jit"]
     out = None
-    if loop.steps == 0 or jax.config.values["jax_disable_jit"]:
-        return run_loop(step, loop, None)
-    if loop.unroll == 1:
-        out = run_replayed(step, loop, always)
-    if out is None and always:
+    if is_traced and (loop.unroll == 1 or not replay):
+        if loop.truncate is not None:
+            out = run_truncated(step, loop, checkpoint if replay else chunk)
+        elif replay:
+            out = run_replayed(step, loop, always=checkpoint == "replay")
+    if out is not None:
+        return out
+    if is_traced and checkpoint == "replay":
         raise rule_error(
             "`filter_scan` can't replay these steps.",
             "they have side effects, going forward or backward, talk to the host, know a named "
@@ -129,7 +134,7 @@ def _replayed(step, loop, always):
             else "`unroll` is given",
             do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
         )
-    return run_loop(step, loop, None) if out is None else out
+    return run_loop(step, loop, chunk or loop.truncate)
 
 
 def _check_positive(name, value):

@@ -6,10 +6,8 @@ from ._chunks import near_divisor
 from ._errors import rule_error
 
 
-def chunk_length(steps: int, checkpoint: int | str | None, truncate: int | None) -> int | None:
+def chunk_length(steps: int, checkpoint: int | str | None) -> int | None:
     """The number of steps in a chunk; `None` to keep everything."""
-    if checkpoint is None:
-        checkpoint = truncate
     if checkpoint is None or steps == 0:
         return None
     if checkpoint == "sqrt":

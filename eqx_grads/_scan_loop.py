@@ -16,7 +16,7 @@ from ._jaxprs import holds, MARK
 from ._scan_progress import ProgressLine
 from ._scan_replay import replayed_scan
 from ._scan_step import Step
-from ._spaces import is_differentiable
+from ._scan_truncate import cut_where, truncated_scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,7 @@ def run_loop(step: Step, loop: Loop, chunk: int | None) -> tuple[Any, Any]:
         return jax.lax.scan(body, carry, xs, length, reverse=loop.reverse, unroll=loop.unroll)
 
     if chunk is not None:
-        # Within a loop, XLA has no way to undo the recomputation.
-        run_chunk = jax.checkpoint(run, prevent_cse=loop.steps < 2 * chunk)
+        run_chunk = _forgetting(run, loop.steps, chunk)
     elif loop.progress is not None:
         chunk, run_chunk = near_divisor(loop.steps, loop.progress.every), run
     else:
@@ -58,8 +57,57 @@ def run_loop(step: Step, loop: Loop, chunk: int | None) -> tuple[Any, Any]:
     return step.outputs(carry, ys)
 
 
+def _forgetting(run, steps, chunk):
+    """Run a chunk, keep nothing that it computes, and compute it again when that is needed."""
+    # Within a loop, XLA has no way to undo the recomputation.
+    return jax.checkpoint(run, prevent_cse=steps < 2 * chunk)
+
+
 def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None:
     """The same, with a backward pass that replays the steps. `None` if that can't be."""
+    closed = _close(step, loop)
+    if closed is None:
+        return None
+    array_step, *args = closed
+    if holds(array_step.program, MARK):
+        # Whoever put it there will look for it in the program, and the derivative is the same.
+        return run_loop(step, loop, None)
+    options = {"reverse": loop.reverse, "always": always, "progress": loop.progress}
+    return step.outputs(*replayed_scan(array_step, *args, **options))
+
+
+def run_truncated(step: Step, loop: Loop, keep: int | str | None) -> tuple[Any, Any] | None:
+    """The same in windows that keep everything, the carries of chunks of `keep` steps, or
+    what "replay" and "auto" do. `None` if that can't be."""
+    assert loop.truncate is not None
+    closed = _close(step, dataclasses.replace(loop, truncate=None))
+    if closed is None:
+        return None
+    array_step, *args = closed
+    if holds(array_step.program, MARK):
+        return run_loop(step, loop, loop.truncate)
+
+    def remember(step, consts, carry, xs):
+        if isinstance(keep, str):
+            options = {"reverse": loop.reverse, "always": keep == "replay", "progress": None}
+            return replayed_scan(step, consts, carry, xs, **options)
+
+        def run(carry, xs):
+            body = lambda c, x: step(consts, c, x)
+            return jax.lax.scan(body, carry, xs, reverse=loop.reverse, unroll=loop.unroll)
+
+        if keep is None:
+            return run(carry, xs)
+        run_chunk = _forgetting(run, loop.truncate, keep)
+        one_chunk = lambda carry, xs, _: (*run_chunk(carry, xs), None)
+        return scan_in_chunks(one_chunk, carry, xs, chunk=keep, reverse=loop.reverse)[:2]
+
+    options = {"remember": remember, "reverse": loop.reverse, "progress": loop.progress}
+    return step.outputs(*truncated_scan(array_step, *args, window=loop.truncate, **options))
+
+
+def _close(step: Step, loop: Loop):
+    """The step as a program, what it closes over, the first carry, and `xs`."""
     body = _body(step, loop)
     done = _steps_done(loop)
     x = jax.eval_shape(lambda: [done[0], *(x[0] for x in step.xs)])
@@ -67,19 +115,7 @@ def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None
     array_step, consts, init = close_step(flat, step.init, x)
     if not array_step.can_be_replayed():
         return None
-    if holds(array_step.program, MARK):
-        # Whoever put it there will look for it in the program, and the derivative is the same.
-        return run_loop(step, loop, None)
-    carry, ys = replayed_scan(
-        array_step,
-        consts,
-        init,
-        [done, *step.xs],
-        reverse=loop.reverse,
-        always=always,
-        progress=loop.progress,
-    )
-    return step.outputs(carry, ys)
+    return array_step, consts, init, [done, *step.xs]
 
 
 def _steps_done(loop: Loop):
@@ -93,14 +129,7 @@ def _body(step: Step, loop: Loop):
         done, x = x
         if loop.truncate is not None:
             cut = (done % loop.truncate == 0) & (done > 0)
-            carry = [_cut(cut, c) for c in carry]
+            carry = [cut_where(cut, c) for c in carry]
         return step(carry, x)
 
     return body
-
-
-def _cut(cut, carry):
-    """No derivative passes where `cut`; also none that is NaN."""
-    if not is_differentiable(carry):
-        return carry
-    return jnp.where(cut, jax.lax.stop_gradient(carry), carry)

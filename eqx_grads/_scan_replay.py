@@ -171,8 +171,12 @@ def at_places(places, values, n):
 
 
 @replayed_scan.def_vmap
-def _replayed_scan_vmap(size, batched, step, consts, init, xs, **options):
-    """The same scan of the step for the whole batch: the sum over the batch then is part of
+def _replayed_scan_vmap(*args, **options):
+    return scan_of_batch(replayed_scan, *args, **options)
+
+
+def scan_of_batch(scan, size, batched, step, consts, init, xs, **options):
+    """The same `scan` of the step for the whole batch: the sum over the batch then is part of
     the matrix products."""
     _, b_consts, b_init, b_xs = batched
     if b_xs[0]:
@@ -184,5 +188,5 @@ def _replayed_scan_vmap(size, batched, step, consts, init, xs, **options):
     ]
     xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, b_xs, strict=True)]
     step = step.batched(size, (b_consts, carried, b_xs), consts, init, xs)
-    last, ys = replayed_scan(step, consts, init, xs, **options)
+    last, ys = scan(step, consts, init, xs, **options)
     return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)

@@ -1,0 +1,228 @@
+"""`filter_scan(truncate=...)`: every kind of step, against windows cut by hand."""
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from jax.sharding import AxisType, PartitionSpec as Spec
+
+from .test_replay import _with_plain_inner, CASES, H, loss, MADE_UP, numbers, STEPS, WEIGHTS, XS
+from .test_scan import close, temp_bytes
+
+
+def by_hand(window, reverse=False):
+    """JAX's own scan, of a step that cuts the carry at the start of each window."""
+
+    def scan(f, h, xs):
+        done = jnp.arange(len(xs))
+        done = done[::-1] if reverse else done
+
+        def step(h, x):
+            x, done = x
+            cut = (done % window == 0) & (done > 0)
+            return f(jnp.where(cut, jax.lax.stop_gradient(h), h), x)
+
+        return jax.lax.scan(step, h, (xs, done), reverse=reverse)
+
+    return scan
+
+
+def reference(name, window, reverse=False):
+    case = _with_plain_inner if name == "inner_filter_scan" else CASES[name]
+    return loss(by_hand(window, reverse), case, {})
+
+
+# The last window is shorter, or it is not.
+@pytest.mark.parametrize(("window", "reverse"), [(6, False), (7, True), (6, True)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("tanh", "output_of_its_own", "input_in_the_state")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
+def test_gradients(name, window, reverse):
+    f = loss(eqg.filter_scan, CASES[name], {"truncate": window, "reverse": reverse})
+    with jax.checking_leaks():
+        got = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(WEIGHTS, H, XS)
+    plain = jax.jit(jax.value_and_grad(reference(name, window, reverse), (0, 1, 2)))
+    close(got, plain(WEIGHTS, H, XS))
+
+
+@pytest.mark.parametrize("checkpoint", [None, 2, 4, 100, "sqrt", "replay", "auto"])
+def test_what_is_kept_in_a_window(checkpoint):
+    f = loss(eqg.filter_scan, CASES["tanh"], {"truncate": 7, "checkpoint": checkpoint})
+    got = jax.jit(jax.grad(f, (0, 1, 2)))(WEIGHTS, H, XS)
+    close(got, jax.grad(reference("tanh", 7), (0, 1, 2))(WEIGHTS, H, XS))
+
+
+@pytest.mark.parametrize("window", [6, 7])
+@pytest.mark.parametrize("part", ["last", "outputs"])
+def test_cotangents_of_one_part_only(part, window):
+    def of_part(scan, options):
+        def value(p, h, xs):
+            last, ys = scan(lambda h, x: CASES["tanh"](p, h, x), h, xs, **options)
+            return jnp.sum(jnp.sin(last if part == "last" else ys))
+
+        return jax.grad(value, (0, 1, 2))(WEIGHTS, H, XS)
+
+    got = of_part(eqg.filter_scan, {"truncate": window})
+    close(got, of_part(by_hand(window), {}))
+    if part == "last":
+        weights, h, xs = got
+        assert not h.any()
+        last_window = STEPS % window or window
+        assert not xs[:-last_window].any()
+        assert xs[-last_window:].all()
+        assert weights["w"].any()
+
+
+@pytest.mark.parametrize("window", [6, 7])
+def test_all_orders_and_batches(window):
+    def all_of_it(f):
+        xs = jnp.stack([XS, -XS])
+        over_batch = lambda p, h: jnp.sum(jax.vmap(f, (None, None, 0))(p, h, xs))
+        gradient = jax.grad(over_batch, (0, 1))
+        square = lambda p, h: sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient(p, h)))
+        return (
+            gradient(WEIGHTS, H),
+            jax.jvp(over_batch, (WEIGHTS, H), (WEIGHTS, H)),
+            jax.jvp(gradient, (WEIGHTS, H), (WEIGHTS, H))[1],
+            jax.grad(square)(WEIGHTS, H),
+            jax.vmap(jax.grad(f), (None, None, 0))(WEIGHTS, H, xs),
+        )
+
+    f = loss(eqg.filter_scan, CASES["tanh"], {"truncate": window})
+    plain = reference("tanh", window)
+    close(jax.jit(lambda: all_of_it(f))(), jax.jit(lambda: all_of_it(plain))())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in CASES if n not in MADE_UP])
+def test_all_orders_of_every_step(name):
+    def all_of_it(f):
+        gradient = jax.grad(f, (0, 1))
+        square = lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient(p, H, XS)))
+        return jax.jvp(f, (WEIGHTS, H, XS), (WEIGHTS, H, XS)), jax.grad(square)(WEIGHTS)
+
+    f = loss(eqg.filter_scan, CASES[name], {"truncate": 6})
+    plain = reference(name, 6)
+    close(jax.jit(lambda: all_of_it(f))(), jax.jit(lambda: all_of_it(plain))())
+
+
+def test_keys_counters_and_static_leaves():
+    def value(weight, options):
+        def step(carry, x):
+            h, count, key, activation = carry
+            x, drop = x
+            key, sub = jr.split(key)
+            noise = jr.normal(sub, h.shape, h.dtype) + jr.normal(drop, h.shape, h.dtype)
+            return (activation(weight @ h + x + noise + count), count + 1, key, activation), h
+
+        xs = (XS, jr.split(jr.key(1), STEPS))
+        carry, hs = eqg.filter_scan(step, (H, 0, jr.key(0), jnp.tanh), xs, **options)
+        return jnp.sum(hs) + jnp.sum(carry[0]), carry[1]
+
+    got, count = jax.grad(value, has_aux=True)(WEIGHTS["w"], {"truncate": STEPS - 1})
+    assert count == STEPS
+    # All but what passes into the last step, whose state only is in the sum.
+    whole, _ = jax.grad(value, has_aux=True)(WEIGHTS["w"], {})
+    assert jnp.isfinite(got).all()
+    assert not jnp.allclose(got, whole)
+    one_window, _ = jax.grad(value, has_aux=True)(WEIGHTS["w"], {"truncate": STEPS})
+    close(one_window, whole)
+
+
+def test_half_precision_is_summed_in_single():
+    """The sum of 512 gradients of about one has more digits than `bfloat16`."""
+
+    def gradient(dtype):
+        xs = numbers(512, 1).astype("bfloat16").astype(dtype)
+
+        def value(w):
+            step = lambda h, x: (x * w, h + x * w)
+            return jnp.sum(eqg.filter_scan(step, xs[0], xs, truncate=2)[1])
+
+        return jax.grad(value)(jnp.ones((), dtype))
+
+    got, expected = gradient(jnp.bfloat16), gradient(jnp.float32)
+    assert got.dtype == jnp.bfloat16
+    assert abs(got.astype(jnp.float32) - expected) <= 0.02 * abs(expected)
+
+
+@pytest.mark.parametrize("strange", ["effect", "callback"])
+def test_steps_that_may_run_once_only(strange):
+    """They are cut just the same."""
+
+    def disturb(h):
+        if strange == "effect":
+            jax.debug.callback(lambda: None)
+            return 0.0
+        return jax.pure_callback(lambda h: h, h[0], jax.lax.stop_gradient(h[0]))
+
+    def step(p, h, x):
+        h = jnp.tanh(p["w"] @ h + x + 0 * disturb(h))
+        return h, h
+
+    got = jax.grad(loss(eqg.filter_scan, step, {"truncate": 6}))(WEIGHTS, H, XS)
+    plain = jax.grad(loss(by_hand(6), step, {}))(WEIGHTS, H, XS)
+    close(got, plain)
+
+
+def test_within_shard_map():
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((len(devices),), ("batch",), (AxisType.Auto,), devices=devices)
+
+    def value(w, xs):
+        def run(w, xs):
+            step = lambda h, x: (jnp.tanh(h @ w + x), h)
+            h = jnp.zeros_like(xs[0])
+            last, hs = eqg.filter_scan(step, h, xs, truncate=6)
+            return jax.lax.psum(jnp.sum(hs**2) + jnp.sum(last), "batch")
+
+        specs = (Spec(), Spec(None, "batch"))
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=Spec())(w, xs)
+
+    def plain(w, xs):
+        step = lambda h, x: (jnp.tanh(h @ w + x), h)
+        last, hs = by_hand(6)(step, jnp.zeros_like(xs[0]), xs)
+        return jnp.sum(hs**2) + jnp.sum(last)
+
+    args = (WEIGHTS["w"], numbers(STEPS, 4, 3))
+    close(jax.jit(jax.grad(value, (0, 1)))(*args), jax.grad(plain, (0, 1))(*args))
+
+
+@pytest.mark.parametrize("checkpoint", [None, "sqrt", "auto"])
+def test_constant_memory(checkpoint):
+    """A hundred thousand steps need what a thousand need."""
+
+    def needed(steps):
+        def value(weight, xs):
+            step = lambda total, x: _tanh_step(weight, total, x)
+            options = {"truncate": 50, "checkpoint": checkpoint}
+            return jnp.sum(eqg.filter_scan(step, jnp.zeros(32), xs, **options)[0])
+
+        return temp_bytes(jax.grad(value), jnp.eye(32), jnp.ones(steps))
+
+    # But for the number of each step, and four bytes to hand it out in windows.
+    assert needed(100_000) - needed(1000) <= 2 * 4 * 99_000
+
+
+def _tanh_step(weight, h, x):
+    return jnp.tanh(weight @ h + x), None
+
+
+def test_constant_memory_with_outputs():
+    """All that grows is what comes out and its cotangent."""
+
+    def needed(steps):
+        def value(weight, xs):
+            step = lambda h, x: (jnp.tanh(weight @ h + x), jnp.sum(h))
+            return jnp.sum(eqg.filter_scan(step, jnp.zeros(32), xs, truncate=50)[1] ** 2)
+
+        return temp_bytes(jax.grad(value), jnp.eye(32), jnp.ones(steps))
+
+    assert needed(100_000) - needed(1000) <= 5 * 4 * 99_000
