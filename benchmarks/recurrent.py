@@ -17,6 +17,7 @@ import functools as ft
 import importlib.util
 import pathlib
 import statistics
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -172,9 +173,10 @@ def header(has_peer):
 
 
 def recurrences(rounds, quick):
-    """The same for `linear_recurrence`."""
-    print("\n| T, width | scan, ms | `linear_recurrence` | bytes | `associative_scan` |")
-    print("|" + " --- |" * 5)
+    """The same for `linear_recurrence`; its parallel prefix relative to autodiff of JAX's."""
+    names = ["T, width", "scan, ms", "`linear_recurrence`", "bytes", "`associative_scan`"]
+    names += ['`"associative"`, relative to that', "bytes", "compile"]
+    print("\n| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
     shapes = [(64, 8)] if quick else [(1024, 256), (4096, 256), (16384, 256), (16384, 32)]
     for shape in shapes:
         a, b, ct = jr.uniform(jr.key(0), (3, *shape))
@@ -187,18 +189,27 @@ def recurrences(rounds, quick):
             compose = lambda x, y: (y[0] * x[0], y[0] * x[1] + y[1])
             return jax.lax.associative_scan(compose, (a, b))[1]
 
-        runs = {"scan": scan, "ours": eqg.linear_recurrence, "associative": associative}
-        variants, memory = {}, {}
-        for name, run in runs.items():
-            variants[name], memory[name], _ = compiled(train(run), a, b, ct)
-        times = in_turn(variants, rounds)
-        ratio = ft.partial(speed, times, reference="scan")
-        print(
-            f"| {shape[0]}, {shape[1]} | {1e3 * statistics.median(times['scan']):.2f} | "
-            f"{ratio('ours'):.2f} | {memory['ours'] / memory['scan']:.2f} | "
-            f"{ratio('associative'):.2f} |",
-            flush=True,
-        )
+        runs = {
+            "scan": scan,
+            "ours": eqg.linear_recurrence,
+            "associative": associative,
+            "ours, associative": ft.partial(eqg.linear_recurrence, method="associative"),
+        }
+        programs = {name: compiled(train(run), a, b, ct) for name, run in runs.items()}
+        times = in_turn({name: program.run for name, program in programs.items()}, rounds)
+        plain, parallel = programs["scan"], programs["associative"]
+        ours, ours_parallel = programs["ours"], programs["ours, associative"]
+        cells = [
+            f"{shape[0]}, {shape[1]}",
+            f"{1e3 * statistics.median(times['scan']):.2f}",
+            f"{speed(times, 'ours', 'scan'):.2f}",
+            f"{ours.memory / plain.memory:.2f}",
+            f"{speed(times, 'associative', 'scan'):.2f}",
+            f"{speed(times, 'ours, associative', 'associative'):.2f}",
+            f"{ours_parallel.memory / parallel.memory:.2f}",
+            f"{ours_parallel.seconds / parallel.seconds:.2f}",
+        ]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main():
@@ -208,7 +219,10 @@ def main():
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=pathlib.Path, help="write the table there as well")
+    parser.add_argument("--recurrences", action="store_true", help="`linear_recurrence` only")
     args = parser.parse_args()
+    if args.recurrences:
+        sys.exit(recurrences(args.rounds, args.quick))
     shapes = [(6, 2, 4, 3)] if args.quick else [SHAPES[i] for i in args.shapes]
     rounds = 2 if args.quick else args.rounds
     lines: list[str] = []

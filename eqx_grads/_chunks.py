@@ -9,58 +9,71 @@ import jax.numpy as jnp
 
 
 def scan_in_chunks(
-    fn: Callable[..., tuple[Any, Any, Any]],
+    fn: Callable[..., tuple[Any, Any]],
     carry: Any,
     xs: Any,
-    per_chunk: Any = None,
+    entries: Any = None,
     *,
     chunk: int,
     reverse: bool,
-) -> tuple[Any, Any, Any]:
-    """Run `fn(carry, xs, entry) -> carry, ys, exit` on one chunk of time after another.
+) -> tuple[Any, Any]:
+    """Run `fn(carry, xs, entry) -> carry, ys` on one chunk of time after another.
 
     - `xs` are arrays with a leading time axis, of which `fn` is given `chunk` steps at a time.
-    - `per_chunk` is what another such loop over the same times returned for its chunks (its
-        `exit`s), and `entry` is the part of it for this chunk.
+    - `entries` are arrays with one row for each chunk (see `chunk_entries`).
 
     If `chunk` does not divide the number of steps, the last piece of time is shorter. Returns
-    the last carry, the `ys` of all times, and the `exit`s.
+    the last carry, and the `ys` of all times.
     """
     steps = jax.tree.leaves(xs)[0].shape[0]
     n, rest = divmod(steps, chunk)
-    entries, entry = (None, None) if per_chunk is None else per_chunk
+    row = lambda i: jax.tree.map(lambda e: e[i], entries)
 
     def full(carry):
-        one = lambda carry, x: _as_pair(fn(carry, *x))
         # Without a short piece, there is nothing to copy.
         pieces = xs if rest == 0 else jax.tree.map(lambda x: x[: n * chunk], xs)
         if n == 1:
-            carry, (ys, exits) = one(carry, (pieces, jax.tree.map(lambda x: x[0], entries)))
-            return carry, ys, jax.tree.map(lambda x: x[None], exits)
-        pieces = jax.tree.map(lambda x: x.reshape(n, chunk, *x.shape[1:]), pieces)
-        carry, (ys, exits) = jax.lax.scan(one, carry, (pieces, entries), reverse=reverse)
-        return carry, jax.tree.map(lambda y: y.reshape(n * chunk, *y.shape[2:]), ys), exits
+            return fn(carry, pieces, row(0))
+        shapes = jax.tree.map(lambda x: (chunk, *x.shape[1:]), pieces)
+
+        def one(carry, piece_and_entry):
+            piece, entry = piece_and_entry
+            piece = jax.tree.map(lambda x, shape: x.reshape(shape), piece, shapes)
+            return fn(carry, piece, entry)
+
+        # Without axes of length one, which XLA moves about, and then copies the whole array.
+        longer = lambda x: [size for size in x.shape[1:] if size != 1]
+        pieces = jax.tree.map(lambda x: x.reshape(n, chunk, *longer(x)), pieces)
+        full_entries = entries if rest == 0 else jax.tree.map(lambda e: e[:n], entries)
+        carry, ys = jax.lax.scan(one, carry, (pieces, full_entries), reverse=reverse)
+        return carry, jax.tree.map(lambda y: y.reshape(n * chunk, *y.shape[2:]), ys)
 
     if rest == 0:
-        carry, ys, exits = full(carry)
-        return carry, ys, (exits, None)
-    short_xs = xs if n == 0 else jax.tree.map(lambda x: x[n * chunk :], xs)
+        return full(carry)
     if n == 0:
-        carry, ys, exit = fn(carry, short_xs, entry)
-        return carry, ys, (None, exit)
+        return fn(carry, xs, row(0))
+    short = jax.tree.map(lambda x: x[n * chunk :], xs)
     if reverse:
-        carry, short_ys, exit = fn(carry, short_xs, entry)
-        carry, ys, exits = full(carry)
+        carry, short_ys = fn(carry, short, row(n))
+        carry, ys = full(carry)
     else:
-        carry, ys, exits = full(carry)
-        carry, short_ys, exit = fn(carry, short_xs, entry)
-    ys = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, short_ys)
-    return carry, ys, (exits, exit)
+        carry, ys = full(carry)
+        carry, short_ys = fn(carry, short, row(n))
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, short_ys)
 
 
-def _as_pair(result):
-    carry, ys, exit = result
-    return carry, (ys, exit)
+def chunk_entries(after: jax.Array, first: jax.Array, *, chunk: int, reverse: bool):
+    """What a loop carried into each chunk, given what it had after each step, and first."""
+    if reverse:
+        return jnp.concatenate([after[chunk::chunk], first[None]])
+    return jnp.concatenate([first[None], after[chunk - 1 : -1 : chunk]])
+
+
+def before(after: jax.Array, entry: jax.Array, *, reverse: bool) -> jax.Array:
+    """What the loop carried before each step of a chunk, given that after each."""
+    if reverse:
+        return jnp.concatenate([after[1:], entry[None]])
+    return jnp.concatenate([entry[None], after[:-1]])
 
 
 def near_divisor(steps: int, chunk: int | float) -> int:

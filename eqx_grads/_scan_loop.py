@@ -50,10 +50,10 @@ def run_loop(step: Step, loop: Loop, chunk: int | None) -> tuple[Any, Any]:
         carry, ys = run_chunk(carry, xs)
         if loop.progress is not None:
             loop.progress.report(xs[0])
-        return carry, ys, None
+        return carry, ys
 
     xs = (_steps_done(loop), step.xs)
-    carry, ys, _ = scan_in_chunks(one_chunk, step.init, xs, chunk=chunk, reverse=loop.reverse)
+    carry, ys = scan_in_chunks(one_chunk, step.init, xs, chunk=chunk, reverse=loop.reverse)
     return step.outputs(carry, ys)
 
 
@@ -99,8 +99,8 @@ def run_truncated(step: Step, loop: Loop, keep: int | str | None) -> tuple[Any, 
         if keep is None:
             return run(carry, xs)
         run_chunk = _forgetting(run, loop.truncate, keep)
-        one_chunk = lambda carry, xs, _: (*run_chunk(carry, xs), None)
-        return scan_in_chunks(one_chunk, carry, xs, chunk=keep, reverse=loop.reverse)[:2]
+        one_chunk = lambda carry, xs, _: run_chunk(carry, xs)
+        return scan_in_chunks(one_chunk, carry, xs, chunk=keep, reverse=loop.reverse)
 
     options = {"remember": remember, "reverse": loop.reverse, "progress": loop.progress}
     return step.outputs(*truncated_scan(array_step, *args, window=loop.truncate, **options))

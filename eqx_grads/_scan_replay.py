@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._array_step import ArrayStep
-from ._chunks import near_divisor, scan_in_chunks
+from ._chunks import before, chunk_entries, near_divisor, scan_in_chunks
 from ._custom_vjp import custom_vjp
 from ._scan_cost import is_replay_faster, rows
 from ._scan_pieces import Pieces
@@ -27,40 +26,21 @@ def replayed_scan(step, consts, init, xs, *, reverse, always, progress):
     `always`, the backward pass is that of a plain scan where this is likely to be faster.
     """
     del always
+    return _run(lambda c, x: step(consts, c, x), init, xs, reverse, progress)
+
+
+def _run(body, init, xs, reverse, progress):
+    run = lambda carry, xs: jax.lax.scan(body, carry, xs, reverse=reverse)
     if progress is None:
-        return _plain(step, consts, init, xs, reverse)
-    return _in_chunks(step, consts, init, xs, reverse, progress)[:2]
-
-
-def _plain(step, consts, init, xs, reverse):
-    return jax.lax.scan(lambda c, x: step(consts, c, x), init, xs, reverse=reverse)
-
-
-def _in_chunks(step: ArrayStep, consts, init, xs, reverse, progress):
-    y_of_carry = step.y_of_carry()
-
-    def one(carry, x):
-        new, y = step(consts, carry, x)
-        # A carry that is also an output is kept once.
-        kept = [c if j is None else None for c, j in zip(carry, y_of_carry, strict=True)]
-        return new, (y, kept)
+        return run(init, xs)
 
     def one_chunk(carry, xs, _):
-        entry = [None if j is None else c for c, j in zip(carry, y_of_carry, strict=True)]
-        last, kept = jax.lax.scan(one, carry, xs, reverse=reverse)
-        if progress is not None:
-            progress.report(xs[0])
-        return last, kept, entry
+        out = run(carry, xs)
+        progress.report(xs[0])
+        return out
 
-    last, (ys, carries), entries = scan_in_chunks(
-        one_chunk, init, xs, chunk=_chunk(step, xs), reverse=reverse
-    )
-    return last, ys, (carries, entries)
-
-
-def _chunk(step, xs):
-    """Enough rows for a matrix product to be efficient, few enough to stay in the cache."""
-    return near_divisor(xs[0].shape[0], min(64, max(16, 256 // max(rows(step), 1))))
+    chunk = near_divisor(xs[0].shape[0], progress.every)
+    return scan_in_chunks(one_chunk, init, xs, chunk=chunk, reverse=reverse)
 
 
 @replayed_scan.def_fwd
@@ -71,9 +51,20 @@ def _replayed_scan_fwd(
     if not always and not is_replay_faster(step, xs[0].shape[0], wanted[0]):
         out, residuals = _plain_vjp(step, consts, init, xs, reverse, progress, wanted)
         return out, (residuals, None)
-    last, ys, (carries, entries) = _in_chunks(step, consts, init, xs, reverse, progress)
-    are_carries = [y if j in step.y_of_carry() else None for j, y in enumerate(ys)]
-    return (last, ys), (None, (step, consts, xs, are_carries, carries, entries))
+    y_of_carry = step.y_of_carry()
+    # A carry that is also an output is kept once.
+    unless_y = lambda carry: [
+        c if j is None else None for c, j in zip(carry, y_of_carry, strict=True)
+    ]
+
+    def body(carry, x):
+        new, y = step(consts, carry, x)
+        return new, (y, unless_y(carry))
+
+    last, (ys, carries) = _run(body, init, xs, reverse, progress)
+    after = [y if j in y_of_carry else None for j, y in enumerate(ys)]
+    first = [c if j is not None else None for c, j in zip(init, y_of_carry, strict=True)]
+    return (last, ys), (None, (step, consts, xs, after, carries, first))
 
 
 def _plain_vjp(step, consts, init, xs, reverse, progress, wanted):
@@ -85,10 +76,7 @@ def _plain_vjp(step, consts, init, xs, reverse, progress, wanted):
         for i, value in zip(live, values, strict=True):
             full[i] = value
         consts, init, xs = jax.tree.unflatten(treedef, full)
-        if progress is None:
-            out = _plain(step, consts, init, xs, reverse)
-        else:
-            out = _in_chunks(step, consts, init, xs, reverse, progress)[:2]
+        out = _run(lambda c, x: step(consts, c, x), init, xs, reverse, progress)
         return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
 
     floats, pull, out = jax.vjp(of_live, [leaves[i] for i in live], has_aux=True)
@@ -115,7 +103,7 @@ def _pull_plain(pull, floats, cts, wanted):
 
 
 def _replay(residuals, cts, wanted, reverse):
-    step, consts, xs, ys, carries, entries = residuals
+    step, consts, xs, ys, carries, first = residuals
     ct_last, ct_ys = cts
     want_consts, _, want_xs = wanted
     y_of_carry = step.y_of_carry()
@@ -126,12 +114,11 @@ def _replay(residuals, cts, wanted, reverse):
 
     def one_chunk(carry, inputs, entry):
         x, y, kept, ct_y = inputs
-        before = [
-            kept_i if j is None else _shift(y[j], entry_i, reverse)
+        carries = [
+            kept_i if j is None else before(y[j], entry_i, reverse=reverse)
             for kept_i, entry_i, j in zip(kept, entry, y_of_carry, strict=True)
         ]
-        carry, ct_x = pieces.pull_back(carry, consts, before, x, ct_y, reverse=not reverse)
-        return carry, ct_x, None
+        return pieces.pull_back(carry, consts, carries, x, ct_y, reverse=not reverse)
 
     def zero(i):
         j = y_of_carry[i]
@@ -140,12 +127,17 @@ def _replay(residuals, cts, wanted, reverse):
     d = [zero(i) if ct_last[i] is None else ct_last[i] for i in places]
     summed = [i for i, want in enumerate(want_consts) if want]
     sums = [jnp.zeros_like(consts[i], sum_dtype(consts[i].dtype)) for i in summed]
-    (d, sums), ct_xs, _ = scan_in_chunks(
+    chunk = _chunk(step, xs)
+    entries = [
+        None if j is None else chunk_entries(ys[j], c, chunk=chunk, reverse=reverse)
+        for c, j in zip(first, y_of_carry, strict=True)
+    ]
+    (d, sums), ct_xs = scan_in_chunks(
         one_chunk,
         (d, sums),
         (xs, ys, carries, [ct_ys[j] for j in used]),
         entries,
-        chunk=_chunk(step, xs),
+        chunk=chunk,
         reverse=not reverse,
     )
     return (
@@ -155,11 +147,9 @@ def _replay(residuals, cts, wanted, reverse):
     )
 
 
-def _shift(after, entry, reverse):
-    """The carry before each step, given those after, and the one at the start."""
-    if reverse:
-        return jnp.concatenate([after[1:], entry[None]])
-    return jnp.concatenate([entry[None], after[:-1]])
+def _chunk(step, xs):
+    """Enough rows for a matrix product to be efficient, few enough to stay in the cache."""
+    return near_divisor(xs[0].shape[0], min(64, max(16, 256 // max(rows(step), 1))))
 
 
 def at_places(places, values, n):

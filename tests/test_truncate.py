@@ -120,7 +120,8 @@ def test_keys_counters_and_static_leaves():
             x, drop = x
             key, sub = jr.split(key)
             noise = jr.normal(sub, h.shape, h.dtype) + jr.normal(drop, h.shape, h.dtype)
-            return (activation(weight @ h + x + noise + count), count + 1, key, activation), h
+            h = activation(weight @ h + x + 0.1 * noise + 0.01 * count)
+            return (h, count + 1, key, activation), h
 
         xs = (XS, jr.split(jr.key(1), STEPS))
         carry, hs = eqg.filter_scan(step, (H, 0, jr.key(0), jnp.tanh), xs, **options)

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._chunks import scan_in_chunks
+from .._chunks import before, chunk_entries, scan_in_chunks
 from .._custom_vjp import custom_vjp
 from ._time import (
     accumulator,
-    before,
     bias_gradient,
     chunk_of,
     fold_batch,
@@ -51,12 +50,10 @@ def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
         x, valid = inputs
         from_x = split_gates(times(x, w_in, bias), 3)
         last, kept = jax.lax.scan(step, h, (from_x, valid), reverse=reverse)
-        return last, kept, h
+        return last, kept
 
-    h, (hs, gates), entries = scan_in_chunks(
-        chunk, h, (xs, valid), chunk=chunk_of(xs), reverse=reverse
-    )
-    return hs, h, (gates, entries)
+    h, (hs, gates) = scan_in_chunks(chunk, h, (xs, valid), chunk=chunk_of(xs), reverse=reverse)
+    return hs, h, gates
 
 
 def _gates(from_x, from_state, bias_n):
@@ -71,8 +68,8 @@ def _gates(from_x, from_state, bias_n):
 @gru.def_fwd
 def gru_fwd(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
     args = (w_in, w_state, bias, bias_n, xs, h, valid)
-    hs, last, (gates, entries) = _forward(*args, reverse, keep)
-    return (hs, last), (*args[:5], valid, hs, gates, entries)
+    hs, last, gates = _forward(*args, reverse, keep)
+    return (hs, last), (*args, hs, gates)
 
 
 # With a = (1 - z)(1 - n²) and h' = n + z (h - n), the cotangents of the arguments of the three
@@ -80,7 +77,7 @@ def gru_fwd(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
 # adds to it; h_n r (1 - r) a d of `r`; (h - n) z (1 - z) d of `z`. Only d has to be carried.
 @gru.def_bwd(symbolic_zeros=True)
 def gru_bwd(residuals, cts, *, reverse, perturbed):
-    w_in, w_state, bias, bias_n, xs, valid, hs, gates, entries = residuals
+    w_in, w_state, bias, bias_n, xs, h_first, valid, hs, gates = residuals
     ct_hs, ct_last = cts
     wants: tuple[Any, ...] = perturbed
     want_in, want_state, want_bias, want_bias_n, want_xs = wants[:5]
@@ -94,7 +91,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
     def chunk(carry, inputs, entry):
         d, sums = carry
         x, h_after, ct, gates, valid = inputs
-        h = before(h_after, entry, reverse)
+        h = before(h_after, entry, reverse=reverse)
         if gates:
             r, z, n, h_n = gates
         else:
@@ -120,7 +117,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         )
         sums = [None if s is None else s + term() for s, term in zip(sums, terms, strict=True)]
         ct_x = times(from_x, w_in) if want_xs else None
-        return (d, sums), ct_x, None
+        return (d, sums), ct_x
 
     d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
     sums = [
@@ -129,12 +126,13 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         accumulator(bias, want_bias, hs),
         accumulator(bias_n, want_bias_n, hs),
     ]
-    (d, sums), ct_xs, _ = scan_in_chunks(
+    steps = chunk_of(xs)
+    (d, sums), ct_xs = scan_in_chunks(
         chunk,
         (d, sums),
         (xs, hs, ct_hs, gates, valid),
-        entries,
-        chunk=chunk_of(xs),
+        chunk_entries(hs, h_first, chunk=steps, reverse=reverse),
+        chunk=steps,
         reverse=not reverse,
     )
     return (*sums, ct_xs, d, None)

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._chunks import scan_in_chunks
+from .._chunks import before, chunk_entries, scan_in_chunks
 from .._custom_vjp import custom_vjp
 from ._time import (
     accumulator,
-    before,
     bias_gradient,
     chunk_of,
     fold_batch,
@@ -32,7 +31,7 @@ def lstm(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
     as it is. The gates are in the order in, forget, cell, out, as in `equinox.nn.LSTMCell`.
     """
     del keep
-    hs, _, last, _ = _forward(w_in, w_state, bias, xs, state, valid, reverse, "nothing")
+    hs, _, last = _forward(w_in, w_state, bias, xs, state, valid, reverse, "nothing")
     return hs, last
 
 
@@ -55,12 +54,12 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
         x, valid = inputs
         from_x = split_gates(times(x, w_in, bias), 4)
         last, kept = jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
-        return last, kept, state
+        return last, kept
 
-    last, (hs, *kept), entries = scan_in_chunks(
+    last, (hs, *kept) = scan_in_chunks(
         chunk, state, (xs, valid), chunk=chunk_of(xs), reverse=reverse
     )
-    return hs, kept, last, entries
+    return hs, kept, last
 
 
 def _gates(from_x, from_h):
@@ -70,15 +69,15 @@ def _gates(from_x, from_h):
 
 @lstm.def_fwd
 def lstm_fwd(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
-    hs, kept, last, entries = _forward(w_in, w_state, bias, xs, state, valid, reverse, keep)
-    return (hs, last), (w_in, w_state, bias, xs, valid, hs, kept, entries)
+    hs, kept, last = _forward(w_in, w_state, bias, xs, state, valid, reverse, keep)
+    return (hs, last), (w_in, w_state, bias, xs, state, valid, hs, kept)
 
 
 # The cotangents of the arguments of the gates are multiples of those of the states: of `c`
 # for in, forget and cell, of `h` for out. Only these two have to be carried.
 @lstm.def_bwd(symbolic_zeros=True)
 def lstm_bwd(residuals, cts, *, reverse, perturbed):
-    w_in, w_state, bias, xs, valid, hs, (cs, *gates), entries = residuals
+    w_in, w_state, bias, xs, first, valid, hs, (cs, *gates) = residuals
     ct_hs, (ct_h, ct_c) = cts
     wants: tuple[Any, ...] = perturbed
     want_in, want_state, want_bias, want_xs = wants[:4]
@@ -103,7 +102,8 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         ds, sums = carry
         x, h_after, c_after, ct, gates, valid = inputs
         h_entry, c_entry = entry
-        h, c = before(h_after, h_entry, reverse), before(c_after, c_entry, reverse)
+        h = before(h_after, h_entry, reverse=reverse)
+        c = before(c_after, c_entry, reverse=reverse)
         if gates:
             ((i, f, g, o),) = gates
         else:
@@ -123,19 +123,24 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         if sum_bias is not None:
             sum_bias = sum_bias + bias_gradient(d)
         ct_x = times(d, w_in) if want_xs else None
-        return (ds, (sum_weights, sum_bias)), ct_x, None
+        return (ds, (sum_weights, sum_bias)), ct_x
 
     zero = jnp.zeros_like(hs, shape=hs.shape[1:])
     ds = tuple(zero if ct is None else ct for ct in (ct_h, ct_c))
     # One product for both weights, unless one of them is frozen: then it is seldom both.
     both = jnp.concatenate([w_in, w_state], 1) if want_in or want_state else None
     sums = (accumulator(both, both is not None, hs), accumulator(bias, want_bias, hs))
-    (ds, (ct_both, ct_bias)), ct_xs, _ = scan_in_chunks(
+    steps = chunk_of(xs)
+    entries = [
+        chunk_entries(after, first, chunk=steps, reverse=reverse)
+        for after, first in zip((hs, cs), first, strict=True)
+    ]
+    (ds, (ct_both, ct_bias)), ct_xs = scan_in_chunks(
         chunk,
         (ds, sums),
         (xs, hs, cs, ct_hs, gates, valid),
         entries,
-        chunk=chunk_of(xs),
+        chunk=steps,
         reverse=not reverse,
     )
     ct_in, ct_state = (None, None) if ct_both is None else jnp.split(ct_both, [width], 1)

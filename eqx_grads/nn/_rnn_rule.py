@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._chunks import scan_in_chunks
+from .._chunks import before, chunk_entries, scan_in_chunks
 from .._custom_vjp import custom_vjp
 from ._time import (
     accumulator,
-    before,
     bias_gradient,
     chunk_of,
     fold_batch,
@@ -30,10 +29,6 @@ _SLOPES = {"tanh": lambda h: 1 - h * h, "relu": lambda h: (h > 0).astype(h.dtype
 @custom_vjp
 def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     """All states, `(time, batch, hidden)`, and the last one. Arguments as in `gru`."""
-    return _forward(w_in, w_state, bias, xs, h, valid, reverse, activation)[:2]
-
-
-def _forward(w_in, w_state, bias, xs, h, valid, reverse, activation):
     w_in, w_state = w_in.T, w_state.T
 
     def step(h, inputs):
@@ -45,23 +40,22 @@ def _forward(w_in, w_state, bias, xs, h, valid, reverse, activation):
     def chunk(h, inputs, _):
         x, valid = inputs
         last, hs = jax.lax.scan(step, h, (times(x, w_in, bias), valid), reverse=reverse)
-        return last, hs, h
+        return last, hs
 
-    last, hs, entries = scan_in_chunks(
-        chunk, h, (xs, valid), chunk=chunk_of(xs), reverse=reverse
-    )
-    return hs, last, entries
+    last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=chunk_of(xs), reverse=reverse)
+    return hs, last
 
 
 @rnn.def_fwd
 def rnn_fwd(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
-    hs, last, entries = _forward(w_in, w_state, bias, xs, h, valid, reverse, activation)
-    return (hs, last), (w_in, w_state, bias, xs, valid, hs, entries)
+    options = {"reverse": reverse, "activation": activation}
+    hs, last = rnn(w_in, w_state, bias, xs, h, valid, **options)
+    return (hs, last), (w_in, w_state, bias, xs, h, valid, hs)
 
 
 @rnn.def_bwd(symbolic_zeros=True)
 def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
-    w_in, w_state, bias, xs, valid, hs, entries = residuals
+    w_in, w_state, bias, xs, h, valid, hs = residuals
     ct_hs, ct_last = cts
     wants: tuple[Any, ...] = perturbed
     want_in, want_state, want_bias, want_xs = wants[:4]
@@ -83,11 +77,13 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         if sum_in is not None:
             sum_in = sum_in + weight_gradient(d_pre, x)
         if sum_state is not None:
-            sum_state = sum_state + weight_gradient(d_pre, before(h_after, entry, reverse))
+            sum_state = sum_state + weight_gradient(
+                d_pre, before(h_after, entry, reverse=reverse)
+            )
         if sum_bias is not None:
             sum_bias = sum_bias + bias_gradient(d_pre)
         ct_x = times(d_pre, w_in) if want_xs else None
-        return (d, (sum_in, sum_state, sum_bias)), ct_x, None
+        return (d, (sum_in, sum_state, sum_bias)), ct_x
 
     d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
     sums = (
@@ -95,12 +91,13 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         accumulator(w_state, want_state, hs),
         accumulator(bias, want_bias, hs),
     )
-    (d, sums), ct_xs, _ = scan_in_chunks(
+    steps = chunk_of(xs)
+    (d, sums), ct_xs = scan_in_chunks(
         chunk,
         (d, sums),
         (xs, hs, ct_hs, valid),
-        entries,
-        chunk=chunk_of(xs),
+        chunk_entries(hs, h, chunk=steps, reverse=reverse),
+        chunk=steps,
         reverse=not reverse,
     )
     return (*sums, ct_xs, d, None)

@@ -28,13 +28,6 @@ def times(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax
     return out.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def before(after: jax.Array, entry: jax.Array, reverse: bool) -> jax.Array:
-    """The state before each step of a chunk, given those after, and the one at its start."""
-    if reverse:
-        return jnp.concatenate([after[1:], entry[None]])
-    return jnp.concatenate([entry[None], after[:-1]])
-
-
 def accumulator(weight: jax.Array | None, wanted: Any, states: jax.Array) -> jax.Array | None:
     """Where the gradient of a weight is summed: in single precision for half.
 
