@@ -1,6 +1,11 @@
 """Custom derivatives for Equinox: `import eqx_grads as eqg`."""
 
 from . import nn as nn, ste as ste, surrogates as surrogates, tangents as tangents
+from ._checkpoint import filter_checkpoint as filter_checkpoint
+from ._control_flow import (
+    filter_cond as filter_cond,
+    filter_while_loop as filter_while_loop,
+)
 from ._custom_gradient import custom_gradient as custom_gradient
 from ._custom_jvp import custom_jvp as custom_jvp
 from ._custom_vjp import custom_vjp as custom_vjp

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import jax
 from jaxtyping import PyTree
 
+from ._carry import BecomesArray
 from ._errors import rule_error
 from ._scan_checkpoint import chunk_length
 from ._scan_lengths import common_length
 from ._scan_loop import Loop, run_loop, run_replayed, run_truncated
 from ._scan_progress import progress_line
-from ._scan_step import BecomesArray, Step
+from ._scan_step import Step
 
 
 def filter_scan(

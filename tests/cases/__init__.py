@@ -23,6 +23,7 @@ from .registry import Case, CASES
 NOT_OPS = {
     "RuleError",
     "GradientStatistics",
+    "filter_while_loop",  # forward mode only
     "gradient_flow",
     "plot_gradient_flow",
     "reversal_schedule",

@@ -46,6 +46,17 @@ def _():
     return fn, (_numbers(2), _numbers(5, 2))
 
 
+@case("filter_cond")
+def _():
+    fn = lambda flag, x: eqg.filter_cond(flag, jnp.sin, lambda x: 2 * x, x)
+    return fn, (jnp.array(True), _numbers(3))
+
+
+@case("filter_checkpoint")
+def _():
+    return eqg.filter_checkpoint(lambda x, y: jnp.sin(x) * y), (_numbers(3), _numbers(3))
+
+
 @case("nn.GRU")
 def _():
     return eqg.nn.GRU(2, 3, key=jr.key(0)), (_numbers(4, 2),)
