@@ -83,7 +83,8 @@ def check_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Rep
         import eqx_grads.testing as eqgt
         import jax.numpy as jnp
 
-        report = eqgt.check_residuals(jnp.sin, jnp.arange(3.0), max_residual_bytes=12)
+        x = jnp.arange(3.0, dtype="float32")
+        report = eqgt.check_residuals(jnp.sin, x, max_residual_bytes=12)
         print(report["residuals"][0].where)
         ```
     """
