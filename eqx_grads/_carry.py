@@ -85,7 +85,7 @@ class Carry:
                     do="Return an array.",
                 )
             (after,) = as_array_list([leaves[i]])
-            if not fits(start, after):
+            if not _fits(start, after):
                 raise fail(
                     f"at {where(i)}: it was {type_of(start)}, and is {type_of(after)}",
                     do=_advice(start, after),
@@ -99,7 +99,7 @@ class _Varies:
     """Stands where an array was, when structures are compared."""
 
 
-def fits(before, after) -> bool:
+def _fits(before, after) -> bool:
     if before.shape != after.shape:
         return False
     if before.dtype == after.dtype:

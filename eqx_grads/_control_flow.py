@@ -1,13 +1,14 @@
 """Branches and loops over any PyTrees, where JAX's own take arrays only."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
 from ._calls import Rest
-from ._carry import BecomesArray, Carry, fits, is_number, same_static, structure_difference
+from ._carry import BecomesArray, Carry, is_number, same_static, structure_difference
 from ._errors import name_of, place_of, rule_error, type_of
 
 
@@ -68,8 +69,9 @@ def filter_cond(
 
     def branch(fn):
         def run():
-            rest, arrays = Rest.split(out := fn(*operands), is_number)
-            branches.append(_Branch(fn, rest, out))
+            out = fn(*operands)
+            rest, arrays = Rest.split(out, is_number)
+            branches.append(_Branch(fn, out, rest, arrays))
             if len(branches) == 2:
                 _check_alike(*branches)
             return arrays
@@ -80,7 +82,9 @@ def filter_cond(
     first = branches[0]
     for i, number in enumerate(first.python_numbers):
         # A Python number that both return is still one.
-        if number is not None and all(b.python_numbers[i] is number for b in branches):
+        if number is not None and all(
+            same_static(number, b.python_numbers[i]) for b in branches
+        ):
             arrays[i] = number
     return first.rest.tree(arrays)
 
@@ -88,12 +92,13 @@ def filter_cond(
 class _Branch:
     """What a branch returned, less the arrays."""
 
-    def __init__(self, fn: Callable[..., PyTree], rest: Rest, out: PyTree):
+    def __init__(self, fn: Callable[..., PyTree], out: PyTree, rest: Rest, arrays: list[Any]):
         self.fn = fn
         self.rest = rest
-        numbers = [jax.tree.leaves(out)[i] for i in rest.places]
+        self.types = [jax.typeof(x) for x in arrays]
+        leaves = jax.tree.leaves(out)
+        numbers = [leaves[i] for i in rest.places]
         self.python_numbers = [x if isinstance(x, bool | int) else None for x in numbers]
-        self.types = [jax.typeof(x) for x in numbers]
 
 
 def _check_alike(one: _Branch, other: _Branch) -> None:
@@ -123,7 +128,7 @@ def _check_alike(one: _Branch, other: _Branch) -> None:
                     do="What is not an array is static, and the same in both. Hold what varies "
                     "in an array.",
                 )
-        elif not (fits(x, y) or fits(y, x)):
+        elif x.shape != y.shape or x.dtype != y.dtype:
             raise fail(path, type_of(x), type_of(y), do="Return one shape and one dtype.")
 
 

@@ -96,8 +96,9 @@ def test_numbers_that_branches_return():
     ).__wrapped__(jnp.array(True))
     assert out[0] is int
     assert not issubclass(out[1], int)
-    both = eqg.filter_cond(jnp.array(False), lambda: (1, 2, 0.5), lambda: (1, 3, 0.25))
-    assert both == (1, 3, 0.25)
+    both = eqg.filter_cond(jnp.array(False), lambda: (1000, 2, 0.5), lambda: (999 + 1, 3, 0.25))
+    assert both == (1000, 3, 0.25)
+    assert isinstance(both[0], int)
     with jax.disable_jit():
         assert eqg.filter_cond(True, lambda: (1, "a"), lambda: (2, "b")) == (1, "a")
 
@@ -111,6 +112,7 @@ def test_numbers_that_branches_return():
         (lambda: (jnp.sin, 1.0), lambda: (jnp.cos, 1.0), r"at out\[0\]: .*not an array is"),
         (lambda: jnp.ones(2), lambda: jnp.ones(3), r"at out: .*\[2\], and .*\[3\]"),
         (lambda: jnp.ones(2), lambda: jnp.ones(2, int), r"at out: .*float.*int.*one dtype"),
+        (lambda: 1, lambda: 2.0, r"at out: .*int.*float.*one dtype"),
     ],
 )
 def test_branches_that_differ(one, other, message):
