@@ -119,12 +119,17 @@ class ArrayStep:
             carry = new
 
 
-def close_step(step: Callable[..., Any], carry, x) -> tuple[ArrayStep, list[Any], list[Any]]:
-    """A step that closes over arrays. Returns it, these arrays, and the first carry.
+def close_step(
+    step: Callable[..., Any], carry, x
+) -> tuple[ArrayStep, list[Any], list[Any]] | None:
+    """A step that closes over arrays. Returns it, these arrays, and the first carry; `None`
+    if it has effects.
 
     A carry without a dtype of its own (a Python number) is given that which the step returns.
     """
     program, (new, _) = jax.make_jaxpr(step, return_shape=True)(carry, x)
+    if program.effects:  # on what it closes over, for one
+        return None
     if any(a.dtype != b.dtype for a, b in zip(carry, new, strict=True)):
         cast = [a.astype(b.dtype) for a, b in zip(carry, new, strict=True)]
         return close_step(step, cast, x)

@@ -34,16 +34,18 @@ def scan_in_chunks(
         pieces = xs if rest == 0 else jax.tree.map(lambda x: x[: n * chunk], xs)
         if n == 1:
             return fn(carry, pieces, row(0))
-        shapes = jax.tree.map(lambda x: (chunk, *x.shape[1:]), pieces)
+        ones = jax.tree.map(
+            lambda x: tuple(i for i in range(1, x.ndim) if x.shape[i] == 1), pieces
+        )
 
         def one(carry, piece_and_entry):
             piece, entry = piece_and_entry
-            piece = jax.tree.map(lambda x, shape: x.reshape(shape), piece, shapes)
+            piece = jax.tree.map(jnp.expand_dims, piece, ones)
             return fn(carry, piece, entry)
 
         # Without axes of length one, which XLA moves about, and then copies the whole array.
-        longer = lambda x: [size for size in x.shape[1:] if size != 1]
-        pieces = jax.tree.map(lambda x: x.reshape(n, chunk, *longer(x)), pieces)
+        pieces = jax.tree.map(jnp.squeeze, pieces, ones)
+        pieces = jax.tree.map(lambda x: x.reshape(n, chunk, *x.shape[1:]), pieces)
         full_entries = entries if rest == 0 else jax.tree.map(lambda e: e[:n], entries)
         carry, ys = jax.lax.scan(one, carry, (pieces, full_entries), reverse=reverse)
         return carry, jax.tree.map(lambda y: y.reshape(n * chunk, *y.shape[2:]), ys)
@@ -64,6 +66,8 @@ def scan_in_chunks(
 
 def chunk_entries(after: jax.Array, first: jax.Array, *, chunk: int, reverse: bool):
     """What a loop carried into each chunk, given what it had after each step, and first."""
+    if after.shape[0] == 0:
+        return after
     if reverse:
         return jnp.concatenate([after[chunk::chunk], first[None]])
     return jnp.concatenate([first[None], after[chunk - 1 : -1 : chunk]])

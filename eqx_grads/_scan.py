@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from ._carry import BecomesArray
@@ -78,8 +79,9 @@ def filter_scan(
     - `carry_gradient`: a function of the carry that returns it unchanged, but has another
         derivative: it is applied to the carry that enters each step, and so acts on the
         cotangent that leaves it. For one, it may clip.
-    - `progress`: show a line with the rate and the remaining time. Silent where the
-        standard error is not a terminal.
+    - `progress`: show a line with the rate and the remaining time of the forward pass. Silent
+        where the standard error is not a terminal, and where there is no forward pass as its
+        value is not asked for.
 
     **Returns:**
 
@@ -114,33 +116,34 @@ def filter_scan(
 
 
 def _run(step, loop, checkpoint):
-    replay = checkpoint in ("replay", "auto")
+    replay = isinstance(checkpoint, str) and checkpoint in ("replay", "auto")
     chunk = None if replay else chunk_length(loop.truncate or loop.steps, checkpoint)
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     is_traced = loop.steps > 0 and not jax.config.values["jax_disable_jit"]
     out = None
-    if is_traced and (loop.unroll == 1 or not replay):
+    is_rolled = loop.unroll is False or (loop.unroll == 1 and loop.unroll is not True)
+    if is_traced and (is_rolled or not replay):
         if loop.truncate is not None:
             out = run_truncated(step, loop, checkpoint if replay else chunk)
         elif replay:
             out = run_replayed(step, loop, always=checkpoint == "replay")
     if out is not None:
         return out
-    if is_traced and checkpoint == "replay":
+    if is_traced and replay and checkpoint == "replay":
         raise rule_error(
             "`filter_scan` can't replay these steps.",
             "they have side effects, going forward or backward, talk to the host, know a named "
             "axis, or hold something that can't be differentiated"
-            if loop.unroll == 1
+            if is_rolled
             else "`unroll` is given",
             do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
         )
-    return run_loop(step, loop, chunk or loop.truncate)
+    return run_loop(step, loop, chunk)
 
 
 def _check_positive(name, value):
     if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int) or value < 1
+        isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1
     ):
         raise rule_error(
             f"`filter_scan` was given a `{name}` that is not a number of steps.",

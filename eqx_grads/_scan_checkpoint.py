@@ -2,20 +2,23 @@
 
 import math
 
+import numpy as np
+
 from ._chunks import near_divisor
 from ._errors import rule_error
 
 
 def chunk_length(steps: int, checkpoint: int | str | None) -> int | None:
     """The number of steps in a chunk; `None` to keep everything."""
-    if checkpoint is None or steps == 0:
+    if checkpoint is None:
         return None
-    if checkpoint == "sqrt":
+    if isinstance(checkpoint, str) and checkpoint == "sqrt":
         return near_divisor(steps, math.sqrt(steps)) if steps > 3 else None
-    if not isinstance(checkpoint, int) or isinstance(checkpoint, bool) or checkpoint < 1:
+    is_number = isinstance(checkpoint, int | np.integer) and not isinstance(checkpoint, bool)
+    if not is_number or checkpoint < 1:
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
             f"it is {checkpoint!r:.60}",
             do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
         )
-    return min(checkpoint, steps)
+    return min(int(checkpoint), steps) if steps > 0 else None

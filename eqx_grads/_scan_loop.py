@@ -85,7 +85,7 @@ def run_truncated(step: Step, loop: Loop, keep: int | str | None) -> tuple[Any, 
         return None
     array_step, *args = closed
     if holds(array_step.program, MARK):
-        return run_loop(step, loop, loop.truncate)
+        return run_loop(step, loop, None)
 
     def remember(step, consts, carry, xs):
         if isinstance(keep, str):
@@ -112,10 +112,10 @@ def _close(step: Step, loop: Loop):
     done = _steps_done(loop)
     x = jax.eval_shape(lambda: [done[0], *(x[0] for x in step.xs)])
     flat = lambda carry, x: body(carry, (x[0], x[1:]))
-    array_step, consts, init = close_step(flat, step.init, x)
-    if not array_step.can_be_replayed():
+    closed = close_step(flat, step.init, x)
+    if closed is None or not closed[0].can_be_replayed():
         return None
-    return array_step, consts, init, [done, *step.xs]
+    return *closed, [done, *step.xs]
 
 
 def _steps_done(loop: Loop):

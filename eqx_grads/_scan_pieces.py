@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from ._array_step import ArrayStep
@@ -102,8 +103,9 @@ class Pieces:
         """
         known = self._run_known(consts, carries, xs)
         fixed, moving = self._split(self._known_by_backward, known)
+        steps = xs[0].shape[0]  # `moving` and `ct_ys` may be empty
         if not self.rest_is_linear:
-            return self._pull_back_one_by_one(carry, fixed, moving, ct_ys, reverse)
+            return self._pull_back_one_by_one(carry, fixed, moving, ct_ys, steps, reverse)
         kept = [v for v in self._given if v not in self._ct_y]
 
         def one(d, inputs):
@@ -112,7 +114,7 @@ class Pieces:
             return out[: len(d)], out[len(d) :]
 
         d, sums = carry
-        d, values = jax.lax.scan(one, d, (moving, ct_ys), reverse=reverse)
+        d, values = jax.lax.scan(one, d, (moving, ct_ys), steps, reverse=reverse)
         if not self._rest_out:
             return (d, sums), []
         known.update(zip(kept, values, strict=True))
@@ -120,7 +122,7 @@ class Pieces:
         terms, ct_xs = self._sum_rest(known, xs)
         return (d, _add(sums, terms)), ct_xs
 
-    def _pull_back_one_by_one(self, carry, fixed, moving, ct_ys, reverse):
+    def _pull_back_one_by_one(self, carry, fixed, moving, ct_ys, steps, reverse):
         def one(carry, inputs):
             d, sums = carry
             env = {**fixed, **self._environment(inputs, d)}
@@ -129,7 +131,7 @@ class Pieces:
             sums = _add(sums, terms)
             return (d, sums), out[len(d) + len(sums) :]
 
-        return jax.lax.scan(one, carry, (moving, ct_ys), reverse=reverse)
+        return jax.lax.scan(one, carry, (moving, ct_ys), steps, reverse=reverse)
 
     def _environment(self, inputs, d):
         """What a step of the loop knows."""
@@ -157,6 +159,10 @@ class Pieces:
 
     def _sum_rest(self, known, xs):
         """The sum over all steps of the cotangents of `consts`, and those of `xs`."""
+        if not self._given:  # no cotangent comes here
+            zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._rest_out]
+            zeros[self._n_sums :] = [jnp.zeros_like(xs[i]) for i in self._wanted_xs]
+            return zeros[: self._n_sums], zeros[self._n_sums :]
         fixed, moving = self._split(self._known_by_rest, known)
         variables = [v for v in self._known_by_rest if v in self._moving]
 

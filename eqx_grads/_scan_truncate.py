@@ -60,11 +60,12 @@ def _split(xs, window, rest, reverse):
     else:
         full = jax.tree.map(lambda x: x[:-rest], xs)
         short = jax.tree.map(lambda x: x[-rest:], xs)
-    return jax.tree.map(lambda x: x.reshape(-1, window, *x.shape[1:]), full), short
+    n = (jax.tree.leaves(xs)[0].shape[0] - rest) // window
+    return jax.tree.map(lambda x: x.reshape(n, window, *x.shape[1:]), full), short
 
 
 def _join(full, short, reverse):
-    full = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), full)
+    full = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), full)
     if short is None:
         return full
     parts = (short, full) if reverse else (full, short)

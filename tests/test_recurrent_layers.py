@@ -308,9 +308,8 @@ def test_half_precision_is_summed_in_single(name, getkey):
         assert jnp.max(jnp.abs(g.astype("float32") - w)) < 0.05 * jnp.max(jnp.abs(w))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_step_and_one_step(name, steps, getkey):
     layer, xs, state = make(getkey, name, dtype="float32", steps=steps)
     ys, end = layer(xs, state)

@@ -427,3 +427,31 @@ def test_plain_and_replayed_agree():
     expected = grad(module, None)
     for checkpoint in ("replay", "auto"):
         close(grad(module, checkpoint), expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["replay", "auto"])
+@pytest.mark.parametrize("truncate", [None, 4])
+def test_derivatives_of_little(truncate, checkpoint):
+    """The same at every step, of no output, or none at all."""
+    options = {"truncate": truncate, "checkpoint": checkpoint}
+
+    def gradients(options):
+        scan = lambda step, init: eqg.filter_scan(step, init, XS, **options)
+        decay = lambda h: jnp.sum(scan(lambda h, x: (0.9 * h, None), h)[0])
+        matrix = lambda w: jnp.sum(scan(lambda h, x: (w @ h + x, None), H)[0])
+        readout = lambda v: jnp.sum(
+            scan(lambda h, x: (jnp.tanh(WEIGHTS["w"] @ h + x), v @ h), H)[0]
+        )
+        unused = lambda xs: jnp.sum(
+            eqg.filter_scan(lambda h, x: (0.9 * h, h), H[0], xs, **options)[1]
+        )
+        ignored = lambda w: jnp.sum(scan(lambda h, x: (w @ x, None), H)[0])
+        return (
+            jax.grad(decay)(H),
+            jax.grad(matrix)(WEIGHTS["w"]),
+            jax.grad(readout)(WEIGHTS["u"]),
+            jax.grad(unused)(XS),
+            jax.grad(ignored)(WEIGHTS["w"]),
+        )
+
+    close(gradients(options), gradients({"truncate": truncate, "checkpoint": 1}))

@@ -227,3 +227,57 @@ def test_constant_memory_with_outputs():
         return temp_bytes(jax.grad(value), jnp.eye(32), jnp.ones(steps))
 
     assert needed(100_000) - needed(1000) <= 5 * 4 * 99_000
+
+
+def test_arrays_of_size_zero():
+    empty = jnp.zeros((STEPS, 0), H.dtype)
+    step = lambda h, x: (jnp.tanh(h + x[0]), x[1])
+    last, ys = eqg.filter_scan(step, H, (XS, empty), truncate=6)
+    assert ys.shape == (STEPS, 0)
+    close(last, eqg.filter_scan(step, H, (XS, empty))[0])
+
+
+def test_effects_happen_once_a_step():
+    seen = []
+
+    def step(h, x):
+        jax.debug.callback(seen.append, x[0])
+        return jnp.tanh(h + x), None
+
+    jax.grad(lambda h: jnp.sum(eqg.filter_scan(step, h, XS, truncate=6)[0]))(H)
+    jax.effects_barrier()
+    assert len(seen) == STEPS
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no `new_ref`")
+@pytest.mark.parametrize("options", [{"truncate": 6}, {"checkpoint": "auto"}])
+def test_a_step_that_writes(options):
+    count = jax.new_ref(jnp.zeros(2, int))
+
+    def step(h, x):
+        count[...] = count[...] + 1
+        return jnp.tanh(h + x), None
+
+    eqg.filter_scan(step, H, XS, **options)
+    assert (count[...] == STEPS).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"truncate": 2}, {"checkpoint": 2}, {"checkpoint": "replay"}]
+)
+def test_explicit_sharding(options):
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((len(devices),), ("b",), (AxisType.Explicit,), devices=devices)
+    put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, Spec(*spec)))
+    h, xs = numbers(4, 1), numbers(6, 4, 1)
+
+    def gradient(options):
+        step = lambda h, x: (jnp.tanh(h + x), h)
+        return jax.jit(
+            jax.grad(lambda h, xs: jnp.sum(eqg.filter_scan(step, h, xs, **options)[0]))
+        )
+
+    with jax.set_mesh(mesh):
+        got = gradient(options)(put(h, "b"), put(xs, None, "b"))
+    window = options.get("truncate")
+    close(got, gradient({"truncate": window, "checkpoint": 1} if window else {})(h, xs))

@@ -64,7 +64,8 @@ def fold_batch(size: int, batched: Any, xs: Any, state: Any, valid: Any) -> tupl
                 # No reshape, so that XLA sees the transpositions cancel that come with `vmap`.
                 return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
             x = jnp.moveaxis(x, 0, axis)
-            return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+            both = x.shape[axis] * x.shape[axis + 1]
+            return x.reshape(*x.shape[:axis], both, *x.shape[axis + 2 :])
 
         return fold_leaf
 
@@ -83,7 +84,7 @@ def unfold_batch(size: int, hs: Any, last: Any) -> tuple[Any, Any]:
         def unfold_leaf(x):
             if x.shape[axis] == size:
                 return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
-            x = x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :])
+            x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
             return jnp.moveaxis(x, axis, 0)
 
         return unfold_leaf
