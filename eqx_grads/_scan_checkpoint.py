@@ -14,8 +14,11 @@ def chunk_length(steps: int, checkpoint: int | str | None) -> int | None:
         return None
     if isinstance(checkpoint, str) and checkpoint == "sqrt":
         return near_divisor(steps, math.sqrt(steps)) if steps > 3 else None
-    is_number = isinstance(checkpoint, int | np.integer) and not isinstance(checkpoint, bool)
-    if not is_number or checkpoint < 1:
+    if (
+        not isinstance(checkpoint, int | np.integer)
+        or isinstance(checkpoint, bool)
+        or checkpoint < 1
+    ):
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
             f"it is {checkpoint!r:.60}",
