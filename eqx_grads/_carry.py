@@ -132,7 +132,7 @@ def same_static(a, b) -> bool:
         return a.__closure__ == b.__closure__ and a.__defaults__ == b.__defaults__
     try:
         return bool(a == b)
-    except Exception:
+    except Exception:  # whatever a user's `==` may raise: they are not known to be the same
         return False
 
 

@@ -75,7 +75,8 @@ def filter_scan(
     - `truncate`: backpropagation truncated to windows of so many steps: the derivative
         of a carry does not pass from one window to the one before. The backward pass then
         runs the windows once more, in the order in which they ran, and so keeps nothing of
-        the forward pass: `checkpoint` says what is kept within a window.
+        the forward pass: `checkpoint` says what is kept within a window. (Not so where the
+        steps have side effects: these happen once.)
     - `carry_gradient`: a function of the carry that returns it unchanged, but has another
         derivative: it is applied to the carry that enters each step, and so acts on the
         cotangent that leaves it. For one, it may clip.
@@ -116,7 +117,8 @@ def filter_scan(
 
 
 def _run(step, loop, checkpoint):
-    replay = isinstance(checkpoint, str) and checkpoint in ("replay", "auto")
+    always = isinstance(checkpoint, str) and checkpoint == "replay"
+    replay = always or (isinstance(checkpoint, str) and checkpoint == "auto")
     chunk = None if replay else chunk_length(loop.truncate or loop.steps, checkpoint)
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     is_traced = loop.steps > 0 and not jax.config.values["jax_disable_jit"]
@@ -126,10 +128,10 @@ def _run(step, loop, checkpoint):
         if loop.truncate is not None:
             out = run_truncated(step, loop, checkpoint if replay else chunk)
         elif replay:
-            out = run_replayed(step, loop, always=checkpoint == "replay")
+            out = run_replayed(step, loop, always)
     if out is not None:
         return out
-    if is_traced and replay and checkpoint == "replay":
+    if is_traced and always:
         raise rule_error(
             "`filter_scan` can't replay these steps.",
             "they have side effects, going forward or backward, talk to the host, know a named "

@@ -120,7 +120,7 @@ class Pieces:
         known.update(zip(kept, values, strict=True))
         known.update(zip(self._ct_y, ct_ys, strict=True))
         terms, ct_xs = self._sum_rest(known, xs)
-        return (d, _add(sums, terms)), ct_xs
+        return (d, add_terms(sums, terms)), ct_xs
 
     def _pull_back_one_by_one(self, carry, fixed, moving, ct_ys, steps, reverse):
         def one(carry, inputs):
@@ -128,7 +128,7 @@ class Pieces:
             env = {**fixed, **self._environment(inputs, d)}
             out = run(self._backward, env, [*self._d_out, *self._rest_out])
             d, terms = out[: len(d)], out[len(d) :][: len(sums)]
-            sums = _add(sums, terms)
+            sums = add_terms(sums, terms)
             return (d, sums), out[len(d) + len(sums) :]
 
         return jax.lax.scan(one, carry, (moving, ct_ys), steps, reverse=reverse)
@@ -190,5 +190,5 @@ class Pieces:
         return out[: self._n_sums], out[self._n_sums :]
 
 
-def _add(sums, terms):
+def add_terms(sums, terms):
     return [s + term.astype(s.dtype) for s, term in zip(sums, terms, strict=True)]

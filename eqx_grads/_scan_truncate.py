@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._custom_vjp import custom_vjp
+from ._scan_pieces import add_terms
 from ._scan_replay import scan_of_batch
 from ._spaces import is_differentiable, sum_dtype
 
@@ -118,7 +119,7 @@ def _truncated_scan_bwd(
         carry, (terms, ct_carry, ct_x) = pull(carry, x, {}, ct_y, wanted)
         is_first = jnp.min(x[0]) == 0
         ct_init = [jnp.where(is_first, a, b) for a, b in zip(ct_carry, ct_init, strict=True)]
-        return (carry, _add(sums, terms), ct_init), ct_x
+        return (carry, add_terms(sums, terms), ct_init), ct_x
 
     live_consts, live_init, _ = _those(wanted, (consts, init, xs))
     sums = [jnp.zeros_like(c, sum_dtype(c.dtype)) for c in live_consts]
@@ -130,7 +131,7 @@ def _truncated_scan_bwd(
         want_consts, _, want_xs = wanted
         not_carry = (want_consts, [False] * len(init), want_xs)
         _, (terms, _, ct_rest) = pull(carry, x, given, ct_y, not_carry)
-        sums = _add(sums, terms)
+        sums = add_terms(sums, terms)
     ct_xs = _join(ct_xs, ct_rest, reverse)
     return None, *_placed((sums, ct_init, ct_xs), wanted)
 
@@ -154,10 +155,6 @@ def _replaced(parts, flags, new):
 def _placed(parts, flags):
     """The values at the places with a flag, and `None` elsewhere."""
     return _replaced(tuple([None] * len(part) for part in flags), flags, parts)
-
-
-def _add(sums, terms):
-    return [s + term.astype(s.dtype) for s, term in zip(sums, terms, strict=True)]
 
 
 @truncated_scan.def_vmap

@@ -249,7 +249,6 @@ def test_effects_happen_once_a_step():
     assert len(seen) == STEPS
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no `new_ref`")
 @pytest.mark.parametrize("options", [{"truncate": 6}, {"checkpoint": "auto"}])
 def test_a_step_that_writes(options):
     count = jax.new_ref(jnp.zeros(2, int))
