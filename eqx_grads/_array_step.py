@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from ._jaxprs import depends, holds, inlined
+from ._jaxprs import as_closed, depends, equations, holds, inlined
 from ._spaces import as_array_list, is_differentiable
 
 
@@ -79,6 +79,10 @@ class ArrayStep:
         axes = jax.sharding.get_abstract_mesh().axis_names
         return all(getattr(effect, "name", None) in axes for effect in effects)
 
+    def can_be_vectorized(self) -> bool:
+        """Whether `vmap` over time computes what the steps compute one after another."""
+        return not (_draws_bits_of_a_batch(self.program) or _guards_a_loop(self.program))
+
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         out = jaxpr_as_fun(self.program)(*consts, *carry, *x)
         return out[: len(carry)], out[len(carry) :]
@@ -117,6 +121,31 @@ class ArrayStep:
             if new == carry:
                 return carry
             carry = new
+
+
+def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
+    """Whether random bits are drawn that are others under `vmap`.
+
+    Each key of threefry has bits of its own. XLA's generators (`rbg`, `unsafe_rbg`) draw the
+    bits of a whole batch from its first key (see "Advanced RNG configuration" in
+    `jax.random`); what another implementation does is not known.
+    """
+
+    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+    def draws(eqn):
+        if eqn.primitive.name in ("random_bits", "random_split", "random_fold_in"):
+            return eqn.invars[0].aval.dtype != threefry
+        return eqn.primitive.name in ("rng_bit_generator", "rng_uniform")
+
+    return any(draws(eqn) for eqn in equations(program))
+
+
+def _guards_a_loop(program: ClosedJaxpr) -> bool:
+    """Whether a `while_loop` stands in a branch of a `cond`. Under `vmap` all branches run,
+    and a loop need not end for values that its branch is not meant for."""
+    conds = [eqn for eqn in equations(program) if eqn.primitive.name == "cond"]
+    return any(holds(as_closed(b), "while") for eqn in conds for b in eqn.params["branches"])
 
 
 def close_step(

@@ -1,6 +1,6 @@
 """Traced programs, taken apart: which equations depend on what, and which are needed."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -54,13 +54,17 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
+def equations(program: ClosedJaxpr) -> Iterator[Any]:
+    """All equations of a program, those of inner programs among them."""
+    for eqn in program.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(as_closed(inner))
+
+
 def holds(program: ClosedJaxpr, *names: str) -> bool:
     """Whether there is an equation of such a name anywhere in a program."""
-    return any(
-        eqn.primitive.name in names
-        or any(holds(as_closed(inner), *names) for inner in jaxprs_in_params(eqn.params))
-        for eqn in program.eqns
-    )
+    return any(eqn.primitive.name in names for eqn in equations(program))
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:

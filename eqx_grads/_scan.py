@@ -135,7 +135,8 @@ def _run(step, loop, checkpoint):
         raise rule_error(
             "`filter_scan` can't replay these steps.",
             "they have side effects, going forward or backward, talk to the host, know a named "
-            "axis, or hold something that can't be differentiated"
+            "axis, hold something that can't be differentiated, draw random bits with a key "
+            "that is not of threefry, or have a `while_loop` in a branch of a `cond`"
             if is_rolled
             else "`unroll` is given",
             do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',

@@ -69,6 +69,8 @@ def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None
     if closed is None:
         return None
     array_step, *args = closed
+    if not array_step.can_be_vectorized():
+        return None
     if holds(array_step.program, MARK):
         # Whoever put it there will look for it in the program, and the derivative is the same.
         return run_loop(step, loop, None)
@@ -84,6 +86,10 @@ def run_truncated(step: Step, loop: Loop, keep: int | str | None) -> tuple[Any, 
     if closed is None:
         return None
     array_step, *args = closed
+    if isinstance(keep, str) and not array_step.can_be_vectorized():
+        if keep == "replay":
+            return None
+        keep = None
     if holds(array_step.program, MARK):
         return run_loop(step, loop, None)
 

@@ -1,5 +1,7 @@
 """`filter_scan(checkpoint="replay")`: every kind of step, against `jax.lax.scan`."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -455,3 +457,52 @@ def test_derivatives_of_little(truncate, checkpoint):
         )
 
     close(gradients(options), gradients({"truncate": truncate, "checkpoint": 1}))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("truncate", [None, 3])
+def test_keys_of_other_generators(impl, truncate):
+    """D1: XLA's generators draw other bits under `vmap`, so such steps are not replayed."""
+    keys = jr.split(jr.key(0, impl=impl), 8)
+
+    def step(w, h, key):
+        return jnp.where(jr.bernoulli(key, 0.5, h.shape), jnp.tanh(w * h + 1), 0), None
+
+    def loss(checkpoint, w):
+        out = eqg.filter_scan(
+            ft.partial(step, w), jnp.ones(4), keys, checkpoint=checkpoint, truncate=truncate
+        )
+        return jnp.sum(out[0])
+
+    expected = jax.jit(jax.grad(ft.partial(loss, None)))(0.7)
+    for checkpoint in ("auto", "sqrt"):
+        assert jnp.allclose(jax.jit(jax.grad(ft.partial(loss, checkpoint)))(0.7), expected)
+    if impl == "threefry2x32":
+        assert jnp.allclose(jax.jit(jax.grad(ft.partial(loss, "replay")))(0.7), expected)
+    else:
+        with pytest.raises(eqg.RuleError, match="draw random bits with a key that is not of"):
+            loss("replay", 0.7)
+
+
+@pytest.mark.parametrize("checkpoint", ["auto", "sqrt", "replay"])
+def test_a_loop_in_a_branch(checkpoint):
+    """D2: under `vmap` both branches run, and this loop ends for positive numbers only."""
+
+    def root(x):
+        far = lambda r: jnp.abs(r * r - x) > 1e-3
+        return jax.lax.while_loop(far, lambda r: 0.5 * (r + x / r), jnp.ones_like(x))
+
+    def loss(checkpoint, h):
+        def step(h, x):
+            x = jax.lax.stop_gradient(x)
+            return jnp.tanh(h + jax.lax.cond(x > 0, root, jnp.zeros_like, x)), None
+
+        xs = jnp.array([1.0, -2.0, 3.0])
+        return eqg.filter_scan(step, h, xs, checkpoint=checkpoint)[0]
+
+    if checkpoint == "replay":
+        with pytest.raises(eqg.RuleError, match="a `while_loop` in a branch of a `cond`"):
+            loss(checkpoint, 0.5)
+    else:
+        gradient = jax.jit(jax.grad(ft.partial(loss, checkpoint)))(0.5)
+        assert jnp.allclose(gradient, jax.grad(ft.partial(loss, None))(0.5))
