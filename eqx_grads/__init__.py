@@ -1,21 +1,25 @@
 """Custom derivatives for Equinox: `import eqx_grads as eqg`."""
 
 from . import nn as nn, ste as ste, surrogates as surrogates, tangents as tangents
-from ._checkpoint import filter_checkpoint as filter_checkpoint
-from ._control_flow import (
+from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
+from ._control_flow.cond import (
     filter_cond as filter_cond,
     filter_while_loop as filter_while_loop,
 )
-from ._custom_gradient import custom_gradient as custom_gradient
-from ._custom_jvp import custom_jvp as custom_jvp
-from ._custom_vjp import custom_vjp as custom_vjp
-from ._elementwise import elementwise as elementwise
-from ._errors import RuleError as RuleError
-from ._gradient_flow import (
+from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
+from ._control_flow.scan import filter_scan as filter_scan
+from ._diagnosis.gradient_flow import (
     gradient_flow as gradient_flow,
     plot_gradient_flow as plot_gradient_flow,
 )
-from ._gradient_ops import (
+from ._diagnosis.probe import (
+    GradientStatistics as GradientStatistics,
+    probe as probe,
+    tap_gradient as tap_gradient,
+    watch_gradient as watch_gradient,
+)
+from ._errors import RuleError as RuleError
+from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,
     psum_gradient as psum_gradient,
     reversal_schedule as reversal_schedule,
@@ -23,7 +27,7 @@ from ._gradient_ops import (
     scale_gradient as scale_gradient,
     stop_gradient_where as stop_gradient_where,
 )
-from ._gradient_ops_nonlinear import (
+from ._gradient_ops.nonlinear import (
     cast_gradient as cast_gradient,
     clip_gradient as clip_gradient,
     clip_gradient_norm as clip_gradient_norm,
@@ -31,22 +35,18 @@ from ._gradient_ops_nonlinear import (
     normalize_gradient as normalize_gradient,
     zero_nonfinite_gradient as zero_nonfinite_gradient,
 )
-from ._gradient_ops_one_way import (
+from ._gradient_ops.value_or_gradient_only import (
     clip_preserve_gradient as clip_preserve_gradient,
     on_backward as on_backward,
     on_forward as on_forward,
     project as project,
 )
-from ._nondifferentiable import nondifferentiable as nondifferentiable
-from ._probes import (
-    GradientStatistics as GradientStatistics,
-    probe as probe,
-    tap_gradient as tap_gradient,
-    watch_gradient as watch_gradient,
-)
-from ._recurrence import linear_recurrence as linear_recurrence
-from ._replace_gradient import (
+from ._rules.custom_gradient import custom_gradient as custom_gradient
+from ._rules.custom_jvp import custom_jvp as custom_jvp
+from ._rules.custom_vjp import custom_vjp as custom_vjp
+from ._rules.elementwise import elementwise as elementwise
+from ._rules.nondifferentiable import nondifferentiable as nondifferentiable
+from ._rules.replace_gradient import (
     replace_gradient as replace_gradient,
     with_gradient_of as with_gradient_of,
 )
-from ._scan import filter_scan as filter_scan

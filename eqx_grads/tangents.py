@@ -39,7 +39,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
 from ._errors import rule_error, type_of
-from ._spaces import (
+from ._tangent_spaces import (
     check_shapes,
     is_arraylike,
     is_none,

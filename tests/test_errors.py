@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from eqx_grads import RuleError
-from eqx_grads._decorated import unwrap_method
+from eqx_grads._rules.wrapper import unwrap_method
 
 
 HERE = pathlib.Path(__file__).name

@@ -17,7 +17,7 @@ import pytest
 import scipy.signal
 import scipy.stats
 from eqx_grads import RuleError
-from eqx_grads.nn._s5 import hippo_normal
+from eqx_grads.nn._linear_recurrent.s5 import hippo_normal
 
 from .test_recurrent_layers import close, loss, reference
 

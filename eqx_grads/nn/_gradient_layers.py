@@ -3,10 +3,10 @@
 import equinox as eqx
 from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
-from .._gradient_ops import reverse_gradient, scale_gradient
-from .._gradient_ops_checks import check_bounds, check_not_negative
-from .._gradient_ops_nonlinear import clip_gradient, clip_gradient_norm
-from .._probes import GradientStatistics, probe
+from .._diagnosis.probe import GradientStatistics, probe
+from .._gradient_ops.argument_checks import check_bounds, check_not_negative
+from .._gradient_ops.linear import reverse_gradient, scale_gradient
+from .._gradient_ops.nonlinear import clip_gradient, clip_gradient_norm
 
 
 class GradientReversal(eqx.Module):

@@ -5,26 +5,26 @@ from ._codebooks import (
     fsq_codebook as fsq_codebook,
     vector_quantize as vector_quantize,
 )
-from ._quantizers import (
-    absmax_scale as absmax_scale,
-    dorefa as dorefa,
-    fake_quantize as fake_quantize,
-    lsq as lsq,
-    pact as pact,
-)
 from ._rounding import ceil as ceil, floor as floor, round as round, trunc as trunc
-from ._samples import (
+from ._sampling import (
     bernoulli as bernoulli,
     gumbel_sigmoid as gumbel_sigmoid,
     gumbel_softmax as gumbel_softmax,
     reinmax as reinmax,
 )
-from ._steps import (
+from ._sign_and_step import (
     binary_sign as binary_sign,
     clip as clip,
     heaviside as heaviside,
     one_hot_argmax as one_hot_argmax,
     sign as sign,
     ternary as ternary,
+)
+from ._uniform import (
+    absmax_scale as absmax_scale,
+    dorefa as dorefa,
+    fake_quantize as fake_quantize,
+    lsq as lsq,
+    pact as pact,
 )
 from ._wrap import wrap as wrap

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .._errors import rule_error, type_of
-from .._replace_gradient import replace_gradient
-from ._floats import as_floats, widen
+from .._rules.float_args import as_floats, widen
+from .._rules.replace_gradient import replace_gradient
 
 
 def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:

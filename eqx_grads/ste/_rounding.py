@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._floats import map_floats
+from .._rules.float_args import map_floats
 from ._wrap import wrap
 
 

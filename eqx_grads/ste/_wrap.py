@@ -8,11 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._custom_jvp import custom_jvp
-from .._decorated import set_metadata
-from .._elementwise import elementwise
 from .._errors import name_of, place_of, rule_error, show_tree
-from .._spaces import is_differentiable, shape_of
+from .._rules.custom_jvp import custom_jvp
+from .._rules.elementwise import elementwise
+from .._rules.wrapper import set_metadata
+from .._tangent_spaces import is_differentiable, shape_of
 
 
 Backward = str | Callable[..., Any]

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from . import _steps
-from ._formula import AbstractFormula, check_positive, Parameter
+from . import _antiderivatives
+from ._abstract import AbstractFormula, check_positive, Parameter
 
 
 class triangle(AbstractFormula):
@@ -47,10 +47,10 @@ class triangle(AbstractFormula):
         check_positive(self, "width")
 
     def _derivative(self, v):
-        return self.peak * _steps.tent_density(None, v / self.width)
+        return self.peak * _antiderivatives.tent_density(None, v / self.width)
 
     def _primitive(self, v):
-        return 0.5 + self.peak * self.width * (_steps.tent(v / self.width) - 0.5)
+        return 0.5 + self.peak * self.width * (_antiderivatives.tent(v / self.width) - 0.5)
 
 
 class piecewise_quadratic(AbstractFormula):
@@ -88,10 +88,10 @@ class piecewise_quadratic(AbstractFormula):
         check_positive(self, "slope")
 
     def _derivative(self, v):
-        return self.slope * _steps.tent_density(None, self.slope * v)
+        return self.slope * _antiderivatives.tent_density(None, self.slope * v)
 
     def _primitive(self, v):
-        return _steps.tent(self.slope * v)
+        return _antiderivatives.tent(self.slope * v)
 
 
 class rectangle(AbstractFormula):
@@ -133,10 +133,10 @@ class rectangle(AbstractFormula):
         check_positive(self, "width")
 
     def _derivative(self, v):
-        return self.peak * _steps.box_density(None, v / self.width)
+        return self.peak * _antiderivatives.box_density(None, v / self.width)
 
     def _primitive(self, v):
-        return 0.5 + self.peak * self.width * (_steps.box(v / self.width) - 0.5)
+        return 0.5 + self.peak * self.width * (_antiderivatives.box(v / self.width) - 0.5)
 
 
 class leaky(AbstractFormula):
@@ -177,4 +177,6 @@ class leaky(AbstractFormula):
         return jnp.where(v > 0, self.slope, jnp.where(v < 0, self.leak, at_zero))
 
     def _primitive(self, v):
-        return 0.5 + self.slope * _steps.ramp(v) - self.leak * _steps.ramp(-v)
+        return (
+            0.5 + self.slope * _antiderivatives.ramp(v) - self.leak * _antiderivatives.ramp(-v)
+        )

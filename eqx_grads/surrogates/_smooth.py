@@ -1,7 +1,7 @@
 """Surrogates with tails: the derivatives of sigmoids, and Gaussians."""
 
-from . import _steps
-from ._formula import AbstractFormula, check_positive, Parameter
+from . import _antiderivatives
+from ._abstract import AbstractFormula, check_positive, Parameter
 
 
 class superspike(AbstractFormula):
@@ -41,10 +41,10 @@ class superspike(AbstractFormula):
         check_positive(self, "slope")
 
     def _derivative(self, v):
-        return _steps.softsign_density(None, self.slope * v)
+        return _antiderivatives.softsign_density(None, self.slope * v)
 
     def _primitive(self, v):
-        return 0.5 + _steps.softsign(self.slope * v) / self.slope
+        return 0.5 + _antiderivatives.softsign(self.slope * v) / self.slope
 
 
 class atan(AbstractFormula):
@@ -83,10 +83,10 @@ class atan(AbstractFormula):
         check_positive(self, "slope")
 
     def _derivative(self, v):
-        return self.slope * _steps.cauchy_density(None, self.slope * v)
+        return self.slope * _antiderivatives.cauchy_density(None, self.slope * v)
 
     def _primitive(self, v):
-        return _steps.cauchy(self.slope * v)
+        return _antiderivatives.cauchy(self.slope * v)
 
 
 class sigmoid(AbstractFormula):
@@ -123,10 +123,10 @@ class sigmoid(AbstractFormula):
         check_positive(self, "slope")
 
     def _derivative(self, v):
-        return self.slope * _steps.logistic_density(None, self.slope * v)
+        return self.slope * _antiderivatives.logistic_density(None, self.slope * v)
 
     def _primitive(self, v):
-        return _steps.logistic(self.slope * v)
+        return _antiderivatives.logistic(self.slope * v)
 
 
 class erf(AbstractFormula):
@@ -163,10 +163,10 @@ class erf(AbstractFormula):
         check_positive(self, "slope")
 
     def _derivative(self, v):
-        return self.slope * _steps.normal_density(None, self.slope * v)
+        return self.slope * _antiderivatives.normal_density(None, self.slope * v)
 
     def _primitive(self, v):
-        return _steps.normal(self.slope * v)
+        return _antiderivatives.normal(self.slope * v)
 
 
 class gaussian(AbstractFormula):
@@ -205,10 +205,10 @@ class gaussian(AbstractFormula):
         check_positive(self, "sigma")
 
     def _derivative(self, v):
-        return _steps.gaussian_density(v, self.sigma)
+        return _antiderivatives.gaussian_density(v, self.sigma)
 
     def _primitive(self, v):
-        return _steps.gaussian(v, self.sigma)
+        return _antiderivatives.gaussian(v, self.sigma)
 
 
 class multi_gaussian(AbstractFormula):
@@ -251,10 +251,10 @@ class multi_gaussian(AbstractFormula):
         check_positive(self, "sigma", "spread")
 
     def _derivative(self, v):
-        return self._mixture(_steps.gaussian_density, v)
+        return self._mixture(_antiderivatives.gaussian_density, v)
 
     def _primitive(self, v):
-        return self.height / 2 + self._mixture(_steps.gaussian, v)
+        return self.height / 2 + self._mixture(_antiderivatives.gaussian, v)
 
     def _mixture(self, gaussian, v):
         wide = self.spread * self.sigma

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from .._custom_jvp import custom_jvp
 from .._errors import name_of, rule_error, type_of
+from .._rules.custom_jvp import custom_jvp
 from ..tangents import add, is_zero
 
 

@@ -2,8 +2,8 @@
 
 from ._check_rule import check_rule as check_rule
 from ._compare import assert_trees_close as assert_trees_close
-from ._directions import random_tangent as random_tangent
-from ._numerical import numerical_jacobian as numerical_jacobian
+from ._finite_differences import numerical_jacobian as numerical_jacobian
+from ._random_tangents import random_tangent as random_tangent
 from ._report import Report as Report, RuleCheckError as RuleCheckError
 from ._single_checks import (
     check_adjoint as check_adjoint,

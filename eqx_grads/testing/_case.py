@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._compare import as_real, difference, norm, tolerance_of
-from ._directions import normal_like
-from ._numerical import directional
-from ._program import Program
-from ._subject import double_precision, Subject
-from ._undecorate import has_rules, without_rules
+from ._compiled import Program
+from ._finite_differences import directional
+from ._flat_function import double_precision, Subject
+from ._random_tangents import normal_like
+from ._strip_rules import has_rules, without_rules
 
 
 @dataclasses.dataclass(frozen=True)

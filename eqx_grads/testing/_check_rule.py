@@ -5,16 +5,16 @@ from typing import Any
 
 from .._errors import rule_error
 from ._case import Case, Options
-from ._check_derivative import check_forward, check_reverse
-from ._check_leaks import check_leaks
-from ._check_linear import check_adjoint, check_linear
-from ._check_order import check_order
-from ._check_primal import check_primal
-from ._check_residuals import check_residuals
-from ._check_transforms import check_transforms
-from ._check_values import check_deterministic, check_finite
-from ._check_zeros import check_zeros
-from ._judge import broke, skipped
+from ._checks.derivative import check_forward, check_reverse
+from ._checks.leaks import check_leaks
+from ._checks.linear import check_adjoint, check_linear
+from ._checks.order import check_order
+from ._checks.primal import check_primal
+from ._checks.residuals import check_residuals
+from ._checks.transforms import check_transforms
+from ._checks.values import check_deterministic, check_finite
+from ._checks.zeros import check_zeros
+from ._findings import broke, skipped
 from ._report import FAILED, Finding, Report
 
 

@@ -1,0 +1,1 @@
+"""Scans, branches, loops and rematerialization, with a chosen backward pass."""

@@ -1,0 +1,84 @@
+"""Rematerialization of functions and Modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .._rules.flatten_call import is_array, Rest
+
+
+def filter_checkpoint(
+    fn: Callable[..., PyTree],
+    *,
+    prevent_cse: bool = True,
+    policy: Callable[..., bool] | None = None,
+) -> Callable[..., PyTree]:
+    """`jax.checkpoint` for any PyTrees: nothing that `fn` computes is kept for the backward
+    pass, which computes it again.
+
+    `equinox.filter_checkpoint`, but that it keeps no tracers alive where `fn` is a Module.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        mlp = eqx.nn.MLP(3, 3, 64, 2, key=jax.random.key(0))
+
+        @eqx.filter_grad
+        def gradient(mlp):
+            return jnp.sum(eqg.filter_checkpoint(mlp)(jnp.ones(3)))
+
+        assert gradient(mlp).layers[0].weight.shape == (64, 3)
+        ```
+
+    **Arguments:**
+
+    - `fn`: a function, a bound method, a method in the making, or a Module. Takes and returns
+        any PyTrees. Arrays in its arguments are traced; all else is handed on as it is.
+    - `prevent_cse`, `policy`: as for `jax.checkpoint`.
+
+    **Returns:**
+
+    A function with the signature of `fn`. A PyTree, with the leaves of `fn`: it can stand for a
+    layer in a model.
+
+    **Derivative:**
+
+    That of `fn`, in both modes, to all orders.
+    """
+    return eqx.module_update_wrapper(_Checkpoint(fn, prevent_cse, policy))
+
+
+class _Checkpoint(eqx.Module):
+    _fn: Callable[..., Any]
+    _prevent_cse: bool = eqx.field(static=True)
+    _policy: Callable[..., bool] | None = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._fn
+
+    def __call__(self, /, *args, **kwargs):
+        call, arrays = Rest.split((self._fn, args, kwargs), is_array)
+        returned: list[Rest] = []
+
+        # A function of its own for each call, so that nothing is kept for the next.
+        def run(arrays):
+            fn, args, kwargs = call.tree(arrays)
+            out, ys = Rest.split(fn(*args, **kwargs), is_array)
+            returned[:] = [out]
+            return ys
+
+        run = jax.checkpoint(run, prevent_cse=self._prevent_cse, policy=self._policy)
+        ys = run(arrays)
+        return returned[0].tree(ys)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else eqx.Partial(self, instance)

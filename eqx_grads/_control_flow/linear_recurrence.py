@@ -1,0 +1,205 @@
+"""Linear recurrences, whose backward pass is the same recurrence in the other direction."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from .._errors import rule_error, type_of
+from .._rules.custom_vjp import custom_vjp
+
+
+def linear_recurrence(
+    a: ArrayLike,
+    b: ArrayLike,
+    h0: ArrayLike | None = None,
+    *,
+    reverse: bool = False,
+    method: str = "auto",
+) -> Array:
+    r"""The states of the recurrence $h_t = a_t\,h_{t-1} + b_t$, for every step $t$.
+
+    The products are elementwise. This is the core of linear recurrent units, of S4D and S5,
+    of minimal GRUs, and of exponential moving averages.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        b = jnp.array([1.0, 2.0, 3.0])
+        assert jnp.array_equal(eqg.linear_recurrence(0.5, b), jnp.array([1.0, 2.5, 4.25]))
+        last = lambda b: eqg.linear_recurrence(0.5, b)[-1]
+        assert jnp.array_equal(jax.grad(last)(b), jnp.array([0.25, 0.5, 1.0]))
+        ```
+
+    **Arguments:**
+
+    - `a`: the factors, real or complex, of shape `(time, ...)`. Broadcasts against `b`: of
+        shape `(1, width)`, `(width,)` or `()`, it is the same at all times, and takes no
+        memory for them.
+    - `b`: the terms, of shape `(time, ...)`.
+    - `h0`: the state before the first step, of shape `(...)`. The default is zero.
+    - `reverse`: run from the last step to the first, $h_t = a_t\,h_{t+1} + b_t$; then `h0` is
+        the state after the last.
+    - `method`: `"scan"` is one step after another; `"associative"` is a parallel prefix in
+        $O(\log T)$ steps, which does about twice the work and needs several times the
+        memory. They agree to rounding. `"auto"` is `"scan"` on a CPU, and `"associative"` on
+        all other backends that JAX has for its default.
+
+    **Returns:**
+
+    The states, `(time, ...)`, the initial one not among them, in the common dtype of the
+    arguments.
+
+    **Derivative:**
+
+    With $\dot h_0$ given, $\dot h_t = a_t\,\dot h_{t-1} + (\dot a_t\,h_{t-1} + \dot b_t)$ going
+    forward. In reverse $g_t = \bar h_t + a_{t+1}\,g_{t+1}$, and then $\bar b_t = g_t$,
+    $\bar a_t = g_t\,h_{t-1}$ and $\bar h_0 = a_1\,g_1$. Only `a` and the states are kept. Both
+    are linear recurrences, run by the same `method`, so all orders and both modes cost what
+    the function costs.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the shapes do not broadcast, there is no time axis, or the
+    method is unknown.
+    """
+    if method not in ("auto", "scan", "associative"):
+        raise rule_error(
+            "`linear_recurrence` has no such method.",
+            f"`method` is {method!r}",
+            do='Choose one of "auto", "scan" and "associative".',
+        )
+    if method == "auto":
+        method = "scan" if jax.default_backend() == "cpu" else "associative"
+    a, b, h0 = _fit(a, b, h0)
+    if b.shape[0] == 0:
+        return b
+    return _recurrence(a, b, h0, reverse=reverse, associative=method == "associative")
+
+
+def _fit(a, b, h0):
+    """The arguments in one dtype, `a` with a time axis of full length or of length one."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    h0 = None if h0 is None else jnp.asarray(h0)
+    given = [x for x in (a, b, h0) if x is not None]
+    # Explicit, as strict promotion refuses to find a common dtype.
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(*given)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            dtype = jnp.result_type(dtype, jnp.float32)
+    shape = _common_shape(a.shape, b.shape)
+    if not shape or (h0 is not None and _common_shape(h0.shape, shape[1:]) != shape[1:]):
+        raise rule_error(
+            "The arguments of `linear_recurrence` do not fit together.",
+            f"`a` is {type_of(a)}, `b` is {type_of(b)}, `h0` is {type_of(h0)}",
+            do="`a` and `b` broadcast together to the shape `(time, ...)`, and `h0` broadcasts "
+            "to `(...)`.",
+        )
+    a = a.astype(dtype)
+    a_steps = a.shape[0] if a.ndim == len(shape) else 1
+    a = _broadcast(a, (a_steps, *shape[1:]))
+    b = _broadcast(b.astype(dtype), shape)
+    h0 = jnp.zeros(shape[1:], dtype) if h0 is None else h0.astype(dtype)
+    return a, b, _broadcast(h0, shape[1:])
+
+
+def _common_shape(*shapes):
+    try:
+        return jnp.broadcast_shapes(*shapes)
+    except ValueError:
+        return None
+
+
+def _broadcast(x, shape):
+    return jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape)
+
+
+# The recurrence and its adjoint are one function. In the adjoint, a factor acts on the state
+# that leaves its step, not on the one that enters: with `delayed`, out_t = b_t + s_t and
+# s_{t+1} = a_t out_t. The adjoint of either is the other one, in the other direction.
+@custom_vjp
+def _recurrence(a, b, s, *, reverse, associative, delayed=False):
+    if associative:
+        return _associative(a, b, s, reverse, delayed)
+    constant = a.shape[0] != b.shape[0]
+
+    def step(s, x):
+        a_t, b_t = (a[0], x) if constant else x
+        if delayed:
+            out = b_t + s
+            return a_t * out, out
+        out = a_t * s + b_t
+        return out, out
+
+    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+
+
+@_recurrence.def_fwd
+def _recurrence_fwd(a, b, s, *, reverse, associative, delayed=False):
+    out = _recurrence(a, b, s, reverse=reverse, associative=associative, delayed=delayed)
+    return out, (a, s, out)
+
+
+@_recurrence.def_bwd
+def _recurrence_bwd(residuals, ct, *, reverse, associative, delayed=False):
+    a, s, out = residuals
+    g = _recurrence(
+        a,
+        ct,
+        jnp.zeros_like(s),
+        reverse=not reverse,
+        associative=associative,
+        delayed=not delayed,
+    )
+    first = -1 if reverse else 0
+    if delayed:
+        # The factor of step t acts on what it put out, and is seen by step t + 1.
+        ct_a = _shift(g, jnp.zeros_like(s), not reverse) * out
+        return _like(ct_a, a), g, g[first]
+    ct_a = g * _shift(out, s, reverse)
+    return _like(ct_a, a), g, a[first] * g[first]
+
+
+@_recurrence.def_jvp
+def _recurrence_jvp(primals, tangents, *, reverse, associative, delayed=False):
+    a, b, s = primals
+    t_a, t_b, t_s = tangents
+    out = _recurrence(a, b, s, reverse=reverse, associative=associative, delayed=delayed)
+    if delayed:
+        moved = _shift(t_a * out, jnp.zeros_like(s), reverse)
+    else:
+        moved = t_a * _shift(out, s, reverse)
+    t_out = _recurrence(
+        a, moved + t_b, t_s, reverse=reverse, associative=associative, delayed=delayed
+    )
+    return out, t_out
+
+
+def _like(ct_a, a):
+    """Summed over time for a factor that is the same at all times."""
+    return ct_a if a.shape[0] == ct_a.shape[0] else jnp.sum(ct_a, 0, keepdims=True)
+
+
+def _shift(xs, start, reverse):
+    """What each step sees of the step before it."""
+    if reverse:
+        return jnp.concatenate([xs[1:], start[None]])
+    return jnp.concatenate([start[None], xs[:-1]])
+
+
+def _associative(a, b, s, reverse, delayed):
+    first = -1 if reverse else 0
+    a = jnp.broadcast_to(a, b.shape)
+    if delayed:
+        a = _shift(a, jnp.ones_like(a[0]), reverse)
+    b = b.at[first].add(s if delayed else a[first] * s)
+    return jax.lax.associative_scan(_compose, (a, b), reverse=reverse)[1]
+
+
+def _compose(earlier, later):
+    a, b = earlier
+    a_next, b_next = later
+    return a_next * a, a_next * b + b_next

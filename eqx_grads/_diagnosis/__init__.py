@@ -1,0 +1,1 @@
+"""Where a gradient is zero, large or not finite: probes and reports."""

@@ -1,0 +1,407 @@
+"""See the gradient that passes a point, also inside scan: slots, callbacks and a watch."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from .._errors import rule_error, type_of
+from .._gradient_ops.norms import norm
+from .._gradient_ops.value_or_gradient_only import on_backward
+from .._rules.custom_jvp import custom_jvp
+from .._rules.custom_vjp import custom_vjp
+from .._tangent_spaces import (
+    is_differentiable,
+    is_none,
+    is_zero_leaf,
+    match_leaves,
+    shape_of,
+    varying_axes,
+)
+from ..tangents import add
+
+
+class GradientStatistics(eqx.Module):
+    r"""A slot for [`eqx_grads.probe`][] that keeps a few numbers instead of the gradient.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def loss(slots, h):
+            def step(h, slot):
+                return eqg.probe(2 * h, slot), None
+
+            return jnp.sum(jax.lax.scan(step, h, slots)[0])
+
+        statistics = jax.grad(loss)(eqg.GradientStatistics(3), jnp.ones(4))
+        assert jnp.array_equal(statistics.norm, jnp.array([8.0, 4.0, 2.0]))  # one per step
+        assert statistics.mean_norm == 14 / 3
+
+        # One slot for all steps: the numbers of the steps are added up.
+        def loss_of_one(slot, h):
+            slots = jax.tree.map(lambda s: jnp.broadcast_to(s, (3,)), slot)
+            return loss(slots, h)
+
+        statistics = jax.grad(loss_of_one)(eqg.GradientStatistics(), jnp.ones(4))
+        assert (statistics.norm, statistics.steps) == (14.0, 3.0)
+        assert statistics.mean_norm == 14 / 3
+        ```
+
+    **Arguments:**
+
+    - `n`: by default, a single slot. Or a number of steps (or a tuple of numbers): that many
+        slots in one tree of arrays, to be scanned over (or `vmap`ped).
+
+    The fields of the slot are zeros. Those of its gradient, of `x` and all its leaves:
+
+    - `norm`: the 2-norm of the finite elements.
+    - `max`: the largest magnitude among the finite elements.
+    - `nonfinite`: how many elements are NaN or infinite.
+    - `steps`: how many gradients have passed: one.
+
+    Where one slot serves many times (in a scan that closes over it, or for an `x` that is
+    batched when the slot is not), each field is the sum over these times, and `steps` says
+    how many there were.
+    """
+
+    norm: Float[Array, "*n"]
+    max: Float[Array, "*n"]
+    nonfinite: Float[Array, "*n"]
+    steps: Float[Array, "*n"]
+
+    def __init__(self, n: int | tuple[int, ...] = ()):
+        self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(n)
+
+    @property
+    def mean_norm(self) -> Float[Array, ""]:
+        """The norm, averaged over all steps. Zero if no gradient has passed."""
+        return self._mean(self.norm)
+
+    @property
+    def mean_max(self) -> Float[Array, ""]:
+        """The largest magnitude of a step, averaged over all steps. Zero if no gradient has
+        passed."""
+        return self._mean(self.max)
+
+    def _mean(self, field):
+        return jnp.sum(field) / jnp.maximum(jnp.sum(self.steps), 1)
+
+
+def probe(x: PyTree, slot: PyTree) -> PyTree:
+    r"""Let the gradient that passes here be found in the gradient of `slot`.
+
+    In a scan, a slot that is scanned over has one gradient for each step. A slot that the
+    scan closes over has their sum.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def loss(slots, h):
+            def step(h, slot):
+                return eqg.probe(2 * h, slot), None
+
+            return jax.lax.scan(step, h, slots)[0]
+
+        assert jnp.array_equal(
+            jax.grad(loss)(jnp.zeros(3), 1.0), jnp.array([4.0, 2.0, 1.0])
+        )
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `slot`: a tree like `x` of arrays of the same shapes, such as `jnp.zeros_like(x)`, with
+        `None` for any part that is not of interest. Its values do not matter. Or a
+        [`eqx_grads.GradientStatistics`][], to keep a few numbers instead of the gradient.
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Derivative:**
+
+    That of $y = x + \mathrm{slot}$: $\dot y = \dot x + \dot{\mathrm{slot}}$ and
+    $\bar x = \overline{\mathrm{slot}} = \bar y$. Linear, so both modes and all orders; the
+    Hessian with respect to a slot is that with respect to the activation. For a
+    `GradientStatistics`, forward mode is the identity in `x`, and the reverse rule puts
+    what it has found out about $\bar y$ in the place of $\overline{\mathrm{slot}}$.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `slot` is of another structure or shape than `x`.
+    """
+    if isinstance(slot, GradientStatistics):
+        if np.shape(slot.norm) != ():
+            raise rule_error(
+                "`probe` was given several slots for one gradient.",
+                f"`slot` is a `GradientStatistics` of shape {np.shape(slot.norm)}",
+                do="Scan over it, and give `probe` the part of the step; or make one slot "
+                "with `GradientStatistics()`, which adds up all steps.",
+            )
+        return _probe_statistics(x, slot)
+    return _probe(*_leaf_by_leaf(x, slot))
+
+
+def _leaf_by_leaf(x, slot):
+    """`x`, and one slot for each of its leaves: an array or `None`."""
+    slots = match_leaves(slot, x, "slot", _does_not_fit)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_none)
+    out = [leaf for _, leaf in leaves]
+    for i, (s, (path, leaf)) in enumerate(zip(slots, leaves, strict=True)):
+        if not is_differentiable(leaf):
+            slots[i] = None  # nothing passes here
+        elif s is not None and not (
+            is_differentiable(s)
+            and shape_of(s) == shape_of(leaf)
+            and jnp.iscomplexobj(s) == jnp.iscomplexobj(leaf)
+        ):
+            raise _does_not_fit(
+                f"x{jax.tree_util.keystr(path)} is {type_of(leaf)}, the slot is {type_of(s)}",
+                do="A slot is an array like the value, such as `jnp.zeros_like` of it. In a "
+                "scan, a slot for each step is scanned over, and one for all closed over.",
+            )
+        elif s is not None:
+            out[i], slots[i] = _vary_alike(leaf, s)
+    return jax.tree.unflatten(treedef, out), slots
+
+
+def _vary_alike(*xs):
+    """Inside of a `shard_map`: a slot that all devices share holds the sum over them."""
+    axes = frozenset[Any]().union(*map(varying_axes, xs))
+    missing = [tuple(sorted(axes - varying_axes(x))) for x in xs]
+    return [
+        jax.lax.pcast(jnp.asarray(x), m, to="varying") if m else x
+        for x, m in zip(xs, missing, strict=True)
+    ]
+
+
+def _does_not_fit(*where, do):
+    return rule_error("`probe` was given a slot that does not fit.", *where, do=do)
+
+
+@custom_jvp
+def _probe(x, slots):
+    del slots
+    return x
+
+
+@_probe.def_jvp(symbolic_zeros=True)
+def _probe_jvp(primals, tangents):
+    x, slots = primals
+    t_x, t_slots = tangents
+    leaves = jax.tree.leaves(x, is_leaf=is_none)
+    ts, treedef = jax.tree.flatten(t_x, is_leaf=is_none)
+    t_slots = [
+        None if is_zero_leaf(t) else t.astype(leaf.dtype)
+        for t, leaf in zip(t_slots, leaves, strict=True)
+    ]
+    return _probe(x, slots), jax.tree.unflatten(treedef, add(ts, t_slots))
+
+
+@_probe.def_vmap
+def _probe_vmap(*_):
+    # Nothing to gain, but a call with a batching rule is a primitive. In the forward pass of
+    # a scan, JAX before 0.12 forgets the rule of a `jax.custom_jvp`, and second derivatives
+    # are silently those of the function itself; it does not forget that of a primitive.
+    return NotImplemented
+
+
+@custom_vjp
+def _probe_statistics(x, slot):
+    del slot
+    return x
+
+
+@_probe_statistics.def_fwd
+def _probe_statistics_fwd(x, slot):
+    return x, slot
+
+
+@_probe_statistics.def_bwd(symbolic_zeros=True)
+def _probe_statistics_bwd(slot, ct):
+    cts = jax.tree.leaves(ct)
+    is_finite = [jnp.isfinite(c) for c in cts]
+    finite = [jnp.where(ok, c, 0) for ok, c in zip(is_finite, cts, strict=True)]
+    zero = jnp.zeros_like(slot.max)
+    largest = [jnp.max(jnp.abs(c), initial=0).astype(zero.dtype) for c in finite]
+    counts = [jnp.sum(~ok).astype(zero.dtype) for ok in is_finite]
+    found = (
+        norm(finite).astype(zero.dtype),
+        ft.reduce(jnp.maximum, largest, zero),
+        sum(counts, zero),
+        jnp.ones_like(zero),
+    )
+    fields = lambda s: (s.norm, s.max, s.nonfinite, s.steps)
+    return ct, eqx.tree_at(fields, slot, found)
+
+
+def tap_gradient(
+    x: PyTree, callback: Callable[..., Any], *args: PyTree, ordered: bool = False
+) -> PyTree:
+    r"""Call a function on the host with the gradient: print it, log it, raise, break.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        seen = []
+
+        def loss(h):
+            def step(h, t):
+                h = eqg.tap_gradient(2 * h, lambda g, t: seen.append((int(t), float(g))), t)
+                return h, None
+
+            return jax.lax.scan(step, h, jnp.arange(3))[0]
+
+        jax.jit(jax.grad(loss))(1.0)
+        jax.effects_barrier()
+        assert seen == [(2, 1.0), (1, 2.0), (0, 4.0)]  # backward, that is
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `callback`: is called as `callback(gradient, *args)` whenever a gradient passes, with
+        arrays that have values. The gradient is a tree like `x`, with `None` for the leaves
+        that have none. What it returns is ignored; what it raises stops the program, with a
+        `jax.errors.JaxRuntimeError` that quotes it.
+    - `*args`: more arguments for `callback`, such as the step of a scan. They may be traced.
+    - `ordered`: whether the calls are made in the order of the program. It costs some
+        speed, and is not possible on more than one device.
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Derivative:**
+
+    The identity, in both modes and at all orders. In forward mode, `callback` is not
+    called; under `vmap`, it is called for each example. JAX does not wait for callbacks:
+    `jax.effects_barrier()` does.
+    """
+    return on_backward(x, ft.partial(_tap, callback, ordered, args))
+
+
+def _tap(callback, ordered, args, ct):
+    jax.debug.callback(callback, ct, *args, ordered=ordered)
+    return ct
+
+
+def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = None) -> PyTree:
+    r"""Raise when a gradient that is not finite passes, and say where and at which step.
+
+    Watch several points: the one that is named is the first that the backward pass came to.
+    So it arose between that point and the next one that is watched on the way to the loss.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def loss(h):
+            def step(h, t):
+                h = eqg.watch_gradient(h, "h", step=t)
+                return jnp.sqrt(h) - 1, None
+
+            return jax.lax.scan(step, h, jnp.arange(2))[0]
+
+        try:
+            jax.jit(jax.grad(loss))(1.0)  # at step 1, the root of zero
+        except jax.errors.JaxRuntimeError as error:
+            assert "passes `h` is not finite, at step 1" in str(error)
+        else:
+            raise AssertionError
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `name`: what the error calls this point.
+    - `step`: the number of the step, for the error. It may be traced.
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Raises:**
+
+    `FloatingPointError` while the program runs; JAX wraps it in a
+    `jax.errors.JaxRuntimeError` that quotes it.
+
+    **Derivative:**
+
+    The identity, in both modes and at all orders. Forward mode is not watched. What is
+    downstream waits for the check, so nothing else is named first. The host is called only
+    when there is something to say; but under `vmap`, for every example.
+    """
+    return on_backward(x, ft.partial(_watch, name, step))
+
+
+def _watch(name, step, ct):
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(ct)
+    if not paths_and_leaves:
+        return ct
+    where = tuple(jax.tree_util.keystr(path) for path, _ in paths_and_leaves)
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    sizes = tuple(leaf.size for leaf in leaves)
+    # Numbers of NaN and of infinite elements, leaf by leaf.
+    found = jnp.stack(
+        [jnp.stack([jnp.sum(jnp.isnan(c)), jnp.sum(jnp.isinf(c))]) for c in leaves]
+    )
+    report = ft.partial(_report, name, where, sizes, step is not None)
+    step = jnp.asarray(-1 if step is None else step)
+    return jax.lax.cond(
+        jnp.any(found > 0), ft.partial(_ask_host, report), _pass, ct, found, step
+    )
+
+
+def _pass(ct, found, step):
+    del found, step
+    return ct
+
+
+def _ask_host(report, ct, found, step):
+    # Unlike a debug callback, what this returns is waited for: `x + -0.0` is `x`.
+    zero = jax.ShapeDtypeStruct((), jnp.float32)
+    zero = jax.pure_callback(report, zero, found, step, vmap_method="sequential")
+    return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
+
+
+def _report(name, where, sizes, has_step, found, step):
+    bad = [
+        f"  at {name}{path}: {nan} NaN and {inf} infinite of {size} elements"
+        for path, size, (nan, inf) in zip(where, sizes, np.asarray(found), strict=True)
+        if nan or inf
+    ]
+    if bad:  # under `vmap`, the host is asked in any case
+        at_step = f", at step {int(step)}" if has_step else ""
+        raise FloatingPointError(
+            "\n".join(
+                [
+                    f"The gradient that passes `{name}` is not finite{at_step}.",
+                    *bad,
+                    "The backward pass came here before any other point that is watched and "
+                    "has such a gradient: look for it between here and the next watched "
+                    "point on the way to the loss.",
+                ]
+            )
+        )
+    return np.float32(-0.0)

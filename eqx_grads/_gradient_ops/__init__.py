@@ -1,0 +1,1 @@
+"""Identities whose derivative is not the identity."""

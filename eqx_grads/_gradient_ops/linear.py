@@ -1,0 +1,409 @@
+"""Identities whose derivative is another linear map: scale, reverse, mask, sum over devices.
+
+They return their argument, and act on the gradient that passes them on its way back. In a
+tree, they act on the floating and complex leaves.
+
+Their rules return `x` and do not call the op again. So what is found at higher orders is the
+derivative of the gradient as it is, which finite differences of it would find too.
+"""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, PyTree
+
+from .._errors import rule_error, show_tree, type_of
+from .._rules.custom_jvp import custom_jvp
+from .._rules.custom_vjp import custom_vjp
+from .._tangent_spaces import is_arraylike, is_differentiable, is_none, varying_axes
+from ..tangents import neg, scale, where
+from .argument_checks import check_fits, check_leaf_fits
+
+
+def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
+    r"""Multiply the gradient by a number.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert jax.grad(lambda x: eqg.scale_gradient(x, 0.5) ** 2)(3.0) == 3.0
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `s`: a number, or an array that broadcasts to every floating leaf of `x`. It may be
+        traced.
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Derivative:**
+
+    $\dot y = s\,\dot x$ and $\bar x = s\,\bar y$. Linear, so in both modes. Higher orders
+    are the derivatives of this gradient, with respect to `s` too; the value itself does
+    not depend on `s`, and has the derivative zero. Zero times an infinite gradient is NaN:
+    to stop a gradient, use [`eqx_grads.mask_gradient`][].
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `s` would broadcast a leaf to another shape, or is complex
+    where a leaf is real.
+
+    Source: the gradient scaling of [MuZero](https://arxiv.org/abs/1911.08265), appendix G.
+    """
+    check_fits("scale_gradient", "s", s, x)
+    return _scale_gradient(x, s)
+
+
+@custom_jvp
+def _scale_gradient(x, s):
+    del s
+    return x
+
+
+@_scale_gradient.def_jvp(symbolic_zeros=True)
+def _scale_gradient_jvp(primals, tangents):
+    x, s = primals
+    return x, scale(tangents[0], s)
+
+
+def reverse_gradient(x: PyTree, strength: ArrayLike = 1.0) -> PyTree:
+    r"""Turn the gradient around: what comes after `x` is trained one way, what comes before
+    it the other.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert jax.grad(lambda x: eqg.reverse_gradient(x) ** 2)(3.0) == -6.0
+        assert jax.grad(lambda x: eqg.reverse_gradient(x, 0.5) ** 2)(3.0) == -3.0
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `strength`: a number, or an array that broadcasts to every floating leaf of `x`. It
+        may be traced: see [`eqx_grads.reversal_schedule`][].
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Derivative:**
+
+    With $\lambda$ for `strength`, $\dot y = -\lambda\,\dot x$ and
+    $\bar x = -\lambda\,\bar y$. Otherwise as [`eqx_grads.scale_gradient`][]: two reversals
+    of strength one are the identity.
+
+    **Raises:**
+
+    As [`eqx_grads.scale_gradient`][].
+
+    Source: Ganin et al., [Domain-adversarial training of neural
+    networks](https://arxiv.org/abs/1505.07818), 2016.
+    """
+    check_fits("reverse_gradient", "strength", strength, x)
+    return _reverse_gradient(x, strength)
+
+
+@custom_jvp
+def _reverse_gradient(x, strength):
+    del strength
+    return x
+
+
+@_reverse_gradient.def_jvp(symbolic_zeros=True)
+def _reverse_gradient_jvp(primals, tangents):
+    x, strength = primals
+    return x, neg(scale(tangents[0], strength))
+
+
+def reversal_schedule(
+    progress: ArrayLike,
+    *,
+    low: ArrayLike = 0.0,
+    high: ArrayLike = 1.0,
+    gamma: ArrayLike = 10.0,
+) -> Array:
+    r"""The strength of a gradient reversal in the course of training.
+
+    A domain classifier that knows nothing yet has nothing to teach, so the reversal begins
+    weak: from `low`, it rises to `high`.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        assert eqg.reversal_schedule(0.0) == 0.0
+        assert jnp.allclose(eqg.reversal_schedule(0.1), 0.462117)
+
+        def loss(x, step):
+            return eqg.reverse_gradient(x, eqg.reversal_schedule(step / 1000)) ** 2
+
+        assert jnp.allclose(jax.grad(loss)(1.0, 100), -0.924234)
+        ```
+
+    **Arguments:**
+
+    - `progress`: the fraction of the training that is done, from 0 to 1.
+    - `low`, `high`: the strength at the beginning, and the one that it tends to.
+    - `gamma`: how fast. 99 % of the way are done when `progress` is `5.3 / gamma`.
+
+    All may be traced.
+
+    **Returns:**
+
+    With $p$ for `progress`, $\mathrm{low} + (\mathrm{high} - \mathrm{low})
+    \left(\frac{2}{1 + e^{-\gamma p}} - 1\right)$.
+
+    **Derivative:**
+
+    That of the formula.
+
+    Source: Ganin et al., [Domain-adversarial training of neural
+    networks](https://arxiv.org/abs/1505.07818), 2016, section 5.2.2, where `low` is 0 and
+    `high` is 1.
+    """
+    values = [jnp.asarray(v) for v in (progress, low, high, gamma)]
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(float, *values)
+    progress, low, high, gamma = (v.astype(dtype) for v in values)
+    # 2 / (1 + exp(-z)) - 1, without the difference of nearly equal numbers.
+    return low + (high - low) * jnp.tanh(gamma * progress / 2)
+
+
+def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
+    r"""Pass the gradient where `mask` is true, and stop it elsewhere.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        mask = jnp.array([True, False])
+        loss = lambda x: jnp.sum(eqg.mask_gradient(x, mask) ** 2)
+        assert jnp.array_equal(jax.grad(loss)(jnp.array([3.0, 4.0])), jnp.array([6.0, 0.0]))
+
+        # A tree of bools freezes parts of a model.
+        loss = lambda x: sum(eqg.mask_gradient(x, {"a": True, "b": False}).values()) ** 2
+        assert jax.grad(loss)({"a": 1.0, "b": 2.0}) == {"a": 6.0, "b": 0.0}
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `mask`: a bool, or a boolean array that broadcasts to every floating leaf of `x`; or a
+        tree of these, with the structure of `x` or a prefix of it. Arrays may be traced.
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Derivative:**
+
+    $\dot y = \dot x$ and $\bar x = \bar y$ where `mask` is true, and zero elsewhere, also
+    where the gradient is NaN. Linear, so in both modes. Higher orders are the derivatives
+    of this gradient.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `mask` is not boolean, is of another structure, or would
+    broadcast a leaf to another shape.
+    """
+    return _mask_gradient(x, _masks("mask_gradient", "mask", mask, x))
+
+
+def stop_gradient_where(x: PyTree, condition: PyTree) -> PyTree:
+    r"""Stop the gradient where a condition holds, and pass it elsewhere.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def loss(x):
+            return jnp.sum(eqg.stop_gradient_where(x, x > 3) ** 2)
+
+        assert jnp.array_equal(jax.grad(loss)(jnp.array([3.0, 4.0])), jnp.array([6.0, 0.0]))
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree.
+    - `condition`: as `mask` of [`eqx_grads.mask_gradient`][].
+
+    **Returns:**
+
+    `x`, unchanged.
+
+    **Derivative:**
+
+    $\dot y = \dot x$ and $\bar x = \bar y$ where `condition` is false, and zero elsewhere.
+    Otherwise as [`eqx_grads.mask_gradient`][].
+
+    **Raises:**
+
+    As [`eqx_grads.mask_gradient`][].
+    """
+    stopped = _masks("stop_gradient_where", "condition", condition, x)
+    return _mask_gradient(x, [not m if m is True or m is False else ~m for m in stopped])
+
+
+@custom_jvp
+def _mask_gradient(x, masks):
+    del masks
+    return x
+
+
+@_mask_gradient.def_jvp(symbolic_zeros=True)
+def _mask_gradient_jvp(primals, tangents):
+    x, masks = primals
+    ts, treedef = jax.tree.flatten(tangents[0], is_leaf=is_none)
+    remaining = iter(masks)
+    # There is a mask for each leaf of `x`; `None` in `x` is not one.
+    is_leaf = [leaf is not None for leaf in jax.tree.leaves(x, is_leaf=is_none)]
+    masked = [
+        _masked(next(remaining), t) if leaf else None
+        for leaf, t in zip(is_leaf, ts, strict=True)
+    ]
+    return x, jax.tree.unflatten(treedef, masked)
+
+
+def _masked(mask, t):
+    if t is None or mask is True:
+        return t
+    return None if mask is False else where(mask, t, None)
+
+
+def _masks(op, argument, mask, x) -> list[Any]:
+    """One mask, a Python bool or an array, for each leaf of `x`."""
+    try:
+        filled = jax.tree.map(lambda m, branch: jax.tree.map(lambda _: m, branch), mask, x)
+    except (ValueError, TypeError):
+        filled = None
+    masks, leaves = jax.tree.leaves(filled), jax.tree_util.tree_leaves_with_path(x)
+    if len(masks) != len(leaves):
+        raise rule_error(
+            f"`{op}` was given a `{argument}` of another structure than `x`.",
+            f"`x` is {show_tree(x)}",
+            f"`{argument}` is {show_tree(mask)}",
+            do="Give it one bool or array for all leaves, or a tree of the structure of `x`, "
+            "in which one stands for a whole branch.",
+        )
+    for m, (path, leaf) in zip(masks, leaves, strict=True):
+        if not (is_arraylike(m) and jnp.asarray(m).dtype == bool):
+            raise rule_error(
+                f"`{op}` was given a `{argument}` that is not boolean.",
+                f"for x{jax.tree_util.keystr(path)}: `{argument}` is {type_of(m)}",
+                do="Compare with something, as in `weights > 0`. "
+                "To multiply a gradient by numbers, use `eqx_grads.scale_gradient`.",
+            )
+        check_leaf_fits(op, argument, m, path, leaf)
+    return [m if isinstance(m, jax.Array) else _bool_or_array(m) for m in masks]
+
+
+def _bool_or_array(mask):
+    return jnp.asarray(mask) if np.ndim(mask) else bool(mask)
+
+
+def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
+    r"""Sum the gradient over the devices, for weights of which each device has a copy.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def gradient(weight, x):
+            loss = lambda weight: eqg.psum_gradient(weight, "batch") * x
+            return jax.grad(loss)(weight)
+
+        # On four devices that would be a `jax.shard_map`.
+        xs = jnp.array([1.0, 2.0, 3.0, 4.0])
+        grads = jax.vmap(gradient, in_axes=(None, 0), axis_name="batch")(2.0, xs)
+        assert jnp.array_equal(grads, jnp.full(4, 10.0))
+        ```
+
+    **Arguments:**
+
+    - `x`: any PyTree, the same on all devices.
+    - `axis_name`: the name of a mesh axis of the `jax.shard_map` (or of a `vmap`) that this
+        is called in, or a tuple of names.
+
+    **Returns:**
+
+    `x`, unchanged. Where `shard_map` keeps track of what varies over the mesh, the result
+    counts as varying.
+
+    **Derivative:**
+
+    Forward mode is the identity: each device has the tangent of its copy. Backward,
+    $\bar x = \sum_\mathrm{devices} \bar y$. Use it where the gradient is taken inside of
+    the `shard_map` or `vmap`. If it is taken outside, JAX itself sums over the devices, and
+    without this tracking (`check_vma=False`) the sum would be taken twice.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if there is no such axis.
+    """
+    try:
+        index = jax.lax.axis_index(axis_name)
+    except NameError as error:
+        raise rule_error(
+            "`psum_gradient` was given the name of an axis that does not exist here.",
+            f"`axis_name` is {axis_name!r}",
+            do="Call it inside of a `jax.shard_map` over a mesh with this axis, or of a "
+            "`jax.vmap` with this `axis_name`.",
+        ) from error
+    # JAX knows what varies, and can tell which axes are left to sum over.
+    tracked = varying_axes(index)
+    return jax.tree.map(ft.partial(_psum_leaf, axis_name, tracked), x)
+
+
+def _psum_leaf(axis_name, tracked, x):
+    if not is_differentiable(x):
+        return x
+    x = jnp.asarray(x)
+    replicated = tracked - varying_axes(x)
+    if replicated:
+        # The transpose of this cast is the sum.
+        x = jax.lax.pcast(x, tuple(sorted(replicated)), to="varying")
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    rest = tuple(name for name in names if name not in replicated)
+    return _psum_gradient(x, axis_name=rest) if rest else x
+
+
+@custom_vjp
+def _psum_gradient(x, *, axis_name):
+    del axis_name
+    return x
+
+
+@_psum_gradient.def_fwd
+def _psum_gradient_fwd(x, *, axis_name):
+    del axis_name
+    return x, None
+
+
+@_psum_gradient.def_bwd
+def _psum_gradient_bwd(_, ct, *, axis_name):
+    return (jax.lax.psum(ct, axis_name),)

@@ -1,0 +1,1 @@
+"""Traced programs: inspect and evaluate jaxprs. Only this room knows how JAX writes them."""

@@ -1,0 +1,1 @@
+"""How a function gets a rule: decorators, closure conversion, the primitives, shorthands."""

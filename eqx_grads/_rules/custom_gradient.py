@@ -1,0 +1,79 @@
+"""The closure form: a function that returns its value together with its backward rule."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+from .._errors import name_of, place_of, rule_error, show_tree
+from .custom_vjp import custom_vjp
+
+
+def custom_gradient(fn: Callable[..., Any]) -> Any:
+    """A function that returns its value together with its own backward rule, a closure.
+
+    The form of `jax.custom_gradient` and TensorFlow's `tf.custom_gradient`. Traced values
+    may be closed over anywhere, and any PyTree passed.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.custom_gradient
+        def log1pexp(x):
+            e = jnp.exp(x)
+
+            def gradient(ct):
+                return ct * (1 - 1 / (1 + e))
+
+            return jnp.log(1 + e), gradient
+
+        assert jax.grad(log1pexp)(100.0) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `fn`: returns `out, gradient`, where `gradient(ct)` returns one cotangent for each
+        positional argument: a tuple, or just the cotangent of an only argument.
+
+    **Returns:**
+
+    An [`eqx_grads.custom_vjp`][], which returns `out`.
+
+    **Derivative:**
+
+    Reverse mode calls `gradient`. Forward mode differentiates `out` as it is computed.
+    """
+
+    @ft.wraps(fn)
+    def value(*args, **kwargs):
+        return _value_and_gradient(fn, fn(*args, **kwargs))[0]
+
+    def fwd(*args, **kwargs):
+        return _value_and_gradient(fn, fn(*args, **kwargs))
+
+    decorated = custom_vjp(value)
+    decorated.def_fwd(fwd)
+    decorated.def_bwd(_custom_gradient_bwd)
+    return decorated
+
+
+def _custom_gradient_bwd(gradient, ct, *, perturbed):
+    cts = gradient(ct)
+    if isinstance(cts, tuple | list) and len(cts) == len(perturbed):
+        return tuple(cts)
+    return (cts,) if len(perturbed) == 1 else cts
+
+
+def _value_and_gradient(fn, result):
+    if not isinstance(result, tuple | list) or len(result) != 2 or not callable(result[1]):
+        raise rule_error(
+            f"`{name_of(fn)}` did not return a value and a function.",
+            f"it returned {show_tree(result)}",
+            place_of(fn),
+            do="Return `out, gradient`, where `gradient(ct)` returns the cotangents of the "
+            "arguments.",
+        )
+    return result[0], result[1]

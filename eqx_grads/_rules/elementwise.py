@@ -1,0 +1,171 @@
+"""Functions that act on each element by itself: a rule is a line of partial derivatives."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._tangent_spaces import is_differentiable
+from ..tangents import add, is_zero
+from .custom_jvp import custom_jvp
+from .rule import Rule
+
+
+def elementwise(
+    fn: Callable[..., Any] | None = None,
+    derivative: Callable[..., Any] | Sequence[Any] | None = None,
+    *,
+    setup: Callable[..., Any] | None = None,
+) -> Any:
+    r"""A function that acts on each element by itself, with its partial derivatives.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        # A step going forward, a smooth bump coming back.
+        spike = eqg.elementwise(
+            lambda v: (v > 0).astype(v.dtype),
+            lambda out, v: 1 / (1 + 10 * jnp.abs(v)) ** 2,
+        )
+        assert spike(jnp.array(0.3)) == 1.0
+        assert jnp.allclose(jax.grad(spike)(0.3), 1 / 16)
+
+        # As a decorator. Two arguments, two partials, which share what `setup` computes.
+        @eqg.elementwise(
+            derivative=(lambda out, x, y, r: x * r, lambda out, x, y, r: y * r),
+            setup=lambda out, x, y: 1 / out,
+        )
+        def hypot(x, y):
+            return jnp.hypot(x, y)
+
+        assert jnp.allclose(jax.grad(hypot)(3.0, 4.0), 0.6)
+        ```
+
+    **Arguments:**
+
+    - `fn`: the function. Its arguments broadcast together to the shape of its one output.
+    - `derivative`: called as `derivative(out, *args)`, with the arguments that the caller
+        gave; returns the partial derivatives, one
+        for each argument (a tuple, or just the partial of an only argument), `None` being
+        zero. Or a tuple of functions `partial(out, *args)`, of which only those that are
+        needed are called.
+    - `setup`: called as `setup(out, *args)`. What it returns is given to `derivative` (or
+        to each partial) as one more argument, the last.
+
+    Without `fn`, a decorator. A keyword-only argument of `fn` is also passed to those of
+    the other functions that have a parameter of that name.
+
+    **Returns:**
+
+    An [`eqx_grads.custom_jvp`][].
+
+    **Derivative:**
+
+    With $d_i$ for the partials, the forward rule is $\dot y = \sum_i d_i\,\dot x_i$ and the
+    reverse rule $\bar x_i = d_i\,\bar y$, summed over the axes along which $x_i$ was
+    broadcast. Both modes; higher orders differentiate `derivative`.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a partial does not broadcast to the output, or is complex
+    where the output is real.
+    """
+    if derivative is None:  # `@elementwise(lambda out, x: ...)`
+        fn, derivative = None, fn
+    if derivative is None:
+        raise rule_error(
+            "`elementwise` was given no derivative.",
+            do="Write `elementwise(fn, lambda out, x: ...)`.",
+        )
+    if fn is None:
+        return lambda fn: elementwise(fn, derivative, setup=setup)
+    decorated = custom_jvp(fn)
+    if callable(derivative):
+        partials = Rule(derivative)
+    else:
+        partials = [Rule(d) if callable(d) else d for d in derivative]
+    shared = None if setup is None else Rule(setup)
+    rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
+    definition = decorated._definition
+    definition.jvp_rule = Rule(rule, symbolic_zeros=True, surely_linear=True)
+    # `derivative` is given the arguments that the caller gave: a one-line partial of
+    # `jax.nn.gelu` should not have to know of its `approximate`.
+    definition.fill_defaults = False
+    return decorated
+
+
+def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
+    out = decorated(*primals, **kwargs)
+    if not (eqx.is_array(out) and is_differentiable(out)):
+        raise rule_error(
+            f"`{name_of(decorated.__wrapped__)}` is elementwise, but did not return one "
+            "array of floats.",
+            f"it returned {show_tree(out)}",
+            place_of(decorated.__wrapped__),
+            do="For several outputs, use `eqx_grads.custom_jvp`.",
+        )
+    shared = () if setup is None else (setup.fn(out, *primals, **setup.asked_for(kwargs)),)
+
+    def call(rule):
+        return rule.fn(out, *primals, *shared, **rule.asked_for(kwargs))
+
+    if isinstance(derivative, Rule):
+        partials = call(derivative)
+        if not isinstance(partials, tuple | list):
+            partials = (partials,)
+    else:
+        needed = [not is_zero(t) for t in tangents]
+        partials = [
+            call(d) if isinstance(d, Rule) and (i >= len(needed) or needed[i]) else d
+            for i, d in enumerate(derivative)
+        ]
+    if len(partials) != len(primals):
+        raise rule_error(
+            f"`{name_of(decorated.__wrapped__)}` has {len(primals)} arguments, and was given "
+            f"{len(partials)} partial derivatives.",
+            place_of(decorated.__wrapped__),
+            do="Return one partial for each argument; `None` is zero.",
+        )
+    return out, add(
+        *(
+            _term(decorated.__wrapped__, i, d, t, out)
+            for i, (d, t) in enumerate(zip(partials, tangents, strict=True))
+            if not is_zero(t) and d is not None
+        )
+    )
+
+
+def _term(fn, i, partial, t, out):
+    partial = jnp.asarray(partial)
+    if not _broadcasts(t.shape, out.shape) or not _broadcasts(partial.shape, out.shape):
+        raise rule_error(
+            f"The partial derivative number {i} of `{name_of(fn)}` does not broadcast to "
+            "the output.",
+            f"the output is {type_of(out)}, the partial {type_of(partial)}, "
+            f"the argument's tangent {type_of(t)}",
+            place_of(fn),
+            do="An elementwise function acts on each element by itself. For others, use "
+            "`eqx_grads.custom_jvp`.",
+        )
+    if (jnp.iscomplexobj(partial) or jnp.iscomplexobj(t)) and not jnp.iscomplexobj(out):
+        raise rule_error(
+            f"The partial derivative number {i} of `{name_of(fn)}` gives a complex tangent "
+            "to a real output.",
+            place_of(fn),
+            do="A real function of a complex variable has no single partial derivative: "
+            "use `eqx_grads.custom_jvp`.",
+        )
+    partial = jnp.broadcast_to(partial.astype(out.dtype), out.shape)
+    return partial * jnp.broadcast_to(t.astype(out.dtype), out.shape)
+
+
+def _broadcasts(shape, to) -> bool:
+    padded = (1,) * (len(to) - len(shape)) + shape
+    return len(padded) == len(to) and all(a in (1, b) for a, b in zip(padded, to, strict=True))

@@ -1,0 +1,202 @@
+"""One JAX primitive: a linear map together with its chosen transpose.
+
+`jax.custom_derivatives.linear_call` is the nearest thing in JAX, and has no batching rule;
+so forward mode, reverse mode and `vmap` could not all be had at once (clause 3 of the
+contract: both modes).
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
+from jax.interpreters import ad, batching, mlir
+
+from .._tangent_spaces import as_array_list, is_differentiable
+
+
+class LinearMap:
+    """A linear map of tangents, given residuals, and its transpose. Hashed by identity.
+
+    - `forward(residuals, tangents)` returns the list of output tangents.
+    - `transpose(residuals, cotangents)` returns the list of input cotangents, `None` for
+        zero; so may be the cotangents that it is given. It need not be linear.
+    - `out_types` are the types of the output tangents.
+
+    None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[[list[Any], list[Any]], Sequence[Any]],
+        transpose: Callable[[list[Any], list[Any]], Sequence[Any]],
+        out_types: Sequence[Any],
+    ):
+        self.name = name
+        self.forward = forward
+        self.transpose = transpose
+        self.out_types = tuple(out_types)
+
+    def __repr__(self):  # what a jaxpr shows
+        return self.name
+
+
+def lifetime() -> ClosedJaxpr:
+    """A parameter for a primitive whose other parameters nobody else may keep alive.
+
+    JAX remembers the output types of the last 2048 calls of primitives by their parameters,
+    and so keeps these alive, but for jaxprs, to which it has weak references: when this one
+    goes with the program that it is in, so does what was remembered.
+    (`multi_weakref_lru_cache` in JAX 0.10 to 0.12.)
+    """
+    return ClosedJaxpr(_NOTHING, ())
+
+
+_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def linear_call(
+    linear_map: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]
+) -> list[Any]:
+    """Apply `linear_map`. Its transpose is used wherever JAX transposes the call."""
+    # An array that serves twice is passed, and so kept for the backward pass, once.
+    operands: dict[int, Any] = {id(r): r for r in residuals}
+    order = {key: i for i, key in enumerate(operands)}
+    places = tuple(order[id(r)] for r in residuals)
+    return linear_p.bind(
+        *operands.values(),
+        *tangents,
+        linear_map=linear_map,
+        n_residuals=len(operands),
+        places=places,
+        lifetime=lifetime(),
+    )
+
+
+linear_p = Primitive("eqg_linear")
+linear_p.multiple_results = True
+
+
+def _split(operands, n_residuals, places):
+    unique = operands[:n_residuals]
+    return [unique[i] for i in places], list(operands[n_residuals:])
+
+
+def _impl(*operands, linear_map, n_residuals, places, lifetime=None):
+    del lifetime
+    residuals, tangents = _split(as_array_list(operands), n_residuals, places)
+    return list(linear_map.forward(residuals, tangents))
+
+
+def _abstract_eval(*operands, linear_map, n_residuals, places, lifetime):
+    del operands, n_residuals, places, lifetime
+    return list(linear_map.out_types)
+
+
+def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
+    bind = ft.partial(
+        linear_p.bind,
+        linear_map=linear_map,
+        n_residuals=n_residuals,
+        places=places,
+        lifetime=lifetime,
+    )
+    primals = as_array_list(primals)
+    out = bind(*primals)
+    t_residuals, t_linear = tangents[:n_residuals], tangents[n_residuals:]
+    t_out: list[Any] | None = None
+    if any(type(t) is not ad.Zero for t in t_linear):
+        dense = [ad.instantiate_zeros(t) for t in t_linear]
+        t_out = bind(*primals[:n_residuals], *dense)
+    live = [
+        i
+        for i, t in enumerate(t_residuals)
+        if type(t) is not ad.Zero and is_differentiable(primals[i])
+    ]
+    if live:
+        # The map itself moves with its residuals: the second-order part.
+        def of_live(*values):
+            operands = list(primals)
+            for i, value in zip(live, values, strict=True):
+                operands[i] = value
+            return _impl(
+                *operands, linear_map=linear_map, n_residuals=n_residuals, places=places
+            )
+
+        _, moved = jax.jvp(of_live, [primals[i] for i in live], [t_residuals[i] for i in live])
+        t_out = moved if t_out is None else [a + b for a, b in zip(t_out, moved, strict=True)]
+    if t_out is None:
+        t_out = [ad.Zero(t.to_tangent_aval()) for t in linear_map.out_types]
+    return out, t_out
+
+
+def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
+    del lifetime
+    residuals, linear = _split(operands, n_residuals, places)
+    # Called right here, not staged: JAX and XLA see through it, it can be differentiated
+    # again, and it may be non-linear.
+    cts = [None if type(ct) is ad.Zero else ct for ct in cts]
+    ct_linear = linear_map.transpose(residuals, cts)
+    ct_linear = [
+        ct if ad.is_undefined_primal(x) else None
+        for ct, x in zip(ct_linear, linear, strict=True)
+    ]
+    return [None] * n_residuals + ct_linear
+
+
+def _batch(axis_data, operands, dims, *, linear_map, n_residuals, places, lifetime):
+    bind = ft.partial(linear_p.bind, n_residuals=n_residuals, places=places, lifetime=lifetime)
+    if all(dim is None for dim in dims):
+        out = bind(*operands, linear_map=linear_map)
+        return out, [None] * len(out)
+    operands = [
+        x if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    axes = [None if dim is None else 0 for dim in dims]
+    out = bind(*operands, linear_map=_vmap(linear_map, axis_data, axes, n_residuals, places))
+    return out, [0] * len(out)
+
+
+def _vmap(linear_map, axis_data, axes, n_residuals, places):
+    residual_axes, linear_axes = _split(axes, n_residuals, places)
+    vmap = ft.partial(
+        jax.vmap,
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+
+    def forward(residuals, tangents):
+        in_axes = (residual_axes, linear_axes)
+        return vmap(lambda r, t: list(linear_map.forward(r, t)), in_axes=in_axes)(
+            residuals, tangents
+        )
+
+    def transpose(residuals, cts):
+        in_axes = (residual_axes, [None if ct is None else 0 for ct in cts])
+        ct_linear = vmap(lambda r, c: list(linear_map.transpose(r, c)), in_axes=in_axes)(
+            residuals, cts
+        )
+        # An input that was not batched served every example: its cotangents add up.
+        return [
+            jnp.sum(ct, 0) if axis is None and ct is not None else ct
+            for ct, axis in zip(ct_linear, linear_axes, strict=True)
+        ]
+
+    out_types = [
+        unmapped_aval(axis_data.size, 0, t, axis_data.explicit_mesh_axis)
+        for t in linear_map.out_types
+    ]
+    return LinearMap(linear_map.name, forward, transpose, out_types)
+
+
+linear_p.def_impl(_impl)
+linear_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transpose
+batching.fancy_primitive_batchers[linear_p] = _batch
+mlir.register_lowering(linear_p, mlir.lower_fun(_impl, multiple_results=True))

@@ -1,0 +1,163 @@
+"""The value of one thing, the derivative of another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._errors import rule_error, show_tree, type_of
+from .._tangent_spaces import is_differentiable, shape_of
+from .custom_jvp import custom_jvp
+from .flatten_call import as_arrays
+from .wrapper import set_metadata
+
+
+def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
+    r"""The value of one thing, the derivative of another.
+
+    The usual spelling `surrogate + stop_gradient(value - surrogate)` rounds, and is NaN
+    where `value` and `surrogate` are infinite. This is `value` to the bit.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        straight_through_round = lambda x: eqg.replace_gradient(jnp.round(x), x)
+        assert straight_through_round(jnp.array(0.7)) == 1.0
+        assert jax.grad(straight_through_round)(0.7) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `value`: any PyTree.
+    - `surrogate`: a PyTree of the same structure and shapes.
+
+    **Returns:**
+
+    `value`, unchanged.
+
+    **Derivative:**
+
+    That of `surrogate`: $\dot y = \dot s$ and $\bar s = \bar y$, cast to the dtype of each.
+    The derivative with respect to `value` is zero. Linear, so both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if structures or shapes differ, or if a leaf of one can be
+    differentiated and that of the other can't.
+    """
+    _check_alike(value, surrogate)
+    return _replace_gradient(value, surrogate)
+
+
+def _check_alike(value, surrogate):
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+    surrogates, surrogate_def = jax.tree.flatten(surrogate)
+    if treedef != surrogate_def:
+        raise rule_error(
+            "`replace_gradient` was given a value and a surrogate of different structure.",
+            f"the value is {show_tree(value)}",
+            f"the surrogate is {show_tree(surrogate)}",
+            do="Give it two trees of the same structure.",
+        )
+    for (path, x), s in zip(leaves, surrogates, strict=True):
+        if not is_differentiable(x) and not is_differentiable(s):
+            continue
+        if is_differentiable(x) != is_differentiable(s) or shape_of(x) != shape_of(s):
+            raise rule_error(
+                "`replace_gradient` was given a surrogate that can't stand for the value.",
+                f"at value{jax.tree_util.keystr(path)}: the value is {type_of(x)}, "
+                f"the surrogate {type_of(s)}",
+                do="Both need the same shape and a floating or complex dtype.",
+            )
+
+
+@custom_jvp
+def _replace_gradient(value, surrogate):
+    del surrogate
+    return value
+
+
+@_replace_gradient.def_jvp(symbolic_zeros=True)
+def _replace_gradient_jvp(primals, tangents):
+    value, surrogate = primals
+    _, t_surrogate = tangents
+
+    def cast(t, x):
+        if jnp.iscomplexobj(t) and not jnp.iscomplexobj(x):
+            t = jnp.real(t)
+        return t.astype(x.dtype)
+
+    t_out = jax.tree.map(
+        lambda x, t: None if t is None else cast(t, x),
+        value,
+        t_surrogate,
+        is_leaf=lambda x: x is None,
+    )
+    return _replace_gradient(value, surrogate), t_out
+
+
+def with_gradient_of(
+    fn: Callable[..., Any], surrogate_fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The values of one function, the derivative of another.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        step = eqg.with_gradient_of(lambda x: jnp.heaviside(x, 0.0), jax.nn.sigmoid)
+        assert step(jnp.array(2.0)) == 1.0
+        assert jax.grad(step)(0.0) == 0.25
+        ```
+
+    **Arguments:**
+
+    - `fn`: gives the value. It is never differentiated, so it may be a host callback.
+    - `surrogate_fn`: takes the same arguments and returns the same structure and shapes.
+
+    Either may be a Module; the parameters of `surrogate_fn` are differentiated.
+
+    **Returns:**
+
+    A function (a Module that holds both).
+
+    **Derivative:**
+
+    That of `surrogate_fn`, with respect to its arguments and to whatever it closes over.
+    Both modes and all orders.
+
+    **Raises:**
+
+    As [`eqx_grads.replace_gradient`][].
+    """
+    wrapped = _WithGradientOf(fn, surrogate_fn)
+    set_metadata(wrapped, fn)
+    return wrapped
+
+
+class _WithGradientOf(eqx.Module):
+    fn: Callable[..., Any]
+    surrogate_fn: Callable[..., Any]
+
+    def __call__(self, *args, **kwargs):
+        args, kwargs = as_arrays((args, kwargs))
+        # Not only saves work: what has no derivative at all (a host callback) would raise.
+        fn, args_, kwargs_ = jax.tree.map(
+            lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
+            (self.fn, args, kwargs),
+        )
+        return replace_gradient(fn(*args_, **kwargs_), self.surrogate_fn(*args, **kwargs))
+
+    @property
+    def __wrapped__(self):
+        return self.fn

@@ -1,0 +1,197 @@
+"""The linear recurrent unit, as a layer over time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from ..._errors import rule_error
+from ..._tangent_spaces import promote
+from .._recurrent.layer import check_sizes, make_cells
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, learned_state, make_skip
+from .gates import default_dtype
+
+
+class LRUCell(AbstractDiagonalCell):
+    """The parameters of a linear recurrent unit."""
+
+    log_decay: Float[Array, " state"]
+    log_phase: Float[Array, " state"]
+    log_gamma: Float[Array, " state"]
+    weight_in: Float[Array, "2 state in"]
+    weight_out: Float[Array, "2 out state"]
+    skip: Float[Array, "..."]
+    input_size: int = eqx.field(static=True)
+
+    def __init__(self, input_size, output_size, state_size, *, ring, max_phase, dtype, key):
+        keys = jr.split(key, 5)
+        wide = promote([jnp.zeros((), dtype), jnp.float32])
+        low, high = ring
+        uniform = lambda key: jr.uniform(key, (state_size,), wide, jnp.finfo(wide).tiny)
+        # Uniform on the ring is uniform in the squared radius. A few roundings below one, as
+        # with a radius of one a state would take nothing in and never end; and above zero.
+        squared = low**2 + (high**2 - low**2) * uniform(keys[0])
+        below_one = (1 - 4 * jnp.finfo(wide).eps) ** 2
+        log_radius = 0.5 * jnp.log(jnp.clip(squared, jnp.finfo(wide).tiny, below_one))
+        in_, out = (2, state_size, input_size), (2, output_size, state_size)
+        self.log_decay = jnp.log(-log_radius).astype(dtype)
+        phase = jnp.maximum(max_phase * uniform(keys[1]), jnp.finfo(wide).tiny)
+        self.log_phase = jnp.log(phase).astype(dtype)
+        self.log_gamma = (0.5 * jnp.log(-jnp.expm1(2 * log_radius))).astype(dtype)
+        self.weight_in = jr.normal(keys[2], in_, dtype) * (2 * input_size) ** -0.5
+        self.weight_out = jr.normal(keys[3], out, dtype) * state_size**-0.5
+        self.skip = make_skip(keys[4], input_size, output_size, dtype)
+        self.input_size = input_size
+
+    def factors(self, dtype):
+        decay, phase, gamma = (
+            jnp.exp(p.astype(dtype)) for p in (self.log_decay, self.log_phase, self.log_gamma)
+        )
+        factor = jnp.exp(jax.lax.complex(-decay, phase))
+        return factor, gamma.astype(factor.dtype), 1.0
+
+
+class LRU(AbstractDiagonal):
+    r"""A linear recurrent unit over time.
+
+    The state is complex, and each of its numbers turns and decays by itself:
+
+    $$h_t = \lambda\,h_{t-1} + \gamma\,B x_t, \qquad y_t = \phi(\mathrm{Re}(C h_t) + D x_t),
+    \qquad \lambda = \exp(-e^{\nu} + i\,e^{\theta}).$$
+
+    So $|\lambda| < 1$ whatever the parameters are. $\gamma$ is a parameter too, and begins
+    at $\sqrt{1 - |\lambda|^2}$, which gives the states of white noise the variance of $B x$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        lru = eqg.nn.LRU(3, 8, 16, r_min=0.9, r_max=0.99, key=jax.random.key(0))
+        xs = jnp.ones((5, 20, 3))  # a batch of five sequences
+
+        @eqx.filter_grad
+        def gradient(lru):
+            ys, state = lru(xs)
+            assert ys.shape == (5, 20, 8) and state.shape == (5, 16)
+            return jnp.sum(ys**2)
+
+        assert gradient(lru).cells[0][0].log_decay.shape == (16,)
+        ```
+
+    The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`
+    ($\nu$), `log_phase` ($\theta$) and `log_gamma` ($\log\gamma$); `weight_in` ($B$) and
+    `weight_out` ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a
+    vector if there are as many outputs as inputs and else a matrix. All are real.
+
+    To take one step at a time, call the layer with one step, and with the state that the last
+    call returned.
+
+    States are complex, in single precision at least: with parameters and inputs in half
+    precision the recurrence is in single, and the outputs are in half.
+
+    **Derivative:**
+
+    That of [`eqx_grads.linear_recurrence`][], the same recurrence in the other direction, and
+    plain differentiation around it. Both modes, all orders. Each weight's gradient is one
+    matrix product for all steps and the batch.
+
+    ??? cite
+
+        [Resurrecting Recurrent Neural Networks for Long
+        Sequences](https://arxiv.org/abs/2303.06349)
+
+        ```bibtex
+        @inproceedings{orvieto2023resurrecting,
+            author={Orvieto, Antonio and Smith, Samuel L. and Gu, Albert and Fernando, Anushan
+                    and Gulcehre, Caglar and Pascanu, Razvan and De, Soham},
+            title={Resurrecting Recurrent Neural Networks for Long Sequences},
+            booktitle={International Conference on Machine Learning},
+            year={2023},
+        }
+        ```
+    """
+
+    cells: tuple[tuple[LRUCell, ...], ...]
+    initial_parts: Float[Array, "2 ..."] | None
+    dropout: eqx.nn.Dropout
+    activation: Callable[[Array], Array] | None
+    method: str = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        state_size: int,
+        *,
+        r_min: float = 0.0,
+        r_max: float = 1.0,
+        max_phase: float = 2 * np.pi,
+        activation: Callable[[Array], Array] | None = None,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        method: str = "auto",
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        r"""**Arguments:**
+
+        - `input_size`, `output_size`: the numbers of features.
+        - `state_size`: how many complex numbers the state is.
+        - `r_min`, `r_max`, `max_phase`: at first, $\lambda$ is uniform on the part of the ring
+            between the two radii with a phase from zero to `max_phase`. For long sequences
+            take `r_min` close to one, and `max_phase` small. No radius is one, also if `r_max`
+            is: the largest there is rounds to less.
+        - `activation`: $\phi$, applied to all outputs. The default is none; then a stack of
+            several layers is linear.
+        - `method`: as for [`eqx_grads.linear_recurrence`][].
+
+        All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
+        its real and its imaginary part.
+        """
+        check_sizes(
+            "LRU",
+            input_size=input_size,
+            output_size=output_size,
+            state_size=state_size,
+            num_layers=num_layers,
+        )
+        if not (0 <= r_min < r_max <= 1 and max_phase > 0):
+            raise rule_error(
+                "`LRU` was given a ring that is none.",
+                f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
+                do="Choose `0 <= r_min < r_max <= 1` and a positive phase.",
+            )
+        dtype = default_dtype(dtype)
+        make = lambda size, key: LRUCell(
+            size,
+            output_size,
+            state_size,
+            ring=(r_min, r_max),
+            max_phase=max_phase,
+            dtype=dtype,
+            key=key,
+        )
+        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.activation = activation
+        self.method = method
+        self.reverse = reverse
+        self.time_major = time_major
+        self.initial_parts = None
+        if learn_initial_state:
+            self.initial_parts = learned_state(self.cells, dtype)

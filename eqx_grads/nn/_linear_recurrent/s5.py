@@ -1,0 +1,221 @@
+"""The simplified state space layer S5, as a layer over time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from ..._errors import rule_error
+from ..._tangent_spaces import promote
+from .._recurrent.layer import check_sizes, make_cells
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, learned_state, make_skip
+from .gates import default_dtype
+
+
+class S5Cell(AbstractDiagonalCell):
+    """The parameters of a simplified state space layer."""
+
+    log_decay: Float[Array, " state"]
+    frequency: Float[Array, " state"]
+    log_step: Float[Array, " state"]
+    weight_in: Float[Array, "2 state in"]
+    weight_out: Float[Array, "2 out state"]
+    skip: Float[Array, "..."]
+    input_size: int = eqx.field(static=True)
+
+    def __init__(self, input_size, output_size, state_size, *, blocks, steps, dtype, key):
+        keys = jr.split(key, 4)
+        frequency, basis = hippo_normal(state_size // blocks)
+        frequency, basis = np.tile(frequency, blocks), np.kron(np.eye(blocks), basis)
+        low, high = np.log(steps)
+        half = state_size // 2
+        as_parts = lambda z: jnp.stack([jnp.real(z), jnp.imag(z)]).astype(dtype)
+        weight_in = jr.normal(keys[0], (state_size, input_size)) * input_size**-0.5
+        weight_out = jr.normal(keys[1], (output_size, state_size)) * state_size**-0.5
+        basis = jnp.asarray(basis, promote([weight_in, jnp.complex64]))
+        self.log_decay = jnp.full(half, np.log(0.5), dtype)
+        self.frequency = jnp.asarray(frequency, dtype)
+        self.log_step = jr.uniform(keys[2], (half,), minval=low, maxval=high).astype(dtype)
+        self.weight_in = as_parts(basis.conj().T @ weight_in.astype(basis.dtype))
+        self.weight_out = as_parts(weight_out.astype(basis.dtype) @ basis)
+        self.skip = make_skip(keys[3], input_size, output_size, dtype)
+        self.input_size = input_size
+
+    def factors(self, dtype):
+        decay, step = (jnp.exp(p.astype(dtype)) for p in (self.log_decay, self.log_step))
+        frequency = self.frequency.astype(dtype)
+        rate = jax.lax.complex(-decay, frequency)
+        turned = jax.lax.complex(-decay * step, frequency * step)
+        # Not `exp(turned) - 1`, which has lost most digits where steps are short.
+        return jnp.exp(turned), jnp.expm1(turned) / rate, 2.0
+
+
+def hippo_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
+    r"""The eigenvalues $-\frac12 + i\,\omega$ of the normal part of HiPPO-LegS with
+    $\omega > 0$: their frequencies $\omega$, and the eigenvectors in columns."""
+    root = np.sqrt(2 * np.arange(size) + 1)
+    # The normal part is -1/2, plus this, which is antisymmetric: i times it is Hermitian.
+    skew = -0.5 * (np.tril(np.outer(root, root), -1) - np.triu(np.outer(root, root), 1))
+    frequencies, vectors = np.linalg.eigh(-1j * skew)
+    half = slice(size // 2, None)
+    frequencies, vectors = frequencies[half], vectors[:, half]
+    # Eigenvectors have any phase: choose one, for the same numbers on all machines.
+    return frequencies, vectors * np.abs(vectors[0]) / vectors[0]
+
+
+class S5(AbstractDiagonal):
+    r"""A simplified state space layer over time.
+
+    A linear differential equation in a complex state, driven by inputs that are constant in
+    between, for which it is solved exactly ("zero-order hold"). With elementwise products,
+
+    $$h_t = e^{\lambda\delta}\,h_{t-1} + \frac{e^{\lambda\delta} - 1}{\lambda}\,B x_t, \qquad
+    y_t = \phi(2\,\mathrm{Re}(C h_t) + D x_t), \qquad
+    \lambda = -e^{\nu} + i\,\omega, \quad \delta = e^{\tau}.$$
+
+    It begins as the normal part of HiPPO-LegS, which remembers what it has seen in terms of
+    Legendre polynomials: $\lambda = -\frac12 + i\,\omega$ are its eigenvalues, and $B$ and $C$
+    are random matrices in the basis of its eigenvectors. The eigenvalues come in conjugate
+    pairs, so half of them, with $\omega > 0$, do for a real output. That the real part
+    of $\lambda$ is $-e^{\nu}$ (as in S4D) and not a parameter itself keeps all states stable.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        s5 = eqg.nn.S5(3, 3, 16, activation=jax.nn.gelu, key=jax.random.key(0))
+        xs = jnp.ones((5, 20, 3))  # a batch of five sequences
+
+        @eqx.filter_grad
+        def gradient(s5):
+            ys, state = s5(xs)
+            assert ys.shape == (5, 20, 3) and state.shape == (5, 8)
+            return jnp.sum(ys**2)
+
+        assert gradient(s5).cells[0][0].log_step.shape == (8,)
+        ```
+
+    The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`
+    ($\nu$), `frequency` ($\omega$) and `log_step` ($\tau$); `weight_in` ($B$) and `weight_out`
+    ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a vector if there
+    are as many outputs as inputs and else a matrix. All are real.
+
+    To take one step at a time, call the layer with one step, and with the state that the last
+    call returned.
+
+    States are complex, in single precision at least: with parameters and inputs in half
+    precision the recurrence is in single, and the outputs are in half.
+
+    **Derivative:**
+
+    That of [`eqx_grads.linear_recurrence`][], the same recurrence in the other direction, and
+    plain differentiation around it. Both modes, all orders. Each weight's gradient is one
+    matrix product for all steps and the batch.
+
+    ??? cite
+
+        [Simplified State Space Layers for Sequence
+        Modeling](https://arxiv.org/abs/2208.04933)
+
+        ```bibtex
+        @inproceedings{smith2023simplified,
+            author={Smith, Jimmy T. H. and Warrington, Andrew and Linderman, Scott W.},
+            title={Simplified State Space Layers for Sequence Modeling},
+            booktitle={International Conference on Learning Representations},
+            year={2023},
+        }
+        ```
+    """
+
+    cells: tuple[tuple[S5Cell, ...], ...]
+    initial_parts: Float[Array, "2 ..."] | None
+    dropout: eqx.nn.Dropout
+    activation: Callable[[Array], Array] | None
+    method: str = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        state_size: int,
+        *,
+        blocks: int = 1,
+        min_step: float = 0.001,
+        max_step: float = 0.1,
+        activation: Callable[[Array], Array] | None = None,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        method: str = "auto",
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        r"""**Arguments:**
+
+        - `input_size`, `output_size`: the numbers of features.
+        - `state_size`: how many eigenvalues there are. The state is half as many complex
+            numbers.
+        - `blocks`: at first, the eigenvalues are those of so many HiPPO matrices, each of size
+            `state_size / blocks`, which has to be even.
+        - `min_step`, `max_step`: at first, $\log \delta$ is uniform between the logarithms of
+            these. A state remembers some $1 / \delta$ steps.
+        - `activation`: $\phi$, applied to all outputs. The default is none; then a stack of
+            several layers is linear.
+        - `method`: as for [`eqx_grads.linear_recurrence`][].
+
+        All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
+        its real and its imaginary part.
+        """
+        check_sizes(
+            "S5",
+            input_size=input_size,
+            output_size=output_size,
+            state_size=state_size,
+            blocks=blocks,
+            num_layers=num_layers,
+        )
+        if state_size % (2 * blocks) != 0:
+            raise rule_error(
+                "`S5` can't pair its eigenvalues.",
+                f"`state_size` is {state_size}, `blocks` is {blocks}",
+                do="Choose a `state_size` that is a multiple of `2 * blocks`.",
+            )
+        if not 0 < min_step <= max_step:
+            raise rule_error(
+                "`S5` was given a range of steps that is none.",
+                f"`min_step` is {min_step}, `max_step` is {max_step}",
+                do="Choose `0 < min_step <= max_step`.",
+            )
+        dtype = default_dtype(dtype)
+        make = lambda size, key: S5Cell(
+            size,
+            output_size,
+            state_size,
+            blocks=blocks,
+            steps=(min_step, max_step),
+            dtype=dtype,
+            key=key,
+        )
+        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.activation = activation
+        self.method = method
+        self.reverse = reverse
+        self.time_major = time_major
+        self.initial_parts = None
+        if learn_initial_state:
+            self.initial_parts = learned_state(self.cells, dtype)

@@ -1,0 +1,205 @@
+"""What quantization layers may be given, and the errors where it is something else."""
+
+import math
+import operator
+from typing import Any, TypeGuard
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from ... import ste
+from ..._errors import name_of, rule_error, RuleError, type_of
+from ..._rules.float_args import as_floats
+
+
+def as_integer(layer: str, what: str, x: Any, *, do: str) -> int:
+    """NumPy's integers too: as static fields, they have to be Python's."""
+    try:
+        if not isinstance(x, bool | np.bool_):
+            return operator.index(x)
+    except TypeError:
+        pass
+    raise _refused(layer, what, x, do)
+
+
+def is_number(x: Any) -> TypeGuard[int | float]:
+    numbers = int | float | np.integer | np.floating
+    return isinstance(x, numbers) and not isinstance(x, bool)
+
+
+def as_number(layer: str, what: str, x: Any, *, positive: bool = False) -> float:
+    if is_number(x) and math.isfinite(x) and (x > 0 if positive else x >= 0):
+        return float(x)
+    kind = "a positive number" if positive else "a number, zero or positive"
+    raise _refused(layer, what, x, f"Give it {kind}.")
+
+
+def as_bits(layer: str, bits: Any, signed: bool) -> int:
+    fewest = 2 if signed else 1
+    do = (
+        f"Give it an integer from {fewest} to 24. For a single signed bit there is "
+        "`eqx_grads.ste.binary_sign`."
+    )
+    bits = as_integer(layer, "bits", bits, do=do)
+    if not fewest <= bits <= 24:
+        raise rule_error(
+            f"`{layer}` can't quantize to this number of bits.",
+            f"`bits` is {bits}, `signed` is {signed}",
+            do=do,
+        )
+    return bits
+
+
+def as_scale(layer: str, scale: Any) -> Array | None:
+    if scale is None:
+        return None
+    if is_number(scale):
+        scale = jnp.asarray(scale, jnp.result_type(float))
+    scale = as_floats(layer, scale, "scale")
+    if isinstance(scale, Tracer):
+        return scale
+    values = np.asarray(scale)
+    if not np.all((values > 0) & np.isfinite(values)):
+        raise rule_error(
+            f"`{layer}` was given a scale that is not positive and finite.",
+            f"the smallest is {np.min(values)}, the largest {np.max(values)}",
+            do="Give it a positive scale.",
+        )
+    return scale
+
+
+def as_channel_axis(layer: str, axis: Any) -> int | None:
+    do = "Give it an integer, or `None` for one scale for all."
+    return None if axis is None else as_integer(layer, "channel_axis", axis, do=do)
+
+
+def as_axis(layer: str, axis: Any) -> int:
+    do = (
+        "Give it a negative one, which is the same axis for a batch: -3 for images with "
+        "channels first."
+    )
+    axis = as_integer(layer, "axis", axis, do=do)
+    if axis >= 0:
+        raise rule_error(
+            f"`{layer}` was given an axis that is not counted from the end.",
+            f"`axis` is {axis}",
+            do=do,
+        )
+    return axis
+
+
+def as_levels(levels: Any) -> tuple[int, ...]:
+    do = (
+        "Give it a sequence of integers, each two or more, whose product is less than 2^31: "
+        "`(8, 5, 5)`."
+    )
+    if not hasattr(levels, "__iter__"):
+        raise _refused("FSQ", "levels", levels, do)
+    given = tuple(levels)
+    levels = tuple(as_integer("FSQ", "levels", count, do=do) for count in given)
+    if not levels or min(levels) < 2 or math.prod(levels) >= 2**31:
+        raise rule_error(
+            "`FSQ` can't quantize to these levels.", f"`levels` is {levels}", do=do
+        )
+    return levels
+
+
+def as_threshold(layer: str, threshold: Any) -> Any:
+    if isinstance(threshold, str):
+        if threshold == "mean":
+            return threshold
+    elif is_number(threshold) and 0 <= threshold < math.inf:
+        return float(threshold)
+    raise _refused(
+        layer, "threshold", threshold, 'Give it a number, zero or positive, or "mean".'
+    )
+
+
+def check_function(layer: str, what: str, fn: Any) -> None:
+    if not callable(fn):
+        do = "Give it a function of one argument: `jnp.sign`, and not its name."
+        raise _refused(layer, what, fn, do)
+
+
+def check_backward(layer: str, backward: Any) -> None:
+    try:
+        ste.wrap(jnp.sign, backward=backward)
+    except RuleError:
+        do = "Give it a function, or one of the names that `eqx_grads.ste.wrap` lists."
+        raise _refused(layer, "backward", backward, do) from None
+
+
+def check_vectors(layer: str, z: Array, axis: int, size: int) -> None:
+    """That there are vectors of the right size along an axis."""
+    if z.ndim >= -axis and z.shape[axis] == size:
+        return
+    raise rule_error(
+        f"`{layer}` was given an array without vectors of its size along its axis.",
+        f"`z` is {type_of(z)}, `axis` is {axis}, and the size is {size}",
+        do=f"Give it an array with {size} numbers along that axis, or make it with another "
+        "`axis`.",
+    )
+
+
+def check_indices(layer: str, indices: Any, axis: int) -> None:
+    integers = jnp.issubdtype(jnp.result_type(indices), jnp.integer)
+    if integers and jnp.ndim(indices) + 1 >= -axis:
+        return
+    raise rule_error(
+        f"`{layer}.decode` was given something else than indices of its codes.",
+        f"`indices` is {type_of(indices)}, `axis` is {axis}",
+        do=f"Give it integers, with {-axis - 1} axes or more.",
+    )
+
+
+def check_layer(name: str, layer: Any, kind: type) -> None:
+    """That a layer of Equinox does what it does with one array of weights."""
+    alike = isinstance(layer, kind) and type(layer).__call__ is kind.__call__
+    if not alike or not isinstance(layer.weight, jax.Array | np.ndarray):
+        what, of = ("its weight", layer.weight) if alike else ("the layer", layer)
+        raise rule_error(
+            f"`{name}.from_layer` was given something that it can't quantize.",
+            f"{what} is a `{type(of).__name__}`",
+            do=f"Give it an `equinox.nn.{kind.__name__}` with an array for a weight. One that "
+            "has a `__call__` of its own would lose it; one of `equinox.nn.Shared` has to be "
+            "quantized before it is shared.",
+        )
+
+
+def check_quantizer(name: str, what: str, quantizer: Any) -> None:
+    if quantizer is not None and (isinstance(quantizer, type) or not callable(quantizer)):
+        raise rule_error(
+            f"The `{what}_quantizer` of `{name}` is not a quantizer.",
+            f"it is {quantizer!r:.80}",
+            do="Give it a function of an array, `eqx_grads.nn.LSQ(bits=4)` for one.",
+        )
+
+
+def check_quantized(what: str, quantizer: Any, x: Any, out: Any) -> None:
+    if jnp.shape(out) != x.shape or not jnp.issubdtype(jnp.asarray(out).dtype, jnp.floating):
+        raise rule_error(
+            f"The {what} quantizer did not return an array like the one that it was given.",
+            f"`{name_of(quantizer)}` was given {type_of(x)} and returned {type_of(out)}",
+            do="A quantizer is a function of an array that returns floats of the same shape.",
+        )
+
+
+def check_input(name: str, layer: eqx.nn.Linear, x: Any) -> None:
+    """That a vector has the size that a linear layer is for."""
+    scalar = layer.in_features == "scalar"
+    shape = () if scalar else (layer.in_features,)
+    if jnp.shape(x) != shape:
+        raise rule_error(
+            f"`{name}` was given an input of the wrong size.",
+            f"the input is {type_of(x)}, `in_features` is {layer.in_features!r}",
+            do=f"Give it {'a scalar' if scalar else f'a vector of shape {shape}'}, and a batch "
+            "of such by `jax.vmap`.",
+        )
+
+
+def _refused(layer, what, x, do):
+    return rule_error(f"`{layer}` can't be made with this `{what}`.", f"it is {x!r:.80}", do=do)

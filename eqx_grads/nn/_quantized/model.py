@@ -1,0 +1,326 @@
+"""The layers of a model, swapped for quantized ones by rules, with a report."""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from ..._errors import rule_error, type_of
+from ..._tangent_spaces import is_differentiable
+from .layers import (
+    AbstractQuantizedLayer,
+    describe,
+    QuantizedConv,
+    QuantizedLinear,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """A row of a `QuantizationReport`.
+
+    - `path`: where it is in the model, with dots.
+    - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
+    - `weights`, `inputs`: what they are quantized to, `"2 bits"` for one.
+    - `shape`: of the weight. That of an ensemble has axes in front.
+    - `note`: why it was left, or with which other layer it is shared.
+    """
+
+    path: str
+    old: str
+    new: str = ""
+    weights: str = ""
+    inputs: str = ""
+    shape: tuple[int, ...] = ()
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationReport:
+    """What [`eqx_grads.nn.quantize_model`][] did. Printing it gives a table.
+
+    - `swapped`: the layers that are quantized now, a list of rows with the fields `path`,
+        `old`, `new`, `weights`, `inputs`, `shape` and `note`.
+    - `left`: the layers that are not, and all other arrays of floats in the model.
+    """
+
+    swapped: list[LayerReport]
+    left: list[LayerReport]
+
+    def __str__(self) -> str:
+        lines = [f"swapped: {len(self.swapped)}", *_table(self.swapped)]
+        return "\n".join([*lines, f"left: {len(self.left)}", *_table(self.left)])
+
+
+def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
+    cells = [
+        (
+            row.path or "(the model)",
+            f"{row.old} -> {row.new}" if row.new else row.old,
+            f"weights {row.weights}" if row.weights else "",
+            f"inputs {row.inputs}" if row.inputs else "",
+            str(row.shape),
+            row.note,
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = [f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True) if w]
+        yield "  " + "  ".join(padded).rstrip()
+
+
+def quantize_model(
+    model: PyTree, rules: Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+) -> tuple[PyTree, QuantizationReport]:
+    """Swap the layers of a model for quantized ones.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(64, 10, width_size=128, depth=2, key=jax.random.key(0))
+        model, report = eqg.nn.quantize_model(
+            model,
+            {
+                "layers.0": (eqg.nn.LSQ(bits=8), None),
+                eqx.nn.Linear: (eqg.nn.LSQ(bits=2), eqg.nn.FakeQuantize(bits=4)),
+            },
+        )
+        assert [row.weights for row in report.swapped] == ["8 bits", "2 bits", "2 bits"]
+        assert model(jnp.ones(64)).shape == (10,)
+        ```
+
+    Layers are `equinox.nn.Linear` and `equinox.nn.Conv`, in any PyTree: Modules, lists,
+    dictionaries, ensembles made by `equinox.filter_vmap`, the stacked layers of an
+    `equinox.nn.MLP` that scans. A layer that is one object in several places is one object
+    afterwards, if one rule has it everywhere; the report says so.
+
+    **Arguments:**
+
+    - `model`: any PyTree.
+    - `rules`: pairs of which layers and how, or a dictionary of such. For each layer, the
+        first rule that matches it is the one that is used.
+
+    Which layers:
+
+    - a type: all layers of that type, and all within a Module of that type.
+    - a path with dots, `"encoder.layers.0"`: that layer, and all within what is there. It may
+        have wildcards, as in `fnmatch`: `"*.query_proj"`, `"layers.[12]"`. An asterisk
+        stands for dots as well.
+
+    How:
+
+    - a quantizer for the weights that is a Module ([`eqx_grads.nn.LSQ`][],
+        [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.StraightThrough`][]), or a pair of
+        quantizers for weights and inputs, each any function of an array, or `None`. The
+        layer becomes an [`eqx_grads.nn.QuantizedLinear`][] or
+        [`eqx_grads.nn.QuantizedConv`][].
+    - [`eqx_grads.nn.BinaryLinear`][] or [`eqx_grads.nn.TernaryLinear`][].
+    - a function from the layer to what takes its place:
+        `functools.partial(eqg.nn.BinaryLinear.from_layer, scale=False)`.
+    - `None` or `False`: leave it.
+
+    **Returns:**
+
+    - The new model. Weights and biases are the arrays that they were; nothing is trained.
+    - An [`eqx_grads.nn.QuantizationReport`][]: what was swapped, and what was left. Print it.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a rule is used for no layer, or can't be.
+    """
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    walk = _Walk([_Rule(i, which, how) for i, (which, how) in enumerate(pairs)])
+    new = walk.visit(model, "", frozenset())
+    walk.check_all_used()
+    return new, QuantizationReport(walk.swapped, walk.left)
+
+
+class _Rule:
+    def __init__(self, number: int, which: Any, how: Any):
+        self.which = which
+        name = which.__name__ if isinstance(which, type) else repr(which)
+        self.name = f"rule {number}, {name}"
+        if not isinstance(which, str | type):
+            raise rule_error(
+                f"A rule of `quantize_model` does not say which layers it is for: {self.name}.",
+                do="Give it a type or a path, a string such as `'encoder.layers.*'`.",
+            )
+        self.swap = self._as_swap(how)
+
+    def _as_swap(self, how: Any) -> Callable[[Any], Any] | None:
+        if how is None or how is False:
+            return None
+        if isinstance(how, type) and hasattr(how, "from_layer"):
+            return how.from_layer
+        if isinstance(how, tuple) and len(how) == 2:
+            return lambda layer: _quantize(layer, *how)
+        if isinstance(how, eqx.Module):
+            return lambda layer: _quantize(layer, how, None)
+        if callable(how) and not isinstance(how, type):
+            return how
+        raise rule_error(
+            f"A rule of `quantize_model` does not say how to quantize: {self.name}.",
+            f"it is {how!r:.80}",
+            do="Give it a quantizer, a pair of them for weights and inputs, a layer with "
+            "`from_layer`, a function of the layer, or `None` to leave it.",
+        )
+
+    def matches(self, path: str, node: Any) -> bool:
+        if isinstance(self.which, str):
+            return fnmatch.fnmatchcase(path, self.which)
+        return isinstance(node, self.which)
+
+
+def _quantize(layer, weight_quantizer, input_quantizer):
+    quantizers = {"weight_quantizer": weight_quantizer, "input_quantizer": input_quantizer}
+    if isinstance(layer, eqx.nn.Linear):
+        return QuantizedLinear.from_layer(layer, **quantizers)
+    return QuantizedConv.from_layer(layer, **quantizers)
+
+
+class _Walk:
+    """One way through a model."""
+
+    def __init__(self, rules: Sequence[_Rule]):
+        self.rules = rules
+        self.matched: set[int] = set()
+        self.used: set[int] = set()
+        self.done_before: dict[int, str] = {}  # of each rule, a layer quantized already
+        self.paths: dict[str, str] = {}  # of each layer and what contains it, with its type
+        self.swapped: list[LayerReport] = []
+        self.left: list[LayerReport] = []
+        self._done: dict[int, tuple[int | None, Any, str]] = {}
+
+    def visit(self, node: Any, path: str, matching: frozenset[int]) -> Any:
+        """The node with its layers swapped; `matching` are the rules for all within it."""
+        if isinstance(node, AbstractQuantizedLayer):
+            self.paths[path] = type(node).__name__
+            self._leave(path, node, "quantized already")
+            for i, rule in enumerate(self.rules):
+                if i in matching or rule.matches(path, node) or rule.matches(path, node.layer):
+                    self.done_before.setdefault(i, path)
+            return node
+        here = {i for i, rule in enumerate(self.rules) if rule.matches(path, node)}
+        matching = matching | here
+        if isinstance(node, eqx.nn.Linear | eqx.nn.Conv):
+            self.paths[path] = type(node).__name__
+            return self._swap(node, path, matching)
+        children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+        if jtu.treedef_is_leaf(treedef):
+            if isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
+                self.left.append(LayerReport(path, type_of(node), shape=node.shape))
+            return node
+        layers = len(self.paths)
+        new = [self.visit(x, _join(path, key), matching) for key, x in children]
+        if len(self.paths) > layers:
+            self.paths[path] = type(node).__name__
+        if all(a is b for a, (_, b) in zip(new, children, strict=True)):
+            return node
+        return jax.tree.unflatten(treedef, new)
+
+    def _swap(self, layer, path, matching):
+        self.matched |= matching
+        number = min(matching, default=None)
+        first, new, note = None, None, ""
+        if id(layer) in self._done:
+            other, new, first = self._done[id(layer)]
+            note = f"shared with {first}"
+            if other != number:
+                note, new = f"was shared with {first}, and is not any more", None
+        if number is None:
+            self._leave(path, layer, note or "no rule")
+            self._done.setdefault(id(layer), (None, layer, path))
+            return layer
+        self.used.add(number)
+        rule = self.rules[number]
+        if rule.swap is None:
+            self._leave(path, layer, note or rule.name)
+            self._done.setdefault(id(layer), (number, layer, path))
+            return layer
+        if new is None:
+            new = self._new(rule, layer, path)
+            self._done.setdefault(id(layer), (number, new, path))
+        weights, inputs = "", ""
+        if isinstance(new, AbstractQuantizedLayer):
+            weights, inputs = new.describe_weight(), describe(new.input_quantizer)
+        row = LayerReport(path, type(layer).__name__, type(new).__name__, weights, inputs)
+        self.swapped.append(dataclasses.replace(row, shape=layer.weight.shape, note=note))
+        return new
+
+    def _new(self, rule, layer, path):
+        try:
+            new = rule.swap(layer)
+        except Exception as error:
+            error.add_note(f"It was to take the place of {_place(path)} by {rule.name}.")
+            raise
+        if type(new) is type(layer) or not callable(new):
+            raise rule_error(
+                f"A rule of `quantize_model` did not return a quantized layer: {rule.name}.",
+                f"for {_place(path)}, a `{type(layer).__name__}`, it returned "
+                f"{type(new).__name__}",
+                do="A function as a rule is given the layer, not its weight. For a function of "
+                "the weight, write `(fn, None)`.",
+            )
+        return new
+
+    def _leave(self, path, layer, note):
+        shape = getattr(layer.weight, "shape", ())
+        self.left.append(LayerReport(path, type(layer).__name__, shape=shape, note=note))
+
+    def check_all_used(self) -> None:
+        for i, rule in enumerate(self.rules):
+            if i in self.used:
+                continue
+            if i in self.matched:
+                raise rule_error(
+                    f"A rule of `quantize_model` is never used: {rule.name}.",
+                    "each of its layers is matched by a rule before it",
+                    do="The first rule that matches wins: put it farther up, or leave it out.",
+                )
+            if i in self.done_before:
+                path = self.done_before[i]
+                raise rule_error(
+                    f"A rule of `quantize_model` matches only layers that are quantized "
+                    f"already: {rule.name}.",
+                    f"{_place(path)} is a `{self.paths[path]}`",
+                    do="Leave the rule out, or give `quantize_model` the model that it was "
+                    "before.",
+                )
+            raise rule_error(
+                f"A rule of `quantize_model` matches no layer: {rule.name}.",
+                *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
+                do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
+                "by its type or its path, or by those of what contains it.",
+            )
+
+    def _near(self, rule):
+        paths = list(self.paths)
+        if isinstance(rule.which, str):
+            paths = difflib.get_close_matches(rule.which, paths, n=5, cutoff=0.4) or paths
+        return paths[:10]
+
+
+def _place(path):
+    return f"`{path}`" if path else "the model itself"
+
+
+def _join(path, keys):
+    (key,) = keys
+    for name in ("name", "idx", "key"):
+        if hasattr(key, name):
+            last = str(getattr(key, name))
+            return f"{path}.{last}" if path else last
+    return f"{path}{key}"

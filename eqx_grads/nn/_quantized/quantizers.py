@@ -1,0 +1,462 @@
+"""Quantizers as layers: a grid of numbers, its scale given, looked up or learned."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
+
+from ... import ste
+from ..._errors import rule_error, type_of
+from ..._rules.float_args import as_floats, widen
+from .argument_checks import (
+    as_axis,
+    as_bits,
+    as_channel_axis,
+    as_levels,
+    as_number,
+    as_scale,
+    check_backward,
+    check_function,
+    check_indices,
+    check_vectors,
+    is_number,
+)
+
+
+class StraightThrough(eqx.Module):
+    r"""Any function as a layer that has a value, and the slope of another function.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        network = eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(3, 8, key=jax.random.key(0)),
+                eqg.nn.StraightThrough(jnp.sign, backward="hard_tanh"),
+                eqx.nn.Linear(8, 1, key=jax.random.key(1)),
+            ]
+        )
+        grads = eqx.filter_grad(lambda network: network(jnp.ones(3)).sum())(network)
+        assert jnp.any(grads[0].weight != 0)
+        ```
+
+    **Derivative:**
+
+    That of [`eqx_grads.ste.wrap`][]: with `backward` as $b$,
+    $\dot y = \partial b(x)\,\dot x$, and no derivative with respect to `fn`.
+    """
+
+    fn: Callable[..., Any]
+
+    def __init__(
+        self, fn: Callable[..., Any], *, backward: str | Callable[..., Any] = "identity"
+    ):
+        """**Arguments:**
+
+        - `fn`: a function of one argument. It is never differentiated.
+        - `backward`: as for [`eqx_grads.ste.wrap`][]. If it is a Module, its arrays are
+            parameters of this layer.
+        """
+        check_function("StraightThrough", "fn", fn)
+        check_backward("StraightThrough", backward)
+        self.fn = ste.wrap(fn, backward=backward)
+
+    def __call__(self, x: Any, *, key: Key[Array, ""] | None = None) -> Any:
+        """**Arguments:**
+
+        - `x`: the argument of `fn`.
+        - `key`: ignored; layers have it.
+
+        **Returns:**
+
+        `fn(x)`.
+        """
+        del key
+        return self.fn(x)
+
+
+class AbstractQuantizer(eqx.Module):
+    """What may stand for numbers of a few bits, and fits its scale to the data.
+
+    A quantizer of [`eqx_grads.nn.QuantizedLinear`][] or [`eqx_grads.nn.quantize_model`][] may
+    be any function of an array. Derive it from this class if it has parameters that begin
+    where the weights are: layers call `fit` with them when they are made.
+    """
+
+    bits: eqx.AbstractVar[int]
+
+    @property
+    @abc.abstractmethod
+    def needs_fit(self) -> bool:
+        """Whether it can't be called before it is fitted."""
+
+    @abc.abstractmethod
+    def fit(self, x: Array) -> "AbstractQuantizer":
+        """This quantizer, ready to be called: what it still lacks is chosen to suit `x`."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Array, *, key: Key[Array, ""] | None = None) -> Array:
+        """An array like `x`, of few different values."""
+
+
+class FakeQuantize(AbstractQuantizer):
+    r"""To the numbers that an integer of a few bits can stand for.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax.numpy as jnp
+
+        x = jnp.array([0.3, -0.9, 2.0])
+        dynamic = eqg.nn.FakeQuantize(bits=8)  # from the largest number of each call
+        assert jnp.allclose(dynamic(x), x, atol=0.01)
+
+        given = eqg.nn.FakeQuantize(bits=3, scale=0.25)
+        assert jnp.array_equal(given(x), jnp.array([0.25, -1.0, 0.75]))
+
+        learned = eqg.nn.FakeQuantize(bits=3, learn_scale=True).fit(x)
+        assert jnp.allclose(learned.scale, 2 / 3)
+        ```
+
+    **Derivative:**
+
+    That of [`eqx_grads.ste.fake_quantize`][]: straight through where nothing is clipped. With
+    respect to `scale` only if it is learned; otherwise zero. Both modes and all orders.
+    """
+
+    _scale: Float[Array, "..."] | None
+    # No leaf, or weight decay would move it.
+    _constant: float | None = eqx.field(static=True)
+    bits: int = eqx.field(static=True)
+    signed: bool = eqx.field(static=True)
+    narrow: bool = eqx.field(static=True)
+    channel_axis: int | None = eqx.field(static=True)
+    learn_scale: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        bits: int = 8,
+        *,
+        scale: ArrayLike | None = None,
+        learn_scale: bool = False,
+        signed: bool = True,
+        narrow: bool = False,
+        channel_axis: int | None = None,
+    ):
+        """**Arguments:**
+
+        - `bits`, `signed`, `narrow`: as for [`eqx_grads.ste.fake_quantize`][].
+        - `scale`: positive, a number or an array that broadcasts to what is quantized: with
+            ones for the axes that share a scale. A number that is not learned is a
+            constant. An array is a leaf even if it is not learned: with weight decay, an
+            optimizer moves it unless you mask it. `None` is that at which the largest
+            number, in each call, is the largest integer ([`eqx_grads.ste.absmax_scale`][]).
+        - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it.
+        - `channel_axis`: the axis along which each index has a scale of its own, where it is
+            not given: 0 for one scale for each output of a weight. `None` is one scale
+            for all.
+        """
+        self._scale, self._constant = as_scale("FakeQuantize", scale), None
+        if is_number(scale) and not learn_scale:
+            self._scale, self._constant = None, float(scale)
+        self.bits = as_bits("FakeQuantize", bits, signed)
+        self.signed = signed
+        self.narrow = narrow
+        self.channel_axis = as_channel_axis("FakeQuantize", channel_axis)
+        self.learn_scale = learn_scale
+
+    @property
+    def scale(self) -> Any:
+        """The scale: an array, or a float if it was given as a number and is not learned."""
+        return self._scale if self._constant is None else self._constant
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether the scale is learned and there is none yet."""
+        return self.scale is None and self.learn_scale
+
+    def fit(self, x: Float[Array, "..."]) -> "FakeQuantize":
+        """**Arguments:**
+
+        - `x`: numbers to be quantized.
+
+        **Returns:**
+
+        If the scale is learned and was not given, this quantizer with that at which the
+        largest of `x` is the largest integer. Otherwise this quantizer as it is.
+        """
+        x = as_floats("FakeQuantize.fit", x)
+        if not self.needs_fit:
+            return self
+        return _with_scale(self, self._absmax(x).astype(x.dtype))
+
+    def __call__(
+        self, x: Float[ArrayLike, "..."], *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "..."]:
+        """**Arguments:**
+
+        - `x`: floats of any shape.
+        - `key`: ignored; layers have it.
+
+        **Returns:**
+
+        An array like `x` with at most $2^b$ different values for each scale.
+        """
+        del key
+        if self.needs_fit:
+            raise _has_no_scale("FakeQuantize", x)
+        if self.scale is None:
+            scale = self._absmax(as_floats("FakeQuantize", x))
+        elif self.learn_scale:
+            scale = _positive(self._scale)
+        else:
+            scale = jax.lax.stop_gradient(self.scale)
+        return ste.fake_quantize(
+            x, scale, bits=self.bits, signed=self.signed, narrow=self.narrow
+        )
+
+    def _absmax(self, x):
+        axes = _other_axes("FakeQuantize", self.channel_axis, x)
+        # A scale in half precision is too coarse for ten bits: the largest would be clipped.
+        return ste.absmax_scale(widen(x), bits=self.bits, signed=self.signed, axis=axes)
+
+
+class LSQ(AbstractQuantizer):
+    r"""Learned step size quantization: the scale is a parameter.
+
+    [Esser et al. (2020)](https://arxiv.org/abs/1902.08153).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        x = jax.random.normal(jax.random.key(0), (1000,))
+        quantizer = eqg.nn.LSQ(bits=2).fit(x)
+        assert len(jnp.unique(quantizer(x))) == 4
+
+        loss = lambda quantizer: jnp.mean((quantizer(x) - x) ** 2)
+        grads = eqx.filter_grad(loss)(quantizer)
+        assert grads.scale != 0
+        ```
+
+    **Derivative:**
+
+    That of [`eqx_grads.ste.lsq`][], where the gradient of the scale is made smaller so
+    that it is of the size of those of weights. Training may carry a scale past zero: it then
+    counts as its absolute value, and the gradient is that of this. Both modes and all
+    orders.
+    """
+
+    scale: Float[Array, "..."] | None
+    bits: int = eqx.field(static=True)
+    signed: bool = eqx.field(static=True)
+    channel_axis: int | None = eqx.field(static=True)
+    gradient_scale: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        bits: int = 8,
+        *,
+        scale: ArrayLike | None = None,
+        signed: bool = True,
+        channel_axis: int | None = None,
+        gradient_scale: float | None = None,
+    ):
+        """**Arguments:**
+
+        - `bits`, `signed`, `gradient_scale`: as for [`eqx_grads.ste.lsq`][].
+        - `scale`: the first one, as for [`eqx_grads.nn.FakeQuantize`][]. `None` leaves it to
+            `fit`, which layers call with their weights.
+        - `channel_axis`: as for [`eqx_grads.nn.FakeQuantize`][].
+        """
+        self.scale = as_scale("LSQ", scale)
+        self.bits = as_bits("LSQ", bits, signed)
+        self.signed = signed
+        self.channel_axis = as_channel_axis("LSQ", channel_axis)
+        if gradient_scale is not None:
+            gradient_scale = as_number("LSQ", "gradient_scale", gradient_scale, positive=True)
+        self.gradient_scale = gradient_scale
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether there is no scale yet."""
+        return self.scale is None
+
+    def fit(self, x: Float[Array, "..."]) -> "LSQ":
+        r"""**Arguments:**
+
+        - `x`: numbers to be quantized: weights, or activations of a first batch.
+
+        **Returns:**
+
+        This quantizer with the scale $2\,\operatorname{mean}|x| / \sqrt{q_\max}$, as
+        published; as it is if it has a scale.
+        """
+        x = as_floats("LSQ.fit", x)
+        if not self.needs_fit:
+            return self
+        axes = _other_axes("LSQ", self.channel_axis, x)
+        size = jnp.abs(widen(jax.lax.stop_gradient(x)))
+        total = jnp.sum(size, axes, keepdims=axes is not None)
+        sharing = max(x.size, 1) // max(total.size, 1)
+        scale = total * (2 / (sharing * _largest(self.bits, self.signed) ** 0.5))
+        return _with_scale(self, jnp.maximum(scale.astype(x.dtype), jnp.finfo(x.dtype).tiny))
+
+    def __call__(
+        self, x: Float[ArrayLike, "..."], *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "..."]:
+        """**Arguments:**
+
+        - `x`: floats of any shape.
+        - `key`: ignored; layers have it.
+
+        **Returns:**
+
+        An array like `x` with at most $2^b$ different values for each scale.
+        """
+        del key
+        if self.scale is None:
+            raise _has_no_scale("LSQ", x)
+        return ste.lsq(
+            x,
+            _positive(self.scale),
+            bits=self.bits,
+            signed=self.signed,
+            gradient_scale=self.gradient_scale,
+        )
+
+
+class FSQ(eqx.Module):
+    """Finite scalar quantization: a codebook that needs no training.
+
+    [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        fsq = eqg.nn.FSQ((8, 5, 5))
+        z = jax.random.normal(jax.random.key(0), (100, 3))
+        codes, indices = fsq.quantize(z)
+        assert jnp.array_equal(codes, fsq(z))
+        assert jnp.array_equal(codes, fsq.decode(indices))
+        assert indices.max() < fsq.num_codes == 200
+        ```
+
+    **Derivative:**
+
+    That of [`eqx_grads.ste.fsq`][].
+    """
+
+    levels: tuple[int, ...] = eqx.field(static=True)
+    axis: int = eqx.field(static=True)
+
+    def __init__(self, levels: Sequence[int], *, axis: int = -1):
+        """**Arguments:**
+
+        - `levels`: how many for each number of a vector, as for [`eqx_grads.ste.fsq`][].
+        - `axis`: that along which the vectors lie, counted from the end: -3 for images with
+            channels first, batches of them included.
+        """
+        self.levels = as_levels(levels)
+        self.axis = as_axis("FSQ", axis)
+
+    def __call__(
+        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "..."]:
+        """**Arguments:**
+
+        - `z`: floats, with `len(levels)` of them along `axis`.
+        - `key`: ignored; layers have it.
+
+        **Returns:**
+
+        The codes: an array like `z`, of numbers from -1 to 1.
+        """
+        del key
+        return self.quantize(z)[0]
+
+    def quantize(
+        self, z: Float[Array, "..."]
+    ) -> tuple[Float[Array, "..."], Integer[Array, "..."]]:
+        """The codes, and their indices, in the shape of `z` without its `axis`."""
+        z = as_floats("FSQ", z, "z")
+        check_vectors("FSQ", z, self.axis, len(self.levels))
+        codes, indices = ste.fsq(jnp.moveaxis(z, self.axis, -1), self.levels)
+        return jnp.moveaxis(codes, -1, self.axis), indices
+
+    def decode(
+        self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float
+    ) -> Float[Array, "..."]:
+        """The codes of some indices; NaN where there is no such code."""
+        check_indices("FSQ", indices, self.axis)
+        codes = entries(ste.fsq_codebook(self.levels, dtype), indices)
+        return jnp.moveaxis(codes, -1, self.axis)
+
+    @property
+    def num_codes(self) -> int:
+        """The size of the codebook, the product of `levels`."""
+        return int(np.prod(self.levels))
+
+
+def entries(codebook: Array, indices: ArrayLike) -> Array:
+    """Rows of a codebook; NaN for what is out of range."""
+    indices = jnp.asarray(indices)
+    if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
+        indices = indices.astype(jnp.int32)
+    # JAX counts negative ones from the end, which is not out of range for it.
+    indices = jnp.where(indices < 0, len(codebook), indices)
+    return codebook.at[indices].get(mode="fill", fill_value=jnp.nan)
+
+
+def _largest(bits, signed):
+    return 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+
+
+def _with_scale(quantizer, scale):
+    return eqx.tree_at(lambda q: q.scale, quantizer, scale, is_leaf=lambda x: x is None)
+
+
+def _positive(scale):
+    """Also when training has carried it past zero, with the gradient of what is returned."""
+    return ste.clip(jnp.abs(scale), float(jnp.finfo(scale.dtype).tiny))
+
+
+def _has_no_scale(layer, x):
+    return rule_error(
+        f"This `{layer}` has no scale yet.",
+        f"it was called with {type_of(x)}",
+        do="Give it one, `scale=...`, or fit it to numbers like those that it will quantize: "
+        "`quantizer = quantizer.fit(x)`. Layers fit that of their weights themselves.",
+    )
+
+
+def _other_axes(layer, channel_axis, x):
+    """The axes that share a scale, `None` being all."""
+    if channel_axis is None:
+        return None
+    if not -x.ndim <= channel_axis < x.ndim:
+        raise rule_error(
+            f"`{layer}` was given an array without the axis of its channels.",
+            f"the array is {type_of(x)}, `channel_axis` is {channel_axis}",
+            do="Give it another `channel_axis`, or `None` for one scale for all.",
+        )
+    return tuple(i for i in range(x.ndim) if i != channel_axis % x.ndim)

@@ -1,0 +1,260 @@
+"""A codebook as a layer: learned by its loss or by moving averages, in plain values."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float, Integer, Key
+
+from ... import ste
+from ..._errors import rule_error
+from ..._rules.float_args import as_floats, widen
+from ..._tangent_spaces import promote
+from .argument_checks import (
+    as_axis,
+    as_integer,
+    as_number,
+    check_indices,
+    check_vectors,
+)
+from .quantizers import entries
+
+
+class VectorQuantized(NamedTuple):
+    """What `VectorQuantizer.quantize` returns."""
+
+    value: Array
+    indices: Array
+    codebook_loss: Array
+    commitment_loss: Array
+
+
+class VectorQuantizer(eqx.Module):
+    r"""To the nearest entry of a codebook that is learned.
+
+    [van den Oord et al. (2017)](https://arxiv.org/abs/1711.00937).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        vq = eqg.nn.VectorQuantizer(16, 3, ema=True, dead_below=0.1, key=jax.random.key(0))
+        z = jax.random.normal(jax.random.key(1), (100, 3))
+
+        quantized, indices, codebook_loss, commitment_loss = vq.quantize(z)
+        assert jnp.array_equal(quantized, vq.codebook[indices])  # to the bit
+        assert codebook_loss == 0  # it follows moving averages instead
+
+        # Nothing is stateful: after the optimizer's step comes the codebook's.
+        new = vq.updated(z, key=jax.random.key(2))
+        assert new.quantize(z).commitment_loss < commitment_loss
+        ```
+
+    Two ways to learn the codebook. By gradient: add `codebook_loss` to the loss. By moving
+    averages (`ema=True`): no gradient; each entry follows the mean of the vectors that it
+    stands for, in `updated`.
+
+    **Derivative:**
+
+    Of the value, that of [`eqx_grads.ste.vector_quantize`][]: straight through to `z`, zero
+    for the codebook. With $e$ the entry, $d$ the number of elements of $z$ and $\beta$ the
+    weight of the commitment, `codebook_loss` $= \|\text{sg}(z) - e\|^2 / d$ has a gradient
+    for the codebook only, `commitment_loss` $= \beta\,\|z - \text{sg}(e)\|^2 / d$ for `z` only.
+    What `updated` returns has none. `usage` is no parameter and has a gradient of zero: leave
+    it (and, with `ema`, the codebook) out of weight decay.
+    """
+
+    codebook: Float[Array, "entries size"]
+    usage: Float[Array, " entries"]
+    commitment: float = eqx.field(static=True)
+    ema: bool = eqx.field(static=True)
+    decay: float = eqx.field(static=True)
+    dead_below: float = eqx.field(static=True)
+    axis: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_entries: int,
+        size: int,
+        *,
+        commitment: float = 0.25,
+        ema: bool = False,
+        decay: float = 0.99,
+        dead_below: float = 0.0,
+        axis: int = -1,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        r"""**Arguments:**
+
+        - `num_entries`, `size`: of the codebook, and of each of its vectors. They start as
+            normal numbers of unit size; `equinox.tree_at` puts others in their place.
+        - `commitment`: $\beta$, the weight of `commitment_loss`.
+        - `ema`: whether the codebook follows moving averages, and not a gradient.
+        - `decay`: of the moving averages, `usage` among them.
+        - `dead_below`: `updated` replaces an entry whose usage has fallen below this
+            fraction of what it would be if all entries were used alike. Zero keeps all.
+        - `axis`: that along which the vectors lie, counted from the end: -3 for images with
+            channels first, batches of them included.
+        - `dtype`: of the codebook. Moving averages are best kept in single precision.
+        - `key`: for the first codebook.
+        """
+        do = "Give it a positive integer."
+        num_entries = as_integer("VectorQuantizer", "num_entries", num_entries, do=do)
+        size = as_integer("VectorQuantizer", "size", size, do=do)
+        decay = as_number("VectorQuantizer", "decay", decay)
+        if not (0 <= decay < 1 and num_entries > 0 and size > 0):
+            raise rule_error(
+                "`VectorQuantizer` can't be made of these numbers.",
+                f"`num_entries` is {num_entries}, `size` is {size}, `decay` is {decay}",
+                do="Both sizes are positive, and a decay is from zero to less than one.",
+            )
+        dtype = jnp.result_type(float) if dtype is None else dtype
+        self.codebook = jr.normal(key, (num_entries, size), dtype)
+        wide = widen(self.codebook).dtype
+        self.usage = jnp.full(num_entries, 1 / num_entries, wide)
+        self.commitment = as_number("VectorQuantizer", "commitment", commitment)
+        self.ema = ema
+        self.decay = decay
+        self.dead_below = as_number("VectorQuantizer", "dead_below", dead_below)
+        self.axis = as_axis("VectorQuantizer", axis)
+
+    def __call__(
+        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "..."]:
+        """**Arguments:**
+
+        - `z`: floats, with `size` of them along `axis`.
+        - `key`: ignored; layers have it.
+
+        **Returns:**
+
+        The nearest entries: an array like `z`.
+        """
+        del key
+        return self.quantize(z).value
+
+    def quantize(self, z: Float[Array, "..."]) -> VectorQuantized:
+        """**Arguments:**
+
+        - `z`: as for a call.
+
+        **Returns:**
+
+        A named tuple:
+
+        - `value`: the nearest entries, as from a call.
+        - `indices`: which they are, in the shape of `z` without its `axis`.
+        - `codebook_loss`, `commitment_loss`: means over `z`, scalars in its dtype, or in
+            single precision if that is half. Add both to your loss. The first is zero with
+            `ema`, both are for an empty batch.
+        """
+        z = as_floats("VectorQuantizer", z, "z")
+        check_vectors("VectorQuantizer", z, self.axis, self.codebook.shape[1])
+        moved = jnp.moveaxis(z, self.axis, -1)
+        value, indices = ste.vector_quantize(moved, self.codebook)
+        wide = promote([widen(z), widen(self.codebook)])
+        near, entry = moved.astype(wide), self.codebook[indices].astype(wide)
+        # Not in half precision, in which the squares would soon be infinite.
+        dtype = widen(z).dtype
+        distance = lambda a, b: (
+            jnp.sum((a - jax.lax.stop_gradient(b)) ** 2) / max(z.size, 1)
+        ).astype(dtype)
+        codebook_loss = jnp.zeros((), dtype) if self.ema else distance(entry, near)
+        commitment_loss = self.commitment * distance(near, entry)
+        value = jnp.moveaxis(value, -1, self.axis)
+        return VectorQuantized(value, indices, codebook_loss, commitment_loss)
+
+    def decode(self, indices: Integer[Array, "..."]) -> Float[Array, "..."]:
+        """The entries with some indices; NaN where there is no such entry. They have a
+        derivative with respect to the codebook."""
+        check_indices("VectorQuantizer", indices, self.axis)
+        return jnp.moveaxis(entries(self.codebook, indices), -1, self.axis)
+
+    def perplexity(self) -> Float[Array, ""]:
+        """How many entries are in use: the exponential of the entropy of `usage`."""
+        usage = jax.lax.stop_gradient(self.usage)
+        share = usage / jnp.sum(usage)
+        return jnp.exp(jnp.sum(jax.scipy.special.entr(share)))
+
+    def updated(
+        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
+    ) -> "VectorQuantizer":
+        r"""What comes after a batch: with other `usage`, with `ema` another codebook, and
+        without dead entries.
+
+        With $n$ of $N$ vectors nearest to the entry $e$, and $\bar z$ their mean, usage and
+        entry become
+
+        $$u' = \gamma u + (1 - \gamma)\,n / N, \qquad
+        e' = e + (1 - \gamma) \frac{n}{N u'} (\bar z - e),$$
+
+        which is the moving average of the sums over that of the counts. An entry that was not
+        used stays what it is, to the bit. Where usage is then below `dead_below / num_entries`,
+        the entry is one of the vectors of `z`, and its usage `1 / num_entries`.
+
+        **Arguments:**
+
+        - `z`: a whole batch of vectors, of any shape as for a call. Under `jax.vmap` each
+            example would have a codebook of its own.
+        - `key`: which vectors take the place of dead entries; needed if `dead_below` is
+            positive.
+
+        **Returns:**
+
+        A `VectorQuantizer`. Vectors with a number that is not finite, in the dtype of the
+        codebook, are left out: they count for nothing above. A batch of no vectors changes
+        nothing.
+        """
+        if self.dead_below > 0 and key is None:
+            raise rule_error(
+                "`VectorQuantizer.updated` was given no key.",
+                f"`dead_below` is {self.dead_below}: dead entries are replaced by random "
+                "vectors",
+                do="Pass `key=...`.",
+            )
+        z = as_floats("VectorQuantizer", z, "z")
+        z, codebook, usage = jax.lax.stop_gradient((z, self.codebook, self.usage))
+        check_vectors("VectorQuantizer", z, self.axis, codebook.shape[1])
+        z = jnp.moveaxis(z, self.axis, -1)
+        index = ste.vector_quantize(z, codebook)[1].reshape(-1)
+        z = z.reshape(-1, z.shape[-1]).astype(codebook.dtype)
+        if len(z) == 0:
+            return self
+        finite = jnp.all(jnp.isfinite(z), axis=1)
+        count = jnp.sum(finite, dtype=usage.dtype)
+        weight = finite.astype(count.dtype) / jnp.maximum(count, 1)
+        share = jnp.zeros_like(usage).at[index].add(weight)
+        moved = self.decay * usage + (1 - self.decay) * share
+        usage = jnp.where(count > 0, moved, usage)
+        if self.ema:
+            codebook = self._averaged(z, index, weight, usage, codebook)
+        if key is not None and self.dead_below > 0:
+            dead = (usage * len(usage) < self.dead_below) & (count > 0)
+            drawn = _draw(key, finite, len(usage))
+            codebook = jnp.where(dead[:, None], z[drawn], codebook)
+            usage = jnp.where(dead, 1 / len(usage), usage)
+        return eqx.tree_at(lambda vq: (vq.codebook, vq.usage), self, (codebook, usage))
+
+    def _averaged(self, z, index, weight, usage, codebook):
+        # By differences: with the sums themselves, an entry that is not used would drift.
+        wide = widen(codebook)
+        weight = weight[:, None].astype(wide.dtype)
+        pull = jnp.where(weight > 0, widen(z) - wide[index], 0) * weight
+        pull = jnp.zeros_like(wide).at[index].add(pull)
+        # One that was used has a usage; any number will do for the others.
+        usage = jnp.where(usage > 0, usage, 1)
+        return (wide + (1 - self.decay) * pull / usage[:, None]).astype(codebook.dtype)
+
+
+def _draw(key, usable, number):
+    """Indices of usable ones at random, each once before any comes again."""
+    order = jr.permutation(key, len(usable))
+    order = order[jnp.argsort(~usable[order])]  # which is stable
+    return order[jnp.arange(number) % jnp.maximum(jnp.sum(usable), 1)]

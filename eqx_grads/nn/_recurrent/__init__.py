@@ -1,0 +1,1 @@
+"""Recurrent layers: GRU, LSTM, RNN, and any cell over time."""

@@ -1,0 +1,133 @@
+"""Any cell, as a layer over time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..._control_flow.scan import filter_scan
+from ..._errors import rule_error
+from .layer import AbstractRecurrent, check_features
+
+
+class Recurrent(AbstractRecurrent):
+    r"""Any recurrent cell over time and batch.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        class Leaky(eqx.Module):
+            decay: jax.Array
+
+            def __call__(self, x, state):
+                return self.decay * state + x
+
+        layer = eqg.nn.Recurrent(Leaky(jnp.array(0.5)), initial_state=jnp.zeros(2))
+
+        @eqx.filter_grad
+        def gradient(layer):
+            ys, _ = layer(jnp.ones((3, 2)))
+            return jnp.sum(ys[-1])
+
+        assert gradient(layer).cells[0][0].decay == 4.0  # 2 (1 + 2 decay)
+        ```
+
+    **Derivative:**
+
+    That of the cell, over time by [`eqx_grads.filter_scan`][].
+    """
+
+    cells: tuple[tuple[Any, ...], ...]
+    initial_state: PyTree
+    dropout: eqx.nn.Dropout
+    output: Callable[[PyTree], Any] | None
+    checkpoint: int | str | None = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        cell: Callable[..., PyTree],
+        *,
+        initial_state: PyTree = None,
+        output: Callable[[PyTree], Any] | None = None,
+        checkpoint: int | str | None = "auto",
+        reverse: bool = False,
+        time_major: bool = False,
+    ):
+        """**Arguments:**
+
+        - `cell`: called as `cell(x, state)` for one step of one example, returns the next
+            state, as the cells of Equinox do. Its state is any PyTree of arrays.
+        - `initial_state`: the first state of one example, a parameter of this layer (use
+            `jax.lax.stop_gradient` on what should not be one). The default is
+            `cell.initial_state()` where the cell has such a method, as the spiking cells
+            have, and zero for `equinox.nn.GRUCell`, `equinox.nn.LSTMCell` and
+            [`eqx_grads.nn.RNNCell`][].
+        - `output`: a function of the state, the output of each step. The default is the first
+            array of the state.
+        - `checkpoint`: as for [`eqx_grads.filter_scan`][].
+        - `reverse`: run from the last step to the first.
+        - `time_major`: whether a batch is `(time, batch, in)`.
+        """
+        self.cells = ((cell,),)
+        self.initial_state = initial_state
+        self.dropout = eqx.nn.Dropout(0.0)
+        self.output = output
+        self.checkpoint = checkpoint
+        self.reverse = reverse
+        self.time_major = time_major
+
+    def _zero_state(self):
+        ((cell,),) = self.cells
+        if callable(getattr(cell, "initial_state", None)):
+            return cell.initial_state()
+        size = getattr(cell, "hidden_size", None)
+        weight = getattr(cell, "weight_hh", None)
+        if size is None or weight is None:
+            raise rule_error(
+                "`Recurrent` does not know the first state of its cell.",
+                f"the cell is a `{type(cell).__name__}`",
+                do="Pass `initial_state=`, the state of one example.",
+            )
+        zero = jnp.zeros(size, weight.dtype)
+        return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
+
+    def _run(self, cell, xs, state, valid, reverse):
+        if isinstance(getattr(cell, "input_size", None), int):
+            check_features("Recurrent", cell, xs)
+
+        def step(state, inputs):
+            x, valid = inputs
+            new = jax.vmap(lambda x, s: cell(x, s))(x, state)
+            if valid is not None:
+                keep = lambda a, b: jnp.where(valid.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+                new = jax.tree.map(keep, new, state)
+            if self.output is None:
+                return new, jax.tree.leaves(new)[0]
+            return new, jax.vmap(self.output)(new)
+
+        state = _as_returned(step, state, (xs, valid))
+        last, ys = filter_scan(
+            step, state, (xs, valid), reverse=reverse, checkpoint=self.checkpoint
+        )
+        return ys, last
+
+
+def _as_returned(step: Callable[..., Any], state: PyTree, inputs: PyTree) -> PyTree:
+    """The first state in the dtypes of the next one: those of the inputs may be wider."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    new, _ = jax.eval_shape(step, state, one)
+    if jax.tree.structure(new) != jax.tree.structure(state):
+        return state  # `filter_scan` says what differs
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
+    return jax.tree.map(cast, state, new)

@@ -1,0 +1,163 @@
+"""The gated recurrent unit, as a layer over time."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Inexact, Key
+
+from .gru_vjp import gru
+from .layer import (
+    AbstractRecurrent,
+    check_cell,
+    check_features,
+    check_option,
+    check_sizes,
+    common_dtype,
+    make_cells,
+    single_cell,
+    stacked,
+)
+
+
+class GRU(AbstractRecurrent):
+    r"""A gated recurrent unit over time, with a fast and frugal backward pass.
+
+    The same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`, to rounding:
+
+    $$r = \sigma(W_r x + V_r h + b_r), \quad z = \sigma(W_z x + V_z h + b_z), \quad
+    n = \tanh(W_n x + b_n + r\,(V_n h + c_n)), \quad h' = n + z\,(h - n).$$
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        gru = eqg.nn.GRU(3, 8, num_layers=2, key=jax.random.key(0))
+        xs = jnp.ones((5, 20, 3))  # a batch of five sequences
+
+        @eqx.filter_grad
+        def gradient(gru):
+            ys, state = gru(xs)
+            assert ys.shape == (5, 20, 8) and state.shape == (2, 5, 8)
+            return jnp.sum(ys**2)
+
+        assert gradient(gru).cells[0][0].weight_ih.shape == (24, 3)
+        ```
+
+    **Derivative:**
+
+    Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a state and
+    $a = (1 - z)(1 - n^2)\,\bar h'$, those of the arguments of the gates are
+    $\bar n = a$, $\bar r = a\,(V_n h + c_n)\,r\,(1 - r)$ and
+    $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. Each weight's gradient is one matrix product for a
+    chunk, and frozen weights cost nothing. Both modes (forward mode by plain differentiation),
+    all orders; `jax.vmap` of the layer forms one gradient for the batch.
+    """
+
+    cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
+    initial_state: Inexact[Array, "..."] | None
+    dropout: eqx.nn.Dropout
+    keep: str = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        learn_initial_state: bool = False,
+        keep: str = "gates",
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        - `input_size`, `hidden_size`: as for `equinox.nn.GRUCell`.
+        - `num_layers`: how many to stack; each gets the outputs of the one below.
+        - `bidirectional`: in each layer, another cell runs backward in time, and the outputs
+            of the two are concatenated.
+        - `dropout`: the probability of dropping an output between two layers.
+        - `use_bias`: whether there are biases.
+        - `learn_initial_state`: whether the first state is a parameter.
+        - `keep`: what is kept for the backward pass besides the states: their gates, or
+            nothing, which needs a third of the memory and computes the gates again.
+        - `reverse`: run from the last step to the first.
+        - `time_major`: whether a batch is `(time, batch, in)`.
+        - `dtype`, `key`: as for `equinox.nn.GRUCell`.
+        """
+        check_sizes(
+            "GRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        check_option("GRU", "keep", keep, ("gates", "states"))
+        make = lambda size, key: eqx.nn.GRUCell(
+            size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
+        )
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.keep = keep
+        self.reverse = reverse
+        self.time_major = time_major
+        self.initial_state = None
+        if learn_initial_state:
+            n_cells = num_layers * len(self.cells[0])
+            self.initial_state = stacked(self._zero_state(), n_cells)
+
+    def _zero_state(self):
+        weight = self.cells[0][0].weight_hh
+        return jnp.zeros(weight.shape[1], weight.dtype)
+
+    def _run(self, cell, xs, state, valid, reverse):
+        check_features("GRU", cell, xs)
+        xs, h, w_in, w_state, bias, bias_n = common_dtype(
+            xs, state, cell.weight_ih, cell.weight_hh, cell.bias, cell.bias_n
+        )
+        return gru(w_in, w_state, bias, bias_n, xs, h, valid, reverse=reverse, keep=self.keep)
+
+    @staticmethod
+    def from_cell(
+        cell: Any,
+        *,
+        keep: str = "gates",
+        reverse: bool = False,
+        time_major: bool = False,
+        learn_initial_state: bool = False,
+    ) -> "GRU":
+        """The layer that runs this cell.
+
+        **Arguments:**
+
+        - `cell`: an `equinox.nn.GRUCell`.
+        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as above.
+
+        **Returns:**
+
+        A `GRU` of one layer, which shares the arrays of `cell`.
+        """
+        check_cell("GRU", cell, eqx.nn.GRUCell)
+        layer = GRU(
+            1,
+            cell.hidden_size,
+            keep=keep,
+            reverse=reverse,
+            time_major=time_major,
+            learn_initial_state=learn_initial_state,
+            dtype=cell.weight_hh.dtype,
+            key=jr.key(0),
+        )
+        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
+
+    def to_cell(self) -> eqx.nn.GRUCell:
+        """The only cell of a layer that has one."""
+        return single_cell(self)

@@ -1,0 +1,155 @@
+"""The long short-term memory, as a layer over time."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Inexact, Key
+
+from .layer import (
+    AbstractRecurrent,
+    check_cell,
+    check_features,
+    check_option,
+    check_sizes,
+    common_dtype,
+    make_cells,
+    single_cell,
+    stacked,
+)
+from .lstm_vjp import lstm
+
+
+class LSTM(AbstractRecurrent):
+    r"""A long short-term memory over time, with a fast and frugal backward pass.
+
+    The same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`, to rounding:
+
+    $$i, f, o = \sigma(W x + V h + b), \quad g = \tanh(W x + V h + b), \quad
+    c' = f\,c + i\,g, \quad h' = o \tanh(c').$$
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        lstm = eqg.nn.LSTM(3, 8, bidirectional=True, key=jax.random.key(0))
+        xs = jnp.ones((20, 3))
+
+        @eqx.filter_grad
+        def gradient(lstm):
+            ys, (h, c) = lstm(xs)
+            assert ys.shape == (20, 16) and h.shape == c.shape == (2, 8)
+            return jnp.sum(ys**2)
+
+        assert gradient(lstm).cells[0][1].weight_ih.shape == (32, 3)
+        ```
+
+    The state is the pair `(h, c)`.
+
+    **Derivative:**
+
+    Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a hidden
+    state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, those of the arguments of the gates
+    are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
+    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. Each weight's gradient is one matrix
+    product for a chunk. Both modes (forward mode by plain differentiation), all orders;
+    `jax.vmap` of the layer forms one gradient for the batch.
+    """
+
+    cells: tuple[tuple[eqx.nn.LSTMCell, ...], ...]
+    initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
+    dropout: eqx.nn.Dropout
+    keep: str = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        learn_initial_state: bool = False,
+        keep: str = "gates",
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, half of the memory is needed.
+        """
+        check_sizes(
+            "LSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        check_option("LSTM", "keep", keep, ("gates", "states"))
+        make = lambda size, key: eqx.nn.LSTMCell(
+            size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
+        )
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.keep = keep
+        self.reverse = reverse
+        self.time_major = time_major
+        self.initial_state = None
+        if learn_initial_state:
+            n_cells = num_layers * len(self.cells[0])
+            self.initial_state = stacked(self._zero_state(), n_cells)
+
+    def _zero_state(self):
+        weight = self.cells[0][0].weight_hh
+        zero = jnp.zeros(weight.shape[1], weight.dtype)
+        return zero, zero
+
+    def _run(self, cell, xs, state, valid, reverse):
+        check_features("LSTM", cell, xs)
+        xs, h, c, w_in, w_state, bias = common_dtype(
+            xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
+        )
+        return lstm(w_in, w_state, bias, xs, (h, c), valid, reverse=reverse, keep=self.keep)
+
+    @staticmethod
+    def from_cell(
+        cell: Any,
+        *,
+        keep: str = "gates",
+        reverse: bool = False,
+        time_major: bool = False,
+        learn_initial_state: bool = False,
+    ) -> "LSTM":
+        """The layer that runs this cell.
+
+        **Arguments:**
+
+        - `cell`: an `equinox.nn.LSTMCell`.
+        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as above.
+
+        **Returns:**
+
+        An `LSTM` of one layer, which shares the arrays of `cell`.
+        """
+        check_cell("LSTM", cell, eqx.nn.LSTMCell)
+        layer = LSTM(
+            1,
+            cell.hidden_size,
+            keep=keep,
+            reverse=reverse,
+            time_major=time_major,
+            learn_initial_state=learn_initial_state,
+            dtype=cell.weight_hh.dtype,
+            key=jr.key(0),
+        )
+        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
+
+    def to_cell(self) -> eqx.nn.LSTMCell:
+        """The only cell of a layer that has one."""
+        return single_cell(self)

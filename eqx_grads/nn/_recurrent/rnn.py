@@ -1,0 +1,197 @@
+"""The vanilla recurrent network, as a cell and as a layer over time."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Inexact, Key
+
+from .layer import (
+    AbstractRecurrent,
+    check_cell,
+    check_features,
+    check_option,
+    check_sizes,
+    common_dtype,
+    make_cells,
+    single_cell,
+    stacked,
+)
+from .rnn_vjp import ACTIVATIONS, rnn
+
+
+class RNNCell(eqx.Module):
+    r"""One step of a vanilla recurrent network, $h' = \phi(W x + V h + b)$."""
+
+    weight_ih: Inexact[Array, "hidden in"]
+    weight_hh: Inexact[Array, "hidden hidden"]
+    bias: Inexact[Array, " hidden"] | None
+    input_size: int = eqx.field(static=True)
+    hidden_size: int = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        activation: str = "tanh",
+        use_bias: bool = True,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        - `input_size`, `hidden_size`, `use_bias`, `dtype`, `key`: as for
+            `equinox.nn.GRUCell`.
+        - `activation`: $\\phi$, `"tanh"` or `"relu"`.
+        """
+        limit = hidden_size**-0.5
+        dtype = jnp.zeros(()).dtype if dtype is None else dtype
+        keys = jr.split(key, 3)
+        make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
+        self.weight_ih = make(keys[0], hidden_size, input_size)
+        self.weight_hh = make(keys[1], hidden_size, hidden_size)
+        self.bias = make(keys[2], hidden_size) if use_bias else None
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        check_option("RNNCell", "activation", activation, ACTIVATIONS)
+        self.activation = activation
+
+    def __call__(
+        self, x: Inexact[Array, " in"], h: Inexact[Array, " hidden"]
+    ) -> Inexact[Array, " hidden"]:
+        """**Arguments:**
+
+        - `x`: the input of this step.
+        - `h`: the state.
+
+        **Returns:**
+
+        The next state.
+        """
+        h = self.weight_ih @ x + self.weight_hh @ h
+        return ACTIVATIONS[self.activation](h if self.bias is None else h + self.bias)
+
+
+class RNN(AbstractRecurrent):
+    r"""A vanilla recurrent network over time, $h' = \phi(W x + V h + b)$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        rnn = eqg.nn.RNN(3, 8, activation="relu", key=jax.random.key(0))
+        xs = jnp.ones((5, 20, 3))
+
+        @eqx.filter_grad
+        def gradient(rnn):
+            ys, _ = rnn(xs, lengths=jnp.array([20, 3, 7, 1, 0]))
+            return jnp.sum(ys**2)
+
+        assert gradient(rnn).cells[0][0].weight_ih.shape == (8, 3)
+        ```
+
+    **Derivative:**
+
+    Written by hand, over chunks of several steps. The slope of $\phi$ is taken from its value,
+    $1 - h'^2$ or $h' > 0$ (zero at the kink), so the states are all that is kept. Each weight's
+    gradient is one matrix product for a chunk. Both modes, all orders; `jax.vmap` of the layer
+    forms one gradient for the batch.
+    """
+
+    cells: tuple[tuple[RNNCell, ...], ...]
+    initial_state: Inexact[Array, "..."] | None
+    dropout: eqx.nn.Dropout
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        activation: str = "tanh",
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        learn_initial_state: bool = False,
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        - `activation`: $\\phi$, `"tanh"` or `"relu"`.
+
+        All others as for [`eqx_grads.nn.GRU`][].
+        """
+        check_sizes(
+            "RNN", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        make = lambda size, key: RNNCell(
+            size, hidden_size, activation=activation, use_bias=use_bias, dtype=dtype, key=key
+        )
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.reverse = reverse
+        self.time_major = time_major
+        self.initial_state = None
+        if learn_initial_state:
+            n_cells = num_layers * len(self.cells[0])
+            self.initial_state = stacked(self._zero_state(), n_cells)
+
+    def _zero_state(self):
+        weight = self.cells[0][0].weight_hh
+        return jnp.zeros(weight.shape[1], weight.dtype)
+
+    def _run(self, cell, xs, state, valid, reverse):
+        check_features("RNN", cell, xs)
+        xs, h, w_in, w_state, bias = common_dtype(
+            xs, state, cell.weight_ih, cell.weight_hh, cell.bias
+        )
+        return rnn(
+            w_in, w_state, bias, xs, h, valid, reverse=reverse, activation=cell.activation
+        )
+
+    @staticmethod
+    def from_cell(
+        cell: Any,
+        *,
+        reverse: bool = False,
+        time_major: bool = False,
+        learn_initial_state: bool = False,
+    ) -> "RNN":
+        """The layer that runs this cell.
+
+        **Arguments:**
+
+        - `cell`: an [`eqx_grads.nn.RNNCell`][].
+        - `reverse`, `time_major`, `learn_initial_state`: as above.
+
+        **Returns:**
+
+        An `RNN` of one layer, which shares the arrays of `cell`.
+        """
+        check_cell("RNN", cell, RNNCell)
+        layer = RNN(
+            1,
+            cell.hidden_size,
+            reverse=reverse,
+            time_major=time_major,
+            learn_initial_state=learn_initial_state,
+            dtype=cell.weight_hh.dtype,
+            key=jr.key(0),
+        )
+        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
+
+    def to_cell(self) -> RNNCell:
+        """The only cell of a layer that has one."""
+        return single_cell(self)

@@ -1,0 +1,239 @@
+"""Samples of discrete variables, through which a gradient goes straight."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
+
+from .._rules.float_args import as_floats, check_positive, constant, spread, widen
+from .._rules.replace_gradient import replace_gradient
+
+
+def gumbel_softmax(
+    logits: ArrayLike,
+    *,
+    key: PRNGKeyArray,
+    temperature: ArrayLike = 1.0,
+    hard: bool = False,
+    axis: int = -1,
+) -> Array:
+    r"""A sample of a categorical variable, relaxed; or a one-hot one, straight through.
+
+    With Gumbel noise $G$ it is $\operatorname{softmax}((\theta + G) / \tau)$. The argmax of
+    $\theta + G$ is distributed as the softmax of the logits $\theta$.
+    [Jang et al. (2017)](https://arxiv.org/abs/1611.01144), [Maddison et al.
+    (2017)](https://arxiv.org/abs/1611.00712).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        logits, key = jnp.array([0.1, 1.0, -0.5]), jax.random.key(0)
+        sample = eqg.ste.gumbel_softmax(logits, key=key, hard=True)
+        assert sorted(sample.tolist()) == [0.0, 0.0, 1.0]
+
+        worth = jnp.array([1.0, 2.0, 3.0])
+        reward = lambda x: worth @ eqg.ste.gumbel_softmax(x, key=key, hard=True)
+        assert jnp.abs(jax.grad(reward)(logits)).min() > 0
+        ```
+
+    **Arguments:**
+
+    - `logits`: log-probabilities, normalized or not. Floats of any shape with that axis;
+        minus infinity is impossible.
+    - `key`: of the noise, which is independent for all elements.
+    - `temperature`: positive; may be learned.
+    - `hard`: whether the value is one-hot.
+    - `axis`: that of the categories.
+
+    **Returns:**
+
+    An array like `logits`. Half precision is sampled in single precision.
+
+    **Derivative:**
+
+    That of the relaxed sample, also if `hard`, with respect to the logits and the
+    temperature. Both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the logits are not an array of floats, or if the
+    temperature is a number that is not positive.
+    """
+    check_positive("ste.gumbel_softmax", "temperature", temperature)
+    logits = as_floats("ste.gumbel_softmax", logits, "logits")
+    wide = widen(logits)
+    noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
+    tau = spread("ste.gumbel_softmax", "temperature", temperature, wide)
+    soft = jax.nn.softmax(noisy / tau, axis).astype(logits.dtype)
+    return replace_gradient(_one_hot_of_largest(noisy, soft, axis), soft) if hard else soft
+
+
+def _one_hot_of_largest(x, like, axis):
+    return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=like.dtype, axis=axis)
+
+
+def gumbel_sigmoid(
+    logits: ArrayLike,
+    *,
+    key: PRNGKeyArray,
+    temperature: ArrayLike = 1.0,
+    hard: bool = False,
+) -> Array:
+    r"""A sample of a bit, relaxed; or one that is zero or one, straight through.
+
+    With logistic noise $L$, which is the difference of two Gumbel ones, it is
+    $\sigma((\theta + L) / \tau)$. The probability that $\theta + L$ is positive is
+    $\sigma(\theta)$. [Maddison et al. (2017)](https://arxiv.org/abs/1611.00712).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        bit = lambda x: eqg.ste.gumbel_sigmoid(x, key=jax.random.key(0), hard=True)
+        assert bit(0.3) in (0.0, 1.0)
+        assert jax.grad(bit)(0.3) > 0
+        ```
+
+    **Arguments:**
+
+    - `logits`: of the probability of a one. Floats of any shape.
+    - `key`, `temperature`, `hard`: as for [`eqx_grads.ste.gumbel_softmax`][].
+
+    **Returns:**
+
+    An array like `logits`.
+
+    **Derivative:**
+
+    As for [`eqx_grads.ste.gumbel_softmax`][].
+
+    **Raises:**
+
+    As [`eqx_grads.ste.gumbel_softmax`][].
+    """
+    check_positive("ste.gumbel_sigmoid", "temperature", temperature)
+    logits = as_floats("ste.gumbel_sigmoid", logits, "logits")
+    wide = widen(logits)
+    noisy = wide + jr.logistic(key, wide.shape, wide.dtype)
+    tau = spread("ste.gumbel_sigmoid", "temperature", temperature, wide)
+    soft = jax.nn.sigmoid(noisy / tau).astype(logits.dtype)
+    if not hard:
+        return soft
+    bit = jnp.heaviside(noisy, jnp.zeros((), noisy.dtype))
+    return replace_gradient(bit.astype(logits.dtype), soft)
+
+
+def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
+    r"""A sample of a bit, straight through to its probability.
+
+    The gradient is unbiased where the loss is linear in the sample.
+    [Bengio et al. (2013)](https://arxiv.org/abs/1308.3432).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        p = jnp.array([0.0, 0.5, 1.0])
+        sample = eqg.ste.bernoulli(p, key=jax.random.key(0))
+        assert (sample[0], sample[2]) == (0.0, 1.0)
+        loss = lambda p: 3 * eqg.ste.bernoulli(p, key=jax.random.key(0)).sum()
+        assert jnp.array_equal(jax.grad(loss)(p), jnp.array([3.0, 3.0, 3.0]))
+        ```
+
+    **Arguments:**
+
+    - `p`: the probabilities of a one. Floats of any shape. For logits, give their
+        `jax.nn.sigmoid`.
+    - `key`: of the noise, which is independent for all elements.
+
+    **Returns:**
+
+    An array like `p` of zeros and ones. NaN where `p` is.
+
+    **Derivative:**
+
+    That of the identity: $\bar p = \bar y$. Linear, so both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `p` is not an array of floats.
+    """
+    p = as_floats("ste.bernoulli", p, "p")
+    wide = widen(p)
+    bit = jr.uniform(key, wide.shape, wide.dtype) < wide
+    # A sample that hides a NaN in the probability would be hard to find.
+    return replace_gradient(jnp.where(jnp.isnan(p), p, bit.astype(p.dtype)), p)
+
+
+def reinmax(
+    logits: ArrayLike,
+    *,
+    key: PRNGKeyArray,
+    temperature: ArrayLike = 1.0,
+    axis: int = -1,
+) -> Array:
+    r"""A one-hot sample of a categorical variable, with a gradient of second order.
+
+    The straight-through gradient is right where the loss is linear in the sample. This one
+    is (at a temperature of one) where it is quadratic.
+    [Liu et al. (2023)](https://arxiv.org/abs/2304.08612).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        logits, key = jnp.array([0.1, 1.0, -0.5]), jax.random.key(0)
+        sample = eqg.ste.reinmax(logits, key=key)
+        assert sorted(sample.tolist()) == [0.0, 0.0, 1.0]
+
+        worth = jnp.array([1.0, 2.0, 3.0])
+        reward = lambda x: (worth @ eqg.ste.reinmax(x, key=key)) ** 2
+        assert jnp.abs(jax.grad(reward)(logits)).min() > 0
+        ```
+
+    **Arguments:**
+
+    - `logits`, `key`, `axis`: as for [`eqx_grads.ste.gumbel_softmax`][].
+    - `temperature`: positive, a constant. One or more works best.
+
+    **Returns:**
+
+    An array like `logits`, one-hot along the axis.
+
+    **Derivative:**
+
+    With the sample $D$, $\pi_0 = \operatorname{softmax}(\theta)$ and $\pi_1$ the softmax of
+    $\theta$ shifted by a constant, to where it is
+    $\frac12 (D + \operatorname{softmax}(\theta / \tau))$: that of $2 \pi_1 - \frac12 \pi_0$.
+    Both modes and all orders.
+
+    **Raises:**
+
+    As [`eqx_grads.ste.gumbel_softmax`][], and if the temperature is differentiated: it is
+    part of the shift.
+    """
+    check_positive("ste.reinmax", "temperature", temperature)
+    logits = as_floats("ste.reinmax", logits, "logits")
+    wide = widen(logits)
+    noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
+    sample = _one_hot_of_largest(noisy, wide, axis)
+    temperature = constant("ste.reinmax", "temperature", temperature)
+    tau = spread("ste.reinmax", "temperature", temperature, wide)
+    middle = 0.5 * (sample + jax.nn.softmax(wide / tau, axis))
+    # The value of a constant, the derivative of the logits: the shift of the paper,
+    # `stop_gradient(log(middle) - logits) + logits`, without its infinity less infinity.
+    shifted = replace_gradient(jnp.log(middle), wide)
+    soft = 2 * jax.nn.softmax(shifted, axis) - 0.5 * jax.nn.softmax(wide, axis)
+    return replace_gradient(sample.astype(logits.dtype), soft.astype(logits.dtype))

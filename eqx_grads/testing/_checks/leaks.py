@@ -1,0 +1,171 @@
+"""Does the rule keep anything alive, or make JAX compile again: the check `leaks`."""
+
+import copy
+import gc
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import monitoring
+from jax.core import Tracer
+
+from .._case import Case
+from .._findings import broke, failed, passed, skipped
+from .._report import Finding
+
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_TRACES = 4
+# Primitives that JAX compiles anew in each eager call, rule or not.
+_COMPILED_ANEW = ("scan[", "while[", "cond[", "callback[", "shard_map[", "custom_linear_solve[")
+
+
+def check_leaks(case: Case) -> Iterator[Finding]:
+    """Tracers that outlive their trace, compilation in each call, results that do not copy."""
+    if not case.own.outputs:
+        yield skipped("leaks", "no output has a derivative")
+        return
+    yield from _under_the_checker(case)
+    yield _live_tracers(case)
+    yield _compilations(case)
+    yield _copies(case)
+
+
+def _programs(case: Case, fn: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
+    leaves, w = case.subject.leaves, case.own.outputs
+    derive = lambda xs: jax.vjp(lambda *ys: list(fn(*ys)), *xs)[1](list(w))
+
+    def scan():
+        step = lambda carry, _: (carry, derive(carry))
+        return jax.lax.scan(step, leaves, None, length=2)
+
+    # New functions each time: JAX must not find the trace of an earlier one.
+    return {
+        "jit of the gradient": lambda: jax.jit(lambda xs: derive(xs))(leaves),
+        "gradient of jit": lambda: jax.vjp(jax.jit(lambda *xs: list(fn(*xs))), *leaves)[1](
+            list(w)
+        ),
+        "scan": scan,
+    }
+
+
+def _under_the_checker(case: Case) -> Iterator[Finding]:
+    """`jax.checking_leaks`, with the function without its rule as a witness: where that one is
+    accused as well, the alarm is not about the rule."""
+    plain = _programs(case, case.own.plain.fn)
+    for name, run in _programs(case, case.own.rule.fn).items():
+        where = f"{name}, under `jax.checking_leaks`"
+        error = _leak(run)
+        if error is None:
+            yield passed("leaks", where)
+        elif not _is_leak(error):
+            yield broke("leaks", where, error)
+        elif _leak(plain[name]) is not None:
+            yield skipped("leaks", f"{where}: JAX also accuses the function without its rule")
+        else:
+            cause = "the rule keeps a tracer: in a list, a global, an attribute or a cache"
+            yield broke("leaks", where, error, cause)
+
+
+def _leak(run) -> Exception | None:
+    try:
+        with jax.checking_leaks():
+            run()
+    except Exception as e:
+        return e
+    return None
+
+
+def _is_leak(error: Exception) -> bool:
+    return "eaked" in str(error) or isinstance(error, jax.errors.UnexpectedTracerError)
+
+
+def _live_tracers(case: Case) -> Finding:
+    """Trace again and again: what is alive afterwards must not grow."""
+    where = f"live tracers after {_TRACES} traces"
+    counts = []
+    try:
+        for _ in range(_TRACES):
+            _programs(case, case.own.rule.fn)["jit of the gradient"]()
+            gc.collect()
+            counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
+    except Exception as e:
+        return broke("leaks", where, e)
+    growth = [b - a for a, b in itertools.pairwise(counts)]
+    if all(g > 0 for g in growth[1:]):
+        text = f"{growth[-1]} more with each trace\n  likely cause: the rule keeps a tracer"
+        return failed("leaks", where, text)
+    return passed("leaks", where)
+
+
+class _Counter:
+    """Counts what JAX compiles while it is open."""
+
+    def __init__(self):
+        self.n = 0
+
+    def _count(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        del duration_secs, kwargs
+        self.n += event == _COMPILED
+
+    def __enter__(self):
+        monitoring.register_event_duration_secs_listener(self._count)
+        return self
+
+    def __exit__(self, *_):
+        monitoring.unregister_event_duration_listener(self._count)
+
+
+def _compilations(case: Case) -> Finding:
+    """The third eager call compiles nothing."""
+    where = "compilation in repeated calls"
+    rule, leaves = case.own.rule, case.subject.leaves
+    w = [jnp.asarray(x) for x in case.own.outputs]
+    eager = lambda: jax.block_until_ready(jax.vjp(rule.fn, *leaves)[1](w))
+    try:
+        program = str(jax.make_jaxpr(lambda xs: jax.vjp(rule.fn, *xs)[1](w))(leaves))
+        if any(name in program for name in _COMPILED_ANEW):
+            return skipped("leaks", "JAX compiles loops and callbacks in each eager call")
+        eager()
+        eager()
+        with _Counter() as counter:
+            eager()
+    except Exception as e:
+        return broke("leaks", where, e)
+    if counter.n:
+        text = (
+            f"the third eager call still compiled {counter.n} programs\n  likely cause: "
+            "the rule makes a new `jax.jit`, or a new static argument, in each call"
+        )
+        return failed("leaks", where, text)
+    return passed("leaks", where)
+
+
+def _copies(case: Case) -> Finding:
+    where = "copy and pickle of the result"
+    subject = case.subject
+    out = subject.fn(*subject.args, **subject.kwargs)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(out)):
+        return failed("leaks", where, "an eager call returned a tracer")
+    for name, act in (("copy.deepcopy", copy.deepcopy), ("pickle", _pickled)):
+        if _works(act, jax.tree.leaves((subject.args, subject.kwargs))):
+            try:
+                act(out)
+            except Exception as e:
+                return broke("leaks", f"{name} of the result", e)
+    return passed("leaks", where)
+
+
+def _pickled(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+def _works(act, x) -> bool:
+    try:
+        act(x)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Is the derivative a linear map, and are its two modes adjoint: `linear` and `adjoint`."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .._case import Case
+from .._compare import as_real, norm, pairing
+from .._findings import judge, skipped
+from .._report import FAILED, Finding
+
+
+def check_adjoint(case: Case) -> Iterator[Finding]:
+    """`<J v, w> = <v, J' w>`: no witness needed, both modes testify against each other."""
+    if case.options.nonlinear:
+        yield skipped("adjoint", "the backward rule is declared non-linear")
+        return
+    if not (case.offers_forward and case.offers_reverse):
+        yield skipped("adjoint", "only one mode is offered")
+        return
+    p = case.precision
+    for _ in range(2):
+        v, w = p.like_leaves(case.tangents()), p.like_outputs(case.cotangents())
+        tangents, cotangents = p.rule.jvp(v), p.rule.vjp(w)
+        ahead, back = pairing(tangents, w), pairing(v, cotangents)
+        products = [as_real(t) * as_real(x) for t, x in zip(tangents, w, strict=True)]
+        size = max(norm(np.array([norm(x) for x in products])), abs(ahead), abs(back))
+        scale = size if size > 0 else 1.0
+        cause = "forward and reverse mode are not the same linear map"
+        want, have = np.array(ahead / scale), np.array(back / scale)
+        finding = judge(
+            "adjoint", "<J v, w> = <v, J' w>", [want], [have], ["the product"],
+            case.tolerance(p) * 10, cause=cause, diagnose=False,
+        )  # fmt: skip
+        yield finding
+        if finding.verdict == FAILED:
+            return
+
+
+def check_linear(case: Case) -> Iterator[Finding]:
+    """Additive and homogeneous, in the tangent and in the cotangent."""
+    p = case.precision
+    if case.offers_forward:
+        a, b = p.like_leaves(case.tangents()), p.like_leaves(case.tangents())
+        yield from _linear(case, "in the tangent", p.rule.jvp, a, b, case.output_names)
+    if case.options.nonlinear or not case.offers_reverse:
+        if not case.offers_forward:
+            yield skipped("linear", "the backward rule is declared non-linear")
+        return
+    a, b = p.like_outputs(case.cotangents()), p.like_outputs(case.cotangents())
+    yield from _linear(case, "in the cotangent", p.rule.vjp, a, b, case.names)
+
+
+def _linear(case, where, apply, a, b, names) -> Iterator[Finding]:
+    tolerance = case.tolerance(case.precision)
+    of_a, of_b = apply(a), apply(b)
+    zero = apply([np.zeros_like(x) for x in a])
+    size = max(norm(np.array([norm(as_real(x)) for x in of_a])), 1e-30)
+    scaled = [x / size for x in zero]
+    yield judge(
+        "linear", f"{where}: of zero", [np.zeros_like(x) for x in scaled], scaled, names,
+        tolerance, cause="affine: something is added that no tangent or cotangent multiplies",
+    )  # fmt: skip
+    both = apply([(2 * x - 3 * y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
+    want = [2 * x - 3 * y for x, y in zip(of_a, of_b, strict=True)]
+    cause = "the rule is not linear: of a sum it is not the sum"
+    yield judge("linear", f"{where}: of a sum", want, both, names, tolerance, cause=cause)
+    for factor in (2.0**12, -(2.0**-12)):
+        got = apply([(x * factor).astype(x.dtype) for x in a])
+        want = [x * factor for x in of_a]
+        cause = (
+            "the rule is not linear: it clips, takes the sign, or squares"
+            " (if that is meant, say `nonlinear=True`)"
+        )
+        where_ = f"{where}: of {factor:g} times it"
+        yield judge("linear", where_, want, got, names, tolerance, cause=cause)

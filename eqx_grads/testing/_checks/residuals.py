@@ -1,0 +1,116 @@
+"""What the rule keeps for the backward pass: the check `residuals`."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+# Public, if little known: the pass with which JAX itself drops dead equations.
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from ..._rules.custom_vjp import custom_vjp
+from .._case import Case
+from .._findings import broke, failed, passed, skipped
+from .._report import Finding
+
+
+_STEPS = 7  # no other axis is likely to have this length
+
+
+class Residuals(NamedTuple):
+    """Bytes kept beside the arguments, and the arrays that no backward pass reads."""
+
+    total: int
+    unread: list[str]
+
+
+def check_residuals(case: Case) -> Iterator[Finding]:
+    """Count what is kept, beside what plain autodiff keeps; what is never read is a fault."""
+    leaves, outputs = case.subject.leaves, case.own.outputs
+    if not outputs:
+        yield skipped("residuals", "no output has a derivative")
+        return
+    try:
+        fn = case.subject.fn
+        kept = residuals_of(case.own.rule.fn, leaves, isinstance(fn, jax.custom_vjp))
+        per_step = _per_step(case.own.rule.fn, leaves)
+    except Exception as e:
+        yield broke("residuals", "the residuals", e)
+        return
+    try:
+        plain = residuals_of(case.own.plain.fn, leaves)
+        plain_step = _per_step(case.own.plain.fn, leaves)
+        beside = f" (plain autodiff: {plain.total} per call, {plain_step} per scan step)"
+    except Exception:  # it has no derivative
+        beside = ""
+    where = f"{kept.total} bytes per call, {per_step} per scan step{beside}"
+    if kept.unread and _has_backward_rule(case.subject.fn):
+        text = (
+            f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}\n"
+            "  likely cause: the forward rule returns residuals that the backward rule ignores"
+        )
+        yield failed("residuals", where, text)
+        return
+    limit = case.options.max_residual_bytes
+    if limit is not None and kept.total > limit:
+        text = f"{kept.total} bytes are kept, and `max_residual_bytes` is {limit}"
+        yield failed("residuals", where, text)
+        return
+    yield passed("residuals", where)
+
+
+def _has_backward_rule(fn: Any) -> bool:
+    """Whether the residuals are what a forward rule of the user's returned. In the midst of
+    another function, JAX and the wrappers of rules keep things for their own reasons."""
+    if isinstance(fn, jax.custom_vjp | eqx.filter_custom_vjp):
+        return True
+    decorated = getattr(fn, "__func__", fn)
+    return isinstance(decorated, custom_vjp)
+
+
+def residuals_of(fn: Any, leaves: Sequence[Any], arguments_count: bool = False) -> Residuals:
+    """The arguments are there anyway, and do not count for the total.
+
+    `arguments_count`: whether one that is never read is a fault. It is none of the rule's
+    where the wrapper keeps them all, as Equinox's and ours do.
+    """
+    # Under `jit`, as JAX then drops those of its own that it does not need.
+    jitted = jax.jit(lambda *xs: list(fn(*xs)))
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs)[1])(*leaves).jaxpr
+    out, pull = jax.eval_shape(lambda *xs: jax.vjp(jitted, *xs), *leaves)
+    kept, treedef = jax.tree.flatten(pull)
+    backward = lambda res, cts: jax.tree.unflatten(treedef, res)(cts)
+    closed = jax.make_jaxpr(backward)(kept, out)
+    _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    arguments = {id(v) for v in jaxpr.invars}
+    seen: set[int] = set()
+    total, unread = 0, []
+    for var, aval, is_read in zip(jaxpr.outvars, kept, read, strict=False):
+        if isinstance(var, Literal) or id(var) in seen:
+            continue
+        seen.add(id(var))
+        if id(var) not in arguments:
+            total += int(np.prod(aval.shape)) * _itemsize(aval.dtype)
+        elif not arguments_count:
+            continue
+        if not is_read and aval.size > 0:
+            unread.append(f"{aval.dtype}{list(aval.shape)}")
+    return Residuals(total, unread)
+
+
+def _itemsize(dtype) -> int:
+    return getattr(dtype, "itemsize", 4)
+
+
+def _per_step(fn, leaves) -> int:
+    """Of a scan over `_STEPS` copies of the leaves."""
+
+    def scanned(*xs):
+        return jax.lax.scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
+
+    copies = [jnp.stack([x] * _STEPS) for x in leaves]
+    return residuals_of(scanned, copies).total // _STEPS

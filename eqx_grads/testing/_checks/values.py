@@ -1,0 +1,98 @@
+"""Is every number finite at the points given, and the same twice: `finite`, `deterministic`."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from .._case import Case, Options
+from .._compare import as_real
+from .._findings import broke, failed, passed, skipped
+from .._report import Finding
+
+
+def check_finite(case: Case) -> Iterator[Finding]:
+    """Value, tangent, cotangent and second order, at the arguments and at every edge point."""
+    points = [("the arguments", case)]
+    for number, args in enumerate(case.options.at):
+        args = args if isinstance(args, tuple) else (args,)
+        options = Options(nondifferentiable=case.options.nondifferentiable)
+        point = Case(case.subject.fn, args, case.subject.kwargs, options)
+        points.append((f"at[{number}] = {_short(args)}", point))
+    for where, point in points:
+        yield from _finite(where, point)
+
+
+def _short(args) -> str:
+    text = ", ".join(" ".join(str(x).split()) for x in args)
+    return f"({text if len(text) < 60 else text[:57] + '...'})"
+
+
+def _finite(where: str, case: Case) -> Iterator[Finding]:
+    rule = case.own.rule
+    try:
+        values = rule.value()
+    except Exception as e:
+        yield broke("finite", where, e)
+        return
+    t, w = case.tangents(), case.cotangents()
+    quantities = {"value": lambda: values, "cotangent": lambda: rule.vjp(w)}
+    kind = "reverse over reverse"
+    if case.offers_forward:
+        kind = "forward over reverse"
+        quantities["tangent"] = lambda: rule.jvp(t)
+    quantities["second derivative"] = lambda: rule.higher(kind, t, w, 2)
+    bad = False
+    for name, compute in quantities.items():
+        try:
+            arrays = compute()
+        except Exception as e:
+            if name != "second derivative":  # which the check `order` reports
+                yield broke("finite", f"{where}, {name}", e)
+            continue
+        if not all(np.all(np.isfinite(as_real(x))) for x in arrays):
+            bad = True
+            shown = ", ".join(str(np.asarray(x)).replace("\n", "") for x in arrays)
+            text = f"NaN or infinity in the {name}: {shown[:300]}"
+            yield failed("finite", f"{where}, {name}", text)
+    if not bad:
+        yield _debug_nans(where, case, w)
+
+
+def _debug_nans(where: str, case: Case, w) -> Finding:
+    """Numbers may be finite in the end and pass through a NaN."""
+    where = f"{where}, under `jax.debug_nans`"
+    try:
+        with jax.debug_nans(True):
+            jax.vjp(case.own.rule.fn, *case.subject.leaves)[1](
+                [jax.numpy.asarray(x) for x in w]
+            )
+    except FloatingPointError as e:
+        return broke("finite", where, e, "a NaN arises on the way, and is dropped later")
+    except Exception as e:
+        return broke("finite", where, e)
+    return passed("finite", where)
+
+
+def check_deterministic(case: Case) -> Iterator[Finding]:
+    """Twice the same, to the bit."""
+    if not case.own.outputs:
+        yield skipped("deterministic", "no output has a derivative")
+        return
+    leaves, w = case.subject.leaves, [jax.numpy.asarray(x) for x in case.cotangents()]
+    runs = []
+    for _ in range(3):
+        out, pull = jax.vjp(case.own.rule.fn, *leaves)
+        runs.append([np.asarray(x) for x in (*out, *pull(w))])
+    names = [f"the value of {n}" for n in case.output_names]
+    names += [f"the cotangent of {n}" for n in case.names]
+    for number, run in enumerate(runs[1:], start=2):
+        for name, first, again in zip(names, runs[0], run, strict=True):
+            if first.tobytes() != again.tobytes():
+                text = (
+                    f"{name} differs: call {number} gives something else than the first\n"
+                    "  likely cause: hidden state, or random numbers without a key"
+                )
+                yield failed("deterministic", name, text)
+                return
+    yield passed("deterministic")

@@ -1,0 +1,232 @@
+"""What is not perturbed, and what is not used: the check `zeros`.
+
+A rule is asked for every subset of perturbed leaves and of used outputs, and has to give the
+dense answer each time; and nothing may be computed for what is dead.
+"""
+
+import functools as ft
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+# Public, if little known: the pass with which JAX itself drops dead equations.
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from .._case import Case
+from .._compiled import Program
+from .._findings import broke, failed, judge, passed, skipped
+from .._random_tangents import only
+from .._report import Finding
+
+
+_ALL_SUBSETS = 4  # up to this many leaves
+_SAMPLED = 8
+
+
+def check_zeros(case: Case) -> Iterator[Finding]:
+    """The dense answer for every subset, without work for the dead ones."""
+    n_leaves, n_outputs = len(case.subject.leaves), len(case.own.outputs)
+    if n_leaves < 2 and n_outputs < 2:
+        yield skipped("zeros", "one leaf and one output: there are no subsets")
+        return
+    subsets = _subsets(n_leaves, case.rng)
+    if case.offers_forward and subsets:
+        yield from _perturbed_forward(case, subsets)
+        yield from _dead_work(case)
+    if subsets:
+        yield from _perturbed_reverse(case, subsets)
+    if n_outputs > 1:
+        yield from _used_outputs(case, _subsets(n_outputs, case.rng))
+
+
+def _subsets(n: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+    """The non-empty proper subsets: all of them, or a sample with all singles."""
+    sizes = range(1, n)
+    if n <= _ALL_SUBSETS:
+        return [s for size in sizes for s in itertools.combinations(range(n), size)]
+    singles = [(i,) for i in range(min(n, _SAMPLED))]
+    rest = [tuple(j for j in range(n) if j != i) for (i,) in singles[:2]]
+    draws = [np.flatnonzero(rng.random(n) < 0.5) for _ in range(2)]
+    drawn = [tuple(int(i) for i in draw) for draw in draws if 0 < len(draw) < n]
+    return [*singles, *rest, *drawn]
+
+
+def _label(kept, names) -> str:
+    shown = ", ".join(names[i] for i in kept[:3])
+    return f"only {shown}{', ...' if len(kept) > 3 else ''}"
+
+
+def _all_at_once(runs: Sequence[Callable[[], Any]], context: Callable[[], Any]) -> list[Any]:
+    """Compile all as one program, which is much quicker; one by one if one of them fails.
+    A failure is returned in the place of the result."""
+    with context():
+        try:
+            return jax.jit(lambda: [run() for run in runs])()
+        except Exception:
+            return [_attempt(run) for run in runs]
+
+
+def _attempt(run):
+    try:
+        return run()
+    except Exception as e:
+        return e
+
+
+def _restricted(case: Case, kept: Sequence[int]) -> Callable[..., list[Any]]:
+    """The function of some of the leaves."""
+    p = case.precision
+
+    def restricted(*live):
+        leaves = list(p.subject.leaves)
+        for i, x in zip(kept, live, strict=True):
+            leaves[i] = x
+        return p.rule.fn(*leaves)
+
+    return restricted
+
+
+def _perturbed_forward(case: Case, subsets) -> Iterator[Finding]:
+    p = case.precision
+    tangents = p.like_leaves(case.tangents())
+
+    def run(kept):
+        live = [p.subject.leaves[i] for i in kept]
+        t_live = [tangents[i] for i in kept]
+        return jax.jvp(_restricted(case, kept), live, t_live)[1]
+
+    results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
+    for kept, got in zip(subsets, results, strict=True):
+        name = _label(kept, case.names)
+        where = f"{name} perturbed, forward"
+        if isinstance(got, Exception):
+            yield broke("zeros", where, got)
+            continue
+        want = p.rule.jvp(only(tangents, kept))
+        cause = f"wrong where {name} is perturbed, right where all leaves are"
+        yield judge(
+            "zeros", where, want, got, case.output_names, case.tolerance(p), cause=cause
+        )
+
+
+def _perturbed_reverse(case: Case, subsets) -> Iterator[Finding]:
+    p = case.precision
+    w = p.like_outputs(case.cotangents())
+    dense = p.rule.vjp(w)
+
+    def run(kept):
+        live = [p.subject.leaves[i] for i in kept]
+        return list(jax.vjp(_restricted(case, kept), *live)[1](w))
+
+    results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
+    for kept, got in zip(subsets, results, strict=True):
+        name = _label(kept, case.names)
+        where = f"{name} perturbed, reverse"
+        if isinstance(got, Exception):
+            yield broke("zeros", where, got)
+            continue
+        names, want = [case.names[i] for i in kept], [dense[i] for i in kept]
+        cause = f"wrong where {name} is perturbed, right where all leaves are"
+        yield judge("zeros", where, want, got, names, case.tolerance(p), cause=cause)
+
+
+def _used_outputs(case: Case, subsets) -> Iterator[Finding]:
+    p = case.precision
+    w = p.like_outputs(case.cotangents())
+
+    def run(kept):
+        used = lambda *xs: [p.rule.fn(*xs)[i] for i in kept]
+        return list(jax.vjp(used, *p.subject.leaves)[1]([w[i] for i in kept]))
+
+    results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
+    for kept, got in zip(subsets, results, strict=True):
+        name = _label(kept, case.output_names)
+        where = f"{name} used"
+        if isinstance(got, Exception):
+            yield broke("zeros", where, got)
+            continue
+        want = p.rule.vjp(only(w, kept))
+        cause = f"wrong where {name} is used, right where all outputs are"
+        yield judge("zeros", where, want, got, case.names, case.tolerance(p), cause=cause)
+
+
+# ---------------------------------------------------------------- dead work
+
+
+def _dead_work(case: Case) -> Iterator[Finding]:
+    """With one leaf perturbed, no equation may be left that only the others need.
+
+    What must be left: the dense tangent is linear, so its derivative along one leaf's
+    tangent is the answer, and JAX drops from that all that belongs to the others.
+    """
+    if len(case.subject.leaves) < 2 or _is_dense_by_nature(case.subject.fn):
+        return
+    p, leaves = case.own, case.own.subject.leaves
+    tangents = case.tangents()
+    for i, name in enumerate(case.names[:_SAMPLED]):
+        try:
+            actual, needed = _work(p.rule, leaves, i, tangents[i])
+            if actual > needed:
+                # JAX's own rules (`jax.nn.softplus`) do such work as well.
+                without, enough = _work(p.plain, leaves, i, tangents[i])
+                needed += max(without - enough, 0)
+        except Exception:  # the rule can't be differentiated again: nothing to compare with
+            return
+        where = f"only {name} perturbed"
+        if actual > needed:
+            yield failed(
+                "zeros", where,
+                f"{actual} equations are left, and {needed} would do: work is done for leaves "
+                "that are not perturbed.\n  likely cause: a zero tangent (`None`) was made "
+                "into an array of zeros",
+            )  # fmt: skip
+        else:
+            yield passed("zeros", where)
+
+
+def _work(program: Program, leaves, i, tangent) -> tuple[int, int]:
+    """How many equations there are with one leaf perturbed, and how many would do."""
+    actual = _equations(_one_perturbed(program, leaves, i), leaves, tangent)
+    return actual, _equations(_one_differentiated(program, leaves, i), leaves, tangent)
+
+
+def _is_dense_by_nature(fn) -> bool:
+    """A `jax.custom_jvp` that did not ask for symbolic zeros is handed arrays of zeros."""
+    return isinstance(fn, jax.custom_jvp) and not fn.symbolic_zeros
+
+
+def _one_perturbed(rule: Program, leaves, i):
+    def run(xs, t):
+        of_one = lambda x: rule.fn(*[x if j == i else y for j, y in enumerate(xs)])
+        return jax.jvp(of_one, (xs[i],), (t,))[1]
+
+    return run
+
+
+def _one_differentiated(rule: Program, leaves, i):
+    def run(xs, t):
+        def dense(t_one):
+            zeros = [jax.numpy.zeros_like(x) for x in xs]
+            return jax.jvp(rule.fn, xs, [t_one if j == i else z for j, z in enumerate(zeros)])[
+                1
+            ]
+
+        return jax.jvp(dense, (jax.numpy.zeros_like(t),), (t,))[1]
+
+    return run
+
+
+def _equations(run, *args) -> int:
+    closed = jax.make_jaxpr(run)(*args)
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return sum(count_equations(eqn) for eqn in jaxpr.eqns)
+
+
+def count_equations(eqn) -> int:
+    """An equation and those inside of it. Only arithmetic counts, not its packaging."""
+    inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
+    jaxprs = [p for p in inner if hasattr(p, "eqns")]
+    return sum(count_equations(e) for j in jaxprs for e in j.eqns) or (not jaxprs)

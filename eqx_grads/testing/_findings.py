@@ -1,0 +1,100 @@
+"""From a comparison, or an exception, to a finding."""
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._errors import RuleError
+from ._compare import differences, side_by_side
+from ._likely_cause import likely_cause, Suspect
+from ._report import FAILED, Finding, PASSED, SKIPPED
+
+
+def judge(
+    check: str,
+    where: str,
+    expected: Sequence[Any],
+    got: Sequence[Any],
+    names: Sequence[str],
+    tolerance: float,
+    *,
+    cause: str = "",
+    suspects: Callable[[], Iterable[Suspect]] = tuple,
+    primals: Sequence[Any] | None = None,
+    witness: str = "",
+    diagnose: bool = True,
+) -> Finding:
+    """Compare two lists of arrays. `cause` is said where the numbers do not tell one."""
+    worst, *others = differences(expected, got, names)
+    if worst.error <= tolerance:
+        return Finding(check, PASSED, worst.error, tolerance, where)
+    number = list(names).index(worst.name)
+    primal = None if primals is None else np.asarray(primals[number])
+    try:
+        suspected = list(suspects())
+    except Exception:  # the witness has no such mode: no suspects, but still a failure
+        suspected = []
+    seen = ""
+    if diagnose:
+        seen = likely_cause(worst.expected, worst.got, worst.name, suspected, primal)
+    seen = "; ".join(text for text in (cause, seen) if text)
+    lines = [
+        f"  at {worst.name}: relative error {worst.error:.2g}, admitted {tolerance:.1g}",
+        *([f"  expected: {witness}"] if witness else []),
+        *([f"  likely cause: {seen}"] if seen else []),
+        side_by_side(worst),
+    ]
+    also = [f"{other.name} ({other.error:.2g})" for other in others if other.error > tolerance]
+    if also:
+        lines.append(f"  also wrong: {', '.join(dict.fromkeys(also[:6]))}")
+    where = f"{where}, {worst.name}" if where else worst.name
+    return Finding(check, FAILED, worst.error, tolerance, where, "\n".join(lines))
+
+
+def failed(check: str, where: str, text: str) -> Finding:
+    return Finding(check, FAILED, None, None, where, f"  {text}")
+
+
+def passed(check: str, where: str = "") -> Finding:
+    return Finding(check, PASSED, None, None, where)
+
+
+def skipped(check: str, why: str) -> Finding:
+    return Finding(check, SKIPPED, text=why)
+
+
+def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
+    """An exception is a failure too. Its message is kept, and the last place in the user's
+    code."""
+    message = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, RuleError) or len(message) <= 12:
+        shown = message
+    else:
+        shown = [*message[:12], "..."]
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not _is_machinery(f.filename)]
+    place = [f"  raised below {users[-1].filename}:{users[-1].lineno}"] if users else []
+    lines = [
+        *([f"  likely cause: {cause}"] if cause else []),
+        f"  it raised {type(error).__name__}: {shown[0]}",
+        *(f"    {line}" for line in shown[1:]),
+        *place,
+    ]
+    return Finding(check, FAILED, float("inf"), 0.0, where, "\n".join(lines))
+
+
+_MACHINERY = (
+    "/jax/",
+    "/jaxtyping/",
+    "/beartype/",
+    "/jaxlib/",
+    "/equinox/",
+    "/eqx_grads/",
+    "/contextlib.py",
+)
+
+
+def _is_machinery(filename: str) -> bool:
+    return any(part in filename.replace("\\", "/") for part in _MACHINERY)

@@ -1,0 +1,134 @@
+"""A function at given arguments, seen as a function of the arrays that can be differentiated.
+
+The checks work on lists of arrays. A `Subject` knows which leaves of the user's arguments
+these are, what the user calls them, and what to leave alone.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import name_of, rule_error
+from .._rules.flatten_call import Signature
+from .._tangent_spaces import is_arraylike, is_differentiable
+
+
+class Subject:
+    """`fn` at `args` and `kwargs`.
+
+    - `leaves`, `names`: the arrays that are perturbed, and what the user calls them.
+    - `groups`: for each of them, the number of the argument that it belongs to.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        nondifferentiable: Collection[str] = (),
+    ):
+        signature = Signature(fn)
+        args, kwargs, filled = signature.bind(tuple(args), dict(kwargs), False)
+        # Not the defaults: a reference need not have those parameters.
+        self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
+        self.fn = fn
+        self.args = args
+        self.name = name_of(fn)
+        # The arrays of a Module, or of a bound method, are arguments as well.
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, args))
+        self._all = [leaf for _, leaf in flat]
+        fixed = set(getattr(fn, "nondiff_argnums", ()))
+        fixed |= _numbers(nondifferentiable, signature.names, len(args), self.name)
+        self.places, self.names, self.groups = [], [], []
+        for place, (path, leaf) in enumerate(flat):
+            argument = path[1].idx if path[0].idx == 1 else -1
+            if is_arraylike(leaf) and is_differentiable(leaf) and argument not in fixed:
+                self.places.append(place)
+                self.groups.append(argument)
+                rest = jax.tree_util.keystr(path[2:] if argument >= 0 else path[1:])
+                name = signature.names[argument] if argument >= 0 else "self"
+                self.names.append(f"`{name}{rest.replace('.__self__', '')}`")
+        self.leaves = [jnp.asarray(self._all[i]) for i in self.places]
+
+    def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The function and its arguments, with `leaves` in their places."""
+        flat = list(self._all)
+        for place, leaf in zip(self.places, leaves, strict=True):
+            flat[place] = leaf
+        return jax.tree.unflatten(self._treedef, flat)
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        fn, args = self.tree(leaves)
+        return fn(*args, **self.kwargs)
+
+    def arrays(self, *leaves: Any) -> list[Any]:
+        """The outputs that have a derivative."""
+        return [x for x in jax.tree.leaves(self.call(leaves)) if _is_output(x)]
+
+    def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
+        """A tuple with one cotangent tree for each argument, `None` being zero."""
+        by_argument = []
+        for number in range(-1, len(self.args)):
+            mine = [i for i, group in enumerate(self.groups) if group == number]
+            if not mine:
+                continue
+            ct = None if number < 0 else cotangents[number]
+            leaves = jax.tree.leaves(ct)
+            if ct is not None and len(leaves) != len(mine):
+                raise rule_error(
+                    "An expected cotangent does not have the structure of its argument.",
+                    f"for {self.names[mine[0]]}: {len(leaves)} leaves for {len(mine)}",
+                    do="Return a tuple with one tree for each positional argument.",
+                )
+            by_argument += leaves if ct is not None else [None] * len(mine)
+        return [
+            jnp.zeros_like(x) if ct is None else jnp.asarray(ct)
+            for ct, x in zip(by_argument, self.leaves, strict=True)
+        ]
+
+    def in_float64(self) -> "Subject":
+        """The same in double precision. To be made and used inside of `double_precision`."""
+        args = jax.tree.map(_widen, self.args)
+        fn = jax.tree.map(_widen, self.fn) if isinstance(self.fn, eqx.Module) else self.fn
+        wide = object.__new__(Subject)
+        vars(wide).update(vars(self))
+        wide.fn, wide.args = fn, args
+        wide.kwargs = jax.tree.map(_widen, self.kwargs)
+        wide._all = [_widen(x) for x in self._all]
+        wide.leaves = [jnp.asarray(wide._all[i]) for i in self.places]
+        return wide
+
+
+@contextlib.contextmanager
+def double_precision():
+    """64-bit arrays, and constants of the user's in 32 bit admitted beside them."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _numbers(names, known, n_args, fn_name) -> set[int]:
+    by_name = {known[i]: i for i in range(n_args)}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise rule_error(
+            f"`nondifferentiable` names `{unknown[0]}`, which is no positional argument.",
+            f"`{fn_name}` was given {', '.join(f'`{name}`' for name in by_name)}",
+            do="Name the arguments that are not to be perturbed.",
+        )
+    return {by_name[name] for name in names}
+
+
+def _is_output(x) -> bool:
+    return is_arraylike(x) and is_differentiable(x)
+
+
+def _widen(x):
+    if not (is_arraylike(x) and is_differentiable(x)):
+        return x
+    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return jnp.asarray(np.asarray(x).astype(wide))
