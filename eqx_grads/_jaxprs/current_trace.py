@@ -46,6 +46,16 @@ def is_staged(operands: Sequence[Any]) -> bool:
     return type(trace) is _STAGING
 
 
+def is_valid(x: Any) -> bool:
+    """Whether `x` is an array, or a tracer of a transformation that is at work."""
+    if not isinstance(x, Tracer):
+        return True
+    trace = find_top_trace(())
+    while trace is not None and trace is not x._trace:
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 @contextlib.contextmanager
 def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
     """Compute with `values`, which are no tangents, as if nothing were being linearized.
