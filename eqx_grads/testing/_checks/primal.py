@@ -50,22 +50,22 @@ def _value_under(case: Case, where: str) -> Any:
         inexact = [a and is_differentiable(x) for a, x in zip(arrays, flat, strict=True)]
         static = [None if a else x for a, x in zip(arrays, flat, strict=True)]
         seen[:] = [treedef, arrays, inexact, static]
-        pick = lambda live: [
-            x for x, a, i in zip(flat, arrays, inexact, strict=True) if a and i == live
+        pick = lambda wanted: [
+            x for x, a, i in zip(flat, arrays, inexact, strict=True) if a and i == wanted
         ]
         return pick(True), pick(False)
 
     leaves = case.subject.leaves
     if where == "under `jax.vjp`":
-        live, _, rest = jax.vjp(run, *leaves, has_aux=True)
+        perturbed, _, rest = jax.vjp(run, *leaves, has_aux=True)
     else:
         zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
-        live, _, rest = jax.jvp(run, leaves, zeros, has_aux=True)
+        perturbed, _, rest = jax.jvp(run, leaves, zeros, has_aux=True)
     treedef, arrays, inexact, flat = seen
-    live, rest = iter(live), iter(rest)
+    perturbed, rest = iter(perturbed), iter(rest)
     for index, (a, i) in enumerate(zip(arrays, inexact, strict=True)):
         if a:
-            flat[index] = next(live if i else rest)
+            flat[index] = next(perturbed if i else rest)
     return jax.tree.unflatten(treedef, flat)
 
 

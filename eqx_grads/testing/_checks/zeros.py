@@ -80,9 +80,9 @@ def _restricted(case: Case, kept: Sequence[int]) -> Callable[..., list[Any]]:
     """The function of the leaves in `kept`; the others are constant."""
     p = case.precision
 
-    def restricted(*live):
+    def restricted(*perturbed):
         leaves = list(p.subject.leaves)
-        for i, x in zip(kept, live, strict=True):
+        for i, x in zip(kept, perturbed, strict=True):
             leaves[i] = x
         return p.rule.fn(*leaves)
 
@@ -94,9 +94,9 @@ def _perturbed_forward(case: Case, subsets) -> Iterator[Finding]:
     tangents = p.like_leaves(case.tangents())
 
     def run(kept):
-        live = [p.subject.leaves[i] for i in kept]
-        t_live = [tangents[i] for i in kept]
-        return jax.jvp(_restricted(case, kept), live, t_live)[1]
+        perturbed = [p.subject.leaves[i] for i in kept]
+        t_perturbed = [tangents[i] for i in kept]
+        return jax.jvp(_restricted(case, kept), perturbed, t_perturbed)[1]
 
     results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
     for kept, got in zip(subsets, results, strict=True):
@@ -118,8 +118,8 @@ def _perturbed_reverse(case: Case, subsets) -> Iterator[Finding]:
     dense = p.rule.vjp(w)
 
     def run(kept):
-        live = [p.subject.leaves[i] for i in kept]
-        return list(jax.vjp(_restricted(case, kept), *live)[1](w))
+        perturbed = [p.subject.leaves[i] for i in kept]
+        return list(jax.vjp(_restricted(case, kept), *perturbed)[1](w))
 
     results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
     for kept, got in zip(subsets, results, strict=True):
