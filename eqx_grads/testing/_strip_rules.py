@@ -37,11 +37,6 @@ def without_rules(
     return undecorated
 
 
-def has_rules(fn: Callable[..., Sequence[Any]], *arrays: Any) -> bool:
-    """Whether a rule of the user's is at work anywhere in `fn`."""
-    return _holds_rule(jax.make_jaxpr(lambda *xs: list(fn(*xs)))(*arrays))
-
-
 def _evaluate(
     program: ClosedJaxpr, args: Sequence[Any], is_decorated: bool = False
 ) -> list[Any]:

@@ -57,15 +57,15 @@ def _value_under(case: Case, where: str) -> Any:
 
     leaves = case.subject.leaves
     if where == "under `jax.vjp`":
-        perturbed, _, rest = jax.vjp(run, *leaves, has_aux=True)
+        differentiable, _, rest = jax.vjp(run, *leaves, has_aux=True)
     else:
         zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
-        perturbed, _, rest = jax.jvp(run, leaves, zeros, has_aux=True)
+        differentiable, _, rest = jax.jvp(run, leaves, zeros, has_aux=True)
     treedef, arrays, inexact, flat = seen
-    perturbed, rest = iter(perturbed), iter(rest)
+    differentiable, rest = iter(differentiable), iter(rest)
     for index, (a, i) in enumerate(zip(arrays, inexact, strict=True)):
         if a:
-            flat[index] = next(perturbed if i else rest)
+            flat[index] = next(differentiable if i else rest)
     return jax.tree.unflatten(treedef, flat)
 
 
