@@ -315,9 +315,6 @@ def _same_space(xs, ys) -> bool:
     return [(x.shape, x.dtype) for x in xs] == [(y.shape, y.dtype) for y in ys]
 
 
-# ---------------------------------------------------------------- comparisons
-
-
 def _check(mode: _AbstractMode) -> Iterator[Finding]:
     """In the better precision first; if that passes, in the user's own."""
     got = mode.along_directions(lambda direction: mode.rule(mode.precision, direction))
