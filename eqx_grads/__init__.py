@@ -25,7 +25,6 @@ from ._gradient_ops.linear import (
     reversal_schedule as reversal_schedule,
     reverse_gradient as reverse_gradient,
     scale_gradient as scale_gradient,
-    stop_gradient_where as stop_gradient_where,
 )
 from ._gradient_ops.nonlinear import (
     cast_gradient as cast_gradient,
@@ -36,10 +35,8 @@ from ._gradient_ops.nonlinear import (
     zero_nonfinite_gradient as zero_nonfinite_gradient,
 )
 from ._gradient_ops.value_or_gradient_only import (
-    clip_preserve_gradient as clip_preserve_gradient,
     on_backward as on_backward,
     on_forward as on_forward,
-    project as project,
 )
 from ._rules.custom_gradient import custom_gradient as custom_gradient
 from ._rules.custom_jvp import custom_jvp as custom_jvp
