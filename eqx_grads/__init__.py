@@ -8,10 +8,8 @@ from ._control_flow.cond import (
 )
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
-from ._diagnosis.gradient_flow import (
-    gradient_flow as gradient_flow,
-    plot_gradient_flow as plot_gradient_flow,
-)
+from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
+from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
     GradientStatistics as GradientStatistics,
     probe as probe,
