@@ -160,7 +160,7 @@ def reversal_schedule(
 
     - `progress`: the fraction of the training that is done, from 0 to 1.
     - `low`, `high`: the strength at the beginning, and its limit.
-    - `gamma`: how fast the strength rises. It is within 1 % of the limit when `progress` is
+    - `gamma`: how fast the strength rises. 99 % of the rise are done when `progress` is
         `5.3 / gamma`.
 
     All may be traced.
