@@ -572,7 +572,7 @@ class TestGradientFlowErrors:
             return jnp.sum(f(x))
 
         for loss, kind in ((in_while, "while"), (in_rule, "custom_jvp_call")):
-            with pytest.raises(RuleError, match=f"`Linear` is called inside of a `{kind}`"):
+            with pytest.raises(RuleError, match=f"`Linear` is called inside a `{kind}`"):
                 eqg.gradient_flow(loss, linear, jnp.ones(2))
 
     @pytest.mark.parametrize("out", [jnp.ones(2), (1.0, 2.0), 3, 1j])
