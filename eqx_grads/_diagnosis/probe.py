@@ -213,14 +213,6 @@ def _probe_jvp(primals, tangents):
     return _probe(x, slots), jax.tree.unflatten(treedef, add(ts, t_slots))
 
 
-@_probe.def_vmap
-def _probe_vmap(*_):
-    # Nothing to gain, but a call with a batching rule is a primitive. In the forward pass of
-    # a scan, JAX before 0.12 forgets the rule of a `jax.custom_jvp`, and second derivatives
-    # are silently those of the function itself; it does not forget that of a primitive.
-    return NotImplemented
-
-
 @custom_vjp
 def _probe_statistics(x, slot):
     del slot

@@ -178,14 +178,6 @@ def _on_forward_jvp(primals, tangents):
     return out, jax.tree.unflatten(treedef, ts)
 
 
-@_on_forward.def_vmap
-def _on_forward_vmap(*_):
-    # Nothing to gain, but a call with a batching rule is a primitive. In the forward pass of
-    # a scan, JAX before 0.12 forgets the rule of a `jax.custom_jvp`, and second derivatives
-    # are silently those of the function itself; it does not forget that of a primitive.
-    return NotImplemented
-
-
 def _check_tangents_fit(fn, x, out):
     """Raise unless the tangent of `x`, up to its precision, is a tangent of `out`."""
     if jax.tree.structure(out) != jax.tree.structure(x):
