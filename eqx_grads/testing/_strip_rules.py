@@ -47,8 +47,6 @@ def _evaluate(
 ) -> list[Any]:
     def hook(eqn, values):
         has_rule = isinstance(structure(eqn), CallWithRule)
-        if eqn.primitive.name == "eqg_call" and not has_rule:
-            return without_rules(eqn.params["call"].primal)(*values)
         if _is_rule(eqn) or (has_rule and is_decorated):
             return enter(eqn, values, without)
         if has_rule:  # of JAX itself
