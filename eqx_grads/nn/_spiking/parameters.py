@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..._errors import rule_error, type_of
-from ..._gradient_ops.value_or_gradient_only import clip_preserve_gradient
+from ..._gradient_ops.value_or_gradient_only import on_forward
+from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
 
 
@@ -109,7 +110,8 @@ def parameter(
             f"`{name}` is {value!r:.80}",
             do="Is there a division by zero where it comes from?",
         )
-    if np.shape(value) != () and not _broadcasts(np.shape(value), shape):
+    axes = len(np.shape(value))
+    if axes and not (axes == len(shape) and broadcasts_to(np.shape(value), shape)):
         raise rule_error(
             f"`{cell}` was given a `{name}` that does not fit its neurons.",
             f"`{name}` is {type_of(value)}, and there are {shape} neurons",
@@ -163,10 +165,6 @@ def _can_be_seen(value) -> bool:
     """Whether a parameter is looked at when a cell is made. Of arrays of JAX, only the shape
     and the dtype are: they may be traced."""
     return isinstance(value, float | int | np.ndarray | np.generic)
-
-
-def _broadcasts(shape, to) -> bool:
-    return len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True))
 
 
 def check_reset(cell: str, reset: Any) -> None:
@@ -261,11 +259,15 @@ def value_of(value: Any, learn: bool, like: Array) -> Any:
 
 
 def decay_of(value: Any, learn: bool, like: Array) -> Any:
-    """Likewise, kept between zero and one; the gradient passes, so that what is learned and
-    has left comes back."""
+    """As `value_of`, clipped to [0, 1] with a straight-through gradient, so that a learned
+    value outside of the interval can return."""
     is_array = isinstance(value, jax.Array)  # of anything else, the constructor has seen it
     value = value_of(value, learn, like)
-    return clip_preserve_gradient(value, 0.0, 1.0) if is_array else value
+    return on_forward(value, _clip_to_unit) if is_array else value
+
+
+def _clip_to_unit(x):
+    return jnp.clip(x, 0.0, 1.0)
 
 
 def next_membrane(cell: Any, current: Array, spikes: Array, membrane: Array) -> Array:
