@@ -92,9 +92,11 @@ def _consts_as_inputs(closed: ClosedJaxpr) -> ClosedJaxpr:
         return closed
     consts = closed.consts
     types = [*map(jax.typeof, consts), *closed.in_avals]
-    with_consts = lambda *args: jax.core.eval_jaxpr(
-        closed.jaxpr, args[: len(consts)], *args[len(consts) :]
-    )
+
+    def with_consts(*args):
+        same = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
+        return jaxpr_as_fun(same)(*args[len(consts) :])
+
     return jax.make_jaxpr(with_consts)(*types)
 
 
@@ -388,8 +390,9 @@ class _PrunedCall(AbstractCall):
         ][self._n_consts :]
 
 
-def _dce(used_outputs, eqn):
+def _dce(used_outputs, *live_and_eqn):
     """Drop the outputs that nobody uses, and the operands that only these need."""
+    eqn = live_and_eqn[-1]  # JAX 0.11 added an argument before it
     if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
     call, call_jaxpr, n_consts = (eqn.params[k] for k in ("call", "call_jaxpr", "n_consts"))

@@ -1,4 +1,4 @@
-"""The value of one thing, the derivative of another."""
+"""`replace_gradient`, `with_gradient_of`: one function's value, another's derivative."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
     r"""The value of one thing, the derivative of another.
 
     The usual spelling `surrogate + stop_gradient(value - surrogate)` rounds, and is NaN
-    where `value` and `surrogate` are infinite. This is `value` to the bit.
+    where `value` and `surrogate` are infinite. This is `value`, bitwise.
 
     !!! example
 

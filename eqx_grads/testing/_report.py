@@ -12,7 +12,7 @@ class Finding:
     """One comparison.
 
     - `check`: the name of the check.
-    - `status`: `"passed"`, `"FAILED"` or `"skipped"`.
+    - `verdict`: `"passed"`, `"FAILED"` or `"skipped"`.
     - `error`, `tolerance`: the relative error and the largest one that passes; `None` where
         the check measures no error.
     - `where`: the leaf, mode or transformation, in the names of the user's parameters.
@@ -20,7 +20,7 @@ class Finding:
     """
 
     check: str
-    status: str
+    verdict: str
     error: float | None = None
     tolerance: float | None = None
     where: str = ""
@@ -37,7 +37,7 @@ class Report:
     A printed report is a table with one row for each check, followed by a description of
     each failure.
 
-    - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `status`,
+    - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where` and `text`.
     - `numbers`: a dictionary with the `"seed"`, and the names of the perturbed leaves as
         `"leaves"`.
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def failures(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.status == FAILED]
+        return [finding for finding in self.findings if finding.verdict == FAILED]
 
     def __getitem__(self, check: str) -> list[Finding]:
         """The findings of one check."""
@@ -85,18 +85,18 @@ class Report:
             row = _worst(self[check])
             error = "" if row.error is None else f"{row.error:.1e} of {row.tolerance:.0e}"
             where = row.where
-            if row.status == SKIPPED:
+            if row.verdict == SKIPPED:
                 where = row.text.splitlines()[0]
-            elif row.status == FAILED:
-                n = len([finding for finding in self[check] if finding.status == FAILED])
+            elif row.verdict == FAILED:
+                n = len([finding for finding in self[check] if finding.verdict == FAILED])
                 where += f" (and {n - 1} more)" if n > 1 else ""
-            yield f"{check:<14}{row.status:<10}{error:<20}{where}".rstrip()
+            yield f"{check:<14}{row.verdict:<10}{error:<20}{where}".rstrip()
 
 
 def _worst(findings: Sequence[Finding]) -> Finding:
     def badness(finding):
         error = finding.error if finding.error is not None else 0.0
         ratio = error / finding.tolerance if finding.tolerance else error
-        return ([SKIPPED, PASSED, FAILED].index(finding.status), ratio)
+        return ([SKIPPED, PASSED, FAILED].index(finding.verdict), ratio)
 
     return max(findings, key=badness)

@@ -320,7 +320,7 @@ def _check(mode: _AbstractMode) -> Iterator[Finding]:
     got = mode.along_directions(lambda direction: mode.rule(mode.precision, direction))
     finding = _against_references(mode, got)
     yield finding
-    if mode.precision is mode.case.own or finding.status == FAILED:
+    if mode.precision is mode.case.own or finding.verdict == FAILED:
         return
     direction = mode.random_direction()
     have = mode.rule(mode.case.own, direction)
@@ -360,14 +360,14 @@ def _against_references(mode: _AbstractMode, got: _Arrays) -> Finding:
     )  # fmt: skip
     if by_autodiff is None:
         return by_differences
-    if by_autodiff.status == by_differences.status:
+    if by_autodiff.verdict == by_differences.verdict:
         return by_autodiff
     # One of them passed. If the references disagree, that is enough. If they agree, the failure
     # is in entries that only one of them compared.
     exact = steps.in_form(mode.expected)
     agree = difference(steps.want, exact, steps.names, entrywise=False).error <= loose
     wanted = FAILED if agree else PASSED
-    return by_autodiff if by_autodiff.status == wanted else by_differences
+    return by_autodiff if by_autodiff.verdict == wanted else by_differences
 
 
 def _compare(mode: _AbstractMode, want: _Arrays, got: _Arrays, reference: str) -> Finding:
@@ -403,7 +403,7 @@ def _in_own_precision(mode: _AbstractMode, direction: _Arrays, have: _Arrays) ->
     ]  # fmt: skip
     if not findings:
         return skipped(mode.check, "no reference in your own precision")
-    passed = [finding for finding in findings if finding.status == PASSED]
+    passed = [finding for finding in findings if finding.verdict == PASSED]
     return passed[-1] if passed else findings[0]
 
 

@@ -33,7 +33,7 @@ def adjoint(case: Case) -> Iterator[Finding]:
             case.tolerance(p) * 10, cause=cause, diagnose=False,
         )  # fmt: skip
         yield finding
-        if finding.status == FAILED:
+        if finding.verdict == FAILED:
             return
 
 

@@ -48,7 +48,7 @@ def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
         if by_autodiff is not None:
             reference = "autodiff without the rule"
             finding = _compare(case, p, where, by_autodiff, got, reference, t, w)
-        if finding is None or finding.status == FAILED:
+        if finding is None or finding.verdict == FAILED:
             # The check of the first derivative has its own reference, so finite differences of
             # the rule's gradient are a reference for the second. Autodiff is none for a rule
             # that is wrong on purpose: the gradient is then not that of any function (the
@@ -59,7 +59,7 @@ def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
                 along = p.rule.higher(kind, p.like_leaves(scaled), w, n)
                 reference = "differences of the gradient"
                 other = _compare(case, p, where, exact, along, reference, t, w)
-                finding = other if finding is None or other.status != FAILED else finding
+                finding = other if finding is None or other.verdict != FAILED else finding
         yield finding or skipped("order", f"no reference for {where}")
 
 
@@ -92,7 +92,7 @@ def _compare(case: Case, p: Precision, where, want, got, reference, t, w) -> Fin
         "order", where, want, got, case.names, tolerance, cause=cause, reference=reference
     )
     finding = compared("")
-    if finding.status == FAILED and _is_right_to_first_order(case, p, t, w):
+    if finding.verdict == FAILED and _is_right_to_first_order(case, p, t, w):
         return compared("right to first order, wrong at the next")
     return finding
 
