@@ -16,7 +16,8 @@ from jax.core import Tracer
 from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._tangent_spaces import as_array_list
-from .call_primitive import AbstractCall, bind_call, invalid_tracer
+from .abstract_call import AbstractCall
+from .call_primitive import bind_call, invalid_tracer
 from .flatten_call import as_arrays, FlatCall, OutputSpec
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
 from .vmap_rule import apply_vmap_rule
