@@ -8,7 +8,7 @@ from ._gradient_layers import (
     GradientScale as GradientScale,
 )
 from ._linear_recurrent.lru import LRU as LRU
-from ._linear_recurrent.min_gru import MinGRU as MinGRU
+from ._linear_recurrent.minimal import MinGRU as MinGRU
 from ._linear_recurrent.min_lstm import MinLSTM as MinLSTM
 from ._linear_recurrent.s5 import S5 as S5
 from ._quantized.layers import (
