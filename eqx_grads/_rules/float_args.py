@@ -1,10 +1,13 @@
-"""What a quantizer acts on: floats, in at least single precision."""
+"""Checks and conversions of arguments: floats, parameters of quantizers, numbers of bits."""
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, type_of
@@ -86,3 +89,42 @@ def check_positive(name: str, what: str, x: Any) -> None:
             f"it is {x!r}",
             do=f"Give it a positive {what}.",
         )
+
+
+def as_integer(x: Any) -> int | None:
+    """`x` as a Python integer, or `None` if it is not an integer. A bool is not."""
+    if isinstance(x, bool | np.bool_):
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
+
+
+def as_bits(name: str, bits: Any, signed: bool) -> int:
+    """A number of bits that a quantizer can have."""
+    fewest = 2 if signed else 1
+    known = as_integer(bits)
+    if known is None or not fewest <= known <= 24:
+        raise rule_error(
+            f"`{name}` can't quantize to this number of bits.",
+            f"`bits` is {bits!r:.80}, `signed` is {signed}",
+            do=f"Give it an integer from {fewest} to 24: a float of single precision holds no "
+            "more. For a single signed bit there is `eqx_grads.ste.binary_sign`.",
+        )
+    return known
+
+
+def as_levels(name: str, levels: Any) -> tuple[int, ...]:
+    """The numbers of levels of finite scalar quantization."""
+    given = tuple(levels) if hasattr(levels, "__iter__") else ()
+    known = tuple(count for count in map(as_integer, given) if count is not None)
+    all_known = bool(known) and len(known) == len(given)
+    if not all_known or min(known) < 2 or math.prod(known) >= 2**31:
+        raise rule_error(
+            f"`{name}` can't quantize to these levels.",
+            f"`levels` is {levels!r:.80}",
+            do="Give it a sequence of integers, each two or more, whose product is less than "
+            "2^31: `(8, 5, 5)`.",
+        )
+    return known

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .._errors import rule_error, type_of
-from .._rules.float_args import as_floats, widen
+from .._rules.float_args import as_floats, as_levels, widen
 from .._rules.replace_gradient import replace_gradient
 
 
@@ -140,7 +140,7 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
     or if there are too many codes for an index of 32 bits.
     """
     z = as_floats("ste.fsq", z, "z")
-    levels = _check_levels("ste.fsq", levels)
+    levels = as_levels("ste.fsq", levels)
     if z.shape[-1:] != (len(levels),):
         raise rule_error(
             "`ste.fsq` was given another number of levels than `z` has numbers.",
@@ -188,7 +188,7 @@ def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
 
     It is a constant.
     """
-    levels = _check_levels("ste.fsq_codebook", levels)
+    levels = as_levels("ste.fsq_codebook", levels)
     index = jnp.arange(math.prod(levels), dtype=jnp.int32)[:, None]
     count = np.asarray(levels, np.int32)[None]
     digits = index // _places(levels, 2) % count
@@ -204,16 +204,3 @@ def _places(levels, ndim):
     """What a digit of each place is worth; the first place is that of the ones."""
     worth = np.cumprod([1, *levels[:-1]]).astype(np.int32)
     return worth.reshape((1,) * (ndim - 1) + (-1,))
-
-
-def _check_levels(name, levels):
-    levels = tuple(levels)
-    integers = bool(levels) and all(isinstance(count, int) for count in levels)
-    if not integers or min(levels) < 2 or math.prod(levels) >= 2**31:
-        raise rule_error(
-            f"`{name}` can't quantize to these levels.",
-            f"`levels` is {levels}",
-            do="Give it a sequence of integers, each two or more, whose product is less than "
-            "2^31.",
-        )
-    return levels

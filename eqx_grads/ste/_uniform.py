@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_floats, check_positive, spread, widen
+from .._rules.float_args import as_bits, as_floats, check_positive, spread, widen
 from .._rules.replace_gradient import replace_gradient
 from ._rounding import round as round_
 
@@ -394,12 +394,5 @@ def _pact_jvp(primals, tangents, *, levels):
 
 def _integers(name, bits, signed):
     """The smallest and the largest integer."""
-    fewest = 2 if signed else 1
-    if not isinstance(bits, int) or not fewest <= bits <= 24:
-        raise rule_error(
-            f"`{name}` can't quantize to this number of bits.",
-            f"`bits` is {bits!r:.80}, `signed` is {signed}",
-            do=f"Give it an integer from {fewest} to 24: a float of single precision holds no "
-            "more. For a single signed bit there is `eqx_grads.ste.binary_sign`.",
-        )
+    bits = as_bits(name, bits, signed)
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Key
 
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._recurrent.layer import check_sizes, make_cells
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, learned_state, make_skip
-from .gates import default_dtype
+from .._argument_checks import check_sizes
+from .._dtypes import default_dtype
+from .._recurrent.stack import make_cells, Stack
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
 
 class LRUCell(AbstractDiagonalCell):
@@ -122,11 +123,9 @@ class LRU(AbstractDiagonal):
 
     cells: tuple[tuple[LRUCell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     activation: Callable[[Array], Array] | None
     method: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -172,9 +171,9 @@ class LRU(AbstractDiagonal):
         )
         if not (0 <= r_min < r_max <= 1 and max_phase > 0):
             raise rule_error(
-                "`LRU` was given a ring that is none.",
+                "`LRU` needs `0 <= r_min < r_max <= 1` and `max_phase > 0`.",
                 f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
-                do="Choose `0 <= r_min < r_max <= 1` and a positive phase.",
+                do="Choose two radii in this order, and a positive phase.",
             )
         dtype = default_dtype(dtype)
         make = lambda size, key: LRUCell(
@@ -187,11 +186,7 @@ class LRU(AbstractDiagonal):
             key=key,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.activation = activation
         self.method = method
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_parts = None
-        if learn_initial_state:
-            self.initial_parts = learned_state(self.cells, dtype)

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Key
 
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._recurrent.layer import check_sizes, make_cells
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, learned_state, make_skip
-from .gates import default_dtype
+from .._argument_checks import check_sizes
+from .._dtypes import default_dtype
+from .._recurrent.stack import make_cells, Stack
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
 
 class S5Cell(AbstractDiagonalCell):
@@ -138,11 +139,9 @@ class S5(AbstractDiagonal):
 
     cells: tuple[tuple[S5Cell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     activation: Callable[[Array], Array] | None
     method: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -196,9 +195,9 @@ class S5(AbstractDiagonal):
             )
         if not 0 < min_step <= max_step:
             raise rule_error(
-                "`S5` was given a range of steps that is none.",
+                "`S5` needs `0 < min_step <= max_step`.",
                 f"`min_step` is {min_step}, `max_step` is {max_step}",
-                do="Choose `0 < min_step <= max_step`.",
+                do="Choose two positive steps in this order.",
             )
         dtype = default_dtype(dtype)
         make = lambda size, key: S5Cell(
@@ -211,11 +210,7 @@ class S5(AbstractDiagonal):
             key=key,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.activation = activation
         self.method = method
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_parts = None
-        if learn_initial_state:
-            self.initial_parts = learned_state(self.cells, dtype)

@@ -12,12 +12,10 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
 
 from ... import ste
 from ..._errors import rule_error, type_of
-from ..._rules.float_args import as_floats, widen
+from ..._rules.float_args import as_bits, as_floats, as_levels, widen
 from .argument_checks import (
     as_axis,
-    as_bits,
     as_channel_axis,
-    as_levels,
     as_number,
     as_scale,
     check_backward,
@@ -376,7 +374,7 @@ class FSQ(eqx.Module):
         - `axis`: that along which the vectors lie, counted from the end: -3 for images with
             channels first, batches of them included.
         """
-        self.levels = as_levels(levels)
+        self.levels = as_levels("FSQ", levels)
         self.axis = as_axis("FSQ", axis)
 
     def __call__(

@@ -12,12 +12,13 @@ from ... import ste
 from ..._errors import rule_error
 from ..._rules.float_args import as_floats, widen
 from ..._tangent_spaces import promote
+from .._dtypes import default_dtype
 from .argument_checks import (
     as_axis,
-    as_integer,
     as_number,
     check_indices,
     check_vectors,
+    integer_option,
 )
 from .quantizers import entries
 
@@ -106,8 +107,8 @@ class VectorQuantizer(eqx.Module):
         - `key`: for the first codebook.
         """
         do = "Give it a positive integer."
-        num_entries = as_integer("VectorQuantizer", "num_entries", num_entries, do=do)
-        size = as_integer("VectorQuantizer", "size", size, do=do)
+        num_entries = integer_option("VectorQuantizer", "num_entries", num_entries, do=do)
+        size = integer_option("VectorQuantizer", "size", size, do=do)
         decay = as_number("VectorQuantizer", "decay", decay)
         if not (0 <= decay < 1 and num_entries > 0 and size > 0):
             raise rule_error(
@@ -115,8 +116,7 @@ class VectorQuantizer(eqx.Module):
                 f"`num_entries` is {num_entries}, `size` is {size}, `decay` is {decay}",
                 do="Both sizes are positive, and a decay is from zero to less than one.",
             )
-        dtype = jnp.result_type(float) if dtype is None else dtype
-        self.codebook = jr.normal(key, (num_entries, size), dtype)
+        self.codebook = jr.normal(key, (num_entries, size), default_dtype(dtype))
         wide = widen(self.codebook).dtype
         self.usage = jnp.full(num_entries, 1 / num_entries, wide)
         self.commitment = as_number("VectorQuantizer", "commitment", commitment)

@@ -3,22 +3,13 @@
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
+from .._argument_checks import check_features, check_option, check_sizes
+from .._dtypes import common_dtype
 from .gru_vjp import gru
-from .layer import (
-    AbstractRecurrent,
-    check_cell,
-    check_features,
-    check_option,
-    check_sizes,
-    common_dtype,
-    make_cells,
-    single_cell,
-    stacked,
-)
+from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
+from .stack import make_cells, Stack
 
 
 class GRU(AbstractRecurrent):
@@ -61,10 +52,8 @@ class GRU(AbstractRecurrent):
 
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     keep: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -105,20 +94,14 @@ class GRU(AbstractRecurrent):
             size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_state = self._zero_states() if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_state = None
-        if learn_initial_state:
-            n_cells = num_layers * len(self.cells[0])
-            self.initial_state = stacked(self._zero_state(), n_cells)
 
     def _zero_state(self):
-        weight = self.cells[0][0].weight_hh
-        return jnp.zeros(weight.shape[1], weight.dtype)
+        return zero_hidden(self.cells[0][0])
 
-    def _run(self, cell, xs, state, valid, reverse):
+    def _run_cell(self, cell, xs, state, valid, reverse):
         check_features("GRU", cell, xs)
         xs, h, w_in, w_state, bias, bias_n = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias, cell.bias_n
@@ -145,18 +128,15 @@ class GRU(AbstractRecurrent):
 
         A `GRU` of one layer, which shares the arrays of `cell`.
         """
-        check_cell("GRU", cell, eqx.nn.GRUCell)
-        layer = GRU(
-            1,
-            cell.hidden_size,
+        return layer_from_cell(
+            GRU,
+            cell,
+            eqx.nn.GRUCell,
             keep=keep,
             reverse=reverse,
             time_major=time_major,
             learn_initial_state=learn_initial_state,
-            dtype=cell.weight_hh.dtype,
-            key=jr.key(0),
         )
-        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> eqx.nn.GRUCell:
         """The only cell of a layer that has one."""
