@@ -34,8 +34,9 @@ class LRUCell(AbstractDiagonalCell):
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         low, high = ring
         uniform = lambda key: jr.uniform(key, (state_size,), wide, jnp.finfo(wide).tiny)
-        # Uniform on the ring is uniform in the squared radius. A few roundings below one, as
-        # with a radius of one a state would take nothing in and never end; and above zero.
+        # Uniform on the ring is uniform in the squared radius. The radius is kept a few
+        # roundings below one, where gamma would be zero and a state would never decay, and
+        # above zero, whose logarithm is infinite.
         squared = low**2 + (high**2 - low**2) * uniform(keys[0])
         below_one = (1 - 4 * jnp.finfo(wide).eps) ** 2
         log_radius = 0.5 * jnp.log(jnp.clip(squared, jnp.finfo(wide).tiny, below_one))
@@ -60,13 +61,13 @@ class LRUCell(AbstractDiagonalCell):
 class LRU(AbstractDiagonal):
     r"""A linear recurrent unit over time.
 
-    The state is complex, and each of its numbers turns and decays by itself:
+    The state is complex, and the recurrence is elementwise:
 
     $$h_t = \lambda\,h_{t-1} + \gamma\,B x_t, \qquad y_t = \phi(\mathrm{Re}(C h_t) + D x_t),
     \qquad \lambda = \exp(-e^{\nu} + i\,e^{\theta}).$$
 
-    So $|\lambda| < 1$ whatever the parameters are. $\gamma$ is a parameter too, and begins
-    at $\sqrt{1 - |\lambda|^2}$, which gives the states of white noise the variance of $B x$.
+    So $|\lambda| < 1$ for all parameters. $\gamma$ is a parameter too. Its initial value is
+    $\sqrt{1 - |\lambda|^2}$: with white noise as input, the states have the variance of $B x$.
 
     !!! example
 
@@ -93,17 +94,17 @@ class LRU(AbstractDiagonal):
     `weight_out` ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a
     vector if there are as many outputs as inputs and else a matrix. All are real.
 
-    To take one step at a time, call the layer with one step, and with the state that the last
-    call returned.
+    For single steps, call the layer with one step and with the state that the last call
+    returned.
 
     States are complex, in single precision at least: with parameters and inputs in half
     precision the recurrence is in single, and the outputs are in half.
 
     **Derivative:**
 
-    That of [`eqx_grads.linear_recurrence`][], the same recurrence in the other direction, and
-    plain differentiation around it. Both modes, all orders. Each weight's gradient is one
-    matrix product for all steps and the batch.
+    The derivative of [`eqx_grads.linear_recurrence`][], which is the same recurrence in the
+    other direction, and plain differentiation around it. Both modes, all orders. The gradient
+    of each weight is one matrix product for all steps and the batch.
 
     ??? cite
 
@@ -150,13 +151,13 @@ class LRU(AbstractDiagonal):
         r"""**Arguments:**
 
         - `input_size`, `output_size`: the numbers of features.
-        - `state_size`: how many complex numbers the state is.
-        - `r_min`, `r_max`, `max_phase`: at first, $\lambda$ is uniform on the part of the ring
-            between the two radii with a phase from zero to `max_phase`. For long sequences
-            take `r_min` close to one, and `max_phase` small. No radius is one, also if `r_max`
-            is: the largest there is rounds to less.
-        - `activation`: $\phi$, applied to all outputs. The default is none; then a stack of
-            several layers is linear.
+        - `state_size`: the number of complex numbers of a state.
+        - `r_min`, `r_max`, `max_phase`: the initial $\lambda$ is uniform on the part of the
+            ring between the two radii with a phase from zero to `max_phase`. For long
+            sequences take `r_min` close to one, and `max_phase` small. Each $|\lambda|$ is less
+            than one by a few roundings at least, also with `r_max=1`.
+        - `activation`: $\phi$, applied to all outputs. By default there is none, and a stack
+            of several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].
 
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,

@@ -82,17 +82,17 @@ class MinGRU(AbstractMinimal):
     candidate, and nothing is divided. So the logarithms of the paper's appendix are not
     needed, and the candidate may be negative.
 
-    To take one step at a time, call the layer with one step, and with the state that the last
-    call returned.
+    For single steps, call the layer with one step and with the state that the last call
+    returned.
 
     States are in single precision at least: with parameters and inputs in half precision the
     recurrence is in single, and the outputs are in half.
 
     **Derivative:**
 
-    That of [`eqx_grads.linear_recurrence`][], the same recurrence in the other direction, and
-    plain differentiation around it. Both modes, all orders. Each weight's gradient is one
-    matrix product for all steps and the batch.
+    The derivative of [`eqx_grads.linear_recurrence`][], which is the same recurrence in the
+    other direction, and plain differentiation around it. Both modes, all orders. The gradient
+    of each weight is one matrix product for all steps and the batch.
 
     ??? cite
 

@@ -26,8 +26,8 @@ class BinaryLinear(AbstractQuantizedLinear):
     r"""`equinox.nn.Linear` with a weight of single bits.
 
     The signs of the weight, times the mean of $|w|$ over the inputs of each output (XNOR-Net,
-    [Rastegari et al. 2016](https://arxiv.org/abs/1603.05279)), or as they are (BinaryConnect,
-    [Courbariaux et al. 2015](https://arxiv.org/abs/1511.00363)).
+    [Rastegari et al. 2016](https://arxiv.org/abs/1603.05279)), or without a scale
+    (BinaryConnect, [Courbariaux et al. 2015](https://arxiv.org/abs/1511.00363)).
 
     !!! example
 
@@ -46,7 +46,7 @@ class BinaryLinear(AbstractQuantizedLinear):
 
     With $\alpha_i = \operatorname{mean}_j |W_{ij}|$, that of
     $y = \alpha\,\operatorname{sign}(W)\,A(x) + b$, where the sign is
-    [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A weight beyond has no
+    [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A larger weight has no
     gradient from its sign, so training usually clips weights to $[-1, 1]$ after each step. The
     scale is differentiated too.
     """
@@ -72,7 +72,7 @@ class BinaryLinear(AbstractQuantizedLinear):
 
         - `in_features`, `out_features`, `use_bias`, `dtype`, `key`: as for
             `equinox.nn.Linear`.
-        - `scale`: whether each output has the mean size of its weights.
+        - `scale`: whether each output is scaled by the mean $|w|$ of its weights.
         - `backward`: as for [`eqx_grads.ste.wrap`][].
         - `input_quantizer`: as for [`eqx_grads.nn.QuantizedLinear`][].
         """
@@ -101,7 +101,7 @@ class BinaryLinear(AbstractQuantizedLinear):
         backward: str | Callable[..., Any] = "hard_tanh",
         input_quantizer: Quantizer | None = None,
     ) -> "BinaryLinear":
-        """The same layer, of bits.
+        """The same layer, with a weight of single bits.
 
         **Arguments:**
 
@@ -116,9 +116,9 @@ class BinaryLinear(AbstractQuantizedLinear):
 class TernaryLinear(AbstractQuantizedLinear):
     r"""`equinox.nn.Linear` with a weight of minus ones, zeros and ones.
 
-    Ternary weight networks, [Li et al. (2016)](https://arxiv.org/abs/1605.04711): zero
-    within a threshold, signs beyond, times the mean of $|w|$ over those beyond, for each
-    output.
+    Ternary weight networks, [Li et al. (2016)](https://arxiv.org/abs/1605.04711): zero where
+    $|w|$ is within a threshold and the sign elsewhere, times the mean of $|w|$ over the weights
+    that are not zero, for each output.
 
     !!! example
 
@@ -161,9 +161,10 @@ class TernaryLinear(AbstractQuantizedLinear):
 
         - `in_features`, `out_features`, `use_bias`, `dtype`, `key`: as for
             `equinox.nn.Linear`.
-        - `threshold`: up to which size a weight counts as zero. `"mean"` is 0.7 of the mean of
-            $|w|$ over the inputs of each output.
-        - `scale`: whether each output has the mean size of its weights that are not zero.
+        - `threshold`: the largest $|w|$ that becomes zero. `"mean"` is 0.7 of the mean of $|w|$
+            over the inputs of each output.
+        - `scale`: whether each output is scaled by the mean $|w|$ of its weights that are not
+            zero.
         - `backward`, `input_quantizer`: as for [`eqx_grads.nn.BinaryLinear`][].
         """
         check_backward("TernaryLinear", backward)
@@ -201,7 +202,7 @@ class TernaryLinear(AbstractQuantizedLinear):
         backward: str | Callable[..., Any] = "hard_tanh",
         input_quantizer: Quantizer | None = None,
     ) -> "TernaryLinear":
-        """The same layer, of three values.
+        """The same layer, with a weight of three values.
 
         **Arguments:**
 

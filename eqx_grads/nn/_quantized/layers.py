@@ -25,23 +25,23 @@ Size = int | Literal["scalar"]
 
 
 class AbstractQuantizedLayer(eqx.Module):
-    """A layer of Equinox, called with other weights than it has."""
+    """A layer of Equinox that is called with a quantized weight."""
 
     layer: eqx.AbstractVar[eqx.nn.Linear | eqx.nn.Conv]
     input_quantizer: eqx.AbstractVar[Quantizer | None]
 
     @abc.abstractmethod
     def quantized_weight(self) -> Float[Array, "..."]:
-        """The weight that the layer computes with. Of an ensemble, call it under
+        """The weight that the layer computes with. For an ensemble, call this method under
         `equinox.filter_vmap`."""
 
     @abc.abstractmethod
     def describe_weight(self) -> str:
-        """What the weight is quantized to, in a word or two."""
+        """What the weight is quantized to, in one or two words."""
 
     @property
     def weight(self) -> Any:
-        """The weight that is trained, before it is quantized."""
+        """The weight before quantization, which is trained."""
         return self.layer.weight
 
     @property
@@ -55,7 +55,7 @@ class AbstractQuantizedLayer(eqx.Module):
         """**Arguments:**
 
         - `x`: as for the layer of Equinox.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -71,7 +71,7 @@ class AbstractQuantizedLayer(eqx.Module):
 
 
 class AbstractQuantizedLinear(AbstractQuantizedLayer):
-    """A linear layer of Equinox, called with another weight than it has."""
+    """A linear layer of Equinox that is called with a quantized weight."""
 
     layer: eqx.AbstractVar[eqx.nn.Linear]
 
@@ -139,8 +139,9 @@ class QuantizedLinear(AbstractQuantizedLinear):
             [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][],
             [`eqx_grads.ste.binary_sign`][], your own. An
             [`eqx_grads.nn.AbstractQuantizer`][] is fitted to the weight.
-        - `input_quantizer`: likewise for the input; it must have its scale. For both, `None`
-            leaves things as they are.
+        - `input_quantizer`: as `weight_quantizer`, but for the input. It must have its scale.
+
+        With `None`, the weight or the input is not quantized.
         """
         layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
         quantizers = fit_quantizers("QuantizedLinear", layer, weight_quantizer, input_quantizer)

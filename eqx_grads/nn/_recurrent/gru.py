@@ -13,9 +13,9 @@ from .stack import make_cells, Stack
 
 
 class GRU(AbstractRecurrent):
-    r"""A gated recurrent unit over time, with a fast and frugal backward pass.
+    r"""A gated recurrent unit over time, with a backward pass written by hand.
 
-    The same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`, to rounding:
+    Up to rounding the same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`:
 
     $$r = \sigma(W_r x + V_r h + b_r), \quad z = \sigma(W_z x + V_z h + b_z), \quad
     n = \tanh(W_n x + b_n + r\,(V_n h + c_n)), \quad h' = n + z\,(h - n).$$
@@ -43,11 +43,11 @@ class GRU(AbstractRecurrent):
     **Derivative:**
 
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a state and
-    $a = (1 - z)(1 - n^2)\,\bar h'$, those of the arguments of the gates are
+    $a = (1 - z)(1 - n^2)\,\bar h'$, the cotangents of the gates' arguments are
     $\bar n = a$, $\bar r = a\,(V_n h + c_n)\,r\,(1 - r)$ and
-    $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. Each weight's gradient is one matrix product for a
-    chunk, and frozen weights cost nothing. Both modes (forward mode by plain differentiation),
-    all orders; `jax.vmap` of the layer forms one gradient for the batch.
+    $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. The gradient of each weight is one matrix product
+    for a chunk, and is not computed for frozen weights. Both modes (forward mode by plain
+    differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
@@ -74,14 +74,15 @@ class GRU(AbstractRecurrent):
         """**Arguments:**
 
         - `input_size`, `hidden_size`: as for `equinox.nn.GRUCell`.
-        - `num_layers`: how many to stack; each gets the outputs of the one below.
-        - `bidirectional`: in each layer, another cell runs backward in time, and the outputs
+        - `num_layers`: the number of layers; the inputs of each are the outputs of the last.
+        - `bidirectional`: each layer has another cell, which runs backward in time. The outputs
             of the two are concatenated.
         - `dropout`: the probability of dropping an output between two layers.
         - `use_bias`: whether there are biases.
         - `learn_initial_state`: whether the first state is a parameter.
-        - `keep`: what is kept for the backward pass besides the states: their gates, or
-            nothing, which needs a third of the memory and computes the gates again.
+        - `keep`: the residuals of the recurrence. `"gates"`: the states and all gates.
+            `"states"`: the states only; this needs a third of the memory, and the backward
+            pass recomputes the gates.
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.

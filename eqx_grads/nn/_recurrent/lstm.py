@@ -13,9 +13,9 @@ from .stack import make_cells, Stack
 
 
 class LSTM(AbstractRecurrent):
-    r"""A long short-term memory over time, with a fast and frugal backward pass.
+    r"""A long short-term memory over time, with a backward pass written by hand.
 
-    The same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`, to rounding:
+    Up to rounding the same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`:
 
     $$i, f, o = \sigma(W x + V h + b), \quad g = \tanh(W x + V h + b), \quad
     c' = f\,c + i\,g, \quad h' = o \tanh(c').$$
@@ -45,11 +45,11 @@ class LSTM(AbstractRecurrent):
     **Derivative:**
 
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a hidden
-    state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, those of the arguments of the gates
-    are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
-    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. Each weight's gradient is one matrix
-    product for a chunk. Both modes (forward mode by plain differentiation), all orders;
-    `jax.vmap` of the layer forms one gradient for the batch.
+    state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
+    arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
+    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
+    matrix product for a chunk. Both modes (forward mode by plain differentiation), all orders;
+    `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[eqx.nn.LSTMCell, ...], ...]
@@ -75,7 +75,8 @@ class LSTM(AbstractRecurrent):
     ):
         """**Arguments:**
 
-        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, half of the memory is needed.
+        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half of the
+        memory.
         """
         check_sizes(
             "LSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers

@@ -91,10 +91,10 @@ class RNN(AbstractRecurrent):
 
     **Derivative:**
 
-    Written by hand, over chunks of several steps. The slope of $\phi$ is taken from its value,
-    $1 - h'^2$ or $h' > 0$ (zero at the kink), so the states are all that is kept. Each weight's
-    gradient is one matrix product for a chunk. Both modes, all orders; `jax.vmap` of the layer
-    forms one gradient for the batch.
+    Written by hand, over chunks of several steps. The slope of $\phi$ is computed from its
+    value, $1 - h'^2$ or $h' > 0$ (zero at the kink), so the states are the only residuals of
+    the recurrence. The gradient of each weight is one matrix product for a chunk. Both modes,
+    all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[RNNCell, ...], ...]

@@ -117,9 +117,12 @@ class NeuronParameter(eqx.Module):
         # The constructor has looked at the values of all arrays but those of JAX.
         is_clipped = self.is_decay and isinstance(value, jax.Array)
         value = jnp.asarray(value).astype(like.dtype)
+        constant = jax.lax.stop_gradient(value)
+        if is_clipped:
+            constant = jnp.clip(constant, 0.0, 1.0)
         if not self.learned:
-            value = jax.lax.stop_gradient(value)
-        return replace_gradient(jnp.clip(value, 0.0, 1.0), value) if is_clipped else value
+            return constant
+        return replace_gradient(constant, value) if is_clipped else value
 
 
 def _numbers(cell, name, value) -> Any:
