@@ -1,5 +1,6 @@
 """The linear recurrent unit, as a layer over time."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -177,14 +178,13 @@ class LRU(AbstractDiagonal):
                 do="Choose two radii in this order, and a positive phase.",
             )
         dtype = default_dtype(dtype)
-        make = lambda size, key: LRUCell(
-            size,
-            output_size,
-            state_size,
+        make = ft.partial(
+            LRUCell,
+            output_size=output_size,
+            state_size=state_size,
             ring=(r_min, r_max),
             max_phase=max_phase,
             dtype=dtype,
-            key=key,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
         self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None

@@ -1,6 +1,7 @@
 """The minimal gated recurrent unit and long short-term memory, as layers over time."""
 
 import abc
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -34,15 +35,6 @@ class AbstractMinimal(AbstractRecurrent):
         a, b = self._coefficients(*gate_inputs(cell, xs))
         hs, last = run_recurrence(a, b, state, valid, reverse, self.method)
         return hs.astype(promote([xs, cell.weight])), last
-
-
-def _make_cells(
-    layer, n_gates, input_size, hidden_size, num_layers, bidirectional, key, **options
-):
-    sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
-    check_sizes(layer, **sizes)
-    make = lambda size, key: LinearGates(n_gates, size, hidden_size, key=key, **options)
-    return make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
 
 
 class MinGRU(AbstractMinimal):
@@ -138,17 +130,12 @@ class MinGRU(AbstractMinimal):
         All others as for [`eqx_grads.nn.GRU`][]. Weights and biases are at first uniform within
         `1 / sqrt(input_size)`, as in `equinox.nn.Linear`.
         """
-        self.cells = _make_cells(
-            "MinGRU",
-            2,
-            input_size,
-            hidden_size,
-            num_layers,
-            bidirectional,
-            key,
-            use_bias=use_bias,
-            dtype=dtype,
+        check_sizes(
+            "MinGRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
+        options = {"n_gates": 2, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
         self.stack = Stack(dropout, reverse, time_major)
         self.method = method
@@ -227,17 +214,12 @@ class MinLSTM(AbstractMinimal):
 
         As for [`eqx_grads.nn.MinGRU`][].
         """
-        self.cells = _make_cells(
-            "MinLSTM",
-            3,
-            input_size,
-            hidden_size,
-            num_layers,
-            bidirectional,
-            key,
-            use_bias=use_bias,
-            dtype=dtype,
+        check_sizes(
+            "MinLSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
+        options = {"n_gates": 3, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
         self.stack = Stack(dropout, reverse, time_major)
         self.method = method

@@ -1,5 +1,6 @@
 """The simplified state space layer S5, as a layer over time."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -200,14 +201,13 @@ class S5(AbstractDiagonal):
                 do="Choose two positive steps in this order.",
             )
         dtype = default_dtype(dtype)
-        make = lambda size, key: S5Cell(
-            size,
-            output_size,
-            state_size,
+        make = ft.partial(
+            S5Cell,
+            output_size=output_size,
+            state_size=state_size,
             blocks=blocks,
             steps=(min_step, max_step),
             dtype=dtype,
-            key=key,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
         self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None

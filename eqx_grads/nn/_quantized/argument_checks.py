@@ -141,7 +141,7 @@ def check_quantizer(name: str, what: str, quantizer: Any) -> None:
         raise rule_error(
             f"The `{what}_quantizer` of `{name}` is not a quantizer.",
             f"it is {quantizer!r:.80}",
-            do="Give it a function of an array, `eqx_grads.nn.LSQ(bits=4)` for one.",
+            do="Give it a function of an array, for example `eqx_grads.nn.LSQ(bits=4)`.",
         )
 
 
@@ -162,8 +162,8 @@ def check_input(name: str, layer: eqx.nn.Linear, x: Any) -> None:
         raise rule_error(
             f"`{name}` was given an input of the wrong size.",
             f"the input is {type_of(x)}, `in_features` is {layer.in_features!r}",
-            do=f"Give it {'a scalar' if scalar else f'a vector of shape {shape}'}, and a batch "
-            "of such by `jax.vmap`.",
+            do=f"Give it {'a scalar' if scalar else f'a vector of shape {shape}'}, and use "
+            "`jax.vmap` for a batch.",
         )
 
 

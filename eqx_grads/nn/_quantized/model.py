@@ -289,7 +289,7 @@ class _Walk:
                 raise rule_error(
                     f"A rule of `quantize_model` is never used: {rule.name}.",
                     "each of its layers is matched by a rule before it",
-                    do="The first rule that matches wins: put it farther up, or leave it out.",
+                    do="The first rule that matches wins: put this one before it, or leave it out.",
                 )
             if i in self.done_before:
                 path = self.done_before[i]
@@ -304,7 +304,7 @@ class _Walk:
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
-                "by its type or its path, or by those of what contains it.",
+                "by its type or path, or by the type or path of a node that contains it.",
             )
 
     def _near(self, rule):

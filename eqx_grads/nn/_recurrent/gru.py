@@ -1,5 +1,6 @@
 """The gated recurrent unit, as a layer over time."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -91,8 +92,8 @@ class GRU(AbstractRecurrent):
             "GRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
         check_option("GRU", "keep", keep, ("gates", "states"))
-        make = lambda size, key: eqx.nn.GRUCell(
-            size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
+        make = ft.partial(
+            eqx.nn.GRUCell, hidden_size=hidden_size, use_bias=use_bias, dtype=dtype
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None

@@ -1,4 +1,4 @@
-"""The interface of a recurrent layer: what is called, and conversion from and to one cell."""
+"""The interface of a recurrent layer: how it is called, conversion from and to one cell."""
 
 import abc
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class AbstractRecurrent(eqx.Module):
             raise rule_error(
                 f"`{name}` was given `xs` with {xs.ndim} axes.",
                 f"`xs` is {type_of(xs)}",
-                do="Pass `(time, in)` or a batch of such, and `jax.vmap` for more.",
+                do="Pass `(time, in)` or a batch of sequences, and `jax.vmap` for more axes.",
             )
         is_batch = xs.ndim == 3
         xs = self.stack.time_first(xs)

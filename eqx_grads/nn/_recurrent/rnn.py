@@ -1,5 +1,6 @@
 """The vanilla recurrent network, as a cell and as a layer over time."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -126,9 +127,8 @@ class RNN(AbstractRecurrent):
         check_sizes(
             "RNN", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
-        make = lambda size, key: RNNCell(
-            size, hidden_size, activation=activation, use_bias=use_bias, dtype=dtype, key=key
-        )
+        options = {"activation": activation, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(RNNCell, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
         self.stack = Stack(dropout, reverse, time_major)

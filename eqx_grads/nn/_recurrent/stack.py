@@ -76,19 +76,19 @@ class Stack(eqx.Module):
 
 
 def make_cells(
-    make: Callable[[int, Array], Any],
+    make: Callable[..., Any],
     input_size: int,
     output_size: int,
     num_layers: int,
     bidirectional: bool,
     key: Array,
 ) -> tuple[tuple[Any, ...], ...]:
-    """`make(input_size, key)` for each layer and direction."""
+    """`make(input_size, key=key)` for each layer and direction."""
     directions = 2 if bidirectional else 1
     keys = iter(jr.split(key, num_layers * directions))
     return tuple(
         tuple(
-            make(input_size if i == 0 else directions * output_size, next(keys))
+            make(input_size if i == 0 else directions * output_size, key=next(keys))
             for _ in range(directions)
         )
         for i in range(num_layers)

@@ -111,7 +111,7 @@ class LIFCell(AbstractSpikingNeurons):
             without new axes). A number that is not learned is no array of the cell. An array
             that is not learned is one: its gradient is zero, but the weight decay of an
             optimizer would change it. Mask it there, or give a number.
-        - `threshold`: $\\theta$, likewise; any real number.
+        - `threshold`: $\\theta$, in the same forms; any real number.
         - `reset`: what follows a spike: `"subtract"`, `"zero"` or `"none"`.
         - `learn_beta`, `learn_threshold`: whether they are parameters. They are then arrays.
         - `detach_reset`: whether the reset is a constant for the gradient, as in snnTorch.
@@ -195,7 +195,7 @@ class ALIFCell(AbstractSpikingNeurons):
 
     **Derivative:**
 
-    As for [`eqx_grads.nn.LIFCell`][], and likewise for $\rho$. `detach_reset` is about the
+    As for [`eqx_grads.nn.LIFCell`][], also for $\rho$. `detach_reset` is about the
     reset only: the gradient does pass through the trace.
     """
 
@@ -312,7 +312,7 @@ class CuBaLIFCell(AbstractSpikingNeurons):
 
     **Derivative:**
 
-    As for [`eqx_grads.nn.LIFCell`][], and likewise for $\alpha$.
+    As for [`eqx_grads.nn.LIFCell`][], also for $\alpha$.
     """
 
     _alpha: NeuronParameter

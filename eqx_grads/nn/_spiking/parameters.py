@@ -114,7 +114,7 @@ class NeuronParameter(eqx.Module):
         value = self.value
         if isinstance(value, float | int | np.number):
             return float(value)
-        # The constructor has looked at the values of all arrays but those of JAX.
+        # The constructor has checked the range of all arrays but JAX's.
         is_clipped = self.is_decay and isinstance(value, jax.Array)
         value = jnp.asarray(value).astype(like.dtype)
         constant = jax.lax.stop_gradient(value)
