@@ -23,7 +23,7 @@ class AbstractMinimal(AbstractRecurrent):
     method: eqx.AbstractVar[str]
 
     @abc.abstractmethod
-    def _coefficients(self, *gates: Array) -> tuple[Array, Array]:
+    def _coefficients(self, gates: list[Array]) -> tuple[Array, Array]:
         """`a` and `b`, given the arguments of the gates."""
 
     def _zero_state(self):
@@ -32,7 +32,7 @@ class AbstractMinimal(AbstractRecurrent):
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs, state)
-        a, b = self._coefficients(*gate_inputs(cell, xs))
+        a, b = self._coefficients(gate_inputs(cell, xs))
         hs, last = run_recurrence(a, b, state, valid, reverse, self.method)
         return hs.astype(promote([xs, cell.weight])), last
 
@@ -140,7 +140,8 @@ class MinGRU(AbstractMinimal):
         self.stack = Stack(dropout, reverse, time_major)
         self.method = method
 
-    def _coefficients(self, update, candidate):
+    def _coefficients(self, gates):
+        update, candidate = gates
         return jax.nn.sigmoid(-update), jax.nn.sigmoid(update) * candidate
 
 
@@ -224,6 +225,7 @@ class MinLSTM(AbstractMinimal):
         self.stack = Stack(dropout, reverse, time_major)
         self.method = method
 
-    def _coefficients(self, forget, write, candidate):
+    def _coefficients(self, gates):
+        forget, write, candidate = gates
         log_ratio = jax.nn.log_sigmoid(forget) - jax.nn.log_sigmoid(write)
         return jax.nn.sigmoid(log_ratio), jax.nn.sigmoid(-log_ratio) * candidate

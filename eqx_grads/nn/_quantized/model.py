@@ -289,7 +289,7 @@ class _Walk:
                 raise rule_error(
                     f"A rule of `quantize_model` is never used: {rule.name}.",
                     "each of its layers is matched by a rule before it",
-                    do="The first rule that matches wins: put this one before it, or leave it out.",
+                    do="The first rule that matches wins: put this one first, or leave it out.",
                 )
             if i in self.done_before:
                 path = self.done_before[i]

@@ -55,8 +55,8 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     """The sum over all steps and examples of the outer products of `ct` and `x`."""
     ct, x = ct.reshape(-1, ct.shape[-1]), x.reshape(-1, x.shape[-1])
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
-    # product whose left operand is contracted along its first axis (measured with JAX 0.10;
-    # https://github.com/jax-ml/jax/issues/19327 is about the layout of operands).
+    # product whose left operand is contracted along its first axis: about half as fast, with
+    # JAX 0.10.2. https://github.com/jax-ml/jax/issues/19327 (open) is about such layouts.
     return jnp.matmul(
         jax.lax.optimization_barrier(ct.T), x, preferred_element_type=sum_dtype(x.dtype)
     )

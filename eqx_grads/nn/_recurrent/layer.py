@@ -1,15 +1,15 @@
 """The interface of a recurrent layer: how it is called, conversion from and to one cell."""
 
 import abc
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
-from ..._errors import rule_error, type_of
+from ..._errors import name_of, rule_error, type_of
 from .stack import first_states, last_states, Stack, valid_steps, zero_states
 
 
@@ -105,14 +105,11 @@ class AbstractRecurrent(eqx.Module):
         return self.stack.as_given(ys, is_batch), last_states(states, is_batch)
 
 
-Layer = TypeVar("Layer", bound=AbstractRecurrent)
-
-
-def layer_from_cell(make: type[Layer], cell: Any, expected: type, **options: Any) -> Layer:
+def layer_from_cell(make: Callable[..., Any], cell: Any, expected: type, **options: Any) -> Any:
     """The layer `make(...)` that runs one given cell."""
     if not isinstance(cell, expected):
         raise rule_error(
-            f"`{make.__name__}.from_cell` was given another cell than it runs.",
+            f"`{name_of(make)}.from_cell` was given another cell than it runs.",
             f"it is a `{type(cell).__name__}`, and has to be a `{expected.__name__}`",
             do="`eqx_grads.nn.Recurrent` runs any cell.",
         )

@@ -111,10 +111,12 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         h_entry, c_entry = entries
         h = before(h_after, h_entry, reverse=reverse)
         c = before(c_after, c_entry, reverse=reverse)
-        if not gates:
+        if gates:
+            (of_chunk,) = gates
+        else:
             from_x = split_gates(matmul_steps(x, w_in_t, bias), 4)
-            gates = (_gates(from_x, split_gates(matmul_steps(h, w_state_t), 4)),)
-        factors = _factors(c, c_after, *gates, valid)
+            of_chunk = _gates(from_x, split_gates(matmul_steps(h, w_state_t), 4))
+        factors = _factors(c, c_after, of_chunk, valid)
         cts, (d_h, d) = jax.lax.scan(step, cts, (*factors, ct, valid), reverse=not reverse)
         *j_c, j_o = factors[0]
         d_gates = jnp.concatenate([*(d * j for j in j_c), d_h * j_o], -1)

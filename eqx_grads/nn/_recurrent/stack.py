@@ -180,8 +180,8 @@ def _varying_like(xs: Array, state: Array) -> Array:
     """The state, with a type that varies over the mesh axes that `xs` varies over.
 
     Under `jax.shard_map`, the states of a scan differ between devices as soon as its inputs do,
-    and the type of the first state has to say so (JAX 0.7 and later,
-    https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma). Elsewhere this is the
+    and the type of the first state has to say so
+    (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma). Elsewhere this is the
     identity.
     """
     never = jnp.zeros_like(xs, shape=(), dtype=bool)
