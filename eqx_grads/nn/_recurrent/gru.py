@@ -75,7 +75,7 @@ class GRU(AbstractRecurrent):
         """**Arguments:**
 
         - `input_size`, `hidden_size`: as for `equinox.nn.GRUCell`.
-        - `num_layers`: the number of layers; the inputs of each are the outputs of the last.
+        - `num_layers`: the number of layers; the outputs of one are the inputs of the next.
         - `bidirectional`: each layer has another cell, which runs backward in time. The outputs
             of the two are concatenated.
         - `dropout`: the probability of dropping an output between two layers.
