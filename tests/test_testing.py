@@ -123,7 +123,7 @@ def test_report_of_a_failure():
     assert failure.check == "forward"
     assert failure.error > 0.5
     assert failure.tolerance < 1e-3
-    assert all(finding.verdict == "passed" for finding in report["linear"])
+    assert all(finding.status == "passed" for finding in report["linear"])
     with pytest.raises(KeyError, match="reverse"):
         report["reverse"]
     with pytest.raises(eqgt.RuleCheckError, match="FAILED"):

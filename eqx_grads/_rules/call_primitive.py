@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
-from .._errors import rule_error
-from .._jaxprs.current_trace import is_staged
+from .._errors import rule_error, RuleError
+from .._jaxprs.current_trace import is_staged, is_valid
 from .._jaxprs.dependence import depends
 from .._tangent_spaces import is_differentiable
 from .rule import NEEDS_VALUES
@@ -30,6 +30,7 @@ class AbstractCall(abc.ABC):
     JAX keeps it for as long as it keeps the program."""
 
     name: str
+    n_operands: int
     n_args: int  # so many of the operands, the first ones, can have a tangent
     # Whether a tangent may depend on operands that its output does not depend on, in a way
     # that `jvp` does not show: the backward rule of a `custom_vjp` returns all cotangents.
@@ -63,9 +64,20 @@ def bind_call(call: AbstractCall, operands: Sequence[Any]) -> list[Any]:
     # The function is traced here and never again: for its types, for batching, for lowering
     # and for the interpreters of other libraries.
     jaxpr = _trace(call, [jax.typeof(x) for x in operands])
+    if not all(map(is_valid, jaxpr.consts)):
+        raise invalid_tracer(call)
     consts, call_jaxpr = jaxpr.consts, _consts_as_inputs(jaxpr)
     return call_p.bind(
         *consts, *operands, call=call, call_jaxpr=call_jaxpr, n_consts=len(consts)
+    )
+
+
+def invalid_tracer(call: AbstractCall) -> RuleError:
+    return rule_error(
+        f"`{call.name}`, or a rule of it, holds a traced value that was not found, and that is "
+        "no longer valid.",
+        "closures, default arguments, attributes, containers and Modules were searched",
+        do="Pass this value as an argument.",
     )
 
 
@@ -86,7 +98,50 @@ def _consts_as_inputs(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(with_consts)(*types)
 
 
-call_p = Primitive("eqg_call")
+class _CallPrimitive(Primitive):
+    """A primitive that also has the calling convention of JAX's own call primitives.
+
+    An interpreter that enters functions (`jax.experimental.checkify`) takes `call_jaxpr` away,
+    and binds its own function of more operands and more outputs in its place, as `subfuns`.
+    """
+
+    def bind(self, *operands, subfuns=None, **params):
+        if subfuns is None:
+            return Primitive.bind(self, *operands, **params)
+        (fn,) = subfuns
+        # Traced once: JAX's function objects keep what they learn in their only run.
+        traced = jax.make_jaxpr(fn.call_wrapped)(*operands)
+        call, n_consts = params["call"], params["n_consts"]
+        n_extra = len(operands) - n_consts - call.n_operands
+        return bind_call(_ExtendedCall(call, traced, n_extra, n_consts), operands)
+
+
+class _ExtendedCall(AbstractCall):
+    """A call whose function was transformed by another interpreter, with the same rules. The
+    first operands and outputs are the interpreter's, for example the errors of checkify."""
+
+    def __init__(self, call, traced: ClosedJaxpr, n_extra, n_consts):
+        self.name = call.name
+        self.n_operands = len(traced.in_avals)
+        self.n_args = n_extra + n_consts + call.n_args
+        self.is_reverse = call.is_reverse
+        self._call = call
+        self._run = jaxpr_as_fun(traced)
+        self._first = n_extra + n_consts
+
+    def primal(self, operands):
+        return list(self._run(*operands))
+
+    def jvp(self, primals, tangents):
+        out = self.primal(primals)
+        _, t_out = self._call.jvp(primals[self._first :], tangents[self._first :])
+        return out, [None] * (len(out) - len(t_out)) + t_out
+
+    def vmap(self, axis_data, batched, operands):
+        return None
+
+
+call_p = _CallPrimitive("eqg_call")
 call_p.multiple_results = True
 
 
@@ -177,6 +232,7 @@ class _BatchedCall(AbstractCall):
 
     def __init__(self, call, axis_data, batched, call_jaxpr, n_consts):
         self.name = call.name
+        self.n_operands = n_consts + call.n_operands
         self.n_args = n_consts + call.n_args
         self.is_reverse = call.is_reverse
         self.out_batched: list[bool] | None = None
@@ -290,6 +346,7 @@ class _PrunedCall(AbstractCall):
 
     def __init__(self, call, n_consts, used_outputs, used_operands, types):
         self.name = call.name
+        self.n_operands = sum(used_operands)
         self.n_args = sum(used_operands[: n_consts + call.n_args])
         self.is_reverse = call.is_reverse
         self._call = call

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from ..._errors import rule_error, type_of
 from ..._rules.replace_gradient import replace_gradient
+from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
 from .._argument_checks import is_size
 from .._dtypes import default_dtype
@@ -163,7 +164,8 @@ def _check_parameter(cell, name, value, shape):
             f"`{name}` is {value!r:.80}",
             do="Is there a division by zero where it comes from?",
         )
-    if np.shape(value) != () and not _broadcasts(np.shape(value), shape):
+    axes = len(np.shape(value))
+    if axes and not (axes == len(shape) and broadcasts_to(np.shape(value), shape)):
         raise rule_error(
             f"`{cell}` was given a `{name}` that does not fit its neurons.",
             f"`{name}` is {type_of(value)}, and there are {shape} neurons",
@@ -180,10 +182,6 @@ def _is_known(value) -> bool:
     """Whether the values are checked when a cell is made. Arrays of JAX may be traced: only
     their shapes and dtypes are checked."""
     return isinstance(value, float | int | np.ndarray | np.generic)
-
-
-def _broadcasts(shape, to) -> bool:
-    return len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True))
 
 
 # ---------------------------------------------------------------- other arguments
