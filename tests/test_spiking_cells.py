@@ -13,7 +13,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from eqx_grads.nn import _neurons
+from eqx_grads.nn._spiking import parameters as checks
 
 from .fixtures import record_spiking as snntorch
 from .fixtures.record_spiking import NEURONS, OF_MEMBRANES, OF_SPIKES, STEPS
@@ -429,7 +429,7 @@ class TestErrors:
         with pytest.raises(RuleError, match=r"`threshold` that does not(?s:.)*\(3,\) neurons"):
             nn.LIFCell(3, 0.9, threshold=np.ones(2))
         with pytest.raises(RuleError, match=r"way to reset(?s:.)*`reset` is 'hard'"):
-            _neurons.check_reset("LIFCell", "hard")  # the run-time types come before it
+            checks.check_reset("LIFCell", "hard")  # the run-time types come before it
 
     def test_numbers(self):
         for beta in ([2.0, 2.0, 2.0], (0.5, 0.5, 1.5), np.nan, [0.5, np.nan, 0.5]):
@@ -456,9 +456,9 @@ class TestErrors:
 
         for value in (0.9 + 1j, None, "0.9"):  # the run-time types come before it
             with pytest.raises(RuleError, match=r"`LICell` was given a `beta` that is not of"):
-                _neurons.decay("LICell", "beta", value, (3,), False, "float32")
+                checks.decay("LICell", "beta", value, (3,), False, "float32")
             with pytest.raises(RuleError, match=r"`threshold` that is not of real(?s:.)*\("):
-                _neurons.parameter("LIFCell", "threshold", value or "a", (3,), True, "float32")
+                checks.parameter("LIFCell", "threshold", value or "a", (3,), True, "float32")
 
     @pytest.mark.parametrize("name", ["LIFCell", "LICell", "RALIFCell"])
     def test_dtypes(self, name):
@@ -482,11 +482,11 @@ class TestErrors:
                 nn.RLIFCell(size, 0.9, key=jr.key(0))
         for size in ([3, 4], 3.0, (3.0, 4), None):  # the run-time types come before it
             with pytest.raises(RuleError, match=r"`LIFCell` (?s:.)*or the shape of the layer"):
-                _neurons.shape_of_layer("LIFCell", size)
+                checks.shape_of_layer("LIFCell", size)
         with pytest.raises(
             RuleError, match=r"`RLIFCell` (?s:.)*is \(3, 4\)\nGive the number of"
         ):
-            _neurons.check_number("RLIFCell", (3, 4))
+            checks.check_number("RLIFCell", (3, 4))
 
     def test_surrogates(self):
         for cell in (nn.LIFCell, nn.CuBaLIFCell):
@@ -496,7 +496,7 @@ class TestErrors:
                 cell(3, *decays, surrogate=eqg.surrogates.atan)
         expected = r"`surrogate` is 'atan'\nGive it one of `eqx_grads\.surrogates`"
         with pytest.raises(RuleError, match=expected):
-            _neurons.known_surrogate("LIFCell", "atan")  # the run-time types come before it
+            checks.known_surrogate("LIFCell", "atan")  # the run-time types come before it
 
     @pytest.mark.parametrize("name", ["LIFCell", "ALIFCell", "CuBaLIFCell", "LICell"])
     def test_every_array_of_the_state(self, name):
@@ -527,7 +527,7 @@ class TestErrors:
             cell(jnp.ones(3, "complex64"), cell.initial_state())
         with pytest.raises(RuleError, match=r"`x` is list \((?s:.)*Use `jnp.asarray`"):
             # The run-time types come before it.
-            _neurons.check_inputs("LICell", 3, [1.0] * 3, cell.initial_state(), nn.LIState)
+            checks.check_inputs("LICell", 3, [1.0] * 3, cell.initial_state(), nn.LIState)
 
     def test_shapes_and_states(self):
         cell, wider = nn.LIFCell(3, 0.9), nn.LIFCell(4, 0.9)
@@ -537,4 +537,4 @@ class TestErrors:
         with pytest.raises(RuleError, match=r"`RLIFCell` (?s:.)*`state.spikes` is .*\[4\]"):
             recurrent(jnp.ones(3), wider.initial_state())
         with pytest.raises(RuleError, match="`LIFCell` was given something that is not its"):
-            _neurons.check_inputs("LIFCell", 3, jnp.ones(3), jnp.ones(3), nn.LIFState)
+            checks.check_inputs("LIFCell", 3, jnp.ones(3), jnp.ones(3), nn.LIFState)
