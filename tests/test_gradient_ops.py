@@ -83,6 +83,7 @@ class TestForward:
         assert bits(jax.vjp(op, x)[0]) == bits(x)
         assert bits(op(values)) == bits(x)  # a NumPy array
 
+    @pytest.mark.cost
     @pytest.mark.parametrize("name", IDENTITIES)
     def test_adds_nothing_to_the_compiled_program(self, name):
         """Instruction for instruction, it is the program without the op."""

@@ -9,11 +9,23 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache  # noqa: TID251, to leave it
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .leaks.captures import capturing
 from .leaks.modules import ForwardLayer, Layer
 from .leaks.registry import op_of, sin_times, WithRules
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_here():
+    """What JAX compiles, and does not read from its cache on disk."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def batched_op():

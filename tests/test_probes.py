@@ -198,6 +198,7 @@ class TestStatistics:
         got = jax.grad(lambda slot: 2.0 * jnp.sum(slot.norm * 0))(GradientStatistics(2))
         assert (jnp.sum(got.steps), got.mean_norm, got.mean_max) == (0.0, 0.0, 0.0)
 
+    @pytest.mark.cost
     def test_does_not_keep_the_gradient(self):
         """The scan stacks four numbers for each step, and no array like the activation."""
         size = 1000

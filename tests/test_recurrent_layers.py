@@ -250,6 +250,7 @@ def temp_bytes(run, *args):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.cost
 @pytest.mark.parametrize(
     ("make_layer", "gates", "states"), [(nn.GRU, 0.7, 0.33), (nn.LSTM, 0.65, 0.4)]
 )

@@ -325,6 +325,7 @@ def test_a_product_of_nothing():
     close(jax.grad(value)(WEIGHTS["w"], True), jax.grad(value)(WEIGHTS["w"], False))
 
 
+@pytest.mark.cost
 def test_auto_leaves_alone_what_it_would_make_worse():
     """Branches, what the user rematerializes, and steps that compute more than they keep."""
     w = jnp.zeros((256, 256))

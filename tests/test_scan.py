@@ -303,6 +303,7 @@ def temp_bytes(f, *args):
     return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.cost
 def test_memory():
     h, xs = jnp.zeros((8, 16)), jnp.ones((1024, 8, 16))
     last = lambda **options: jax.grad(
@@ -318,6 +319,7 @@ def test_memory():
     assert temp_bytes(last(checkpoint="auto"), weight) < 0.6 * plain
 
 
+@pytest.mark.cost
 @pytest.mark.slow
 def test_a_hundred_thousand_steps():
     h = jnp.zeros(4)

@@ -392,6 +392,7 @@ def test_ensembles_and_files(tmp_path, getkey):
 # ---------------------------------------------------------------- cost
 
 
+@pytest.mark.cost
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_scan_keeps_no_more_than_with_the_rule_by_hand(dtype):
     def with_cell(weight, inputs):

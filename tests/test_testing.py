@@ -26,14 +26,8 @@ def _forget():
 # ---------------------------------------------------------------- planted faults
 
 
-# Every sixth one for every day, and all of them with the slow tests.
-A_THIRD = [
-    name if i % 6 == 0 else pytest.param(name, marks=pytest.mark.slow)
-    for i, name in enumerate(FAULTS)
-]
-
-
-@pytest.mark.parametrize("name", A_THIRD)
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name):
     fault = FAULTS[name]
     fn, args, options = fault.make()

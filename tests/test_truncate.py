@@ -196,6 +196,7 @@ def test_within_shard_map():
     close(jax.jit(jax.grad(value, (0, 1)))(*args), jax.grad(plain, (0, 1))(*args))
 
 
+@pytest.mark.cost
 @pytest.mark.parametrize("checkpoint", [None, "sqrt", "auto"])
 def test_constant_memory(checkpoint):
     """A hundred thousand steps need what a thousand need."""
@@ -216,6 +217,7 @@ def _tanh_step(weight, h, x):
     return jnp.tanh(weight @ h + x), None
 
 
+@pytest.mark.cost
 def test_constant_memory_with_outputs():
     """All that grows is what comes out and its cotangent."""
 

@@ -201,8 +201,7 @@ def _expected(name):
 @contextlib.contextmanager
 def checking_leaks():
     """`jax.checking_leaks`, without its cost: it looks at all objects that there are, after
-    every trace. Those that are there already need not be looked at."""
-    gc.collect()
+    every trace. Those that are there already, garbage or not, need not be looked at."""
     gc.freeze()
     try:
         with jax.checking_leaks():
