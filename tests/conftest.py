@@ -1,6 +1,7 @@
 """What every test has: strict promotion, and keys that are the same in every run. And `--part`,
 which chooses a part of the tests."""
 
+import gc
 import zlib
 from collections.abc import Callable
 
@@ -24,6 +25,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [i for i in items if zlib.crc32(i.nodeid.encode()) % n_parts == part % n_parts]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen():
+    """Garbage collection looks at what the tests of one file make, and not each time at all
+    that was imported, traced and compiled before. The leak checker collects at each trace."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

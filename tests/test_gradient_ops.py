@@ -19,7 +19,7 @@ import pytest
 from eqx_grads import RuleError
 from jax.sharding import AxisType, PartitionSpec as Spec
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 MASK = np.array([True, False, True, True])

@@ -16,7 +16,7 @@ from eqx_grads import GradientStatistics, RuleError
 from jax.sharding import AxisType, PartitionSpec as Spec
 from matplotlib.figure import Figure
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 N, STEPS = 3, 5

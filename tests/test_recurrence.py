@@ -9,7 +9,7 @@ import pytest
 import scipy.signal
 from eqx_grads import RuleError
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 METHODS = ("scan", "associative")

@@ -17,6 +17,7 @@ from eqx_grads.nn._spiking import parameters as checks
 
 from .fixtures import record_spiking as snntorch
 from .fixtures.record_spiking import NEURONS, OF_MEMBRANES, OF_SPIKES, STEPS
+from .helpers import assert_close, checking_leaks
 
 
 DTYPE = jnp.zeros(()).dtype
@@ -65,14 +66,6 @@ def loss_of(spikes, membranes):
 
 def loss(values, xs, name, scan=jax.lax.scan, **options):
     return loss_of(*run(make(name, values, **options), xs, scan))
-
-
-def close(got, want, rtol=2e-5):
-    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype
-        largest = float(jnp.max(jnp.abs(b)))
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * largest)
 
 
 # ---------------------------------------------------------------- against NumPy
@@ -205,7 +198,7 @@ def test_the_gradient_through_the_reset():
         grad = lambda f, o=options, n=name: jax.jit(jax.grad(ft.partial(f, **o), (0, 1)))(
             parameters(n), XS
         )
-        close(grad(loss), grad(by_hand))
+        assert_close(grad(loss), grad(by_hand), tolerance=2e-5)
 
 
 TRANSFORMS = {
@@ -235,7 +228,7 @@ QUICK = ("jvp(grad)", "grad(vmap)")
 def test_every_transformation(transform):
     of = lambda f: TRANSFORMS[transform](ft.partial(f, name="RCuBaLIFCell"))
     args = parameters("RCuBaLIFCell"), XS
-    close(of(loss)(*args), of(by_hand)(*args), 1e-4)
+    assert_close(of(loss)(*args), of(by_hand)(*args), tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -243,7 +236,7 @@ def test_in_a_scan_in_chunks():
     options = {"name": "RALIFCell", "scan": ft.partial(eqg.filter_scan, checkpoint=3)}
     args = parameters("RALIFCell"), XS
     want = jax.grad(by_hand)(*args, "RALIFCell")
-    close(jax.jit(jax.grad(ft.partial(loss, **options)))(*args), want)
+    assert_close(jax.jit(jax.grad(ft.partial(loss, **options)))(*args), want, tolerance=2e-5)
 
 
 def test_gradients_of_a_layer_over_time():
@@ -255,8 +248,8 @@ def test_gradients_of_a_layer_over_time():
         layer = nn.Recurrent(make("RALIFCell", values), output=both)
         return loss_of(*jnp.split(layer(xs)[0], 2, axis=1))
 
-    with jax.checking_leaks():
-        close(jax.jit(jax.grad(of_layer))(*args), want)
+    with checking_leaks():
+        assert_close(jax.jit(jax.grad(of_layer))(*args), want, tolerance=2e-5)
 
 
 def test_as_a_layer_over_time(getkey):
@@ -309,9 +302,11 @@ def test_what_is_learned_and_what_is_not():
     grads = eqx.filter_grad(total)(nn.LIFCell(NEURONS, array, threshold=0.5))
     assert not grads.beta.any()
     # As any constant, it may also be an array of NumPy.
-    close(run(nn.LIFCell(NEURONS, array), XS), run(nn.LIFCell(NEURONS, beta), XS))
+    assert_close(
+        run(nn.LIFCell(NEURONS, array), XS), run(nn.LIFCell(NEURONS, beta), XS), tolerance=2e-5
+    )
     as_list = nn.LIFCell(NEURONS, beta.tolist())
-    close(run(nn.LIFCell(NEURONS, array), XS), run(as_list, XS))
+    assert_close(run(nn.LIFCell(NEURONS, array), XS), run(as_list, XS), tolerance=2e-5)
     # The slope of a surrogate is learned if it is an array.
     cell = nn.LIFCell(NEURONS, 0.9, surrogate=eqg.surrogates.atan(jnp.array(2.0)))
     of_spikes = eqx.filter_grad(lambda cell: jnp.sum(run(cell, XS)[0] * XS))
@@ -346,7 +341,7 @@ def test_half_precision():
     single, half = jax.tree.map(lambda x: x.astype("float32"), results)
     assert 0 < jnp.mean(single[0][0]) < 1
     np.testing.assert_array_equal(half[0], single[0])
-    close(half[1:], single[1:], 0.02)
+    assert_close(half[1:], single[1:], tolerance=0.02)
 
 
 @pytest.mark.parametrize("name", ["LIFCell", "RCuBaLIFCell"])
@@ -360,7 +355,7 @@ def test_a_state_keeps_its_dtypes(name):
     wide = jax.tree.map(lambda s: s.astype("float32"), start)
     exact = cell(xs[1], wide)
     rounded = jax.tree.map(lambda s: s.astype("bfloat16"), exact)
-    close(cell(xs[1], start), rounded, rtol=0)
+    assert_close(cell(xs[1], start), rounded, tolerance=0)
     assert not jnp.array_equal(rounded.membrane.astype("float32"), exact.membrane)
     emitted, last = nn.Recurrent(cell)(xs)
     np.testing.assert_array_equal(emitted, run(cell, xs)[0])
@@ -382,8 +377,8 @@ def test_ensembles_and_files(tmp_path, getkey):
     total = lambda cell: jnp.sum(run(cell, XS)[1])
     grads = eqx.filter_jit(eqx.filter_vmap(eqx.filter_grad(total)))(cells)
     one = eqx.filter_jit(eqx.filter_grad(total))(make_cell(betas[1], keys[1]))
-    close(grads.weight_hh[1], one.weight_hh)
-    close(grads.neurons.beta[1], one.neurons.beta)
+    assert_close(grads.weight_hh[1], one.weight_hh, tolerance=2e-5)
+    assert_close(grads.neurons.beta[1], one.neurons.beta, tolerance=2e-5)
     eqx.tree_serialise_leaves(tmp_path / "cells", cells)
     like = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, cells)
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "cells", like), cells)

@@ -7,9 +7,9 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from .helpers import assert_close
 from .ops import ARGUMENTS, PAIRS
 
 
@@ -120,17 +120,6 @@ TRANSFORMS = {
     )(args),
     "filter_jvp": lambda f, args: eqx.filter_jvp(f, args, directions(args)),
 }
-
-
-def assert_close(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        tolerance = 20 * np.finfo(b.dtype).eps
-        np.testing.assert_allclose(
-            a, b, rtol=tolerance, atol=tolerance * (1 + np.max(np.abs(b)))
-        )
 
 
 # Kinds of rules that take paths of their own through the library: these are tested under every
