@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import place_of, rule_error, type_of
-from .._rules.flatten_call import is_dynamic, Rest
+from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list
 
 
@@ -42,7 +42,7 @@ class Carry:
         places = [i for i, d in enumerate(dynamic) if d]
         self.first = as_array_list(leaves[i] for i in places)
         static = [None if d else x for x, d in zip(leaves, dynamic, strict=True)]
-        self._rest = Rest(treedef, places, static)
+        self._rest = TreeSplit(treedef, places, static)
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         return self._rest.tree(as_array_list(arrays))
@@ -54,7 +54,7 @@ class Carry:
         fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            before = old.tree([_Varies()] * len(old.places))
+            before = old.tree([_Varies()] * len(old.indices))
             path, was, is_now = structure_difference(before, new)
             raise fail(
                 f"at carry{path}: it was {was}, and is {is_now}",
@@ -62,7 +62,7 @@ class Carry:
             )
         paths = jax.tree_util.tree_leaves_with_path(new)
         where = lambda i: f"carry{jax.tree_util.keystr(paths[i][0])}"
-        dynamic = set(old.places)
+        dynamic = set(old.indices)
         becomes_array = set()
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
             if i in dynamic or same_static(before, after):
@@ -78,7 +78,7 @@ class Carry:
         if becomes_array:
             raise BecomesArray(frozenset(becomes_array))
         arrays = []
-        for i, start in zip(old.places, self.first, strict=True):
+        for i, start in zip(old.indices, self.first, strict=True):
             if not is_number(leaves[i]):
                 raise fail(
                     f"at {where(i)}: it was {type_of(start)}, and is {type_of(leaves[i])}",

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._rules.flatten_call import is_array, Rest
+from .._rules.flatten_call import is_array, TreeSplit
 
 
 def filter_checkpoint(
@@ -66,13 +66,13 @@ class _Checkpoint(eqx.Module):
         return self._fn
 
     def __call__(self, /, *args, **kwargs):
-        call, arrays = Rest.split((self._fn, args, kwargs), is_array)
-        returned: list[Rest] = []
+        call, arrays = TreeSplit.split((self._fn, args, kwargs), is_array)
+        returned: list[TreeSplit] = []
 
         # A function of its own for each call, so that nothing is kept for the next.
         def run(arrays):
             fn, args, kwargs = call.tree(arrays)
-            out, ys = Rest.split(fn(*args, **kwargs), is_array)
+            out, ys = TreeSplit.split(fn(*args, **kwargs), is_array)
             returned[:] = [out]
             return ys
 

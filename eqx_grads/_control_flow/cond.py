@@ -8,7 +8,7 @@ from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
-from .._rules.flatten_call import Rest
+from .._rules.flatten_call import TreeSplit
 from .carry import BecomesArray, Carry, is_number, same_static, structure_difference
 
 
@@ -70,7 +70,7 @@ def filter_cond(
     def branch(fn):
         def run():
             out = fn(*operands)
-            rest, arrays = Rest.split(out, is_number)
+            rest, arrays = TreeSplit.split(out, is_number)
             branches.append(_Branch(fn, out, rest, arrays))
             if len(branches) == 2:
                 _check_alike(*branches)
@@ -92,12 +92,14 @@ def filter_cond(
 class _Branch:
     """What a branch returned, less the arrays."""
 
-    def __init__(self, fn: Callable[..., PyTree], out: PyTree, rest: Rest, arrays: list[Any]):
+    def __init__(
+        self, fn: Callable[..., PyTree], out: PyTree, rest: TreeSplit, arrays: list[Any]
+    ):
         self.fn = fn
         self.rest = rest
         self.types = [jax.typeof(x) for x in arrays]
         leaves = jax.tree.leaves(out)
-        numbers = [leaves[i] for i in rest.places]
+        numbers = [leaves[i] for i in rest.indices]
         self.python_numbers = [x if isinstance(x, bool | int) else None for x in numbers]
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import as_closed, depends, holds, variables
+from .._jaxprs.dependence import depends, variables
+from .._jaxprs.structure import Checkpoint, Cond, holds, inner_programs, Scan, structure
 from .traced_body import ArrayStep
 
 
@@ -27,7 +28,7 @@ def is_replay_faster(step: ArrayStep, steps: int, wanted: Sequence[bool]) -> boo
     To replay is to compute all steps once more. Plain scan adds to the gradients of all weights
     at every step, and it writes and reads what the derivative of every step needs.
     """
-    if holds(step.program, "cond", "checkpoint", "remat2"):
+    if holds(step.program, Cond, Checkpoint):
         # Side by side, all branches are computed; and the user knows what not to keep.
         return False
     weights = sum(_bytes(t) for t, want in zip(step.const_types, wanted, strict=True) if want)
@@ -62,9 +63,10 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
             features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             if out.size * kernel.size > 0:
                 yield 2.0 * out.size * kernel.size / features, out.size // features
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in jaxprs_in_params(eqn.params):
-            yield from ((times * flops, rows) for flops, rows in _products(as_closed(inner)))
+        known = structure(eqn)
+        times = known.length if isinstance(known, Scan) else 1
+        for inner in inner_programs(eqn):
+            yield from ((times * flops, rows) for flops, rows in _products(inner))
 
 
 def _bytes_kept(step: ArrayStep) -> int:

@@ -14,16 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from .._jaxprs.evaluate import (
-    depends,
-    free_variables,
-    holds,
-    inlined,
-    needed,
-    run,
-    with_sums_in_rows,
-)
+from .._jaxprs.dependence import depends, free_variables, needed
+from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
+from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
+from .._jaxprs.structure import Cond, holds
 from .traced_body import ArrayStep
 
 
@@ -97,11 +92,11 @@ class Pieces:
         flags = [v in set(self._given) for v in arguments]
         program = rest(*(v.aval for v in arguments))
         # JAX can't transpose the choice between branches for many steps at once.
-        return surely_linear(linear_in(program, flags)) and not holds(program, "cond")
+        return surely_linear(linear_in(program, flags)) and not holds(program, Cond)
 
     def _run_rest(self, values):
         env = dict(zip([*self._given, *self._known_by_rest], values, strict=True))
-        return run(self._rest, {**self._consts, **env}, self._rest_out)
+        return _run(self._rest, {**self._consts, **env}, self._rest_out)
 
     def pull_back(self, carry, consts, carries, xs, ct_ys, *, reverse: bool):
         """Through a chunk of steps.
@@ -118,7 +113,7 @@ class Pieces:
 
         def one(d, inputs):
             env = {**fixed, **self._environment(inputs, d)}
-            out = run(self._backward, env, [*self._d_out, *kept])
+            out = _run(self._backward, env, [*self._d_out, *kept])
             return out[: len(d)], out[len(d) :]
 
         d, sums = carry
@@ -134,7 +129,7 @@ class Pieces:
         def one(carry, inputs):
             d, sums = carry
             env = {**fixed, **self._environment(inputs, d)}
-            out = run(self._backward, env, [*self._d_out, *self._rest_out])
+            out = _run(self._backward, env, [*self._d_out, *self._rest_out])
             d, terms = out[: len(d)], out[len(d) :][: len(sums)]
             sums = add_terms(sums, terms)
             return (d, sums), out[len(d) + len(sums) :]
@@ -153,7 +148,7 @@ class Pieces:
                 **self._consts,
                 **dict(zip(self._inputs, [*consts, *carry, *x], strict=True)),
             }
-            return run(self._known, env, self._known_out)
+            return _run(self._known, env, self._known_out)
 
         axes = [0 if v in self._moving else None for v in self._known_out]
         steps = jax.tree.leaves((carries, xs))[0].shape[0]
@@ -179,7 +174,7 @@ class Pieces:
 
             def rest(*given):
                 given = dict(zip(self._given, given, strict=True))
-                return run(self._rest, {**env, **given}, self._rest_out)
+                return _run(self._rest, {**env, **given}, self._rest_out)
 
             return jax.linear_transpose(rest, *(v.aval for v in self._given))([*terms, *ct_x])
 
@@ -193,9 +188,14 @@ class Pieces:
         terms = [v.aval for v in self._rest_out[: self._n_sums]]
         x_types = [jax.typeof(xs[i]) for i in self._wanted_xs]
         summed = lambda given: jax.linear_transpose(all_transposed, terms, x_types)(given)
-        p = with_sums_in_rows(lambda *g: jax.tree.leaves(summed(g)), *given)
+        p = with_materialized_transposes(lambda *g: jax.tree.leaves(summed(g)), *given)
         out = jaxpr_as_fun(p)(*given)
         return out[: self._n_sums], out[self._n_sums :]
+
+
+def _run(eqns, env, outputs):
+    out = evaluate_equations(eqns, env, outputs)
+    return [jnp.asarray(x, v.aval.dtype) for x, v in zip(out, outputs, strict=True)]
 
 
 def add_terms(sums, terms):

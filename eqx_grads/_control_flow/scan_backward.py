@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs.evaluate import holds, MARK
+from .._jaxprs.evaluate import MARK
+from .._jaxprs.structure import holds
 from .chunked_scan import near_divisor, scan_in_chunks
 from .progress import ProgressLine
 from .replay import replayed_scan

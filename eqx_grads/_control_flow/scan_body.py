@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._errors import name_of, place_of, rule_error, show_tree
-from .._rules.flatten_call import Rest
+from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
 
@@ -28,9 +28,9 @@ class Step:
         self._carry_gradient = carry_gradient
         self._carry = Carry(init, numbers)
         self.init = self._carry.first
-        self._x, self.xs = Rest.split(xs, is_sliced)
+        self._x, self.xs = TreeSplit.split(xs, is_sliced)
         # Whoever traces the step leaves here what is not an array in `y`.
-        self._y: list[Rest] = []
+        self._y: list[TreeSplit] = []
 
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         carry_tree = self._carry.tree(carry)
@@ -56,7 +56,7 @@ class Step:
             f"`{name_of(self._f)}`, a step of `filter_scan`, returned another carry than it "
             "was given.",
         )
-        y, ys = Rest.split(result[1], is_number)
+        y, ys = TreeSplit.split(result[1], is_number)
         self._y[:] = [y]
         return new_carry, ys
 

@@ -6,7 +6,10 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.evaluate import as_closed, depends, equations, holds, inlined
+from .._jaxprs.dependence import depends
+from .._jaxprs.matmul_layout import inlined
+from .._jaxprs.structure import holds
+from .._jaxprs.vectorize import why_not_vectorizable
 from .._tangent_spaces import as_array_list, is_differentiable
 
 
@@ -81,7 +84,7 @@ class ArrayStep:
 
     def can_be_vectorized(self) -> bool:
         """Whether `vmap` over time computes what the steps compute one after another."""
-        return not (_draws_bits_of_a_batch(self.program) or _guards_a_loop(self.program))
+        return why_not_vectorizable(self.program) is None
 
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         out = jaxpr_as_fun(self.program)(*consts, *carry, *x)
@@ -121,31 +124,6 @@ class ArrayStep:
             if new == carry:
                 return carry
             carry = new
-
-
-def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
-    """Whether random bits are drawn that are others under `vmap`.
-
-    Each key of threefry has bits of its own. XLA's generators (`rbg`, `unsafe_rbg`) draw the
-    bits of a whole batch from its first key (see "Advanced RNG configuration" in
-    `jax.random`); what another implementation does is not known.
-    """
-
-    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-
-    def draws(eqn):
-        if eqn.primitive.name in ("random_bits", "random_split", "random_fold_in"):
-            return eqn.invars[0].aval.dtype != threefry
-        return eqn.primitive.name in ("rng_bit_generator", "rng_uniform")
-
-    return any(draws(eqn) for eqn in equations(program))
-
-
-def _guards_a_loop(program: ClosedJaxpr) -> bool:
-    """Whether a `while_loop` stands in a branch of a `cond`. Under `vmap` all branches run,
-    and a loop need not end for values that its branch is not meant for."""
-    conds = [eqn for eqn in equations(program) if eqn.primitive.name == "cond"]
-    return any(holds(as_closed(b), "while") for eqn in conds for b in eqn.params["branches"])
 
 
 def close_step(
