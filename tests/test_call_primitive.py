@@ -144,7 +144,7 @@ def test_unused_operands_are_dropped():
 
 
 def test_an_operand_that_only_the_rule_needs_is_kept():
-    two = lambda v, s: (eqg.replace_gradient((v, v), (s, 2 * s)))
+    two = lambda v, s: eqg.replace_gradient((v, v), (s, 2 * s))
     jaxpr, used = pruned(two, [True, False], X, Y)
     assert used == [True, True]
     f = lambda s: jax.core.eval_jaxpr(jaxpr, (), X, s)[0]
@@ -474,8 +474,14 @@ def behind_getattr(a):
 
 @pytest.mark.parametrize(
     "hide",
-    [in_a_dict_subclass, in_a_mapping_proxy, in_a_class, in_a_methodcaller, four_deep,
-     behind_getattr],
+    [
+        in_a_dict_subclass,
+        in_a_mapping_proxy,
+        in_a_class,
+        in_a_methodcaller,
+        four_deep,
+        behind_getattr,
+    ],
 )
 def test_d10_hidden_tracers(hide):
     """An error of ours that says what to do, and not JAX's leak error."""

@@ -979,7 +979,7 @@ def test_errors(name):
         call()
 
 
-def test_traced_arguments_are_not_looked_at():
+def test_traced_arguments_raise_no_error():
     x = jnp.ones(3)
     jax.jit(lambda low, high: eqg.clip_gradient(x, low, high))(1.0, -1.0)
     jax.jit(lambda m: eqg.clip_gradient_norm(x, m))(-1.0)

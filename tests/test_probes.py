@@ -628,7 +628,7 @@ class TestPlot:
         pyplot.close(axes.figure)
 
     @pytest.mark.parametrize("norms", [np.zeros(3), np.ones(3), np.full(3, np.nan)])
-    def test_without_a_range(self, norms):
+    def test_without_a_range_there_is_no_error(self, norms):
         figure = Figure()
         eqg.plot_gradient_flow({"layer": norms}, axes=figure.add_subplot())
         figure.canvas.draw()

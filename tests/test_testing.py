@@ -51,7 +51,7 @@ def test_there_are_enough_of_them():
 
 # ---------------------------------------------------------------- right rules
 
-# One of each kind; all of them are slow tests.
+# One of each kind for every change; all of them are slow tests.
 SOME = [
     "nested_containers_with_none",
     "straight_through",
@@ -68,6 +68,7 @@ def _check_right(name, dtype, **options):
     eqgt.check_rule(fn, *args, skip=skip, **own, **options)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("name", SOME)
 def test_right_rule_is_not_accused(name):
     _check_right(name, "float32")
