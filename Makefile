@@ -17,12 +17,13 @@ BIN := $(VENV)/bin
 # Contiguous halves of the tests, as neighbors share what they compile and compare with.
 PYTEST := -m pytest -n $(JOBS) --dist worksteal
 QUICK := -m "not (slow or conformance or cost)"
+# What was compiled in the last week is not compiled again, nor by the other process.
+CACHE = JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 # The programs of the quick tests are small and run once: what the compiler does to make them
 # fast takes half of the time. The slow tests run what users run. XLA aborts at a flag that it
 # does not know, as JAX 0.12 no longer knows this one.
-COMPILE_QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
-    JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
     XLA_FLAGS="$$XLA_FLAGS $$($(BIN)/python -c 'import jax; jax.__version_info__ < (0, 11) \
         and print("--xla_cpu_use_fusion_emitters=false")')"
 
@@ -71,14 +72,13 @@ conformance: $(VENV)/.tests _prune  ## every public op, and every planted fault
 cost: $(VENV)/.tests  ## FLOPs and bytes, compiled as users do
 	$(BIN)/python $(PYTEST) -m cost
 
-# The compiled programs of the last week, for the next run and the other process.
 _prune:
 	@mkdir -p $(VENV)/compiled
 	@find $(VENV)/compiled -type f -mtime +7 -delete
 
 # Exit status 5: no test is marked slow.
-test-slow: $(VENV)/.tests  ## the slow tests
-	$(BIN)/python $(PYTEST) -m slow --part $(PART) || [ $$? -eq 5 ]
+test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
+	$(CACHE) $(BIN)/python $(PYTEST) -m slow --part $(PART) || [ $$? -eq 5 ]
 
 test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
