@@ -1,4 +1,4 @@
-"""Branches and loops over any PyTrees, where JAX's own take arrays only."""
+"""`filter_cond`: branches that take and return any PyTrees."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
 from .._rules.flatten_call import Rest
-from .carry import BecomesArray, Carry, is_number, same_static, structure_difference
+from .carry import is_number, same_static, structure_difference
 
 
 def filter_cond(
@@ -134,69 +134,3 @@ def _check_alike(one: _Branch, other: _Branch) -> None:
 
 def _is_type(x) -> bool:
     return isinstance(x, AbstractValue)
-
-
-def filter_while_loop(
-    cond_fun: Callable[[PyTree], ArrayLike],
-    body_fun: Callable[[PyTree], PyTree],
-    init: PyTree,
-) -> PyTree:
-    """`jax.lax.while_loop` for any PyTrees: `carry = body_fun(carry)` while
-    `cond_fun(carry)`.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        def square_root(x):
-            # The carry holds a function, which stays as it is.
-            step = lambda carry: (carry[0], 0.5 * (carry[1] + x / carry[1]))
-            far = lambda carry: carry[0](carry[1] ** 2 - x) > 1e-5
-            return eqg.filter_while_loop(far, step, (jnp.abs, x))[1]
-
-        root, slope = jax.jvp(square_root, (2.0,), (1.0,))
-        assert jnp.allclose(root, 2**0.5) and jnp.allclose(slope, 0.5 / 2**0.5, atol=1e-4)
-        ```
-
-    **Arguments:**
-
-    - `cond_fun`: whether to go on, a boolean of no dimensions.
-    - `body_fun`: takes and returns the carry.
-    - `init`: the first carry, any PyTree. What varies and what is static in it is as in
-        [`eqx_grads.filter_scan`][].
-
-    **Returns:**
-
-    The last carry.
-
-    **Derivative:**
-
-    That of the loop written out, in forward mode only, by `jax.lax.while_loop`: how many steps
-    there will be is not known, and so neither is what to keep of them for reverse mode. With a
-    bound on their number, use [`eqx_grads.filter_scan`][] and choose in each step; for
-    a root or a fixed point, a solver with an implicit derivative, such as Optimistix.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
-    given in structure, shapes, dtypes or static leaves.
-    """
-    numbers: frozenset[int] = frozenset()
-    while True:
-        try:
-            return _while_loop(cond_fun, body_fun, Carry(init, numbers))
-        except BecomesArray as becoming:
-            numbers |= becoming.places
-
-
-def _while_loop(cond_fun, body_fun, carry: Carry):
-    error = (
-        f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
-        "it was given."
-    )
-    body = lambda arrays: carry.arrays(body_fun(carry.tree(arrays)), body_fun, error)
-    cond = lambda arrays: cond_fun(carry.tree(arrays))
-    return carry.tree(jax.lax.while_loop(cond, body, carry.first))

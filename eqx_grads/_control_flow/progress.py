@@ -51,9 +51,9 @@ class ProgressLine:
 
 
 def progress_line(steps: int) -> ProgressLine | None:
-    """None where nobody is looking."""
+    """`None` if the standard error is not a terminal, or the number of steps is not known."""
     stream = sys.stderr
-    if steps == 0 or stream is None or not stream.isatty():
+    if not isinstance(steps, int) or steps == 0 or stream is None or not stream.isatty():
         return None
     return ProgressLine(steps, stream)
 

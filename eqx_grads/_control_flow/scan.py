@@ -1,18 +1,27 @@
-"""`filter_scan`: a scan over anything, with a chosen backward pass."""
+"""`filter_scan`: its arguments, and the choice of the method for its backward pass."""
 
+import contextlib
+import contextvars
+import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import rule_error
-from .carry import BecomesArray
-from .chunk_length import chunk_length
+from .._errors import rule_error, type_of
+from .carry import BecomesArray, is_sliced
+from .chunked_scan import near_divisor
+from .eager_bodies import eager_key, keep_body, kept_body
 from .progress import progress_line
-from .scan_backward import Loop, run_loop, run_replayed, run_truncated
-from .scan_body import Step
-from .scan_lengths import common_length
+from .replay import cannot_replay, Replayed
+from .replay_cost import PLATFORM
+from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
+from .scan_body import ScanBody
+from .truncated import cut_loop, Truncated
 
 
 def filter_scan(
@@ -104,52 +113,159 @@ def filter_scan(
     `f` does not return a pair, or if steps that can't be replayed are asked to be.
     """
     steps = common_length(xs, length)
-    _check_positive("truncate", truncate)
-    if truncate is not None and truncate >= steps:
-        truncate = None  # there is but one window
-    loop = Loop(steps, reverse, unroll, truncate, progress_line(steps) if progress else None)
-    arrays: frozenset[int] = frozenset()
+    _check_window(truncate)
+    if truncate is not None and isinstance(steps, int) and truncate >= steps:
+        truncate = None  # there is only one window
+    method = _named_method(checkpoint, steps if truncate is None else truncate)
+    line = progress_line(steps) if progress else None
+    options = (checkpoint, truncate, carry_gradient, reverse, unroll)
+    key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
+    if key is not None and (body := kept_body(f, key)) is not None:
+        loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
+        return body.outputs(*Plain().run(loop))
+    becomes_array: frozenset[int] = frozenset()
     while True:
+        step = f if key is None else weakref.proxy(f)
+        body = ScanBody(step, init, xs, carry_gradient, becomes_array)
+        loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll, line)
         try:
-            return _run(Step(f, init, xs, carry_gradient, arrays), loop, checkpoint)
-        except BecomesArray as numbers:
-            arrays |= numbers.places
+            chosen, loop = _choose(method, loop, truncate)
+            # Nothing is differentiated in an eager call, and all methods compute the same.
+            carry, ys = (chosen if key is None else Plain()).run(loop)
+        except BecomesArray as found:
+            becomes_array |= found.indices
+            continue
+        if key is not None:
+            keep_body(f, key, body)
+        return body.outputs(carry, ys)
 
 
-def _run(step, loop, checkpoint):
-    always = isinstance(checkpoint, str) and checkpoint == "replay"
-    replay = always or (isinstance(checkpoint, str) and checkpoint == "auto")
-    chunk = None if replay else chunk_length(loop.truncate or loop.steps, checkpoint)
-    # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    is_traced = loop.steps > 0 and not jax.config.values["jax_disable_jit"]
-    out = None
-    is_rolled = loop.unroll is False or (loop.unroll == 1 and loop.unroll is not True)
-    if is_traced and (is_rolled or not replay):
-        if loop.truncate is not None:
-            out = run_truncated(step, loop, checkpoint if replay else chunk)
-        elif replay:
-            out = run_replayed(step, loop, always)
-    if out is not None:
-        return out
-    if is_traced and always:
+def _named_method(checkpoint: int | str | None, steps: int) -> AbstractMethod:
+    """What `checkpoint` asks for, in a scan or a window of so many steps."""
+    if checkpoint is None:
+        return Plain()
+    if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
+        return Replayed(only_if_faster=checkpoint == "auto")
+    is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
+    is_number = isinstance(checkpoint, int | np.integer) and not isinstance(checkpoint, bool)
+    if not is_sqrt and not (is_number and checkpoint > 0):
         raise rule_error(
-            "`filter_scan` can't replay these steps.",
-            "they have side effects, going forward or backward, talk to the host, know a named "
-            "axis, hold something that can't be differentiated, draw random bits with a key "
-            "that is not of threefry, or have a `while_loop` in a branch of a `cond`"
-            if is_rolled
-            else "`unroll` is given",
-            do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
+            "`filter_scan` was given a `checkpoint` that it does not know.",
+            f"it is {checkpoint!r:.60}",
+            do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
         )
-    return run_loop(step, loop, chunk)
+    if not isinstance(steps, int):
+        raise rule_error(
+            "`filter_scan` can't divide these steps into chunks.",
+            f"`checkpoint` is {checkpoint!r}, and the number of steps is symbolic",
+            do='Use `checkpoint=None` or "auto".',
+        )
+    if is_sqrt:
+        return Checkpointed(near_divisor(steps, math.sqrt(steps))) if steps > 3 else Plain()
+    return Checkpointed(min(int(checkpoint), steps)) if steps > 0 else Plain()
 
 
-def _check_positive(name, value):
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1
+def _choose(
+    method: AbstractMethod, loop: Loop, window: int | None
+) -> tuple[AbstractMethod, Loop]:
+    """The first method that can run the loop, of these that do what was asked for; and the
+    loop, in which the steps cut their derivative themselves if the method does not.
+
+    `"replay"` is never replaced by another method: there is an error that says why.
+    """
+    in_the_steps = loop if window is None else cut_loop(loop, window)
+    visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
+    # Without `jit`, JAX's loops are written out, and there is nothing to trace.
+    if loop.steps == 0 or jax.config.jax_disable_jit or _STEPS_ARE_VISIBLE.get():
+        return visible
+    is_auto = isinstance(method, Replayed) and method.only_if_faster
+    methods = [Plain()] if is_auto else []
+    if not is_auto or jax.default_backend() == PLATFORM:
+        methods.insert(0, method)
+    if window is not None:
+        methods = [Truncated(inner, window) for inner in methods]
+    reasons = []
+    for candidate in methods:
+        reason = candidate.unsupported(loop)
+        if reason is None:
+            return candidate, loop
+        reasons.append(reason)
+    if isinstance(method, Replayed) and not is_auto:
+        raise cannot_replay(reasons[0])
+    return visible
+
+
+@contextlib.contextmanager
+def visible_steps():
+    """Within this context, the steps of each `filter_scan` are equations of the program: no
+    scan has a backward pass of its own, and `"replay"`, `"auto"` and `truncate` have the same
+    derivative by JAX's own means. For those who look for something in the steps, as
+    `gradient_flow` does for its layers."""
+    token = _STEPS_ARE_VISIBLE.set(True)
+    try:
+        yield
+    finally:
+        _STEPS_ARE_VISIBLE.reset(token)
+
+
+_STEPS_ARE_VISIBLE = contextvars.ContextVar("eqx_grads_visible_steps", default=False)
+
+
+def common_length(xs: Any, length: int | None) -> int:
+    """The length of the time axis, which all arrays in `xs` share."""
+    found: int | None = None
+    where = ""
+    if length is not None:
+        found, where = _as_length(length), "`length`"
+    for path, x in jax.tree_util.tree_leaves_with_path(xs):
+        if not is_sliced(x):
+            continue
+        name = f"`xs{jax.tree_util.keystr(path)}`"
+        if jnp.ndim(x) == 0:
+            raise rule_error(
+                "`filter_scan` was given an array without a time axis.",
+                f"{name} is {type_of(x)}",
+                do="Every array in `xs` has one slice for each step. Close over what is the "
+                "same for all steps.",
+            )
+        steps = jnp.shape(x)[0]
+        if found is None:
+            found, where = steps, name
+        elif steps != found:
+            raise rule_error(
+                "`filter_scan` was given lengths that differ.",
+                f"{where} says {found} steps, {name} is {type_of(x)}",
+                do="Every array in `xs` has one slice for each step, along its first axis.",
+            )
+    if found is None:
+        raise rule_error(
+            "`filter_scan` can't tell the number of steps.",
+            "there is no array in `xs`, and `length` is None",
+            do="Pass `length=`.",
+        )
+    return found
+
+
+def _as_length(length: Any) -> int:
+    try:
+        steps = length.__index__()
+    except Exception:
+        steps = -1
+    if steps < 0 or isinstance(length, bool):
+        raise rule_error(
+            "`filter_scan` was given a `length` that is not a number of steps.",
+            f"it is {length!r:.60}",
+            do="Give a non-negative integer that is known while tracing.",
+        )
+    return steps
+
+
+def _check_window(truncate: Any) -> None:
+    if truncate is not None and (
+        isinstance(truncate, bool) or not isinstance(truncate, int | np.integer) or truncate < 1
     ):
         raise rule_error(
-            f"`filter_scan` was given a `{name}` that is not a number of steps.",
-            f"it is {value!r:.60}",
+            "`filter_scan` was given a `truncate` that is not a number of steps.",
+            f"it is {truncate!r:.60}",
             do="Give a positive integer, or `None`.",
         )

@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from .._control_flow.scan import visible_steps
 from .._errors import name_of, place_of, rule_error, show_tree
-from .._jaxprs.evaluate import MARK
 from .._jaxprs.linearity import scan_counts
 from .._tangent_spaces import is_differentiable
 from .probe import GradientStatistics, probe
@@ -98,7 +98,8 @@ def gradient_flow(
         model, args = eqx.combine(dynamic, static)
         return _check_scalar(loss, loss(model, *args))
 
-    program = jax.make_jaxpr(of_values)(values)
+    with visible_steps():  # of `filter_scan`, so that the marks in them are found
+        program = jax.make_jaxpr(of_values)(values)
     sites = _sites(program.jaxpr, names)
     called = {index for index, _ in sites}
     missing = [name for i, name in enumerate(names) if i not in called]
@@ -137,7 +138,7 @@ def _check_scalar(loss, out):
 
 # ---------------------------------------------------------------- the layers, marked
 
-mark_p = Primitive(MARK)
+mark_p = Primitive("eqg_mark")
 mark_p.multiple_results = True
 
 

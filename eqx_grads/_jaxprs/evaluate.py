@@ -8,9 +8,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params, Literal
 
 
-# The name of an equation that `gradient_flow` puts where it wants to look.
-MARK = "eqg_mark"
-
 # Equations that are nothing but a part of the program they stand in.
 _CALLS = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
 

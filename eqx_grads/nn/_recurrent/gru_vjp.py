@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     accumulator,
@@ -91,7 +91,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
     def chunk(carry, inputs, entry):
         d, sums = carry
         x, h_after, ct, gates, valid = inputs
-        h = before(h_after, entry, reverse=reverse)
+        h = shift_in(h_after, entry, reverse=reverse)
         if gates:
             r, z, n, h_n = gates
         else:
@@ -131,7 +131,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         chunk,
         (d, sums),
         (xs, hs, ct_hs, gates, valid),
-        chunk_entries(hs, h_first, chunk=steps, reverse=reverse),
+        chunk_init(hs, h_first, chunk=steps, reverse=reverse),
         chunk=steps,
         reverse=not reverse,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     accumulator,
@@ -102,8 +102,8 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         ds, sums = carry
         x, h_after, c_after, ct, gates, valid = inputs
         h_entry, c_entry = entry
-        h = before(h_after, h_entry, reverse=reverse)
-        c = before(c_after, c_entry, reverse=reverse)
+        h = shift_in(h_after, h_entry, reverse=reverse)
+        c = shift_in(c_after, c_entry, reverse=reverse)
         if gates:
             ((i, f, g, o),) = gates
         else:
@@ -132,7 +132,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
     sums = (accumulator(both, both is not None, hs), accumulator(bias, want_bias, hs))
     steps = chunk_of(xs)
     entries = [
-        chunk_entries(after, first, chunk=steps, reverse=reverse)
+        chunk_init(after, first, chunk=steps, reverse=reverse)
         for after, first in zip((hs, cs), first, strict=True)
     ]
     (ds, (ct_both, ct_bias)), ct_xs = scan_in_chunks(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     accumulator,
@@ -78,7 +78,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
             sum_in = sum_in + weight_gradient(d_pre, x)
         if sum_state is not None:
             sum_state = sum_state + weight_gradient(
-                d_pre, before(h_after, entry, reverse=reverse)
+                d_pre, shift_in(h_after, entry, reverse=reverse)
             )
         if sum_bias is not None:
             sum_bias = sum_bias + bias_gradient(d_pre)
@@ -96,7 +96,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         chunk,
         (d, sums),
         (xs, hs, ct_hs, valid),
-        chunk_entries(hs, h, chunk=steps, reverse=reverse),
+        chunk_init(hs, h, chunk=steps, reverse=reverse),
         chunk=steps,
         reverse=not reverse,
     )
