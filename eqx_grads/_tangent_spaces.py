@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_tree, type_of
+from ._jaxprs.versions import varying_axes as varying_axes_of_type
 
 
 def is_none(x: Any) -> bool:
@@ -237,9 +238,7 @@ def _unbroadcast(ct, shape):
 
 def varying_axes(x: Any) -> frozenset:
     """The mesh axes of `shard_map` over which `x` varies, as its type says."""
-    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset() if manual is None else frozenset(manual.varying)
+    return varying_axes_of_type(jax.typeof(x) if isinstance(x, jax.Array) else x)
 
 
 def _match_varying(ct, primal):

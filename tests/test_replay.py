@@ -274,9 +274,9 @@ printing_backward.defvjp(lambda h: (h, None), lambda _, ct: (printing(ct),))
 @pytest.mark.parametrize(
     ("strange", "reason"),
     [
-        (printing, "they have side effects"),
-        (asking_the_host, "they call the host"),
-        (printing_backward, "in their backward pass, they have side effects"),
+        (printing, "a step has side effects"),
+        (asking_the_host, "a step calls the host"),
+        (printing_backward, "the backward pass of a step has side effects"),
     ],
 )
 def test_what_cannot_be_replayed(strange, reason):
@@ -491,7 +491,7 @@ def test_keys_of_other_generators(impl, truncate):
     if impl == "threefry2x32":
         assert jnp.allclose(jax.jit(jax.grad(ft.partial(loss, "replay")))(0.7), expected)
     else:
-        with pytest.raises(eqg.RuleError, match="draw random bits with a key that is not of"):
+        with pytest.raises(eqg.RuleError, match="a step draws random bits that are different"):
             loss("replay", 0.7)
 
 

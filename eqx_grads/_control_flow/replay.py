@@ -20,12 +20,7 @@ from .progress import ProgressLine
 from .replay_cost import is_replay_faster, rows
 from .replay_split import SplitVjp
 from .scan_backward import AbstractMethod, Loop
-from .traced_body import (
-    TracedBody,
-    why_effects_matter,
-    why_not_recomputed,
-    why_not_vectorized,
-)
+from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +39,10 @@ class Replayed(AbstractMethod):
         if loop.unroll is True or (loop.unroll is not False and loop.unroll != 1):
             return "`unroll` is given"
         program, _ = loop.program
-        reason = why_not_recomputed(program) or why_not_vectorized(program)
+        reason = why_not_recomputed(program.effects) or why_not_vectorized(program)
         if reason is None and self.only_if_faster:
-            return _why_not_estimated(loop.traced[0])
-        return reason
+            reason = _why_not_estimated(loop.traced[0])
+        return None if reason is None else f"a step {reason}"
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced
@@ -78,8 +73,8 @@ def _why_not_estimated(body: TracedBody) -> str | None:
     except Exception:
         # Some input has no reverse derivative. If it is asked for, plain scan raises the same
         # error, in which nothing of a replay appears; if it is not, there is no error.
-        return "they have no reverse derivative in all of their inputs"
-    return why_effects_matter(effects, mesh_axes=True)
+        return "has no reverse derivative in some of its inputs"
+    return why_not_recomputed(effects, mesh_axes=True)
 
 
 @custom_vjp
@@ -196,9 +191,9 @@ def _replay(body, residuals, cts, perturbed, reverse):
     carry_indices = [i for i in body.differentiable() if carried[i]]
     y_indices = [j for j, ct in enumerate(ct_ys) if ct is not None]
     split = SplitVjp(body, carry_indices, y_indices, perturbed_consts, perturbed_xs)
-    reason = why_effects_matter(split.effects, mesh_axes=True)
+    reason = why_not_recomputed(split.effects, mesh_axes=True)
     if reason is not None:
-        raise cannot_replay(f"in their backward pass, {reason}")
+        raise cannot_replay(f"the backward pass of a step {reason}")
 
     def one_chunk(carry, inputs, init):
         index, x, y, saved, ct_y = inputs

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import as_closed, depends, holds, variables
+from .._jaxprs.dependence import depends, variables
+from .._jaxprs.structure import Checkpoint, Cond, holds, inner_programs, Scan, structure
 from .traced_body import TracedBody
 
 
@@ -37,7 +38,7 @@ def is_replay_faster(body: TracedBody, steps: int, perturbed_consts: Sequence[bo
     """
     if body.has_symbolic_shapes:
         return False  # there is nothing to estimate from
-    if holds(body.program, "cond", "checkpoint", "remat2"):
+    if holds(body.program, Cond, Checkpoint):
         # In parallel, all branches are computed; and the user knows what not to save.
         return False
     pairs = zip(body.const_types, perturbed_consts, strict=True)
@@ -73,9 +74,10 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
             features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             if out.size * kernel.size > 0:
                 yield 2.0 * out.size * kernel.size / features, out.size // features
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in jaxprs_in_params(eqn.params):
-            yield from ((times * flops, rows) for flops, rows in _products(as_closed(inner)))
+        known = structure(eqn)
+        times = known.length if isinstance(known, Scan) else 1
+        for inner in inner_programs(eqn):
+            yield from ((times * flops, rows) for flops, rows in _products(inner))
 
 
 def _bytes_of_residuals(body: TracedBody) -> int:

@@ -31,16 +31,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from .._jaxprs.evaluate import (
-    depends,
-    free_variables,
-    holds,
-    inlined,
-    needed,
-    run,
-    with_sums_in_rows,
-)
+from .._jaxprs.dependence import depends, free_variables, needed
+from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
+from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
+from .._jaxprs.structure import Cond, holds
 from .traced_body import TracedBody
 
 
@@ -103,13 +98,13 @@ class SplitVjp:
 
         def parallel(*values):
             env = dict(zip(arguments, values, strict=True))
-            return run(self.parallel_eqns, {**self._constants, **env}, self._parallel_out)
+            return _run(self.parallel_eqns, {**self._constants, **env}, self._parallel_out)
 
         program = jax.make_jaxpr(parallel)(*(v.aval for v in arguments))
         is_ct = [v in set(self._parallel_cts) for v in arguments]
         # JAX can't transpose a `cond` with a batched predicate:
         # https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12.
-        return surely_linear(linear_in(program, is_ct)) and not holds(program, "cond")
+        return surely_linear(linear_in(program, is_ct)) and not holds(program, Cond)
 
     def pull_back(
         self, carry, consts, carries, xs, ct_ys, steps: int, *, reverse: bool
@@ -129,10 +124,10 @@ class SplitVjp:
             env = {**fixed, **self._varying_env(self._sequential_residuals, varying)}
             env.update(zip([*self._ct_carry, *self._ct_y], [*ct_carry, *ct_y], strict=True))
             if self.is_linear:
-                out = run(self.sequential_eqns, env, [*self._ct_carry_out, *saved])
+                out = _run(self.sequential_eqns, env, [*self._ct_carry_out, *saved])
                 return (out[: len(ct_carry)], sums), out[len(ct_carry) :]
             outputs = [*self._ct_carry_out, *self._parallel_out]
-            out = run(self.sequential_eqns, env, outputs)
+            out = _run(self.sequential_eqns, env, outputs)
             ct_carry, terms = out[: len(ct_carry)], out[len(ct_carry) :]
             sums = add_terms(sums, terms[: self._n_consts])
             return (ct_carry, sums), terms[self._n_consts :]
@@ -154,7 +149,7 @@ class SplitVjp:
     def _run_residual_eqns(self, consts, carries, xs, steps) -> dict[Any, Any]:
         def of_step(carry, x):
             inputs = dict(zip(self._inputs, [*consts, *carry, *x], strict=True))
-            return run(self.residual_eqns, {**self._constants, **inputs}, self._residuals)
+            return _run(self.residual_eqns, {**self._constants, **inputs}, self._residuals)
 
         axes = [0 if v in self._varying else None for v in self._residuals]
         values = jax.vmap(of_step, 0, axes, axis_size=steps)(carries, xs)
@@ -177,7 +172,7 @@ class SplitVjp:
 
             def parallel(*cts):
                 cts = dict(zip(self._parallel_cts, cts, strict=True))
-                return run(self.parallel_eqns, {**step_env, **cts}, self._parallel_out)
+                return _run(self.parallel_eqns, {**step_env, **cts}, self._parallel_out)
 
             types = [v.aval for v in self._parallel_cts]
             return jax.linear_transpose(parallel, *types)([*terms, *ct_x])
@@ -192,7 +187,7 @@ class SplitVjp:
         terms = [v.aval for v in self._parallel_out[: self._n_consts]]
         x_types = [jax.typeof(xs[i]) for i in self._x_indices]
         twice = lambda cts: jax.linear_transpose(all_transposed, terms, x_types)(cts)
-        program = with_sums_in_rows(lambda *cts: jax.tree.leaves(twice(cts)), *cts)
+        program = with_materialized_transposes(lambda *cts: jax.tree.leaves(twice(cts)), *cts)
         out = jaxpr_as_fun(program)(*cts)
         return out[: self._n_consts], out[self._n_consts :]
 
@@ -236,6 +231,12 @@ def _trace_vjp(body, carry_indices, y_indices, const_indices, x_indices):
     # None is said to vary, so that no operands of a matrix product are swapped.
     flags = [False] * (len(inputs) + len(ct_types))
     return inlined(vjp, flags, *inputs, *ct_types)
+
+
+def _run(eqns, env, outputs):
+    """The outputs of equations, as arrays also where they are constants."""
+    out = evaluate_equations(eqns, env, outputs)
+    return [jnp.asarray(x, v.aval.dtype) for x, v in zip(out, outputs, strict=True)]
 
 
 def add_terms(sums, terms):

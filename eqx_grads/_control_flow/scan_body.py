@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, jaxprs_in_params, Literal
+from jax.extend.core import ClosedJaxpr
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
-from .._jaxprs.evaluate import as_closed
+from .._jaxprs.evaluate import evaluate
+from .._jaxprs.structure import Cond, inner_programs, Scan, ShardMap, structure, While
 from .._rules.flatten_call import Rest
 from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
@@ -78,14 +79,14 @@ class ScanBody:
         def flat(arrays):
             return self._carry.arrays(fn(self._carry.tree(arrays)), arrays, fn, error)
 
-        program = jax.make_jaxpr(flat)(carry).jaxpr
-        for i, (given, new) in enumerate(zip(program.invars, program.outvars, strict=True)):
-            if _source(program, new) is not given:
+        sources = _sources(jax.make_jaxpr(flat)(carry), range(len(carry)))
+        for i, source in enumerate(sources):
+            if source != i:
                 where = self._carry.paths()[i]
                 raise rule_error(
                     "`carry_gradient` of `filter_scan` does not return the carry that it was "
                     "given.",
-                    f"at {where}: it returns a {type_of(given.aval)} that it computes, and "
+                    f"at {where}: it returns a {type_of(carry[i])} that it computes, and "
                     "that may be another value",
                     place_of(fn),
                     do="It may change the derivative only, for example by "
@@ -95,32 +96,28 @@ class ScanBody:
         return fn(carry_tree)
 
 
-# Equations that hand on their first operand as it is.
+# Equations whose outputs are their first operands.
 _IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier", "eqg_batch_alike")
 
 
-def _source(jaxpr: Jaxpr, atom: Any) -> Any:
-    """The input of a program whose value `atom` has; `None` if that can't be seen.
+def _sources(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Which of `args` each output of a program is; `None` if that is not known."""
 
-    It is seen through calls, in which the rules of custom derivatives are, and through a
-    choice among values that all are the same input.
-    """
-    if isinstance(atom, Literal):
-        return None
-    if atom in jaxpr.invars:
-        return atom
-    eqn = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
-    if eqn is None:  # a constant
-        return None
-    name = eqn.primitive.name
-    if name == "select_n":
-        cases = {_source(jaxpr, case) for case in eqn.invars[1:]}
-        return cases.pop() if len(cases) == 1 else None
-    if name in _IDENTITIES:
-        i = eqn.outvars.index(atom)
-        return _source(jaxpr, eqn.invars[i])
-    inner = [as_closed(j).jaxpr for j in jaxprs_in_params(eqn.params)]
-    if len(inner) != 1 or name in ("scan", "while") or len(inner[0].invars) != len(eqn.invars):
-        return None
-    source = _source(inner[0], inner[0].outvars[eqn.outvars.index(atom)])
-    return None if source is None else _source(jaxpr, eqn.invars[inner[0].invars.index(source)])
+    def hook(eqn, values):
+        known, programs = structure(eqn), inner_programs(eqn)
+        operands = values[1:] if isinstance(known, Cond) else values
+        is_call = programs and not isinstance(known, Scan | While | ShardMap)
+        if is_call and all(len(p.in_avals) == len(operands) for p in programs):
+            outs = [_sources(program, operands) for program in programs]
+            return [_agreed(cases) for cases in zip(*outs, strict=True)]
+        if eqn.primitive.name == "select_n":
+            return [_agreed(values[1:])]
+        if eqn.primitive.name in _IDENTITIES:
+            return values[: len(eqn.outvars)]
+        return [None] * len(eqn.outvars)
+
+    return evaluate(program, args, hook, constant=lambda _: None)
+
+
+def _agreed(cases):
+    return cases[0] if len(set(cases)) == 1 else None

@@ -6,7 +6,10 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.evaluate import as_closed, depends, equations, holds, inlined
+from .._jaxprs.dependence import depends
+from .._jaxprs.matmul_layout import inlined
+from .._jaxprs.structure import holds
+from .._jaxprs.vectorize import why_not_vectorizable
 from .._tangent_spaces import as_array_list, is_differentiable
 
 
@@ -141,15 +144,12 @@ def close_body(
 
 
 # ---------------------------------------------------------------- what can't be done with it
+# The reasons are predicates: "a step has side effects".
 
 
-def why_not_recomputed(program: ClosedJaxpr) -> str | None:
-    """Why a body must not be run a second time, or by another program; `None` if it may."""
-    return why_effects_matter(program.effects)
-
-
-def why_effects_matter(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:
-    """Of the effects of a body: those over the axes of the mesh are allowed if `mesh_axes`."""
+def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:
+    """Why a program with these effects must run once and as it is; `None` if it may be run
+    again, or in part. Sums over the axes of the mesh are allowed if `mesh_axes`."""
     allowed = jax.sharding.get_abstract_mesh().axis_names if mesh_axes else ()
     axes = [getattr(effect, "name", None) for effect in effects]
     axes = [axis for axis in axes if axis not in allowed]
@@ -157,46 +157,13 @@ def why_effects_matter(effects: Iterable[Any], mesh_axes: bool = False) -> str |
         return None
     named = [axis for axis in axes if axis is not None]
     if named:
-        return f"they communicate over a named axis, {named[0]!r}"
-    return "they have side effects, each of which has to happen once"
+        return f"communicates over the named axis {named[0]!r}"
+    return "has side effects, each of which has to happen once"
 
 
 def why_not_vectorized(program: ClosedJaxpr) -> str | None:
-    """Why `jax.vmap` of a body over time does not compute what the steps compute one after
-    another; `None` if it does."""
+    """Why `jax.vmap` over time does not compute what the steps compute one after another;
+    `None` if it does."""
     if holds(program, "pure_callback"):
-        return "they call the host (`jax.pure_callback`)"
-    if _draws_bits_of_a_batch(program):
-        return "they draw random bits with a key that is not of threefry"
-    if _guards_a_loop(program):
-        return "they have a `while_loop` in a branch of a `cond`"
-    return None
-
-
-def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
-    """Whether random bits are drawn that are others under `vmap`.
-
-    Each key of threefry has bits of its own. XLA's generators (`rbg`, `unsafe_rbg`) draw the
-    bits of a whole batch from its first key, in all versions of JAX since 0.4.26
-    (https://github.com/jax-ml/jax/issues/19085, https://github.com/jax-ml/jax/pull/20094).
-    What another implementation does is not known.
-    """
-
-    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-
-    def draws(eqn):
-        if eqn.primitive.name in ("random_bits", "random_split", "random_fold_in"):
-            return eqn.invars[0].aval.dtype != threefry
-        return eqn.primitive.name in ("rng_bit_generator", "rng_uniform")
-
-    return any(draws(eqn) for eqn in equations(program))
-
-
-def _guards_a_loop(program: ClosedJaxpr) -> bool:
-    """Whether a `while_loop` stands in a branch of a `cond`.
-
-    Under `vmap` all branches run, and a loop need not end for values that its branch is not
-    meant for (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12).
-    """
-    conds = [eqn for eqn in equations(program) if eqn.primitive.name == "cond"]
-    return any(holds(as_closed(b), "while") for eqn in conds for b in eqn.params["branches"])
+        return "calls the host (`jax.pure_callback`)"
+    return why_not_vectorizable(program)

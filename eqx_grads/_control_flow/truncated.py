@@ -45,7 +45,8 @@ class Truncated(AbstractMethod):
         # To recompute is all that is asked for: not that steps can be vectorized, nor that
         # there is a derivative in inputs that are not differentiated.
         program, _ = loop.program
-        return why_not_recomputed(program) or self.inner.unsupported(loop)
+        reason = why_not_recomputed(program.effects)
+        return self.inner.unsupported(loop) if reason is None else f"a step {reason}"
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced

@@ -5,22 +5,21 @@ the layers mark their outputs with a primitive, the loss is traced, and the prog
 again with a `probe` for each mark, and with its slots among the inputs of the scans.
 """
 
-import functools as ft
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._control_flow.scan import visible_steps
 from .._errors import name_of, place_of, rule_error, show_tree
-from .._jaxprs.linearity import scan_counts
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
 from .probe import GradientStatistics, probe
 
@@ -100,7 +99,7 @@ def gradient_flow(
 
     with visible_steps():  # of `filter_scan`, so that the marks in them are found
         program = jax.make_jaxpr(of_values)(values)
-    sites = _sites(program.jaxpr, names)
+    sites = _sites(program, names)
     called = {index for index, _ in sites}
     missing = [name for i, name in enumerate(names) if i not in called]
     if not called or (where is not None and missing):
@@ -113,7 +112,7 @@ def gradient_flow(
         )
 
     def of_slots(slots, consts, values):
-        return _run(program.jaxpr, consts, values, iter(slots))[0]
+        return _run_with_probes(ClosedJaxpr(program.jaxpr, consts), values, slots)[0]
 
     slots = [GradientStatistics(shape) for _, shape in sites]
     found = jax.jit(jax.grad(of_slots))(slots, program.consts, values)
@@ -243,125 +242,45 @@ def _mark_below(node, path, wanted, names):
 # ---------------------------------------------------------------- the program, run again
 
 Site = tuple[int, tuple[int, ...]]  # a layer, and how many steps it is called in
-_CALLS = ("jit", "closed_call")
-_THROUGH = (*_CALLS, "scan", "cond")
 
 
-def _sites(jaxpr: Jaxpr, names: Sequence[str] = ()) -> list[Site]:
+def _sites(program: ClosedJaxpr, names: Sequence[str] = ()) -> list[Site]:
     """The marks of a program, in its order."""
     found = []
-    for eqn in jaxpr.eqns:
+    for eqn in program.eqns:
         if eqn.primitive is mark_p:
             found.append((eqn.params["layer"], ()))
             continue
-        inner = [site for j in _inner_jaxprs(eqn) for site in _sites(j, names)]
-        kind = eqn.primitive.name
-        if inner and kind not in _THROUGH and _checkpoint(eqn) is None:
+        inner = [site for p in inner_programs(eqn) for site in _sites(p, names)]
+        known = structure(eqn)
+        takes_slots = isinstance(known, Call | Checkpoint | Scan) or (
+            isinstance(known, Cond) and not known.by_platform
+        )
+        if inner and not takes_slots:
             raise rule_error(
-                f"The layer `{names[inner[0][0]]}` is called inside of a `{kind}`, and its "
-                "gradient can't be got out of there.",
+                f"The layer `{names[inner[0][0]]}` is called inside of a "
+                f"`{eqn.primitive.name}`, and its gradient can't be got out of there.",
                 do="Leave it out with `where`, or use `eqx_grads.tap_gradient` in it.",
             )
-        if kind == "scan":
-            inner = [(i, (eqn.params["length"], *shape)) for i, shape in inner]
+        if isinstance(known, Scan):
+            inner = [(i, (known.length, *shape)) for i, shape in inner]
         found.extend(inner)
     return found
 
 
-def _inner_jaxprs(eqn) -> list[Jaxpr]:
-    is_jaxpr = lambda p: isinstance(p, Jaxpr | ClosedJaxpr)
-    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-    # Some primitives of JAX 0.12 are objects, in which the jaxpr is an attribute.
-    params: list[Any] = [p if is_jaxpr(p) else getattr(p, "jaxpr", None) for p in leaves]
-    return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if is_jaxpr(p)]
-
-
-def _checkpoint(eqn) -> Any:
-    """What has the `jaxpr`, `policy` and `prevent_cse` of a `jax.checkpoint`, if it is one."""
-    if eqn.primitive.name == "remat2":
-        return types.SimpleNamespace(**eqn.params)
-    primitive = eqn.params.get("_prim")  # with the flag `jax_remat3` of JAX 0.12
-    return primitive if hasattr(primitive, "policy") else None
-
-
-def _run(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], slots: Iterator[PyTree]
+def _run_with_probes(
+    program: ClosedJaxpr, args: Sequence[Any], slots: Sequence[PyTree]
 ) -> list[Any]:
     """Run a program, with a probe in place of each mark."""
-    env: dict[Any, Any] = {}
-    env.update(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+    remaining = iter(slots)
 
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
+    def hook(eqn, values):
         if eqn.primitive is mark_p:
-            out = probe(values, next(slots))
-        else:
-            n_sites = sum(len(_sites(j)) for j in _inner_jaxprs(eqn))
-            out = _run_equation(eqn, values, [next(slots) for _ in range(n_sites)])
-        out = out if eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return probe(values, next(remaining))
+        parts = [[next(remaining) for _ in _sites(p)] for p in inner_programs(eqn)]
+        return enter(eqn, values, _run_with_probes, parts) if any(parts) else bind(eqn, values)
 
-
-def _run_equation(eqn, values, slots):
-    kind, params = eqn.primitive.name, eqn.params
-    if not slots:
-        return eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    if kind == "scan":
-        return _run_scan(params, values, slots)
-    if kind == "cond":
-        return _run_cond(params["branches"], values, slots)
-    checkpoint = _checkpoint(eqn)
-    if checkpoint is None:
-        inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        return _run_inner(inner, values, slots)
-
-    @ft.partial(jax.checkpoint, policy=checkpoint.policy, prevent_cse=checkpoint.prevent_cse)
-    def run(values, slots):
-        return _run_inner(checkpoint.jaxpr, values, slots)
-
-    return run(values, slots)
-
-
-def _run_inner(jaxpr, values, slots):
-    if isinstance(jaxpr, ClosedJaxpr):
-        return _run(jaxpr.jaxpr, jaxpr.consts, values, iter(slots))
-    return _run(jaxpr, (), values, iter(slots))
-
-
-def _run_scan(params, values, slots):
-    n_consts, n_carry = scan_counts(params)
-    consts, rest = values[:n_consts], values[n_consts:]
-
-    def body(carry, xs_and_slots):
-        xs, slots = xs_and_slots
-        out = _run_inner(params["jaxpr"], [*consts, *carry, *xs], slots)
-        return out[:n_carry], out[n_carry:]
-
-    carry, ys = jax.lax.scan(
-        body,
-        rest[:n_carry],
-        (rest[n_carry:], slots),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys]
-
-
-def _run_cond(branches, values, slots):
-    parts, rest = [], iter(slots)
-    for branch in branches:
-        parts.append([next(rest) for _ in _sites(branch.jaxpr)])
-    runs = [
-        lambda values, parts, branch=branch, i=i: _run_inner(branch, values, parts[i])
-        for i, branch in enumerate(branches)
-    ]
-    return jax.lax.switch(values[0], runs, values[1:], parts)
+    return evaluate(program, args, hook)
 
 
 # ---------------------------------------------------------------- the picture

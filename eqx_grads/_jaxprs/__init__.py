@@ -1,1 +1,2 @@
-"""Traced programs: inspect and evaluate jaxprs. Only this room knows how JAX writes them."""
+"""Traced programs (jaxprs): evaluate, search and analyze them. Only this folder knows how JAX
+represents them."""

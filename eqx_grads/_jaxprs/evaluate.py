@@ -1,171 +1,138 @@
-"""Traced programs, taken apart: which equations depend on what, and which are needed."""
+"""The evaluator of traced programs, with a hook that may replace what an equation does.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+The values need not be arrays. A hook defines the operations, so that they may just as well be
+statuses of an abstract interpretation (`linearity.py`), `None` for known zeros, or PyTrees.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params, Literal
+from jax.extend.core import ClosedJaxpr, Literal
+
+from .structure import (
+    Call,
+    CallWithRule,
+    Checkpoint,
+    Cond,
+    inner_programs,
+    Scan,
+    structure,
+    While,
+)
+from .versions import equation_context
 
 
-# Equations that are nothing but a part of the program they stand in.
-_CALLS = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
+Hook = Callable[[Any, list[Any]], Sequence[Any]]
+Run = Callable[[ClosedJaxpr, list[Any], Any], Sequence[Any]]
 
 
-def depends(jaxpr: ClosedJaxpr, flags: Sequence[bool]) -> set[Any]:
-    """The variables that depend on a flagged input."""
-    flagged = {v for v, f in zip(jaxpr.jaxpr.invars, flags, strict=True) if f}
-    for eqn in jaxpr.jaxpr.eqns:
-        if any(v in flagged for v in variables(eqn.invars)):
-            flagged.update(eqn.outvars)
-    return flagged
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """What an equation computes for arrays."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def needed(
-    eqns: Sequence[Any], outputs: Iterable[Any], there: Set[Any] = frozenset()
-) -> tuple[list[Any], set[Any]]:
-    """The equations, in order, that these outputs need, and all the variables that do.
+def evaluate(
+    program: ClosedJaxpr,
+    args: Sequence[Any],
+    hook: Hook = bind,
+    *,
+    constant: Callable[[Any], Any] = lambda x: x,
+) -> list[Any]:
+    """The outputs of a program.
 
-    Not those for variables that are `there`.
+    - `hook`: called as `hook(eqn, values)` for each equation in order. Returns a value for each
+        of `eqn.outvars`. It may call `bind`, compute something else, or evaluate the inner
+        programs of the equation with `enter`. Whatever it binds has the name stack, the mesh
+        and the compute type of the equation. `eqn.source_info` has the line in the user's code.
+    - `constant`: makes a value of a constant of the program.
     """
-    wanted, kept = set(variables(outputs)), []
-    for eqn in reversed(eqns):
-        if any(v in wanted and v not in there for v in eqn.outvars):
-            kept.append(eqn)
-            wanted.update(variables(eqn.invars))
-    return kept[::-1], wanted
+    jaxpr = program.jaxpr
+    env = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    return evaluate_equations(jaxpr.eqns, env, jaxpr.outvars, hook, constant=constant)
 
 
-def free_variables(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
-    """What these equations, and who reads these outputs of theirs, take from elsewhere."""
-    bound: set[Any] = set()
-    free: dict[Any, None] = {}  # a set with an order
-    for eqn in eqns:
-        free.update((v, None) for v in variables(eqn.invars) if v not in bound)
-        bound.update(eqn.outvars)
-    free.update((v, None) for v in variables(outputs) if v not in bound)
-    return list(free)
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, Literal)]
-
-
-def equations(program: ClosedJaxpr) -> Iterator[Any]:
-    """All equations of a program, those of inner programs among them."""
-    for eqn in program.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(as_closed(inner))
-
-
-def holds(program: ClosedJaxpr, *names: str) -> bool:
-    """Whether there is an equation of such a name anywhere in a program."""
-    return any(eqn.primitive.name in names for eqn in equations(program))
-
-
-def as_closed(jaxpr: Any) -> ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
-def run(
+def evaluate_equations(
     eqns: Sequence[Any],
     env: dict[Any, Any],
     outputs: Iterable[Any],
-    apply: Callable[[Any, Sequence[Any]], Sequence[Any]] | None = None,
+    hook: Hook = bind,
+    *,
+    constant: Callable[[Any], Any] = lambda x: x,
 ) -> list[Any]:
-    """The values of `outputs`, given those of all free variables."""
-    apply = _apply if apply is None else apply
+    """The values of the variables `outputs`, given those of all free variables in `env`."""
     env = dict(env)
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    read = lambda v: constant(v.val) if isinstance(v, Literal) else env[v]
     for eqn in eqns:
-        env.update(zip(eqn.outvars, apply(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [jnp.asarray(read(v), v.aval.dtype) for v in outputs]
-
-
-def _apply(eqn, ins):
-    with eqn.ctx.manager:  # where it is computed, and what XLA is told of it
-        out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-    return out if eqn.primitive.multiple_results else [out]
-
-
-def inlined(
-    fn: Callable[..., Sequence[Any]], flags: Sequence[bool], *types: Any
-) -> ClosedJaxpr:
-    """The program of a function of arrays, without calls of inner programs.
-
-    Of two operands of a matrix product, that which depends on a flagged argument comes first:
-    `x @ w.T` instead of `w @ x`. XLA is faster with that for a whole batch of `x` on a CPU.
-    """
-    jaxpr = jax.make_jaxpr(lambda *args: list(fn(*args)))(*types)
-    return jax.make_jaxpr(lambda *args: _run_inlined(jaxpr, flags, args))(*jaxpr.in_avals)
-
-
-def _run_inlined(jaxpr: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any]) -> list[Any]:
-    env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
-    flagged = depends(jaxpr, flags)
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for eqn in jaxpr.jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        moves = [not isinstance(v, Literal) and v in flagged for v in eqn.invars]
-        inner = _inner_program(eqn)
-        if inner is not None:
-            out = _run_inlined(inner, moves, ins)
-        elif _is_product(eqn) and moves == [False, True]:
-            a, b = ins
-            out = [_swapped_product(a, b, eqn.params)]
-        else:
-            out = _apply(eqn, ins)
+        with equation_context(eqn):
+            out = hook(eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, out, strict=True))
-    return [read(v) for v in jaxpr.jaxpr.outvars]
+    return [read(v) for v in outputs]
 
 
-def with_sums_in_rows(fn: Callable[..., Sequence[Any]], *types: Any) -> ClosedJaxpr:
-    """The program of a function, with products `x.T @ y` that are really computed like that.
+def enter(
+    eqn: Any, values: Sequence[Any], run: Run, extras: Sequence[Any] | None = None
+) -> Sequence[Any]:
+    """Run an equation with `run(program, values, extra)` in place of each inner program.
 
-    XLA's matrix product for CPUs is slow where the left operand is contracted along its first
-    axes, and without a barrier that is what it makes of a transpose.
+    The values may be any PyTrees; a carry has the same structure before and after a step. The
+    derivative of a `CallWithRule` is dropped. `NotImplementedError` for an opaque equation.
+
+    - `extras`: a PyTree for each of `inner_programs(eqn)`. That of a scan has a leading axis of
+        time, and each step gets its slice.
     """
-    jaxpr = jax.make_jaxpr(lambda *args: list(fn(*args)))(*types)
-    transposes = {e.outvars[0] for e in jaxpr.eqns if e.primitive is jax.lax.transpose_p}
+    values = list(values)
+    extras = [None] * len(inner_programs(eqn)) if extras is None else extras
+    match structure(eqn):
+        case Call() | CallWithRule() as call:
+            return run(*call.programs, values, *extras)
+        case Checkpoint() as call:
+            checkpoint = jax.checkpoint(
+                lambda values, extra: run(*call.programs, values, extra),
+                policy=call.policy,
+                prevent_cse=call.prevent_cse,
+            )
+            return checkpoint(values, *extras)
+        case Scan() as scan:
+            return _run_scan(scan, values, run, *extras)
+        case While() as loop:
+            return _run_while(loop, values, run, extras)
+        case Cond(by_platform=False) as cond:
+            branches = [
+                lambda values, extras, i=i: run(cond.programs[i], values, extras[i])
+                for i in range(len(cond.programs))
+            ]
+            return jax.lax.switch(values[0], branches, values[1:], extras)
+    raise NotImplementedError(f"The inner programs of `{eqn.primitive.name}` can't be entered.")
 
-    def apply(eqn, ins):
-        if eqn.primitive is jax.lax.dot_general_p and eqn.invars[0] in transposes:
-            ins = [jax.lax.optimization_barrier(ins[0]), ins[1]]
-        return _apply(eqn, ins)
 
-    def again(*args):
-        env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-        env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
-        return run(jaxpr.eqns, env, jaxpr.jaxpr.outvars, apply)
+def _run_scan(scan: Scan, values: list[Any], run: Run, extra: Any) -> list[Any]:
+    consts, rest = values[: scan.n_consts], values[scan.n_consts :]
 
-    return jax.make_jaxpr(again)(*jaxpr.in_avals)
+    def body(carry, xs_and_extra):
+        xs, extra = xs_and_extra
+        out = list(run(*scan.programs, [*consts, *carry, *xs], extra))
+        return out[: scan.n_carry], out[scan.n_carry :]
 
-
-def _inner_program(eqn) -> ClosedJaxpr | None:
-    """What an equation runs, if it is a mere call, and nothing is said of the devices."""
-    name = _CALLS.get(eqn.primitive.name)
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    if name is None or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
-        return None
-    return as_closed(eqn.params[name])
-
-
-def _is_product(eqn) -> bool:
-    """Whether an equation is a matrix product whose operands are like each other."""
-    if eqn.primitive is not jax.lax.dot_general_p:
-        return False
-    is_pair = (
-        isinstance(eqn.params["precision"], tuple) and len(set(eqn.params["precision"])) > 1
+    carry, ys = jax.lax.scan(
+        body,
+        rest[: scan.n_carry],
+        (rest[scan.n_carry :], extra),
+        length=scan.length,
+        reverse=scan.reverse,
+        unroll=scan.unroll,
     )
-    return not is_pair and eqn.params.get("out_sharding") is None
+    return [*carry, *ys]
 
 
-def _swapped_product(a, b, params):
-    (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
-    numbers = ((contract_b, contract_a), (batch_b, batch_a))
-    out = jax.lax.dot_general_p.bind(b, a, **{**params, "dimension_numbers": numbers})
-    n = len(batch_a)
-    n_b = b.ndim - len(contract_b) - n
-    return jnp.transpose(out, (*range(n), *range(n + n_b, out.ndim), *range(n, n + n_b)))
+def _run_while(loop: While, values: list[Any], run: Run, extras: Sequence[Any]) -> list[Any]:
+    cond, body = loop.programs
+    cond_consts, rest = values[: loop.n_cond_consts], values[loop.n_cond_consts :]
+    body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
+    return jax.lax.while_loop(
+        lambda carry: run(cond, [*cond_consts, *carry], extras[0])[0],
+        lambda carry: list(run(body, [*body_consts, *carry], extras[1])),
+        init,
+    )

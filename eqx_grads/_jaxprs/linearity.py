@@ -1,7 +1,7 @@
-"""Is a traced function linear in its arguments? Decided on its jaxpr, where it can be seen.
+"""Decide from its jaxpr whether a function is linear in its arguments.
 
-Two users: a forward rule that is not linear in its tangents is an error, and a backward
-rule that is may be differentiated to drop the terms of dead outputs.
+A forward rule that is not linear in its tangents is an error. A backward rule that is linear
+in its cotangents may be differentiated to drop the terms of unused outputs.
 """
 
 import dataclasses
@@ -11,7 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
+
+from .evaluate import evaluate
+from .structure import Cond, Scan, structure, While
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +35,14 @@ def _nonlinear(reason: str) -> _Status:
     return _Status(4, reason)
 
 
-def output_statuses(jaxpr: ClosedJaxpr) -> list[_Status]:
+def output_statuses(program: ClosedJaxpr) -> list[_Status]:
     """How each output depends on the inputs, all of which are taken as arguments."""
-    consts = [_status_of_constant(c) for c in jaxpr.consts]
-    return _run(jaxpr.jaxpr, consts, [LINEAR] * len(jaxpr.jaxpr.invars))
+    return _statuses(program, [LINEAR] * len(program.in_avals))
 
 
-def linear_in(jaxpr: ClosedJaxpr, flags: Sequence[bool]) -> list[_Status]:
+def linear_in(program: ClosedJaxpr, flags: Sequence[bool]) -> list[_Status]:
     """How each output depends on the flagged inputs."""
-    consts = [_status_of_constant(c) for c in jaxpr.consts]
-    return _run(jaxpr.jaxpr, consts, [LINEAR if f else CONSTANT for f in flags])
+    return _statuses(program, [LINEAR if f else CONSTANT for f in flags])
 
 
 def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
@@ -68,10 +69,10 @@ def _status_of_constant(x) -> _Status:
 # Linear in all of their operands together.
 _JOINTLY = frozenset(
     """
-    neg reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev real imag
-    conj copy copy_p cumsum reduce_window_sum psum psum2 psum_invariant all_gather all_to_all
-    ppermute pvary pbroadcast pcast reduce_scatter concatenate pad complex add sub add_any
-    sharding_constraint optimization_barrier split device_put fft
+    neg reshape broadcast_in_dim squeeze transpose reduce_sum slice rev real imag conj copy
+    cumsum reduce_window_sum psum psum_invariant all_gather all_to_all ppermute pvary pbroadcast
+    reduce_scatter concatenate pad complex add sub add_any sharding_constraint
+    optimization_barrier split device_put fft
     """.split()  # noqa: SIM905
 )
 # Linear in the operands at these places; the others must not depend on the arguments.
@@ -96,46 +97,21 @@ _NONLINEAR = frozenset(
     sort
     """.split()  # noqa: SIM905
 )
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-def _run(jaxpr, consts, args) -> list[_Status]:
-    env: dict[Any, _Status] = {}
-
-    def read(atom):
-        if isinstance(atom, Literal):
-            return _status_of_constant(atom.val)
-        return env[atom]
-
-    env.update(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        statuses = _apply(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, statuses, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _statuses(program: ClosedJaxpr, args: Sequence[_Status]) -> list[_Status]:
+    return evaluate(program, args, _evaluate_equation, constant=_status_of_constant)
 
 
-def _apply(eqn, ins: list[_Status]) -> list[_Status]:
-    name, n_out = eqn.primitive.name, len(eqn.outvars)
-    if name == "scan" and _knows_layout(eqn.params):
-        return _scan(eqn.params, ins)
-    if name == "cond" and "branches" in eqn.params:
-        return _cond(eqn.params["branches"], ins)
-    inner = next((eqn.params[k] for k in _CALLS if k in eqn.params), None)
-    if inner is not None and name not in ("scan", "cond", "while"):
-        if len(_open(inner).invars) == len(ins):
-            return _call(inner, ins)
-    return [_one(eqn, name, ins)] * n_out
-
-
-def _open(jaxpr):
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-
-
-def _call(jaxpr, ins):
-    closed = isinstance(jaxpr, ClosedJaxpr)
-    consts = [_status_of_constant(c) for c in jaxpr.consts] if closed else []
-    return _run(_open(jaxpr), consts, ins)
+def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
+    known = structure(eqn)
+    if isinstance(known, Scan):
+        return _scan(known, ins)
+    if isinstance(known, Cond):
+        return _cond(known, ins)
+    if known is None or isinstance(known, While):
+        return [_one(eqn, eqn.primitive.name, ins)] * len(eqn.outvars)
+    return _statuses(*known.programs, ins)
 
 
 def _one(eqn, name, ins) -> _Status:
@@ -196,36 +172,23 @@ def _join(a: _Status, b: _Status) -> _Status:
     return UNKNOWN if (low, high) == (CONSTANT, LINEAR) else high
 
 
-def _cond(branches, ins):
+def _cond(cond: Cond, ins: list[_Status]) -> list[_Status]:
     if ins[0].rank >= LINEAR.rank:
-        return [UNKNOWN] * len(_open(branches[0]).outvars)
-    outs = [_call(branch, ins[1:]) for branch in branches]
+        return [UNKNOWN] * len(cond.programs[0].out_avals)
+    outs = [_statuses(branch, ins[1:]) for branch in cond.programs]
     result = outs[0]
     for other in outs[1:]:
         result = [_join(a, b) for a, b in zip(result, other, strict=True)]
     return result
 
 
-def _knows_layout(params) -> bool:
-    """Whether this is a `scan` as some JAX up to 0.12 writes it."""
-    return "num_consts" in params or hasattr(params.get("ft_in"), "elts")
-
-
-def scan_counts(params) -> tuple[int, int]:
-    """How many of the operands are constants, and how many carries."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].elts  # JAX 0.12
-    return len(consts.elts), len(carry.elts)
-
-
-def _scan(params, ins):
-    n_consts, n_carry = scan_counts(params)
-    consts, carry = ins[:n_consts], ins[n_consts : n_consts + n_carry]
-    xs = ins[n_consts + n_carry :]
+def _scan(scan: Scan, ins: list[_Status]) -> list[_Status]:
+    n = scan.n_carry
+    consts, carry = ins[: scan.n_consts], ins[scan.n_consts :][:n]
+    xs = ins[scan.n_consts + n :]
     while True:  # statuses only rise, so this ends
-        outs = _call(params["jaxpr"], [*consts, *carry, *xs])
-        joined = [_join(a, b) for a, b in zip(carry, outs[:n_carry], strict=True)]
+        outs = _statuses(*scan.programs, [*consts, *carry, *xs])
+        joined = [_join(a, b) for a, b in zip(carry, outs[:n], strict=True)]
         if joined == carry:
-            return [*carry, *outs[n_carry:]]
+            return [*carry, *outs[n:]]
         carry = joined

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
+
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.structure import CallWithRule, equations, inner_programs, structure
+from .._jaxprs.versions import rule_of_custom_call
 
 
-_WITH_RULE = ("custom_jvp_call", "custom_vjp_call")
-_INLINED = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _JAX = str(pathlib.Path(jax.__file__).parent)
 
 
@@ -29,8 +31,8 @@ def without_rules(
     """
 
     def undecorated(*arrays):
-        jaxpr = jax.make_jaxpr(lambda *xs: list(fn(*xs)))(*arrays)
-        return _run(jaxpr, arrays, is_decorated)
+        program = jax.make_jaxpr(lambda *xs: list(fn(*xs)))(*arrays)
+        return _evaluate(program, arrays, is_decorated)
 
     return undecorated
 
@@ -40,78 +42,41 @@ def has_rules(fn: Callable[..., Sequence[Any]], *arrays: Any) -> bool:
     return _holds_rule(jax.make_jaxpr(lambda *xs: list(fn(*xs)))(*arrays))
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Any], is_decorated=False) -> list[Any]:
-    jaxpr = closed.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
-        env.update(zip(eqn.outvars, _apply(eqn, ins, is_decorated), strict=True))
-    return [x.val if isinstance(x, Literal) else env[x] for x in jaxpr.outvars]
+def _evaluate(
+    program: ClosedJaxpr, args: Sequence[Any], is_decorated: bool = False
+) -> list[Any]:
+    def hook(eqn, values):
+        has_rule = isinstance(structure(eqn), CallWithRule)
+        if eqn.primitive.name == "eqg_call" and not has_rule:
+            return without_rules(eqn.params["call"].primal)(*values)
+        if _is_rule(eqn) or (has_rule and is_decorated):
+            return enter(eqn, values, without)
+        if has_rule:  # of JAX itself
+            return bind(eqn, values)
+        if any(_holds_rule(inner) for inner in inner_programs(eqn)):
+            return enter(eqn, values, without)
+        return bind(eqn, values)
+
+    without = lambda inner, values, _: _evaluate(inner, values)
+    return evaluate(program, args, hook)
 
 
-def _apply(eqn, ins, is_decorated) -> list[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if (
-        name == "eqg_call"
-    ):  # the call with a batching rule of its own, `_rules/call_primitive.py`
-        return without_rules(params["call"].primal)(*ins)
-    if name in _WITH_RULE and (is_decorated or not _is_of_jax(params)):
-        return _run(_closed(params["call_jaxpr"]), ins)
-    if _eqn_holds_rule(eqn):
-        if name in _INLINED:
-            inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-            return _run(_closed(inner), ins)
-        params = {k: _replace(v) for k, v in params.items()}
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(params))
-    return list(out) if eqn.primitive.multiple_results else [out]
+def _holds_rule(program: ClosedJaxpr) -> bool:
+    return any(_is_rule(eqn) for eqn in equations(program))
 
 
-def _replace(param):
-    if isinstance(param, tuple | list):
-        return type(param)(_replace(p) for p in param)
-    if not _is_jaxpr(param) or not _holds_rule(param):
-        return param
-    closed = _closed(param)
-    try:
-        new = jax.make_jaxpr(lambda *xs: _run(closed, xs))(*closed.in_avals)
-    except NameError as e:  # an axis of a mesh, which is only known inside of the program
-        raise NotImplementedError("A rule inside of a `shard_map`.") from e
-    if isinstance(param, ClosedJaxpr):
-        return new
-    if new.consts:
-        raise NotImplementedError("A rule inside of a program that can't hold constants.")
-    return new.jaxpr
-
-
-def _is_of_jax(params) -> bool:
-    """Whether both the function and its rule were written in JAX."""
-    rule = params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
-    return all(_JAX in _source(x) for x in (_closed(params["call_jaxpr"]).jaxpr, rule))
+def _is_rule(eqn) -> bool:
+    """Whether an equation is the call of a function to which the user gave a rule."""
+    if eqn.primitive.name == "eqg_call":
+        return True
+    known = structure(eqn)
+    if not isinstance(known, CallWithRule):
+        return False
+    # Not if both the function and its rule were written in JAX.
+    program, rule = known.programs[0].jaxpr, rule_of_custom_call(eqn.params)
+    return not all(_JAX in _source(x) for x in (program, rule))
 
 
 def _source(x) -> str:
     info = getattr(x, "debug_info", None)
     return str(getattr(info, "func_src_info", None))
-
-
-def _is_jaxpr(x) -> bool:
-    return (hasattr(x, "eqns") and hasattr(x, "outvars")) or isinstance(x, ClosedJaxpr)
-
-
-def _closed(jaxpr) -> ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
-def _holds_rule(jaxpr) -> bool:
-    return any(_eqn_holds_rule(eqn) for eqn in _closed(jaxpr).jaxpr.eqns)
-
-
-def _eqn_holds_rule(eqn) -> bool:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "eqg_call":
-        return True
-    if name in _WITH_RULE:
-        return not _is_of_jax(params) or _holds_rule(params["call_jaxpr"])
-    inner = jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr)
-    return any(_is_jaxpr(p) and _holds_rule(p) for p in inner)

@@ -1,0 +1,45 @@
+"""Which variables of a traced program depend on which, and which equations are needed."""
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+
+def depends(program: ClosedJaxpr, flags: Sequence[bool]) -> set[Any]:
+    """The variables that depend on a flagged input. Each output of an equation counts as
+    depending on all of its inputs."""
+    flagged = {v for v, f in zip(program.jaxpr.invars, flags, strict=True) if f}
+    for eqn in program.eqns:
+        if any(v in flagged for v in variables(eqn.invars)):
+            flagged.update(eqn.outvars)
+    return flagged
+
+
+def needed(
+    eqns: Sequence[Any], outputs: Iterable[Any], given: Set[Any] = frozenset()
+) -> tuple[list[Any], set[Any]]:
+    """The equations, in order, that compute these outputs from the variables `given`; and all
+    variables that are used."""
+    used, kept = set(variables(outputs)), []
+    for eqn in reversed(eqns):
+        if any(v in used and v not in given for v in eqn.outvars):
+            kept.append(eqn)
+            used.update(variables(eqn.invars))
+    return kept[::-1], used
+
+
+def free_variables(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
+    """The variables that these equations and outputs use and the equations do not define, in
+    the order of their first use."""
+    bound: set[Any] = set()
+    free: dict[Any, None] = {}  # as an ordered set
+    for eqn in eqns:
+        free.update((v, None) for v in variables(eqn.invars) if v not in bound)
+        bound.update(eqn.outvars)
+    free.update((v, None) for v in variables(outputs) if v not in bound)
+    return list(free)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, Literal)]

@@ -1,0 +1,166 @@
+"""The equations that run inner programs: one table of calls and control flow, and one walk."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from .versions import (
+    as_closed,
+    checkpoint_params,
+    is_jaxpr,
+    jaxprs_in_object,
+    scan_counts,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Runs its program, for example `jax.jit`."""
+
+    programs: tuple[ClosedJaxpr]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallWithRule:
+    """Runs its program, but has a derivative of its own. The rule is not among the programs."""
+
+    programs: tuple[ClosedJaxpr]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """`jax.checkpoint`."""
+
+    programs: tuple[ClosedJaxpr]
+    policy: Any
+    prevent_cse: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMap:
+    """`jax.shard_map`: runs its program on a part of each operand."""
+
+    programs: tuple[ClosedJaxpr]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """`jax.lax.scan`. The operands are constants, carry and `xs`, in this order."""
+
+    programs: tuple[ClosedJaxpr]
+    n_consts: int
+    n_carry: int
+    length: int
+    reverse: bool
+    unroll: int | bool
+
+
+@dataclasses.dataclass(frozen=True)
+class While:
+    """`jax.lax.while_loop`, whose programs are the condition and the body. The operands are the
+    constants of the condition, the constants of the body, and the carry."""
+
+    programs: tuple[ClosedJaxpr, ClosedJaxpr]
+    n_cond_consts: int
+    n_body_consts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cond:
+    """`jax.lax.cond` and `jax.lax.switch`, whose programs are the branches. The operands are
+    the index of a branch, and then those of the branches.
+
+    `by_platform`: it is a `jax.lax.platform_dependent`, and the index is only known when the
+    program is compiled.
+    """
+
+    programs: tuple[ClosedJaxpr, ...]
+    by_platform: bool
+
+
+Structure = Call | CallWithRule | Checkpoint | ShardMap | Scan | While | Cond
+
+
+# Primitives that run one program on their operands, and the parameter that holds it.
+_CALLS = {
+    "jit": (Call, "jaxpr"),
+    "closed_call": (Call, "call_jaxpr"),  # until JAX 0.11
+    "custom_jvp_call": (CallWithRule, "call_jaxpr"),
+    "custom_vjp_call": (CallWithRule, "call_jaxpr"),
+    "eqg_call": (CallWithRule, "call_jaxpr"),  # our own, `_rules/call_primitive.py`
+    "shard_map": (ShardMap, "jaxpr"),
+}
+
+
+def structure(eqn: Any) -> Structure | None:
+    """How an equation runs its inner programs.
+
+    `None` if it has no inner programs or is opaque: if it is not in the table, or JAX has
+    changed its parameters.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        kind, key = _CALLS[name]
+        program = as_closed(params[key]) if is_jaxpr(params.get(key)) else None
+        fits = program is not None and len(program.in_avals) == len(eqn.invars)
+        return kind((program,)) if fits else None
+    if name == "scan":
+        counts = scan_counts(params)
+        options = [params.get(key) for key in ("length", "reverse", "unroll")]
+        if counts is None or None in options or not is_jaxpr(params.get("jaxpr")):
+            return None
+        return Scan((as_closed(params["jaxpr"]),), *counts, *options)
+    if name == "while":
+        keys = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
+        if not all(key in params for key in keys):
+            return None
+        cond, body, *counts = (params[key] for key in keys)
+        return While((as_closed(cond), as_closed(body)), *counts)
+    if name == "cond":
+        branches = tuple(map(as_closed, params.get("branches", ())))
+        return Cond(branches, "branches_platforms" in params) if branches else None
+    checkpoint = checkpoint_params(eqn)
+    if checkpoint is None:
+        return None
+    return Checkpoint((as_closed(checkpoint.jaxpr),), checkpoint.policy, checkpoint.prevent_cse)
+
+
+def inner_programs(eqn: Any) -> tuple[ClosedJaxpr, ...]:
+    """The programs in an equation, those of an opaque one included."""
+    known = structure(eqn)
+    if known is not None:
+        return known.programs
+    return tuple(as_closed(j) for param in eqn.params.values() for j in _jaxprs_in(param))
+
+
+def _jaxprs_in(param: Any) -> Iterator[Any]:
+    if is_jaxpr(param):
+        yield param
+    elif isinstance(param, dict):
+        yield from _jaxprs_in(list(param.values()))
+    elif isinstance(param, tuple | list):
+        for part in param:
+            yield from _jaxprs_in(part)
+    else:
+        yield from jaxprs_in_object(param)
+
+
+def equations(program: ClosedJaxpr) -> Iterator[Any]:
+    """All equations of a program and of its inner programs."""
+    for eqn in program.eqns:
+        yield eqn
+        for inner in inner_programs(eqn):
+            yield from equations(inner)
+
+
+def holds(program: ClosedJaxpr, *kinds: str | type) -> bool:
+    """Whether a program has an equation, at any depth, of one of these kinds: the name of a
+    primitive, or a class of this file."""
+    names = {kind for kind in kinds if isinstance(kind, str)}
+    types = tuple(kind for kind in kinds if isinstance(kind, type))
+    return any(
+        eqn.primitive.name in names or isinstance(structure(eqn), types)
+        for eqn in equations(program)
+    )

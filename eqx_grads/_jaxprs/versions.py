@@ -1,0 +1,114 @@
+"""What differs between the versions of JAX that we support, or has no public name in any.
+
+Each function says which JAX lets us delete it, or which of its cases.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, Jaxpr | ClosedJaxpr)
+
+
+def as_closed(jaxpr: Any) -> ClosedJaxpr:
+    """The same program, with its constants.
+
+    JAX 0.11 made `Jaxpr` and `ClosedJaxpr` one class (https://github.com/jax-ml/jax/pull/39009).
+    When it is the oldest version, delete this function.
+    """
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many operands of a `scan` are constants, and how many are its carry; `None` if JAX
+    has changed the parameters once more.
+
+    JAX 0.11 replaced the first case by the second
+    (https://github.com/jax-ml/jax/commit/08958bdfe2d0ccdf094fc020a24921b37336f6b2).
+    """
+    if "num_consts" in params and "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    groups = getattr(params.get("ft_in"), "elts", ())
+    if len(groups) == 3 and all(hasattr(group, "elts") for group in groups):
+        consts, carry, _ = groups
+        return len(consts.elts), len(carry.elts)
+    return None
+
+
+class CheckpointParams(NamedTuple):
+    jaxpr: Any
+    policy: Any
+    prevent_cse: bool
+
+
+def checkpoint_params(eqn: Any) -> CheckpointParams | None:
+    """The parameters of a `jax.checkpoint`, or `None` for any other equation.
+
+    With the flag `jax_remat3`, a `jax.checkpoint` is an object in the parameter `_prim`, not a
+    primitive. When the flag is the default in the oldest version, delete the first case. When
+    that is JAX 0.11, delete the `getattr`: before, the object has no `prevent_cse`.
+    """
+    if eqn.primitive.name == "remat2":
+        params = eqn.params
+        return CheckpointParams(params["jaxpr"], params["policy"], params["prevent_cse"])
+    remat = eqn.params.get("_prim")
+    if hasattr(remat, "policy") and is_jaxpr(getattr(remat, "jaxpr", None)):
+        return CheckpointParams(remat.jaxpr, remat.policy, getattr(remat, "prevent_cse", True))
+    return None
+
+
+def jaxprs_in_object(param: Any) -> Iterator[Any]:
+    """The programs in a parameter that is neither a program nor a container.
+
+    The flags `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_remat3` put an object into the
+    parameter `_prim`, with the program in an attribute. Needed as long as these flags exist.
+    """
+    traced = getattr(param, "traced", None)
+    for owner in (param, traced):
+        if is_jaxpr(getattr(owner, "jaxpr", None)):
+            yield owner.jaxpr
+
+
+def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
+    """The forward rule in a `custom_jvp_call`, or the backward rule in a `custom_vjp_call`.
+
+    The same in all versions, but no public API returns it.
+    """
+    return params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
+
+
+def assigns_shardings(params: Mapping[str, Any]) -> bool:
+    """Whether a `jit` says how its inputs or outputs are sharded.
+
+    The same in all versions, but the value that says "no" has no public name.
+    """
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Compute what follows where the equation was computed, and under its name.
+
+    This restores the mesh, the compute type, the metadata for XLA and the name stack. The line
+    in the user's code can't be restored: no public API evaluates one equation
+    (https://github.com/jax-ml/jax/pull/7417).
+    """
+    names = str(eqn.source_info.name_stack)
+    with eqn.ctx.manager, jax.named_scope(names) if names else contextlib.nullcontext():
+        yield
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes of `shard_map` over which values of a type vary.
+
+    The same in all versions, but an internal attribute: `jax.typeof(x).vma` is gone since JAX
+    0.10 (https://github.com/jax-ml/jax/commit/6735ea09d34ec23ab0d9b99fa91d44cdc8e22de1).
+    """
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset() if manual is None else frozenset(manual.varying)
