@@ -50,7 +50,7 @@ class ProgressLine:
         self._stream.flush()
 
 
-def progress_line(steps: int) -> ProgressLine | None:
+def progress_line(steps: Any) -> ProgressLine | None:
     """`None` if the standard error is not a terminal, or the number of steps is not known."""
     stream = sys.stderr
     if not isinstance(steps, int) or steps == 0 or stream is None or not stream.isatty():

@@ -37,7 +37,7 @@ def filter_scan(
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
     progress: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    r"""`jax.lax.scan` for any PyTrees, with a choice of how its backward pass remembers.
+    r"""`jax.lax.scan` for any PyTrees, with a choice of what is saved for its backward pass.
 
     !!! example
 
@@ -52,7 +52,7 @@ def filter_scan(
 
         @eqx.filter_grad
         def gradient(cell):
-            # Keeps 10 states and the insides of 10 steps, not the insides of 100 steps.
+            # Saves 10 carries and the residuals of 10 steps, not the residuals of 100 steps.
             h, _ = eqg.filter_scan(
                 lambda h, x: (cell(x, h), None), jnp.zeros(4), xs, checkpoint="sqrt"
             )
@@ -67,31 +67,51 @@ def filter_scan(
         Module; whatever it closes over is differentiated like anywhere else.
     - `init`: the first carry, any PyTree. Arrays, floats and complex numbers vary from step to
         step. All other leaves (activation functions, strings, ...) are static: every step
-        has to hand them on as they are. A Python integer or boolean is static as long as the
-        steps do so, and an array if they don't.
-    - `xs`: any PyTree. Arrays have a leading time axis, and each step gets its slice; all
-        other leaves are handed to every step as they are.
+        has to return them as they are. A Python integer or boolean is static if the steps do
+        so, and an array if they don't.
+    - `xs`: any PyTree. Arrays have a leading time axis, and each step gets its slice. Every
+        step gets all other leaves as they are.
     - `length`: the number of steps. Needed only if there is no array in `xs`.
     - `reverse`: run from the last step to the first.
     - `unroll`: as for `jax.lax.scan`. Seldom worth it: measure.
-    - `checkpoint`: what is kept for the backward pass. By default, everything that the steps
-        computed and their derivative needs. With `checkpoint=k`, only the carry of every
-        `k`-th step; `k` steps at a time are then computed again. `"sqrt"` is about the square
-        root of the number of steps, and so keeps the least. With `"replay"`, all carries
-        and nothing else: as these are known, the backward pass computes many steps at once,
-        side by side, and forms the gradients of the weights in few large matrix products.
-        `"auto"` does that where it is estimated to be faster than the default.
-    - `truncate`: backpropagation truncated to windows of so many steps: the derivative
-        of a carry does not pass from one window to the one before. The backward pass then
-        runs the windows once more, in the order in which they ran, and so keeps nothing of
-        the forward pass: `checkpoint` says what is kept within a window. (Not so where the
-        steps have side effects: these happen once.)
-    - `carry_gradient`: a function of the carry that returns it unchanged, but has another
-        derivative: it is applied to the carry that enters each step, and so acts on the
-        cotangent that leaves it. For one, it may clip.
+    - `checkpoint`: what is saved for the backward pass, and what is recomputed in it: see the
+        table below.
+    - `truncate`: backpropagation truncated to windows of so many steps: the derivative of a
+        carry does not pass from one window to the one before. The backward pass runs the
+        windows once more, in the order in which they ran, and saves nothing of the forward
+        pass; `checkpoint` says what is saved within a window. If the steps have side effects
+        (which happen once) or communicate over a named axis, they are not run again, and
+        `checkpoint` applies to all of them.
+    - `carry_gradient`: a function of the carry that returns the same carry with another
+        derivative. It is applied to the carry that enters each step, and so acts on the
+        cotangent that leaves the step; for example, it may clip that. It must not change the
+        value. This is checked while tracing: each array that it returns has to be the array
+        that it was given, if need be by way of a function with a derivative of its own, whose
+        value is its argument. What is computed, even `1.0 * carry`, is an error.
     - `progress`: show a line with the rate and the remaining time of the forward pass. Silent
-        where the standard error is not a terminal, and where there is no forward pass as its
-        value is not asked for.
+        if the standard error is not a terminal, or if the value of the scan is not used.
+
+    **Choices of `checkpoint`:**
+
+    With $T$ steps (or as many as `truncate` says), $c$ the size of a carry, and $r$ the size of
+    the residuals of a step, which are the intermediate values that its derivative needs:
+
+    | value | saved | recomputed | memory | when to use it |
+    |---|---|---|---|---|
+    | `None` | the residuals of all steps | nothing | $T r$ | where it fits |
+    | `k` | every `k`-th carry | all steps, `k` at a time | $T c / k + k r$ | long scans |
+    | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | least memory |
+    | `"replay"` | all carries | all steps, 16 to 64 at once | $T c + 64 r$ | small batches |
+    | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
+
+    `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
+    the weights in a few large matrix products. It is an error if the steps do not allow for
+    that. `"auto"` is `"replay"` where that is possible and estimated to be faster. The estimate
+    is that of a CPU: if JAX has another default backend, `"auto"` is `None`.
+
+    An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
+    and reaches no object that can be changed in place (a list, an object of a class of your
+    own), it is not traced and compiled again.
 
     **Returns:**
 
@@ -100,17 +120,18 @@ def filter_scan(
 
     **Derivative:**
 
-    That of the loop written out, by `jax.lax.scan`, whatever `checkpoint` is; `truncate` and
-    `carry_gradient` change it as they say. With `truncate=k` all terms of
+    That of the loop written out, by `jax.lax.scan`, for each `checkpoint`. `truncate` and
+    `carry_gradient` change it as described. With `truncate=k` all terms of
     $\partial h_s / \partial h_t$ that cross a multiple of `k` steps are zero. Both modes, all
-    orders. For one exception, with rules that are not linear in their cotangent, see "Sharp
+    orders. For an exception, with rules that are not linear in their cotangent, see "Sharp
     edges".
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
     given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, if
-    `f` does not return a pair, or if steps that can't be replayed are asked to be.
+    `f` does not return a pair, if `carry_gradient` changes the carry, or if the steps can't be
+    replayed and `checkpoint` is `"replay"`. The error says why.
     """
     steps = common_length(xs, length)
     _check_window(truncate)
@@ -140,7 +161,7 @@ def filter_scan(
         return body.outputs(carry, ys)
 
 
-def _named_method(checkpoint: int | str | None, steps: int) -> AbstractMethod:
+def _named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     """What `checkpoint` asks for, in a scan or a window of so many steps."""
     if checkpoint is None:
         return Plain()
@@ -211,8 +232,8 @@ def visible_steps():
 _STEPS_ARE_VISIBLE = contextvars.ContextVar("eqx_grads_visible_steps", default=False)
 
 
-def common_length(xs: Any, length: int | None) -> int:
-    """The length of the time axis, which all arrays in `xs` share."""
+def common_length(xs: Any, length: int | None) -> Any:
+    """The length of the time axis, which all arrays in `xs` share: an integer, or symbolic."""
     found: int | None = None
     where = ""
     if length is not None:

@@ -32,7 +32,7 @@ class Loop:
     body: Callable[[Any, Any], tuple[list[Any], list[Any]]]
     init: list[Any]
     xs: list[Any]
-    steps: int
+    steps: Any  # an integer, or symbolic
     reverse: bool
     unroll: int | bool
     progress: ProgressLine | None = None
