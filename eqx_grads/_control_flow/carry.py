@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import place_of, rule_error, type_of
-from .._rules.flatten_call import is_dynamic, Rest
+from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list
 
 
@@ -46,31 +46,31 @@ class Carry:
         ]
         indices = [i for i, d in enumerate(dynamic) if d]
         static = [None if d else x for x, d in zip(leaves, dynamic, strict=True)]
-        self._rest = Rest(treedef, indices, static)
+        self._split = TreeSplit(treedef, indices, static)
 
     def first(self, init: Any) -> list[jax.Array]:
         """The arrays that the loop starts from."""
         leaves = jax.tree.leaves(init)
-        return as_array_list(leaves[i] for i in self._rest.places)
+        return as_array_list(leaves[i] for i in self._split.indices)
 
     def paths(self) -> list[str]:
         """Where each array is, as the user would write it."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self.tree(self._rest.places))
-        return [f"carry{jax.tree_util.keystr(flat[i][0])}" for i in self._rest.places]
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.tree(self._split.indices))
+        return [f"carry{jax.tree_util.keystr(flat[i][0])}" for i in self._split.indices]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
-        return self._rest.tree(as_array_list(arrays))
+        return self._split.tree(as_array_list(arrays))
 
     def arrays(
         self, new: Any, given: Sequence[Any], fn: Callable[..., Any], error: str
     ) -> list[Any]:
         """The arrays of the carry `new` that `fn` returned. It has to be like the carry that
         `fn` was `given`; `error` is the first line of the message if it is not."""
-        old = self._rest
+        old = self._split
         fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            before = old.tree([_Array()] * len(old.places))
+            before = old.tree([_Array()] * len(old.indices))
             path, was, is_now = structure_difference(before, new)
             raise fail(
                 f"at carry{path}: it was {was}, and is {is_now}",
@@ -78,7 +78,7 @@ class Carry:
             )
         paths = jax.tree_util.tree_leaves_with_path(new)
         where = lambda i: f"carry{jax.tree_util.keystr(paths[i][0])}"
-        dynamic = set(old.places)
+        dynamic = set(old.indices)
         becomes_array = set()
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
             if i in dynamic or same_static(before, after):
@@ -94,7 +94,7 @@ class Carry:
         if becomes_array:
             raise BecomesArray(frozenset(becomes_array))
         arrays = []
-        for i, start in zip(old.places, given, strict=True):
+        for i, start in zip(old.indices, given, strict=True):
             if not is_number(leaves[i]):
                 raise fail(
                     f"at {where(i)}: it was {type_of(start)}, and is {type_of(leaves[i])}",

@@ -8,7 +8,7 @@ from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
-from .._rules.flatten_call import Rest
+from .._rules.flatten_call import TreeSplit
 from .carry import is_number, same_static, structure_difference
 
 
@@ -45,20 +45,21 @@ def filter_cond(
     - `pred`: a boolean or a number, of no dimensions.
     - `true_fun`, `false_fun`: functions, bound methods or Modules. Whatever they close over
         is differentiated like anywhere else.
-    - `operands`: any PyTrees, which either is called with. What is not an array is handed on
-        as it is.
+    - `operands`: any PyTrees, with which the branch is called. Leaves that are not arrays are
+        passed as they are.
 
     **Returns:**
 
-    What the chosen branch does. Arrays, floats and complex numbers may differ between the
-    branches; so may Python integers and booleans, which are arrays then. All other leaves
-    (activation functions, strings, ...) have to be the same.
+    What the chosen branch returns. Arrays, floats and complex numbers may differ between the
+    branches. So may Python integers and booleans, which then become arrays. All other leaves
+    (activation functions, strings, ...) have to be the same; functions are, if they were made
+    by the same code and close over the same values.
 
     **Derivative:**
 
     That of the branch, by `jax.lax.cond`: both modes, all orders. Under `jax.vmap` of `pred`,
-    both branches are computed, and what is not finite in one of them may spoil the gradient
-    of the other.
+    both branches are computed, and a value that is not finite in one of them may make the
+    gradient of the other NaN.
 
     **Raises:**
 
@@ -70,10 +71,10 @@ def filter_cond(
     def branch(fn):
         def run():
             out = fn(*operands)
-            rest, arrays = Rest.split(out, is_number)
-            branches.append(_Branch(fn, out, rest, arrays))
+            split, arrays = TreeSplit.split(out, is_number)
+            branches.append(_Branch(fn, out, split, arrays))
             if len(branches) == 2:
-                _check_alike(*branches)
+                _check_same_types(*branches)
             return arrays
 
         return run
@@ -81,27 +82,29 @@ def filter_cond(
     arrays = jax.lax.cond(pred, branch(true_fun), branch(false_fun))
     first = branches[0]
     for i, number in enumerate(first.python_numbers):
-        # A Python number that both return is still one.
+        # A Python number that both branches return does not become an array.
         if number is not None and all(
             same_static(number, b.python_numbers[i]) for b in branches
         ):
             arrays[i] = number
-    return first.rest.tree(arrays)
+    return first.split.tree(arrays)
 
 
 class _Branch:
-    """What a branch returned, less the arrays."""
+    """What a branch returned, without the arrays."""
 
-    def __init__(self, fn: Callable[..., PyTree], out: PyTree, rest: Rest, arrays: list[Any]):
+    def __init__(
+        self, fn: Callable[..., PyTree], out: PyTree, split: TreeSplit, arrays: list[Any]
+    ):
         self.fn = fn
-        self.rest = rest
+        self.split = split
         self.types = [jax.typeof(x) for x in arrays]
         leaves = jax.tree.leaves(out)
-        numbers = [leaves[i] for i in rest.places]
+        numbers = [leaves[i] for i in split.indices]
         self.python_numbers = [x if isinstance(x, bool | int) else None for x in numbers]
 
 
-def _check_alike(one: _Branch, other: _Branch) -> None:
+def _check_same_types(one: _Branch, other: _Branch) -> None:
     names = f"`{name_of(one.fn)}`", f"`{name_of(other.fn)}`"
 
     def fail(path, this, that, do):
@@ -113,8 +116,8 @@ def _check_alike(one: _Branch, other: _Branch) -> None:
             do=do,
         )
 
-    trees = one.rest.tree(one.types), other.rest.tree(other.types)
-    if one.rest.treedef != other.rest.treedef:
+    trees = one.split.tree(one.types), other.split.tree(other.types)
+    if one.split.treedef != other.split.treedef:
         raise fail(*structure_difference(*trees), do="Return the same structure from both.")
     leaves = [jax.tree_util.tree_leaves_with_path(tree) for tree in trees]
     for (path, x), (_, y) in zip(*leaves, strict=True):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._rules.flatten_call import is_eager
+from .._jaxprs.current_trace import is_eager
 from .carry import is_number
 from .scan_body import ScanBody
 

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.structure import Cond, inner_programs, Scan, ShardMap, structure, While
-from .._rules.flatten_call import Rest
+from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
 
@@ -33,13 +33,13 @@ class ScanBody:
         self._f = f
         self._carry_gradient = carry_gradient
         self._carry = Carry(init, becomes_array)
-        self._x, _ = Rest.split(xs, is_sliced)
+        self._x, _ = TreeSplit.split(xs, is_sliced)
         # The structure and the static leaves of `y`, set whenever the body is traced.
-        self._y: list[Rest] = []
+        self._y: list[TreeSplit] = []
 
     def arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays that the loop starts from, and those that it slices."""
-        return self._carry.first(init), Rest.split(xs, is_sliced)[1]
+        return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
 
     def static_outputs(self) -> list[Any]:
         """The static leaves of `y`."""
@@ -64,7 +64,7 @@ class ScanBody:
             f"`{name_of(self._f)}`, a step of `filter_scan`, returned another carry than it "
             "was given.",
         )
-        y, ys = Rest.split(result[1], is_number)
+        y, ys = TreeSplit.split(result[1], is_number)
         self._y[:] = [y]
         return new_carry, ys
 
@@ -97,7 +97,7 @@ class ScanBody:
 
 
 # Equations whose outputs are their first operands.
-_IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier", "eqg_batch_alike")
+_IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier")
 
 
 def _sources(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

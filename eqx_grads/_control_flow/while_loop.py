@@ -47,10 +47,10 @@ def filter_while_loop(
 
     **Derivative:**
 
-    That of the loop written out, in forward mode only, by `jax.lax.while_loop`: how many steps
-    there will be is not known, and so neither is what to keep of them for reverse mode. With a
-    bound on their number, use [`eqx_grads.filter_scan`][] and choose in each step; for
-    a root or a fixed point, a solver with an implicit derivative, such as Optimistix.
+    That of the loop written out, in forward mode only, by `jax.lax.while_loop`: the number of
+    steps is not known, and so neither is the memory that reverse mode needs for the residuals.
+    If the number of steps has a bound, use [`eqx_grads.filter_scan`][] and choose in each
+    step; for a root or a fixed point, a solver with an implicit derivative, such as Optimistix.
 
     **Raises:**
 

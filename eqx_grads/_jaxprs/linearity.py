@@ -67,27 +67,31 @@ def _status_of_constant(x) -> _Status:
 
 
 # Linear in all of their operands together.
-_JOINTLY = frozenset(
+JOINTLY_LINEAR = frozenset(
     """
     neg reshape broadcast_in_dim squeeze transpose reduce_sum slice rev real imag conj copy
     cumsum reduce_window_sum psum psum_invariant all_gather all_to_all ppermute pvary pbroadcast
     reduce_scatter concatenate pad complex add sub add_any sharding_constraint
-    optimization_barrier split device_put fft
+    optimization_barrier split device_put fft stack unstack tile reduce_precision
+    all_gather_invariant all_gather_reduced unreduced_psum unreduced_reduce_scatter preduced
+    layout_constraint
     """.split()  # noqa: SIM905
 )
-# Linear in the operands at these places; the others must not depend on the arguments.
-_AT_PLACES = {
+# Linear in the operands with these indices; the others must not depend on the arguments.
+_LINEAR_IN = {
     "gather": (0,),
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
     "scatter": (0, 2),
     "scatter-add": (0, 2),
+    "scatter-sub": (0, 2),
     "select_and_scatter_add": (0,),
     "div": (0,),
     "triangular_solve": (1,),
+    "tridiagonal_solve": (3,),
 }
 # Linear in each operand while the others do not depend on the arguments.
-_MULTILINEAR = ("mul", "dot_general", "conv_general_dilated")
+MULTILINEAR = ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated")
 _NONLINEAR = frozenset(
     """
     sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh exp exp2 expm1 log log1p sqrt
@@ -97,6 +101,16 @@ _NONLINEAR = frozenset(
     sort
     """.split()  # noqa: SIM905
 )
+
+
+def linear_operands(eqn: Any) -> Sequence[int] | None:
+    """The operands in which an equation is jointly linear, by index; `None` if unknown."""
+    name, n = eqn.primitive.name, len(eqn.invars)
+    if name in JOINTLY_LINEAR:
+        return range(n)
+    if name == "eqg_linear":  # our own, `_rules/linear_primitive.py`
+        return range(eqn.params["n_residuals"], n)
+    return _LINEAR_IN.get(name)
 
 
 def _statuses(program: ClosedJaxpr, args: Sequence[_Status]) -> list[_Status]:
@@ -115,24 +129,22 @@ def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
 
 
 def _one(eqn, name, ins) -> _Status:
-    if name in _MULTILINEAR and ZERO in ins:
+    if name in MULTILINEAR and ZERO in ins:
         return ZERO
     if all(status in (ZERO, CONSTANT) for status in ins):
-        return ZERO if _keeps_zero(name, ins) else CONSTANT
+        return ZERO if _keeps_zero(eqn, name, ins) else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
     if worst.rank >= UNKNOWN.rank:
         return worst
     dependent = [i for i, status in enumerate(ins) if status == LINEAR]
     if name == "select_n":
         return _joint(name, ins[1:]) if ins[0].rank < LINEAR.rank else UNKNOWN
-    if name in _JOINTLY:
-        return _joint(name, ins)
-    if name in _AT_PLACES:
-        places = _AT_PLACES[name]
-        if all(i in places for i in dependent):
-            return _joint(name, [ins[i] for i in places])
+    indices = linear_operands(eqn)
+    if indices is not None:
+        if all(i in indices for i in dependent):
+            return _joint(name, [ins[i] for i in indices])
         return _nonlinear("it divides by a tangent") if name == "div" else UNKNOWN
-    if name in _MULTILINEAR:
+    if name in MULTILINEAR:
         return (
             LINEAR
             if len(dependent) == 1
@@ -148,13 +160,12 @@ def _one(eqn, name, ins) -> _Status:
     return UNKNOWN
 
 
-def _keeps_zero(name, ins) -> bool:
-    if name in _JOINTLY or name == "convert_element_type":
-        decisive = ins
-    elif name in _AT_PLACES:
-        decisive = [ins[i] for i in _AT_PLACES[name]]
+def _keeps_zero(eqn, name, ins) -> bool:
+    indices = linear_operands(eqn)
+    if indices is not None:
+        decisive = [ins[i] for i in indices]
     else:
-        decisive = ins[1:] if name == "select_n" else []
+        decisive = {"convert_element_type": ins, "select_n": ins[1:]}.get(name, [])
     return bool(decisive) and all(status == ZERO for status in decisive)
 
 

@@ -1,6 +1,5 @@
-"""The decorator for forward rules."""
+"""`custom_jvp`: a function with a forward rule of its own."""
 
-import contextvars
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +7,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
-from .call import AbstractDefinition
-from .flatten_call import is_inexact, Outputs, trace_state
-from .rule import CallWatch, NEEDS_VALUES, Rule, RuleCall, Seen
-from .wrapper import AbstractDecorated, P, set_metadata, T, unwrap_method
+from .flatten_call import is_inexact, OutputSpec
+from .rule import AbstractRules, CheckCache, NEEDS_VALUES, Rule, RuleCall
+from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
 class custom_jvp(AbstractDecorated[P, T]):
@@ -61,13 +59,15 @@ class custom_jvp(AbstractDecorated[P, T]):
     differentiating your rule.
     """
 
-    _definition: "_ForwardDefinition"
+    fn: Callable[..., Any]
+    _rules: "_ForwardRules" = eqx.field(static=True)
     _binding: str = eqx.field(static=True)
 
-    def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
-        fn, self._binding = unwrap_method(fn)
-        self._definition = _ForwardDefinition(fn)
-        set_metadata(self, fn)
+    def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
+        check_options("custom_jvp", options)
+        self.fn, self._binding = unwrap_method(fn)
+        self._rules = _ForwardRules()
+        set_metadata(self, self.fn)
 
     def def_jvp(
         self, rule: Callable[..., Any] | None = None, *, symbolic_zeros: bool = False
@@ -92,26 +92,31 @@ class custom_jvp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_jvp(rule, symbolic_zeros=symbolic_zeros)
-        self._definition.jvp_rule = Rule(rule, symbolic_zeros)
-        self._definition.seen = Seen()
+        self._rules.set_jvp(Rule(rule, symbolic_zeros))
         return rule
 
 
-class _ForwardDefinition(AbstractDefinition):
-    def __init__(self, fn):
-        AbstractDefinition.__init__(self, fn, batches_alike=False)
+class _ForwardRules(AbstractRules):
+    is_reverse = False
+
+    def __init__(self):
+        AbstractRules.__init__(self)
         self.jvp_rule: Rule | None = None
+
+    def set_jvp(self, rule: Rule) -> None:
+        self.jvp_rule = rule
+        self.cache = CheckCache()
 
     def primal_rule(self):
         assert self.jvp_rule is not None
         return self.jvp_rule
 
-    def check_complete(self):
+    def check_complete(self, fn):
         if self.jvp_rule is None:
-            name = name_of(self.fn)
+            name = name_of(fn)
             raise rule_error(
                 f"`{name}` has no forward rule.",
-                place_of(self.fn),
+                place_of(fn),
                 do=f"Define one with `@{name}.def_jvp`.",
             )
 
@@ -119,140 +124,97 @@ class _ForwardDefinition(AbstractDefinition):
         return apply_forward_rule(self.primal_rule(), call)
 
 
-def apply_forward_rule(
-    rule: Rule, call: RuleCall, drop: bool = True
-) -> tuple[Outputs, list[Any], list[Any]]:
-    """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero).
-
-    `drop`: whether to drop the terms of what is not being differentiated.
-    """
-    live = call.live()
+def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any], list[Any]]:
+    """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero)."""
+    perturbed = call.perturbed()
     inexact = [i for i, x in enumerate(call.operands[: len(call.tangents)]) if is_inexact(x)]
-    keywords = call.keywords(rule)
-
-    def tangent_map(places, given):
-        ts: list[Any] = [None] * len(call.tangents)
-        if not rule.symbolic_zeros:
-            for i in inexact:
-                ts[i] = jnp.zeros_like(call.operands[i])
-        for i, t in zip(places, given, strict=True):
-            ts[i] = t
-        t_args = call.recipe.args.only(ts)
-        return _take_result(call, rule, rule.fn(call.args, t_args, **keywords))
-
-    applies_itself = False
-    if not rule.surely_linear:
-        # With symbolic zeros a rule may be another one for each pattern of zeros.
-        checked = live if rule.symbolic_zeros else inexact
-        check = ft.partial(_check_linear, call, rule, tangent_map, checked)
-        applies_itself = call.definition.seen.once(call, ("linear", *checked), check)
-    live_ts = [call.tangents[i] for i in live]
-    if rule.symbolic_zeros or live == inexact or not drop or is_dropping(call, applies_itself):
-        return tangent_map(live, live_ts)
-    entry = (call.definition.seen, trace_state())
-    token = _DROPPING.set((*_DROPPING.get(), entry))
-    try:
-        return _drop_dead_terms(ft.partial(tangent_map, live), live_ts)
-    finally:
-        _DROPPING.reset(token)
+    run = ft.partial(_run, rule, call)
+    if rule.symbolic_zeros or perturbed == inexact:
+        if not rule.surely_linear:
+            # With symbolic zeros a rule may be another one for each pattern of zeros.
+            check = ft.partial(_check_linear, rule, call, run, perturbed)
+            call.rules.cache.get(call, ("linear", *perturbed), check)
+        return run(perturbed, [call.tangents[i] for i in perturbed])
+    return _without_dead_terms(rule, call, run, inexact)
 
 
-# The functions whose dead terms are being dropped, and the trace in which that was begun.
-_DROPPING: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
-    "eqx_grads_dropping", default=()
-)
+def _run(rule, call, indices, given):
+    """The rule, with `given` for the tangents at these indices."""
+    ts: list[Any] = [None] * len(call.tangents)
+    if not rule.symbolic_zeros:
+        for i, x in enumerate(call.operands[: len(ts)]):
+            if is_inexact(x):
+                ts[i] = jnp.zeros_like(x)
+    for i, t in zip(indices, given, strict=True):
+        ts[i] = t
+    t_args = call.flat.args.dynamic_tree(ts)
+    return _take_result(call, rule, rule(call.args, t_args, **call.keywords(rule)))
 
 
-_DEEPEST = 3
+def _without_dead_terms(rule, call, run, inexact):
+    """The rule without the terms of arguments that are not being differentiated (clause 2).
 
-
-def is_dropping(call: RuleCall, applies_itself: bool = False) -> bool:
-    """Whether this is a call of the rule by way of itself.
-
-    A rule may apply its own function to a tangent: `f(t_x, y) + f(x, t_y)`. To drop dead
-    terms is to differentiate that in turn, and to drop dead terms there as well would never
-    end. Such a call runs in the trace in which the dropping was begun; the other calls that
-    a rule makes of its own function (for the value, differentiated at a higher order) run
-    further out. Of a call inside a `jit` or a loop that can't be told, so if the rule
-    makes any of these, no terms are dropped on the way. What is missed ends at `_DEEPEST`.
+    The rule is traced with all tangents, and evaluated with some of them known to be zero: what
+    is multiplied by one is never computed, and so can't be NaN.
     """
-    states = [state for seen, state in _DROPPING.get() if seen is call.definition.seen]
-    if len(states) >= _DEEPEST:
-        return True
-    return bool(states) and (applies_itself or trace_state() in states)
-
-
-def _drop_dead_terms(tangent_map, live_ts):
-    """Differentiate the rule at zero: being linear, it is its own derivative, and JAX drops
-    what is not multiplied by a live tangent (clause 2 of the contract)."""
-    moves: list[bool] = []
     static: list[Any] = []
 
-    def of_live(live_ts):
-        outputs, arrays, t_arrays = tangent_map(live_ts)
+    def of_tangents(*ts):
+        outputs, arrays, t_arrays = run(inexact, ts)
         static[:] = [outputs, [t is not None for t in t_arrays]]
-        watched = [t for t in t_arrays if t is not None]
-        moves[:] = [False] * len(watched)
-        return _watch(watched, moves), arrays
+        return [*(t for t in t_arrays if t is not None), *arrays]
 
-    zeros = [jnp.zeros_like(t) for t in live_ts]
-    _, moved, arrays = jax.jvp(of_live, (zeros,), (live_ts,), has_aux=True)
-    outputs, present = static
-    answers = iter(t if moving else None for t, moving in zip(moved, moves, strict=True))
-    return outputs, arrays, [next(answers) if p else None for p in present]
-
-
-def _watch(xs, moves):
-    """The identity, which notes for each of `xs` whether it is being perturbed."""
-    if not xs:
-        return xs
-
-    @jax.custom_jvp
-    def watch(xs):
-        return xs
-
-    def watch_jvp(primals, tangents):
-        ((xs,), (ts,)) = primals, tangents
-        moves[:] = [not isinstance(t, SymbolicZero) for t in ts]
-        return xs, ts
-
-    watch.defjvp(watch_jvp, symbolic_zeros=True)
-    return watch(xs)
+    tangents = [call.tangents[i] for i in inexact]
+    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in inexact]
+    try:
+        program = jax.make_jaxpr(of_tangents)(*types)
+    except NEEDS_VALUES:  # a rule that looks at values: its tangents are zeros
+        given = [
+            jnp.zeros_like(call.operands[i]) if t is None else t
+            for i, t in zip(inexact, tangents, strict=True)
+        ]
+        return run(inexact, given)
+    outputs, has_tangent = static
+    if not rule.surely_linear:
+        n = sum(has_tangent)
+        check = ft.partial(_raise_if_nonlinear, rule, call, program, n)
+        call.rules.cache.get(call, ("linear", *inexact), check)
+    out = evaluate_with_zeros(program, tangents)
+    answers = iter(out)
+    t_arrays = [next(answers) if has else None for has in has_tangent]
+    return outputs, list(answers), t_arrays
 
 
-def _check_linear(call, rule, tangent_map, places) -> bool:
-    """Raise if the rule is seen not to be linear in the tangents at these places.
-
-    Returns whether the rule calls its own function inside a `jit`, a loop or a `vmap`.
-    """
-    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in places]
-    watch: list[CallWatch] = []
+def _check_linear(rule, call, run, indices) -> None:
+    """Raise if the rule is seen not to be linear in the tangents at these indices."""
+    types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in indices]
 
     def of_tangents(*ts):
-        watch[:] = [CallWatch(call.definition.seen, trace_state())]
-        with watch[0]:
-            return [t for t in tangent_map(places, ts)[2] if t is not None]
+        return [t for t in run(indices, ts)[2] if t is not None]
 
     try:
-        jaxpr = jax.make_jaxpr(of_tangents)(*types)
+        program = jax.make_jaxpr(of_tangents)(*types)
     except NEEDS_VALUES:  # an eager rule that looks at values: nothing is seen
-        return False
-    reason = why_nonlinear(output_statuses(jaxpr))
-    if reason is not None:
-        name = name_of(call.definition.fn)
-        raise rule_error(
-            f"The forward rule `{rule.name}` of `{name}` is not linear in its tangents: "
-            f"{reason}.",
-            rule.place,
-            do="A derivative is a linear map: every term has exactly one tangent in it, "
-            "multiplied by something that depends on primals only. A non-linear map of "
-            "gradients (clipping, say) is a backward rule: use `eqx_grads.custom_vjp`.",
-        )
-    return watch[0].called_inside
+        return
+    _raise_if_nonlinear(rule, call, program, len(program.out_avals))
 
 
-def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:
-    fn = call.definition.fn
+def _raise_if_nonlinear(rule, call, program, n_tangents) -> None:
+    reason = why_nonlinear(output_statuses(program)[:n_tangents])
+    if reason is None:
+        return
+    raise rule_error(
+        f"The forward rule `{rule.name}` of `{name_of(call.fn)}` is not linear in its "
+        f"tangents: {reason}.",
+        rule.place,
+        do="A derivative is a linear map: every term has exactly one tangent in it, "
+        "multiplied by something that depends on primals only. A non-linear map of "
+        "gradients (clipping, say) is a backward rule: use `eqx_grads.custom_vjp`.",
+    )
+
+
+def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
+    fn = call.fn
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
             f"The forward rule `{rule.name}` of `{name_of(fn)}` did not return a pair.",
@@ -261,7 +223,7 @@ def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:
             do="Return `out, t_out`: the value and its tangent.",
         )
     out, t_out = result
-    outputs, arrays = Outputs.of(out)
+    outputs, arrays = OutputSpec.of(out)
 
     def fail(*where, do):
         return rule_error(
@@ -287,4 +249,4 @@ def _take_result(call, rule, result) -> tuple[Outputs, list[Any], list[Any]]:
             ) from None
         if leaf is not None:
             t_leaves.append(t_leaf)
-    return outputs, arrays, [t_leaves[i] for i in outputs.rest.places]
+    return outputs, arrays, [t_leaves[i] for i in outputs.split.indices]

@@ -93,11 +93,11 @@ def elementwise(
         partials = [Rule(d) if callable(d) else d for d in derivative]
     shared = None if setup is None else Rule(setup)
     rule = ft.partial(_elementwise_jvp, decorated, partials, shared)
-    definition = decorated._definition
-    definition.jvp_rule = Rule(rule, symbolic_zeros=True, surely_linear=True)
+    rules = decorated._rules
+    rules.set_jvp(Rule(rule, symbolic_zeros=True, surely_linear=True))
     # `derivative` is given the arguments that the caller gave: a one-line partial of
     # `jax.nn.gelu` should not have to know of its `approximate`.
-    definition.fill_defaults = False
+    rules.fill_defaults = False
     return decorated
 
 
@@ -111,10 +111,10 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
             place_of(decorated.__wrapped__),
             do="For several outputs, use `eqx_grads.custom_jvp`.",
         )
-    shared = () if setup is None else (setup.fn(out, *primals, **setup.asked_for(kwargs)),)
+    shared = () if setup is None else (setup(out, *primals, **setup.asked_for(kwargs)),)
 
     def call(rule):
-        return rule.fn(out, *primals, *shared, **rule.asked_for(kwargs))
+        return rule(out, *primals, *shared, **rule.asked_for(kwargs))
 
     if isinstance(derivative, Rule):
         partials = call(derivative)

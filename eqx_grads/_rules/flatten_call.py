@@ -1,11 +1,10 @@
-"""From a Python call to arrays and back: bind the signature, split the leaves.
+"""Bind a call to its signature, and split its arguments into arrays and static parts.
 
 JAX transforms functions of arrays. A user's function takes and returns anything, so a call
-is taken apart into a list of arrays and a `Recipe` that puts it together again. A recipe
+is split into a list of arrays and a `FlatCall` that puts it together again. A `FlatCall`
 holds no tracer, and so may live as long as JAX keeps the program.
 """
 
-import copy
 import dataclasses
 import inspect
 import weakref
@@ -15,24 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from .._tangent_spaces import as_array_list, dtype_of
-from .closure_convert import hoist, Hollow, is_atom, without_traced_defaults
-
-
-def trace_state() -> Any:
-    """Equal for two moments at which JAX traces in the same way. Holds no tracer."""
-    return get_opaque_trace_state(convention="flax")
-
-
-with jax.ensure_compile_time_eval():
-    _EAGER = trace_state()
-
-
-def is_eager() -> bool:
-    """Whether no transformation is at work: operations compute their values at once."""
-    return trace_state() == _EAGER
+from .closure_convert import (
+    ClosureTemplate,
+    contains_tracer,
+    is_closed,
+    lift_tracers,
+    Opaque,
+    without_traced_defaults,
+)
 
 
 class ParameterNames:
@@ -48,7 +39,7 @@ class ParameterNames:
         return f"{self._rest}[{i - len(self._names)}]"
 
 
-class Signature:
+class Signature(Opaque):
     """The parameters of a function, in two kinds.
 
     What can be passed by position can be differentiated; what is keyword-only is
@@ -67,7 +58,7 @@ class Signature:
         )
         names = [p.name for p in parameters if p.kind in by_position]
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
-        # Holds no default values, which may be traced.
+        # Holds no default values, which may be tracers.
         self.names = ParameterNames(names, rest[0] if rest else "args")
         self._simple = len(names) == len(parameters)
         self._by_position = frozenset(names)
@@ -76,6 +67,10 @@ class Signature:
             for p in parameters
             if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
         }
+
+    def holds_tracer(self) -> bool:
+        """Whether a default value is, or captures, a tracer."""
+        return contains_tracer([p.default for p in self._signature.parameters.values()])
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], fill_defaults: bool
@@ -97,38 +92,45 @@ class Signature:
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
 
 
-class Rest:
-    """What is not an array in a tree: structure, static leaves, and where the arrays go."""
+class TreeSplit:
+    """A tree without its arrays: its structure, static leaves and the indices of the arrays."""
 
-    def __init__(self, treedef: Any, places: Sequence[int], static: Sequence[Any]):
+    def __init__(self, treedef: Any, indices: Sequence[int], static: Sequence[Any]):
         self.treedef = treedef
-        self.places = places
+        self.indices = indices
         self.static = static
 
     @staticmethod
-    def split(tree: Any, is_dynamic: Callable[[Any], bool]) -> tuple["Rest", list[jax.Array]]:
-        """The rest and the arrays, into which the dynamic leaves are made."""
-        leaves, treedef = jax.tree.flatten(tree)
-        places = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
-        arrays = as_array_list(leaves[i] for i in places)
-        for i in places:
+    def split(
+        tree: Any, is_dynamic: Callable[[Any], bool]
+    ) -> tuple["TreeSplit", list[jax.Array]]:
+        """The tree without its dynamic leaves, and these as arrays."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
+        indices = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        arrays = as_array_list(leaves[i] for i in indices)
+        for i in indices:
             leaves[i] = None
-        return Rest(treedef, places, leaves), arrays
+        return TreeSplit(treedef, indices, leaves), arrays
 
-    def bare(self) -> "Rest":
-        """The same without the static leaves."""
-        return Rest(self.treedef, self.places, [None] * len(self.static))
+    def without_static(self) -> "TreeSplit":
+        return TreeSplit(self.treedef, self.indices, [None] * len(self.static))
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
-        """The tree, with `arrays` in their places."""
+        """The tree with these arrays."""
         leaves = list(self.static if static is None else static)
-        for i, x in zip(self.places, arrays, strict=True):
+        for i, x in zip(self.indices, arrays, strict=True):
             leaves[i] = x
         return jax.tree.unflatten(self.treedef, leaves)
 
-    def only(self, arrays: Sequence[Any]) -> Any:
-        """The tree with `arrays` in their places and `None` for all static leaves."""
-        return self.bare().tree(arrays)
+    def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
+        """The tree with these arrays, and `None` for all static leaves."""
+        return self.without_static().tree(arrays)
+
+
+def _has_traced_rules(x) -> bool:
+    """A decorated function whose rules capture a tracer is a leaf. The rules are static, and
+    closure conversion looks for tracers in leaves only."""
+    return getattr(type(x), "_has_rules", False) and contains_tracer(x._rules)
 
 
 def is_dynamic(x: Any) -> bool:
@@ -155,81 +157,89 @@ def as_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x) if is_dynamic(x) else x, tree)
 
 
-class Recipe:
-    """How to put a call together again. Holds no tracer.
+class FlatCall:
+    """One call of a function with rules, without its arrays. Holds no tracer.
 
-    - `definition` is the object whose functions are called.
+    - `fn` and `rules` are called, with placeholders where they captured a tracer.
     - The operands are the arrays among the positional arguments, then those among the
-        keyword-only arguments, then the traced values that functions close over.
+        keyword-only arguments, then the captured tracers.
     - `filled` names the keyword-only arguments that have their default value.
+    - `names` are the user's names of the positional arguments.
     """
 
-    def __init__(self, args: Rest, kwargs: Rest, filled: frozenset[str], hollow: Hollow):
+    def __init__(
+        self,
+        args: TreeSplit,
+        kwargs: TreeSplit,
+        filled: frozenset[str],
+        names: ParameterNames,
+        closures: ClosureTemplate,
+    ):
         self.args = args
         self.kwargs = kwargs
         self.filled = filled
-        self.n_args = len(args.places)
-        self.n_kwargs = len(kwargs.places)
-        self._hollow = hollow
+        self.names = names
+        self.n_args = len(args.indices)
+        self.n_kwargs = len(kwargs.indices)
+        self._closures = closures
 
     @staticmethod
     def of(
-        definition: Any, args: tuple[Any, ...], kwargs: dict[str, Any], filled: frozenset[str]
-    ) -> tuple["Recipe", list[jax.Array]]:
-        """The recipe and the operands."""
-        args_rest, arrays = Rest.split(args, is_dynamic)
-        kwargs_rest, kwargs_arrays = Rest.split(kwargs, is_array)
-        if definition.fill_defaults:
-            # They are arguments by now, and may be differentiated as such.
-            fn = without_traced_defaults(definition.fn)
-            if fn is not definition.fn:
-                definition = copy.copy(definition)
-                definition.fn = fn
-                # It is cached, and holds the default values too.
-                vars(definition).pop("signature", None)
-        statics = [*args_rest.static, *kwargs_rest.static]
-        hollow, captured = hoist([definition.fn, *statics], definition)
-        n = 1 + len(args_rest.static)
-        args_rest.static, kwargs_rest.static = hollow.items[1:n], hollow.items[n:]
-        recipe = Recipe(args_rest, kwargs_rest, filled, hollow)
-        return recipe, [*arrays, *kwargs_arrays, *captured]
+        fn: Callable[..., Any],
+        rules: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        filled: frozenset[str],
+        names: ParameterNames,
+    ) -> tuple["FlatCall", list[jax.Array]]:
+        """The call and its operands."""
+        args_split, arrays = TreeSplit.split(args, is_dynamic)
+        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, is_array)
+        if rules.fill_defaults:
+            # The default values are arguments by now, and may be differentiated as such.
+            fn = without_traced_defaults(fn)
+        statics = [*args_split.static, *kwargs_split.static]
+        closures, captured = lift_tracers([fn, *statics], rules)
+        n = 1 + len(args_split.static)
+        args_split.static, kwargs_split.static = closures.items[1:n], closures.items[n:]
+        call = FlatCall(args_split, kwargs_split, filled, names, closures)
+        return call, [*arrays, *kwargs_arrays, *captured]
 
     @property
-    def definition(self) -> Any:
-        """The definition, with holes where it closes over traced values."""
-        return self._hollow.holder
+    def fn(self) -> Callable[..., Any]:
+        return self._closures.items[0]
+
+    @property
+    def rules(self) -> Any:
+        return self._closures.holder
 
     @property
     def n_not_differentiable(self) -> int:
         """How many operands after the positional ones the function itself depends on."""
-        return self.n_kwargs + self._hollow.n_of_items
+        return self.n_kwargs + self._closures.n_of_items
 
-    @property
-    def rules_hold_more(self) -> bool:
-        """Whether the rules close over traced values that the function does not."""
-        return len(self._hollow.names) > self._hollow.n_of_items
-
-    def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """`definition, args, kwargs` with these operands."""
+    def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """`fn, rules, args, kwargs` with these operands."""
         n, m = self.n_args, self.n_args + self.n_kwargs
-        items, definition = self._hollow.fill(operands[m:])
+        items, rules = self._closures.substitute(operands[m:])
         k = 1 + len(self.args.static)
         return (
-            definition,
+            items[0],
+            rules,
             self.args.tree(operands[:n], items[1:k]),
             self.kwargs.tree(operands[n:m], items[k:]),
         )
 
     def key(self, operands: Sequence[Any]) -> Any:
         """Equal for two calls that trace alike; `None` where that can't be told."""
-        if self._hollow.names:
+        if self._closures.names:
             return None
         statics = (*self.args.static, *self.kwargs.static)
         types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in operands)
         try:
             # Nothing is kept alive for having been an argument once.
             static_key = tuple(
-                (type(s), s) if is_atom(s) else (type(s), weakref.ref(s)) for s in statics
+                (type(s), s) if is_closed(s) else (type(s), weakref.ref(s)) for s in statics
             )
             key = (self.args.treedef, self.kwargs.treedef, static_key, types)
             hash(key)
@@ -237,36 +247,35 @@ class Recipe:
             return None
         return key
 
-    def path(self, i: int, names: ParameterNames) -> str:
+    def path(self, i: int) -> str:
         """The operand number `i`, as the user would write it."""
         if i < self.n_args:
-            tree = self.args.only(range(self.n_args))
-            paths = jax.tree_util.tree_leaves_with_path(tree)
-            path = paths[i][0]
-            return f"`{names[path[0].idx]}{jax.tree_util.keystr(path[1:])}`"
+            tree = self.args.dynamic_tree(range(self.n_args))
+            path = jax.tree_util.tree_leaves_with_path(tree)[i][0]
+            return f"`{self.names[path[0].idx]}{jax.tree_util.keystr(path[1:])}`"
         i -= self.n_args
         if i < self.n_kwargs:
-            paths = jax.tree_util.tree_leaves_with_path(self.kwargs.only(range(self.n_kwargs)))
-            path = paths[i][0]
+            tree = self.kwargs.dynamic_tree(range(self.n_kwargs))
+            path = jax.tree_util.tree_leaves_with_path(tree)[i][0]
             return f"`{path[0].key}{jax.tree_util.keystr(path[1:])}`"
-        return self._hollow.names[i - self.n_kwargs]
+        return self._closures.names[i - self.n_kwargs]
 
 
 @dataclasses.dataclass(frozen=True)
-class Outputs:
-    """What a function returned, less the arrays."""
+class OutputSpec:
+    """The outputs of a function without the arrays: their tree and their types."""
 
-    rest: Rest
+    split: TreeSplit
     types: tuple[jax.ShapeDtypeStruct, ...]
 
     @staticmethod
-    def of(tree: Any) -> tuple["Outputs", list[Any]]:
-        rest, arrays = Rest.split(tree, is_dynamic)
+    def of(tree: Any) -> tuple["OutputSpec", list[Any]]:
+        split, arrays = TreeSplit.split(tree, is_dynamic)
         types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        return Outputs(rest, types), arrays
+        return OutputSpec(split, types), arrays
 
     def tree(self, arrays: Sequence[Any]) -> Any:
-        return self.rest.tree(arrays)
+        return self.split.tree(arrays)
 
     def describe(self) -> Any:
         """The tree of types, for messages."""
@@ -274,24 +283,25 @@ class Outputs:
 
     def static_path(self, i: int) -> str:
         """Where the leaf number `i` is in the tree."""
-        leaves = range(len(self.rest.static))
-        tree = jax.tree.unflatten(self.rest.treedef, leaves)
+        leaves = range(len(self.split.static))
+        tree = jax.tree.unflatten(self.split.treedef, leaves)
         return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0])
 
     def inexact(self) -> list[int]:
         return [i for i, t in enumerate(self.types) if jnp.issubdtype(dtype_of(t), jnp.inexact)]
 
-    def difference(self, other: "Outputs") -> str | None:
+    def difference(self, other: "OutputSpec") -> str | None:
         """Where another function's outputs differ; `None` if they agree."""
-        if self.rest.treedef != other.rest.treedef:
+        if self.split.treedef != other.split.treedef:
             return "the structures differ"
-        if self.rest.places != other.rest.places:
-            where = set(self.rest.places) ^ set(other.rest.places)
+        if self.split.indices != other.split.indices:
+            where = set(self.split.indices) ^ set(other.split.indices)
             return f"out{self.static_path(min(where))} is an array in one of them only"
-        for i, a, b in zip(self.rest.places, self.types, other.types, strict=True):
+        for i, a, b in zip(self.split.indices, self.types, other.types, strict=True):
             if a.shape != b.shape or a.dtype != b.dtype:
                 return f"out{self.static_path(i)} differs"
-        for i, (a, b) in enumerate(zip(self.rest.static, other.rest.static, strict=True)):
+        pairs = zip(self.split.static, other.split.static, strict=True)
+        for i, (a, b) in enumerate(pairs):
             if a is not b and not _same_static(a, b):
                 return (
                     f"out{self.static_path(i)} is {a!r:.60} in one and {b!r:.60} in the other"

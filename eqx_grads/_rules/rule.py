@@ -1,6 +1,6 @@
-"""A rule, one call of it, and what it is held to."""
+"""A user's rule, one call of it, and the checks on its outputs."""
 
-import contextvars
+import abc
 import dataclasses
 import functools as ft
 import inspect
@@ -10,15 +10,15 @@ from typing import Any
 import jax
 
 from .._errors import name_of, place_of, rule_error, show_tree
-from .closure_convert import check_holds_nothing, Copyable, Token
-from .flatten_call import Outputs, ParameterNames, Recipe, trace_state
+from .closure_convert import check_no_tracers, Opaque, Rebuildable
+from .flatten_call import FlatCall, OutputSpec, Signature
 
 
-class Rule(Copyable):
+class Rule(Rebuildable):
     """A function that the user gave as a rule.
 
-    Its parameters are read off when it is given, and not later: by then a copy may stand
-    in its place that has traced values filled in, and no `__wrapped__`.
+    Its parameters are read when it is given, and not later: by then a copy may stand
+    in its place that has tracers substituted, and no `__wrapped__`.
     """
 
     def __init__(
@@ -41,6 +41,24 @@ class Rule(Copyable):
     def place(self) -> str:
         return place_of(self.fn)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the rule. A call that does not match its parameters is an error that says so."""
+        try:
+            return self.fn(*args, **kwargs)
+        except TypeError as error:
+            try:
+                inspect.signature(self.fn).bind(*args, **kwargs)
+            except TypeError as mismatch:
+                given = [f"{len(args)} by position"] if args else []
+                given += [f"`{name}`" for name in kwargs]
+                raise rule_error(
+                    f"The rule `{self.name}` can't be called as rules are: {mismatch}.",
+                    f"it was given {', '.join(given)}",
+                    self.place,
+                    do=_CONVENTIONS,
+                ) from error
+            raise
+
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
         """The keyword-only arguments of the function: all that were given, and of those
         that have their default value the ones that this rule has a parameter for."""
@@ -50,82 +68,99 @@ class Rule(Copyable):
         return {k: v for k, v in kwargs.items() if k not in left_out}
 
     def asked_for(self, offered: dict[str, Any]) -> dict[str, Any]:
-        """Of what is offered, that which the rule names as a keyword-only parameter."""
+        """The part of what is offered that the rule has a keyword-only parameter for."""
         return {k: v for k, v in offered.items() if k in self.keyword_only}
+
+
+_CONVENTIONS = (
+    "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
+    "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`."
+)
+
+
+class CheckCache(Opaque):
+    """The results of checks of a function and its rules, for each type of arguments."""
+
+    most = 256
+
+    def __init__(self):
+        self._results: dict[Any, Any] = {}
+
+    def __reduce__(self):  # the copy of a function is checked again
+        return CheckCache, ()
+
+    def get(self, call: "RuleCall", check: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()`, but only once for arguments of the same type."""
+        key = call.flat.key(call.operands)
+        if key is None:
+            return compute()
+        if (key, check) not in self._results:
+            if len(self._results) >= self.most:
+                self._results.clear()
+            self._results[(key, check)] = compute()
+        return self._results[(key, check)]
+
+
+class AbstractRules(Rebuildable, abc.ABC):
+    """The rules that a decorated function was given.
+
+    Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
+    """
+
+    def __init__(self):
+        self.vmap_rule: Rule | None = None
+        self.fill_defaults = True  # hand a rule the positional arguments left out, too
+        # Shared by the copies that have tracers substituted.
+        self.cache = CheckCache()
+        self._signature: Signature | None = None
+
+    @abc.abstractmethod
+    def check_complete(self, fn: Callable[..., Any]) -> None:
+        """Raise if a rule of `fn` is missing."""
+
+    @abc.abstractmethod
+    def differentiate(self, call: "RuleCall") -> tuple[OutputSpec, list[Any], list[Any]]:
+        """The outputs, their arrays, and the tangents of these (`None` for zero)."""
+
+    @abc.abstractmethod
+    def primal_rule(self) -> Rule:
+        """The rule that also returns the value."""
+
+    def signature(self, fn: Callable[..., Any]) -> Signature:
+        """That of `fn`, the function with these rules."""
+        if self._signature is not None:
+            return self._signature
+        signature = Signature(fn)
+        if not signature.holds_tracer():
+            self._signature = signature
+        return signature
 
 
 @dataclasses.dataclass
 class RuleCall:
     """One differentiation of one call: what a rule needs to know.
 
-    - `definition, args, kwargs`: the function and its arguments, put together again.
+    - `rules, fn, args, kwargs`: the function, its rules and its arguments.
     - `operands`: the arrays; `tangents`: theirs, `None` for zero. Those of the positional
         arguments come first, and no others have a tangent.
-    - `recipe, names`: how the operands make up the arguments, and the user's names.
+    - `flat`: how the operands make up the arguments.
     """
 
-    definition: Any
+    rules: Any
+    fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: list[Any]
     tangents: list[Any]
-    recipe: Recipe
-    names: ParameterNames
+    flat: FlatCall
 
     def keywords(self, rule: Rule) -> dict[str, Any]:
         """The keyword-only arguments for `rule`."""
-        return rule.keywords(self.kwargs, self.recipe.filled)
+        return rule.keywords(self.kwargs, self.flat.filled)
 
-    def live(self) -> list[int]:
-        """Which of the positional arrays have a tangent."""
+    def perturbed(self) -> list[int]:
+        """The indices of the positional arrays that have a tangent."""
         return [i for i, t in enumerate(self.tangents) if t is not None]
-
-
-class Seen(Token):
-    """What was found out about a function and its rules, for each type of arguments."""
-
-    most = 256
-
-    def __init__(self):
-        self._found: dict[Any, Any] = {}
-
-    def __reduce__(self):  # a copy has seen nothing
-        return Seen, ()
-
-    def once(self, call: RuleCall, what: Any, compute: Callable[[], Any]) -> Any:
-        """`compute()`, but only once for arguments of the same type."""
-        key = call.recipe.key(call.operands)
-        if key is None:
-            return compute()
-        if (key, what) not in self._found:
-            if len(self._found) >= self.most:
-                self._found.clear()
-            self._found[(key, what)] = compute()
-        return self._found[(key, what)]
-
-
-class CallWatch:
-    """Notes whether a function is called in another trace than the one it begins in."""
-
-    _current: contextvars.ContextVar["CallWatch | None"] = contextvars.ContextVar(
-        "eqx_grads_call_watch", default=None
-    )
-
-    def __init__(self, seen: Seen, state: Any):
-        self._seen, self._state = seen, state
-        self.called_inside = False
-
-    def __enter__(self):
-        self._token = self._current.set(self)
-
-    def __exit__(self, *_):
-        self._current.reset(self._token)
-
-    @classmethod
-    def note(cls, seen: Seen) -> None:
-        watch = cls._current.get()
-        if watch is not None and watch._seen is seen and trace_state() != watch._state:
-            watch.called_inside = True
 
 
 # Raised by a function that looks at the values of its arguments, which works eagerly.
@@ -137,20 +172,23 @@ NEEDS_VALUES = (
 )
 
 
-def check_outputs(call: RuleCall, rule: Rule, outputs: Outputs, box: list[Outputs]) -> None:
-    """Raise if a rule returns anything but what the function does (clause 7)."""
-    if box:
-        expected = box[0]
-    else:
+def check_outputs(
+    call: RuleCall, rule: Rule, outputs: OutputSpec, expected: OutputSpec | None
+) -> None:
+    """Raise if a rule returns another value than the function does (clause 7).
+
+    `expected` is what the function was seen to return; `None` if it was not called yet.
+    """
+    if expected is None:
         compute = ft.partial(_outputs, call)
-        expected = call.definition.seen.once(call, "outputs", compute)
+        expected = call.rules.cache.get(call, "outputs", compute)
         if expected is not None and expected.difference(outputs) is not None:
             # A function may depend on more than its arguments (the size of a named axis, a
             # global variable), and so on more than was remembered.
             expected = compute()
     difference = None if expected is None else expected.difference(outputs)
     if expected is not None and difference is not None:
-        name = name_of(call.definition.fn)
+        name = name_of(call.fn)
         raise rule_error(
             f"The rule `{rule.name}` of `{name}` returned another output than `{name}` "
             f"does: {difference}.",
@@ -162,13 +200,13 @@ def check_outputs(call: RuleCall, rule: Rule, outputs: Outputs, box: list[Output
         )
 
 
-def _outputs(call: RuleCall) -> Outputs | None:
-    """What the function itself returns, less the arrays; `None` if it can't be traced."""
-    recipe, found = call.recipe, []
+def _outputs(call: RuleCall) -> OutputSpec | None:
+    """What the function itself returns; `None` if it can't be traced."""
+    found: list[OutputSpec] = []
 
     def primal(*operands):
-        definition, args, kwargs = recipe.restore(operands)
-        outputs, arrays = Outputs.of(definition.fn(*args, **kwargs))
+        fn, _, args, kwargs = call.flat.restore(operands)
+        outputs, arrays = OutputSpec.of(fn(*args, **kwargs))
         found.append(outputs)
         return arrays
 
@@ -179,8 +217,8 @@ def _outputs(call: RuleCall) -> Outputs | None:
     return found[0]
 
 
-def check_no_tracers(fn: Any, outputs: Outputs) -> None:
-    """Raise if a static output holds a traced value, which would escape with it."""
+def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
+    """Raise if a static output captures a tracer, which would escape with it."""
 
     def fail(i, name):
         return rule_error(
@@ -192,4 +230,4 @@ def check_no_tracers(fn: Any, outputs: Outputs) -> None:
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
         )
 
-    check_holds_nothing(outputs.rest.static, fail)
+    check_no_tracers(outputs.split.static, fail)

@@ -1,19 +1,16 @@
-"""The decorated function as Python sees it: name, docstring, methods, copies, pickles.
-
-This is clause 9 of the contract. It is a thin `eqx.Module` around an `AbstractDefinition`.
-"""
+"""The Module that a decorator returns: metadata, methods, copies, pickles (clause 9)."""
 
 import functools as ft
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
 from .._errors import name_of, rule_error
-from .call import AbstractDefinition
-from .rule import Rule
+from .call import call_with_rules
+from .rule import AbstractRules, Rule
 
 
 P = ParamSpec("P")
@@ -21,17 +18,19 @@ T = TypeVar("T")
 
 
 class AbstractDecorated(eqx.Module, Generic[P, T]):
-    """A function with rules of its own."""
+    """A function with rules. The function is a PyTree child, the rules are static."""
 
-    _definition: eqx.AbstractVar[AbstractDefinition]
+    fn: eqx.AbstractVar[Callable[..., Any]]
+    _rules: eqx.AbstractVar[AbstractRules]
     _binding: eqx.AbstractVar[str]
+    _has_rules: ClassVar[bool] = True
 
     @property
     def __wrapped__(self):
-        return self._definition.fn
+        return self.fn
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._definition.call(args, kwargs)
+        return call_with_rules(self.fn, self._rules, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if self._binding == "static" or (instance is None and self._binding != "class"):
@@ -40,21 +39,35 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
             return _bind(self, owner if instance is None else type(instance))
         return _bind(self, instance)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__isabstractmethod__":  # `@abc.abstractmethod` above the decorator
+            object.__setattr__(self, name, value)
+        else:
+            eqx.Module.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        hint = _HINTS.get(name)
+        raise AttributeError(
+            f"`{type(self).__name__}` has no attribute `{name}`." + (f" {hint}" if hint else "")
+        )
+
     def __reduce__(self):
         # Like a function: by reference where it has a name to refer to. Its own function
         # can't be pickled in any other way, as its name leads to `self`.
-        fn = self._definition.fn
+        fn = self.fn
         module = sys.modules.get(fn.__module__) if _is_named(fn) else None
         try:
             found = ft.reduce(getattr, fn.__qualname__.split("."), module)
         except AttributeError:
             found = None
-        if found is self:
+        if found is self and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
             return fn.__qualname__
-        return _restore, (type(self), vars(self))
+        # The state comes after the object, as the function may refer to it.
+        return _empty, (type(self),), dict(vars(self))
 
     def __repr__(self):
-        return f"<eqx_grads.{type(self).__name__} of {name_of(self._definition.fn)}>"
+        # `eqx.filter` and `eqx.partition` put `None` in the place of a function.
+        return f"<eqx_grads.{type(self).__name__} of {name_of(self.fn or self)}>"
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Give the call a batching rule of its own.
@@ -104,7 +117,7 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
 
         `rule`.
         """
-        self._definition.vmap_rule = Rule(rule)
+        self._rules.vmap_rule = Rule(rule)
         return rule
 
 
@@ -135,10 +148,22 @@ def _bind(decorated, instance):
     return bound
 
 
-def _restore(cls, state):
-    decorated = object.__new__(cls)
-    vars(decorated).update(state)
-    return decorated
+def _empty(cls):
+    return object.__new__(cls)
+
+
+def _is_pickled_by_value() -> bool:
+    """Whether the pickler is one that stores the functions of `__main__` themselves.
+
+    What cloudpickle does for functions it can't do for an object that only wraps one: it
+    asks the object, and the object has no other way to know who asks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in ("cloudpickle", "dill"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def set_metadata(wrapper: eqx.Module, fn: Callable[..., Any]) -> None:
@@ -148,6 +173,29 @@ def set_metadata(wrapper: eqx.Module, fn: Callable[..., Any]) -> None:
         value = getattr(fn, name, None)
         if value is not None:
             object.__setattr__(wrapper, name, value)
+    if getattr(fn, "__isabstractmethod__", False):
+        object.__setattr__(wrapper, "__isabstractmethod__", True)
+
+
+_HINTS = {
+    "defjvp": "Use `def_jvp`.",
+    "defjvps": "Use `def_jvp`, or `eqx_grads.elementwise` for one line per argument.",
+    "defvjp": "Use `def_fwd` and `def_bwd`.",
+    "def_vjp": "Use `def_fwd` and `def_bwd`.",
+    "def_transpose": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`.",
+}
+
+
+def check_options(decorator: str, options: dict[str, Any]) -> None:
+    """Raise if there are options: there are none, but JAX's decorators have some."""
+    for name in options:
+        raise rule_error(
+            f"`{decorator}` was given an option that it does not have.",
+            f"it is `{name}`",
+            do="What can't be differentiated (functions, strings, integers, ...) may be passed "
+            "as it is; configuration is a keyword-only parameter of the function; "
+            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`.",
+        )
 
 
 def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
