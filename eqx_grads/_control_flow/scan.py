@@ -189,10 +189,10 @@ def _named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
 def _choose(
     method: AbstractMethod, loop: Loop, window: int | None
 ) -> tuple[AbstractMethod, Loop]:
-    """The first method that can run the loop, of these that do what was asked for; and the
-    loop, in which the steps cut their derivative themselves if the method does not.
+    """The method, and the loop that it runs.
 
-    `"replay"` is never replaced by another method: there is an error that says why.
+    If the method can't run the loop, `"auto"` becomes plain scan, and truncation becomes part
+    of the body, so that no step is run again. `"replay"` becomes an error that says why.
     """
     in_the_steps = loop if window is None else cut_loop(loop, window)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
@@ -218,10 +218,12 @@ def _choose(
 
 @contextlib.contextmanager
 def visible_steps():
-    """Within this context, the steps of each `filter_scan` are equations of the program: no
-    scan has a backward pass of its own, and `"replay"`, `"auto"` and `truncate` have the same
-    derivative by JAX's own means. For those who look for something in the steps, as
-    `gradient_flow` does for its layers."""
+    """Trace every `filter_scan` in this context so that its steps are equations of the program.
+
+    No scan is then a call with a rule: JAX itself differentiates `"replay"`, `"auto"` and
+    `truncate`, and the derivative is the same. It is for code that looks for something in the
+    steps, as `gradient_flow` does for the outputs of layers.
+    """
     token = _STEPS_ARE_VISIBLE.set(True)
     try:
         yield
