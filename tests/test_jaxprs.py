@@ -315,7 +315,8 @@ def opaque(f, x):
 
 
 class Hashable(dict):
-    __hash__ = object.__hash__
+    def __hash__(self):
+        return id(self)
 
 
 class TestStructure:

@@ -15,7 +15,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from eqx_grads.nn import _gru_rule, _lstm_rule, _rnn_rule
+from eqx_grads.nn._recurrent import gru_vjp, lstm_vjp, rnn_vjp
 
 
 LAYERS = {
@@ -32,8 +32,8 @@ ONE_OF_EACH = ("GRU, gates", "LSTM, states", "RNN, tanh")
 @pytest.fixture
 def chunks(monkeypatch):
     """Chunks of two steps: three steps are a full and a short one."""
-    for rule in (_gru_rule, _lstm_rule, _rnn_rule):
-        monkeypatch.setattr(rule, "chunk_of", lambda xs: min(2, xs.shape[0]))
+    for rule in (gru_vjp, lstm_vjp, rnn_vjp):
+        monkeypatch.setattr(rule, "chunk_length", lambda xs: min(2, xs.shape[0]))
 
 
 def run_cell(cell, xs, state, reverse):

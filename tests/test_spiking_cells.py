@@ -13,7 +13,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from eqx_grads.nn import _neurons
+from eqx_grads.nn._spiking import parameters as _neurons
 
 from .fixtures import record_spiking as snntorch
 from .fixtures.record_spiking import NEURONS, OF_MEMBRANES, OF_SPIKES, STEPS
@@ -456,9 +456,11 @@ class TestErrors:
 
         for value in (0.9 + 1j, None, "0.9"):  # the run-time types come before it
             with pytest.raises(RuleError, match=r"`LICell` was given a `beta` that is not of"):
-                _neurons.decay("LICell", "beta", value, (3,), False, "float32")
+                _neurons.NeuronParameter("LICell", "beta", value, (3,), "float32")
             with pytest.raises(RuleError, match=r"`threshold` that is not of real(?s:.)*\("):
-                _neurons.parameter("LIFCell", "threshold", value or "a", (3,), True, "float32")
+                _neurons.NeuronParameter(
+                    "LIFCell", "threshold", value or "a", (3,), "float32", learned=True
+                )
 
     @pytest.mark.parametrize("name", ["LIFCell", "LICell", "RALIFCell"])
     def test_dtypes(self, name):

@@ -1,11 +1,12 @@
 """Which transformation is at work: operations run at once, are staged, or neither."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import find_top_trace, get_opaque_trace_state
+from jax.extend.core import find_top_trace, get_opaque_trace_state, set_current_trace
 
 
 def _state() -> Any:
@@ -20,6 +21,7 @@ def _staging_trace() -> type:
 
 with jax.ensure_compile_time_eval():
     _EAGER = _state()
+    _EVALUATION = type(find_top_trace(()))
 _STAGING = _staging_trace()
 
 
@@ -43,3 +45,35 @@ def is_staged(operands: Sequence[Any]) -> bool:
         if trace is None:
             return False
     return type(trace) is _STAGING
+
+
+def is_valid(x: Any) -> bool:
+    """False for a tracer of a transformation that is surely over.
+
+    The traces that are at work form a chain, which JAX cuts where it traces a part of a program
+    anew, as it does with the body of a scan to differentiate it.
+    """
+    if not isinstance(x, Tracer):
+        return True
+    trace = find_top_trace(())
+    while trace is not x._trace and type(trace) is not _EVALUATION:
+        trace = getattr(trace, "parent_trace", None)
+        if trace is None:
+            return True
+    return trace is x._trace
+
+
+@contextlib.contextmanager
+def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
+    """Compute with `values`, which are no tangents, as if nothing were being linearized.
+
+    `jax.grad` runs the forward rule of a primitive under partial evaluation. There each
+    operation looks whether its operands are known, which takes as long as the operation itself.
+    """
+    trace = find_top_trace(())
+    owners = {id(x._trace) for x in values if isinstance(x, Tracer)}
+    if type(trace).__name__ == "JaxprTrace" and id(trace) not in owners:
+        with set_current_trace(trace.parent_trace):
+            yield
+    else:
+        yield

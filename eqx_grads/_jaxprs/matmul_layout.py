@@ -34,7 +34,8 @@ def _inline(program: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any]) ->
         if isinstance(known, Call) and not assigns_shardings(eqn.params):
             return _inline(*known.programs, flags, values)
         if _can_be_swapped(eqn) and flags == [False, True]:
-            return [_swapped_product(*values, eqn.params)]
+            a, b = values
+            return [_swapped_product(a, b, eqn.params)]
         return bind(eqn, values)
 
     return evaluate(program, args, hook)

@@ -68,10 +68,10 @@ def jaxprs_in_object(param: Any) -> Iterator[Any]:
     The flags `jax_custom_jvp3`, `jax_custom_vjp3` and `jax_remat3` put an object into the
     parameter `_prim`, with the program in an attribute. Needed as long as these flags exist.
     """
-    traced = getattr(param, "traced", None)
-    for owner in (param, traced):
-        if is_jaxpr(getattr(owner, "jaxpr", None)):
-            yield owner.jaxpr
+    for owner in (param, getattr(param, "traced", None)):
+        jaxpr = getattr(owner, "jaxpr", None)
+        if is_jaxpr(jaxpr):
+            yield jaxpr
 
 
 def rule_of_custom_call(params: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import AbstractValue
 
 from .._errors import name_of, place_of, rule_error, show_tree
+from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._tangent_spaces import as_array_list, project_leaves
@@ -162,7 +163,8 @@ class _ReverseRules(AbstractRules):
         )
 
     def differentiate(self, call):
-        outputs, arrays, residuals = _run_fwd(call)
+        with outside_of_linearization(call.operands):
+            outputs, arrays, residuals = _run_fwd(call)
         indices = outputs.inexact()
         t_arrays: list[Any] = [None] * len(arrays)
         if not indices:

@@ -1,0 +1,607 @@
+"""The one primitive of every call: what it carries, how it is batched, pruned and traced."""
+
+import abc
+import collections
+import functools as ft
+import operator
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+import types
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import checkify  # noqa: TID251  an interpreter of others
+from jax.interpreters import partial_eval as pe
+
+
+X, Y = jnp.array([0.5, -1.2, 2.0]), jnp.array([1.5, 0.3, -0.7])
+
+
+def pair(kind, fn=lambda x, y: (jnp.sin(x), 3 * y, jnp.int32(2))):
+    """A function of two arguments, each of which one output depends on, and an integer."""
+    if kind == "jvp":
+        f = eqg.custom_jvp(fn)
+        f.def_jvp(lambda p, t: (f(*p), (jnp.cos(p[0]) * t[0], 3 * t[1], None)))
+        return f
+    f = eqg.custom_vjp(fn)
+    f.def_fwd(lambda x, y: (f(x, y), x))
+    f.def_bwd(lambda x, ct: (jnp.cos(x) * ct[0], 3 * ct[1]))
+    return f
+
+
+def calls(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "eqg_call"]
+
+
+KINDS = pytest.mark.parametrize("kind", ["jvp", "vjp"])
+
+
+@KINDS
+def test_the_traced_function_is_in_the_program(kind):
+    """Interpreters of other libraries can enter it."""
+    (eqn,) = calls(jax.make_jaxpr(pair(kind))(X, Y))
+    assert [e.primitive.name for e in eqn.params["call_jaxpr"].eqns] == ["sin", "mul"]
+    assert str(eqn.params["call"]) == "<lambda>"
+    assert not eqn.params["call_jaxpr"].consts
+
+
+def test_a_constant_is_stored_once():
+    """It is an operand, as in a `jax.custom_jvp`: a scan does not copy it into its body."""
+    table = jnp.arange(1000.0)
+    f = eqg.custom_jvp(lambda x: x * table)
+    f.def_jvp(lambda p, t: (f(*p), t[0] * table))
+    (eqn,) = calls(jax.make_jaxpr(f)(1.0))
+    assert len(eqn.invars) == 2
+    eqgt.assert_trees_close(jax.jit(jax.jacfwd(f))(2.0), table)
+    eqgt.assert_trees_close(jax.jit(jax.vmap(f))(jnp.ones(2)), jnp.stack([table, table]))
+
+
+# ------------------------------------------------------------------ batching
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
+def test_outputs_that_do_not_depend_on_the_batch(in_axes, transform):
+    out_axes = (*in_axes, None)
+    got = jax.vmap(transform(pair("jvp")), in_axes, out_axes)(X, Y)
+    eqgt.assert_trees_close(got, (jnp.sin(X), 3 * Y, jnp.int32(2)))
+
+
+@KINDS
+def test_an_integer_that_does_not_depend_on_the_batch(kind):
+    f = jax.vmap(pair(kind), (0, 0), (0, 0, None))
+    eqgt.assert_trees_close(f(X, Y), (jnp.sin(X), 3 * Y, jnp.int32(2)))
+    gradient = jax.grad(lambda x: jnp.sum(f(x, Y)[0]))
+    eqgt.assert_trees_close(gradient(X), jnp.cos(X))
+
+
+@KINDS
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_derivatives_of_a_batch(kind, in_axes):
+    plain = lambda x, y: (jnp.sin(x), 3 * y)
+    f = lambda x, y: pair(kind)(x, y)[:2]
+
+    def gradients(f):
+        loss = lambda x, y: sum(
+            jnp.sum(jnp.cos(out)) for out in jax.vmap(f, in_axes, (0, 0))(x, y)
+        )
+        args = tuple(X if axis == 0 else X[0] for axis in in_axes)
+        return jax.grad(loss, (0, 1))(*args), jax.jit(jax.grad(loss, (0, 1)))(*args)
+
+    eqgt.assert_trees_close(gradients(f), gradients(plain))
+
+
+def test_a_tangent_with_the_batch_of_an_output_without_it():
+    """The value of one argument, the derivative of another."""
+    f = lambda v, s: eqg.replace_gradient(v, s)
+    out = jax.vmap(f, (None, 0))(X, jnp.stack([X, Y]))
+    eqgt.assert_trees_close(out, jnp.stack([X, X]))
+    loss = lambda s: jnp.sum(jnp.sin(jax.vmap(f, (None, 0))(X, s)))
+    expected = jnp.stack([jnp.cos(X), jnp.cos(X)])
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        eqgt.assert_trees_close(gradient(jnp.stack([X, Y])), expected)
+
+
+def test_an_argument_without_the_batch_keeps_its_value():
+    """Eagerly it is an array, at which the function may look."""
+    f = eqg.custom_jvp(lambda x, n: x * 2 if n > 1 else x)
+    f.def_jvp(lambda p, t: (f(*p), t[0]))
+    eqgt.assert_trees_close(jax.vmap(f, (0, None))(X, 2.0), 2 * X)
+
+
+# ------------------------------------------------------------------ pruning
+
+
+def pruned(fn, used, *args):
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return pe.dce_jaxpr(jaxpr, used)
+
+
+@KINDS
+def test_unused_outputs_are_dropped(kind):
+    jaxpr, _ = pruned(pair(kind), [True, False, False], X, Y)
+    (eqn,) = calls(jaxpr)
+    assert len(eqn.outvars) == 1
+    assert [e.primitive.name for e in eqn.params["call_jaxpr"].eqns] == ["sin"]
+    assert not calls(pruned(pair(kind), [False] * 3, X, Y)[0])
+
+
+def test_unused_operands_are_dropped():
+    jaxpr, used = pruned(pair("jvp"), [True, False, False], X, Y)
+    assert used == [True, False]
+    f = lambda x: jax.core.eval_jaxpr(jaxpr, (), x)[0]
+    eqgt.assert_trees_close(f(X), jnp.sin(X))
+    eqgt.assert_trees_close(jax.grad(lambda x: jnp.sum(f(x)))(X), jnp.cos(X))
+    eqgt.assert_trees_close(jax.vmap(f)(X), jnp.sin(X))
+    eqgt.assert_trees_close(jax.hessian(lambda x: jnp.sum(f(x)))(X), jnp.diag(-jnp.sin(X)))
+
+
+def test_an_operand_that_only_the_rule_needs_is_kept():
+    two = lambda v, s: eqg.replace_gradient((v, v), (s, 2 * s))
+    jaxpr, used = pruned(two, [True, False], X, Y)
+    assert used == [True, True]
+    f = lambda s: jax.core.eval_jaxpr(jaxpr, (), X, s)[0]
+    eqgt.assert_trees_close(jax.grad(lambda s: jnp.sum(f(s)))(Y), jnp.ones(3))
+
+
+def test_a_pruned_reverse_rule():
+    jaxpr, _ = pruned(pair("vjp"), [False, True, False], X, Y)
+    f = lambda x, y: jnp.sum(jax.core.eval_jaxpr(jaxpr, (), x, y)[0])
+    eqgt.assert_trees_close(jax.grad(f, (0, 1))(X, Y), (jnp.zeros(3), jnp.full(3, 3.0)))
+
+
+# ------------------------------------------------------------------ how often
+
+
+def counted(kind):
+    count = collections.Counter()
+
+    def fn(x, y):
+        count["function"] += 1
+        return jnp.sin(x) * y
+
+    if kind == "jvp":
+        f = eqg.custom_jvp(fn)
+
+        @f.def_jvp
+        def _(primals, tangents):
+            count["rule"] += 1
+            x, y = primals
+            return f(x, y), jnp.cos(x) * y * tangents[0] + jnp.sin(x) * tangents[1]
+    else:
+        f = eqg.custom_vjp(fn)
+
+        @f.def_fwd
+        def _(x, y):
+            count["rule"] += 1
+            return f(x, y), (x, y)
+
+        f.def_bwd(lambda r, ct: (jnp.cos(r[0]) * r[1] * ct, jnp.sin(r[0]) * ct))
+    return f, count
+
+
+def scan(f):
+    return lambda s, x: jax.lax.scan(lambda c, u: (f(c, u), None), s, x)[0]
+
+
+# How often the function and its rule are run when the types have been seen before. With
+# `jax.custom_jvp` underneath it was as often, or more often, but for the Hessian.
+TRACES = {
+    "jit": (lambda f: jax.jit(f)(X, X), 1, 0),
+    "vmap": (lambda f: jax.vmap(f)(X, X), 1, 0),
+    "jit(vmap)": (lambda f: jax.jit(jax.vmap(f))(X, X), 1, 0),
+    "grad": (lambda f: jax.grad(f)(1.0, 2.0), 1, 1),
+    "jit(grad)": (lambda f: jax.jit(jax.grad(f))(1.0, 2.0), 1, 1),
+    "grad(jit)": (lambda f: jax.grad(jax.jit(f))(1.0, 2.0), 2, 1),
+    "jit(vmap(grad))": (lambda f: jax.jit(jax.vmap(jax.grad(f)))(X, X), 1, 1),
+    "jit(grad(vmap))": (
+        lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(f)(x, X))))(X),
+        1,
+        1,
+    ),
+    "grad(scan)": (lambda f: jax.grad(scan(f))(1.0, X), 2, 1),
+    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f))(1.0, 2.0), 2, 1),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("name", TRACES)
+def test_how_often_a_function_is_traced(kind, name):
+    run, functions, rules = TRACES[name]
+    f, count = counted(kind)
+    run(f)
+    jax.clear_caches()
+    count.clear()
+    run(f)
+    assert (count["function"], count["rule"]) == (functions, rules)
+
+
+# ------------------------------------------------------------------ other interpreters
+
+
+@KINDS
+@pytest.mark.parametrize("order", ["plain", "jit", "grad", "scan", "vmap"])
+def test_checkify(kind, order):
+    """It enters the function, and the rules stay."""
+
+    def fn(x):
+        checkify.check(x > 0, "negative")
+        return jnp.sin(x)
+
+    if kind == "jvp":
+        f = eqg.custom_jvp(fn)
+        f.def_jvp(lambda p, t: (f(*p), 7 * t[0]))
+    else:
+        f = eqg.custom_vjp(fn)
+        f.def_fwd(lambda x: (f(x), None))
+        f.def_bwd(lambda _, ct: (7 * ct,))
+    run = {
+        "plain": f,
+        "jit": jax.jit(f),
+        "grad": jax.grad(f),
+        "scan": lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+        "vmap": lambda x: jax.vmap(f)(x[None])[0],
+    }[order]
+    for x, text in ((jnp.array(0.5), None), (jnp.array(-0.5), "negative")):
+        error, out = checkify.checkify(run)(x)
+        assert (error.get() is None) if text is None else (text in error.get())
+        eqgt.assert_trees_close(out, jnp.asarray(_plain(order, x)))
+    if order == "plain":
+        gradient = jax.grad(lambda x: checkify.checkify(f)(x)[1])
+        assert gradient(0.5) == 7.0
+
+
+def _plain(order, x):
+    sin = jnp.sin
+    return {"plain": sin(x), "jit": sin(x), "grad": 7.0, "scan": sin(sin(x)), "vmap": sin(x)}[
+        order
+    ]
+
+
+def test_effects_happen_once(capfd):
+    f = eqg.custom_jvp(lambda x: (jax.debug.print("seen {}", x), jnp.sin(x))[1])
+    f.def_jvp(lambda p, t: (f(*p), jnp.cos(p[0]) * t[0]))
+    for run in (jax.jit(f), jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(f))):
+        run(0.5)
+        jax.effects_barrier()
+        assert capfd.readouterr().out.count("seen 0.5") == 1
+
+
+# ------------------------------------------------------------------ one object
+
+
+class Scale(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return self.weight * x
+
+
+def scaled():
+    f = eqg.custom_jvp(Scale(X))
+    f.def_jvp(lambda p, t: (f(*p), 7 * t[0]))
+    return f
+
+
+def test_d11_a_decorated_module_shows_its_arrays():
+    f = scaled()
+    assert jax.tree.leaves(f)[0] is X
+    assert len(jax.tree.leaves(f)) == 1
+    eqgt.assert_trees_close(jax.grad(lambda x: jnp.sum(f(x)))(X), jnp.full(3, 7.0))
+    doubled = jax.tree.map(lambda w: 2 * w, f)
+    eqgt.assert_trees_close(doubled(1.0), 2 * X)
+    for run in (eqx.filter_grad, lambda g: eqx.filter_jit(eqx.filter_grad(g))):
+        with pytest.raises(
+            eqg.RuleError, match=r"(?s)array of the Module itself.*at `weight`.*an argument"
+        ):
+            run(lambda f: jnp.sum(f(2.0)))(f)
+
+
+def test_d11_what_eqx_filter_leaves_can_be_printed():
+    for f in (scaled(), pair("jvp"), pair("vjp")):
+        for part in eqx.partition(f, eqx.is_array):
+            assert "eqx_grads.custom_" in repr(part)
+            assert str(part)
+
+
+def test_one_object_is_compiled_once():
+    traces = []
+
+    @eqx.filter_jit
+    def run(f, x):
+        traces.append(f)
+        return f(x)
+
+    f, g = scaled(), scaled()
+    for x in (X, Y):
+        run(f, x)
+    assert len(traces) == 1
+    run(jax.tree.map(lambda w: 2 * w, f), X)  # other arrays, the same rules
+    assert len(traces) == 1
+    run(g, X)
+    assert len(traces) == 2
+
+
+def test_a_decorated_function_with_traced_rules_as_an_argument():
+    """Its rules are static, and what they capture is an operand all the same."""
+
+    def loss(x, a):
+        inner = eqg.custom_jvp(Scale(X))
+        inner.def_jvp(lambda p, t: (inner(*p), a * t[0]))
+        outer = eqg.custom_jvp(lambda g, x: g(x))
+        outer.def_jvp(lambda p, t: jax.jvp(p[0], p[1:], t[1:]))
+        return jax.lax.scan(lambda c, _: (outer(inner, c), None), x, None, length=2)[0]
+
+    gradient = jax.jit(jax.grad(lambda x, a: jnp.sum(loss(x, a))))
+    with jax.checking_leaks():
+        eqgt.assert_trees_close(gradient(jnp.ones(3), 2.0), jnp.full(3, 4.0))
+
+
+# ------------------------------------------------------------------ findings
+
+
+PROGRAM = """
+import cloudpickle, sys
+import eqx_grads as eqg, jax
+
+def make(scale):
+    f = eqg.custom_jvp(lambda x: scale * x)
+
+    @f.def_jvp
+    def rule(primals, tangents):
+        return f(*primals), 7 * tangents[0]
+
+    return f
+
+@eqg.custom_vjp
+def tripled(x):
+    return 3 * x
+
+tripled.def_fwd(lambda x: (tripled(x), None))
+tripled.def_bwd(lambda _, ct: (5 * ct,))
+
+class Layer:
+    @eqg.custom_jvp
+    def apply(self, x):
+        return x
+
+    apply.def_jvp(lambda p, t: (p[1], 9 * t[1]))
+
+sys.stdout.buffer.write(cloudpickle.dumps((make(2.0), tripled, Layer())))
+"""
+
+
+def test_d4_cloudpickle():
+    """What raw JAX and Equinox pass: local functions, and those of `__main__`."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    script = textwrap.dedent(PROGRAM)
+    data = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    local, tripled, layer = cloudpickle.loads(data.stdout)
+    assert (local(1.0), jax.grad(local)(1.0)) == (2.0, 7.0)
+    assert (tripled(1.0), jax.grad(tripled)(1.0)) == (3.0, 5.0)
+    assert jax.grad(layer.apply)(1.0) == 9.0
+    again = cloudpickle.loads(cloudpickle.dumps(pair("vjp")))
+    eqgt.assert_trees_close(jax.grad(lambda x: jnp.sum(again(x, Y)[0]))(X), jnp.cos(X))
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+
+
+@eqg.custom_jvp
+def module_level(x):
+    return x
+
+
+def test_d8_a_large_container_costs_little():
+    table = {i: jnp.float32(i) for i in range(10_000)}
+    objects = [types.SimpleNamespace(i=[i]) for i in range(100_000)]
+    f = eqg.custom_jvp(lambda x: x * len(table) * len(objects))
+    f.def_jvp(lambda p, t: (f(*p), t[0] * len(table) * len(objects)))
+    jax.make_jaxpr(f)(1.0)
+    begin = time.process_time()
+    jax.make_jaxpr(f)(1.0)
+    # Half a second at the time of writing, and 30 before: no timing, but a bound.
+    assert time.process_time() - begin < 8
+
+
+class AbstractFirst(eqx.Module):
+    @abc.abstractmethod
+    @eqg.custom_jvp
+    def apply(self, x):
+        """The outer decorator sets an attribute."""
+
+
+class AbstractSecond(eqx.Module):
+    @eqg.custom_jvp
+    @abc.abstractmethod
+    def apply(self, x):
+        """The inner decorator has set one."""
+
+
+@pytest.mark.parametrize("cls", [AbstractFirst, AbstractSecond])
+def test_d9_abstract_methods(cls):
+    with pytest.raises(TypeError, match="abstract"):
+        cls()
+
+    class Concrete(cls):
+        @eqg.custom_jvp
+        def apply(self, x):
+            return x
+
+        apply.def_jvp(lambda p, t: (p[1], 2 * t[1]))
+
+    assert jax.grad(Concrete().apply)(1.0) == 2.0
+
+
+class Dict(dict):
+    pass
+
+
+class Config:
+    scale = None
+
+
+class Dynamic:
+    def __getattr__(self, name):
+        return _HIDDEN[name]
+
+
+_HIDDEN = {}
+
+
+class Plain:
+    def __init__(self, x):
+        self.x = x
+
+
+def in_a_dict_subclass(a):
+    kept = Dict(a=a)
+    return lambda: kept["a"]
+
+
+def in_a_mapping_proxy(a):
+    kept = types.MappingProxyType({"a": a})
+    return lambda: kept["a"]
+
+
+def in_a_class(a):
+    Config.scale = a
+    config = Config()
+    return lambda: config.scale
+
+
+def in_a_methodcaller(a):
+    call = operator.methodcaller("get", "missing", a)
+    return lambda: call({})
+
+
+def four_deep(a):
+    kept = Plain(Plain(Plain(Plain(a))))
+    return lambda: kept.x.x.x.x
+
+
+def behind_getattr(a):
+    _HIDDEN["a"] = a
+    kept = Dynamic()
+    return lambda: kept.a
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        in_a_dict_subclass,
+        in_a_mapping_proxy,
+        in_a_class,
+        in_a_methodcaller,
+        four_deep,
+    ],
+)
+def test_d10_hidden_tracers(hide):
+    """An error of ours that says what to do, and not JAX's leak error."""
+
+    def loss(x, a):
+        get = hide(a)
+        f = eqg.custom_jvp(lambda x: jnp.sin(x) * get())
+        f.def_jvp(lambda p, t: (f(*p), jnp.cos(*p) * get() * t[0]))
+        return jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
+
+    with pytest.raises(eqg.RuleError, match=r"(?s)traced value.*Pass (the|this) value"):
+        jax.grad(jax.jit(loss))(1.0, 2.0)
+
+
+def test_d10_what_no_search_can_find():
+    """The error is JAX's, or ours. While the value is valid, it may be used."""
+
+    def loss(x, a):
+        get = behind_getattr(a)
+        f = eqg.custom_jvp(lambda x: jnp.sin(x) * get())
+        f.def_jvp(lambda p, t: (f(*p), jnp.cos(*p) * get() * t[0]))
+        return jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0]
+
+    eqgt.assert_trees_close(jax.jit(jax.grad(loss))(1.0, 2.0), 2 * jnp.cos(1.0))
+    with pytest.raises((eqg.RuleError, TypeError), match=r"traced value|constant handler"):
+        jax.grad(jax.jit(loss))(1.0, 2.0)
+
+
+def test_d12_nonlocal():
+    """A cell that holds no tracer is shared with the original."""
+    calls = 0
+
+    def loss(x, a):
+        def fn(x):
+            nonlocal calls
+            calls += 1
+            return jnp.sin(x) * a
+
+        f = eqg.custom_jvp(fn)
+        f.def_jvp(lambda p, t: (f(*p), jnp.cos(*p) * a * t[0]))
+        return f(x)
+
+    jax.jit(loss)(1.0, 2.0)
+    assert calls == 1
+
+
+@pytest.mark.parametrize("name", ["defjvp", "defjvps", "defvjp"])
+def test_d12_names_of_jax(name):
+    with pytest.raises(AttributeError, match=rf"no attribute `{name}`. Use `def_"):
+        getattr(pair("jvp"), name)
+
+
+@pytest.mark.parametrize("decorator", [eqg.custom_jvp, eqg.custom_vjp])
+def test_d12_options_of_jax(decorator):
+    with pytest.raises(eqg.RuleError, match=r"(?s)`nondiff_argnums`.*keyword-only"):
+        ft.partial(decorator, nondiff_argnums=(0,))(jnp.sin)
+
+
+def test_d12_a_rule_of_another_arity():
+    def bad_jvp(primal, tangent, more):
+        return primal, tangent
+
+    f = eqg.custom_jvp(lambda x: x)
+    f.def_jvp(bad_jvp)
+    with pytest.raises(eqg.RuleError, match=r"(?s)`bad_jvp` can't be called.*missing.*'more'"):
+        jax.grad(f)(1.0)
+    g = eqg.custom_vjp(lambda x: x)
+    g.def_fwd(lambda: None)
+    g.def_bwd(lambda residuals, ct: (ct,))
+    with pytest.raises(eqg.RuleError, match=r"(?s)can't be called.*too many positional"):
+        jax.grad(g)(1.0)
+
+
+def test_d12_an_error_inside_of_a_rule_is_left_alone():
+    f = eqg.custom_jvp(lambda x: x)
+    f.def_jvp(lambda p, t: (p[0], len(3)))
+    with pytest.raises(TypeError, match="has no len") as info:
+        jax.grad(f)(1.0)
+    assert not isinstance(info.value, eqg.RuleError)
+
+
+def test_d12_jax_names_the_function():
+    class Net(eqx.Module):
+        activation: object
+
+    with pytest.raises(TypeError, match=r"Argument .<function <lambda>"):
+        jax.grad(lambda m: 1.0)(Net(pair("jvp")))
+
+
+def test_t1_custom_gradient_names_the_users_function():
+    @eqg.custom_gradient
+    def log1pexp(x):
+        return jnp.log1p(jnp.exp(x)), lambda ct: (ct, ct, ct)
+
+    with pytest.raises(eqg.RuleError, match=r"log1pexp") as info:
+        jax.grad(log1pexp)(1.0)
+    assert "_custom_gradient" not in str(info.value)
+    assert "test_call_primitive.py" in str(info.value)
+
+
+def test_t2_a_wrong_value_is_not_blamed_on_the_tangent():
+    f = eqg.custom_jvp(lambda x: jnp.sin(x))
+    f.def_jvp(lambda p, t: (jnp.zeros(3), jnp.cos(*p) * t[0]))
+    with pytest.raises(eqg.RuleError, match="returned another output than"):
+        jax.jvp(f, (1.0,), (1.0,))

@@ -1,0 +1,131 @@
+"""The second derivative of a made-up derivative, inside of scans: that of the rule, not that of
+the function.
+
+In raw JAX before 0.12 it is that of the function: of a rounding it is zero.
+"""
+
+import functools as ft
+
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+
+
+X = jnp.array([0.7, -1.3, 2.2])
+STEPS = 4
+ste = eqg.ste
+
+OPS = {
+    "ste.round": ste.round,
+    "ste.floor": ste.floor,
+    "ste.ceil": ste.ceil,
+    "ste.trunc": ste.trunc,
+    "ste.sign": ste.sign,
+    "ste.binary_sign": ste.binary_sign,
+    "ste.ternary": ste.ternary,
+    "ste.heaviside": ste.heaviside,
+    "ste.clip": lambda x: ste.clip(x, 0.0, 1.0),
+    "ste.one_hot_argmax": ste.one_hot_argmax,
+    "ste.wrap": ste.wrap(jnp.round),
+    "ste.gumbel_softmax": lambda x: ste.gumbel_softmax(x, key=jr.key(0), hard=True),
+    "ste.gumbel_sigmoid": lambda x: ste.gumbel_sigmoid(x, key=jr.key(0), hard=True),
+    "ste.bernoulli": lambda x: ste.bernoulli(jax.nn.sigmoid(x), key=jr.key(0)),
+    "ste.reinmax": lambda x: ste.reinmax(x, key=jr.key(0)),
+    "ste.fake_quantize": lambda x: ste.fake_quantize(x, 0.31, bits=4),
+    "ste.lsq": lambda x: ste.lsq(x, 0.31, bits=4),
+    "ste.dorefa": lambda x: ste.dorefa(x, bits=2),
+    "ste.pact": lambda x: ste.pact(x, 1.5, bits=4),
+    "ste.fsq": lambda x: ste.fsq(x, (5, 5, 5))[0],
+    "replace_gradient": lambda x: eqg.replace_gradient(jnp.round(x), jnp.tanh(x)),
+    "with_gradient_of": eqg.with_gradient_of(jnp.round, jnp.tanh),
+    "on_forward": lambda x: eqg.on_forward(x, jnp.round),
+    "scale_gradient": lambda x: eqg.scale_gradient(x, 3.0),
+    "reverse_gradient": lambda x: eqg.reverse_gradient(x, 0.5),
+    "mask_gradient": lambda x: eqg.mask_gradient(x, jnp.array([True, False, True])),
+    "clip_gradient": lambda x: eqg.clip_gradient(x, -0.5, 1.0),
+    "clip_gradient_norm": lambda x: eqg.clip_gradient_norm(x, 0.7),
+    "normalize_gradient": eqg.normalize_gradient,
+    "on_backward": lambda x: eqg.on_backward(x, jnp.tanh),
+    **{
+        f"surrogates.{name}": ft.partial(
+            eqg.surrogates.spike, surrogate=getattr(eqg.surrogates, name)()
+        )
+        for name in (
+            "superspike",
+            "atan",
+            "sigmoid",
+            "erf",
+            "gaussian",
+            "multi_gaussian",
+            "triangle",
+            "piecewise_quadratic",
+            "rectangle",
+            "leaky",
+        )
+    },
+}
+
+
+def step(op, c, u):
+    return jnp.sin(op(c) * c) + u * c, None
+
+
+def unrolled(op, c):
+    for u in jnp.linspace(0.5, 1.0, STEPS):
+        c, _ = step(op, c, u)
+    return c
+
+
+def scanned(scan, op, c):
+    return scan(ft.partial(step, op), c, jnp.linspace(0.5, 1.0, STEPS))[0]
+
+
+def nested(scan, op, c):
+    us = jnp.linspace(0.5, 1.0, STEPS).reshape(2, STEPS // 2)
+    return scan(lambda c, us: scan(ft.partial(step, op), c, us), c, us)[0]
+
+
+def filter_scan(checkpoint):
+    return ft.partial(scanned, ft.partial(eqg.filter_scan, checkpoint=checkpoint))
+
+
+LOOPS = {
+    "lax.scan": ft.partial(scanned, jax.lax.scan),
+    "nested": ft.partial(nested, jax.lax.scan),
+    "nested filter_scan": ft.partial(nested, eqg.filter_scan),
+    **{f"checkpoint={k!r}": filter_scan(k) for k in (None, 2, "sqrt", "replay", "auto")},
+}
+EVERY_DAY = ("ste.round", "surrogates.superspike", "reverse_gradient", "clip_gradient")
+
+
+def second_derivative(loop, op):
+    """A Hessian times a vector, over all elements."""
+    loss = lambda c: jnp.sum(jnp.cos(loop(op, c)))
+    return jax.jit(jax.grad(lambda c: jnp.sum(jax.grad(loss)(c) * jnp.arange(1.0, 4.0))))(X)
+
+
+@ft.cache
+def expected(name):
+    return second_derivative(unrolled, OPS[name])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in OPS]
+)
+def test_the_derivative_of_the_rule(name, loop):
+    eqgt.assert_trees_close(second_derivative(LOOPS[loop], OPS[name]), expected(name))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_in_lax_scan(name):
+    eqgt.assert_trees_close(second_derivative(LOOPS["lax.scan"], OPS[name]), expected(name))
+
+
+def test_the_smallest_example():
+    """2.0, and not 1.0."""
+    f = lambda c: jax.lax.scan(lambda c, _: (ste.round(c) * c, None), c, None, length=1)[0]
+    assert jax.grad(jax.grad(f))(1.0) == 2.0
