@@ -2,12 +2,10 @@
 
 from . import nn as nn, ste as ste, surrogates as surrogates, tangents as tangents
 from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
-from ._control_flow.cond import (
-    filter_cond as filter_cond,
-    filter_while_loop as filter_while_loop,
-)
+from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
+from ._control_flow.while_loop import filter_while_loop as filter_while_loop
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (

@@ -213,7 +213,7 @@ def _as_inexact(t):
     return t
 
 
-def shape_of(x: Any) -> tuple[int, ...]:
+def shape_of(x: Any) -> tuple[Any, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 

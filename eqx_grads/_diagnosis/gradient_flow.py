@@ -16,8 +16,9 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
+from .._control_flow.scan import visible_steps
 from .._errors import name_of, place_of, rule_error, show_tree
-from .._jaxprs.evaluate import bind, enter, evaluate, MARK
+from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
 from .probe import GradientStatistics, probe
@@ -96,7 +97,8 @@ def gradient_flow(
         model, args = eqx.combine(dynamic, static)
         return _check_scalar(loss, loss(model, *args))
 
-    program = jax.make_jaxpr(flat_loss)(values)
+    with visible_steps():  # of `filter_scan`, so that the marks in them are found
+        program = jax.make_jaxpr(flat_loss)(values)
     sites = _sites(program, names)
     called = {index for index, _ in sites}
     missing = [name for i, name in enumerate(names) if i not in called]
@@ -136,7 +138,7 @@ def _check_scalar(loss, out):
 
 # ---------------------------------------------------------------- marking the layers
 
-mark_p = Primitive(MARK)
+mark_p = Primitive("eqg_mark")
 mark_p.multiple_results = True
 
 

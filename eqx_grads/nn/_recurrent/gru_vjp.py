@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -107,7 +107,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
     def chunk(carry, inputs, h_entry):
         d, sums = carry
         x, h_after, ct, gates, valid = inputs
-        h = before(h_after, h_entry, reverse=reverse)
+        h = shift_in(h_after, h_entry, reverse=reverse)
         if not gates:
             from_x = split_gates(matmul_steps(x, w_in_t, bias), 3)
             gates = _gates(from_x, matmul_steps(h, w_state_t), bias_n)
@@ -132,7 +132,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         chunk,
         (d, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
         (xs, hs, ct_hs, gates, valid),
-        chunk_entries(hs, h_first, chunk=length, reverse=reverse),
+        chunk_init(hs, h_first, chunk=length, reverse=reverse),
         chunk=length,
         reverse=not reverse,
     )

@@ -8,7 +8,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -109,8 +109,8 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         cts, sums = carry
         x, h_after, c_after, ct, gates, valid = inputs
         h_entry, c_entry = entries
-        h = before(h_after, h_entry, reverse=reverse)
-        c = before(c_after, c_entry, reverse=reverse)
+        h = shift_in(h_after, h_entry, reverse=reverse)
+        c = shift_in(c_after, c_entry, reverse=reverse)
         if gates:
             (of_chunk,) = gates
         else:
@@ -132,7 +132,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
     both = jnp.concatenate([w_in, w_state], 1) if either else None
     length = chunk_length(xs)
     entries = [
-        chunk_entries(after, before_all, chunk=length, reverse=reverse)
+        chunk_init(after, before_all, chunk=length, reverse=reverse)
         for after, before_all in zip((hs, cs), first, strict=True)
     ]
     (cts, (ct_both, ct_bias)), ct_xs = scan_in_chunks(

@@ -8,7 +8,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -72,7 +72,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         if valid is not None:
             slope = jnp.where(valid[:, :, None], slope, 0)
         d, ct_a = jax.lax.scan(step, d, (slope, ct, valid), reverse=not reverse)
-        h = before(h_after, h_entry, reverse=reverse)
+        h = shift_in(h_after, h_entry, reverse=reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, ct_a, x),
@@ -88,7 +88,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         chunk,
         (d, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
         (xs, hs, ct_hs, valid),
-        chunk_entries(hs, h_first, chunk=length, reverse=reverse),
+        chunk_init(hs, h_first, chunk=length, reverse=reverse),
         chunk=length,
         reverse=not reverse,
     )
