@@ -367,7 +367,7 @@ def test_a_state_keeps_its_dtypes(name):
     wide = jax.tree.map(lambda s: s.astype("float32"), start)
     exact = cell(xs[1], wide)
     rounded = jax.tree.map(lambda s: s.astype("bfloat16"), exact)
-    assert_close(cell(xs[1], start), rounded, tolerance=0)
+    assert_close(cell(xs[1], start), rounded, tolerance=0.0)
     assert not jnp.array_equal(rounded.membrane.astype("float32"), exact.membrane)
     emitted, last = nn.Recurrent(cell)(xs)
     np.testing.assert_array_equal(emitted, run(cell, xs)[0])
