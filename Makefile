@@ -9,21 +9,27 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+# `make test-slow PART=2/3`: the second of three parts of the slow tests.
+PART ?= 1/1
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := -m pytest -n $(JOBS)
-QUICK := -m "not slow"
+# Contiguous halves of the tests, as neighbors share what they compile and compare with.
+PYTEST := -m pytest -n $(JOBS) --dist worksteal
+QUICK := -m "not (slow or conformance or cost)"
+# What was compiled in the last week is not compiled again, nor by the other process.
+CACHE = JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 # The programs of the quick tests are small and run once: what the compiler does to make them
 # fast takes half of the time. The slow tests run what users run. XLA aborts at a flag that it
 # does not know, as JAX 0.12 no longer knows this one.
-COMPILE_QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
+COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
     XLA_FLAGS="$$XLA_FLAGS $$($(BIN)/python -c 'import jax; jax.__version_info__ < (0, 11) \
         and print("--xla_cpu_use_fusion_emitters=false")')"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-x64 test-leaks test-oldest test-newest \
-    lint format types layers docs wheel clean _test-versions
+.PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
+    test-newest lint format types layers docs wheel clean _test-versions _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
@@ -57,14 +63,24 @@ demo: $(VENV)/.examples  ## train a small spiking network
 
 # ---------------------------------------------------------------- tests
 
-test: $(VENV)/.tests  ## the quick tests
+test: $(VENV)/.tests _prune  ## the quick tests
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
 
-# Exit status 5: no test is marked slow.
-test-slow: $(VENV)/.tests  ## the slow tests
-	$(BIN)/python $(PYTEST) -m slow || [ $$? -eq 5 ]
+conformance: $(VENV)/.tests _prune  ## every public op, and every planted fault
+	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) -m conformance
 
-test-x64: $(VENV)/.tests  ## the quick tests, in double precision
+cost: $(VENV)/.tests  ## FLOPs and bytes, compiled as users do
+	$(BIN)/python $(PYTEST) -m cost
+
+_prune:
+	@mkdir -p $(VENV)/compiled
+	@find $(VENV)/compiled -type f -mtime +7 -delete
+
+# Exit status 5: no test is marked slow.
+test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
+	$(CACHE) $(BIN)/python $(PYTEST) -m slow --part $(PART) || [ $$? -eq 5 ]
+
+test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
 
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
@@ -88,7 +104,7 @@ test-newest:  ## the quick tests, on the newest JAX and Python
 	        _test-versions; \
 	fi
 
-_test-versions: $(VENV)/.tests
+_test-versions: $(VENV)/.tests _prune
 	@$(BIN)/python -c "import equinox, jax, numpy, sys; \
 	    print('Python', sys.version.split()[0], 'JAX', jax.__version__, \
 	    'Equinox', equinox.__version__, 'NumPy', numpy.__version__)"

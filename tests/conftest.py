@@ -1,5 +1,7 @@
-"""What every test has: strict promotion, and keys that are the same in every run."""
+"""What every test has: strict promotion, and keys that are the same in every run. And `--part`,
+which chooses a part of the tests."""
 
+import gc
 import zlib
 from collections.abc import Callable
 
@@ -11,6 +13,28 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)  # for `shard_map`
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="only the I-th of N parts: I/N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """By a hash of its name, so that a test stays in its part when others come and go."""
+    part, n_parts = map(int, config.getoption("part").split("/"))
+    chosen = [i for i in items if zlib.crc32(i.nodeid.encode()) % n_parts == part % n_parts]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen():
+    """Garbage collection looks at what the tests of one file make, and not each time at all
+    that was imported, traced and compiled before. The leak checker collects at each trace."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Right rules of every kind, each beside the same function without one.
 
-`PAIRS` maps a name to `(with a rule, without, arguments)`. The functions return one array or
-a tuple of them. Plain autodiff of the second is the witness for the first.
+`PAIRS` maps a name to `(with a rule, without)`, and `ARGUMENTS` a function without a rule to
+its arguments. The functions return one array or a tuple of them. Plain autodiff of the second
+is the reference for the first.
 """
 
 import equinox as eqx
@@ -11,9 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array
 
-
-def sin_times(x, y):
-    return jnp.sin(x) * y
+from .rules.formulas import sin_times, sin_times_cotangents, sin_times_tangent
 
 
 sin_times_jvp = eqg.custom_jvp(sin_times)
@@ -21,9 +20,7 @@ sin_times_jvp = eqg.custom_jvp(sin_times)
 
 @sin_times_jvp.def_jvp
 def _sin_times_jvp(primals, tans):
-    x, y = primals
-    t_x, t_y = tans
-    return sin_times_jvp(x, y), jnp.cos(x) * y * t_x + jnp.sin(x) * t_y
+    return sin_times_jvp(*primals), sin_times_tangent(*primals, *tans)
 
 
 sin_times_none = eqg.custom_jvp(sin_times)
@@ -52,8 +49,7 @@ def _sin_times_fwd(x, y):
 
 @sin_times_vjp.def_bwd
 def _sin_times_bwd(residuals, ct):
-    x, y = residuals
-    return jnp.cos(x) * y * ct, jnp.sin(x) * ct
+    return sin_times_cotangents(*residuals, ct)
 
 
 # ... or does not, and saves something else.
@@ -79,9 +75,7 @@ sin_times_three.def_bwd(_sin_times_bwd)
 
 @sin_times_three.def_jvp
 def _sin_times_three_jvp(primals, tans):
-    x, y = primals
-    t_x, t_y = tans
-    return sin_times_three(x, y), jnp.cos(x) * y * t_x + jnp.sin(x) * t_y
+    return sin_times_three(*primals), sin_times_tangent(*primals, *tans)
 
 
 @eqg.custom_gradient
@@ -181,17 +175,19 @@ def _flat(fn):
 _KEYS = jr.split(jr.key(0), 6)
 _VECTORS = (jr.normal(_KEYS[0], (3,)), jr.normal(_KEYS[1], (3,)))
 _LAYER = (jr.normal(_KEYS[2], (4, 3)), jr.normal(_KEYS[3], (4,)), _VECTORS[0])
+_two_outputs_plain = _flat(two_outputs)
 
 PAIRS = {
-    "jvp": (sin_times_jvp, sin_times, _VECTORS),
-    "jvp, symbolic zeros": (sin_times_none, sin_times, _VECTORS),
-    "elementwise": (sin_times_elementwise, sin_times, _VECTORS),
-    "vjp": (sin_times_vjp, sin_times, _VECTORS),
-    "vjp, inlined": (sin_times_inlined, sin_times, _VECTORS),
-    "vjp and jvp": (sin_times_three, sin_times, _VECTORS),
-    "vjp and vmap": (sin_times_vmap, sin_times, _VECTORS),
-    "custom_gradient": (sin_times_closure, sin_times, _VECTORS),
-    "method": (layer, layer_plain, _LAYER),
-    "tree, jvp": (_flat(two_outputs_jvp), _flat(two_outputs), _VECTORS),
-    "tree, vjp": (_flat(two_outputs_vjp), _flat(two_outputs), _VECTORS),
+    "jvp": (sin_times_jvp, sin_times),
+    "jvp, symbolic zeros": (sin_times_none, sin_times),
+    "elementwise": (sin_times_elementwise, sin_times),
+    "vjp": (sin_times_vjp, sin_times),
+    "vjp, inlined": (sin_times_inlined, sin_times),
+    "vjp and jvp": (sin_times_three, sin_times),
+    "vjp and vmap": (sin_times_vmap, sin_times),
+    "custom_gradient": (sin_times_closure, sin_times),
+    "method": (layer, layer_plain),
+    "tree, jvp": (_flat(two_outputs_jvp), _two_outputs_plain),
+    "tree, vjp": (_flat(two_outputs_vjp), _two_outputs_plain),
 }
+ARGUMENTS = {sin_times: _VECTORS, layer_plain: _LAYER, _two_outputs_plain: _VECTORS}

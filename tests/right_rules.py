@@ -12,7 +12,35 @@ import jax.random as jr
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .faults.registry import Case, eqg_jvp, eqg_vjp, eqx_jvp, eqx_vjp, jax_jvp, jax_vjp
+from .faults.registry import Case
+from .rules.arguments import away_from_zero, normals, well_apart
+from .rules.formulas import (
+    abs_squared,
+    abs_squared_cotangents,
+    cumulative_sum_cotangents,
+    dropout,
+    dropout_cotangents,
+    leaky_relu,
+    leaky_relu_slope,
+    max_and_index,
+    max_and_index_cotangents,
+    multiply,
+    multiply_cotangents,
+    power,
+    power_tangent,
+    sin_and_cos,
+    sin_times,
+    sin_times_cotangents,
+    sin_times_tangent,
+    sin_where,
+    sin_where_tangent,
+    soft_sign_slope,
+    sort,
+    spike,
+    to_circle,
+    to_circle_cotangents,
+)
+from .rules.ways import eqg_jvp, eqg_vjp, eqx_jvp, eqx_vjp, jax_jvp, jax_vjp
 
 
 tangents = eqg.tangents
@@ -39,34 +67,6 @@ def right(build):
     assert build.__name__ not in RIGHT
     RIGHT[build.__name__] = Right(make)
     return build
-
-
-def normals(key, dtype, *shapes):
-    keys = jr.split(key, len(shapes))
-    return tuple(jr.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True))
-
-
-def away_from_zero(key, dtype, *shape):
-    """Between 0.3 and 1.5, of either sign."""
-    size_key, sign_key = jr.split(key)
-    return jr.uniform(size_key, shape, dtype, 0.3, 1.5) * jr.rademacher(sign_key, shape, dtype)
-
-
-def well_apart(key, dtype, n):
-    """No two near each other, in any order."""
-    return jr.permutation(key, jnp.linspace(-1.0, 1.3, n).astype(dtype))
-
-
-def sin_times(x, y):
-    return jnp.sin(x) * y
-
-
-def sin_times_tangent(x, y, t_x, t_y):
-    return jnp.cos(x) * y * t_x + jnp.sin(x) * t_y
-
-
-def sin_times_cotangents(x, y, ct):
-    return jnp.cos(x) * y * ct, jnp.sin(x) * ct
 
 
 # One rule, written in every way
@@ -404,8 +404,7 @@ def module_as_an_output(dtype, key):
 
 @right
 def integer_exponent(dtype, key):
-    rule = eqg_jvp(lambda x, n: x**n, lambda x, n, t_x, t_n: n * x ** (n - 1) * t_x)
-    return rule, (away_from_zero(key, dtype, 4), 3)
+    return eqg_jvp(power, power_tangent), (away_from_zero(key, dtype, 4), 3)
 
 
 @right
@@ -429,25 +428,15 @@ def integer_labels(dtype, key):
 
 @right
 def boolean_mask(dtype, key):
-    def masked(x, mask):
-        return jnp.where(mask, jnp.sin(x), x)
-
-    tangent = lambda x, mask, t_x, t_mask: jnp.where(mask, jnp.cos(x) * t_x, t_x)
     args = (*normals(key, dtype, (4,)), jnp.array([True, False, False, True]))
-    return eqg_jvp(masked, tangent), args
+    return eqg_jvp(sin_where, sin_where_tangent), args
 
 
 @right
 def random_key(dtype, key):
-    def dropout(x, key):
-        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
-
-    def cotangents(x, key, ct):
-        return jnp.where(jr.bernoulli(key, 0.5, ct.shape), 2 * ct, 0), None
-
     rule = eqg.custom_vjp(dropout)
     rule.def_fwd(lambda x, key: (dropout(x, key), key))
-    rule.def_bwd(lambda key, ct: cotangents(None, key, ct))
+    rule.def_bwd(lambda key, ct: dropout_cotangents(None, key, ct))
     return rule, (*normals(key, dtype, (8,)), key)
 
 
@@ -464,11 +453,8 @@ def strings_and_functions(dtype, key):
 
 @right
 def keyword_only_configuration(dtype, key):
-    @eqg.elementwise(lambda out, x, *, leak: jnp.where(x > 0, 1.0, leak).astype(x.dtype))
-    def leaky_relu(x, *, leak=0.01):
-        return jnp.where(x > 0, x, leak * x)
-
-    return leaky_relu, (away_from_zero(key, dtype, 5),), {"leak": 0.25}
+    rule = eqg.elementwise(leaky_relu, leaky_relu_slope)
+    return rule, (away_from_zero(key, dtype, 5),), {"leak": 0.25}
 
 
 @right
@@ -532,12 +518,8 @@ def holomorphic(dtype, key):
 
 @right
 def complex_to_real(dtype, key):
-    def abs_squared(z):
-        return jnp.real(z) ** 2 + jnp.imag(z) ** 2
-
     z = _complex(dtype, key, 3)
-    cotangents = lambda z, ct: (2 * jnp.conj(z) * ct.astype(z.dtype),)
-    return z if z is None else (jax_vjp(abs_squared, cotangents), (z,))
+    return z if z is None else (jax_vjp(abs_squared, abs_squared_cotangents), (z,))
 
 
 @right
@@ -545,20 +527,14 @@ def real_to_complex(dtype, key):
     if dtype == "bfloat16":
         return None
 
-    def to_circle(angle):
-        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
-
-    def cotangents(angle, ct):
-        return (jnp.real(jax.lax.complex(-jnp.sin(angle), jnp.cos(angle)) * ct),)
-
-    return eqg_vjp(to_circle, cotangents), normals(key, dtype, (3,))
+    return eqg_vjp(to_circle, to_circle_cotangents), normals(key, dtype, (3,))
 
 
 @right
 def complex_product_in_equinox(dtype, key):
     z = _complex(dtype, key, 3)
     rule = eqx_vjp(
-        lambda pair: pair[0] * pair[1], lambda pair, ct: (pair[1] * ct, pair[0] * ct)
+        lambda pair: multiply(*pair), lambda pair, ct: multiply_cotangents(*pair, ct)
     )
     return z if z is None else (rule, ((z, jnp.conj(z) + 1),))
 
@@ -590,29 +566,20 @@ def several_outputs(dtype, key):
 
 @right
 def unused_outputs(dtype, key):
-    @eqg.custom_vjp
-    def sin_and_cos(x):
-        return jnp.sin(x), jnp.cos(x)
+    rule = eqg.custom_vjp(sin_and_cos)
+    rule.def_fwd(lambda x: (sin_and_cos(x), x))
 
-    sin_and_cos.def_fwd(lambda x: ((jnp.sin(x), jnp.cos(x)), x))
-
-    @sin_and_cos.def_bwd(symbolic_zeros=True)
+    @rule.def_bwd(symbolic_zeros=True)
     def bwd(x, cts):
         from_sin = tangents.scale(cts[0], jnp.cos(x))
         return (tangents.add(from_sin, tangents.scale(cts[1], -jnp.sin(x))),)
 
-    return sin_and_cos, normals(key, dtype, (4,))
+    return rule, normals(key, dtype, (4,))
 
 
 @right
 def integer_output(dtype, key):
-    def max_and_index(x):
-        return jnp.max(x), jnp.argmax(x)
-
-    def cotangents(x, ct):
-        return (jnp.zeros_like(x).at[jnp.argmax(x)].set(ct[0]),)
-
-    return eqg_vjp(max_and_index, cotangents), (well_apart(key, dtype, 5),)
+    return eqg_vjp(max_and_index, max_and_index_cotangents), (well_apart(key, dtype, 5),)
 
 
 @right
@@ -709,19 +676,13 @@ def straight_through(dtype, key):
 
 @right
 def surrogate(dtype, key):
-    def spike(v):
-        return (v > 0).astype(v.dtype)
-
     rule = eqg.with_gradient_of(spike, jax.nn.sigmoid)
     return rule, (away_from_zero(key, dtype, 5),), {"reference": jax.nn.sigmoid}
 
 
 @right
 def surrogate_by_its_slope(dtype, key):
-    def spike(v):
-        return (v > 0).astype(v.dtype)
-
-    rule = eqg.elementwise(spike, lambda out, v: 1 / (1 + jnp.abs(v)) ** 2)
+    rule = eqg.elementwise(spike, soft_sign_slope)
     return rule, (away_from_zero(key, dtype, 5),), {"reference": jax.nn.soft_sign}
 
 
@@ -844,18 +805,12 @@ def scan_with_its_adjoint(dtype, key):
 
 @right
 def cumulative_sum(dtype, key):
-    def cumsum(x):
-        return jnp.cumsum(x)
-
-    bwd = lambda _, ct: (jnp.cumsum(ct[::-1])[::-1],)
-    return eqg_vjp(cumsum, bwd, lambda x: (cumsum(x), None)), normals(key, dtype, (6,))
+    fwd = lambda x: (cumulative_sum(x), None)
+    return eqg_vjp(cumulative_sum, cumulative_sum_cotangents, fwd), normals(key, dtype, (6,))
 
 
 @right
 def sorting(dtype, key):
-    def sort(x):
-        return jnp.sort(x)
-
     def fwd(x):
         order = jnp.argsort(x)
         return x[order], order
@@ -945,7 +900,7 @@ def sum_of_two_thousand(dtype, key):
 @right
 def tiny_and_huge(dtype, key):
     x, y = normals(key, dtype, (3,), (3,))
-    rule = eqg_vjp(lambda x, y: x * y, lambda x, y, ct: (y * ct, x * ct))
+    rule = eqg_vjp(multiply, multiply_cotangents)
     return rule, (x * 1e-6, y * 1e6)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from .test_closures import (
+from .rules.holding import (
     another_with_a_rule,
     bound_method,
     callable_module,

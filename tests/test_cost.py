@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 
+pytestmark = pytest.mark.cost
+
 N = 64
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from eqx_grads import RuleError
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 def product(weight, x):

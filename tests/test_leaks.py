@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.jet import jet  # noqa: TID251, there is no other way to it
 
+from .helpers import checking_leaks
 from .leaks import SHAPES
-from .leaks.registry import check, checking_leaks, Faulty
+from .leaks.registry import check, Faulty
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -111,7 +112,7 @@ def test_errors_are_leaks_to_the_checker():
 
     with pytest.raises(ValueError, match="the message"):
         jax.grad(jax.jit(f))(0.7)
-    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked") as info:
+    with checking_leaks(), pytest.raises(Exception, match="Leaked") as info:
         jax.grad(jax.jit(f))(0.7)
     assert "the message" in str(info.value.__context__)
 

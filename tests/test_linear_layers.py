@@ -19,7 +19,8 @@ import scipy.stats
 from eqx_grads import RuleError
 from eqx_grads.nn._linear_recurrent.s5 import hippo_normal
 
-from .test_recurrent_layers import close, loss, reference
+from .helpers import assert_close, checking_leaks
+from .rules.recurrent import loss, reference
 
 
 LAYERS = {
@@ -125,7 +126,7 @@ def test_values_and_gradients(name, reverse, getkey):
         spoiled = (layer, xs.at[1, 2:].set(jnp.nan), state)
         got = all_of(lambda *args: args[0](*args[1:], lengths=[4, 2]))(*spoiled)
         plain = ft.partial(written_out(name), lengths=[4, 2])
-        close(got, all_of(plain)(layer, xs, state))
+        assert_close(got, all_of(plain)(layer, xs, state), tolerance=1e-10)
 
 
 @pytest.mark.slow
@@ -135,7 +136,7 @@ def test_stacked_bidirectional_and_padded(name, getkey):
         args = make(getkey, name, num_layers=2, bidirectional=True, steps=5)
         run = lambda layer, xs, state: layer(xs, state, lengths=[5, 2])
         plain = ft.partial(written_out(name), lengths=[5, 2])
-        close(all_of(run)(*args), all_of(plain)(*args))
+        assert_close(all_of(run)(*args), all_of(plain)(*args), tolerance=1e-10)
 
 
 @pytest.mark.slow
@@ -148,9 +149,9 @@ def test_no_step_that_counts(name, getkey):
             (ys, end), (_, grad_xs, grad_state) = all_of(run)(layer, xs, state)
             assert not ys[0].any()
             assert not grad_xs[0].any()
-            close(end[0], state[0])
-            close(grad_state[0], jnp.conj(2 * state[0]))
-            close((ys[1], end[1]), layer(xs[1], state[1]))
+            assert_close(end[0], state[0], tolerance=1e-10)
+            assert_close(grad_state[0], jnp.conj(2 * state[0]), tolerance=1e-10)
+            assert_close((ys[1], end[1]), layer(xs[1], state[1]), tolerance=1e-10)
 
 
 @pytest.mark.slow
@@ -170,7 +171,7 @@ def test_forward_mode_and_second_order(name, getkey):
                 jax.jit(transform(over_arrays(loss(f))))(dynamic)
                 for f in (call, written_out(name))
             )
-            close(got, expected)
+            assert_close(got, expected, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("lengths", [None, pytest.param((4, 2), marks=slow)])
@@ -184,7 +185,7 @@ def test_vmap(name, lengths, getkey):
     outside = lambda layer, xs, state: eqx.filter_vmap(one, in_axes=axes)(
         layer, xs, state, lengths
     )
-    close(all_of(outside)(*args), all_of(inside)(*args), 1e-5)
+    assert_close(all_of(outside)(*args), all_of(inside)(*args), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", quick("MinGRU"))
@@ -205,8 +206,8 @@ def test_no_step(name, getkey):
     args = make(getkey, name, dtype="float32", steps=0, bidirectional=True)
     (ys, end), grads = all_of(call)(*args)
     assert ys.shape[:2] == (2, 0)
-    close(end, args[2])
-    close(grads[2], jnp.conj(2 * args[2]), 1e-6)
+    assert_close(end, args[2], tolerance=1e-10)
+    assert_close(grads[2], jnp.conj(2 * args[2]), tolerance=1e-6)
     assert not any(jnp.any(g) for g in jax.tree.leaves(grads[:2]))
 
 
@@ -218,7 +219,9 @@ def test_one_step_at_a_time(name, getkey):
     for t in range(xs.shape[1]):
         y, state = one_step(xs[:, t : t + 1], state)
         outputs.append(y)
-    close((jnp.concatenate(outputs, 1), state), eqx.filter_jit(layer)(xs), 2e-6)
+    assert_close(
+        (jnp.concatenate(outputs, 1), state), eqx.filter_jit(layer)(xs), tolerance=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", quick("MinGRU"))
@@ -236,8 +239,8 @@ def test_methods_and_layouts(name, getkey):
 
     expected = one(xs, state)
     turned, alone = all_ways(xs, state)
-    close(turned, expected, 2e-6)
-    close(alone, jax.tree.map(lambda y: y[:1], expected), 2e-6)
+    assert_close(turned, expected, tolerance=2e-6)
+    assert_close(alone, jax.tree.map(lambda y: y[:1], expected), tolerance=2e-6)
 
 
 @pytest.mark.slow
@@ -261,9 +264,9 @@ def test_half_precision(name, getkey):
 
     (ys, end), grads = both(args)
     (expected, expected_end), expected_grads = both(single)
-    close(end, expected_end, 2e-6)
+    assert_close(end, expected_end, tolerance=2e-6)
     assert ys.dtype == "bfloat16"
-    close(ys.astype("float32"), expected, 2**-8)
+    assert_close(ys.astype("float32"), expected, tolerance=2**-8)
     for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert g.dtype in ("bfloat16", state.dtype)
         # Of the inputs, it is a sum of three that are rounded each.
@@ -304,12 +307,12 @@ def test_ensembles_and_files(name, getkey):
     xs = jr.normal(getkey(), (2, 3))
     ys, _ = eqx.filter_jit(eqx.filter_vmap(lambda layer: layer(xs)))(ensemble)
     layer = make_one(keys[1])
-    close(ys[1], layer(xs)[0], 1e-5)
+    assert_close(ys[1], layer(xs)[0], tolerance=1e-5)
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, layer)
     file.seek(0)
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, make_one(keys[0])), layer)
-    with jax.checking_leaks():
+    with checking_leaks():
         eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(xs, lengths=1)[0])))(layer)
 
 

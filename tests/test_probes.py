@@ -16,7 +16,7 @@ from eqx_grads import GradientStatistics, RuleError
 from jax.sharding import AxisType, PartitionSpec as Spec
 from matplotlib.figure import Figure
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 N, STEPS = 3, 5
@@ -198,6 +198,7 @@ class TestStatistics:
         got = jax.grad(lambda slot: 2.0 * jnp.sum(slot.norm * 0))(GradientStatistics(2))
         assert (jnp.sum(got.steps), got.mean_norm, got.mean_max) == (0.0, 0.0, 0.0)
 
+    @pytest.mark.cost
     def test_does_not_keep_the_gradient(self):
         """The scan stacks four numbers for each step, and no array like the activation."""
         size = 1000
@@ -627,7 +628,7 @@ class TestPlot:
         pyplot.close(axes.figure)
 
     @pytest.mark.parametrize("norms", [np.zeros(3), np.ones(3), np.full(3, np.nan)])
-    def test_without_a_range(self, norms):
+    def test_without_a_range_there_is_no_error(self, norms):
         figure = Figure()
         eqg.plot_gradient_flow({"layer": norms}, axes=figure.add_subplot())
         figure.canvas.draw()

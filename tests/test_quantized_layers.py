@@ -14,19 +14,14 @@ import optax
 import pytest
 from eqx_grads import RuleError, ste
 
+from .helpers import assert_close, checking_leaks
+
 
 stop = jax.lax.stop_gradient
 
 
 def raises(match):
     return pytest.raises(RuleError, match=match)
-
-
-def close(got, expected, rtol=2e-5):
-    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
-    for a, b in zip(got, expected, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
 
 
 def distinct(x):
@@ -190,7 +185,7 @@ def test_no_leaks_and_half_precision(make, values, shape, getkey):
         y = network(x)
         return jnp.sum(y), (y, [network[i].quantized_weight() for i in values])
 
-    with jax.checking_leaks():
+    with checking_leaks():
         (_, outputs), grads = run(network)
     assert {a.dtype.name for a in jax.tree.leaves((outputs, grads))} == {"bfloat16"}
     for weight, most in zip(outputs[1], values.values(), strict=True):
@@ -228,7 +223,7 @@ def test_scales_of_lsq(getkey):
     for i in range(5):
         alone = nn.LSQ(2).fit(x[:, i])
         np.testing.assert_allclose(of_channels.scale[0, i, 0], alone.scale, rtol=1e-6)
-        close(of_channels(x)[:, i], alone(x[:, i]), 1e-6)
+        assert_close(of_channels(x)[:, i], alone(x[:, i]), tolerance=1e-6)
     assert nn.LSQ(2).fit(jnp.zeros((3, 2))).scale > 0
     assert jnp.isfinite(nn.LSQ(2).fit(jnp.zeros((0, 2))).scale)
 
@@ -252,7 +247,7 @@ def test_fake_quantize(getkey):
     assert dynamic.scale is None
     assert dynamic.fit(x) is dynamic
     scale = np.abs(x).max(0, keepdims=True) / 7
-    close(dynamic(x), jnp.asarray(np.round(x / scale) * scale), 1e-6)
+    assert_close(dynamic(x), jnp.asarray(np.round(x / scale) * scale), tolerance=1e-6)
     np.testing.assert_array_equal(jax.grad(lambda x: dynamic(x).sum())(x), jnp.ones_like(x))
 
     learned = nn.FakeQuantize(4, channel_axis=-1, learn_scale=True).fit(x)
@@ -263,7 +258,9 @@ def test_fake_quantize(getkey):
     loss = lambda quantizer: jnp.sum(quantizer(1.5 * x))
     assert not eqx.filter_grad(loss)(given).scale.any()
     plain = lambda scale: jnp.sum(plain_fake_quantize(1.5 * x, scale, -8, 7))
-    close(eqx.filter_grad(loss)(learned).scale, jax.grad(plain)(learned.scale), 1e-4)
+    assert_close(
+        eqx.filter_grad(loss)(learned).scale, jax.grad(plain)(learned.scale), tolerance=1e-4
+    )
     assert distinct(nn.FakeQuantize(2, scale=0.3, narrow=True)(x)) == 3
     assert nn.FakeQuantize(2, signed=False)(x).min() == 0
 
@@ -312,7 +309,7 @@ def test_straight_through_any_function(getkey):
     x = jr.normal(getkey(), (5,), "float32")
     layer = nn.StraightThrough(jnp.floor, backward=jnp.tanh)
     np.testing.assert_array_equal(layer(x, key=getkey()), jnp.floor(x))
-    close(jax.grad(lambda x: layer(x).sum())(x), 1 - jnp.tanh(x) ** 2)
+    assert_close(jax.grad(lambda x: layer(x).sum())(x), 1 - jnp.tanh(x) ** 2, tolerance=2e-5)
 
 
 def test_fsq():
@@ -444,7 +441,7 @@ def test_vectors_that_are_not_finite_are_left_out(getkey):
     make = ft.partial(nn.VectorQuantizer, 4, 2, ema=True, dtype="float32", decay=0.5)
     vq = make(key=key)
     got, expected = vq.updated(mixed), vq.updated(z)
-    close((got.codebook, got.usage), (expected.codebook, expected.usage), 1e-6)
+    assert_close((got.codebook, got.usage), (expected.codebook, expected.usage), tolerance=1e-6)
     assert eqx.tree_equal(vq.updated(bad), vq)
     # Nor do they take the place of dead entries: here there are more of those than vectors.
     dying = make(dead_below=2.0, key=key)
@@ -501,7 +498,7 @@ def test_a_codebook_for_images_and_an_ensemble(getkey):
     assert quantized.indices.shape == (2, 4, 6)
     np.testing.assert_array_equal(decoded, quantized.value)
     np.testing.assert_array_equal(one_by_one, quantized.value)
-    close(updated[0].codebook, updated[1].codebook, 1e-6)
+    assert_close(updated[0].codebook, updated[1].codebook, tolerance=1e-6)
     np.testing.assert_array_equal(of_member, first)
     assert halves[0].value.dtype == halves[0].commitment_loss.dtype == "float32"
     assert (halves[1].usage.dtype, halves[1].codebook.dtype) == ("float32", "bfloat16")
@@ -522,7 +519,7 @@ def test_the_layers_of_equinox_with_other_weights(getkey):
         nn.QuantizedLinear.from_layer(linear, weight_quantizer=quantizer),
     ):
         assert eqx.tree_equal(layer.layer, linear)
-        close(layer(x), expected, 1e-5)
+        assert_close(layer(x), expected, tolerance=1e-5)
     as_it_is = nn.QuantizedLinear.from_layer(linear, weight_quantizer=None)
     np.testing.assert_array_equal(as_it_is(x), linear(x))
 
@@ -589,7 +586,7 @@ def test_convolutions(dims, options, getkey):
     grid = np.clip(np.round(np.asarray(x) / 0.5), -4, 3) * 0.5
     plain = eqx.tree_at(lambda conv: conv.weight, conv, jnp.asarray(weight))
     expected = plain(jnp.asarray(grid, x.dtype))
-    close((swapped(x), made(x)), (expected, expected), 1e-6)
+    assert_close((swapped(x), made(x)), (expected, expected), tolerance=1e-6)
 
 
 def test_any_function_is_a_quantizer(getkey):
@@ -761,7 +758,7 @@ def test_mlp(scan, getkey):
 
     run = lambda model: jnp.sum(jnp.sin(model(x)))
     grad = lambda f: eqx.filter_jit(eqx.filter_value_and_grad(f))(new)
-    close(grad(run), grad(plain), 1e-4)
+    assert_close(grad(run), grad(plain), tolerance=1e-4)
 
 
 def test_ensembles(getkey):
@@ -782,14 +779,16 @@ def test_ensembles(getkey):
     assert [row.shape for row in report.swapped] == [(2, 2, 1, 3), (2, 3, 4)]
     members = [jax.tree.map(lambda a, i=i: a[i], many) for i in range(2)]
     members = [nn.quantize_model(member, rules)[0] for member in members]
-    close(stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *members), 1e-6)
+    assert_close(
+        stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *members), tolerance=1e-6
+    )
     # Quantized beneath `filter_vmap`.
     beneath = eqx.filter_vmap(lambda model: nn.quantize_model(model, rules)[0])(many)
-    close(stacked, beneath, 1e-6)
+    assert_close(stacked, beneath, tolerance=1e-6)
     x = jr.normal(getkey(), (1, 6))
     call = eqx.filter_jit(lambda model: jax.vmap(model["linear"])(model["conv"](x)))
     outputs = eqx.filter_vmap(call)(stacked)
-    close(outputs, jnp.stack([call(member) for member in members]), 1e-5)
+    assert_close(outputs, jnp.stack([call(member) for member in members]), tolerance=1e-5)
 
 
 def test_shared_layers(getkey):
@@ -812,7 +811,7 @@ def test_shared_layers(getkey):
     quantized = nn.quantize_model(tied, {"linear": nn.LSQ(2, scale=0.1)})[0]
     model = eqx.nn.Shared(quantized, where, get)()
     weight = tied.embedding.weight
-    close(model.linear.quantized_weight(), nn.LSQ(2, scale=0.1)(weight))
+    assert_close(model.linear.quantized_weight(), nn.LSQ(2, scale=0.1)(weight), tolerance=2e-5)
     with raises(r"its weight is a `SharedNode`(?s:.)*before it is shared"):
         nn.quantize_model(eqx.nn.Shared(tied, where, get), {"*.linear": nn.LSQ(2)})
 

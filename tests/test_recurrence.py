@@ -9,7 +9,7 @@ import pytest
 import scipy.signal
 from eqx_grads import RuleError
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 METHODS = ("scan", "associative")
@@ -173,6 +173,7 @@ def test_dtypes(method):
     assert mixed.dtype == "float32"
 
 
+@pytest.mark.cost
 def test_the_backward_pass_keeps_only_the_states():
     b = jnp.ones((512, 64))
     f = lambda b: jnp.sum(jnp.sin(eqg.linear_recurrence(0.5, b, method="scan")))

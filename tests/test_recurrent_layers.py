@@ -12,10 +12,12 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import numpy as np
 import pytest
 from eqx_grads import RuleError
 from eqx_grads.nn._recurrent import gru_vjp, lstm_vjp, rnn_vjp
+
+from .helpers import assert_close, checking_leaks
+from .rules.recurrent import loss, reference
 
 
 LAYERS = {
@@ -36,62 +38,12 @@ def chunks(monkeypatch):
         monkeypatch.setattr(rule, "chunk_length", lambda xs: min(2, xs.shape[0]))
 
 
-def run_cell(cell, xs, state, reverse):
-    """One cell over one sequence."""
-    ys = []
-    for x in xs[::-1] if reverse else xs:
-        state = cell(x, state)
-        ys.append(jax.tree.leaves(state)[0])
-    return jnp.stack(ys[::-1] if reverse else ys), state
-
-
-def reference(layer, xs, state, lengths=None, run=run_cell):
-    """Each example by itself, without its padding: what packed sequences are."""
-    all_ys, ends = [], []
-    n_cells = sum(len(stage) for stage in layer.cells)
-    for b in range(len(xs)):
-        ys = xs[b] if lengths is None else xs[b, : lengths[b]]
-        of_cell = lambda i, b=b: jax.tree.map(
-            lambda s: s[b] if n_cells == 1 else s[i, b], state
-        )
-        end, i = [], 0
-        for stage in layer.cells:
-            outputs = []
-            for cell, reverse in zip(stage, (layer.reverse, not layer.reverse), strict=False):
-                out, last = run(cell, ys, of_cell(i), reverse)
-                outputs.append(out)
-                end.append(last)
-                i += 1
-            ys = jnp.concatenate(outputs, -1)
-        all_ys.append(jnp.pad(ys, ((0, xs.shape[1] - len(ys)), (0, 0))))
-        ends.append(end[0] if n_cells == 1 else jax.tree.map(lambda *s: jnp.stack(s), *end))
-    axis = 0 if n_cells == 1 else 1
-    return jnp.stack(all_ys), jax.tree.map(lambda *s: jnp.stack(s, axis), *ends)
-
-
 def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
     layer = LAYERS[name](3, 4, dtype=dtype, key=getkey(), **options)
     xs = jr.normal(getkey(), (batch, steps, 3), dtype)
     _, state = layer(xs)
     state = jax.tree.map(lambda s: jr.normal(getkey(), s.shape, dtype), state)
     return layer, xs, state
-
-
-def loss(run):
-    def value(args):
-        ys, end = run(*args)
-        return jnp.sum(jnp.sin(ys)) + sum(
-            jnp.sum(jnp.abs(s) ** 2) for s in jax.tree.leaves(end)
-        )
-
-    return value
-
-
-def close(got, expected, rtol=1e-10):
-    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
-    for a, b in zip(got, expected, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -101,8 +53,8 @@ def test_values_and_gradients(name, reverse, getkey):
     with jax.enable_x64(True):
         args = make(getkey, name, reverse=reverse, steps=3)
         run = lambda layer, xs, state: layer(xs, state)
-        close(run(*args), reference(*args))
-        close(eqx.filter_grad(loss(run))(args), eqx.filter_grad(loss(reference))(args))
+        both = lambda f: eqx.filter_jit(lambda args: (f(*args), eqx.filter_grad(loss(f))(args)))
+        assert_close(both(run)(args), both(reference)(args), tolerance=1e-10)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -114,14 +66,14 @@ def test_stacked_bidirectional_and_padded(name, getkey):
         lengths = [5, 2]
         run = lambda layer, xs, state: layer(xs, state, lengths=lengths)
         plain = ft.partial(reference, lengths=lengths)
-        close(run(*args), plain(*args))
+        assert_close(run(*args), plain(*args), tolerance=1e-10)
         got = eqx.filter_grad(loss(run))(args)
-        close(got, eqx.filter_grad(loss(plain))(args))
+        assert_close(got, eqx.filter_grad(loss(plain))(args), tolerance=1e-10)
         # Padding is never looked at.
         layer, xs, state = args
         spoiled = (layer, xs.at[1, 2:].set(jnp.nan), state)
-        close(run(*spoiled), run(*args))
-        close(eqx.filter_grad(loss(run))(spoiled), got)
+        assert_close(run(*spoiled), run(*args), tolerance=1e-10)
+        assert_close(eqx.filter_grad(loss(run))(spoiled), got, tolerance=1e-10)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -140,7 +92,11 @@ def test_forward_mode_and_second_order(name, getkey):
                 lambda d: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(d)))
             )(dynamic),
         ):
-            close(transform(over_arrays(run)), transform(over_arrays(loss(reference))))
+            assert_close(
+                transform(over_arrays(run)),
+                transform(over_arrays(loss(reference))),
+                tolerance=1e-10,
+            )
 
 
 @pytest.mark.parametrize("name", ["GRU, states", "LSTM, gates", "RNN, relu"])
@@ -164,7 +120,7 @@ def test_padding(name, getkey):
 
     assert not layer(xs, state, lengths=lengths)[0][1, 2:].any()
     grad = lambda f: eqx.filter_jit(eqx.filter_grad(f))((layer, xs, state))
-    close(grad(padded), grad(alone), 2e-5)
+    assert_close(grad(padded), grad(alone), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("lengths", [None, pytest.param((5, 2), marks=pytest.mark.slow)])
@@ -179,15 +135,15 @@ def test_vmap(name, lengths, getkey):
         layer, xs, state, lengths
     )
     grad = lambda run: eqx.filter_jit(eqx.filter_grad(loss(run)))
-    close(outside(*args), inside(*args), 1e-5)
-    close(grad(outside)(args), grad(inside)(args), 1e-5)
+    assert_close(outside(*args), inside(*args), tolerance=1e-5)
+    assert_close(grad(outside)(args), grad(inside)(args), tolerance=1e-5)
     nested = lambda layer, xs, state: jax.tree.map(
         lambda y: y[0],
         eqx.filter_vmap(outside, in_axes=(None, 0, 0))(
             layer, xs[None], jax.tree.map(lambda s: s[None], state)
         ),
     )
-    close(grad(nested)(args), grad(inside)(args), 1e-5)
+    assert_close(grad(nested)(args), grad(inside)(args), tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -198,14 +154,14 @@ def test_gradients_for_each_example_and_networks_for_each(name, getkey):
     get = lambda b: grad((layer, xs[b], jax.tree.map(lambda s: s[b], state)))
     per_example = eqx.filter_vmap(lambda x, s: grad((layer, x, s)))(xs, state)
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), get(0), get(1))
-    close(per_example, stacked, 1e-5)
+    assert_close(per_example, stacked, tolerance=1e-5)
 
     arrays, static = eqx.partition(layer, eqx.is_array)
     ensemble = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), arrays)
     of_one = lambda arrays: grad((eqx.combine(arrays, static), xs, state))
     twice = jax.tree.map(lambda w: 2 * w, arrays)
     expected = jax.tree.map(lambda a, b: jnp.stack([a, b]), of_one(arrays), of_one(twice))
-    close(jax.vmap(of_one)(ensemble), expected, 1e-5)
+    assert_close(jax.vmap(of_one)(ensemble), expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -232,7 +188,7 @@ def test_what_is_frozen_costs_nothing(name, getkey):
 def test_no_leaks(name, getkey):
     layer, xs, state = make(getkey, name, dtype="float32", steps=3)
     run = loss(lambda layer, xs, state: layer(xs, state, lengths=jnp.array([3, 1])))
-    with jax.checking_leaks():
+    with checking_leaks():
         eqx.filter_grad(eqx.filter_jit(run))((layer, xs, state))
 
 
@@ -250,6 +206,7 @@ def temp_bytes(run, *args):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.cost
 @pytest.mark.parametrize(
     ("make_layer", "gates", "states"), [(nn.GRU, 0.7, 0.33), (nn.LSTM, 0.65, 0.4)]
 )
@@ -278,7 +235,7 @@ def test_half_precision(name, getkey):
     grad = eqx.filter_grad(lambda layer, xs: jnp.sum(layer(xs)[0] ** 2))
     # Inputs in single precision: all is computed in it, and cast at the end.
     expected = cast(grad(single, xs), "bfloat16")
-    close(grad(half, xs), expected, 0.0)
+    assert_close(grad(half, xs), expected, tolerance=0.0)
     assert half(xs.astype("bfloat16"))[0].dtype == "bfloat16"
     for got, want in zip(
         jax.tree.leaves(grad(half, xs.astype("bfloat16"))),
@@ -315,13 +272,13 @@ def test_no_step_and_one_step(name, steps, getkey):
     ys, end = layer(xs, state)
     assert ys.shape == (2, steps, 4)
     if steps == 0:
-        close(end, state)
+        assert_close(end, state, tolerance=1e-10)
     else:
-        close(end, jax.vmap(layer.to_cell())(xs[:, 0], state), 1e-6)
+        assert_close(end, jax.vmap(layer.to_cell())(xs[:, 0], state), tolerance=1e-6)
     grads = eqx.filter_grad(loss(lambda layer, xs, state: layer(xs, state)))((layer, xs, state))
     assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads))
     if steps == 0:
-        close(grads[2], jax.tree.map(lambda s: 2 * s, state), 1e-6)
+        assert_close(grads[2], jax.tree.map(lambda s: 2 * s, state), tolerance=1e-6)
 
 
 def test_no_step_in_stacks_and_of_any_cell(getkey):
@@ -334,7 +291,7 @@ def test_no_step_in_stacks_and_of_any_cell(getkey):
         for lengths in (None, [0, 0]):
             ys, end = layer(jnp.zeros((2, 0, 3)), state, lengths=lengths)
             assert ys.shape == (2, 0, out)
-            close(end, state)
+            assert_close(end, state, tolerance=1e-10)
 
 
 def test_no_example(getkey):
@@ -363,11 +320,11 @@ def test_outputs_of_any_shape(getkey):
     total, outer = running(xs, lengths=[5, 2, 0, 4])[0]
     sums = jnp.cumsum(xs, 1)
     valid = jnp.arange(5)[None] < jnp.array([5, 2, 0, 4])[:, None]
-    close(total, jnp.where(valid, jnp.sum(sums, 2), 0), 1e-5)
+    assert_close(total, jnp.where(valid, jnp.sum(sums, 2), 0), tolerance=1e-5)
     products = sums[..., :, None] * sums[..., None, :]
-    close(outer, jnp.where(valid[..., None, None], products, 0), 1e-5)
+    assert_close(outer, jnp.where(valid[..., None, None], products, 0), tolerance=1e-5)
     alone = running(xs[1], lengths=2)[0]
-    close(alone, (total[1], outer[1]), 1e-6)
+    assert_close(alone, (total[1], outer[1]), tolerance=1e-6)
 
 
 def test_a_cell_of_half_precision_with_wider_inputs(getkey):
@@ -399,9 +356,9 @@ def test_layouts(getkey):
     layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
     time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)
     ys, end = time_major(jnp.swapaxes(xs, 0, 1), state)
-    close((jnp.swapaxes(ys, 0, 1), end), layer(xs, state))
+    assert_close((jnp.swapaxes(ys, 0, 1), end), layer(xs, state), tolerance=1e-10)
     one = layer(xs[0], jax.tree.map(lambda s: s[0], state))
-    close(one, jax.tree.map(lambda y: y[0], layer(xs, state)), 1e-6)
+    assert_close(one, jax.tree.map(lambda y: y[0], layer(xs, state)), tolerance=1e-6)
 
 
 def test_learned_initial_state_and_dropout(getkey):
@@ -458,9 +415,9 @@ def test_any_cell(checkpoint, getkey):
         return jnp.sum(ys**2)
 
     grad = lambda f: eqx.filter_grad(lambda args, n: f(*args, n))
-    close(grad(run)((cell, xs), [5, 3]), grad(plain)((cell, xs), [5, 3]), 2e-5)
+    assert_close(grad(run)((cell, xs), [5, 3]), grad(plain)((cell, xs), [5, 3]), tolerance=2e-5)
     assert layer(xs[0], lengths=3)[1][1] == 3
-    with jax.checking_leaks():
+    with checking_leaks():
         eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(xs)[0])))(layer)
 
 
@@ -468,7 +425,7 @@ def test_any_cell(checkpoint, getkey):
 def test_the_same_numbers_as_the_cell(make_layer, getkey):
     cell = make_layer(3, 4, key=getkey()).to_cell()
     xs = jr.normal(getkey(), (7, 3))
-    close(make_layer.from_cell(cell)(xs), nn.Recurrent(cell)(xs), 2e-6)
+    assert_close(make_layer.from_cell(cell)(xs), nn.Recurrent(cell)(xs), tolerance=2e-6)
     assert eqx.tree_equal(make_layer.from_cell(cell).to_cell(), cell)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from eqx_grads import RuleError
 
-from .test_transforms import assert_close
+from .helpers import assert_close, checking_leaks, temp_bytes
 
 
 CHECKPOINTS = (None, 1, 3, 100, "sqrt", "replay", "auto")
@@ -62,21 +62,16 @@ def loss(f):
     return value
 
 
-def close(got, expected):
-    """A little looser than `assert_close`: sums of many terms in another order."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        tolerance = 500 * np.finfo(b.dtype).eps
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_values_and_gradients(checkpoint, reverse, getkey):
     args = arguments(getkey)
     f = ft.partial(scanned, checkpoint=checkpoint, reverse=reverse)
     plain = ft.partial(written_out, reverse=reverse)
-    close(f(*args), plain(*args))
-    close(jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(plain), (0, 1, 2))(*args))
+    assert_close(f(*args), plain(*args), eps=500)
+    assert_close(
+        jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(plain), (0, 1, 2))(*args), eps=500
+    )
 
 
 ORDERS: dict[str, Callable[..., Any]] = {
@@ -128,9 +123,9 @@ def test_every_order(order, checkpoint, getkey):
         return jax.lax.scan(step, h, xs)
 
     f = ft.partial(scanned, checkpoint=checkpoint)
-    with jax.checking_leaks():
+    with checking_leaks():
         got = ORDERS[order](f)(*args)
-    close(got, ORDERS[order](plain)(*args))
+    assert_close(got, ORDERS[order](plain)(*args), eps=500)
 
 
 class Cell(eqx.Module):
@@ -161,9 +156,9 @@ def test_modules_methods_and_closures(getkey):
         total = lambda m, fn=function: jnp.sum(
             eqg.filter_scan(fn(m), h, xs, checkpoint=2)[1] ** 2
         )
-        close(eqx.filter_grad(total)(module), expected)
-        with jax.checking_leaks():
-            close(eqx.filter_grad(eqx.filter_jit(total))(module), expected)
+        assert_close(eqx.filter_grad(total)(module), expected, eps=500)
+        with checking_leaks():
+            assert_close(eqx.filter_grad(eqx.filter_jit(total))(module), expected, eps=500)
 
 
 def test_a_module_as_carry_and_as_xs(getkey):
@@ -180,13 +175,13 @@ def test_a_module_as_carry_and_as_xs(getkey):
     expected = module
     for x in xs:
         expected, _ = train(expected, x)
-    close(trained.weight, expected.weight)
+    assert_close(trained.weight, expected.weight, eps=500)
     assert trained.activation is activation is jnp.tanh
     assert trained.depth == 1
 
     layers = eqx.filter_vmap(lambda w: Cell(w, jnp.tanh, 1))(jnp.stack([weight, 2 * weight]))
     through, _ = eqg.filter_scan(lambda h, layer: layer(h, jnp.ones(3)), h, layers)
-    close(through, cell(2 * weight, cell(weight, h, jnp.ones(3)), jnp.ones(3)))
+    assert_close(through, cell(2 * weight, cell(weight, h, jnp.ones(3)), jnp.ones(3)), eps=500)
 
 
 def test_keys_counters_none_and_static_outputs():
@@ -245,8 +240,10 @@ def test_truncate(reverse, checkpoint, getkey):
 
     plain = ft.partial(written_out, each_carry=cut, reverse=reverse)
     f = ft.partial(scanned, truncate=3, checkpoint=checkpoint, reverse=reverse)
-    close(jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(plain), (0, 1, 2))(*args))
-    close(jax.jvp(f, args, args), jax.jvp(plain, args, args))
+    assert_close(
+        jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(plain), (0, 1, 2))(*args), eps=500
+    )
+    assert_close(jax.jvp(f, args, args), jax.jvp(plain, args, args), eps=500)
 
 
 def test_truncation_stops_what_is_not_finite():
@@ -285,7 +282,7 @@ def test_carry_gradient(checkpoint, truncate, getkey):
     plain = ft.partial(written_out, each_carry=each)
     f = ft.partial(scanned, carry_gradient=_clip, checkpoint=checkpoint, truncate=truncate)
     got = jax.grad(loss(f), (0, 1, 2))(*args)
-    close(got, jax.grad(loss(plain), (0, 1, 2))(*args))
+    assert_close(got, jax.grad(loss(plain), (0, 1, 2))(*args), eps=500)
     assert jnp.max(jnp.abs(got[1])) <= jnp.asarray(0.1, got[1].dtype)
 
 
@@ -299,10 +296,7 @@ def test_dtypes_and_weak_types():
     assert eqg.filter_scan(lambda c, x: (c + x, x), np.zeros(()), np.ones(3))[0] == 3.0
 
 
-def temp_bytes(f, *args):
-    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
+@pytest.mark.cost
 def test_memory():
     h, xs = jnp.zeros((8, 16)), jnp.ones((1024, 8, 16))
     last = lambda **options: jax.grad(
@@ -318,6 +312,7 @@ def test_memory():
     assert temp_bytes(last(checkpoint="auto"), weight) < 0.6 * plain
 
 
+@pytest.mark.cost
 @pytest.mark.slow
 def test_a_hundred_thousand_steps():
     h = jnp.zeros(4)
@@ -346,7 +341,9 @@ def test_progress(checkpoint, monkeypatch, getkey):
     f = ft.partial(scanned, progress=True, checkpoint=checkpoint)
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    close(jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(scanned), (0, 1, 2))(*args))
+    assert_close(
+        jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(scanned), (0, 1, 2))(*args), eps=500
+    )
     jax.vmap(f, (None, None, 0))(*args[:2], args[2][None])
     jax.effects_barrier()
     shown = terminal.getvalue()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from .test_transforms import assert_close
+from .helpers import assert_close
 
 
 def quotient(inner):

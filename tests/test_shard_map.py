@@ -8,8 +8,8 @@ import jax.random as jr
 import pytest
 from jax.sharding import AxisType, PartitionSpec as Spec
 
+from .helpers import assert_close
 from .ops import sin_times, sin_times_elementwise, sin_times_jvp, sin_times_vjp
-from .test_transforms import assert_close
 
 
 RULES = {"jvp": sin_times_jvp, "vjp": sin_times_vjp, "elementwise": sin_times_elementwise}

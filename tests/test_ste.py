@@ -813,6 +813,7 @@ def kept(f, x):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(loop, x)[1]))
 
 
+@pytest.mark.cost
 def test_cost():
     x = jnp.ones(1000, "float32")
     flops = lambda f: jax.jit(f).lower(x).compile().cost_analysis()["flops"]

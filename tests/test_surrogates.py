@@ -505,6 +505,7 @@ def _step_by_hand_jvp(primals, tangents):
     return step_by_hand(v), t_v / (1 + 25 * jnp.abs(v)) ** 2
 
 
+@pytest.mark.cost
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scan_keeps_no_more_than_with_the_rule_by_hand(dtype):
     args = jnp.ones((50, 20), dtype), jnp.ones((40, 20), dtype)
@@ -524,6 +525,7 @@ def test_a_scan_keeps_no_more_than_with_the_rule_by_hand(dtype):
     assert kept(ours) <= 2 * one + args[0].nbytes + args[1].nbytes  # `v` and the spikes
 
 
+@pytest.mark.cost
 def test_no_equation_is_added_to_the_forward_pass():
     compiled = lambda f: jax.jit(f).lower(jnp.ones(8)).compile().cost_analysis()["flops"]
     assert compiled(lambda v: spike(v, superspike())) == compiled(step_by_hand)

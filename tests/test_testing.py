@@ -26,14 +26,8 @@ def _forget():
 # ---------------------------------------------------------------- planted faults
 
 
-# Every sixth one for every day, and all of them with the slow tests.
-A_THIRD = [
-    name if i % 6 == 0 else pytest.param(name, marks=pytest.mark.slow)
-    for i, name in enumerate(FAULTS)
-]
-
-
-@pytest.mark.parametrize("name", A_THIRD)
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name):
     fault = FAULTS[name]
     fn, args, options = fault.make()
@@ -57,7 +51,7 @@ def test_there_are_enough_of_them():
 
 # ---------------------------------------------------------------- right rules
 
-# One of each kind; all of them are slow tests.
+# One of each kind for every change; all of them are slow tests.
 SOME = [
     "nested_containers_with_none",
     "straight_through",
@@ -74,6 +68,7 @@ def _check_right(name, dtype, **options):
     eqgt.check_rule(fn, *args, skip=skip, **own, **options)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("name", SOME)
 def test_right_rule_is_not_accused(name):
     _check_right(name, "float32")

@@ -137,8 +137,10 @@ def _replayed_scan_fwd(
         c if j is None else None for c, j in zip(carry, y_of_carry, strict=True)
     ]
 
+    values = body.with_values_of_rules(*perturbed_args)
+
     def saving_body(carry, x):
-        new, y = body(consts, carry, x)
+        new, y = values(consts, carry, x)
         return new, (y, unless_y(carry))
 
     last, (ys, carries) = _run(saving_body, init, xs, step_index, reverse, progress)

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import depends
+from .._jaxprs.dependence import depends, without_unused
 from .._jaxprs.matmul_layout import inlined
-from .._jaxprs.structure import holds
+from .._jaxprs.structure import CallWithRule, holds
 from .._jaxprs.vectorize import why_not_vectorizable
 from .._tangent_spaces import as_array_list, is_differentiable
 
@@ -99,6 +99,33 @@ class TracedBody:
         out_axes = ([0 if b else None for b in batched[1]], 0)
         many = jax.vmap(self, axes, out_axes, axis_size=size)
         return TracedBody(many, *jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs])))
+
+    def with_values_of_rules(self, consts: Any, carry: Any, x: Any) -> "TracedBody":
+        """The body, which returns the values that its rules return, if the flagged inputs are
+        differentiated.
+
+        The numbers are the same, their derivatives need not be: the value that the rule of
+        `reverse_gradient` returns is its argument. A second derivative differentiates that
+        value, as the first one has put the rule in place of the call.
+        """
+        if not holds(self.program, CallWithRule):
+            return self
+        flags = [*consts, *self.carried(consts, carry, x), *x]
+        types = self.input_types
+        indices = [i for i, flag in enumerate(flags) if flag and is_differentiable(types[i])]
+
+        def values(consts, carry, x):
+            inputs = [*consts, *carry, *x]
+
+            def inexact_outputs(*values):
+                out = self.of_some(indices, inputs)(*values)
+                return [y for y in jax.tree.leaves(out) if is_differentiable(y)], out
+
+            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices), has_aux=True)[2]
+
+        body = TracedBody(values, self.const_types, self.carry_types, self.x_types)
+        body.program = without_unused(body.program)  # the residuals
+        return body
 
     def carried(self, consts: Any, carry: Any, x: Any) -> list[bool]:
         """Which parts of the carry come to depend on the inputs with these flags."""

@@ -163,8 +163,12 @@ def _join(full, last, reverse):
 
 
 @truncated_scan.def_fwd
-def _truncated_scan_fwd(consts, init, xs, step_index, **options):
-    out = truncated_scan(consts, init, xs, step_index, **options)
+def _truncated_scan_fwd(
+    consts, init, xs, step_index, *, body, perturbed: tuple[Any, ...], **options
+):
+    *perturbed_args, _ = perturbed
+    values = body.with_values_of_rules(*perturbed_args)
+    out = truncated_scan(consts, init, xs, step_index, body=values, **options)
     return out, (consts, init, xs, step_index)
 
 

@@ -3,7 +3,7 @@
 import eqx_grads as eqg
 import jax.numpy as jnp
 
-from .gradient_ops import _backward, _to_norm
+from .gradient_ops import backward, to_norm
 from .registry import case, vector
 
 
@@ -17,12 +17,12 @@ def _():
     return eqg.nn.GradientScale(3.0), (vector(),)
 
 
-@case("nn.GradientClip", **_backward(lambda ct: jnp.clip(ct, -0.5, 1.0)))
+@case("nn.GradientClip", **backward(lambda ct: jnp.clip(ct, -0.5, 1.0)))
 def _():
     return eqg.nn.GradientClip(-0.5, 1.0), (vector(),)
 
 
-@case("nn.GradientNormClip", **_backward(lambda ct: _to_norm(ct, 0.7)))
+@case("nn.GradientNormClip", **backward(lambda ct: to_norm(ct, 0.7)))
 def _():
     return eqg.nn.GradientNormClip(0.7), (vector(),)
 

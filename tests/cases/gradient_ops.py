@@ -21,7 +21,7 @@ def _tangent(primals, tangents):
     return tangents[0]
 
 
-def _backward(fn):
+def backward(fn):
     """The cotangent is `fn` of the one that comes in, and forward mode is the identity."""
     return {
         "nonlinear": True,
@@ -47,65 +47,78 @@ def _():
     return lambda x: eqg.mask_gradient(x, MASK), (vector(),)
 
 
-# It brings its own mesh, so it can't be sharded over another one.
-@case("psum_gradient", reference=_identity, skip=("transforms",))
+def _psum_gradient(n_devices):
+    mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+    fn = lambda x: eqg.psum_gradient(x, "i")
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _sum_of_shards(ct):
+    return jnp.tile(jnp.sum(ct.reshape(2, -1), 0), 2)
+
+
+# These bring their own mesh, so they can't be sharded over another one. The backward rule is
+# linear, but not the transpose of the forward rule.
+@case("psum_gradient", **backward(_sum_of_shards), skip=("transforms",))
 def _():
-    def total(x):
-        # The sum over one device, which is the whole mesh.
-        mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-        spec = jax.sharding.PartitionSpec()
-        fn = lambda x: eqg.psum_gradient(x, "i")
-        return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
-
-    # `vmap` of an eager `shard_map` over a mesh of one device is JAX's affair.
-    return total, (vector(),)
+    return _psum_gradient(2), (jnp.array([0.5, -1.2, 2.0, 0.3]),)
 
 
-@case("clip_gradient", **_backward(lambda ct: jnp.clip(ct, -0.5, 1.0)))
+# Of one shard, where it is the identity in both modes: also to higher orders.
+@case("psum_gradient: one device", reference=_identity, skip=("transforms",))
+def _():
+    return _psum_gradient(1), (vector(),)
+
+
+@case("clip_gradient", **backward(lambda ct: jnp.clip(ct, -0.5, 1.0)))
 def _():
     return lambda x: eqg.clip_gradient(x, -0.5, 1.0), (vector(),)
 
 
-def _to_norm(ct, max_norm):
+def to_norm(ct, max_norm):
     return ct * jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.sum(ct**2)))
 
 
-@case("clip_gradient_norm", **_backward(lambda ct: _to_norm(ct, 0.7)))
+@case("clip_gradient_norm", **backward(lambda ct: to_norm(ct, 0.7)))
 def _():
     return lambda x: eqg.clip_gradient_norm(x, 0.7), (vector(),)
 
 
-@case("normalize_gradient", **_backward(lambda ct: _to_norm(ct * 1e6, 1.0)))
+@case("normalize_gradient", **backward(lambda ct: ct / jnp.sqrt(jnp.sum(ct**2))))
 def _():
     return eqg.normalize_gradient, (vector(),)
 
 
-@case("zero_nonfinite_gradient", **_backward(_identity))
+@case("zero_nonfinite_gradient", **backward(_identity))
 def _():
     return eqg.zero_nonfinite_gradient, (vector(),)
 
 
-@case(
-    "noise_gradient",
-    **_backward(lambda ct: eqg.noise_gradient(ct, key=jr.key(0), stddev=0.0)),
-)
+def _with_noise(ct):
+    """There is one leaf, and so one key."""
+    (key,) = jr.split(jr.key(0), 1)
+    return ct + 0.5 * jr.normal(key, ct.shape, ct.dtype)
+
+
+# The noise is a constant, so the derivative is affine in the cotangent.
+@case("noise_gradient", **backward(_with_noise))
 def _():
-    # Noise itself has no witness here; without it, it is the identity.
-    return lambda x: eqg.noise_gradient(x, key=jr.key(0), stddev=0.0), (vector(),)
+    return lambda x: eqg.noise_gradient(x, key=jr.key(0), stddev=0.5), (vector(),)
 
 
 def _to_half_and_back(ct):
     return ct.astype("float16").astype(ct.dtype)
 
 
-@case("cast_gradient", **_backward(_to_half_and_back))
+@case("cast_gradient", **backward(_to_half_and_back))
 def _():
     return lambda x: eqg.cast_gradient(x, "float16"), (vector(),)
 
 
-@case("on_backward", **_backward(jnp.tanh))
+@case("on_backward", **backward(jnp.tanh))
 def _():
-    return lambda x: eqg.on_backward(x, jnp.tanh), (vector(),)
+    return lambda x: eqg.onbackward(x, jnp.tanh), (vector(),)
 
 
 @case("on_forward", reference=_identity)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from ..rules.formulas import fake_quantize, fsq_bound, lsq
 from .registry import case, vector
 
 
@@ -15,10 +16,6 @@ stop = jax.lax.stop_gradient
 
 def _identity(x):
     return x
-
-
-def _straight_round(x):
-    return x + stop(jnp.round(x) - x)
 
 
 def _straight_sign(x):
@@ -31,11 +28,7 @@ def _():
     return nn.StraightThrough(jnp.round), (vector(),)
 
 
-def _fake_quantize(x, scale):
-    return scale * jnp.clip(_straight_round(x / scale), -8, 7)
-
-
-@case("nn.FakeQuantize", reference=_fake_quantize)
+@case("nn.FakeQuantize", reference=fake_quantize)
 def _():
     fn = lambda x, scale: nn.FakeQuantize(4, scale=scale, learn_scale=True)(x)
     return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
@@ -46,24 +39,13 @@ def _():
     return nn.FakeQuantize(4), (vector(),)
 
 
-def _lsq(x, step):
-    g = 1 / (x.size * 7) ** 0.5
-    step = stop(step * (1 - g)) + step * g
-    return step * _straight_round(jnp.clip(x / step, -8, 7))
-
-
-@case("nn.LSQ", reference=_lsq)
+@case("nn.LSQ", reference=lsq)
 def _():
     fn = lambda x, scale: nn.LSQ(4, scale=scale)(x)
     return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
 
 
-def _bounded(z):
-    """FSQ's bound for five levels, which is odd: no shift."""
-    return jnp.tanh(z) * (5 - 1) * (1 - 1e-3) / 4
-
-
-@case("nn.FSQ", reference=_bounded)
+@case("nn.FSQ", reference=fsq_bound)
 def _():
     return nn.FSQ((5, 5, 5)), (vector(),)
 
@@ -124,7 +106,7 @@ def _():
 
 
 def _quantized(w, x):
-    return _fake_quantize(w, 0.2) @ _fake_quantize(x, 0.25)
+    return fake_quantize(w, 0.2) @ fake_quantize(x, 0.25)
 
 
 @case("nn.QuantizedLinear", reference=_quantized)
@@ -137,7 +119,7 @@ def _():
 
 
 def _convolved(w, x):
-    q = _fake_quantize(w, 0.2)
+    q = fake_quantize(w, 0.2)
     return sum(q[:, :, i] @ x[:, i : i + 3] for i in range(2))
 
 

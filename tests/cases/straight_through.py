@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from ..rules.formulas import fake_quantize, fsq_bound, lsq, straight_round
 from .registry import case, vector
 
 
@@ -91,27 +92,13 @@ def _():
     return lambda x: ste.reinmax(x, key=jr.key(0)), (vector(),)
 
 
-def _straight_round(x):
-    return x + jax.lax.stop_gradient(jnp.round(x) - x)
-
-
-def _fake_quantize(x, scale):
-    return scale * jnp.clip(_straight_round(x / scale), -8, 7)
-
-
-@case("ste.fake_quantize", reference=_fake_quantize)
+@case("ste.fake_quantize", reference=fake_quantize)
 def _():
     fn = lambda x, scale: ste.fake_quantize(x, scale, bits=4)
     return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
 
 
-def _lsq(x, step):
-    g = 1 / (x.size * 7) ** 0.5
-    step = jax.lax.stop_gradient(step * (1 - g)) + step * g
-    return step * _straight_round(jnp.clip(x / step, -8, 7))
-
-
-@case("ste.lsq", reference=_lsq)
+@case("ste.lsq", reference=lsq)
 def _():
     fn = lambda x, step: ste.lsq(x, step, bits=4)
     return fn, (jnp.array([0.52, -1.23, 1.6, 40.0]), jnp.array(0.31))
@@ -125,7 +112,7 @@ def _():
 def _dorefa(x):
     tanh = jnp.tanh(x)
     unit = tanh / (2 * jax.lax.stop_gradient(jnp.max(jnp.abs(tanh)))) + 0.5
-    return 2 * (_straight_round(unit * 3) / 3) - 1
+    return 2 * (straight_round(unit * 3) / 3) - 1
 
 
 @case("ste.dorefa", reference=_dorefa)
@@ -142,13 +129,7 @@ def _():
     return lambda x, alpha: ste.pact(x, alpha, bits=4), (vector(), jnp.array(1.5))
 
 
-def _bounded(z):
-    """FSQ's bound for five levels, which is odd: no shift."""
-    half = (5 - 1) * (1 - 1e-3) / 2
-    return jnp.tanh(z) * half / 2
-
-
-@case("ste.fsq", reference=_bounded)
+@case("ste.fsq", reference=fsq_bound)
 def _():
     return lambda z: ste.fsq(z, (5, 5, 5))[0], (vector(),)
 

@@ -8,18 +8,25 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from .registry import (
-    complex_sample,
-    eqg_jvp,
-    eqg_vjp,
-    eqx_jvp,
-    fault,
-    jax_jvp,
+from ..rules.arguments import complex_sample, sample
+from ..rules.formulas import (
+    abs_squared,
+    leaky_relu,
+    leaky_relu_slope,
     matvec,
     multiply,
-    sample,
+    multiply_tangent,
+    power,
+    power_tangent,
+    sin_and_cos,
+    sin_where,
+    sin_where_tangent,
+    soft_sign_slope,
+    spike,
     square,
 )
+from ..rules.ways import eqg_jvp, eqg_vjp, eqx_jvp, jax_jvp
+from .registry import fault
 
 
 # A constant factor
@@ -144,9 +151,6 @@ def transposed(bug):
 
 @fault("forward", "at `z`(?s:.)*conjugate")
 def conjugate(bug):
-    def abs_squared(z):
-        return jnp.real(z) ** 2 + jnp.imag(z) ** 2
-
     tangent = lambda z, t: 2 * jnp.real((z if bug else jnp.conj(z)) * t)
     return jax_jvp(abs_squared, tangent), (complex_sample(3),)
 
@@ -159,8 +163,11 @@ def imaginary_part(bug):
 
 @fault("forward", "term of `y` is missing")
 def term_of_y(bug):
-    tangent = lambda x, y, t_x, t_y: t_x * y if bug else t_x * y + x * t_y
-    return eqg_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
+    without_y = lambda x, y, t_x, t_y: t_x * y
+    return eqg_jvp(multiply, without_y if bug else multiply_tangent), (
+        sample(3),
+        sample(3, seed=1),
+    )
 
 
 @fault("forward", r"at `args\[[01]\]`|at `[xy]`")
@@ -196,9 +203,6 @@ def leaves_of_a_dict_swapped(bug):
 
 @fault("forward", r"output\[1\](?s:.)*sign is wrong")
 def second_output(bug):
-    def sin_and_cos(x):
-        return jnp.sin(x), jnp.cos(x)
-
     tangent = lambda x, t: (jnp.cos(x) * t, (1 if bug else -1) * jnp.sin(x) * t)
     return jax_jvp(sin_and_cos, tangent), (sample(4),)
 
@@ -252,11 +256,8 @@ def implicit_function(bug):
 
 @fault("forward", "wrong only where `x` is negative|entries are wrong")
 def negative_inputs(bug):
-    def leaky_relu(x):
-        return jnp.where(x > 0, x, 0.1 * x)
-
-    slope = lambda out, x: jnp.where(x > 0, 1.0, 0.01 if bug else 0.1).astype(x.dtype)
-    return eqg.elementwise(leaky_relu, slope), (sample(6),)
+    slope = lambda out, x: leaky_relu_slope(out, x, leak=0.01 if bug else 0.1)
+    return eqg.elementwise(lambda x: leaky_relu(x), slope), (sample(6),)
 
 
 @fault("forward", "entries are wrong")
@@ -278,36 +279,25 @@ def wrong_threshold(bug):
 
 @fault("forward", "at `x`")
 def integer_exponent(bug):
-    def power(x, n):
-        return x**n
-
-    def tangent(x, n, t_x, t_n):
-        return n * x ** (n if bug else n - 1) * t_x
-
-    return eqg_jvp(power, tangent), (sample(4, low=0.5), 3)
+    one_too_many = lambda x, n, t_x, t_n: n * x**n * t_x
+    return eqg_jvp(power, one_too_many if bug else power_tangent), (sample(4, low=0.5), 3)
 
 
 @fault("forward", "entries are wrong")
 def mask_ignored(bug):
-    def sin_where(x, mask):
-        return jnp.where(mask, jnp.sin(x), x)
-
-    def tangent(x, mask, t_x, t_mask):
-        return jnp.cos(x) * t_x if bug else jnp.where(mask, jnp.cos(x) * t_x, t_x)
-
-    return eqg_jvp(sin_where, tangent), (sample(4), jnp.array([True, False, True, False]))
+    everywhere = lambda x, mask, t_x, t_mask: jnp.cos(x) * t_x
+    rule = eqg_jvp(sin_where, everywhere if bug else sin_where_tangent)
+    return rule, (sample(4), jnp.array([True, False, True, False]))
 
 
 @fault("forward", "entries are wrong")
 def configuration_ignored(bug):
-    def slope(out, x, *, leak):
-        return jnp.where(x > 0, 1.0, 0.01 if bug else leak).astype(x.dtype)
-
-    @eqg.elementwise(slope)
-    def leaky_relu(x, *, leak):
-        return jnp.where(x > 0, x, leak * x)
-
-    return leaky_relu, (sample(6),), {"leak": 0.3}
+    ignored = lambda out, x, *, leak: leaky_relu_slope(out, x, leak=0.01)
+    return (
+        eqg.elementwise(leaky_relu, ignored if bug else leaky_relu_slope),
+        (sample(6),),
+        {"leak": 0.3},
+    )
 
 
 class Scale(eqx.Module):
@@ -342,11 +332,12 @@ def straight_through(bug):
 
 @fault("forward", "at `v`")
 def surrogate_spike(bug):
-    def spike(v):
-        return (v > 0).astype(v.dtype)
-
-    slope = lambda out, v: 1 / (1 + jnp.abs(v)) ** (1 if bug else 2)
-    return eqg.elementwise(spike, slope), (sample(5),), {"reference": jax.nn.soft_sign}
+    not_squared = lambda out, v: 1 / (1 + jnp.abs(v))
+    return (
+        eqg.elementwise(spike, not_squared if bug else soft_sign_slope),
+        (sample(5),),
+        {"reference": jax.nn.soft_sign},
+    )
 
 
 @fault("forward", "sign is wrong")

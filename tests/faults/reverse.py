@@ -8,7 +8,27 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from .registry import complex_sample, eqg_vjp, eqx_vjp, fault, jax_vjp, matvec, multiply, sample
+from ..rules.arguments import complex_sample, sample
+from ..rules.formulas import (
+    abs_squared,
+    abs_squared_cotangents,
+    cumulative_sum,
+    cumulative_sum_cotangents,
+    dropout,
+    dropout_cotangents,
+    matvec,
+    matvec_cotangents,
+    multiply,
+    multiply_cotangents,
+    shift,
+    shift_cotangents,
+    sort,
+    sort_cotangents,
+    to_circle,
+    to_circle_cotangents,
+)
+from ..rules.ways import eqg_vjp, eqx_vjp, jax_vjp
+from .registry import fault
 
 
 # A constant factor
@@ -47,26 +67,16 @@ def nothing_at_1000(bug):
 
 @fault("reverse", "every entry is half")
 def dropout_not_rescaled(bug):
-    def dropout(x, key):
-        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+    def not_rescaled(x, key, ct):
+        return jnp.where(jr.bernoulli(key, 0.5, x.shape), ct, 0), None
 
-    def cotangents(x, key, ct):
-        kept = jr.bernoulli(key, 0.5, x.shape)
-        return jnp.where(kept, (1 if bug else 2) * ct, 0), None
-
-    return eqg_vjp(dropout, cotangents), (sample(8), jr.key(0))
+    return eqg_vjp(dropout, not_rescaled if bug else dropout_cotangents), (sample(8), jr.key(0))
 
 
 @fault("reverse", "at `x`(?s:.)*entries are wrong")
 def dropout_of_another_key(bug):
-    def dropout(x, key):
-        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * x, 0)
-
-    def cotangents(x, key, ct):
-        key = jr.split(key)[0] if bug else key
-        return jnp.where(jr.bernoulli(key, 0.5, x.shape), 2 * ct, 0), None
-
-    return eqg_vjp(dropout, cotangents), (sample(8), jr.key(0))
+    of_another = lambda x, key, ct: dropout_cotangents(x, jr.split(key)[0], ct)
+    return eqg_vjp(dropout, of_another if bug else dropout_cotangents), (sample(8), jr.key(0))
 
 
 # Transposes and conjugates
@@ -74,16 +84,20 @@ def dropout_of_another_key(bug):
 
 @fault("reverse", "at `x`(?s:.)*transposed")
 def not_transposed(bug):
-    cotangents = lambda w, x, ct: (jnp.outer(ct, x), (w if bug else w.T) @ ct)
-    return jax_vjp(matvec, cotangents), (sample(4, 4), sample(4, seed=1))
+    not_transposed = lambda w, x, ct: (jnp.outer(ct, x), w @ ct)
+    return jax_vjp(matvec, not_transposed if bug else matvec_cotangents), (
+        sample(4, 4),
+        sample(4, seed=1),
+    )
 
 
 @fault("reverse", "at `w`(?s:.)*transposed")
 def outer_product_transposed(bug):
-    def cotangents(w, x, ct):
-        return jnp.outer(x, ct) if bug else jnp.outer(ct, x), w.T @ ct
-
-    return eqg_vjp(matvec, cotangents), (sample(4, 4), sample(4, seed=1))
+    transposed = lambda w, x, ct: (jnp.outer(x, ct), w.T @ ct)
+    return eqg_vjp(matvec, transposed if bug else matvec_cotangents), (
+        sample(4, 4),
+        sample(4, seed=1),
+    )
 
 
 @fault("reverse", "transposed")
@@ -110,32 +124,22 @@ def sign_of_the_matrix_of_a_solve(bug):
 def not_conjugated(bug):
     """PyTorch's convention is the conjugate of JAX's."""
 
-    def abs_squared(z):
-        return jnp.real(z) ** 2 + jnp.imag(z) ** 2
-
-    def cotangents(z, ct):
-        return (2 * (z if bug else jnp.conj(z)) * ct.astype(z.dtype),)
-
-    return jax_vjp(abs_squared, cotangents), (complex_sample(3),)
+    not_conjugated = lambda z, ct: (2 * z * ct.astype(z.dtype),)
+    return jax_vjp(abs_squared, not_conjugated if bug else abs_squared_cotangents), (
+        complex_sample(3),
+    )
 
 
 @fault("reverse", "at `x`(?s:.)*transposed")
 def cumulative_sum_not_reversed(bug):
-    def cumulative_sum(x):
-        return jnp.cumsum(x)
-
-    step = 1 if bug else -1
-    bwd = lambda _, ct: (jnp.cumsum(ct[::step])[::step],)
+    bwd = (lambda _, ct: (jnp.cumsum(ct),)) if bug else cumulative_sum_cotangents
     return jax_vjp(cumulative_sum, bwd, lambda x: (jnp.cumsum(x), None)), (sample(5),)
 
 
 @fault("reverse", "at `x`(?s:.)*transposed")
 def rolled_the_same_way(bug):
-    def shift(x):
-        return jnp.roll(x, 1)
-
-    cotangents = lambda x, ct: (jnp.roll(ct, 1 if bug else -1),)
-    return eqg_vjp(shift, cotangents), (sample(5),)
+    the_same_way = lambda x, ct: (jnp.roll(ct, 1),)
+    return eqg_vjp(shift, the_same_way if bug else shift_cotangents), (sample(5),)
 
 
 @fault("reverse", "at `x`")
@@ -163,13 +167,8 @@ def kernel_not_flipped(bug):
 
 @fault("reverse", "at `x`(?s:.)*transposed")
 def sort_not_undone(bug):
-    def sort(x):
-        return jnp.sort(x)
-
-    def cotangents(x, ct):
-        return (ct[jnp.argsort(x)] if bug else ct[jnp.argsort(jnp.argsort(x))],)
-
-    return jax_vjp(sort, cotangents), (sample(6),)
+    not_undone = lambda x, ct: (ct[jnp.argsort(x)],)
+    return jax_vjp(sort, not_undone if bug else sort_cotangents), (sample(6),)
 
 
 @fault("reverse", "at `x`")
@@ -404,14 +403,10 @@ def cotangent_in_single_precision(bug):
 
 @fault("reverse", "complex")
 def complex_cotangent_of_a_real_array(bug):
-    def to_circle(angle):
-        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+    def of_complex_dtype(angle, ct):
+        return (jax.lax.complex(-jnp.sin(angle), jnp.cos(angle)) * ct,)
 
-    def cotangents(angle, ct):
-        slope = jax.lax.complex(-jnp.sin(angle), jnp.cos(angle))
-        return (slope * ct if bug else jnp.real(slope * ct),)
-
-    return jax_vjp(to_circle, cotangents), (sample(3),)
+    return jax_vjp(to_circle, of_complex_dtype if bug else to_circle_cotangents), (sample(3),)
 
 
 @fault("reverse", "RuleError: .*a cotangent that does not fit")
@@ -424,5 +419,8 @@ def cotangent_of_the_wrong_shape(bug):
 @fault("reverse", "TypeError: .*bwd rule")
 def one_cotangent_too_few(bug):
     """JAX sees this by itself."""
-    cotangents = lambda x, y, ct: (y * ct,) if bug else (y * ct, x * ct)
-    return jax_vjp(multiply, cotangents), (sample(3), sample(3, seed=1))
+    too_few = lambda x, y, ct: (y * ct,)
+    return jax_vjp(multiply, too_few if bug else multiply_cotangents), (
+        sample(3),
+        sample(3, seed=1),
+    )

@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from .registry import (
-    eqg_jvp,
-    eqg_vjp,
-    eqx_jvp,
-    eqx_vjp,
-    fault,
-    jax_jvp,
-    jax_vjp,
+from ..rules.arguments import sample
+from ..rules.formulas import (
     matvec,
+    max_and_index,
     multiply,
-    sample,
+    multiply_cotangents,
+    multiply_tangent,
+    shift,
+    shift_cotangents,
+    sin_and_cos,
     square,
 )
+from ..rules.ways import eqg_jvp, eqg_vjp, eqx_jvp, eqx_vjp, jax_jvp, jax_vjp
+from .registry import fault
 
 
 tangents = eqg.tangents
@@ -82,9 +83,6 @@ def static_leaf_of_the_value(bug):
 
 @fault("primal", r"output\[1\]")
 def integer_leaf_of_the_value(bug):
-    def max_and_index(x):
-        return jnp.max(x), jnp.argmax(x)
-
     def fwd(x):
         i = jnp.argmax(x)
         return (x[i], i + 1 if bug else i), i
@@ -126,11 +124,11 @@ def absolute_tangent(bug):
 def product_of_tangents(bug):
     """`eqx_grads` sees this by itself."""
 
-    def tangent(x, y, t_x, t_y):
-        t = t_x * y + x * t_y
-        return t + t_x * t_y if bug else t
-
-    return eqg_jvp(multiply, tangent), (sample(3), sample(3, seed=1))
+    with_product = lambda x, y, t_x, t_y: multiply_tangent(x, y, t_x, t_y) + t_x * t_y
+    return eqg_jvp(multiply, with_product if bug else multiply_tangent), (
+        sample(3),
+        sample(3, seed=1),
+    )
 
 
 @fault("linear", "cotangent: of zero(?s:.)*affine")
@@ -169,12 +167,8 @@ def relu_of_the_cotangent(bug):
 
 @fault("adjoint", "not the same linear map")
 def halves_of_a_shift(bug):
-    def shift(x):
-        return jnp.roll(x, 1)
-
-    rule = eqg_vjp(
-        shift, lambda _, ct: (jnp.roll(ct, 1 if bug else -1),), lambda x: (shift(x), None)
-    )
+    bwd = (lambda _, ct: (jnp.roll(ct, 1),)) if bug else shift_cotangents
+    rule = eqg_vjp(shift, bwd, lambda x: (shift(x), None))
     rule.def_jvp(lambda primals, tangents: (shift(*primals), shift(*tangents)))
     return rule, (sample(5),)
 
@@ -182,12 +176,12 @@ def halves_of_a_shift(bug):
 @fault("adjoint", "not the same linear map")
 def halves_of_a_product(bug):
     """Forward mode lacks what reverse mode has."""
-    rule = eqg_vjp(multiply, lambda x, y, ct: (y * ct, x * ct))
+    rule = eqg_vjp(multiply, multiply_cotangents)
 
     @rule.def_jvp
     def jvp(primals, tans):
         (x, y), (t_x, t_y) = primals, tans
-        return x * y, t_x * y if bug else t_x * y + x * t_y
+        return x * y, t_x * y if bug else multiply_tangent(x, y, t_x, t_y)
 
     return rule, (sample(3), sample(3, seed=1))
 
@@ -282,13 +276,10 @@ def mask_of_a_pair_misread(bug):
 
 @fault("zeros", r"only output\[[01]\] is used")
 def only_one_output_used(bug):
-    @eqg.custom_vjp
-    def sin_and_cos(x):
-        return jnp.sin(x), jnp.cos(x)
+    rule = eqg.custom_vjp(sin_and_cos)
+    rule.def_fwd(lambda x: (sin_and_cos(x), x))
 
-    sin_and_cos.def_fwd(lambda x: ((jnp.sin(x), jnp.cos(x)), x))
-
-    @sin_and_cos.def_bwd(symbolic_zeros=True)
+    @rule.def_bwd(symbolic_zeros=True)
     def bwd(x, cts):
         ct_sin, ct_cos = cts
         if bug and ct_cos is None:
@@ -296,15 +287,15 @@ def only_one_output_used(bug):
         from_sin = tangents.scale(ct_sin, jnp.cos(x))
         return (tangents.add(from_sin, tangents.scale(ct_cos, -jnp.sin(x))),)
 
-    return sin_and_cos, (sample(4),)
+    return rule, (sample(4),)
 
 
 @fault("zeros", r"only output\[[01]\] is used")
 def unused_output_taken_for_one(bug):
-    f = jax.custom_vjp(lambda x: (jnp.sin(x), jnp.cos(x)))
+    f = jax.custom_vjp(sin_and_cos)
 
     def fwd(x):
-        return (jnp.sin(x.value), jnp.cos(x.value)), x.value
+        return sin_and_cos(x.value), x.value
 
     def bwd(x, cts):
         missing = jnp.ones_like if bug else jnp.zeros_like

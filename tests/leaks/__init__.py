@@ -1,8 +1,8 @@
 """Programs in which a custom derivative has leaked a tracer, somewhere, to somebody.
 
 Each is a `Shape`: one function that is run with rules and without, so that plain autodiff is
-its own witness. `shapes_*.py` hold them, `tests/test_leaks.py` runs them, and `python -m
-tests.leaks` runs them in a process of its own, for JAX's flags.
+its own reference. The files of this folder hold them, `tests/test_leaks.py` runs them, and
+`python -m tests.leaks` runs them in a process of its own, for JAX's flags.
 """
 
 from . import (

@@ -3,15 +3,15 @@
 import contextlib
 import dataclasses
 import functools as ft
-import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import eqx_grads as eqg
 import jax
-import jax.numpy as jnp
-import numpy as np
+
+from ..helpers import assert_close
+from ..rules.formulas import sin_times, sin_times_cotangents, sin_times_tangent
 
 
 class WithRules:
@@ -108,23 +108,17 @@ def _add(name, new):
     SHAPES[name] = new
 
 
-def sin_times(x, y):
-    return jnp.sin(x) * y
-
-
 def op_of(kind: str, rules: Any) -> Callable[..., Any]:
     """`sin(x) * y`, with a rule of this kind."""
 
     def jvp(primals, tangents):
-        (x, y), (t_x, t_y) = primals, tangents
-        return f(x, y), ran(jnp.cos(x) * y * t_x + jnp.sin(x) * t_y)
+        return f(*primals), ran(sin_times_tangent(*primals, *tangents))
 
     def fwd(x, y):
         return f(x, y), ran((x, y))
 
     def bwd(residuals, ct):
-        x, y = residuals
-        return jnp.cos(x) * y * ct, jnp.sin(x) * ct
+        return sin_times_cotangents(*residuals, ct)
 
     f = rules.jvp(sin_times, jvp) if kind == "jvp" else rules.vjp(sin_times, fwd, bwd)
     return f
@@ -198,19 +192,6 @@ def _expected(name):
     return SHAPES[name].run(Plain)
 
 
-@contextlib.contextmanager
-def checking_leaks():
-    """`jax.checking_leaks`, without its cost: it looks at all objects that there are, after
-    every trace. Those that are there already need not be looked at."""
-    gc.collect()
-    gc.freeze()
-    try:
-        with jax.checking_leaks():
-            yield
-    finally:
-        gc.unfreeze()
-
-
 def _expect_error(shape):
     error = None
     try:
@@ -224,21 +205,3 @@ def _expect_error(shape):
         error = error.__context__
     assert isinstance(error, eqg.RuleError), repr(error)
     assert re.search(shape.error, str(error)), f"{shape.error!r} is not in {str(error)!r}"
-
-
-def assert_close(got: Any, expected: Any) -> None:
-    """Equal but for rounding: values, structures, shapes and dtypes."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        if not isinstance(b, jax.Array):
-            assert type(a) is type(b)
-            assert a == b
-            continue
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        if not jnp.issubdtype(b.dtype, jnp.inexact):
-            assert bool(jnp.all(a == b))
-            continue
-        tolerance = 20 * np.finfo(b.dtype).eps
-        scale = 1 + np.max(np.abs(b), initial=0)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)

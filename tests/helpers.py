@@ -1,0 +1,39 @@
+"""What several test files compare and measure with."""
+
+import contextlib
+import gc
+from typing import Any
+
+import equinox as eqx
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+
+
+def assert_close(
+    got: Any, expected: Any, *, eps: float = 20, tolerance: float | None = None
+) -> None:
+    """`eqgt.assert_trees_close`, with a tolerance of so many `eps` of the coarsest dtype of
+    `expected`, or the `tolerance` itself."""
+    if tolerance is None:
+        dtypes = [jnp.result_type(x) for x in jax.tree.leaves(expected) if eqx.is_array_like(x)]
+        inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+        tolerance = eps * max((float(jnp.finfo(dtype).eps) for dtype in inexact), default=0)
+    eqgt.assert_trees_close(got, expected, tolerance=tolerance)
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """`jax.checking_leaks`, without its cost: it looks at all objects that there are, after
+    every trace. Those that are there already, garbage or not, need not be looked at."""
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
+
+
+def temp_bytes(fn: Any, *args: Any) -> int:
+    """What the compiled program needs besides its arguments and outputs."""
+    return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
