@@ -66,7 +66,7 @@ def linear_recurrence(
     """
     if method not in ("auto", "scan", "associative"):
         raise rule_error(
-            "`linear_recurrence` got an unknown `method`.",
+            "`linear_recurrence` has no such method.",
             f"`method` is {method!r}",
             do='Choose one of "auto", "scan" and "associative".',
         )

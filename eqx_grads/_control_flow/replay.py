@@ -171,7 +171,8 @@ def _replayed_scan_bwd(residuals, cts, *, body, reverse, perturbed: tuple[Any, .
     *perturbed_args, _ = perturbed
     plain, replayed = residuals
     if plain is not None:
-        return *_pull_back_plain(*plain, cts, perturbed_args), None
+        pull_back, inexact = plain
+        return *_pull_back_plain(pull_back, inexact, cts, perturbed_args), None
     return *_replay(body, replayed, cts, perturbed_args, reverse), None
 
 

@@ -168,8 +168,7 @@ def _named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
         return Replayed(only_if_faster=checkpoint == "auto")
     is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
-    is_number = isinstance(checkpoint, int | np.integer) and not isinstance(checkpoint, bool)
-    if not is_sqrt and not (is_number and checkpoint > 0):
+    if not is_sqrt and not _is_positive_integer(checkpoint):
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
             f"it is {checkpoint!r:.60}",
@@ -197,10 +196,11 @@ def _choose(
     in_the_steps = loop if window is None else cut_loop(loop, window)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    if loop.steps == 0 or jax.config.jax_disable_jit or _STEPS_ARE_VISIBLE.get():
+    disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
+    if loop.steps == 0 or disabled_jit or _STEPS_ARE_VISIBLE.get():
         return visible
     is_auto = isinstance(method, Replayed) and method.only_if_faster
-    methods = [Plain()] if is_auto else []
+    methods: list[AbstractMethod] = [Plain()] if is_auto else []
     if not is_auto or jax.default_backend() == PLATFORM:
         methods.insert(0, method)
     if window is not None:
@@ -284,11 +284,13 @@ def _as_length(length: Any) -> int:
 
 
 def _check_window(truncate: Any) -> None:
-    if truncate is not None and (
-        isinstance(truncate, bool) or not isinstance(truncate, int | np.integer) or truncate < 1
-    ):
+    if truncate is not None and not _is_positive_integer(truncate):
         raise rule_error(
             "`filter_scan` was given a `truncate` that is not a number of steps.",
             f"it is {truncate!r:.60}",
             do="Give a positive integer, or `None`.",
         )
+
+
+def _is_positive_integer(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)

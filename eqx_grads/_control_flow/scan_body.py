@@ -48,7 +48,8 @@ class ScanBody:
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         carry_tree = self._carry.tree(carry)
         if self._carry_gradient is not None:
-            carry_tree = self._with_carry_gradient(carry_tree, carry)
+            self._check_carry_gradient(self._carry_gradient, carry)
+            carry_tree = self._carry_gradient(carry_tree)
         result = self._f(carry_tree, self._x.tree(as_array_list(x)))
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
@@ -72,8 +73,8 @@ class ScanBody:
         """What `filter_scan` returns."""
         return self._carry.tree(carry), self._y[0].tree(ys)
 
-    def _with_carry_gradient(self, carry_tree, carry):
-        fn = self._carry_gradient
+    def _check_carry_gradient(self, fn: Callable[..., Any], carry: Sequence[Any]) -> None:
+        """Raise if `fn` returns anything but the arrays that it is given."""
         error = "`carry_gradient` of `filter_scan` returned another carry than it was given."
 
         def flat(arrays):
@@ -93,7 +94,6 @@ class ScanBody:
                     "`eqx_grads.clip_gradient`. To give the carry the derivative of any "
                     "function, return `eqx_grads.replace_gradient(carry, fn(carry))`.",
                 )
-        return fn(carry_tree)
 
 
 # Equations whose outputs are their first operands.
