@@ -1,4 +1,4 @@
-"""Nothing is claimed here: how programs are timed side by side, for the other files."""
+"""No claim: how the other benchmarks compile and time programs."""
 
 import statistics
 import time
@@ -9,8 +9,8 @@ import jax
 
 
 class Compiled(NamedTuple):
-    """A program as a function without arguments, the bytes it sets aside, and the seconds that
-    it took to trace and to compile."""
+    """A compiled program as a function without arguments, its temporary bytes, and the seconds
+    that tracing and compilation took."""
 
     run: Callable[[], object]
     memory: int
@@ -27,7 +27,7 @@ def compiled(fn, *args) -> Compiled:
 
 
 def in_turn(variants, rounds):
-    """Seconds of each variant in each round."""
+    """The seconds of each variant in each round. The order alternates from round to round."""
     times = {name: [] for name in variants}
     for run in variants.values():
         run()
@@ -41,5 +41,5 @@ def in_turn(variants, rounds):
 
 
 def speed(times, name, reference):
-    """The median over rounds of the ratio in the same round: above one is faster."""
+    """The median over rounds of the speed relative to `reference` in the same round."""
     return statistics.median(a / b for a, b in zip(times[reference], times[name], strict=True))

@@ -2,16 +2,12 @@
 
 from . import nn as nn, ste as ste, surrogates as surrogates, tangents as tangents
 from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
-from ._control_flow.cond import (
-    filter_cond as filter_cond,
-    filter_while_loop as filter_while_loop,
-)
+from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
-from ._diagnosis.gradient_flow import (
-    gradient_flow as gradient_flow,
-    plot_gradient_flow as plot_gradient_flow,
-)
+from ._control_flow.while_loop import filter_while_loop as filter_while_loop
+from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
+from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
     GradientStatistics as GradientStatistics,
     probe as probe,
@@ -25,7 +21,6 @@ from ._gradient_ops.linear import (
     reversal_schedule as reversal_schedule,
     reverse_gradient as reverse_gradient,
     scale_gradient as scale_gradient,
-    stop_gradient_where as stop_gradient_where,
 )
 from ._gradient_ops.nonlinear import (
     cast_gradient as cast_gradient,
@@ -36,10 +31,8 @@ from ._gradient_ops.nonlinear import (
     zero_nonfinite_gradient as zero_nonfinite_gradient,
 )
 from ._gradient_ops.value_or_gradient_only import (
-    clip_preserve_gradient as clip_preserve_gradient,
     on_backward as on_backward,
     on_forward as on_forward,
-    project as project,
 )
 from ._rules.custom_gradient import custom_gradient as custom_gradient
 from ._rules.custom_jvp import custom_jvp as custom_jvp

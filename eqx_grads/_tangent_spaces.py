@@ -184,6 +184,21 @@ def is_differentiable(primal: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def tangents_match(x: Any, y: Any) -> bool:
+    """Whether the leaves have tangents of the same shape, or have none."""
+    if not is_differentiable(x) or not is_differentiable(y):
+        return is_differentiable(x) == is_differentiable(y)
+    return shape_of(x) == shape_of(y)
+
+
+def broadcasts_to(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether an array of one shape can be broadcast to the other."""
+    if len(shape) > len(to):
+        return False
+    padded = (1,) * (len(to) - len(shape)) + tuple(shape)
+    return all(n in (1, m) for n, m in zip(padded, to, strict=True))
+
+
 def sum_dtype(dtype: Any) -> Any:
     """What to sum many cotangents in: single precision for half."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
@@ -198,7 +213,7 @@ def _as_inexact(t):
     return t
 
 
-def shape_of(x: Any) -> tuple[int, ...]:
+def shape_of(x: Any) -> tuple[Any, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 

@@ -1,9 +1,9 @@
 r"""Arithmetic on tangents in which `None` is zero.
 
 A tangent (or a cotangent: the same functions serve both) has the structure of its primal,
-with `None` wherever it is zero: for a whole tree, for a branch of one, or for a leaf.
-Whatever can't be perturbed (integers, booleans, PRNG keys, functions, strings) has the
-tangent `None` as well. Nothing here ever makes an array of zeros unless you ask for it with
+with `None` where it is zero: in place of the whole tree, of a branch, or of a leaf. A leaf
+that can't be perturbed (an integer, a boolean, a PRNG key, a function, a string) has the
+tangent `None` as well. No function makes arrays of zeros, except
 [`eqx_grads.tangents.materialize`][].
 
 !!! example
@@ -51,10 +51,10 @@ from ._tangent_spaces import (
 
 
 def is_zero(t: PyTree) -> bool:
-    """Whether a tangent is zero by its structure: `None`, or a tree of nothing but `None`.
+    """Whether a tangent is symbolically zero: `None`, or a tree in which all leaves are.
 
-    JAX's own symbolic zeros and arrays of dtype `float0` count as well. An array of zeros
-    does not: its values are not looked at, so the answer is a Python `bool` also for
+    JAX's symbolic zeros and arrays of dtype `float0` count as zero too. An array of zeros
+    does not: its values are not inspected, so that the answer is a Python `bool` also for
     traced tangents.
 
     !!! example
@@ -146,7 +146,7 @@ def neg(t: PyTree) -> PyTree:
 
 
 def scale(t: PyTree, s: ArrayLike) -> PyTree:
-    """A tangent times a number, or leaf times array of the leaf's shape.
+    """A tangent times a number or an array.
 
     !!! example
 
@@ -189,7 +189,7 @@ def scale(t: PyTree, s: ArrayLike) -> PyTree:
                 "Scaling a tangent would change its shape.",
                 f"the tangent is {type_of(x)}, the factor {type_of(s_)}",
                 do="A tangent has the shape of its primal. Use `tangents.linear` for a "
-                "map to another space.",
+                "linear map to another shape.",
             )
         return x * jnp.broadcast_to(s_.astype(x.dtype), x.shape)
 
@@ -200,8 +200,8 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
     """Apply a linear map to tangents, leaf by leaf, and skip the zeros.
 
     `fn` is not called where all of its arguments are zero. Where only some are, they enter
-    as the number `0.0` and their terms are never part of the answer: what is returned is
-    the derivative of `fn` with respect to the others. So `0 * inf` does not arise.
+    as the number `0.0`, and `fn` is differentiated with respect to the others. So the terms of
+    the zeros are not part of the result, and `0 * inf` does not arise.
 
     !!! example
 
@@ -226,21 +226,21 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
     """
 
     def linear_leaf(*xs):
-        live = [i for i, x in enumerate(xs) if not is_zero_leaf(x)]
-        if not live:
+        indices = [i for i, x in enumerate(xs) if not is_zero_leaf(x)]
+        if not indices:
             return None
-        live_xs = [jnp.asarray(xs[i]) for i in live]
-        if len(live) == len(xs):
-            return fn(*live_xs)
+        nonzero = [jnp.asarray(xs[i]) for i in indices]
+        if len(nonzero) == len(xs):
+            return fn(*nonzero)
 
-        def of_live(*args):
+        def fn_of_nonzero(*args):
             full: list[Any] = [0.0] * len(xs)
-            for i, arg in zip(live, args, strict=True):
+            for i, arg in zip(indices, args, strict=True):
                 full[i] = arg
             return fn(*full)
 
-        zeros = [jnp.zeros_like(x) for x in live_xs]
-        return jax.jvp(of_live, zeros, live_xs)[1]
+        zeros = [jnp.zeros_like(x) for x in nonzero]
+        return jax.jvp(fn_of_nonzero, zeros, nonzero)[1]
 
     return zip_trees(linear_leaf, ts)
 
@@ -338,9 +338,9 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
 
     **Returns:**
 
-    A tree like `primal`. Floating and complex leaves (Python and NumPy numbers among them)
+    A tree like `primal`. Floating and complex leaves (including Python and NumPy numbers)
     have an array of their shape and dtype; integers, booleans and PRNG keys have an array
-    of dtype `float0`; what is not an array at all has `None`.
+    of dtype `float0`; leaves that are not arrays have `None`.
     """
 
     def materialize_leaf(x, dx):
@@ -380,7 +380,7 @@ def zeros_like(primal: PyTree) -> PyTree:
 
 
 def of(module: Any, **fields: PyTree) -> Any:
-    """The (co)tangent of a Module: the named fields as given, all others zero.
+    """The (co)tangent of a Module with the given fields; all other fields are zero.
 
     !!! example
 
@@ -439,17 +439,17 @@ def of(module: Any, **fields: PyTree) -> Any:
     if isinstance(names, tuple):
         return zeros._replace(**fields)
     for name, t in fields.items():
-        # `zeros` was made three lines up and nobody else has seen it.
+        # Modules are frozen, but `zeros` is a new object that is not shared yet.
         object.__setattr__(zeros, name, t)
     return zeros
 
 
 def project(ct: PyTree, primal: PyTree) -> PyTree:
-    """A cotangent, brought into the space of its primal.
+    """Project a cotangent onto the space of its primal: its shapes and dtypes.
 
-    This is what every backward rule's cotangents go through. Autodiff of the primal itself
-    would do the same: the transpose of a broadcast is a sum, that of a cast is a cast, that
-    of the inclusion of the reals in the complex numbers is the real part.
+    Every cotangent that a backward rule returns is projected. Autodiff does the same: the
+    transpose of a broadcast is a sum, that of a cast is a cast, and that of the inclusion of
+    the real in the complex numbers is the real part.
 
     !!! example
 
@@ -465,14 +465,15 @@ def project(ct: PyTree, primal: PyTree) -> PyTree:
     **Arguments:**
 
     - `ct`: the cotangent: a tree like `primal`, with `None` for any part that is zero.
-    - `primal`: the value whose cotangent it is. Of its leaves only shape and dtype matter.
+    - `primal`: the value whose cotangent it is. Only the shapes and dtypes of its leaves are
+        used.
 
     **Returns:**
 
     A tree with exactly the structure of `primal`. A leaf is summed over the axes along
-    which the primal would have broadcast, cast to the primal's dtype within the floating
+    which the primal would have been broadcast, cast to the primal's dtype within the floating
     and complex dtypes, and reduced to its real part for a real primal. Integers, booleans,
-    keys and whatever is not an array have `None`.
+    keys and leaves that are not arrays have `None`.
 
     **Raises:**
 

@@ -1,9 +1,9 @@
-"""A network whose weights and activations are single bits learns to read digits.
+"""Train a network with binary weights and activations to classify handwritten digits.
 
-The derivative of a sign is zero, so the bits of a network do not learn. `ste.binary_sign` is
-the same sign, and lets the gradient go straight through to the numbers behind the bits. The
-network with the plain sign is trained beside it, and so is one with two bits for everything,
-by learned step size quantization.
+The derivative of a sign is zero almost everywhere, so a network with plain signs does not
+train. `ste.binary_sign` is the same sign with a straight-through derivative with respect to the
+latent weights. For comparison, the same network is trained with the plain sign, and with two
+bits for weights and activations by learned step size quantization.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from tqdm import trange
 
 # Chosen by the accuracy on other splits of the data than the one below.
 SIZES = (64, 128, 128, 10)
-NOISE = 0.1  # on the pixels, in training: so few digits are soon known by heart
+NOISE = 0.1  # added to the pixels in training, against overfitting
 BATCH = 64
-STEPS = 1260  # 60 times through the training digits
+STEPS = 1260  # 60 epochs
 LEARNING_RATE = 1e-2
 
 # ---------------------------------------------------------------- the networks
 
 
 def plain_sign(x):
-    """One bit, and no derivative."""
+    """The sign, with a derivative of zero."""
     return jnp.where(x < 0, -1, 1).astype(x.dtype)
 
 
@@ -46,13 +46,13 @@ def plain_sign(x):
 NETWORKS = {
     "straight-through": (eqg.ste.binary_sign, eqx.nn.Lambda(eqg.ste.binary_sign)),
     "plain sign": (plain_sign, eqx.nn.Lambda(plain_sign)),
-    # Weights are -2, -1, 0 or 1 steps, activations 0, 1, 2 or 3, and the steps are learned.
+    # Weights are -2, -1, 0 or 1 steps, activations 0, 1, 2 or 3. The step sizes are learned.
     "two bits": (eqg.nn.LSQ(bits=2), eqg.nn.LSQ(bits=2, signed=False, scale=0.5)),
 }
 
 
 def make_network(name, key):
-    """From pixels to logits."""
+    """A network from pixels to logits."""
     of_weights, of_activations = NETWORKS[name]
     layers = []
     for inputs, outputs in itertools.pairwise(SIZES):
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
 
 def load():
-    """The digits to train with, and those to test with."""
+    """The training digits and the test digits."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype("float32")
     split = train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
@@ -103,7 +103,8 @@ def update(network, opt_state, optimizer, key, images, labels):
     with jax.numpy_dtype_promotion("standard"):  # Optax fails where it is "strict"
         updates, opt_state = optimizer.update(grads, opt_state)
     network = eqx.apply_updates(network, updates)
-    # No gradient comes back from beyond one. Every third layer is linear.
+    # The gradient of latent weights outside [-1, 1] is zero, so clip them. Every third layer is
+    # linear.
     weights = lambda network: [layer.weight for layer in network[::3]]
     clipped = [jnp.clip(weight, -1, 1) for weight in weights(network)]
     return eqx.tree_at(weights, network, clipped), opt_state, value
@@ -139,7 +140,7 @@ STYLE: dict = {
 
 @matplotlib.rc_context(STYLE)
 def draw(runs):
-    """Left: which networks learn. Right: what the first layer of each has learned."""
+    """Left: the training losses. Right: the weights of the first layers."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     panels = figure.subplot_mosaic([["loss", name] for name in NETWORKS], width_ratios=(1, 1.9))
     for name in NETWORKS:
@@ -160,7 +161,7 @@ def draw_losses(panel, name, runs):
 
 
 def draw_weights(panel, name, layer):
-    """The weights of some neurons, each a picture of the pixels that it looks for."""
+    """The weights of some neurons as pictures."""
     weight = np.asarray(layer.quantized_weight())
     tiles = np.full((2 * 9 + 1, 12 * 9 + 1), np.nan)
     for i, neuron in enumerate(weight[:24]):

@@ -1,10 +1,10 @@
-"""Two moons, seen from another angle: what was learned of one domain is to hold in another.
+"""Unsupervised domain adaptation with a gradient reversal, on the two-moons data set.
 
-A network sees labels for two moons, and none for the same two moons rotated by 35 degrees. A
-second classifier guesses from its features which of the two domains a point is from. With the
-gradient of that guess reversed, the features learn to make it impossible: they keep what the
-domains have in common, and the labels carry over. The network without the reversal is trained
-beside it.
+The network has labels for two moons, and no labels for the same moons rotated by 35 degrees. A
+second classifier predicts from its features which of the two domains a point belongs to. As the
+gradient of this classifier is reversed, the features are trained to make the prediction
+impossible: they keep what the domains have in common, and the classification generalizes to the
+rotated moons. For comparison, the same network is trained without the reversal.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MOMENTUM = 0.9
 
 
 class Network(eqx.Module):
-    """Features of a point, and two opinions on them: its label, and its domain."""
+    """Features of a point, with a classifier of its label and one of its domain."""
 
     features: eqx.nn.Linear
     label: eqx.nn.Linear
@@ -53,7 +53,7 @@ class Network(eqx.Module):
     def __call__(self, point, strength):
         """The logits of the labels, and those of the domains."""
         features = jax.nn.sigmoid(self.features(point))
-        # The domain classifier learns to tell the domains apart, the features to prevent it.
+        # The domain classifier minimizes its loss, and the features maximize it.
         reversed_features = eqg.reverse_gradient(features, strength)
         return self.label(features), self.domain(reversed_features)
 
@@ -65,7 +65,7 @@ class Moons(NamedTuple):
     source: Float[Array, "points 2"]
     source_labels: Int[Array, " points"]
     target: Float[Array, "points 2"]
-    target_labels: Int[Array, " points"]  # only to see how well it went
+    target_labels: Int[Array, " points"]  # for the evaluation only
 
 
 def load(seed):
@@ -98,7 +98,7 @@ def accuracy(network, points, labels):
 
 @eqx.filter_jit
 def train(seeds, all_moons, strength, steps):
-    """One network for each seed: all of them at once."""
+    """Train one network for each seed, all of them with `vmap`."""
     optimizer = optax.sgd(LEARNING_RATE, MOMENTUM)
 
     def train_one(seed, moons):
@@ -137,7 +137,7 @@ STYLE: dict = {
 
 @matplotlib.rc_context(STYLE)
 def draw(moons, runs):
-    """What the first network of each kind makes of the plane, and of the points."""
+    """The predictions of the first network of each kind, and the points."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     for panel, (name, network, accuracies) in zip(figure.subplots(1, 2), runs, strict=True):
         draw_regions(panel, network)

@@ -1,8 +1,9 @@
-"""A GRU learns to spell English, twice: the same numbers, in different time.
+"""Train a GRU as a character model of English twice, with the same losses and at different
+speeds.
 
-Both networks have the same parameters, see the same batches of text (Python's own manual) and
-have the same loss. One runs `equinox.nn.GRUCell` in a `jax.lax.scan`, the other runs the very
-same cell as an `eqx_grads.nn.GRU`. The loss curves lie on each other; time and memory do not.
+Both networks have the same parameters, batches (the text of Python's manual) and loss. One runs
+`equinox.nn.GRUCell` in a `jax.lax.scan`, the other runs the same cell as an `eqx_grads.nn.GRU`.
+The losses agree up to rounding; time and memory differ.
 """
 
 import argparse
@@ -34,7 +35,7 @@ LEARNING_RATE = 3e-3
 
 
 class Speller(eqx.Module):
-    """Guesses each next character."""
+    """Predicts the next character."""
 
     embedding: eqx.nn.Embedding
     cell: eqx.nn.GRUCell
@@ -81,13 +82,13 @@ def load() -> Int[np.ndarray, " characters"]:
 
 
 def train(steps: int):
-    """Both networks in turn, so that they meet the same weather."""
+    """Train both networks in alternation, so that other load on the machine affects both."""
     text = load()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
     speller = Speller(key=jr.key(0))
     state = optimizer.init(eqx.filter(speller, eqx.is_inexact_array))
     window = np.arange(LENGTH + 1)
-    places = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     first = jnp.zeros((BATCH, LENGTH + 1), "int32")
     runs = {}
     for name in ("plain", "fast"):
@@ -96,7 +97,7 @@ def train(steps: int):
         runs[name] = {"step": step, "memory": memory, "losses": [], "seconds": []}
         runs[name]["at"] = (speller, state)
     for _ in range(steps):
-        starts = places.integers(len(text) - LENGTH, size=(BATCH, 1))
+        starts = rng.integers(len(text) - LENGTH, size=(BATCH, 1))
         batch = jnp.asarray(text[starts + window])
         for run in runs.values():
             start = time.perf_counter()

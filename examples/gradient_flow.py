@@ -1,10 +1,10 @@
-"""Where a gradient vanishes, where it explodes, and what clipping it on the way does.
+"""Vanishing and exploding gradients, and clipping at every step of the backward pass.
 
-A recurrent network is to repeat, at each of 1000 steps, what it heard three steps before. On
-its way back through the steps, a gradient shrinks or grows at every one of them. With small
-recurrent weights nothing is left of it after some dozens of steps. With large ones it
-overflows, and then there is nothing for an optimizer to clip any more. Clipped at every step,
-it can't, and the network learns.
+A recurrent network is trained to repeat, at each of 1000 steps, its input of three steps
+before. The gradient shrinks or grows at every step of the backward pass. With small recurrent
+weights it vanishes within some dozens of steps. With large weights it overflows, and an
+optimizer that clips afterwards receives NaN. If it is clipped at every step, it stays finite
+and the network learns.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LEARNING_RATE = 5e-3
 
 
 class Cell(eqx.Module):
-    """A layer of neurons, which also listen to one another."""
+    """A layer of recurrently connected neurons."""
 
     weight: Float[Array, "neurons inputs"]
     recurrent: Float[Array, "neurons neurons"]
@@ -89,13 +89,13 @@ def loss(network, xs, ys):
 
 
 def loss_at_the_end(network, xs, ys):
-    """To see how far back the gradient of one step reaches."""
+    """The loss of the last step, whose gradient at earlier steps is plotted."""
     return jnp.mean((network(xs)[-1] - ys[-1]) ** 2)
 
 
 @eqx.filter_jit
 def train(network, xs, ys, optimizer, steps):
-    """The loss at every training step."""
+    """Train the network, and return the loss at every training step."""
     weights, rest = eqx.partition(network, eqx.is_array)
 
     def update(state, _):

@@ -1,9 +1,8 @@
-"""A spiking network learns to read handwritten digits.
+"""Train a spiking network to classify handwritten digits.
 
-A neuron of this network adds up what it receives, leaks, and fires when it is full. To fire
-is to take a step, and the derivative of a step is zero: no gradient comes back through a
-neuron. `spike` is the same step with a derivative of its own, and the network learns. The
-network with the plain step is trained beside it.
+The neurons are leaky integrate-and-fire neurons. Their spike is a step function of the membrane
+potential, whose derivative is zero almost everywhere. `spike` is the same step with a surrogate
+derivative. For comparison, the same network is trained with the plain step.
 """
 
 import argparse
@@ -30,23 +29,23 @@ from tqdm import trange
 
 # Chosen by the accuracy on other splits of the data than the one below.
 NEURONS = 200  # hidden ones
-TICKS_PER_ROW = 4  # a digit has 8 rows of 8 pixels, and each is shown for so long
-DECAY = 0.8  # what a tick leaves of a potential
-NOISE = 0.2  # on the pixels, in training: so few digits are soon known by heart
+TICKS_PER_ROW = 4  # a digit has 8 rows of 8 pixels, and the input for so many time steps
+DECAY = 0.8  # of a potential in one time step
+NOISE = 0.2  # added to the pixels in training, against overfitting
 BATCH = 64
-STEPS = 840  # 40 times through the training digits
+STEPS = 840  # 40 epochs
 LEARNING_RATE = 5e-3
 
 # ---------------------------------------------------------------- the network
 
 
 def step(v):
-    """One where a neuron is over its threshold, zero elsewhere."""
+    """One above the threshold, zero elsewhere."""
     return (v > 0).astype(v.dtype)
 
 
 def bump(out, v):
-    """Highest at the threshold, where it takes least to fire or not to."""
+    """The surrogate derivative, with its maximum at the threshold."""
     return 1 / (1 + 2 * jnp.abs(v)) ** 2
 
 
@@ -54,7 +53,7 @@ spike = eqg.elementwise(step, bump)
 
 
 class Neurons(eqx.Module):
-    """A layer of leaky integrate-and-fire neurons, which also listen to one another."""
+    """A layer of recurrently connected leaky integrate-and-fire neurons."""
 
     weight: Float[Array, "neurons inputs"]
     recurrent: Float[Array, "neurons neurons"]
@@ -73,15 +72,15 @@ class Neurons(eqx.Module):
     def __call__(self, state, inputs):
         potential, spikes = state
         current = self.weight @ inputs + self.recurrent @ spikes
-        potential = DECAY * potential + current - spikes  # to fire costs one
+        potential = DECAY * potential + current - spikes  # a spike subtracts the threshold
         return potential, self.fire(potential - 1)
 
 
 class Network(eqx.Module):
-    """Hidden neurons, and one output neuron per digit, which fires for it.
+    """A layer of hidden neurons, and one output neuron for each digit.
 
-    All that is read out is spikes of output neurons. A readout of the hidden neurons would
-    not need them to learn: with the plain step it gets some 80 % of the digits right.
+    The readout uses spikes of the output neurons only. A readout of the hidden neurons would
+    not need their derivatives: with the plain step its accuracy is some 80 %.
     """
 
     hidden: Neurons
@@ -97,7 +96,7 @@ class Network(eqx.Module):
         self.bias = jnp.zeros(10, jnp.float32)
 
     def __call__(self, image):
-        """Read a digit: the spikes of the hidden and of the output neurons at every tick."""
+        """The spikes of the hidden and of the output neurons at every time step."""
 
         def tick(state, row):
             hidden = self.hidden(state[0], row)
@@ -110,7 +109,7 @@ class Network(eqx.Module):
 
     @eqg.custom_vjp
     def readout(self, counts):
-        """How often each output neuron fired, as the log-probability of each digit."""
+        """The log-probabilities of the digits, from the spike counts of the output neurons."""
         return jax.nn.log_softmax(self.gain * counts + self.bias)
 
     @readout.def_fwd
@@ -140,7 +139,7 @@ class Run(NamedTuple):
 
 
 def load():
-    """The digits to train with, and those to test with."""
+    """The training digits and the test digits."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype("float32")
     split = train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
@@ -200,7 +199,7 @@ STYLE: dict = {
 
 @matplotlib.rc_context(STYLE)
 def draw(spiking, plain, image, label):
-    """Left: all networks learn. Right: the first of them reads a digit."""
+    """Left: the training losses. Right: the spikes of the first network for one digit."""
     figure = Figure(figsize=(11, 5.4), layout="constrained")
     panels = figure.subplot_mosaic(
         [["loss", "rows", "digit"], ["loss", "hidden", "digit"], ["loss", "output", "p"]],
@@ -242,7 +241,7 @@ def draw_digit(panels, network, image, label):
     panels["digit"].imshow(image, cmap="Greys")
     panels["digit"].set(anchor="N")
     panels["digit"].spines[:].set_visible(True)
-    # A row is a column here, because time goes to the right.
+    # A row is drawn as a column, because the horizontal axis is time.
     ends = (-0.5, len(ticks) - 0.5)
     panels["rows"].imshow(image.T, cmap="Greys", aspect="auto", extent=(*ends, 7.5, -0.5))
     draw_spikes(panels["hidden"], fired, INK)

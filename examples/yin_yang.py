@@ -1,10 +1,10 @@
-"""A network of spikes, and of nothing else, learns a pattern that takes two layers.
+"""Train a network that communicates by spikes only on the Yin-Yang data set.
 
-A point of the Yin-Yang data set is two numbers, and comes in as spikes: the larger a number,
-the later its spike. The network has leaky integrate-and-fire neurons in a hidden layer and in
-the output, and the class of the point is the one whose output neuron fires most. The
-derivative of a spike is zero, so that no layer learns; with a surrogate in its place, both
-do. The network with the zero is trained beside it.
+The input is a point of two coordinates, encoded as spike times: a larger coordinate has a later
+spike. The hidden layer and the output layer have leaky integrate-and-fire neurons, and the
+predicted class is that of the output neuron with most spikes. The derivative of a spike is
+zero, so that no layer is trained; with a surrogate derivative, both layers are. For comparison,
+the same network is trained with the zero derivative.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from tqdm import trange
 # Chosen by the accuracy on the validation points, which are those of the seed 41.
 NEURONS = 120  # hidden ones
 TICKS = 40
-LATEST = 36  # the tick of the spike that stands for a one; that of a zero is the first
-DECAY = 0.9  # what a tick leaves of a potential
+LATEST = 36  # the time step of the spike that encodes a one; a zero is encoded by the first
+DECAY = 0.9  # of a potential in one time step
 SLOPE = 10.0  # of the surrogate
 BATCH = 150
 EPOCHS = 100
@@ -55,9 +55,9 @@ def which_class(x, y):
 
 
 def yin_yang(size, seed):
-    """Points as Kriener, Goltz and Petrovici (2022) draw them, to the bit, and their classes.
+    """Points and classes, bitwise equal to those of Kriener, Goltz and Petrovici (2022).
 
-    Each is drawn until it is of a class that was drawn before, so there are as many of each.
+    The class is drawn first, and then points until one is of this class.
     """
     rng = np.random.RandomState(seed)
     points, labels = np.empty((size, 2)), np.empty(size, int)
@@ -72,7 +72,7 @@ def yin_yang(size, seed):
 
 
 def encode(point):
-    """Spikes of five inputs over time: both numbers, one minus each, and one at the start."""
+    """Spikes of five inputs: both coordinates, one minus each, and a spike at the start."""
     numbers = jnp.concatenate([point, 1 - point, jnp.zeros_like(point[:1])])
     ticks = jnp.round(LATEST * numbers).astype(int)
     return jax.nn.one_hot(ticks, TICKS, axis=0, dtype=point.dtype)
@@ -82,7 +82,7 @@ def encode(point):
 
 
 def zero(v):
-    """The derivative that a step has."""
+    """The true derivative of a step."""
     return jnp.zeros_like(v)
 
 
@@ -102,7 +102,7 @@ class Network(eqx.Module):
         layer = lambda size: eqg.nn.Recurrent(
             eqg.nn.LIFCell(size, DECAY, surrogate=surrogate, dtype=jnp.float32)
         )
-        # The mean lets most neurons fire: one that is silent for all points learns nothing.
+        # With this mean most neurons have spikes. A neuron without any is not trained.
         self.to_hidden = 0.3 + jr.normal(key1, (5, NEURONS), jnp.float32)
         self.hidden = layer(NEURONS)
         self.to_output = 0.3 * jr.normal(key2, (NEURONS, 3), jnp.float32)
@@ -111,7 +111,7 @@ class Network(eqx.Module):
         self.bias = jnp.zeros(3, jnp.float32)
 
     def __call__(self, point):
-        """From a point to the log-probabilities of its class."""
+        """The log-probabilities of the classes of a point."""
         hidden, _ = self.hidden(encode(point) @ self.to_hidden)
         output, _ = self.output(hidden @ self.to_output)
         return jax.nn.log_softmax(self.gain * output.sum(axis=0) + self.bias)
@@ -122,7 +122,7 @@ class Network(eqx.Module):
 
 class Run(NamedTuple):
     network: Network
-    accuracies: np.ndarray  # on the training points, in the course of each epoch
+    accuracies: np.ndarray  # on the training points, during each epoch
     accuracy: float  # on the test points
 
 
@@ -134,7 +134,7 @@ def loss(network, points, labels):
 
 @eqx.filter_jit
 def epoch(network, opt_state, optimizer, key, points, labels):
-    """Once through the points, in batches: also the part of them that were right."""
+    """One epoch. Returns the training accuracy as well."""
 
     arrays, rest = eqx.partition(network, eqx.is_array)
 
@@ -155,7 +155,7 @@ def epoch(network, opt_state, optimizer, key, points, labels):
 
 @eqx.filter_jit
 def classify(network, points):
-    """In parts, as a picture has many points."""
+    """In chunks, because a picture has many points."""
     return jax.lax.map(network, points, batch_size=500).argmax(axis=1)
 
 
@@ -192,7 +192,7 @@ STYLE: dict = {
 
 @matplotlib.rc_context(STYLE)
 def draw(runs, test):
-    """Left: which networks learn. Right: what the first of each has learned."""
+    """Left: the training accuracies. Right: the predictions of the first networks."""
     figure = Figure(figsize=(11, 3.9), layout="constrained")
     panels = figure.subplot_mosaic([["accuracy", *SURROGATES]], width_ratios=(1.15, 1, 1))
     for name in SURROGATES:

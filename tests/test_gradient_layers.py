@@ -170,7 +170,7 @@ class TestProbe:
 def test_errors():
     with pytest.raises(RuleError, match="`GradientClip` was given a `min` that exceeds `max`"):
         nn.GradientClip(1.0, -1.0)
-    with pytest.raises(RuleError, match="`GradientNormClip` was given a `max_norm`"):
+    with pytest.raises(RuleError, match="The `max_norm` of `GradientNormClip`"):
         nn.GradientNormClip(-1.0)
-    with pytest.raises(RuleError, match="`strength` that was given to `reverse_gradient`"):
+    with pytest.raises(RuleError, match="The `strength` of `reverse_gradient`"):
         nn.GradientReversal(np.ones(4))(jnp.ones(3))

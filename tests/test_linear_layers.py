@@ -475,7 +475,7 @@ class TestErrors:
         with pytest.raises(RuleError, match="`input_size` is 0"):
             nn.MinGRU(0, 4, key=getkey())
         with pytest.raises(
-            RuleError, match=r"ring that is none\.\n  `r_min` is 0.9, `r_max` is"
+            RuleError, match=r"`LRU` needs `0 <= r_min(?s:.)*  `r_min` is 0.9, `r_max` is"
         ):
             nn.LRU(3, 4, 4, r_min=0.9, r_max=0.5, key=getkey())
         with pytest.raises(RuleError, match=r"`max_phase` is -1(?s:.)*a positive phase"):

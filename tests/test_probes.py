@@ -314,7 +314,7 @@ def roots(h, name="h"):
 
 
 MESSAGE = (
-    r"The gradient that passes `h` is not finite, at step 1.\n"
+    r"The gradient of `h` is not finite at step 1.\n"
     r"  at h\['h'\]: 0 NaN and 1 infinite of 1 elements\n"
 )
 
@@ -351,7 +351,7 @@ class TestWatch:
             x = eqg.watch_gradient(jnp.sqrt(x), "in the middle")
             return eqg.watch_gradient(x * jnp.sqrt(x), "at last")
 
-        with pytest.raises(Exception, match=r"passes `in the middle` is not finite\.\n"):
+        with pytest.raises(Exception, match=r"of `in the middle` is not finite\.\n"):
             jax.block_until_ready(jax.jit(jax.grad(f))(0.0))
 
     def test_counts(self):
@@ -573,7 +573,7 @@ class TestGradientFlowErrors:
             return jnp.sum(f(x))
 
         for loss, kind in ((in_while, "while"), (in_rule, "custom_jvp_call")):
-            with pytest.raises(RuleError, match=f"`Linear` is called inside of a `{kind}`"):
+            with pytest.raises(RuleError, match=f"`Linear` is called inside a `{kind}`"):
                 eqg.gradient_flow(loss, linear, jnp.ones(2))
 
     @pytest.mark.parametrize("out", [jnp.ones(2), (1.0, 2.0), 3, 1j])

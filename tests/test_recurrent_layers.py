@@ -35,7 +35,7 @@ ONE_OF_EACH = ("GRU, gates", "LSTM, states", "RNN, tanh")
 def chunks(monkeypatch):
     """Chunks of two steps: three steps are a full and a short one."""
     for rule in (gru_vjp, lstm_vjp, rnn_vjp):
-        monkeypatch.setattr(rule, "chunk_of", lambda xs: min(2, xs.shape[0]))
+        monkeypatch.setattr(rule, "chunk_length", lambda xs: min(2, xs.shape[0]))
 
 
 def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):

@@ -92,6 +92,29 @@ def filter_scan(checkpoint):
     return ft.partial(scanned, ft.partial(eqg.filter_scan, checkpoint=checkpoint))
 
 
+def truncated(scan, op, c):
+    """Two windows, cut by hand."""
+    us = jnp.linspace(0.5, 1.0, STEPS)
+    if scan is None:
+        for t, u in enumerate(us):
+            c = jax.lax.stop_gradient(c) if t == STEPS // 2 else c
+            c, _ = step(op, c, u)
+        return c
+    return scan(ft.partial(step, op), c, us, truncate=STEPS // 2)[0]
+
+
+def weighted(scan, op, w):
+    """Differentiated in what the steps close over, and then in their inputs."""
+    us = jnp.linspace(0.5, 1.0, STEPS)
+    body = lambda c, u: (jnp.sin(op(w * c)) + u * c * op(w), None)
+    if scan is None:
+        c = jnp.ones(3)
+        for u in us:
+            c, _ = body(c, u)
+        return c
+    return scan(body, jnp.ones(3), us)[0]
+
+
 LOOPS = {
     "lax.scan": ft.partial(scanned, jax.lax.scan),
     "nested": ft.partial(nested, jax.lax.scan),
@@ -129,3 +152,28 @@ def test_the_smallest_example():
     """2.0, and not 1.0."""
     f = lambda c: jax.lax.scan(lambda c, _: (ste.round(c) * c, None), c, None, length=1)[0]
     assert jax.grad(jax.grad(f))(1.0) == 2.0
+
+
+@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("checkpoint", [None, "replay"])
+def test_windows(name, checkpoint):
+    """The derivative of the last carry is that of the last window, to all orders."""
+    op = OPS[name]
+    scan = ft.partial(eqg.filter_scan, checkpoint=checkpoint)
+    loss = lambda scan, w: jnp.sum(jnp.cos(truncated(scan, lambda x: op(w * x), X)))
+
+    def second(scan):
+        first = jax.grad(ft.partial(loss, scan))
+        return jax.jit(jax.grad(lambda w: jnp.sum(first(w) * jnp.arange(1.0, 4.0))))(X)
+
+    eqgt.assert_trees_close(second(scan), second(None))
+
+
+@pytest.mark.parametrize("name", EVERY_DAY)
+@pytest.mark.parametrize("checkpoint", [None, 2, "replay", "auto"])
+def test_what_the_steps_close_over(name, checkpoint):
+    scan = ft.partial(eqg.filter_scan, checkpoint=checkpoint)
+    loop = lambda scan: lambda op, w: weighted(scan, op, w)
+    eqgt.assert_trees_close(
+        second_derivative(loop(scan), OPS[name]), second_derivative(loop(None), OPS[name])
+    )

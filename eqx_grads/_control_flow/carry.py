@@ -1,4 +1,4 @@
-"""What a loop carries from step to step: what varies, what is static, what fits."""
+"""Scan carries: split into arrays and static leaves, and checked for a fixed type."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,47 +14,63 @@ from .._tangent_spaces import as_array_list
 
 
 class BecomesArray(Exception):
-    """Python integers in the carry turn out to vary: the leaves with these numbers."""
+    """Python integers in the carry turn out to vary from step to step: the leaves at these
+    indices. They have to be arrays from the start."""
 
-    def __init__(self, places: frozenset[int]):
+    def __init__(self, indices: frozenset[int]):
         Exception.__init__(self)
-        self.places = places
+        self.indices = indices
 
 
 def is_sliced(x: Any) -> bool:
+    """Whether a leaf of `xs` has a leading time axis, of which each step gets a slice."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def is_number(x):
+def is_number(x: Any) -> bool:
+    """Whether JAX can make an array of a leaf."""
     return is_sliced(x) or isinstance(x, bool | int | float | complex)
 
 
 class Carry:
-    """A carry as a list of arrays.
+    """The structure of a carry, without its arrays: the static leaves, and the indices of the
+    leaves that are arrays.
 
-    - `first` are those that the loop starts from.
-    - `numbers` says which Python integers are arrays.
+    `becomes_array` are the indices of the Python integers that vary from step to step.
     """
 
-    def __init__(self, init: Any, numbers: frozenset[int]):
+    def __init__(self, init: Any, becomes_array: frozenset[int]):
         leaves, treedef = jax.tree.flatten(init)
-        dynamic = [is_sliced(x) or is_dynamic(x) or i in numbers for i, x in enumerate(leaves)]
-        places = [i for i, d in enumerate(dynamic) if d]
-        self.first = as_array_list(leaves[i] for i in places)
+        dynamic = [
+            is_sliced(x) or is_dynamic(x) or i in becomes_array for i, x in enumerate(leaves)
+        ]
+        indices = [i for i, d in enumerate(dynamic) if d]
         static = [None if d else x for x, d in zip(leaves, dynamic, strict=True)]
-        self._rest = TreeSplit(treedef, places, static)
+        self._split = TreeSplit(treedef, indices, static)
+
+    def first(self, init: Any) -> list[jax.Array]:
+        """The arrays that the loop starts from."""
+        leaves = jax.tree.leaves(init)
+        return as_array_list(leaves[i] for i in self._split.indices)
+
+    def paths(self) -> list[str]:
+        """Where each array is, as the user would write it."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.tree(self._split.indices))
+        return [f"carry{jax.tree_util.keystr(flat[i][0])}" for i in self._split.indices]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
-        return self._rest.tree(as_array_list(arrays))
+        return self._split.tree(as_array_list(arrays))
 
-    def arrays(self, new: Any, fn: Callable[..., Any], error: str) -> list[Any]:
-        """The arrays of a carry that `fn` returned, which has to be like the first one;
-        `error` is the first line of the message if it is not."""
-        old = self._rest
+    def arrays(
+        self, new: Any, given: Sequence[Any], fn: Callable[..., Any], error: str
+    ) -> list[Any]:
+        """The arrays of the carry `new` that `fn` returned. It has to be like the carry that
+        `fn` was `given`; `error` is the first line of the message if it is not."""
+        old = self._split
         fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            before = old.tree([_Varies()] * len(old.indices))
+            before = old.tree([_Array()] * len(old.indices))
             path, was, is_now = structure_difference(before, new)
             raise fail(
                 f"at carry{path}: it was {was}, and is {is_now}",
@@ -72,13 +88,13 @@ class Carry:
                 continue
             raise fail(
                 f"at {where(i)}: it was {type_of(before)}, and is {type_of(after)}",
-                do="What is not an array is static, and stays as it is. Hold what "
-                "varies in an array, or choose with `jax.lax.cond`.",
+                do="What is not an array is static: it must not change. Store a value that "
+                "varies as an array, or choose with `jax.lax.cond`.",
             )
         if becomes_array:
             raise BecomesArray(frozenset(becomes_array))
         arrays = []
-        for i, start in zip(old.indices, self.first, strict=True):
+        for i, start in zip(old.indices, given, strict=True):
             if not is_number(leaves[i]):
                 raise fail(
                     f"at {where(i)}: it was {type_of(start)}, and is {type_of(leaves[i])}",
@@ -95,8 +111,8 @@ class Carry:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Varies:
-    """Stands where an array was, when structures are compared."""
+class _Array:
+    """Takes the place of an array when two structures are compared."""
 
 
 def _fits(before, after) -> bool:
@@ -104,7 +120,7 @@ def _fits(before, after) -> bool:
         return False
     if before.dtype == after.dtype:
         return True
-    # A Python number has no dtype of its own: JAX gives `init` that of the steps.
+    # The dtype of a Python number is weak: `jax.lax.scan` casts `init` to that of the steps.
     if not getattr(before, "weak_type", False):
         return False
     with jax.numpy_dtype_promotion("standard"):
@@ -117,22 +133,43 @@ def _advice(before, after) -> str:
             f"Give `init` the dtype {after.dtype}, or cast what the step returns to "
             f"{before.dtype}."
         )
-    return f"Give `init` the shape {after.shape}, or return what has shape {before.shape}."
+    return f"Give `init` the shape {after.shape}, or return the shape {before.shape}."
 
 
-def same_static(a, b) -> bool:
+def same_static(a: Any, b: Any) -> bool:
+    """Whether two static leaves are the same.
+
+    Two functions are, if they were made by the same line of code, and their closures and
+    default values hold the same values.
+    """
+    code = getattr(a, "__code__", None)
+    if a is not b and code is not None and code == getattr(b, "__code__", None):
+        held_by_a, held_by_b = _held_by(a), _held_by(b)
+        return len(held_by_a) == len(held_by_b) and all(map(_is_equal, held_by_a, held_by_b))
+    return _is_equal(a, b)
+
+
+def _held_by(fn: Any) -> list[Any]:
+    """What a function closes over, and its default values."""
+    held = []
+    for cell in fn.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # a name that is not bound yet: the same only if the cell is
+            held.append(cell)
+    keywords = fn.__kwdefaults__ or {}
+    return [*held, *(fn.__defaults__ or ()), *(keywords[name] for name in sorted(keywords))]
+
+
+def _is_equal(a, b) -> bool:
     if a is b:
         return True
+    # Arrays are compared by identity: their values may be traced.
     if type(a) is not type(b) or isinstance(a, jax.Array | np.ndarray):
         return False
-    # Two functions made by the same line of code are the same function to a reader, unless
-    # they close over something.
-    code = getattr(a, "__code__", None)
-    if code is not None and code == getattr(b, "__code__", None):
-        return a.__closure__ == b.__closure__ and a.__defaults__ == b.__defaults__
     try:
         return bool(a == b)
-    except Exception:  # whatever a user's `==` may raise: they are not known to be the same
+    except Exception:  # the user's `==` may raise anything: they are not known to be the same
         return False
 
 
@@ -161,7 +198,7 @@ def structure_difference(a, b) -> tuple[str, str, str]:
 def _describe(x) -> str:
     if x is None:
         return "None"
-    if isinstance(x, _Varies):
+    if isinstance(x, _Array):
         return "an array"
     if is_number(x):
         return type_of(x)

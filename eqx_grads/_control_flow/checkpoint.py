@@ -16,10 +16,11 @@ def filter_checkpoint(
     prevent_cse: bool = True,
     policy: Callable[..., bool] | None = None,
 ) -> Callable[..., PyTree]:
-    """`jax.checkpoint` for any PyTrees: nothing that `fn` computes is kept for the backward
-    pass, which computes it again.
+    """`jax.checkpoint` for any PyTrees: no residual of `fn` is saved for the backward pass,
+    which recomputes them.
 
-    `equinox.filter_checkpoint`, but that it keeps no tracers alive where `fn` is a Module.
+    Unlike `equinox.filter_checkpoint` (of Equinox 0.13), it keeps no tracers alive where `fn`
+    is a Module.
 
     !!! example
 
@@ -40,14 +41,15 @@ def filter_checkpoint(
 
     **Arguments:**
 
-    - `fn`: a function, a bound method, a method in the making, or a Module. Takes and returns
-        any PyTrees. Arrays in its arguments are traced; all else is handed on as it is.
+    - `fn`: a function, a bound method, a method in the body of a class, or a Module. Takes and
+        returns any PyTrees. Arrays in its arguments are traced; all other leaves are passed as
+        they are.
     - `prevent_cse`, `policy`: as for `jax.checkpoint`.
 
     **Returns:**
 
-    A function with the signature of `fn`. A PyTree, with the leaves of `fn`: it can stand for a
-    layer in a model.
+    A function with the signature of `fn`. It is a PyTree with the leaves of `fn`, and so can be
+    a layer of a model.
 
     **Derivative:**
 
@@ -69,7 +71,7 @@ class _Checkpoint(eqx.Module):
         call, arrays = TreeSplit.split((self._fn, args, kwargs), is_array)
         returned: list[TreeSplit] = []
 
-        # A function of its own for each call, so that nothing is kept for the next.
+        # A new function for each call, of which JAX keeps nothing for the next one.
         def run(arrays):
             fn, args, kwargs = call.tree(arrays)
             out, ys = TreeSplit.split(fn(*args, **kwargs), is_array)

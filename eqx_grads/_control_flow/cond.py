@@ -1,4 +1,4 @@
-"""Branches and loops over any PyTrees, where JAX's own take arrays only."""
+"""`filter_cond`: branches that take and return any PyTrees."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
 from .._rules.flatten_call import TreeSplit
-from .carry import BecomesArray, Carry, is_number, same_static, structure_difference
+from .carry import is_number, same_static, structure_difference
 
 
 def filter_cond(
@@ -45,20 +45,21 @@ def filter_cond(
     - `pred`: a boolean or a number, of no dimensions.
     - `true_fun`, `false_fun`: functions, bound methods or Modules. Whatever they close over
         is differentiated like anywhere else.
-    - `operands`: any PyTrees, which either is called with. What is not an array is handed on
-        as it is.
+    - `operands`: any PyTrees, with which the branch is called. Leaves that are not arrays are
+        passed as they are.
 
     **Returns:**
 
-    What the chosen branch does. Arrays, floats and complex numbers may differ between the
-    branches; so may Python integers and booleans, which are arrays then. All other leaves
-    (activation functions, strings, ...) have to be the same.
+    What the chosen branch returns. Arrays, floats and complex numbers may differ between the
+    branches. So may Python integers and booleans, which then become arrays. All other leaves
+    (activation functions, strings, ...) have to be the same; functions are, if they were made
+    by the same code and close over the same values.
 
     **Derivative:**
 
     That of the branch, by `jax.lax.cond`: both modes, all orders. Under `jax.vmap` of `pred`,
-    both branches are computed, and what is not finite in one of them may spoil the gradient
-    of the other.
+    both branches are computed, and a value that is not finite in one of them may make the
+    gradient of the other NaN.
 
     **Raises:**
 
@@ -70,10 +71,10 @@ def filter_cond(
     def branch(fn):
         def run():
             out = fn(*operands)
-            rest, arrays = TreeSplit.split(out, is_number)
-            branches.append(_Branch(fn, out, rest, arrays))
+            split, arrays = TreeSplit.split(out, is_number)
+            branches.append(_Branch(fn, out, split, arrays))
             if len(branches) == 2:
-                _check_alike(*branches)
+                _check_same_types(*branches)
             return arrays
 
         return run
@@ -81,29 +82,29 @@ def filter_cond(
     arrays = jax.lax.cond(pred, branch(true_fun), branch(false_fun))
     first = branches[0]
     for i, number in enumerate(first.python_numbers):
-        # A Python number that both return is still one.
+        # A Python number that both branches return does not become an array.
         if number is not None and all(
             same_static(number, b.python_numbers[i]) for b in branches
         ):
             arrays[i] = number
-    return first.rest.tree(arrays)
+    return first.split.tree(arrays)
 
 
 class _Branch:
-    """What a branch returned, less the arrays."""
+    """What a branch returned, without the arrays."""
 
     def __init__(
-        self, fn: Callable[..., PyTree], out: PyTree, rest: TreeSplit, arrays: list[Any]
+        self, fn: Callable[..., PyTree], out: PyTree, split: TreeSplit, arrays: list[Any]
     ):
         self.fn = fn
-        self.rest = rest
+        self.split = split
         self.types = [jax.typeof(x) for x in arrays]
         leaves = jax.tree.leaves(out)
-        numbers = [leaves[i] for i in rest.indices]
+        numbers = [leaves[i] for i in split.indices]
         self.python_numbers = [x if isinstance(x, bool | int) else None for x in numbers]
 
 
-def _check_alike(one: _Branch, other: _Branch) -> None:
+def _check_same_types(one: _Branch, other: _Branch) -> None:
     names = f"`{name_of(one.fn)}`", f"`{name_of(other.fn)}`"
 
     def fail(path, this, that, do):
@@ -115,8 +116,8 @@ def _check_alike(one: _Branch, other: _Branch) -> None:
             do=do,
         )
 
-    trees = one.rest.tree(one.types), other.rest.tree(other.types)
-    if one.rest.treedef != other.rest.treedef:
+    trees = one.split.tree(one.types), other.split.tree(other.types)
+    if one.split.treedef != other.split.treedef:
         raise fail(*structure_difference(*trees), do="Return the same structure from both.")
     leaves = [jax.tree_util.tree_leaves_with_path(tree) for tree in trees]
     for (path, x), (_, y) in zip(*leaves, strict=True):
@@ -136,69 +137,3 @@ def _check_alike(one: _Branch, other: _Branch) -> None:
 
 def _is_type(x) -> bool:
     return isinstance(x, AbstractValue)
-
-
-def filter_while_loop(
-    cond_fun: Callable[[PyTree], ArrayLike],
-    body_fun: Callable[[PyTree], PyTree],
-    init: PyTree,
-) -> PyTree:
-    """`jax.lax.while_loop` for any PyTrees: `carry = body_fun(carry)` while
-    `cond_fun(carry)`.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        def square_root(x):
-            # The carry holds a function, which stays as it is.
-            step = lambda carry: (carry[0], 0.5 * (carry[1] + x / carry[1]))
-            far = lambda carry: carry[0](carry[1] ** 2 - x) > 1e-5
-            return eqg.filter_while_loop(far, step, (jnp.abs, x))[1]
-
-        root, slope = jax.jvp(square_root, (2.0,), (1.0,))
-        assert jnp.allclose(root, 2**0.5) and jnp.allclose(slope, 0.5 / 2**0.5, atol=1e-4)
-        ```
-
-    **Arguments:**
-
-    - `cond_fun`: whether to go on, a boolean of no dimensions.
-    - `body_fun`: takes and returns the carry.
-    - `init`: the first carry, any PyTree. What varies and what is static in it is as in
-        [`eqx_grads.filter_scan`][].
-
-    **Returns:**
-
-    The last carry.
-
-    **Derivative:**
-
-    That of the loop written out, in forward mode only, by `jax.lax.while_loop`: how many steps
-    there will be is not known, and so neither is what to keep of them for reverse mode. With a
-    bound on their number, use [`eqx_grads.filter_scan`][] and choose in each step; for
-    a root or a fixed point, a solver with an implicit derivative, such as Optimistix.
-
-    **Raises:**
-
-    [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
-    given in structure, shapes, dtypes or static leaves.
-    """
-    numbers: frozenset[int] = frozenset()
-    while True:
-        try:
-            return _while_loop(cond_fun, body_fun, Carry(init, numbers))
-        except BecomesArray as becoming:
-            numbers |= becoming.places
-
-
-def _while_loop(cond_fun, body_fun, carry: Carry):
-    error = (
-        f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
-        "it was given."
-    )
-    body = lambda arrays: carry.arrays(body_fun(carry.tree(arrays)), body_fun, error)
-    cond = lambda arrays: cond_fun(carry.tree(arrays))
-    return carry.tree(jax.lax.while_loop(cond, body, carry.first))

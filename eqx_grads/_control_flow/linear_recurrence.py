@@ -36,30 +36,28 @@ def linear_recurrence(
 
     **Arguments:**
 
-    - `a`: the factors, real or complex, of shape `(time, ...)`. Broadcasts against `b`: of
-        shape `(1, width)`, `(width,)` or `()`, it is the same at all times, and takes no
-        memory for them.
+    - `a`: the factors, real or complex, of shape `(time, ...)`. Broadcasts against `b`: with
+        shape `(1, width)`, `(width,)` or `()`, it is the same at all times and is stored once.
     - `b`: the terms, of shape `(time, ...)`.
     - `h0`: the state before the first step, of shape `(...)`. The default is zero.
     - `reverse`: run from the last step to the first, $h_t = a_t\,h_{t+1} + b_t$; then `h0` is
         the state after the last.
     - `method`: `"scan"` is one step after another; `"associative"` is a parallel prefix in
         $O(\log T)$ steps, which does about twice the work and needs several times the
-        memory. They agree to rounding. `"auto"` is `"scan"` on a CPU, and `"associative"` on
-        all other backends that JAX has for its default.
+        memory. They agree to rounding. `"auto"` is `"scan"` if JAX's default backend is a CPU,
+        and `"associative"` otherwise.
 
     **Returns:**
 
-    The states, `(time, ...)`, the initial one not among them, in the common dtype of the
-    arguments.
+    The states without the initial one, `(time, ...)`, in the common dtype of the arguments.
 
     **Derivative:**
 
     With $\dot h_0$ given, $\dot h_t = a_t\,\dot h_{t-1} + (\dot a_t\,h_{t-1} + \dot b_t)$ going
     forward. In reverse $g_t = \bar h_t + a_{t+1}\,g_{t+1}$, and then $\bar b_t = g_t$,
-    $\bar a_t = g_t\,h_{t-1}$ and $\bar h_0 = a_1\,g_1$. Only `a` and the states are kept. Both
-    are linear recurrences, run by the same `method`, so all orders and both modes cost what
-    the function costs.
+    $\bar a_t = g_t\,h_{t-1}$ and $\bar h_0 = a_1\,g_1$. The residuals are `a` and the states.
+    Both are linear recurrences, run by the same `method`, so that both modes and all orders
+    cost as much as the function.
 
     **Raises:**
 
@@ -68,7 +66,7 @@ def linear_recurrence(
     """
     if method not in ("auto", "scan", "associative"):
         raise rule_error(
-            "`linear_recurrence` has no such method.",
+            "`linear_recurrence` got an unknown `method`.",
             f"`method` is {method!r}",
             do='Choose one of "auto", "scan" and "associative".',
         )
@@ -117,9 +115,13 @@ def _broadcast(x, shape):
     return jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape)
 
 
-# The recurrence and its adjoint are one function. In the adjoint, a factor acts on the state
-# that leaves its step, not on the one that enters: with `delayed`, out_t = b_t + s_t and
-# s_{t+1} = a_t out_t. The adjoint of either is the other one, in the other direction.
+# The recurrence and its adjoint are one function of `(a, b, s)`:
+#
+#     out_t = a_t s_t + b_t,  s_{t+1} = out_t          (the recurrence)
+#     out_t = s_t + b_t,      s_{t+1} = a_t out_t      (`delayed`: its adjoint)
+#
+# In the adjoint, a factor acts on the state that leaves its step, not on the one that enters.
+# The adjoint of either is the other one, in the other direction.
 @custom_vjp
 def _recurrence(a, b, s, *, reverse, associative, delayed=False):
     if associative:
@@ -156,11 +158,11 @@ def _recurrence_bwd(residuals, ct, *, reverse, associative, delayed=False):
     )
     first = -1 if reverse else 0
     if delayed:
-        # The factor of step t acts on what it put out, and is seen by step t + 1.
+        # s_{t+1} = a_t out_t, so that ct_a_t = g_{t+1} out_t.
         ct_a = _shift(g, jnp.zeros_like(s), not reverse) * out
-        return _like(ct_a, a), g, g[first]
+        return _unbroadcast_time(ct_a, a), g, g[first]
     ct_a = g * _shift(out, s, reverse)
-    return _like(ct_a, a), g, a[first] * g[first]
+    return _unbroadcast_time(ct_a, a), g, a[first] * g[first]
 
 
 @_recurrence.def_jvp
@@ -169,22 +171,22 @@ def _recurrence_jvp(primals, tangents, *, reverse, associative, delayed=False):
     t_a, t_b, t_s = tangents
     out = _recurrence(a, b, s, reverse=reverse, associative=associative, delayed=delayed)
     if delayed:
-        moved = _shift(t_a * out, jnp.zeros_like(s), reverse)
+        t_from_a = _shift(t_a * out, jnp.zeros_like(s), reverse)
     else:
-        moved = t_a * _shift(out, s, reverse)
+        t_from_a = t_a * _shift(out, s, reverse)
     t_out = _recurrence(
-        a, moved + t_b, t_s, reverse=reverse, associative=associative, delayed=delayed
+        a, t_from_a + t_b, t_s, reverse=reverse, associative=associative, delayed=delayed
     )
     return out, t_out
 
 
-def _like(ct_a, a):
-    """Summed over time for a factor that is the same at all times."""
+def _unbroadcast_time(ct_a, a):
+    """Summed over time, for a factor that is the same at all times."""
     return ct_a if a.shape[0] == ct_a.shape[0] else jnp.sum(ct_a, 0, keepdims=True)
 
 
 def _shift(xs, start, reverse):
-    """What each step sees of the step before it."""
+    """The value before each step, given that after each, and the first."""
     if reverse:
         return jnp.concatenate([xs[1:], start[None]])
     return jnp.concatenate([start[None], xs[:-1]])

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 
 
 def _lines(steps: int) -> int:
-    """How often to write: each time takes as long as many a step, so seldom in a short loop."""
+    """How often to write. To write may take longer than a step does, so seldom in a short
+    loop."""
     return min(max(steps // 100, 10), 200)
 
 
 class ProgressLine:
-    """Steps done, rate and remaining time, written over and over on one line."""
+    """The number of steps done, the rate and the remaining time, on a line that is
+    overwritten."""
 
     def __init__(self, steps: int, stream: Any):
         self._steps = steps
@@ -23,10 +25,9 @@ class ProgressLine:
         self._first: tuple[float, int] | None = None
         self._latest = 0
 
-    def report(self, before: Any) -> None:
-        """Called while tracing, when some steps in succession have run: `before` are the
-        numbers of steps done before each of them."""
-        first, done = jnp.min(before), jnp.max(before) + 1
+    def report(self, step_index: Any) -> None:
+        """Called while tracing, after a chunk of steps with these step indices."""
+        first, done = jnp.min(step_index), jnp.max(step_index) + 1
         jax.lax.cond(
             (done // self.every > first // self.every) | (first == 0) | (done == self._steps),
             lambda: jax.debug.callback(self.show, done),
@@ -45,15 +46,15 @@ class ProgressLine:
             rate = steps / seconds
             text += f", {rate:.3g}/s, {_duration((self._steps - done) / rate)} left"
         end = "\n" if done >= self._steps else ""
-        # The rest of a longer line is cleared.
+        # The escape sequence clears what is left of a longer line.
         self._stream.write(f"\r{text}\x1b[K{end}")
         self._stream.flush()
 
 
-def progress_line(steps: int) -> ProgressLine | None:
-    """None where nobody is looking."""
+def progress_line(steps: Any) -> ProgressLine | None:
+    """`None` if the standard error is not a terminal, or the number of steps is not known."""
     stream = sys.stderr
-    if steps == 0 or stream is None or not stream.isatty():
+    if not isinstance(steps, int) or steps == 0 or stream is None or not stream.isatty():
         return None
     return ProgressLine(steps, stream)
 

@@ -1,182 +1,273 @@
-"""A scan whose backward pass replays the steps side by side.
+"""A scan that saves only its carries; its backward pass recomputes many steps in parallel.
 
-Only the carries are kept. Given these, no step needs the one before it any more: the backward
-pass computes the insides of a whole chunk of steps again at once, which makes one large matrix
-product of many small ones, and does one after another only what the cotangent of the carry
-needs (`replay_split.py`).
+Given the carries, no step depends on the one before it any more. The backward pass computes
+the body again for a whole chunk of steps with `jax.vmap`, which makes one large matrix product
+of many small ones. Only the cotangent of the carry is computed step by step
+(`replay_split.py`).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._errors import rule_error, RuleError
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
-from .chunked_scan import before, chunk_entries, near_divisor, scan_in_chunks
+from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
+from .progress import ProgressLine
 from .replay_cost import is_replay_faster, rows
-from .replay_split import Pieces
+from .replay_split import SplitVjp
+from .scan_backward import AbstractMethod, Loop
+from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed(AbstractMethod):
+    """Save all carries and nothing else, and recompute many steps at once.
+
+    If `only_if_faster`, what is saved is decided when the scan is differentiated, and is that
+    of `Plain` where this is estimated to be faster.
+    """
+
+    only_if_faster: bool = False
+
+    def unsupported(self, loop: Loop) -> str | None:
+        if not isinstance(loop.steps, int):
+            return "the number of steps is symbolic"
+        if loop.unroll is True or (loop.unroll is not False and loop.unroll != 1):
+            return "`unroll` is given"
+        program, _ = loop.program
+        reason = why_not_recomputed(program.effects) or why_not_vectorized(program)
+        if reason is None and self.only_if_faster:
+            reason = _why_not_estimated(loop.traced[0])
+        return None if reason is None else f"a step {reason}"
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        body, consts, init = loop.traced
+        return replayed_scan(
+            consts,
+            init,
+            loop.xs,
+            loop.step_index,
+            body=body,
+            reverse=loop.reverse,
+            only_if_faster=self.only_if_faster,
+            progress=loop.progress,
+        )
+
+
+def cannot_replay(reason: str) -> RuleError:
+    return rule_error(
+        "`filter_scan` can't replay these steps.",
+        reason,
+        do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
+    )
+
+
+def _why_not_estimated(body: TracedBody) -> str | None:
+    """Why the time of both methods can't be estimated before the scan is differentiated."""
+    try:
+        effects = body.trace_vjp(run_backward=True).effects
+    except Exception:
+        # Some input has no reverse derivative. If it is asked for, plain scan raises the same
+        # error, in which nothing of a replay appears; if it is not, there is no error.
+        return "has no reverse derivative in some of its inputs"
+    return why_not_recomputed(effects, mesh_axes=True)
 
 
 @custom_vjp
-def replayed_scan(step, consts, init, xs, *, reverse, always, progress):
-    """The last carry, and all `ys`.
+def replayed_scan(
+    consts: list[Any],
+    init: list[Any],
+    xs: list[Any],
+    step_index: Any,
+    *,
+    body: TracedBody,
+    reverse: bool,
+    only_if_faster: bool,
+    progress: ProgressLine | None,
+):
+    """The last carry, and all `ys`."""
+    del only_if_faster
+    return _run(lambda c, x: body(consts, c, x), init, xs, step_index, reverse, progress)
 
-    All but `step` are lists of arrays, and `xs` starts with the number of steps done. If not
-    `always`, the backward pass is that of a plain scan where this is likely to be faster.
-    """
-    del always
-    return _run(lambda c, x: step(consts, c, x), init, xs, reverse, progress)
 
-
-def _run(body, init, xs, reverse, progress):
-    run = lambda carry, xs: jax.lax.scan(body, carry, xs, reverse=reverse)
+def _run(body, init, xs, step_index, reverse, progress):
+    # The step index is sliced too: where there are no `xs`, it says how many steps there are.
+    of_slices = lambda carry, x: body(carry, x[1])
+    scan = lambda carry, inputs: jax.lax.scan(of_slices, carry, inputs, reverse=reverse)
     if progress is None:
-        return run(init, xs)
+        return scan(init, (step_index, xs))
 
-    def one_chunk(carry, xs, _):
-        out = run(carry, xs)
-        progress.report(xs[0])
+    def one_chunk(carry, inputs, _):
+        out = scan(carry, inputs)
+        progress.report(inputs[0])
         return out
 
-    chunk = near_divisor(xs[0].shape[0], progress.every)
-    return scan_in_chunks(one_chunk, init, xs, chunk=chunk, reverse=reverse)
+    chunk = near_divisor(step_index.shape[0], progress.every)
+    return scan_in_chunks(one_chunk, init, (step_index, xs), chunk=chunk, reverse=reverse)
 
 
 @replayed_scan.def_fwd
 def _replayed_scan_fwd(
-    step, consts, init, xs, *, reverse, always, progress, perturbed: tuple[Any, ...]
+    consts,
+    init,
+    xs,
+    step_index,
+    *,
+    body,
+    reverse,
+    only_if_faster,
+    progress,
+    perturbed: tuple[Any, ...],
 ):
-    _, *wanted = perturbed
-    if not always and not is_replay_faster(step, xs[0].shape[0], wanted[0]):
-        out, residuals = _plain_vjp(step, consts, init, xs, reverse, progress, wanted)
+    *perturbed_args, _ = perturbed
+    steps = step_index.shape[0]
+    if only_if_faster and not is_replay_faster(body, steps, perturbed_args[0]):
+        run = lambda consts, init, xs: _run(
+            lambda c, x: body(consts, c, x), init, xs, step_index, reverse, progress
+        )
+        out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
         return out, (residuals, None)
-    y_of_carry = step.y_of_carry()
-    # A carry that is also an output is kept once.
+    y_of_carry = body.y_of_carry()
+    # A carry that is also an output is saved once, as the output.
     unless_y = lambda carry: [
         c if j is None else None for c, j in zip(carry, y_of_carry, strict=True)
     ]
 
-    def body(carry, x):
-        new, y = step(consts, carry, x)
+    values = body.with_values_of_rules(*perturbed_args)
+
+    def saving_body(carry, x):
+        new, y = values(consts, carry, x)
         return new, (y, unless_y(carry))
 
-    last, (ys, carries) = _run(body, init, xs, reverse, progress)
-    after = [y if j in y_of_carry else None for j, y in enumerate(ys)]
+    last, (ys, carries) = _run(saving_body, init, xs, step_index, reverse, progress)
+    saved_ys = [y if j in y_of_carry else None for j, y in enumerate(ys)]
     first = [c if j is not None else None for c, j in zip(init, y_of_carry, strict=True)]
-    return (last, ys), (None, (step, consts, xs, after, carries, first))
+    return (last, ys), (None, (consts, xs, step_index, saved_ys, carries, first))
 
 
-def _plain_vjp(step, consts, init, xs, reverse, progress, wanted):
-    leaves, treedef = jax.tree.flatten((consts, init, xs))
-    live = [i for i, want in enumerate(jax.tree.leaves(wanted)) if want]
+def _plain_vjp(run, args, perturbed):
+    """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
+    leaves, treedef = jax.tree.flatten(args)
+    indices = [i for i, p in enumerate(jax.tree.leaves(perturbed)) if p]
 
-    def of_live(values):
+    def of_perturbed(values):
         full = list(leaves)
-        for i, value in zip(live, values, strict=True):
+        for i, value in zip(indices, values, strict=True):
             full[i] = value
-        consts, init, xs = jax.tree.unflatten(treedef, full)
-        out = _run(lambda c, x: step(consts, c, x), init, xs, reverse, progress)
+        out = run(*jax.tree.unflatten(treedef, full))
         return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
 
-    floats, pull, out = jax.vjp(of_live, [leaves[i] for i in live], has_aux=True)
-    return out, (pull, floats)
+    values = [leaves[i] for i in indices]
+    inexact, pull_back, out = jax.vjp(of_perturbed, values, has_aux=True)
+    return out, (pull_back, inexact)
 
 
 @replayed_scan.def_bwd(symbolic_zeros=True)
-def _replayed_scan_bwd(residuals, cts, *, reverse, perturbed: tuple[Any, ...]):
-    _, *wanted = perturbed
+def _replayed_scan_bwd(residuals, cts, *, body, reverse, perturbed: tuple[Any, ...]):
+    *perturbed_args, _ = perturbed
     plain, replayed = residuals
     if plain is not None:
-        pull, floats = plain
-        return None, *_pull_plain(pull, floats, cts, wanted)
-    return None, *_replay(replayed, cts, wanted, reverse)
+        return *_pull_back_plain(*plain, cts, perturbed_args), None
+    return *_replay(body, replayed, cts, perturbed_args, reverse), None
 
 
-def _pull_plain(pull, floats, cts, wanted):
-    """All of it in JAX's hands, which wants zeros for what is not used."""
+def _pull_back_plain(pull_back, inexact, cts, perturbed):
+    """JAX expects arrays of zeros where this library has `None`."""
     dense = lambda x, ct: None if x is None else jnp.zeros_like(x) if ct is None else ct
-    (live,) = pull(jax.tree.map(dense, floats, cts, is_leaf=lambda x: x is None))
-    flags, treedef = jax.tree.flatten(wanted)
-    places = [i for i, want in enumerate(flags) if want]
-    return jax.tree.unflatten(treedef, at_places(places, live, len(flags)))
+    (values,) = pull_back(jax.tree.map(dense, inexact, cts, is_leaf=lambda x: x is None))
+    flags, treedef = jax.tree.flatten(perturbed)
+    indices = [i for i, p in enumerate(flags) if p]
+    return jax.tree.unflatten(treedef, scatter(indices, values, len(flags)))
 
 
-def _replay(residuals, cts, wanted, reverse):
-    step, consts, xs, ys, carries, first = residuals
+def _replay(body, residuals, cts, perturbed, reverse):
+    consts, xs, step_index, ys, carries, first = residuals
     ct_last, ct_ys = cts
-    want_consts, _, want_xs = wanted
-    y_of_carry = step.y_of_carry()
-    carried = step.carried(*wanted)
-    places = [i for i in step.differentiable() if carried[i]]
-    used = [j for j, ct in enumerate(ct_ys) if ct is not None]
-    pieces = Pieces(step, places, used, want_consts, want_xs)
+    perturbed_consts, _, perturbed_xs = perturbed
+    y_of_carry = body.y_of_carry()
+    carried = body.carried(*perturbed)
+    carry_indices = [i for i in body.differentiable() if carried[i]]
+    y_indices = [j for j, ct in enumerate(ct_ys) if ct is not None]
+    split = SplitVjp(body, carry_indices, y_indices, perturbed_consts, perturbed_xs)
+    reason = why_not_recomputed(split.effects, mesh_axes=True)
+    if reason is not None:
+        raise cannot_replay(f"the backward pass of a step {reason}")
 
-    def one_chunk(carry, inputs, entry):
-        x, y, kept, ct_y = inputs
+    def one_chunk(carry, inputs, init):
+        index, x, y, saved, ct_y = inputs
         carries = [
-            kept_i if j is None else before(y[j], entry_i, reverse=reverse)
-            for kept_i, entry_i, j in zip(kept, entry, y_of_carry, strict=True)
+            saved_i if j is None else shift_in(y[j], init_i, reverse=reverse)
+            for saved_i, init_i, j in zip(saved, init, y_of_carry, strict=True)
         ]
-        return pieces.pull_back(carry, consts, carries, x, ct_y, reverse=not reverse)
+        steps = index.shape[0]
+        return split.pull_back(carry, consts, carries, x, ct_y, steps, reverse=not reverse)
 
     def zero(i):
         j = y_of_carry[i]
         return jnp.zeros_like(carries[i][0] if j is None else ys[j][0])
 
-    d = [zero(i) if ct_last[i] is None else ct_last[i] for i in places]
-    summed = [i for i, want in enumerate(want_consts) if want]
-    sums = [jnp.zeros_like(consts[i], sum_dtype(consts[i].dtype)) for i in summed]
-    chunk = _chunk(step, xs)
-    entries = [
-        None if j is None else chunk_entries(ys[j], c, chunk=chunk, reverse=reverse)
+    ct_carry = [zero(i) if ct_last[i] is None else ct_last[i] for i in carry_indices]
+    const_indices = [i for i, p in enumerate(perturbed_consts) if p]
+    sums = [jnp.zeros_like(consts[i], sum_dtype(consts[i].dtype)) for i in const_indices]
+    chunk = _chunk(body, step_index.shape[0])
+    inits = [
+        None if j is None else chunk_init(ys[j], c, chunk=chunk, reverse=reverse)
         for c, j in zip(first, y_of_carry, strict=True)
     ]
-    (d, sums), ct_xs = scan_in_chunks(
+    (ct_carry, sums), ct_xs = scan_in_chunks(
         one_chunk,
-        (d, sums),
-        (xs, ys, carries, [ct_ys[j] for j in used]),
-        entries,
+        (ct_carry, sums),
+        (step_index, xs, ys, carries, [ct_ys[j] for j in y_indices]),
+        inits,
         chunk=chunk,
         reverse=not reverse,
     )
     return (
-        at_places(summed, sums, len(consts)),
-        at_places(places, d, len(ct_last)),
-        at_places([i for i, want in enumerate(want_xs) if want], ct_xs, len(xs)),
+        scatter(const_indices, sums, len(consts)),
+        scatter(carry_indices, ct_carry, len(ct_last)),
+        scatter([i for i, p in enumerate(perturbed_xs) if p], ct_xs, len(xs)),
     )
 
 
-def _chunk(step, xs):
-    """Enough rows for a matrix product to be efficient, few enough to stay in the cache."""
-    return near_divisor(xs[0].shape[0], min(64, max(16, 256 // max(rows(step), 1))))
+def _chunk(body, steps):
+    """Enough rows for a matrix product to be efficient, few enough to stay in the cache.
+
+    A batch of unknown size is taken to be large.
+    """
+    if body.has_symbolic_shapes:
+        return near_divisor(steps, 16)
+    return near_divisor(steps, min(64, max(16, 256 // max(rows(body), 1))))
 
 
-def at_places(places, values, n):
-    """A list of `n`, with these values at these places, and `None` elsewhere."""
+def scatter(indices, values, n):
+    """A list of `n`, with these values at these indices, and `None` elsewhere."""
     out: list[Any] = [None] * n
-    for i, value in zip(places, values, strict=True):
+    for i, value in zip(indices, values, strict=True):
         out[i] = value
     return out
 
 
 @replayed_scan.def_vmap
-def _replayed_scan_vmap(*args, **options):
-    return scan_of_batch(replayed_scan, *args, **options)
+def _replayed_scan_vmap(size, batched, *args, **options):
+    return scan_of_batch(replayed_scan, size, batched, *args, **options)
 
 
-def scan_of_batch(scan, size, batched, step, consts, init, xs, **options):
-    """The same `scan` of the step for the whole batch: the sum over the batch then is part of
+def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **options):
+    """The same `scan` of the body for the whole batch: the sum over the batch then is part of
     the matrix products."""
-    _, b_consts, b_init, b_xs = batched
-    if b_xs[0]:
+    batched_consts, batched_init, batched_xs, batched_index = batched
+    if batched_index:
         return NotImplemented
-    carried = step.carried(b_consts, b_init, b_xs)
+    carried = body.carried(batched_consts, batched_init, batched_xs)
     init = [
         jnp.broadcast_to(c[None], (size, *c.shape)) if b and not was else c
-        for c, b, was in zip(init, carried, b_init, strict=True)
+        for c, b, was in zip(init, carried, batched_init, strict=True)
     ]
-    xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, b_xs, strict=True)]
-    step = step.batched(size, (b_consts, carried, b_xs), consts, init, xs)
-    last, ys = scan(step, consts, init, xs, **options)
+    xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]
+    body = body.batched(size, (batched_consts, carried, batched_xs), consts, init, xs)
+    last, ys = scan(consts, init, xs, step_index, body=body, **options)
     return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)

@@ -1,10 +1,27 @@
-"""The derivative of a step of a scan, cut into what has to wait and what does not.
+"""Splits the VJP of a scan body into the part that must run sequentially and the parts that can
+be vectorized over time.
 
-- `known`: what does not depend on any cotangent. For all steps of a chunk at once.
-- `backward`: what the cotangent of the carry needs. One step after another.
-- `rest`: what only the cotangents of weights and inputs need. Again for all steps at once, if
-    it is linear: the transpose of the transpose for all steps is the sum over these, and the
-    gradient of a weight is one matrix product. If not, part of `backward`.
+Let the body be `(h_{t+1}, y_t) = f(W, h_t, x_t)`, and `d_t` the cotangent of `h_t`. Its VJP at
+the saved carry `h_t` is
+
+    d_t    = (dh_{t+1}/dh_t)^T d_{t+1} + (dy_t/dh_t)^T ct_y_t         (1)
+    ct_x_t = (dh_{t+1}/dx_t)^T d_{t+1} + (dy_t/dx_t)^T ct_y_t         (2)
+    ct_W   = sum_t [(dh_{t+1}/dW)^T d_{t+1} + (dy_t/dW)^T ct_y_t]     (3)
+
+Only (1) is a recurrence. So the equations of the traced VJP fall into three groups:
+
+- Residual equations depend on no cotangent: activations, gates, all that the Jacobians consist
+    of. As `h_t` and `x_t` are known, `vmap` computes them for all steps of a chunk at once.
+- Sequential equations are those that (1) needs. They run in a `scan`, from the last step to
+    the first, which saves the cotangents that the third group reads: call these `g_t`.
+- Parallel equations are all others: those of (2) and (3), a map `L_t` from `g_t` to `ct_x_t`
+    and to the term of `ct_W`.
+
+In nearly all cases `L_t` is linear. Then let `V` map `(ct_W, ct_x)` to `L_t^T (ct_W, ct_x_t)`
+for all `t`, by a `vmap` over time. The transpose of `V` maps all `g_t` to (2) and to the sum in
+(3). The transpose of a matrix-vector product under that `vmap` is one matrix product, in place
+of a sum of outer products. Where `L_t` is not known to be linear (a rule that clips the
+cotangent of a weight), its equations are sequential.
 """
 
 from collections.abc import Sequence
@@ -19,181 +36,205 @@ from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
 from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
 from .._jaxprs.structure import Cond, holds
-from .traced_body import ArrayStep
+from .traced_body import TracedBody
 
 
-class Pieces:
-    """The derivative of `step` in those `consts` and `xs` that are wanted.
+class SplitVjp:
+    """The VJP of `body` in the perturbed `consts` and `xs`.
 
-    `places` says which parts of the carry that comes to by way of, and `used` which of `ys`
-    have a cotangent.
+    - `carry_indices`: the parts of the carry through which gradients flow.
+    - `y_indices`: the parts of `y` that have a cotangent.
     """
 
     def __init__(
         self,
-        step: ArrayStep,
-        places: Sequence[int],
-        used: Sequence[int],
-        want_consts: Sequence[bool],
-        want_xs: Sequence[bool],
+        body: TracedBody,
+        carry_indices: Sequence[int],
+        y_indices: Sequence[int],
+        perturbed_consts: Sequence[bool],
+        perturbed_xs: Sequence[bool],
     ):
-        n_consts, n_carry = len(step.const_types), len(step.carry_types)
-        inputs = step.input_types
-        sums = [i for i, want in enumerate(want_consts) if want]
-        xs = [n_consts + n_carry + i for i, want in enumerate(want_xs) if want]
-        live = [*(n_consts + i for i in places), *sums, *xs]
-
-        def derivative(*args):
-            values, cts = args[: len(inputs)], list(args[len(inputs) :])
-
-            def outputs(*of_live):
-                new, y = step.of_some(live, values)(*of_live)
-                return [*(new[i] for i in places), *(y[j] for j in used)]
-
-            return jax.vjp(outputs, *(values[i] for i in live))[1](cts)
-
-        ct_types = [*(step.carry_types[i] for i in places), *(step.y_types[j] for j in used)]
-        no_input, no_ct = [False] * len(inputs), [False] * len(ct_types)
-        program = inlined(derivative, [*no_input, *no_ct], *inputs, *ct_types)
+        self._x_indices = [i for i, p in enumerate(perturbed_xs) if p]
+        const_indices = [i for i, p in enumerate(perturbed_consts) if p]
+        self._n_consts = len(const_indices)
+        program = _trace_vjp(body, carry_indices, y_indices, const_indices, self._x_indices)
+        self.effects = program.effects
         jaxpr = program.jaxpr
-        self._consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        self._inputs, cts = jaxpr.invars[: len(inputs)], jaxpr.invars[len(inputs) :]
-        self._wanted_xs = [i for i, want in enumerate(want_xs) if want]
-        self._n_sums = len(sums)
-        self._d, self._ct_y = cts[: len(places)], cts[len(places) :]
-        self._d_out, self._rest_out = jaxpr.outvars[: len(places)], jaxpr.outvars[len(places) :]
+        self._constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        n_inputs, n_carry = len(body.input_types), len(carry_indices)
+        self._inputs, cts = jaxpr.invars[:n_inputs], jaxpr.invars[n_inputs:]
+        self._ct_carry, self._ct_y = cts[:n_carry], cts[n_carry:]
+        self._ct_carry_out = jaxpr.outvars[:n_carry]  # the left side of (1)
+        self._parallel_out = jaxpr.outvars[n_carry:]  # (3), and then (2)
 
-        waits = depends(program, [*no_input, *(True for _ in cts)])
-        waiting = [e for e in jaxpr.eqns if not waits.isdisjoint(e.outvars)]
-        backward, there = needed(waiting, self._d_out)
-        rest, _ = needed(waiting, self._rest_out, there)
-        free = free_variables(rest, self._rest_out)
-        self._given = [v for v in free if v in waits]
-        self._known_by_rest = [v for v in free if v not in waits]
-        self._rest = rest
-        self.rest_is_linear = self._find_linear()
-        if not self.rest_is_linear:
-            backward = waiting
-        self._backward = backward
-        outputs = self._d_out if self.rest_is_linear else [*self._d_out, *self._rest_out]
-        free = free_variables(backward, outputs)
-        self._known_by_backward = [v for v in free if v not in waits]
-        # In an order that is the same in each process, for the sake of compilation caches.
-        asked = list(dict.fromkeys([*self._known_by_backward, *self._known_by_rest]))
-        known = [e for e in jaxpr.eqns if waits.isdisjoint(e.outvars)]
-        self._known, _ = needed(known, asked)
-        self._known_out = asked
-        moves = [*(i >= n_consts for i in range(len(inputs))), *no_ct]
-        self._moving = depends(program, moves)
+        no_ct = [False] * len(cts)
+        depends_on_ct = depends(program, [*(False for _ in self._inputs), *(True for _ in cts)])
+        after = [e for e in jaxpr.eqns if not depends_on_ct.isdisjoint(e.outvars)]
+        before = [e for e in jaxpr.eqns if depends_on_ct.isdisjoint(e.outvars)]
 
-    def _find_linear(self):
-        arguments = [*self._given, *self._known_by_rest]
-        rest = jax.make_jaxpr(lambda *values: self._run_rest(values))
-        flags = [v in set(self._given) for v in arguments]
-        program = rest(*(v.aval for v in arguments))
-        # JAX can't transpose the choice between branches for many steps at once.
-        return surely_linear(linear_in(program, flags)) and not holds(program, Cond)
+        # What (1) needs runs sequentially, and what it computes is there for the others.
+        self.sequential_eqns, computed = needed(after, self._ct_carry_out)
+        self.parallel_eqns, _ = needed(after, self._parallel_out, computed)
+        free = free_variables(self.parallel_eqns, self._parallel_out)
+        self._parallel_cts = [v for v in free if v in depends_on_ct]  # `g_t`
+        self._parallel_residuals = [v for v in free if v not in depends_on_ct]
+        self.is_linear = self._are_parallel_eqns_linear()
+        if not self.is_linear:
+            self.sequential_eqns = after
 
-    def _run_rest(self, values):
-        env = dict(zip([*self._given, *self._known_by_rest], values, strict=True))
-        return _run(self._rest, {**self._consts, **env}, self._rest_out)
+        outputs = self._ct_carry_out if self.is_linear else jaxpr.outvars
+        free = free_variables(self.sequential_eqns, outputs)
+        self._sequential_residuals = [v for v in free if v not in depends_on_ct]
+        # Deterministic order, so that the jaxpr (and the key of the compilation cache) is the
+        # same in every process.
+        residuals = dict.fromkeys([*self._sequential_residuals, *self._parallel_residuals])
+        self._residuals = list(residuals)
+        self.residual_eqns, _ = needed(before, self._residuals)
+        # All else is the same at all steps, and is computed and stored once.
+        self._varying = depends(program, [*body.varies, *no_ct])
 
-    def pull_back(self, carry, consts, carries, xs, ct_ys, *, reverse: bool):
-        """Through a chunk of steps.
+    def _are_parallel_eqns_linear(self) -> bool:
+        arguments = [*self._parallel_cts, *self._parallel_residuals]
+
+        def parallel(*values):
+            env = dict(zip(arguments, values, strict=True))
+            return _run(self.parallel_eqns, {**self._constants, **env}, self._parallel_out)
+
+        program = jax.make_jaxpr(parallel)(*(v.aval for v in arguments))
+        is_ct = [v in set(self._parallel_cts) for v in arguments]
+        # JAX can't transpose a `cond` with a batched predicate:
+        # https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12.
+        return surely_linear(linear_in(program, is_ct)) and not holds(program, Cond)
+
+    def pull_back(
+        self, carry, consts, carries, xs, ct_ys, steps: int, *, reverse: bool
+    ) -> tuple[Any, Any]:
+        """Through a chunk of `steps`.
 
         `carry` is the cotangent of the last carry, and the sums of the cotangents of `consts`
         so far. Returns both, and the cotangents of `xs`.
         """
-        known = self._run_known(consts, carries, xs)
-        fixed, moving = self._split(self._known_by_backward, known)
-        steps = xs[0].shape[0]  # `moving` and `ct_ys` may be empty
-        if not self.rest_is_linear:
-            return self._pull_back_one_by_one(carry, fixed, moving, ct_ys, steps, reverse)
-        kept = [v for v in self._given if v not in self._ct_y]
+        residuals = self._run_residual_eqns(consts, carries, xs, steps)
+        fixed, varying = self._split(self._sequential_residuals, residuals)
+        saved = [v for v in self._parallel_cts if v not in self._ct_y]
 
-        def one(d, inputs):
-            env = {**fixed, **self._environment(inputs, d)}
-            out = _run(self._backward, env, [*self._d_out, *kept])
-            return out[: len(d)], out[len(d) :]
+        def step(carry, inputs):
+            ct_carry, sums = carry
+            varying, ct_y = inputs
+            env = {**fixed, **self._varying_env(self._sequential_residuals, varying)}
+            env.update(zip([*self._ct_carry, *self._ct_y], [*ct_carry, *ct_y], strict=True))
+            if self.is_linear:
+                out = _run(self.sequential_eqns, env, [*self._ct_carry_out, *saved])
+                return (out[: len(ct_carry)], sums), out[len(ct_carry) :]
+            outputs = [*self._ct_carry_out, *self._parallel_out]
+            out = _run(self.sequential_eqns, env, outputs)
+            ct_carry, terms = out[: len(ct_carry)], out[len(ct_carry) :]
+            sums = add_terms(sums, terms[: self._n_consts])
+            return (ct_carry, sums), terms[self._n_consts :]
 
-        d, sums = carry
-        d, values = jax.lax.scan(one, d, (moving, ct_ys), steps, reverse=reverse)
-        if not self._rest_out:
-            return (d, sums), []
-        known.update(zip(kept, values, strict=True))
-        known.update(zip(self._ct_y, ct_ys, strict=True))
-        terms, ct_xs = self._sum_rest(known, xs)
-        return (d, add_terms(sums, terms)), ct_xs
+        if not self.is_linear:
+            return jax.lax.scan(step, carry, (varying, ct_ys), steps, reverse=reverse)
+        # The sums are not carried: they are formed for all steps at once, below.
+        ct_carry, sums = carry
+        (ct_carry, _), cts = jax.lax.scan(
+            step, (ct_carry, None), (varying, ct_ys), steps, reverse=reverse
+        )
+        if not self._parallel_out:
+            return (ct_carry, sums), []
+        env = {**residuals, **dict(zip(saved, cts, strict=True))}
+        env.update(zip(self._ct_y, ct_ys, strict=True))
+        terms, ct_xs = self._run_parallel_eqns(env, xs)
+        return (ct_carry, add_terms(sums, terms)), ct_xs
 
-    def _pull_back_one_by_one(self, carry, fixed, moving, ct_ys, steps, reverse):
-        def one(carry, inputs):
-            d, sums = carry
-            env = {**fixed, **self._environment(inputs, d)}
-            out = _run(self._backward, env, [*self._d_out, *self._rest_out])
-            d, terms = out[: len(d)], out[len(d) :][: len(sums)]
-            sums = add_terms(sums, terms)
-            return (d, sums), out[len(d) + len(sums) :]
+    def _run_residual_eqns(self, consts, carries, xs, steps) -> dict[Any, Any]:
+        def of_step(carry, x):
+            inputs = dict(zip(self._inputs, [*consts, *carry, *x], strict=True))
+            return _run(self.residual_eqns, {**self._constants, **inputs}, self._residuals)
 
-        return jax.lax.scan(one, carry, (moving, ct_ys), steps, reverse=reverse)
+        axes = [0 if v in self._varying else None for v in self._residuals]
+        values = jax.vmap(of_step, 0, axes, axis_size=steps)(carries, xs)
+        return dict(zip(self._residuals, values, strict=True))
 
-    def _environment(self, inputs, d):
-        """What a step of the loop knows."""
-        moving, ct_y = inputs
-        variables = [v for v in self._known_by_backward if v in self._moving]
-        return dict(zip([*variables, *self._d, *self._ct_y], [*moving, *d, *ct_y], strict=True))
+    def _run_parallel_eqns(self, env, xs):
+        """The sum over all steps of the cotangents of `consts`, and those of `xs`.
 
-    def _run_known(self, consts, carries, xs) -> dict[Any, Any]:
-        def known(carry, x):
-            env = {
-                **self._consts,
-                **dict(zip(self._inputs, [*consts, *carry, *x], strict=True)),
-            }
-            return _run(self._known, env, self._known_out)
+        This is the transpose of `V` (see the top of this file), applied to `g_t`.
+        """
+        if not self._parallel_cts:  # no cotangent comes here
+            zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._parallel_out]
+            ct_xs = [jnp.zeros_like(xs[i]) for i in self._x_indices]
+            return zeros[: self._n_consts], ct_xs
+        fixed, varying = self._split(self._parallel_residuals, env)
 
-        axes = [0 if v in self._moving else None for v in self._known_out]
-        steps = jax.tree.leaves((carries, xs))[0].shape[0]
-        values = jax.vmap(known, 0, axes, axis_size=steps)(carries, xs)
-        return dict(zip(self._known_out, values, strict=True))
+        def transposed(varying, terms, ct_x):
+            """The transpose of `L_t`."""
+            step_env = {**fixed, **self._varying_env(self._parallel_residuals, varying)}
 
-    def _split(self, variables, known):
-        """The values that are the same for all steps, and those that have a time axis."""
-        fixed = {v: known[v] for v in variables if v not in self._moving}
-        return {**self._consts, **fixed}, [known[v] for v in variables if v in self._moving]
+            def parallel(*cts):
+                cts = dict(zip(self._parallel_cts, cts, strict=True))
+                return _run(self.parallel_eqns, {**step_env, **cts}, self._parallel_out)
 
-    def _sum_rest(self, known, xs):
-        """The sum over all steps of the cotangents of `consts`, and those of `xs`."""
-        if not self._given:  # no cotangent comes here
-            zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._rest_out]
-            zeros[self._n_sums :] = [jnp.zeros_like(xs[i]) for i in self._wanted_xs]
-            return zeros[: self._n_sums], zeros[self._n_sums :]
-        fixed, moving = self._split(self._known_by_rest, known)
-        variables = [v for v in self._known_by_rest if v in self._moving]
+            types = [v.aval for v in self._parallel_cts]
+            return jax.linear_transpose(parallel, *types)([*terms, *ct_x])
 
-        def transposed(moving, terms, ct_x):
-            env = {**fixed, **dict(zip(variables, moving, strict=True))}
-
-            def rest(*given):
-                given = dict(zip(self._given, given, strict=True))
-                return _run(self._rest, {**env, **given}, self._rest_out)
-
-            return jax.linear_transpose(rest, *(v.aval for v in self._given))([*terms, *ct_x])
-
-        given = tuple(known[v] for v in self._given)
-        steps = given[0].shape[0]
+        cts = tuple(env[v] for v in self._parallel_cts)
+        steps = cts[0].shape[0]
 
         def all_transposed(terms, ct_xs):
             many = jax.vmap(transposed, (0, None, 0), axis_size=steps)
-            return many(moving, terms, ct_xs)
+            return many(varying, terms, ct_xs)
 
-        terms = [v.aval for v in self._rest_out[: self._n_sums]]
-        x_types = [jax.typeof(xs[i]) for i in self._wanted_xs]
-        summed = lambda given: jax.linear_transpose(all_transposed, terms, x_types)(given)
-        p = with_materialized_transposes(lambda *g: jax.tree.leaves(summed(g)), *given)
-        out = jaxpr_as_fun(p)(*given)
-        return out[: self._n_sums], out[self._n_sums :]
+        terms = [v.aval for v in self._parallel_out[: self._n_consts]]
+        x_types = [jax.typeof(xs[i]) for i in self._x_indices]
+        twice = lambda cts: jax.linear_transpose(all_transposed, terms, x_types)(cts)
+        program = with_materialized_transposes(lambda *cts: jax.tree.leaves(twice(cts)), *cts)
+        out = jaxpr_as_fun(program)(*cts)
+        return out[: self._n_consts], out[self._n_consts :]
+
+    def _split(self, variables, values):
+        """The values that are the same for all steps, by variable, and the list of those that
+        have a time axis."""
+        fixed = {v: values[v] for v in variables if v not in self._varying}
+        return {**self._constants, **fixed}, [
+            values[v] for v in variables if v in self._varying
+        ]
+
+    def _varying_env(self, variables, values):
+        return dict(zip([v for v in variables if v in self._varying], values, strict=True))
+
+
+def _trace_vjp(body, carry_indices, y_indices, const_indices, x_indices):
+    """The VJP of one step as a jaxpr, in which no call hides an equation: from `consts`, the
+    carry, `x` and the cotangents of the new carry and of `y` to the cotangents of the carry,
+    `consts` and `x`; of all of them, those with these indices."""
+    inputs = body.input_types
+    n_consts, n_carry = len(body.const_types), len(body.carry_types)
+    perturbed = [
+        *(n_consts + i for i in carry_indices),
+        *const_indices,
+        *(n_consts + n_carry + i for i in x_indices),
+    ]
+
+    def vjp(*args):
+        values, cts = args[: len(inputs)], list(args[len(inputs) :])
+
+        def outputs(*of_perturbed):
+            new, y = body.of_some(perturbed, values)(*of_perturbed)
+            return [*(new[i] for i in carry_indices), *(y[j] for j in y_indices)]
+
+        return jax.vjp(outputs, *(values[i] for i in perturbed))[1](cts)
+
+    ct_types = [
+        *(body.carry_types[i] for i in carry_indices),
+        *(body.y_types[j] for j in y_indices),
+    ]
+    # None is said to vary, so that no operands of a matrix product are swapped.
+    flags = [False] * (len(inputs) + len(ct_types))
+    return inlined(vjp, flags, *inputs, *ct_types)
 
 
 def _run(eqns, env, outputs):
+    """The outputs of equations, as arrays also where they are constants."""
     out = evaluate_equations(eqns, env, outputs)
     return [jnp.asarray(x, v.aval.dtype) for x, v in zip(out, outputs, strict=True)]
 

@@ -1,18 +1,27 @@
-"""`filter_scan`: a scan over anything, with a chosen backward pass."""
+"""`filter_scan`: its arguments, and the choice of the method for its backward pass."""
 
+import contextlib
+import contextvars
+import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import rule_error
-from .carry import BecomesArray
-from .chunk_length import chunk_length
+from .._errors import rule_error, type_of
+from .carry import BecomesArray, is_sliced
+from .chunked_scan import near_divisor
+from .eager_bodies import eager_key, keep_body, kept_body
 from .progress import progress_line
-from .scan_backward import Loop, run_loop, run_replayed, run_truncated
-from .scan_body import Step
-from .scan_lengths import common_length
+from .replay import cannot_replay, Replayed
+from .replay_cost import PLATFORM
+from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
+from .scan_body import ScanBody
+from .truncated import cut_loop, Truncated
 
 
 def filter_scan(
@@ -28,7 +37,7 @@ def filter_scan(
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
     progress: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    r"""`jax.lax.scan` for any PyTrees, with a choice of how its backward pass remembers.
+    r"""`jax.lax.scan` for any PyTrees, with a choice of what is saved for its backward pass.
 
     !!! example
 
@@ -43,7 +52,7 @@ def filter_scan(
 
         @eqx.filter_grad
         def gradient(cell):
-            # Keeps 10 states and the insides of 10 steps, not the insides of 100 steps.
+            # Saves 10 carries and the residuals of 10 steps, not the residuals of 100 steps.
             h, _ = eqg.filter_scan(
                 lambda h, x: (cell(x, h), None), jnp.zeros(4), xs, checkpoint="sqrt"
             )
@@ -58,31 +67,51 @@ def filter_scan(
         Module; whatever it closes over is differentiated like anywhere else.
     - `init`: the first carry, any PyTree. Arrays, floats and complex numbers vary from step to
         step. All other leaves (activation functions, strings, ...) are static: every step
-        has to hand them on as they are. A Python integer or boolean is static as long as the
-        steps do so, and an array if they don't.
-    - `xs`: any PyTree. Arrays have a leading time axis, and each step gets its slice; all
-        other leaves are handed to every step as they are.
+        has to return them as they are. A Python integer or boolean is static if the steps do
+        so, and an array if they don't.
+    - `xs`: any PyTree. Arrays have a leading time axis, and each step gets its slice. Every
+        step gets all other leaves as they are.
     - `length`: the number of steps. Needed only if there is no array in `xs`.
     - `reverse`: run from the last step to the first.
     - `unroll`: as for `jax.lax.scan`. Seldom worth it: measure.
-    - `checkpoint`: what is kept for the backward pass. By default, everything that the steps
-        computed and their derivative needs. With `checkpoint=k`, only the carry of every
-        `k`-th step; `k` steps at a time are then computed again. `"sqrt"` is about the square
-        root of the number of steps, and so keeps the least. With `"replay"`, all carries
-        and nothing else: as these are known, the backward pass computes many steps at once,
-        side by side, and forms the gradients of the weights in few large matrix products.
-        `"auto"` does that where it is estimated to be faster than the default.
-    - `truncate`: backpropagation truncated to windows of so many steps: the derivative
-        of a carry does not pass from one window to the one before. The backward pass then
-        runs the windows once more, in the order in which they ran, and so keeps nothing of
-        the forward pass: `checkpoint` says what is kept within a window. (Not so where the
-        steps have side effects: these happen once.)
-    - `carry_gradient`: a function of the carry that returns it unchanged, but has another
-        derivative: it is applied to the carry that enters each step, and so acts on the
-        cotangent that leaves it. For one, it may clip.
+    - `checkpoint`: what is saved for the backward pass, and what is recomputed in it: see the
+        table below.
+    - `truncate`: backpropagation truncated to windows of so many steps: the derivative of a
+        carry does not pass from one window to the one before. The backward pass runs the
+        windows once more, in the order in which they ran, and saves nothing of the forward
+        pass; `checkpoint` says what is saved within a window. If the steps have side effects
+        (which happen once) or communicate over a named axis, they are not run again, and
+        `checkpoint` applies to all of them.
+    - `carry_gradient`: a function of the carry that returns the same carry with another
+        derivative. It is applied to the carry that enters each step, and so acts on the
+        cotangent that leaves the step; for example, it may clip that. It must not change the
+        value. This is checked while tracing: each array that it returns has to be the array
+        that it was given, if need be by way of a function with a derivative of its own, whose
+        value is its argument. What is computed, even `1.0 * carry`, is an error.
     - `progress`: show a line with the rate and the remaining time of the forward pass. Silent
-        where the standard error is not a terminal, and where there is no forward pass as its
-        value is not asked for.
+        if the standard error is not a terminal, or if the value of the scan is not used.
+
+    **Choices of `checkpoint`:**
+
+    With $T$ steps (or as many as `truncate` says), $c$ the size of a carry, and $r$ the size of
+    the residuals of a step, which are the intermediate values that its derivative needs:
+
+    | value | saved | recomputed | memory | when to use it |
+    |---|---|---|---|---|
+    | `None` | the residuals of all steps | nothing | $T r$ | where it fits |
+    | `k` | every `k`-th carry | all steps, `k` at a time | $T c / k + k r$ | long scans |
+    | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | least memory |
+    | `"replay"` | all carries | all steps, 16 to 64 at once | $T c + 64 r$ | small batches |
+    | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
+
+    `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
+    the weights in a few large matrix products. It is an error if the steps do not allow for
+    that. `"auto"` is `"replay"` where that is possible and estimated to be faster. The estimate
+    is that of a CPU: if JAX has another default backend, `"auto"` is `None`.
+
+    An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
+    and reaches no object that can be changed in place (a list, an object of a class of your
+    own), it is not traced and compiled again.
 
     **Returns:**
 
@@ -91,65 +120,175 @@ def filter_scan(
 
     **Derivative:**
 
-    That of the loop written out, by `jax.lax.scan`, whatever `checkpoint` is; `truncate` and
-    `carry_gradient` change it as they say. With `truncate=k` all terms of
+    That of the loop written out, by `jax.lax.scan`, for each `checkpoint`. `truncate` and
+    `carry_gradient` change it as described. With `truncate=k` all terms of
     $\partial h_s / \partial h_t$ that cross a multiple of `k` steps are zero. Both modes, all
-    orders. For one exception, with rules that are not linear in their cotangent, see "Sharp
+    orders. For an exception, with rules that are not linear in their cotangent, see "Sharp
     edges".
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
     given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, if
-    `f` does not return a pair, or if steps that can't be replayed are asked to be.
+    `f` does not return a pair, if `carry_gradient` changes the carry, or if the steps can't be
+    replayed and `checkpoint` is `"replay"`. The error says why.
     """
     steps = common_length(xs, length)
-    _check_positive("truncate", truncate)
-    if truncate is not None and truncate >= steps:
-        truncate = None  # there is but one window
-    loop = Loop(steps, reverse, unroll, truncate, progress_line(steps) if progress else None)
-    arrays: frozenset[int] = frozenset()
+    _check_window(truncate)
+    if truncate is not None and isinstance(steps, int) and truncate >= steps:
+        truncate = None  # there is only one window
+    method = _named_method(checkpoint, steps if truncate is None else truncate)
+    line = progress_line(steps) if progress else None
+    options = (checkpoint, truncate, carry_gradient, reverse, unroll)
+    key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
+    if key is not None and (body := kept_body(f, key)) is not None:
+        loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
+        return body.outputs(*Plain().run(loop))
+    becomes_array: frozenset[int] = frozenset()
     while True:
+        step = f if key is None else weakref.proxy(f)
+        body = ScanBody(step, init, xs, carry_gradient, becomes_array)
+        loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll, line)
         try:
-            return _run(Step(f, init, xs, carry_gradient, arrays), loop, checkpoint)
-        except BecomesArray as numbers:
-            arrays |= numbers.places
+            chosen, loop = _choose(method, loop, truncate)
+            # Nothing is differentiated in an eager call, and all methods compute the same.
+            carry, ys = (chosen if key is None else Plain()).run(loop)
+        except BecomesArray as found:
+            becomes_array |= found.indices
+            continue
+        if key is not None:
+            keep_body(f, key, body)
+        return body.outputs(carry, ys)
 
 
-def _run(step, loop, checkpoint):
-    always = isinstance(checkpoint, str) and checkpoint == "replay"
-    replay = always or (isinstance(checkpoint, str) and checkpoint == "auto")
-    chunk = None if replay else chunk_length(loop.truncate or loop.steps, checkpoint)
-    # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    is_traced = loop.steps > 0 and not jax.config.values["jax_disable_jit"]
-    out = None
-    is_rolled = loop.unroll is False or (loop.unroll == 1 and loop.unroll is not True)
-    if is_traced and (is_rolled or not replay):
-        if loop.truncate is not None:
-            out = run_truncated(step, loop, checkpoint if replay else chunk)
-        elif replay:
-            out = run_replayed(step, loop, always)
-    if out is not None:
-        return out
-    if is_traced and always:
+def _named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
+    """What `checkpoint` asks for, in a scan or a window of so many steps."""
+    if checkpoint is None:
+        return Plain()
+    if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
+        return Replayed(only_if_faster=checkpoint == "auto")
+    is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
+    is_number = isinstance(checkpoint, int | np.integer) and not isinstance(checkpoint, bool)
+    if not is_sqrt and not (is_number and checkpoint > 0):
         raise rule_error(
-            "`filter_scan` can't replay these steps.",
-            "they have side effects, going forward or backward, talk to the host, know a named "
-            "axis, hold something that can't be differentiated, draw random bits with a key "
-            "that is not of threefry, or have a `while_loop` in a branch of a `cond`"
-            if is_rolled
-            else "`unroll` is given",
-            do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
+            "`filter_scan` was given a `checkpoint` that it does not know.",
+            f"it is {checkpoint!r:.60}",
+            do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
         )
-    return run_loop(step, loop, chunk)
+    if not isinstance(steps, int):
+        raise rule_error(
+            "`filter_scan` can't divide these steps into chunks.",
+            f"`checkpoint` is {checkpoint!r}, and the number of steps is symbolic",
+            do='Use `checkpoint=None` or "auto".',
+        )
+    if is_sqrt:
+        return Checkpointed(near_divisor(steps, math.sqrt(steps))) if steps > 3 else Plain()
+    return Checkpointed(min(int(checkpoint), steps)) if steps > 0 else Plain()
 
 
-def _check_positive(name, value):
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1
+def _choose(
+    method: AbstractMethod, loop: Loop, window: int | None
+) -> tuple[AbstractMethod, Loop]:
+    """The method, and the loop that it runs.
+
+    If the method can't run the loop, `"auto"` becomes plain scan, and truncation becomes part
+    of the body, so that no step is run again. `"replay"` becomes an error that says why.
+    """
+    in_the_steps = loop if window is None else cut_loop(loop, window)
+    visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
+    # Without `jit`, JAX's loops are written out, and there is nothing to trace.
+    if loop.steps == 0 or jax.config.jax_disable_jit or _STEPS_ARE_VISIBLE.get():
+        return visible
+    is_auto = isinstance(method, Replayed) and method.only_if_faster
+    methods = [Plain()] if is_auto else []
+    if not is_auto or jax.default_backend() == PLATFORM:
+        methods.insert(0, method)
+    if window is not None:
+        methods = [Truncated(inner, window) for inner in methods]
+    reasons = []
+    for candidate in methods:
+        reason = candidate.unsupported(loop)
+        if reason is None:
+            return candidate, loop
+        reasons.append(reason)
+    if isinstance(method, Replayed) and not is_auto:
+        raise cannot_replay(reasons[0])
+    return visible
+
+
+@contextlib.contextmanager
+def visible_steps():
+    """Trace every `filter_scan` in this context so that its steps are equations of the program.
+
+    No scan is then a call with a rule: JAX itself differentiates `"replay"`, `"auto"` and
+    `truncate`, and the derivative is the same. It is for code that looks for something in the
+    steps, as `gradient_flow` does for the outputs of layers.
+    """
+    token = _STEPS_ARE_VISIBLE.set(True)
+    try:
+        yield
+    finally:
+        _STEPS_ARE_VISIBLE.reset(token)
+
+
+_STEPS_ARE_VISIBLE = contextvars.ContextVar("eqx_grads_visible_steps", default=False)
+
+
+def common_length(xs: Any, length: int | None) -> Any:
+    """The length of the time axis, which all arrays in `xs` share: an integer, or symbolic."""
+    found: int | None = None
+    where = ""
+    if length is not None:
+        found, where = _as_length(length), "`length`"
+    for path, x in jax.tree_util.tree_leaves_with_path(xs):
+        if not is_sliced(x):
+            continue
+        name = f"`xs{jax.tree_util.keystr(path)}`"
+        if jnp.ndim(x) == 0:
+            raise rule_error(
+                "`filter_scan` was given an array without a time axis.",
+                f"{name} is {type_of(x)}",
+                do="Every array in `xs` has one slice for each step. Close over what is the "
+                "same for all steps.",
+            )
+        steps = jnp.shape(x)[0]
+        if found is None:
+            found, where = steps, name
+        elif steps != found:
+            raise rule_error(
+                "`filter_scan` was given lengths that differ.",
+                f"{where} says {found} steps, {name} is {type_of(x)}",
+                do="Every array in `xs` has one slice for each step, along its first axis.",
+            )
+    if found is None:
+        raise rule_error(
+            "`filter_scan` can't tell the number of steps.",
+            "there is no array in `xs`, and `length` is None",
+            do="Pass `length=`.",
+        )
+    return found
+
+
+def _as_length(length: Any) -> int:
+    try:
+        steps = length.__index__()
+    except Exception:
+        steps = -1
+    if steps < 0 or isinstance(length, bool):
+        raise rule_error(
+            "`filter_scan` was given a `length` that is not a number of steps.",
+            f"it is {length!r:.60}",
+            do="Give a non-negative integer that is known while tracing.",
+        )
+    return steps
+
+
+def _check_window(truncate: Any) -> None:
+    if truncate is not None and (
+        isinstance(truncate, bool) or not isinstance(truncate, int | np.integer) or truncate < 1
     ):
         raise rule_error(
-            f"`filter_scan` was given a `{name}` that is not a number of steps.",
-            f"it is {value!r:.60}",
+            "`filter_scan` was given a `truncate` that is not a number of steps.",
+            f"it is {truncate!r:.60}",
             do="Give a positive integer, or `None`.",
         )

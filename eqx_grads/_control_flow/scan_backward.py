@@ -1,142 +1,130 @@
-"""The loops that run the steps of a scan: plain, or in chunks that are computed again.
+"""How the backward pass of a scan gets its residuals: saved, or recomputed.
 
-JAX traces the step inside `jax.lax.scan`, so that whatever it closes over, named axes,
-shardings and effects are handled there.
+A method is a frozen class: `unsupported` says what it can't do, and `run` does the rest.
+`Plain` and `Checkpointed` are here, `Replayed` is in `replay.py`, and `Truncated` in
+`truncated.py`.
 """
 
+import abc
 import dataclasses
+import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import MARK
-from .._jaxprs.structure import holds
 from .chunked_scan import near_divisor, scan_in_chunks
 from .progress import ProgressLine
-from .replay import replayed_scan
-from .scan_body import Step
-from .traced_body import close_step
-from .truncated import cut_where, truncated_scan
+from .traced_body import close_body, trace_body, TracedBody
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """How the steps follow each other."""
+    """A scan of lists of arrays, for which a method is chosen.
 
-    steps: int
+    - `body(carry, x)` returns `carry, y`. If `counts`, `x` is `(step index, x)`.
+    - `closed` is the body after closure conversion, if it has been traced before: the traced
+        body, and what it closes over.
+    """
+
+    body: Callable[[Any, Any], tuple[list[Any], list[Any]]]
+    init: list[Any]
+    xs: list[Any]
+    steps: Any  # an integer, or symbolic
     reverse: bool
     unroll: int | bool
-    truncate: int | None
-    progress: ProgressLine | None
+    progress: ProgressLine | None = None
+    counts: bool = False
+    closed: tuple[TracedBody, list[Any]] | None = None
+
+    @property
+    def step_index(self) -> jax.Array:
+        """The index of each step in the order in which they run."""
+        index = jnp.arange(self.steps)
+        return index[::-1] if self.reverse else index
+
+    @property
+    def inputs(self) -> Any:
+        """All that the body gets slices of."""
+        return (self.step_index, self.xs) if self.counts else self.xs
+
+    def scan(self, carry: list[Any], inputs: Any) -> tuple[list[Any], list[Any]]:
+        """Run the steps for which `inputs` has slices; all of them if there are none."""
+        steps = None if jax.tree.leaves(inputs) else self.steps
+        options = {"reverse": self.reverse, "unroll": self.unroll}
+        return jax.lax.scan(self.body, carry, inputs, steps, **options)
+
+    @property
+    def x_types(self) -> list[Any]:
+        return jax.eval_shape(lambda: [x[0] for x in self.xs])
+
+    @ft.cached_property
+    def program(self) -> tuple[ClosedJaxpr, list[Any]]:
+        """The jaxpr of the body, and the first carry in the dtypes that it has there."""
+        return trace_body(self.body, self.init, self.x_types)
+
+    @ft.cached_property
+    def traced(self) -> tuple[TracedBody, list[Any], list[Any]]:
+        """The traced body, what it closes over, and the first carry."""
+        if self.closed is not None:
+            return *self.closed, self.init
+        program, init = self.program
+        return *close_body(program, init, self.x_types), init
 
 
-def run_loop(step: Step, loop: Loop, chunk: int | None) -> tuple[Any, Any]:
-    """The last carry and all outputs of `filter_scan`."""
-    body = _body(step, loop)
+class AbstractMethod(abc.ABC):
+    """What a scan saves for its backward pass, and what it computes again."""
 
-    def run(carry, xs):
-        length = None if jax.tree.leaves(xs) else loop.steps
-        return jax.lax.scan(body, carry, xs, length, reverse=loop.reverse, unroll=loop.unroll)
+    @abc.abstractmethod
+    def unsupported(self, loop: Loop) -> str | None:
+        """Why this method can't run the loop, in one sentence; `None` if it can."""
 
-    if chunk is not None:
-        run_chunk = _forgetting(run, loop.steps, chunk)
-    elif loop.progress is not None:
-        chunk, run_chunk = near_divisor(loop.steps, loop.progress.every), run
-    else:
-        done = None if loop.truncate is None else _steps_done(loop)
-        return step.outputs(*run(step.init, (done, step.xs)))
+    @abc.abstractmethod
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        """The last carry, and all `ys`."""
 
-    def one_chunk(carry, xs, _):
-        carry, ys = run_chunk(carry, xs)
+
+@dataclasses.dataclass(frozen=True)
+class Plain(AbstractMethod):
+    """Save what the derivative of each step needs: `jax.lax.scan`.
+
+    JAX traces the body, so that all that it closes over, named axes, shardings and effects are
+    handled there.
+    """
+
+    def unsupported(self, loop: Loop) -> str | None:
+        return None
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        if loop.progress is None:
+            return loop.scan(loop.init, loop.inputs)
+        return _run_in_chunks(loop, near_divisor(loop.steps, loop.progress.every), loop.scan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointed(AbstractMethod):
+    """Save the carry of each `every`-th step, and recompute so many steps at a time."""
+
+    every: int
+
+    def unsupported(self, loop: Loop) -> str | None:
+        return None
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
+        run_chunk = jax.checkpoint(loop.scan, prevent_cse=loop.steps < 2 * self.every)
+        return _run_in_chunks(loop, self.every, run_chunk)
+
+
+def _run_in_chunks(loop: Loop, chunk: int, run_chunk: Callable[..., Any]):
+    def one_chunk(carry, inputs, _):
+        index, inputs = inputs
+        carry, ys = run_chunk(carry, inputs)
         if loop.progress is not None:
-            loop.progress.report(xs[0])
+            loop.progress.report(index)
         return carry, ys
 
-    xs = (_steps_done(loop), step.xs)
-    carry, ys = scan_in_chunks(one_chunk, step.init, xs, chunk=chunk, reverse=loop.reverse)
-    return step.outputs(carry, ys)
-
-
-def _forgetting(run, steps, chunk):
-    """Run a chunk, keep nothing that it computes, and compute it again when that is needed."""
-    # Within a loop, XLA has no way to undo the recomputation.
-    return jax.checkpoint(run, prevent_cse=steps < 2 * chunk)
-
-
-def run_replayed(step: Step, loop: Loop, always: bool) -> tuple[Any, Any] | None:
-    """The same, with a backward pass that replays the steps. `None` if that can't be."""
-    closed = _close(step, loop)
-    if closed is None:
-        return None
-    array_step, *args = closed
-    if not array_step.can_be_vectorized():
-        return None
-    if holds(array_step.program, MARK):
-        # Whoever put it there will look for it in the program, and the derivative is the same.
-        return run_loop(step, loop, None)
-    options = {"reverse": loop.reverse, "always": always, "progress": loop.progress}
-    return step.outputs(*replayed_scan(array_step, *args, **options))
-
-
-def run_truncated(step: Step, loop: Loop, keep: int | str | None) -> tuple[Any, Any] | None:
-    """The same in windows that keep everything, the carries of chunks of `keep` steps, or
-    what "replay" and "auto" do. `None` if that can't be."""
-    assert loop.truncate is not None
-    closed = _close(step, dataclasses.replace(loop, truncate=None))
-    if closed is None:
-        return None
-    array_step, *args = closed
-    if isinstance(keep, str) and not array_step.can_be_vectorized():
-        if keep == "replay":
-            return None
-        keep = None
-    if holds(array_step.program, MARK):
-        return run_loop(step, loop, None)
-
-    def remember(step, consts, carry, xs):
-        if isinstance(keep, str):
-            options = {"reverse": loop.reverse, "always": keep == "replay", "progress": None}
-            return replayed_scan(step, consts, carry, xs, **options)
-
-        def run(carry, xs):
-            body = lambda c, x: step(consts, c, x)
-            return jax.lax.scan(body, carry, xs, reverse=loop.reverse, unroll=loop.unroll)
-
-        if keep is None:
-            return run(carry, xs)
-        run_chunk = _forgetting(run, loop.truncate, keep)
-        one_chunk = lambda carry, xs, _: run_chunk(carry, xs)
-        return scan_in_chunks(one_chunk, carry, xs, chunk=keep, reverse=loop.reverse)
-
-    options = {"remember": remember, "reverse": loop.reverse, "progress": loop.progress}
-    return step.outputs(*truncated_scan(array_step, *args, window=loop.truncate, **options))
-
-
-def _close(step: Step, loop: Loop):
-    """The step as a program, what it closes over, the first carry, and `xs`."""
-    body = _body(step, loop)
-    done = _steps_done(loop)
-    x = jax.eval_shape(lambda: [done[0], *(x[0] for x in step.xs)])
-    flat = lambda carry, x: body(carry, (x[0], x[1:]))
-    closed = close_step(flat, step.init, x)
-    if closed is None or not closed[0].can_be_replayed():
-        return None
-    return *closed, [done, *step.xs]
-
-
-def _steps_done(loop: Loop):
-    """The number of steps done before each step, in the order in which they run."""
-    done = jnp.arange(loop.steps)
-    return done[::-1] if loop.reverse else done
-
-
-def _body(step: Step, loop: Loop):
-    def body(carry, x):
-        done, x = x
-        if loop.truncate is not None:
-            cut = (done % loop.truncate == 0) & (done > 0)
-            carry = [cut_where(cut, c) for c in carry]
-        return step(carry, x)
-
-    return body
+    inputs = (loop.step_index, loop.inputs)
+    return scan_in_chunks(one_chunk, loop.init, inputs, chunk=chunk, reverse=loop.reverse)

@@ -1,19 +1,25 @@
-"""A step of a scan, from PyTrees to arrays."""
+"""The scan body: the user's step as a function of lists of arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._errors import name_of, place_of, rule_error, show_tree
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._jaxprs.evaluate import evaluate
+from .._jaxprs.structure import Cond, inner_programs, Scan, ShardMap, structure, While
 from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
 
 
-class Step:
-    """`f` of a scan as a function of lists of arrays.
+class ScanBody:
+    """`f` of a scan as a function of lists of arrays: `carry, x` to `carry, y`.
 
-    - `init`, `xs` are the arrays that the loop starts from and slices.
-    - `numbers` says which Python integers in the carry are arrays.
+    It holds no arrays but those that `f` closes over, so that it serves for all arrays of the
+    same types.
+    `becomes_array` are the indices of the Python integers in the carry that are arrays.
     """
 
     def __init__(
@@ -22,26 +28,27 @@ class Step:
         init: Any,
         xs: Any,
         carry_gradient: Callable[..., Any] | None,
-        numbers: frozenset[int],
+        becomes_array: frozenset[int],
     ):
         self._f = f
         self._carry_gradient = carry_gradient
-        self._carry = Carry(init, numbers)
-        self.init = self._carry.first
-        self._x, self.xs = TreeSplit.split(xs, is_sliced)
-        # Whoever traces the step leaves here what is not an array in `y`.
+        self._carry = Carry(init, becomes_array)
+        self._x, _ = TreeSplit.split(xs, is_sliced)
+        # The structure and the static leaves of `y`, set whenever the body is traced.
         self._y: list[TreeSplit] = []
+
+    def arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The arrays that the loop starts from, and those that it slices."""
+        return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
+
+    def static_outputs(self) -> list[Any]:
+        """The static leaves of `y`."""
+        return [x for x in self._y[0].static if x is not None]
 
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         carry_tree = self._carry.tree(carry)
         if self._carry_gradient is not None:
-            passed = self._carry_gradient(carry_tree)
-            self._carry.arrays(
-                passed,
-                self._carry_gradient,
-                "`carry_gradient` of `filter_scan` returned another carry than it was given.",
-            )
-            carry_tree = passed
+            carry_tree = self._with_carry_gradient(carry_tree, carry)
         result = self._f(carry_tree, self._x.tree(as_array_list(x)))
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
@@ -52,6 +59,7 @@ class Step:
             )
         new_carry = self._carry.arrays(
             result[0],
+            carry,
             self._f,
             f"`{name_of(self._f)}`, a step of `filter_scan`, returned another carry than it "
             "was given.",
@@ -63,3 +71,53 @@ class Step:
     def outputs(self, carry: Sequence[Any], ys: Sequence[Any]) -> tuple[Any, Any]:
         """What `filter_scan` returns."""
         return self._carry.tree(carry), self._y[0].tree(ys)
+
+    def _with_carry_gradient(self, carry_tree, carry):
+        fn = self._carry_gradient
+        error = "`carry_gradient` of `filter_scan` returned another carry than it was given."
+
+        def flat(arrays):
+            return self._carry.arrays(fn(self._carry.tree(arrays)), arrays, fn, error)
+
+        sources = _sources(jax.make_jaxpr(flat)(carry), range(len(carry)))
+        for i, source in enumerate(sources):
+            if source != i:
+                where = self._carry.paths()[i]
+                raise rule_error(
+                    "`carry_gradient` of `filter_scan` does not return the carry that it was "
+                    "given.",
+                    f"at {where}: it returns a {type_of(carry[i])} that it computes, and "
+                    "that may be another value",
+                    place_of(fn),
+                    do="It may change the derivative only, for example by "
+                    "`eqx_grads.clip_gradient`. To give the carry the derivative of any "
+                    "function, return `eqx_grads.replace_gradient(carry, fn(carry))`.",
+                )
+        return fn(carry_tree)
+
+
+# Equations whose outputs are their first operands.
+_IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier")
+
+
+def _sources(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Which of `args` each output of a program is; `None` if that is not known."""
+
+    def hook(eqn, values):
+        known, programs = structure(eqn), inner_programs(eqn)
+        operands = values[1:] if isinstance(known, Cond) else values
+        is_call = programs and not isinstance(known, Scan | While | ShardMap)
+        if is_call and all(len(p.in_avals) == len(operands) for p in programs):
+            outs = [_sources(program, operands) for program in programs]
+            return [_agreed(cases) for cases in zip(*outs, strict=True)]
+        if eqn.primitive.name == "select_n":
+            return [_agreed(values[1:])]
+        if eqn.primitive.name in _IDENTITIES:
+            return values[: len(eqn.outvars)]
+        return [None] * len(eqn.outvars)
+
+    return evaluate(program, args, hook, constant=lambda _: None)
+
+
+def _agreed(cases):
+    return cases[0] if len(set(cases)) == 1 else None

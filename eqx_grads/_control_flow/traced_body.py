@@ -1,101 +1,90 @@
-"""A step of a scan as a traced program: what it closes over is an argument."""
+"""A scan body as a closed jaxpr: what it closes over is an argument of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import depends
+from .._jaxprs.dependence import depends, without_unused
 from .._jaxprs.matmul_layout import inlined
-from .._jaxprs.structure import holds
+from .._jaxprs.structure import CallWithRule, holds
 from .._jaxprs.vectorize import why_not_vectorizable
 from .._tangent_spaces import as_array_list, is_differentiable
 
 
-class ArrayStep:
-    """A traced step: `consts, carry, x` to `carry, y`, all of them lists of arrays.
+class TracedBody:
+    """A traced body: `consts, carry, x` to `carry, y`, all of them lists of arrays.
 
-    What the step closes over is in `consts`, so that there is no tracer in it.
+    What the user's function closes over is in `consts`, so that there is no tracer in it.
     """
 
-    def __init__(self, step: Callable[..., Any], consts, carry, x):
+    def __init__(self, fn: Callable[..., Any], consts, carry, x):
         types, treedef = jax.tree.flatten((list(consts), list(carry), list(x)))
 
         def flat(*args):
-            new, y = step(*jax.tree.unflatten(treedef, args))
+            new, y = fn(*jax.tree.unflatten(treedef, args))
             return *new, *y
 
-        moves = [False] * len(consts) + [True] * (len(carry) + len(x))
-        self.program = inlined(flat, moves, *types)
+        varies = [False] * len(consts) + [True] * (len(carry) + len(x))
+        self.program = inlined(flat, varies, *types)
+        n_consts, n = len(consts), len(consts) + len(carry)
         in_types = self.program.in_avals
-        self.const_types, self.carry_types = (
-            in_types[: len(consts)],
-            in_types[len(consts) :][: len(carry)],
-        )
-        self.x_types = in_types[len(consts) + len(carry) :]
+        self.const_types, self.carry_types = in_types[:n_consts], in_types[n_consts:n]
+        self.x_types = in_types[n:]
         self.y_types = self.program.out_avals[len(carry) :]
 
     @property
     def input_types(self) -> list[Any]:
         return [*self.const_types, *self.carry_types, *self.x_types]
 
-    def of_some(self, places: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The step as a function of the inputs (`consts`, carry and `x`) at these places."""
-        n_consts, n_carry = len(self.const_types), len(self.carry_types)
+    @property
+    def varies(self) -> list[bool]:
+        """Which inputs are others at each step: the carry and `x`."""
+        return [i >= len(self.const_types) for i in range(len(self.input_types))]
 
-        def step(*values):
-            full = list(inputs)
-            for i, value in zip(places, values, strict=True):
-                full[i] = value
-            consts, rest = full[:n_consts], full[n_consts:]
-            return self(consts, rest[:n_carry], rest[n_carry:])
-
-        return step
-
-    def trace_vjp(self, run_backward: bool) -> ClosedJaxpr:
-        """What a step leaves for its derivative in all of its inputs; or that derivative."""
-        places = [i for i, t in enumerate(self.input_types) if is_differentiable(t)]
-
-        def vjp(*inputs):
-            def floats(*values):
-                out = jax.tree.leaves(self.of_some(places, inputs)(*values))
-                return [x for x in out if is_differentiable(x)]
-
-            out, pull = jax.vjp(floats, *(inputs[i] for i in places))
-            return pull(out) if run_backward else jax.tree.leaves(pull)
-
-        return jax.make_jaxpr(vjp)(*self.input_types)
-
-    def can_be_replayed(self) -> bool:
-        """Whether it is all the same how often steps are computed, how many at once, and
-        whether all of a step is."""
-        if self.program.effects or holds(self.program, "pure_callback"):
-            return False
-        try:
-            effects = self.trace_vjp(run_backward=True).effects
-        except Exception:
-            # Something has no derivative. Whether one is asked for is yet to be seen: plain
-            # scan will say so, in JAX's words.
-            return False
-        # The sum over devices that have copies of a weight is there wherever they are.
-        axes = jax.sharding.get_abstract_mesh().axis_names
-        return all(getattr(effect, "name", None) in axes for effect in effects)
-
-    def can_be_vectorized(self) -> bool:
-        """Whether `vmap` over time computes what the steps compute one after another."""
-        return why_not_vectorizable(self.program) is None
+    @property
+    def has_symbolic_shapes(self) -> bool:
+        """Whether a dimension is unknown while tracing, as in `jax.export`."""
+        return not all(isinstance(d, int) for t in self.input_types for d in t.shape)
 
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         out = jaxpr_as_fun(self.program)(*consts, *carry, *x)
         return out[: len(carry)], out[len(carry) :]
 
+    def of_some(self, indices: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The body as a function of the inputs (`consts`, carry and `x`) at these indices."""
+        n_consts, n_carry = len(self.const_types), len(self.carry_types)
+
+        def body(*values):
+            full = list(inputs)
+            for i, value in zip(indices, values, strict=True):
+                full[i] = value
+            consts, rest = full[:n_consts], full[n_consts:]
+            return self(consts, rest[:n_carry], rest[n_carry:])
+
+        return body
+
+    def trace_vjp(self, run_backward: bool) -> ClosedJaxpr:
+        """The derivative of a step in all of its inputs, or the residuals of that."""
+        indices = [i for i, t in enumerate(self.input_types) if is_differentiable(t)]
+
+        def vjp(*inputs):
+            def inexact_outputs(*values):
+                out = jax.tree.leaves(self.of_some(indices, inputs)(*values))
+                return [x for x in out if is_differentiable(x)]
+
+            out, pull_back = jax.vjp(inexact_outputs, *(inputs[i] for i in indices))
+            return pull_back(out) if run_backward else jax.tree.leaves(pull_back)
+
+        return jax.make_jaxpr(vjp)(*self.input_types)
+
     def differentiable(self) -> list[int]:
-        """Which parts of the carry have a derivative."""
+        """The indices of the parts of the carry that have a derivative."""
         return [i for i, t in enumerate(self.carry_types) if is_differentiable(t)]
 
     def y_of_carry(self) -> list[int | None]:
-        """For each part of the new carry, which `y` is the same."""
+        """For each part of the new carry, the index of the `y` that is the same value."""
         outvars = self.program.jaxpr.outvars
         n = len(self.carry_types)
 
@@ -104,15 +93,42 @@ class ArrayStep:
 
         return [None if isinstance(v, Literal) else find(v) for v in outvars[:n]]
 
-    def batched(self, size: int, batched: Any, consts, carry, xs) -> "ArrayStep":
-        """The step for a whole batch."""
+    def batched(self, size: int, batched: Any, consts, carry, xs) -> "TracedBody":
+        """The body for a whole batch."""
         axes = [[0 if b else None for b in part] for part in batched]
         out_axes = ([0 if b else None for b in batched[1]], 0)
         many = jax.vmap(self, axes, out_axes, axis_size=size)
-        return ArrayStep(many, *jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs])))
+        return TracedBody(many, *jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs])))
+
+    def with_values_of_rules(self, consts: Any, carry: Any, x: Any) -> "TracedBody":
+        """The body, which returns the values that its rules return, if the flagged inputs are
+        differentiated.
+
+        The numbers are the same, their derivatives need not be: the value that the rule of
+        `reverse_gradient` returns is its argument. A second derivative differentiates that
+        value, as the first one has put the rule in place of the call.
+        """
+        if not holds(self.program, CallWithRule):
+            return self
+        flags = [*consts, *self.carried(consts, carry, x), *x]
+        types = self.input_types
+        indices = [i for i, flag in enumerate(flags) if flag and is_differentiable(types[i])]
+
+        def values(consts, carry, x):
+            inputs = [*consts, *carry, *x]
+
+            def inexact_outputs(*values):
+                out = self.of_some(indices, inputs)(*values)
+                return [y for y in jax.tree.leaves(out) if is_differentiable(y)], out
+
+            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices), has_aux=True)[2]
+
+        body = TracedBody(values, self.const_types, self.carry_types, self.x_types)
+        body.program = without_unused(body.program)  # the residuals
+        return body
 
     def carried(self, consts: Any, carry: Any, x: Any) -> list[bool]:
-        """Which parts of the carry come to depend on inputs with these flags."""
+        """Which parts of the carry come to depend on the inputs with these flags."""
         carry = list(carry)
         while True:
             flagged = depends(self.program, [*consts, *carry, *x])
@@ -126,24 +142,55 @@ class ArrayStep:
             carry = new
 
 
-def close_step(
-    step: Callable[..., Any], carry, x
-) -> tuple[ArrayStep, list[Any], list[Any]] | None:
-    """A step that closes over arrays. Returns it, these arrays, and the first carry; `None`
-    if it has effects.
+def trace_body(
+    body: Callable[..., Any], carry: Sequence[Any], x: Sequence[Any]
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr of `body`, with what it closes over as constants, and the first carry.
 
-    A carry without a dtype of its own (a Python number) is given that which the step returns.
+    A carry with a weak dtype (that of a Python number) is cast to the dtype which the body
+    returns, as `jax.lax.scan` does.
     """
-    program, (new, _) = jax.make_jaxpr(step, return_shape=True)(carry, x)
-    if program.effects:  # on what it closes over, for one
-        return None
+    program, (new, _) = jax.make_jaxpr(body, return_shape=True)(carry, x)
     if any(a.dtype != b.dtype for a, b in zip(carry, new, strict=True)):
         cast = [a.astype(b.dtype) for a, b in zip(carry, new, strict=True)]
-        return close_step(step, cast, x)
+        return trace_body(body, cast, x)
+    return program, list(carry)
+
+
+def close_body(
+    program: ClosedJaxpr, carry: Sequence[Any], x: Sequence[Any]
+) -> tuple[TracedBody, list[Any]]:
+    """The traced body without constants, and these constants."""
 
     def of_consts(consts, carry, x):
         out = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*carry, *x)
         return out[: len(carry)], out[len(carry) :]
 
     consts = as_array_list(program.consts)
-    return ArrayStep(of_consts, consts, carry, x), consts, carry
+    return TracedBody(of_consts, consts, carry, x), consts
+
+
+# ---------------------------------------------------------------- what can't be done with it
+# The reasons are predicates: "a step has side effects".
+
+
+def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str | None:
+    """Why a program with these effects must run once and as it is; `None` if it may be run
+    again, or in part. Sums over the axes of the mesh are allowed if `mesh_axes`."""
+    allowed = jax.sharding.get_abstract_mesh().axis_names if mesh_axes else ()
+    axes = [getattr(effect, "name", None) for effect in effects]
+    axes = [axis for axis in axes if axis not in allowed]
+    if not axes:
+        return None
+    named = [axis for axis in axes if axis is not None]
+    if named:
+        return f"communicates over the named axis {named[0]!r}"
+    return "has side effects, each of which has to happen once"
+
+
+def why_not_vectorized(program: ClosedJaxpr) -> str | None:
+    """Why `jax.vmap` over time does not compute what the steps compute one after another;
+    `None` if it does."""
+    if holds(program, "pure_callback"):
+        return "calls the host (`jax.pure_callback`)"
+    return why_not_vectorizable(program)

@@ -1,10 +1,23 @@
 """A scan in windows that no derivative passes between: truncated backpropagation.
 
-As no window needs the cotangent of a later one, the backward pass can go through them in the
-order in which they ran, and compute each once more. It then keeps nothing of the forward pass,
-however many steps there are.
+Let `(h_{t+1}, y_t) = f(W, h_t, x_t)` run in windows of `k` steps. The cotangents `d_t` of the
+carries `h_t` obey
+
+    d_t = (dh_{t+1}/dh_t)^T d_{t+1} + (dy_t/dh_t)^T ct_y_t,
+
+and truncation replaces `d_{t+1}` by zero where step `t + 1` is the first of a window. So no
+window needs the cotangent of a later one. The backward pass runs the windows in the order in
+which they ran forward: it computes each once more from its first carry, and pulls the
+cotangents of its outputs back at once. From window to window it carries `h` and the sum of the
+cotangents of `W`, and it saves nothing of the forward pass, however many steps there are.
+
+The cotangent of the last carry belongs to the last window only, which is run apart; that of
+the first carry comes from the first window.
 """
 
+import dataclasses
+import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,37 +25,62 @@ import jax.numpy as jnp
 
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
+from .progress import ProgressLine
 from .replay import scan_of_batch
 from .replay_split import add_terms
+from .scan_backward import AbstractMethod, Loop
+from .traced_body import TracedBody, why_not_recomputed
 
 
-@custom_vjp
-def truncated_scan(step, consts, init, xs, *, window, remember, reverse, progress):
-    """The last carry, and all `ys`. All but `step` are lists of arrays, and `xs` starts with
-    the number of steps done. There are more steps than in one `window`.
+@dataclasses.dataclass(frozen=True)
+class Truncated(AbstractMethod):
+    """Save nothing, and recompute one window after another, each by the method `inner`."""
 
-    `remember(step, consts, carry, xs)` runs the steps of one window, with the derivative that
-    is wanted there.
+    inner: AbstractMethod
+    window: int
+
+    def unsupported(self, loop: Loop) -> str | None:
+        if not isinstance(loop.steps, int):
+            return "the number of steps is symbolic"
+        # To recompute is all that is asked for: not that steps can be vectorized, nor that
+        # there is a derivative in inputs that are not differentiated.
+        program, _ = loop.program
+        reason = why_not_recomputed(program.effects)
+        return self.inner.unsupported(loop) if reason is None else f"a step {reason}"
+
+    def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        body, consts, init = loop.traced
+        return truncated_scan(
+            consts,
+            init,
+            loop.xs,
+            loop.step_index,
+            body=body,
+            method=self,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
+            progress=loop.progress,
+        )
+
+
+def cut_loop(loop: Loop, window: int) -> Loop:
+    """The loop, with a body that cuts the derivative of its carry at the start of each window.
+
+    The same derivative as that of `Truncated`, in the program of the steps themselves: nothing
+    is recomputed, and so everything is saved.
     """
-
-    def one(carry, x):
-        carry, ys = remember(step, consts, _cut(carry, x), x)
-        if progress is not None:
-            progress.report(x[0])
-        return carry, ys
-
-    windows, rest = _split(xs, window, xs[0].shape[0] % window, reverse)
-    carry, ys = jax.lax.scan(one, init, windows, reverse=reverse)
-    if rest is None:
-        return carry, _join(ys, None, reverse)
-    carry, rest = one(carry, rest)
-    return carry, _join(ys, rest, reverse)
+    return dataclasses.replace(loop, body=_CutBody(loop.body, window), counts=True)
 
 
-def _cut(carry, x):
-    """What enters a window."""
-    is_first = jnp.min(x[0]) == 0
-    return [cut_where(~is_first, c) for c in carry]
+@dataclasses.dataclass(frozen=True)
+class _CutBody:
+    body: Callable[..., Any]
+    window: int
+
+    def __call__(self, carry, x):
+        index, x = x
+        cut = (index % self.window == 0) & (index > 0)
+        return self.body([cut_where(cut, c) for c in carry], x)
 
 
 def cut_where(cut, carry):
@@ -52,111 +90,169 @@ def cut_where(cut, carry):
     return jnp.where(cut, jax.lax.stop_gradient(carry), carry)
 
 
-def _split(xs, window, rest, reverse):
-    """All windows but the `rest` of the steps, which is run last."""
-    if rest == 0:
+@custom_vjp
+def truncated_scan(
+    consts: list[Any],
+    init: list[Any],
+    xs: list[Any],
+    step_index: Any,
+    *,
+    body: TracedBody,
+    method: Truncated,
+    reverse: bool,
+    unroll: int | bool,
+    progress: ProgressLine | None,
+):
+    """The last carry, and all `ys`. There are more steps than in one window."""
+    run = ft.partial(_run_window, body=body, method=method, reverse=reverse, unroll=unroll)
+
+    def one(carry, inputs):
+        out = run(consts, _cut_unless_first(carry, inputs), inputs)
+        if progress is not None:
+            progress.report(inputs[0])
+        return out
+
+    remainder = step_index.shape[0] % method.window
+    windows, last = _split((step_index, xs), method.window, remainder, reverse)
+    carry, ys = jax.lax.scan(one, init, windows, reverse=reverse)
+    if last is None:
+        return carry, _join(ys, None, reverse)
+    carry, last_ys = one(carry, last)
+    return carry, _join(ys, last_ys, reverse)
+
+
+def _run_window(consts, carry, inputs, *, body, method, reverse, unroll):
+    index, xs = inputs
+    loop = Loop(
+        ft.partial(body, consts),
+        carry,
+        xs,
+        index.shape[0],
+        reverse,
+        unroll,
+        closed=(body, consts),
+    )
+    return method.inner.run(loop)
+
+
+def _cut_unless_first(carry, inputs):
+    """The carry that enters a window."""
+    is_first = jnp.min(inputs[0]) == 0
+    return [cut_where(~is_first, c) for c in carry]
+
+
+def _split(xs, window, last, reverse):
+    """All windows, and the `last` steps, which are run after them; `None` if there are none."""
+    if last == 0:
         full, short = xs, None
     elif reverse:
-        full, short = jax.tree.map(lambda x: x[rest:], xs), jax.tree.map(lambda x: x[:rest], xs)
+        full, short = jax.tree.map(lambda x: x[last:], xs), jax.tree.map(lambda x: x[:last], xs)
     else:
-        full = jax.tree.map(lambda x: x[:-rest], xs)
-        short = jax.tree.map(lambda x: x[-rest:], xs)
-    n = (jax.tree.leaves(xs)[0].shape[0] - rest) // window
+        full = jax.tree.map(lambda x: x[:-last], xs)
+        short = jax.tree.map(lambda x: x[-last:], xs)
+    n = (jax.tree.leaves(xs)[0].shape[0] - last) // window
     return jax.tree.map(lambda x: x.reshape(n, window, *x.shape[1:]), full), short
 
 
-def _join(full, short, reverse):
+def _join(full, last, reverse):
     full = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), full)
-    if short is None:
+    if last is None:
         return full
-    parts = (short, full) if reverse else (full, short)
+    parts = (last, full) if reverse else (full, last)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *parts)
 
 
 @truncated_scan.def_fwd
-def _truncated_scan_fwd(step, consts, init, xs, **options):
-    return truncated_scan(step, consts, init, xs, **options), (step, consts, init, xs)
+def _truncated_scan_fwd(
+    consts, init, xs, step_index, *, body, perturbed: tuple[Any, ...], **options
+):
+    *perturbed_args, _ = perturbed
+    values = body.with_values_of_rules(*perturbed_args)
+    out = truncated_scan(consts, init, xs, step_index, body=values, **options)
+    return out, (consts, init, xs, step_index)
 
 
 @truncated_scan.def_bwd(symbolic_zeros=True)
 def _truncated_scan_bwd(
-    residuals, cts, *, window, remember, reverse, progress, perturbed: tuple[Any, ...]
+    residuals, cts, *, body, method, reverse, unroll, perturbed: tuple[Any, ...]
 ):
-    del progress
-    step, consts, init, xs = residuals
+    consts, init, xs, step_index = residuals
     ct_last, ct_ys = cts
-    _, *wanted = perturbed
-    used = {j: ct for j, ct in enumerate(ct_ys) if ct is not None}
-    given = {i: ct for i, ct in enumerate(ct_last) if ct is not None}
-
-    def pull(carry, x, ct_carry, ct_y, wanted):
-        """Once more through a window, with the cotangents of what it returns, by place.
-
-        The next carry, and the cotangents of those `consts`, `carry` and `x` that are wanted.
-        """
-        carry = _cut(carry, x)  # for the derivatives of this one
-
-        def run(live):
-            consts_now, carry_now, x_now = _replaced((consts, carry, x), wanted, live)
-            new, ys = remember(step, consts_now, carry_now, x_now)
-            return ([new[i] for i in ct_carry], [ys[j] for j in ct_y]), new
-
-        live = _those(wanted, (consts, carry, x))
-        if not ct_carry and not ct_y:
-            return run(live)[1], jax.tree.map(jnp.zeros_like, live)
-        _, pull_back, new = jax.vjp(run, live, has_aux=True)
-        (ct_live,) = pull_back((list(ct_carry.values()), list(ct_y.values())))
-        return new, ct_live
+    *perturbed_args, _ = perturbed
+    ct_ys = {j: ct for j, ct in enumerate(ct_ys) if ct is not None}
+    ct_last = {i: ct for i, ct in enumerate(ct_last) if ct is not None}
+    run = ft.partial(_run_window, body=body, method=method, reverse=reverse, unroll=unroll)
+    pull_back = ft.partial(_pull_back_window, run, consts)
 
     # The cotangent of the last carry belongs to the last window only.
-    rest = xs[0].shape[0] % window
-    rest = window if rest == 0 and given else rest
-    windows, last = _split((xs, used), window, rest, reverse)
+    n_last = step_index.shape[0] % method.window
+    n_last = method.window if n_last == 0 and ct_last else n_last
+    inputs = (step_index, xs, ct_ys)
+    windows, last = _split(inputs, method.window, n_last, reverse)
 
     def one(state, inputs):
         carry, sums, ct_init = state
-        x, ct_y = inputs
-        carry, (terms, ct_carry, ct_x) = pull(carry, x, {}, ct_y, wanted)
-        is_first = jnp.min(x[0]) == 0
+        index, x, ct_y = inputs
+        carry, cts = pull_back(carry, index, x, {}, ct_y, perturbed_args)
+        terms, ct_carry, ct_x = cts
+        is_first = jnp.min(index) == 0
         ct_init = [jnp.where(is_first, a, b) for a, b in zip(ct_carry, ct_init, strict=True)]
         return (carry, add_terms(sums, terms), ct_init), ct_x
 
-    live_consts, live_init, _ = _those(wanted, (consts, init, xs))
-    sums = [jnp.zeros_like(c, sum_dtype(c.dtype)) for c in live_consts]
-    start = (init, sums, jax.tree.map(jnp.zeros_like, live_init))
+    perturbed_values = select(perturbed_args, (consts, init, xs))
+    sums = [jnp.zeros_like(c, sum_dtype(c.dtype)) for c in perturbed_values[0]]
+    start = (init, sums, jax.tree.map(jnp.zeros_like, perturbed_values[1]))
     (carry, sums, ct_init), ct_xs = jax.lax.scan(one, start, windows, reverse=reverse)
-    ct_rest = None
+    last_ct_x = None
     if last is not None:
-        x, ct_y = last
-        want_consts, _, want_xs = wanted
-        not_carry = (want_consts, [False] * len(init), want_xs)
-        _, (terms, _, ct_rest) = pull(carry, x, given, ct_y, not_carry)
+        index, x, ct_y = last
+        perturbed_consts, _, perturbed_xs = perturbed_args
+        all_but_carry = (perturbed_consts, [False] * len(init), perturbed_xs)
+        _, cts = pull_back(carry, index, x, ct_last, ct_y, all_but_carry)
+        terms, _, last_ct_x = cts
         sums = add_terms(sums, terms)
-    ct_xs = _join(ct_xs, ct_rest, reverse)
-    return None, *_placed((sums, ct_init, ct_xs), wanted)
+    ct_xs = _join(ct_xs, last_ct_x, reverse)
+    nothing = tuple([None] * len(part) for part in perturbed_args)
+    return *replace(nothing, perturbed_args, (sums, ct_init, ct_xs)), None
 
 
-def _those(flags, parts):
-    """The values with a flag, in each part."""
-    select = lambda values, flags: [v for v, flag in zip(values, flags, strict=True) if flag]
-    return tuple(map(select, parts, flags))
+def _pull_back_window(run, consts, carry, index, x, ct_carry, ct_y, perturbed):
+    """Run a window once more, and pull the cotangents of what it returns back through it.
+
+    Returns the next carry, and the cotangents of those `consts`, `carry` and `x` that are
+    `perturbed`. `ct_carry` and `ct_y` are dictionaries by index.
+    """
+    carry = _cut_unless_first(carry, (index, x))  # in the derivatives of this derivative
+
+    def of_perturbed(values):
+        consts_now, carry_now, x_now = replace((consts, carry, x), perturbed, values)
+        new, ys = run(consts_now, carry_now, (index, x_now))
+        return ([new[i] for i in ct_carry], [ys[j] for j in ct_y]), new
+
+    values = select(perturbed, (consts, carry, x))
+    if not ct_carry and not ct_y:
+        return of_perturbed(values)[1], jax.tree.map(jnp.zeros_like, values)
+    _, pull_back, new = jax.vjp(of_perturbed, values, has_aux=True)
+    (cts,) = pull_back((list(ct_carry.values()), list(ct_y.values())))
+    return new, cts
 
 
-def _replaced(parts, flags, new):
+def select(flags, parts):
+    """Of each part, the values that have a flag."""
+    of_part = lambda flags, values: [v for v, flag in zip(values, flags, strict=True) if flag]
+    return tuple(map(of_part, flags, parts))
+
+
+def replace(parts, flags, new):
     """The parts, with new values where there is a flag."""
 
-    def replace(values, flags, new):
+    def in_part(values, flags, new):
         new = iter(new)
         return [next(new) if flag else v for v, flag in zip(values, flags, strict=True)]
 
-    return tuple(map(replace, parts, flags, new))
-
-
-def _placed(parts, flags):
-    """The values at the places with a flag, and `None` elsewhere."""
-    return _replaced(tuple([None] * len(part) for part in flags), flags, parts)
+    return tuple(map(in_part, parts, flags, new))
 
 
 @truncated_scan.def_vmap
-def _truncated_scan_vmap(*args, **options):
-    return scan_of_batch(truncated_scan, *args, **options)
+def _truncated_scan_vmap(size, batched, *args, **options):
+    return scan_of_batch(truncated_scan, size, batched, *args, **options)

@@ -1,1 +1,1 @@
-"""Where a gradient is zero, large or not finite: probes and reports."""
+"""See where a gradient vanishes, explodes or is not finite: probes and reports."""

@@ -1,4 +1,4 @@
-"""See the gradient that passes a point, also inside scan: slots, callbacks and a watch."""
+"""See the gradient at a point of a program: `probe`, `tap_gradient`, `watch_gradient`."""
 
 import functools as ft
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ..tangents import add
 
 
 class GradientStatistics(eqx.Module):
-    r"""A slot for [`eqx_grads.probe`][] that keeps a few numbers instead of the gradient.
+    r"""A slot for [`eqx_grads.probe`][] that records statistics instead of the whole gradient.
 
     !!! example
 
@@ -46,7 +46,7 @@ class GradientStatistics(eqx.Module):
         assert jnp.array_equal(statistics.norm, jnp.array([8.0, 4.0, 2.0]))  # one per step
         assert statistics.mean_norm == 14 / 3
 
-        # One slot for all steps: the numbers of the steps are added up.
+        # One slot for all steps: the statistics of the steps are summed.
         def loss_of_one(slot, h):
             slots = jax.tree.map(lambda s: jnp.broadcast_to(s, (3,)), slot)
             return loss(slots, h)
@@ -58,19 +58,20 @@ class GradientStatistics(eqx.Module):
 
     **Arguments:**
 
-    - `n`: by default, a single slot. Or a number of steps (or a tuple of numbers): that many
-        slots in one tree of arrays, to be scanned over (or `vmap`ped).
+    - `n`: the shape of the fields: a number of steps (or a tuple of numbers), for slots that
+        are scanned over (or `vmap`ped). By default, a single slot.
 
-    The fields of the slot are zeros. Those of its gradient, of `x` and all its leaves:
+    The fields of the slot are zeros. The fields of its gradient are statistics of the
+    gradient of `x`, over all its leaves:
 
     - `norm`: the 2-norm of the finite elements.
-    - `max`: the largest magnitude among the finite elements.
+    - `max`: the largest magnitude of the finite elements.
     - `nonfinite`: how many elements are NaN or infinite.
-    - `steps`: how many gradients have passed: one.
+    - `steps`: one, the number of gradients.
 
-    Where one slot serves many times (in a scan that closes over it, or for an `x` that is
-    batched when the slot is not), each field is the sum over these times, and `steps` says
-    how many there were.
+    If one slot is used several times (in a scan that closes over it, or for a batched `x`
+    with an unbatched slot), each field is the sum over these uses, and `steps` is their
+    number.
     """
 
     norm: Float[Array, "*n"]
@@ -83,13 +84,12 @@ class GradientStatistics(eqx.Module):
 
     @property
     def mean_norm(self) -> Float[Array, ""]:
-        """The norm, averaged over all steps. Zero if no gradient has passed."""
+        """The mean of `norm` over all steps. Zero if there was no gradient."""
         return self._mean(self.norm)
 
     @property
     def mean_max(self) -> Float[Array, ""]:
-        """The largest magnitude of a step, averaged over all steps. Zero if no gradient has
-        passed."""
+        """The mean of `max` over all steps. Zero if there was no gradient."""
         return self._mean(self.max)
 
     def _mean(self, field):
@@ -97,10 +97,11 @@ class GradientStatistics(eqx.Module):
 
 
 def probe(x: PyTree, slot: PyTree) -> PyTree:
-    r"""Let the gradient that passes here be found in the gradient of `slot`.
+    r"""Expose the gradient of `x` as the gradient of `slot`.
 
-    In a scan, a slot that is scanned over has one gradient for each step. A slot that the
-    scan closes over has their sum.
+    A slot acts as a zero perturbation that is added to `x`, as in Flax's `perturb`. In a scan,
+    a slot that is scanned over has one gradient for each step; the gradient of a slot that
+    the scan closes over is the sum over the steps.
 
     !!! example
 
@@ -124,8 +125,8 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
 
     - `x`: any PyTree.
     - `slot`: a tree like `x` of arrays of the same shapes, such as `jnp.zeros_like(x)`, with
-        `None` for any part that is not of interest. Its values do not matter. Or a
-        [`eqx_grads.GradientStatistics`][], to keep a few numbers instead of the gradient.
+        `None` for any part that is not of interest. Its values are ignored. Or a
+        [`eqx_grads.GradientStatistics`][], to record statistics instead of the gradient.
 
     **Returns:**
 
@@ -135,9 +136,9 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
 
     That of $y = x + \mathrm{slot}$: $\dot y = \dot x + \dot{\mathrm{slot}}$ and
     $\bar x = \overline{\mathrm{slot}} = \bar y$. Linear, so both modes and all orders; the
-    Hessian with respect to a slot is that with respect to the activation. For a
-    `GradientStatistics`, forward mode is the identity in `x`, and the reverse rule puts
-    what it has found out about $\bar y$ in the place of $\overline{\mathrm{slot}}$.
+    Hessian with respect to a slot is the Hessian with respect to `x`. For a
+    `GradientStatistics`, forward mode is the identity in `x`, and in the reverse rule
+    $\overline{\mathrm{slot}}$ is the statistics of $\bar y$.
 
     **Raises:**
 
@@ -148,21 +149,21 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
             raise rule_error(
                 "`probe` was given several slots for one gradient.",
                 f"`slot` is a `GradientStatistics` of shape {np.shape(slot.norm)}",
-                do="Scan over it, and give `probe` the part of the step; or make one slot "
-                "with `GradientStatistics()`, which adds up all steps.",
+                do="Scan over it, and give `probe` the slot of each step; or make one slot "
+                "with `GradientStatistics()`, which sums over all steps.",
             )
         return _probe_statistics(x, slot)
-    return _probe(*_leaf_by_leaf(x, slot))
+    return _probe(*_match_slots(x, slot))
 
 
-def _leaf_by_leaf(x, slot):
+def _match_slots(x, slot):
     """`x`, and one slot for each of its leaves: an array or `None`."""
     slots = match_leaves(slot, x, "slot", _does_not_fit)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_none)
     out = [leaf for _, leaf in leaves]
     for i, (s, (path, leaf)) in enumerate(zip(slots, leaves, strict=True)):
         if not is_differentiable(leaf):
-            slots[i] = None  # nothing passes here
+            slots[i] = None  # such a leaf has no gradient
         elif s is not None and not (
             is_differentiable(s)
             and shape_of(s) == shape_of(leaf)
@@ -170,16 +171,17 @@ def _leaf_by_leaf(x, slot):
         ):
             raise _does_not_fit(
                 f"x{jax.tree_util.keystr(path)} is {type_of(leaf)}, the slot is {type_of(s)}",
-                do="A slot is an array like the value, such as `jnp.zeros_like` of it. In a "
-                "scan, a slot for each step is scanned over, and one for all closed over.",
+                do="A slot is an array like `x`, such as `jnp.zeros_like(x)`. In a scan, scan "
+                "over slots for the steps, or close over one slot for all steps.",
             )
         elif s is not None:
-            out[i], slots[i] = _vary_alike(leaf, s)
+            out[i], slots[i] = _cast_to_varying(leaf, s)
     return jax.tree.unflatten(treedef, out), slots
 
 
-def _vary_alike(*xs):
-    """Inside of a `shard_map`: a slot that all devices share holds the sum over them."""
+def _cast_to_varying(*xs):
+    """Inside `shard_map`, cast to varying over the same axes. The gradient of a replicated
+    slot is then the sum over the devices."""
     axes = frozenset[Any]().union(*map(varying_axes, xs))
     missing = [tuple(sorted(axes - varying_axes(x))) for x in xs]
     return [
@@ -209,14 +211,6 @@ def _probe_jvp(primals, tangents):
         for t, leaf in zip(t_slots, leaves, strict=True)
     ]
     return _probe(x, slots), jax.tree.unflatten(treedef, add(ts, t_slots))
-
-
-@_probe.def_vmap
-def _probe_vmap(*_):
-    # Nothing to gain, but a call with a batching rule is a primitive. In the forward pass of
-    # a scan, JAX before 0.12 forgets the rule of a `jax.custom_jvp`, and second derivatives
-    # are silently those of the function itself; it does not forget that of a primitive.
-    return NotImplemented
 
 
 @custom_vjp
@@ -251,7 +245,7 @@ def _probe_statistics_bwd(slot, ct):
 def tap_gradient(
     x: PyTree, callback: Callable[..., Any], *args: PyTree, ordered: bool = False
 ) -> PyTree:
-    r"""Call a function on the host with the gradient: print it, log it, raise, break.
+    r"""Call a function on the host with the gradient: to print it, log it, or raise.
 
     !!! example
 
@@ -271,19 +265,19 @@ def tap_gradient(
 
         jax.jit(jax.grad(loss))(1.0)
         jax.effects_barrier()
-        assert seen == [(2, 1.0), (1, 2.0), (0, 4.0)]  # backward, that is
+        assert seen == [(2, 1.0), (1, 2.0), (0, 4.0)]  # in the order of the backward pass
         ```
 
     **Arguments:**
 
     - `x`: any PyTree.
-    - `callback`: is called as `callback(gradient, *args)` whenever a gradient passes, with
-        arrays that have values. The gradient is a tree like `x`, with `None` for the leaves
-        that have none. What it returns is ignored; what it raises stops the program, with a
-        `jax.errors.JaxRuntimeError` that quotes it.
+    - `callback`: called as `callback(gradient, *args)` in every backward pass, with concrete
+        arrays. The gradient is a tree like `x`, with `None` for the leaves that have no
+        gradient. What `callback` returns is ignored. If it raises, the program stops with a
+        `jax.errors.JaxRuntimeError` that quotes the error.
     - `*args`: more arguments for `callback`, such as the step of a scan. They may be traced.
-    - `ordered`: whether the calls are made in the order of the program. It costs some
-        speed, and is not possible on more than one device.
+    - `ordered`: whether the calls are made in the order of the program. This is slower, and
+        is not supported on more than one device.
 
     **Returns:**
 
@@ -292,8 +286,8 @@ def tap_gradient(
     **Derivative:**
 
     The identity, in both modes and at all orders. In forward mode, `callback` is not
-    called; under `vmap`, it is called for each example. JAX does not wait for callbacks:
-    `jax.effects_barrier()` does.
+    called; under `vmap`, it is called for each example. JAX does not wait for callbacks: call
+    `jax.effects_barrier()` to wait for them.
     """
     return on_backward(x, ft.partial(_tap, callback, ordered, args))
 
@@ -304,10 +298,11 @@ def _tap(callback, ordered, args, ct):
 
 
 def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = None) -> PyTree:
-    r"""Raise when a gradient that is not finite passes, and say where and at which step.
+    r"""Raise an error if the gradient is not finite here, with this name and the step.
 
-    Watch several points: the one that is named is the first that the backward pass came to.
-    So it arose between that point and the next one that is watched on the way to the loss.
+    Watch several points: the error names the first of them that the backward pass reaches
+    with such a gradient. So the NaN or infinity arises between that point and the next
+    watched point on the way to the loss.
 
     !!! example
 
@@ -326,7 +321,7 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
         try:
             jax.jit(jax.grad(loss))(1.0)  # at step 1, the root of zero
         except jax.errors.JaxRuntimeError as error:
-            assert "passes `h` is not finite, at step 1" in str(error)
+            assert "The gradient of `h` is not finite at step 1" in str(error)
         else:
             raise AssertionError
         ```
@@ -334,8 +329,8 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
     **Arguments:**
 
     - `x`: any PyTree.
-    - `name`: what the error calls this point.
-    - `step`: the number of the step, for the error. It may be traced.
+    - `name`: the name of this point, for the error.
+    - `step`: the index of the step, for the error. It may be traced.
 
     **Returns:**
 
@@ -343,14 +338,14 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
 
     **Raises:**
 
-    `FloatingPointError` while the program runs; JAX wraps it in a
-    `jax.errors.JaxRuntimeError` that quotes it.
+    `FloatingPointError` while the program runs; JAX raises a `jax.errors.JaxRuntimeError`
+    that quotes it.
 
     **Derivative:**
 
-    The identity, in both modes and at all orders. Forward mode is not watched. What is
-    downstream waits for the check, so nothing else is named first. The host is called only
-    when there is something to say; but under `vmap`, for every example.
+    The identity, in both modes and at all orders. Forward mode is not watched. The rest of
+    the backward pass waits for the check, so that no later point is named first. The host is
+    called only if the gradient is not finite; under `vmap`, for every example.
     """
     return on_backward(x, ft.partial(_watch, name, step))
 
@@ -359,48 +354,49 @@ def _watch(name, step, ct):
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(ct)
     if not paths_and_leaves:
         return ct
-    where = tuple(jax.tree_util.keystr(path) for path, _ in paths_and_leaves)
+    paths = tuple(jax.tree_util.keystr(path) for path, _ in paths_and_leaves)
     leaves = [leaf for _, leaf in paths_and_leaves]
     sizes = tuple(leaf.size for leaf in leaves)
-    # Numbers of NaN and of infinite elements, leaf by leaf.
-    found = jnp.stack(
+    # Shape (leaves, 2): how many elements of each leaf are NaN, and how many infinite.
+    counts = jnp.stack(
         [jnp.stack([jnp.sum(jnp.isnan(c)), jnp.sum(jnp.isinf(c))]) for c in leaves]
     )
-    report = ft.partial(_report, name, where, sizes, step is not None)
+    check = ft.partial(_raise_if_not_finite, name, paths, sizes, step is not None)
     step = jnp.asarray(-1 if step is None else step)
     return jax.lax.cond(
-        jnp.any(found > 0), ft.partial(_ask_host, report), _pass, ct, found, step
+        jnp.any(counts > 0), ft.partial(_call_host, check), _return_ct, ct, counts, step
     )
 
 
-def _pass(ct, found, step):
-    del found, step
+def _return_ct(ct, counts, step):
+    del counts, step
     return ct
 
 
-def _ask_host(report, ct, found, step):
-    # Unlike a debug callback, what this returns is waited for: `x + -0.0` is `x`.
+def _call_host(check, ct, counts, step):
+    # Not a debug callback: the result depends on the output of this callback, so JAX waits
+    # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
     zero = jax.ShapeDtypeStruct((), jnp.float32)
-    zero = jax.pure_callback(report, zero, found, step, vmap_method="sequential")
+    zero = jax.pure_callback(check, zero, counts, step, vmap_method="sequential")
     return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
 
 
-def _report(name, where, sizes, has_step, found, step):
-    bad = [
+def _raise_if_not_finite(name, paths, sizes, has_step, counts, step):
+    lines = [
         f"  at {name}{path}: {nan} NaN and {inf} infinite of {size} elements"
-        for path, size, (nan, inf) in zip(where, sizes, np.asarray(found), strict=True)
+        for path, size, (nan, inf) in zip(paths, sizes, np.asarray(counts), strict=True)
         if nan or inf
     ]
-    if bad:  # under `vmap`, the host is asked in any case
-        at_step = f", at step {int(step)}" if has_step else ""
+    if lines:  # under `vmap`, the host is called for finite gradients too
+        at_step = f" at step {int(step)}" if has_step else ""
         raise FloatingPointError(
             "\n".join(
                 [
-                    f"The gradient that passes `{name}` is not finite{at_step}.",
-                    *bad,
-                    "The backward pass came here before any other point that is watched and "
-                    "has such a gradient: look for it between here and the next watched "
-                    "point on the way to the loss.",
+                    f"The gradient of `{name}` is not finite{at_step}.",
+                    *lines,
+                    "Of all watched points with such a gradient, the backward pass reached "
+                    "this one first: look between here and the next watched point on the way "
+                    "to the loss.",
                 ]
             )
         )

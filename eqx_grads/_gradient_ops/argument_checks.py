@@ -1,4 +1,4 @@
-"""What can be wrong with an argument of a gradient op."""
+"""Checks of the arguments of gradient ops: factors, bounds, norms and axes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,11 @@ import numpy as np
 from jax.core import Tracer
 
 from .._errors import rule_error, type_of
-from .._tangent_spaces import is_arraylike, is_differentiable, shape_of
+from .._tangent_spaces import broadcasts_to, is_arraylike, is_differentiable, shape_of
 
 
-def check_fits(op, argument, value, x):
+def check_broadcasts(op, argument, value, x):
+    """Raise unless `value` broadcasts to every floating leaf, and is real where that is."""
     if not is_arraylike(value):
         raise rule_error(
             f"`{op}` was given a `{argument}` that is not a number.",
@@ -17,26 +18,20 @@ def check_fits(op, argument, value, x):
             do="Give it a number or an array.",
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        check_leaf_fits(op, argument, value, path, leaf)
+        check_broadcasts_to_leaf(op, argument, value, path, leaf)
         if is_differentiable(leaf) and jnp.iscomplexobj(value) and not jnp.iscomplexobj(leaf):
             raise rule_error(
-                f"`{op}` was given a complex `{argument}` for something real.",
+                f"`{op}` was given a complex `{argument}` for a real array.",
                 f"`{argument}` is {type_of(value)}, x{jax.tree_util.keystr(path)} is "
                 f"{type_of(leaf)}",
-                do="The gradient of a real value is real: take the real part of one of them.",
+                do=f"The gradient of a real array is real: give it a real `{argument}`.",
             )
 
 
-def check_leaf_fits(op, argument, value, path, leaf):
-    if not is_differentiable(leaf):
-        return
-    try:
-        fits = np.broadcast_shapes(np.shape(value), shape_of(leaf)) == shape_of(leaf)
-    except ValueError:
-        fits = False
-    if not fits:
+def check_broadcasts_to_leaf(op, argument, value, path, leaf):
+    if is_differentiable(leaf) and not broadcasts_to(np.shape(value), shape_of(leaf)):
         raise rule_error(
-            f"The `{argument}` that was given to `{op}` does not fit.",
+            f"The `{argument}` of `{op}` does not broadcast to `x`.",
             f"`{argument}` is {type_of(value)}, x{jax.tree_util.keystr(path)} is "
             f"{type_of(leaf)}",
             do=f"A gradient has the shape of its value: `{argument}` has to broadcast to it.",
@@ -51,30 +46,30 @@ def check_bounds(op, min, max, x):
             raise rule_error(
                 f"`{op}` was given a complex bound.",
                 f"`{argument}` is {type_of(bound)}",
-                do="Of something complex, the real and the imaginary part are clipped: "
-                "give real bounds for them.",
+                do="The real and the imaginary part are clipped separately, both to the same "
+                "real bounds.",
             )
-        check_fits(op, argument, bound, x)
+        check_broadcasts(op, argument, bound, x)
     if _is_known(min) and _is_known(max) and not np.all(np.asarray(min) <= np.asarray(max)):
         raise rule_error(
             f"`{op}` was given a `min` that exceeds `max`.",
             f"`min` is {min}, `max` is {max}",
-            do="Between the bounds there has to be something. Were they swapped?",
+            do="Were the bounds swapped, or is one of them NaN?",
         )
 
 
 def check_not_negative(op, argument, value, scalar=True):
     if scalar and (not is_arraylike(value) or np.shape(value) != ()):
         raise rule_error(
-            f"The `{argument}` that was given to `{op}` is not a scalar.",
+            f"The `{argument}` of `{op}` is not a scalar.",
             f"`{argument}` is {type_of(value)}",
-            do="Use one number for all, or `jax.vmap` for one each.",
+            do="Use one number for all, or `jax.vmap` for one number each.",
         )
     if jnp.iscomplexobj(value) or (_is_known(value) and not np.all(np.asarray(value) >= 0)):
         raise rule_error(
-            f"`{op}` was given a `{argument}` that is not a number from zero up.",
+            f"The `{argument}` of `{op}` is not a non-negative number.",
             f"`{argument}` is {value}",
-            do="A length is real, and not negative.",
+            do="Give it a real number that is zero or positive.",
         )
 
 
@@ -89,9 +84,10 @@ def check_axis(op, axis, x):
                 f"`{op}` was given an axis that `x` does not have.",
                 f"`axis` is {axis}, x{jax.tree_util.keystr(path)} is {type_of(leaf)}",
                 do="Every floating leaf needs this axis. With `axis=None`, there is one norm "
-                "for all of them.",
+                "for all leaves together.",
             )
 
 
 def _is_known(value) -> bool:
+    """Whether the value can be compared in Python: it is given, and not traced."""
     return value is not None and not isinstance(value, Tracer)

@@ -1,10 +1,10 @@
-"""Identities whose derivative is another linear map: scale, reverse, mask, sum over devices.
+"""Gradient ops that are linear in the gradient: scale, reverse, mask, sum over devices.
 
-They return their argument, and act on the gradient that passes them on its way back. In a
-tree, they act on the floating and complex leaves.
+Each op returns its argument unchanged, and acts on the gradient in the backward pass. In a
+PyTree, it acts on the floating and complex leaves.
 
-Their rules return `x` and do not call the op again. So what is found at higher orders is the
-derivative of the gradient as it is, which finite differences of it would find too.
+The rules return `x` itself and do not call the op again. Then a second derivative is the
+derivative of the gradient that the op makes, as finite differences of that gradient are.
 """
 
 import functools as ft
@@ -20,7 +20,7 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none, varying_axes
 from ..tangents import neg, scale, where
-from .argument_checks import check_fits, check_leaf_fits
+from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 
 
 def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
@@ -48,9 +48,9 @@ def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
     **Derivative:**
 
     $\dot y = s\,\dot x$ and $\bar x = s\,\bar y$. Linear, so in both modes. Higher orders
-    are the derivatives of this gradient, with respect to `s` too; the value itself does
-    not depend on `s`, and has the derivative zero. Zero times an infinite gradient is NaN:
-    to stop a gradient, use [`eqx_grads.mask_gradient`][].
+    are the derivatives of this gradient, also with respect to `s`. The value does not depend
+    on `s`, so the first derivative with respect to `s` is zero. Zero times an infinite
+    gradient is NaN: to stop a gradient, use [`eqx_grads.mask_gradient`][].
 
     **Raises:**
 
@@ -59,7 +59,7 @@ def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
 
     Source: the gradient scaling of [MuZero](https://arxiv.org/abs/1911.08265), appendix G.
     """
-    check_fits("scale_gradient", "s", s, x)
+    check_broadcasts("scale_gradient", "s", s, x)
     return _scale_gradient(x, s)
 
 
@@ -76,8 +76,8 @@ def _scale_gradient_jvp(primals, tangents):
 
 
 def reverse_gradient(x: PyTree, strength: ArrayLike = 1.0) -> PyTree:
-    r"""Turn the gradient around: what comes after `x` is trained one way, what comes before
-    it the other.
+    r"""Reverse the sign of the gradient: layers before `x` learn to increase the loss that
+    the layers after it learn to decrease.
 
     !!! example
 
@@ -112,7 +112,7 @@ def reverse_gradient(x: PyTree, strength: ArrayLike = 1.0) -> PyTree:
     Source: Ganin et al., [Domain-adversarial training of neural
     networks](https://arxiv.org/abs/1505.07818), 2016.
     """
-    check_fits("reverse_gradient", "strength", strength, x)
+    check_broadcasts("reverse_gradient", "strength", strength, x)
     return _reverse_gradient(x, strength)
 
 
@@ -135,10 +135,10 @@ def reversal_schedule(
     high: ArrayLike = 1.0,
     gamma: ArrayLike = 10.0,
 ) -> Array:
-    r"""The strength of a gradient reversal in the course of training.
+    r"""A schedule for the strength of a gradient reversal.
 
-    A domain classifier that knows nothing yet has nothing to teach, so the reversal begins
-    weak: from `low`, it rises to `high`.
+    An untrained domain classifier has an uninformative gradient, so the reversal begins
+    weak: its strength rises from `low` to `high`.
 
     !!! example
 
@@ -159,8 +159,9 @@ def reversal_schedule(
     **Arguments:**
 
     - `progress`: the fraction of the training that is done, from 0 to 1.
-    - `low`, `high`: the strength at the beginning, and the one that it tends to.
-    - `gamma`: how fast. 99 % of the way are done when `progress` is `5.3 / gamma`.
+    - `low`, `high`: the strength at the beginning, and its limit.
+    - `gamma`: how fast the strength rises. 99 % of the rise are done when `progress` is
+        `5.3 / gamma`.
 
     All may be traced.
 
@@ -181,7 +182,7 @@ def reversal_schedule(
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(float, *values)
     progress, low, high, gamma = (v.astype(dtype) for v in values)
-    # 2 / (1 + exp(-z)) - 1, without the difference of nearly equal numbers.
+    # This is 2 / (1 + exp(-z)) - 1, without its cancellation near zero.
     return low + (high - low) * jnp.tanh(gamma * progress / 2)
 
 
@@ -208,7 +209,8 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
 
     - `x`: any PyTree.
     - `mask`: a bool, or a boolean array that broadcasts to every floating leaf of `x`; or a
-        tree of these, with the structure of `x` or a prefix of it. Arrays may be traced.
+        tree of these, with the structure of `x` or a prefix of it. Arrays may be traced. It
+        may depend on `x`, as in `mask_gradient(x, x < 3)`.
 
     **Returns:**
 
@@ -225,45 +227,7 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
     [`eqx_grads.RuleError`][] if `mask` is not boolean, is of another structure, or would
     broadcast a leaf to another shape.
     """
-    return _mask_gradient(x, _masks("mask_gradient", "mask", mask, x))
-
-
-def stop_gradient_where(x: PyTree, condition: PyTree) -> PyTree:
-    r"""Stop the gradient where a condition holds, and pass it elsewhere.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        def loss(x):
-            return jnp.sum(eqg.stop_gradient_where(x, x > 3) ** 2)
-
-        assert jnp.array_equal(jax.grad(loss)(jnp.array([3.0, 4.0])), jnp.array([6.0, 0.0]))
-        ```
-
-    **Arguments:**
-
-    - `x`: any PyTree.
-    - `condition`: as `mask` of [`eqx_grads.mask_gradient`][].
-
-    **Returns:**
-
-    `x`, unchanged.
-
-    **Derivative:**
-
-    $\dot y = \dot x$ and $\bar x = \bar y$ where `condition` is false, and zero elsewhere.
-    Otherwise as [`eqx_grads.mask_gradient`][].
-
-    **Raises:**
-
-    As [`eqx_grads.mask_gradient`][].
-    """
-    stopped = _masks("stop_gradient_where", "condition", condition, x)
-    return _mask_gradient(x, [not m if m is True or m is False else ~m for m in stopped])
+    return _mask_gradient(x, _mask_of_each_leaf(mask, x))
 
 
 @custom_jvp
@@ -276,23 +240,23 @@ def _mask_gradient(x, masks):
 def _mask_gradient_jvp(primals, tangents):
     x, masks = primals
     ts, treedef = jax.tree.flatten(tangents[0], is_leaf=is_none)
+    leaves = jax.tree.leaves(x, is_leaf=is_none)
     remaining = iter(masks)
-    # There is a mask for each leaf of `x`; `None` in `x` is not one.
-    is_leaf = [leaf is not None for leaf in jax.tree.leaves(x, is_leaf=is_none)]
+    # There is one mask for each leaf of `x`, and none for a `None`.
     masked = [
-        _masked(next(remaining), t) if leaf else None
-        for leaf, t in zip(is_leaf, ts, strict=True)
+        None if leaf is None else _mask_leaf(next(remaining), t)
+        for leaf, t in zip(leaves, ts, strict=True)
     ]
     return x, jax.tree.unflatten(treedef, masked)
 
 
-def _masked(mask, t):
+def _mask_leaf(mask, t):
     if t is None or mask is True:
         return t
     return None if mask is False else where(mask, t, None)
 
 
-def _masks(op, argument, mask, x) -> list[Any]:
+def _mask_of_each_leaf(mask, x) -> list[Any]:
     """One mask, a Python bool or an array, for each leaf of `x`."""
     try:
         filled = jax.tree.map(lambda m, branch: jax.tree.map(lambda _: m, branch), mask, x)
@@ -301,21 +265,21 @@ def _masks(op, argument, mask, x) -> list[Any]:
     masks, leaves = jax.tree.leaves(filled), jax.tree_util.tree_leaves_with_path(x)
     if len(masks) != len(leaves):
         raise rule_error(
-            f"`{op}` was given a `{argument}` of another structure than `x`.",
+            "`mask_gradient` was given a `mask` of another structure than `x`.",
             f"`x` is {show_tree(x)}",
-            f"`{argument}` is {show_tree(mask)}",
-            do="Give it one bool or array for all leaves, or a tree of the structure of `x`, "
-            "in which one stands for a whole branch.",
+            f"`mask` is {show_tree(mask)}",
+            do="Give it one bool or array for all leaves, or a tree with the structure of `x` "
+            "or a prefix of it.",
         )
     for m, (path, leaf) in zip(masks, leaves, strict=True):
         if not (is_arraylike(m) and jnp.asarray(m).dtype == bool):
             raise rule_error(
-                f"`{op}` was given a `{argument}` that is not boolean.",
-                f"for x{jax.tree_util.keystr(path)}: `{argument}` is {type_of(m)}",
-                do="Compare with something, as in `weights > 0`. "
+                "`mask_gradient` was given a `mask` that is not boolean.",
+                f"for x{jax.tree_util.keystr(path)}: `mask` is {type_of(m)}",
+                do="Give it a comparison, such as `weights > 0`. "
                 "To multiply a gradient by numbers, use `eqx_grads.scale_gradient`.",
             )
-        check_leaf_fits(op, argument, m, path, leaf)
+        check_broadcasts_to_leaf("mask_gradient", "mask", m, path, leaf)
     return [m if isinstance(m, jax.Array) else _bool_or_array(m) for m in masks]
 
 
@@ -324,7 +288,7 @@ def _bool_or_array(mask):
 
 
 def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
-    r"""Sum the gradient over the devices, for weights of which each device has a copy.
+    r"""Sum the gradient over the devices, for weights that are replicated.
 
     !!! example
 
@@ -337,7 +301,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
             loss = lambda weight: eqg.psum_gradient(weight, "batch") * x
             return jax.grad(loss)(weight)
 
-        # On four devices that would be a `jax.shard_map`.
+        # On four devices, this would be a `jax.shard_map`.
         xs = jnp.array([1.0, 2.0, 3.0, 4.0])
         grads = jax.vmap(gradient, in_axes=(None, 0), axis_name="batch")(2.0, xs)
         assert jnp.array_equal(grads, jnp.full(4, 10.0))
@@ -346,20 +310,20 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     **Arguments:**
 
     - `x`: any PyTree, the same on all devices.
-    - `axis_name`: the name of a mesh axis of the `jax.shard_map` (or of a `vmap`) that this
-        is called in, or a tuple of names.
+    - `axis_name`: the name of a mesh axis of the enclosing `jax.shard_map` (or of the axis
+        of a `vmap`), or a tuple of names.
 
     **Returns:**
 
-    `x`, unchanged. Where `shard_map` keeps track of what varies over the mesh, the result
-    counts as varying.
+    `x`, unchanged. Where `shard_map` tracks which values vary over the mesh (`check_vma`),
+    the result is varying.
 
     **Derivative:**
 
     Forward mode is the identity: each device has the tangent of its copy. Backward,
-    $\bar x = \sum_\mathrm{devices} \bar y$. Use it where the gradient is taken inside of
-    the `shard_map` or `vmap`. If it is taken outside, JAX itself sums over the devices, and
-    without this tracking (`check_vma=False`) the sum would be taken twice.
+    $\bar x = \sum_\mathrm{devices} \bar y$. Use it where the gradient is taken inside
+    the `shard_map` or `vmap`. If the gradient is taken outside, JAX itself sums over the
+    devices, and with `check_vma=False` the sum would be taken twice.
 
     **Raises:**
 
@@ -371,10 +335,10 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
         raise rule_error(
             "`psum_gradient` was given the name of an axis that does not exist here.",
             f"`axis_name` is {axis_name!r}",
-            do="Call it inside of a `jax.shard_map` over a mesh with this axis, or of a "
+            do="Call it inside a `jax.shard_map` over a mesh with this axis, or inside a "
             "`jax.vmap` with this `axis_name`.",
         ) from error
-    # JAX knows what varies, and can tell which axes are left to sum over.
+    # The axes over which `shard_map` tracks what varies; none with `check_vma=False`.
     tracked = varying_axes(index)
     return jax.tree.map(ft.partial(_psum_leaf, axis_name, tracked), x)
 
@@ -385,7 +349,7 @@ def _psum_leaf(axis_name, tracked, x):
     x = jnp.asarray(x)
     replicated = tracked - varying_axes(x)
     if replicated:
-        # The transpose of this cast is the sum.
+        # The transpose of this cast is the sum over these axes; the rule sums over the rest.
         x = jax.lax.pcast(x, tuple(sorted(replicated)), to="varying")
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     rest = tuple(name for name in names if name not in replicated)

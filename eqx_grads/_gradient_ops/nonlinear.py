@@ -1,7 +1,7 @@
-"""Identities whose backward rule is not linear: clip, normalize, round, make noise.
+"""Gradient ops that are not linear in the gradient: clip, normalize, round, add noise.
 
-They return their argument, and act on the gradient that passes them on its way back. In a
-tree, they act on the floating and complex leaves.
+Each op returns its argument unchanged, and acts on the gradient in the backward pass. In a
+PyTree, it acts on the floating and complex leaves.
 """
 
 import functools as ft
@@ -11,22 +11,22 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, ArrayLike, PRNGKeyArray, PyTree
+from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
 from .._errors import rule_error
 from .._rules.custom_vjp import custom_vjp
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
 from ..tangents import scale
-from .argument_checks import check_axis, check_bounds, check_fits, check_not_negative
+from .argument_checks import check_axis, check_bounds, check_broadcasts, check_not_negative
 from .norms import divide, scaled_norm
 
 
 def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> PyTree:
     r"""Clip every element of the gradient.
 
-    On the carry of a scan, it clips at every step, where clipping the finished gradient in
-    the optimizer would come too late: it may have overflowed on the way.
+    On the carry of a scan, it clips at every step. Clipping in the optimizer is too late
+    where the gradient overflows on its way through the steps.
 
     !!! example
 
@@ -55,9 +55,9 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x = \min(\max(\bar y, \mathrm{min}),
-    \mathrm{max})$, for the real and the imaginary part each where it is complex. A NaN
-    stays: see [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate that;
-    the slope at a bound is the average, one half.
+    \mathrm{max})$; of a complex gradient, the real and the imaginary part are clipped
+    separately. A NaN is kept: see [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders
+    differentiate the clipping; its slope at a bound is the average, one half.
 
     **Raises:**
 
@@ -81,14 +81,12 @@ def _clip_gradient_fwd(x, min, max):
 
 @_clip_gradient.def_bwd
 def _clip_gradient_bwd(bounds, ct):
-    return jax.tree.map(ft.partial(clip_leaf, *bounds), ct), None, None
+    return jax.tree.map(ft.partial(_clip, *bounds), ct), None, None
 
 
-def clip_leaf(min: Any, max: Any, x: Array) -> Array:
+def _clip(min, max, x):
     if jnp.iscomplexobj(x):
-        return jax.lax.complex(
-            clip_leaf(min, max, jnp.real(x)), clip_leaf(min, max, jnp.imag(x))
-        )
+        return jax.lax.complex(_clip(min, max, jnp.real(x)), _clip(min, max, jnp.imag(x)))
     if min is not None:
         x = jnp.maximum(x, jnp.broadcast_to(jnp.asarray(min).astype(x.dtype), x.shape))
     if max is not None:
@@ -99,11 +97,11 @@ def clip_leaf(min: Any, max: Any, x: Array) -> Array:
 def clip_gradient_norm(
     x: PyTree, max_norm: ArrayLike, axis: int | tuple[int, ...] | None = None
 ) -> PyTree:
-    r"""Shorten the gradient where it is longer than `max_norm`; its direction stays.
+    r"""Scale the gradient down to `max_norm` where its norm is larger; the direction is kept.
 
-    On the carry of a scan, it acts at every step: the gradient of a recurrent network that
-    would explode on the way never gets to. Under `vmap`, it acts on every example where `x`
-    is batched, and once, on the sum over the examples, where it is not.
+    On the carry of a scan, it clips at every step, so that the gradient of a recurrent
+    network can't explode. Under `vmap`, a batched `x` is clipped per example; for an
+    unbatched `x`, the sum over the examples is clipped once.
 
     !!! example
 
@@ -121,7 +119,7 @@ def clip_gradient_norm(
     - `x`: any PyTree.
     - `max_norm`: a number, not negative. It may be traced.
     - `axis`: by default there is one norm, that of all floating leaves together. Otherwise,
-        each leaf has norms of its own along this axis or these axes: with `-1`, one for
+        each leaf has its own norms along this axis or these axes: with `-1`, one for
         every row.
 
     **Returns:**
@@ -132,10 +130,10 @@ def clip_gradient_norm(
 
     Forward mode is the identity. Backward, $\bar x = \bar y \cdot \min\left(1,
     \frac{\mathrm{max\_norm}}{\lVert\bar y\rVert}\right)$ with the 2-norm, computed so that
-    no square overflows; a gradient that is short enough is passed on to the bit. So is one
-    that is not finite, as no direction of it is left: see
-    [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate that; where the
-    norm is `max_norm`, the slope is that of the inside.
+    no square overflows. A gradient whose norm is at most `max_norm` is passed on bitwise
+    unchanged. So is one that is not finite, as it has no direction: see
+    [`eqx_grads.zero_nonfinite_gradient`][]. Higher orders differentiate the formula; where
+    the norm is `max_norm`, as the identity.
 
     **Raises:**
 
@@ -164,11 +162,11 @@ def _clip_gradient_norm_fwd(x, max_norm, *, axis):
 
 @_clip_gradient_norm.def_bwd
 def _clip_gradient_norm_bwd(max_norm, ct, *, axis):
-    return _by_norm(ft.partial(_clip_norm, max_norm), ct, axis), None
+    return _map_with_norm(ft.partial(_clip_norm, max_norm), ct, axis), None
 
 
-def _by_norm(fn, ct, axis):
-    """`fn(x, scale, ratio)` of the leaves, with their common norm or each with its own."""
+def _map_with_norm(fn, ct, axis):
+    """`fn(x, scale, ratio)` of every leaf, with `scale, ratio` from `scaled_norm`."""
     if axis is not None:
         return jax.tree.map(lambda x: fn(x, *scaled_norm([x], axis)), ct)
     common = scaled_norm(jax.tree.leaves(ct))
@@ -177,16 +175,16 @@ def _by_norm(fn, ct, axis):
 
 def _clip_norm(max_norm, x, scale, ratio):
     max_norm = jnp.asarray(max_norm).astype(ratio.dtype)
-    is_long = scale * ratio > max_norm
-    unit = _unit(x, scale, ratio)
-    shortened = unit * max_norm.astype(unit.dtype)
-    return jnp.where(is_long, shortened.astype(x.dtype), x)
+    exceeds = scale * ratio > max_norm
+    unit = _divide_by_norm(x, scale, ratio)
+    clipped = unit * max_norm.astype(unit.dtype)
+    return jnp.where(exceeds, clipped.astype(x.dtype), x)
 
 
 def normalize_gradient(
     x: PyTree, axis: int | tuple[int, ...] | None = None, *, eps: ArrayLike = 0.0
 ) -> PyTree:
-    r"""Bring the gradient to length one; its direction stays.
+    r"""Scale the gradient to norm one; the direction is kept.
 
     !!! example
 
@@ -203,8 +201,8 @@ def normalize_gradient(
 
     - `x`: any PyTree.
     - `axis`: as for [`eqx_grads.clip_gradient_norm`][].
-    - `eps`: is added to the norm before it divides, so that a gradient which is not much
-        longer than this stays short. It may be traced.
+    - `eps`: is added to the norm in the denominator, so that a gradient whose norm is small
+        compared with `eps` remains small. It may be traced.
 
     **Returns:**
 
@@ -214,7 +212,8 @@ def normalize_gradient(
 
     Forward mode is the identity. Backward, $\bar x = \frac{\bar y}{\lVert\bar y\rVert +
     \mathrm{eps}}$ with the 2-norm, computed so that no square over- or underflows; zero
-    where $\bar y$ is zero, and NaN where it is not finite. Higher orders differentiate that.
+    where $\bar y$ is zero, and NaN where it is not finite. Higher orders differentiate the
+    formula.
 
     **Raises:**
 
@@ -239,24 +238,25 @@ def _normalize_gradient_fwd(x, eps, *, axis):
 
 @_normalize_gradient.def_bwd
 def _normalize_gradient_bwd(eps, ct, *, axis):
-    return _by_norm(ft.partial(_normalize, eps), ct, axis), None
+    return _map_with_norm(ft.partial(_normalize, eps), ct, axis), None
 
 
 def _normalize(eps, x, scale, ratio):
-    # With eps zero or not, a gradient of zero is not divided by zero.
-    length = ratio + jnp.asarray(eps).astype(ratio.dtype) / scale
-    return _unit(x, scale, length).astype(x.dtype)
+    # The norm plus `eps` is `scale * (ratio + eps / scale)`.
+    ratio = ratio + jnp.asarray(eps).astype(ratio.dtype) / scale
+    return _divide_by_norm(x, scale, ratio).astype(x.dtype)
 
 
-def _unit(x, scale, length):
-    return divide(divide(x, scale), jnp.where(length == 0, 1, length))
+def _divide_by_norm(x, scale, ratio):
+    # Where all of `x` is zero, `ratio` is zero too; then divide by one.
+    return divide(divide(x, scale), jnp.where(ratio == 0, 1, ratio))
 
 
 def zero_nonfinite_gradient(x: PyTree) -> PyTree:
-    r"""Set to zero what is NaN or infinite in the gradient.
+    r"""Replace NaN and infinity in the gradient by zero.
 
-    A firewall: one bad example or time step does not spoil the rest. To find out where it
-    comes from, use [`eqx_grads.watch_gradient`][].
+    Then the NaN of one example or time step does not reach the others. To find where it
+    arises, use [`eqx_grads.watch_gradient`][].
 
     !!! example
 
@@ -279,8 +279,8 @@ def zero_nonfinite_gradient(x: PyTree) -> PyTree:
 
     **Derivative:**
 
-    Forward mode is the identity. Backward, $\bar x = \bar y$ where that is finite and zero
-    elsewhere, for each element. Higher orders differentiate that.
+    Forward mode is the identity. Backward, elementwise, $\bar x = \bar y$ where $\bar y$ is
+    finite and zero elsewhere. Higher orders differentiate that.
     """
     return _zero_nonfinite_gradient(x)
 
@@ -321,11 +321,11 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
     **Arguments:**
 
     - `x`: any PyTree.
-    - `key`: a random key. Each leaf has noise of its own. The same key makes the same
-        noise: give each training step, each step of a scan and each example a key of its
-        own.
+    - `key`: a random key. The noise of different leaves is independent. The same key makes
+        the same noise: use a new key for each training step, each step of a scan and each
+        example.
     - `stddev`: the standard deviation, a number or an array that broadcasts to every
-        floating leaf of `x`. It may be traced. Neelakantan et al. let it fall with the
+        floating leaf of `x`. It may be traced. Neelakantan et al. decrease it with the
         training step $t$, as $\sqrt{\eta / (1 + t)^{0.55}}$ with an $\eta$ of 0.01 to 1.
 
     **Returns:**
@@ -335,7 +335,7 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x = \bar y + \sigma\,\varepsilon$, with
-    $\sigma$ for `stddev` and $\varepsilon$ from the normal distribution of variance one.
+    $\sigma$ for `stddev` and $\varepsilon$ from the standard normal distribution.
     Higher orders differentiate that: the noise is a constant.
 
     **Raises:**
@@ -347,7 +347,7 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
     networks](https://arxiv.org/abs/1511.06807), 2015.
     """
     check_not_negative("noise_gradient", "stddev", stddev, scalar=False)
-    check_fits("noise_gradient", "stddev", stddev, x)
+    check_broadcasts("noise_gradient", "stddev", stddev, x)
     return _noise_gradient(x, stddev, key)
 
 
@@ -373,7 +373,7 @@ def _noise_gradient_bwd(residuals, ct):
 
 
 def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
-    r"""Round the gradient to the precision of `dtype`, as if it had been sent in that.
+    r"""Round the gradient to the precision of `dtype`; its own dtype is kept.
 
     !!! example
 
@@ -389,7 +389,7 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
     **Arguments:**
 
     - `x`: any PyTree.
-    - `dtype`: a floating dtype; those of 8 bits are among them.
+    - `dtype`: a floating dtype, for example `jnp.bfloat16` or one of the 8-bit dtypes.
 
     **Returns:**
 
@@ -398,10 +398,10 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
     **Derivative:**
 
     Forward mode is the identity. Backward, $\bar x$ is $\bar y$ rounded to the nearest
-    number of that `dtype` (subnormal numbers included; what is too large is infinite, or
-    NaN if `dtype` has no infinity), in the dtype of `x`, which is the one that JAX wants a
-    gradient to have. A compiler may drop a cast and the cast back; it does not drop this.
-    Higher orders take the rounding as the identity.
+    number of that `dtype` (subnormal numbers included; an overflow is infinite, or NaN if
+    `dtype` has no infinity), in the dtype of `x`, as JAX requires of a gradient. XLA may
+    remove a cast to `dtype` and back; it does not remove this rounding. Higher orders take
+    the rounding as the identity.
 
     **Raises:**
 
@@ -415,10 +415,10 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
         is_floating = jnp.issubdtype(dtype, jnp.floating)
     if not is_floating:
         raise rule_error(
-            "`cast_gradient` was given a dtype that is not a floating one.",
+            "`cast_gradient` was given a dtype that is not floating.",
             f"`dtype` is {dtype}",
-            do="Use one like `jnp.bfloat16`. Of a complex gradient, it is the dtype of the "
-            "real and the imaginary part.",
+            do="Use a floating dtype, such as `jnp.bfloat16`. For a complex gradient, give the "
+            "dtype of its real and imaginary part.",
         )
     return _cast_gradient(x, dtype=dtype)
 
@@ -443,21 +443,24 @@ def _cast_gradient_bwd(_, ct, *, dtype):
 def _round_to(dtype, x):
     if jnp.iscomplexobj(x):
         return jax.lax.complex(_round_to(dtype, jnp.real(x)), _round_to(dtype, jnp.imag(x)))
-    here, there = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    if there.nmant >= here.nmant and there.maxexp >= here.maxexp:
+    source, target = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if target.nmant >= source.nmant and target.maxexp >= source.maxexp:
         return x
-    # In single precision at least, as XLA takes subnormal numbers for zeros in places.
+    # In single precision at least: XLA:CPU flushes subnormal numbers to zero, and those of
+    # half precision are normal numbers there. https://github.com/jax-ml/jax/issues/16200
     wide = x.astype(promote([x, jnp.float32]))
-    here = jnp.finfo(wide.dtype)
-    # XLA removes a pair of casts where it may compute with excess precision, but never this.
-    rounded = jax.lax.reduce_precision(wide, here.nexp, min(there.nmant, here.nmant))
-    if there.minexp > here.minexp:
-        step = float(there.smallest_subnormal)
-        subnormal = jnp.abs(wide) < float(there.smallest_normal)
+    source = jnp.finfo(wide.dtype)
+    # Not `wide.astype(dtype).astype(wide.dtype)`: XLA removes a pair of casts where it may
+    # compute with excess precision. It never removes `reduce_precision`.
+    # https://github.com/jax-ml/jax/issues/6283
+    rounded = jax.lax.reduce_precision(wide, source.nexp, min(target.nmant, source.nmant))
+    if target.minexp > source.minexp:
+        step = float(target.smallest_subnormal)
+        subnormal = jnp.abs(wide) < float(target.smallest_normal)
         rounded = jnp.where(subnormal, jnp.round(wide / step) * step, rounded)
-    if there.maxexp <= here.maxexp:
+    if target.maxexp <= source.maxexp:
         has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))
-        beyond = jnp.copysign(jnp.inf, wide) if has_infinity else jnp.nan
-        rounded = jnp.where(jnp.abs(rounded) > float(there.max), beyond, rounded)
+        overflow = jnp.copysign(jnp.inf, wide) if has_infinity else jnp.nan
+        rounded = jnp.where(jnp.abs(rounded) > float(target.max), overflow, rounded)
     rounded = rounded.astype(x.dtype)
     return replace_gradient(rounded, x)

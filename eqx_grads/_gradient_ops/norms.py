@@ -1,4 +1,4 @@
-"""The norm of a gradient, of which no square over- or underflows."""
+"""Two-norms of PyTrees, scaled so that squares neither overflow nor underflow."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ def scaled_norm(
 ) -> tuple[Array, Array]:
     """`scale, ratio`, whose product is the norm of all the arrays together.
 
-    `scale` is their largest magnitude (one where all are zero), and a constant to autodiff:
-    rightly, as no product or quotient of both depends on it. Both are at least of single
-    precision. With `axis`, the norm is taken along it, and the axis kept. The norm of what
-    is not finite is NaN.
+    `scale` is the largest magnitude of an element (one where all are zero). It is a constant
+    to autodiff, which is right, as the product does not depend on it. Both are at least of
+    single precision. With `axis`, the norm is taken along it, and the axis is kept. The norm
+    is NaN where an element is not finite.
     """
     dtype = promote([jnp.float32, *(jnp.finfo(x.dtype).dtype for x in xs)])
     parts = [part.astype(dtype) for x in xs for part in _real_parts(x)]
@@ -28,13 +28,14 @@ def scaled_norm(
     scale = jax.lax.stop_gradient(jnp.where(scale > 0, scale, 1))
     squares = [jnp.sum((part / scale) ** 2, **along) for part in parts]
     total = sum(squares, jnp.zeros((), dtype))
-    # The slope of the square root is infinite at zero, also where nobody asks for it.
+    # The derivative of the square root at zero is infinite, and 0 * inf in the branch that
+    # `where` does not select would be NaN: so never take the root of zero.
     root = jnp.sqrt(jnp.where(total == 0, 1, total))
     return scale, jnp.where(total == 0, 0, root)
 
 
 def divide(x: Array, scale: Array) -> Array:
-    """`x / scale` at the precision of the more precise one; `scale` is real."""
+    """`x / scale` for a real `scale`, in the higher precision of the two."""
     dtype = promote([jnp.finfo(x.dtype).dtype, scale])
     parts = [part.astype(dtype) / scale.astype(dtype) for part in _real_parts(x)]
     return jax.lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]

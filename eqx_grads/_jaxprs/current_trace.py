@@ -21,6 +21,7 @@ def _staging_trace() -> type:
 
 with jax.ensure_compile_time_eval():
     _EAGER = _state()
+    _EVALUATION = type(find_top_trace(()))
 _STAGING = _staging_trace()
 
 
@@ -44,6 +45,22 @@ def is_staged(operands: Sequence[Any]) -> bool:
         if trace is None:
             return False
     return type(trace) is _STAGING
+
+
+def is_valid(x: Any) -> bool:
+    """False for a tracer of a transformation that is surely over.
+
+    The traces that are at work form a chain, which JAX cuts where it traces a part of a program
+    anew, as it does with the body of a scan to differentiate it.
+    """
+    if not isinstance(x, Tracer):
+        return True
+    trace = find_top_trace(())
+    while trace is not x._trace and type(trace) is not _EVALUATION:
+        trace = getattr(trace, "parent_trace", None)
+        if trace is None:
+            return True
+    return trace is x._trace
 
 
 @contextlib.contextmanager

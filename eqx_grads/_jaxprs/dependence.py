@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
+from jax.interpreters import partial_eval as pe
 
 
 def depends(program: ClosedJaxpr, flags: Sequence[bool]) -> set[Any]:
@@ -43,3 +44,9 @@ def free_variables(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def without_unused(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program without the equations that no output needs."""
+    jaxpr, _ = pe.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals), True)
+    return ClosedJaxpr(jaxpr, program.consts)

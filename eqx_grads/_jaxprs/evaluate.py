@@ -23,9 +23,6 @@ from .structure import (
 from .versions import equation_context
 
 
-# The name of an equation that `gradient_flow` puts where it wants to look.
-MARK = "eqg_mark"
-
 Hook = Callable[[Any, list[Any]], Sequence[Any]]
 Run = Callable[[ClosedJaxpr, list[Any], Any], Sequence[Any]]
 

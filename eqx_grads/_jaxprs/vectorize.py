@@ -7,11 +7,11 @@ from .structure import Cond, equations, holds, structure, While
 
 
 def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
-    """What differs under `jax.vmap`, or `None`."""
+    """What differs under `jax.vmap`, as a predicate ("draws random bits"), or `None`."""
     if _draws_bits_of_a_batch(program):
-        return "it draws random bits that are different under `jax.vmap`"
+        return "draws random bits that are different under `jax.vmap`"
     if _guards_a_loop(program):
-        return "it has a `while_loop` in a branch of a `cond`"
+        return "has a `while_loop` in a branch of a `cond`"
     return None
 
 
@@ -19,8 +19,8 @@ def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
     """Whether random bits are drawn that are different under `vmap`.
 
     Each threefry key has its own bits. XLA's generators (`rbg`, `unsafe_rbg`) draw the bits of
-    a whole batch from its first key (see "Advanced RNG configuration" in `jax.random`). What
-    another implementation does is not known.
+    a whole batch from its first key, in all versions of JAX that we support
+    (https://github.com/jax-ml/jax/pull/20094). What another implementation does is not known.
     """
     threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
@@ -33,7 +33,9 @@ def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
 
 
 def _guards_a_loop(program: ClosedJaxpr) -> bool:
-    """Whether a `while_loop` stands in a branch of a `cond`. Under `vmap` all branches run, and
-    a loop may not end for values that its branch is not meant for."""
+    """Whether a `while_loop` stands in a branch of a `cond`.
+
+    Under `vmap` all branches run, and a loop may not end for values that its branch is not
+    meant for (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12)."""
     conds = [s for s in map(structure, equations(program)) if isinstance(s, Cond)]
     return any(holds(branch, While) for cond in conds for branch in cond.programs)

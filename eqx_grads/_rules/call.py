@@ -8,6 +8,7 @@ a positional parameter (clause 1), and `filter_custom_vjp` has no forward mode (
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -15,7 +16,8 @@ from jax.core import Tracer
 from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._tangent_spaces import as_array_list
-from .call_primitive import AbstractCall, bind_call
+from .abstract_call import AbstractCall
+from .call_primitive import bind_call, invalid_tracer
 from .flatten_call import as_arrays, FlatCall, OutputSpec
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
 from .vmap_rule import apply_vmap_rule
@@ -31,7 +33,7 @@ def call_with_rules(
     if is_eager() and not _any_tracers(fn, args, kwargs):
         return as_arrays(fn(*as_arrays(args), **kwargs))
     flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
-    call = _Call(flat)
+    call = _Call(flat, len(operands))
     arrays = bind_call(call, operands)
     assert call.outputs is not None
     return call.outputs.tree(arrays)
@@ -44,8 +46,9 @@ def _any_tracers(*trees) -> bool:
 class _Call(AbstractCall):
     """Refers to a `FlatCall` and never to its operands, as it outlives the call."""
 
-    def __init__(self, flat: FlatCall):
+    def __init__(self, flat: FlatCall, n_operands: int):
         self.name = name_of(flat.fn)
+        self.n_operands = n_operands
         self.n_args = flat.n_args
         self.is_reverse = flat.rules.is_reverse
         self.outputs: OutputSpec | None = None
@@ -63,13 +66,7 @@ class _Call(AbstractCall):
         try:
             outputs, arrays, t_arrays = call.rules.differentiate(call)
         except jax.errors.UnexpectedTracerError as error:
-            raise rule_error(
-                f"A rule of `{self.name}` holds a traced value that was not found, and that "
-                "is no longer valid.",
-                place_of(call.fn),
-                do="Closures, default arguments, attributes, containers and Modules are "
-                "searched for traced values. Pass this value as an argument.",
-            ) from error
+            raise invalid_tracer(self) from error
         rule = call.rules.primal_rule()
         check_static_outputs(rule.fn, outputs)
         check_outputs(call, rule, outputs, self.outputs)
@@ -110,6 +107,15 @@ def _not_differentiable(fn, flat, i):
             place_of(fn),
             do="Keyword-only arguments are configuration. Make it a positional parameter "
             "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
+        )
+    if isinstance(fn, eqx.Module):
+        return rule_error(
+            f"`{name}` was differentiated with respect to an array of the Module itself.",
+            f"at {leaf}",
+            place_of(fn),
+            do="A rule gives derivatives with respect to arguments. Decorate a function that "
+            f"has the Module as an argument, or the method `__call__` of `{name}`, of which "
+            "`self` is one.",
         )
     return rule_error(
         f"`{name}` was differentiated with respect to a value that it closes over.",

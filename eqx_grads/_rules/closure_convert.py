@@ -30,7 +30,7 @@ from .._errors import name_of, place_of, rule_error
 class _Placeholder(NamedTuple):
     """Stands where a tracer was."""
 
-    index: int
+    number: int
 
 
 class Rebuildable:
@@ -127,7 +127,7 @@ class ClosureTemplate:
         """`items` and `holder` with `values` in place of the placeholders."""
         if not self.names:
             return self.items, self.holder
-        swap = lambda x: values[x.index] if type(x) is _Placeholder else x
+        swap = lambda x: values[x.number] if type(x) is _Placeholder else x
         memo: dict[int, Any] = {}
         items = [_rebuild(item, swap, self._owners, memo) for item in self.items]
         return items, _rebuild(self.holder, swap, self._owners, memo)

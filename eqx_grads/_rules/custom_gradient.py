@@ -6,6 +6,7 @@ from typing import Any
 
 from .._errors import name_of, place_of, rule_error, show_tree
 from .custom_vjp import custom_vjp
+from .rule import Rule
 
 
 def custom_gradient(fn: Callable[..., Any]) -> Any:
@@ -55,8 +56,10 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
         return _value_and_gradient(fn, fn(*args, **kwargs))
 
     decorated = custom_vjp(value)
-    decorated.def_fwd(fwd)
-    decorated.def_bwd(_custom_gradient_bwd)
+    name = name_of(fn)
+    decorated._rules.fwd_rule = Rule(fwd, name=name, source=fn)
+    bwd_name = f"gradient, returned by {name}"
+    decorated._rules.bwd_rule = Rule(_custom_gradient_bwd, name=bwd_name, source=fn)
     return decorated
 
 

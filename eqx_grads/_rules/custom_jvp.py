@@ -13,7 +13,7 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
 from .flatten_call import is_inexact, OutputSpec
-from .rule import AbstractRules, CheckCache, NEEDS_VALUES, Rule, RuleCall
+from .rule import AbstractRules, check_outputs, CheckCache, NEEDS_VALUES, Rule, RuleCall
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -226,6 +226,8 @@ def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
     outputs, arrays = OutputSpec.of(out)
 
     def fail(*where, do):
+        # A tangent that fits the function does not fit a wrong value: say that first.
+        check_outputs(call, rule, outputs, None)
         return rule_error(
             f"The forward rule `{rule.name}` of `{name_of(fn)}` returned a tangent that "
             "does not fit its output.",

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
-from .._tangent_spaces import is_differentiable
+from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
 from .custom_jvp import custom_jvp
 from .rule import Rule
@@ -144,7 +144,7 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
 
 def _term(fn, i, partial, t, out):
     partial = jnp.asarray(partial)
-    if not _broadcasts(t.shape, out.shape) or not _broadcasts(partial.shape, out.shape):
+    if not broadcasts_to(t.shape, out.shape) or not broadcasts_to(partial.shape, out.shape):
         raise rule_error(
             f"The partial derivative number {i} of `{name_of(fn)}` does not broadcast to "
             "the output.",
@@ -164,8 +164,3 @@ def _term(fn, i, partial, t, out):
         )
     partial = jnp.broadcast_to(partial.astype(out.dtype), out.shape)
     return partial * jnp.broadcast_to(t.astype(out.dtype), out.shape)
-
-
-def _broadcasts(shape, to) -> bool:
-    padded = (1,) * (len(to) - len(shape)) + shape
-    return len(padded) == len(to) and all(a in (1, b) for a, b in zip(padded, to, strict=True))

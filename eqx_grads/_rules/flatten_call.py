@@ -206,7 +206,7 @@ class FlatCall:
         return call, [*arrays, *kwargs_arrays, *captured]
 
     @property
-    def fn(self) -> Callable[..., Any]:
+    def fn(self) -> Any:
         return self._closures.items[0]
 
     @property

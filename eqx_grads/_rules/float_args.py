@@ -1,19 +1,26 @@
-"""What a quantizer acts on: floats, in at least single precision."""
+"""Checks and conversions of arguments: floating arrays, their parameters, numbers of bits."""
 
+import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, type_of
-from .._tangent_spaces import dtype_of
+from .._tangent_spaces import broadcasts_to, dtype_of
 from .nondifferentiable import nondifferentiable
 
 
+# A Python or NumPy number is a constant; an array of JAX can be learned.
+Parameter: TypeAlias = float | int | np.floating | np.ndarray | Array
+
+
 def map_floats(name: str, fn: Callable[..., Any], tree: PyTree) -> PyTree:
-    """`fn` of every leaf of floats, as an array. All other leaves stay as they are."""
+    """`fn` of every floating leaf, as an array. All other leaves are left unchanged."""
     if jax.tree_util.all_leaves([tree]):
         return fn(as_floats(name, tree))
 
@@ -25,16 +32,15 @@ def map_floats(name: str, fn: Callable[..., Any], tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
 
-def as_floats(name: str, x: Any, what: str = "x") -> Array:
-    """`x` as an array, or an error if it is not one of floats."""
+def as_floats(name: str, x: Any, argument: str = "x") -> Array:
+    """`x` as an array, or an error if it is not floating."""
     if _is(x, jnp.complexfloating):
-        raise _is_complex(name, f"`{what}` is {type_of(x)}")
+        raise _is_complex(name, f"`{argument}` is {type_of(x)}")
     if not _is(x, jnp.floating):
         raise rule_error(
             f"`{name}` was given something that is not an array of floats.",
-            f"`{what}` is {type_of(x)}",
-            do="Only floats have a gradient that could go straight through: pass "
-            f"`{what}.astype(jnp.float32)`.",
+            f"`{argument}` is {type_of(x)}",
+            do=f"Only floats have a gradient: pass `{argument}.astype(jnp.float32)`.",
         )
     return jnp.asarray(x)
 
@@ -57,32 +63,71 @@ def widen(x: Array) -> Array:
     return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
-def spread(name: str, what: str, x: Any, over: Array) -> Array:
-    """A parameter as an array like the one that it is for."""
+def broadcast_parameter(name: str, what: str, x: Any, to: Array) -> Array:
+    """A real parameter with the shape and the dtype of the array that it belongs to."""
     x = jnp.asarray(x)
-    ends = zip(x.shape[::-1], over.shape[::-1], strict=False)
-    fits = x.ndim <= over.ndim and all(a in (1, b) for a, b in ends)
-    if not fits or jnp.iscomplexobj(x):
+    if not broadcasts_to(x.shape, to.shape) or jnp.iscomplexobj(x):
         raise rule_error(
-            f"The {what} of `{name}` does not broadcast to the array that it is for.",
-            f"the array is {type_of(over)}, the {what} {type_of(x)}",
+            f"The {what} of `{name}` does not broadcast to the array.",
+            f"the array is {type_of(to)}, the {what} {type_of(x)}",
             do=f"Give the {what} the shape of the array, with ones for the axes that share it.",
         )
-    return jnp.broadcast_to(x.astype(over.dtype), over.shape)
+    return jnp.broadcast_to(x.astype(to.dtype), to.shape)
 
 
 def constant(name: str, what: str, x: Any) -> Any:
-    """A parameter that must not be differentiated."""
+    """A parameter, or an error where it is differentiated."""
     if isinstance(x, float | int):
         return x
     return nondifferentiable(x, f"The {what} of `{name}`")
 
 
 def check_positive(name: str, what: str, x: Any) -> None:
-    """Raise if a parameter is a number, and so can be looked at, that is not positive."""
-    if isinstance(x, float | int) and not x > 0:
+    """Raise if a parameter is not positive. Arrays of JAX are not looked at: they may be
+    traced."""
+    is_known = isinstance(x, float | int | np.ndarray | np.generic)
+    if is_known and not np.all(np.asarray(x) > 0):
         raise rule_error(
             f"The {what} of `{name}` is not positive.",
-            f"it is {x!r}",
+            f"it is {x!r:.80}",
             do=f"Give it a positive {what}.",
         )
+
+
+def as_integer(x: Any) -> int | None:
+    """`x` as a Python integer, or `None` if it is not an integer. A bool is not."""
+    if isinstance(x, bool | np.bool_):
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
+
+
+def as_bits(name: str, bits: Any, signed: bool) -> int:
+    """A number of bits that a quantizer can have."""
+    fewest = 2 if signed else 1
+    known = as_integer(bits)
+    if known is None or not fewest <= known <= 24:
+        raise rule_error(
+            f"`{name}` can't quantize to this number of bits.",
+            f"`bits` is {bits!r:.80}, `signed` is {signed}",
+            do=f"Give it an integer from {fewest} to 24: single precision is exact for no "
+            "more. For a single signed bit, use `eqx_grads.ste.binary_sign`.",
+        )
+    return known
+
+
+def as_levels(name: str, levels: Any) -> tuple[int, ...]:
+    """The numbers of levels of finite scalar quantization."""
+    given = tuple(levels) if hasattr(levels, "__iter__") else ()
+    known = tuple(count for count in map(as_integer, given) if count is not None)
+    all_known = bool(known) and len(known) == len(given)
+    if not all_known or min(known) < 2 or math.prod(known) >= 2**31:
+        raise rule_error(
+            f"`{name}` can't quantize to these levels.",
+            f"`levels` is {levels!r:.80}",
+            do="Give it a sequence of integers, each two or more, whose product is less than "
+            "2^31: `(8, 5, 5)`.",
+        )
+    return known

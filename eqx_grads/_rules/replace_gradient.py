@@ -1,4 +1,4 @@
-"""The value of one thing, the derivative of another."""
+"""`replace_gradient`, `with_gradient_of`: one function's value, another's derivative."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import rule_error, show_tree, type_of
-from .._tangent_spaces import is_differentiable, shape_of
+from .._tangent_spaces import tangents_match
 from .custom_jvp import custom_jvp
 from .flatten_call import as_arrays
 from .wrapper import set_metadata
@@ -19,7 +19,7 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
     r"""The value of one thing, the derivative of another.
 
     The usual spelling `surrogate + stop_gradient(value - surrogate)` rounds, and is NaN
-    where `value` and `surrogate` are infinite. This is `value` to the bit.
+    where `value` and `surrogate` are infinite. This is `value`, bitwise.
 
     !!! example
 
@@ -67,9 +67,7 @@ def _check_alike(value, surrogate):
             do="Give it two trees of the same structure.",
         )
     for (path, x), s in zip(leaves, surrogates, strict=True):
-        if not is_differentiable(x) and not is_differentiable(s):
-            continue
-        if is_differentiable(x) != is_differentiable(s) or shape_of(x) != shape_of(s):
+        if not tangents_match(x, s):
             raise rule_error(
                 "`replace_gradient` was given a surrogate that can't stand for the value.",
                 f"at value{jax.tree_util.keystr(path)}: the value is {type_of(x)}, "

@@ -22,9 +22,17 @@ class Rule(Rebuildable):
     """
 
     def __init__(
-        self, fn: Callable[..., Any], symbolic_zeros: bool = False, surely_linear: bool = False
+        self,
+        fn: Callable[..., Any],
+        symbolic_zeros: bool = False,
+        surely_linear: bool = False,
+        name: str | None = None,
+        source: Callable[..., Any] | None = None,
     ):
         self.fn = fn.__func__ if isinstance(fn, staticmethod) else fn
+        # For errors: what the user calls the rule, and the function of the user's it is in.
+        self.name = name_of(self.fn) if name is None else name
+        self.place = place_of(self.fn if source is None else source)
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
         parameters = inspect.signature(self.fn).parameters.values()
@@ -32,14 +40,6 @@ class Rule(Rebuildable):
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
         # `None` is anything.
         self._accepted = None if anything else frozenset(p.name for p in parameters)
-
-    @property
-    def name(self) -> str:
-        return name_of(self.fn)
-
-    @property
-    def place(self) -> str:
-        return place_of(self.fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the rule. A call that does not match its parameters is an error that says so."""

@@ -13,7 +13,7 @@ from .rule import NEEDS_VALUES, Rule
 
 def apply_vmap_rule(
     flat: FlatCall,
-    primal: Callable[..., list[Any]],
+    primal: Callable[..., tuple[OutputSpec, list[Any]]],
     axis_data: Any,
     batched: Sequence[bool],
     operands: Sequence[Any],

@@ -8,14 +8,15 @@ from ._gradient_layers import (
     GradientScale as GradientScale,
 )
 from ._linear_recurrent.lru import LRU as LRU
-from ._linear_recurrent.min_gru import MinGRU as MinGRU
-from ._linear_recurrent.min_lstm import MinLSTM as MinLSTM
+from ._linear_recurrent.minimal import MinGRU as MinGRU, MinLSTM as MinLSTM
 from ._linear_recurrent.s5 import S5 as S5
-from ._quantized.layers import (
+from ._quantized.binary_ternary import (
     BinaryLinear as BinaryLinear,
+    TernaryLinear as TernaryLinear,
+)
+from ._quantized.layers import (
     QuantizedConv as QuantizedConv,
     QuantizedLinear as QuantizedLinear,
-    TernaryLinear as TernaryLinear,
 )
 from ._quantized.model import (
     QuantizationReport as QuantizationReport,

@@ -1,4 +1,4 @@
-"""Gradient ops and probes as layers, to sit among others in `equinox.nn.Sequential`."""
+"""Gradient ops and probes as layers, for `equinox.nn.Sequential`."""
 
 import equinox as eqx
 from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
@@ -10,8 +10,8 @@ from .._gradient_ops.nonlinear import clip_gradient, clip_gradient_norm
 
 
 class GradientReversal(eqx.Module):
-    r"""Turn the gradient around: what comes after is trained one way, what comes before it
-    the other.
+    r"""Reverse the gradient: with the same loss, the layers before this one are trained in the
+    opposite direction.
 
     !!! example
 
@@ -37,16 +37,16 @@ class GradientReversal(eqx.Module):
 
     **Arguments:**
 
-    - `strength`: a number, or an array that broadcasts to every floating leaf of what is
-        passed. A number is compiled into the program. For a strength that changes in the
-        course of the training, put an array in its place:
+    - `strength`: a number, or an array that broadcasts to every floating leaf of `x`. A
+        number is compiled into the program. For a strength that changes during training, put
+        an array in its place:
         `eqx.tree_at(lambda m: m.layers[1].strength, critic, eqg.reversal_schedule(progress))`.
 
     **Derivative:**
 
     That of [`eqx_grads.reverse_gradient`][]. The value does not depend on `strength`, so an
-    array there has the gradient zero. It is an array like any other to an optimizer, though:
-    leave it out there if weights decay.
+    array there has the gradient zero. Mask it in an optimizer with weight decay, which would
+    change it.
     """
 
     strength: ArrayLike = 1.0
@@ -80,8 +80,8 @@ class GradientScale(eqx.Module):
 
     **Arguments:**
 
-    - `scale`: a number, or an array that broadcasts to every floating leaf of what is
-        passed; as `strength` of [`eqx_grads.nn.GradientReversal`][].
+    - `scale`: a number, or an array that broadcasts to every floating leaf of `x`; as
+        `strength` of [`eqx_grads.nn.GradientReversal`][].
 
     **Derivative:**
 
@@ -113,7 +113,7 @@ class GradientClip(eqx.Module):
     **Arguments:**
 
     - `min`, `max`: the bounds: numbers, or arrays that broadcast to every floating leaf of
-        what is passed, or `None` for no bound on this side.
+        `x`, or `None` for no bound on this side.
 
     **Derivative:**
 
@@ -138,9 +138,9 @@ class GradientClip(eqx.Module):
 
 
 class GradientNormClip(eqx.Module):
-    r"""Shorten the gradient where it is longer than `max_norm`; its direction stays.
+    r"""Scale the gradient down to the norm `max_norm` where its norm is larger.
 
-    Around the state of a recurrent cell, it acts at every step.
+    Applied to the state of a recurrent cell, it acts at every step.
 
     !!! example
 
@@ -183,7 +183,7 @@ class GradientNormClip(eqx.Module):
 
 
 class GradientProbe(eqx.Module):
-    r"""Let the gradient that passes here be found in the gradient of the model.
+    r"""Record the gradient at this point of a model, in the gradient of the model.
 
     !!! example
 
@@ -208,28 +208,28 @@ class GradientProbe(eqx.Module):
         norm = jnp.linalg.norm(model.layers[2].weight)
         assert jnp.allclose(statistics.mean_norm, norm)
 
-        # In a picture of a whole model, a probe is a layer.
+        # In the gradient flow of a whole model, a probe is a layer.
         flow = eqg.gradient_flow(loss, model, jnp.ones((5, 2)))
         assert list(flow) == ["layers[0]", "layers[1]", "layers[2]"]
 
-        # What is found is no direction to train in: the optimizer is to see zeros.
+        # The record is no gradient to train with: give zeros to the optimizer.
         grads = eqx.tree_at(lambda m: m.layers[1].slot, grads, model.layers[1].slot)
         ```
 
     **Arguments:**
 
-    - `slot`: where the gradient goes, as for [`eqx_grads.probe`][]: an
-        [`eqx_grads.GradientStatistics`][], which is the default and takes a few numbers about
-        anything that passes; or a tree of arrays like what is passed, such as `jnp.zeros(3)`,
-        for the gradient itself.
+    - `slot`: a perturbation, whose gradient is the record, as for [`eqx_grads.probe`][]. The
+        default is an [`eqx_grads.GradientStatistics`][], which holds a few numbers about a
+        gradient of any shape. A tree of arrays like `x`, such as `jnp.zeros(3)`, records the
+        gradient itself.
 
-    A model has one slot for all calls of the layer, so what is found is the sum over the
-    steps of a scan and over the examples of a batch.
+    All calls of the layer share one slot, so the record is the sum over the steps of a scan and
+    over the examples of a batch.
 
     **Derivative:**
 
     That of [`eqx_grads.probe`][]: both modes and all orders; for a `GradientStatistics`,
-    forward mode is the identity. The values in the slot do not matter.
+    forward mode is the identity. The values in the slot are ignored.
     """
 
     slot: PyTree

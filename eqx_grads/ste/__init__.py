@@ -1,4 +1,4 @@
-"""Straight-through: the exact value of a function that has no slope, the slope of another."""
+"""Straight-through estimators: the value of one function, the derivative of another."""
 
 from ._codebooks import (
     fsq as fsq,

@@ -1,4 +1,4 @@
-"""To the entries of a codebook, straight through."""
+"""Straight-through quantization to the entries of a codebook, learned or fixed."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .._errors import rule_error, type_of
-from .._rules.float_args import as_floats, widen
+from .._rules.float_args import as_floats, as_levels, widen
 from .._rules.replace_gradient import replace_gradient
 
 
 def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
-    r"""To the nearest entry of a codebook, straight through.
+    r"""Quantize to the nearest entry of a codebook, straight through.
 
     [van den Oord et al. (2017)](https://arxiv.org/abs/1711.00937).
 
@@ -33,7 +33,7 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
         grad = jax.grad(lambda z: eqg.ste.vector_quantize(z, codebook)[0].sum())(z)
         assert jnp.array_equal(grad, jnp.ones(2))
 
-        # The codebook and the commitment are trained by losses of their own.
+        # The codebook and the commitment are trained by separate losses.
         def vq_loss(z, codebook, commitment=0.25):
             index = eqg.ste.vector_quantize(z, codebook)[1]
             entry = codebook[index]
@@ -51,26 +51,27 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
 
     **Returns:**
 
-    - The nearest entries in Euclidean distance: an array like `z`, and, where the codebook
-        has the dtype of `z`, entries to the bit. The first of equally near ones.
+    - The nearest entries in Euclidean distance, the first of equally near ones: an array
+        like `z`. If the codebook has the dtype of `z`, they are exactly its entries.
     - Their indices, of shape `(...)`.
 
     **Derivative:**
 
     With respect to `z` that of the identity: $\bar z = \bar y$. With respect to the codebook
-    zero, as published: the estimator gives it no gradient, losses as in the example do.
-    Linear, so both modes and all orders.
+    zero, as published: it is trained by a loss as in the example. Linear, so both modes and
+    all orders.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the shapes do not fit, or if either is not of floats.
+    [`eqx_grads.RuleError`][] if the shapes do not fit, or if an argument is not an array of
+    floats.
     """
     z = as_floats("ste.vector_quantize", z, "z")
     codebook = as_floats("ste.vector_quantize", codebook, "codebook")
     fits = z.ndim >= 1 and codebook.ndim == 2 and z.shape[-1:] == codebook.shape[1:]
     if not fits or len(codebook) == 0:
         raise rule_error(
-            "`ste.vector_quantize` was given a codebook that does not fit.",
+            "`ste.vector_quantize` was given a codebook that does not fit `z`.",
             f"`z` is {type_of(z)}, `codebook` is {type_of(codebook)}",
             do="Give it `z` of shape `(..., size)` and a codebook of shape `(entries, size)`.",
         )
@@ -83,8 +84,9 @@ def _nearest(z, codebook):
     z, codebook = widen(z), widen(codebook)
     if z.dtype != codebook.dtype:
         codebook = codebook.astype(z.dtype)
-    # About their mean, or entries that differ little from one another would be lost in
-    # the rounding of their lengths.
+    # The nearest entry has the largest `z @ c - |c|^2 / 2`. Subtract the mean of the codebook
+    # first: if the entries are close together but far from zero, the differences between
+    # these numbers are lost to rounding.
     center = jnp.mean(codebook, axis=0)
     z, codebook = z - center[(None,) * (z.ndim - 1)], codebook - center[None]
     products = jnp.einsum("...d,nd->...n", z, codebook, precision="highest")
@@ -93,9 +95,9 @@ def _nearest(z, codebook):
 
 
 def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
-    r"""Finite scalar quantization: each number to one of a few levels, straight through.
+    r"""Finite scalar quantization: round each number to one of a few levels, straight through.
 
-    A codebook that needs no training: its entries are all combinations of the levels.
+    The codebook is fixed: its entries are all combinations of the levels.
     [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
 
     !!! example
@@ -116,23 +118,23 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
     **Arguments:**
 
     - `z`: floats of shape `(..., len(levels))`.
-    - `levels`: how many for each number; two or more, five or more are recommended.
+    - `levels`: how many levels each number has; two or more. Five or more are recommended.
 
     **Returns:**
 
     - The codes: an array like `z`, of numbers from -1 to 1 (for an even $L$, to
-        $1 - 2/L$). They are entries of [`eqx_grads.ste.fsq_codebook`][] to the bit. NaN
+        $1 - 2/L$). They are exactly entries of [`eqx_grads.ste.fsq_codebook`][]. NaN
         where `z` is.
     - Their indices in that codebook, of shape `(...)`.
 
     **Derivative:**
 
-    That of the bound before it is rounded:
+    That of the bounded number before it is rounded:
     $f(z) = (h \tanh(z + \text{shift}) - o) / \lfloor L/2 \rfloor$ with
     $h = (1 - 10^{-3})(L - 1)/2$, and for odd $L$ no shift and no offset; for even $L$
-    $o = 1/2$ and $\text{shift} = \tan(o / h)$, as published (an arctanh would take zero to
-    exactly zero). So $\dot y = h\,(1 - \tanh^2)\,\dot z / \lfloor L/2 \rfloor$. Both modes and
-    all orders.
+    $o = 1/2$ and $\text{shift} = \tan(o / h)$, as published (with an arctanh in place of
+    the tangent, $f(0)$ would be exactly zero). So
+    $\dot y = h\,(1 - \tanh^2)\,\dot z / \lfloor L/2 \rfloor$. Both modes and all orders.
 
     **Raises:**
 
@@ -140,10 +142,10 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
     or if there are too many codes for an index of 32 bits.
     """
     z = as_floats("ste.fsq", z, "z")
-    levels = _check_levels("ste.fsq", levels)
+    levels = as_levels("ste.fsq", levels)
     if z.shape[-1:] != (len(levels),):
         raise rule_error(
-            "`ste.fsq` was given another number of levels than `z` has numbers.",
+            "`ste.fsq` needs as many `levels` as the last axis of `z` is long.",
             f"`z` is {type_of(z)}, `levels` is {levels}",
             do="Give it `z` of shape `(..., len(levels))`.",
         )
@@ -153,10 +155,10 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
     span = (count - 1) * (1 - 1e-3) / 2
     offset = np.where(count % 2 == 0, 0.5, 0).astype(count.dtype)
     bound = jnp.tanh(wide + np.tan(offset / span)) * span - offset
-    # By way of integers, which know of no minus zero.
+    # Integers, so that no code is minus zero.
     digits = jnp.round(bound).astype(jnp.int32) + half_width.astype(np.int32)
     codes = jnp.where(jnp.isnan(wide), wide, _codes(digits, half_width))
-    index = jnp.sum(digits * _places(levels, z.ndim), axis=-1, dtype=jnp.int32)
+    index = jnp.sum(digits * _place_values(levels, z.ndim), axis=-1, dtype=jnp.int32)
     soft = (bound / half_width).astype(z.dtype)
     return replace_gradient(codes.astype(z.dtype), soft), index
 
@@ -178,20 +180,21 @@ def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
     **Arguments:**
 
     - `levels`: as for [`eqx_grads.ste.fsq`][].
-    - `dtype`: that of the codes. To have those of `fsq` to the bit, that of its `z`.
+    - `dtype`: the dtype of the codes. With the dtype of `z`, they are exactly those of `fsq`.
 
     **Returns:**
 
-    An array of shape `(prod(levels), len(levels))`: `fsq_codebook(levels)[index]` decodes.
+    An array of shape `(prod(levels), len(levels))`. To decode, take
+    `fsq_codebook(levels)[index]`.
 
     **Derivative:**
 
-    It is a constant.
+    None: it is a constant.
     """
-    levels = _check_levels("ste.fsq_codebook", levels)
+    levels = as_levels("ste.fsq_codebook", levels)
     index = jnp.arange(math.prod(levels), dtype=jnp.int32)[:, None]
     count = np.asarray(levels, np.int32)[None]
-    digits = index // _places(levels, 2) % count
+    digits = index // _place_values(levels, 2) % count
     wide = widen(jnp.zeros((), dtype)).dtype
     return _codes(digits, (count // 2).astype(wide)).astype(dtype)
 
@@ -200,20 +203,7 @@ def _codes(digits, half_width):
     return (digits - half_width.astype(np.int32)).astype(half_width.dtype) / half_width
 
 
-def _places(levels, ndim):
-    """What a digit of each place is worth; the first place is that of the ones."""
-    worth = np.cumprod([1, *levels[:-1]]).astype(np.int32)
-    return worth.reshape((1,) * (ndim - 1) + (-1,))
-
-
-def _check_levels(name, levels):
-    levels = tuple(levels)
-    integers = bool(levels) and all(isinstance(count, int) for count in levels)
-    if not integers or min(levels) < 2 or math.prod(levels) >= 2**31:
-        raise rule_error(
-            f"`{name}` can't quantize to these levels.",
-            f"`levels` is {levels}",
-            do="Give it a sequence of integers, each two or more, whose product is less than "
-            "2^31.",
-        )
-    return levels
+def _place_values(levels, ndim):
+    """The place values of an index in mixed radix; the first digit is the ones."""
+    values = np.cumprod([1, *levels[:-1]]).astype(np.int32)
+    return values.reshape((1,) * (ndim - 1) + (-1,))

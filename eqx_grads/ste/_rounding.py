@@ -1,4 +1,4 @@
-"""To integers, straight through."""
+"""Straight-through rounding to integers."""
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -26,11 +26,11 @@ def round(x: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `x`: an array of floats, or a PyTree of them. Other leaves are left as they are.
+    - `x`: an array of floats, or a PyTree of them. Other leaves are left unchanged.
 
     **Returns:**
 
-    The nearest integers, to the bit those of `jnp.round`: halves go to the even neighbor.
+    The nearest integers, bitwise equal to those of `jnp.round`: halves are rounded to even.
 
     **Derivative:**
 
@@ -39,8 +39,7 @@ def round(x: PyTree) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `x` is an array of anything but floats, or has a complex
-    leaf.
+    [`eqx_grads.RuleError`][] if `x` is an array that is not floating, or has a complex leaf.
     """
     return map_floats("ste.round", _round, x)
 
@@ -64,7 +63,7 @@ def floor(x: PyTree) -> PyTree:
 
     **Returns:**
 
-    The integers below.
+    The largest integers that are not above `x`.
 
     **Derivative:**
 
@@ -92,7 +91,7 @@ def ceil(x: PyTree) -> PyTree:
 
     **Returns:**
 
-    The integers above.
+    The smallest integers that are not below `x`.
 
     **Derivative:**
 
@@ -120,7 +119,7 @@ def trunc(x: PyTree) -> PyTree:
 
     **Returns:**
 
-    The integers towards zero.
+    `x` rounded to integers towards zero.
 
     **Derivative:**
 

@@ -1,11 +1,11 @@
-"""Samples of discrete variables, through which a gradient goes straight."""
+"""Samples of discrete variables: relaxed, or exact with a straight-through gradient."""
 
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._rules.float_args import as_floats, check_positive, constant, spread, widen
+from .._rules.float_args import as_floats, broadcast_parameter, check_positive, constant, widen
 from .._rules.replace_gradient import replace_gradient
 
 
@@ -17,7 +17,7 @@ def gumbel_softmax(
     hard: bool = False,
     axis: int = -1,
 ) -> Array:
-    r"""A sample of a categorical variable, relaxed; or a one-hot one, straight through.
+    r"""A relaxed sample of a categorical variable; or a one-hot sample, straight through.
 
     With Gumbel noise $G$ it is $\operatorname{softmax}((\theta + G) / \tau)$. The argmax of
     $\theta + G$ is distributed as the softmax of the logits $\theta$.
@@ -42,12 +42,12 @@ def gumbel_softmax(
 
     **Arguments:**
 
-    - `logits`: log-probabilities, normalized or not. Floats of any shape with that axis;
-        minus infinity is impossible.
-    - `key`: of the noise, which is independent for all elements.
-    - `temperature`: positive; may be learned.
+    - `logits`: log-probabilities, normalized or not. Floats of any shape with that axis. A
+        category with the logit minus infinity is never sampled.
+    - `key`: a random key. The noise is independent for all elements.
+    - `temperature`: positive. It may be learned.
     - `hard`: whether the value is one-hot.
-    - `axis`: that of the categories.
+    - `axis`: the axis of the categories.
 
     **Returns:**
 
@@ -61,18 +61,18 @@ def gumbel_softmax(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the logits are not an array of floats, or if the
-    temperature is a number that is not positive.
+    temperature is not positive (unless it is an array of JAX, which may be traced).
     """
     check_positive("ste.gumbel_softmax", "temperature", temperature)
     logits = as_floats("ste.gumbel_softmax", logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
-    tau = spread("ste.gumbel_softmax", "temperature", temperature, wide)
+    tau = broadcast_parameter("ste.gumbel_softmax", "temperature", temperature, wide)
     soft = jax.nn.softmax(noisy / tau, axis).astype(logits.dtype)
-    return replace_gradient(_one_hot_of_largest(noisy, soft, axis), soft) if hard else soft
+    return replace_gradient(_one_hot_argmax(noisy, soft, axis), soft) if hard else soft
 
 
-def _one_hot_of_largest(x, like, axis):
+def _one_hot_argmax(x, like, axis):
     return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=like.dtype, axis=axis)
 
 
@@ -83,9 +83,9 @@ def gumbel_sigmoid(
     temperature: ArrayLike = 1.0,
     hard: bool = False,
 ) -> Array:
-    r"""A sample of a bit, relaxed; or one that is zero or one, straight through.
+    r"""A relaxed sample of a bit; or a sample that is zero or one, straight through.
 
-    With logistic noise $L$, which is the difference of two Gumbel ones, it is
+    With logistic noise $L$, the difference of two samples of Gumbel noise, it is
     $\sigma((\theta + L) / \tau)$. The probability that $\theta + L$ is positive is
     $\sigma(\theta)$. [Maddison et al. (2017)](https://arxiv.org/abs/1611.00712).
 
@@ -102,7 +102,7 @@ def gumbel_sigmoid(
 
     **Arguments:**
 
-    - `logits`: of the probability of a one. Floats of any shape.
+    - `logits`: the logits of the probability of a one. Floats of any shape.
     - `key`, `temperature`, `hard`: as for [`eqx_grads.ste.gumbel_softmax`][].
 
     **Returns:**
@@ -121,7 +121,7 @@ def gumbel_sigmoid(
     logits = as_floats("ste.gumbel_sigmoid", logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.logistic(key, wide.shape, wide.dtype)
-    tau = spread("ste.gumbel_sigmoid", "temperature", temperature, wide)
+    tau = broadcast_parameter("ste.gumbel_sigmoid", "temperature", temperature, wide)
     soft = jax.nn.sigmoid(noisy / tau).astype(logits.dtype)
     if not hard:
         return soft
@@ -130,9 +130,9 @@ def gumbel_sigmoid(
 
 
 def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
-    r"""A sample of a bit, straight through to its probability.
+    r"""A sample of a bit, with a straight-through gradient for its probability.
 
-    The gradient is unbiased where the loss is linear in the sample.
+    The gradient is unbiased if the loss is linear in the sample.
     [Bengio et al. (2013)](https://arxiv.org/abs/1308.3432).
 
     !!! example
@@ -153,7 +153,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     - `p`: the probabilities of a one. Floats of any shape. For logits, give their
         `jax.nn.sigmoid`.
-    - `key`: of the noise, which is independent for all elements.
+    - `key`: a random key. The samples are independent.
 
     **Returns:**
 
@@ -170,7 +170,7 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
     p = as_floats("ste.bernoulli", p, "p")
     wide = widen(p)
     bit = jr.uniform(key, wide.shape, wide.dtype) < wide
-    # A sample that hides a NaN in the probability would be hard to find.
+    # Propagate NaN: `uniform < NaN` is false, and the sample would be zero.
     return replace_gradient(jnp.where(jnp.isnan(p), p, bit.astype(p.dtype)), p)
 
 
@@ -181,10 +181,10 @@ def reinmax(
     temperature: ArrayLike = 1.0,
     axis: int = -1,
 ) -> Array:
-    r"""A one-hot sample of a categorical variable, with a gradient of second order.
+    r"""A one-hot sample of a categorical variable, with a second-order accurate gradient.
 
-    The straight-through gradient is right where the loss is linear in the sample. This one
-    is (at a temperature of one) where it is quadratic.
+    The straight-through gradient is unbiased if the loss is linear in the sample. This one
+    is unbiased (at a temperature of one) also if the loss is quadratic.
     [Liu et al. (2023)](https://arxiv.org/abs/2304.08612).
 
     !!! example
@@ -206,7 +206,7 @@ def reinmax(
     **Arguments:**
 
     - `logits`, `key`, `axis`: as for [`eqx_grads.ste.gumbel_softmax`][].
-    - `temperature`: positive, a constant. One or more works best.
+    - `temperature`: positive, a constant. The paper recommends one or more.
 
     **Returns:**
 
@@ -214,26 +214,26 @@ def reinmax(
 
     **Derivative:**
 
-    With the sample $D$, $\pi_0 = \operatorname{softmax}(\theta)$ and $\pi_1$ the softmax of
-    $\theta$ shifted by a constant, to where it is
-    $\frac12 (D + \operatorname{softmax}(\theta / \tau))$: that of $2 \pi_1 - \frac12 \pi_0$.
-    Both modes and all orders.
+    That of $2 \pi_1 - \frac12 \pi_0$, where $\pi_0 = \operatorname{softmax}(\theta)$, and
+    $\pi_1 = \operatorname{softmax}(\theta + c)$ with a constant $c$ for which $\pi_1$ is
+    $\frac12 (D + \operatorname{softmax}(\theta / \tau))$ with the sample $D$. Both modes and
+    all orders.
 
     **Raises:**
 
     As [`eqx_grads.ste.gumbel_softmax`][], and if the temperature is differentiated: it is
-    part of the shift.
+    part of the constant.
     """
     check_positive("ste.reinmax", "temperature", temperature)
     logits = as_floats("ste.reinmax", logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
-    sample = _one_hot_of_largest(noisy, wide, axis)
+    sample = _one_hot_argmax(noisy, wide, axis)
     temperature = constant("ste.reinmax", "temperature", temperature)
-    tau = spread("ste.reinmax", "temperature", temperature, wide)
+    tau = broadcast_parameter("ste.reinmax", "temperature", temperature, wide)
     middle = 0.5 * (sample + jax.nn.softmax(wide / tau, axis))
-    # The value of a constant, the derivative of the logits: the shift of the paper,
-    # `stop_gradient(log(middle) - logits) + logits`, without its infinity less infinity.
+    # The paper writes `stop_gradient(log(middle) - logits) + logits`, which is
+    # `inf - inf` for a logit of minus infinity.
     shifted = replace_gradient(jnp.log(middle), wide)
     soft = 2 * jax.nn.softmax(shifted, axis) - 0.5 * jax.nn.softmax(wide, axis)
     return replace_gradient(sample.astype(logits.dtype), soft.astype(logits.dtype))

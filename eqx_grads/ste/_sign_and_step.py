@@ -1,4 +1,4 @@
-"""To a few values, straight through: signs, steps, a window, the largest of several."""
+"""Straight-through signs, steps, clipping and argmax."""
 
 import functools as ft
 
@@ -8,13 +8,20 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from .._errors import rule_error
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_floats, check_positive, constant, map_floats, spread, widen
+from .._rules.float_args import (
+    as_floats,
+    broadcast_parameter,
+    check_positive,
+    constant,
+    map_floats,
+    widen,
+)
 from .._rules.replace_gradient import replace_gradient
 from ._wrap import Backward, wrap
 
 
 def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
-    r"""`jnp.sign`, straight through: zero stays zero.
+    r"""`jnp.sign`, straight through: the sign of zero is zero.
 
     !!! example
 
@@ -26,12 +33,12 @@ def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
         x = jnp.array([-0.3, 0.0, 2.0])
         assert jnp.array_equal(eqg.ste.sign(x), jnp.array([-1.0, 0.0, 1.0]))
         grad = jax.grad(lambda x: eqg.ste.sign(x).sum())(x)
-        assert jnp.array_equal(grad, jnp.array([1.0, 1.0, 0.0]))  # the last is far away
+        assert jnp.array_equal(grad, jnp.array([1.0, 1.0, 0.0]))  # zero where |x| > 1
         ```
 
     **Arguments:**
 
-    - `x`: an array of floats, or a PyTree of them. Other leaves are left as they are.
+    - `x`: an array of floats, or a PyTree of them. Other leaves are left unchanged.
     - `backward`: as for [`eqx_grads.ste.wrap`][].
 
     **Returns:**
@@ -51,7 +58,7 @@ def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
 
 
 def binary_sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
-    """The sign as one bit, straight through: that of zero is plus one.
+    """The sign as one bit, straight through: the sign of zero is plus one.
 
     !!! example
 
@@ -65,7 +72,7 @@ def binary_sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
         grad = jax.grad(lambda x: eqg.ste.binary_sign(x).sum())(x)
         assert jnp.array_equal(grad, jnp.array([1.0, 1.0, 0.0]))
 
-        # Weights as in XNOR-Net: with the size that they had.
+        # Weights as in XNOR-Net: scaled to their mean magnitude.
         weight = jnp.array([[0.1, -0.2], [0.3, 0.4]])
         binary = eqg.ste.binary_sign(weight) * jnp.mean(jnp.abs(weight))
         assert jnp.allclose(binary, jnp.array([[0.25, -0.25], [0.25, 0.25]]))
@@ -99,7 +106,7 @@ def heaviside(
 ) -> PyTree:
     """The step from zero to one, straight through.
 
-    For a spiking neuron there is [`eqx_grads.surrogates.spike`][].
+    For a spiking neuron, use [`eqx_grads.surrogates.spike`][].
 
     !!! example
 
@@ -115,7 +122,8 @@ def heaviside(
     **Arguments:**
 
     - `x`: as for [`eqx_grads.ste.sign`][].
-    - `at_zero`: the value at zero. With the default, `binary_sign` is twice this less one.
+    - `at_zero`: the value at zero. With the default,
+        `binary_sign(x) == 2 * heaviside(x) - 1`.
     - `backward`: as for [`eqx_grads.ste.wrap`][].
 
     **Returns:**
@@ -145,7 +153,7 @@ def ternary(
     threshold: ArrayLike | str = 0.05,
     backward: Backward = "hard_tanh",
 ) -> PyTree:
-    r"""To -1, 0 or 1, straight through: zero within a threshold.
+    r"""Quantize to -1, 0 or 1, straight through: to 0 within a threshold.
 
     [Li et al. (2016)](https://arxiv.org/abs/1605.04711).
 
@@ -166,13 +174,13 @@ def ternary(
 
     - `x`, `backward`: as for [`eqx_grads.ste.sign`][].
     - `threshold`: a number (0.05 as in Larq), or an array that broadcasts to `x`. Or
-        `"mean"`, which is 0.7 of the mean of $|x|$ over a whole leaf, as in ternary weight
+        `"mean"`, which is 0.7 times the mean of $|x|$ over a whole leaf, as in ternary weight
         networks.
 
     **Returns:**
 
-    The signs of those values that are farther from zero than the threshold, zero for the
-    others. NaN where `x` is.
+    The sign of `x` where $|x|$ is larger than the threshold, and zero elsewhere. NaN where
+    `x` is.
 
     **Derivative:**
 
@@ -186,12 +194,12 @@ def ternary(
         threshold = constant("ste.ternary", "threshold", threshold)
     elif threshold != "mean":
         raise rule_error(
-            "`ste.ternary` was given no such thing as a threshold.",
+            "`ste.ternary` got an unknown `threshold`.",
             f"it is {threshold!r:.80}",
             do='Give it a number, an array or "mean".',
         )
-    to_three = ft.partial(wrap(_ternary, backward=backward), threshold=threshold)
-    return map_floats("ste.ternary", to_three, x)
+    quantize = ft.partial(wrap(_ternary, backward=backward), threshold=threshold)
+    return map_floats("ste.ternary", quantize, x)
 
 
 def _ternary(x, *, threshold):
@@ -200,12 +208,12 @@ def _ternary(x, *, threshold):
         mean = jnp.mean(widen(size)).astype(x.dtype)
         limit = jnp.asarray(0.7, x.dtype) * mean
     else:
-        limit = spread("ste.ternary", "threshold", threshold, x)
+        limit = broadcast_parameter("ste.ternary", "threshold", threshold, x)
     return jnp.where(size <= limit, 0, jnp.sign(x))
 
 
 def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) -> PyTree:
-    r"""`jnp.clip`, straight through: what is clipped has a gradient still.
+    r"""`jnp.clip`, straight through: the gradient passes outside of the bounds too.
 
     !!! example
 
@@ -220,23 +228,23 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     **Arguments:**
 
-    - `x`: an array of floats, or a PyTree of them. Other leaves are left as they are.
-    - `min`, `max`: the ends, numbers or arrays that broadcast to every leaf of `x`. `None`
-        is no end.
+    - `x`: an array of floats, or a PyTree of them. Other leaves are left unchanged.
+    - `min`, `max`: the bounds, numbers or arrays that broadcast to every leaf of `x`. `None`
+        is no bound.
 
     **Returns:**
 
-    `x` within the ends; `max` where they cross.
+    `x` clipped to the bounds; `max` where `min` exceeds it.
 
     **Derivative:**
 
-    With respect to `x` that of the identity: $\bar x = \bar y$. With respect to an end, one
-    where it is the value and zero elsewhere; where `x` is at the end, zero. Both modes and
-    all orders, the higher ones being zero.
+    With respect to `x` that of the identity: $\bar x = \bar y$. With respect to a bound, one
+    where `x` is clipped to it and zero elsewhere; zero also where `x` equals the bound. Both
+    modes and all orders, the higher ones being zero.
 
     **Raises:**
 
-    As [`eqx_grads.ste.round`][], and if an end does not broadcast to `x`.
+    As [`eqx_grads.ste.round`][], and if a bound does not broadcast to `x`.
     """
     return map_floats("ste.clip", ft.partial(_clip_leaf, min, max), x)
 
@@ -244,7 +252,9 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 def _clip_leaf(min, max, x):
     min = -jnp.inf if min is None else min
     max = jnp.inf if max is None else max
-    return _clip(x, spread("ste.clip", "min", min, x), spread("ste.clip", "max", max, x))
+    min = broadcast_parameter("ste.clip", "min", min, x)
+    max = broadcast_parameter("ste.clip", "max", max, x)
+    return _clip(x, min, max)
 
 
 @custom_jvp
@@ -257,13 +267,12 @@ def _clip_jvp(primals, tangents):
     x, min, max = primals
     t_x, t_min, t_max = tangents
     above = jnp.maximum(x, min) > max
-    t_ends = jnp.where(above, t_max, jnp.where(x < min, t_min, 0))
-    return _clip(x, min, max), t_x + t_ends
+    t_bound = jnp.where(above, t_max, jnp.where(x < min, t_min, 0))
+    return _clip(x, min, max), t_x + t_bound
 
 
 def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0) -> Array:
-    r"""A one for the largest along an axis and zeros for the others, with the derivative of
-    a softmax.
+    r"""The one-hot argmax along an axis, with the derivative of a softmax.
 
     !!! example
 
@@ -281,12 +290,13 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
     **Arguments:**
 
     - `x`: floats, of any shape with that axis.
-    - `axis`: that along which to compare.
+    - `axis`: the axis along which to take the argmax.
     - `temperature`: of the softmax; positive. It may be learned.
 
     **Returns:**
 
-    An array like `x`; the first of equals wins.
+    An array like `x`: one for the largest element, and for the first of equal ones; zero
+    elsewhere.
 
     **Derivative:**
 
@@ -294,13 +304,13 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `x` is not an array of floats, or if the temperature is a
-    number that is not positive.
+    [`eqx_grads.RuleError`][] if `x` is not an array of floats, or if the temperature is not
+    positive (unless it is an array of JAX, which may be traced).
     """
     check_positive("ste.one_hot_argmax", "temperature", temperature)
     x = as_floats("ste.one_hot_argmax", x)
     wide = widen(x)
-    spread_out = wide / spread("ste.one_hot_argmax", "temperature", temperature, wide)
-    soft = jax.nn.softmax(spread_out, axis).astype(x.dtype)
+    tau = broadcast_parameter("ste.one_hot_argmax", "temperature", temperature, wide)
+    soft = jax.nn.softmax(wide / tau, axis).astype(x.dtype)
     hard = jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=x.dtype, axis=axis)
     return replace_gradient(hard, soft)

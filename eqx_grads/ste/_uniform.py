@@ -1,4 +1,4 @@
-"""To a grid of numbers, straight through; and what the grid learns from that."""
+"""Straight-through uniform quantizers, whose scale or range may be learned."""
 
 import math
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_floats, check_positive, spread, widen
+from .._rules.float_args import as_bits, as_floats, broadcast_parameter, check_positive, widen
 from .._rules.replace_gradient import replace_gradient
 from ._rounding import round as round_
 
@@ -22,7 +22,7 @@ def fake_quantize(
     signed: bool = True,
     narrow: bool = False,
 ) -> Array:
-    r"""To the numbers that an integer of a few bits can stand for, straight through.
+    r"""Quantize to the grid of an integer with a few bits and back, straight through.
 
     $$q = \operatorname{clip}(\operatorname{round}(x / s) + z,\ q_\min,\ q_\max),
     \qquad y = (q - z)\,s$$
@@ -38,7 +38,7 @@ def fake_quantize(
         y = eqg.ste.fake_quantize(x, 0.25, bits=3)
         assert jnp.array_equal(y, jnp.array([0.25, -1.0, 0.75]))
 
-        # What is off the scale has no gradient, and moves it instead.
+        # A clipped element has no gradient; it contributes to that of the scale instead.
         loss = lambda x, scale: eqg.ste.fake_quantize(x, scale, bits=3).sum()
         ct_x, ct_scale = jax.grad(loss, (0, 1))(x, 0.25)
         assert jnp.array_equal(ct_x, jnp.array([1.0, 1.0, 0.0]))
@@ -50,11 +50,13 @@ def fake_quantize(
     - `x`: floats of any shape.
     - `scale`: the step of the grid. Positive, a number or an array that broadcasts to `x`:
         with ones for the axes that share a scale.
-    - `zero_point`: which integer stands for zero, likewise. It is rounded.
+    - `zero_point`: the integer that represents zero, a number or an array that broadcasts to
+        `x`. It is rounded.
     - `bits`: 2 to 24, or 1 if not `signed`.
     - `signed`: whether the integers go from $-2^{b-1}$ to $2^{b-1} - 1$, or from zero to
         $2^b - 1$.
-    - `narrow`: whether to leave out the lowest one, so that signed ones are symmetric.
+    - `narrow`: whether to leave out the smallest integer, so that a signed range is
+        symmetric.
 
     **Returns:**
 
@@ -66,22 +68,23 @@ def fake_quantize(
     With $u = x / s$: where $q$ is not clipped,
     $\dot y = \dot x + (\operatorname{round}(u) - u)\,\dot s$; where it is clipped,
     $\dot y = (q - z)\,\dot s - s\,\dot z$. The reverse rule is the transpose, summed over
-    the elements that share a scale. What is rounded to an end is not clipped. Both modes and
-    all orders: straight through, $\operatorname{round}(u) - u$ is a constant.
+    the elements that share a scale. An element that is rounded to the smallest or the
+    largest integer is not clipped. Both modes and all orders: straight through,
+    $\operatorname{round}(u) - u$ is a constant.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `x` is not an array of floats, if a parameter does not
-    broadcast to it, or if there is no such number of bits.
+    broadcast to it, or if the number of bits is out of range.
     """
-    low, high = _integers("ste.fake_quantize", bits, signed)
+    low, high = _integer_range("ste.fake_quantize", bits, signed)
     check_positive("ste.fake_quantize", "scale", scale)
     x = as_floats("ste.fake_quantize", x)
     wide = widen(x)
-    scale = spread("ste.fake_quantize", "scale", scale, wide)
-    zero_point = round_(spread("ste.fake_quantize", "zero point", zero_point, wide))
+    scale = broadcast_parameter("ste.fake_quantize", "scale", scale, wide)
+    zero_point = broadcast_parameter("ste.fake_quantize", "zero point", zero_point, wide)
     low = low + 1 if narrow else low
-    return _fake_quantize(wide, scale, zero_point, low=low, high=high).astype(x.dtype)
+    return _fake_quantize(wide, scale, round_(zero_point), low=low, high=high).astype(x.dtype)
 
 
 @custom_jvp
@@ -96,14 +99,15 @@ def _fake_quantize_jvp(primals, tangents, *, low, high):
     t_x, t_scale, t_zero_point = tangents
     q = jnp.round(x / scale) + zero_point
     inside = (low <= q) & (q <= high)
-    off_scale = jnp.clip(q, low, high) - zero_point
     error = _rounding_error(x / scale, inside)
-    t_out = jnp.where(inside, t_x + error * t_scale, off_scale * t_scale - scale * t_zero_point)
+    t_inside = t_x + error * t_scale
+    t_clipped = (jnp.clip(q, low, high) - zero_point) * t_scale - scale * t_zero_point
+    t_out = jnp.where(inside, t_inside, t_clipped)
     return _fake_quantize(x, scale, zero_point, low=low, high=high), t_out
 
 
 def _rounding_error(u, inside):
-    """Straight through, it has no derivative. Zero outside, where it may be infinite."""
+    """`round(u) - u`, a constant. Zero outside, where it may be `inf - inf`."""
     return jnp.where(inside, jax.lax.stop_gradient(jnp.round(u) - u), 0)
 
 
@@ -114,7 +118,7 @@ def absmax_scale(
     signed: bool = True,
     axis: int | tuple[int, ...] | None = None,
 ) -> Array:
-    r"""The scale at which the largest of some numbers is the largest integer.
+    r"""The scale that maps the largest magnitude in an array to the largest integer.
 
     $$s = \max |x| / q_\max$$
 
@@ -142,25 +146,25 @@ def absmax_scale(
 
     **Returns:**
 
-    The scales: an array of the shape of `x` with ones for these axes (for all of them, of
-    shape `()`), so that it broadcasts to `x`. Where all of `x` is zero, the smallest normal
-    number.
+    The scales: an array of the shape of `x` with ones for these axes (of shape `()` if
+    `axis` is `None`), so that it broadcasts to `x`. Where all of `x` is zero, the smallest
+    normal number.
 
     **Derivative:**
 
-    Zero: the scale is a constant, as `jax.lax.stop_gradient` makes it. For one that is
-    learned, see [`eqx_grads.ste.lsq`][].
+    Zero: the scale is a constant, as with `jax.lax.stop_gradient`. For a learned scale, see
+    [`eqx_grads.ste.lsq`][].
 
     **Raises:**
 
     As [`eqx_grads.ste.fake_quantize`][].
     """
-    _, high = _integers("ste.absmax_scale", bits, signed)
+    _, high = _integer_range("ste.absmax_scale", bits, signed)
     x = jax.lax.stop_gradient(as_floats("ste.absmax_scale", x))
     largest = jnp.max(jnp.abs(x), axis, keepdims=axis is not None, initial=0)
     exact = widen(largest) / high
     scale = exact.astype(x.dtype)
-    # Rounded up in half precision, lest the largest number be clipped.
+    # In half precision, round up: with a smaller scale, the largest element would be clipped.
     scale = jnp.where(
         widen(scale) < exact, jnp.nextafter(scale, jnp.full_like(scale, jnp.inf)), scale
     )
@@ -175,11 +179,10 @@ def lsq(
     signed: bool = True,
     gradient_scale: float | None = None,
 ) -> Array:
-    r"""Learned step size quantization: as `fake_quantize`, with a gradient for the step that
-    is of the size of those of weights.
+    r"""Learned step size quantization: `fake_quantize` with a rescaled gradient for the step.
 
-    [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). A step begins well at
-    `2 * mean(|x|) / sqrt(q_max)`, and has to stay positive.
+    [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). The paper initializes the step
+    with `2 * mean(|x|) / sqrt(q_max)`. It has to stay positive.
 
     !!! example
 
@@ -204,8 +207,8 @@ def lsq(
     - `bits`, `signed`: as for [`eqx_grads.ste.fake_quantize`][]; two bits or more, or one if
         not `signed`.
     - `gradient_scale`: $g$ below. By default $1 / \sqrt{N q_\max}$, where $N$ is how many
-        elements of `x` share a step. The paper leaves the batch out of $N$: give it
-        yourself if `x` is a batch of activations.
+        elements of `x` share a step. The paper does not count the batch in $N$: if `x` is a
+        batch of activations, give `gradient_scale`.
 
     **Returns:**
 
@@ -215,23 +218,23 @@ def lsq(
 
     With $u = x / s$: where $q_\min < u < q_\max$,
     $\dot y = \dot x + (\operatorname{round}(u) - u)\,g\,\dot s$; elsewhere
-    $\dot y = q\,g\,\dot s$ with $q$ the end of the range. The reverse rule is the
-    transpose. As published, the ends count as clipped, and so does what would be rounded to
-    them from outside. Forward mode has the factor $g$ too. Both modes and all orders,
-    the higher ones being zero.
+    $\dot y = q\,g\,\dot s$ with $q$ the nearer of $q_\min$ and $q_\max$. The reverse rule
+    is the transpose. As published, $u = q_\min$ and $u = q_\max$ count as clipped, and so do
+    the $u$ outside that would be rounded to them. Forward mode has the factor $g$ too. Both
+    modes and all orders, the higher ones being zero.
 
     **Raises:**
 
     As [`eqx_grads.ste.fake_quantize`][].
     """
-    low, high = _integers("ste.lsq", bits, signed)
+    low, high = _integer_range("ste.lsq", bits, signed)
     check_positive("ste.lsq", "step", step)
     x, step = as_floats("ste.lsq", x), jnp.asarray(step)
     if gradient_scale is None:
         sharing = max(x.size, 1) / max(step.size, 1)
         gradient_scale = 1 / math.sqrt(sharing * high)
     wide = widen(x)
-    step = spread("ste.lsq", "step", step, wide)
+    step = broadcast_parameter("ste.lsq", "step", step, wide)
     out = _lsq(wide, step, low=low, high=high, gradient_scale=gradient_scale)
     return out.astype(x.dtype)
 
@@ -240,7 +243,7 @@ def lsq(
 def _lsq(x, step, *, low, high, gradient_scale):
     del gradient_scale
     levels = jnp.round(jnp.clip(x / step, low, high))
-    return jnp.where(levels == 0, 0, levels) * step  # and not minus zero
+    return jnp.where(levels == 0, 0, levels) * step  # no minus zero
 
 
 @_lsq.def_jvp
@@ -249,14 +252,14 @@ def _lsq_jvp(primals, tangents, *, low, high, gradient_scale):
     t_x, t_step = tangents
     u = x / step
     inside = (low < u) & (u < high)
-    end = jnp.clip(jax.lax.stop_gradient(u), low, high)
-    error = jnp.where(inside, _rounding_error(u, inside), end)
+    bound = jnp.clip(jax.lax.stop_gradient(u), low, high)
+    d_step = jnp.where(inside, _rounding_error(u, inside), bound) * gradient_scale
     out = _lsq(x, step, low=low, high=high, gradient_scale=gradient_scale)
-    return out, jnp.where(inside, t_x, 0) + error * gradient_scale * t_step
+    return out, jnp.where(inside, t_x, 0) + d_step * t_step
 
 
 def dorefa(x: ArrayLike, *, bits: int = 2, mode: str = "weights") -> Array:
-    r"""The quantizers of DoReFa-Net: to $2^b$ numbers from minus one (or zero) to one.
+    r"""The quantizers of DoReFa-Net: $2^b$ numbers from minus one (or zero) to one.
 
     With $Q(u) = \operatorname{round}(u\,(2^b - 1)) / (2^b - 1)$, weights become
     $2\,Q\!\left(\frac{\tanh x}{2 \max |\tanh x|} + \frac12\right) - 1$ and activations
@@ -297,18 +300,18 @@ def dorefa(x: ArrayLike, *, bits: int = 2, mode: str = "weights") -> Array:
 
     **Raises:**
 
-    As [`eqx_grads.ste.fake_quantize`][], and if there is no such mode.
+    As [`eqx_grads.ste.fake_quantize`][], and if `mode` is unknown.
     """
-    _, levels = _integers("ste.dorefa", bits, signed=False)
+    _, levels = _integer_range("ste.dorefa", bits, signed=False)
     x = as_floats("ste.dorefa", x)
     wide = widen(x)
     if mode == "activations":
-        inside = (wide >= 0) & (wide <= 1)  # the ends too
+        inside = (wide >= 0) & (wide <= 1)  # the derivative of `jnp.clip` at 0 and 1 is 1/2
         unit = jnp.where(inside, wide, jnp.clip(jax.lax.stop_gradient(wide), 0, 1))
-        return _to_levels(unit, levels).astype(x.dtype)
+        return _round_straight_through(unit, levels).astype(x.dtype)
     if mode != "weights":
         raise rule_error(
-            "`ste.dorefa` was given no such thing as a mode.",
+            "`ste.dorefa` got an unknown `mode`.",
             f"it is {mode!r:.80}",
             do='Give it "weights" or "activations".',
         )
@@ -316,21 +319,22 @@ def dorefa(x: ArrayLike, *, bits: int = 2, mode: str = "weights") -> Array:
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(squashed)), initial=0)
     largest = jnp.maximum(largest, jnp.finfo(wide.dtype).tiny)
     unit = squashed / (2 * largest) + 0.5
-    return (2 * _to_levels(unit, levels) - 1).astype(x.dtype)
+    return (2 * _round_straight_through(unit, levels) - 1).astype(x.dtype)
 
 
-def _to_levels(unit, levels):
-    return replace_gradient(_level(unit, levels), unit)
+def _round_straight_through(unit, levels):
+    return replace_gradient(_round_to_levels(unit, levels), unit)
 
 
-def _level(unit, levels):
-    """From zero to one; the last is one to the bit, though XLA multiplies by an inverse."""
+def _round_to_levels(unit, levels):
+    """Round a number in [0, 1] to a multiple of `1 / levels`."""
     integer = jnp.round(unit * levels)
+    # XLA may divide by multiplying with an inverse, and `levels * (1 / levels)` need not be 1.
     return jnp.where(integer >= levels, 1, integer / levels)
 
 
 def pact(x: ArrayLike, alpha: ArrayLike, *, bits: int = 8) -> Array:
-    r"""Parameterized clipping activation: a ReLU that ends at a learned height, quantized.
+    r"""Parameterized clipping activation: a ReLU clipped at a learned maximum, quantized.
 
     $$y = \operatorname{clip}(x, 0, \alpha), \qquad
     y_q = \operatorname{round}\!\left(y\,\frac{2^b - 1}{\alpha}\right) \frac{\alpha}{2^b - 1}$$
@@ -355,7 +359,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, *, bits: int = 8) -> Array:
     **Arguments:**
 
     - `x`: floats of any shape.
-    - `alpha`: where to clip. Positive, a number or an array that broadcasts to `x`.
+    - `alpha`: the maximum. Positive, a number or an array that broadcasts to `x`.
     - `bits`: 1 to 24.
 
     **Returns:**
@@ -371,17 +375,17 @@ def pact(x: ArrayLike, alpha: ArrayLike, *, bits: int = 8) -> Array:
 
     As [`eqx_grads.ste.fake_quantize`][].
     """
-    _, levels = _integers("ste.pact", bits, signed=False)
+    _, levels = _integer_range("ste.pact", bits, signed=False)
     check_positive("ste.pact", "alpha", alpha)
     x = as_floats("ste.pact", x)
     wide = widen(x)
-    alpha = spread("ste.pact", "alpha", alpha, wide)
+    alpha = broadcast_parameter("ste.pact", "alpha", alpha, wide)
     return _pact(wide, alpha, levels=levels).astype(x.dtype)
 
 
 @custom_jvp
 def _pact(x, alpha, *, levels):
-    return _level(jnp.clip(x / alpha, 0, 1), levels) * alpha
+    return _round_to_levels(jnp.clip(x / alpha, 0, 1), levels) * alpha
 
 
 @_pact.def_jvp
@@ -392,14 +396,7 @@ def _pact_jvp(primals, tangents, *, levels):
     return _pact(x, alpha, levels=levels), t_out
 
 
-def _integers(name, bits, signed):
-    """The smallest and the largest integer."""
-    fewest = 2 if signed else 1
-    if not isinstance(bits, int) or not fewest <= bits <= 24:
-        raise rule_error(
-            f"`{name}` can't quantize to this number of bits.",
-            f"`bits` is {bits!r:.80}, `signed` is {signed}",
-            do=f"Give it an integer from {fewest} to 24: a float of single precision holds no "
-            "more. For a single signed bit there is `eqx_grads.ste.binary_sign`.",
-        )
+def _integer_range(name, bits, signed):
+    """The smallest and the largest integer of this number of bits."""
+    bits = as_bits(name, bits, signed)
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)

@@ -1,4 +1,4 @@
-"""The value of any function, with a derivative that goes straight through."""
+"""`wrap`: the value of any function, with a straight-through derivative."""
 
 import functools as ft
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .._errors import name_of, place_of, rule_error, show_tree
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
 from .._rules.wrapper import set_metadata
-from .._tangent_spaces import is_differentiable, shape_of
+from .._tangent_spaces import is_differentiable, tangents_match
 
 
 Backward = str | Callable[..., Any]
@@ -21,7 +21,7 @@ Backward = str | Callable[..., Any]
 def wrap(
     fn: Callable[..., Any] | None = None, *, backward: Backward = "identity"
 ) -> Callable[..., Any]:
-    r"""The value of one function, and a derivative that goes straight through.
+    r"""The value of a function, with a straight-through derivative.
 
     !!! example
 
@@ -44,9 +44,9 @@ def wrap(
     **Arguments:**
 
     - `fn`: gives the value. It is never differentiated. A function, or a Module.
-    - `backward`: the function of which to take the derivative, `"identity"` if none is
-        given. It is called with the first argument of `fn`, and returns the structure and
-        the shapes that `fn` does. Or one of these, which act on each element by itself:
+    - `backward`: the function whose derivative is used. It is called with the first argument
+        of `fn`, and returns the same structure and shapes as `fn`. Or one of these names,
+        for a function that acts elementwise:
 
     - `"identity"`: the derivative is one (Bengio et al. 2013).
     - `"hard_tanh"`: one where $|x| \le 1$, zero elsewhere (Courbariaux et al. 2016; Larq's
@@ -56,7 +56,7 @@ def wrap(
     - `"swish_sign"`: $\beta\,(2 - \beta x \tanh(\beta x / 2)) / (1 + \cosh \beta x)$ with
         $\beta = 5$ (Darabi et al. 2018, BNN+).
 
-    Without `fn`, a decorator.
+    Without `fn`, `wrap` is a decorator.
 
     **Returns:**
 
@@ -66,16 +66,15 @@ def wrap(
     **Derivative:**
 
     That of `backward`, with respect to the first argument and to the parameters of
-    `backward`: $\dot y = \partial b(x)\,\dot x$, cast to the dtype of the value. There is
-    none with respect to anything else, and to ask for one is an error. At the kinks,
-    $|x| = 1$, the window of `"hard_tanh"` is closed: a weight that was clipped to
-    one must be able to return. Both modes; higher orders differentiate the derivative of
-    `backward`.
+    `backward`: $\dot y = \partial b(x)\,\dot x$, cast to the dtype of the value. To
+    differentiate with respect to anything else is an error. At the kinks, $|x| = 1$, the
+    derivative of `"hard_tanh"` is one, so that a weight that was clipped to one can return.
+    Both modes; higher orders differentiate the derivative of `backward`.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `backward` is not known, if its output is not like that of
-    `fn`, and if another argument or a parameter of `fn` is differentiated.
+    [`eqx_grads.RuleError`][] if `backward` is unknown, if its output has another structure or
+    shape than that of `fn`, or if another argument or a parameter of `fn` is differentiated.
 
     `backward="hard_tanh"` is not the same as `backward=lambda x: jnp.clip(x, -1, 1)`, whose
     derivative at the ends is one half.
@@ -84,8 +83,8 @@ def wrap(
         backward = _NAMED[backward]
     if not callable(backward):
         raise rule_error(
-            "`ste.wrap` was given no such thing as a backward pass.",
-            f"`backward` is {backward!r:.80}",
+            "`ste.wrap` got an unknown `backward`.",
+            f"it is {backward!r:.80}",
             do="Give it a function, or one of " + ", ".join(f'"{b}"' for b in _NAMED) + ".",
         )
     if fn is None:
@@ -117,10 +116,10 @@ def _straight_through(x, fn, backward, args, kwargs):
 def _straight_through_jvp(primals, tangents):
     x, fn, backward, *_ = primals
     t_x, t_fn, t_backward, t_args, t_kwargs = tangents
-    _check_only_first(fn, {"fn": t_fn, "args": t_args, "kwargs": t_kwargs})
+    _check_unperturbed(fn, {"fn": t_fn, "args": t_args, "kwargs": t_kwargs})
     out = _straight_through(*primals)
     surrogate, t_surrogate = eqx.filter_jvp(_call, (backward, x), (t_backward, t_x))
-    _check_alike(fn, backward, out, surrogate)
+    _check_tangents_match(fn, backward, out, surrogate)
     return out, jax.tree.map(_cast, out, t_surrogate, is_leaf=lambda x: x is None)
 
 
@@ -134,7 +133,7 @@ def _cast(y, t):
     return (t if jnp.iscomplexobj(y) else jnp.real(t)).astype(y.dtype)
 
 
-def _check_only_first(fn, tangents):
+def _check_unperturbed(fn, tangents):
     leaves = jax.tree_util.tree_leaves_with_path(tangents)
     if leaves:
         raise rule_error(
@@ -142,32 +141,26 @@ def _check_only_first(fn, tangents):
             "something other than its first argument.",
             *(f"at {path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves),
             place_of(fn),
-            do="Straight-through says nothing of it. Pass `jax.lax.stop_gradient` of it, or "
-            "give all derivatives with `eqx_grads.custom_jvp`.",
+            do="The straight-through derivative is that of the first argument only. Pass "
+            "`jax.lax.stop_gradient` of the others, or write all derivatives with "
+            "`eqx_grads.custom_jvp`.",
         )
 
 
-def _check_alike(fn, backward, out, surrogate):
+def _check_tangents_match(fn, backward, out, surrogate):
     leaves, treedef = jax.tree.flatten(out)
     surrogates, surrogate_def = jax.tree.flatten(surrogate)
-    if treedef == surrogate_def and all(map(_is_alike, leaves, surrogates)):
+    if treedef == surrogate_def and all(map(tangents_match, leaves, surrogates)):
         return
-    what = f"the value of `{name_of(backward)}`"
+    what = "the argument" if backward is _identity else f"the value of `{name_of(backward)}`"
     raise rule_error(
-        f"`{name_of(fn)}` is straight-through, and its value is not like that whose gradient "
-        "it is to have.",
+        f"`{name_of(fn)}` is straight-through, and the tangents of its `backward` do not fit "
+        "its value.",
         f"the value is {show_tree(out)}",
-        f"{'the argument' if backward is _identity else what} is {show_tree(surrogate)}",
+        f"{what} is {show_tree(surrogate)}",
         place_of(fn),
-        do="Both need the same structure and shapes, and floats in the same places.",
+        do="Both need the same structure and shapes, and be floating in the same places.",
     )
-
-
-def _is_alike(y, surrogate):
-    if not is_differentiable(y) and not is_differentiable(surrogate):
-        return True
-    both = is_differentiable(y) and is_differentiable(surrogate)
-    return both and shape_of(y) == shape_of(surrogate)
 
 
 def _on_leaves(fn, x):
@@ -179,46 +172,47 @@ def _identity(x):
 
 
 def _hard_tanh(x):
-    return _on_leaves(_window, x)
+    return _on_leaves(_hard_tanh_of_leaf, x)
 
 
-def _window(x):
-    # So that a bool is all that is kept for each element.
+def _hard_tanh_of_leaf(x):
+    # Not `jnp.clip`, whose derivative at the bounds is one half. With the `stop_gradient`,
+    # the residual is one bool per element.
     constant = jax.lax.stop_gradient(x)
     return jax.lax.select(jnp.abs(constant) <= 1, x, jnp.sign(constant))
 
 
 def _approx_sign(x):
-    return _on_leaves(_parabolas, x)
+    return _on_leaves(_approx_sign_of_leaf, x)
 
 
-def _parabolas_slope(out, x):
+def _approx_sign_derivative(out, x):
     del out
     return jnp.where(jnp.abs(x) <= 1, 2 - 2 * x * jnp.sign(x), 0)
 
 
-@elementwise(derivative=_parabolas_slope)
-def _parabolas(x):
+@elementwise(derivative=_approx_sign_derivative)
+def _approx_sign_of_leaf(x):
     x = jnp.clip(x, -1, 1)
     return x * (2 - jnp.abs(x))
 
 
 def _swish_sign(x):
-    return _on_leaves(_swish, x)
+    return _on_leaves(_swish_sign_of_leaf, x)
 
 
 _BETA = 5
 
 
-def _swish_slope(out, x):
+def _swish_sign_derivative(out, x):
     del out
-    u = _BETA * jnp.clip(x, -1e3, 1e3)  # beyond, it is zero in every precision
+    u = _BETA * jnp.clip(x, -1e3, 1e3)  # outside, the derivative is zero in every precision
     small = jnp.exp(-u * jnp.sign(u))
     return _BETA * (2 - u * jnp.tanh(u / 2)) * 2 * small / (1 + small) ** 2
 
 
-@elementwise(derivative=_swish_slope)
-def _swish(x):
+@elementwise(derivative=_swish_sign_derivative)
+def _swish_sign_of_leaf(x):
     u = _BETA * jnp.clip(x, -1e3, 1e3)
     return 2 * jax.nn.sigmoid(u) * (1 + u * jax.nn.sigmoid(-u)) - 1
 

@@ -1,4 +1,4 @@
-"""Spikes: a step going forward, a smooth bump coming back."""
+"""Surrogate gradients for spikes: the value is a step, the derivative is a smooth bump."""
 
 from ._piecewise import (
     leaky as leaky,

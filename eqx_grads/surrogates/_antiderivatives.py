@@ -1,7 +1,7 @@
-"""Smooth steps, each with its density for a derivative.
+"""Smooth steps, each with its density as the derivative rule.
 
-The two then agree to rounding in the tails as well, where autodiff of a step subtracts large
-numbers.
+With these rules, the derivative of a step and the density agree to rounding also in the tails,
+where autodiff of the step suffers from cancellation.
 """
 
 import math
@@ -13,7 +13,7 @@ from .._rules.elementwise import elementwise
 
 
 def _abs(u):
-    """Its derivative at zero, which is a maximum of all bumps, is zero."""
+    """`|u|`, with the derivative zero at zero: a density has its maximum there."""
     return u * jnp.sign(u)
 
 
@@ -24,8 +24,8 @@ def softsign_density(out, u):
 
 @elementwise(derivative=softsign_density)
 def softsign(u):
-    """Of area two, from minus one to one."""
-    return jnp.sign(u) / (1 + 1 / jnp.abs(u))  # infinity is no exception
+    """From minus one to one: the density has area two."""
+    return jnp.sign(u) / (1 + 1 / jnp.abs(u))  # u / (1 + |u|), and not NaN at infinity
 
 
 def cauchy_density(out, u):
@@ -35,7 +35,7 @@ def cauchy_density(out, u):
 
 @elementwise(derivative=cauchy_density)
 def cauchy(u):
-    # One half plus an arctangent would be exact to the right only.
+    # Not `0.5 + arctan(...) / pi`, which cancels in the left tail.
     return jnp.arctan2(jnp.ones_like(u), -math.pi / 2 * u) / math.pi
 
 
@@ -54,7 +54,7 @@ def normal_density(out, u):
 
 @elementwise(derivative=normal_density)
 def normal(u):
-    """Of variance one half."""
+    """The normal distribution of variance one half."""
     return 0.5 * jax.scipy.special.erfc(-u)
 
 

@@ -1,9 +1,10 @@
-"""Surrogates in pieces: triangles, boxes, and what does not end."""
+"""Piecewise-linear surrogates: triangle, rectangle, leaky."""
 
 import jax.numpy as jnp
 
+from .._rules.float_args import Parameter
 from . import _antiderivatives
-from ._abstract import AbstractFormula, check_positive, Parameter
+from ._abstract import AbstractFormula, check_positive
 
 
 class triangle(AbstractFormula):
@@ -30,14 +31,14 @@ class triangle(AbstractFormula):
 
     **Arguments:**
 
-    - `width`: from the peak to either end; positive, a number or an array that broadcasts
-        to `v`, in the units of `v`.
+    - `width`: half of the base of the triangle; positive, a number or an array that
+        broadcasts to `v`, in the units of `v`.
     - `peak`: the height, a number or an array that broadcasts to `v`.
 
     **Derivative:**
 
-    See [`eqx_grads.surrogates.spike`][]. At the kinks of $g$ its own derivative is zero at
-    the peak and the average at the ends.
+    See [`eqx_grads.surrogates.spike`][]. At the kinks of $g$, its own derivative is zero at
+    the peak and the average at $|v| = \text{width}$.
     """
 
     width: Parameter = 1.0
@@ -58,8 +59,8 @@ class piecewise_quadratic(AbstractFormula):
 
     $$g(v) = \max(0,\ \text{slope} - \text{slope}^2\,|v|)$$
 
-    Peak slope, area 1. It is `triangle(width=1 / slope, peak=slope)`; its primitive is what
-    it has its name from.
+    Peak slope, area 1. It is `triangle(width=1 / slope, peak=slope)`. Its name is that of
+    its primitive.
 
     !!! example
 
@@ -95,7 +96,7 @@ class piecewise_quadratic(AbstractFormula):
 
 
 class rectangle(AbstractFormula):
-    r"""A box.
+    r"""A rectangle.
 
     $$g(v) = \text{peak} \ \text{ where } |v| < \text{width} / 2$$
 
@@ -116,13 +117,13 @@ class rectangle(AbstractFormula):
 
     **Arguments:**
 
-    - `width`: from one end to the other; positive, a number or an array that broadcasts to
-        `v`, in the units of `v`.
+    - `width`: of the rectangle; positive, a number or an array that broadcasts to `v`, in
+        the units of `v`.
     - `peak`: the height, a number or an array that broadcasts to `v`.
 
     **Derivative:**
 
-    See [`eqx_grads.surrogates.spike`][]. At the ends $g$ is the average, half of the peak.
+    See [`eqx_grads.surrogates.spike`][]. At the edges $g$ is the average, half of the peak.
     Its own derivative is zero everywhere.
     """
 
@@ -144,7 +145,7 @@ class leaky(AbstractFormula):
 
     $$g(v) = \text{slope} \ \text{ where } v > 0, \qquad \text{leak} \ \text{ where } v < 0$$
 
-    No peak, and an infinite area: its primitive goes on rising.
+    No peak, and an infinite area: its primitive is unbounded.
 
     !!! example
 

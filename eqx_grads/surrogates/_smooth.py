@@ -1,7 +1,8 @@
-"""Surrogates with tails: the derivatives of sigmoids, and Gaussians."""
+"""Smooth surrogates with tails: derivatives of sigmoids, and Gaussians."""
 
+from .._rules.float_args import Parameter
 from . import _antiderivatives
-from ._abstract import AbstractFormula, check_positive, Parameter
+from ._abstract import AbstractFormula, check_positive
 
 
 class superspike(AbstractFormula):
@@ -212,7 +213,7 @@ class gaussian(AbstractFormula):
 
 
 class multi_gaussian(AbstractFormula):
-    r"""A Gaussian less two wide ones beside it: negative away from the threshold.
+    r"""A Gaussian minus a wide Gaussian on either side: negative away from the threshold.
 
     $$g(v) = (1 + h)\,N(v; 0, \sigma) - h\,N(v; \sigma, s\sigma) - h\,N(v; -\sigma, s\sigma)$$
 
@@ -235,8 +236,8 @@ class multi_gaussian(AbstractFormula):
     **Arguments:**
 
     - `sigma`: positive, a number or an array that broadcasts to `v`; in the units of `v`.
-    - `height`: that of the wide Gaussians, in units of the narrow one's.
-    - `spread`: their width, in units of the narrow one's; positive.
+    - `height`: the height of the wide Gaussians, relative to the narrow one.
+    - `spread`: the width of the wide Gaussians, relative to the narrow one; positive.
 
     **Derivative:**
 
@@ -258,5 +259,5 @@ class multi_gaussian(AbstractFormula):
 
     def _mixture(self, gaussian, v):
         wide = self.spread * self.sigma
-        beside = gaussian(v - self.sigma, wide) + gaussian(v + self.sigma, wide)
-        return (1 + self.height) * gaussian(v, self.sigma) - self.height * beside
+        sides = gaussian(v - self.sigma, wide) + gaussian(v + self.sigma, wide)
+        return (1 + self.height) * gaussian(v, self.sigma) - self.height * sides

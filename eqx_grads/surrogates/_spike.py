@@ -1,4 +1,4 @@
-"""A step with a derivative to learn from, and what a surrogate is."""
+"""The spike function (Heaviside) with a surrogate gradient, and the interface of surrogates."""
 
 import abc
 from collections.abc import Callable
@@ -7,19 +7,20 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from .._errors import name_of, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
+from .._rules.float_args import as_floats
+from .._tangent_spaces import is_arraylike
 from ..tangents import add, is_zero
 
 
 class AbstractSurrogate(eqx.Module):
-    """The bump that stands for the derivative of a step, and the smooth step it belongs to.
+    """A surrogate for the derivative of a step, and its primitive, which is a smooth step.
 
-    For one of your own, write both methods. Its fields that are arrays can be learned.
-    If there is nothing to learn, a function `derivative(v)` will do instead.
+    To define a surrogate, subclass this and write both methods. Its fields that are arrays
+    can be learned. If there is nothing to learn, a function `derivative(v)` is enough.
 
     !!! example
 
@@ -46,11 +47,11 @@ class AbstractSurrogate(eqx.Module):
 
     @abc.abstractmethod
     def derivative(self, v: ArrayLike) -> Array:
-        """The bump: what takes the place of the derivative of a step.
+        """What takes the place of the derivative of a step.
 
         **Arguments:**
 
-        - `v`: how far a neuron is over its threshold. An array of floats, of any shape.
+        - `v`: the membrane potential minus the threshold. An array of floats, of any shape.
 
         **Returns:**
 
@@ -59,10 +60,10 @@ class AbstractSurrogate(eqx.Module):
 
     @abc.abstractmethod
     def primitive(self, v: ArrayLike) -> Array:
-        """The smooth step: its derivative with respect to `v` is the bump.
+        """A smooth step, whose derivative with respect to `v` is `derivative(v)`.
 
-        Those of this library are one half at the threshold. Where the area of the bump is
-        one, they go from zero to one.
+        Those of this library are one half at the threshold. If the derivative has area one,
+        they rise from zero to one.
 
         **Arguments:**
 
@@ -76,8 +77,7 @@ class AbstractSurrogate(eqx.Module):
 
 @custom_jvp
 def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Array:
-    r"""One where a neuron is over its threshold, zero elsewhere; with a derivative to learn
-    from.
+    r"""One where a neuron is over its threshold, zero elsewhere; with a surrogate gradient.
 
     !!! example
 
@@ -91,7 +91,7 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
         assert jnp.array_equal(spike(v, atan()), jnp.array([0.0, 0.0, 1.0]))
         assert jax.grad(spike)(0.0, atan()) == 1.0
 
-        # Any function will do for a derivative, ...
+        # Any function can be the derivative, ...
         assert jax.grad(spike)(0.0, lambda v: 0.3 * jnp.exp(-jnp.abs(v))) == 0.3
 
         # ... and the slope of a surrogate can be learned.
@@ -101,7 +101,7 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
 
     **Arguments:**
 
-    - `v`: how far a neuron is over its threshold. Floats, of any shape.
+    - `v`: the membrane potential minus the threshold. Floats, of any shape.
     - `surrogate`: an [`eqx_grads.surrogates.AbstractSurrogate`][], or a function
         `derivative(v)` which returns an array of the shape of `v`.
 
@@ -115,26 +115,26 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
     With $g$ for the surrogate's derivative and $P$ for its primitive, the forward rule is
     $\dot y = g(v)\,\dot v + \partial_\theta P(v)\,\dot\theta$ and the reverse rule its
     transpose: $\bar v = g(v)\,\bar y$. The second term is for the fields $\theta$ of the
-    surrogate that are arrays being differentiated (a slope that is learned); it is what
-    differentiating the smooth step $P$ gives. A field that is a Python number is a constant.
-    Both modes; higher orders differentiate $g$.
+    surrogate that are arrays being differentiated (for example a learned slope); it is the
+    derivative of the primitive. A field that is a Python number is a constant. Both modes;
+    higher orders differentiate $g$.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `v` is not an array of floats, if the derivative does not
-    have its shape, or if a function that has arrays in it is to be learned: that takes a
-    primitive.
+    have its shape, or if arrays in a function `derivative(v)` are differentiated: that
+    requires a primitive.
     """
-    v = as_floats(v)
-    known = isinstance(surrogate, AbstractSurrogate) or callable(surrogate)
-    if not known or isinstance(surrogate, type):
+    v = as_floats("surrogates.spike", v, "v")
+    is_class = isinstance(surrogate, type)  # callable too: `atan` in place of `atan()`
+    if is_class or not (isinstance(surrogate, AbstractSurrogate) or callable(surrogate)):
         raise rule_error(
             "`spike` was given something that is not a surrogate.",
             f"it is {surrogate!r:.80}",
             do="Give it a surrogate, like `eqx_grads.surrogates.atan()`, or a function "
             "`derivative(v)`.",
         )
-    # NaN goes through: a spike train of zeros would hide it.
+    # `jnp.heaviside` and not `v > 0`, so that NaN is propagated.
     return jnp.heaviside(v, jnp.zeros((), v.dtype))
 
 
@@ -146,20 +146,8 @@ def _spike_jvp(primals, tangents):
     if not is_zero(t_v):
         terms.append(_derivative_at(surrogate, v) * t_v)
     if not is_zero(t_surrogate):
-        terms.append(_of_fields(surrogate, t_surrogate, v))
+        terms.append(_tangent_of_fields(surrogate, t_surrogate, v))
     return spike(v, surrogate), add(*terms)
-
-
-def as_floats(v: ArrayLike) -> Array:
-    """A potential as an array, or an error if it is not one of floats."""
-    v = jnp.asarray(v)
-    if not jnp.issubdtype(v.dtype, jnp.floating):
-        raise rule_error(
-            "A surrogate was given a potential that is not of floats.",
-            f"it is {type_of(v)}",
-            do="Only floats have a gradient: pass `v.astype(jnp.float32)`.",
-        )
-    return v
 
 
 def _derivative_at(surrogate, v):
@@ -167,24 +155,24 @@ def _derivative_at(surrogate, v):
         derivative = surrogate.derivative(v)
     else:
         derivative = surrogate(v)
-    return _like(surrogate, "derivative", derivative, v)
+    return _as_array_like(v, derivative, "derivative", surrogate)
 
 
-def _like(surrogate, what, x, v):
+def _as_array_like(v, x, what, surrogate):
     """`x` as an array like `v`, or an error."""
-    number = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
-    if not number or jnp.iscomplexobj(x) or jnp.shape(x) not in ((), v.shape):
+    is_real = is_arraylike(x) and not jnp.iscomplexobj(x)
+    if not is_real or jnp.shape(x) not in ((), v.shape):
         raise rule_error(
-            f"The {what} of the surrogate `{name_of(surrogate)}` does not fit the potential.",
-            f"the potential is {type_of(v)}, the {what} {type_of(x)}",
-            do="Return an array of floats of the shape of the potential. A slope or a width "
-            "that is an array broadcasts to that shape.",
+            f"The {what} of the surrogate `{name_of(surrogate)}` does not fit `v`.",
+            f"`v` is {type_of(v)}, the {what} is {type_of(x)}",
+            do="Return an array of floats of the shape of `v`. A slope or a width that is an "
+            "array has to broadcast to that shape.",
         )
     return jnp.broadcast_to(jnp.asarray(x).astype(v.dtype), v.shape)
 
 
-def _of_fields(surrogate, t_surrogate, v):
-    """The tangent of the primitive, as the fields of the surrogate move."""
+def _tangent_of_fields(surrogate, t_surrogate, v):
+    """The tangent of the primitive with respect to the fields of the surrogate."""
     if not isinstance(surrogate, AbstractSurrogate):
         paths = [
             jax.tree_util.keystr(path)
@@ -194,8 +182,8 @@ def _of_fields(surrogate, t_surrogate, v):
             f"`spike` was differentiated with respect to the arrays in `{name_of(surrogate)}`, "
             "which has no primitive.",
             *(f"at surrogate{path}" for path in paths),
-            do="A function gives the derivative with respect to `v` only. Subclass "
-            "`eqx_grads.surrogates.AbstractSurrogate` to learn its fields, or pass "
+            do="A function gives the derivative with respect to `v` only. To learn the arrays, "
+            "subclass `eqx_grads.surrogates.AbstractSurrogate`; otherwise pass "
             "`jax.lax.stop_gradient` of them.",
         )
     _, t_out = eqx.filter_jvp(_primitive_at, (surrogate, v), (t_surrogate, None))
@@ -203,4 +191,4 @@ def _of_fields(surrogate, t_surrogate, v):
 
 
 def _primitive_at(surrogate, v):
-    return _like(surrogate, "primitive", surrogate.primitive(v), v)
+    return _as_array_like(v, surrogate.primitive(v), "primitive", surrogate)

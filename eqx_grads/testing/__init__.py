@@ -1,4 +1,4 @@
-"""Say whether a rule is right, linear, cheap and leak-free, under every transformation."""
+"""Checks of rules: derivatives, linearity, transformations, leaks and residuals."""
 
 from ._check_rule import check_rule as check_rule
 from ._compare import assert_trees_close as assert_trees_close

@@ -1,10 +1,11 @@
-"""One rule under test: its function at its arguments, in both precisions, and the witnesses."""
+"""One rule under test: the function at its arguments, in both precisions, with references."""
 
 import contextlib
+import copy
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,14 @@ import numpy as np
 from ._compare import as_real, difference, norm, tolerance_of
 from ._compiled import Program
 from ._finite_differences import directional
-from ._flat_function import double_precision, Subject
-from ._random_tangents import normal_like
-from ._strip_rules import has_rules, without_rules
+from ._flat_function import double_precision, FlatFunction
+from ._random_tangents import normal_like, only
+from ._strip_rules import without_rules
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `check_rule` was asked for, see there."""
+    """The options of `check_rule`, which documents them."""
 
     reference: Callable[..., Any] | None = None
     expected_tangent: Callable[..., Any] | None = None
@@ -36,14 +37,15 @@ class Options:
 
 
 class Precision:
-    """The rule and its witnesses in one precision.
+    """The rule and its reference derivative in one precision.
 
     - `rule`: the function with its rule.
-    - `witness`: what autodiff is right for it: of the undecorated function, or of the
-        reference. `None` where an explicit derivative is expected instead.
+    - `plain`: the function without its rule.
+    - `reference`: the function whose autodiff is the expected derivative: `plain`, or the
+        one given as the option `reference`.
     """
 
-    def __init__(self, subject: Subject, options: Options, context: Callable[[], Any]):
+    def __init__(self, subject: FlatFunction, options: Options, context: Callable[[], Any]):
         self.subject = subject
         self.context = context
         leaves = subject.leaves
@@ -51,9 +53,9 @@ class Precision:
         is_decorated = isinstance(subject.fn, jax.custom_jvp | jax.custom_vjp)
         plain = without_rules(subject.arrays, is_decorated)
         self.plain = Program(plain, leaves, context)
-        self.witness = self.plain
+        self.reference = self.plain
         if options.reference is not None:
-            self.witness = Program(_reference(subject, options.reference), leaves, context)
+            self.reference = Program(_reference(subject, options.reference), leaves, context)
 
     @ft.cached_property
     def outputs(self) -> list[Any]:
@@ -76,16 +78,38 @@ def _reference(subject, reference):
         _, args = subject.tree(leaves)
         out = jax.tree.leaves(reference(*args, **subject.kwargs))
         out = [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        # The derivatives of the reference, with the values of the function: a second
-        # derivative of what comes after depends on them.
+        # The derivatives of the reference with the values of the function, as the second
+        # derivative of a loss depends on the values of its arguments.
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
         return [v + (x - jax.lax.stop_gradient(x)) for v, x in zip(values, out, strict=True)]
 
     return arrays
 
 
+class DirectionalDerivative(NamedTuple):
+    """The derivative along one direction, by finite differences in float64.
+
+    - `name`: the leaf that is perturbed, or "all leaves".
+    - `tangents`: the direction, one array for each leaf.
+    - `tangents_out`: the derivative along it, one array for each output.
+    - `error`: the estimated relative error of that derivative.
+    """
+
+    name: str
+    tangents: list[Any]
+    tangents_out: list[Any]
+    error: float
+
+
+# With more leaves than this, one direction perturbs all of them together.
+_MAX_LEAVES_ALONE = 6
+
+
 class Case:
-    """A rule, its arguments and the options. What several checks need is made once."""
+    """A rule, its arguments, the options, and the random directions that a seed gives.
+
+    What several checks need is computed once, when it is first asked for.
+    """
 
     def __init__(
         self,
@@ -93,18 +117,19 @@ class Case:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         options: Options,
+        seed: int = 0,
     ):
         self.options = options
-        self.subject = Subject(fn, args, kwargs, options.nondifferentiable)
-        # The checks that have failed so far, for the words of those that follow.
-        self.failed: set[str] = set()
+        self.subject = FlatFunction(fn, args, kwargs, options.nondifferentiable)
         self.own = Precision(self.subject, options, contextlib.nullcontext)
-        self.reseed(0)
-
-    def reseed(self, seed: int) -> None:
-        """Look along other random directions."""
         self.rng = np.random.default_rng(seed)
-        self.differences: list[Any] | None = None  # along some of them, see `forward`
+
+    def with_seed(self, seed: int) -> "Case":
+        """The same case with other random directions. Compiled programs are shared."""
+        other = copy.copy(self)
+        other.rng = np.random.default_rng(seed)
+        vars(other).pop("finite_differences", None)  # they are along random directions
+        return other
 
     @property
     def names(self) -> list[str]:
@@ -124,20 +149,13 @@ class Case:
         return [f"output[{i}]" for i in range(len(self.own.outputs))]
 
     @ft.cached_property
-    def has_rule(self) -> bool:
-        try:
-            return has_rules(self.subject.arrays, *self.subject.leaves)
-        except Exception:  # what can't be traced is reported by the checks that trace it
-            return True
-
-    @ft.cached_property
     def is_wide(self) -> bool:
         """Whether the user's own precision is double."""
         return all(jnp.finfo(x.dtype).bits == 64 for x in self.subject.leaves)
 
     @ft.cached_property
     def wide(self) -> Precision | None:
-        """All in float64, if the function can be run so."""
+        """The same in float64; `None` if the function does not run in float64."""
         if self.is_wide and jax.dtypes.canonicalize_dtype(float) == np.float64:
             return self.own
         try:
@@ -147,7 +165,7 @@ class Case:
                 try:
                     _pull_zeros(wide)
                 except Exception:
-                    # A rule that is for single precision only; or one that never works.
+                    # If the rule fails in the user's precision too, a check reports that.
                     if not _fails(_pull_zeros, self.own):
                         return None
             return wide
@@ -156,7 +174,7 @@ class Case:
 
     @ft.cached_property
     def offers_forward(self) -> bool:
-        """A `jax.custom_vjp` has no forward mode, and JAX says so."""
+        """Whether there is a forward mode. JAX raises an error for a `jax.custom_vjp`."""
         leaves = self.subject.leaves
         zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
         run = lambda xs: self.own.rule.jvp_of(xs, zeros)
@@ -164,7 +182,7 @@ class Case:
 
     @ft.cached_property
     def offers_reverse(self) -> bool:
-        """A `while_loop` has no reverse mode, nor has a `custom_vmap`."""
+        """Whether there is a reverse mode. JAX has none for a `while_loop`."""
 
         def run(xs):
             out, pull = jax.vjp(self.own.rule.fn, *xs)
@@ -178,17 +196,17 @@ class Case:
     def cotangents(self) -> list[Any]:
         return normal_like(self.rng, self.own.outputs)
 
-    # ------------------------------------------------------------ what is expected
+    # ------------------------------------------------------------ expected derivatives
 
     @property
     def precision(self) -> Precision:
-        """The better of the two."""
+        """Float64 if the function runs in it, otherwise the user's precision."""
         return self.wide or self.own
 
     def expected_jvp(self, precision: Precision, tangents: Sequence[Any]):
-        """What forward mode should give, by exact means."""
+        """The expected tangent: the user's formula, or autodiff of the reference."""
         if self.options.expected_tangent is None:
-            return precision.witness.jvp(tangents)
+            return precision.reference.jvp(tangents)
         with precision.context():
             _, primals = precision.subject.tree(precision.subject.leaves)
             _, t_args = precision.subject.tree([jnp.asarray(t) for t in tangents])
@@ -196,9 +214,9 @@ class Case:
             return [np.asarray(x) for x in jax.tree.leaves(out)]
 
     def expected_vjp(self, precision: Precision, cotangents: Sequence[Any]):
-        """What reverse mode should give, by exact means."""
+        """The expected cotangents: the user's formula, or autodiff of the reference."""
         if self.options.expected_cotangent is None:
-            return precision.witness.vjp(cotangents)
+            return precision.reference.vjp(cotangents)
         subject = precision.subject
         with precision.context():
             _, primals = subject.tree(subject.leaves)
@@ -208,6 +226,7 @@ class Case:
 
     @property
     def is_wrong_on_purpose(self) -> bool:
+        """Whether the user asked for another derivative than that of the function."""
         options = (
             self.options.reference,
             self.options.expected_tangent,
@@ -215,15 +234,26 @@ class Case:
         )
         return any(option is not None for option in options)
 
-    def finite_difference(self, tangents: Sequence[Any]):
-        """Along `tangents`: the derivative in float64, and its relative error."""
-        p = self.precision
-        with p.context():
-            evaluate = lambda *xs: p.plain.value_at(xs)
-            return directional(evaluate, [np.asarray(x) for x in p.subject.leaves], tangents)
+    @ft.cached_property
+    def finite_differences(self) -> list[DirectionalDerivative]:
+        """Derivatives without any rule: along each leaf, or along all of them together."""
+        p, scaled = self.precision, self.scaled_tangents()
+        n = len(scaled)
+        together = n > _MAX_LEAVES_ALONE
+        found = []
+        for kept in [list(range(n))] if together else [[i] for i in range(n)]:
+            tangents = only(scaled, kept)
+            with p.context():
+                evaluate = lambda *xs: p.plain.value_at(xs)
+                leaves = [np.asarray(x) for x in p.subject.leaves]
+                tangents_out, error = directional(evaluate, leaves, tangents)
+            name = "all leaves" if together else self.names[kept[0]]
+            found.append(DirectionalDerivative(name, tangents, tangents_out, error))
+        return found
 
     def scaled_tangents(self) -> list[Any]:
-        """Random, each entry in proportion to that of the leaf: small steps for all."""
+        """Random tangents in proportion to the entries of the leaves, so that a finite
+        difference takes a small step in each."""
         out = []
         for x, t in zip(self.precision.subject.leaves, self.tangents(), strict=True):
             x = np.abs(np.asarray(x))
@@ -232,7 +262,7 @@ class Case:
             out.append(np.where(x > 0, x, usual) * t)
         return out
 
-    # ------------------------------------------------------------ how much may differ
+    # ------------------------------------------------------------ tolerances
 
     def tolerance(self, precision: Precision, *arrays: Any) -> float:
         """What rounding explains in this precision."""
@@ -240,12 +270,13 @@ class Case:
             return self.options.tolerance
         if precision is self.own:
             return tolerance_of(self.subject.leaves, list(arrays))
-        # In float64, on behalf of coarser numbers: constants may be given in float32.
+        # The arguments were widened to float64, but constants may be float32 still.
         return 1e-5
 
     @ft.cached_property
     def noise(self) -> float:
-        """How far plain autodiff in the user's precision is off by rounding alone."""
+        """The relative error that rounding alone gives plain autodiff in the user's
+        precision."""
         if self.wide is None or self.wide is self.own:
             return 0.0
         w = normal_like(np.random.default_rng(0), self.own.outputs)
@@ -272,9 +303,9 @@ def _fails(run, *args) -> bool:
 
 
 def _raises(run, leaves, text: str) -> bool:
-    """Whether JAX says that a mode is not to be had. Other errors are for the checks."""
+    """Whether JAX raises an error that says so. Other errors are reported by the checks."""
     try:
-        run(leaves)  # eagerly, as tracing alone does not bring out all of them
+        run(leaves)  # eagerly, as tracing alone does not raise all of these errors
     except (TypeError, ValueError, NotImplementedError) as e:
         return text in str(e)
     except Exception:

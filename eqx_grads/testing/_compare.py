@@ -1,4 +1,4 @@
-"""How far apart two lists of arrays are: a relative two-norm, never multiplied by the size."""
+"""The distance of two lists of arrays: a relative two-norm, independent of their sizes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# What rounding explains, by the dtype of the coarsest array.
+# The relative error that rounding explains, by the dtype of lowest precision.
 _TOLERANCE = {"float64": 1e-7, "float32": 3e-5, "float16": 2e-2, "bfloat16": 8e-2}
-# An entry may be this much farther off than the whole: rounding is not spread evenly.
+# A single entry may have this many times the error of its array, as rounding is uneven.
 _ENTRY = 30.0
-# A leaf that is this much smaller than all together may be off by their rounding.
+# A leaf smaller than this, relative to all leaves together, may have their rounding error.
 _SMALL = 1e-3
 
 
 def tolerance_of(*trees: Any) -> float:
-    """What rounding explains for arrays of these dtypes."""
+    """The relative error that rounding explains for arrays of these dtypes."""
     return max((_tolerance(x) for x in jax.tree.leaves(trees)), default=1e-7)
 
 
@@ -47,7 +47,8 @@ def norm(x: Any) -> float:
 
 
 def pairing(xs: Sequence[Any], ys: Sequence[Any]) -> float:
-    """What JAX pairs a tangent and a cotangent with: the real part of the plain product."""
+    """JAX's pairing of tangents and cotangents: the real part of the sum of products, without
+    conjugation."""
     terms = [np.real(np.sum(_double(x) * _double(y))) for x, y in zip(xs, ys, strict=True)]
     return float(np.sum(terms))
 
@@ -74,8 +75,8 @@ def differences(
     entrywise: bool = True,
     scale: float = 0.0,
 ) -> list[Difference]:
-    """Leaf by leaf, the worst first. NaN and infinity are right where they are expected, and
-    else an infinite error."""
+    """The difference of each leaf, the largest error first. A NaN or an infinity that is not
+    expected is an infinite error."""
     wants, haves = [as_real(x) for x in expected], [as_real(x) for x in got]
     overall = max((norm(_finite(x)) for x in wants), default=0.0)
     found = [
@@ -95,7 +96,7 @@ def difference(
     entrywise: bool = True,
     scale: float = 0.0,
 ) -> Difference:
-    """The worst leaf."""
+    """The difference of the leaf with the largest error."""
     return differences(expected, got, names, entrywise, scale)[0]
 
 
@@ -148,10 +149,10 @@ def assert_trees_close(
 
     **Arguments:**
 
-    - `got`, `expected`: the trees. What is not an array is compared with `==`.
-    - `tolerance`: the largest error that passes. By default, what rounding explains in the
-        coarsest dtype there is: 1e-7 for float64, 3e-5 for float32, 2e-2 for float16, 8e-2
-        for bfloat16.
+    - `got`, `expected`: the trees. Leaves that are not arrays are compared with `==`.
+    - `tolerance`: the largest error that passes. By default, the error that rounding explains
+        in the dtype of lowest precision: 1e-7 for float64, 3e-5 for float32, 2e-2 for
+        float16, 8e-2 for bfloat16.
     - `entrywise`: also look for single entries that are wrong, which do not show in the norm
         of a large array: no entry may be off by more than 30 times the tolerance, relative
         to itself and the root mean square of all.
@@ -195,7 +196,8 @@ def is_number(x: Any) -> bool:
 
 
 def unlike(x: Any, y: Any) -> str | None:
-    """Why two leaves can't be compared as numbers, or differ as what else they are."""
+    """The reason why two leaves can't be compared as numbers, or the difference of two leaves
+    that are not numbers. `None` if they are to be compared as numbers, or are equal."""
     if is_number(x) != is_number(y):
         return f"got {type(x).__name__}, expected {type(y).__name__}"
     if is_number(x):
@@ -215,7 +217,7 @@ def unlike(x: Any, y: Any) -> str | None:
 
 
 def side_by_side(worst: Difference, n: int = 4) -> str:
-    """The entries that differ the most."""
+    """A table of the entries that differ most."""
     want, have = np.atleast_1d(worst.expected), np.atleast_1d(worst.got)
     if want.shape != have.shape:
         return f"  expected shape {want.shape}, got {have.shape}"

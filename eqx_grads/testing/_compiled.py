@@ -42,7 +42,7 @@ class Program:
         order: int,
         leaves: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """A derivative of order `order` of a scalar loss, along `tangents`: a list of arrays
+        """A derivative of order `order` of a scalar loss along `tangents`, as a list of arrays
         like the leaves.
 
         The loss is the quadratic `sum(r + r**2 / 2s)` with `r` the outputs weighted with

@@ -1,4 +1,4 @@
-"""From a comparison, or an exception, to a finding."""
+"""Findings: made from a comparison of arrays, from an exception, or from a text."""
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -8,11 +8,11 @@ import numpy as np
 
 from .._errors import RuleError
 from ._compare import differences, side_by_side
-from ._likely_cause import likely_cause, Suspect
+from ._likely_cause import Hypothesis, likely_cause
 from ._report import FAILED, Finding, PASSED, SKIPPED
 
 
-def judge(
+def compare(
     check: str,
     where: str,
     expected: Sequence[Any],
@@ -21,28 +21,35 @@ def judge(
     tolerance: float,
     *,
     cause: str = "",
-    suspects: Callable[[], Iterable[Suspect]] = tuple,
+    hypotheses: Callable[[], Iterable[Hypothesis]] = tuple,
     primals: Sequence[Any] | None = None,
-    witness: str = "",
+    reference: str = "",
     diagnose: bool = True,
 ) -> Finding:
-    """Compare two lists of arrays. `cause` is said where the numbers do not tell one."""
+    """Compare two lists of arrays, named `names`.
+
+    - `cause`: a likely cause that is known before the comparison.
+    - `hypotheses`: makes arrays that known mistakes would give; called on a failure only.
+    - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
+    - `reference`: what computed `expected`, in words.
+    - `diagnose`: whether to look for the likely cause in the numbers.
+    """
     worst, *others = differences(expected, got, names)
     if worst.error <= tolerance:
         return Finding(check, PASSED, worst.error, tolerance, where)
     number = list(names).index(worst.name)
     primal = None if primals is None else np.asarray(primals[number])
     try:
-        suspected = list(suspects())
-    except Exception:  # the witness has no such mode: no suspects, but still a failure
-        suspected = []
+        mistakes = list(hypotheses())
+    except Exception:  # the reference lacks the mode that a hypothesis needs
+        mistakes = []
     seen = ""
     if diagnose:
-        seen = likely_cause(worst.expected, worst.got, worst.name, suspected, primal)
+        seen = likely_cause(worst.expected, worst.got, worst.name, mistakes, primal)
     seen = "; ".join(text for text in (cause, seen) if text)
     lines = [
         f"  at {worst.name}: relative error {worst.error:.2g}, admitted {tolerance:.1g}",
-        *([f"  expected: {witness}"] if witness else []),
+        *([f"  expected: {reference}"] if reference else []),
         *([f"  likely cause: {seen}"] if seen else []),
         side_by_side(worst),
     ]
@@ -66,15 +73,15 @@ def skipped(check: str, why: str) -> Finding:
 
 
 def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
-    """An exception is a failure too. Its message is kept, and the last place in the user's
-    code."""
+    """A failed finding from an exception: its message, and the innermost line of the user's
+    code in its traceback."""
     message = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, RuleError) or len(message) <= 12:
         shown = message
     else:
         shown = [*message[:12], "..."]
     frames = traceback.extract_tb(error.__traceback__)
-    users = [f for f in frames if not _is_machinery(f.filename)]
+    users = [f for f in frames if not _is_of_library(f.filename)]
     place = [f"  raised below {users[-1].filename}:{users[-1].lineno}"] if users else []
     lines = [
         *([f"  likely cause: {cause}"] if cause else []),
@@ -85,7 +92,7 @@ def broke(check: str, where: str, error: BaseException, cause: str = "") -> Find
     return Finding(check, FAILED, float("inf"), 0.0, where, "\n".join(lines))
 
 
-_MACHINERY = (
+_LIBRARIES = (
     "/jax/",
     "/jaxtyping/",
     "/beartype/",
@@ -96,5 +103,5 @@ _MACHINERY = (
 )
 
 
-def _is_machinery(filename: str) -> bool:
-    return any(part in filename.replace("\\", "/") for part in _MACHINERY)
+def _is_of_library(filename: str) -> bool:
+    return any(part in filename.replace("\\", "/") for part in _LIBRARIES)

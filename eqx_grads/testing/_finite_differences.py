@@ -1,9 +1,9 @@
-"""Derivatives without any rule: central differences in float64, extrapolated.
+"""Finite differences: central, in float64, with Richardson extrapolation.
 
-A step that is too long errs by truncation, one that is too short by rounding, and where the
-best lies depends on the function. So many steps are tried, each pair is extrapolated
-(Richardson), and the estimate that changes least from one step to the next is taken, together
-with that change as its error.
+A long step has a large truncation error, a short step a large rounding error, and the best
+step depends on the function. So several steps are tried, and each is extrapolated with its
+half. The estimate that changes least from one step to the next is returned, with that change as
+its error.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._compare import as_real, norm
-from ._flat_function import double_precision, Subject
+from ._flat_function import double_precision, FlatFunction
 
 
 _STEPS = tuple(2.0**-k for k in range(3, 25, 3))
@@ -61,10 +61,9 @@ def _norm(xs) -> float:
 
 
 def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The Jacobian by finite differences: central, in float64, extrapolated.
+    """The Jacobian by finite differences: central, in float64, with Richardson extrapolation.
 
-    No rule and no autodiff is involved. Costs some 32 calls of `fn` for each entry of the
-    arguments.
+    It uses neither rules nor autodiff. It calls `fn` 32 times for each entry of the arguments.
 
     !!! example
 
@@ -81,26 +80,26 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
     - `fn`: any function of arrays that returns one array. It is called with float64 arrays
         (complex128 for complex ones).
-    - `*args`: any PyTrees. Floating-point leaves are varied; others stay as they are.
-    - `**kwargs`: handed to `fn` as they are.
+    - `*args`: any PyTrees. Floating-point leaves are perturbed; the others are constant.
+    - `**kwargs`: passed to `fn` unchanged.
 
     **Returns:**
 
-    Of one varied leaf, a float64 NumPy array of shape `out.shape + leaf.shape`; of several, a
-    list of these, in the order of `jax.tree.leaves(args)`.
+    For one perturbed leaf, a float64 NumPy array of shape `out.shape + leaf.shape`; for
+    several, a list of such arrays, in the order of `jax.tree.leaves(args)`.
 
     **Raises:**
 
     A `TypeError` if a leaf is complex, or if `fn` does not return one array.
     """
     with double_precision():
-        subject = Subject(fn, args, kwargs).in_float64()
+        subject = FlatFunction(fn, args, kwargs).in_float64()
         out = jax.tree.leaves(subject.call(subject.leaves))
         if len(out) != 1 or any(jnp.iscomplexobj(x) for x in subject.leaves):
             raise TypeError(
                 "`numerical_jacobian` takes functions of real arrays that return one array. "
                 f"`{subject.name}` returned {len(out)} leaves. "
-                "Write a function around it that picks one output, or the real part."
+                "Wrap it in a function that returns one output, or the real part."
             )
         jacobians = []
         for number, leaf in enumerate(subject.leaves):

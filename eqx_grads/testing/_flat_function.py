@@ -1,7 +1,7 @@
-"""A function at given arguments, seen as a function of the arrays that can be differentiated.
+"""A function at given arguments, as a function of its differentiable leaves.
 
-The checks work on lists of arrays. A `Subject` knows which leaves of the user's arguments
-these are, what the user calls them, and what to leave alone.
+The checks work on lists of arrays. A `FlatFunction` knows which leaves of the user's arguments
+these are, what the user calls them, and which leaves stay constant.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from .._rules.flatten_call import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable
 
 
-class Subject:
+class FlatFunction:
     """`fn` at `args` and `kwargs`.
 
     - `leaves`, `names`: the arrays that are perturbed, and what the user calls them.
-    - `groups`: for each of them, the number of the argument that it belongs to.
+    - `groups`: for each leaf, the index of its argument; -1 for a leaf of the function itself.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Subject:
         self._all = [leaf for _, leaf in flat]
         fixed = set(getattr(fn, "nondiff_argnums", ()))
         fixed |= _numbers(nondifferentiable, signature.names, len(args), self.name)
-        self.places, self.names, self.groups = [], [], []
-        for place, (path, leaf) in enumerate(flat):
+        self.indices, self.names, self.groups = [], [], []
+        for index, (path, leaf) in enumerate(flat):
             argument = path[1].idx if path[0].idx == 1 else -1
             if is_arraylike(leaf) and is_differentiable(leaf) and argument not in fixed:
-                self.places.append(place)
+                self.indices.append(index)
                 self.groups.append(argument)
                 rest = jax.tree_util.keystr(path[2:] if argument >= 0 else path[1:])
                 name = signature.names[argument] if argument >= 0 else "self"
                 self.names.append(f"`{name}{rest.replace('.__self__', '')}`")
-        self.leaves = [jnp.asarray(self._all[i]) for i in self.places]
+        self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
 
     def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The function and its arguments, with `leaves` in their places."""
+        """The function and its arguments, with their differentiable leaves replaced."""
         flat = list(self._all)
-        for place, leaf in zip(self.places, leaves, strict=True):
-            flat[place] = leaf
+        for index, leaf in zip(self.indices, leaves, strict=True):
+            flat[index] = leaf
         return jax.tree.unflatten(self._treedef, flat)
 
     def call(self, leaves: Sequence[Any]) -> Any:
@@ -67,11 +67,11 @@ class Subject:
         return fn(*args, **self.kwargs)
 
     def arrays(self, *leaves: Any) -> list[Any]:
-        """The outputs that have a derivative."""
+        """The inexact leaves of the output."""
         return [x for x in jax.tree.leaves(self.call(leaves)) if _is_output(x)]
 
     def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
-        """A tuple with one cotangent tree for each argument, `None` being zero."""
+        """One cotangent for each leaf, from a tuple of trees, one for each argument."""
         by_argument = []
         for number in range(-1, len(self.args)):
             mine = [i for i, group in enumerate(self.groups) if group == number]
@@ -91,22 +91,22 @@ class Subject:
             for ct, x in zip(by_argument, self.leaves, strict=True)
         ]
 
-    def in_float64(self) -> "Subject":
-        """The same in double precision. To be made and used inside of `double_precision`."""
+    def in_float64(self) -> "FlatFunction":
+        """The same in float64. Make it and use it inside `double_precision`."""
         args = jax.tree.map(_widen, self.args)
         fn = jax.tree.map(_widen, self.fn) if isinstance(self.fn, eqx.Module) else self.fn
-        wide = object.__new__(Subject)
+        wide = object.__new__(FlatFunction)
         vars(wide).update(vars(self))
         wide.fn, wide.args = fn, args
         wide.kwargs = jax.tree.map(_widen, self.kwargs)
         wide._all = [_widen(x) for x in self._all]
-        wide.leaves = [jnp.asarray(wide._all[i]) for i in self.places]
+        wide.leaves = [jnp.asarray(wide._all[i]) for i in self.indices]
         return wide
 
 
 @contextlib.contextmanager
 def double_precision():
-    """64-bit arrays, and constants of the user's in 32 bit admitted beside them."""
+    """64-bit arrays, and the promotion of 32-bit constants in the user's code."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -116,7 +116,7 @@ def _numbers(names, known, n_args, fn_name) -> set[int]:
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise rule_error(
-            f"`nondifferentiable` names `{unknown[0]}`, which is no positional argument.",
+            f"`nondifferentiable` names `{unknown[0]}`, which is not a positional argument.",
             f"`{fn_name}` was given {', '.join(f'`{name}`' for name in by_name)}",
             do="Name the arguments that are not to be perturbed.",
         )

@@ -1,4 +1,4 @@
-"""Why is it wrong? The usual mistakes, recognized from the numbers and put in words."""
+"""The likely cause of a wrong derivative: known mistakes, recognized from the numbers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ import numpy as np
 from ._compare import as_real, norm
 
 
-class Suspect(NamedTuple):
-    """Numbers that a mistake would give, and the mistake in words."""
+class Hypothesis(NamedTuple):
+    """The array that a known mistake would give, and that mistake in words."""
 
     cause: str
     array: Any
@@ -24,16 +24,19 @@ def likely_cause(
     want: Any,
     have: Any,
     name: str,
-    suspects: Sequence[Suspect] = (),
+    hypotheses: Sequence[Hypothesis] = (),
     primal: Any = None,
 ) -> str:
-    """One sentence, or nothing. `primal`: the value that the leaf is a cotangent of."""
+    """The likely cause in one sentence, or an empty string.
+
+    `primal`: the value that the array is a cotangent of.
+    """
     if want.shape != have.shape:
         return f"the shape is {have.shape}, expected {want.shape}"
     if np.iscomplexobj(want) != np.iscomplexobj(have):
         return "a complex number where a real one is expected, or the reverse"
     if not np.all(np.isfinite(as_real(have))):
-        return "not finite where the expected value is: " + _places(_not_finite(have))
+        return "not finite where the expected value is: " + _indices(_not_finite(have))
     if not np.all(np.isfinite(as_real(want))):
         return "finite where the expected value is not"
     if norm(as_real(want)) == 0:
@@ -42,11 +45,11 @@ def likely_cause(
         return f"zero everywhere: the term of {name} is missing"
     if want.size < 2 and _close(want, have):
         return _LOST
-    suspects = [s for s in suspects if not _close(s.array, want)]
+    hypotheses = [s for s in hypotheses if not _close(s.array, want)]
     return (
         _factor(want, have)
         or _rearranged(want, have)
-        or next((s.cause for s in suspects if _close(s.array, have)), "")
+        or next((s.cause for s in hypotheses if _close(s.array, have)), "")
         or _shifted(want, have)
         or _some_entries(want, have, name, primal)
     )
@@ -63,7 +66,7 @@ def _factor(want, have) -> str:
     scale = np.max(np.abs(w))
     w, h = w / scale, h / scale
     factor = np.vdot(w, h) / np.vdot(w, w)
-    # A factor close to one has to be told from the noise.
+    # A factor close to one must be larger than the noise to be recognized.
     slack = min(_CLOSE, abs(factor - 1) / 3) if want.size > 1 else _CLOSE
     if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
         return ""
@@ -115,7 +118,7 @@ def _some_entries(want, have, name, primal) -> str:
             if n > 1 and np.all(mask[wrong]) and not np.all(mask):
                 return f"wrong only where {name} is {sign}"
     if n <= max(1, wrong.size // 4):
-        return f"{n} of {wrong.size} entries are wrong: {_places(wrong)}"
+        return f"{n} of {wrong.size} entries are wrong: {_indices(wrong)}"
     return ""
 
 
@@ -123,7 +126,7 @@ def _not_finite(x):
     return ~np.isfinite(np.asarray(x))
 
 
-def _places(mask) -> str:
+def _indices(mask) -> str:
     if mask.ndim == 0:
         return "the only entry"
     places = [str([int(i) for i in place]) for place in np.argwhere(mask)[:3]]

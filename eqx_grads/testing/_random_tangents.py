@@ -12,7 +12,7 @@ from .._tangent_spaces import is_arraylike, is_differentiable
 
 
 def random_tangent(primal: PyTree, *, seed: int = 0) -> PyTree:
-    """A random tangent (or cotangent) of a value: `None` for what can't be perturbed.
+    """A random tangent (or cotangent) of a value, with `None` for leaves that have no tangent.
 
     The entries are normally distributed.
 
@@ -59,7 +59,7 @@ def normal_like(rng: np.random.Generator, arrays: Sequence[Any]) -> list[Any]:
 
 
 def basis(arrays: Sequence[Any], limit: int) -> list[list[Any]] | None:
-    """All unit vectors of a small space, `None` for a larger one."""
+    """All unit vectors, or `None` if there are more than `limit`."""
     sizes = [int(np.size(x)) * (2 if jnp.iscomplexobj(x) else 1) for x in arrays]
     if sum(sizes) > limit:
         return None
@@ -75,5 +75,5 @@ def basis(arrays: Sequence[Any], limit: int) -> list[list[Any]] | None:
 
 
 def only(vectors: Sequence[Any], kept: Sequence[int]) -> list[Any]:
-    """The same with zeros for all but those numbered in `kept`."""
+    """The same vectors, with zeros for those whose index is not in `kept`."""
     return [v if i in kept else np.zeros_like(v) for i, v in enumerate(vectors)]

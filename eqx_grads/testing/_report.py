@@ -1,4 +1,4 @@
-"""What was checked and what came out: a table that is read in five seconds."""
+"""The result of `check_rule`: a list of findings, printed as a table."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ class Finding:
 
     - `check`: the name of the check.
     - `verdict`: `"passed"`, `"FAILED"` or `"skipped"`.
-    - `error`, `tolerance`: the relative error and what was admitted; `None` where nothing
-        is measured.
-    - `where`: which leaf, mode or transformation, in the names of the user's parameters.
-    - `text`: of a failure, all that is known; of what was skipped, the reason.
+    - `error`, `tolerance`: the relative error and the largest one that passes; `None` where
+        the check measures no error.
+    - `where`: the leaf, mode or transformation, in the names of the user's parameters.
+    - `text`: the description of a failure, or the reason why a check was skipped.
     """
 
     check: str
@@ -28,17 +28,19 @@ class Finding:
 
 
 class RuleCheckError(AssertionError):
-    """A rule did not pass `check_rule`. The message is the report, and each failure."""
+    """A rule failed `check_rule`. The message is the printed report."""
 
 
 class Report:
     """The result of [`eqx_grads.testing.check_rule`][].
 
-    Printing it gives the table of all checks, and below it what is known about each failure.
+    A printed report is a table with one row for each check, followed by a description of
+    each failure.
 
-    - `findings`: every single comparison, a list of `Finding`s with the fields `check`,
-        `verdict`, `error`, `tolerance`, `where` and `text`.
-    - `numbers`: what was measured besides: bytes of residuals, equations, the seed.
+    - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
+        `error`, `tolerance`, `where` and `text`.
+    - `numbers`: a dictionary with the `"seed"`, and the names of the perturbed leaves as
+        `"leaves"`.
     """
 
     def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, object]):
@@ -68,8 +70,8 @@ class Report:
             raise RuleCheckError(str(self))
 
     def __str__(self) -> str:
-        verdict = "passed" if self.passed else "FAILED"
-        lines = [f"The rule of `{self.name}`: {verdict} (seed {self.numbers.get('seed')})", ""]
+        status = PASSED if self.passed else FAILED
+        lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})", ""]
         lines += list(self._table())
         for number, failure in enumerate(self.failures, start=1):
             lines += ["", f"{number}. {failure.check}, {failure.where}", failure.text]
@@ -78,7 +80,7 @@ class Report:
     __repr__ = __str__
 
     def _table(self) -> Iterator[str]:
-        yield f"{'check':<14}{'verdict':<10}{'worst error':<20}where"
+        yield f"{'check':<14}{'status':<10}{'worst error':<20}where"
         for check in dict.fromkeys(finding.check for finding in self.findings):
             row = _worst(self[check])
             error = "" if row.error is None else f"{row.error:.1e} of {row.tolerance:.0e}"

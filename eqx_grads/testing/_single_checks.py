@@ -1,4 +1,4 @@
-"""The checks one by one, for a test that is about one thing."""
+"""The checks of `check_rule` one by one, for a test that is about one property."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def check_linear(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report
 
 
 def check_transforms(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """Check that the rule is the same under every transformation as it is eagerly.
+    """Check that the results under every transformation are those of eager calls.
 
     `check_rule(fn, *args, checks=("transforms",), **kwargs)`, see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
@@ -62,7 +62,7 @@ def check_transforms(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Re
 
 
 def check_leaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """Check that no tracer outlives its trace, and nothing is compiled in each call.
+    """Check that no tracer outlives its trace, and that repeated calls compile nothing.
 
     `check_rule(fn, *args, checks=("leaks",), **kwargs)`, see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors.
@@ -71,11 +71,11 @@ def check_leaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
 
 
 def check_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """Count what is kept for the backward pass; fail where some of it is never read.
+    """Count the bytes of the residuals; fail if the backward pass never reads some of them.
 
     `check_rule(fn, *args, checks=("residuals",), **kwargs)`, see
     [`eqx_grads.testing.check_rule`][] for arguments, options and errors; the finding of the
-    report says how many bytes a call and a scan step keep, and how many plain autodiff does.
+    report says how many bytes a call and a scan step keep, with the rule and without it.
 
     !!! example
 

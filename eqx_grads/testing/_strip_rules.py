@@ -1,9 +1,9 @@
-"""The function without its rules: the exact witness that every rule has at hand.
+"""The function without its rules, whose autodiff is the reference derivative.
 
-A JAX function can always be differentiated as it is written, so plain autodiff of the
-undecorated function says what a rule should return, in the user's own dtype, and without a
-step size. The function is traced, and every call with a rule in its jaxpr is replaced by what
-the call computes, however deep it is. Rules of JAX itself (`jax.nn.relu`) are left alone.
+Plain autodiff of the undecorated function gives the derivative that a rule should return, in
+the user's dtype and without a step size. The function is traced, and every call with a rule in
+its jaxpr, at any depth, is replaced by the primal computation. Rules of JAX itself
+(`jax.nn.relu`) are kept.
 """
 
 import pathlib
@@ -35,11 +35,6 @@ def without_rules(
         return _evaluate(program, arrays, is_decorated)
 
     return undecorated
-
-
-def has_rules(fn: Callable[..., Sequence[Any]], *arrays: Any) -> bool:
-    """Whether a rule of the user's is at work anywhere in `fn`."""
-    return _holds_rule(jax.make_jaxpr(lambda *xs: list(fn(*xs)))(*arrays))
 
 
 def _evaluate(

@@ -47,11 +47,6 @@ def _():
     return lambda x: eqg.mask_gradient(x, MASK), (vector(),)
 
 
-@case("stop_gradient_where", reference=lambda x: jnp.where(MASK, 0.0, x))
-def _():
-    return lambda x: eqg.stop_gradient_where(x, MASK), (vector(),)
-
-
 def _psum_gradient(n_devices):
     mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
@@ -129,16 +124,6 @@ def _():
 @case("on_forward", reference=_identity)
 def _():
     return lambda x: eqg.on_forward(x, jnp.round), (vector(),)
-
-
-@case("project", reference=_identity)
-def _():
-    return lambda x: eqg.project(x, jax.nn.relu), (vector(),)
-
-
-@case("clip_preserve_gradient", reference=_identity)
-def _():
-    return lambda x: eqg.clip_preserve_gradient(x, 0.0, 1.0), (vector(),)
 
 
 # The slot has no influence on the value, and the gradient of a summand all the same.

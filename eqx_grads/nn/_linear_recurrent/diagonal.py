@@ -1,4 +1,4 @@
-"""Layers whose state is a vector of complex numbers, each of which recurs by itself."""
+"""Layers over a linear recurrence with a complex diagonal matrix."""
 
 import abc
 from collections.abc import Callable
@@ -10,19 +10,21 @@ import jax.random as jr
 from jaxtyping import Array, Complex, Float
 
 from ..._tangent_spaces import promote
-from .._recurrent.layer import AbstractRecurrent, stacked
-from .gates import check_real, product, states
+from .._recurrent.layer import AbstractRecurrent
+from .._recurrent.stack import zero_states
+from .gates import check_real, matmul_f32, run_recurrence
 
 
 class AbstractDiagonalCell(eqx.Module):
-    """The parameters of $h_t = a\\,h_{t-1} + s\\,B\\,x_t$, $y_t = c\\,Re(C h_t) + D x_t$, in
-    which $a$ and $s$ are complex vectors that `factors` returns."""
+    """The parameters of $h_t = a\\,h_{t-1} + s\\,B\\,x_t$, $y_t = c\\,Re(C h_t) + D x_t$, with
+    the complex vectors $a$ and $s$ and the number $c$ that `factors` returns."""
 
-    # Real and imaginary parts are parameters of their own, as an optimizer that follows the
-    # gradient of a complex one goes the wrong way: in JAX it has to be conjugated.
+    # Real and imaginary parts are separate parameters. JAX's gradient of a complex parameter
+    # has to be conjugated to be a direction of ascent, which optimizers do not do (by design:
+    # https://github.com/jax-ml/jax/issues/9110).
     weight_in: eqx.AbstractVar[Float[Array, "2 state in"]]
     weight_out: eqx.AbstractVar[Float[Array, "2 out state"]]
-    # A vector, if there are as many outputs as inputs.
+    # A vector if there are as many outputs as inputs, and else a matrix.
     skip: eqx.AbstractVar[Float[Array, "..."]]
     input_size: eqx.AbstractVar[int]
 
@@ -32,7 +34,7 @@ class AbstractDiagonalCell(eqx.Module):
 
 
 class AbstractDiagonal(AbstractRecurrent):
-    """A layer of diagonal cells."""
+    """A recurrent layer of diagonal cells."""
 
     cells: eqx.AbstractVar[tuple[tuple[AbstractDiagonalCell, ...], ...]]
     initial_parts: eqx.AbstractVar[Float[Array, "2 ..."] | None]
@@ -51,22 +53,22 @@ class AbstractDiagonal(AbstractRecurrent):
         weight = self.cells[0][0].weight_in
         return jnp.zeros(weight.shape[1], promote([weight, jnp.complex64]))
 
-    def _run(self, cell, xs, state, valid, reverse):
+    def _run_cell(self, cell, xs, state, valid, reverse):
         check_real(type(self).__name__, cell, xs)
         dtype = promote([xs, cell.weight_in])
         wide = promote([dtype, jnp.float32, jnp.real(state)])
         a, scale, factor = cell.factors(wide)
         weight_in = cell.weight_in.reshape(-1, cell.input_size).astype(dtype)
-        drive = product(xs.astype(dtype), weight_in).astype(wide)
+        drive = matmul_f32(xs.astype(dtype), weight_in).astype(wide)
         drive = jax.lax.complex(*jnp.split(drive, 2, -1))
-        hs, last = states(
+        hs, last = run_recurrence(
             a[None, None], scale[None, None] * drive, state, valid, reverse, self.method
         )
         real, imag = cell.weight_out.astype(wide)
         parts = jnp.concatenate([jnp.real(hs), jnp.imag(hs)], -1)
-        ys = factor * product(parts, jnp.concatenate([real, -imag], -1))
+        ys = factor * matmul_f32(parts, jnp.concatenate([real, -imag], -1))
         x, skip = xs.astype(wide), cell.skip.astype(wide)
-        ys = ys + (skip[None, None] * x if skip.ndim == 1 else product(x, skip))
+        ys = ys + (skip[None, None] * x if skip.ndim == 1 else matmul_f32(x, skip))
         ys = ys.astype(dtype)
         return ys if self.activation is None else self.activation(ys), last
 
@@ -78,8 +80,8 @@ def make_skip(key, input_size, output_size, dtype):
     return jr.normal(key, (output_size, input_size), dtype) * input_size**-0.5
 
 
-def learned_state(cells, dtype) -> Float[Array, "2 ..."]:
-    """Real and imaginary parts of the first state of all cells."""
+def zero_parts(cells, dtype) -> Float[Array, "2 ..."]:
+    """Real and imaginary parts of the first states of all cells, which are zero."""
     size = cells[0][0].weight_in.shape[1]
-    zero = stacked(jnp.zeros(size, dtype), len(cells) * len(cells[0]))
+    zero = zero_states(jnp.zeros(size, dtype), len(cells) * len(cells[0]))
     return jnp.stack([zero, zero])

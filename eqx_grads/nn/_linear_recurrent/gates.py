@@ -1,4 +1,4 @@
-"""What layers over linear recurrences share: gates, precision, and padding."""
+"""What layers over linear recurrences share: gates, matrix products, and the recurrence."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -8,18 +8,19 @@ from jaxtyping import Array, Float
 from ..._control_flow.linear_recurrence import linear_recurrence
 from ..._errors import rule_error, type_of
 from ..._tangent_spaces import promote
-from .._recurrent.layer import check_features, common_dtype
+from .._argument_checks import check_features
+from .._dtypes import common_dtype, default_dtype
 
 
 class LinearGates(eqx.Module):
-    """The parameters of gates that see the input, and not the state."""
+    """The parameters of gates that are functions of the input, and not of the state."""
 
     weight: Float[Array, "gates in"]
     bias: Float[Array, " gates"] | None
     input_size: int = eqx.field(static=True)
     hidden_size: int = eqx.field(static=True)
 
-    def __init__(self, n_gates, input_size, hidden_size, *, use_bias, dtype, key):
+    def __init__(self, input_size, hidden_size, *, n_gates, use_bias, dtype, key):
         limit = input_size**-0.5
         dtype = default_dtype(dtype)
         keys = jr.split(key)
@@ -30,18 +31,19 @@ class LinearGates(eqx.Module):
         self.hidden_size = hidden_size
 
 
-def gates(cell: LinearGates, xs: Array) -> list[Array]:
-    """The arguments of the gates for all steps, in single precision at least."""
+def gate_inputs(cell: LinearGates, xs: Array) -> list[Array]:
+    """The arguments of each gate for all steps, in single precision at least."""
     xs, weight, bias = common_dtype(xs, cell.weight, cell.bias)
-    out = product(xs, weight)
+    out = matmul_f32(xs, weight)
     out = out if bias is None else out + bias.astype(out.dtype)[None, None]
     return jnp.split(out, weight.shape[0] // cell.hidden_size, -1)
 
 
-def states(
+def run_recurrence(
     a: Array, b: Array, state: Array, valid: Array | None, reverse: bool, method: str
 ) -> tuple[Array, Array]:
-    """All states of the recurrence, and the last one. Where not `valid`, they stay."""
+    """All states of the recurrence, and the last one. A step that is not `valid` does not
+    change the state."""
     state = state.astype(promote([b, state]))
     if valid is not None:
         a, b = jnp.where(valid[:, :, None], a, 1), jnp.where(valid[:, :, None], b, 0)
@@ -51,21 +53,18 @@ def states(
     return hs, hs[0 if reverse else -1]
 
 
-def product(x: Array, weight: Array) -> Array:
+def matmul_f32(x: Array, weight: Array) -> Array:
     """`x @ weight.T` for all steps, summed in single precision at least."""
-    # One product of matrices, as XLA for CPUs is slow at others: without the reshape, twice as
-    # slow a gradient for a batch that comes first.
+    # As a product of two matrices: XLA:CPU is slow at products with more axes. Without the
+    # reshape, the gradient of a layer whose batch comes first takes 1.4 to 2 times as long with
+    # JAX 0.10.2 (https://github.com/jax-ml/jax/issues/19327, open).
     flat = x.reshape(-1, x.shape[-1])
     out = jnp.matmul(flat, weight.T, preferred_element_type=promote([x, jnp.float32]))
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def default_dtype(dtype):
-    return jnp.zeros(()).dtype if dtype is None else dtype
-
-
 def check_real(layer: str, cell, xs: Array, state: Array | None = None) -> None:
-    """Inputs of the right size that are real, and for some layers a state that is."""
+    """Check that inputs have the right size and are real, and that a given state is real."""
     check_features(layer, cell, xs)
     for name, x in (("xs", xs), ("state", state)):
         if x is not None and jnp.iscomplexobj(x):

@@ -1,5 +1,6 @@
 """The linear recurrent unit, as a layer over time."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from jaxtyping import Array, Float, Key
 
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._recurrent.layer import check_sizes, make_cells
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, learned_state, make_skip
-from .gates import default_dtype
+from .._argument_checks import check_sizes
+from .._dtypes import default_dtype
+from .._recurrent.stack import make_cells, Stack
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
 
 class LRUCell(AbstractDiagonalCell):
@@ -33,8 +35,9 @@ class LRUCell(AbstractDiagonalCell):
         wide = promote([jnp.zeros((), dtype), jnp.float32])
         low, high = ring
         uniform = lambda key: jr.uniform(key, (state_size,), wide, jnp.finfo(wide).tiny)
-        # Uniform on the ring is uniform in the squared radius. A few roundings below one, as
-        # with a radius of one a state would take nothing in and never end; and above zero.
+        # Uniform on the ring is uniform in the squared radius. The radius is kept a few
+        # roundings below one, where gamma would be zero and a state would never decay, and
+        # above zero, whose logarithm is infinite.
         squared = low**2 + (high**2 - low**2) * uniform(keys[0])
         below_one = (1 - 4 * jnp.finfo(wide).eps) ** 2
         log_radius = 0.5 * jnp.log(jnp.clip(squared, jnp.finfo(wide).tiny, below_one))
@@ -59,13 +62,13 @@ class LRUCell(AbstractDiagonalCell):
 class LRU(AbstractDiagonal):
     r"""A linear recurrent unit over time.
 
-    The state is complex, and each of its numbers turns and decays by itself:
+    The state is complex, and the recurrence is elementwise:
 
     $$h_t = \lambda\,h_{t-1} + \gamma\,B x_t, \qquad y_t = \phi(\mathrm{Re}(C h_t) + D x_t),
     \qquad \lambda = \exp(-e^{\nu} + i\,e^{\theta}).$$
 
-    So $|\lambda| < 1$ whatever the parameters are. $\gamma$ is a parameter too, and begins
-    at $\sqrt{1 - |\lambda|^2}$, which gives the states of white noise the variance of $B x$.
+    So $|\lambda| < 1$ for all parameters. $\gamma$ is a parameter too. Its initial value is
+    $\sqrt{1 - |\lambda|^2}$: with white noise as input, the states have the variance of $B x$.
 
     !!! example
 
@@ -92,17 +95,17 @@ class LRU(AbstractDiagonal):
     `weight_out` ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a
     vector if there are as many outputs as inputs and else a matrix. All are real.
 
-    To take one step at a time, call the layer with one step, and with the state that the last
-    call returned.
+    For single steps, call the layer with one step and with the state that the last call
+    returned.
 
     States are complex, in single precision at least: with parameters and inputs in half
     precision the recurrence is in single, and the outputs are in half.
 
     **Derivative:**
 
-    That of [`eqx_grads.linear_recurrence`][], the same recurrence in the other direction, and
-    plain differentiation around it. Both modes, all orders. Each weight's gradient is one
-    matrix product for all steps and the batch.
+    The derivative of [`eqx_grads.linear_recurrence`][], which is the same recurrence in the
+    other direction, and plain differentiation around it. Both modes, all orders. The gradient
+    of each weight is one matrix product for all steps and the batch.
 
     ??? cite
 
@@ -122,11 +125,9 @@ class LRU(AbstractDiagonal):
 
     cells: tuple[tuple[LRUCell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     activation: Callable[[Array], Array] | None
     method: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -151,13 +152,13 @@ class LRU(AbstractDiagonal):
         r"""**Arguments:**
 
         - `input_size`, `output_size`: the numbers of features.
-        - `state_size`: how many complex numbers the state is.
-        - `r_min`, `r_max`, `max_phase`: at first, $\lambda$ is uniform on the part of the ring
-            between the two radii with a phase from zero to `max_phase`. For long sequences
-            take `r_min` close to one, and `max_phase` small. No radius is one, also if `r_max`
-            is: the largest there is rounds to less.
-        - `activation`: $\phi$, applied to all outputs. The default is none; then a stack of
-            several layers is linear.
+        - `state_size`: the number of complex numbers of a state.
+        - `r_min`, `r_max`, `max_phase`: the initial $\lambda$ is uniform on the part of the
+            ring between the two radii with a phase from zero to `max_phase`. For long
+            sequences take `r_min` close to one, and `max_phase` small. Each $|\lambda|$ is less
+            than one by a few roundings at least, also with `r_max=1`.
+        - `activation`: $\phi$, applied to all outputs. By default there is none, and a stack
+            of several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].
 
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
@@ -172,26 +173,21 @@ class LRU(AbstractDiagonal):
         )
         if not (0 <= r_min < r_max <= 1 and max_phase > 0):
             raise rule_error(
-                "`LRU` was given a ring that is none.",
+                "`LRU` needs `0 <= r_min < r_max <= 1` and `max_phase > 0`.",
                 f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
-                do="Choose `0 <= r_min < r_max <= 1` and a positive phase.",
+                do="Choose two radii in this order, and a positive phase.",
             )
         dtype = default_dtype(dtype)
-        make = lambda size, key: LRUCell(
-            size,
-            output_size,
-            state_size,
+        make = ft.partial(
+            LRUCell,
+            output_size=output_size,
+            state_size=state_size,
             ring=(r_min, r_max),
             max_phase=max_phase,
             dtype=dtype,
-            key=key,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.activation = activation
         self.method = method
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_parts = None
-        if learn_initial_state:
-            self.initial_parts = learned_state(self.cells, dtype)

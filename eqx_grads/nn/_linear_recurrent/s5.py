@@ -1,5 +1,6 @@
 """The simplified state space layer S5, as a layer over time."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from jaxtyping import Array, Float, Key
 
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._recurrent.layer import check_sizes, make_cells
-from .diagonal import AbstractDiagonal, AbstractDiagonalCell, learned_state, make_skip
-from .gates import default_dtype
+from .._argument_checks import check_sizes
+from .._dtypes import default_dtype
+from .._recurrent.stack import make_cells, Stack
+from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
 
 class S5Cell(AbstractDiagonalCell):
@@ -50,39 +52,40 @@ class S5Cell(AbstractDiagonalCell):
         decay, step = (jnp.exp(p.astype(dtype)) for p in (self.log_decay, self.log_step))
         frequency = self.frequency.astype(dtype)
         rate = jax.lax.complex(-decay, frequency)
-        turned = jax.lax.complex(-decay * step, frequency * step)
-        # Not `exp(turned) - 1`, which has lost most digits where steps are short.
-        return jnp.exp(turned), jnp.expm1(turned) / rate, 2.0
+        exponent = jax.lax.complex(-decay * step, frequency * step)
+        # Not `exp(exponent) - 1`, which loses most digits where steps are short.
+        return jnp.exp(exponent), jnp.expm1(exponent) / rate, 2.0
 
 
 def hippo_normal(size: int) -> tuple[np.ndarray, np.ndarray]:
     r"""The eigenvalues $-\frac12 + i\,\omega$ of the normal part of HiPPO-LegS with
     $\omega > 0$: their frequencies $\omega$, and the eigenvectors in columns."""
     root = np.sqrt(2 * np.arange(size) + 1)
-    # The normal part is -1/2, plus this, which is antisymmetric: i times it is Hermitian.
+    # The normal part is -1/2 plus this antisymmetric matrix. Times i, it is Hermitian.
     skew = -0.5 * (np.tril(np.outer(root, root), -1) - np.triu(np.outer(root, root), 1))
     frequencies, vectors = np.linalg.eigh(-1j * skew)
     half = slice(size // 2, None)
     frequencies, vectors = frequencies[half], vectors[:, half]
-    # Eigenvectors have any phase: choose one, for the same numbers on all machines.
+    # The phase of an eigenvector is arbitrary. Here the first component is positive, so that
+    # the initial values are the same on all machines.
     return frequencies, vectors * np.abs(vectors[0]) / vectors[0]
 
 
 class S5(AbstractDiagonal):
     r"""A simplified state space layer over time.
 
-    A linear differential equation in a complex state, driven by inputs that are constant in
-    between, for which it is solved exactly ("zero-order hold"). With elementwise products,
+    A linear differential equation in a complex state, whose input is constant within each
+    step: then it has an exact solution ("zero-order hold"). With elementwise products,
 
     $$h_t = e^{\lambda\delta}\,h_{t-1} + \frac{e^{\lambda\delta} - 1}{\lambda}\,B x_t, \qquad
     y_t = \phi(2\,\mathrm{Re}(C h_t) + D x_t), \qquad
     \lambda = -e^{\nu} + i\,\omega, \quad \delta = e^{\tau}.$$
 
-    It begins as the normal part of HiPPO-LegS, which remembers what it has seen in terms of
-    Legendre polynomials: $\lambda = -\frac12 + i\,\omega$ are its eigenvalues, and $B$ and $C$
-    are random matrices in the basis of its eigenvectors. The eigenvalues come in conjugate
-    pairs, so half of them, with $\omega > 0$, do for a real output. That the real part
-    of $\lambda$ is $-e^{\nu}$ (as in S4D) and not a parameter itself keeps all states stable.
+    It is initialized as the normal part of HiPPO-LegS, whose states are the coefficients of
+    the past inputs in Legendre polynomials: $\lambda = -\frac12 + i\,\omega$ are its
+    eigenvalues, and $B$ and $C$ are random matrices in the basis of its eigenvectors. The
+    eigenvalues are conjugate pairs, so the half with $\omega > 0$ is enough for a real output.
+    The real part of $\lambda$ is $-e^{\nu}$ (as in S4D), so that all states stay stable.
 
     !!! example
 
@@ -109,17 +112,17 @@ class S5(AbstractDiagonal):
     ($C$), the real parts and then the imaginary parts; and `skip` ($D$), a vector if there
     are as many outputs as inputs and else a matrix. All are real.
 
-    To take one step at a time, call the layer with one step, and with the state that the last
-    call returned.
+    For single steps, call the layer with one step and with the state that the last call
+    returned.
 
     States are complex, in single precision at least: with parameters and inputs in half
     precision the recurrence is in single, and the outputs are in half.
 
     **Derivative:**
 
-    That of [`eqx_grads.linear_recurrence`][], the same recurrence in the other direction, and
-    plain differentiation around it. Both modes, all orders. Each weight's gradient is one
-    matrix product for all steps and the batch.
+    The derivative of [`eqx_grads.linear_recurrence`][], which is the same recurrence in the
+    other direction, and plain differentiation around it. Both modes, all orders. The gradient
+    of each weight is one matrix product for all steps and the batch.
 
     ??? cite
 
@@ -138,11 +141,9 @@ class S5(AbstractDiagonal):
 
     cells: tuple[tuple[S5Cell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     activation: Callable[[Array], Array] | None
     method: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -167,14 +168,13 @@ class S5(AbstractDiagonal):
         r"""**Arguments:**
 
         - `input_size`, `output_size`: the numbers of features.
-        - `state_size`: how many eigenvalues there are. The state is half as many complex
-            numbers.
-        - `blocks`: at first, the eigenvalues are those of so many HiPPO matrices, each of size
-            `state_size / blocks`, which has to be even.
-        - `min_step`, `max_step`: at first, $\log \delta$ is uniform between the logarithms of
-            these. A state remembers some $1 / \delta$ steps.
-        - `activation`: $\phi$, applied to all outputs. The default is none; then a stack of
-            several layers is linear.
+        - `state_size`: the number of eigenvalues. The state is half as many complex numbers.
+        - `blocks`: the initial eigenvalues are those of this number of HiPPO matrices, each of
+            size `state_size / blocks`, which has to be even.
+        - `min_step`, `max_step`: the initial $\log \delta$ is uniform between the logarithms of
+            these. The time constant of a state is of the order of $1 / \delta$ steps.
+        - `activation`: $\phi$, applied to all outputs. By default there is none, and a stack
+            of several layers is linear.
         - `method`: as for [`eqx_grads.linear_recurrence`][].
 
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
@@ -196,26 +196,21 @@ class S5(AbstractDiagonal):
             )
         if not 0 < min_step <= max_step:
             raise rule_error(
-                "`S5` was given a range of steps that is none.",
+                "`S5` needs `0 < min_step <= max_step`.",
                 f"`min_step` is {min_step}, `max_step` is {max_step}",
-                do="Choose `0 < min_step <= max_step`.",
+                do="Choose two positive steps in this order.",
             )
         dtype = default_dtype(dtype)
-        make = lambda size, key: S5Cell(
-            size,
-            output_size,
-            state_size,
+        make = ft.partial(
+            S5Cell,
+            output_size=output_size,
+            state_size=state_size,
             blocks=blocks,
             steps=(min_step, max_step),
             dtype=dtype,
-            key=key,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.activation = activation
         self.method = method
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_parts = None
-        if learn_initial_state:
-            self.initial_parts = learned_state(self.cells, dtype)

@@ -1,7 +1,6 @@
-"""What quantization layers may be given, and the errors where it is something else."""
+"""Checks of the arguments of quantizers and quantized layers."""
 
 import math
-import operator
 from typing import Any, TypeGuard
 
 import equinox as eqx
@@ -13,17 +12,16 @@ from jaxtyping import Array
 
 from ... import ste
 from ..._errors import name_of, rule_error, RuleError, type_of
-from ..._rules.float_args import as_floats
+from ..._rules.float_args import as_floats, as_integer
+from .._dtypes import default_dtype
 
 
-def as_integer(layer: str, what: str, x: Any, *, do: str) -> int:
-    """NumPy's integers too: as static fields, they have to be Python's."""
-    try:
-        if not isinstance(x, bool | np.bool_):
-            return operator.index(x)
-    except TypeError:
-        pass
-    raise _refused(layer, what, x, do)
+def integer_option(layer: str, what: str, x: Any, *, do: str) -> int:
+    """A Python integer, which a static field has to be."""
+    known = as_integer(x)
+    if known is None:
+        raise _refused(layer, what, x, do)
+    return known
 
 
 def is_number(x: Any) -> TypeGuard[int | float]:
@@ -38,27 +36,11 @@ def as_number(layer: str, what: str, x: Any, *, positive: bool = False) -> float
     raise _refused(layer, what, x, f"Give it {kind}.")
 
 
-def as_bits(layer: str, bits: Any, signed: bool) -> int:
-    fewest = 2 if signed else 1
-    do = (
-        f"Give it an integer from {fewest} to 24. For a single signed bit there is "
-        "`eqx_grads.ste.binary_sign`."
-    )
-    bits = as_integer(layer, "bits", bits, do=do)
-    if not fewest <= bits <= 24:
-        raise rule_error(
-            f"`{layer}` can't quantize to this number of bits.",
-            f"`bits` is {bits}, `signed` is {signed}",
-            do=do,
-        )
-    return bits
-
-
 def as_scale(layer: str, scale: Any) -> Array | None:
     if scale is None:
         return None
     if is_number(scale):
-        scale = jnp.asarray(scale, jnp.result_type(float))
+        scale = jnp.asarray(scale, default_dtype())
     scale = as_floats(layer, scale, "scale")
     if isinstance(scale, Tracer):
         return scale
@@ -74,7 +56,7 @@ def as_scale(layer: str, scale: Any) -> Array | None:
 
 def as_channel_axis(layer: str, axis: Any) -> int | None:
     do = "Give it an integer, or `None` for one scale for all."
-    return None if axis is None else as_integer(layer, "channel_axis", axis, do=do)
+    return None if axis is None else integer_option(layer, "channel_axis", axis, do=do)
 
 
 def as_axis(layer: str, axis: Any) -> int:
@@ -82,7 +64,7 @@ def as_axis(layer: str, axis: Any) -> int:
         "Give it a negative one, which is the same axis for a batch: -3 for images with "
         "channels first."
     )
-    axis = as_integer(layer, "axis", axis, do=do)
+    axis = integer_option(layer, "axis", axis, do=do)
     if axis >= 0:
         raise rule_error(
             f"`{layer}` was given an axis that is not counted from the end.",
@@ -90,22 +72,6 @@ def as_axis(layer: str, axis: Any) -> int:
             do=do,
         )
     return axis
-
-
-def as_levels(levels: Any) -> tuple[int, ...]:
-    do = (
-        "Give it a sequence of integers, each two or more, whose product is less than 2^31: "
-        "`(8, 5, 5)`."
-    )
-    if not hasattr(levels, "__iter__"):
-        raise _refused("FSQ", "levels", levels, do)
-    given = tuple(levels)
-    levels = tuple(as_integer("FSQ", "levels", count, do=do) for count in given)
-    if not levels or min(levels) < 2 or math.prod(levels) >= 2**31:
-        raise rule_error(
-            "`FSQ` can't quantize to these levels.", f"`levels` is {levels}", do=do
-        )
-    return levels
 
 
 def as_threshold(layer: str, threshold: Any) -> Any:
@@ -134,7 +100,7 @@ def check_backward(layer: str, backward: Any) -> None:
 
 
 def check_vectors(layer: str, z: Array, axis: int, size: int) -> None:
-    """That there are vectors of the right size along an axis."""
+    """Check that there are vectors of the right size along an axis."""
     if z.ndim >= -axis and z.shape[axis] == size:
         return
     raise rule_error(
@@ -150,14 +116,14 @@ def check_indices(layer: str, indices: Any, axis: int) -> None:
     if integers and jnp.ndim(indices) + 1 >= -axis:
         return
     raise rule_error(
-        f"`{layer}.decode` was given something else than indices of its codes.",
+        f"`{layer}.decode` was given something that is not an array of indices.",
         f"`indices` is {type_of(indices)}, `axis` is {axis}",
         do=f"Give it integers, with {-axis - 1} axes or more.",
     )
 
 
 def check_layer(name: str, layer: Any, kind: type) -> None:
-    """That a layer of Equinox does what it does with one array of weights."""
+    """Check that a layer has the `__call__` of Equinox, and one array of weights."""
     alike = isinstance(layer, kind) and type(layer).__call__ is kind.__call__
     if not alike or not isinstance(layer.weight, jax.Array | np.ndarray):
         what, of = ("its weight", layer.weight) if alike else ("the layer", layer)
@@ -175,7 +141,7 @@ def check_quantizer(name: str, what: str, quantizer: Any) -> None:
         raise rule_error(
             f"The `{what}_quantizer` of `{name}` is not a quantizer.",
             f"it is {quantizer!r:.80}",
-            do="Give it a function of an array, `eqx_grads.nn.LSQ(bits=4)` for one.",
+            do="Give it a function of an array, for example `eqx_grads.nn.LSQ(bits=4)`.",
         )
 
 
@@ -189,15 +155,15 @@ def check_quantized(what: str, quantizer: Any, x: Any, out: Any) -> None:
 
 
 def check_input(name: str, layer: eqx.nn.Linear, x: Any) -> None:
-    """That a vector has the size that a linear layer is for."""
+    """Check that an input has the size that a linear layer takes."""
     scalar = layer.in_features == "scalar"
     shape = () if scalar else (layer.in_features,)
     if jnp.shape(x) != shape:
         raise rule_error(
             f"`{name}` was given an input of the wrong size.",
             f"the input is {type_of(x)}, `in_features` is {layer.in_features!r}",
-            do=f"Give it {'a scalar' if scalar else f'a vector of shape {shape}'}, and a batch "
-            "of such by `jax.vmap`.",
+            do=f"Give it {'a scalar' if scalar else f'a vector of shape {shape}'}, and use "
+            "`jax.vmap` for a batch.",
         )
 
 

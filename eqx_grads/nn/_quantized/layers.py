@@ -1,7 +1,6 @@
-"""Linear layers and convolutions that compute with weights of a few bits."""
+"""Linear layers and convolutions with a quantized weight and input."""
 
 import abc
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,12 +10,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key
 
-from ... import ste
 from ..._errors import name_of, rule_error
-from ..._rules.float_args import widen
 from .argument_checks import (
-    as_threshold,
-    check_backward,
     check_input,
     check_layer,
     check_quantized,
@@ -30,23 +25,23 @@ Size = int | Literal["scalar"]
 
 
 class AbstractQuantizedLayer(eqx.Module):
-    """A layer of Equinox, called with other weights than it has."""
+    """A layer of Equinox that is called with a quantized weight."""
 
     layer: eqx.AbstractVar[eqx.nn.Linear | eqx.nn.Conv]
     input_quantizer: eqx.AbstractVar[Quantizer | None]
 
     @abc.abstractmethod
     def quantized_weight(self) -> Float[Array, "..."]:
-        """The weight that the layer computes with. Of an ensemble, call it under
+        """The weight that the layer computes with. For an ensemble, call this method under
         `equinox.filter_vmap`."""
 
     @abc.abstractmethod
     def describe_weight(self) -> str:
-        """What the weight is quantized to, in a word or two."""
+        """What the weight is quantized to, in one or two words."""
 
     @property
     def weight(self) -> Any:
-        """The weight that is trained, before it is quantized."""
+        """The weight before quantization, which is trained."""
         return self.layer.weight
 
     @property
@@ -60,7 +55,7 @@ class AbstractQuantizedLayer(eqx.Module):
         """**Arguments:**
 
         - `x`: as for the layer of Equinox.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -76,7 +71,7 @@ class AbstractQuantizedLayer(eqx.Module):
 
 
 class AbstractQuantizedLinear(AbstractQuantizedLayer):
-    """A linear layer of Equinox, called with another weight than it has."""
+    """A linear layer of Equinox that is called with a quantized weight."""
 
     layer: eqx.AbstractVar[eqx.nn.Linear]
 
@@ -144,12 +139,14 @@ class QuantizedLinear(AbstractQuantizedLinear):
             [`eqx_grads.nn.LSQ`][], [`eqx_grads.nn.FakeQuantize`][],
             [`eqx_grads.ste.binary_sign`][], your own. An
             [`eqx_grads.nn.AbstractQuantizer`][] is fitted to the weight.
-        - `input_quantizer`: likewise for the input; it must have its scale. For both, `None`
-            leaves things as they are.
+        - `input_quantizer`: as `weight_quantizer`, but for the input. It must have its scale.
+
+        With `None`, the weight or the input is not quantized.
         """
         layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
-        parts = _parts("QuantizedLinear", layer, weight_quantizer, input_quantizer)
-        self.layer, self.weight_quantizer, self.input_quantizer = parts
+        quantizers = fit_quantizers("QuantizedLinear", layer, weight_quantizer, input_quantizer)
+        self.layer = layer
+        self.weight_quantizer, self.input_quantizer = quantizers
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with."""
@@ -173,10 +170,8 @@ class QuantizedLinear(AbstractQuantizedLinear):
             `equinox.filter_vmap`: each member then has quantizers of its own.
         - `weight_quantizer`, `input_quantizer`: as above.
         """
-        check_layer("QuantizedLinear", layer, eqx.nn.Linear)
         new = QuantizedLinear(1, 1, weight_quantizer=None, key=jr.key(0))
-        parts = _parts("QuantizedLinear", layer, weight_quantizer, input_quantizer)
-        return _with_parts(new, parts)
+        return replace_layer(new, layer, eqx.nn.Linear, weight_quantizer, input_quantizer)
 
 
 class QuantizedConv(AbstractQuantizedLayer):
@@ -250,8 +245,9 @@ class QuantizedConv(AbstractQuantizedLayer):
             dtype,
             key=key,
         )
-        parts = _parts("QuantizedConv", layer, weight_quantizer, input_quantizer)
-        self.layer, self.weight_quantizer, self.input_quantizer = parts
+        quantizers = fit_quantizers("QuantizedConv", layer, weight_quantizer, input_quantizer)
+        self.layer = layer
+        self.weight_quantizer, self.input_quantizer = quantizers
 
     def quantized_weight(self) -> Float[Array, "out in *kernel"]:
         """The weight that the layer computes with."""
@@ -275,209 +271,28 @@ class QuantizedConv(AbstractQuantizedLayer):
             made by `equinox.filter_vmap`: each member then has quantizers of its own.
         - `weight_quantizer`, `input_quantizer`: as above.
         """
-        check_layer("QuantizedConv", layer, eqx.nn.Conv)
         new = QuantizedConv(1, 1, 1, 1, weight_quantizer=None, key=jr.key(0))
-        parts = _parts("QuantizedConv", layer, weight_quantizer, input_quantizer)
-        return _with_parts(new, parts)
+        return replace_layer(new, layer, eqx.nn.Conv, weight_quantizer, input_quantizer)
 
 
-class BinaryLinear(AbstractQuantizedLinear):
-    r"""`equinox.nn.Linear` with a weight of single bits.
-
-    The signs of the weight, times the mean of $|w|$ over the inputs of each output (XNOR-Net,
-    [Rastegari et al. 2016](https://arxiv.org/abs/1603.05279)), or as they are (BinaryConnect,
-    [Courbariaux et al. 2015](https://arxiv.org/abs/1511.00363)).
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        layer = eqg.nn.BinaryLinear(
-            64, 10, scale=False, input_quantizer=eqg.ste.binary_sign, key=jax.random.key(0)
-        )
-        assert jnp.array_equal(jnp.unique(layer.quantized_weight()), jnp.array([-1.0, 1.0]))
-        ```
-
-    **Derivative:**
-
-    With $\alpha_i = \operatorname{mean}_j |W_{ij}|$, that of
-    $y = \alpha\,\operatorname{sign}(W)\,A(x) + b$, where the sign is
-    [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A weight beyond has no
-    gradient from its sign, so training usually clips weights to $[-1, 1]$ after each step. The
-    scale is differentiated too.
-    """
-
-    layer: eqx.nn.Linear
-    input_quantizer: Quantizer | None
-    backward: str | Callable[..., Any] = eqx.field(static=True)
-    scale: bool = eqx.field(static=True)
-
-    def __init__(
-        self,
-        in_features: Size,
-        out_features: Size,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        scale: bool = True,
-        backward: str | Callable[..., Any] = "hard_tanh",
-        input_quantizer: Quantizer | None = None,
-        key: Key[Array, ""],
-    ):
-        """**Arguments:**
-
-        - `in_features`, `out_features`, `use_bias`, `dtype`, `key`: as for
-            `equinox.nn.Linear`.
-        - `scale`: whether each output has the mean size of its weights.
-        - `backward`: as for [`eqx_grads.ste.wrap`][].
-        - `input_quantizer`: as for [`eqx_grads.nn.QuantizedLinear`][].
-        """
-        check_backward("BinaryLinear", backward)
-        layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
-        parts = _parts("BinaryLinear", layer, None, input_quantizer)
-        self.layer, _, self.input_quantizer = parts
-        self.backward = backward
-        self.scale = scale
-
-    def quantized_weight(self) -> Float[Array, "out in"]:
-        """The weight that the layer computes with: two values for each output."""
-        signs = ste.binary_sign(self.weight, backward=self.backward)
-        if not self.scale:
-            return signs
-        return signs * jnp.mean(jnp.abs(self.weight), axis=1, keepdims=True)
-
-    def describe_weight(self) -> str:
-        return "1 bit"
-
-    @staticmethod
-    def from_layer(
-        layer: eqx.Module,
-        *,
-        scale: bool = True,
-        backward: str | Callable[..., Any] = "hard_tanh",
-        input_quantizer: Quantizer | None = None,
-    ) -> "BinaryLinear":
-        """The same layer, of bits.
-
-        **Arguments:**
-
-        - `layer`: an `equinox.nn.Linear`, or an ensemble of them.
-        - `scale`, `backward`, `input_quantizer`: as above.
-        """
-        check_layer("BinaryLinear", layer, eqx.nn.Linear)
-        options: dict[str, Any] = {"scale": scale, "backward": backward}
-        new = BinaryLinear(1, 1, **options, key=jr.key(0))
-        parts = _parts("BinaryLinear", layer, None, input_quantizer)
-        return _with_parts(new, parts)
+def replace_layer(
+    new: Any, layer: Any, kind: type, weight_quantizer: Any, input_quantizer: Any
+) -> Any:
+    """The quantized layer `new`, with another layer of Equinox and other quantizers."""
+    name = type(new).__name__
+    check_layer(name, layer, kind)
+    fields = ("layer", "weight_quantizer", "input_quantizer")
+    quantizers = fit_quantizers(name, layer, weight_quantizer, input_quantizer)
+    for field, part in zip(fields, (layer, *quantizers), strict=True):
+        if hasattr(new, field):
+            get = lambda new, field=field: getattr(new, field)
+            new = eqx.tree_at(get, new, part, is_leaf=lambda x: x is None)
+    return new
 
 
-class TernaryLinear(AbstractQuantizedLinear):
-    r"""`equinox.nn.Linear` with a weight of minus ones, zeros and ones.
-
-    Ternary weight networks, [Li et al. (2016)](https://arxiv.org/abs/1605.04711): zero
-    within a threshold, signs beyond, times the mean of $|w|$ over those beyond, for each
-    output.
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        layer = eqg.nn.TernaryLinear(64, 10, scale=False, key=jax.random.key(0))
-        values = jnp.unique(layer.quantized_weight())
-        assert jnp.array_equal(values, jnp.array([-1.0, 0.0, 1.0]))
-        ```
-
-    **Derivative:**
-
-    That of $y = \alpha\,T(W)\,A(x) + b$, where $T$ is [`eqx_grads.ste.ternary`][]: straight
-    through where $|w| \le 1$, the threshold being a constant. The scale is differentiated too.
-    """
-
-    layer: eqx.nn.Linear
-    input_quantizer: Quantizer | None
-    threshold: float | Literal["mean"] = eqx.field(static=True)
-    backward: str | Callable[..., Any] = eqx.field(static=True)
-    scale: bool = eqx.field(static=True)
-
-    def __init__(
-        self,
-        in_features: Size,
-        out_features: Size,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        threshold: float | Literal["mean"] = "mean",
-        scale: bool = True,
-        backward: str | Callable[..., Any] = "hard_tanh",
-        input_quantizer: Quantizer | None = None,
-        key: Key[Array, ""],
-    ):
-        """**Arguments:**
-
-        - `in_features`, `out_features`, `use_bias`, `dtype`, `key`: as for
-            `equinox.nn.Linear`.
-        - `threshold`: up to which size a weight counts as zero. `"mean"` is 0.7 of the mean of
-            $|w|$ over the inputs of each output.
-        - `scale`: whether each output has the mean size of its weights that are not zero.
-        - `backward`, `input_quantizer`: as for [`eqx_grads.nn.BinaryLinear`][].
-        """
-        check_backward("TernaryLinear", backward)
-        layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
-        parts = _parts("TernaryLinear", layer, None, input_quantizer)
-        self.layer, _, self.input_quantizer = parts
-        self.threshold = as_threshold("TernaryLinear", threshold)
-        self.backward = backward
-        self.scale = scale
-
-    def quantized_weight(self) -> Float[Array, "out in"]:
-        """The weight that the layer computes with: three values for each output."""
-        size = jnp.abs(self.weight)
-        threshold = self.threshold
-        if threshold == "mean":
-            mean = jnp.mean(jax.lax.stop_gradient(size), axis=1, keepdims=True)
-            threshold = 0.7 * mean
-        signs = ste.ternary(self.weight, threshold=threshold, backward=self.backward)
-        if not self.scale:
-            return signs
-        kept = jax.lax.stop_gradient(signs != 0)
-        total = jnp.sum(jnp.where(kept, widen(size), 0), axis=1, keepdims=True)
-        mean = total / jnp.maximum(jnp.sum(kept, axis=1, keepdims=True), 1).astype(total.dtype)
-        return signs * mean.astype(signs.dtype)
-
-    def describe_weight(self) -> str:
-        return f"{math.log2(3):.2f} bits"
-
-    @staticmethod
-    def from_layer(
-        layer: eqx.Module,
-        *,
-        threshold: float | Literal["mean"] = "mean",
-        scale: bool = True,
-        backward: str | Callable[..., Any] = "hard_tanh",
-        input_quantizer: Quantizer | None = None,
-    ) -> "TernaryLinear":
-        """The same layer, of three values.
-
-        **Arguments:**
-
-        - `layer`: an `equinox.nn.Linear`, or an ensemble of them.
-        - `threshold`, `scale`, `backward`, `input_quantizer`: as above.
-        """
-        check_layer("TernaryLinear", layer, eqx.nn.Linear)
-        options: dict[str, Any] = {"threshold": threshold, "scale": scale, "backward": backward}
-        new = TernaryLinear(1, 1, **options, key=jr.key(0))
-        parts = _parts("TernaryLinear", layer, None, input_quantizer)
-        return _with_parts(new, parts)
-
-
-class _Function(eqx.Module):
-    """A function without arrays, as no leaf: `jax.lax.scan` over layers takes arrays only."""
+class _StaticFunction(eqx.Module):
+    """A function without arrays as a static field: `jax.lax.scan` over layers, as in
+    `equinox.nn.MLP`, takes leaves that are arrays only."""
 
     fn: Quantizer = eqx.field(static=True)
 
@@ -491,33 +306,35 @@ def describe(quantizer: Quantizer | None) -> str:
         return ""
     bits = getattr(quantizer, "bits", None)
     if bits is None:
-        return name_of(quantizer.fn if isinstance(quantizer, _Function) else quantizer)
+        return name_of(quantizer.fn if isinstance(quantizer, _StaticFunction) else quantizer)
     return f"{bits} bit" + "s" * (bits != 1)
 
 
-def _parts(
+def fit_quantizers(
     name: str, layer: Any, weight_quantizer: Any, input_quantizer: Any
-) -> tuple[Any, Any, Any]:
-    """A layer and its quantizers. Those of an ensemble have the axes of the ensemble."""
+) -> tuple[Any, Any]:
+    """The quantizers of a layer, checked, that of the weight fitted to it.
+
+    An ensemble has more axes in front of its weight, and its quantizers have them too.
+    """
     kernel = getattr(layer, "num_spatial_dims", 0)
     ready = lambda weight: (
-        _of_weight(name, weight_quantizer, weight),
-        _of_input(name, input_quantizer),
+        _ready_for_weight(name, weight_quantizer, weight),
+        _ready_for_input(name, input_quantizer),
     )
     for _ in range(layer.weight.ndim - 2 - kernel):
         ready = eqx.filter_vmap(ready)
-    weight_quantizer, input_quantizer = ready(jnp.asarray(layer.weight))
-    return layer, weight_quantizer, input_quantizer
+    return ready(jnp.asarray(layer.weight))
 
 
-def _of_weight(name, quantizer, weight):
+def _ready_for_weight(name, quantizer, weight):
     check_quantizer(name, "weight", quantizer)
     if isinstance(quantizer, AbstractQuantizer):
         return quantizer.fit(weight)
-    return _held(quantizer)
+    return _without_function_leaf(quantizer)
 
 
-def _of_input(name, quantizer):
+def _ready_for_input(name, quantizer):
     check_quantizer(name, "input", quantizer)
     if isinstance(quantizer, AbstractQuantizer) and quantizer.needs_fit:
         raise rule_error(
@@ -526,23 +343,14 @@ def _of_input(name, quantizer):
             do="Give it one, `scale=...`, or fit it to some activations first: "
             "`input_quantizer=quantizer.fit(x)`.",
         )
-    return _held(quantizer)
+    return _without_function_leaf(quantizer)
 
 
-def _held(quantizer: Any) -> Any:
+def _without_function_leaf(quantizer: Any) -> Any:
     arrays = [x for x in jax.tree.leaves(quantizer) if eqx.is_array_like(x)]
     if quantizer is None or isinstance(quantizer, AbstractQuantizer) or arrays:
         return quantizer
-    return _Function(quantizer)
-
-
-def _with_parts(new, parts):
-    fields = ("layer", "weight_quantizer", "input_quantizer")
-    for field, part in zip(fields, parts, strict=True):
-        if hasattr(new, field):
-            get = lambda new, field=field: getattr(new, field)
-            new = eqx.tree_at(get, new, part, is_leaf=lambda x: x is None)
-    return new
+    return _StaticFunction(quantizer)
 
 
 def _quantized(what, quantizer, x):

@@ -1,4 +1,4 @@
-"""The layers of a model, swapped for quantized ones by rules, with a report."""
+"""Replace the layers of a model by quantized ones, by rules, and report it."""
 
 import dataclasses
 import difflib
@@ -26,11 +26,11 @@ from .layers import (
 class LayerReport:
     """A row of a `QuantizationReport`.
 
-    - `path`: where it is in the model, with dots.
+    - `path`: the path of the layer in the model, with dots.
     - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
-    - `weights`, `inputs`: what they are quantized to, `"2 bits"` for one.
-    - `shape`: of the weight. That of an ensemble has axes in front.
-    - `note`: why it was left, or with which other layer it is shared.
+    - `weights`, `inputs`: what they are quantized to, for example `"2 bits"`.
+    - `shape`: of the weight. An ensemble has more axes in front.
+    - `note`: why the layer was left, or with which other layer it is shared.
     """
 
     path: str
@@ -44,7 +44,7 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationReport:
-    """What [`eqx_grads.nn.quantize_model`][] did. Printing it gives a table.
+    """The changes that [`eqx_grads.nn.quantize_model`][] made. Printing it gives a table.
 
     - `swapped`: the layers that are quantized now, a list of rows with the fields `path`,
         `old`, `new`, `weights`, `inputs`, `shape` and `note`.
@@ -80,7 +80,7 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
 def quantize_model(
     model: PyTree, rules: Mapping[Any, Any] | Sequence[tuple[Any, Any]]
 ) -> tuple[PyTree, QuantizationReport]:
-    """Swap the layers of a model for quantized ones.
+    """Replace the layers of a model by quantized ones.
 
     !!! example
 
@@ -110,15 +110,15 @@ def quantize_model(
     **Arguments:**
 
     - `model`: any PyTree.
-    - `rules`: pairs of which layers and how, or a dictionary of such. For each layer, the
-        first rule that matches it is the one that is used.
+    - `rules`: pairs of which layers and how, or a dictionary of such pairs. For each layer,
+        the first rule that matches is used.
 
     Which layers:
 
-    - a type: all layers of that type, and all within a Module of that type.
-    - a path with dots, `"encoder.layers.0"`: that layer, and all within what is there. It may
-        have wildcards, as in `fnmatch`: `"*.query_proj"`, `"layers.[12]"`. An asterisk
-        stands for dots as well.
+    - a type: all layers of that type, and all layers within a Module of that type.
+    - a path with dots, `"encoder.layers.0"`: the layer at this path, and all layers within the
+        node at this path. It may have wildcards, as in `fnmatch`: `"*.query_proj"`,
+        `"layers.[12]"`. An asterisk matches dots as well.
 
     How:
 
@@ -128,18 +128,19 @@ def quantize_model(
         layer becomes an [`eqx_grads.nn.QuantizedLinear`][] or
         [`eqx_grads.nn.QuantizedConv`][].
     - [`eqx_grads.nn.BinaryLinear`][] or [`eqx_grads.nn.TernaryLinear`][].
-    - a function from the layer to what takes its place:
+    - a function from the layer to its replacement:
         `functools.partial(eqg.nn.BinaryLinear.from_layer, scale=False)`.
-    - `None` or `False`: leave it.
+    - `None` or `False`: the layer is not replaced.
 
     **Returns:**
 
-    - The new model. Weights and biases are the arrays that they were; nothing is trained.
-    - An [`eqx_grads.nn.QuantizationReport`][]: what was swapped, and what was left. Print it.
+    - The new model, with the same arrays as weights and biases.
+    - An [`eqx_grads.nn.QuantizationReport`][]: the layers that were swapped and that were left.
+        Print it.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a rule is used for no layer, or can't be.
+    [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule.
     """
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     walk = _Walk([_Rule(i, which, how) for i, (which, how) in enumerate(pairs)])
@@ -192,7 +193,7 @@ def _quantize(layer, weight_quantizer, input_quantizer):
 
 
 class _Walk:
-    """One way through a model."""
+    """One traversal of a model, which replaces layers and records what it did."""
 
     def __init__(self, rules: Sequence[_Rule]):
         self.rules = rules
@@ -205,7 +206,7 @@ class _Walk:
         self._done: dict[int, tuple[int | None, Any, str]] = {}
 
     def visit(self, node: Any, path: str, matching: frozenset[int]) -> Any:
-        """The node with its layers swapped; `matching` are the rules for all within it."""
+        """The node with its layers swapped; `matching` are the rules for all layers in it."""
         if isinstance(node, AbstractQuantizedLayer):
             self.paths[path] = type(node).__name__
             self._leave(path, node, "quantized already")
@@ -288,7 +289,7 @@ class _Walk:
                 raise rule_error(
                     f"A rule of `quantize_model` is never used: {rule.name}.",
                     "each of its layers is matched by a rule before it",
-                    do="The first rule that matches wins: put it farther up, or leave it out.",
+                    do="The first rule that matches wins: put this one first, or leave it out.",
                 )
             if i in self.done_before:
                 path = self.done_before[i]
@@ -303,7 +304,7 @@ class _Walk:
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
-                "by its type or its path, or by those of what contains it.",
+                "by its type or path, or by the type or path of a node that contains it.",
             )
 
     def _near(self, rule):

@@ -1,4 +1,4 @@
-"""Quantizers as layers: a grid of numbers, its scale given, looked up or learned."""
+"""Quantizers as layers, whose scale is given, computed in each call, or learned."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -12,12 +12,10 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
 
 from ... import ste
 from ..._errors import rule_error, type_of
-from ..._rules.float_args import as_floats, widen
+from ..._rules.float_args import as_bits, as_floats, as_levels, widen
 from .argument_checks import (
     as_axis,
-    as_bits,
     as_channel_axis,
-    as_levels,
     as_number,
     as_scale,
     check_backward,
@@ -29,7 +27,7 @@ from .argument_checks import (
 
 
 class StraightThrough(eqx.Module):
-    r"""Any function as a layer that has a value, and the slope of another function.
+    r"""A layer with the value of one function and the derivative of another.
 
     !!! example
 
@@ -75,7 +73,7 @@ class StraightThrough(eqx.Module):
         """**Arguments:**
 
         - `x`: the argument of `fn`.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -86,11 +84,11 @@ class StraightThrough(eqx.Module):
 
 
 class AbstractQuantizer(eqx.Module):
-    """What may stand for numbers of a few bits, and fits its scale to the data.
+    """A quantizer whose parameters are initialized from the array that it quantizes.
 
     A quantizer of [`eqx_grads.nn.QuantizedLinear`][] or [`eqx_grads.nn.quantize_model`][] may
-    be any function of an array. Derive it from this class if it has parameters that begin
-    where the weights are: layers call `fit` with them when they are made.
+    be any function of an array. If its parameters depend on the weights, derive it from this
+    class: layers call `fit` with their weights when they are made.
     """
 
     bits: eqx.AbstractVar[int]
@@ -102,7 +100,7 @@ class AbstractQuantizer(eqx.Module):
 
     @abc.abstractmethod
     def fit(self, x: Array) -> "AbstractQuantizer":
-        """This quantizer, ready to be called: what it still lacks is chosen to suit `x`."""
+        """This quantizer, with the parameters that it still lacks chosen for `x`."""
 
     @abc.abstractmethod
     def __call__(self, x: Array, *, key: Key[Array, ""] | None = None) -> Array:
@@ -110,7 +108,7 @@ class AbstractQuantizer(eqx.Module):
 
 
 class FakeQuantize(AbstractQuantizer):
-    r"""To the numbers that an integer of a few bits can stand for.
+    r"""Round to the multiples of a scale that an integer of a few bits can represent.
 
     !!! example
 
@@ -136,7 +134,7 @@ class FakeQuantize(AbstractQuantizer):
     """
 
     _scale: Float[Array, "..."] | None
-    # No leaf, or weight decay would move it.
+    # Static, so that weight decay does not change it.
     _constant: float | None = eqx.field(static=True)
     bits: int = eqx.field(static=True)
     signed: bool = eqx.field(static=True)
@@ -157,15 +155,15 @@ class FakeQuantize(AbstractQuantizer):
         """**Arguments:**
 
         - `bits`, `signed`, `narrow`: as for [`eqx_grads.ste.fake_quantize`][].
-        - `scale`: positive, a number or an array that broadcasts to what is quantized: with
+        - `scale`: positive, a number or an array that broadcasts to the quantized array, with
             ones for the axes that share a scale. A number that is not learned is a
-            constant. An array is a leaf even if it is not learned: with weight decay, an
-            optimizer moves it unless you mask it. `None` is that at which the largest
-            number, in each call, is the largest integer ([`eqx_grads.ste.absmax_scale`][]).
+            constant. An array is a leaf even if it is not learned: mask it in an optimizer with
+            weight decay, which would change it. With `None`, each call computes the scale at
+            which its largest number is the largest integer
+            ([`eqx_grads.ste.absmax_scale`][]).
         - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it.
-        - `channel_axis`: the axis along which each index has a scale of its own, where it is
-            not given: 0 for one scale for each output of a weight. `None` is one scale
-            for all.
+        - `channel_axis`: if no scale is given, the axis along which each index has a scale of
+            its own: 0 for one scale for each output of a weight. `None` is one scale for all.
         """
         self._scale, self._constant = as_scale("FakeQuantize", scale), None
         if is_number(scale) and not learn_scale:
@@ -193,8 +191,8 @@ class FakeQuantize(AbstractQuantizer):
 
         **Returns:**
 
-        If the scale is learned and was not given, this quantizer with that at which the
-        largest of `x` is the largest integer. Otherwise this quantizer as it is.
+        If the scale is learned and was not given, this quantizer with the scale at which the
+        largest of `x` is the largest integer. Otherwise this quantizer, unchanged.
         """
         x = as_floats("FakeQuantize.fit", x)
         if not self.needs_fit:
@@ -207,7 +205,7 @@ class FakeQuantize(AbstractQuantizer):
         """**Arguments:**
 
         - `x`: floats of any shape.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -256,10 +254,9 @@ class LSQ(AbstractQuantizer):
 
     **Derivative:**
 
-    That of [`eqx_grads.ste.lsq`][], where the gradient of the scale is made smaller so
-    that it is of the size of those of weights. Training may carry a scale past zero: it then
-    counts as its absolute value, and the gradient is that of this. Both modes and all
-    orders.
+    That of [`eqx_grads.ste.lsq`][], where the gradient of the scale is multiplied by a factor
+    that makes it about as large as the gradient of a weight. Where training has made a scale
+    negative, its absolute value is used, and differentiated. Both modes and all orders.
     """
 
     scale: Float[Array, "..."] | None
@@ -280,8 +277,8 @@ class LSQ(AbstractQuantizer):
         """**Arguments:**
 
         - `bits`, `signed`, `gradient_scale`: as for [`eqx_grads.ste.lsq`][].
-        - `scale`: the first one, as for [`eqx_grads.nn.FakeQuantize`][]. `None` leaves it to
-            `fit`, which layers call with their weights.
+        - `scale`: the initial scale, as for [`eqx_grads.nn.FakeQuantize`][]. With `None`, `fit`
+            chooses it, which layers call with their weights.
         - `channel_axis`: as for [`eqx_grads.nn.FakeQuantize`][].
         """
         self.scale = as_scale("LSQ", scale)
@@ -305,7 +302,7 @@ class LSQ(AbstractQuantizer):
         **Returns:**
 
         This quantizer with the scale $2\,\operatorname{mean}|x| / \sqrt{q_\max}$, as
-        published; as it is if it has a scale.
+        published. If it has a scale already, this quantizer, unchanged.
         """
         x = as_floats("LSQ.fit", x)
         if not self.needs_fit:
@@ -323,7 +320,7 @@ class LSQ(AbstractQuantizer):
         """**Arguments:**
 
         - `x`: floats of any shape.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -372,11 +369,12 @@ class FSQ(eqx.Module):
     def __init__(self, levels: Sequence[int], *, axis: int = -1):
         """**Arguments:**
 
-        - `levels`: how many for each number of a vector, as for [`eqx_grads.ste.fsq`][].
-        - `axis`: that along which the vectors lie, counted from the end: -3 for images with
-            channels first, batches of them included.
+        - `levels`: the number of levels for each number of a vector, as for
+            [`eqx_grads.ste.fsq`][].
+        - `axis`: the axis of the vectors, counted from the end: -3 for images with channels
+            first, with or without a batch axis.
         """
-        self.levels = as_levels(levels)
+        self.levels = as_levels("FSQ", levels)
         self.axis = as_axis("FSQ", axis)
 
     def __call__(
@@ -385,7 +383,7 @@ class FSQ(eqx.Module):
         """**Arguments:**
 
         - `z`: floats, with `len(levels)` of them along `axis`.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -418,11 +416,11 @@ class FSQ(eqx.Module):
 
 
 def entries(codebook: Array, indices: ArrayLike) -> Array:
-    """Rows of a codebook; NaN for what is out of range."""
+    """Rows of a codebook; NaN for indices out of range."""
     indices = jnp.asarray(indices)
     if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
         indices = indices.astype(jnp.int32)
-    # JAX counts negative ones from the end, which is not out of range for it.
+    # JAX counts negative indices from the end, so they are not out of range for it.
     indices = jnp.where(indices < 0, len(codebook), indices)
     return codebook.at[indices].get(mode="fill", fill_value=jnp.nan)
 
@@ -436,7 +434,7 @@ def _with_scale(quantizer, scale):
 
 
 def _positive(scale):
-    """Also when training has carried it past zero, with the gradient of what is returned."""
+    """A positive scale, differentiable also where training has made the given one negative."""
     return ste.clip(jnp.abs(scale), float(jnp.finfo(scale.dtype).tiny))
 
 

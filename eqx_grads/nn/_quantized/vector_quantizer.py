@@ -1,4 +1,4 @@
-"""A codebook as a layer: learned by its loss or by moving averages, in plain values."""
+"""A codebook as a layer, learned by a loss or by moving averages."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,19 @@ from ... import ste
 from ..._errors import rule_error
 from ..._rules.float_args import as_floats, widen
 from ..._tangent_spaces import promote
+from .._dtypes import default_dtype
 from .argument_checks import (
     as_axis,
-    as_integer,
     as_number,
     check_indices,
     check_vectors,
+    integer_option,
 )
 from .quantizers import entries
 
 
 class VectorQuantized(NamedTuple):
-    """What `VectorQuantizer.quantize` returns."""
+    """The result of `VectorQuantizer.quantize`."""
 
     value: Array
     indices: Array
@@ -32,7 +33,7 @@ class VectorQuantized(NamedTuple):
 
 
 class VectorQuantizer(eqx.Module):
-    r"""To the nearest entry of a codebook that is learned.
+    r"""Quantize vectors to the nearest entry of a learned codebook.
 
     [van den Oord et al. (2017)](https://arxiv.org/abs/1711.00937).
 
@@ -48,17 +49,17 @@ class VectorQuantizer(eqx.Module):
         z = jax.random.normal(jax.random.key(1), (100, 3))
 
         quantized, indices, codebook_loss, commitment_loss = vq.quantize(z)
-        assert jnp.array_equal(quantized, vq.codebook[indices])  # to the bit
-        assert codebook_loss == 0  # it follows moving averages instead
+        assert jnp.array_equal(quantized, vq.codebook[indices])  # bitwise
+        assert codebook_loss == 0  # the codebook follows moving averages instead
 
-        # Nothing is stateful: after the optimizer's step comes the codebook's.
+        # The layer has no state: update the codebook after each step of the optimizer.
         new = vq.updated(z, key=jax.random.key(2))
         assert new.quantize(z).commitment_loss < commitment_loss
         ```
 
-    Two ways to learn the codebook. By gradient: add `codebook_loss` to the loss. By moving
-    averages (`ema=True`): no gradient; each entry follows the mean of the vectors that it
-    stands for, in `updated`.
+    There are two ways to learn the codebook. By gradient: add `codebook_loss` to the loss. By
+    moving averages (`ema=True`): there is no gradient, and in `updated` each entry follows the
+    mean of the vectors that are nearest to it.
 
     **Derivative:**
 
@@ -66,8 +67,8 @@ class VectorQuantizer(eqx.Module):
     for the codebook. With $e$ the entry, $d$ the number of elements of $z$ and $\beta$ the
     weight of the commitment, `codebook_loss` $= \|\text{sg}(z) - e\|^2 / d$ has a gradient
     for the codebook only, `commitment_loss` $= \beta\,\|z - \text{sg}(e)\|^2 / d$ for `z` only.
-    What `updated` returns has none. `usage` is no parameter and has a gradient of zero: leave
-    it (and, with `ema`, the codebook) out of weight decay.
+    The result of `updated` has no derivative. `usage` is no parameter, and its gradient is
+    zero: exclude it (and, with `ema`, the codebook) from weight decay.
     """
 
     codebook: Float[Array, "entries size"]
@@ -93,21 +94,21 @@ class VectorQuantizer(eqx.Module):
     ):
         r"""**Arguments:**
 
-        - `num_entries`, `size`: of the codebook, and of each of its vectors. They start as
-            normal numbers of unit size; `equinox.tree_at` puts others in their place.
+        - `num_entries`, `size`: of the codebook, and of each of its vectors. The initial
+            entries are standard normal; replace them with `equinox.tree_at`.
         - `commitment`: $\beta$, the weight of `commitment_loss`.
         - `ema`: whether the codebook follows moving averages, and not a gradient.
-        - `decay`: of the moving averages, `usage` among them.
-        - `dead_below`: `updated` replaces an entry whose usage has fallen below this
-            fraction of what it would be if all entries were used alike. Zero keeps all.
-        - `axis`: that along which the vectors lie, counted from the end: -3 for images with
-            channels first, batches of them included.
-        - `dtype`: of the codebook. Moving averages are best kept in single precision.
-        - `key`: for the first codebook.
+        - `decay`: of all moving averages, including `usage`.
+        - `dead_below`: `updated` replaces an entry whose usage is less than this fraction of
+            the mean usage. With zero, it replaces none.
+        - `axis`: the axis of the vectors, counted from the end: -3 for images with channels
+            first, with or without a batch axis.
+        - `dtype`: of the codebook. Moving averages need single precision.
+        - `key`: for the initial codebook.
         """
         do = "Give it a positive integer."
-        num_entries = as_integer("VectorQuantizer", "num_entries", num_entries, do=do)
-        size = as_integer("VectorQuantizer", "size", size, do=do)
+        num_entries = integer_option("VectorQuantizer", "num_entries", num_entries, do=do)
+        size = integer_option("VectorQuantizer", "size", size, do=do)
         decay = as_number("VectorQuantizer", "decay", decay)
         if not (0 <= decay < 1 and num_entries > 0 and size > 0):
             raise rule_error(
@@ -115,8 +116,7 @@ class VectorQuantizer(eqx.Module):
                 f"`num_entries` is {num_entries}, `size` is {size}, `decay` is {decay}",
                 do="Both sizes are positive, and a decay is from zero to less than one.",
             )
-        dtype = jnp.result_type(float) if dtype is None else dtype
-        self.codebook = jr.normal(key, (num_entries, size), dtype)
+        self.codebook = jr.normal(key, (num_entries, size), default_dtype(dtype))
         wide = widen(self.codebook).dtype
         self.usage = jnp.full(num_entries, 1 / num_entries, wide)
         self.commitment = as_number("VectorQuantizer", "commitment", commitment)
@@ -131,7 +131,7 @@ class VectorQuantizer(eqx.Module):
         """**Arguments:**
 
         - `z`: floats, with `size` of them along `axis`.
-        - `key`: ignored; layers have it.
+        - `key`: ignored.
 
         **Returns:**
 
@@ -150,10 +150,10 @@ class VectorQuantizer(eqx.Module):
         A named tuple:
 
         - `value`: the nearest entries, as from a call.
-        - `indices`: which they are, in the shape of `z` without its `axis`.
+        - `indices`: their indices, in the shape of `z` without its `axis`.
         - `codebook_loss`, `commitment_loss`: means over `z`, scalars in its dtype, or in
-            single precision if that is half. Add both to your loss. The first is zero with
-            `ema`, both are for an empty batch.
+            single precision if its dtype is half precision. Add both to your loss. With `ema`,
+            `codebook_loss` is zero. For an empty batch, both are zero.
         """
         z = as_floats("VectorQuantizer", z, "z")
         check_vectors("VectorQuantizer", z, self.axis, self.codebook.shape[1])
@@ -161,7 +161,7 @@ class VectorQuantizer(eqx.Module):
         value, indices = ste.vector_quantize(moved, self.codebook)
         wide = promote([widen(z), widen(self.codebook)])
         near, entry = moved.astype(wide), self.codebook[indices].astype(wide)
-        # Not in half precision, in which the squares would soon be infinite.
+        # Not in half precision, in which squares overflow.
         dtype = widen(z).dtype
         distance = lambda a, b: (
             jnp.sum((a - jax.lax.stop_gradient(b)) ** 2) / max(z.size, 1)
@@ -172,7 +172,7 @@ class VectorQuantizer(eqx.Module):
         return VectorQuantized(value, indices, codebook_loss, commitment_loss)
 
     def decode(self, indices: Integer[Array, "..."]) -> Float[Array, "..."]:
-        """The entries with some indices; NaN where there is no such entry. They have a
+        """The entries with these indices; NaN where there is no such entry. They have a
         derivative with respect to the codebook."""
         check_indices("VectorQuantizer", indices, self.axis)
         return jnp.moveaxis(entries(self.codebook, indices), -1, self.axis)
@@ -186,8 +186,8 @@ class VectorQuantizer(eqx.Module):
     def updated(
         self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
     ) -> "VectorQuantizer":
-        r"""What comes after a batch: with other `usage`, with `ema` another codebook, and
-        without dead entries.
+        r"""This quantizer after a batch: with a new `usage`, with `ema` a new codebook, and
+        with dead entries replaced.
 
         With $n$ of $N$ vectors nearest to the entry $e$, and $\bar z$ their mean, usage and
         entry become
@@ -196,21 +196,20 @@ class VectorQuantizer(eqx.Module):
         e' = e + (1 - \gamma) \frac{n}{N u'} (\bar z - e),$$
 
         which is the moving average of the sums over that of the counts. An entry that was not
-        used stays what it is, to the bit. Where usage is then below `dead_below / num_entries`,
-        the entry is one of the vectors of `z`, and its usage `1 / num_entries`.
+        used does not change, bitwise. Where usage is then below `dead_below / num_entries`,
+        the entry becomes one of the vectors of `z`, with the usage `1 / num_entries`.
 
         **Arguments:**
 
         - `z`: a whole batch of vectors, of any shape as for a call. Under `jax.vmap` each
             example would have a codebook of its own.
-        - `key`: which vectors take the place of dead entries; needed if `dead_below` is
-            positive.
+        - `key`: for the choice of the vectors that replace dead entries; needed if
+            `dead_below` is positive.
 
         **Returns:**
 
         A `VectorQuantizer`. Vectors with a number that is not finite, in the dtype of the
-        codebook, are left out: they count for nothing above. A batch of no vectors changes
-        nothing.
+        codebook, are ignored. An empty batch changes nothing.
         """
         if self.dead_below > 0 and key is None:
             raise rule_error(
@@ -243,18 +242,18 @@ class VectorQuantizer(eqx.Module):
         return eqx.tree_at(lambda vq: (vq.codebook, vq.usage), self, (codebook, usage))
 
     def _averaged(self, z, index, weight, usage, codebook):
-        # By differences: with the sums themselves, an entry that is not used would drift.
+        # As a sum of differences, which is exactly zero for an entry that is not used.
         wide = widen(codebook)
         weight = weight[:, None].astype(wide.dtype)
         pull = jnp.where(weight > 0, widen(z) - wide[index], 0) * weight
         pull = jnp.zeros_like(wide).at[index].add(pull)
-        # One that was used has a usage; any number will do for the others.
+        # The usage of an entry that was used is positive; for the others, `pull` is zero.
         usage = jnp.where(usage > 0, usage, 1)
         return (wide + (1 - self.decay) * pull / usage[:, None]).astype(codebook.dtype)
 
 
 def _draw(key, usable, number):
-    """Indices of usable ones at random, each once before any comes again."""
+    """Random indices of usable vectors. All occur once before any occurs again."""
     order = jr.permutation(key, len(usable))
-    order = order[jnp.argsort(~usable[order])]  # which is stable
+    order = order[jnp.argsort(~usable[order])]  # a stable sort
     return order[jnp.arange(number) % jnp.maximum(jnp.sum(usable), 1)]

@@ -10,7 +10,9 @@ from jaxtyping import PyTree
 
 from ..._control_flow.scan import filter_scan
 from ..._errors import rule_error
-from .layer import AbstractRecurrent, check_features
+from .._argument_checks import check_features
+from .layer import AbstractRecurrent, zero_hidden
+from .stack import Stack
 
 
 class Recurrent(AbstractRecurrent):
@@ -47,11 +49,9 @@ class Recurrent(AbstractRecurrent):
 
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
-    dropout: eqx.nn.Dropout
+    stack: Stack
     output: Callable[[PyTree], Any] | None
     checkpoint: int | str | None = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -68,40 +68,36 @@ class Recurrent(AbstractRecurrent):
         - `cell`: called as `cell(x, state)` for one step of one example, returns the next
             state, as the cells of Equinox do. Its state is any PyTree of arrays.
         - `initial_state`: the first state of one example, a parameter of this layer (use
-            `jax.lax.stop_gradient` on what should not be one). The default is
-            `cell.initial_state()` where the cell has such a method, as the spiking cells
+            `jax.lax.stop_gradient` if it should not be a parameter). The default is
+            `cell.initial_state()` where the cell has this method, as the spiking cells
             have, and zero for `equinox.nn.GRUCell`, `equinox.nn.LSTMCell` and
             [`eqx_grads.nn.RNNCell`][].
-        - `output`: a function of the state, the output of each step. The default is the first
-            array of the state.
+        - `output`: a function of the state that returns the output of each step. The default
+            is the first array of the state.
         - `checkpoint`: as for [`eqx_grads.filter_scan`][].
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
         self.cells = ((cell,),)
         self.initial_state = initial_state
-        self.dropout = eqx.nn.Dropout(0.0)
+        self.stack = Stack(0.0, reverse, time_major)
         self.output = output
         self.checkpoint = checkpoint
-        self.reverse = reverse
-        self.time_major = time_major
 
     def _zero_state(self):
         ((cell,),) = self.cells
         if callable(getattr(cell, "initial_state", None)):
             return cell.initial_state()
-        size = getattr(cell, "hidden_size", None)
-        weight = getattr(cell, "weight_hh", None)
-        if size is None or weight is None:
+        if not (hasattr(cell, "hidden_size") and hasattr(cell, "weight_hh")):
             raise rule_error(
                 "`Recurrent` does not know the first state of its cell.",
                 f"the cell is a `{type(cell).__name__}`",
                 do="Pass `initial_state=`, the state of one example.",
             )
-        zero = jnp.zeros(size, weight.dtype)
+        zero = zero_hidden(cell)
         return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
 
-    def _run(self, cell, xs, state, valid, reverse):
+    def _run_cell(self, cell, xs, state, valid, reverse):
         if isinstance(getattr(cell, "input_size", None), int):
             check_features("Recurrent", cell, xs)
 
@@ -109,21 +105,21 @@ class Recurrent(AbstractRecurrent):
             x, valid = inputs
             new = jax.vmap(lambda x, s: cell(x, s))(x, state)
             if valid is not None:
-                keep = lambda a, b: jnp.where(valid.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-                new = jax.tree.map(keep, new, state)
+                mask = lambda s: valid.reshape(-1, *(1,) * (s.ndim - 1))
+                new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
             if self.output is None:
                 return new, jax.tree.leaves(new)[0]
             return new, jax.vmap(self.output)(new)
 
-        state = _as_returned(step, state, (xs, valid))
+        state = _cast_as_returned(step, state, (xs, valid))
         last, ys = filter_scan(
             step, state, (xs, valid), reverse=reverse, checkpoint=self.checkpoint
         )
         return ys, last
 
 
-def _as_returned(step: Callable[..., Any], state: PyTree, inputs: PyTree) -> PyTree:
-    """The first state in the dtypes of the next one: those of the inputs may be wider."""
+def _cast_as_returned(step: Callable[..., Any], state: PyTree, inputs: PyTree) -> PyTree:
+    """The first state in the dtypes of the next one, which the inputs may have widened."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
     new, _ = jax.eval_shape(step, state, one)
     if jax.tree.structure(new) != jax.tree.structure(state):

@@ -1,5 +1,6 @@
-"""What the hand-written recurrent backward passes share: chunks, gates, batches, products."""
+"""What the backward passes of GRU, LSTM and RNN share: matrix products over chunks of time."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,40 +10,53 @@ from ..._control_flow.chunked_scan import near_divisor
 from ..._tangent_spaces import sum_dtype
 
 
-def chunk_of(xs: jax.Array) -> int:
-    """How many steps to take at a time: enough rows for a matrix product to be efficient,
-    few enough to stay in the cache."""
+def chunk_length(xs: jax.Array) -> int:
+    """The number of steps of a chunk: enough rows for a matrix product to be efficient, few
+    enough for a chunk to stay in the cache."""
     steps, batch, _ = xs.shape
     return near_divisor(steps, min(64, max(16, 256 // max(batch, 1))))
 
 
 def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
-    """Separate arrays, as a loop that slices one array of all gates is twice as slow."""
+    """One array for each gate. A loop whose body slices one array of all gates takes twice as
+    long on a CPU."""
     return jnp.split(x, n, axis=-1)
 
 
-def times(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def matmul_steps(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight + bias` for all steps of a chunk at once."""
     out = x.reshape(-1, x.shape[-1]) @ weight
     out = out if bias is None else out + bias[None]
     return out.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def accumulator(weight: jax.Array | None, wanted: Any, states: jax.Array) -> jax.Array | None:
-    """Where the gradient of a weight is summed: in single precision for half.
+def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Array | None:
+    """The sum over no steps of the gradient of a weight, or `None` if it is not perturbed.
 
-    Under `shard_map`, each device has a sum of its own if it has `states` of its own.
+    Half precision is summed in single precision. Under `shard_map`, each device has a sum of
+    its own if it has states `hs` of its own.
     """
-    if weight is None or wanted is not True:
+    if weight is None or perturbed is not True:
         return None
-    return jnp.zeros_like(states, shape=weight.shape, dtype=sum_dtype(weight.dtype))
+    return jnp.zeros_like(hs, shape=weight.shape, dtype=sum_dtype(weight.dtype))
+
+
+def add_gradients(
+    sums: Sequence[jax.Array | None], *gradients: tuple[Any, ...]
+) -> list[jax.Array | None]:
+    """Add a gradient `fn(*args)` to each sum. Where there is no sum, it is not computed."""
+    return [
+        None if total is None else total + fn(*args)
+        for total, (fn, *args) in zip(sums, gradients, strict=True)
+    ]
 
 
 def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
-    """The sum over all steps and examples of the outer products `ct x`."""
+    """The sum over all steps and examples of the outer products of `ct` and `x`."""
     ct, x = ct.reshape(-1, ct.shape[-1]), x.reshape(-1, x.shape[-1])
-    # XLA's matrix product for CPUs is slow where the left operand is contracted along its
-    # first axis, and without the barrier that is what it makes of a transpose.
+    # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
+    # product whose left operand is contracted along its first axis: about half as fast, with
+    # JAX 0.10.2. https://github.com/jax-ml/jax/issues/19327 (open) is about such layouts.
     return jnp.matmul(
         jax.lax.optimization_barrier(ct.T), x, preferred_element_type=sum_dtype(x.dtype)
     )
@@ -53,40 +67,57 @@ def bias_gradient(ct: jax.Array) -> jax.Array:
     return jnp.sum(ct, (0, 1), dtype=sum_dtype(ct.dtype))
 
 
-def fold_batch(size: int, batched: Any, xs: Any, state: Any, valid: Any) -> tuple[Any, ...]:
-    """One more batch axis, in front, becomes part of the batch that is there."""
+def vmap_into_batch(
+    layer: Callable[..., tuple[Any, Any]],
+    axis_size: int,
+    batched: Sequence[Any],
+    args: Sequence[Any],
+    **options: Any,
+) -> Any:
+    """The batching rule of a layer that has a batch dimension already.
 
-    def fold(axis):
-        def fold_leaf(x, flag):
-            if not flag:
-                x = jnp.broadcast_to(x[None], (size, *x.shape))
-            if x.shape[axis + 1] == 1:
-                # No reshape, so that XLA sees the transpositions cancel that come with `vmap`.
-                return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
-            x = jnp.moveaxis(x, 0, axis)
-            both = x.shape[axis] * x.shape[axis + 1]
-            return x.reshape(*x.shape[:axis], both, *x.shape[axis + 2 :])
-
-        return fold_leaf
-
-    flag_xs, flag_state, flag_valid = batched
-    return (
-        jax.tree.map(fold(1), xs, flag_xs),
-        jax.tree.map(fold(0), state, flag_state),
-        jax.tree.map(fold(1), valid, flag_valid),
+    `args` are the weights, then `xs`, the state and `valid`. The new batch dimension of the
+    latter three becomes part of the one that is there, so that the gradient of a weight is one
+    sum over both. If a weight is batched, the answer is `NotImplemented`: each example has a
+    network of its own.
+    """
+    *weights, xs, state, valid = args
+    *weights_batched, xs_batched, state_batched, valid_batched = batched
+    if any(b is True for b in weights_batched):
+        return NotImplemented
+    hs, last = layer(
+        *weights,
+        _fold_batch(axis_size, 1, xs, xs_batched),
+        _fold_batch(axis_size, 0, state, state_batched),
+        _fold_batch(axis_size, 1, valid, valid_batched),
+        **options,
     )
+    return (_unfold_batch(axis_size, 1, hs), _unfold_batch(axis_size, 0, last)), True
 
 
-def unfold_batch(size: int, hs: Any, last: Any) -> tuple[Any, Any]:
-    """The batch axis in front again."""
+def _fold_batch(size: int, axis: int, tree: Any, batched: Any) -> Any:
+    """Merge a batch dimension in front into the one that is at `axis` without it."""
 
-    def unfold(axis):
-        def unfold_leaf(x):
-            if x.shape[axis] == size:
-                return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
-            x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
-            return jnp.moveaxis(x, axis, 0)
+    def fold(x, is_batched):
+        if not is_batched:
+            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        if x.shape[axis + 1] == 1:
+            # No reshape, so that XLA cancels this transpose with the one that `vmap` adds.
+            return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
+        x = jnp.moveaxis(x, 0, axis)
+        both = x.shape[axis] * x.shape[axis + 1]
+        return x.reshape(*x.shape[:axis], both, *x.shape[axis + 2 :])
 
-        return unfold_leaf
+    return jax.tree.map(fold, tree, batched)
 
-    return jax.tree.map(unfold(1), hs), jax.tree.map(unfold(0), last)
+
+def _unfold_batch(size: int, axis: int, tree: Any) -> Any:
+    """The inverse of `_fold_batch`."""
+
+    def unfold(x):
+        if x.shape[axis] == size:
+            return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
+        x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    return jax.tree.map(unfold, tree)

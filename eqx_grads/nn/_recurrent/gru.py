@@ -1,30 +1,22 @@
 """The gated recurrent unit, as a layer over time."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
+from .._argument_checks import check_features, check_option, check_sizes
+from .._dtypes import common_dtype
 from .gru_vjp import gru
-from .layer import (
-    AbstractRecurrent,
-    check_cell,
-    check_features,
-    check_option,
-    check_sizes,
-    common_dtype,
-    make_cells,
-    single_cell,
-    stacked,
-)
+from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
+from .stack import make_cells, Stack
 
 
 class GRU(AbstractRecurrent):
-    r"""A gated recurrent unit over time, with a fast and frugal backward pass.
+    r"""A gated recurrent unit over time, with a backward pass written by hand.
 
-    The same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`, to rounding:
+    Up to rounding the same numbers as `equinox.nn.GRUCell` in a `jax.lax.scan`:
 
     $$r = \sigma(W_r x + V_r h + b_r), \quad z = \sigma(W_z x + V_z h + b_z), \quad
     n = \tanh(W_n x + b_n + r\,(V_n h + c_n)), \quad h' = n + z\,(h - n).$$
@@ -52,19 +44,17 @@ class GRU(AbstractRecurrent):
     **Derivative:**
 
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a state and
-    $a = (1 - z)(1 - n^2)\,\bar h'$, those of the arguments of the gates are
+    $a = (1 - z)(1 - n^2)\,\bar h'$, the cotangents of the gates' arguments are
     $\bar n = a$, $\bar r = a\,(V_n h + c_n)\,r\,(1 - r)$ and
-    $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. Each weight's gradient is one matrix product for a
-    chunk, and frozen weights cost nothing. Both modes (forward mode by plain differentiation),
-    all orders; `jax.vmap` of the layer forms one gradient for the batch.
+    $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. The gradient of each weight is one matrix product
+    for a chunk, and is not computed for frozen weights. Both modes (forward mode by plain
+    differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     keep: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -85,14 +75,15 @@ class GRU(AbstractRecurrent):
         """**Arguments:**
 
         - `input_size`, `hidden_size`: as for `equinox.nn.GRUCell`.
-        - `num_layers`: how many to stack; each gets the outputs of the one below.
-        - `bidirectional`: in each layer, another cell runs backward in time, and the outputs
+        - `num_layers`: the number of layers; the outputs of one are the inputs of the next.
+        - `bidirectional`: each layer has another cell, which runs backward in time. The outputs
             of the two are concatenated.
         - `dropout`: the probability of dropping an output between two layers.
         - `use_bias`: whether there are biases.
         - `learn_initial_state`: whether the first state is a parameter.
-        - `keep`: what is kept for the backward pass besides the states: their gates, or
-            nothing, which needs a third of the memory and computes the gates again.
+        - `keep`: the residuals of the recurrence. `"gates"`: the states and all gates.
+            `"states"`: the states only; this needs a third of the memory, and the backward
+            pass recomputes the gates.
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.
@@ -101,24 +92,18 @@ class GRU(AbstractRecurrent):
             "GRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
         check_option("GRU", "keep", keep, ("gates", "states"))
-        make = lambda size, key: eqx.nn.GRUCell(
-            size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
+        make = ft.partial(
+            eqx.nn.GRUCell, hidden_size=hidden_size, use_bias=use_bias, dtype=dtype
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_state = self._zero_states() if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_state = None
-        if learn_initial_state:
-            n_cells = num_layers * len(self.cells[0])
-            self.initial_state = stacked(self._zero_state(), n_cells)
 
     def _zero_state(self):
-        weight = self.cells[0][0].weight_hh
-        return jnp.zeros(weight.shape[1], weight.dtype)
+        return zero_hidden(self.cells[0][0])
 
-    def _run(self, cell, xs, state, valid, reverse):
+    def _run_cell(self, cell, xs, state, valid, reverse):
         check_features("GRU", cell, xs)
         xs, h, w_in, w_state, bias, bias_n = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias, cell.bias_n
@@ -145,18 +130,15 @@ class GRU(AbstractRecurrent):
 
         A `GRU` of one layer, which shares the arrays of `cell`.
         """
-        check_cell("GRU", cell, eqx.nn.GRUCell)
-        layer = GRU(
-            1,
-            cell.hidden_size,
+        return layer_from_cell(
+            GRU,
+            cell,
+            eqx.nn.GRUCell,
             keep=keep,
             reverse=reverse,
             time_major=time_major,
             learn_initial_state=learn_initial_state,
-            dtype=cell.weight_hh.dtype,
-            key=jr.key(0),
         )
-        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> eqx.nn.GRUCell:
         """The only cell of a layer that has one."""

@@ -1,26 +1,28 @@
 """A gated recurrent unit over time, with a backward pass written by hand.
 
-Three things make it fast. What depends on the inputs only, and all weight gradients, are one
-matrix product for a chunk of several steps. Chunks are short enough that all between stays in
-the cache. And the loop over steps in between is left with one product and few operands.
+It is fast for three reasons. The products of the weights with the inputs, and the gradients of
+all weights, are one matrix product for a chunk of several steps. Chunks are short enough for
+all intermediate values to stay in the cache. And the loop over steps is left with one matrix
+product and few operands.
 """
 
+import functools as ft
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
-    accumulator,
+    add_gradients,
     bias_gradient,
-    chunk_of,
-    fold_batch,
+    chunk_length,
+    matmul_steps,
     split_gates,
-    times,
-    unfold_batch,
+    vmap_into_batch,
     weight_gradient,
+    zero_sum,
 )
 
 
@@ -29,7 +31,7 @@ def gru(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
     """All states, `(time, batch, hidden)`, and the last one.
 
     `xs` is `(time, batch, in)`, `h` is `(batch, hidden)`, and `valid`, if not `None`, is the
-    `(time, batch)` mask of the steps that count: at all others the state stays as it is.
+    `(time, batch)` mask of the steps that count: at all others the state does not change.
     The gates are in the order reset, update, new, as in `equinox.nn.GRUCell`.
     """
     del keep
@@ -48,21 +50,23 @@ def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
 
     def chunk(h, inputs, _):
         x, valid = inputs
-        from_x = split_gates(times(x, w_in, bias), 3)
-        last, kept = jax.lax.scan(step, h, (from_x, valid), reverse=reverse)
-        return last, kept
+        from_x = split_gates(matmul_steps(x, w_in, bias), 3)
+        return jax.lax.scan(step, h, (from_x, valid), reverse=reverse)
 
-    h, (hs, gates) = scan_in_chunks(chunk, h, (xs, valid), chunk=chunk_of(xs), reverse=reverse)
+    h, (hs, gates) = scan_in_chunks(
+        chunk, h, (xs, valid), chunk=chunk_length(xs), reverse=reverse
+    )
     return hs, h, gates
 
 
 def _gates(from_x, from_state, bias_n):
-    g_r, g_z, g_n = from_x
+    """The gates `r`, `z` and `n`, and `h_n`, which is what the state adds to `n`."""
+    x_r, x_z, x_n = from_x
     h_r, h_z, h_n = split_gates(from_state, 3)
     if bias_n is not None:
         h_n = h_n + jnp.expand_dims(bias_n, range(h_n.ndim - 1))
-    r, z = jax.nn.sigmoid(g_r + h_r), jax.nn.sigmoid(g_z + h_z)
-    return r, z, jnp.tanh(g_n + r * h_n), h_n
+    r, z = jax.nn.sigmoid(x_r + h_r), jax.nn.sigmoid(x_z + h_z)
+    return r, z, jnp.tanh(x_n + r * h_n), h_n
 
 
 @gru.def_fwd
@@ -72,77 +76,90 @@ def gru_fwd(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
     return (hs, last), (*args, hs, gates)
 
 
-# With a = (1 - z)(1 - n²) and h' = n + z (h - n), the cotangents of the arguments of the three
-# gates are all multiples of the cotangent d of h': a d of `n`, and so r a d of what the state
-# adds to it; h_n r (1 - r) a d of `r`; (h - n) z (1 - z) d of `z`. Only d has to be carried.
+# The backward pass. One step is, with `x_*` and `h_*` the products of the weights with the
+# input and with the state, biases included:
+#
+#     r = sigmoid(x_r + h_r)    z = sigmoid(x_z + h_z)    n = tanh(x_n + r h_n)
+#     h' = n + z (h - n)
+#
+# Let d be the cotangent of h'. The cotangents of the gates' arguments are multiples of d:
+#
+#     of x_n:          c_x d,    c_x = (1 - z) (1 - n²)
+#     of h_n:          c_n d,    c_n = c_x r
+#     of x_r and h_r:  c_r d,    c_r = c_x h_n r (1 - r)
+#     of x_z and h_z:  c_z d,    c_z = (h - n) z (1 - z)
+#
+# and the cotangent of h, with V the weights of the state, is
+#
+#     z d + Vᵀ [c_r d, c_z d, c_n d].
+#
+# The factors c_* depend on no cotangent: they are computed for all steps of a chunk at once.
+# Then a loop over the steps computes d, with one matrix product for each step. Then the
+# gradients of weights and inputs are again one matrix product for all steps of the chunk.
 @gru.def_bwd(symbolic_zeros=True)
 def gru_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, bias_n, xs, h_first, valid, hs, gates = residuals
     ct_hs, ct_last = cts
-    wants: tuple[Any, ...] = perturbed
-    want_in, want_state, want_bias, want_bias_n, want_xs = wants[:5]
     w_in_t, w_state_t = w_in.T, w_state.T
+    *perturbed_weights, perturbed_xs = perturbed[:5]
+    step = ft.partial(_backward_step, w_state)
 
-    def step(d, inputs):
-        c_r, c_z, c_n, z, ct = inputs
-        d = d if ct is None else d + ct
-        return d * z + jnp.concatenate([d * c_r, d * c_z, d * c_n], -1) @ w_state, d
-
-    def chunk(carry, inputs, entry):
+    def chunk(carry, inputs, h_entry):
         d, sums = carry
         x, h_after, ct, gates, valid = inputs
-        h = before(h_after, entry, reverse=reverse)
-        if gates:
-            r, z, n, h_n = gates
-        else:
-            from_x = split_gates(times(x, w_in_t, bias), 3)
-            r, z, n, h_n = _gates(from_x, times(h, w_state_t), bias_n)
-        c_x = (1 - z) * (1 - n * n)
-        c_z = (h - n) * z * (1 - z)
-        c_n = c_x * r
-        c_r = c_n * h_n * (1 - r)
-        if valid is not None:
-            v = valid[:, :, None]
-            c_x, c_z, c_n, c_r = (jnp.where(v, c, 0) for c in (c_x, c_z, c_n, c_r))
-            z = jnp.where(v, z, 1)
+        h = shift_in(h_after, h_entry, reverse=reverse)
+        if not gates:
+            from_x = split_gates(matmul_steps(x, w_in_t, bias), 3)
+            gates = _gates(from_x, matmul_steps(h, w_state_t), bias_n)
+        c_r, c_z, c_x, c_n, z = _factors(h, gates, valid)
         d, ds = jax.lax.scan(step, d, (c_r, c_z, c_n, z, ct), reverse=not reverse)
         d_r, d_z, d_n = ds * c_r, ds * c_z, ds * c_n
-        from_x = jnp.concatenate([d_r, d_z, ds * c_x], -1)
-        from_h = jnp.concatenate([d_r, d_z, d_n], -1)
-        terms = (
-            lambda: weight_gradient(from_x, x),
-            lambda: weight_gradient(from_h, h),
-            lambda: bias_gradient(from_x),
-            lambda: bias_gradient(d_n),
+        ct_from_x = jnp.concatenate([d_r, d_z, ds * c_x], -1)
+        ct_from_h = jnp.concatenate([d_r, d_z, d_n], -1)
+        sums = add_gradients(
+            sums,
+            (weight_gradient, ct_from_x, x),
+            (weight_gradient, ct_from_h, h),
+            (bias_gradient, ct_from_x),
+            (bias_gradient, d_n),
         )
-        sums = [None if s is None else s + term() for s, term in zip(sums, terms, strict=True)]
-        ct_x = times(from_x, w_in) if want_xs else None
-        return (d, sums), ct_x
+        return (d, sums), matmul_steps(ct_from_x, w_in) if perturbed_xs else None
 
     d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
-    sums = [
-        accumulator(w_in, want_in, hs),
-        accumulator(w_state, want_state, hs),
-        accumulator(bias, want_bias, hs),
-        accumulator(bias_n, want_bias_n, hs),
-    ]
-    steps = chunk_of(xs)
+    weights = (w_in, w_state, bias, bias_n)
+    length = chunk_length(xs)
     (d, sums), ct_xs = scan_in_chunks(
         chunk,
-        (d, sums),
+        (d, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
         (xs, hs, ct_hs, gates, valid),
-        chunk_entries(hs, h_first, chunk=steps, reverse=reverse),
-        chunk=steps,
+        chunk_init(hs, h_first, chunk=length, reverse=reverse),
+        chunk=length,
         reverse=not reverse,
     )
     return (*sums, ct_xs, d, None)
 
 
+def _factors(h: jax.Array, gates: Any, valid: jax.Array | None):
+    """The factors of `d`, for all steps of a chunk. A step that does not count has the
+    derivative of the identity."""
+    r, z, n, h_n = gates
+    c_x = (1 - z) * (1 - n * n)
+    c_z = (h - n) * z * (1 - z)
+    c_n = c_x * r
+    c_r = c_n * h_n * (1 - r)
+    if valid is not None:
+        v = valid[:, :, None]
+        c_x, c_z, c_n, c_r = (jnp.where(v, c, 0) for c in (c_x, c_z, c_n, c_r))
+        z = jnp.where(v, z, 1)
+    return c_r, c_z, c_x, c_n, z
+
+
+def _backward_step(w_state, d, inputs):
+    c_r, c_z, c_n, z, ct = inputs
+    d = d if ct is None else d + ct
+    return d * z + jnp.concatenate([d * c_r, d * c_z, d * c_n], -1) @ w_state, d
+
+
 @gru.def_vmap
-def gru_vmap(axis_size, batched, w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
-    *weights, _, _, _ = batched
-    if any(b is True for b in weights):
-        return NotImplemented  # a network for each example
-    xs, h, valid = fold_batch(axis_size, batched[4:], xs, h, valid)
-    hs, last = gru(w_in, w_state, bias, bias_n, xs, h, valid, reverse=reverse, keep=keep)
-    return unfold_batch(axis_size, hs, last), True
+def gru_vmap(axis_size, batched, *args, **options):
+    return vmap_into_batch(gru, axis_size, batched, args, **options)

@@ -1,30 +1,22 @@
 """The long short-term memory, as a layer over time."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
-from .layer import (
-    AbstractRecurrent,
-    check_cell,
-    check_features,
-    check_option,
-    check_sizes,
-    common_dtype,
-    make_cells,
-    single_cell,
-    stacked,
-)
+from .._argument_checks import check_features, check_option, check_sizes
+from .._dtypes import common_dtype
+from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .lstm_vjp import lstm
+from .stack import make_cells, Stack
 
 
 class LSTM(AbstractRecurrent):
-    r"""A long short-term memory over time, with a fast and frugal backward pass.
+    r"""A long short-term memory over time, with a backward pass written by hand.
 
-    The same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`, to rounding:
+    Up to rounding the same numbers as `equinox.nn.LSTMCell` in a `jax.lax.scan`:
 
     $$i, f, o = \sigma(W x + V h + b), \quad g = \tanh(W x + V h + b), \quad
     c' = f\,c + i\,g, \quad h' = o \tanh(c').$$
@@ -54,19 +46,17 @@ class LSTM(AbstractRecurrent):
     **Derivative:**
 
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a hidden
-    state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, those of the arguments of the gates
-    are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
-    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. Each weight's gradient is one matrix
-    product for a chunk. Both modes (forward mode by plain differentiation), all orders;
-    `jax.vmap` of the layer forms one gradient for the batch.
+    state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
+    arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
+    $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
+    matrix product for a chunk. Both modes (forward mode by plain differentiation), all orders;
+    `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[eqx.nn.LSTMCell, ...], ...]
     initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
-    dropout: eqx.nn.Dropout
+    stack: Stack
     keep: str = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -86,31 +76,26 @@ class LSTM(AbstractRecurrent):
     ):
         """**Arguments:**
 
-        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, half of the memory is needed.
+        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half of the
+        memory.
         """
         check_sizes(
             "LSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
         check_option("LSTM", "keep", keep, ("gates", "states"))
-        make = lambda size, key: eqx.nn.LSTMCell(
-            size, hidden_size, use_bias=use_bias, dtype=dtype, key=key
+        make = ft.partial(
+            eqx.nn.LSTMCell, hidden_size=hidden_size, use_bias=use_bias, dtype=dtype
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.initial_state = self._zero_states() if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_state = None
-        if learn_initial_state:
-            n_cells = num_layers * len(self.cells[0])
-            self.initial_state = stacked(self._zero_state(), n_cells)
 
     def _zero_state(self):
-        weight = self.cells[0][0].weight_hh
-        zero = jnp.zeros(weight.shape[1], weight.dtype)
+        zero = zero_hidden(self.cells[0][0])
         return zero, zero
 
-    def _run(self, cell, xs, state, valid, reverse):
+    def _run_cell(self, cell, xs, state, valid, reverse):
         check_features("LSTM", cell, xs)
         xs, h, c, w_in, w_state, bias = common_dtype(
             xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
@@ -137,18 +122,15 @@ class LSTM(AbstractRecurrent):
 
         An `LSTM` of one layer, which shares the arrays of `cell`.
         """
-        check_cell("LSTM", cell, eqx.nn.LSTMCell)
-        layer = LSTM(
-            1,
-            cell.hidden_size,
+        return layer_from_cell(
+            LSTM,
+            cell,
+            eqx.nn.LSTMCell,
             keep=keep,
             reverse=reverse,
             time_major=time_major,
             learn_initial_state=learn_initial_state,
-            dtype=cell.weight_hh.dtype,
-            key=jr.key(0),
         )
-        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> eqx.nn.LSTMCell:
         """The only cell of a layer that has one."""

@@ -1,24 +1,24 @@
 """A long short-term memory over time, with a backward pass written by hand.
 
-In chunks of time, as `gru_vjp.py`.
+Chunked over time as `gru_vjp.py` is.
 """
 
-from typing import Any
+import functools as ft
 
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
-    accumulator,
+    add_gradients,
     bias_gradient,
-    chunk_of,
-    fold_batch,
+    chunk_length,
+    matmul_steps,
     split_gates,
-    times,
-    unfold_batch,
+    vmap_into_batch,
     weight_gradient,
+    zero_sum,
 )
 
 
@@ -27,8 +27,9 @@ def lstm(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
     """All hidden states, `(time, batch, hidden)`, and the last pair of hidden and cell state.
 
     `xs` is `(time, batch, in)`, `state` a pair of `(batch, hidden)`, and `valid`, if not
-    `None`, is the `(time, batch)` mask of the steps that count: at all others the state stays
-    as it is. The gates are in the order in, forget, cell, out, as in `equinox.nn.LSTMCell`.
+    `None`, is the `(time, batch)` mask of the steps that count: at all others the state does
+    not change. The gates are in the order in, forget, cell, out, as in
+    `equinox.nn.LSTMCell`.
     """
     del keep
     hs, _, last = _forward(w_in, w_state, bias, xs, state, valid, reverse, "nothing")
@@ -52,12 +53,11 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
 
     def chunk(state, inputs, _):
         x, valid = inputs
-        from_x = split_gates(times(x, w_in, bias), 4)
-        last, kept = jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
-        return last, kept
+        from_x = split_gates(matmul_steps(x, w_in, bias), 4)
+        return jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
 
     last, (hs, *kept) = scan_in_chunks(
-        chunk, state, (xs, valid), chunk=chunk_of(xs), reverse=reverse
+        chunk, state, (xs, valid), chunk=chunk_length(xs), reverse=reverse
     )
     return hs, kept, last
 
@@ -73,85 +73,111 @@ def lstm_fwd(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
     return (hs, last), (w_in, w_state, bias, xs, state, valid, hs, kept)
 
 
-# The cotangents of the arguments of the gates are multiples of those of the states: of `c`
-# for in, forget and cell, of `h` for out. Only these two have to be carried.
+# The backward pass. One step is, with a = W x + V h + b the arguments of the four gates:
+#
+#     i = sigmoid(a_i)    f = sigmoid(a_f)    g = tanh(a_g)    o = sigmoid(a_o)
+#     c' = f c + i g      h' = o tanh(c')
+#
+# Let d_h be the cotangent of h', and d_c the cotangent of c' from the step after. Since h' is a
+# function of c', the whole cotangent of c' is
+#
+#     d = d_c + k d_h,    k = o (1 - tanh²(c'))
+#
+# and the cotangents of the gates' arguments are multiples of d and d_h:
+#
+#     of a_i:  j_i d,    j_i = g i (1 - i)
+#     of a_f:  j_f d,    j_f = c f (1 - f)
+#     of a_g:  j_g d,    j_g = i (1 - g²)
+#     of a_o:  j_o d_h,  j_o = tanh(c') o (1 - o)
+#
+# The cotangents of the state before the step are
+#
+#     of c:  f d,        of h:  Vᵀ [j_i d, j_f d, j_g d, j_o d_h].
+#
+# The factors k and j_* depend on no cotangent: they are computed for all steps of a chunk at
+# once. Then a loop over the steps computes d_h and d, with one matrix product for each step.
+# Then the gradients of weights and inputs are one matrix product for all steps of the chunk.
 @lstm.def_bwd(symbolic_zeros=True)
 def lstm_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, xs, first, valid, hs, (cs, *gates) = residuals
     ct_hs, (ct_h, ct_c) = cts
-    wants: tuple[Any, ...] = perturbed
-    want_in, want_state, want_bias, want_xs = wants[:4]
     w_in_t, w_state_t = w_in.T, w_state.T
-    width = w_in.shape[1]
+    perturbed_in, perturbed_state, perturbed_bias, perturbed_xs = perturbed[:4]
+    step = ft.partial(_backward_step, w_state)
 
-    def step(carry, inputs):
-        d_h, d_c = carry
-        per_c, c_h, f, ct, valid = inputs
-        d_h = d_h if ct is None else d_h + ct
-        j_i, j_f, j_g, j_o = per_c
-        in_c = d_c + d_h * c_h
-        d = jnp.concatenate([in_c * j_i, in_c * j_f, in_c * j_g, d_h * j_o], -1)
-        passed_h, passed_c = d @ w_state, in_c * f
-        if valid is not None:
-            v = valid[:, None]
-            passed_h = jnp.where(v, passed_h, d_h)
-            passed_c = jnp.where(v, passed_c, d_c)
-        return (passed_h, passed_c), (d_h, in_c)
-
-    def chunk(carry, inputs, entry):
-        ds, sums = carry
+    def chunk(carry, inputs, entries):
+        cts, sums = carry
         x, h_after, c_after, ct, gates, valid = inputs
-        h_entry, c_entry = entry
-        h = before(h_after, h_entry, reverse=reverse)
-        c = before(c_after, c_entry, reverse=reverse)
+        h_entry, c_entry = entries
+        h = shift_in(h_after, h_entry, reverse=reverse)
+        c = shift_in(c_after, c_entry, reverse=reverse)
         if gates:
-            ((i, f, g, o),) = gates
+            (of_chunk,) = gates
         else:
-            from_x = split_gates(times(x, w_in_t, bias), 4)
-            i, f, g, o = _gates(from_x, split_gates(times(h, w_state_t), 4))
-        tanh_c = jnp.tanh(c_after)
-        per_c = [g * i * (1 - i), c * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)]
-        c_h = o * (1 - tanh_c * tanh_c)
-        if valid is not None:
-            per_c = [jnp.where(valid[:, :, None], j, 0) for j in per_c]
-        ds, (d_h, d_c) = jax.lax.scan(step, ds, (per_c, c_h, f, ct, valid), reverse=not reverse)
-        *of_c, of_h = per_c
-        d = jnp.concatenate([*(d_c * j for j in of_c), d_h * of_h], -1)
-        sum_weights, sum_bias = sums
-        if sum_weights is not None:
-            sum_weights = sum_weights + weight_gradient(d, jnp.concatenate([x, h], -1))
-        if sum_bias is not None:
-            sum_bias = sum_bias + bias_gradient(d)
-        ct_x = times(d, w_in) if want_xs else None
-        return (ds, (sum_weights, sum_bias)), ct_x
+            from_x = split_gates(matmul_steps(x, w_in_t, bias), 4)
+            of_chunk = _gates(from_x, split_gates(matmul_steps(h, w_state_t), 4))
+        factors = _factors(c, c_after, of_chunk, valid)
+        cts, (d_h, d) = jax.lax.scan(step, cts, (*factors, ct, valid), reverse=not reverse)
+        *j_c, j_o = factors[0]
+        d_gates = jnp.concatenate([*(d * j for j in j_c), d_h * j_o], -1)
+        sums = add_gradients(
+            sums, (_joint_weight_gradient, d_gates, x, h), (bias_gradient, d_gates)
+        )
+        return (cts, sums), matmul_steps(d_gates, w_in) if perturbed_xs else None
 
     zero = jnp.zeros_like(hs, shape=hs.shape[1:])
-    ds = tuple(zero if ct is None else ct for ct in (ct_h, ct_c))
-    # One product for both weights, unless one of them is frozen: then it is seldom both.
-    both = jnp.concatenate([w_in, w_state], 1) if want_in or want_state else None
-    sums = (accumulator(both, both is not None, hs), accumulator(bias, want_bias, hs))
-    steps = chunk_of(xs)
+    cts = tuple(zero if ct is None else ct for ct in (ct_h, ct_c))
+    # One product for both weights, also where one of them is frozen, which is rare.
+    either = perturbed_in or perturbed_state
+    both = jnp.concatenate([w_in, w_state], 1) if either else None
+    length = chunk_length(xs)
     entries = [
-        chunk_entries(after, first, chunk=steps, reverse=reverse)
-        for after, first in zip((hs, cs), first, strict=True)
+        chunk_init(after, before_all, chunk=length, reverse=reverse)
+        for after, before_all in zip((hs, cs), first, strict=True)
     ]
-    (ds, (ct_both, ct_bias)), ct_xs = scan_in_chunks(
+    (cts, (ct_both, ct_bias)), ct_xs = scan_in_chunks(
         chunk,
-        (ds, sums),
+        (cts, [zero_sum(both, True, hs), zero_sum(bias, perturbed_bias, hs)]),
         (xs, hs, cs, ct_hs, gates, valid),
         entries,
-        chunk=steps,
+        chunk=length,
         reverse=not reverse,
     )
-    ct_in, ct_state = (None, None) if ct_both is None else jnp.split(ct_both, [width], 1)
-    return ct_in, ct_state, ct_bias, ct_xs, ds, None
+    ct_in, ct_state = (
+        (None, None) if ct_both is None else jnp.split(ct_both, [w_in.shape[1]], 1)
+    )
+    return ct_in, ct_state, ct_bias, ct_xs, cts, None
+
+
+def _factors(c, c_after, gates, valid):
+    """The factors `j`, `k` and `f` for all steps of a chunk."""
+    i, f, g, o = gates
+    tanh_c = jnp.tanh(c_after)
+    j = [g * i * (1 - i), c * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)]
+    k = o * (1 - tanh_c * tanh_c)
+    if valid is not None:
+        j = [jnp.where(valid[:, :, None], j_gate, 0) for j_gate in j]
+    return j, k, f
+
+
+def _backward_step(w_state, cts, inputs):
+    d_h, d_c = cts
+    j, k, f, ct, valid = inputs
+    d_h = d_h if ct is None else d_h + ct
+    d = d_c + d_h * k
+    j_i, j_f, j_g, j_o = j
+    d_gates = jnp.concatenate([d * j_i, d * j_f, d * j_g, d_h * j_o], -1)
+    ct_h, ct_c = d_gates @ w_state, d * f
+    if valid is not None:
+        v = valid[:, None]
+        ct_h, ct_c = jnp.where(v, ct_h, d_h), jnp.where(v, ct_c, d_c)
+    return (ct_h, ct_c), (d_h, d)
+
+
+def _joint_weight_gradient(ct, x, h):
+    return weight_gradient(ct, jnp.concatenate([x, h], -1))
 
 
 @lstm.def_vmap
-def lstm_vmap(axis_size, batched, w_in, w_state, bias, xs, state, valid, *, reverse, keep):
-    *weights, _, _, _ = batched
-    if any(b is True for b in weights):
-        return NotImplemented  # a network for each example
-    xs, state, valid = fold_batch(axis_size, batched[3:], xs, state, valid)
-    hs, last = lstm(w_in, w_state, bias, xs, state, valid, reverse=reverse, keep=keep)
-    return unfold_batch(axis_size, hs, last), True
+def lstm_vmap(axis_size, batched, *args, **options):
+    return vmap_into_batch(lstm, axis_size, batched, args, **options)

@@ -1,24 +1,17 @@
 """The vanilla recurrent network, as a cell and as a layer over time."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
-from .layer import (
-    AbstractRecurrent,
-    check_cell,
-    check_features,
-    check_option,
-    check_sizes,
-    common_dtype,
-    make_cells,
-    single_cell,
-    stacked,
-)
+from .._argument_checks import check_features, check_option, check_sizes
+from .._dtypes import common_dtype, default_dtype
+from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .rnn_vjp import ACTIVATIONS, rnn
+from .stack import make_cells, Stack
 
 
 class RNNCell(eqx.Module):
@@ -48,7 +41,7 @@ class RNNCell(eqx.Module):
         - `activation`: $\\phi$, `"tanh"` or `"relu"`.
         """
         limit = hidden_size**-0.5
-        dtype = jnp.zeros(()).dtype if dtype is None else dtype
+        dtype = default_dtype(dtype)
         keys = jr.split(key, 3)
         make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
         self.weight_ih = make(keys[0], hidden_size, input_size)
@@ -99,17 +92,15 @@ class RNN(AbstractRecurrent):
 
     **Derivative:**
 
-    Written by hand, over chunks of several steps. The slope of $\phi$ is taken from its value,
-    $1 - h'^2$ or $h' > 0$ (zero at the kink), so the states are all that is kept. Each weight's
-    gradient is one matrix product for a chunk. Both modes, all orders; `jax.vmap` of the layer
-    forms one gradient for the batch.
+    Written by hand, over chunks of several steps. The slope of $\phi$ is computed from its
+    value, $1 - h'^2$ or $h' > 0$ (zero at the kink), so the states are the only residuals of
+    the recurrence. The gradient of each weight is one matrix product for a chunk. Both modes,
+    all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[RNNCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
-    dropout: eqx.nn.Dropout
-    reverse: bool = eqx.field(static=True)
-    time_major: bool = eqx.field(static=True)
+    stack: Stack
 
     def __init__(
         self,
@@ -136,23 +127,16 @@ class RNN(AbstractRecurrent):
         check_sizes(
             "RNN", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
         )
-        make = lambda size, key: RNNCell(
-            size, hidden_size, activation=activation, use_bias=use_bias, dtype=dtype, key=key
-        )
+        options = {"activation": activation, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(RNNCell, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
-        self.dropout = eqx.nn.Dropout(dropout)
-        self.reverse = reverse
-        self.time_major = time_major
-        self.initial_state = None
-        if learn_initial_state:
-            n_cells = num_layers * len(self.cells[0])
-            self.initial_state = stacked(self._zero_state(), n_cells)
+        self.initial_state = self._zero_states() if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
 
     def _zero_state(self):
-        weight = self.cells[0][0].weight_hh
-        return jnp.zeros(weight.shape[1], weight.dtype)
+        return zero_hidden(self.cells[0][0])
 
-    def _run(self, cell, xs, state, valid, reverse):
+    def _run_cell(self, cell, xs, state, valid, reverse):
         check_features("RNN", cell, xs)
         xs, h, w_in, w_state, bias = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias
@@ -180,17 +164,14 @@ class RNN(AbstractRecurrent):
 
         An `RNN` of one layer, which shares the arrays of `cell`.
         """
-        check_cell("RNN", cell, RNNCell)
-        layer = RNN(
-            1,
-            cell.hidden_size,
+        return layer_from_cell(
+            RNN,
+            cell,
+            RNNCell,
             reverse=reverse,
             time_major=time_major,
             learn_initial_state=learn_initial_state,
-            dtype=cell.weight_hh.dtype,
-            key=jr.key(0),
         )
-        return eqx.tree_at(lambda layer: layer.cells, layer, ((cell,),))
 
     def to_cell(self) -> RNNCell:
         """The only cell of a layer that has one."""

@@ -1,24 +1,23 @@
 """A vanilla recurrent network over time, with a backward pass written by hand.
 
-In chunks of time, as `gru_vjp.py`. The slope of either activation function follows from its
-value, so the states are all that is kept.
+Chunked over time as `gru_vjp.py` is.
 """
 
-from typing import Any
+import functools as ft
 
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import before, chunk_entries, scan_in_chunks
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
-    accumulator,
+    add_gradients,
     bias_gradient,
-    chunk_of,
-    fold_batch,
-    times,
-    unfold_batch,
+    chunk_length,
+    matmul_steps,
+    vmap_into_batch,
     weight_gradient,
+    zero_sum,
 )
 
 
@@ -39,10 +38,9 @@ def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
 
     def chunk(h, inputs, _):
         x, valid = inputs
-        last, hs = jax.lax.scan(step, h, (times(x, w_in, bias), valid), reverse=reverse)
-        return last, hs
+        return jax.lax.scan(step, h, (matmul_steps(x, w_in, bias), valid), reverse=reverse)
 
-    last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=chunk_of(xs), reverse=reverse)
+    last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=chunk_length(xs), reverse=reverse)
     return hs, last
 
 
@@ -53,61 +51,58 @@ def rnn_fwd(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     return (hs, last), (w_in, w_state, bias, xs, h, valid, hs)
 
 
+# The backward pass. With d the cotangent of h' = phi(a), a = W x + V h + b:
+#
+#     cotangent of a:  s d,    s = phi'(a)
+#     cotangent of h:  Vᵀ (s d)
+#
+# The slope s is a function of h' for either phi: 1 - h'² and h' > 0. So the states are the only
+# residuals of the recurrence.
 @rnn.def_bwd(symbolic_zeros=True)
 def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
-    w_in, w_state, bias, xs, h, valid, hs = residuals
+    w_in, w_state, bias, xs, h_first, valid, hs = residuals
     ct_hs, ct_last = cts
-    wants: tuple[Any, ...] = perturbed
-    want_in, want_state, want_bias, want_xs = wants[:4]
+    *perturbed_weights, perturbed_xs = perturbed[:4]
+    step = ft.partial(_backward_step, w_state)
 
-    def step(d, inputs):
-        slope, ct, valid = inputs
-        d = d if ct is None else d + ct
-        d_pre = d * slope
-        passed = d_pre @ w_state
-        return passed if valid is None else jnp.where(valid[:, None], passed, d), d_pre
-
-    def chunk(carry, inputs, entry):
-        d, (sum_in, sum_state, sum_bias) = carry
+    def chunk(carry, inputs, h_entry):
+        d, sums = carry
         x, h_after, ct, valid = inputs
         slope = _SLOPES[activation](h_after)
         if valid is not None:
             slope = jnp.where(valid[:, :, None], slope, 0)
-        d, d_pre = jax.lax.scan(step, d, (slope, ct, valid), reverse=not reverse)
-        if sum_in is not None:
-            sum_in = sum_in + weight_gradient(d_pre, x)
-        if sum_state is not None:
-            sum_state = sum_state + weight_gradient(
-                d_pre, before(h_after, entry, reverse=reverse)
-            )
-        if sum_bias is not None:
-            sum_bias = sum_bias + bias_gradient(d_pre)
-        ct_x = times(d_pre, w_in) if want_xs else None
-        return (d, (sum_in, sum_state, sum_bias)), ct_x
+        d, ct_a = jax.lax.scan(step, d, (slope, ct, valid), reverse=not reverse)
+        h = shift_in(h_after, h_entry, reverse=reverse)
+        sums = add_gradients(
+            sums,
+            (weight_gradient, ct_a, x),
+            (weight_gradient, ct_a, h),
+            (bias_gradient, ct_a),
+        )
+        return (d, sums), matmul_steps(ct_a, w_in) if perturbed_xs else None
 
     d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
-    sums = (
-        accumulator(w_in, want_in, hs),
-        accumulator(w_state, want_state, hs),
-        accumulator(bias, want_bias, hs),
-    )
-    steps = chunk_of(xs)
+    weights = (w_in, w_state, bias)
+    length = chunk_length(xs)
     (d, sums), ct_xs = scan_in_chunks(
         chunk,
-        (d, sums),
+        (d, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
         (xs, hs, ct_hs, valid),
-        chunk_entries(hs, h, chunk=steps, reverse=reverse),
-        chunk=steps,
+        chunk_init(hs, h_first, chunk=length, reverse=reverse),
+        chunk=length,
         reverse=not reverse,
     )
     return (*sums, ct_xs, d, None)
 
 
+def _backward_step(w_state, d, inputs):
+    slope, ct, valid = inputs
+    d = d if ct is None else d + ct
+    ct_a = d * slope
+    ct_h = ct_a @ w_state
+    return ct_h if valid is None else jnp.where(valid[:, None], ct_h, d), ct_a
+
+
 @rnn.def_vmap
-def rnn_vmap(axis_size, batched, w_in, w_state, bias, xs, h, valid, *, reverse, activation):
-    *weights, _, _, _ = batched
-    if any(b is True for b in weights):
-        return NotImplemented  # a network for each example
-    xs, h, valid = fold_batch(axis_size, batched[3:], xs, h, valid)
-    hs, last = rnn(w_in, w_state, bias, xs, h, valid, reverse=reverse, activation=activation)
-    return unfold_batch(axis_size, hs, last), True
+def rnn_vmap(axis_size, batched, *args, **options):
+    return vmap_into_batch(rnn, axis_size, batched, args, **options)

@@ -1,5 +1,6 @@
 """Spiking neurons: one step of a layer of them, as a cell."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -7,30 +8,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from ...surrogates import spike
-from .._recurrent.layer import common_dtype
+from .._dtypes import common_dtype
+from .neurons import AbstractNeurons, AbstractSpikingNeurons
 from .parameters import (
     ALIFState,
     check_inputs,
     check_reset,
     CuBaLIFState,
-    decay,
-    decay_of,
     float_dtype,
     known_surrogate,
     LIFState,
     like_last,
     LIState,
-    next_membrane,
+    NeuronParameter,
     Parameter,
-    parameter,
     Reset,
     shape_of_layer,
     Surrogate,
-    value_of,
 )
 
 
-class LIFCell(eqx.Module):
+class LIFCell(AbstractSpikingNeurons):
     r"""Leaky integrate-and-fire neurons.
 
     With $s$ and $u$ for the spikes and the membrane potential of the last step, and $x$ for
@@ -38,8 +36,8 @@ class LIFCell(eqx.Module):
 
     $$u' = \beta u + x - \theta s, \qquad s' = \Theta(u' - \theta)$$
 
-    where $\Theta$ is one for what is greater than zero. So a neuron that has fired is reset in
-    the next step. With `reset="zero"`, it is $u' = \beta\,(1 - s)\,u + x$; with
+    where $\Theta$ is one for positive numbers and zero for all others. So a neuron that has
+    fired is reset in the next step. With `reset="zero"`, $u' = \beta\,(1 - s)\,u + x$; with
     `reset="none"`, $u' = \beta u + x$. The neurons have no input weights: put an
     `equinox.nn.Linear` or a convolution before them.
 
@@ -76,19 +74,17 @@ class LIFCell(eqx.Module):
     see [`eqx_grads.surrogates.spike`][]. Both modes and all orders. With `detach_reset`, the
     $s$ of the reset is a constant.
 
-    A $\beta$ that is an array is clipped to $[0, 1]$, and the gradient passes the clipping as
-    if there were none: a $\beta$ that is learned and has walked out can walk back. (In
-    snnTorch, its gradient is zero from then on.) What is not learned is a constant of the
-    program if it is a number. If it is an array, it has the gradient zero.
+    A $\beta$ that is an array is clipped to $[0, 1]$ with a straight-through gradient, so that
+    a learned $\beta$ outside the interval can return. (In snnTorch, its gradient is zero from
+    then on.) A parameter that is not learned is a constant of the program if it is a number.
+    If it is an array, its gradient is zero.
     """
 
-    beta: Parameter
-    threshold: Parameter
+    _beta: NeuronParameter
+    _threshold: NeuronParameter
     surrogate: Surrogate
     hidden_size: int | tuple[int, ...] = eqx.field(static=True)
     reset: Reset = eqx.field(static=True)
-    learn_beta: bool = eqx.field(static=True)
-    learn_threshold: bool = eqx.field(static=True)
     detach_reset: bool = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
 
@@ -110,37 +106,34 @@ class LIFCell(eqx.Module):
         - `hidden_size`: how many neurons, or the shape of the layer, `(channels, height,
             width)` after a convolution. Such a layer runs in [`eqx_grads.filter_scan`][] or
             `jax.lax.scan`: [`eqx_grads.nn.Recurrent`][] takes vectors.
-        - `beta`: what a step leaves of a potential, $\\beta$. From zero to one; a number, or an
-            array or list with one for each neuron (that broadcasts to the layer without new
-            axes). A number that is not learned is no leaf of the cell. An array is one, and
-            what moves a leaf without a gradient moves it, like the weight decay of an
-            optimizer: keep it out of that, or give a number.
-        - `threshold`: $\\theta$, likewise; any real number.
+        - `beta`: the decay factor of the potential per step, $\\beta$. From zero to one; a
+            number, or an array or list with one for each neuron (that broadcasts to the layer
+            without new axes). A number that is not learned is no array of the cell. An array
+            that is not learned is one: its gradient is zero, but the weight decay of an
+            optimizer would change it. Mask it there, or give a number.
+        - `threshold`: $\\theta$, in the same forms; any real number.
         - `reset`: what follows a spike: `"subtract"`, `"zero"` or `"none"`.
         - `learn_beta`, `learn_threshold`: whether they are parameters. They are then arrays.
-        - `detach_reset`: whether the gradient goes past the reset and not through it. It does
-            in snnTorch.
+        - `detach_reset`: whether the reset is a constant for the gradient, as in snnTorch.
         - `surrogate`: as for [`eqx_grads.surrogates.spike`][]. The default is
-            `eqx_grads.surrogates.atan()`, which is that of snnTorch.
-        - `dtype`: of what is learned and of `initial_state()`, one of floats. The default is
-            JAX's.
+            `eqx_grads.surrogates.atan()`, as in snnTorch.
+        - `dtype`: of learned parameters and of `initial_state()`, a dtype of floats. The
+            default is JAX's.
 
         **Raises:**
 
-        [`eqx_grads.RuleError`][] if an argument is none of these. Of an array of JAX, only the
-        shape and the dtype are looked at.
+        [`eqx_grads.RuleError`][] if an argument is none of these. Of a JAX array, only the
+        shape and the dtype are checked.
         """
-        shape, dtype = shape_of_layer("LIFCell", hidden_size), float_dtype("LIFCell", dtype)
+        shape = shape_of_layer("LIFCell", hidden_size)
+        dtype = float_dtype("LIFCell", dtype)
         check_reset("LIFCell", reset)
-        self.beta = decay("LIFCell", "beta", beta, shape, learn_beta, dtype)
-        self.threshold = parameter(
-            "LIFCell", "threshold", threshold, shape, learn_threshold, dtype
-        )
+        parameter = ft.partial(NeuronParameter, "LIFCell", shape=shape, dtype=dtype)
+        self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)
+        self._threshold = parameter("threshold", threshold, learned=learn_threshold)
         self.surrogate = known_surrogate("LIFCell", surrogate)
         self.hidden_size = hidden_size
         self.reset = reset
-        self.learn_beta = learn_beta
-        self.learn_threshold = learn_threshold
         self.detach_reset = detach_reset
         self.dtype = dtype
 
@@ -157,9 +150,9 @@ class LIFCell(eqx.Module):
 
         **Returns:**
 
-        The next state, in the dtypes of `state`, whatever that of `x` is, so that a scan can
-        carry it. It is computed in the common dtype of both, and rounded once: a bfloat16 cell
-        takes float32 inputs, adds and fires in float32, and remembers and emits bfloat16.
+        The next state, in the dtypes of `state`, whatever the dtype of `x` is, so that a scan
+        can carry it. It is computed in the common dtype of both, and rounded once: with a
+        bfloat16 state and float32 inputs, it is computed in float32 and returned in bfloat16.
 
         **Raises:**
 
@@ -168,13 +161,13 @@ class LIFCell(eqx.Module):
         """
         check_inputs("LIFCell", self.hidden_size, x, state, LIFState)
         x, spikes, membrane = common_dtype(x, state.spikes, state.membrane)
-        membrane = next_membrane(self, x, spikes, membrane)
-        threshold = value_of(self.threshold, self.learn_threshold, membrane)
+        membrane = self._next_membrane(x, spikes, membrane)
+        threshold = self._threshold.cast(membrane)
         new = LIFState(spike(membrane - threshold, self.surrogate), membrane)
         return like_last(new, state)
 
 
-class ALIFCell(eqx.Module):
+class ALIFCell(AbstractSpikingNeurons):
     r"""Leaky integrate-and-fire neurons whose threshold rises as they fire.
 
     In the symbols of [`eqx_grads.nn.LIFCell`][], and with a trace $a$ of the spikes,
@@ -182,8 +175,8 @@ class ALIFCell(eqx.Module):
     $$a' = \rho\,a + s, \qquad u' = \beta u + x - \theta s, \qquad
     s' = \Theta(u' - \theta - \gamma a').$$
 
-    A spike raises the threshold by $\gamma$ in the next step, and what is added decays with
-    $\rho$, which is slow: the neurons of [Bellec et al.
+    A spike raises the threshold by $\gamma$ in the next step, and this increase decays slowly,
+    by the factor $\rho$ per step: the neurons of [Bellec et al.
     (2020)](https://doi.org/10.1038/s41467-020-17236-y), whose $\beta$ is the $\gamma$ here.
     That of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
     $a' = \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$. The reset subtracts $\theta$ in
@@ -197,25 +190,22 @@ class ALIFCell(eqx.Module):
 
         layer = eqg.nn.Recurrent(eqg.nn.ALIFCell(1, beta=0.9, rho=0.99))
         spikes, state = layer(jnp.full((50, 1), 0.5))
-        assert jnp.sum(spikes[:10]) > jnp.sum(spikes[-10:])  # it tires
+        assert jnp.sum(spikes[:10]) > jnp.sum(spikes[-10:])  # it adapts
         ```
 
     **Derivative:**
 
-    As for [`eqx_grads.nn.LIFCell`][], and likewise for $\rho$. `detach_reset` is about the
+    As for [`eqx_grads.nn.LIFCell`][], also for $\rho$. `detach_reset` is about the
     reset only: the gradient does pass through the trace.
     """
 
-    beta: Parameter
-    rho: Parameter
-    strength: Parameter
-    threshold: Parameter
+    _beta: NeuronParameter
+    _rho: NeuronParameter
+    _strength: NeuronParameter
+    _threshold: NeuronParameter
     surrogate: Surrogate
     hidden_size: int | tuple[int, ...] = eqx.field(static=True)
     reset: Reset = eqx.field(static=True)
-    learn_beta: bool = eqx.field(static=True)
-    learn_rho: bool = eqx.field(static=True)
-    learn_threshold: bool = eqx.field(static=True)
     detach_reset: bool = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
 
@@ -237,30 +227,42 @@ class ALIFCell(eqx.Module):
     ):
         """**Arguments:**
 
-        - `rho`: what a step leaves of the trace, $\\rho$; as `beta`.
+        - `rho`: the decay factor of the trace, $\\rho$; as `beta`.
         - `strength`: by how much a spike raises the threshold, $\\gamma$: a number, or an
-            array with one for each neuron, as `beta`. It is not learned. The default is that
-            of Norse.
+            array with one for each neuron, as `beta`. It is not learned. The default is
+            Norse's.
         - `learn_rho`: whether `rho` is a parameter.
 
         All others as for [`eqx_grads.nn.LIFCell`][].
         """
-        shape, dtype = shape_of_layer("ALIFCell", hidden_size), float_dtype("ALIFCell", dtype)
+        shape = shape_of_layer("ALIFCell", hidden_size)
+        dtype = float_dtype("ALIFCell", dtype)
         check_reset("ALIFCell", reset)
-        self.beta = decay("ALIFCell", "beta", beta, shape, learn_beta, dtype)
-        self.rho = decay("ALIFCell", "rho", rho, shape, learn_rho, dtype)
-        self.strength = parameter("ALIFCell", "strength", strength, shape, False, dtype)
-        self.threshold = parameter(
-            "ALIFCell", "threshold", threshold, shape, learn_threshold, dtype
-        )
+        parameter = ft.partial(NeuronParameter, "ALIFCell", shape=shape, dtype=dtype)
+        self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)
+        self._rho = parameter("rho", rho, learned=learn_rho, is_decay=True)
+        self._strength = parameter("strength", strength)
+        self._threshold = parameter("threshold", threshold, learned=learn_threshold)
         self.surrogate = known_surrogate("ALIFCell", surrogate)
         self.hidden_size = hidden_size
         self.reset = reset
-        self.learn_beta = learn_beta
-        self.learn_rho = learn_rho
-        self.learn_threshold = learn_threshold
         self.detach_reset = detach_reset
         self.dtype = dtype
+
+    @property
+    def rho(self) -> Any:
+        """The decay factor of the trace: a number or an array."""
+        return self._rho.value
+
+    @property
+    def learn_rho(self) -> bool:
+        """Whether `rho` is learned."""
+        return self._rho.learned
+
+    @property
+    def strength(self) -> Any:
+        """By how much a spike raises the threshold: a number or an array."""
+        return self._strength.value
 
     def initial_state(self) -> ALIFState:
         """The neurons at rest: all is zero."""
@@ -273,16 +275,16 @@ class ALIFCell(eqx.Module):
         x, spikes, membrane, trace = common_dtype(
             x, state.spikes, state.membrane, state.adaptation
         )
-        trace = decay_of(self.rho, self.learn_rho, trace) * trace + spikes
-        membrane = next_membrane(self, x, spikes, membrane)
-        threshold = value_of(self.threshold, self.learn_threshold, membrane)
-        raised = threshold + value_of(self.strength, False, trace) * trace
+        trace = self._rho.cast(trace) * trace + spikes
+        membrane = self._next_membrane(x, spikes, membrane)
+        threshold = self._threshold.cast(membrane)
+        raised = threshold + self._strength.cast(trace) * trace
         new = ALIFState(spike(membrane - raised, self.surrogate), membrane, trace)
         return like_last(new, state)
 
 
-class CuBaLIFCell(eqx.Module):
-    r"""Current-based leaky integrate-and-fire neurons: what comes in lasts for a while.
+class CuBaLIFCell(AbstractSpikingNeurons):
+    r"""Current-based leaky integrate-and-fire neurons: the input current decays over time.
 
     In the symbols of [`eqx_grads.nn.LIFCell`][], and with a synaptic current $i$,
 
@@ -310,18 +312,15 @@ class CuBaLIFCell(eqx.Module):
 
     **Derivative:**
 
-    As for [`eqx_grads.nn.LIFCell`][], and likewise for $\alpha$.
+    As for [`eqx_grads.nn.LIFCell`][], also for $\alpha$.
     """
 
-    alpha: Parameter
-    beta: Parameter
-    threshold: Parameter
+    _alpha: NeuronParameter
+    _beta: NeuronParameter
+    _threshold: NeuronParameter
     surrogate: Surrogate
     hidden_size: int | tuple[int, ...] = eqx.field(static=True)
     reset: Reset = eqx.field(static=True)
-    learn_alpha: bool = eqx.field(static=True)
-    learn_beta: bool = eqx.field(static=True)
-    learn_threshold: bool = eqx.field(static=True)
     detach_reset: bool = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
 
@@ -342,29 +341,33 @@ class CuBaLIFCell(eqx.Module):
     ):
         """**Arguments:**
 
-        - `alpha`: what a step leaves of the current, $\\alpha$; as `beta`.
+        - `alpha`: the decay factor of the current, $\\alpha$; as `beta`.
         - `learn_alpha`: whether `alpha` is a parameter.
 
         All others as for [`eqx_grads.nn.LIFCell`][].
         """
-        shape, dtype = (
-            shape_of_layer("CuBaLIFCell", hidden_size),
-            float_dtype("CuBaLIFCell", dtype),
-        )
+        shape = shape_of_layer("CuBaLIFCell", hidden_size)
+        dtype = float_dtype("CuBaLIFCell", dtype)
         check_reset("CuBaLIFCell", reset)
-        self.alpha = decay("CuBaLIFCell", "alpha", alpha, shape, learn_alpha, dtype)
-        self.beta = decay("CuBaLIFCell", "beta", beta, shape, learn_beta, dtype)
-        self.threshold = parameter(
-            "CuBaLIFCell", "threshold", threshold, shape, learn_threshold, dtype
-        )
+        parameter = ft.partial(NeuronParameter, "CuBaLIFCell", shape=shape, dtype=dtype)
+        self._alpha = parameter("alpha", alpha, learned=learn_alpha, is_decay=True)
+        self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)
+        self._threshold = parameter("threshold", threshold, learned=learn_threshold)
         self.surrogate = known_surrogate("CuBaLIFCell", surrogate)
         self.hidden_size = hidden_size
         self.reset = reset
-        self.learn_alpha = learn_alpha
-        self.learn_beta = learn_beta
-        self.learn_threshold = learn_threshold
         self.detach_reset = detach_reset
         self.dtype = dtype
+
+    @property
+    def alpha(self) -> Any:
+        """The decay factor of the current: a number or an array."""
+        return self._alpha.value
+
+    @property
+    def learn_alpha(self) -> bool:
+        """Whether `alpha` is learned."""
+        return self._alpha.learned
 
     def initial_state(self) -> CuBaLIFState:
         """The neurons at rest: all is zero."""
@@ -377,16 +380,15 @@ class CuBaLIFCell(eqx.Module):
         x, spikes, current, membrane = common_dtype(
             x, state.spikes, state.current, state.membrane
         )
-        current = decay_of(self.alpha, self.learn_alpha, current) * current + x
-        membrane = next_membrane(self, current, spikes, membrane)
-        threshold = value_of(self.threshold, self.learn_threshold, membrane)
+        current = self._alpha.cast(current) * current + x
+        membrane = self._next_membrane(current, spikes, membrane)
+        threshold = self._threshold.cast(membrane)
         new = CuBaLIFState(spike(membrane - threshold, self.surrogate), current, membrane)
         return like_last(new, state)
 
 
-class LICell(eqx.Module):
-    r"""Leaky integrators: neurons that do not fire, such as those that a network is read
-    from.
+class LICell(AbstractNeurons):
+    r"""Leaky integrators: non-spiking readout neurons.
 
     $$u' = \beta u + x$$
 
@@ -406,9 +408,8 @@ class LICell(eqx.Module):
     That of the equation; of $\beta$, as for [`eqx_grads.nn.LIFCell`][].
     """
 
-    beta: Parameter
+    _beta: NeuronParameter
     hidden_size: int | tuple[int, ...] = eqx.field(static=True)
-    learn_beta: bool = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
 
     def __init__(
@@ -423,10 +424,11 @@ class LICell(eqx.Module):
 
         As for [`eqx_grads.nn.LIFCell`][].
         """
-        shape, dtype = shape_of_layer("LICell", hidden_size), float_dtype("LICell", dtype)
-        self.beta = decay("LICell", "beta", beta, shape, learn_beta, dtype)
+        shape = shape_of_layer("LICell", hidden_size)
+        dtype = float_dtype("LICell", dtype)
+        parameter = ft.partial(NeuronParameter, "LICell", shape=shape, dtype=dtype)
+        self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)
         self.hidden_size = hidden_size
-        self.learn_beta = learn_beta
         self.dtype = dtype
 
     def initial_state(self) -> LIState:
@@ -437,5 +439,5 @@ class LICell(eqx.Module):
         """As for [`eqx_grads.nn.LIFCell`][]."""
         check_inputs("LICell", self.hidden_size, x, state, LIState)
         x, membrane = common_dtype(x, state.membrane)
-        new = LIState(decay_of(self.beta, self.learn_beta, membrane) * membrane + x)
+        new = LIState(self._beta.cast(membrane) * membrane + x)
         return like_last(new, state)

@@ -1,4 +1,4 @@
-"""What all spiking cells share: their states, their parameters and the reset."""
+"""The parameters of neurons, the states of cells, and the checks of both."""
 
 import contextlib
 import dataclasses
@@ -12,8 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..._errors import rule_error, type_of
-from ..._gradient_ops.value_or_gradient_only import clip_preserve_gradient
+from ..._rules.replace_gradient import replace_gradient
+from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
+from .._argument_checks import is_size
+from .._dtypes import default_dtype
 
 
 Parameter: TypeAlias = (
@@ -26,10 +29,10 @@ State = TypeVar("State")
 
 
 class LIFState(eqx.Module):
-    """The state of an [`eqx_grads.nn.LIFCell`][]: what it emits, then what it remembers.
+    """The state of an [`eqx_grads.nn.LIFCell`][].
 
-    - `spikes`: zeros and ones.
-    - `membrane`: the potential that they were compared at, before the reset.
+    - `spikes`: zeros and ones, the output of the cell.
+    - `membrane`: the potential that was compared with the threshold, before the reset.
     """
 
     spikes: Float[Array, "*hidden"]
@@ -72,73 +75,62 @@ class LIState(eqx.Module):
 # ---------------------------------------------------------------- parameters
 
 
-def shape_of_layer(cell: str, hidden_size: Any) -> tuple[int, ...]:
-    shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
-    if not shape or not all(_is_size(n) for n in shape):
-        raise rule_error(
-            f"`{cell}` was given a size that is not a positive integer.",
-            f"`hidden_size` is {hidden_size!r:.80}",
-            do="Give the number of neurons, or the shape of the layer: a tuple of such.",
-        )
-    return shape
+class NeuronParameter(eqx.Module):
+    """One value for all neurons or one for each of them, and whether it is learned.
 
+    A value that is learned is an array. A number that is not learned stays a Python number,
+    which is part of the program and no array of the cell. An array that is not learned is
+    an array of the cell whose gradient is zero.
+    """
 
-def check_number(cell: str, hidden_size: Any) -> None:
-    """As `shape_of_layer`, of a layer that is a vector."""
-    if isinstance(hidden_size, tuple):
-        raise rule_error(
-            f"`{cell}` was given the shape of a layer.",
-            f"`hidden_size` is {hidden_size!r:.80}",
-            do="Give the number of neurons: those that listen to one another are a vector.",
-        )
-    shape_of_layer(cell, hidden_size)
+    value: Parameter
+    learned: bool = eqx.field(static=True)
+    is_decay: bool = eqx.field(static=True)
 
+    def __init__(
+        self,
+        cell: str,
+        name: str,
+        value: Any,
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        learned: bool = False,
+        is_decay: bool = False,
+    ):
+        value = _numbers(cell, name, value)
+        if is_decay:
+            _check_decay(cell, name, value)
+        _check_parameter(cell, name, value, shape)
+        self.value = jnp.asarray(value, dtype) if learned else value
+        self.learned = learned
+        self.is_decay = is_decay
 
-def _is_size(n) -> bool:
-    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 1)
+    def cast(self, like: Array) -> float | Array:
+        """The value in the dtype of an array, and a constant unless it is learned.
 
-
-def parameter(
-    cell: str, name: str, value: Any, shape: tuple[int, ...], learn: bool, dtype: Any
-) -> Any:
-    """One value for all neurons or one for each; an array where it is learned."""
-    value = _numbers(cell, name, value)
-    if _can_be_seen(value) and np.any(np.isnan(value)):
-        raise rule_error(
-            f"`{cell}` was given a `{name}` that is not a number.",
-            f"`{name}` is {value!r:.80}",
-            do="Is there a division by zero where it comes from?",
-        )
-    if np.shape(value) != () and not _broadcasts(np.shape(value), shape):
-        raise rule_error(
-            f"`{cell}` was given a `{name}` that does not fit its neurons.",
-            f"`{name}` is {type_of(value)}, and there are {shape} neurons",
-            do="Give one number, or an array with as many axes as the layer has, which "
-            "broadcasts to its shape.",
-        )
-    return jnp.asarray(value, dtype) if learn else value
-
-
-def decay(
-    cell: str, name: str, value: Any, shape: tuple[int, ...], learn: bool, dtype: Any
-) -> Any:
-    """As `parameter`, from zero to one."""
-    value = _numbers(cell, name, value)
-    if _can_be_seen(value) and not np.all((value >= 0) & (value <= 1)):
-        raise rule_error(
-            f"`{cell}` was given a `{name}` that is not between zero and one.",
-            f"`{name}` is {value!r:.80}",
-            do=f"`{name}` is the part that is left after a step: `exp(-dt / tau)` for a time "
-            "constant `tau`.",
-        )
-    return parameter(cell, name, value, shape, learn, dtype)
+        A decay factor is clipped to [0, 1] with a straight-through gradient, so that a learned
+        value outside the interval can return.
+        """
+        value = self.value
+        if isinstance(value, float | int | np.number):
+            return float(value)
+        # The constructor has checked the range of all arrays but JAX's.
+        is_clipped = self.is_decay and isinstance(value, jax.Array)
+        value = jnp.asarray(value).astype(like.dtype)
+        constant = jax.lax.stop_gradient(value)
+        if is_clipped:
+            constant = jnp.clip(constant, 0.0, 1.0)
+        if not self.learned:
+            return constant
+        return replace_gradient(constant, value) if is_clipped else value
 
 
 def _numbers(cell, name, value) -> Any:
-    """A real number, or an array of such; a list becomes an array."""
+    """A real number or an array of real numbers. A list becomes an array."""
     numbers = value
     if isinstance(value, list | tuple):
-        # Tracers, and lists of several lengths, stay what they are.
+        # Tracers, and lists of several lengths, can't become an array of NumPy.
         with contextlib.suppress(TypeError, ValueError):
             numbers = np.asarray(value)
     if _is_array(numbers):
@@ -155,24 +147,72 @@ def _numbers(cell, name, value) -> Any:
     return numbers
 
 
+def _check_decay(cell, name, value):
+    if _is_known(value) and not np.all((value >= 0) & (value <= 1)):
+        raise rule_error(
+            f"`{cell}` was given a `{name}` that is not between zero and one.",
+            f"`{name}` is {value!r:.80}",
+            do=f"`{name}` is the decay factor per step: `exp(-dt / tau)` for a time constant "
+            "`tau`.",
+        )
+
+
+def _check_parameter(cell, name, value, shape):
+    if _is_known(value) and np.any(np.isnan(value)):
+        raise rule_error(
+            f"`{cell}` was given a `{name}` that is not a number.",
+            f"`{name}` is {value!r:.80}",
+            do="Is there a division by zero where it comes from?",
+        )
+    axes = len(np.shape(value))
+    if axes and not (axes == len(shape) and broadcasts_to(np.shape(value), shape)):
+        raise rule_error(
+            f"`{cell}` was given a `{name}` that does not fit its neurons.",
+            f"`{name}` is {type_of(value)}, and there are {shape} neurons",
+            do="Give one number, or an array with as many axes as the layer has, which "
+            "broadcasts to its shape.",
+        )
+
+
 def _is_array(x) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _can_be_seen(value) -> bool:
-    """Whether a parameter is looked at when a cell is made. Of arrays of JAX, only the shape
-    and the dtype are: they may be traced."""
+def _is_known(value) -> bool:
+    """Whether the values are checked when a cell is made. Arrays of JAX may be traced: only
+    their shapes and dtypes are checked."""
     return isinstance(value, float | int | np.ndarray | np.generic)
 
 
-def _broadcasts(shape, to) -> bool:
-    return len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True))
+# ---------------------------------------------------------------- other arguments
+
+
+def shape_of_layer(cell: str, hidden_size: Any) -> tuple[int, ...]:
+    shape = hidden_size if isinstance(hidden_size, tuple) else (hidden_size,)
+    if not shape or not all(is_size(n) for n in shape):
+        raise rule_error(
+            f"`{cell}` was given a size that is not a positive integer.",
+            f"`hidden_size` is {hidden_size!r:.80}",
+            do="Give the number of neurons, or the shape of the layer as a tuple.",
+        )
+    return shape
+
+
+def check_number(cell: str, hidden_size: Any) -> None:
+    """As `shape_of_layer`, for a layer that has to be a vector."""
+    if isinstance(hidden_size, tuple):
+        raise rule_error(
+            f"`{cell}` was given the shape of a layer.",
+            f"`hidden_size` is {hidden_size!r:.80}",
+            do="Give the number of neurons: recurrently connected neurons are a vector.",
+        )
+    shape_of_layer(cell, hidden_size)
 
 
 def check_reset(cell: str, reset: Any) -> None:
     if reset not in RESETS:
         raise rule_error(
-            f"`{cell}` does not know this way to reset.",
+            f"`{cell}` was given an unknown way to reset.",
             f"`reset` is {reset!r}",
             do='Choose one of "subtract", "zero" and "none".',
         )
@@ -181,7 +221,7 @@ def check_reset(cell: str, reset: Any) -> None:
 def known_surrogate(cell: str, surrogate: Any) -> Surrogate:
     if surrogate is None:
         return atan()
-    # A class is callable, too: it is `atan` in place of `atan()`.
+    # A class is callable, too: somebody wrote `atan` for `atan()`.
     known = isinstance(surrogate, AbstractSurrogate) or callable(surrogate)
     if not known or isinstance(surrogate, type):
         raise rule_error(
@@ -194,10 +234,8 @@ def known_surrogate(cell: str, surrogate: Any) -> Surrogate:
 
 
 def float_dtype(cell: str, dtype: Any) -> Any:
-    if dtype is None:
-        return jnp.zeros(()).dtype
     try:
-        known = jnp.dtype(dtype)
+        known = jnp.dtype(default_dtype(dtype))
     except TypeError:
         known = None
     if known is None or not jnp.issubdtype(known, jnp.floating):
@@ -248,33 +286,5 @@ def check_inputs(cell: str, hidden_size: Any, x: Any, state: Any, expected: type
 
 
 def like_last(new: State, last: State) -> State:
-    """A state in the dtypes of the last one, as a scan needs it."""
+    """A state in the dtypes of the last one, so that a scan can carry it."""
     return jax.tree.map(lambda n, s: n.astype(s.dtype), new, last)
-
-
-def value_of(value: Any, learn: bool, like: Array) -> Any:
-    """A parameter that is learned, or a constant."""
-    if isinstance(value, float | int | np.number):
-        return float(value)  # which is part of the program, not of what a scan keeps
-    value = jnp.asarray(value).astype(like.dtype)
-    return value if learn else jax.lax.stop_gradient(value)
-
-
-def decay_of(value: Any, learn: bool, like: Array) -> Any:
-    """Likewise, kept between zero and one; the gradient passes, so that what is learned and
-    has left comes back."""
-    is_array = isinstance(value, jax.Array)  # of anything else, the constructor has seen it
-    value = value_of(value, learn, like)
-    return clip_preserve_gradient(value, 0.0, 1.0) if is_array else value
-
-
-def next_membrane(cell: Any, current: Array, spikes: Array, membrane: Array) -> Array:
-    """Leak, add what comes in, and take off the last spike."""
-    beta = decay_of(cell.beta, cell.learn_beta, membrane)
-    if cell.reset == "none":
-        return beta * membrane + current
-    last = jax.lax.stop_gradient(spikes) if cell.detach_reset else spikes
-    if cell.reset == "zero":
-        return beta * (membrane * (1 - last)) + current
-    threshold = value_of(cell.threshold, cell.learn_threshold, membrane)
-    return beta * membrane + current - last * threshold

@@ -1,4 +1,4 @@
-"""Spiking neurons that also listen to one another."""
+"""Recurrently connected spiking neurons."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key, Num
 
-from .._recurrent.layer import common_dtype
+from .._dtypes import common_dtype
 from .cells import ALIFCell, CuBaLIFCell, LIFCell
 from .parameters import ALIFState, check_inputs, check_number, CuBaLIFState, LIFState, Parameter
 
 
 class RLIFCell(eqx.Module):
-    r"""Leaky integrate-and-fire neurons that listen to one another.
+    r"""Recurrently connected leaky integrate-and-fire neurons.
 
     $$u' = \beta u + x + V s - \theta s, \qquad s' = \Theta(u' - \theta)$$
 
@@ -81,8 +81,8 @@ class RLIFCell(eqx.Module):
 
 
 class RALIFCell(eqx.Module):
-    r"""Leaky integrate-and-fire neurons whose threshold rises as they fire, and that listen
-    to one another.
+    r"""Recurrently connected leaky integrate-and-fire neurons whose threshold rises as they
+    fire.
 
     An [`eqx_grads.nn.ALIFCell`][] whose input is $x + V s$.
 
@@ -137,7 +137,7 @@ class RALIFCell(eqx.Module):
 
 
 class RCuBaLIFCell(eqx.Module):
-    r"""Current-based leaky integrate-and-fire neurons that listen to one another.
+    r"""Recurrently connected current-based leaky integrate-and-fire neurons.
 
     An [`eqx_grads.nn.CuBaLIFCell`][] whose input is $x + V s$: `RSynaptic` in snnTorch, without
     its bias.
@@ -198,7 +198,7 @@ def _recurrent_weight(neurons: Any, key: Array) -> Array:
 
 
 def _at_rest(neurons: Any, weight: Array) -> Any:
-    """In the dtype of the weight: a model may have been cast since it was made."""
+    """All is zero, in the dtype of the weight: the model may have been cast."""
     return jax.tree.map(lambda s: s.astype(weight.dtype), neurons.initial_state())
 
 

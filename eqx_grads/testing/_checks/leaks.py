@@ -1,4 +1,4 @@
-"""Does the rule keep anything alive, or make JAX compile again: the check `leaks`."""
+"""The check `leaks`: no tracer is kept alive, and no eager call compiles again."""
 
 import copy
 import gc
@@ -19,12 +19,12 @@ from .._report import Finding
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _TRACES = 4
-# Primitives that JAX compiles anew in each eager call, rule or not.
+# Primitives that JAX compiles again in each eager call, with or without a rule.
 _COMPILED_ANEW = ("scan[", "while[", "cond[", "callback[", "shard_map[", "custom_linear_solve[")
 
 
-def check_leaks(case: Case) -> Iterator[Finding]:
-    """Tracers that outlive their trace, compilation in each call, results that do not copy."""
+def leaks(case: Case) -> Iterator[Finding]:
+    """No leaked tracers, no repeated compilation, results that can be copied and pickled."""
     if not case.own.outputs:
         yield skipped("leaks", "no output has a derivative")
         return
@@ -53,8 +53,8 @@ def _programs(case: Case, fn: Callable[..., Any]) -> dict[str, Callable[[], Any]
 
 
 def _under_the_checker(case: Case) -> Iterator[Finding]:
-    """`jax.checking_leaks`, with the function without its rule as a witness: where that one is
-    accused as well, the alarm is not about the rule."""
+    """No error of `jax.checking_leaks`, unless the function without its rule has one too: then
+    the error is not about the rule."""
     plain = _programs(case, case.own.plain.fn)
     for name, run in _programs(case, case.own.rule.fn).items():
         where = f"{name}, under `jax.checking_leaks`"
@@ -64,7 +64,7 @@ def _under_the_checker(case: Case) -> Iterator[Finding]:
         elif not _is_leak(error):
             yield broke("leaks", where, error)
         elif _leak(plain[name]) is not None:
-            yield skipped("leaks", f"{where}: JAX also accuses the function without its rule")
+            yield skipped("leaks", f"{where}: JAX reports one without the rule as well")
         else:
             cause = "the rule keeps a tracer: in a list, a global, an attribute or a cache"
             yield broke("leaks", where, error, cause)
@@ -84,7 +84,7 @@ def _is_leak(error: Exception) -> bool:
 
 
 def _live_tracers(case: Case) -> Finding:
-    """Trace again and again: what is alive afterwards must not grow."""
+    """The number of live tracers does not grow from one trace to the next."""
     where = f"live tracers after {_TRACES} traces"
     counts = []
     try:
@@ -102,7 +102,7 @@ def _live_tracers(case: Case) -> Finding:
 
 
 class _Counter:
-    """Counts what JAX compiles while it is open."""
+    """Counts the programs that JAX compiles inside the context."""
 
     def __init__(self):
         self.n = 0

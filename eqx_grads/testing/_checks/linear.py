@@ -1,4 +1,4 @@
-"""Is the derivative a linear map, and are its two modes adjoint: `linear` and `adjoint`."""
+"""The checks `linear` and `adjoint`: each mode is linear, and reverse is forward transposed."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from .._case import Case
 from .._compare import as_real, norm, pairing
-from .._findings import judge, skipped
+from .._findings import compare, skipped
 from .._report import FAILED, Finding
 
 
-def check_adjoint(case: Case) -> Iterator[Finding]:
-    """`<J v, w> = <v, J' w>`: no witness needed, both modes testify against each other."""
+def adjoint(case: Case) -> Iterator[Finding]:
+    """`<J v, w> = <v, J' w>`, an identity of the two modes that needs no reference."""
     if case.options.nonlinear:
         yield skipped("adjoint", "the backward rule is declared non-linear")
         return
@@ -28,7 +28,7 @@ def check_adjoint(case: Case) -> Iterator[Finding]:
         scale = size if size > 0 else 1.0
         cause = "forward and reverse mode are not the same linear map"
         want, have = np.array(ahead / scale), np.array(back / scale)
-        finding = judge(
+        finding = compare(
             "adjoint", "<J v, w> = <v, J' w>", [want], [have], ["the product"],
             case.tolerance(p) * 10, cause=cause, diagnose=False,
         )  # fmt: skip
@@ -37,8 +37,8 @@ def check_adjoint(case: Case) -> Iterator[Finding]:
             return
 
 
-def check_linear(case: Case) -> Iterator[Finding]:
-    """Additive and homogeneous, in the tangent and in the cotangent."""
+def linear(case: Case) -> Iterator[Finding]:
+    """Additivity and homogeneity, in the tangent and in the cotangent."""
     p = case.precision
     if case.offers_forward:
         a, b = p.like_leaves(case.tangents()), p.like_leaves(case.tangents())
@@ -57,14 +57,14 @@ def _linear(case, where, apply, a, b, names) -> Iterator[Finding]:
     zero = apply([np.zeros_like(x) for x in a])
     size = max(norm(np.array([norm(as_real(x)) for x in of_a])), 1e-30)
     scaled = [x / size for x in zero]
-    yield judge(
+    yield compare(
         "linear", f"{where}: of zero", [np.zeros_like(x) for x in scaled], scaled, names,
         tolerance, cause="affine: something is added that no tangent or cotangent multiplies",
     )  # fmt: skip
     both = apply([(2 * x - 3 * y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
     want = [2 * x - 3 * y for x, y in zip(of_a, of_b, strict=True)]
     cause = "the rule is not linear: of a sum it is not the sum"
-    yield judge("linear", f"{where}: of a sum", want, both, names, tolerance, cause=cause)
+    yield compare("linear", f"{where}: of a sum", want, both, names, tolerance, cause=cause)
     for factor in (2.0**12, -(2.0**-12)):
         got = apply([(x * factor).astype(x.dtype) for x in a])
         want = [x * factor for x in of_a]
@@ -73,4 +73,4 @@ def _linear(case, where, apply, a, b, names) -> Iterator[Finding]:
             " (if that is meant, say `nonlinear=True`)"
         )
         where_ = f"{where}: of {factor:g} times it"
-        yield judge("linear", where_, want, got, names, tolerance, cause=cause)
+        yield compare("linear", where_, want, got, names, tolerance, cause=cause)

@@ -1,4 +1,4 @@
-"""Is the value right while it is being differentiated: the check `primal`."""
+"""The check `primal`: the value with the rule is the value of the function."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,12 @@ import numpy as np
 from ..._tangent_spaces import is_differentiable
 from .._case import Case
 from .._compare import is_number, unlike
-from .._findings import broke, failed, judge, skipped
+from .._findings import broke, compare, failed, skipped
 from .._report import Finding
 
 
-def check_primal(case: Case) -> Iterator[Finding]:
-    """The value with the rule at work is the function's."""
+def primal(case: Case) -> Iterator[Finding]:
+    """The value under `jax.vjp` and `jax.jvp` is the value of the function."""
     subject = case.subject
     value = subject.fn(*subject.args, **subject.kwargs)
     numbers = [x for x in jax.tree.leaves(value) if is_number(x)]
@@ -25,9 +25,9 @@ def check_primal(case: Case) -> Iterator[Finding]:
     try:
         plain, names = case.own.plain.value(), case.output_names
         cause = "the value depends on being traced"
-        yield judge("primal", where, numbers, plain, names, tolerance, cause=cause)
+        yield compare("primal", where, numbers, plain, names, tolerance, cause=cause)
     except NotImplementedError as e:
-        yield skipped("primal", f"the function can't be had without its rule: {e}")
+        yield skipped("primal", f"the rule can't be removed from the function: {e}")
     except Exception as e:
         yield broke("primal", where, e)
     modes = ["under `jax.vjp`", *(["under `jax.jvp`"] if case.offers_forward else [])]
@@ -41,7 +41,7 @@ def check_primal(case: Case) -> Iterator[Finding]:
 
 
 def _value_under(case: Case, where: str) -> Any:
-    """The whole output, static leaves too, of a call that is being differentiated."""
+    """The whole output of a differentiated call, static leaves included."""
     seen: list[Any] = []
 
     def run(*leaves):
@@ -50,22 +50,22 @@ def _value_under(case: Case, where: str) -> Any:
         inexact = [a and is_differentiable(x) for a, x in zip(arrays, flat, strict=True)]
         static = [None if a else x for a, x in zip(arrays, flat, strict=True)]
         seen[:] = [treedef, arrays, inexact, static]
-        pick = lambda live: [
-            x for x, a, i in zip(flat, arrays, inexact, strict=True) if a and i == live
+        pick = lambda wanted: [
+            x for x, a, i in zip(flat, arrays, inexact, strict=True) if a and i == wanted
         ]
         return pick(True), pick(False)
 
     leaves = case.subject.leaves
     if where == "under `jax.vjp`":
-        live, _, rest = jax.vjp(run, *leaves, has_aux=True)
+        differentiable, _, rest = jax.vjp(run, *leaves, has_aux=True)
     else:
         zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
-        live, _, rest = jax.jvp(run, leaves, zeros, has_aux=True)
+        differentiable, _, rest = jax.jvp(run, leaves, zeros, has_aux=True)
     treedef, arrays, inexact, flat = seen
-    live, rest = iter(live), iter(rest)
-    for place, (a, i) in enumerate(zip(arrays, inexact, strict=True)):
+    differentiable, rest = iter(differentiable), iter(rest)
+    for index, (a, i) in enumerate(zip(arrays, inexact, strict=True)):
         if a:
-            flat[place] = next(live if i else rest)
+            flat[index] = next(differentiable if i else rest)
     return jax.tree.unflatten(treedef, flat)
 
 
@@ -89,4 +89,4 @@ def _same_tree(where, value, other, tolerance) -> Iterator[Finding]:
             want.append(x)
             got.append(y)
     cause = "the rule returns another value than the function"
-    yield judge("primal", where, want, got, names, tolerance, cause=cause)
+    yield compare("primal", where, want, got, names, tolerance, cause=cause)

@@ -1,4 +1,4 @@
-"""What the rule keeps for the backward pass: the check `residuals`."""
+"""The check `residuals`: the arrays that are kept for the backward pass."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ _STEPS = 7  # no other axis is likely to have this length
 
 
 class Residuals(NamedTuple):
-    """Bytes kept beside the arguments, and the arrays that no backward pass reads."""
+    """The bytes of the residuals without the arguments, and the residuals never read."""
 
     total: int
     unread: list[str]
 
 
-def check_residuals(case: Case) -> Iterator[Finding]:
-    """Count what is kept, beside what plain autodiff keeps; what is never read is a fault."""
+def residuals(case: Case) -> Iterator[Finding]:
+    """Count the bytes of the residuals; fail if the backward pass never reads some of them."""
     leaves, outputs = case.subject.leaves, case.own.outputs
     if not outputs:
         yield skipped("residuals", "no output has a derivative")
@@ -45,7 +45,7 @@ def check_residuals(case: Case) -> Iterator[Finding]:
         plain = residuals_of(case.own.plain.fn, leaves)
         plain_step = _per_step(case.own.plain.fn, leaves)
         beside = f" (plain autodiff: {plain.total} per call, {plain_step} per scan step)"
-    except Exception:  # it has no derivative
+    except Exception:  # the function has no plain derivative
         beside = ""
     where = f"{kept.total} bytes per call, {per_step} per scan step{beside}"
     if kept.unread and _has_backward_rule(case.subject.fn):
@@ -64,8 +64,8 @@ def check_residuals(case: Case) -> Iterator[Finding]:
 
 
 def _has_backward_rule(fn: Any) -> bool:
-    """Whether the residuals are what a forward rule of the user's returned. In the midst of
-    another function, JAX and the wrappers of rules keep things for their own reasons."""
+    """Whether the residuals are those that a forward rule of the user's returned. Inside other
+    functions, JAX and the wrappers of rules keep residuals of their own."""
     if isinstance(fn, jax.custom_vjp | eqx.filter_custom_vjp):
         return True
     decorated = getattr(fn, "__func__", fn)
@@ -73,12 +73,12 @@ def _has_backward_rule(fn: Any) -> bool:
 
 
 def residuals_of(fn: Any, leaves: Sequence[Any], arguments_count: bool = False) -> Residuals:
-    """The arguments are there anyway, and do not count for the total.
+    """The residuals of `fn`. Arguments are not counted, as the caller holds them anyway.
 
-    `arguments_count`: whether one that is never read is a fault. It is none of the rule's
-    where the wrapper keeps them all, as Equinox's and ours do.
+    `arguments_count`: whether an argument that is kept and never read is reported. It is not
+    the rule's fault if the wrapper always keeps the arguments (Equinox's and ours do).
     """
-    # Under `jit`, as JAX then drops those of its own that it does not need.
+    # Under `jit`, because JAX then removes residuals of its own that nothing reads.
     jitted = jax.jit(lambda *xs: list(fn(*xs)))
     jaxpr = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs)[1])(*leaves).jaxpr
     out, pull = jax.eval_shape(lambda *xs: jax.vjp(jitted, *xs), *leaves)
@@ -107,7 +107,7 @@ def _itemsize(dtype) -> int:
 
 
 def _per_step(fn, leaves) -> int:
-    """Of a scan over `_STEPS` copies of the leaves."""
+    """The bytes for each step of a scan over `_STEPS` copies of the leaves."""
 
     def scanned(*xs):
         return jax.lax.scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]

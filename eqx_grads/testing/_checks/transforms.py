@@ -1,7 +1,7 @@
-"""Is the rule the same under every transformation: the check `transforms`.
+"""The check `transforms`: the same results under every transformation as in eager calls.
 
-What an eager call gives for three examples (value, tangent, cotangents), each transformation
-has to give again. The rule testifies against itself, so no other witness is needed.
+Eager calls compute value, tangent and cotangents of three examples, and every transformation
+has to return the same. The rule is compared with itself, so no other reference is needed.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._case import Case
-from .._findings import broke, judge
+from .._findings import broke, compare
 from .._report import Finding
 
 
@@ -25,7 +25,7 @@ _ALL_SUBSETS = 3  # of the arguments, for `vmap`
 
 
 class _Expected:
-    """The eager answers. Each is a list of arrays: outputs, tangents, cotangents."""
+    """The results of eager calls, each a list of arrays: outputs, tangents, cotangents."""
 
     def __init__(self, case: Case):
         self.fn = lambda *xs: case.subject.arrays(*xs)
@@ -56,12 +56,12 @@ class _Expected:
         return self.derive(self.fn, leaves)
 
     def per_example(self, kept: Sequence[int]) -> list[Any]:
-        """What `vmap` of `derive` gives, the leaves in `kept` being batched."""
+        """The expected result of `vmap(derive)` with the leaves in `kept` batched."""
         rows = self._mixed(kept)
         return [np.stack([np.asarray(x) for x in column]) for column in zip(*rows, strict=True)]
 
     def of_batch(self, kept: Sequence[int]) -> list[Any]:
-        """What `derive` of `vmap` gives: cotangents of unbatched leaves are summed."""
+        """The expected result of `derive(vmap)`: cotangents of unbatched leaves are summed."""
         columns = self.per_example(kept)
         first = len(columns) - len(self.leaves)
         for i in range(len(self.leaves) if self.reverse else 0):
@@ -81,7 +81,7 @@ def _scaled(x, factor):
 
 
 class _Trial:
-    """A transformation: `run()` gives what `want()` says."""
+    """A transformation: `run()` should return `want()`."""
 
     def __init__(self, name: str, run: Callable[[], Any], want: Callable[[], Any]):
         self.name = name
@@ -89,8 +89,8 @@ class _Trial:
         self.want = want
 
 
-def check_transforms(case: Case) -> Iterator[Finding]:
-    """Every transformation against eager calls."""
+def transforms(case: Case) -> Iterator[Finding]:
+    """Compare every transformation with eager calls."""
     if not case.own.outputs or not case.subject.leaves:
         return
     expected = _Expected(case)
@@ -107,10 +107,10 @@ def check_transforms(case: Case) -> Iterator[Finding]:
         names = expected.names
         if len(want) != len(names):
             names = [f"result {i}" for i in range(len(want))]
-        yield judge("transforms", trial.name, want, got, names, tolerance, cause=cause)
+        yield compare("transforms", trial.name, want, got, names, tolerance, cause=cause)
 
 
-# Not inside of another `jit`, where they would be nothing new.
+# Run outside the common `jit`, inside which they would test nothing.
 _ALONE = ("jit around the function", "filter_jit", "sharding over two devices")
 
 
@@ -122,11 +122,11 @@ def _attempt(trial: _Trial):
 
 
 def _run_all(trials: Sequence[_Trial]) -> list[Any]:
-    """Compiled as one program, which is much quicker than one by one."""
+    """Compile the trials as one program, which is much faster than one by one."""
     together = [trial for trial in trials if trial.name not in _ALONE]
     try:
         done = iter(jax.jit(lambda: [list(trial.run()) for trial in together])())
-    except Exception:  # one by one, to see which
+    except Exception:  # one by one, to find the trial that fails
         jitted = [_Trial(t.name, jax.jit(lambda t=t: list(t.run())), t.want) for t in together]
         done = iter([_attempt(trial) for trial in jitted])
     return [_attempt(t) if t.name in _ALONE else next(done) for t in trials]
@@ -150,7 +150,7 @@ def _program_trials(case: Case, e: _Expected) -> Iterator[_Trial]:
 
 
 def _filter_jitted(case: Case):
-    # Modules cross the boundary whole, with their static leaves.
+    # Modules are arguments of the jitted function, with their static leaves.
     call = eqx.filter_jit(lambda fn, args: fn(*args, **case.subject.kwargs))
 
     def fn(*leaves):
@@ -173,7 +173,7 @@ def _in_cond(fn):
 
 
 def _traced_true():
-    """A `True` that JAX does not know to be one."""
+    """A traced `True`, so that `cond` keeps both branches."""
     return jnp.sum(jnp.arange(3)) == 3
 
 
@@ -246,7 +246,7 @@ def _derive_batch(e: _Expected, axes, batch):
 
 
 def _scan_trials(e: _Expected) -> Iterator[_Trial]:
-    """Leaves that are scanned, closed over, and in the carry; beside a counter and a key."""
+    """Leaves that are scanned over, closed over, and carried, beside a counter and a key."""
     n = len(_EXAMPLES)
     stacked = [jnp.stack(column) for column in zip(*e.examples, strict=True)]
 

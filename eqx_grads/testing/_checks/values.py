@@ -1,4 +1,4 @@
-"""Is every number finite at the points given, and the same twice: `finite`, `deterministic`."""
+"""The checks `finite` and `deterministic`: no NaN, no infinity, the same results each time."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from .._findings import broke, failed, passed, skipped
 from .._report import Finding
 
 
-def check_finite(case: Case) -> Iterator[Finding]:
-    """Value, tangent, cotangent and second order, at the arguments and at every edge point."""
+def finite(case: Case) -> Iterator[Finding]:
+    """Value and derivatives are finite, at the arguments and at every point of `at`."""
     points = [("the arguments", case)]
     for number, args in enumerate(case.options.at):
         args = args if isinstance(args, tuple) else (args,)
@@ -60,7 +60,7 @@ def _finite(where: str, case: Case) -> Iterator[Finding]:
 
 
 def _debug_nans(where: str, case: Case, w) -> Finding:
-    """Numbers may be finite in the end and pass through a NaN."""
+    """A finite result may come from a program in which a NaN arises."""
     where = f"{where}, under `jax.debug_nans`"
     try:
         with jax.debug_nans(True):
@@ -68,14 +68,14 @@ def _debug_nans(where: str, case: Case, w) -> Finding:
                 [jax.numpy.asarray(x) for x in w]
             )
     except FloatingPointError as e:
-        return broke("finite", where, e, "a NaN arises on the way, and is dropped later")
+        return broke("finite", where, e, "a NaN arises in an intermediate result")
     except Exception as e:
         return broke("finite", where, e)
     return passed("finite", where)
 
 
-def check_deterministic(case: Case) -> Iterator[Finding]:
-    """Twice the same, to the bit."""
+def deterministic(case: Case) -> Iterator[Finding]:
+    """Repeated calls return bitwise equal results."""
     if not case.own.outputs:
         yield skipped("deterministic", "no output has a derivative")
         return
@@ -90,7 +90,7 @@ def check_deterministic(case: Case) -> Iterator[Finding]:
         for name, first, again in zip(names, runs[0], run, strict=True):
             if first.tobytes() != again.tobytes():
                 text = (
-                    f"{name} differs: call {number} gives something else than the first\n"
+                    f"{name} differs: call {number} and the first one return different values\n"
                     "  likely cause: hidden state, or random numbers without a key"
                 )
                 yield failed("deterministic", name, text)

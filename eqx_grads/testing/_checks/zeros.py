@@ -1,7 +1,7 @@
-"""What is not perturbed, and what is not used: the check `zeros`.
+"""The check `zeros`: subsets of perturbed leaves and of used outputs.
 
-A rule is asked for every subset of perturbed leaves and of used outputs, and has to give the
-dense answer each time; and nothing may be computed for what is dead.
+For every subset, the rule has to return the derivative that it returns with dense tangents or
+cotangents, and no equations for the leaves that are not perturbed.
 """
 
 import functools as ft
@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._case import Case
 from .._compiled import Program
-from .._findings import broke, failed, judge, passed, skipped
+from .._findings import broke, compare, failed, passed, skipped
 from .._random_tangents import only
 from .._report import Finding
 
@@ -26,8 +26,8 @@ _ALL_SUBSETS = 4  # up to this many leaves
 _SAMPLED = 8
 
 
-def check_zeros(case: Case) -> Iterator[Finding]:
-    """The dense answer for every subset, without work for the dead ones."""
+def zeros(case: Case) -> Iterator[Finding]:
+    """The dense derivative for every subset, and no equations for unperturbed leaves."""
     n_leaves, n_outputs = len(case.subject.leaves), len(case.own.outputs)
     if n_leaves < 2 and n_outputs < 2:
         yield skipped("zeros", "one leaf and one output: there are no subsets")
@@ -60,8 +60,8 @@ def _label(kept, names) -> str:
 
 
 def _all_at_once(runs: Sequence[Callable[[], Any]], context: Callable[[], Any]) -> list[Any]:
-    """Compile all as one program, which is much quicker; one by one if one of them fails.
-    A failure is returned in the place of the result."""
+    """Compile all of them as one program, which is much faster; one by one if that fails.
+    The result of a run that fails is its exception."""
     with context():
         try:
             return jax.jit(lambda: [run() for run in runs])()
@@ -77,12 +77,12 @@ def _attempt(run):
 
 
 def _restricted(case: Case, kept: Sequence[int]) -> Callable[..., list[Any]]:
-    """The function of some of the leaves."""
+    """The function of the leaves in `kept`; the others are constant."""
     p = case.precision
 
-    def restricted(*live):
+    def restricted(*perturbed):
         leaves = list(p.subject.leaves)
-        for i, x in zip(kept, live, strict=True):
+        for i, x in zip(kept, perturbed, strict=True):
             leaves[i] = x
         return p.rule.fn(*leaves)
 
@@ -94,9 +94,9 @@ def _perturbed_forward(case: Case, subsets) -> Iterator[Finding]:
     tangents = p.like_leaves(case.tangents())
 
     def run(kept):
-        live = [p.subject.leaves[i] for i in kept]
-        t_live = [tangents[i] for i in kept]
-        return jax.jvp(_restricted(case, kept), live, t_live)[1]
+        perturbed = [p.subject.leaves[i] for i in kept]
+        t_perturbed = [tangents[i] for i in kept]
+        return jax.jvp(_restricted(case, kept), perturbed, t_perturbed)[1]
 
     results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
     for kept, got in zip(subsets, results, strict=True):
@@ -107,7 +107,7 @@ def _perturbed_forward(case: Case, subsets) -> Iterator[Finding]:
             continue
         want = p.rule.jvp(only(tangents, kept))
         cause = f"wrong where {name} is perturbed, right where all leaves are"
-        yield judge(
+        yield compare(
             "zeros", where, want, got, case.output_names, case.tolerance(p), cause=cause
         )
 
@@ -118,8 +118,8 @@ def _perturbed_reverse(case: Case, subsets) -> Iterator[Finding]:
     dense = p.rule.vjp(w)
 
     def run(kept):
-        live = [p.subject.leaves[i] for i in kept]
-        return list(jax.vjp(_restricted(case, kept), *live)[1](w))
+        perturbed = [p.subject.leaves[i] for i in kept]
+        return list(jax.vjp(_restricted(case, kept), *perturbed)[1](w))
 
     results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
     for kept, got in zip(subsets, results, strict=True):
@@ -130,7 +130,7 @@ def _perturbed_reverse(case: Case, subsets) -> Iterator[Finding]:
             continue
         names, want = [case.names[i] for i in kept], [dense[i] for i in kept]
         cause = f"wrong where {name} is perturbed, right where all leaves are"
-        yield judge("zeros", where, want, got, names, case.tolerance(p), cause=cause)
+        yield compare("zeros", where, want, got, names, case.tolerance(p), cause=cause)
 
 
 def _used_outputs(case: Case, subsets) -> Iterator[Finding]:
@@ -150,17 +150,17 @@ def _used_outputs(case: Case, subsets) -> Iterator[Finding]:
             continue
         want = p.rule.vjp(only(w, kept))
         cause = f"wrong where {name} is used, right where all outputs are"
-        yield judge("zeros", where, want, got, case.names, case.tolerance(p), cause=cause)
+        yield compare("zeros", where, want, got, case.names, case.tolerance(p), cause=cause)
 
 
 # ---------------------------------------------------------------- dead work
 
 
 def _dead_work(case: Case) -> Iterator[Finding]:
-    """With one leaf perturbed, no equation may be left that only the others need.
+    """With one leaf perturbed, no equation may be left that only the other tangents need.
 
-    What must be left: the dense tangent is linear, so its derivative along one leaf's
-    tangent is the answer, and JAX drops from that all that belongs to the others.
+    The number of equations to compare with: the dense tangent is linear, so its derivative
+    along the tangent of one leaf is the same tangent, without the terms of the other leaves.
     """
     if len(case.subject.leaves) < 2 or _is_dense_by_nature(case.subject.fn):
         return
@@ -170,16 +170,16 @@ def _dead_work(case: Case) -> Iterator[Finding]:
         try:
             actual, needed = _work(p.rule, leaves, i, tangents[i])
             if actual > needed:
-                # JAX's own rules (`jax.nn.softplus`) do such work as well.
+                # JAX's own rules (`jax.nn.softplus`) compute dead terms as well.
                 without, enough = _work(p.plain, leaves, i, tangents[i])
                 needed += max(without - enough, 0)
-        except Exception:  # the rule can't be differentiated again: nothing to compare with
+        except Exception:  # the rule has no second derivative to compare with
             return
         where = f"only {name} perturbed"
         if actual > needed:
             yield failed(
                 "zeros", where,
-                f"{actual} equations are left, and {needed} would do: work is done for leaves "
+                f"the jaxpr has {actual} equations, and needs {needed}: some belong to leaves "
                 "that are not perturbed.\n  likely cause: a zero tangent (`None`) was made "
                 "into an array of zeros",
             )  # fmt: skip
@@ -188,13 +188,13 @@ def _dead_work(case: Case) -> Iterator[Finding]:
 
 
 def _work(program: Program, leaves, i, tangent) -> tuple[int, int]:
-    """How many equations there are with one leaf perturbed, and how many would do."""
+    """The number of equations with one leaf perturbed, and the number that is needed."""
     actual = _equations(_one_perturbed(program, leaves, i), leaves, tangent)
     return actual, _equations(_one_differentiated(program, leaves, i), leaves, tangent)
 
 
 def _is_dense_by_nature(fn) -> bool:
-    """A `jax.custom_jvp` that did not ask for symbolic zeros is handed arrays of zeros."""
+    """A `jax.custom_jvp` without `symbolic_zeros` receives arrays of zeros from JAX."""
     return isinstance(fn, jax.custom_jvp) and not fn.symbolic_zeros
 
 
@@ -226,7 +226,7 @@ def _equations(run, *args) -> int:
 
 
 def count_equations(eqn) -> int:
-    """An equation and those inside of it. Only arithmetic counts, not its packaging."""
+    """The number of equations in an equation: those of its inner jaxprs, or one."""
     inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     jaxprs = [p for p in inner if hasattr(p, "eqns")]
     return sum(count_equations(e) for j in jaxprs for e in j.eqns) or (not jaxprs)

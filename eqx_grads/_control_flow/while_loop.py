@@ -1,0 +1,75 @@
+"""`filter_while_loop`: a `while_loop` whose carry is any PyTree."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import ArrayLike, PyTree
+
+from .._errors import name_of
+from .carry import BecomesArray, Carry
+
+
+def filter_while_loop(
+    cond_fun: Callable[[PyTree], ArrayLike],
+    body_fun: Callable[[PyTree], PyTree],
+    init: PyTree,
+) -> PyTree:
+    """`jax.lax.while_loop` for any PyTrees: `carry = body_fun(carry)` while
+    `cond_fun(carry)`.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def square_root(x):
+            # The carry holds a function, which stays as it is.
+            step = lambda carry: (carry[0], 0.5 * (carry[1] + x / carry[1]))
+            far = lambda carry: carry[0](carry[1] ** 2 - x) > 1e-5
+            return eqg.filter_while_loop(far, step, (jnp.abs, x))[1]
+
+        root, slope = jax.jvp(square_root, (2.0,), (1.0,))
+        assert jnp.allclose(root, 2**0.5) and jnp.allclose(slope, 0.5 / 2**0.5, atol=1e-4)
+        ```
+
+    **Arguments:**
+
+    - `cond_fun`: whether to go on, a boolean of no dimensions.
+    - `body_fun`: takes and returns the carry.
+    - `init`: the first carry, any PyTree. What varies and what is static in it is as in
+        [`eqx_grads.filter_scan`][].
+
+    **Returns:**
+
+    The last carry.
+
+    **Derivative:**
+
+    That of the loop written out, in forward mode only, by `jax.lax.while_loop`: the number of
+    steps is not known, and so neither is the memory that reverse mode needs for the residuals.
+    If the number of steps has a bound, use [`eqx_grads.filter_scan`][] and choose in each
+    step; for a root or a fixed point, a solver with an implicit derivative, such as Optimistix.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
+    given in structure, shapes, dtypes or static leaves.
+    """
+    becomes_array: frozenset[int] = frozenset()
+    while True:
+        try:
+            return _while_loop(cond_fun, body_fun, init, Carry(init, becomes_array))
+        except BecomesArray as found:
+            becomes_array |= found.indices
+
+
+def _while_loop(cond_fun, body_fun, init, carry: Carry):
+    error = (
+        f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
+        "it was given."
+    )
+    body = lambda arrays: carry.arrays(body_fun(carry.tree(arrays)), arrays, body_fun, error)
+    cond = lambda arrays: cond_fun(carry.tree(arrays))
+    return carry.tree(jax.lax.while_loop(cond, body, carry.first(init)))

@@ -1,0 +1,132 @@
+"""A call for a whole batch, where the user gave no batching rule."""
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+
+from .._jaxprs.dependence import depends
+from .._tangent_spaces import is_differentiable
+from .abstract_call import AbstractCall, tangents_of_call
+from .rule import NEEDS_VALUES
+
+
+class BatchedCall(AbstractCall):
+    """A call for a whole batch: `vmap` of the function, and `vmap` of its rule.
+
+    `out_batched` says which outputs have the batch dimension: those whose value depends on a
+    batched operand, and those whose tangent does. It is decided by the first trace of the
+    function or of the rule, and kept for later ones.
+    """
+
+    def __init__(self, call, axis_data, batched, call_jaxpr, n_consts):
+        self.name = call.name
+        self.n_operands = n_consts + call.n_operands
+        self.n_args = n_consts + call.n_args
+        self.is_reverse = call.is_reverse
+        self.out_batched: list[bool] | None = None
+        self._call = call
+        self._batched = batched
+        self._n_consts = n_consts
+        self._example: ClosedJaxpr | None = call_jaxpr  # the function of one example
+        self._axes = [0 if b else None for b in batched]
+        self._vmap = ft.partial(
+            jax.vmap,
+            axis_size=axis_data.size,
+            axis_name=axis_data.name,
+            spmd_axis_name=axis_data.spmd_name,
+        )
+
+    def primal(self, operands):
+        try:
+            example = self._trace_example(operands)
+        except NEEDS_VALUES:  # of operands that are not batched, which is fine eagerly
+            out = self._vmap(self._primal_of_example, self._axes)(*operands)
+            self.out_batched = [True] * len(out)
+            return out
+        if self.out_batched is None:
+            self.out_batched = self._depends_on_batch(example, operands)
+        out = self._vmap(jaxpr_as_fun(example), self._axes)(*operands)
+        return _select(out, self.out_batched)
+
+    def jvp(self, primals, tangents):
+        perturbed = [i for i, t in enumerate(tangents) if t is not None]
+        has_tangent: list[bool] = []
+
+        def one(xs, ts):
+            full: list[Any] = [None] * len(xs)
+            for i, t in zip(perturbed, ts, strict=True):
+                full[i] = t
+            out, t_out = self._call.jvp(xs[self._n_consts :], full[self._n_consts :])
+            has_tangent[:] = [t is not None for t in t_out]
+            return out, [t for t in t_out if t is not None]
+
+        axes = (self._axes, [self._axes[i] for i in perturbed])
+        out, ts = self._vmap(one, axes)(list(primals), [tangents[i] for i in perturbed])
+        ts = iter(ts)
+        t_out = [next(ts) if has else None for has in has_tangent]
+        if self.out_batched is None:
+            if all(map(is_differentiable, out)) and (self.is_reverse or len(out) == 1):
+                self.out_batched = [True] * len(out)
+            else:
+                example = self._trace_example(primals)
+                self.out_batched = self._depends_on_batch(example, primals)
+        return _select(out, self.out_batched), _select(t_out, self.out_batched)
+
+    def vmap(self, axis_data, batched, operands):
+        return None  # a batching rule of the user's has had its turn
+
+    def _primal_of_example(self, *operands):
+        return self._call.primal(operands[self._n_consts :])
+
+    def _trace_example(self, operands) -> ClosedJaxpr:
+        if self._example is None:
+            self._example = self._trace(self._primal_of_example, operands, self._axes)
+        return self._example
+
+    def _trace(self, fn, operands, axes) -> ClosedJaxpr:
+        """`fn` of one example as a jaxpr. Traced inside `vmap`, where its axis has a name."""
+        traced: list[ClosedJaxpr] = []
+
+        def one(*xs):
+            traced.append(jax.make_jaxpr(fn)(*map(jax.typeof, xs)))
+            return ()
+
+        jax.eval_shape(self._vmap(one, axes), *operands)
+        return traced[0]
+
+    def _depends_on_batch(self, example, operands) -> list[bool]:
+        values = _depending(example, self._batched)
+        inexact = [is_differentiable(t) for t in example.out_avals]
+        if self.is_reverse:
+            return [v or x for v, x in zip(values, inexact, strict=True)]
+        if all(v or not x for v, x in zip(values, inexact, strict=True)):
+            return values
+        # The rule may say otherwise: the value of `replace_gradient` depends on one operand,
+        # its tangent on the other.
+        first, last = self._n_consts, self._n_consts + self._call.n_args
+        args = [i for i in range(first, last) if is_differentiable(operands[i])]
+        indices = [*range(len(operands)), *args]
+        try:
+            tangents = self._trace(
+                ft.partial(tangents_of_call, self._call, first, args),
+                [operands[i] for i in indices],
+                [self._axes[i] for i in indices],
+            )
+        except NEEDS_VALUES:
+            return [v or x for v, x in zip(values, inexact, strict=True)]
+        moves = _depending(tangents, [self._batched[i] for i in indices])
+        return [v or t for v, t in zip(values, moves, strict=True)]
+
+
+def _depending(jaxpr: ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on a flagged input."""
+    flagged = depends(jaxpr, flags)
+    return [not isinstance(v, Literal) and v in flagged for v in jaxpr.jaxpr.outvars]
+
+
+def _select(values, batched):
+    """`values`, of which all have the batch dimension, without it where not `batched`."""
+    return [x if b or x is None else x[0] for x, b in zip(values, batched, strict=True)]

@@ -1,0 +1,231 @@
+"""The minimal gated recurrent unit and long short-term memory, as layers over time."""
+
+import abc
+import functools as ft
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from ..._tangent_spaces import promote
+from .._argument_checks import check_sizes
+from .._recurrent.layer import AbstractRecurrent
+from .._recurrent.stack import make_cells, Stack
+from .gates import check_real, gate_inputs, LinearGates, run_recurrence
+
+
+class AbstractMinimal(AbstractRecurrent):
+    """A layer over the recurrence $h' = a\\,h + b$, with $a$ and $b$ functions of the input."""
+
+    cells: eqx.AbstractVar[tuple[tuple[LinearGates, ...], ...]]
+    method: eqx.AbstractVar[str]
+
+    @abc.abstractmethod
+    def _coefficients(self, gates: list[Array]) -> tuple[Array, Array]:
+        """`a` and `b`, given the arguments of the gates."""
+
+    def _zero_state(self):
+        cell = self.cells[0][0]
+        return jnp.zeros(cell.hidden_size, cell.weight.dtype)
+
+    def _run_cell(self, cell, xs, state, valid, reverse):
+        check_real(type(self).__name__, cell, xs, state)
+        a, b = self._coefficients(gate_inputs(cell, xs))
+        hs, last = run_recurrence(a, b, state, valid, reverse, self.method)
+        return hs.astype(promote([xs, cell.weight])), last
+
+
+class MinGRU(AbstractMinimal):
+    r"""A minimal gated recurrent unit over time.
+
+    A gated recurrent unit whose gate and candidate are functions of the input only, so that
+    the recurrence is linear in the state:
+
+    $$z = \sigma(W_z x + b_z), \quad \tilde h = W_h x + b_h, \quad
+    h' = (1 - z)\,h + z\,\tilde h.$$
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        layer = eqg.nn.MinGRU(3, 8, num_layers=2, key=jax.random.key(0))
+        xs = jnp.ones((5, 20, 3))  # a batch of five sequences
+
+        @eqx.filter_grad
+        def gradient(layer):
+            ys, state = layer(xs)
+            assert ys.shape == (5, 20, 8) and state.shape == (2, 5, 8)
+            return jnp.sum(ys**2)
+
+        assert gradient(layer).cells[0][0].weight.shape == (16, 3)
+        ```
+
+    The parameters of one layer and direction, `cells[layer][direction]`, are `weight`,
+    $(W_z, W_h)$ one above the other, and `bias`, $(b_z, b_h)$.
+
+    This is the plain form of the paper (its section 3.1), run by
+    [`eqx_grads.linear_recurrence`][]. Each state is an average of the last state and the
+    candidate, and nothing is divided. So the logarithms of the paper's appendix are not
+    needed, and the candidate may be negative.
+
+    For single steps, call the layer with one step and with the state that the last call
+    returned.
+
+    States are in single precision at least: with parameters and inputs in half precision the
+    recurrence is in single, and the outputs are in half.
+
+    **Derivative:**
+
+    The derivative of [`eqx_grads.linear_recurrence`][], which is the same recurrence in the
+    other direction, and plain differentiation around it. Both modes, all orders. The gradient
+    of each weight is one matrix product for all steps and the batch.
+
+    ??? cite
+
+        [Were RNNs All We Needed?](https://arxiv.org/abs/2410.01201)
+
+        ```bibtex
+        @article{feng2024were,
+            author={Feng, Leo and Tung, Frederick and Ahmed, Mohamed Osama and Bengio, Yoshua
+                    and Hajimirsadeghi, Hossein},
+            title={Were RNNs All We Needed?},
+            journal={arXiv:2410.01201},
+            year={2024},
+        }
+        ```
+    """
+
+    cells: tuple[tuple[LinearGates, ...], ...]
+    initial_state: Float[Array, "..."] | None
+    stack: Stack
+    method: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        learn_initial_state: bool = False,
+        method: str = "auto",
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        - `input_size`, `hidden_size`: the numbers of features of an input and of the state.
+        - `method`: as for [`eqx_grads.linear_recurrence`][].
+
+        All others as for [`eqx_grads.nn.GRU`][]. Weights and biases are at first uniform within
+        `1 / sqrt(input_size)`, as in `equinox.nn.Linear`.
+        """
+        check_sizes(
+            "MinGRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        options = {"n_gates": 2, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        self.initial_state = self._zero_states() if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
+        self.method = method
+
+    def _coefficients(self, gates):
+        update, candidate = gates
+        return jax.nn.sigmoid(-update), jax.nn.sigmoid(update) * candidate
+
+
+class MinLSTM(AbstractMinimal):
+    r"""A minimal long short-term memory over time.
+
+    A long short-term memory whose gates and candidate are functions of the input only, so that
+    the recurrence is linear in the state, and whose gates are divided by their sum, so that the
+    state keeps its scale:
+
+    $$f, i = \sigma(W x + b), \quad \tilde h = W_h x + b_h, \quad
+    h' = \frac{f}{f + i}\,h + \frac{i}{f + i}\,\tilde h.$$
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        layer = eqg.nn.MinLSTM(3, 8, num_layers=2, key=jax.random.key(0))
+        xs = jnp.ones((5, 20, 3))  # a batch of five sequences
+
+        @eqx.filter_grad
+        def gradient(layer):
+            ys, state = layer(xs)
+            assert ys.shape == (5, 20, 8) and state.shape == (2, 5, 8)
+            return jnp.sum(ys**2)
+
+        assert gradient(layer).cells[0][0].weight.shape == (24, 3)
+        ```
+
+    The parameters of one layer and direction, `cells[layer][direction]`, are `weight`,
+    $(W_f, W_i, W_h)$ one above the other, and `bias`, $(b_f, b_i, b_h)$.
+
+    This is the plain form of the paper (its section 3.2), run by
+    [`eqx_grads.linear_recurrence`][]; the candidate may be negative. Only the quotients are
+    computed from logarithms, $f / (f + i) = \sigma(\log f - \log i)$, as both gates may
+    underflow.
+
+    For single steps, precision and the paper, see [`eqx_grads.nn.MinGRU`][].
+
+    **Derivative:**
+
+    As for [`eqx_grads.nn.MinGRU`][].
+    """
+
+    cells: tuple[tuple[LinearGates, ...], ...]
+    initial_state: Float[Array, "..."] | None
+    stack: Stack
+    method: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        learn_initial_state: bool = False,
+        method: str = "auto",
+        reverse: bool = False,
+        time_major: bool = False,
+        dtype: Any = None,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        As for [`eqx_grads.nn.MinGRU`][].
+        """
+        check_sizes(
+            "MinLSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        )
+        options = {"n_gates": 3, "use_bias": use_bias, "dtype": dtype}
+        make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
+        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        self.initial_state = self._zero_states() if learn_initial_state else None
+        self.stack = Stack(dropout, reverse, time_major)
+        self.method = method
+
+    def _coefficients(self, gates):
+        forget, write, candidate = gates
+        log_ratio = jax.nn.log_sigmoid(forget) - jax.nn.log_sigmoid(write)
+        return jax.nn.sigmoid(log_ratio), jax.nn.sigmoid(-log_ratio) * candidate

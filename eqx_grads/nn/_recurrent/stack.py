@@ -1,0 +1,190 @@
+"""How cells are stacked and run: layers, directions, dropout, padding, layout of a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, PyTree
+
+from ..._errors import rule_error, type_of
+
+
+class Stack(eqx.Module):
+    """Runs the cells of a layer, whatever they are: one for each layer and direction.
+
+    - `dropout`: between two layers.
+    - `reverse`: whether the first direction runs from the last step to the first.
+    - `time_major`: whether a batch is `(time, batch, in)`.
+    """
+
+    dropout: eqx.nn.Dropout
+    reverse: bool = eqx.field(static=True)
+    time_major: bool = eqx.field(static=True)
+
+    def __init__(self, dropout: float, reverse: bool, time_major: bool):
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.reverse = reverse
+        self.time_major = time_major
+
+    def time_first(self, xs: Array) -> Array:
+        """One sequence or a batch of them as `(time, batch, in)`."""
+        if xs.ndim == 2:
+            return xs[:, None]
+        return xs if self.time_major else jnp.swapaxes(xs, 0, 1)
+
+    def as_given(self, ys: PyTree, is_batch: bool) -> PyTree:
+        """The inverse of `time_first`."""
+        if not is_batch:
+            return jax.tree.map(lambda y: y[:, 0], ys)
+        return ys if self.time_major else jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), ys)
+
+    def run(
+        self,
+        run_cell: Callable[..., tuple[PyTree, PyTree]],
+        cells: Sequence[Sequence[Any]],
+        xs: Array,
+        states: Sequence[PyTree],
+        valid: Array | None,
+        *,
+        key: Array | None,
+        inference: bool | None,
+    ) -> tuple[PyTree, list[PyTree]]:
+        """The outputs of the last layer, and the last states of all cells.
+
+        `run_cell(cell, xs, state, valid, reverse)` returns all outputs and the last state.
+        """
+        remaining = iter(states)
+        last = []
+        for i, layer in enumerate(cells):
+            if i > 0:
+                key, subkey = (None, None) if key is None else jr.split(key)
+                xs = self.dropout(xs, key=subkey, inference=inference)
+            outputs = []
+            for cell, reverse in zip(layer, (self.reverse, not self.reverse), strict=False):
+                ys, end = run_cell(cell, xs, next(remaining), valid, reverse)
+                if valid is not None:
+                    ys = jax.tree.map(lambda y: _zero_padding(y, valid), ys)
+                outputs.append(ys)
+                last.append(end)
+            xs = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, -1)
+        return xs, last
+
+
+def make_cells(
+    make: Callable[..., Any],
+    input_size: int,
+    output_size: int,
+    num_layers: int,
+    bidirectional: bool,
+    key: Array,
+) -> tuple[tuple[Any, ...], ...]:
+    """`make(input_size, key=key)` for each layer and direction."""
+    directions = 2 if bidirectional else 1
+    keys = iter(jr.split(key, num_layers * directions))
+    return tuple(
+        tuple(
+            make(input_size if i == 0 else directions * output_size, key=next(keys))
+            for _ in range(directions)
+        )
+        for i in range(num_layers)
+    )
+
+
+# ---------------------------------------------------------------- padding
+
+
+def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | None:
+    """The `(time, batch)` mask of the steps that count, or `None` if all do."""
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tracer):
+        lengths = np.asarray(lengths)
+    steps, batch = xs.shape[:2]
+    expected = (batch,) if is_batch else ()
+    if lengths.shape != expected or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise rule_error(
+            f"`{layer}` was given `lengths` that do not fit `xs`.",
+            f"`lengths` is {type_of(lengths)}",
+            do=f"Pass integers of shape {expected}: one for each example.",
+        )
+    if isinstance(lengths, np.ndarray) and lengths.size > 0:
+        longest, shortest = int(np.max(lengths)), int(np.min(lengths))
+        if longest > steps or shortest < 0:
+            raise rule_error(
+                f"`{layer}` was given `lengths` out of range.",
+                f"they are from {shortest} to {longest}, and `xs` has {steps} steps",
+                do="Did you swap the time axis and the batch axis? See `time_major`.",
+            )
+    return jnp.arange(steps)[:, None] < jnp.asarray(lengths).reshape(1, batch)
+
+
+def _zero_padding(ys: Array, valid: Array) -> Array:
+    mask = valid.reshape(*valid.shape, *(1,) * (ys.ndim - 2))
+    return jnp.where(mask, ys, jnp.zeros_like(ys))
+
+
+# ---------------------------------------------------------------- states
+#
+# The state of one cell is what the cell has, with a batch axis for a batch. The states of
+# several cells have one more axis in front.
+
+
+def zero_states(zero: PyTree, n_cells: int) -> PyTree:
+    """The first states of all cells, given the first state of one."""
+    if n_cells == 1:
+        return zero
+    return jax.tree.map(lambda s: jnp.zeros((n_cells, *s.shape), s.dtype), zero)
+
+
+def first_states(
+    layer: str, state: PyTree, default: PyTree, n_cells: int, xs: Array, is_batch: bool
+) -> list[PyTree]:
+    """The first state of each cell, with a batch axis."""
+    axis = 0 if n_cells == 1 else 1
+    add_batch = lambda tree: jax.tree.map(lambda s: jnp.expand_dims(s, axis), tree)
+    repeat = lambda s: jnp.repeat(s, xs.shape[1], axis)
+    expected = jax.tree.map(jnp.asarray, default)
+    if is_batch:
+        expected = jax.tree.map(repeat, add_batch(expected))
+    state = expected if state is None else jax.tree.map(jnp.asarray, state)
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    if shapes(state) != shapes(expected):
+        raise rule_error(
+            f"`{layer}` was given a `state` that does not fit.",
+            f"its shape is {shapes(state)}, and has to be {shapes(expected)}",
+            do="Pass what an earlier call returned, or `None`.",
+        )
+    if not is_batch:
+        state = add_batch(state)
+    state = jax.tree.map(lambda s: _varying_like(xs, s), state)
+    if n_cells == 1:
+        return [state]
+    return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
+
+
+def last_states(states: Sequence[PyTree], is_batch: bool) -> PyTree:
+    """The last states of all cells, as the user gets them."""
+    if len(states) == 1:
+        axis, state = 0, states[0]
+    else:
+        axis, state = 1, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    return state if is_batch else jax.tree.map(lambda s: jnp.squeeze(s, axis), state)
+
+
+def _varying_like(xs: Array, state: Array) -> Array:
+    """The state, with a type that varies over the mesh axes that `xs` varies over.
+
+    Under `jax.shard_map`, the states of a scan differ between devices as soon as its inputs do,
+    and the type of the first state has to say so
+    (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma). Elsewhere this is the
+    identity.
+    """
+    never = jnp.zeros_like(xs, shape=(), dtype=bool)
+    if jax.typeof(never) == jax.typeof(jnp.zeros((), bool)):
+        return state
+    return jnp.where(never, jnp.zeros_like(state), state)
