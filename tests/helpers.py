@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 
 def assert_close(
-    got: Any, expected: Any, *, eps: float = 20, tolerance: float | None = None
+    got: Any, expected: Any, *, eps: float = 20.0, tolerance: float | None = None
 ) -> None:
-    """`eqgt.assert_trees_close`, with a tolerance of so many `eps` of the coarsest dtype of
-    `expected`, or the `tolerance` itself."""
+    """`eqgt.assert_trees_close` of what comes from numbers around one, with a tolerance of so
+    many `eps` of the coarsest dtype of `expected`, or the `tolerance` itself."""
     if tolerance is None:
         dtypes = [jnp.result_type(x) for x in jax.tree.leaves(expected) if eqx.is_array_like(x)]
         inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-        tolerance = eps * max((float(jnp.finfo(dtype).eps) for dtype in inexact), default=0)
-    eqgt.assert_trees_close(got, expected, tolerance=tolerance)
+        tolerance = eps * max((float(jnp.finfo(dtype).eps) for dtype in inexact), default=0.0)
+    eqgt.assert_trees_close(got, expected, tolerance=tolerance, scale=1.0)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads import RuleError
-from hypothesis import given, settings
+from hypothesis import given, HealthCheck, settings
 from jax.custom_derivatives import SymbolicZero
 
 
@@ -23,7 +23,8 @@ PAIRS = st.one_of(st.none(), st.tuples(LEAVES, LEAVES))
 # All of one space: a dict of an array and a pair, with `None` for any part.
 TREES = st.one_of(st.none(), st.fixed_dictionaries({"a": LEAVES, "b": PAIRS}))
 PRIMAL = {"a": jnp.zeros(2), "b": (jnp.zeros(2), jnp.zeros(2))}
-few = settings(max_examples=40, deadline=None)
+# How long an example takes to make depends on what else the machine does.
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def dense(t):

@@ -69,14 +69,20 @@ class Difference:
 
 
 def differences(
-    expected: Sequence[Any], got: Sequence[Any], names: Sequence[str], entrywise: bool = True
+    expected: Sequence[Any],
+    got: Sequence[Any],
+    names: Sequence[str],
+    entrywise: bool = True,
+    scale: float = 0.0,
 ) -> list[Difference]:
     """The difference of each leaf, the largest error first. A NaN or an infinity that is not
     expected is an infinite error."""
     wants, haves = [as_real(x) for x in expected], [as_real(x) for x in got]
     overall = max((norm(_finite(x)) for x in wants), default=0.0)
     found = [
-        Difference(name, _error(want, have, overall, entrywise), np.asarray(w), np.asarray(g))
+        Difference(
+            name, _error(want, have, overall, entrywise, scale), np.asarray(w), np.asarray(g)
+        )
         for name, want, have, w, g in zip(names, wants, haves, expected, got, strict=True)
     ]
     found.sort(key=lambda difference: -difference.error)
@@ -84,17 +90,21 @@ def differences(
 
 
 def difference(
-    expected: Sequence[Any], got: Sequence[Any], names: Sequence[str], entrywise: bool = True
+    expected: Sequence[Any],
+    got: Sequence[Any],
+    names: Sequence[str],
+    entrywise: bool = True,
+    scale: float = 0.0,
 ) -> Difference:
     """The difference of the leaf with the largest error."""
-    return differences(expected, got, names, entrywise)[0]
+    return differences(expected, got, names, entrywise, scale)[0]
 
 
 def _finite(x):
     return np.where(np.isfinite(x), x, 0.0)
 
 
-def _error(want, have, overall, entrywise) -> float:
+def _error(want, have, overall, entrywise, scale) -> float:
     if want.shape != have.shape:
         return float("inf")
     odd = ~np.isfinite(want)
@@ -104,7 +114,7 @@ def _error(want, have, overall, entrywise) -> float:
         return float("inf")
     want, have = _finite(want), np.where(odd, 0.0, have)
     gap = have - want
-    size = norm(want) + _SMALL * overall
+    size = norm(want) + _SMALL * overall + scale
     if size == 0:
         return norm(gap)
     error = norm(gap) / size
@@ -115,7 +125,12 @@ def _error(want, have, overall, entrywise) -> float:
 
 
 def assert_trees_close(
-    got: Any, expected: Any, *, tolerance: float | None = None, entrywise: bool = True
+    got: Any,
+    expected: Any,
+    *,
+    tolerance: float | None = None,
+    entrywise: bool = True,
+    scale: float = 0.0,
 ) -> None:
     """Assert that two trees of arrays have the same structure, shapes, dtypes and values.
 
@@ -141,6 +156,8 @@ def assert_trees_close(
     - `entrywise`: also look for single entries that are wrong, which do not show in the norm
         of a large array: no entry may be off by more than 30 times the tolerance, relative
         to itself and the root mean square of all.
+    - `scale`: is added to the norm that an error is relative to. For numbers in which larger
+        ones have canceled: the size of those.
 
     **Raises:**
 
@@ -162,7 +179,7 @@ def assert_trees_close(
             names.append(name)
             want.append(y)
             have.append(x)
-    worst = difference(want, have, names, entrywise)
+    worst = difference(want, have, names, entrywise, scale)
     limit = tolerance_of(want) if tolerance is None else tolerance
     if not worst.error <= limit:
         raise AssertionError(
