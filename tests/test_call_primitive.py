@@ -299,7 +299,7 @@ def test_d11_a_decorated_module_shows_its_arrays():
     eqgt.assert_trees_close(doubled(1.0), 2 * X)
     for run in (eqx.filter_grad, lambda g: eqx.filter_jit(eqx.filter_grad(g))):
         with pytest.raises(
-            eqg.RuleError, match=r"(?s)array of the Module itself.*at `weight`.*an argument"
+            eqg.RuleError, match=r"(?s)closes over.*at `weight`.*Pass the Module as an argument"
         ):
             run(lambda f: jnp.sum(f(2.0)))(f)
 
@@ -605,3 +605,134 @@ def test_t2_a_wrong_value_is_not_blamed_on_the_tangent():
     f.def_jvp(lambda p, t: (jnp.zeros(3), jnp.cos(*p) * t[0]))
     with pytest.raises(eqg.RuleError, match="returned another output than"):
         jax.jvp(f, (1.0,), (1.0,))
+
+
+# ------------------------------------------------------------------ what an adversary found
+
+
+def _index():
+    return jax.lax.axis_index("i").astype(float)
+
+
+@eqg.custom_jvp
+def indexed(b, x):
+    return b * 1.0, x * _index()
+
+
+@indexed.def_jvp
+def indexed_jvp(primals, tangents):
+    t_b, t_x = tangents
+    return indexed(*primals), (t_b, t_x * _index())
+
+
+@eqg.custom_jvp
+def indexed_by_rule(b, x):
+    return b * x, x
+
+
+@indexed_by_rule.def_jvp
+def indexed_by_rule_jvp(primals, tangents):
+    (b, x), (t_b, t_x) = primals, tangents
+    return indexed_by_rule(b, x), (b * t_x + x * t_b, t_x * _index())
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_output_that_depends_on_the_axis_only(transform):
+    """`axis_index` has no operand, and the batch dimension all the same."""
+    batch = jnp.arange(4.0)
+    mapped = lambda f: transform(lambda x: jax.vmap(f, (0, None), axis_name="i")(batch, x)[1])
+    eqgt.assert_trees_close(mapped(indexed)(2.0), 2 * batch)
+    for f in (indexed, indexed_by_rule):
+        assert jax.grad(lambda x, f=f: jnp.sum(mapped(f)(x)))(2.0) == 6.0
+    f = eqg.custom_vjp(lambda x: (x, jax.lax.axis_index("i")))
+    f.def_fwd(lambda x: (f(x), None))
+    f.def_bwd(lambda _, ct: (ct[0],))
+    got = transform(jax.vmap(f, axis_name="i"))(jnp.arange(3.0))[1]
+    eqgt.assert_trees_close(got, jnp.arange(3))
+
+
+@eqg.custom_jvp
+def mean_over_axis(w):
+    return jax.lax.pmean(w, "i")
+
+
+@mean_over_axis.def_jvp
+def mean_over_axis_jvp(primals, tangents):
+    return mean_over_axis(*primals), jax.lax.pmean(tangents[0], "i")
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_collective_of_a_value_without_the_batch(transform):
+    f = transform(jax.vmap(lambda x, w: x * mean_over_axis(w), (0, None), axis_name="i"))
+    eqgt.assert_trees_close(f(jnp.arange(3.0), 2.0), 2 * jnp.arange(3.0))
+    assert jax.grad(lambda w: jnp.sum(f(jnp.arange(3.0), w)))(2.0) == 3.0
+    total = transform(jax.vmap(mean_over_axis, out_axes=None, axis_name="i"))
+    assert total(jnp.arange(3.0)) == 1.0
+
+
+def test_a_pruned_rule_that_uses_one_output_of_its_own_function():
+    """It was pruned without end."""
+    two = eqg.custom_jvp(lambda x, y: (jnp.exp(x), jnp.exp(y)))
+
+    @two.def_jvp
+    def _(primals, tangents):
+        out = two(*primals)
+        return out, (out[0] * tangents[0], out[1] * tangents[1])
+
+    for run in (jax.jit, lambda f: jax.grad(jax.jit(f)), lambda f: jax.hessian(jax.jit(f))):
+        eqgt.assert_trees_close(run(lambda x, y: two(x, y)[0])(1.0, 2.0), jnp.exp(1.0))
+
+
+def test_a_pruned_call_keeps_what_the_value_of_the_rule_needs():
+    f = eqg.custom_jvp(lambda x, y: (x * 2, x / y))
+
+    @f.def_jvp
+    def _(primals, tangents):
+        (x, y), (t_x, t_y) = primals, tangents
+        return (x / y * y * 2, x / y), (2 * t_x, t_x / y - x / y**2 * t_y)
+
+    jaxpr, _ = pruned(lambda x, y: f(x, y)[0], [True], 1.0, 2.0)
+    run = lambda x, y: jax.core.eval_jaxpr(jaxpr, (), x, y)[0]
+    assert jax.value_and_grad(run)(3.0, 2.0) == (6.0, 2.0)
+
+
+def test_a_pruned_call_with_constants():
+    table = jnp.array([1.0, 2.0, 3.0])
+    g = eqg.custom_jvp(lambda x, y: (jnp.sin(x) * table, jnp.sin(y) * table))
+
+    @g.def_jvp
+    def _(primals, tangents):
+        slopes = [jnp.cos(x) * table * t for x, t in zip(primals, tangents, strict=True)]
+        return g.__wrapped__(*primals), tuple(slopes)
+
+    f = eqg.custom_jvp(jnp.cos)
+    f.def_jvp(lambda p, t: (jnp.cos(p[0]), -g(p[0], 2 * p[0])[0][0] * t[0]))
+
+    def loss(f, x):
+        return jnp.sum(jax.lax.scan(lambda c, _: (f(c) + c, f(c)), x, None, length=3)[1])
+
+    second = lambda f: jax.grad(jax.grad(ft.partial(loss, f)))(0.3)
+    eqgt.assert_trees_close(second(f), second(jnp.cos), tolerance=1e-4)
+
+
+def test_rules_that_nobody_asked_for_do_not_raise():
+    both = lambda x, y: eqg.nondifferentiable((x, y))
+    assert jax.jit(lambda x, y: both(x, y)[0])(1.0, 2.0) == 1.0
+    got = jax.vmap(both, (0, None))(X, 2.0)
+    eqgt.assert_trees_close(got, (X, jnp.full(3, 2.0)))
+
+
+def test_checkify_of_a_gradient_of_a_constant():
+    """Only a constant is known while the call is made, and it has its jaxpr all the same."""
+
+    def fn(x):
+        checkify.check(x > 0, "negative")
+        return jnp.sin(x)
+
+    f = eqg.custom_jvp(fn)
+    f.def_jvp(lambda p, t: (f(*p), jnp.cos(p[0]) * t[0]))
+    error, slope = checkify.checkify(jax.grad(f))(2.0)
+    assert error.get() is None
+    eqgt.assert_trees_close(slope, jnp.cos(2.0))
+    (eqn,) = calls(jax.make_jaxpr(lambda: jax.grad(f)(2.0))())
+    assert eqn.params["call_jaxpr"] is not None

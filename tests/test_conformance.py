@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from eqx_grads.testing._flat_function import Subject
+from eqx_grads.testing._flat_function import FlatFunction
 
 from .cases import CASES, NOT_OPS
 
@@ -71,7 +71,7 @@ def test_op_under_jit_vmap_and_scan(name):
 def _derivatives(fn, args, nondifferentiable):
     """A function of the arrays in `fn` and `args`, and these arrays: value, tangent and
     cotangents, along directions that are the same in each call."""
-    subject = Subject(fn, args, {}, nondifferentiable)
+    subject = FlatFunction(fn, args, {}, nondifferentiable)
 
     def normals(seed, xs):
         keys = jr.split(jr.key(seed), len(xs))

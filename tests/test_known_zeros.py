@@ -69,6 +69,14 @@ PROGRAMS = {
     "cond": branched,
     "checkpoint": checkpointed,
     "nested": nested,
+    "a vector and a scalar": lambda d, t: (d * BAD + t[0], t - (d * BAD)[0], (d * BAD)[0] - t),
+    "into zeros": lambda d, t: jnp.zeros(3).at[jnp.array([0, 2])].add(d[:2]) * BAD + t,
+    "zeros into it": lambda d, t: d.at[1].set(0.0) * BAD + t,
+    "beside zeros": lambda d, t: jnp.concatenate([jnp.zeros(1), d[1:]]) * BAD + t,
+    "slice into zeros": lambda d, t: (
+        jax.lax.dynamic_update_slice(jnp.zeros(3), d[:2], (0,)) * BAD + t
+    ),
+    "linear solve": lambda d, t: jnp.linalg.solve(jnp.diag(BAD), d) + t,
     "opaque": lambda d, t: jax.lax.sort((X, d, t), num_keys=1)[1:],
 }
 

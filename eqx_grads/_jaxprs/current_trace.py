@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.extend.core import find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.interpreters import partial_eval as pe
 
 
 def _state() -> Any:
@@ -36,9 +37,15 @@ def is_staged(operands: Sequence[Any]) -> bool:
     JAX hands a primitive to the innermost trace; one that none of the operands belongs to
     hands it on to the trace around it. There is no public way to ask which trace will take
     it (`jax.interpreters.partial_eval.custom_staging_rules`, which would do, is not public in
-    JAX 0.10 to 0.12). A wrong answer costs time only: see `_rules/call_primitive.py`.
+    JAX 0.10 to 0.12). An equation of a call that was thought not to be staged has no jaxpr of
+    the function, which other interpreters need.
     """
-    owners = {id(x._trace) for x in operands if isinstance(x, Tracer)}
+    # Partial evaluation hands on what it knows.
+    owners = {
+        id(x._trace)
+        for x in operands
+        if isinstance(x, Tracer) and not (isinstance(x, pe.JaxprTracer) and x.is_known())
+    }
     trace = find_top_trace(())
     while type(trace) is not _STAGING and id(trace) not in owners:
         trace = getattr(trace, "parent_trace", None)

@@ -110,6 +110,8 @@ def linear_operands(eqn: Any) -> Sequence[int] | None:
         return range(n)
     if name == "eqg_linear":  # our own, `_rules/linear_primitive.py`
         return range(eqn.params["n_residuals"], n)
+    if name == "custom_linear_solve":  # the right-hand sides come last
+        return range(n - len(eqn.outvars), n)
     return _LINEAR_IN.get(name)
 
 

@@ -17,6 +17,7 @@ class AbstractCall(abc.ABC):
     # Whether a tangent may depend on operands that its output does not depend on, in a way
     # that `jvp` does not show: the backward rule of a `custom_vjp` returns all cotangents.
     is_reverse: bool
+    rules_key: Any  # the same object for all calls with the same rules
 
     @abc.abstractmethod
     def primal(self, operands: Sequence[Any]) -> list[Any]:
@@ -40,11 +41,11 @@ class AbstractCall(abc.ABC):
 
 
 def tangents_of_call(call, n_consts, args, *values):
-    """The tangents of a call, as a function of the operands and the tangents of `args`; an
-    empty array where there is none."""
+    """The outputs of a rule, and then their tangents (an empty array where there is none), as
+    a function of the operands and the tangents of `args`."""
     n = len(values) - len(args)
     ts: list[Any] = [None] * n
     for i, t in zip(args, values[n:], strict=True):
         ts[i] = t
-    _, t_out = call.jvp(values[n_consts:n], ts[n_consts:])
-    return [jnp.zeros(0) if t is None else t for t in t_out]
+    out, t_out = call.jvp(values[n_consts:n], ts[n_consts:])
+    return [*out, *(jnp.zeros(0) if t is None else t for t in t_out)]

@@ -1,13 +1,12 @@
 """A call for a whole batch, where the user gave no batching rule."""
 
 import functools as ft
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
+from jax.interpreters import batching
 
-from .._jaxprs.dependence import depends
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
 from .rule import NEEDS_VALUES
@@ -26,6 +25,7 @@ class BatchedCall(AbstractCall):
         self.n_operands = n_consts + call.n_operands
         self.n_args = n_consts + call.n_args
         self.is_reverse = call.is_reverse
+        self.rules_key = call.rules_key
         self.out_batched: list[bool] | None = None
         self._call = call
         self._batched = batched
@@ -47,7 +47,7 @@ class BatchedCall(AbstractCall):
             self.out_batched = [True] * len(out)
             return out
         if self.out_batched is None:
-            self.out_batched = self._depends_on_batch(example, operands)
+            self.out_batched = self._find_batched(example, operands)
         out = self._vmap(jaxpr_as_fun(example), self._axes)(*operands)
         return _select(out, self.out_batched)
 
@@ -72,7 +72,7 @@ class BatchedCall(AbstractCall):
                 self.out_batched = [True] * len(out)
             else:
                 example = self._trace_example(primals)
-                self.out_batched = self._depends_on_batch(example, primals)
+                self.out_batched = self._find_batched(example, primals)
         return _select(out, self.out_batched), _select(t_out, self.out_batched)
 
     def vmap(self, axis_data, batched, operands):
@@ -97,34 +97,60 @@ class BatchedCall(AbstractCall):
         jax.eval_shape(self._vmap(one, axes), *operands)
         return traced[0]
 
-    def _depends_on_batch(self, example, operands) -> list[bool]:
-        values = _depending(example, self._batched)
+    def _find_batched(self, example, operands) -> list[bool]:
+        """Which outputs have the batch dimension. What `jax.vmap` does is asked, not guessed:
+        collectives and `axis_index` depend on the axis, and not on an operand."""
+        values = self._outputs_batched(example, operands, self._axes)
         inexact = [is_differentiable(t) for t in example.out_avals]
-        if self.is_reverse:
-            return [v or x for v, x in zip(values, inexact, strict=True)]
-        if all(v or not x for v, x in zip(values, inexact, strict=True)):
-            return values
+        together = [v or x for v, x in zip(values, inexact, strict=True)]
+        if self.is_reverse or values == together:
+            return together
         # The rule may say otherwise: the value of `replace_gradient` depends on one operand,
         # its tangent on the other.
         first, last = self._n_consts, self._n_consts + self._call.n_args
         args = [i for i in range(first, last) if is_differentiable(operands[i])]
         indices = [*range(len(operands)), *args]
+        operands, axes = [operands[i] for i in indices], [self._axes[i] for i in indices]
+        rule = ft.partial(tangents_of_call, self._call, first, args)
         try:
-            tangents = self._trace(
-                ft.partial(tangents_of_call, self._call, first, args),
-                [operands[i] for i in indices],
-                [self._axes[i] for i in indices],
-            )
-        except NEEDS_VALUES:
-            return [v or x for v, x in zip(values, inexact, strict=True)]
-        moves = _depending(tangents, [self._batched[i] for i in indices])
+            tangents = self._trace(rule, operands, axes)
+        except Exception:
+            # The rule has not been asked for: what it raises is for the one who differentiates.
+            return together
+        n = len(values)
+        moves = self._outputs_batched(tangents, operands, axes)[n:]
         return [v or t for v, t in zip(values, moves, strict=True)]
 
+    def _outputs_batched(self, program, operands, axes) -> list[bool]:
+        found = _Found()
 
-def _depending(jaxpr: ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on a flagged input."""
-    flagged = depends(jaxpr, flags)
-    return [not isinstance(v, Literal) and v in flagged for v in jaxpr.jaxpr.outvars]
+        def one(*xs):
+            for i, y in enumerate(jaxpr_as_fun(program)(*xs)):
+                probe_p.bind(y, index=i, found=found)
+            return ()
+
+        jax.eval_shape(self._vmap(one, axes), *operands)
+        return [i in found.indices for i in range(len(program.out_avals))]
+
+
+class _Found:
+    """The indices of the values that were seen with a batch dimension. Hashed by identity."""
+
+    def __init__(self):
+        self.indices: set[int] = set()
+
+
+def _see(axis_data, operands, dims, *, index, found):
+    if dims[0] is not None:
+        found.indices.add(index)
+    return operands[0], dims[0]
+
+
+# The identity. Its batching rule says that the operand is batched.
+probe_p = Primitive("eqg_is_batched")
+probe_p.def_impl(lambda x, **_: x)
+probe_p.def_abstract_eval(lambda x, **_: x)
+batching.fancy_primitive_batchers[probe_p] = _see
 
 
 def _select(values, batched):

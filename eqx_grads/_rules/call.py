@@ -51,6 +51,7 @@ class _Call(AbstractCall):
         self.n_operands = n_operands
         self.n_args = flat.n_args
         self.is_reverse = flat.rules.is_reverse
+        self.rules_key = flat.rules.cache  # shared by copies with other tracers
         self.outputs: OutputSpec | None = None
         self._flat = flat
 
@@ -108,19 +109,18 @@ def _not_differentiable(fn, flat, i):
             do="Keyword-only arguments are configuration. Make it a positional parameter "
             "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
         )
-    if isinstance(fn, eqx.Module):
-        return rule_error(
-            f"`{name}` was differentiated with respect to an array of the Module itself.",
-            f"at {leaf}",
-            place_of(fn),
-            do="A rule gives derivatives with respect to arguments. Decorate a function that "
-            f"has the Module as an argument, or the method `__call__` of `{name}`, of which "
-            "`self` is one.",
-        )
     return rule_error(
         f"`{name}` was differentiated with respect to a value that it closes over.",
         f"at {leaf}",
         place_of(fn),
-        do="A rule gives derivatives with respect to arguments. Make the value a "
+        do=_MODULE_WAY_OUT
+        if isinstance(fn, eqx.Module)
+        else "A rule gives derivatives with respect to arguments. Make the value a "
         "positional parameter, or close over `jax.lax.stop_gradient` of it.",
     )
+
+
+_MODULE_WAY_OUT = (
+    "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
+    "decorate a function of it, or its method `__call__`, of which `self` is one."
+)

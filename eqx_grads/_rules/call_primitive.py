@@ -76,6 +76,7 @@ class _ExtendedCall(AbstractCall):
         self.n_operands = len(traced.in_avals)
         self.n_args = n_extra + n_consts + call.n_args
         self.is_reverse = call.is_reverse
+        self.rules_key = call.rules_key
         self._call = call
         self._run = jaxpr_as_fun(traced)
         self._first = n_extra + n_consts
@@ -171,7 +172,8 @@ def _transpose(cts, *operands, call, call_jaxpr, n_consts):
 
 
 def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
-    if all(dim is None for dim in dims):
+    # A named axis may be used without a batched operand: by a collective, or `axis_index`.
+    if all(dim is None for dim in dims) and not _is_named(axis_data):
         out = call_p.bind(*operands, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
         return out, [None] * len(out)
     operands = [
@@ -180,7 +182,7 @@ def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
     ]
     batched = [dim is not None for dim in dims]
     result = None
-    if not any(batched[:n_consts]):
+    if any(batched) and not any(batched[:n_consts]):
         result = call.vmap(axis_data, batched[n_consts:], operands[n_consts:])
     if result is None:
         batched_call = BatchedCall(call, axis_data, batched, call_jaxpr, n_consts)
@@ -189,6 +191,12 @@ def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
         result = out, batched_call.out_batched
     out, out_batched = result
     return list(out), [0 if b else None for b in out_batched]
+
+
+def _is_named(axis_data) -> bool:
+    """Whether the axis of a `vmap` was given a name. Without one, its name is an `object()` of
+    JAX, which is not public."""
+    return type(axis_data.name) is not object
 
 
 call_p.def_impl(_impl)

@@ -206,8 +206,10 @@ def _perturbed_tree(flat: FlatCall, perturbed: Sequence[int]):
 
 def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
     rule = call.rules.fwd_rule
-    offered = rule.asked_for({"perturbed": _perturbed_tree(call.flat, call.perturbed())})
-    result = rule(*call.args, **{**offered, **call.keywords(rule)})
+    keywords = call.keywords(rule)
+    if "perturbed" in rule.keyword_only:
+        keywords = {"perturbed": _perturbed_tree(call.flat, call.perturbed()), **keywords}
+    result = rule(*call.args, **keywords)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
             f"The forward rule `{rule.name}` of `{name_of(call.fn)}` did not return a pair.",
@@ -285,8 +287,9 @@ class _VjpSpec:
         )
 
     def _run_bwd(self, fn, rule, kwargs, kept, ct):
-        offered = {"perturbed": _perturbed_tree(self.flat, self.perturbed), **kwargs}
-        result = rule(kept, ct, **rule.asked_for(offered))
+        if "perturbed" in rule.keyword_only:
+            kwargs = {"perturbed": _perturbed_tree(self.flat, self.perturbed), **kwargs}
+        result = rule(kept, ct, **rule.asked_for(kwargs))
         args = self.flat.args.tree(self.arg_types)
         if not isinstance(result, tuple | list) or len(result) != len(args):
             raise rule_error(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval as pe
 
+from .._jaxprs.dependence import variables
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
 
@@ -17,15 +18,12 @@ def prune(used_outputs, *live_and_eqn):
     eqn = live_and_eqn[-1]  # JAX 0.11 added an argument before it
     if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
-    call, call_jaxpr, n_consts = (eqn.params[k] for k in ("call", "call_jaxpr", "n_consts"))
+    call_jaxpr = eqn.params["call_jaxpr"]
     if call_jaxpr is None or all(used_outputs):
         return [True] * len(eqn.invars), eqn
-    jaxpr = call_jaxpr.jaxpr
-    _, used = pe.dce_jaxpr(jaxpr, used_outputs)
-    if not all(used):
-        by_rule = _used_by_rule(call, call_jaxpr, n_consts, used_outputs)
-        used = [a or b for a, b in zip(used, by_rule, strict=True)]
-    jaxpr, _ = pe.dce_jaxpr(jaxpr, used_outputs, used)
+    used = _used_operands(eqn.params, used_outputs, frozenset())
+    jaxpr, _ = pe.dce_jaxpr(call_jaxpr.jaxpr, used_outputs, used)
+    call, n_consts = eqn.params["call"], eqn.params["n_consts"]
     call = PrunedCall(call, n_consts, used_outputs, used, call_jaxpr.in_avals)
     new_eqn = eqn.replace(
         invars=[v for v, flag in zip(eqn.invars, used, strict=True) if flag],
@@ -40,29 +38,52 @@ def prune(used_outputs, *live_and_eqn):
     return used, new_eqn
 
 
-def _used_by_rule(call, call_jaxpr, n_consts, used_outputs) -> list[bool]:
-    """Which operands the tangents of the used outputs need. A program may be differentiated
-    after it was pruned."""
-    types = call_jaxpr.in_avals
-    kept = [
-        i
-        for i, (used, t) in enumerate(zip(used_outputs, call_jaxpr.out_avals, strict=True))
-        if used and is_differentiable(t)
-    ]
-    if not kept:
-        return [False] * len(types)
+def _used_operands(params, used_outputs, visited: frozenset[Any]) -> list[bool]:
+    """Which operands of a call the used outputs need, and their tangents: a program may be
+    differentiated after it was pruned.
+
+    A rule usually calls its own function, for the value. The rules in `visited` are being
+    looked at, and not looked at once more.
+    """
+    call, call_jaxpr = params["call"], params["call_jaxpr"]
+    used = _used_inputs(call_jaxpr, used_outputs, visited)
+    outputs = zip(used_outputs, call_jaxpr.out_avals, strict=True)
+    if all(used) or call.rules_key in visited:
+        return used
+    if not any(flag and is_differentiable(t) for flag, t in outputs):
+        return used
     if call.is_reverse:  # its backward rule gets all of the residuals and cotangents
-        return [True] * len(types)
+        return [True] * len(used)
+    types, n_consts = call_jaxpr.in_avals, params["n_consts"]
     args = [i for i in range(n_consts, n_consts + call.n_args) if is_differentiable(types[i])]
     trace = jax.make_jaxpr(ft.partial(tangents_of_call, call, n_consts, args))
     try:
-        tangents = trace(*types, *(types[i].to_tangent_aval() for i in args))
-    except NameError:  # the axis of a `vmap` or a mesh, which is not known out here
-        return [True] * len(types)
-    flags = [i in kept for i in range(len(used_outputs))]
-    _, used = pe.dce_jaxpr(tangents.jaxpr, flags)
-    used_tangents = {i for i, flag in zip(args, used[len(types) :], strict=True) if flag}
-    return [flag or i in used_tangents for i, flag in enumerate(used[: len(types)])]
+        rule = trace(*types, *(types[i].to_tangent_aval() for i in args))
+    except Exception:
+        # The rule has not been asked for: what it raises is for the one who differentiates.
+        return [True] * len(used)
+    twice = [*used_outputs, *used_outputs]
+    by_rule = _used_inputs(rule, twice, visited | {call.rules_key})
+    tangents = {i for i, flag in zip(args, by_rule[len(types) :], strict=True) if flag}
+    by_rule = [flag or i in tangents for i, flag in enumerate(by_rule[: len(types)])]
+    return [a or b for a, b in zip(used, by_rule, strict=True)]
+
+
+def _used_inputs(program, used_outputs, visited) -> list[bool]:
+    """Which inputs of a program the used outputs need."""
+    jaxpr = program.jaxpr
+    outvars = zip(jaxpr.outvars, used_outputs, strict=True)
+    wanted = set(variables(v for v, flag in outvars if flag))
+    for eqn in reversed(jaxpr.eqns):
+        used = [v in wanted for v in eqn.outvars]
+        if not any(used) and not eqn.effects:
+            continue
+        flags = [True] * len(eqn.invars)
+        if eqn.primitive.name == "eqg_call" and eqn.params["call_jaxpr"] is not None:
+            flags = _used_operands(eqn.params, used, visited)
+        used_invars = [v for v, flag in zip(eqn.invars, flags, strict=True) if flag]
+        wanted.update(variables(used_invars))
+    return [v in wanted for v in jaxpr.invars]
 
 
 class PrunedCall(AbstractCall):
@@ -70,14 +91,15 @@ class PrunedCall(AbstractCall):
 
     def __init__(self, call, n_consts, used_outputs, used_operands, types):
         self.name = call.name
+        used_operands = used_operands[n_consts:]
         self.n_operands = sum(used_operands)
-        self.n_args = sum(used_operands[: n_consts + call.n_args])
+        self.n_args = sum(used_operands[: call.n_args])
         self.is_reverse = call.is_reverse
+        self.rules_key = call.rules_key
         self._call = call
-        self._n_consts = n_consts
         self._outputs = [i for i, used in enumerate(used_outputs) if used]
         self._operands = [i for i, used in enumerate(used_operands) if used]
-        self._types = types
+        self._types = types[n_consts:]
 
     def primal(self, operands):
         out = self._call.primal(self._all_operands(operands))
@@ -87,17 +109,14 @@ class PrunedCall(AbstractCall):
         ts: list[Any] = [None] * len(self._types)
         for i, t in zip(self._operands, tangents, strict=True):
             ts[i] = t
-        out, t_out = self._call.jvp(self._all_operands(primals), ts[self._n_consts :])
+        out, t_out = self._call.jvp(self._all_operands(primals), ts)
         return [out[i] for i in self._outputs], [t_out[i] for i in self._outputs]
 
     def vmap(self, axis_data, batched, operands):
         flags = [False] * len(self._types)
         for i, flag in zip(self._operands, batched, strict=True):
             flags[i] = flag
-        if any(flags[: self._n_consts]):
-            return None
-        all_operands = self._all_operands(operands)
-        result = self._call.vmap(axis_data, flags[self._n_consts :], all_operands)
+        result = self._call.vmap(axis_data, flags, self._all_operands(operands))
         if result is None:
             return None
         out, out_batched = result
@@ -109,4 +128,4 @@ class PrunedCall(AbstractCall):
         return [
             full[i] if i in full else jnp.zeros(t.shape, t.dtype)
             for i, t in enumerate(self._types)
-        ][self._n_consts :]
+        ]
