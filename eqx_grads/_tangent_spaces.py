@@ -1,4 +1,4 @@
-"""The space in which a tangent lives: its structure, shapes and dtypes are its primal's."""
+"""Tangent spaces: check tangents, sum and cast cotangents to the types of their primals."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

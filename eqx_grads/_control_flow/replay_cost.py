@@ -1,4 +1,4 @@
-"""Which backward pass of a scan is likely to be faster, estimated from its body.
+"""The cost estimate behind `checkpoint="auto"`: replay or plain scan, on a CPU.
 
 The constants are those of a CPU: on other platforms nothing is estimated, and `"auto"` is the
 plain scan.

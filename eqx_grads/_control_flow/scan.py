@@ -1,4 +1,4 @@
-"""`filter_scan`: its arguments, and the choice of the method for its backward pass."""
+"""`filter_scan`: its arguments, and the choice of its method (`"auto"` included)."""
 
 import contextlib
 import contextvars

@@ -1,4 +1,4 @@
-"""Which transformation is at work: operations run at once, are staged, or neither."""
+"""Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Evaluate a program some of whose inputs are known to be zero, and compute no term of these.
+"""Evaluate a jaxpr with tangents that are known to be zero, without the terms they are in.
 
 A rule is linear in its tangents, so the terms of arguments that are not being differentiated
 are zero. Multiplied by an infinite or undefined factor they would be NaN; here they are not

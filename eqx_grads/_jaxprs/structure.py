@@ -1,4 +1,4 @@
-"""The equations that run inner programs: one table of calls and control flow, and one walk."""
+"""Equations that contain jaxprs (calls, cond, scan, while): one table, one traversal."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX that we support, or has no public name in any.
+"""Differences between JAX versions, and details of jaxprs without a public API.
 
 Each function says which JAX lets us delete it, or which of its cases.
 """

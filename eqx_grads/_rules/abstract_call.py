@@ -1,4 +1,4 @@
-"""A flat call of a function with rules, as the primitive sees it."""
+"""The interface between the primitive and a call: primal, JVP and batching, all flat."""
 
 import abc
 from collections.abc import Sequence

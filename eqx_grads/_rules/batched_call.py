@@ -1,4 +1,4 @@
-"""A call for a whole batch, where the user gave no batching rule."""
+"""Default batching: a call under `vmap` without a batching rule of the user's."""
 
 import functools as ft
 from typing import Any

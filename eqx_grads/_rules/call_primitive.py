@@ -1,4 +1,4 @@
-"""The primitive for a call of a function with rules.
+"""The primitive for a call with rules: its JVP, transpose, batching rule and lowering.
 
 Neither of JAX's own will do. A `jax.custom_jvp` is batched by batching its rule, so a batching
 rule of the user's never sees the call (clause 3 of the contract); when a staged one is batched,

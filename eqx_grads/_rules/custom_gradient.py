@@ -1,4 +1,4 @@
-"""The closure form: a function that returns its value together with its backward rule."""
+"""`custom_gradient`: a function that returns its value and its backward rule, a closure."""
 
 import functools as ft
 from collections.abc import Callable

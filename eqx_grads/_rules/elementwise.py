@@ -1,4 +1,4 @@
-"""Functions that act on each element by itself: a rule is a line of partial derivatives."""
+"""`elementwise`: a rule for an elementwise function, given its partial derivatives."""
 
 import functools as ft
 from collections.abc import Callable, Sequence

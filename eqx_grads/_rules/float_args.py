@@ -1,4 +1,4 @@
-"""Checks and conversions of arguments: floating arrays, their parameters, numbers of bits."""
+"""Check and convert the arguments of ops: floats, and numbers of bits and levels."""
 
 import math
 import operator

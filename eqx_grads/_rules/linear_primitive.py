@@ -1,4 +1,4 @@
-"""One JAX primitive: a linear map together with its chosen transpose.
+"""The primitive for a linear map with a chosen transpose: tangents of a `custom_vjp`.
 
 `jax.custom_derivatives.linear_call` is the nearest thing in JAX, and has no batching rule;
 so forward mode, reverse mode and `vmap` could not all be had at once (clause 3 of the

@@ -1,4 +1,4 @@
-"""A value that must not be differentiated, and says so."""
+"""`nondifferentiable`: the identity, which raises if it is differentiated."""
 
 import jax
 from jaxtyping import PyTree

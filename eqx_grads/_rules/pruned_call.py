@@ -1,4 +1,4 @@
-"""A call without the outputs that nobody uses: dead-code elimination for the primitive."""
+"""The DCE rule of the call primitive: drop unused outputs, and operands only they need."""
 
 import functools as ft
 from typing import Any

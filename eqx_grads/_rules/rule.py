@@ -1,4 +1,4 @@
-"""A user's rule, one call of it, and the checks on its outputs."""
+"""A user's rule, one call of it, and the check of the value that it returns."""
 
 import abc
 import dataclasses

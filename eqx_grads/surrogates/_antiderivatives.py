@@ -1,4 +1,4 @@
-"""Smooth steps, each with its density as the derivative rule.
+"""Smooth step functions: the antiderivatives of surrogate slopes.
 
 With these rules, the derivative of a step and the density agree to rounding also in the tails,
 where autodiff of the step suffers from cancellation.

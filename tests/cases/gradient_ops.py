@@ -118,7 +118,7 @@ def _():
 
 @case("on_backward", **backward(jnp.tanh))
 def _():
-    return lambda x: eqg.onbackward(x, jnp.tanh), (vector(),)
+    return lambda x: eqg.on_backward(x, jnp.tanh), (vector(),)
 
 
 @case("on_forward", reference=_identity)

@@ -1,4 +1,4 @@
-"""Replace the layers of a model by quantized ones, by rules, and report it."""
+"""`quantize_model`: replace layers selected by patterns, and report the replacements."""
 
 import dataclasses
 import difflib
