@@ -258,6 +258,8 @@ def varying_axes(x: Any) -> frozenset:
 
 def _match_varying(ct, primal):
     """Inside `shard_map`: a replicated value was broadcast over the mesh; sum over it."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return ct
     over, under = varying_axes(ct), varying_axes(primal)
     if over - under:
         ct = jax.lax.psum(ct, tuple(sorted(over - under)))

@@ -37,6 +37,9 @@ class Rebuildable:
     """A plain object whose whole state is its `__dict__`. A copy with other contents may stand
     for the original."""
 
+    # The attributes that may hold a tracer.
+    captures: tuple[str, ...] = ()
+
 
 class Opaque:
     """An object that the search for tracers does not enter, and that copies share."""
@@ -200,6 +203,8 @@ def _references(x, kind) -> Sequence[Any]:
         return (_unjitted(x),)
     if is_closed(x):
         return ()
+    if isinstance(x, Rebuildable):
+        return [getattr(x, name) for name in x.captures]
     if isinstance(x, _REBUILDABLE):
         return [*(v for k, v in vars(x).items() if k not in _NOT_COPIED), kind]
     if kind not in _ENTERED and not isinstance(x, ft.partial):

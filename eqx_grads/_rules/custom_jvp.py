@@ -98,6 +98,7 @@ class custom_jvp(AbstractDecorated[P, T]):
 
 class _ForwardRules(AbstractRules):
     is_reverse = False
+    captures = ("jvp_rule", "vmap_rule")
 
     def __init__(self):
         AbstractRules.__init__(self)

@@ -137,6 +137,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
 class _ReverseRules(AbstractRules):
     is_reverse = True
+    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
 
     def __init__(self):
         AbstractRules.__init__(self)

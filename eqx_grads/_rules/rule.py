@@ -21,6 +21,8 @@ class Rule(Rebuildable):
     in its place that has tracers substituted, and no `__wrapped__`.
     """
 
+    captures = ("fn",)
+
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -106,6 +108,8 @@ class AbstractRules(Rebuildable, abc.ABC):
 
     Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
     """
+
+    is_reverse: bool  # whether the rules are those of a `custom_vjp`
 
     def __init__(self):
         self.vmap_rule: Rule | None = None
