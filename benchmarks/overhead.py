@@ -1,4 +1,4 @@
-"""Claim: in eager mode, a call costs 0.15 to 0.2 of raw JAX, and a derivative 1.3 to 2.0 times
+"""Claim: in eager mode, a call costs 0.15 to 0.2 of raw JAX, and a derivative 1.1 to 1.4 times
 as much; `docs/design.md` has the table.
 
 Under `jit` there is no difference: `tests/test_cost.py` compares the compiled programs. In
