@@ -30,7 +30,9 @@ class BatchedCall(AbstractCall):
         self._call = call
         self._batched = batched
         self._n_consts = n_consts
-        self._example: ClosedJaxpr | None = call_jaxpr  # the function of one example
+        # The function of one example, and which of its outputs have the batch dimension.
+        self._example: ClosedJaxpr | None = call_jaxpr
+        self._example_batched: list[bool] | None = None
         self._axes = [0 if b else None for b in batched]
         self._vmap = ft.partial(
             jax.vmap,
@@ -83,24 +85,33 @@ class BatchedCall(AbstractCall):
 
     def _trace_example(self, operands) -> ClosedJaxpr:
         if self._example is None:
-            self._example = self._trace(self._primal_of_example, operands, self._axes)
+            self._example, self._example_batched = self._trace(
+                self._primal_of_example, operands, self._axes
+            )
         return self._example
 
-    def _trace(self, fn, operands, axes) -> ClosedJaxpr:
-        """`fn` of one example as a jaxpr. Traced inside `vmap`, where its axis has a name."""
+    def _trace(self, fn, operands, axes) -> tuple[ClosedJaxpr, list[bool]]:
+        """`fn` of one example as a jaxpr, and which of its outputs `jax.vmap` gives the batch
+        dimension. Traced inside `vmap`, where its axis has a name."""
+        found = _Found()
         traced: list[ClosedJaxpr] = []
 
         def one(*xs):
-            traced.append(jax.make_jaxpr(fn)(*map(jax.typeof, xs)))
+            known = isinstance(fn, ClosedJaxpr)
+            traced.append(fn if known else jax.make_jaxpr(fn)(*map(jax.typeof, xs)))
+            for i, y in enumerate(jaxpr_as_fun(traced[0])(*xs)):
+                probe_p.bind(y, index=i, found=found)
             return ()
 
         jax.eval_shape(self._vmap(one, axes), *operands)
-        return traced[0]
+        return traced[0], [i in found.indices for i in range(len(traced[0].out_avals))]
 
     def _find_batched(self, example, operands) -> list[bool]:
         """Which outputs have the batch dimension. What `jax.vmap` does is asked, not guessed:
         collectives and `axis_index` depend on the axis, and not on an operand."""
-        values = self._outputs_batched(example, operands, self._axes)
+        values = self._example_batched
+        if values is None:
+            _, values = self._trace(example, operands, self._axes)
         inexact = [is_differentiable(t) for t in example.out_avals]
         together = [v or x for v, x in zip(values, inexact, strict=True)]
         if self.is_reverse or values == together:
@@ -113,24 +124,11 @@ class BatchedCall(AbstractCall):
         operands, axes = [operands[i] for i in indices], [self._axes[i] for i in indices]
         rule = ft.partial(tangents_of_call, self._call, first, args)
         try:
-            tangents = self._trace(rule, operands, axes)
+            _, moves = self._trace(rule, operands, axes)
         except Exception:
             # The rule has not been asked for: what it raises is for the one who differentiates.
             return together
-        n = len(values)
-        moves = self._outputs_batched(tangents, operands, axes)[n:]
-        return [v or t for v, t in zip(values, moves, strict=True)]
-
-    def _outputs_batched(self, program, operands, axes) -> list[bool]:
-        found = _Found()
-
-        def one(*xs):
-            for i, y in enumerate(jaxpr_as_fun(program)(*xs)):
-                probe_p.bind(y, index=i, found=found)
-            return ()
-
-        jax.eval_shape(self._vmap(one, axes), *operands)
-        return [i in found.indices for i in range(len(program.out_avals))]
+        return [v or t for v, t in zip(values, moves[len(values) :], strict=True)]
 
 
 class _Found:
