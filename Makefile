@@ -22,9 +22,9 @@ CACHE = JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 # The programs of the quick tests are small and run once: what the compiler does to make them
 # fast takes half of the time. The slow tests run what users run. XLA aborts at a flag that it
-# does not know, as JAX 0.12 no longer knows this one.
+# does not know, as JAX 0.12 no longer knows this one, and takes a blank for the name of a file.
 COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
-    XLA_FLAGS="$$XLA_FLAGS $$($(BIN)/python -c 'import jax; jax.__version_info__ < (0, 11) \
+    XLA_FLAGS="$${XLA_FLAGS:+$$XLA_FLAGS }$$($(BIN)/python -c 'import jax; jax.__version_info__ < (0, 11) \
         and print("--xla_cpu_use_fusion_emitters=false")')"
 
 .DEFAULT_GOAL := help
