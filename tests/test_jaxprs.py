@@ -73,7 +73,9 @@ def scan(f, x):
 
 def while_loop(f, x):
     y, _ = jax.lax.while_loop(
-        lambda c: c[1] < jnp.sum(x) + 3, lambda c: (f(c[0]) + x, c[1] + 1), (x, jnp.zeros((), x.dtype))
+        lambda c: c[1] < jnp.sum(x) + 3,
+        lambda c: (f(c[0]) + x, c[1] + 1),
+        (x, jnp.zeros((), x.dtype)),
     )
     return y
 
@@ -427,7 +429,8 @@ class TestOpaque:
     def test_a_reduction_with_an_operation_of_its_own(self):
         """Its parameter `jaxpr` is not a program of its operands."""
         multiply = lambda a, b: a * b * jnp.cos(a - a)
-        program = jax.make_jaxpr(lambda x: jax.lax.reduce(x, np.ones((), x.dtype)[()], multiply, (0,)))(x)
+        one = np.ones((), x.dtype)[()]
+        program = jax.make_jaxpr(lambda x: jax.lax.reduce(x, one, multiply, (0,)))(x)
         assert output_statuses(program) == [UNKNOWN]
 
 
