@@ -144,7 +144,9 @@ def heaviside(
 
 
 def _heaviside(x, *, at_zero):
-    return jnp.heaviside(x, jnp.asarray(at_zero).astype(x.dtype))
+    # JAX 0.10.0 returns the second argument also at NaN, and 0.10.2 returns NaN.
+    at_zero = jnp.asarray(at_zero).astype(x.dtype)
+    return jnp.heaviside(x, jnp.where(jnp.isnan(x), x, at_zero))
 
 
 def ternary(

@@ -135,7 +135,8 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
             "`derivative(v)`.",
         )
     # `jnp.heaviside` and not `v > 0`, so that NaN is propagated.
-    return jnp.heaviside(v, jnp.zeros((), v.dtype))
+    # JAX 0.10.0 returns the second argument also at NaN, and 0.10.2 returns NaN.
+    return jnp.heaviside(v, jnp.where(jnp.isnan(v), v, jnp.zeros((), v.dtype)))
 
 
 @spike.def_jvp(symbolic_zeros=True)
