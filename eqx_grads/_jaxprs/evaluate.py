@@ -114,11 +114,11 @@ def _run_scan(scan: Scan, values: list[Any], run: Run, extra: Any) -> list[Any]:
     def body(carry, xs_and_extra):
         xs, extra = xs_and_extra
         out = list(run(*scan.programs, [*consts, *carry, *xs], extra))
-        return out[: scan.n_carry], out[scan.n_carry :]
+        return _with_fixed_dtypes(out[: scan.n_carry]), out[scan.n_carry :]
 
     carry, ys = jax.lax.scan(
         body,
-        rest[: scan.n_carry],
+        _with_fixed_dtypes(rest[: scan.n_carry]),
         (rest[scan.n_carry :], extra),
         length=scan.length,
         reverse=scan.reverse,
@@ -133,6 +133,13 @@ def _run_while(loop: While, values: list[Any], run: Run, extras: Sequence[Any]) 
     body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
     return jax.lax.while_loop(
         lambda carry: run(cond, [*cond_consts, *carry], extras[0])[0],
-        lambda carry: list(run(body, [*body_consts, *carry], extras[1])),
-        init,
+        lambda carry: _with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1]))),
+        _with_fixed_dtypes(init),
     )
+
+
+def _with_fixed_dtypes(carry: list[Any]) -> list[Any]:
+    """A carry that is a Python number before the first step has a weak dtype there, and another
+    one after it: JAX would trace the step again."""
+    is_weak = lambda x: getattr(x, "weak_type", False)
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_weak(x) else x, carry)

@@ -34,10 +34,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     if "num_consts" in params and "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     groups = getattr(params.get("ft_in"), "elts", ())
-    if len(groups) == 3 and all(hasattr(group, "elts") for group in groups):
-        consts, carry, _ = groups
-        return len(consts.elts), len(carry.elts)
-    return None
+    # A group may have groups in it: what is counted is what is at the end.
+    counts = [len(tuple(group.vals)) for group in groups if hasattr(group, "vals")]
+    if len(counts) != 3 or not is_jaxpr(params.get("jaxpr")):
+        return None
+    fits = sum(counts) == len(as_closed(params["jaxpr"]).in_avals)
+    return (counts[0], counts[1]) if fits else None
 
 
 class CheckpointParams(NamedTuple):
