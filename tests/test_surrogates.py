@@ -528,7 +528,7 @@ def test_a_scan_keeps_no_more_than_with_the_rule_by_hand(dtype):
 @pytest.mark.cost
 def test_no_equation_is_added_to_the_forward_pass():
     compiled = lambda f: jax.jit(f).lower(jnp.ones(8)).compile().cost_analysis()["flops"]
-    assert compiled(lambda v: spike(v, superspike())) == compiled(step_by_hand)
+    assert compiled(lambda v: spike(v, superspike())) <= compiled(step_by_hand)
 
 
 # ---------------------------------------------------------------- errors

@@ -144,9 +144,10 @@ def heaviside(
 
 
 def _heaviside(x, *, at_zero):
-    # JAX 0.10.0 returns the second argument also at NaN, and 0.10.2 returns NaN.
+    # Not `jnp.heaviside`, which on JAX 0.10.0 does not propagate NaN.
     at_zero = jnp.asarray(at_zero).astype(x.dtype)
-    return jnp.heaviside(x, jnp.where(jnp.isnan(x), x, at_zero))
+    step = jnp.where(x == 0, at_zero, (x > 0).astype(x.dtype))
+    return jnp.where(jnp.isnan(x), x, step)
 
 
 def ternary(

@@ -134,9 +134,9 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
             do="Give it a surrogate, like `eqx_grads.surrogates.atan()`, or a function "
             "`derivative(v)`.",
         )
-    # `jnp.heaviside` and not `v > 0`, so that NaN is propagated.
-    # JAX 0.10.0 returns the second argument also at NaN, and 0.10.2 returns NaN.
-    return jnp.heaviside(v, jnp.where(jnp.isnan(v), v, jnp.zeros((), v.dtype)))
+    # Not `v > 0` alone, so that NaN is propagated, nor `jnp.heaviside`, which takes more
+    # operations and on JAX 0.10.0 does not propagate it.
+    return jnp.where(jnp.isnan(v), v, (v > 0).astype(v.dtype))
 
 
 @spike.def_jvp(symbolic_zeros=True)
