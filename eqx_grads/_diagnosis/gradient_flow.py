@@ -21,6 +21,7 @@ from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
+from .layers import has_arrays, is_layer, wrap_layers
 from .probe import GradientStatistics, probe
 
 
@@ -163,46 +164,37 @@ batching.primitive_batchers[mark_p] = _mark_batch
 mlir.register_lowering(mark_p, mlir.lower_fun(_mark_impl, multiple_results=True))
 
 
-class _Marked(eqx.Module):
-    """Wraps a layer: marks its output, and otherwise behaves as the layer does."""
-
-    _eqg_layer: Any
-    _eqg_index: int = eqx.field(static=True)
-
-    def __call__(self, *args, **kwargs):
-        out = self._eqg_layer(*args, **kwargs)
-        leaves, treedef = jax.tree.flatten(out)
-        indices = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
-        if indices:
-            xs = [jnp.asarray(leaves[i]) for i in indices]
-            for i, x in zip(indices, mark_p.bind(*xs, layer=self._eqg_index), strict=True):
-                leaves[i] = x
-        return jax.tree.unflatten(treedef, leaves)
-
-    @property
-    def __class__(self):  # pyright: ignore  `isinstance` sees the layer
-        return type(self._eqg_layer)
-
-    def __getattr__(self, name):
-        if name.startswith("_eqg_"):
-            raise AttributeError(name)
-        return getattr(self._eqg_layer, name)
+def _call_marked(layer, index, *args, **kwargs):
+    """Call a layer, and mark its output."""
+    out = layer(*args, **kwargs)
+    leaves, treedef = jax.tree.flatten(out)
+    indices = [i for i, leaf in enumerate(leaves) if is_differentiable(leaf)]
+    if indices:
+        xs = [jnp.asarray(leaves[i]) for i in indices]
+        for i, x in zip(indices, mark_p.bind(*xs, layer=index), strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _mark_layers(model, where) -> tuple[list[str], Any]:
     """The names of the layers to probe, and the model in which these are marked."""
     selected = None
     if where is not None:
-        selected = jax.tree.leaves(where(model), is_leaf=_is_layer)
-        if not selected or not all(map(_is_layer, selected)):
+        selected = jax.tree.leaves(where(model), is_leaf=is_layer)
+        if not selected or not all(map(is_layer, selected)):
             raise rule_error(
                 "`gradient_flow` was given a `where` that does not return layers.",
                 f"it returned {show_tree(where(model))}",
                 place_of(where),
                 do="Return callable Modules of the model: one, or a tree of them.",
             )
-    names: list[str] = []
-    marked = _mark_below(model, "", selected, names)
+
+    def selects(node):
+        if selected is not None:
+            return any(layer is node for layer in selected)
+        return has_arrays(node) and not isinstance(node, eqx.nn.StatefulLayer)
+
+    names, marked = wrap_layers(model, selects, _call_marked)
     n_selected = 1 if selected is None else len({id(layer) for layer in selected})
     if len(names) < n_selected:
         raise rule_error(
@@ -212,33 +204,6 @@ def _mark_layers(model, where) -> tuple[list[str], Any]:
             "with `where`.",
         )
     return names, marked
-
-
-def _is_layer(node) -> bool:
-    return isinstance(node, eqx.Module) and callable(node)
-
-
-def _mark_below(node, path, selected, names):
-    """`node` with its layers marked; appends their names to `names`, outer layers first."""
-    is_inner = lambda n: n is not node and _is_layer(n)
-    parts, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_inner)
-    if selected is None:
-        is_selected = any(eqx.is_array(part) for _, part in parts)
-        is_selected = is_selected and not isinstance(node, eqx.nn.StatefulLayer)
-    else:
-        is_selected = any(layer is node for layer in selected)
-    is_selected = is_selected and _is_layer(node)
-    index = len(names)
-    if is_selected:
-        names.append(path.removeprefix(".") or type(node).__name__)
-    inner = [
-        _mark_below(part, path + jax.tree_util.keystr(p), selected, names)
-        if _is_layer(part)
-        else part
-        for p, part in parts
-    ]
-    node = jax.tree.unflatten(treedef, inner)
-    return _Marked(node, index) if is_selected else node
 
 
 # ---------------------------------------------------------------- evaluation with probes

@@ -1,0 +1,143 @@
+"""Number the equations of a loss, and find the number in the programs of its derivatives.
+
+JAX differentiates a program to another one. An equation of the derivative keeps the name stack
+of the equation that it was made from. So each equation of the loss is evaluated in a
+`jax.named_scope` with its number.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.structure import (
+    Call,
+    CallWithRule,
+    Checkpoint,
+    Cond,
+    inner_programs,
+    Scan,
+    structure,
+    While,
+)
+from .._jaxprs.versions import assigns_shardings
+from .source_lines import source_line, SourceLine
+from .traced_loss import TracedLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """An equation of the loss.
+
+    - `primitive`: its name. For a call of a function with a rule, the function's.
+    - `source`: the line of the user's code.
+    - `path`: the path of the innermost layer that it is called in, or empty.
+    - `loops`: the numbers of the equations of the enclosing loops, outermost first.
+    - `enclosing`: the numbers of all enclosing equations, outermost first.
+    """
+
+    number: int
+    eqn: Any
+    primitive: str
+    source: SourceLine
+    path: str
+    loops: tuple[int, ...]
+    enclosing: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbered:
+    """A program, the number of each of its equations, and for each the inner programs."""
+
+    program: ClosedJaxpr
+    numbers: Sequence[int]
+    inner: Sequence[Sequence["_Numbered"]]
+
+
+class NumberedLoss:
+    """A loss of which every equation has a number.
+
+    `origins[i]` is equation `i`, in the order of the program; the equations of an inner program
+    follow the one that they are in. Called with the inputs of the program, it returns the loss.
+    It can be differentiated, and `origin_of` tells where an equation of the result comes from.
+    """
+
+    def __init__(self, traced: TracedLoss):
+        self.traced = traced
+        self.origins: list[Origin] = []
+        self._root = self._number(traced.program, "", (), ())
+
+    def __call__(self, *values: Any) -> Any:
+        return self._evaluate(self._root, values)[0]
+
+    def origin_of(self, eqn: Any) -> Origin | None:
+        """Where an equation of a derivative of this loss comes from.
+
+        `None` if it has no number: the equation that it is in may have one.
+        """
+        numbers = re.findall(r"eqg_equation_(\d+)", str(eqn.source_info.name_stack))
+        return self.origins[int(numbers[-1])] if numbers else None
+
+    def _number(self, program, path, loops, enclosing) -> _Numbered:
+        numbers, inner = [], []
+        for eqn in program.eqns:
+            number = len(self.origins)
+            layer = _layer_of(eqn, self.traced.layers) or path
+            source = source_line(eqn)
+            if not source.file and enclosing:
+                source = self.origins[enclosing[-1]].source
+            name = _name_of_primitive(eqn)
+            origin = Origin(number, eqn, name, source, layer, loops, enclosing)
+            self.origins.append(origin)
+            numbers.append(number)
+            is_loop = isinstance(structure(eqn), Scan | While)
+            inside = (*loops, number) if is_loop else loops
+            parts = inner_programs(eqn)
+            inner.append([self._number(p, layer, inside, (*enclosing, number)) for p in parts])
+        return _Numbered(program, numbers, inner)
+
+    def _evaluate(self, numbered: _Numbered, values: Sequence[Any]) -> Sequence[Any]:
+        positions = iter(range(len(numbered.numbers)))
+
+        def hook(eqn, values):
+            i = next(positions)
+            with jax.named_scope(f"eqg_equation_{numbered.numbers[i]}"):
+                if not _is_entered(eqn):
+                    return bind(eqn, values)
+                parts = {id(part.program.jaxpr): part for part in numbered.inner[i]}
+                run = lambda program, values, _: self._evaluate(
+                    parts[id(program.jaxpr)], values
+                )
+                return enter(eqn, values, run)
+
+        return evaluate(numbered.program, values, hook)
+
+
+def _is_entered(eqn) -> bool:
+    """Whether the equation is replaced by its inner equations. Where a rule or a sharding would
+    be lost, it is not."""
+    known = structure(eqn)
+    if isinstance(known, Call):
+        return not assigns_shardings(eqn.params)
+    if isinstance(known, Cond):
+        return not known.by_platform
+    return isinstance(known, Checkpoint | Scan | While)
+
+
+def _layer_of(eqn, layers: Sequence[str]) -> str:
+    """The path of the innermost layer that an equation is called in, or empty."""
+    indices = re.findall(r"eqg_layer_(\d+)", str(eqn.source_info.name_stack))
+    return layers[int(indices[-1])] if indices and layers else ""
+
+
+def _name_of_primitive(eqn) -> str:
+    """The name of the primitive, or of the function that an equation calls."""
+    if isinstance(structure(eqn), CallWithRule | Call):
+        name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
+        if isinstance(name, str):
+            return name
+    return eqn.primitive.name

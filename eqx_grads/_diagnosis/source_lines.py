@@ -1,0 +1,79 @@
+"""The line of the user's code that an equation of a program comes from."""
+
+import dataclasses
+import linecache
+import os
+import sysconfig
+from typing import Any
+
+import equinox as eqx
+import jax
+import jaxlib
+import jaxtyping
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceLine:
+    """`file` and `line` are the user's. `library` is the place in an installed package that the
+    user's line called, such as `optax/losses/_regression.py:43`, or empty."""
+
+    file: str
+    line: int
+    function: str
+    library: str = ""
+
+    @property
+    def code(self) -> str:
+        """The text of the line; empty if the file can't be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self):
+        if not self.file:
+            return "unknown"
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+UNKNOWN = SourceLine("", 0, "")
+
+_folder = lambda file: os.path.dirname(os.path.abspath(file)) + os.sep
+# Frames of these packages tell the user nothing.
+_HIDDEN = (
+    *(_folder(package.__file__) for package in (jax, jaxlib, eqx, jaxtyping)),
+    os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep,  # eqx_grads
+)
+_INSTALLED = tuple(
+    {
+        os.path.abspath(sysconfig.get_path(name)) + os.sep
+        for name in ("purelib", "platlib", "stdlib", "platstdlib")
+    }
+)
+
+
+def source_line(eqn: Any) -> SourceLine:
+    """Where an equation comes from: the innermost frame of the user's code.
+
+    If no frame is the user's, it is the innermost one of another library.
+    """
+    traceback = eqn.source_info.traceback
+    frames = [f for f in (traceback.frames if traceback else ()) if not _is_hidden(f)]
+    users = [f for f in frames if not f.file_name.startswith(_INSTALLED)]
+    first_of_user = frames.index(users[0]) if users else len(frames)
+    inside = next((f for f in frames[:first_of_user] if _package_path(f.file_name)), None)
+    frame = users[0] if users else inside
+    if frame is None:
+        return UNKNOWN
+    library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
+    return SourceLine(frame.file_name, frame.line_num, frame.function_name, library)
+
+
+def _is_hidden(frame) -> bool:
+    name = frame.file_name
+    return name.startswith(_HIDDEN) or name.startswith("<frozen")
+
+
+def _package_path(file: str) -> str:
+    """The path of a file inside the folder of installed packages, or empty."""
+    for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
+        if marker in file:
+            return file.rpartition(marker)[2]
+    return ""

@@ -1,0 +1,142 @@
+"""Trace the loss of a model to a program, with the path of the layer at every equation."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
+
+from .._control_flow.scan import visible_steps
+from .._errors import name_of, place_of, rule_error, show_tree
+from .._tangent_spaces import is_differentiable
+from .layers import wrap_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """A loss as a program of arrays.
+
+    The inputs of the program are the inexact arrays of the model and then all other arrays. Its
+    output is the loss. `leaves` are the paths of the inexact arrays of the model, and `inputs`
+    names all inputs of the program. `values` are the inputs.
+
+    `layers` are the paths of the layers of the model. The name stack of an equation has
+    `eqg_layer_2` where the equation is in a call of `layers[2]`; see `layer_in`.
+    """
+
+    program: ClosedJaxpr
+    values: Sequence[Any]
+    leaves: Sequence[str]
+    inputs: Sequence[str]
+    layers: Sequence[str]
+
+
+def trace_loss(
+    caller: str,
+    loss: Callable[..., Any],
+    model: PyTree,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    steps_are_visible: bool = True,
+) -> TracedLoss:
+    """Trace `loss(model, *args, **kwargs)`.
+
+    - `caller`: the public function, for its errors.
+    - `steps_are_visible`: whether the steps of `filter_scan` are equations of the program, and
+        not calls with a rule.
+    """
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
+    if not paths:
+        raise rule_error(
+            f"`{caller}` was given a model without inexact arrays.",
+            f"it is {show_tree(model)}",
+            do="It differentiates with respect to the arrays of floats in `model`, the first "
+            "argument of the loss.",
+        )
+    others, static = eqx.partition((rest, args, dict(kwargs)), eqx.is_array)
+    values, treedef = jax.tree.flatten((arrays, others))
+    _check_concrete(caller, values)
+    other_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(others)]
+    layers: list[str] = []
+
+    def flat_loss(values, wrap):
+        arrays, others = jax.tree.unflatten(treedef, values)
+        rest, args, kwargs = eqx.combine(others, static)
+        model = eqx.combine(arrays, rest)
+        if wrap:
+            layers[:], model = wrap_layers(model, lambda layer: True, _call_named)
+        return _check_scalar(caller, loss, loss(model, *args, **kwargs))
+
+    visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
+    with visible:
+        try:
+            program = jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
+        except Exception:
+            # The loss may need the very types of its layers. Without the wrappers the paths of
+            # layers are not known. An error of the loss itself is raised here once more.
+            layers.clear()
+            program = _trace_bare(caller, loss, flat_loss, values)
+    return TracedLoss(
+        program,
+        values,
+        [_name_of_path(path) for path in paths],
+        [f"model{jax.tree_util.keystr(path)}" for path in paths]
+        + [_name_of_other(path) for path in other_paths],
+        layers,
+    )
+
+
+def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
+    try:
+        return jax.make_jaxpr(lambda values: flat_loss(values, wrap=False))(values)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise rule_error(
+            f"`{caller}` can't trace the loss `{name_of(loss)}`.",
+            str(error).splitlines()[0],
+            place_of(loss),
+            do="It traces the loss as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` for "
+            "decisions that depend on arrays, and `jax.pure_callback` for NumPy.",
+        ) from error
+
+
+def _call_named(layer, index, *args, **kwargs):
+    with jax.named_scope(f"eqg_layer_{index}"):
+        return layer(*args, **kwargs)
+
+
+def _check_concrete(caller, values):
+    if any(isinstance(x, jax.core.Tracer) for x in values):
+        raise rule_error(
+            f"`{caller}` was called inside a transformed function.",
+            "the model or an argument holds a traced array",
+            do=f"Call `{caller}` outside of `jax.jit`, `jax.grad` and `jax.vmap`: it applies "
+            "these itself, and looks at the values.",
+        )
+
+
+def _check_scalar(caller, loss, out):
+    if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
+        raise rule_error(
+            f"The loss `{name_of(loss)}` did not return a real scalar.",
+            f"it returned {show_tree(out)}",
+            place_of(loss),
+            do=f"`{caller}` differentiates one real number. Return it without auxiliary output.",
+        )
+    return out
+
+
+def _name_of_path(path) -> str:
+    return jax.tree_util.keystr(path).removeprefix(".") or "model"
+
+
+def _name_of_other(path) -> str:
+    """The name of an array that is not differentiated, by its path in `(rest, args, kwargs)`."""
+    kind = ("model", "args", "kwargs")[path[0].idx]
+    return kind + jax.tree_util.keystr(path[1:])
