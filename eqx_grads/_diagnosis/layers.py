@@ -42,7 +42,7 @@ def has_arrays(node: PyTree) -> bool:
 def wrap_layers(
     model: PyTree, selects: Callable[[Any], bool], around: Callable[..., Any]
 ) -> tuple[list[str], PyTree]:
-    """The paths of the selected layers, outer layers first, and the model with these wrapped."""
+    """The paths of the selected layers, outer layers first, and the model with them wrapped."""
     paths: list[str] = []
 
     def wrap(node, path):

@@ -127,7 +127,7 @@ def _check_scalar(caller, loss, out):
             f"The loss `{name_of(loss)}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. Return it without auxiliary output.",
+            do=f"`{caller}` differentiates one real number. Return it without other outputs.",
         )
     return out
 
@@ -137,6 +137,6 @@ def _name_of_path(path) -> str:
 
 
 def _name_of_other(path) -> str:
-    """The name of an array that is not differentiated, by its path in `(rest, args, kwargs)`."""
+    """The name of an array with this path in `(rest, args, kwargs)`."""
     kind = ("model", "args", "kwargs")[path[0].idx]
     return kind + jax.tree_util.keystr(path[1:])
