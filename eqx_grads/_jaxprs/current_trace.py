@@ -70,6 +70,12 @@ def is_valid(x: Any) -> bool:
     return trace is x._trace
 
 
+def is_of_innermost_trace(x: Any) -> bool:
+    """Whether the innermost transformation transforms `x`. Inside `jax.vmap`: whether `x` has
+    the batch dimension."""
+    return isinstance(x, Tracer) and x._trace is find_top_trace(())
+
+
 @contextlib.contextmanager
 def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
     """Compute with `values`, which are no tangents, as if nothing were being linearized.

@@ -4,9 +4,9 @@ import functools as ft
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
-from jax.interpreters import batching
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .._jaxprs.current_trace import is_of_innermost_trace
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
 from .rule import NEEDS_VALUES
@@ -30,9 +30,7 @@ class BatchedCall(AbstractCall):
         self._call = call
         self._batched = batched
         self._n_consts = n_consts
-        # The function of one example, and which of its outputs have the batch dimension.
-        self._example: ClosedJaxpr | None = call_jaxpr
-        self._example_batched: list[bool] | None = None
+        self._example: ClosedJaxpr | None = call_jaxpr  # the function of one example
         self._axes = [0 if b else None for b in batched]
         self._vmap = ft.partial(
             jax.vmap,
@@ -42,15 +40,21 @@ class BatchedCall(AbstractCall):
         )
 
     def primal(self, operands):
+        found: list[bool] = []
+
+        def one(*xs):
+            out = self._evaluate_example(*xs)
+            found[:] = map(is_of_innermost_trace, out)
+            return out
+
         try:
-            example = self._trace_example(operands)
+            out = self._vmap(one, self._axes)(*operands)
         except NEEDS_VALUES:  # of operands that are not batched, which is fine eagerly
             out = self._vmap(self._primal_of_example, self._axes)(*operands)
             self.out_batched = [True] * len(out)
             return out
         if self.out_batched is None:
-            self.out_batched = self._find_batched(example, operands)
-        out = self._vmap(jaxpr_as_fun(example), self._axes)(*operands)
+            self.out_batched = self._find_batched(found, operands)
         return _select(out, self.out_batched)
 
     def jvp(self, primals, tangents):
@@ -73,8 +77,8 @@ class BatchedCall(AbstractCall):
             if all(map(is_differentiable, out)) and (self.is_reverse or len(out) == 1):
                 self.out_batched = [True] * len(out)
             else:
-                example = self._trace_example(primals)
-                self.out_batched = self._find_batched(example, primals)
+                values = self._moves(self._evaluate_example, primals, self._axes)
+                self.out_batched = self._find_batched(values, primals)
         return _select(out, self.out_batched), _select(t_out, self.out_batched)
 
     def vmap(self, axis_data, batched, operands):
@@ -83,36 +87,29 @@ class BatchedCall(AbstractCall):
     def _primal_of_example(self, *operands):
         return self._call.primal(operands[self._n_consts :])
 
-    def _trace_example(self, operands) -> ClosedJaxpr:
+    def _evaluate_example(self, *operands):
+        """The outputs of one example. Traced inside `vmap`, where its axis has a name."""
         if self._example is None:
-            self._example, self._example_batched = self._trace(
-                self._primal_of_example, operands, self._axes
-            )
-        return self._example
+            self._example = jax.make_jaxpr(self._primal_of_example)(*map(jax.typeof, operands))
+        return jaxpr_as_fun(self._example)(*operands)
 
-    def _trace(self, fn, operands, axes) -> tuple[ClosedJaxpr, list[bool]]:
-        """`fn` of one example as a jaxpr, and which of its outputs `jax.vmap` gives the batch
-        dimension. Traced inside `vmap`, where its axis has a name."""
-        found = _Found()
-        traced: list[ClosedJaxpr] = []
+    def _moves(self, fn, operands, axes) -> list[bool]:
+        """Which outputs of `fn`, for one example, `jax.vmap` gives the batch dimension."""
+        found: list[bool] = []
 
         def one(*xs):
-            known = isinstance(fn, ClosedJaxpr)
-            traced.append(fn if known else jax.make_jaxpr(fn)(*map(jax.typeof, xs)))
-            for i, y in enumerate(jaxpr_as_fun(traced[0])(*xs)):
-                probe_p.bind(y, index=i, found=found)
+            found[:] = map(is_of_innermost_trace, fn(*xs))
             return ()
 
         jax.eval_shape(self._vmap(one, axes), *operands)
-        return traced[0], [i in found.indices for i in range(len(traced[0].out_avals))]
+        return found
 
-    def _find_batched(self, example, operands) -> list[bool]:
-        """Which outputs have the batch dimension. What `jax.vmap` does is asked, not guessed:
-        collectives and `axis_index` depend on the axis, and not on an operand."""
-        values = self._example_batched
-        if values is None:
-            _, values = self._trace(example, operands, self._axes)
-        inexact = [is_differentiable(t) for t in example.out_avals]
+    def _find_batched(self, values, operands) -> list[bool]:
+        """Which outputs have the batch dimension, where `values` of them do. What `jax.vmap`
+        does is asked, not guessed: collectives and `axis_index` depend on the axis, and not on
+        an operand."""
+        assert self._example is not None
+        inexact = [is_differentiable(t) for t in self._example.out_avals]
         together = [v or x for v, x in zip(values, inexact, strict=True)]
         if self.is_reverse or values == together:
             return together
@@ -123,32 +120,13 @@ class BatchedCall(AbstractCall):
         indices = [*range(len(operands)), *args]
         operands, axes = [operands[i] for i in indices], [self._axes[i] for i in indices]
         rule = ft.partial(tangents_of_call, self._call, first, args)
+        traced = lambda *xs: jaxpr_as_fun(jax.make_jaxpr(rule)(*map(jax.typeof, xs)))(*xs)
         try:
-            _, moves = self._trace(rule, operands, axes)
+            moves = self._moves(traced, operands, axes)
         except Exception:
             # The rule has not been asked for: what it raises is for the one who differentiates.
             return together
         return [v or t for v, t in zip(values, moves[len(values) :], strict=True)]
-
-
-class _Found:
-    """The indices of the values that were seen with a batch dimension. Hashed by identity."""
-
-    def __init__(self):
-        self.indices: set[int] = set()
-
-
-def _see(axis_data, operands, dims, *, index, found):
-    if dims[0] is not None:
-        found.indices.add(index)
-    return operands[0], dims[0]
-
-
-# The identity. Its batching rule says that the operand is batched.
-probe_p = Primitive("eqg_is_batched")
-probe_p.def_impl(lambda x, **_: x)
-probe_p.def_abstract_eval(lambda x, **_: x)
-batching.fancy_primitive_batchers[probe_p] = _see
 
 
 def _select(values, batched):

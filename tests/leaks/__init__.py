@@ -5,6 +5,7 @@ its own reference. The files of this folder hold them, `tests/test_leaks.py` run
 `python -m tests.leaks` runs them in a process of its own, for JAX's flags.
 """
 
+from .. import conftest as conftest  # the settings that all tests have, before JAX is used
 from . import (
     captures as captures,
     compositions as compositions,

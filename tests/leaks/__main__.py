@@ -6,7 +6,6 @@
 import sys
 import traceback
 
-from .. import conftest as conftest  # the settings that all tests have
 from . import SHAPES
 from .registry import check, Faulty
 
