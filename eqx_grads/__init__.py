@@ -6,6 +6,11 @@ from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
+from ._diagnosis.explain_nan import (
+    explain_nan as explain_nan,
+    NaNReport as NaNReport,
+    NonFinite as NonFinite,
+)
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (

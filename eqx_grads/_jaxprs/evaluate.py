@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .structure import (
@@ -136,6 +137,72 @@ def _run_while(loop: While, values: list[Any], run: Run, extras: Sequence[Any]) 
         lambda carry: _with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1]))),
         _with_fixed_dtypes(init),
     )
+
+
+RunWithState = Callable[[int, list[Any], Any, Any], tuple[Sequence[Any], Any]]
+
+
+def enter_with_state(
+    eqn: Any, values: Sequence[Any], run: RunWithState, state: Any
+) -> tuple[Sequence[Any], Any]:
+    """As `enter`, with a state that the inner programs update in the order in which they run.
+
+    Each inner program is run by `run(part, values, state, step)`, which returns its outputs and
+    the state. `part` is its index in `inner_programs(eqn)`. `step` is the index of the step of
+    a loop, and otherwise `None`. The state is a PyTree of arrays. Nothing is left of a rule and
+    of a `jax.checkpoint`: the result is not meant to be differentiated.
+    """
+    values = list(values)
+    match structure(eqn):
+        case Call() | CallWithRule() | Checkpoint():
+            return run(0, values, state, None)
+        case Scan() as scan:
+            return _scan_with_state(scan, values, run, state)
+        case While() as loop:
+            return _while_with_state(loop, values, run, state)
+        case Cond(by_platform=False) as cond:
+            branches = [
+                lambda values, state, i=i: run(i, values, state, None)
+                for i in range(len(cond.programs))
+            ]
+            return jax.lax.switch(values[0], branches, values[1:], state)
+    raise NotImplementedError(f"The inner programs of `{eqn.primitive.name}` can't be entered.")
+
+
+def _scan_with_state(scan: Scan, values, run: RunWithState, state):
+    consts, rest = values[: scan.n_consts], values[scan.n_consts :]
+
+    def body(carry_and_state, xs_and_step):
+        (carry, state), (xs, step) = carry_and_state, xs_and_step
+        out, state = run(0, [*consts, *carry, *xs], state, step)
+        return (_with_fixed_dtypes(list(out[: scan.n_carry])), state), out[scan.n_carry :]
+
+    (carry, state), ys = jax.lax.scan(
+        body,
+        (_with_fixed_dtypes(rest[: scan.n_carry]), state),
+        (rest[scan.n_carry :], jnp.arange(scan.length, dtype=jnp.int32)),
+        length=scan.length,
+        reverse=scan.reverse,
+    )
+    return [*carry, *ys], state
+
+
+def _while_with_state(loop: While, values, run: RunWithState, state):
+    cond_consts, rest = values[: loop.n_cond_consts], values[loop.n_cond_consts :]
+    body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
+
+    def cond(loop_state):
+        carry, state, step = loop_state
+        return run(0, [*cond_consts, *carry], state, step)[0][0]
+
+    def body(loop_state):
+        carry, state, step = loop_state
+        out, state = run(1, [*body_consts, *carry], state, step)
+        return _with_fixed_dtypes(list(out)), state, step + 1
+
+    start = (_with_fixed_dtypes(init), state, jnp.int32(0))
+    carry, state, _ = jax.lax.while_loop(cond, body, start)
+    return carry, state
 
 
 def _with_fixed_dtypes(carry: list[Any]) -> list[Any]:

@@ -1,0 +1,310 @@
+"""`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._jaxprs.evaluate import bind, evaluate
+from .derivative_program import Derivative, differentiate
+from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, DEAD_BRANCH
+from .origins import NumberedLoss, Origin
+from .replay import Frame, Hit, is_bad, is_inexact
+from .report import AbstractReport
+from .source_lines import UNKNOWN
+from .trace_back import Input
+from .traced_loss import trace_loss
+
+
+_MOST_CAUSES = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """A place where a value or a cotangent becomes non-finite, or exceeds the threshold.
+
+    - `file`, `line`: the line of your code. `library`: the place in an installed package that
+        it called, or empty.
+    - `primitive`: the operation of the loss. `path`: the path of the layer that it is in.
+    - `step`: the first step of each enclosing loop, outermost first. `count`: in how many steps
+        in all.
+    - `kind`: why. `mask`: for a dead branch, the line that does not select it.
+    - `is_forward`: whether it is a value, and not a cotangent.
+    - `index`: the element, and `shape` of what. `is_batched`: whether it is under `vmap`, so
+        that one of the axes is that of the batch.
+    - `operands`: what the element depends on, in the operation or its derivative.
+        `cotangent`: what arrived there.
+    - `cure`: what to do.
+    """
+
+    file: str
+    line: int
+    primitive: str
+    path: str
+    step: tuple[int, ...]
+    kind: str
+    cure: str
+    mask: str = ""
+    library: str = ""
+    is_forward: bool = False
+    index: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    is_batched: bool = False
+    operands: tuple[float, ...] = ()
+    cotangent: float | None = None
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NaNReport(AbstractReport):
+    """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
+
+    `found` are the records, in the order in which the gradient is computed, after those of the
+    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad gradient.
+    """
+
+    found: Sequence[NonFinite]
+    loss: float
+    bad_leaves: Sequence[str]
+    n_leaves: int
+    is_reverse: bool
+    threshold: float | None
+
+    @property
+    def headline(self) -> str:
+        bad = "not finite" if self.threshold is None else "not finite or too large"
+        if not self.bad_leaves and np.isfinite(self.loss):
+            return "The loss and its gradient are finite" + (
+                "." if self.threshold is None else f" and at most {self.threshold:g}."
+            )
+        what = f"The loss is {self.loss:.6g}"
+        n = len(self.bad_leaves)
+        some = f"that of {n} of {self.n_leaves} leaves is" if n else "the gradient is not"
+        if not n:
+            return f"{what}; its gradient is finite."
+        derivative = "gradient" if self.is_reverse else "derivative (in forward mode)"
+        return f"{what}. Its {derivative} is {bad}: {some}. Causes found: {len(self.found)}."
+
+    def rows(self):
+        columns = ("", "line", "operation", "layer", "step", "kind", "element", "cotangent")
+        return columns, [_row(i, record) for i, record in enumerate(self.found, 1)]
+
+    def notes(self):
+        notes = []
+        for cure in dict.fromkeys(record.cure for record in self.found):
+            of = [str(i) for i, record in enumerate(self.found, 1) if record.cure == cure]
+            notes.append(f"{', '.join(of)}: {cure}.")
+        if self.found and not self.is_reverse:
+            notes.append(
+                "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
+                "derivative in forward mode, along ones."
+            )
+        if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
+            notes.append(
+                "Evaluated operation by operation, no place was found. Compiled to one program, "
+                "operations are fused, and round differently."
+            )
+        return notes
+
+
+def _row(i: int, record: NonFinite) -> tuple[str, ...]:
+    kind = record.kind + (f" of {record.mask}" if record.mask else "")
+    index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
+    operands = ", ".join(f"{x:.3g}" for x in record.operands)
+    return (
+        str(i),
+        f"{_basename(record.file)}:{record.line}" if record.file else "",
+        record.primitive + (" (value)" if record.is_forward else ""),
+        record.path,
+        ", ".join(map(str, record.step)) + (f" ({record.count} in all)" * (record.count > 1)),
+        kind,
+        index + (f" of {operands}" if operands else ""),
+        "" if record.cotangent is None else f"{record.cotangent:.3g}",
+    )
+
+
+def _basename(file: str) -> str:
+    return file.replace("\\", "/").rpartition("/")[2]
+
+
+def explain_nan(
+    loss: Callable[..., Any],
+    model: PyTree,
+    *args: Any,
+    threshold: float | None = None,
+    **kwargs: Any,
+) -> NaNReport:
+    r"""Where and why a loss or its gradient is NaN, infinite, or too large.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax.numpy as jnp
+
+        def loss(x):
+            return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+
+        report = eqg.explain_nan(loss, jnp.array([1.0, 0.0]))
+        print(report)
+        assert report.found[0].primitive == "sqrt"
+        assert report.found[0].kind == "dead branch"
+        assert not eqg.explain_nan(loss, jnp.array([1.0, 2.0]))
+        ```
+
+    JAX computes the derivative of a branch that a `where` does not take, and multiplies it by
+    zero: $0 \cdot \infty$ is NaN.
+
+    **Arguments:**
+
+    - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
+    - `model`: any PyTree. The gradient is that with respect to all of its inexact arrays.
+    - `threshold`: also report where a cotangent exceeds this number. A gradient of 1e24 is
+        finite, and as harmful.
+
+    **Returns:**
+
+    A report. Print it for a table; it is false if everything is finite. `found` are records
+    with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others: the
+    first places, in the order of the backward pass, where a finite cotangent becomes non-finite
+    (or exceeds `threshold`), and before these the places where the value does. Each place is
+    found, also if one alone makes everything NaN. In a loop, it is the first step in the order
+    of the backward pass, which begins at the end.
+
+    The kinds are `"dead branch"` (`mask` is the line that did not select it), `"true
+    singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds the threshold"`,
+    `"product with a zero mask"` and `"NaN in the input"`.
+
+    A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
+
+    This evaluates loss and gradient twice, outside of loops operation by operation, which is
+    slower than the compiled program and keeps all intermediate values. Loops are compiled, and
+    those with a bad step are run a few times more.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
+    model has no inexact array.
+    """
+    traced = trace_loss("explain_nan", loss, model, args, kwargs)
+    derivative = differentiate(NumberedLoss(traced))
+    seed = jnp.ones_like(traced.program.out_avals[0])
+    leaves = traced.values[: len(traced.leaves)]
+    seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
+    values = [*traced.values, *seeds]
+    value, *grads = evaluate(derivative.root.program, values, bind)
+    names = traced.leaves if derivative.is_reverse else ["the tangent"]
+    bad = [
+        name
+        for name, grad in zip(names, grads, strict=True)
+        if is_inexact(grad) and is_bad(np.asarray(grad), threshold).any()
+    ]
+    found: list[NonFinite] = []
+    if bad or not np.isfinite(value):
+        found = _find(derivative, values, threshold)
+    number = float(value)
+    return NaNReport(found, number, bad, len(names), derivative.is_reverse, threshold)
+
+
+def _find(derivative: Derivative, values, threshold) -> list[NonFinite]:
+    hits: dict[int, Hit] = {}
+    root = Frame(derivative.root, values, None, (), threshold, hits)
+    causes: dict[Any, list[tuple[Cause, Hit]]] = {}
+    if not np.isfinite(root.results[0]):
+        for cause in causes_of_value(derivative, root):
+            causes.setdefault(_key(cause), []).append((cause, _hit_of(cause)))
+    for number in sorted(hits)[:_MOST_CAUSES]:
+        hit = hits[number]
+        for cause in causes_of_hit(derivative, root, number, hit, threshold):
+            causes.setdefault(_key(cause), []).append((cause, hit))
+    return [
+        _record(derivative, cause, max(hit.count for _, hit in same))
+        for same in _without_repetitions(causes)
+        for cause, _ in same[:1]
+    ]
+
+
+def _hit_of(cause: Cause) -> Hit:
+    return Hit(1, cause.spot.frame.steps if cause.spot else ())
+
+
+def _key(cause: Cause):
+    """Equal for what is reported once."""
+    if isinstance(cause.source, Input):
+        return ("input", cause.source.number, cause.kind)
+    return (cause.origin and cause.origin.number, cause.kind)
+
+
+def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
+    """Without those that a non-finite value of the loss explains."""
+    forward = {key[0] for key, same in causes.items() if same[0][0].forward}
+    return [
+        same for key, same in causes.items() if same[0][0].forward or key[0] not in forward
+    ]
+
+
+def _record(derivative: Derivative, cause: Cause, count: int) -> NonFinite:
+    inputs = derivative.numbered.traced.inputs
+    origin, spot, source = cause.origin, cause.spot, cause.source
+    where = origin.source if origin else UNKNOWN
+    operands, cotangent = _elements(cause)
+    primitive = origin.primitive if origin else ""
+    if isinstance(source, Input) and origin is None:
+        primitive = inputs[source.number]
+    shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
+    return NonFinite(
+        file=where.file,
+        line=where.line,
+        primitive=primitive,
+        path=origin.path if origin else "",
+        step=spot.frame.steps if spot else (),
+        kind=cause.kind,
+        cure=cure_of(cause),
+        mask=_describe_mask(cause.mask, where) if cause.kind == DEAD_BRANCH or cause.mask else "",
+        library=where.library,
+        is_forward=cause.forward,
+        index=spot.index if spot else source.index if isinstance(source, Input) else (),
+        shape=tuple(shape),
+        is_batched=origin is not None and "vmap(" in str(origin.eqn.source_info.name_stack),
+        operands=operands,
+        cotangent=cotangent,
+        count=count,
+    )
+
+
+_MASKS = {"select_n": "a `where`", "max": "a maximum", "min": "a minimum", "clamp": "a `clip`"}
+
+
+def _describe_mask(mask: Origin | None, where) -> str:
+    if mask is None:
+        return ""
+    name = _MASKS.get(mask.primitive, f"`{mask.primitive}`")
+    if mask.source.file == where.file:
+        return f"{name} at line {mask.source.line}"
+    return f"{name} at {mask.source}"
+
+
+def _elements(cause: Cause) -> tuple[tuple[float, ...], float | None]:
+    """What the blamed operation was applied to, and the cotangent that arrived."""
+    from .trace_back import elements_of
+
+    source, spot = cause.source, cause.spot
+    operands: list[float] = []
+    cotangent = None
+    if source is not None and not isinstance(source, Input):
+        for k, x in enumerate(source.operands):
+            if is_inexact(x) and not source.is_cotangent(k):
+                values = np.asarray(x)[elements_of(source, k)]
+                operands.extend(float(v) for v in np.abs(values[:1])) if np.iscomplexobj(
+                    values
+                ) else operands.extend(float(v) for v in values[:1])
+    if spot is not None and not cause.forward:
+        for k, x in enumerate(spot.operands):
+            if spot.is_cotangent(k) and is_inexact(x):
+                values = np.asarray(x)[elements_of(spot, k)]
+                if values.size:
+                    cotangent = float(np.real(values[0]))
+    return tuple(operands), cotangent

@@ -1,0 +1,240 @@
+"""Why an element is not finite: the kind of cause, and what to do."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .derivative_program import Derivative
+from .origins import Origin
+from .replay import Frame, Hit, is_bad, is_inexact
+from .trace_back import (
+    contributors,
+    ELEMENTWISE,
+    elements_of,
+    Input,
+    is_nonfinite,
+    is_zero,
+    source_of_zero,
+    sources_of_nonfinite,
+    Spot,
+)
+
+
+DEAD_BRANCH = "dead branch"
+MASKED_PRODUCT = "product with a zero mask"
+SINGULARITY = "true singularity"
+INDETERMINATE = "0/0"
+DOMAIN = "outside of the domain"
+OVERFLOW = "overflow"
+LARGE = "exceeds the threshold"
+INPUT = "NaN in the input"
+UNKNOWN = "unknown"
+
+_TWO_WHERES = "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`"
+
+# What to do, for each kind. `{op}` is the primitive.
+CURES = {
+    DEAD_BRANCH: f"`eqg.zero_safe(loss)`, or two `where`s: {_TWO_WHERES}",
+    MASKED_PRODUCT: f"a `jnp.where` in place of the product, with `eqg.zero_safe` or as "
+    f"{_TWO_WHERES}",
+    SINGULARITY: "the derivative of `{op}` is infinite there: keep its argument away from that "
+    "point (`x + eps`), or define the derivative as zero with "
+    '`eqg.zero_safe(loss, policy="zero")`',
+    INDETERMINATE: "the derivative of `{op}` is not defined there: keep its argument away from "
+    "that point (`x + eps`), or define the derivative as zero with "
+    '`eqg.zero_safe(loss, policy="zero")`',
+    DOMAIN: "clip the argument of `{op}` to its domain before the call",
+    OVERFLOW: "keep the argument of `{op}` in range (subtract the maximum, or use the logarithm)",
+    LARGE: "`eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument",
+    INPUT: "replace the NaN before the loss: a `where` in the loss is too late for a gradient",
+    UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why an element is bad.
+
+    `origin` is the equation of the loss to blame, `mask` the one that made a zero of its
+    cotangent. `spot` is where it shows; `source` where the value that is to blame is made.
+    """
+
+    kind: str
+    origin: Origin | None
+    spot: Spot | None
+    source: Spot | Input | None
+    mask: Origin | None = None
+    forward: bool = False
+
+
+def causes_of_hit(
+    derivative: Derivative, root: Frame, number: int, hit: Hit, threshold: float | None
+) -> list[Cause]:
+    """The causes at the first step in which an equation makes a bad cotangent."""
+    node, position = derivative.places[number]
+    frame = root if node is derivative.root else root.at(node, hit.steps)
+    causes: dict[Any, Cause] = {}
+    for spot in _bad_spots(frame, position, threshold):
+        cause = _cause_in_derivative(derivative, spot)
+        causes.setdefault((cause.kind, cause.origin and cause.origin.number), cause)
+    return list(causes.values())
+
+
+def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
+    """The causes of a loss that is not finite."""
+    loss = derivative.root.program.jaxpr.outvars[0]
+    return [
+        _cause_of_source(derivative, source, forward=True)
+        for source in sources_of_nonfinite(root, loss, ())
+    ]
+
+
+def _bad_spots(frame: Frame, position: int, threshold) -> list[Spot]:
+    """The first NaN, the first infinity, and the first finite element above the threshold."""
+    spots = []
+    eqn = frame.node.eqns[position]
+    for k, (v, x) in enumerate(zip(eqn.outvars, frame.outputs[position], strict=True)):
+        if v not in frame.node.cotangents or not is_inexact(x):
+            continue
+        x = np.asarray(x)
+        bad = is_bad(x, threshold)
+        for which in (np.isnan(x), np.isinf(x), np.isfinite(x)):
+            found = np.argwhere(np.atleast_1d(bad & which))
+            if len(found):
+                index = tuple(map(int, found[0])) if x.ndim else ()
+                spots.append(Spot(frame, position, k, index))
+    return spots
+
+
+def _cause_in_derivative(derivative: Derivative, spot: Spot) -> Cause:
+    origin = derivative.origin(spot.frame.node, spot.position)
+    if np.isfinite(spot.value):
+        return Cause(LARGE, origin, spot, spot)
+    bad_factors = [
+        (k, elements[0])
+        for k, elements in contributors(spot, is_nonfinite)
+        if elements and not spot.is_cotangent(k)
+    ]
+    sources = [
+        source
+        for k, index in bad_factors
+        for source in sources_of_nonfinite(spot.frame, spot.eqn.invars[k], index)
+    ]
+    source = sources[0] if sources else spot
+    if isinstance(source, Spot):
+        origin = _blamed(derivative, source, origin)
+    zero = _zero_cotangent(spot, bad_factors)
+    if zero is not None:
+        return _cause_of_zero(derivative, spot, source, origin, zero)
+    cause = _cause_of_source(derivative, source)
+    return dataclasses.replace(cause, origin=origin, spot=spot)
+
+
+def _blamed(derivative: Derivative, source: Spot, origin: Origin | None) -> Origin | None:
+    """The equation of the loss to blame: that which made a bad factor."""
+    return derivative.origin(source.frame.node, source.position) or origin
+
+
+def _zero_cotangent(spot: Spot, bad_factors) -> tuple[int, tuple[int, ...]] | None:
+    """The element of a cotangent, zero, that an infinity multiplies or a zero divides."""
+    name = spot.eqn.primitive.name
+    if not np.isnan(spot.value):
+        return None
+    cotangents = [k for k in range(len(spot.operands)) if spot.is_cotangent(k)]
+    if not bad_factors and name != "div":
+        return None
+    for k in cotangents:
+        x = np.asarray(spot.operands[k])
+        depends = elements_of(spot, k)
+        if name == "dot_general" and bad_factors:
+            depends = depends & _paired(spot, k, bad_factors)
+        values = x[depends]
+        if values.size and is_zero(values).all():
+            index = tuple(map(int, np.argwhere(depends)[0])) if x.ndim else ()
+            return k, index
+    return None
+
+
+def _paired(spot: Spot, k: int, bad_factors) -> Any:
+    """The elements of a cotangent that a bad factor multiplies in a `dot_general`.
+
+    Those for which the product is not finite: with ones for the cotangent, and for the factor
+    one where it is bad and zero elsewhere.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from .._jaxprs.evaluate import bind
+
+    values = [jnp.where(is_nonfinite(x), 1, 0).astype(x.dtype) for x in spot.operands]
+
+    def output(x):
+        return bind(spot.eqn, [*values[:k], x, *values[k + 1 :]])[spot.output]
+
+    out, pullback = jax.vjp(output, values[k])
+    return np.asarray(pullback(jnp.zeros_like(out).at[spot.index].set(1))[0]) != 0
+
+
+def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
+    k, index = zero
+    made = source_of_zero(spot.frame, spot.eqn.invars[k], index)
+    if made is None:
+        kind = INPUT if isinstance(source, Input) else INDETERMINATE
+        return Cause(kind, origin, spot, source)
+    mask = derivative.origin(made.frame.node, made.position)
+    if is_nonfinite(made.value):
+        # It is zero only because a bad cotangent was replaced.
+        cause = _cause_of_source(derivative, source)
+        return dataclasses.replace(cause, origin=origin, spot=spot)
+    if mask is not None and made.eqn.primitive.name in ("mul", "dot_general"):
+        is_product = mask.primitive in ("mul", "dot_general", "integer_pow", "pow", "square")
+        factors = [i for i in range(len(made.operands)) if not made.is_cotangent(i)]
+        if is_product and any(made.is_active(i) for i in factors):
+            return Cause(INDETERMINATE, origin, spot, source)
+        if is_product:
+            return Cause(MASKED_PRODUCT, origin, spot, source, mask)
+    return Cause(DEAD_BRANCH, origin, spot, source, mask)
+
+
+def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False) -> Cause:
+    if isinstance(source, Input):
+        return Cause(INPUT, None, None, source, forward=forward)
+    origin = derivative.origin(source.frame.node, source.position)
+    return Cause(_kind_of_source(source), origin, source, source, forward=forward)
+
+
+# Infinite at a point where the operand is finite.
+_POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "atanh", "digamma", "lgamma",
+          "erf_inv", "tan", "cbrt")  # fmt: skip
+
+
+def _kind_of_source(source: Spot) -> str:
+    """Why an element is not finite although all that it depends on is."""
+    name = source.eqn.primitive.name
+    value = source.value
+    if name not in ELEMENTWISE:
+        return OVERFLOW if np.isinf(value) else SINGULARITY
+    xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
+    if name == "div":
+        if is_zero(xs[1]):
+            return INDETERMINATE if is_zero(xs[0]) else SINGULARITY
+        return OVERFLOW
+    if np.isnan(value):
+        return INDETERMINATE if name in ("pow", "atan2", "rem") and is_zero(xs[0]) else DOMAIN
+    if name == "pow":
+        return SINGULARITY if is_zero(xs[0]) else OVERFLOW
+    if name == "integer_pow":
+        return SINGULARITY if is_zero(xs[0]) else OVERFLOW
+    return SINGULARITY if name in _POLES else OVERFLOW
+
+
+def _element(x: Any, index: Sequence[int]) -> Any:
+    x = np.asarray(x)
+    return x[tuple(index)] if x.ndim else x[()]
+
+
+def cure_of(cause: Cause) -> str:
+    op = cause.origin.primitive if cause.origin else ""
+    return CURES[cause.kind].format(op=op)

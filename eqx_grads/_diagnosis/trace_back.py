@@ -1,0 +1,281 @@
+"""Follow one element of a value back through a program to what made it non-finite, or zero."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from .._jaxprs.evaluate import bind
+from .._jaxprs.linearity import JOINTLY_LINEAR
+from .._jaxprs.structure import Cond, Scan, structure, While
+from .replay import Frame, is_inexact
+
+
+Index = tuple[int, ...]
+
+# An element of the output depends on the element of each operand with the same index.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp conj convert_element_type copy copy_p cos cosh custom_lin_p digamma div erf erf_inv
+    erfc exp exp2 expm1 floor igamma igammac imag integer_pow is_finite lgamma log log1p
+    logistic max min mul ne neg nextafter not pow random_gamma_grad real reduce_precision
+    regularized_incomplete_beta rem round rsqrt sign sin sinh sqrt square stop_gradient sub tan
+    tanh select_n pbroadcast pvary polygamma zeta complex
+    """.split()  # noqa: SIM905
+)
+# Those of which the derivative at ones says which elements an element depends on.
+_BY_DERIVATIVE = JOINTLY_LINEAR | frozenset(
+    """
+    dot_general conv_general_dilated reduce_max reduce_min reduce_prod cummax cummin cumprod
+    cumlogsumexp gather dynamic_slice dynamic_update_slice scatter scatter-add scatter_add
+    reduce_window_max reduce_window_min
+    """.split()  # noqa: SIM905
+)
+_LIMIT = 400  # elements that are looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """An element of an output of an equation."""
+
+    frame: Frame
+    position: int
+    output: int
+    index: Index
+
+    @property
+    def eqn(self) -> Any:
+        return self.frame.node.eqns[self.position]
+
+    @property
+    def operands(self) -> Sequence[Any]:
+        return self.frame.operands[self.position]
+
+    @property
+    def value(self) -> Any:
+        """Before a replacement of bad values by zero."""
+        return np.asarray(self.frame.outputs[self.position][self.output])[self.index]
+
+    def is_cotangent(self, k: int) -> bool:
+        return _is_in(self.eqn.invars[k], self.frame.node.cotangents)
+
+    def is_active(self, k: int) -> bool:
+        """Whether an operand depends on the model."""
+        return _is_in(self.eqn.invars[k], self.frame.node.active)
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input of the whole program."""
+
+    number: int
+    index: Index
+
+
+def _is_in(atom: Any, flagged: set[Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in flagged
+
+
+def is_nonfinite(x: Any) -> Any:
+    return ~np.isfinite(np.asarray(x))
+
+
+def is_zero(x: Any) -> Any:
+    return np.asarray(x) == 0
+
+
+def origin_of_value(
+    frame: Frame, atom: Any, index: Index, holds: Callable[[Any], Any]
+) -> Spot | Input | None:
+    """The equation by itself, or the input, that computes an element. `None`: a constant.
+
+    Where the element is a carry of a loop, it is followed to a step before which it is not so,
+    that is, where `holds(element)` is false.
+    """
+    while True:
+        node = frame.node
+        if isinstance(atom, Literal) or atom in node.program.jaxpr.constvars:
+            return None
+        if atom in node.producers:
+            i, k = node.producers[atom]
+            if not node.inner[i]:
+                return Spot(frame, i, k, index)
+            frame, atom, index = _into(frame, i, k, index, holds)
+            continue
+        k = node.program.jaxpr.invars.index(atom)
+        if frame.parent is None:
+            return Input(k, index)
+        frame, atom, index = _out_of(frame, k, index, holds)
+
+
+def _into(frame: Frame, i: int, k: int, index: Index, holds):
+    """The same element as an output of an inner program."""
+    eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
+    if not isinstance(known, Scan | While):
+        child = frame.child(i)
+        return child, child.node.program.jaxpr.outvars[k], index
+    if isinstance(known, Scan) and k >= known.n_carry:
+        child = frame.body(i, frame.iteration_of(i, index[0]))
+        return child, child.node.program.jaxpr.outvars[k], index[1:]
+    return _carry(frame, i, k, index, frame.length(i), holds)
+
+
+def _out_of(frame: Frame, k: int, index: Index, holds):
+    """An input of an inner program, as an operand of the equation around it."""
+    parent, i = frame.parent, frame.node.position
+    assert parent is not None
+    eqn, known = parent.node.eqns[i], structure(parent.node.eqns[i])
+    if isinstance(known, Scan):
+        if k >= known.n_consts + known.n_carry:
+            return parent, eqn.invars[k], (frame.steps[-1], *index)
+        if k >= known.n_consts:
+            return _carry(parent, i, k - known.n_consts, index, frame.iteration, holds)
+    elif isinstance(known, While):
+        # A carry can only be looked at from inside the body.
+        if k >= known.n_body_consts:
+            return _carry(parent, i, k - known.n_body_consts, index, frame.iteration, holds)
+        k += known.n_cond_consts
+    elif isinstance(known, Cond):
+        k += 1
+    return parent, eqn.invars[k], index
+
+
+def _carry(frame: Frame, i: int, k: int, index: Index, iteration: int, holds):
+    """Where an element of the carry before `iteration` comes from: an output of the step that
+    made it so, or an operand of the loop."""
+    eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
+    n_before = (
+        known.n_consts
+        if isinstance(known, Scan)
+        else known.n_cond_consts + known.n_body_consts  # pyright: ignore
+    )
+    is_so = lambda n: bool(holds(np.asarray(frame.carry_before(i, n)[k])[index]))
+    if iteration == 0 or is_so(0):
+        return frame, eqn.invars[n_before + k], index
+    low, high = 0, iteration  # it is not so after `low` steps, and it is after `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_so(middle) else (middle, high)
+    body = frame.body(i, high - 1)
+    return body, body.node.program.jaxpr.outvars[k], index
+
+
+# ---------------------------------------------------------------- one equation
+
+
+def contributors(spot: Spot, holds: Callable[[Any], Any]) -> Iterator[tuple[int, list[Index]]]:
+    """For each operand, the elements of it on which the element depends and for which `holds`.
+
+    Nothing for an operand that is not inexact.
+    """
+    for k, x in enumerate(spot.operands):
+        if not is_inexact(x):
+            continue
+        x = np.asarray(x)
+        depends_on = elements_of(spot, k)
+        found = np.argwhere(holds(x) & depends_on) if x.ndim else None
+        if found is None:
+            yield k, [()] if bool(holds(x)) and bool(depends_on) else []
+        else:
+            yield k, [tuple(map(int, at)) for at in found[:8]]
+
+
+def elements_of(spot: Spot, k: int) -> Any:
+    """The elements of operand `k`, as a mask, on which the element depends."""
+    eqn, operands = spot.eqn, spot.operands
+    x = np.asarray(operands[k])
+    name = eqn.primitive.name
+    mask = np.zeros(x.shape, bool)
+    if name == "select_n":
+        which = np.asarray(operands[0])
+        chosen = int(which[spot.index] if which.ndim else which)
+        if k == chosen + 1:
+            mask[spot.index] = True
+    elif name in ELEMENTWISE:
+        mask[spot.index if x.ndim else ()] = True
+    elif name in _BY_DERIVATIVE:
+        mask = _dependence_by_derivative(spot, k)
+    else:
+        mask[...] = True
+    return mask
+
+
+def _dependence_by_derivative(spot: Spot, k: int) -> Any:
+    at_ones = [
+        jnp.ones(jnp.shape(x), jnp.result_type(x)) if is_inexact(x) else jnp.asarray(x)
+        for x in spot.operands
+    ]
+
+    def output(x):
+        values = [*at_ones[:k], x, *at_ones[k + 1 :]]
+        return bind(spot.eqn, values)[spot.output]
+
+    out, pullback = jax.vjp(output, at_ones[k])
+    seed = jnp.zeros_like(out).at[spot.index].set(1)
+    return np.asarray(pullback(seed)[0]) != 0
+
+
+# ---------------------------------------------------------------- the two questions
+
+
+def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | Input]:
+    """The equations of which all operands are finite and an element is not, or the inputs, that
+    an element is non-finite because of. In the order in which they are found."""
+    found: dict[Any, Spot | Input] = {}
+    todo, seen = [(frame, atom, index)], set()
+    while todo and len(seen) < _LIMIT:
+        place = origin_of_value(*todo.pop(0), is_nonfinite)
+        if place is None:
+            continue
+        if isinstance(place, Input):
+            found.setdefault(place.number, place)
+            continue
+        key = (id(place.frame), place.position, place.output, place.index)
+        if key in seen:
+            continue
+        seen.add(key)
+        operands = list(contributors(place, is_nonfinite))
+        if not any(elements for _, elements in operands):
+            found.setdefault((id(place.frame.node), place.position), place)
+        for k, elements in operands:
+            # A NaN and an infinity may have different causes.
+            values = np.asarray(place.operands[k])
+            chosen = {bool(np.isnan(values[at])): at for at in elements[::-1]}
+            todo.extend((place.frame, place.eqn.invars[k], at) for at in chosen.values())
+    return list(found.values())
+
+
+def source_of_zero(frame: Frame, atom: Any, index: Index) -> Spot | None:
+    """The equation that makes an element of a cotangent zero: one that does not select it, or
+    multiplies it by zero, or of which the element was bad and has been replaced."""
+    todo, seen = [(frame, atom, index)], set()
+    while todo and len(seen) < _LIMIT:
+        frame, atom, index = todo.pop(0)
+        place = origin_of_value(frame, atom, index, is_zero)
+        if not isinstance(place, Spot):
+            continue
+        key = (id(place.frame), place.position, place.output, place.index)
+        if key in seen or place.eqn.outvars[place.output] not in place.frame.node.cotangents:
+            continue
+        seen.add(key)
+        zeros = [(k, at) for k, at in contributors(place, is_zero) if place.is_cotangent(k)]
+        depends = [
+            k for k, x in enumerate(place.operands)
+            if place.is_cotangent(k) and is_inexact(x) and elements_of(place, k).any()
+        ]  # fmt: skip
+        if not depends:
+            return place  # not selected
+        if not all(elements for _, elements in zeros):
+            if place.eqn.primitive.name in ("mul", "dot_general"):
+                return place  # multiplied by zero
+            if is_nonfinite(place.value):
+                return place  # replaced by zero, see `replay.py`
+            if len(depends) == 1:
+                continue  # it cancels, or it underflows
+        todo.extend((place.frame, place.eqn.invars[k], at[0]) for k, at in zeros if at)
+    return None
