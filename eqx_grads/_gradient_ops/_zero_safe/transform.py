@@ -41,7 +41,8 @@ class Plan:
     def __init__(self, analysis: Analysis, outs: Sequence[bool | None], steep: Sequence[bool]):
         self.analysis = analysis
         known = static_masks(analysis, outs)
-        is_steep = {v for v, s in zip(analysis.program.jaxpr.outvars, steep, strict=True) if s}
+        outvars = zip(analysis.program.jaxpr.outvars, steep, strict=True)
+        is_steep = set(variables(v for v, s in outvars if s))
         self.guarded: set[int] = set()
         self.local: set[int] = set()
         self.steep_outs: dict[int, list[bool]] = {}
