@@ -1,6 +1,6 @@
 """`zero_safe`: the transformation of a function of any PyTrees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from ..._jaxprs.evaluate import evaluate
 from ..._rules.flatten_call import is_array, TreeSplit
 from .ranges import analyze, Range
 from .transform import evaluate_zero_safe
+from .zero_wins import zero_wins_program
 
 
 def zero_safe(
@@ -41,20 +42,24 @@ class _ZeroSafe(eqx.Module):
             returned[:] = [out]
             return ys
 
-        program = jax.make_jaxpr(run)(arrays)
-        ys = zero_safe_program(program, arrays)
+        program = zero_safe_program(jax.make_jaxpr(run)(arrays), arrays)
+        if self._policy == "zero":
+            ys = zero_wins_program(program, arrays)
+        else:
+            ys = evaluate(program, arrays)
         return returned[0].tree(ys)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def zero_safe_program(program: ClosedJaxpr, values: list[Any]) -> list[Any]:
-    """The outputs of a program, with the derivative of `zero_safe`."""
+def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:
+    """The program, with the derivative of `zero_safe`."""
     n = len(program.out_avals)
 
     def run(*values):
         analysis = analyze(program, [Range()] * len(values))
         return evaluate_zero_safe(analysis, values, [True] * n, [False] * n)
 
-    return evaluate(without_unused(jax.make_jaxpr(run)(*values)), values)
+    # What masks are made of is computed where a mask is used, and nowhere else.
+    return without_unused(jax.make_jaxpr(run)(*values))
