@@ -16,24 +16,11 @@ from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan
 from ..._jaxprs.versions import equation_context
-from .ranges import Analysis, AnalyzedEquation, inexact_indices
+from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_indices
 
 
 Mask = bool | jax.Array
 
-# Each element of the output depends on the elements of the operands at the same place.
-ELEMENTWISE = frozenset(
-    """
-    neg sign floor ceil round exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan
-    sinh cosh asinh acosh atanh sqrt rsqrt cbrt integer_pow pow add sub mul div rem atan2 max
-    min abs erf erfc erf_inv lgamma digamma square select_n clamp convert_element_type add_any
-    copy nextafter real imag conj complex polygamma igamma igammac stop_gradient is_finite
-    bessel_i0e bessel_i1e regularized_incomplete_beta zeta reduce_precision not and or eq ne lt
-    le gt ge sharding_constraint
-    """.split()  # noqa: SIM905
-)
-# Their derivative is zero, and JAX knows it.
-_CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextafter"))
 # A cotangent of ones is pulled back to a positive number wherever an element is taken.
 _PULLED_BACK = frozenset(
     """
@@ -87,7 +74,7 @@ def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bo
     """What is known of the masks of the operands without running anything."""
     n, eqn = len(e.eqn.invars), e.eqn
     alive = [outs[i] for i in inexact_indices(eqn.outvars)]
-    if not alive or all(a is False for a in alive) or eqn.primitive.name in _CONSTANT:
+    if not alive or all(a is False for a in alive) or eqn.primitive.name in CONSTANT:
         return [False] * n
     match e.known:
         case Scan() if e.is_entered:
@@ -242,7 +229,7 @@ def transfer(
     """The masks of the operands of an equation, from its operands, outputs and their masks."""
     eqn, name = e.eqn, e.eqn.primitive.name
     inexact_outs = inexact_indices(eqn.outvars)
-    if not inexact_outs or all(outs[i] is False for i in inexact_outs) or name in _CONSTANT:
+    if not inexact_outs or all(outs[i] is False for i in inexact_outs) or name in CONSTANT:
         return [False] * len(values)
     if e.is_entered:
         return _transfer_inner(e, values, outs)

@@ -33,13 +33,15 @@ class Range:
 
     - `low`, `high`: bounds for those that are finite.
     - `finite`: whether all are.
-    - `active`: whether it may depend on what is being differentiated.
+    - `active`: whether some may depend on what is being differentiated.
+    - `mixed`: whether others may not.
     """
 
     low: float = -INF
     high: float = INF
     finite: bool = True
     active: bool = True
+    mixed: bool = False
 
     def join(self, other: "Range") -> "Range":
         return Range(
@@ -47,6 +49,7 @@ class Range:
             max(self.high, other.high),
             self.finite and other.finite,
             self.active or other.active,
+            self.mixed or other.mixed or self.active != other.active,
         )
 
     def widened_to(self, other: "Range") -> "Range":
@@ -54,7 +57,7 @@ class Range:
         both = self.join(other)
         low = self.low if both.low == self.low else -INF
         high = self.high if both.high == self.high else INF
-        return Range(low, high, both.finite, both.active)
+        return Range(low, high, both.finite, both.active, both.mixed)
 
 
 class AnalyzedEquation:
@@ -89,10 +92,21 @@ class AnalyzedEquation:
                 return not self.known.by_platform
         return isinstance(self.known, Checkpoint | Scan)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether an operand depends on what is being differentiated."""
+        return any(self.ins[i].active for i in inexact_indices(self.eqn.invars))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether an element of an operand may not depend on it, while others do."""
+        moving = [self.ins[i] for i in inexact_indices(self.eqn.invars)]
+        return any(r.active and r.mixed for r in moving)
+
     @ft.cached_property
     def is_risky(self) -> bool:
         """Whether a factor of its derivative, of any order, may be infinite or NaN."""
-        if self.is_entered or not any(r.active for r in self.ins):
+        if self.is_entered or not self.is_active:
             return False
         if isinstance(self.known, While):  # has no reverse mode
             return False
@@ -132,8 +146,7 @@ def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analy
     def hook(eqn, ranges):
         analyzed, outs = _analyze_equation(eqn, ranges, depth)
         eqns.append(analyzed)
-        active = any(r.active for r in ranges)
-        return [r if active else dataclasses.replace(r, active=False) for r in outs]
+        return outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
 
     outs = evaluate(program, ins, hook, constant=_range_of_constant)
     return Analysis(program, eqns, outs)
@@ -189,17 +202,22 @@ def _analyze_equation(eqn, ins, depth) -> tuple[AnalyzedEquation, list[Range]]:
     known = structure(eqn)
     match known:
         case None:
-            return AnalyzedEquation(eqn, ins, (), depth), _ranges_of_outputs(eqn, ins)
+            active, mixed = _dependence(eqn, ins)
+            outs = _ranges_of_outputs(eqn, ins)
+            outs = [dataclasses.replace(r, active=active, mixed=mixed) for r in outs]
+            return AnalyzedEquation(eqn, ins, (), depth), outs
         case Scan():
             inner, outs = _analyze_scan(known, ins, depth)
         case While():
-            inner, outs = [], [Range(finite=False)] * len(eqn.outvars)
+            inner, outs = [], [Range(finite=False, mixed=True)] * len(eqn.outvars)
         case Cond():
             inner = [analyze(p, ins[1:], depth) for p in known.programs]
             outs = [ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)]
         case _:
             inner = [analyze(known.programs[0], ins, depth)]
             outs = inner[0].outs
+            if isinstance(known, CallWithRule):  # which may multiply a tangent by zero
+                outs = [dataclasses.replace(r, active=True, mixed=True) for r in outs]
     return AnalyzedEquation(eqn, ins, inner, depth), list(outs)
 
 
@@ -213,6 +231,44 @@ def _analyze_scan(scan: Scan, ins, depth) -> tuple[list[Analysis], list[Range]]:
         if widened == carry:
             return [body], [*carry, *body.outs[scan.n_carry :]]
         carry = widened
+
+
+# Each element of the output depends on the elements of the operands at the same place.
+ELEMENTWISE = frozenset(
+    """
+    neg sign floor ceil round exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan
+    sinh cosh asinh acosh atanh sqrt rsqrt cbrt integer_pow pow add sub mul div rem atan2 max
+    min abs erf erfc erf_inv lgamma digamma square select_n clamp convert_element_type add_any
+    copy nextafter real imag conj complex polygamma igamma igammac stop_gradient is_finite
+    bessel_i0e bessel_i1e regularized_incomplete_beta zeta reduce_precision not and or eq ne lt
+    le gt ge sharding_constraint
+    """.split()  # noqa: SIM905
+)
+# Their derivative is zero, and JAX knows it.
+CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextafter"))
+# An element of the output depends on some of the operands.
+_CHOOSES = frozenset(
+    """
+    select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
+    sort
+    """.split()  # noqa: SIM905
+)
+
+
+def _dependence(eqn, ins: Sequence[Range]) -> tuple[bool, bool]:
+    name = eqn.primitive.name
+    moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    if name in CONSTANT or not any(r.active for r in moving):
+        return False, False
+    if name in _CHOOSES:
+        return True, any(r.mixed or not r.active for r in moving)
+    if any(r.active and not r.mixed for r in moving):
+        return True, name not in ELEMENTWISE and name not in MULTILINEAR and _any_mixed(moving)
+    return True, True
+
+
+def _any_mixed(moving) -> bool:
+    return any(r.mixed for r in moving)
 
 
 # Derivatives of all orders are finite where the operand is.

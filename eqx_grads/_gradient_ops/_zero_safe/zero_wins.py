@@ -114,9 +114,9 @@ def _bind_zero_wins(eqn: Any, values: Sequence[Any]) -> Any:
 
 def _term(eqn, values, i, tangent, shape):
     if _is_inner_product(eqn):
-        return jnp.sum(_product(values[1 - i], tangent))
+        return jnp.sum(_linear_product(values[1 - i], tangent))
     factor = _factor(eqn, values, i)
-    return _product(factor, jnp.broadcast_to(tangent, shape))
+    return _linear_product(factor, jnp.broadcast_to(tangent, shape))
 
 
 def _factor(eqn, values, i):
@@ -135,23 +135,36 @@ def _factor(eqn, values, i):
     return out
 
 
+@jax.custom_jvp
 def _product(factor: Any, tangent: Any) -> Any:
-    """The product of two numbers, linear in the second, that is zero if one of them is."""
+    """The product of two numbers that is zero if one of them is."""
+    with jax.named_scope(SCOPE):
+        is_zero = (factor == 0) | (tangent == 0)
+        product = factor * tangent
+        return jnp.where(is_zero, jnp.zeros_like(product), product)
+
+
+@_product.defjvp
+def _product_jvp(primals, tangents):
+    factor, tangent = primals
+    t_factor, t_tangent = tangents
+    out = _linear_product(factor, t_tangent) + _linear_product(tangent, t_factor)
+    return _product(factor, tangent), out
+
+
+def _linear_product(factor, tangent):
+    """`_product`, for JAX to transpose: the cotangent may be the zero just as well."""
     linear_map = LinearMap("zero_wins", _multiply, _multiply_transposed, [jax.typeof(tangent)])
     (out,) = linear_call(linear_map, [factor], [tangent])
     return out
 
 
 def _multiply(residuals, tangents):
-    (factor,), (tangent,) = residuals, tangents
-    with jax.named_scope(SCOPE):
-        is_zero = (factor == 0) | (tangent == 0)
-        product = factor * tangent
-        return [jnp.where(is_zero, jnp.zeros_like(product), product)]
+    return [_product(residuals[0], tangents[0])]
 
 
 def _multiply_transposed(residuals, cts):
-    return cts if cts[0] is None else _multiply(residuals, cts)
+    return cts if cts[0] is None else [_product(residuals[0], cts[0])]
 
 
 def zero_wins_program(program: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
