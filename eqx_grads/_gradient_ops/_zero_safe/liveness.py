@@ -1,0 +1,505 @@
+"""From which elements of a value a taken path leads to the result.
+
+A mask is `True` (from all), `False` (from none), or an array of booleans. The masks of the
+operands of an equation follow from those of its outputs and from what it selects.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ..._jaxprs.dependence import variables
+from ..._jaxprs.evaluate import bind, evaluate
+from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan
+from ..._jaxprs.versions import equation_context
+from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_indices
+
+
+Mask = bool | jax.Array
+
+# A cotangent of ones is pulled back to a positive number wherever an element is taken.
+_PULLED_BACK = frozenset(
+    """
+    reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev pad concatenate
+    gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add split sort reduce_max
+    reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
+    conv_general_dilated tile
+    """.split()  # noqa: SIM905
+)
+_SELECTING = frozenset(
+    """
+    select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split
+    reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
+    conv_general_dilated
+    """.split()  # noqa: SIM905
+)
+# What they select is multiplied by one, and the rest by zero.
+SELECTS_BY_PRODUCT = frozenset(
+    "max min reduce_max reduce_min cummax cummin".split()  # noqa: SIM905
+)
+_ALONG_AXIS = ("cumlogsumexp", "cumprod")
+# Functions of matrices, of which there may be a batch.
+_OF_MATRICES = frozenset(
+    """
+    cholesky cholesky_update lu qr geqrf householder_product eigh eig svd schur triangular_solve
+    hessenberg
+    """.split()  # noqa: SIM905
+)
+
+
+def either(a: Mask, b: Mask) -> Mask:
+    if a is True or b is True:
+        return True
+    if a is False:
+        return b
+    return a if b is False else a | b
+
+
+def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(mask), shape)
+
+
+def join_static(a: bool | None, b: bool | None) -> bool | None:
+    """`either` of masks that are known to be `True`, known to be `False`, or not known."""
+    if a is True or b is True:
+        return True
+    return False if a is False and b is False else None
+
+
+def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bool | None]:
+    """What is known of the masks of the operands without running anything."""
+    n, eqn = len(e.eqn.invars), e.eqn
+    alive = [outs[i] for i in inexact_indices(eqn.outvars)]
+    if not alive or all(a is False for a in alive) or eqn.primitive.name in CONSTANT:
+        return [False] * n
+    match e.known:
+        case Scan() if e.is_entered:
+            return _static_scan(e, outs)
+        case Cond() if e.is_entered:
+            results = [static_inputs(a, outs) for a in e.inner]
+            same = lambda xs: xs[0] if len(set(xs)) == 1 else None
+            return [False, *map(same, zip(*results, strict=True))]
+        case Call() | Checkpoint() if e.is_entered:
+            return static_inputs(e.inner[0], outs)
+        case CallWithRule() if e.tangent_map is not None and not _is_opaque(e.tangent_map):
+            given = [outs[i] for i in inexact_indices(eqn.outvars)]
+            result = static_inputs(e.tangent_map, given)
+            return _at_inexact(e, result[len(eqn.invars) :])
+    if eqn.primitive.name in _SELECTING:
+        return [None] * n
+    if e.known is None and eqn.primitive.name in ELEMENTWISE | _PULLED_BACK:
+        return [True if all(a is True for a in alive) else None] * n
+    return [True if any(a is True for a in alive) else None] * n
+
+
+def static_inputs(analysis: Analysis, outs: Sequence[bool | None]) -> list[bool | None]:
+    jaxpr = analysis.program.jaxpr
+    known = static_masks(analysis, outs)
+    return [known.get(v, False) for v in jaxpr.invars]
+
+
+def static_masks(analysis: Analysis, outs: Sequence[bool | None]) -> dict[Any, bool | None]:
+    """What is known of the mask of each variable."""
+    known: dict[Any, bool | None] = {}
+
+    def add(vs, masks):
+        for v, mask in zip(vs, masks, strict=True):
+            if not isinstance(v, Literal):
+                known[v] = join_static(known.get(v, False), mask)
+
+    add(analysis.program.jaxpr.outvars, outs)
+    for e in reversed(analysis.eqns):
+        add(e.eqn.invars, static_transfer(e, [known.get(v, False) for v in e.eqn.outvars]))
+    return known
+
+
+def static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bool | None]:
+    """What is known of the mask of a scan's carry, the same before and after every step."""
+    scan = e.known
+    assert isinstance(scan, Scan)
+    n = scan.n_carry
+    carry = list(outs[:n])
+    while True:  # a mask that is known becomes one that is not, once
+        ins = static_inputs(e.inner[0], [*carry, *outs[n:]])
+        before = ins[scan.n_consts : scan.n_consts + n]
+        joined = [a if a is b else None for a, b in zip(carry, before, strict=True)]
+        if joined == carry:
+            return carry
+        carry = joined
+
+
+def _static_scan(e, outs):
+    scan = e.known
+    carry = static_carry(e, outs)
+    return static_inputs(e.inner[0], [*carry, *outs[scan.n_carry :]])
+
+
+def _at_inexact(e, masks):
+    """Masks of the inexact operands, among those of all operands."""
+    full: list[Any] = [False] * len(e.eqn.invars)
+    for i, mask in zip(inexact_indices(e.eqn.invars), masks, strict=True):
+        full[i] = mask
+    return full
+
+
+def _is_opaque(analysis: Analysis) -> bool:
+    """Whether the tangents of a rule are computed by a primitive that shows nothing: they come
+    from a backward rule."""
+    return any(e.eqn.primitive.name in ("custom_lin", "eqg_linear") for e in analysis.eqns)
+
+
+def raw_values(program: Any, values: Sequence[Any]) -> dict[Any, Any]:
+    """The values of all variables of a program, which nobody differentiates."""
+    env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    env.update(zip(program.jaxpr.invars, values, strict=True))
+    for eqn in program.eqns:
+        env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))
+    return env
+
+
+def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    with equation_context(eqn):
+        return bind(eqn, [_stopped(x) for x in values])
+
+
+def _stopped(x):
+    return jax.lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
+
+
+def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
+
+
+def masks_of_inputs(
+    analysis: Analysis, values: Sequence[Any], outs: Sequence[Mask], wanted: Sequence[bool]
+) -> list[Mask]:
+    """The masks of the wanted inputs of a program; `False` for the others."""
+    jaxpr = analysis.program.jaxpr
+    env = raw_values(analysis.program, values)
+    vs = {v for v, w in zip(jaxpr.invars, wanted, strict=True) if w}
+    for eqn in jaxpr.eqns:
+        if any(v in vs for v in variables(eqn.invars)):
+            vs.update(eqn.outvars)
+    masks = masks_of_variables(analysis, env, outs, vs)
+    return [
+        masks.get(v, False) if w else False for v, w in zip(jaxpr.invars, wanted, strict=True)
+    ]
+
+
+def masks_of_variables(
+    analysis: Analysis,
+    env: dict[Any, Any],
+    outs: Sequence[Mask],
+    wanted: Any,
+    visit: Callable[[AnalyzedEquation, list[Mask], list[Mask]], None] | None = None,
+) -> dict[Any, Mask]:
+    """The masks of the wanted variables.
+
+    - `env`: the values of all variables.
+    - `wanted`: holds with a variable all that depend on it.
+    - `visit`: called with each equation, last one first, that has a wanted output, the masks of
+        its operands there, and those of its outputs.
+    """
+    masks: dict[Any, Mask] = {}
+
+    def add(vs, given):
+        for v, mask in zip(vs, given, strict=True):
+            if not isinstance(v, Literal) and v in wanted:
+                masks[v] = either(masks.get(v, False), mask)
+
+    add(analysis.program.jaxpr.outvars, outs)
+    for e in reversed(analysis.eqns):
+        if any(v in wanted for v in e.eqn.outvars):
+            given = [masks.get(v, False) for v in e.eqn.outvars]
+            with equation_context(e.eqn):
+                ins = transfer(e, read(env, e.eqn.invars), read(env, e.eqn.outvars), given)
+            add(e.eqn.invars, ins)
+            if visit is not None:
+                visit(e, ins, given)
+    return masks
+
+
+def transfer(
+    e: AnalyzedEquation, values: Sequence[Any], results: Sequence[Any], outs: Sequence[Mask]
+) -> list[Mask]:
+    """The masks of the operands of an equation, from its operands, outputs and their masks."""
+    eqn, name = e.eqn, e.eqn.primitive.name
+    inexact_outs = inexact_indices(eqn.outvars)
+    if not inexact_outs or all(outs[i] is False for i in inexact_outs) or name in CONSTANT:
+        return [False] * len(values)
+    if e.is_entered:
+        return _transfer_inner(e, values, outs)
+    if isinstance(e.known, CallWithRule):
+        return _transfer_rule(e, values, outs)
+    if e.known is None and name in ELEMENTWISE:
+        (mask,) = (outs[i] for i in inexact_outs)
+        return [
+            _unbroadcast(
+                _and(mask, _taken(name, values, i)), jnp.shape(x)
+            )
+            if i in inexact_indices(eqn.invars)
+            else False
+            for i, x in enumerate(values)
+        ]
+    if all(outs[i] is True for i in inexact_outs) and name not in _SELECTING:
+        return [i in inexact_indices(eqn.invars) for i in range(len(values))]
+    if name == "dot_general":
+        return _transfer_dot(eqn, values, outs[0])
+    if name in _PULLED_BACK:
+        return _pull_back(e, values, outs)
+    return _transfer_opaque(e, values, outs)
+
+
+def _and(mask: Mask, taken: Mask) -> Mask:
+    if mask is True:
+        return taken
+    return mask if taken is True else mask & taken
+
+
+def _taken(name: str, values: Sequence[Any], i: int) -> Mask:
+    """Where an elementwise selection takes operand `i`. Both at a tie, and where it is NaN."""
+    if name == "select_n":
+        which = jnp.asarray(values[0])
+        return which == (jnp.asarray(i - 1, which.dtype) if which.dtype != bool else i == 2)
+    if name == "max":
+        return ~(values[i] < values[1 - i])
+    if name == "min":
+        return ~(values[i] > values[1 - i])
+    if name == "clamp":  # at a bound, JAX takes the bound
+        low, x, high = values
+        return (~(low < x), ~((x <= low) | (x >= high)), ~(high > x))[i]
+    return True
+
+
+def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
+    """The mask of an operand of an elementwise operation, which may be a scalar, or have axes of
+    length one."""
+    if isinstance(mask, bool) or mask.shape == tuple(shape):
+        return mask
+    if not shape:
+        return jnp.any(mask)
+    axes = tuple(i for i, n in enumerate(shape) if n != mask.shape[i])
+    return jnp.any(mask, axes, keepdims=True)
+
+
+def _transfer_dot(eqn, values, mask) -> list[Mask]:
+    (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    left, right = (jnp.ndim(x) for x in values)
+    n_batch = len(left_batch)
+    n_left = left - n_batch - len(left_sum)
+    n_right = right - n_batch - len(right_sum)
+    free_left = tuple(range(n_batch, n_batch + n_left))
+    free_right = tuple(range(n_batch + n_left, n_batch + n_left + n_right))
+
+    def of_operand(x, batch, contracted, others):
+        kept = jnp.any(mask, others)  # batch dimensions, then free ones
+        free = [i for i in range(jnp.ndim(x)) if i not in (*batch, *contracted)]
+        return jax.lax.broadcast_in_dim(
+            kept, jnp.shape(x), (*batch, *free)
+        ) if _is_sorted((*batch, *free)) else _place(kept, jnp.shape(x), (*batch, *free))
+
+    return [
+        of_operand(values[0], left_batch, left_sum, free_right),
+        of_operand(values[1], right_batch, right_sum, free_left),
+    ]
+
+
+def _is_sorted(dims):
+    return tuple(sorted(dims)) == tuple(dims)
+
+
+def _place(x, shape, dims):
+    """`broadcast_in_dim` with dimensions in any order."""
+    order = sorted(range(len(dims)), key=lambda i: dims[i])
+    return jax.lax.broadcast_in_dim(jnp.transpose(x, order), shape, sorted(dims))
+
+
+def _pull_back(e, values, outs) -> list[Mask]:
+    eqn = e.eqn
+    moving = inexact_indices(eqn.invars)
+    inexact_outs = inexact_indices(eqn.outvars)
+    is_product = eqn.primitive.name == "conv_general_dilated"
+    masks: list[Mask] = [False] * len(values)
+    for part in [[i] for i in moving] if is_product else [moving]:
+        full = [jnp.ones_like(x) for x in values] if is_product else list(values)
+
+        def of_moving(*xs, full=full, part=part):
+            operands = list(full)
+            for i, x in zip(part, xs, strict=True):
+                operands[i] = x
+            out = bind(eqn, operands)
+            return [out[i] for i in inexact_outs]
+
+        out, pull = jax.vjp(of_moving, *(jnp.asarray(full[i]) for i in part))
+        cts = [dense(outs[i], y.shape).astype(y.dtype) for i, y in zip(inexact_outs, out)]
+        for i, ct in zip(part, pull(cts), strict=True):
+            masks[i] = ct != 0
+    return masks
+
+
+def _transfer_opaque(e, values, outs) -> list[Mask]:
+    """Each element of an output may depend on all elements of the operands: of the same matrix,
+    or along the same axis."""
+    eqn = e.eqn
+    given = [dense(outs[i], eqn.outvars[i].aval.shape) for i in inexact_indices(eqn.outvars)]
+    moving = inexact_indices(eqn.invars)
+    name = eqn.primitive.name
+    if name in _ALONG_AXIS:
+        some = jnp.any(given[0], eqn.params["axis"], keepdims=True)
+        return [jnp.broadcast_to(some, given[0].shape)]
+    if name == "reduce_prod":
+        some = jnp.expand_dims(given[0], eqn.params["axes"])
+        return [jnp.broadcast_to(some, jnp.shape(values[0]))]
+    n_batch = jnp.ndim(values[0]) - 2 if name in _OF_MATRICES else 0
+    batch = jnp.shape(values[0])[:n_batch]
+    if not all(m.shape[:n_batch] == batch for m in given):
+        n_batch = 0
+    some = [jnp.any(m, tuple(range(n_batch, m.ndim))) for m in given]
+    some = ft.reduce(jnp.logical_or, some)
+    return [
+        jax.lax.broadcast_in_dim(some, jnp.shape(x), range(n_batch)) if i in moving else False
+        for i, x in enumerate(values)
+    ]
+
+
+def _transfer_rule(e, values, outs) -> list[Mask]:
+    """What the tangents of a rule depend on is what it takes. A backward rule does not show
+    that, but it may be elementwise."""
+    eqn, tangents = e.eqn, e.tangent_map
+    given = [outs[i] for i in inexact_indices(eqn.outvars)]
+    moving = inexact_indices(eqn.invars)
+    if tangents is not None and not _is_opaque(tangents):
+        zeros = [jnp.zeros_like(values[i]) for i in moving]
+        wanted = [False] * len(values) + [True] * len(moving)
+        masks = masks_of_inputs(tangents, [*values, *zeros], given, wanted)
+        return _at_inexact(e, masks[len(values) :])
+    if any(mask is True for mask in given):
+        return _at_inexact(e, [True] * len(moving))
+    if _is_elementwise_rule(e):
+        mask = ft.reduce(either, given)
+        return _at_inexact(e, [mask] * len(moving))
+    return _transfer_opaque(e, values, outs)
+
+
+def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
+    """Whether each element of the cotangents that a rule returns depends on the elements at the
+    same place only."""
+    eqn = e.eqn
+    moving, outs = inexact_indices(eqn.invars), inexact_indices(eqn.outvars)
+    shapes = {eqn.invars[i].aval.shape for i in moving}
+    shapes.update(eqn.outvars[i].aval.shape for i in outs)
+    if len(shapes) != 1:
+        return False
+
+    def cotangents(values, cts):
+        def of_moving(*xs):
+            full = list(values)
+            for i, x in zip(moving, xs, strict=True):
+                full[i] = x
+            out = bind(eqn, full)
+            return [out[i] for i in outs]
+
+        return jax.vjp(of_moving, *(values[i] for i in moving))[1](cts)
+
+    types = [v.aval for v in eqn.invars]
+    program = jax.make_jaxpr(cotangents)(types, [eqn.outvars[i].aval for i in outs])
+    return _is_elementwise(program, shapes.pop())
+
+
+def _is_elementwise(program, shape) -> bool:
+    return all(
+        _is_elementwise_equation(eqn, shape) for eqn in program.eqns
+    )
+
+
+def _is_elementwise_equation(eqn, shape) -> bool:
+    name = eqn.primitive.name
+    if name in ("jit", "closed_call", "custom_jvp_call"):
+        key = "jaxpr" if name == "jit" else "call_jaxpr"
+        return _is_elementwise(eqn.params[key], shape)
+    if name == "broadcast_in_dim":
+        return not eqn.invars[0].aval.shape or eqn.invars[0].aval.shape == shape
+    return name in ELEMENTWISE and all(v.aval.shape in (shape, ()) for v in eqn.outvars)
+
+
+def _transfer_inner(e, values, outs) -> list[Mask]:
+    eqn, moving = e.eqn, set(inexact_indices(e.eqn.invars))
+    match e.known:
+        case Call() | Checkpoint():
+            wanted = [i in moving for i in range(len(values))]
+            return masks_of_inputs(e.inner[0], values, outs, wanted)
+        case Scan():
+            return scan_masks(e, values, outs)[0]
+    wanted = [i in moving for i in range(1, len(values))]
+
+    def branch(analysis):
+        def run(values):
+            masks = masks_of_inputs(analysis, values, outs, wanted)
+            return [
+                dense(mask, jnp.shape(x))
+                for mask, x, w in zip(masks, values, wanted, strict=True)
+                if w
+            ]
+
+        return run
+
+    branches = [branch(analysis) for analysis in e.inner]
+    masks = jax.lax.switch(values[0], branches, [_stopped(x) for x in values[1:]])
+    return _at_inexact(e, masks)
+
+
+def scan_masks(
+    e: AnalyzedEquation, values: Sequence[Any], outs: Sequence[Mask]
+) -> tuple[list[Mask], list[Any]]:
+    """The masks of the operands of a scan; and of the carry after each step, those that are
+    arrays with a leading axis of time."""
+    scan, body = e.known, e.inner[0]
+    assert isinstance(scan, Scan)
+    n, m = scan.n_consts, scan.n_consts + scan.n_carry
+    values = [_stopped(x) for x in values]
+    consts, init, xs = values[:n], values[n:m], values[m:]
+    static = static_carry(e, [x if isinstance(x, bool) else None for x in outs])
+    types = [v.aval for v in body.program.jaxpr.invars]
+    moving = inexact_indices(body.program.jaxpr.invars)
+
+    def record(carry, x):
+        out = evaluate(body.program, [*consts, *carry, *x])
+        return out[: scan.n_carry], carry
+
+    scanned = ft.partial(jax.lax.scan, length=scan.length)
+    _, carries = scanned(record, init, xs, reverse=scan.reverse)
+    wanted = [i in moving for i in range(len(types))]
+    per_step = {i: y for i, y in enumerate(outs[scan.n_carry :]) if not isinstance(y, bool)}
+
+    def step(state, inputs):
+        of_consts, of_carry = state
+        carry, x, of_ys = inputs
+        given = [of_carry.get(i, s) for i, s in enumerate(static)]
+        given += [of_ys.get(i, y) for i, y in enumerate(outs[scan.n_carry :])]
+        masks = masks_of_inputs(body, [*consts, *carry, *x], given, wanted)
+        masks = [
+            dense(mask, t.shape) if i in moving else False
+            for i, (mask, t) in enumerate(zip(masks, types, strict=True))
+        ]
+        of_consts = {i: old | masks[i] for i, old in of_consts.items()}
+        before = {i: masks[n + i] for i in of_carry}
+        of_xs = {i: masks[i] for i in moving if i >= m}
+        return (of_consts, before), (of_carry, of_xs)
+
+    is_open = lambda i: static[i] is None and n + i in moving
+    first = {i: dense(outs[i], types[n + i].shape) for i in range(scan.n_carry) if is_open(i)}
+    nothing = {i: jnp.zeros(types[i].shape, bool) for i in moving if i < n}
+    (of_consts, of_init), (after, of_xs) = scanned(
+        step, (nothing, first), (carries, xs, per_step), reverse=not scan.reverse
+    )
+    masks: list[Mask] = [False] * len(values)
+    for i in moving:
+        if n <= i < m:
+            masks[i] = of_init.get(i - n, static[i - n])
+        else:
+            masks[i] = of_consts[i] if i < n else of_xs[i]
+    return masks, [after.get(i, s) for i, s in enumerate(static)]

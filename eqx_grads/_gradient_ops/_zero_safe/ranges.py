@@ -1,0 +1,462 @@
+"""Which equations of a program may have a derivative that is not finite.
+
+Each value has a `Range`, found by interval arithmetic without running anything. The inputs of
+the function are taken to be finite, and so are sums, products and positive integer powers of
+finite numbers: overflow is expected of `exp` and its like only.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+
+from ..._jaxprs.dependence import without_unused
+from ..._jaxprs.evaluate import bind, evaluate
+from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
+from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan, structure, While
+from ..._jaxprs.versions import assigns_shardings
+
+
+INF = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What is known of the elements of an array.
+
+    - `low`, `high`: bounds for those that are finite.
+    - `finite`: whether all are.
+    - `active`: whether some may depend on what is being differentiated.
+    - `mixed`: whether others may not.
+    """
+
+    low: float = -INF
+    high: float = INF
+    finite: bool = True
+    active: bool = True
+    mixed: bool = False
+
+    def join(self, other: "Range") -> "Range":
+        return Range(
+            min(self.low, other.low),
+            max(self.high, other.high),
+            self.finite and other.finite,
+            self.active or other.active,
+            self.mixed or other.mixed or self.active != other.active,
+        )
+
+    def widened_to(self, other: "Range") -> "Range":
+        """The join, in which a bound that moves is given up, so that loops come to an end."""
+        both = self.join(other)
+        low = self.low if both.low == self.low else -INF
+        high = self.high if both.high == self.high else INF
+        return Range(low, high, both.finite, both.active, both.mixed)
+
+
+class AnalyzedEquation:
+    """An equation, the ranges of its operands, and its analyzed inner programs."""
+
+    def __init__(self, eqn: Any, ins: Sequence[Range], inner: "Sequence[Analysis]", depth: int):
+        self.eqn = eqn
+        self.known = structure(eqn)
+        self.ins = ins
+        self.inner = inner
+        self._depth = depth
+
+    @ft.cached_property
+    def tangent_map(self) -> "Analysis | None":
+        """The tangents of a call with a rule, as a program of primals and tangents of its
+        inexact operands; the primals first. `None` for a rule that is in its own rule."""
+        if self._depth >= _MAX_DEPTH:
+            return None
+        types = [v.aval for v in self.eqn.invars]
+        moving = inexact_indices(self.eqn.invars)
+        program = without_unused(_trace_tangents(self.eqn, types, moving))
+        still = [dataclasses.replace(r, active=False) for r in self.ins]
+        return analyze(program, [*still, *(Range() for _ in moving)], self._depth + 1)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the inner programs are transformed, and not the equation as a whole."""
+        match self.known:
+            case Call():
+                return not assigns_shardings(self.eqn.params)
+            case Cond():
+                return not self.known.by_platform
+        return isinstance(self.known, Checkpoint | Scan)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether an operand depends on what is being differentiated."""
+        return any(self.ins[i].active for i in inexact_indices(self.eqn.invars))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether an element of an operand may not depend on it, while others do."""
+        moving = [self.ins[i] for i in inexact_indices(self.eqn.invars)]
+        return any(r.active and r.mixed for r in moving)
+
+    @ft.cached_property
+    def is_risky(self) -> bool:
+        """Whether a factor of its derivative, of any order, may be infinite or NaN."""
+        if self.is_entered or not self.is_active:
+            return False
+        if isinstance(self.known, While):  # has no reverse mode
+            return False
+        if isinstance(self.known, CallWithRule):
+            return self.tangent_map is None or self.tangent_map.has_risk
+        if self.known is not None:
+            return True
+        return _has_risk(self.eqn, self.ins)
+
+    @property
+    def has_risk(self) -> bool:
+        return self.is_risky or (self.is_entered and any(a.has_risk for a in self.inner))
+
+
+class Analysis:
+    """A program with the ranges of all its values."""
+
+    def __init__(self, program: ClosedJaxpr, eqns: list[AnalyzedEquation], outs: list[Range]):
+        self.program = program
+        self.eqns = eqns
+        self.outs = outs
+
+    @ft.cached_property
+    def has_risk(self) -> bool:
+        return any(e.has_risk for e in self.eqns)
+
+
+# A rule may be made of functions with rules. One that calls its own function with a tangent
+# would go on forever.
+_MAX_DEPTH = 2
+
+
+def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analysis:
+    """Find the ranges of all values of a program from those of its inputs."""
+    eqns: list[AnalyzedEquation] = []
+
+    def hook(eqn, ranges):
+        analyzed, outs = _analyze_equation(eqn, ranges, depth)
+        eqns.append(analyzed)
+        return outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
+
+    outs = evaluate(program, ins, hook, constant=_range_of_constant)
+    return Analysis(program, eqns, outs)
+
+
+def inexact_indices(variables: Sequence[Any]) -> list[int]:
+    """Which variables of a program hold floating or complex numbers."""
+    return [i for i, v in enumerate(variables) if is_inexact_type(v.aval)]
+
+
+def is_inexact_type(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", np.bool_), jnp.inexact)
+
+
+def _trace_tangents(eqn, types, moving) -> ClosedJaxpr:
+    outs = inexact_indices(eqn.outvars)
+
+    def tangents(*values):
+        primals, ts = list(values[: len(types)]), values[len(types) :]
+
+        def of_moving(*xs):
+            full = list(primals)
+            for i, x in zip(moving, xs, strict=True):
+                full[i] = x
+            out = bind(eqn, full)
+            return [out[i] for i in outs]
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], list(ts))[1]
+
+    return jax.make_jaxpr(tangents)(*types, *(types[i] for i in moving))
+
+
+def _range_of_constant(x: Any) -> Range:
+    if isinstance(x, Tracer):
+        return Range()
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return Range(active=False)
+    if jnp.iscomplexobj(x):
+        return Range(finite=bool(np.all(np.isfinite(np.asarray(x)))), active=False)
+    values = np.asarray(x, np.float64)
+    if not values.size:
+        return Range(0.0, 0.0, active=False)
+    is_finite = np.isfinite(values)
+    finite = values[is_finite]
+    if not finite.size:
+        return Range(finite=False, active=False)
+    return Range(
+        float(finite.min()), float(finite.max()), bool(np.all(is_finite)), active=False
+    )
+
+
+def _analyze_equation(eqn, ins, depth) -> tuple[AnalyzedEquation, list[Range]]:
+    known = structure(eqn)
+    match known:
+        case None:
+            active, mixed = _dependence(eqn, ins)
+            outs = _ranges_of_outputs(eqn, ins)
+            outs = [dataclasses.replace(r, active=active, mixed=mixed) for r in outs]
+            return AnalyzedEquation(eqn, ins, (), depth), outs
+        case Scan():
+            inner, outs = _analyze_scan(known, ins, depth)
+        case While():
+            inner, outs = [], [Range(finite=False, mixed=True)] * len(eqn.outvars)
+        case Cond():
+            inner = [analyze(p, ins[1:], depth) for p in known.programs]
+            outs = [ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)]
+        case _:
+            inner = [analyze(known.programs[0], ins, depth)]
+            outs = inner[0].outs
+            if isinstance(known, CallWithRule):  # which may multiply a tangent by zero
+                outs = [dataclasses.replace(r, active=True, mixed=True) for r in outs]
+    return AnalyzedEquation(eqn, ins, inner, depth), list(outs)
+
+
+def _analyze_scan(scan: Scan, ins, depth) -> tuple[list[Analysis], list[Range]]:
+    n = scan.n_consts + scan.n_carry
+    consts, carry, xs = ins[: scan.n_consts], list(ins[scan.n_consts : n]), ins[n:]
+    while True:  # ranges only widen, so this ends
+        body = analyze(scan.programs[0], [*consts, *carry, *xs], depth)
+        pairs = zip(carry, body.outs[: scan.n_carry], strict=True)
+        widened = [before.widened_to(after) for before, after in pairs]
+        if widened == carry:
+            return [body], [*carry, *body.outs[scan.n_carry :]]
+        carry = widened
+
+
+# Each element of the output depends on the elements of the operands at the same place.
+ELEMENTWISE = frozenset(
+    """
+    neg sign floor ceil round exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan
+    sinh cosh asinh acosh atanh sqrt rsqrt cbrt integer_pow pow add sub mul div rem atan2 max
+    min abs erf erfc erf_inv lgamma digamma square select_n clamp convert_element_type add_any
+    copy nextafter real imag conj complex polygamma igamma igammac stop_gradient is_finite
+    bessel_i0e bessel_i1e regularized_incomplete_beta zeta reduce_precision not and or eq ne lt
+    le gt ge sharding_constraint
+    """.split()  # noqa: SIM905
+)
+# Their derivative is zero, and JAX knows it.
+CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextafter"))
+# An element of the output depends on some of the operands.
+_CHOOSES = frozenset(
+    """
+    select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
+    sort
+    """.split()  # noqa: SIM905
+)
+
+
+def _dependence(eqn, ins: Sequence[Range]) -> tuple[bool, bool]:
+    name = eqn.primitive.name
+    moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    if name in CONSTANT or not any(r.active for r in moving):
+        return False, False
+    if name in _CHOOSES:
+        return True, any(r.mixed or not r.active for r in moving)
+    if any(r.active and not r.mixed for r in moving):
+        return True, name not in ELEMENTWISE and name not in MULTILINEAR and _any_mixed(moving)
+    return True, True
+
+
+def _any_mixed(moving) -> bool:
+    return any(r.mixed for r in moving)
+
+
+# Derivatives of all orders are finite where the operand is.
+_SMOOTH = frozenset(
+    """
+    sin cos tanh logistic erf erfc asinh atan square sign floor ceil round abs max min
+    reduce_max reduce_min cummax cummin reduce_window_max argmax argmin sort tan
+    select_and_gather_add cumprod reduce_prod nextafter bessel_i0e bessel_i1e
+    """.split()  # noqa: SIM905
+)
+# Selections: each derivative is zero or one.
+_SELECTING = frozenset(("select_n", "clamp", "gather", "stop_gradient"))
+# May be infinite or NaN where the operand is finite. Others are, but have finite values.
+_FINITE_VALUES = frozenset(("cbrt", "atan2"))
+
+
+def _has_risk(eqn, ins: Sequence[Range]) -> bool:
+    name = eqn.primitive.name
+    if not inexact_indices(eqn.outvars) or name in _SELECTING:
+        return False
+    moving = inexact_indices(eqn.invars)
+    if name in JOINTLY_LINEAR or name == "convert_element_type":
+        return False
+    if name != "div" and linear_operands(eqn) is not None and name in _LINEAR_BY_INDEX:
+        return False
+    if not all(ins[i].finite for i in moving):
+        return name not in ("sign", "floor", "ceil", "round")
+    if name in MULTILINEAR:
+        return False
+    if name in _SMOOTH:
+        # The derivative of the absolute value of a complex zero is 0 / 0.
+        return name in ("abs", "sign") and jnp.iscomplexobj(jnp.zeros(0, eqn.invars[0].aval.dtype))
+    return _is_singular(eqn, ins)
+
+
+_LINEAR_BY_INDEX = frozenset(
+    "dynamic_slice dynamic_update_slice scatter scatter-add scatter-sub".split()  # noqa: SIM905
+)
+
+
+def _is_singular(eqn, ins: Sequence[Range]) -> bool:
+    """Whether a primitive that has singularities, or an unknown one, may be at one."""
+    name, x = eqn.primitive.name, ins[0]
+    small, large = _limits(eqn.outvars[0].aval.dtype)
+    y = ins[1] if len(ins) > 1 else x
+    match name:
+        case "sqrt" | "rsqrt" | "log":
+            return not x.low >= small
+        case "log1p":
+            return not x.low >= small - 1
+        case "div":
+            return not (y.low >= small or y.high <= -small)
+        case "exp" | "exp2" | "expm1":
+            return not x.high <= large
+        case "sinh" | "cosh":
+            return not (x.high <= large and x.low >= -large)
+        case "integer_pow":
+            return eqn.params["y"] < 0 and not (x.low >= small or x.high <= -small)
+        case "pow":
+            is_integer = y.low == y.high and float(y.low).is_integer() and y.low >= 0
+            bounded = x.high < INF and y.low > -INF and y.high < INF
+            return y.active or not (is_integer or (x.low >= small and bounded))
+        case "asin" | "acos" | "atanh" | "erf_inv":
+            return not (x.low >= small - 1 and x.high <= 1 - small)
+        case "acosh":
+            return not x.low >= 1 + small
+    return True
+
+
+def _limits(dtype) -> tuple[float, float]:
+    """How far from zero a number has to be so that high powers of its inverse are finite, and
+    up to where `exp` is."""
+    info = jnp.finfo(dtype)
+    return float(info.tiny) ** 0.25, 0.8 * math.log(float(info.max))
+
+
+_KEEPS_RANGE = frozenset(
+    """
+    reshape broadcast_in_dim squeeze transpose slice rev copy dynamic_slice gather real
+    convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split
+    optimization_barrier stop_gradient expand_dims reduce_precision device_put
+    """.split()  # noqa: SIM905
+)
+_JOINS = frozenset(("concatenate", "pad", "dynamic_update_slice", "sort"))
+_BOUNDS = {
+    "tanh": (-1.0, 1.0),
+    "logistic": (0.0, 1.0),
+    "erf": (-1.0, 1.0),
+    "sin": (-1.0, 1.0),
+    "cos": (-1.0, 1.0),
+    "sign": (-1.0, 1.0),
+    "square": (0.0, INF),
+    "abs": (0.0, INF),
+    "exp": (0.0, INF),
+    "exp2": (0.0, INF),
+    "cosh": (1.0, INF),
+    "sqrt": (0.0, INF),
+    "rsqrt": (0.0, INF),
+    "expm1": (-1.0, INF),
+    "erfc": (0.0, 2.0),
+    "atan": (-1.6, 1.6),
+}
+
+
+def _ranges_of_outputs(eqn, ins: Sequence[Range]) -> list[Range]:
+    name = eqn.primitive.name
+    if not inexact_indices(eqn.outvars):
+        return [Range()] * len(eqn.outvars)
+    moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    finite = all(r.finite for r in moving)
+    if name in _FINITE_VALUES or not _is_from_table(name):
+        finite = finite and name in _FINITE_VALUES
+    elif name not in _SMOOTH and name not in _KEEPS_RANGE and not _is_linear(name):
+        finite = finite and not _value_may_overflow(eqn, ins)
+    low, high = _bounds(eqn, ins, moving)
+    return [Range(low, high, finite)] * len(eqn.outvars)
+
+
+def _is_linear(name) -> bool:
+    return name in JOINTLY_LINEAR or name in MULTILINEAR or name in _LINEAR_BY_INDEX
+
+
+_SINGULAR = frozenset(
+    """
+    sqrt rsqrt log log1p div exp exp2 expm1 sinh cosh integer_pow pow asin acos atanh erf_inv
+    acosh
+    """.split()  # noqa: SIM905
+)
+
+
+def _is_from_table(name) -> bool:
+    tables = (_SMOOTH, _SELECTING, _KEEPS_RANGE, _JOINS, _FINITE_VALUES, _SINGULAR)
+    return _is_linear(name) or any(name in table for table in tables)
+
+
+def _value_may_overflow(eqn, ins) -> bool:
+    if eqn.primitive.name == "sqrt":  # NaN for negative numbers
+        return not ins[0].low >= 0
+    return eqn.primitive.name not in _SELECTING | _JOINS and _is_singular(eqn, ins)
+
+
+def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
+    name = eqn.primitive.name
+    if not moving or jnp.iscomplexobj(jnp.zeros(0, eqn.outvars[0].aval.dtype)):
+        return -INF, INF
+    x, y = moving[0], moving[-1]
+    match name:
+        case "add" | "add_any":
+            return x.low + y.low, x.high + y.high
+        case "sub":
+            return x.low - y.high, x.high - y.low
+        case "neg":
+            return -x.high, -x.low
+        case "mul":
+            same = eqn.invars[0] is eqn.invars[1]
+            return (0.0, INF) if same else _product(x, y)
+        case "div":
+            positive = y.low > 0
+            return _product(x, Range(0.0, 1 / y.low)) if positive else (-INF, INF)
+        case "max":
+            return max(x.low, y.low), max(x.high, y.high)
+        case "min":
+            return min(x.low, y.low), min(x.high, y.high)
+        case "clamp" if len(moving) == 3:
+            return moving[0].low, moving[2].high
+        case "reduce_sum" | "cumsum":
+            return (0.0 if x.low >= 0 else -INF), (0.0 if x.high <= 0 else INF)
+        case "integer_pow":
+            return (0.0 if x.low >= 0 or eqn.params["y"] % 2 == 0 else -INF), INF
+        case "pow":
+            return (0.0 if x.low >= 0 else -INF), INF
+        case "log1p":
+            return (0.0 if x.low >= 0 else -INF), INF
+        case "exp":
+            return 0.0, math.exp(min(x.high, 700.0)) if x.high < 700 else INF
+        case "sqrt":
+            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(max(x.high, 0.0))
+    if name in _BOUNDS:
+        return _BOUNDS[name]
+    if name in _KEEPS_RANGE:
+        return x.low, x.high
+    if name in _JOINS or name == "select_n":
+        return min(r.low for r in moving), max(r.high for r in moving)
+    return -INF, INF
+
+
+def _product(x: Range, y: Range) -> tuple[float, float]:
+    corners = [
+        0.0 if 0.0 in (a, b) else a * b for a in (x.low, x.high) for b in (y.low, y.high)
+    ]
+    return min(corners), max(corners)

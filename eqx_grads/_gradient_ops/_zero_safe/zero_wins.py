@@ -1,0 +1,173 @@
+"""The policy "zero": an exact zero wins over any factor, also an infinite one.
+
+The tangent of an elementwise operation is a sum of products of a factor and a tangent. Here
+such a product is zero where either is, in both modes: forward, the tangent may be the zero, and
+backward, the cotangent.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from ..._jaxprs.dependence import variables
+from ..._jaxprs.evaluate import bind, enter, evaluate
+from ..._rules.linear_primitive import linear_call, LinearMap
+from .liveness import ELEMENTWISE
+from .ranges import Analysis, AnalyzedEquation, analyze, inexact_indices, Range
+from .transform import SCOPE
+
+
+# Their factors are constants, or known to JAX to be zero.
+_NO_FACTORS = frozenset(
+    """
+    neg add sub add_any select_n clamp convert_element_type copy real imag conj complex sign
+    floor ceil round stop_gradient nextafter reduce_precision not and or eq ne lt le gt ge
+    is_finite sharding_constraint
+    """.split()  # noqa: SIM905
+)
+
+
+def evaluate_zero_wins(
+    analysis: Analysis, values: Sequence[Any], steep: Sequence[bool]
+) -> list[Any]:
+    """The outputs of a program.
+
+    - `steep`: for each output, whether its cotangent may not be finite.
+    """
+    chosen, steep_inner = _choose(analysis, steep)
+    by_id = {id(e.eqn): e for e in analysis.eqns}
+
+    def hook(eqn, values):
+        e = by_id[id(eqn)]
+        if id(eqn) not in chosen:
+            return bind(eqn, values)
+        if e.is_entered:
+            inner = {id(a.program.jaxpr): a for a in e.inner}
+            run = lambda program, values, _: evaluate_zero_wins(
+                inner[id(program.jaxpr)], values, steep_inner[id(eqn)]
+            )
+            return list(enter(eqn, values, run))
+        return [_bind_zero_wins(eqn, values)]
+
+    return evaluate(analysis.program, values, hook)
+
+
+def _choose(analysis: Analysis, steep) -> tuple[set[int], dict[int, list[bool]]]:
+    """The equations to be changed: those with a factor that may not be finite, and those with
+    factors of which such a cotangent comes."""
+    chosen: set[int] = set()
+    steep_inner: dict[int, list[bool]] = {}
+    outvars = zip(analysis.program.jaxpr.outvars, steep, strict=True)
+    is_steep = set(variables(v for v, s in outvars if s))
+    for e in reversed(analysis.eqns):
+        eqn = e.eqn
+        if not (e.has_risk or any(v in is_steep for v in eqn.outvars)):
+            continue
+        is_steep.update(variables(eqn.invars))
+        if e.is_entered:
+            # A cotangent may come from a later step, or from another part of the program.
+            steep_inner[id(eqn)] = [True] * len(eqn.outvars)
+        if e.is_entered or _has_factors(e):
+            chosen.add(id(eqn))
+    return chosen, steep_inner
+
+
+def _has_factors(e: AnalyzedEquation) -> bool:
+    eqn = e.eqn
+    if not any(r.active for r in e.ins) or not inexact_indices(eqn.outvars):
+        return False
+    if _is_inner_product(eqn):
+        return True
+    return e.known is None and eqn.primitive.name in ELEMENTWISE - _NO_FACTORS
+
+
+def _is_inner_product(eqn) -> bool:
+    return eqn.primitive.name == "dot_general" and not any(
+        v.aval.ndim != 1 for v in eqn.invars
+    )
+
+
+def _bind_zero_wins(eqn: Any, values: Sequence[Any]) -> Any:
+    """An equation with one output, of which the products in the derivative are zero where one
+    of their factors is."""
+    values = [jnp.asarray(x) for x in values]
+    moving = inexact_indices(eqn.invars)
+    shape = eqn.outvars[0].aval.shape
+
+    @jax.custom_jvp
+    def call(*values):
+        return bind(eqn, values)[0]
+
+    @call.defjvp
+    def call_jvp(values, tangents):
+        out = call(*values)
+        total = jnp.zeros(shape, out.dtype)
+        for i in moving:
+            total = total + _term(eqn, values, i, tangents[i], shape)
+        return out, total
+
+    return call(*values)
+
+
+def _term(eqn, values, i, tangent, shape):
+    if _is_inner_product(eqn):
+        return jnp.sum(_linear_product(values[1 - i], tangent))
+    factor = _factor(eqn, values, i)
+    return _linear_product(factor, jnp.broadcast_to(tangent, shape))
+
+
+def _factor(eqn, values, i):
+    """The derivative with respect to operand `i`, elementwise. It has the derivative of this
+    policy as well."""
+
+    def derivative(*values):
+        def of_operand(x):
+            return bind(eqn, [*values[:i], x, *values[i + 1 :]])[0]
+
+        return jax.jvp(of_operand, [values[i]], [jnp.ones_like(values[i])])[1]
+
+    program = jax.make_jaxpr(derivative)(*values)
+    # It is a factor itself only where it is differentiated, so nothing is pruned.
+    (out,) = evaluate_zero_wins(analyze(program, [Range()] * len(values)), values, [True])
+    return out
+
+
+@jax.custom_jvp
+def _product(factor: Any, tangent: Any) -> Any:
+    """The product of two numbers that is zero if one of them is."""
+    with jax.named_scope(SCOPE):
+        is_zero = (factor == 0) | (tangent == 0)
+        product = factor * tangent
+        return jnp.where(is_zero, jnp.zeros_like(product), product)
+
+
+@_product.defjvp
+def _product_jvp(primals, tangents):
+    factor, tangent = primals
+    t_factor, t_tangent = tangents
+    out = _linear_product(factor, t_tangent) + _linear_product(tangent, t_factor)
+    return _product(factor, tangent), out
+
+
+def _linear_product(factor, tangent):
+    """`_product`, for JAX to transpose: the cotangent may be the zero just as well."""
+    linear_map = LinearMap("zero_wins", _multiply, _multiply_transposed, [jax.typeof(tangent)])
+    (out,) = linear_call(linear_map, [factor], [tangent])
+    return out
+
+
+def _multiply(residuals, tangents):
+    return [_product(residuals[0], tangents[0])]
+
+
+def _multiply_transposed(residuals, cts):
+    return cts if cts[0] is None else [_product(residuals[0], cts[0])]
+
+
+def zero_wins_program(program: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """The outputs of a program, with the derivative of the policy "zero"."""
+    analysis = analyze(program, [Range()] * len(values))
+    return evaluate_zero_wins(analysis, values, [False] * len(program.out_avals))
