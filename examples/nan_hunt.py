@@ -215,8 +215,8 @@ STYLE: dict = {
 @matplotlib.rc_context(STYLE)
 def draw(report, by_gradient, by_differences, losses):
     figure = Figure(figsize=(11, 6.4), layout="constrained")
-    mosaic = [["lines", "lines"], ["slopes", "loss"]]
-    panels = figure.subplot_mosaic(mosaic, height_ratios=(1.1, 1))
+    mosaic = [["lines", "slopes"], ["lines", "loss"]]
+    panels = figure.subplot_mosaic(mosaic, width_ratios=(1.2, 1))
     for panel in panels.values():
         panel.spines[["right", "top"]].set_visible(False)
 
@@ -225,11 +225,13 @@ def draw(report, by_gradient, by_differences, losses):
         sum(found.count for found in report.found if (found.file, found.line) == line)
         for line in lines
     ]
-    text = [f"{linecache.getline(*line).strip()}  :{line[1]}" for line in lines]
-    panels["lines"].barh(range(len(lines)), counts, color=RUST)
-    panels["lines"].set_yticks(range(len(lines)), text, family="monospace", size=8)
-    panels["lines"].set(xscale="log", xlabel="how many times the gradient becomes NaN here")
-    panels["lines"].set(title="What eqg.explain_nan found")
+    rows = np.arange(len(lines))
+    panels["lines"].barh(rows, counts, height=0.3, color=RUST)
+    for row, line in zip(rows, lines, strict=True):
+        text = f"{line[1]}  {linecache.getline(*line).strip()}"
+        panels["lines"].text(0, row - 0.25, text, family="monospace", size=8)
+    panels["lines"].set(xlabel="how many times the gradient becomes NaN here", yticks=())
+    panels["lines"].set(title="What eqg.explain_nan found, line by line")
     panels["lines"].invert_yaxis()
 
     limits = 1.1 * np.max(np.abs(by_differences)) * np.array([-1, 1])
