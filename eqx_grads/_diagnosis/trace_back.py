@@ -61,6 +61,10 @@ class Spot:
         """Before a replacement of bad values by zero."""
         return np.asarray(self.frame.outputs[self.position][self.output])[self.index]
 
+    @property
+    def value_shape(self) -> Index:
+        return np.shape(self.frame.outputs[self.position][self.output])
+
     def is_cotangent(self, k: int) -> bool:
         return _is_in(self.eqn.invars[k], self.frame.node.cotangents)
 
@@ -206,18 +210,19 @@ def elements_of(spot: Spot, k: int) -> Any:
 
 
 def _dependence_by_derivative(spot: Spot, k: int) -> Any:
-    at_ones = [
-        jnp.ones(jnp.shape(x), jnp.result_type(x)) if is_inexact(x) else jnp.asarray(x)
-        for x in spot.operands
-    ]
+    # With respect to all of them: JAX can't transpose a `pad` in its second operand alone.
+    inexact = [i for i, x in enumerate(spot.operands) if is_inexact(x)]
 
-    def output(x):
-        values = [*at_ones[:k], x, *at_ones[k + 1 :]]
+    def output(xs):
+        values = list(spot.operands)
+        for i, x in zip(inexact, xs, strict=True):
+            values[i] = x
         return bind(spot.eqn, values)[spot.output]
 
-    out, pullback = jax.vjp(output, at_ones[k])
+    ones = [jnp.ones_like(spot.operands[i]) for i in inexact]
+    out, pullback = jax.vjp(output, ones)
     seed = jnp.zeros_like(out).at[spot.index].set(1)
-    return np.asarray(pullback(seed)[0]) != 0
+    return np.asarray(pullback(seed)[0][inexact.index(k)]) != 0
 
 
 # ---------------------------------------------------------------- the two questions
