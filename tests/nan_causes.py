@@ -142,18 +142,21 @@ def clip_of_sqrt():
 
 
 @planted(DEAD, primitive="sqrt", index=(1,))
-def cond_under_vmap():
-    def loss(w, x):
-        def one(x):
-            return jax.lax.cond(x > 0, _sqrt_of_product, lambda w, x: 0 * x, w, x)  # MASK
+def where_under_vmap():
+    def one(w, x):
+        y = jnp.sqrt(w * x)  # HERE
+        return jax.lax.select(x > 0, y, x)  # MASK
 
-        return jnp.sum(jax.vmap(one)(x))
-
-    return loss, jnp.array(1.0), x3()
+    return lambda w, x: jnp.sum(jax.vmap(one, (None, 0))(w, x)), jnp.array(1.0), x3()
 
 
-def _sqrt_of_product(w, x):
-    return jnp.sqrt(w * x)
+@planted(DEAD, primitive="sqrt", index=(1,))
+def select():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jnp.select([x > 1, x > 0], [x, y], 0.0))  # MASK
+
+    return loss, x3()
 
 
 @planted(DEAD, primitive="sqrt", index=(1,))
@@ -453,7 +456,7 @@ def while_loop():
     def loss(x):
         def body(carry):
             i, h = carry
-            return i + 1, jnp.sqrt(jnp.where(i == 2, h - h, h)) + x  # HERE
+            return i + 1, jnp.sqrt(jnp.where(i == 2, x - 2, h)) + x  # HERE
 
         return jax.lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1]
 
@@ -543,13 +546,6 @@ def checkpointed_helper():
     return lambda x: distance(x) + 1.0, jnp.zeros(3)
 
 
-class Normalize(eqx.Module):
-    scale: jax.Array
-
-    def __call__(self, x):
-        return self.scale * x / jnp.linalg.norm(x)
-
-
 @planted(POLE, path="layers[2]", primitive="sqrt", others=True)
 def layer_of_a_stack():
     class Distance(eqx.Module):
@@ -560,8 +556,8 @@ def layer_of_a_stack():
 
     linear = eqx.nn.Linear(3, 3, key=jr.key(0))
     linear = eqx.tree_at(lambda m: m.bias, linear, jnp.zeros(3))
-    relu = eqx.nn.Lambda(jax.nn.relu)
-    model = eqx.nn.Sequential([linear, relu, Distance(jnp.array(1.0))])
+    tanh = eqx.nn.Lambda(jnp.tanh)
+    model = eqx.nn.Sequential([linear, tanh, Distance(jnp.array(1.0))])
     return lambda model, x: model(x), model, jnp.zeros(3)
 
 
@@ -634,6 +630,13 @@ def gru():
 @healthy
 def cond():
     return lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 0 * x, x), jnp.array(0.0)
+
+
+@healthy
+def cond_under_vmap():
+    # JAX replaces the operands of the branch that is not taken.
+    one = lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 0 * x, x)
+    return lambda x: jnp.sum(jax.vmap(one)(x)), x3()
 
 
 @healthy

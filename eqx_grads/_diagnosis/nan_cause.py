@@ -224,6 +224,8 @@ def _kind_of_source(source: Spot) -> str:
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
     xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
+    if any(np.isinf(x) for x in xs):
+        return INDETERMINATE
     if name == "div":
         if is_zero(xs[1]):
             return INDETERMINATE if is_zero(xs[0]) else SINGULARITY
