@@ -10,12 +10,12 @@ from jaxtyping import PyTree
 
 from .._jaxprs.evaluate import bind, evaluate
 from .derivative_program import Derivative, differentiate
-from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, DEAD_BRANCH
+from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, DEAD_BRANCH, operands_of
 from .origins import NumberedLoss, Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .report import AbstractReport
-from .source_lines import UNKNOWN
-from .trace_back import Input
+from .source_lines import rule_line, UNKNOWN
+from .trace_back import elements_of, Input, Spot
 from .traced_loss import trace_loss
 
 
@@ -27,7 +27,7 @@ class NonFinite:
     """A place where a value or a cotangent becomes non-finite, or exceeds the threshold.
 
     - `file`, `line`: the line of your code. `library`: the place in an installed package that
-        it called, or empty.
+        it called, or empty. `rule`: the line of the rule, for a function with a rule of yours.
     - `primitive`: the operation of the loss. `path`: the path of the layer that it is in.
     - `step`: the first step of each enclosing loop, outermost first. `count`: in how many steps
         in all.
@@ -49,6 +49,7 @@ class NonFinite:
     cure: str
     mask: str = ""
     library: str = ""
+    rule: str = ""
     is_forward: bool = False
     index: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
@@ -116,7 +117,7 @@ def _row(i: int, record: NonFinite) -> tuple[str, ...]:
     operands = ", ".join(f"{x:.3g}" for x in record.operands)
     return (
         str(i),
-        f"{_basename(record.file)}:{record.line}" if record.file else "",
+        _place(record),
         record.primitive + (" (value)" if record.is_forward else ""),
         record.path,
         ", ".join(map(str, record.step)) + (f" ({record.count} in all)" * (record.count > 1)),
@@ -124,6 +125,13 @@ def _row(i: int, record: NonFinite) -> tuple[str, ...]:
         index + (f" of {operands}" if operands else ""),
         "" if record.cotangent is None else f"{record.cotangent:.3g}",
     )
+
+
+def _place(record: NonFinite) -> str:
+    places = [f"{_basename(record.file)}:{record.line}"] if record.file else []
+    places += [f"rule: {record.rule}"] if record.rule else []
+    places += [record.library] if record.library else []
+    return " ".join(places)
 
 
 def _basename(file: str) -> str:
@@ -221,7 +229,7 @@ def _find(derivative: Derivative, values, threshold) -> list[NonFinite]:
         for cause in causes_of_hit(derivative, root, number, hit, threshold):
             causes.setdefault(_key(cause), []).append((cause, hit))
     return [
-        _record(derivative, cause, max(hit.count for _, hit in same))
+        _record(derivative, root, cause, max(hit.count for _, hit in same))
         for same in _without_repetitions(causes)
         for cause, _ in same[:1]
     ]
@@ -246,11 +254,10 @@ def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
     ]
 
 
-def _record(derivative: Derivative, cause: Cause, count: int) -> NonFinite:
+def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
     inputs = derivative.numbered.traced.inputs
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = origin.source if origin else UNKNOWN
-    operands, cotangent = _elements(cause)
     primitive = origin.primitive if origin else ""
     if isinstance(source, Input) and origin is None:
         primitive = inputs[source.number]
@@ -267,10 +274,11 @@ def _record(derivative: Derivative, cause: Cause, count: int) -> NonFinite:
         library=where.library,
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
+        rule=_rule_of(cause),
         shape=tuple(shape),
         is_batched=origin is not None and "vmap(" in str(origin.eqn.source_info.name_stack),
-        operands=operands,
-        cotangent=cotangent,
+        operands=tuple(map(_number, operands_of(derivative, root, cause))),
+        cotangent=_cotangent_of(cause),
         count=count,
     )
 
@@ -287,24 +295,28 @@ def _describe_mask(mask: Origin | None, where) -> str:
     return f"{name} at {mask.source}"
 
 
-def _elements(cause: Cause) -> tuple[tuple[float, ...], float | None]:
-    """What the blamed operation was applied to, and the cotangent that arrived."""
-    from .trace_back import elements_of
+def _cotangent_of(cause: Cause) -> float | None:
+    """The cotangent that arrived at the element."""
+    spot = cause.spot
+    if spot is None or cause.forward:
+        return None
+    for k, x in enumerate(spot.operands):
+        if spot.is_cotangent(k) and is_inexact(x):
+            values = np.asarray(x)[elements_of(spot, k)]
+            if values.size:
+                return float(np.real(values[0]))
+    return None
 
-    source, spot = cause.source, cause.spot
-    operands: list[float] = []
-    cotangent = None
-    if source is not None and not isinstance(source, Input):
-        for k, x in enumerate(source.operands):
-            if is_inexact(x) and not source.is_cotangent(k):
-                values = np.asarray(x)[elements_of(source, k)]
-                operands.extend(float(v) for v in np.abs(values[:1])) if np.iscomplexobj(
-                    values
-                ) else operands.extend(float(v) for v in values[:1])
-    if spot is not None and not cause.forward:
-        for k, x in enumerate(spot.operands):
-            if spot.is_cotangent(k) and is_inexact(x):
-                values = np.asarray(x)[elements_of(spot, k)]
-                if values.size:
-                    cotangent = float(np.real(values[0]))
-    return tuple(operands), cotangent
+
+def _number(x) -> float:
+    return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
+
+
+def _rule_of(cause: Cause) -> str:
+    """The line of the rule in which the value that is to blame is made, or empty."""
+    for spot in (cause.source, cause.spot):
+        if isinstance(spot, Spot):
+            line = rule_line(spot.eqn)
+            if line.file:
+                return str(line)
+    return ""

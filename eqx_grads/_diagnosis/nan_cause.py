@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .._jaxprs.evaluate import bind
 from .derivative_program import Derivative
 from .origins import Origin
 from .replay import Frame, Hit, is_bad, is_inexact
@@ -74,7 +77,8 @@ def causes_of_hit(
 ) -> list[Cause]:
     """The causes at the first step in which an equation makes a bad cotangent."""
     node, position = derivative.places[number]
-    frame = root if node is derivative.root else root.at(node, hit.steps)
+    frame = root.at(node, hit.steps)
+    assert frame is not None
     causes: dict[Any, Cause] = {}
     for spot in _bad_spots(frame, position, threshold):
         cause = _cause_in_derivative(derivative, spot)
@@ -163,11 +167,6 @@ def _paired(spot: Spot, k: int, bad_factors) -> Any:
     Those for which the product is not finite: with ones for the cotangent, and for the factor
     one where it is bad and zero elsewhere.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from .._jaxprs.evaluate import bind
-
     values = [jnp.where(is_nonfinite(x), 1, 0).astype(x.dtype) for x in spot.operands]
 
     def output(x):
@@ -175,6 +174,15 @@ def _paired(spot: Spot, k: int, bad_factors) -> Any:
 
     out, pullback = jax.vjp(output, values[k])
     return np.asarray(pullback(jnp.zeros_like(out).at[spot.index].set(1))[0]) != 0
+
+
+# Operations of which the derivative is a product with zeros for what they do not select.
+_SELECTORS = frozenset(
+    """
+    select_n max min clamp abs sign sort reduce_max reduce_min reduce_window_max
+    reduce_window_min cummax cummin relu relu6 leaky_relu
+    """.split()  # noqa: SIM905
+)
 
 
 def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
@@ -188,13 +196,12 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
         # It is zero only because a bad cotangent was replaced.
         cause = _cause_of_source(derivative, source)
         return dataclasses.replace(cause, origin=origin, spot=spot)
-    if mask is not None and made.eqn.primitive.name in ("mul", "dot_general"):
-        is_product = mask.primitive in ("mul", "dot_general", "integer_pow", "pow", "square")
+    is_product = made.eqn.primitive.name in ("mul", "dot_general")
+    if is_product and (mask is None or mask.primitive not in _SELECTORS):
         factors = [i for i in range(len(made.operands)) if not made.is_cotangent(i)]
-        if is_product and any(made.is_active(i) for i in factors):
+        if any(made.is_active(i) for i in factors):
             return Cause(INDETERMINATE, origin, spot, source)
-        if is_product:
-            return Cause(MASKED_PRODUCT, origin, spot, source, mask)
+        return Cause(MASKED_PRODUCT, origin, spot, source, mask)
     return Cause(DEAD_BRANCH, origin, spot, source, mask)
 
 
@@ -217,6 +224,8 @@ def _kind_of_source(source: Spot) -> str:
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
     xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
+    if any(np.isinf(x) for x in xs):
+        return INDETERMINATE
     if name == "div":
         if is_zero(xs[1]):
             return INDETERMINATE if is_zero(xs[0]) else SINGULARITY
@@ -233,6 +242,34 @@ def _kind_of_source(source: Spot) -> str:
 def _element(x: Any, index: Sequence[int]) -> Any:
     x = np.asarray(x)
     return x[tuple(index)] if x.ndim else x[()]
+
+
+def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
+    """What the operation of the loss was applied to at the element, as far as it is known."""
+    origin, spot, source = cause.origin, cause.spot, cause.source
+    if origin is None or spot is None:
+        return []
+    # The same equation, in the part of the program that computes values.
+    for node, position in derivative.places:
+        eqn = node.eqns[position]
+        if eqn.primitive is not origin.eqn.primitive or node.inner[position]:
+            continue
+        same = derivative.origin(node, position)
+        is_value = eqn.outvars[0] not in node.cotangents
+        if not is_value or same is None or same.number != origin.number:
+            continue
+        frame = root.at(node, spot.frame.steps) if node.loops == len(spot.frame.steps) else None
+        if frame is not None and np.shape(frame.outputs[position][0]) == spot.value_shape:
+            return _operands_at(Spot(frame, position, 0, spot.index))
+    return [] if source is None or isinstance(source, Input) else _operands_at(source)
+
+
+def _operands_at(spot: Spot) -> list[Any]:
+    found = []
+    for k, x in enumerate(spot.operands):
+        if is_inexact(x) and not spot.is_cotangent(k):
+            found.extend(np.asarray(x)[elements_of(spot, k)][:1])
+    return found
 
 
 def cure_of(cause: Cause) -> str:

@@ -24,7 +24,7 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .._jaxprs.versions import assigns_shardings
+from .._jaxprs.versions import assigns_shardings, function_name
 from .source_lines import source_line, SourceLine
 from .traced_loss import TracedLoss
 
@@ -138,6 +138,8 @@ def _name_of_primitive(eqn) -> str:
     """The name of the primitive, or of the function that an equation calls."""
     if isinstance(structure(eqn), CallWithRule | Call):
         name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
-        if isinstance(name, str):
+        if not isinstance(name, str) and isinstance(structure(eqn), CallWithRule):
+            name = function_name(*inner_programs(eqn))
+        if isinstance(name, str) and name:
             return name
     return eqn.primitive.name

@@ -133,6 +133,12 @@ class Frame:
         """The program that an equation ran, if that is not a loop."""
         return next(f for (k, _, _), f in self._children.items() if k == i)
 
+    def has_run(self, node: Node) -> bool:
+        """Whether an inner program was not a branch that was not taken."""
+        key = (node.position, node.part, 0)
+        is_loop = isinstance(structure(self.node.eqns[node.position]), Scan | While)
+        return is_loop or key in self._children
+
     def _loop(self, i):
         key = ("loop", i)
         if key not in self.node.compiled:
@@ -181,18 +187,24 @@ class Frame:
         self._hits = hits
         return frame
 
-    def at(self, node: Node, steps: Sequence[int]) -> "Frame":
-        """The frame of a program inside this one, at these steps of all enclosing loops."""
+    def at(self, node: Node, steps: Sequence[int]) -> "Frame | None":
+        """The frame of a program inside this one, at these steps of all enclosing loops, if it
+        was run."""
+        if node is self.node:
+            return self
         chain = [node]
         while chain[-1].parent is not self.node:
             chain.append(chain[-1].parent)
         inner = chain[-1]
+        if not self.has_run(inner):
+            return None
         i = inner.position
         if isinstance(structure(self.node.eqns[i]), Scan | While):
-            frame = self.body(i, self.iteration_of(i, steps[len(self.steps)]))
-        else:
-            frame = self.child(i)
-        return frame if inner is node else frame.at(node, steps)
+            iteration = self.iteration_of(i, steps[len(self.steps)])
+            if not 0 <= iteration < self.length(i):
+                return None
+            return self.body(i, iteration).at(node, steps)
+        return self.child(i).at(node, steps)
 
 
 # ---------------------------------------------------------------- inside of a compiled loop

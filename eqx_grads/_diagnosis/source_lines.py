@@ -66,6 +66,18 @@ def source_line(eqn: Any) -> SourceLine:
     return SourceLine(frame.file_name, frame.line_num, frame.function_name, library)
 
 
+def rule_line(eqn: Any) -> SourceLine:
+    """The line of the rule that made an equation of a derivative, if that was a rule of the
+    user's: the innermost frame of the user's code below this package's."""
+    traceback = eqn.source_info.traceback
+    for f in traceback.frames if traceback else ():
+        if f.file_name.startswith(_folder(__file__)):
+            break
+        if not _is_hidden(f) and not f.file_name.startswith(_INSTALLED):
+            return SourceLine(f.file_name, f.line_num, f.function_name)
+    return UNKNOWN
+
+
 def _is_hidden(frame) -> bool:
     name = frame.file_name
     return name.startswith(_HIDDEN) or name.startswith("<frozen")

@@ -61,6 +61,10 @@ class Spot:
         """Before a replacement of bad values by zero."""
         return np.asarray(self.frame.outputs[self.position][self.output])[self.index]
 
+    @property
+    def value_shape(self) -> Index:
+        return np.shape(self.frame.outputs[self.position][self.output])
+
     def is_cotangent(self, k: int) -> bool:
         return _is_in(self.eqn.invars[k], self.frame.node.cotangents)
 
@@ -206,18 +210,19 @@ def elements_of(spot: Spot, k: int) -> Any:
 
 
 def _dependence_by_derivative(spot: Spot, k: int) -> Any:
-    at_ones = [
-        jnp.ones(jnp.shape(x), jnp.result_type(x)) if is_inexact(x) else jnp.asarray(x)
-        for x in spot.operands
-    ]
+    # With respect to all of them: JAX can't transpose a `pad` in its second operand alone.
+    inexact = [i for i, x in enumerate(spot.operands) if is_inexact(x)]
 
-    def output(x):
-        values = [*at_ones[:k], x, *at_ones[k + 1 :]]
+    def output(xs):
+        values = list(spot.operands)
+        for i, x in zip(inexact, xs, strict=True):
+            values[i] = x
         return bind(spot.eqn, values)[spot.output]
 
-    out, pullback = jax.vjp(output, at_ones[k])
+    ones = [jnp.ones_like(spot.operands[i]) for i in inexact]
+    out, pullback = jax.vjp(output, ones)
     seed = jnp.zeros_like(out).at[spot.index].set(1)
-    return np.asarray(pullback(seed)[0]) != 0
+    return np.asarray(pullback(seed)[0][inexact.index(k)]) != 0
 
 
 # ---------------------------------------------------------------- the two questions
@@ -225,8 +230,13 @@ def _dependence_by_derivative(spot: Spot, k: int) -> Any:
 
 def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | Input]:
     """The equations of which all operands are finite and an element is not, or the inputs, that
-    an element is non-finite because of. In the order in which they are found."""
+    an element is non-finite because of. In the order in which they are found.
+
+    If there are none because all is made from infinite constants, as for the difference of two
+    infinities, these are the equations that make a NaN.
+    """
     found: dict[Any, Spot | Input] = {}
+    first_nans: dict[Any, Spot] = {}
     todo, seen = [(frame, atom, index)], set()
     while todo and len(seen) < _LIMIT:
         place = origin_of_value(*todo.pop(0), is_nonfinite)
@@ -242,12 +252,16 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
         operands = list(contributors(place, is_nonfinite))
         if not any(elements for _, elements in operands):
             found.setdefault((id(place.frame.node), place.position), place)
+        elif np.isnan(place.value) and not any(
+            np.isnan(np.asarray(place.operands[k])[at]) for k, found_at in operands for at in found_at
+        ):
+            first_nans.setdefault((id(place.frame.node), place.position), place)
         for k, elements in operands:
             # A NaN and an infinity may have different causes.
             values = np.asarray(place.operands[k])
             chosen = {bool(np.isnan(values[at])): at for at in elements[::-1]}
             todo.extend((place.frame, place.eqn.invars[k], at) for at in chosen.values())
-    return list(found.values())
+    return list((found or first_nans).values())
 
 
 def source_of_zero(frame: Frame, atom: Any, index: Index) -> Spot | None:

@@ -84,6 +84,15 @@ def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
     return params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
 
 
+def function_name(program: Any) -> str:
+    """The name of the function that a program was traced from, or empty.
+
+    The same in all versions, but no public API returns it.
+    """
+    name = getattr(getattr(program.jaxpr, "debug_info", None), "func_src_info", None)
+    return name.partition(" at ")[0] if isinstance(name, str) else ""
+
+
 def assigns_shardings(params: Mapping[str, Any]) -> bool:
     """Whether a `jit` says how its inputs or outputs are sharded.
 

@@ -1,0 +1,713 @@
+"""Losses with a planted cause of a gradient that is not finite, and healthy ones.
+
+`# HERE` marks the line to be reported, and `# MASK` the one that does not select a branch.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+import pytest
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """`make()` returns the loss, the model and the other arguments. Each is found at the lines
+    marked in the source of `make`, with this kind, these steps and this primitive."""
+
+    make: Callable[[], Any]
+    kind: str
+    step: tuple[int, ...]
+    primitive: str | None
+    path: str
+    threshold: float | None
+    index: tuple[int, ...] | None
+    others: bool
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+    def lines(self, mark: str) -> list[int]:
+        source, first = inspect.getsourcelines(self.make)
+        return [first + i for i, text in enumerate(source) if f"# {mark}" in text]
+
+
+PLANTED: list[Planted] = []
+HEALTHY: list[Callable[[], Any]] = []
+
+
+def planted(kind, step=(), *, primitive=None, path="", threshold=None, index=None, others=False):
+    """`others`: that records of other places are found as well."""
+
+    def add(make):
+        PLANTED.append(Planted(make, kind, step, primitive, path, threshold, index, others))
+        return make
+
+    return add
+
+
+def healthy(make):
+    HEALTHY.append(make)
+    return make
+
+
+x3 = lambda: jnp.array([1.0, 0.0, 2.0])
+DEAD = "dead branch"
+POLE = "true singularity"
+ZERO = "0/0"
+
+
+# ---------------------------------------------------------------- branches
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def where_sqrt():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jnp.where(x > 0, y, 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="log", index=(1,))
+def where_log():
+    def loss(x):
+        y = jnp.log(x)  # HERE
+        y = 2 * y
+        return jnp.sum(jnp.where(x > 0, y, 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="div", index=(1,))
+def where_division():
+    def loss(x):
+        y = 1.0 / x  # HERE
+        return jnp.sum(jnp.where(x != 0, y, 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="pow", index=(1,))
+def where_power():
+    def loss(x):
+        y = x**0.3  # HERE
+        return jnp.sum(jnp.where(x > 0, y, 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="exp", index=(1,))
+def where_exp():
+    def loss(x):
+        big = jnp.exp(1000.0 * x)  # HERE
+        return jnp.sum(jnp.where(x > 0.05, x, big))  # MASK
+
+    return loss, jnp.array([0.0, 2.0, 0.01])
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def maximum_of_sqrt():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jnp.maximum(y, 0.5))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def max_of_sqrt():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.max(y)  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def clip_of_sqrt():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jnp.clip(y, 0.5, 3.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def where_under_vmap():
+    def one(w, x):
+        y = jnp.sqrt(w * x)  # HERE
+        return jax.lax.select(x > 0, y, x)  # MASK
+
+    return lambda w, x: jnp.sum(jax.vmap(one, (None, 0))(w, x)), jnp.array(1.0), x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def select():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jnp.select([x > 1, x > 0], [x, y], 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def index():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(y[jnp.array([0, 2])])  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def slice_():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(y[2:])  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(3,))
+def padding():
+    def loss(w, x):
+        y = jnp.sqrt(w * jnp.pad(x, (0, 1)))  # HERE
+        return jnp.sum(y[:-1])  # MASK
+
+    return loss, jnp.array(1.0), jnp.ones(3)
+
+
+@planted("product with a zero mask", primitive="sqrt", index=(1,))
+def mask_by_product():
+    def loss(x, mask):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(mask * y)  # MASK
+
+    return loss, x3(), jnp.array([1.0, 0.0, 1.0])
+
+
+@planted(DEAD, primitive="sub")
+def attention_mask():
+    def loss(q, mask):
+        bias = jnp.where(mask, 0.0, -jnp.inf)
+        weights = jax.nn.softmax(q @ q.T + bias, axis=-1)  # HERE
+        return jnp.sum(jnp.where(mask, weights, 0.0))  # MASK
+
+    return loss, jnp.eye(3), jnp.array([[True] * 3, [False] * 3, [True] * 3])
+
+
+@planted(DEAD, primitive="atan2", index=(1,))
+def arctan2():
+    def loss(x):
+        angle = jnp.arctan2(x, x)  # HERE
+        return jnp.sum(jnp.where(x != 0, angle, 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def nested_where():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        y = jnp.where(x > 0, y, 0.0)  # MASK
+        return jnp.sum(jnp.where(x < 5, 3 * y, 1.0))
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="mul", index=(1,))
+def nan_in_masked_data():
+    def loss(w, data):
+        y = w * data  # HERE
+        return jnp.sum(jnp.where(jnp.isnan(data), 0.0, y))  # MASK
+
+    return loss, jnp.ones(3), jnp.array([1.0, jnp.nan, 2.0])
+
+
+# ---------------------------------------------------------------- singular points
+
+
+@planted(POLE, primitive="sqrt")
+def norm():
+    def loss(x):
+        return jnp.linalg.norm(x)  # HERE
+
+    return loss, jnp.zeros(3)
+
+
+@planted(POLE, primitive="sqrt")
+def std():
+    def loss(x):
+        return jnp.std(x)  # HERE
+
+    return loss, jnp.ones(4)
+
+
+@planted(POLE, primitive="cbrt", index=(1,))
+def cbrt():
+    def loss(x):
+        return jnp.sum(jnp.cbrt(x))  # HERE
+
+    return loss, x3()
+
+
+@planted(POLE, primitive="pow", index=(1,))
+def power():
+    def loss(x):
+        return jnp.sum(x**0.3)  # HERE
+
+    return loss, x3()
+
+
+@planted(POLE, primitive="acos", index=(0,))
+def arccos():
+    def loss(x):
+        return jnp.sum(jnp.arccos(x))  # HERE
+
+    return loss, jnp.array([1.0, 0.0])
+
+
+@planted(ZERO, primitive="sqrt", index=(1,))
+def square_of_sqrt():
+    def loss(x):
+        return jnp.sum(jnp.sqrt(x) ** 2)  # HERE
+
+    return loss, x3()
+
+
+@planted(POLE, primitive="sqrt", index=(1,))
+def sqrt_of_sqrt():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jnp.sqrt(y))  # HERE
+
+    return loss, x3()
+
+
+@planted(ZERO, primitive="atan2")
+def arctan2_at_zero():
+    def loss(x):
+        return jnp.arctan2(x[0], x[1])  # HERE
+
+    return loss, jnp.zeros(2)
+
+
+@planted(ZERO, primitive="div")
+def sinc_by_hand():
+    def loss(x):
+        return jnp.sum(jnp.sin(x) / x)  # HERE
+
+    return loss, x3()
+
+
+@planted("overflow", primitive="exp", index=(2,))
+def exp():
+    def loss(x):
+        y = jnp.exp(200.0 * x**3)  # HERE
+        return jnp.sum(y)
+
+    return loss, jnp.array([0.5, 0.0, 2.0])
+
+
+@planted("overflow", primitive="integer_pow", index=(2,))
+def power_of_50():
+    def loss(x):
+        return jnp.sum((1e7 * x) ** 50)  # HERE
+
+    return loss, jnp.array([1e-9, 0.0, 2.0])
+
+
+@planted("overflow", primitive="div")
+def division_by_tiny():
+    def loss(x):
+        return jnp.sum(x / 1e-37) * 1e2  # HERE
+
+    return loss, jnp.array([0.0, 1e-3], jnp.float32)
+
+
+@planted("outside of the domain", primitive="log", index=(1,))
+def log_of_negative():
+    def loss(x):
+        return jnp.sum(jnp.log(x))  # HERE
+
+    return loss, jnp.array([1.0, -1.0])
+
+
+@planted("true singularity", primitive="log")
+def entropy():
+    def loss(p):
+        return -jnp.sum(p * jnp.log(p))  # HERE
+
+    return loss, jnp.array([1.0, 0.0])
+
+
+@planted("NaN in the input", primitive="model['b']", index=(1,))
+def nan_in_a_leaf():
+    return lambda m: jnp.sum(m["a"] * m["b"]), {"a": jnp.ones(2), "b": jnp.array([1, jnp.nan])}
+
+
+@planted("NaN in the input", primitive="args[0]", index=(2,))
+def nan_in_the_data():
+    return lambda w, x: jnp.sum(jnp.tanh(w * x)), jnp.ones(3), jnp.array([0, 1, jnp.nan])
+
+
+# ---------------------------------------------------------------- loops
+
+
+@planted(DEAD, (7,), primitive="sqrt")
+def scan():
+    def loss(x):
+        def step(v, t):
+            drag = jnp.where(v > 0, jnp.sqrt(v), 0.0)  # HERE MASK
+            return jnp.maximum(v - 0.2 * drag - 0.05, 0.0), drag
+
+        return jnp.sum(jax.lax.scan(step, x, jnp.arange(8.0))[1])
+
+    return loss, jnp.array(0.5)
+
+
+@planted(DEAD, (1, 2), primitive="sqrt")
+def nested_scan():
+    def loss(x):
+        def inner(h, t):
+            bad = (t == 12.0).astype(h.dtype)
+            y = jnp.sqrt(h * (1 - bad))  # HERE
+            return h + 0.1, jnp.where(bad == 0, y, 0.0)  # MASK
+
+        def outer(h, t):
+            h, ys = jax.lax.scan(inner, h, 10 * t + jnp.arange(4.0))
+            return h, jnp.sum(ys)
+
+        return jnp.sum(jax.lax.scan(outer, x, jnp.arange(3.0))[1])
+
+    return loss, jnp.array(1.0)
+
+
+def _steps(scan):
+    def loss(x, ts):
+        def step(h, t):
+            y = jnp.log(h * t)  # HERE
+            return h * 0.9 + 0.1, jnp.where(t > 0, y, 0.0)  # MASK
+
+        return jnp.sum(scan(step, x, ts)[1])
+
+    return loss, jnp.array(1.0), jnp.array([1.0, 2.0, 0.0, 3.0, 4.0])
+
+
+def _checkpointed_scan(step, init, xs):
+    return jax.lax.scan(jax.checkpoint(step), init, xs)
+
+
+def _unrolled_scan(step, init, xs):
+    return jax.lax.scan(step, init, xs, unroll=2)
+
+
+def _reverse_scan(step, init, xs):
+    return jax.lax.scan(step, init, xs, reverse=True)
+
+
+def _filter_scan(**options):
+    return lambda step, init, xs: eqg.filter_scan(step, init, xs, **options)
+
+
+SCANS = {
+    "scan": jax.lax.scan,
+    "checkpointed": _checkpointed_scan,
+    "unrolled": _unrolled_scan,
+    "reverse": _reverse_scan,
+    "filter_scan": _filter_scan(),
+}
+
+
+@planted(POLE, (3,), primitive="sqrt")
+def carry_of_a_scan():
+    def loss(x):
+        def step(h, t):
+            h = jnp.sqrt(jnp.where(t != 3, h, 0 * h))  # HERE
+            return h + 1, None
+
+        return jax.lax.scan(step, x, jnp.arange(6))[0]
+
+    return loss, jnp.array(1.0)
+
+
+@planted("overflow", (3,), primitive="exp")
+def value_in_a_scan():
+    def loss(x):
+        def step(h, t):
+            return jnp.exp(3 * h), None  # HERE
+
+        return jax.lax.scan(step, x, jnp.arange(9))[0]
+
+    return loss, jnp.array(-0.2)
+
+
+@planted(POLE, (2,), primitive="sqrt")
+def while_loop():
+    def loss(x):
+        def body(carry):
+            i, h = carry
+            return i + 1, jnp.sqrt(jnp.where(i == 2, x - 2, h)) + x  # HERE
+
+        return jax.lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1]
+
+    return loss, jnp.array(2.0)
+
+
+@planted("exceeds the threshold", (15,), threshold=1e6)
+def exploding_recurrence():
+    def loss(x, w):
+        def step(h, _):
+            return jnp.sin(w * h), h  # HERE
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=21)[0])
+
+    return loss, jnp.array(0.0), jnp.array(12.0)
+
+
+# ---------------------------------------------------------------- rules, layers and libraries
+
+
+@planted(ZERO, primitive="square")
+def rule_custom_vjp():
+    @jax.custom_vjp
+    def square(x):
+        return x * x
+
+    def bwd(x, ct):
+        return (ct * x**2 * 2 / x,)
+
+    square.defvjp(lambda x: (square(x), x), bwd)
+
+    def loss(x):
+        return jnp.sum(square(x))  # HERE
+
+    return loss, x3()
+
+
+@planted(ZERO, primitive="square")
+def rule_custom_jvp():
+    @jax.custom_jvp
+    def square(x):
+        return x * x
+
+    @square.defjvp
+    def square_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return square(x), 2 * x * x / x * t
+
+    def loss(x):
+        return jnp.sum(square(x))  # HERE
+
+    return loss, x3()
+
+
+@planted(ZERO, primitive="square")
+def rule_of_ours():
+    @eqg.custom_jvp
+    def square(x):
+        return x * x
+
+    @square.def_jvp
+    def square_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return square(x), 2 * x * x / x * t
+
+    def loss(x):
+        return jnp.sum(square(x))  # HERE
+
+    return loss, x3()
+
+
+@planted(POLE, primitive="sqrt")
+def jitted_helper():
+    @jax.jit
+    def distance(x):
+        return jnp.sqrt(jnp.sum(x * x))  # HERE
+
+    return lambda x: distance(x) + 1.0, jnp.zeros(3)
+
+
+@planted(POLE, primitive="sqrt")
+def checkpointed_helper():
+    @jax.checkpoint
+    def distance(x):
+        return jnp.sqrt(jnp.sum(x * x))  # HERE
+
+    return lambda x: distance(x) + 1.0, jnp.zeros(3)
+
+
+@planted(POLE, path="layers[2]", primitive="sqrt", others=True)
+def layer_of_a_stack():
+    class Distance(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x, *, key=None):
+            return self.scale * jnp.linalg.norm(x)  # HERE
+
+    linear = eqx.nn.Linear(3, 3, key=jr.key(0))
+    linear = eqx.tree_at(lambda m: m.bias, linear, jnp.zeros(3))
+    tanh = eqx.nn.Lambda(jnp.tanh)
+    model = eqx.nn.Sequential([linear, tanh, Distance(jnp.array(1.0))])
+    return lambda model, x: model(x), model, jnp.zeros(3)
+
+
+@planted(ZERO, others=True)
+def optax_cosine_distance():
+    def loss(x):
+        return jnp.sum(optax.losses.cosine_distance(x, jnp.ones(3)))  # HERE
+
+    return loss, jnp.zeros(3)
+
+
+@planted(POLE, others=True)
+def optimistix_root():
+    optx = pytest.importorskip("optimistix")
+
+    def loss(a):
+        fn = lambda y, a: y**3 - a
+        y = optx.root_find(fn, optx.Newton(1e-4, 1e-4), jnp.array(1.0), a).value
+        return jnp.sqrt(y - y)  # HERE
+
+    return loss, jnp.array(8.0)
+
+
+@planted("exceeds the threshold", threshold=1e9, others=True)
+def duplicate_knots():
+    def loss(x):
+        knots = jnp.sort(x)
+        return jnp.interp(jnp.array(3e-13), knots, jnp.arange(4.0))  # HERE
+
+    return loss, jnp.array([0.0, 1.0, 1e-12, -1.0])
+
+
+# ---------------------------------------------------------------- healthy
+
+
+@healthy
+def double_where():
+    def loss(x):
+        return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0))
+
+    return loss, x3()
+
+
+@healthy
+def mlp():
+    model = eqx.nn.MLP(3, 2, 8, 2, key=jr.key(0))
+    return lambda m, x: jnp.sum(jax.vmap(m)(x) ** 2), model, jnp.ones((4, 3))
+
+
+@healthy
+def masked_softmax():
+    def loss(q, mask):
+        return jnp.sum(jax.nn.softmax(jnp.where(mask, q, -jnp.inf), -1)[0] ** 2)
+
+    return loss, jnp.ones((2, 3)), jnp.array([[True, False, True], [True, True, True]])
+
+
+@healthy
+def logsumexp():
+    return lambda x, y: jax.nn.logsumexp(x + y), jnp.ones(2), jnp.array([0.0, -jnp.inf])
+
+
+@healthy
+def gru():
+    cell = eqx.nn.GRUCell(2, 3, key=jr.key(0))
+    loss = lambda m, xs: jnp.sum(jax.lax.scan(lambda h, x: (m(x, h), h), jnp.zeros(3), xs)[0])
+    return loss, cell, jnp.ones((5, 2))
+
+
+@healthy
+def cond():
+    return lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 0 * x, x), jnp.array(0.0)
+
+
+@healthy
+def cond_under_vmap():
+    # JAX replaces the operands of the branch that is not taken.
+    one = lambda x: jax.lax.cond(x > 0, jnp.sqrt, lambda x: 0 * x, x)
+    return lambda x: jnp.sum(jax.vmap(one)(x)), x3()
+
+
+@healthy
+def unused_nan():
+    return lambda x: jnp.sum(jnp.where(jnp.log(x) > -5, x, 2 * x)), x3()
+
+
+@healthy
+def nan_that_is_not_selected():
+    # Its derivative is stopped.
+    return lambda x: jnp.sum(jnp.where(x < 5, x, jax.lax.stop_gradient(jnp.log(x)))), x3()
+
+
+@healthy
+def bad_cotangent_that_is_not_used():
+    def loss(x):
+        return jnp.sum(jnp.sqrt(jnp.zeros(3) + 0 * jax.lax.stop_gradient(x)) + x)
+
+    return loss, x3()
+
+
+@healthy
+def layer_norm():
+    return lambda m, x: jnp.sum(m(x) ** 3), eqx.nn.LayerNorm(4), jnp.ones(4)
+
+
+@healthy
+def attention():
+    model = eqx.nn.MultiheadAttention(2, 4, key=jr.key(0))
+    mask = jnp.tril(jnp.ones((3, 3), bool))
+    return lambda m, x: jnp.sum(m(x, x, x, mask=mask) ** 2), model, jnp.ones((3, 4))
+
+
+@healthy
+def while_loop_that_is_right():
+    loss = lambda x: jax.lax.while_loop(lambda y: y < 100, lambda y: y * x, x)
+    return loss, jnp.array(2.0)
+
+
+@healthy
+def rule_that_is_right():
+    @eqg.custom_jvp
+    def sqrt(x):
+        return jnp.sqrt(x)
+
+    @sqrt.def_jvp
+    def sqrt_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return sqrt(x), jnp.where(x > 0, 0.5 / jnp.sqrt(jnp.where(x > 0, x, 1)), 0) * t
+
+    return lambda x: jnp.sum(sqrt(x)), x3()
+
+
+@healthy
+def cross_entropy():
+    def loss(x):
+        return jnp.sum(optax.losses.softmax_cross_entropy_with_integer_labels(x, jnp.array(1)))
+
+    return loss, x3()
+
+
+@healthy
+def linear_solve():
+    return lambda a: jnp.sum(jnp.linalg.solve(a, jnp.ones(2))), jnp.array([[2.0, 1], [1, 3]])
+
+
+@healthy
+def eigenvalues():
+    return lambda a: jnp.sum(jnp.linalg.eigvalsh(a) ** 2), jnp.array([[2.0, 1], [1, 3]])
+
+
+@healthy
+def zero_nonfinite_gradient():
+    return lambda x: jnp.sum(jnp.sqrt(eqg.zero_nonfinite_gradient(x))), x3()
