@@ -230,7 +230,7 @@ def draw(report, by_gradient, by_differences, losses):
     for row, line in zip(rows, lines, strict=True):
         text = f"{line[1]}  {linecache.getline(*line).strip()}"
         panels["lines"].text(0, row - 0.25, text, family="monospace", size=8)
-    panels["lines"].set(xlabel="how many times the gradient becomes NaN here", yticks=())
+    panels["lines"].set(xlabel="steps in which the gradient becomes NaN here", yticks=())
     panels["lines"].set(title="What eqg.explain_nan found, line by line")
     panels["lines"].invert_yaxis()
 

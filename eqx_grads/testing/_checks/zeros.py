@@ -226,7 +226,14 @@ def _equations(run, *args) -> int:
 
 
 def count_equations(eqn) -> int:
-    """The number of equations in an equation: those of its inner jaxprs, or one."""
+    """The number of equations in an equation: those of its inner jaxprs, or one.
+
+    The cast of a scalar does not count: whether the `0` in `jnp.where(x > 0, t, 0)` is cast
+    depends on how the tangent `t` came about.
+    """
     inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     jaxprs = [p for p in inner if hasattr(p, "eqns")]
-    return sum(count_equations(e) for j in jaxprs for e in j.eqns) or (not jaxprs)
+    if jaxprs:
+        return sum(count_equations(e) for j in jaxprs for e in j.eqns)
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return 0 if is_cast and eqn.outvars[0].aval.size == 1 else 1

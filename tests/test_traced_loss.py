@@ -1,0 +1,231 @@
+"""What all diagnoses stand on: the traced loss, the lines of the user's code, and the number
+of an equation, which its derivatives keep."""
+
+import inspect
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from eqx_grads._diagnosis.origins import NumberedLoss
+from eqx_grads._diagnosis.source_lines import source_line
+from eqx_grads._diagnosis.traced_loss import trace_loss
+from eqx_grads._jaxprs.structure import equations, inner_programs
+
+from .helpers import assert_close
+
+
+KEY = jax.random.key(0)
+X = jnp.linspace(-1.0, 1.0, 3)
+
+
+def traced(loss, model, *args, **kwargs):
+    return trace_loss("explain_nan", loss, model, args, kwargs)
+
+
+def line_of(fn, text):
+    lines, first = inspect.getsourcelines(fn)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+class Stack(eqx.Module):
+    layers: list[eqx.nn.Linear]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+MODEL = Stack([eqx.nn.Linear(3, 3, key=KEY) for _ in range(2)])
+
+
+@eqg.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.def_fwd(lambda x: (2 * x, None))
+doubled.def_bwd(lambda residuals, ct: (2 * ct,))
+
+
+LOSSES = {
+    "plain": lambda m, x: jnp.sum(m(x) ** 2),
+    "jit": lambda m, x: jnp.sum(eqx.filter_jit(m)(x) ** 2),
+    "vmap": lambda m, x: jnp.sum(jax.vmap(m)(jnp.stack([x, 2 * x])) ** 2),
+    "scan": lambda m, x: jnp.sum(jax.lax.scan(lambda h, _: (m(h), h), x, length=4)[1]),
+    "nested scan": lambda m, x: jnp.sum(
+        jax.lax.scan(
+            lambda h, _: (jax.lax.scan(lambda h, _: (m(h), None), h, length=2)[0], None),
+            x,
+            length=3,
+        )[0]
+    ),
+    "filter_scan": lambda m, x: jnp.sum(
+        eqg.filter_scan(lambda h, _: (m(h), None), x, None, length=4, checkpoint=2)[0]
+    ),
+    "cond": lambda m, x: jnp.sum(jax.lax.cond(x[0] > 0, lambda x: m(x), lambda x: 2 * m(x), x)),
+    "checkpoint": lambda m, x: jnp.sum(jax.checkpoint(lambda x: m(x))(x)),
+    "filter_checkpoint": lambda m, x: jnp.sum(eqg.filter_checkpoint(m)(x)),
+    "custom_jvp": lambda m, x: jnp.sum(jax.nn.relu(m(x)) + jax.nn.softplus(m(x))),
+    "ours": lambda m, x: jnp.sum(doubled(m(x))),
+    "optax": lambda m, x: jnp.sum(optax.losses.huber_loss(m(x), x)),
+    "logsumexp": lambda m, x: jax.nn.logsumexp(m(x)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_derivative_keeps_the_numbers(name):
+    program = traced(LOSSES[name], MODEL, X)
+    numbered = NumberedLoss(program)
+    differentiated = lambda values, ct: jax.vjp(numbered, *values)[1](ct)
+    values = program.values
+    derivative = jax.make_jaxpr(differentiated)(values, 1.0)
+
+    def unnumbered(program):
+        for eqn in program.eqns:
+            if numbered.origin_of(eqn) is None:
+                yield eqn
+            for inner in inner_programs(eqn):
+                if numbered.origin_of(eqn) is None:
+                    yield from unnumbered(inner)
+
+    # Only loops that JAX makes have equations without a number: those that count steps, or
+    # add up the cotangents.
+    left = {eqn.primitive.name for eqn in unnumbered(derivative)}
+    assert left <= {"add_any", "broadcast_in_dim", "mul", "jit"}, left
+    named = [numbered.origin_of(eqn) for eqn in equations(derivative)]
+    assert {o.path for o in named if o} >= {"layers[0]", "layers[1]"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_and_its_gradient_are_unchanged(name):
+    loss = LOSSES[name]
+    program = traced(loss, MODEL, X)
+    numbered = NumberedLoss(program)
+    arrays, static = eqx.partition(MODEL, eqx.is_inexact_array)
+    want = jax.value_and_grad(lambda a: loss(eqx.combine(a, static), X))(arrays)
+    n = len(program.leaves)
+    rest = program.values[n:]
+    got = jax.value_and_grad(lambda a: numbered(*a, *rest))(list(program.values[:n]))
+    assert_close([got[0], *got[1]], [want[0], *jax.tree.leaves(want[1])])
+
+
+def test_names_of_inputs():
+    def loss(model, xs, scale, *, target):
+        return jnp.sum(model["w"] * xs["a"]) * scale + target
+
+    model = {"w": jnp.ones(2), "n": jnp.arange(2), "name": "a model"}
+    program = traced(loss, model, {"a": jnp.ones(2)}, 2.0, target=jnp.array(1.0))
+    assert program.leaves == ["['w']"]
+    assert program.inputs == ["model['w']", "model['n']", "args[0]['a']", "kwargs['target']"]
+
+
+def test_lines():
+    def loss(w):
+        y = jnp.sqrt(w)  # HERE
+        return jnp.sum(optax.losses.l2_loss(y))  # THERE
+
+    eqns = traced(loss, jnp.ones(2)).program.eqns
+    lines = {eqn.primitive.name: source_line(eqn) for eqn in equations_of(eqns)}
+    assert lines["sqrt"].line == line_of(loss, "HERE")
+    assert lines["sqrt"].file == __file__
+    assert "jnp.sqrt(w)" in lines["sqrt"].code
+    assert not lines["sqrt"].library
+    inside = lines["square"] if "square" in lines else lines["integer_pow"]
+    assert inside.line == line_of(loss, "THERE")
+    assert inside.library.startswith("optax/losses/")
+
+
+def equations_of(eqns):
+    for eqn in eqns:
+        yield eqn
+        for inner in inner_programs(eqn):
+            yield from equations_of(inner.eqns)
+
+
+def test_the_line_of_a_jitted_helper_is_its_own():
+    @jax.jit
+    def helper(x):
+        return jnp.log(x)  # HERE
+
+    def loss(w):
+        return jnp.sum(helper(w)) + jnp.sum(helper(2 * w))
+
+    origins = NumberedLoss(traced(loss, jnp.ones(2))).origins
+    logs = [o for o in origins if o.primitive == "log"]
+    assert [o.source.line for o in logs] == [line_of(helper.__wrapped__, "HERE")] * 2
+
+
+def test_loops():
+    def loss(w):
+        inner = lambda c, _: (jnp.sin(c) * w, None)
+        outer = lambda c, _: (jax.lax.scan(inner, c, length=2)[0], None)
+        return jax.lax.scan(outer, w, length=3)[0]
+
+    origins = NumberedLoss(traced(loss, jnp.array(0.3))).origins
+    (sine,) = [o for o in origins if o.primitive == "sin"]
+    assert [origins[i].primitive for i in sine.loops] == ["scan", "scan"]
+
+
+class Tagged(eqx.Module):
+    weight: jax.Array
+    tag: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.weight * x
+
+
+def test_a_loss_that_needs_the_types_of_its_layers():
+    def loss(model, x):
+        assert type(model) is Tagged
+        return jnp.sum(model(x))
+
+    program = traced(loss, Tagged(X, "a"), X)
+    assert program.layers == []
+    assert_close(NumberedLoss(program)(*program.values), jnp.sum(X * X))
+
+
+def test_attributes_and_isinstance_of_layers():
+    def loss(model, x):
+        assert isinstance(model, Tagged)
+        assert model.tag == "a"
+        return jnp.sum(model(x) + eqx.tree_at(lambda m: m.weight, model, X)(x))
+
+    assert traced(loss, Tagged(X, "a"), X).layers == ["Tagged"]
+
+
+class TestErrors:
+    def test_not_a_scalar(self):
+        with pytest.raises(eqg.RuleError, match="did not return a real scalar"):
+            traced(lambda w: w, jnp.ones(2))
+
+    def test_no_inexact_arrays(self):
+        with pytest.raises(eqg.RuleError, match="a model without inexact arrays"):
+            traced(lambda w: 1.0, {"n": jnp.arange(3)})
+
+    def test_not_traceable(self):
+        def loss(w):
+            return w if w > 0 else -w
+
+        with pytest.raises(eqg.RuleError, match=r"can't trace the loss `loss`(.|\n)*lax.cond"):
+            traced(loss, jnp.array(1.0))
+
+    def test_numpy(self):
+        import numpy as np
+
+        with pytest.raises(eqg.RuleError, match="can't trace the loss"):
+            traced(lambda w: jnp.sum(np.asarray(w)), jnp.ones(2))
+
+    def test_under_a_transformation(self):
+        with pytest.raises(eqg.RuleError, match="inside a transformed function"):
+            jax.jit(lambda w: traced(jnp.sum, w).program.out_avals and w)(jnp.ones(2))
+
+    def test_an_error_of_the_loss_is_its_own(self):
+        def loss(w):
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            traced(loss, jnp.ones(2))
