@@ -16,12 +16,19 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same program, with its constants.
+    """The same program, with its constants. If nothing says what these are, as in an equation
+    of Equinox that is opaque, they become inputs.
 
     JAX 0.11 made `Jaxpr` and `ClosedJaxpr` one class (https://github.com/jax-ml/jax/pull/39009).
     When it is the oldest version, delete this function.
     """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    if jaxpr.constvars:
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        names = jaxpr.debug_info.with_unknown_names()
+        jaxpr = jaxpr.replace(constvars=(), invars=inputs, debug_info=names)
+    return ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
