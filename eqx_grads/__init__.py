@@ -6,6 +6,7 @@ from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
+from ._diagnosis.explain_zero import explain_zero as explain_zero
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
@@ -14,6 +15,7 @@ from ._diagnosis.probe import (
     tap_gradient as tap_gradient,
     watch_gradient as watch_gradient,
 )
+from ._diagnosis.zero_report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
 from ._errors import RuleError as RuleError
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,

@@ -91,6 +91,14 @@ def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
     return params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
 
 
+def function_name(program: ClosedJaxpr) -> str:
+    """The name of the function that a program was traced from.
+
+    The same in all versions, but no public API returns it.
+    """
+    return program.jaxpr.debug_info.func_name
+
+
 def assigns_shardings(params: Mapping[str, Any]) -> bool:
     """Whether a `jit` says how its inputs or outputs are sharded.
 
