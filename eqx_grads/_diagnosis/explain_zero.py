@@ -122,7 +122,10 @@ class _Explanation:
     def _by_structure(self, leaf: int) -> list[ZeroGradient]:
         cuts = self._structure.cuts[leaf]
         if not cuts:
-            return [self._record(leaf, "never used", None, by_structure=True)]
+            value = self._numbered.traced.values[leaf]
+            is_closed_over = any(x is value for x in self._numbered.traced.program.consts)
+            kind = "closed over" if is_closed_over else "never used"
+            return [self._record(leaf, kind, None, by_structure=True)]
         records = (
             self._record(
                 leaf, kind_of_cut(cut), cut.origin, detail=use_of_cut(cut), by_structure=True

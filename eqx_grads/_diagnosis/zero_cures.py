@@ -8,20 +8,23 @@ _ROUNDING = (
     "Other derivatives: `eqg.ste.wrap`, `eqg.surrogates`."
 )
 _STEP = (
-    "If the comparison makes a value (a spike, a gate, a switch), use `eqg.surrogates.spike` or "
-    "`eqg.ste.heaviside`, or a smooth switch such as `jax.nn.sigmoid`. If it ends an "
-    "integration or a search, its derivative is that of an implicit function: see below."
+    "If the comparison makes a value (a spike, a gate), use `eqg.surrogates.spike` or "
+    "`eqg.ste.heaviside`. If it is a switch, use a smooth one such as `jax.nn.sigmoid`, or "
+    "split the integral at the time of the switch."
 )
-_IMPLICIT = (
-    "A search by comparisons has no derivative of its own. Its result solves f(x, w) = 0, so "
-    "dx/dw = -(df/dw) / (df/dx): write that rule with `eqg.custom_vjp` or `eqg.custom_jvp` "
-    "around the search, or use `optimistix.root_find`, which has it."
+_SEARCH = (
+    "A search by comparisons, or the time of an event, has no derivative of its own. The result "
+    "solves f(x, w) = 0, so dx/dw = -(df/dw) / (df/dx): write that rule with `eqg.custom_vjp` or "
+    "`eqg.custom_jvp`. `optimistix.root_find` has it, and so has `diffrax.Event` with a "
+    "real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.
 CURES: Mapping[str, str] = {
     "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
     "or for a value that is overwritten.",
+    "closed over": "The loss uses this array, but one that it closes over or finds in a global "
+    "variable. Use the model that is the argument of the loss.",
     "argmax": "Use `eqg.ste.one_hot_argmax` and multiply by it in place of indexing, or "
     "`eqg.ste.gumbel_softmax`.",
     "sampled category": "Use `eqg.ste.gumbel_softmax` or `eqg.ste.reinmax`, which sample with "
@@ -33,10 +36,9 @@ CURES: Mapping[str, str] = {
     "rounding": _ROUNDING,
     "sign": "Use `eqg.ste.sign` or `eqg.ste.binary_sign`, or a surrogate of "
     "`eqg.surrogates.spike`.",
-    "comparison": _STEP.removesuffix(": see below.")
-    + ": write it with `eqg.custom_vjp` or `eqg.custom_jvp`.",
-    "comparison in a while_loop": _IMPLICIT,
-    "predicate of a while_loop": _IMPLICIT,
+    "comparison": _STEP,
+    "comparison in a while_loop": f"{_SEARCH} {_STEP}",
+    "predicate of a while_loop": _SEARCH,
     "cast to an integer": "Use `eqg.ste.round`, `eqg.ste.floor` or `eqg.ste.trunc`, and keep "
     "the value a float.",
     "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",

@@ -53,13 +53,15 @@ def kind_of_cut(cut: Cut) -> str:
 
 def use_of_cut(cut: Cut) -> str:
     """Where the value goes that has no derivative, for the table."""
-    uses = {
-        "while": "the predicate of a `while_loop`",
-        "cond": "the predicate of a `cond`",
-        "select": "the predicate of a `where`",
-        "index": "an index",
-    }
-    return uses.get(cut.use, "")
+    return _USES.get(cut.use, "")
+
+
+_USES = {
+    "while": "predicate of a `while_loop`",
+    "cond": "predicate of a `cond`",
+    "select": "predicate of a `where`",
+    "index": "an index",
+}
 
 
 def is_truncation(origin: Origin) -> bool:

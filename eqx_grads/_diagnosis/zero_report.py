@@ -119,7 +119,9 @@ def _why(record: ZeroGradient) -> str:
         first = ", ".join(map(str, record.units[:8]))
         dots = ", ..." if len(record.units) > 8 else ""
         why += f": {len(record.units)} of {record.n_units} ({first}{dots})"
-    return f"{why}: {record.detail}" if record.detail else why
+    # What "predicate of a while_loop" is used for need not be said again.
+    is_said = record.detail.replace("`", "") == record.kind
+    return f"{why}: {record.detail}" if record.detail and not is_said else why
 
 
 def _place(record: ZeroGradient) -> str:

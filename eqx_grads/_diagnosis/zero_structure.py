@@ -1,7 +1,10 @@
 """Where a loss stops being differentiable in a leaf of its model, found without running it."""
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+import functools as ft
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._jaxprs.linearity import ELEMENTARY
@@ -15,7 +18,7 @@ from .._jaxprs.propagate import (
     propagate,
     Sources,
 )
-from .._jaxprs.structure import structure, While
+from .._jaxprs.structure import CallWithRule, structure, While
 from .origins import NumberedLoss, Origin
 
 
@@ -54,7 +57,6 @@ class LossStructure:
     cuts: dict[int, list[Cut]]
     opaque: list[Origin]
     decided_by: dict[int, set[int]]
-    has_live_while: bool
 
 
 def loss_structure(numbered: NumberedLoss) -> LossStructure:
@@ -71,7 +73,7 @@ def loss_structure(numbered: NumberedLoss) -> LossStructure:
         if i not in live
     }
     return LossStructure(
-        live, cuts, finder.opaque, finder.decided_by(), finder.has_live_while
+        live, cuts, list(finder.opaque.values()), finder.decided_by()
     )
 
 
@@ -81,14 +83,16 @@ class _CutFinder(AbstractPropagation):
 
     def __init__(self, numbered: NumberedLoss):
         self._origins = {_key(numbered.origins, o): o for o in numbered.origins}
+        self._pairs: dict[Any, list[set[int]]] = {}
+        self._forget()
+
+    def _forget(self):
         self.lost: list[int] = []  # for each token, the leaves
-        self.opaque: list[Origin] = []
-        self.has_live_while = False
+        self.opaque: dict[Any, Origin] = {}
         self._tokens: dict[Any, int] = {}
         self._places: list[tuple[Origin, bool]] = []
         self._random: set[int] = set()
         self._uses: dict[int, str] = {}
-        self._pairs: dict[Any, list[set[int]]] = {}
         self._predicates: dict[int, int] = {}
 
     def cut(self, token: int) -> Cut:
@@ -118,26 +122,35 @@ class _CutFinder(AbstractPropagation):
             for variable, value in zip(eqn.invars, ins, strict=True):
                 if not is_inexact(variable):
                     self._use("index", value)
-        if not any(value.live for value in ins):
-            pairs = [set() for _ in eqn.outvars]
-        else:
-            pairs = self._differentiable_pairs(eqn, key)
+        live_operands = frozenset(i for i, value in enumerate(ins) if value.live)
+        pairs = self._differentiable_pairs(eqn, key, live_operands)
         reads = operands_of_outputs(eqn)
-        is_random = name in _RANDOM_BITS
-        outs = []
+        lost = []
         for pairs_of_out, reads_of_out in zip(pairs, reads, strict=True):
-            live = cut = lost = 0
-            for i in reads_of_out | pairs_of_out:
-                cut |= ins[i].cut
-                if i in pairs_of_out:
-                    live |= ins[i].live
-                else:
-                    lost |= ins[i].live
-            lost &= ~live
-            if lost:
-                cut |= 2 << self._token(key, path, lost, bool(cut & _RANDOM))
-            outs.append(Sources(live, cut | is_random))
+            live = _union(ins[i].live for i in pairs_of_out)
+            lost.append(_union(ins[i].live for i in reads_of_out) & ~live)
+        inside = [NOTHING] * len(lost)
+        if any(lost) and isinstance(known := structure(eqn), CallWithRule):
+            # The function itself may lose a derivative where its rule has none.
+            lost_by_rule = self._live_inside(known, ins, path, eqn, lost)
+            rest = [Sources(x.live & ~lost_by_rule, x.cut) for x in ins]
+            inside = propagate(*known.programs, rest, self, (*path, eqn))
+            lost = [bits & lost_by_rule for bits in lost]
+        outs = []
+        for k, lost_of_out in enumerate(lost):
+            cut = _union(ins[i].cut for i in reads[k] | pairs[k]) | inside[k].cut
+            if lost_of_out:
+                cut |= 2 << self._token(key, path, lost_of_out, bool(cut & _RANDOM))
+            live = _union(ins[i].live for i in pairs[k])
+            outs.append(Sources(live, cut | (name in _RANDOM_BITS)))
         return outs
+
+    def _live_inside(self, call: CallWithRule, ins, path, eqn, lost: list[int]) -> int:
+        """Which leaves, lost by the rule of a call, its function is differentiable in."""
+        finder = copy.copy(self)
+        finder._forget()
+        outs = propagate(*call.programs, ins, finder, (*path, eqn))
+        return _union(bits & out.live for bits, out in zip(lost, outs, strict=True))
 
     def _use(self, use: str, value: Sources):
         for token in members(value.cut >> 1):
@@ -154,17 +167,25 @@ class _CutFinder(AbstractPropagation):
             self._random.add(token)
         return token
 
-    def _differentiable_pairs(self, eqn, key) -> list[set[int]]:
-        # What a primitive is differentiable in does not depend on the shapes.
-        kind = _types_of(eqn) if eqn.primitive.name in ELEMENTARY else key
+    def _differentiable_pairs(self, eqn, key, operands: frozenset[int]) -> list[set[int]]:
+        if not operands:
+            return [set() for _ in eqn.outvars]
+        # A rule may look at which operands are differentiated.
+        kind = (key, operands)
+        if eqn.primitive.name in ELEMENTARY:
+            kind = _types_of(eqn)
+            operands = frozenset(range(len(eqn.invars)))
         if kind not in self._pairs:
-            pairs = differentiable_pairs(eqn)
+            pairs = differentiable_pairs(eqn, operands)
             if pairs is None:
-                self.opaque.append(self._origins[key])
-                inexact = {i for i, v in enumerate(eqn.invars) if is_inexact(v)}
-                pairs = [inexact if is_inexact(v) else set() for v in eqn.outvars]
+                self.opaque[key] = self._origins[key]
+                pairs = [set(operands) if is_inexact(v) else set() for v in eqn.outvars]
             self._pairs[kind] = pairs
         return self._pairs[kind]
+
+
+def _union(sets: Iterable[int]) -> int:
+    return ft.reduce(operator.or_, sets, 0)
 
 
 def _types_of(eqn):

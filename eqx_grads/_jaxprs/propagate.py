@@ -5,7 +5,7 @@ see `Sources`. The sets of a loop are those of all of its steps together.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -160,13 +160,13 @@ def is_inexact(variable: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def differentiable_pairs(eqn: Any) -> list[set[int]] | None:
-    """For each output of an equation, the operands, by index, in which it has a derivative.
+def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
+    """For each output of an equation, which of some operands, by index, it has a derivative in.
 
     JAX is asked: the derivative of the equation is traced, and a cotangent that depends on no
     cotangent is zero for any values. `None` if JAX can't differentiate the equation.
     """
-    moving = [i for i, v in enumerate(eqn.invars) if is_inexact(v)]
+    moving = [i for i in sorted(operands) if is_inexact(eqn.invars[i])]
     outs = [j for j, v in enumerate(eqn.outvars) if is_inexact(v)]
     pairs: list[set[int]] = [set() for _ in eqn.outvars]
     if not moving or not outs:
