@@ -44,15 +44,17 @@ def deaths(plan: Plan, found: Found, output: int) -> list[Death]:
     return _walk(plan, found, {output: np.ones((), bool)}, ())[0]
 
 
-_Marks = dict[int, np.ndarray]  # what is walked, by the index of an input or output
+# What is walked, by the index of an input or output. A flag is a scalar or an array of NumPy.
+_Flags = Any
+_Marks = dict[int, _Flags]
 
 
 def _walk(
-    plan: Plan, found: Found, outputs: Mapping[int, np.ndarray], enclosing
+    plan: Plan, found: Found, outputs: Mapping[int, _Flags], enclosing
 ) -> tuple[list[Death], _Marks]:
     """The deaths, and the inputs that are reached."""
     jaxpr = plan.program.jaxpr
-    marks: dict[Any, np.ndarray] = {}
+    marks: dict[Any, _Flags] = {}
     for k, mark in outputs.items():
         _mark(marks, jaxpr.outvars[k], mark)
     result: list[Death] = []
@@ -71,7 +73,7 @@ def _walk(
     return result, {k: marks[v] for k, v in enumerate(jaxpr.invars) if v in marks}
 
 
-def _mark(marks: dict[Any, np.ndarray], key: Any, mark: np.ndarray):
+def _mark(marks: dict[Any, _Flags], key: Any, mark: _Flags):
     if not isinstance(key, Literal):
         marks[key] = marks[key] | mark if key in marks else mark
 
@@ -139,7 +141,7 @@ def _walk_scan(known: Scan, watched, found, wanted: _Marks, enclosing):
     return ends, reached
 
 
-def _all_steps(known: Scan, mark: np.ndarray, *, only_last: bool) -> np.ndarray:
+def _all_steps(known: Scan, mark: _Flags, *, only_last: bool) -> _Flags:
     steps = np.ones(known.length, bool)
     if only_last:
         steps[:] = False
@@ -147,7 +149,7 @@ def _all_steps(known: Scan, mark: np.ndarray, *, only_last: bool) -> np.ndarray:
     return mark[..., None] & steps
 
 
-def _extended(known: Scan, mark: np.ndarray, is_zero: np.ndarray) -> np.ndarray:
+def _extended(known: Scan, mark: _Flags, is_zero: _Flags) -> _Flags:
     """Flags of steps, continued to all steps before as long as the carry is zero there.
 
     Step after step the walk would do the same. It would take as many rounds as there are steps.
@@ -159,7 +161,7 @@ def _extended(known: Scan, mark: np.ndarray, is_zero: np.ndarray) -> np.ndarray:
     return mark
 
 
-def _of_step_before(known: Scan, mark: np.ndarray) -> np.ndarray:
+def _of_step_before(known: Scan, mark: _Flags) -> _Flags:
     """Flags of the carry that comes into steps, as flags of the carry that steps return."""
     result = np.zeros_like(mark)
     if known.reverse:
@@ -169,7 +171,7 @@ def _of_step_before(known: Scan, mark: np.ndarray) -> np.ndarray:
     return result
 
 
-def death_at(watched: Watched, found: FoundInEquation, enclosing, event: np.ndarray) -> Death:
+def death_at(watched: Watched, found: FoundInEquation, enclosing, event: _Flags) -> Death:
     steps = np.argwhere(event)
     zero_factors = [
         watched.sources[i]
@@ -215,7 +217,7 @@ def _needed(plan: Plan, found: Found, outputs: set[int]):
     """The equations that outputs depend on, last ones first, with the indices of their outputs
     that are needed; and the inputs that are."""
     jaxpr = plan.program.jaxpr
-    needed: dict[Any, np.ndarray] = {}
+    needed: dict[Any, _Flags] = {}
     for k in outputs:
         _mark(needed, jaxpr.outvars[k], np.ones((), bool))
     result = []
