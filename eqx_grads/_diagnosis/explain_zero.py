@@ -10,7 +10,14 @@ from .origins import NumberedLoss, Origin
 from .traced_loss import trace_loss
 from .zero_cures import cure_of
 from .zero_derivative import AbstractDerivative, derivative_of
-from .zero_kinds import factor_name, is_gate, is_truncation, kind_of_cut, kind_of_death, use_of_cut
+from .zero_kinds import (
+    factor_name,
+    is_gate,
+    is_truncation,
+    kind_of_cut,
+    kind_of_death,
+    use_of_cut,
+)
 from .zero_report import ZeroGradient, ZeroReport
 from .zero_structure import loss_structure
 from .zero_walk import Death
@@ -139,7 +146,7 @@ class _Explanation:
         return list(dict.fromkeys(records)) or [self._record(leaf, "zero value", None)]
 
     def _dead_units(self, leaf, derivative, gradient: np.ndarray) -> list[ZeroGradient]:
-        """Units that are dead for all examples, if that is why slices of a gradient are zero."""
+        """Units that are dead for all examples, if these are zero slices of a gradient."""
         zeros = [_zero_slices(gradient, axis) for axis in range(gradient.ndim)]
         if not any(zeros):
             return []

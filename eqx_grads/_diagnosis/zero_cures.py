@@ -13,9 +13,9 @@ _STEP = (
     "split the integral at the time of the switch."
 )
 _SEARCH = (
-    "A search by comparisons, or the time of an event, has no derivative of its own. The result "
-    "solves f(x, w) = 0, so dx/dw = -(df/dw) / (df/dx): write that rule with `eqg.custom_vjp` or "
-    "`eqg.custom_jvp`. `optimistix.root_find` has it, and so has `diffrax.Event` with a "
+    "A search by comparisons, or the time of an event, has no derivative of its own. The "
+    "result solves f(x, w) = 0, so dx/dw = -(df/dw) / (df/dx): write that rule with "
+    "`eqg.custom_vjp` or `eqg.custom_jvp`. `optimistix.root_find` has it, and so has `diffrax.Event` with a "
     "real-valued condition and a `root_finder`."
 )
 
@@ -49,14 +49,14 @@ CURES: Mapping[str, str] = {
     "`optimistix.RecursiveCheckpointAdjoint`.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
-    "multiplied by zero": "Initialize the factor with other values, or mend what makes it zero.",
-    "dead units": "Use `jax.nn.leaky_relu` or `jax.nn.gelu`, a smaller learning rate or another "
-    "initialization of the bias; `eqg.ste.clip` for a clip.",
+    "multiplied by zero": "Give the factor other values, or mend what makes it zero.",
+    "dead units": "Use `jax.nn.leaky_relu` or `jax.nn.gelu`, a smaller learning rate or "
+    "another initialization of the bias; `eqg.ste.clip` for a clip.",
     "masked": "The mask takes nothing of it for these arguments. Check the mask.",
     "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
     "example `optax.losses.sigmoid_binary_cross_entropy`).",
     "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
-    "underflow": "The product is too small for its dtype. Scale the loss, or use a larger dtype.",
+    "underflow": "The product is too small for its dtype. Scale the loss, or use another dtype.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments. Check the indices.",
     "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",

@@ -17,7 +17,8 @@ class ZeroGradient:
     - `file, line, primitive`: the operation, on a line of the user's code. Empty, 0 and empty
         for a leaf that is never used.
     - `path`: the path of the layer that the operation is in.
-    - `step`: the step of each loop around the operation, outermost first, if values were needed.
+    - `step`: the step of each loop around the operation, outermost first, if values were
+        needed. Of several steps, it is the last one.
     - `detail`: what else is known: the factor that is zero, what a comparison decides.
     - `units, n_units`: for dead units, which ones and how many there are.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.

@@ -47,8 +47,8 @@ class LossStructure:
     """How a loss depends on the leaves of its model, by index.
 
     - `live`: leaves that it is differentiable in, as far as the program tells.
-    - `cuts`: for every leaf that is not live, the equations where a value that is differentiable
-        in the leaf is last used. None if the loss does not depend on the leaf.
+    - `cuts`: for every leaf that is not live, the equations where a value that is
+        differentiable in the leaf is last used. Empty if the loss does not depend on the leaf.
     - `opaque`: equations that JAX can't differentiate. They are taken to be differentiable.
     - `decided_by`: for the number of a `select_n`, the leaves that its predicate depends on.
     """
@@ -72,9 +72,7 @@ def loss_structure(numbered: NumberedLoss) -> LossStructure:
         for i in range(n)
         if i not in live
     }
-    return LossStructure(
-        live, cuts, list(finder.opaque.values()), finder.decided_by()
-    )
+    return LossStructure(live, cuts, list(finder.opaque.values()), finder.decided_by())
 
 
 class _CutFinder(AbstractPropagation):

@@ -164,8 +164,8 @@ class WatchedDerivative:
         if same and self._counts_units(watched.eqn):
             axes = range(jnp.ndim(outs[0]))
             units = [(_any_along(same[0], a), _any_along(outs[0], a)) for a in axes]
-        flags = ([_any(x) for x in xs] for xs in (moving, outs, factors))
-        return FoundInEquation(*flags, overlaps, units, inner)
+        ins, outs, factors = ([_any(x) for x in xs] for xs in (moving, outs, factors))
+        return FoundInEquation(ins, outs, factors, overlaps, units, inner)
 
 
 def _any(x):

@@ -1,8 +1,8 @@
 """Find where a derivative becomes zero, from what was recorded while it was evaluated.
 
 The walk begins at the output, which is zero, and goes back through the program: from an output
-that is zero to the operands that it depends on, as long as these are zero. Where one is not, the
-derivative dies. So a product with zero is not named if another term of its sum is not zero.
+that is zero to the operands that it depends on, as long as these are zero. Where one is not,
+the derivative dies. So a product with zero is not named if another term of its sum is not zero.
 
 In a loop, what is walked is an array of flags: one for each step.
 """

@@ -96,7 +96,9 @@ def _scan(scan: Scan, ins, propagation, inside) -> list[Sources]:
     first, last = scan.n_consts, scan.n_consts + scan.n_carry
     carry = ins[first:last]
     while True:  # sets only grow, so this ends
-        outs = propagate(*scan.programs, [*ins[:first], *carry, *ins[last:]], propagation, inside)
+        outs = propagate(
+            *scan.programs, [*ins[:first], *carry, *ins[last:]], propagation, inside
+        )
         grown = [a | b for a, b in zip(carry, outs, strict=False)]
         if grown == carry:
             return [*carry, *outs[scan.n_carry :]]
@@ -141,7 +143,7 @@ def operands_of_outputs(eqn: Any, selected: Sequence[bool] | None = None) -> lis
     - `selected`: of which operands; by default, all of them.
     """
     n = len(eqn.invars)
-    bits = [Sources(1 << i if selected is None or selected[i] else 0) for i in range(n)]
+    bits = [Sources(1 << i) if selected is None or selected[i] else NOTHING for i in range(n)]
     outs = propagate_equation(eqn, bits, _Dependence())
     return [members(out.live) for out in outs]
 

@@ -40,7 +40,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     if "num_consts" in params and "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    groups = getattr(params.get("ft_in"), "elts", ())
+    # A scan that JAX transposed has them in a PyTree of another class than one that it traced.
+    unpack = getattr(params.get("ft_in"), "unpack", tuple)
+    groups = unpack()
     # A group may have groups in it: what is counted is what is at the end.
     counts = [len(tuple(group.vals)) for group in groups if hasattr(group, "vals")]
     if len(counts) != 3 or not is_jaxpr(params.get("jaxpr")):
