@@ -15,8 +15,8 @@ _STEP = (
 _SEARCH = (
     "A search by comparisons, or the time of an event, has no derivative of its own. The "
     "result solves f(x, w) = 0, so dx/dw = -(df/dw) / (df/dx): write that rule with "
-    "`eqg.custom_vjp` or `eqg.custom_jvp`. `optimistix.root_find` has it, and so has `diffrax.Event` with a "
-    "real-valued condition and a `root_finder`."
+    "`eqg.custom_vjp` or `eqg.custom_jvp`. `optimistix.root_find` has it, and so has "
+    "`diffrax.Event` with a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.
@@ -56,7 +56,7 @@ CURES: Mapping[str, str] = {
     "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
     "example `optax.losses.sigmoid_binary_cross_entropy`).",
     "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
-    "underflow": "The product is too small for its dtype. Scale the loss, or use another dtype.",
+    "underflow": "The product is too small for its dtype. Scale the loss.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments. Check the indices.",
     "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",

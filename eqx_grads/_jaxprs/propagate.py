@@ -126,8 +126,7 @@ class _Dependence(AbstractPropagation):
     """`live` is what a value depends on in any way."""
 
     def apply(self, eqn, ins, path):
-        known = structure(eqn)
-        if known is not None:
+        if isinstance(known := structure(eqn), CallWithRule):
             return propagate(*known.programs, ins, self, (*path, eqn))
         if eqn.primitive.name == "optimization_barrier":
             return ins
