@@ -73,6 +73,18 @@ def checkpoint_params(eqn: Any) -> CheckpointParams | None:
     return None
 
 
+def program_with_rule(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a function with a rule, where that is an object in the parameter `_prim`.
+
+    With the flags `jax_custom_jvp3` and `jax_custom_vjp3` it is one, and not a primitive. Needed
+    as long as these flags exist.
+    """
+    call = eqn.params.get("_prim")
+    jaxpr = getattr(getattr(call, "traced", None), "jaxpr", None)
+    has_rule = hasattr(call, "jvp_rule") or hasattr(call, "bwd")
+    return as_closed(jaxpr) if has_rule and is_jaxpr(jaxpr) else None
+
+
 def jaxprs_in_object(param: Any) -> Iterator[Any]:
     """The programs in a parameter that is neither a program nor a container.
 
