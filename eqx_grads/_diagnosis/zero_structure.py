@@ -152,7 +152,9 @@ class _CutFinder(AbstractPropagation):
 
     def _use(self, use: str, value: Sources):
         for token in members(value.cut >> 1):
-            self._uses.setdefault(token, use)
+            # Before an index is used, JAX selects between it and what is counted from the end.
+            if self._uses.get(token) in (None, "select" if use == "index" else None):
+                self._uses[token] = use
 
     def _token(self, key, path, lost: int, is_random: bool) -> int:
         token = self._tokens.setdefault(key, len(self._tokens))
