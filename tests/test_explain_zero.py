@@ -604,6 +604,27 @@ def test_underflow():
     assert record.kind == "underflow"
 
 
+def test_a_gradient_that_vanishes_over_the_steps():
+    weight = 0.1 * jnp.eye(3) + 0.01
+
+    def loss(h, xs):
+        step = lambda h, x: (jnp.tanh(weight @ h + x), None)  # HERE
+        return jnp.sum(jax.lax.scan(step, h, xs)[0])
+
+    n = 400
+    record = only(check(loss, X, jnp.zeros((n, 3))))
+    assert (record.kind, record.line) == ("underflow", line_of(loss))
+    assert 0 < record.step[0] < n - 20
+
+
+def test_a_sum_that_cancels_and_one_without_common_terms():
+    x, y = jnp.array([1.0, -1.0, 0.0]), jnp.array([0.0, 0.0, 1.0])
+    loss = lambda w, x: jnp.dot(x, jnp.full(3, w))
+    assert only(check(loss, jnp.array(2.0), x)).kind == "canceled"
+    loss = lambda w, x, y: jnp.dot(x, w * y)
+    assert only(check(loss, jnp.array(2.0), x, y)).kind == "multiplied by zero"
+
+
 def test_step_of_a_loop():
     def loss(w, gates):
         def step(h, gate):
@@ -833,6 +854,23 @@ def test_a_callback_is_opaque():
     assert "`pure_callback`" in str(report)
     with pytest.raises(ValueError, match="callback"):
         eqg.explain_zero(lambda w: host_sine(w["a"][0]), model)
+
+
+def test_shard_map():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=auto)
+    spec = jax.sharding.PartitionSpec("devices")
+
+    def local(w):
+        total = jnp.sum(jnp.round(w["a"])) + jnp.sum(w["b"])  # HERE
+        return jax.lax.psum(total, "devices")
+
+    loss = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
+    )
+    report = check(loss, {"a": X, "b": X})
+    assert (only(report).kind, only(report).line) == ("rounding", line_of(local))
+    assert not report.remarks
 
 
 def test_complex_leaves():

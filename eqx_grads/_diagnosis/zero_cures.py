@@ -56,7 +56,8 @@ CURES: Mapping[str, str] = {
     "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
     "example `optax.losses.sigmoid_binary_cross_entropy`).",
     "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
-    "underflow": "The product is too small for its dtype. Scale the loss.",
+    "underflow": "The product is too small for its dtype: the gradient vanishes. Scale the "
+    "loss, or see with `eqg.gradient_flow` at which layers and steps it vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments. Check the indices.",
     "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",

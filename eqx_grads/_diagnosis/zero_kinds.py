@@ -29,7 +29,7 @@ _SELECTIONS = frozenset(
     """gather dynamic_slice dynamic_update_slice slice pad scatter scatter-add concatenate
     split""".split()  # noqa: SIM905
 )
-_SUMS = frozenset("add add_any sub reduce_sum cumsum dot_general neg".split())  # noqa: SIM905
+_SUMS = frozenset("add add_any sub reduce_sum cumsum neg".split())  # noqa: SIM905
 _PRODUCTS = (*MULTILINEAR, "div", "eqg_linear")
 
 
@@ -92,14 +92,16 @@ def kind_of_death(death: Death, origin: Origin | None, decides: Set[int], leaf: 
 
 
 def _kind_of_product(death: Death, origin: Origin) -> str:
+    name = death.eqn.primitive.name
+    if name == "div" or (death.overlaps and not death.cancels):
+        return "underflow"
     if origin.primitive in _SATURATING:
         return "saturated"
-    if death.overlaps:
-        return "underflow"
-    if origin.primitive in _PRODUCTS:
-        is_sum = death.eqn.primitive.name != "mul" and not death.zero_factors
-        return "canceled" if is_sum else "multiplied by zero"
-    return "zero derivative"
+    if death.cancels:
+        return "canceled"
+    if name not in MULTILINEAR and not death.zero_factors:
+        return "zero value"
+    return "multiplied by zero" if origin.primitive in _PRODUCTS else "zero derivative"
 
 
 def factor_name(source: Any, origin_of: Any) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.linearity import MULTILINEAR
 from .._jaxprs.propagate import is_inexact, operands_of_outputs
 from .._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
 
@@ -63,7 +64,8 @@ class FoundInEquation(NamedTuple):
 
     - `ins`, `outs`, `factors`: whether something is not zero in the operands that move, in the
         outputs, and in the other operands.
-    - `overlaps`: whether an element of both factors of a product is not zero.
+    - `overlaps`: whether a term of a product has two factors that are not zero.
+    - `cancels`: whether a term of a product is not zero.
     - `units`: for each axis, the indices along it where the operand that moves is not zero, and
         those where the output is not.
     - `inner`: for each inner program.
@@ -73,6 +75,7 @@ class FoundInEquation(NamedTuple):
     outs: list[Any]
     factors: list[Any]
     overlaps: Any
+    cancels: Any
     units: list[tuple[Any, Any]]
     inner: list["Found"]
 
@@ -156,16 +159,20 @@ class WatchedDerivative:
     def _look_at(self, watched: Watched, values, outs, inner) -> FoundInEquation:
         moving = [values[i] for i in watched.ins]
         factors = [values[i] for i in watched.factors]
-        overlaps = jnp.zeros((), bool)
-        if watched.eqn.primitive.name == "mul" and factors:
-            overlaps = jnp.any((moving[0] != 0) & (factors[0] != 0))
+        overlaps = cancels = jnp.zeros((), bool)
+        if watched.eqn.primitive.name in MULTILINEAR and len(moving) == len(factors) == 1:
+            # The same product, of what can't cancel.
+            is_in = [jnp.asarray(x != 0, x.dtype) for x in values]
+            overlaps = _any(bind(watched.eqn, is_in)[0])
+            sizes = [jnp.asarray(jnp.abs(x), x.dtype) for x in values]
+            cancels = _any(bind(watched.eqn, sizes)[0])
         same = [x for x in moving if jnp.shape(x) == jnp.shape(outs[0])]
         units = []
         if same and self._counts_units(watched.eqn):
             axes = range(jnp.ndim(outs[0]))
             units = [(_any_along(same[0], a), _any_along(outs[0], a)) for a in axes]
         ins, outs, factors = ([_any(x) for x in xs] for xs in (moving, outs, factors))
-        return FoundInEquation(ins, outs, factors, overlaps, units, inner)
+        return FoundInEquation(ins, outs, factors, overlaps, cancels, units, inner)
 
 
 def _any(x):

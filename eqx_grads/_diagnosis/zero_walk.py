@@ -26,7 +26,8 @@ class Death:
     - `step`: of each loop around it, the last one where that happens.
     - `zero_factors`: the source of each factor that is zero everywhere: the name of an input or
         an equation.
-    - `overlaps`: whether an element of the factor and of what it multiplies are both not zero.
+    - `overlaps`: whether a term of a product has two factors that are not zero.
+    - `cancels`: whether a term of a product is not zero.
     - `units`: for each axis of the output, the indices along it that die, and how many there
         are in all.
     """
@@ -36,6 +37,7 @@ class Death:
     step: tuple[int, ...]
     zero_factors: Sequence[Any]
     overlaps: bool
+    cancels: bool
     units: Sequence[tuple[tuple[int, ...], int]]
 
 
@@ -183,9 +185,9 @@ def death_at(watched: Watched, found: FoundInEquation, enclosing, event: _Flags)
         size = alive.shape[-1]
         alive, passed = (np.any(x.reshape(-1, size), 0) for x in (alive, passed))
         units.append((tuple(np.flatnonzero(alive & ~passed).tolist()), size))
-    overlaps = bool(np.any(found.overlaps & event))
+    overlaps, cancels = (bool(np.any(x & event)) for x in (found.overlaps, found.cancels))
     step = tuple(steps[-1].tolist()) if len(steps) else ()
-    return Death(watched.eqn, enclosing, step, zero_factors, overlaps, units)
+    return Death(watched.eqn, enclosing, step, zero_factors, overlaps, cancels, units)
 
 
 # ---------------------------------------------------------------- gates

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .evaluate import bind, evaluate
+from .linearity import JOINTLY_LINEAR
 from .structure import CallWithRule, Cond, Scan, structure, While
 
 
@@ -128,7 +129,7 @@ class _Dependence(AbstractPropagation):
     def apply(self, eqn, ins, path):
         if isinstance(known := structure(eqn), CallWithRule):
             return propagate(*known.programs, ins, self, (*path, eqn))
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive.name in ("optimization_barrier", "device_put"):
             return ins
         return [_union(ins)] * len(eqn.outvars)
 
@@ -169,6 +170,9 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
     """
     moving = [i for i in sorted(operands) if is_inexact(eqn.invars[i])]
     outs = [j for j, v in enumerate(eqn.outvars) if is_inexact(v)]
+    if eqn.primitive.name in JOINTLY_LINEAR and len(eqn.outvars) == 1:
+        # JAX can't be asked about a collective: the axis is not known here.
+        return [set(moving) if outs else set()]
     pairs: list[set[int]] = [set() for _ in eqn.outvars]
     if not moving or not outs:
         return pairs
