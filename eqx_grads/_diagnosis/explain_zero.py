@@ -15,12 +15,12 @@ from .zero_kinds import (
     is_gate,
     is_truncation,
     kind_of_cut,
-    kind_of_death,
+    kind_of_end,
     use_of_cut,
 )
 from .zero_report import ZeroGradient, ZeroReport
 from .zero_structure import loss_structure
-from .zero_walk import Death
+from .zero_walk import End
 
 
 def explain_zero(
@@ -142,7 +142,7 @@ class _Explanation:
         return list(dict.fromkeys(records))
 
     def _by_values(self, leaf: int, derivative: AbstractDerivative) -> list[ZeroGradient]:
-        records = [self._of_death(leaf, death) for death in derivative.deaths(leaf)]
+        records = [self._of_end(leaf, end) for end in derivative.ends(leaf)]
         return list(dict.fromkeys(records)) or [self._record(leaf, "zero value", None)]
 
     def _dead_units(self, leaf, derivative, gradient: np.ndarray) -> list[ZeroGradient]:
@@ -150,16 +150,16 @@ class _Explanation:
         zeros = [_zero_slices(gradient, axis) for axis in range(gradient.ndim)]
         if not any(zeros):
             return []
-        for death in reversed(derivative.gates(leaf)):  # the one next to the leaf
+        for end in reversed(derivative.gates(leaf)):  # the one next to the leaf
             same_size = [
                 (units, zeros_of_axis)
-                for units, n in death.units
+                for units, n in end.units
                 for zeros_of_axis, size in zip(zeros, gradient.shape, strict=True)
                 if n == size > 1
             ]
             matches = [units for units, z in same_size if units and z.issuperset(units)]
             if matches:
-                record = self._of_death(leaf, death, matches[-1])
+                record = self._of_end(leaf, end, matches[-1])
                 return [record] if record.kind == "dead units" else []
             if same_size:
                 return []
@@ -169,27 +169,27 @@ class _Explanation:
         origin = self._numbered.origin_of(eqn)
         return origin is not None and is_gate(origin)
 
-    def _of_death(self, leaf: int, death: Death, units=None) -> ZeroGradient:
-        """A record for a place where the derivative dies.
+    def _of_end(self, leaf: int, end: End, units=None) -> ZeroGradient:
+        """A record for a place where the derivative ends.
 
         - `units`: those that are dead; by default all that are, and the derivative ends here.
         """
         origin_of = self._numbered.origin_of
-        origins = [origin_of(eqn) for eqn in (death.eqn, *reversed(death.enclosing))]
+        origins = [origin_of(eqn) for eqn in (end.eqn, *reversed(end.enclosing))]
         origin = next((o for o in origins if o is not None), None)
         decides = self._structure.decided_by.get(origin.number, ()) if origin else ()
-        kind = kind_of_death(death, origin, set(decides), leaf)
+        kind = kind_of_end(end, origin, set(decides), leaf)
         around = (self._numbered.origins[i] for i in (origin.enclosing if origin else ()))
         if origin and any(map(is_truncation, (origin, *around))):
             kind = "truncated"
-        detail, n_units, step = "", 0, death.step
+        detail, n_units, step = "", 0, end.step
         if kind == "multiplied by zero":
-            names = [factor_name(source, origin_of) for source in death.zero_factors]
+            names = [factor_name(source, origin_of) for source in end.zero_factors]
             detail = ", ".join(name for name in names if name)
-        if kind == "dead units" and death.units:
+        if kind == "dead units" and end.units:
             step = ()  # dead in all of them
             shape = self._shapes[leaf]
-            likely = [pair for pair in death.units if pair[1] in shape] or death.units
+            likely = [pair for pair in end.units if pair[1] in shape] or end.units
             of_leaf, n_units = likely[-1]
             units = of_leaf if units is None else units
         return self._record(

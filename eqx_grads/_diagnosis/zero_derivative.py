@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from .._jaxprs.evaluate import evaluate
 from .origins import NumberedLoss
 from .zero_values import Found, WatchedDerivative
-from .zero_walk import Death, deaths, gates
+from .zero_walk import End, find_ends, find_gates
 
 
 class AbstractDerivative(abc.ABC):
@@ -26,11 +26,11 @@ class AbstractDerivative(abc.ABC):
         """For each leaf, its gradient or a directional derivative."""
 
     @abc.abstractmethod
-    def deaths(self, leaf: int) -> list[Death]:
+    def ends(self, leaf: int) -> list[End]:
         """Where the derivative with respect to a leaf becomes zero."""
 
     @abc.abstractmethod
-    def gates(self, leaf: int) -> list[Death]:
+    def gates(self, leaf: int) -> list[End]:
         """The equations that let the derivative pass for some elements only, in the order of
         the derivative."""
 
@@ -73,11 +73,11 @@ class _Reverse(AbstractDerivative):
     def _found(self) -> Found:
         return self._watched(*self._values)
 
-    def deaths(self, leaf):
-        return deaths(self._watched.plan, self._found, self._leaves.index(leaf))
+    def ends(self, leaf):
+        return find_ends(self._watched.plan, self._found, self._leaves.index(leaf))
 
     def gates(self, leaf):
-        return gates(self._watched.plan, self._found, self._leaves.index(leaf))
+        return find_gates(self._watched.plan, self._found, self._leaves.index(leaf))
 
 
 class _Forward(AbstractDerivative):
@@ -106,8 +106,8 @@ class _Forward(AbstractDerivative):
     def gradients(self):
         return [self._run(*self._inputs(leaf))[0] for leaf in self._leaves]
 
-    def deaths(self, leaf):
-        return deaths(self._watched.plan, self._watched(*self._inputs(leaf)), 0)
+    def ends(self, leaf):
+        return find_ends(self._watched.plan, self._watched(*self._inputs(leaf)), 0)
 
     def gates(self, leaf):
         return []  # the derivative is one number, not one for each unit

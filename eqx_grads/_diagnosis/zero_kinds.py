@@ -1,4 +1,4 @@
-"""What kind of zero it is: from a cut in the structure, or from where a derivative dies."""
+"""What kind of zero it is: from a cut in the structure, or from where a derivative ends."""
 
 from collections.abc import Set
 from typing import Any
@@ -8,10 +8,10 @@ from .._jaxprs.linearity import MULTILINEAR
 from .._jaxprs.structure import CallWithRule, Cond, structure, While
 from .origins import Origin
 from .zero_structure import Cut
-from .zero_walk import Death
+from .zero_walk import End
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "lt_to", "le_to")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 _CUTS = {
     **dict.fromkeys(_COMPARISONS, "comparison"),
     **dict.fromkeys(("argmax", "argmin"), "argmax"),
@@ -41,7 +41,7 @@ def kind_of_cut(cut: Cut) -> str:
     """The kind of an equation that no derivative passes."""
     origin = cut.origin
     if isinstance(structure(origin.eqn), CallWithRule):
-        is_solver = origin.source.library.startswith(("optimistix", "diffrax", "lineax"))
+        is_solver = origin.source.library.startswith("optimistix")
         return "initial guess" if is_solver else "rule without a derivative"
     kind = _CUTS.get(origin.primitive, "no derivative")
     if cut.is_random and kind in ("argmax", "comparison"):
@@ -69,13 +69,13 @@ def is_truncation(origin: Origin) -> bool:
     return TRUNCATION in str(origin.eqn.source_info.name_stack)
 
 
-def kind_of_death(death: Death, origin: Origin | None, decides: Set[int], leaf: int) -> str:
+def kind_of_end(end: End, origin: Origin | None, decides: Set[int], leaf: int) -> str:
     """The kind of an equation of a derivative where it becomes zero.
 
     - `origin`: the equation of the loss that this one comes from.
     - `decides`: the leaves that the predicate of that `select_n` depends on.
     """
-    name = death.eqn.primitive.name
+    name = end.eqn.primitive.name
     if origin is None or isinstance(structure(origin.eqn), While):
         return "zero value"
     if isinstance(structure(origin.eqn), Cond):
@@ -84,22 +84,22 @@ def kind_of_death(death: Death, origin: Origin | None, decides: Set[int], leaf: 
         return "dead units" if leaf in decides else "masked"
     if origin.primitive in _GATES:
         return "dead units"
-    if name in _PRODUCTS or death.zero_factors:
-        return _kind_of_product(death, origin)
+    if name in _PRODUCTS or end.zero_factors:
+        return _kind_of_product(end, origin)
     if name in _SELECTIONS or origin.primitive in _SELECTIONS:
         return "not selected"
     return "canceled" if name in _SUMS else "zero value"
 
 
-def _kind_of_product(death: Death, origin: Origin) -> str:
-    name = death.eqn.primitive.name
-    if name == "div" or (death.overlaps and not death.cancels):
+def _kind_of_product(end: End, origin: Origin) -> str:
+    name = end.eqn.primitive.name
+    if name == "div" or (end.overlaps and not end.cancels):
         return "underflow"
     if origin.primitive in _SATURATING:
         return "saturated"
-    if death.cancels:
+    if end.cancels:
         return "canceled"
-    if name not in MULTILINEAR and not death.zero_factors:
+    if name not in MULTILINEAR and not end.zero_factors:
         return "zero value"
     return "multiplied by zero" if origin.primitive in _PRODUCTS else "zero derivative"
 

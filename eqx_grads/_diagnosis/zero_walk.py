@@ -2,7 +2,7 @@
 
 The walk begins at the output, which is zero, and goes back through the program: from an output
 that is zero to the operands that it depends on, as long as these are zero. Where one is not,
-the derivative dies. So a product with zero is not named if another term of its sum is not zero.
+the derivative ends. So a product with zero is not named if another term of its sum is not zero.
 
 In a loop, what is walked is an array of flags: one for each step.
 """
@@ -19,7 +19,7 @@ from .zero_values import Found, FoundInEquation, Plan, Watched
 
 
 @dataclasses.dataclass(frozen=True)
-class Death:
+class End:
     """An equation of a derivative where it becomes zero.
 
     - `enclosing`: the equations that it is in, outermost first.
@@ -28,8 +28,8 @@ class Death:
         an equation.
     - `overlaps`: whether a term of a product has two factors that are not zero.
     - `cancels`: whether a term of a product is not zero.
-    - `units`: for each axis of the output, the indices along it that die, and how many there
-        are in all.
+    - `units`: for each axis of the output, the indices along it where it ends, and how many
+        there are in all.
     """
 
     eqn: Any
@@ -41,8 +41,8 @@ class Death:
     units: Sequence[tuple[tuple[int, ...], int]]
 
 
-def deaths(plan: Plan, found: Found, output: int) -> list[Death]:
-    """Where the derivative dies that an output depends on, which is zero."""
+def find_ends(plan: Plan, found: Found, output: int) -> list[End]:
+    """Where the derivative ends that an output depends on, which is zero."""
     return _walk(plan, found, {output: np.ones((), bool)}, ())[0]
 
 
@@ -53,13 +53,13 @@ _Marks = dict[int, _Flags]
 
 def _walk(
     plan: Plan, found: Found, outputs: Mapping[int, _Flags], enclosing
-) -> tuple[list[Death], _Marks]:
-    """The deaths, and the inputs that are reached."""
+) -> tuple[list[End], _Marks]:
+    """The ends, and the inputs that are reached."""
     jaxpr = plan.program.jaxpr
     marks: dict[Any, _Flags] = {}
     for k, mark in outputs.items():
         _mark(marks, jaxpr.outvars[k], mark)
-    result: list[Death] = []
+    result: list[End] = []
     pairs = zip(plan.watched.values(), found.equations, strict=True)
     for watched, found_here in reversed(list(pairs)):
         wanted = {
@@ -82,7 +82,7 @@ def _mark(marks: dict[Any, _Flags], key: Any, mark: _Flags):
 
 def _walk_equation(
     watched: Watched, found: FoundInEquation, wanted: _Marks, enclosing
-) -> tuple[list[Death], _Marks]:
+) -> tuple[list[End], _Marks]:
     is_in = dict(zip(watched.ins, found.ins, strict=True))
     ends, inside = _walk_inner(watched, found, wanted, (*enclosing, watched.eqn))
     event = np.zeros((), bool)
@@ -97,19 +97,19 @@ def _walk_equation(
     else:
         for k, mark in wanted.items():
             operands = [i for i in watched.reads[k] if i in is_in]
-            dies = mark & np.logical_or.reduce([is_in[i] for i in operands] or [False])
-            event = event | dies
+            ends_here = mark & np.logical_or.reduce([is_in[i] for i in operands] or [False])
+            event = event | ends_here
             for i in operands:
-                _mark(reached, i, mark & ~dies)
-    return [death_at(watched, found, enclosing, event)] if np.any(event) else [], reached
+                _mark(reached, i, mark & ~ends_here)
+    return [_end_at(watched, found, enclosing, event)] if np.any(event) else [], reached
 
 
-def _walk_inner(watched, found, wanted: _Marks, enclosing) -> tuple[list[Death], _Marks]:
+def _walk_inner(watched, found, wanted: _Marks, enclosing) -> tuple[list[End], _Marks]:
     """The same in the inner programs; what is reached are operands of the equation."""
     known = structure(watched.eqn)
     if isinstance(known, Scan) and watched.inner:
         return _walk_scan(known, watched, found, wanted, enclosing)
-    result: list[Death] = []
+    result: list[End] = []
     reached: _Marks = {}
     for plan, inner in zip(watched.inner, found.inner, strict=True):
         ends, marks = _walk(plan, inner, wanted, enclosing)
@@ -173,7 +173,7 @@ def _of_step_before(known: Scan, mark: _Flags) -> _Flags:
     return result
 
 
-def death_at(watched: Watched, found: FoundInEquation, enclosing, event: _Flags) -> Death:
+def _end_at(watched: Watched, found: FoundInEquation, enclosing, event: _Flags) -> End:
     steps = np.argwhere(event)
     zero_factors = [
         watched.sources[i]
@@ -181,28 +181,28 @@ def death_at(watched: Watched, found: FoundInEquation, enclosing, event: _Flags)
         if not np.any(flag & event)
     ]
     units = []
-    for alive, passed in found.units:
-        size = alive.shape[-1]
-        alive, passed = (np.any(x.reshape(-1, size), 0) for x in (alive, passed))
-        units.append((tuple(np.flatnonzero(alive & ~passed).tolist()), size))
+    for before, after in found.units:
+        size = before.shape[-1]
+        before, after = (np.any(x.reshape(-1, size), 0) for x in (before, after))
+        units.append((tuple(np.flatnonzero(before & ~after).tolist()), size))
     overlaps, cancels = (bool(np.any(x & event)) for x in (found.overlaps, found.cancels))
     step = tuple(steps[-1].tolist()) if len(steps) else ()
-    return Death(watched.eqn, enclosing, step, zero_factors, overlaps, cancels, units)
+    return End(watched.eqn, enclosing, step, zero_factors, overlaps, cancels, units)
 
 
 # ---------------------------------------------------------------- gates
 
 
-def gates(plan: Plan, found: Found, output: int) -> list[Death]:
+def find_gates(plan: Plan, found: Found, output: int) -> list[End]:
     """The equations whose units were recorded and that an output depends on, in the order of
     the derivative."""
     return list(_gates(plan, found, {output}, ()))
 
 
-def _gates(plan: Plan, found: Found, outputs: set[int], enclosing) -> Iterator[Death]:
+def _gates(plan: Plan, found: Found, outputs: set[int], enclosing) -> Iterator[End]:
     for watched, here, wanted in reversed(list(_needed(plan, found, outputs)[0])):
         if here.units and 0 in wanted:
-            yield death_at(watched, here, enclosing, here.ins[0])
+            yield _end_at(watched, here, enclosing, here.ins[0])
         known = structure(watched.eqn)
         for inner, found_inner in zip(watched.inner, here.inner, strict=True):
             needed = wanted

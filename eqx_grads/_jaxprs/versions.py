@@ -76,8 +76,8 @@ def checkpoint_params(eqn: Any) -> CheckpointParams | None:
 def program_with_rule(eqn: Any) -> ClosedJaxpr | None:
     """The program of a function with a rule, where that is an object in the parameter `_prim`.
 
-    With the flags `jax_custom_jvp3` and `jax_custom_vjp3` it is one, and not a primitive. Needed
-    as long as these flags exist.
+    With the flags `jax_custom_jvp3` and `jax_custom_vjp3` it is one, and not a primitive.
+    Needed as long as these flags exist.
     """
     call = eqn.params.get("_prim")
     jaxpr = getattr(getattr(call, "traced", None), "jaxpr", None)
