@@ -11,6 +11,7 @@ from ._diagnosis.explain_nan import (
     NaNReport as NaNReport,
     NonFinite as NonFinite,
 )
+from ._diagnosis.explain_zero import explain_zero as explain_zero
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
@@ -19,6 +20,7 @@ from ._diagnosis.probe import (
     tap_gradient as tap_gradient,
     watch_gradient as watch_gradient,
 )
+from ._diagnosis.zero_report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
 from ._errors import RuleError as RuleError
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,

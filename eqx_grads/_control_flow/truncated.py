@@ -87,7 +87,11 @@ def cut_where(cut, carry):
     """No derivative passes where `cut`; also none that is NaN."""
     if not is_differentiable(carry):
         return carry
-    return jnp.where(cut, jax.lax.stop_gradient(carry), carry)
+    with jax.named_scope(TRUNCATION):
+        return jnp.where(cut, jax.lax.stop_gradient(carry), carry)
+
+
+TRUNCATION = "eqg_truncate"  # in the name stack of what cuts the derivative
 
 
 @custom_vjp

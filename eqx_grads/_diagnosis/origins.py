@@ -88,8 +88,11 @@ class NumberedLoss:
             number = len(self.origins)
             layer = _layer_of(eqn, self.traced.layers) or path
             source = source_line(eqn)
-            if not source.file and enclosing:
-                source = self.origins[enclosing[-1]].source
+            if not source.is_users and enclosing:
+                # JAX cuts tracebacks at a `jit` that a library has around its functions.
+                outer = self.origins[enclosing[-1]].source
+                library = source.library or outer.library
+                source = dataclasses.replace(outer, library=library) if outer.file else source
             name = _name_of_primitive(eqn)
             origin = Origin(number, eqn, name, source, layer, loops, enclosing)
             self.origins.append(origin)
@@ -136,10 +139,8 @@ def _layer_of(eqn, layers: Sequence[str]) -> str:
 
 def _name_of_primitive(eqn) -> str:
     """The name of the primitive, or of the function that an equation calls."""
-    if isinstance(structure(eqn), CallWithRule | Call):
+    known = structure(eqn)
+    if isinstance(known, CallWithRule | Call):
         name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
-        if not isinstance(name, str) and isinstance(structure(eqn), CallWithRule):
-            name = function_name(*inner_programs(eqn))
-        if isinstance(name, str) and name:
-            return name
+        return name if isinstance(name, str) else function_name(*known.programs)
     return eqn.primitive.name

@@ -27,6 +27,11 @@ class SourceLine:
         """The text of the line; empty if the file can't be read."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def is_users(self) -> bool:
+        """False if no line of the user's code is known."""
+        return bool(self.file) and self.library != f"{_package_path(self.file)}:{self.line}"
+
     def __str__(self):
         if not self.file:
             return "unknown"

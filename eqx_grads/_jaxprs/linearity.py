@@ -101,6 +101,11 @@ _NONLINEAR = frozenset(
     sort
     """.split()  # noqa: SIM905
 )
+# What these are differentiable in depends on the types of their operands only, not on shapes or
+# parameters.
+ELEMENTARY = JOINTLY_LINEAR.union(
+    _LINEAR_IN, MULTILINEAR, _NONLINEAR, ("select_n", "convert_element_type", "integer_pow")
+)
 
 
 def linear_operands(eqn: Any) -> Sequence[int] | None:

@@ -11,6 +11,7 @@ from .versions import (
     checkpoint_params,
     is_jaxpr,
     jaxprs_in_object,
+    program_with_rule,
     scan_counts,
 )
 
@@ -121,6 +122,9 @@ def structure(eqn: Any) -> Structure | None:
     if name == "cond":
         branches = tuple(map(as_closed, params.get("branches", ())))
         return Cond(branches, "branches_platforms" in params) if branches else None
+    program = program_with_rule(eqn)
+    if program is not None:
+        return CallWithRule((program,)) if len(program.in_avals) == len(eqn.invars) else None
     checkpoint = checkpoint_params(eqn)
     if checkpoint is None:
         return None

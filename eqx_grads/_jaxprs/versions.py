@@ -16,12 +16,19 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same program, with its constants.
+    """The same program, with its constants. If nothing says what these are, as in an equation
+    of Equinox that is opaque, they become inputs.
 
     JAX 0.11 made `Jaxpr` and `ClosedJaxpr` one class (https://github.com/jax-ml/jax/pull/39009).
     When it is the oldest version, delete this function.
     """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    if jaxpr.constvars:
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        names = jaxpr.debug_info.with_unknown_names()
+        jaxpr = jaxpr.replace(constvars=(), invars=inputs, debug_info=names)
+    return ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -33,7 +40,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     if "num_consts" in params and "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    groups = getattr(params.get("ft_in"), "elts", ())
+    # A scan that JAX transposed has them in a PyTree of another class than one that it traced.
+    unpack = getattr(params.get("ft_in"), "unpack", tuple)
+    groups = unpack()
     # A group may have groups in it: what is counted is what is at the end.
     counts = [len(tuple(group.vals)) for group in groups if hasattr(group, "vals")]
     if len(counts) != 3 or not is_jaxpr(params.get("jaxpr")):
@@ -64,6 +73,18 @@ def checkpoint_params(eqn: Any) -> CheckpointParams | None:
     return None
 
 
+def program_with_rule(eqn: Any) -> ClosedJaxpr | None:
+    """The program of a function with a rule, where that is an object in the parameter `_prim`.
+
+    With the flags `jax_custom_jvp3` and `jax_custom_vjp3` it is one, and not a primitive.
+    Needed as long as these flags exist.
+    """
+    call = eqn.params.get("_prim")
+    jaxpr = getattr(getattr(call, "traced", None), "jaxpr", None)
+    has_rule = hasattr(call, "jvp_rule") or hasattr(call, "bwd")
+    return as_closed(jaxpr) if has_rule and is_jaxpr(jaxpr) else None
+
+
 def jaxprs_in_object(param: Any) -> Iterator[Any]:
     """The programs in a parameter that is neither a program nor a container.
 
@@ -84,13 +105,12 @@ def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
     return params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
 
 
-def function_name(program: Any) -> str:
-    """The name of the function that a program was traced from, or empty.
+def function_name(program: ClosedJaxpr) -> str:
+    """The name of the function that a program was traced from.
 
     The same in all versions, but no public API returns it.
     """
-    name = getattr(getattr(program.jaxpr, "debug_info", None), "func_src_info", None)
-    return name.partition(" at ")[0] if isinstance(name, str) else ""
+    return program.jaxpr.debug_info.func_name
 
 
 def assigns_shardings(params: Mapping[str, Any]) -> bool:

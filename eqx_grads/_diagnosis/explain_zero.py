@@ -1,0 +1,229 @@
+"""`explain_zero`: why the gradient of a leaf of a model is zero."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from .origins import NumberedLoss, Origin
+from .traced_loss import trace_loss
+from .zero_cures import cure_of
+from .zero_derivative import AbstractDerivative, derivative_of
+from .zero_kinds import (
+    factor_name,
+    is_gate,
+    is_truncation,
+    kind_of_cut,
+    kind_of_end,
+    use_of_cut,
+)
+from .zero_report import ZeroGradient, ZeroReport
+from .zero_structure import loss_structure
+from .zero_walk import End
+
+
+def explain_zero(
+    loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
+) -> ZeroReport:
+    r"""Why the gradient of a leaf of a model is zero, and what to do.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        class Quantized(eqx.Module):
+            inner: eqx.nn.Linear
+            outer: eqx.nn.Linear
+
+            def __call__(self, x):
+                return self.outer(jnp.round(self.inner(x)))
+
+        key1, key2 = jax.random.split(jax.random.key(0))
+        model = Quantized(eqx.nn.Linear(3, 4, key=key1), eqx.nn.Linear(4, 1, key=key2))
+        loss = lambda model, x: jnp.sum(model(x) ** 2)
+
+        report = eqg.explain_zero(loss, model, jnp.ones(3))
+        assert {record.leaf for record in report.found} == {"inner.weight", "inner.bias"}
+        assert report.found[0].kind == "rounding"
+        assert "eqg.ste.round" in report.found[0].cure
+        print(report)
+        ```
+
+    **Arguments:**
+
+    - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
+    - `model`: any PyTree. Its inexact arrays are the leaves that are looked at.
+    - `*args`, `**kwargs`: anything.
+
+    **Returns:**
+
+    A [`eqx_grads.ZeroReport`][], which is false if no leaf has a zero gradient. `print` shows
+    it. It finds two kinds of zeros:
+
+    - *By structure*: the loss does not use the leaf, or only through operations without a
+        derivative, such as `argmax`, `round`, a comparison, `stop_gradient` or the predicate of
+        a `while_loop`. There is a record for each operation at which the derivative in the leaf
+        is lost: the last one, on the way from the leaf to the loss, whose operand still has a
+        derivative in the leaf. What comes after that need not be mended first.
+    - *By values*: the derivative exists, and is exactly zero for these arguments. It is
+        multiplied by zero, or meets dead units, a mask, a saturated function, a branch that is
+        not taken. There is a record for each operation where a derivative that is not zero
+        becomes zero everywhere; what is nearer to the leaf then is zero as well.
+
+    A leaf with a gradient that is zero only for some units of its layer, as these are dead for
+    all examples, is in `partly`.
+
+    What is zero by structure is found by tracing the loss once, without running it. For the
+    other leaves, one gradient is compiled and evaluated, and if one of them is zero, one more
+    that is watched. If JAX has no reverse mode for the loss, as it has a `while_loop` in it, it
+    is a directional derivative in forward mode for each leaf. An operation that JAX can't
+    differentiate at all is taken to be differentiable, and named in `remarks`.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
+    arrays, or if the loss can't be traced. If the derivative of the loss raises, so does this.
+    """
+    numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
+    return _Explanation(numbered).report()
+
+
+class _Explanation:
+    """What is found of one loss."""
+
+    def __init__(self, numbered: NumberedLoss):
+        self._numbered = numbered
+        self._leaves = numbered.traced.leaves
+        values = numbered.traced.values[: len(self._leaves)]
+        self._shapes = [value.shape for value in values]
+        self._structure = loss_structure(numbered)
+        self._sized = [i for i, value in enumerate(values) if value.size]
+
+    def report(self) -> ZeroReport:
+        remarks = [
+            f"JAX can't differentiate `{origin.primitive}` ({origin.source}), which was taken "
+            "to be differentiable."
+            for origin in self._structure.opaque
+        ]
+        found: dict[int, list[ZeroGradient]] = {
+            i: self._by_structure(i) for i in self._sized if i not in self._structure.live
+        }
+        partly = []
+        live = [i for i in self._sized if i in self._structure.live]
+        if live:
+            derivative = derivative_of(self._numbered, live, self._is_gate)
+            remarks.extend(derivative.remarks)
+            for i, gradient in zip(live, derivative.gradients(), strict=True):
+                if not np.any(gradient):
+                    found[i] = self._by_values(i, derivative)
+                else:
+                    partly.extend(self._dead_units(i, derivative, gradient))
+        records = [record for i in sorted(found) for record in found[i]]
+        return ZeroReport(records, partly, len(self._sized), remarks)
+
+    def _by_structure(self, leaf: int) -> list[ZeroGradient]:
+        cuts = self._structure.cuts[leaf]
+        if not cuts:
+            value = self._numbered.traced.values[leaf]
+            is_closed_over = any(x is value for x in self._numbered.traced.program.consts)
+            kind = "closed over" if is_closed_over else "never used"
+            return [self._record(leaf, kind, None, by_structure=True)]
+        records = (
+            self._record(
+                leaf, kind_of_cut(cut), cut.origin, detail=use_of_cut(cut), by_structure=True
+            )
+            for cut in cuts
+        )
+        return list(dict.fromkeys(records))
+
+    def _by_values(self, leaf: int, derivative: AbstractDerivative) -> list[ZeroGradient]:
+        records = [self._of_end(leaf, end) for end in derivative.ends(leaf)]
+        return list(dict.fromkeys(records)) or [self._record(leaf, "zero value", None)]
+
+    def _dead_units(self, leaf, derivative, gradient: np.ndarray) -> list[ZeroGradient]:
+        """Units that are dead for all examples, if these are zero slices of a gradient."""
+        zeros = [_zero_slices(gradient, axis) for axis in range(gradient.ndim)]
+        if not any(zeros):
+            return []
+        for end in reversed(derivative.gates(leaf)):  # the one next to the leaf
+            same_size = [
+                (units, zeros_of_axis)
+                for units, n in end.units
+                for zeros_of_axis, size in zip(zeros, gradient.shape, strict=True)
+                if n == size > 1
+            ]
+            matches = [units for units, z in same_size if units and z.issuperset(units)]
+            if matches:
+                record = self._of_end(leaf, end, matches[-1])
+                return [record] if record.kind == "dead units" else []
+            if same_size:
+                return []
+        return []
+
+    def _is_gate(self, eqn: Any) -> bool:
+        origin = self._numbered.origin_of(eqn)
+        return origin is not None and is_gate(origin)
+
+    def _of_end(self, leaf: int, end: End, units=None) -> ZeroGradient:
+        """A record for a place where the derivative ends.
+
+        - `units`: those that are dead; by default all that are, and the derivative ends here.
+        """
+        origin_of = self._numbered.origin_of
+        origins = [origin_of(eqn) for eqn in (end.eqn, *reversed(end.enclosing))]
+        origin = next((o for o in origins if o is not None), None)
+        decides = self._structure.decided_by.get(origin.number, ()) if origin else ()
+        kind = kind_of_end(end, origin, set(decides), leaf)
+        around = (self._numbered.origins[i] for i in (origin.enclosing if origin else ()))
+        if origin and any(map(is_truncation, (origin, *around))):
+            kind = "truncated"
+        detail, n_units, step = "", 0, end.step
+        if kind == "multiplied by zero":
+            names = [factor_name(source, origin_of) for source in end.zero_factors]
+            detail = ", ".join(name for name in names if name)
+        if kind == "dead units" and end.units:
+            step = ()  # dead in all of them
+            shape = self._shapes[leaf]
+            likely = [pair for pair in end.units if pair[1] in shape] or end.units
+            of_leaf, n_units = likely[-1]
+            units = of_leaf if units is None else units
+        return self._record(
+            leaf, kind, origin, step=step, detail=detail, units=units or (), n_units=n_units
+        )
+
+    def _record(
+        self,
+        leaf: int,
+        kind: str,
+        origin: Origin | None,
+        *,
+        step=(),
+        detail="",
+        units=(),
+        n_units=0,
+        by_structure=False,
+    ) -> ZeroGradient:
+        return ZeroGradient(
+            leaf=self._leaves[leaf],
+            kind=kind,
+            file=origin.source.file if origin else "",
+            line=origin.source.line if origin else 0,
+            primitive=origin.primitive if origin else "",
+            path=origin.path if origin else "",
+            step=tuple(step),
+            detail=detail,
+            units=tuple(units),
+            n_units=n_units,
+            by_structure=by_structure,
+            cure=cure_of(kind, origin.primitive if origin else ""),
+        )
+
+
+def _zero_slices(x: np.ndarray, axis: int) -> set[int]:
+    others = tuple(i for i in range(x.ndim) if i != axis)
+    return set(np.flatnonzero(~np.any(x != 0, others)).tolist())

@@ -1,0 +1,72 @@
+"""What to do about each kind of zero gradient: the one table of `explain_zero`."""
+
+from collections.abc import Mapping
+
+
+_ROUNDING = (
+    "Use `eqg.ste.{name}`: it has this value and the derivative of the identity. "
+    "Other derivatives: `eqg.ste.wrap`, `eqg.surrogates`."
+)
+_STEP = (
+    "If the comparison makes a value (a spike, a gate), use `eqg.surrogates.spike` or "
+    "`eqg.ste.heaviside`. If it is a switch, use a smooth one such as `jax.nn.sigmoid`, or "
+    "split the integral at the time of the switch."
+)
+_SEARCH = (
+    "A search by comparisons, or the time of an event, has no derivative of its own. The "
+    "result solves f(x, w) = 0, so dx/dw = -(df/dw) / (df/dx): write that rule with "
+    "`eqg.custom_vjp` or `eqg.custom_jvp`. `optimistix.root_find` has it, and so has "
+    "`diffrax.Event` with a real-valued condition and a `root_finder`."
+)
+
+# By kind. `{name}` is the primitive.
+CURES: Mapping[str, str] = {
+    "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
+    "or for a value that is overwritten.",
+    "closed over": "The loss uses this array, but one that it closes over or finds in a global "
+    "variable. Use the model that is the argument of the loss.",
+    "argmax": "Use `eqg.ste.one_hot_argmax` and multiply by it in place of indexing, or "
+    "`eqg.ste.gumbel_softmax`.",
+    "sampled category": "Use `eqg.ste.gumbel_softmax` or `eqg.ste.reinmax`, which sample with "
+    "an estimate of the gradient.",
+    "sampled bits": "Use `eqg.ste.bernoulli` or `eqg.ste.gumbel_sigmoid`, which sample with an "
+    "estimate of the gradient.",
+    "order": "Indices have no derivative. Use the sorted values, or `eqg.ste.one_hot_argmax` "
+    "and `eqg.ste.gumbel_softmax` to choose.",
+    "rounding": _ROUNDING,
+    "sign": "Use `eqg.ste.sign` or `eqg.ste.binary_sign`, or a surrogate of "
+    "`eqg.surrogates.spike`.",
+    "comparison": _STEP,
+    "comparison in a while_loop": f"{_SEARCH} {_STEP}",
+    "predicate of a while_loop": _SEARCH,
+    "cast to an integer": "Use `eqg.ste.round`, `eqg.ste.floor` or `eqg.ste.trunc`, and keep "
+    "the value a float.",
+    "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",
+    "rule without a derivative": "The rule of this function returns zero for it. Change the "
+    "rule, or `eqg.replace_gradient` it.",
+    "initial guess": "An implicit adjoint has no derivative in the initial guess, as the exact "
+    "solution does not depend on it. For the derivative of the iterations, use "
+    "`optimistix.RecursiveCheckpointAdjoint`.",
+    "no derivative": "JAX defines the derivative of this operation as zero. "
+    "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
+    "multiplied by zero": "Give the factor other values, or mend what makes it zero.",
+    "dead units": "Use `jax.nn.leaky_relu` or `jax.nn.gelu`, a smaller learning rate or "
+    "another initialization of the bias; `eqg.ste.clip` for a clip.",
+    "masked": "The mask takes nothing of it for these arguments. Check the mask.",
+    "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
+    "example `optax.losses.sigmoid_binary_cross_entropy`).",
+    "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
+    "underflow": "The product is too small for its dtype: the gradient vanishes. Scale the "
+    "loss, or see with `eqg.gradient_flow` at which layers and steps it vanishes.",
+    "branch not taken": "These arguments take another branch of the `cond`.",
+    "not selected": "No element of it is selected for these arguments. Check the indices.",
+    "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",
+    "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
+    "zero value": "The derivative is zero for these arguments.",
+}
+
+_ROUNDED = {"round": "round", "floor": "floor", "ceil": "ceil"}
+
+
+def cure_of(kind: str, primitive: str = "") -> str:
+    return CURES[kind].format(name=_ROUNDED.get(primitive, primitive))

@@ -1,0 +1,112 @@
+"""What kind of zero it is: from a cut in the structure, or from where a derivative ends."""
+
+from collections.abc import Set
+from typing import Any
+
+from .._control_flow.truncated import TRUNCATION
+from .._jaxprs.linearity import MULTILINEAR
+from .._jaxprs.structure import CallWithRule, Cond, structure, While
+from .origins import Origin
+from .zero_structure import Cut
+from .zero_walk import End
+
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
+_CUTS = {
+    **dict.fromkeys(_COMPARISONS, "comparison"),
+    **dict.fromkeys(("argmax", "argmin"), "argmax"),
+    **dict.fromkeys(("round", "floor", "ceil"), "rounding"),
+    **dict.fromkeys(("sort", "top_k", "approx_top_k"), "order"),
+    "sign": "sign",
+    "convert_element_type": "cast to an integer",
+    "bitcast_convert_type": "cast to an integer",
+    "stop_gradient": "stop_gradient",
+}
+_SATURATING = frozenset("logistic tanh erf erfc exp exp2 expm1 sigmoid softplus".split())  # noqa: SIM905
+# These let the derivative pass for some elements only.
+_GATES = frozenset("relu relu6 max min clamp select_n reduce_max reduce_min".split())  # noqa: SIM905
+_SELECTIONS = frozenset(
+    """gather dynamic_slice dynamic_update_slice slice pad scatter scatter-add concatenate
+    split""".split()  # noqa: SIM905
+)
+_SUMS = frozenset("add add_any sub reduce_sum cumsum neg".split())  # noqa: SIM905
+_PRODUCTS = (*MULTILINEAR, "div", "eqg_linear")
+
+
+def is_gate(origin: Origin) -> bool:
+    return origin.primitive in _GATES
+
+
+def kind_of_cut(cut: Cut) -> str:
+    """The kind of an equation that no derivative passes."""
+    origin = cut.origin
+    if isinstance(structure(origin.eqn), CallWithRule):
+        is_solver = origin.source.library.startswith("optimistix")
+        return "initial guess" if is_solver else "rule without a derivative"
+    kind = _CUTS.get(origin.primitive, "no derivative")
+    if cut.is_random and kind in ("argmax", "comparison"):
+        return "sampled category" if kind == "argmax" else "sampled bits"
+    if kind == "comparison" and cut.use == "while":
+        return "predicate of a while_loop"
+    return "comparison in a while_loop" if kind == "comparison" and cut.in_while else kind
+
+
+def use_of_cut(cut: Cut) -> str:
+    """Where the value goes that has no derivative, for the table."""
+    return _USES.get(cut.use, "")
+
+
+_USES = {
+    "while": "predicate of a `while_loop`",
+    "cond": "predicate of a `cond`",
+    "select": "predicate of a `where`",
+    "index": "an index",
+}
+
+
+def is_truncation(origin: Origin) -> bool:
+    """Whether an equation cuts the derivative between two windows of a `filter_scan`."""
+    return TRUNCATION in str(origin.eqn.source_info.name_stack)
+
+
+def kind_of_end(end: End, origin: Origin | None, decides: Set[int], leaf: int) -> str:
+    """The kind of an equation of a derivative where it becomes zero.
+
+    - `origin`: the equation of the loss that this one comes from.
+    - `decides`: the leaves that the predicate of that `select_n` depends on.
+    """
+    name = end.eqn.primitive.name
+    if origin is None or isinstance(structure(origin.eqn), While):
+        return "zero value"
+    if isinstance(structure(origin.eqn), Cond):
+        return "branch not taken"
+    if origin.primitive == "select_n":
+        return "dead units" if leaf in decides else "masked"
+    if origin.primitive in _GATES:
+        return "dead units"
+    if name in _PRODUCTS or end.zero_factors:
+        return _kind_of_product(end, origin)
+    if name in _SELECTIONS or origin.primitive in _SELECTIONS:
+        return "not selected"
+    return "canceled" if name in _SUMS else "zero value"
+
+
+def _kind_of_product(end: End, origin: Origin) -> str:
+    name = end.eqn.primitive.name
+    if name == "div" or (end.overlaps and not end.cancels):
+        return "underflow"
+    if origin.primitive in _SATURATING:
+        return "saturated"
+    if end.cancels:
+        return "canceled"
+    if name not in MULTILINEAR and not end.zero_factors:
+        return "zero value"
+    return "multiplied by zero" if origin.primitive in _PRODUCTS else "zero derivative"
+
+
+def factor_name(source: Any, origin_of: Any) -> str:
+    """What a factor is, in the user's terms."""
+    if isinstance(source, str):
+        return f"`{source}`"
+    origin = None if source is None else origin_of(source)
+    return f"the result of `{origin.primitive}` at {origin.source}" if origin else ""

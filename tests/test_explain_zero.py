@@ -1,0 +1,901 @@
+"""`explain_zero`: which leaves have a zero gradient, why, and on which line."""
+
+import inspect
+import time
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+KEY = jax.random.key(0)
+X = jnp.array([0.3, -1.2, 2.0])
+
+
+def line_of(fn) -> int:
+    """The line of a function that is marked with `# HERE`."""
+    lines, first = inspect.getsourcelines(fn)
+    (found,) = [first + i for i, line in enumerate(lines) if "# HERE" in line]
+    return found
+
+
+def zero_leaves(loss, model, *args) -> set[str]:
+    """The witness: leaves of which `jax.grad` is zero."""
+    grads = eqx.filter_grad(loss)(model, *args)
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    name = lambda path: jax.tree_util.keystr(path).removeprefix(".") or "model"
+    return {name(path) for path, g in leaves if not np.any(np.asarray(g))}
+
+
+def check(loss, model, *args):
+    """The report, whose leaves are those that the witness finds."""
+    report = eqg.explain_zero(loss, model, *args)
+    assert {record.leaf for record in report.found} == zero_leaves(loss, model, *args)
+    assert bool(report) == bool(report.found)
+    for record in report.found:
+        assert record.kind in str(report)
+        assert record.cure in str(report)
+        assert record.kind in report._repr_html_()
+    return report
+
+
+def only(report):
+    (record,) = report.found
+    return record
+
+
+# ---------------------------------------------------------------- operations without derivative
+
+
+def argmax(w):
+    return jax.nn.one_hot(jnp.argmax(w, axis=-1), w.shape[-1], dtype=w.dtype)  # HERE
+
+
+def argmin(w):
+    return jnp.arange(3.0, dtype=w.dtype)[jnp.argmin(w, axis=-1)]  # HERE
+
+
+def argsort(w):
+    return X.astype(w.dtype)[jnp.argsort(w, axis=-1)]  # HERE
+
+
+def rounded(w):
+    return jnp.round(3 * w)  # HERE
+
+
+def floored(w):
+    return jnp.floor(w)  # HERE
+
+
+def ceiled(w):
+    return jnp.sin(jnp.ceil(w))  # HERE
+
+
+def sign(w):
+    return jnp.sign(w)  # HERE
+
+
+def compared(w):
+    return (w > 0).astype(w.dtype)  # HERE
+
+
+def switched(w):
+    return jnp.where(w > 0, 2.0, 1.0).astype(w.dtype)  # HERE
+
+
+def as_integer(w):
+    return w.astype(jnp.int32).astype(w.dtype)  # HERE
+
+
+def indexed(w):
+    return X.astype(w.dtype)[jnp.abs(w).astype(jnp.int32)]  # HERE
+
+
+def stopped(w):
+    return jax.lax.stop_gradient(w) * 2  # HERE
+
+
+def sampled(w):
+    return jax.random.categorical(KEY, w).astype(w.dtype)  # HERE
+
+
+def bernoulli(w):
+    return jax.random.bernoulli(KEY, jax.nn.sigmoid(w)).astype(w.dtype)  # HERE
+
+
+@jax.custom_vjp
+def raw_rule(w):
+    return jnp.sin(w)
+
+
+raw_rule.defvjp(lambda w: (jnp.sin(w), None), lambda _, ct: (jnp.zeros_like(ct),))
+
+
+@jax.custom_jvp
+def raw_forward_rule(w):
+    return jnp.sin(w)
+
+
+@raw_forward_rule.defjvp
+def _raw_forward_rule_jvp(primals, tangents):
+    return jnp.sin(*primals), jnp.zeros_like(*tangents)
+
+
+@eqg.custom_vjp
+def our_rule(w):
+    return jnp.sin(w)
+
+
+@our_rule.def_fwd
+def _our_rule_fwd(w):
+    return jnp.sin(w), None
+
+
+@our_rule.def_bwd(symbolic_zeros=True)
+def _our_rule_bwd(residuals, ct):
+    return (None,)
+
+
+def with_raw_rule(w):
+    return raw_rule(w)  # HERE
+
+
+def with_raw_forward_rule(w):
+    return raw_forward_rule(w)  # HERE
+
+
+def with_our_rule(w):
+    return our_rule(w)  # HERE
+
+
+def bisection(w):
+    def body(bounds):
+        low, high = bounds
+        middle = (low + high) / 2
+        is_low = middle**3 + middle < w  # HERE
+        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+
+    start = jnp.full_like(w, -10.0), jnp.full_like(w, 10.0)
+    return jax.lax.while_loop(lambda b: jnp.max(b[1] - b[0]) > 1e-3, body, start)[0]
+
+
+def counted(w):
+    def is_on(n):
+        return jnp.max(n - w) < 3  # HERE
+
+    return jax.lax.while_loop(is_on, lambda n: n + 1, jnp.zeros((), w.dtype))
+
+
+CUTS = {
+    argmax: "argmax",
+    argmin: "argmax",
+    argsort: "order",
+    rounded: "rounding",
+    floored: "rounding",
+    ceiled: "rounding",
+    sign: "sign",
+    compared: "comparison",
+    switched: "comparison",
+    as_integer: "cast to an integer",
+    indexed: "cast to an integer",
+    stopped: "stop_gradient",
+    sampled: "sampled category",
+    bernoulli: "sampled bits",
+    with_raw_rule: "rule without a derivative",
+    with_raw_forward_rule: "rule without a derivative",
+    with_our_rule: "rule without a derivative",
+    bisection: "comparison in a while_loop",
+    counted: "predicate of a while_loop",
+}
+
+
+class Cut(eqx.Module):
+    scale: jax.Array
+    fn: object = eqx.field(static=True)
+
+    def __call__(self, x, *, key=None):
+        return self.fn(self.scale * x)
+
+
+def plain(fn, w):
+    return fn(w)
+
+
+def jitted(fn, w):
+    return jax.jit(fn)(w)
+
+
+def scanned(fn, w):
+    return jax.lax.scan(lambda c, _: (c + fn(w).sum(), None), jnp.zeros((), w.dtype), None, 3)[
+        0
+    ]
+
+
+def carried(fn, w):
+    return jax.lax.scan(lambda c, _: (c * 0.5, fn(c)), w, None, 3)[1]
+
+
+def vectorized(fn, w):
+    return jax.vmap(fn)(jnp.stack([w, 2 * w]))
+
+
+def branched(fn, w):
+    return jax.lax.cond(X[0] > 0, lambda w: fn(w).sum(), lambda w: jnp.zeros((), w.dtype), w)
+
+
+def checkpointed(fn, w):
+    return jax.checkpoint(fn)(w)
+
+
+def in_filter_scan(fn, w):
+    step = lambda c, _: (c + fn(w).sum(), None)
+    return eqg.filter_scan(step, jnp.zeros((), w.dtype), None, length=4, checkpoint=2)[0]
+
+
+CONTEXTS = [
+    plain,
+    jitted,
+    scanned,
+    carried,
+    vectorized,
+    branched,
+    checkpointed,
+    in_filter_scan,
+]
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", CUTS, ids=lambda f: f.__name__)
+def test_cut(fn, context):
+    loss = lambda w: jnp.sum(context(fn, w))
+    report = check(loss, X)
+    record = only(report)
+    assert (record.leaf, record.kind) == ("model", CUTS[fn])
+    assert (record.file, record.line) == (__file__, line_of(fn))
+    assert record.by_structure
+    assert "HERE" in str(report)  # the code is shown
+
+
+@pytest.mark.parametrize("fn", CUTS, ids=lambda f: f.__name__)
+def test_cut_in_a_layer(fn):
+    stack = eqx.nn.Sequential(
+        [eqx.nn.Linear(3, 3, key=KEY), Cut(jnp.ones(3), fn), eqx.nn.Lambda(jnp.sum)]
+    )
+    report = check(lambda model, x: model(x), stack, X)
+    assert {r.leaf for r in report.found} == {
+        "layers[0].weight",
+        "layers[0].bias",
+        "layers[1].scale",
+    }
+    for record in report.found:
+        assert (record.kind, record.path) == (CUTS[fn], "layers[1]")
+        assert record.line == line_of(fn)
+    assert str(report).count("HERE") == 1  # leaves with the same cause share a line
+
+
+def test_only_the_last_operation_with_a_derivative_is_named():
+    loss = lambda w: jnp.sum(jnp.round(jnp.sign(jnp.floor(w))))
+    assert [r.primitive for r in check(loss, X).found] == ["floor"]
+
+
+def test_several_causes_of_one_leaf():
+    loss = lambda w: jnp.sum(jax.lax.stop_gradient(w) * jnp.round(w)) + argmax(w)[0]
+    kinds = {record.kind for record in check(loss, X).found}
+    assert kinds == {"stop_gradient", "rounding", "argmax"}
+
+
+def test_what_does_not_reach_the_loss_is_no_cause():
+    def loss(w):
+        jnp.sum(jnp.round(w["a"]))
+        return jnp.sum(w["b"] * jnp.floor(w["a"]))
+
+    assert only(check(loss, {"a": X, "b": X})).primitive == "floor"
+
+
+def test_never_used():
+    record = only(check(lambda m: jnp.sum(m["a"] ** 2), {"a": X, "b": X}))
+    assert (record.leaf, record.kind, record.file, record.line) == (
+        "['b']",
+        "never used",
+        "",
+        0,
+    )
+
+
+def test_multiplied_by_a_zero_that_is_never_read_is_not_never_used():
+    record = only(check(lambda w, z: jnp.sum(w * z), X, jnp.zeros(3)))
+    assert record.kind == "multiplied by zero"
+
+
+def test_straight_through_is_not_reported():
+    for fn in (eqg.ste.round, eqg.ste.sign, eqg.ste.floor, eqg.ste.one_hot_argmax):
+        assert not check(lambda w, fn=fn: jnp.sum(fn(w) * X), X)
+    assert not check(lambda w: jnp.sum(eqg.surrogates.spike(w, eqg.surrogates.atan())), X)
+
+
+def test_the_cure_mends_it():
+    report = check(lambda w: jnp.sum(jnp.round(w) * X), X)
+    name = only(report).cure.partition("`eqg.ste.")[2].partition("`")[0]
+    mended = lambda w: jnp.sum(getattr(eqg.ste, name)(w) * X)
+    assert not check(mended, X)
+
+
+def test_every_name_in_the_cures_exists():
+    from eqx_grads._diagnosis.zero_cures import CURES
+
+    for text in CURES.values():
+        for name in ("eqg." + part.partition("`")[0] for part in text.split("`eqg.")[1:]):
+            if "{" not in name:
+                eval(name)
+
+
+# ---------------------------------------------------------------- threads
+
+
+def flowjax_176(w):
+    # danielward27/flowjax#176: the inverse of a block autoregressive network by bisection.
+    transform = lambda x: jnp.tanh(w["slope"] * x) + x
+    target = jnp.array(0.7)
+
+    def body(state):
+        low, high, i = state
+        middle = (low + high) / 2
+        is_above = transform(middle) > target  # HERE
+        return jnp.where(is_above, low, middle), jnp.where(is_above, middle, high), i + 1
+
+    low, high, _ = jax.lax.while_loop(
+        lambda s: (s[2] < 200) & (s[1] - s[0] > 1e-5), body, (-10.0, 10.0, 0)
+    )
+    return (low + high) / 2
+
+
+def diffrax_363(w):
+    # diffrax#363: an ODE whose right-hand side switches at a time that is a parameter.
+    def field(t, y):
+        return jnp.piecewise(t, [t < w["time"]], [1.0, 2.0]) * w["rate"] - y  # HERE
+
+    step = lambda y, t: (y + 0.1 * field(t, y), None)
+    return jax.lax.scan(step, jnp.array(0.0), jnp.linspace(0.0, 1.0, 11))[0]
+
+
+def jax_17555(w):
+    # jax#17555, jax#17556: the gradient of a reward of a sampled action.
+    action = jax.random.categorical(KEY, w["logits"])  # HERE
+    return jnp.array([0.1, 1.0, -2.0])[action]
+
+
+def haiku_442(w):
+    # dm-haiku#442: argmax of logits, compared with labels.
+    prediction = jnp.argmax(w["weight"] @ X)  # HERE
+    return (prediction.astype(X.dtype) - 1) ** 2
+
+
+def diffrax_451(w):
+    # diffrax#451: when does a thrown ball hit the ground, with drag?
+    def is_above(state):
+        return state[1] > 0.0  # HERE
+
+    def body(state):
+        t, h, v = state
+        return t + 0.01, h + 0.01 * v, v - 0.01 * (9.8 + w["drag"] * v)
+
+    start = jnp.array(0.0), jnp.array(10.0), jnp.array(0.0)
+    return jax.lax.while_loop(is_above, body, start)[0]
+
+
+THREADS = {
+    flowjax_176: ({"slope": jnp.array(2.0)}, "slope", "comparison in a while_loop"),
+    diffrax_363: (
+        {"time": jnp.array(0.45), "rate": jnp.array(1.0)},
+        "time",
+        "comparison",
+    ),
+    jax_17555: ({"logits": jnp.zeros(3)}, "logits", "sampled category"),
+    haiku_442: ({"weight": jnp.eye(3)}, "weight", "argmax"),
+    diffrax_451: ({"drag": jnp.array(0.1)}, "drag", "predicate of a while_loop"),
+}
+
+
+@pytest.mark.parametrize("loss", THREADS, ids=lambda f: f.__name__)
+def test_threads(loss):
+    model, leaf, kind = THREADS[loss]
+    record = only(check(loss, model))
+    assert (record.leaf, record.kind) == (f"['{leaf}']", kind)
+    assert (record.file, record.line) == (__file__, line_of(loss))
+
+
+def test_equinox_442():
+    # equinox#442: the loss of nested calls of `vmap` uses the model that it closes over.
+    network = eqx.nn.Linear(3, 2, key=KEY)
+    sample = jax.vmap(jax.vmap(lambda x: network(x)))
+    loss = lambda model, xs: jnp.sum(sample(xs))
+    report = check(loss, network, jnp.ones((2, 4, 3)))
+    assert {record.kind for record in report.found} == {"closed over"}
+
+
+def test_optimistix_54():
+    optx = pytest.importorskip("optimistix")
+
+    def loss(w):
+        solver = optx.Newton(rtol=1e-5, atol=1e-5)
+        cubic = lambda y, a: y**3 + y - a
+        return optx.root_find(cubic, solver, w["guess"], w["a"]).value  # HERE
+
+    record = only(check(loss, {"guess": jnp.array(1.0), "a": jnp.array(2.0)}))
+    assert (record.leaf, record.kind, record.line) == (
+        "['guess']",
+        "initial guess",
+        line_of(loss),
+    )
+
+
+def test_diffrax_event():
+    dfx = pytest.importorskip("diffrax")
+
+    def loss(w):
+        fall = dfx.ODETerm(lambda t, y, drag: jnp.array([y[1], -9.8 - drag * y[1]]))
+        event = dfx.Event(lambda t, y, args, **_: y[0] < 0.0)  # HERE
+        y0 = jnp.array([10.0, 0.0])
+        solution = dfx.diffeqsolve(fall, dfx.Tsit5(), 0.0, 9.0, 0.1, y0, w["drag"], event=event)
+        return solution.ts[0]
+
+    record = only(check(loss, {"drag": jnp.array(0.1)}))
+    assert (record.kind, record.line) == ("comparison in a while_loop", line_of(loss))
+    assert "diffrax.Event" in record.cure
+
+
+# ---------------------------------------------------------------- zero by values
+
+
+def relu_mlp(depth=1):
+    return eqx.nn.MLP(3, 2, 8, depth, key=KEY)
+
+
+def batch_loss(model, xs):
+    return jnp.sum(jax.vmap(model)(xs) ** 2)
+
+
+XS = jax.random.normal(jax.random.key(1), (64, 3))
+
+
+def test_dead_units():
+    model = eqx.tree_at(lambda m: m.layers[0].bias, relu_mlp(), jnp.full(8, -100.0))
+    records = {r.leaf: r for r in check(batch_loss, model, XS).found}
+    assert set(records) == {"layers[0].weight", "layers[0].bias", "layers[1].weight"}
+    for leaf in ("layers[0].weight", "layers[0].bias"):
+        assert (records[leaf].kind, records[leaf].primitive) == ("dead units", "relu")
+        assert (records[leaf].units, records[leaf].n_units) == (tuple(range(8)), 8)
+    assert records["layers[1].weight"].kind == "multiplied by zero"
+    assert "relu" in records["layers[1].weight"].detail
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [jax.nn.relu, lambda x: jnp.maximum(x, 0), lambda x: jnp.where(x > 0, x, 0.0)],
+    ids=["relu", "maximum", "where"],
+)
+def test_some_dead_units(activation):
+    model = eqx.nn.MLP(3, 2, 8, 1, activation=activation, key=KEY)
+    bias = jnp.full(8, 2.0).at[jnp.array([2, 5])].set(-100.0)
+    model = eqx.tree_at(lambda m: m.layers[0].bias, model, bias)
+    report = check(batch_loss, model, XS)
+    assert not report  # they are no reason to stop a training
+    assert [(r.leaf, r.kind, r.units, r.n_units) for r in report.partly] == [
+        ("layers[0].weight", "dead units", (2, 5), 8),
+        ("layers[0].bias", "dead units", (2, 5), 8),
+    ]
+    grads = eqx.filter_grad(batch_loss)(model, XS)
+    dead = np.flatnonzero(~np.any(np.asarray(grads.layers[0].weight), 1))
+    assert tuple(dead) == (2, 5)
+    assert "2 of 8 (2, 5)" in str(report)
+
+
+def test_dead_channels_of_a_convolution():
+    conv = eqx.nn.Conv1d(2, 4, 3, key=KEY)
+    bias = jnp.full((4, 1), 9.0).at[1].set(-100.0)
+    conv = eqx.tree_at(lambda m: m.bias, conv, bias)
+    loss = lambda conv, xs: jnp.sum(jnp.sin(1 + jax.nn.relu(jax.vmap(conv)(xs))))
+    report = check(loss, conv, jax.random.normal(KEY, (3, 2, 9)))
+    assert {(r.leaf, r.units, r.n_units) for r in report.partly} == {
+        ("weight", (1,), 4),
+        ("bias", (1,), 4),
+    }
+
+
+def test_dead_units_in_a_scan():
+    def loss(w, xs):
+        step = lambda h, x: (jax.nn.relu(w["w"] * h + x + w["b"]), None)
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(4), xs)[0])
+
+    model = {"w": jnp.ones(4), "b": jnp.array([0.0, -50.0, 0.0, 0.0])}
+    report = check(loss, model, jnp.ones((5, 4)))
+    assert {(r.leaf, r.units) for r in report.partly} == {("['w']", (1,)), ("['b']", (1,))}
+
+
+def test_multiplied_by_zero_names_the_leaf():
+    def adapter(model, x):
+        hidden = model["down"] @ x
+        return jnp.sum(model["up"] @ hidden)  # HERE
+
+    model = {"down": jnp.ones((2, 3)), "up": jnp.zeros((3, 2))}
+    record = only(check(adapter, model, X))
+    assert (record.leaf, record.kind) == ("['down']", "multiplied by zero")
+    assert (record.line, record.detail) == (line_of(adapter), "`model['up']`")
+
+
+def test_multiplied_by_zero_names_the_line_of_a_value():
+    def gated(w, x):
+        gate = jnp.sin(x)
+        return jnp.sum(jnp.tanh(w) * gate)  # HERE
+
+    record = only(check(gated, X, jnp.zeros(3)))
+    assert (record.kind, record.line) == ("multiplied by zero", line_of(gated))
+    assert record.detail == f"the result of `sin` at test_explain_zero.py:{line_of(gated) - 1}"
+
+
+def saturated(w, x):
+    return jnp.sum(jax.nn.sigmoid(1e4 * w * x))  # HERE
+
+
+def at_a_stationary_point(w, x):
+    return jnp.sum(jnp.cos(w - w[0])[:1] * x)  # HERE
+
+
+def masked(w, x):
+    return jnp.sum(jnp.where(x > 100, w, x))  # HERE
+
+
+def in_the_other_branch(w, x):
+    return jax.lax.cond(x[0] > 100, lambda: jnp.sum(w), lambda: jnp.sum(x))  # HERE
+
+
+def not_selected(w, x):
+    return jnp.concatenate([x, w])[1]  # HERE
+
+
+def canceled(w, x):
+    return jnp.sum(x * (w - w))  # HERE
+
+
+def underflow(w, x):
+    return jnp.sum(w * (jnp.ones(3) * 1e-30)) * jnp.array(1e-30)  # HERE
+
+
+def clipped(w, x):
+    return jnp.sum(jnp.clip(w, 50.0, 60.0) * x)  # HERE
+
+
+VALUES = {
+    saturated: "saturated",
+    at_a_stationary_point: "zero derivative",
+    masked: "masked",
+    in_the_other_branch: "branch not taken",
+    not_selected: "not selected",
+    canceled: "canceled",
+    clipped: "dead units",
+}
+
+
+@pytest.mark.parametrize("loss", VALUES, ids=lambda f: f.__name__)
+def test_zero_by_values(loss):
+    record = only(check(loss, X, X))
+    assert (record.kind, record.line) == (VALUES[loss], line_of(loss))
+    assert not record.by_structure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", VALUES, ids=lambda f: f.__name__)
+def test_zero_by_values_in_jit_checkpoint_and_vmap(loss):
+    loss_of_batch = jax.vmap(jax.checkpoint(jax.jit(loss)), in_axes=(None, 0))
+    of_mean = lambda w, xs: jnp.mean(loss_of_batch(w, xs))
+    records = check(of_mean, X, jnp.stack([X, X + 1])).found
+    kinds = {record.kind for record in records if record.line == line_of(loss)}
+    # Under `vmap`, a `cond` becomes a `where`.
+    other = {"branch not taken": "masked"}.get(VALUES[loss], VALUES[loss])
+    assert other in kinds
+
+
+def test_underflow():
+    dtype = jnp.float32
+    record = only(check(lambda w: jnp.sum(w * dtype(1e-30)) * dtype(1e-30), X.astype(dtype)))
+    assert record.kind == "underflow"
+
+
+def test_a_gradient_that_vanishes_over_the_steps():
+    weight = 0.1 * jnp.eye(3) + 0.01
+
+    def loss(h, xs):
+        step = lambda h, x: (jnp.tanh(weight @ h + x), None)  # HERE
+        return jnp.sum(jax.lax.scan(step, h, xs)[0])
+
+    n = 400
+    record = only(check(loss, X, jnp.zeros((n, 3))))
+    assert (record.kind, record.line) == ("underflow", line_of(loss))
+    assert 0 < record.step[0] < n - 20
+
+
+def test_a_sum_that_cancels_and_one_without_common_terms():
+    x, y = jnp.array([1.0, -1.0, 0.0]), jnp.array([0.0, 0.0, 1.0])
+    loss = lambda w, x: jnp.dot(x, jnp.full(3, w))
+    assert only(check(loss, jnp.array(2.0), x)).kind == "canceled"
+    loss = lambda w, x, y: jnp.dot(x, w * y)
+    assert only(check(loss, jnp.array(2.0), x, y)).kind == "multiplied by zero"
+
+
+def test_step_of_a_loop():
+    def loss(w, gates):
+        def step(h, gate):
+            return gate * jnp.tanh(h + 1), None  # HERE
+
+        return jax.lax.scan(step, w, gates)[0]
+
+    gates = jnp.ones(9).at[4].set(0)
+    record = only(check(loss, jnp.array(0.5), gates))
+    assert (record.kind, record.step) == ("multiplied by zero", (4,))
+    assert (record.line, record.detail) == (line_of(loss), "`args[0]`")
+
+
+def test_step_of_nested_loops():
+    def loss(w, gates):
+        inner = lambda h, gate: (gate * jnp.tanh(h + 1), None)  # HERE
+        outer = lambda h, gates: (jax.lax.scan(inner, h, gates)[0], None)
+        return jax.lax.scan(outer, w, gates, reverse=True)[0]
+
+    gates = jnp.ones((4, 5)).at[2, 3].set(0)
+    record = only(check(loss, jnp.array(0.5), gates))
+    assert (record.step, record.line) == ((2, 3), line_of(loss))
+
+
+def test_a_zero_term_beside_another_one_is_no_cause():
+    def loss(w, gates):
+        step = lambda h, gate: (gate * h + 0.0 * jnp.sin(h), None)
+        return jax.lax.scan(step, w, gates)[0]
+
+    assert not check(loss, jnp.array(0.5), jnp.ones(5))
+    records = check(loss, jnp.array(0.5), jnp.ones(5).at[1].set(0)).found
+    assert {record.step for record in records} == {(1,)}
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [None, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, "auto"))],
+)
+def test_truncated(checkpoint):
+    def loss(model, xs):
+        step = lambda h, x: (jnp.tanh(model["w"] * h + x), None)
+        scan = eqg.filter_scan(step, model["h"], xs, truncate=3, checkpoint=checkpoint)  # HERE
+        return scan[0]
+
+    model = {"w": jnp.array(0.5), "h": jnp.array(0.1)}
+    record = only(check(loss, model, 0.1 * jnp.arange(7.0)))
+    assert (record.leaf, record.kind, record.line) == ("['h']", "truncated", line_of(loss))
+
+
+def test_while_loop_in_forward_mode():
+    def loss(w):
+        body = lambda s: (s[0] + 1, s[1] * w["a"] + 0.0 * w["b"])
+        return jax.lax.while_loop(lambda s: s[0] < 3, body, (0, jnp.array(1.0)))[1]
+
+    report = eqg.explain_zero(loss, {"a": jnp.array(2.0), "b": jnp.array(2.0)})
+    assert only(report).leaf == "['b']"
+    assert "forward mode" in str(report)
+
+
+# ---------------------------------------------------------------- healthy models
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.Module
+    readout: eqx.nn.Linear
+
+    def __call__(self, xs):
+        h, _ = jax.lax.scan(lambda h, x: (self.cell(x, h), None), jnp.zeros(4), xs)
+        return self.readout(h)
+
+
+class Attention(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+
+    def __call__(self, x):
+        return jax.vmap(self.norm)(self.attention(x, x, x))
+
+
+def mlp(activation, **kwargs):
+    return eqx.nn.MLP(3, 2, 8, 2, activation=activation, key=KEY, **kwargs)
+
+
+SEQUENCES = jax.random.normal(jax.random.key(2), (2, 5, 4))
+HEALTHY = {
+    "linear": (eqx.nn.Linear(3, 2, key=KEY), XS),
+    "relu": (mlp(jax.nn.relu), XS),
+    "relu, one example": (mlp(jax.nn.relu), XS[:1]),
+    "tanh": (mlp(jnp.tanh), XS),
+    "gelu": (mlp(jax.nn.gelu), XS),
+    "leaky": (mlp(jax.nn.leaky_relu), XS),
+    "silu": (mlp(jax.nn.silu), XS),
+    "softplus": (mlp(jax.nn.softplus), XS),
+    "gru": (Recurrent(eqx.nn.GRUCell(4, 4, key=KEY), eqx.nn.Linear(4, 1, key=KEY)), SEQUENCES),
+    "attention": (
+        Attention(eqx.nn.MultiheadAttention(2, 4, key=KEY), eqx.nn.LayerNorm(4)),
+        SEQUENCES,
+    ),
+    "convolution": (eqx.nn.Conv1d(5, 3, 2, key=KEY), SEQUENCES),
+    "pooled": (
+        eqx.nn.Sequential([eqx.nn.Conv1d(5, 3, 2, key=KEY), eqx.nn.MaxPool1d(2)]),
+        SEQUENCES,
+    ),
+    "normalized": (eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), eqx.nn.RMSNorm(4)]), XS),
+    "our gru": (eqg.nn.GRU(4, 3, key=KEY), SEQUENCES),
+    "quantized": (
+        eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), eqx.nn.Lambda(eqg.ste.round)]),
+        XS,
+    ),
+}
+
+
+def summed(model, xs):
+    out = jax.vmap(model)(xs)
+    return sum(jnp.sum(x**2) + jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out))
+
+
+SLOW = ("attention", "our gru", "normalized", "pooled", "gelu", "leaky", "silu", "softplus")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in HEALTHY]
+)
+def test_healthy_models(name):
+    model, xs = HEALTHY[name]
+    report = check(summed, model, xs)
+    assert not report
+    assert str(report).startswith("No leaf has a zero gradient")
+
+
+# ---------------------------------------------------------------- random programs
+
+UNARY = [
+    jnp.sin,
+    jnp.tanh,
+    jnp.round,
+    jnp.sign,
+    jax.nn.relu,
+    jax.lax.stop_gradient,
+    eqg.ste.round,
+    lambda x: (x > 0).astype(x.dtype),
+    lambda x: x - x,
+    lambda x: 0.0 * x,
+    lambda x: jnp.where(x > 1e3, x, 1.0),
+    lambda x: x[jnp.argsort(x)],
+    lambda x: jnp.flip(x),
+    lambda x: jax.lax.scan(lambda c, y: (jnp.cos(c) + y, c), x[0], x)[1],
+    lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.floor, x),
+    lambda x: jax.checkpoint(lambda x: jnp.exp(-(x**2)))(x),
+    lambda x: jnp.maximum(x, 10.0),
+]
+BINARY = [jnp.add, jnp.multiply, lambda x, y: jnp.where(x > 0, x, y), lambda x, y: x[0] * y]
+
+
+def random_program(seed):
+    """A program of three leaves, of which each may be used in several places."""
+    rng = np.random.default_rng(seed)
+    # Drawn here: the loss is the same each time that it is called.
+    choices = [
+        (rng.integers(2), rng.integers(100), rng.integers(3 + i, size=2)) for i in range(7)
+    ]
+    used = rng.integers(3, 10, size=2)
+
+    def loss(model):
+        values = [model["a"], model["b"], model["c"]]
+        for is_binary, op, (i, j) in choices:
+            if is_binary:
+                values.append(BINARY[op % len(BINARY)](values[i], values[j]))
+            else:
+                values.append(UNARY[op % len(UNARY)](values[i]))
+        return jnp.sum(values[used[0]]) + jnp.sum(values[used[1]] ** 2)
+
+    return loss, {name: jnp.asarray(rng.normal(size=4), X.dtype) for name in "abc"}
+
+
+def check_random(seed):
+    loss, model = random_program(seed)
+    for record in check(loss, model).found:
+        assert record.kind != "zero value"
+        assert record.line or record.kind == "never used"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(seed):
+    check_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 150))
+def test_more_random_programs(seed):
+    check_random(seed)
+
+
+# ---------------------------------------------------------------- input, and cost
+
+
+def test_errors():
+    with pytest.raises(eqg.RuleError, match="real scalar"):
+        eqg.explain_zero(lambda w: w, X)
+    with pytest.raises(eqg.RuleError, match="without inexact arrays"):
+        eqg.explain_zero(lambda w: 1.0, jnp.arange(3))
+    with pytest.raises(eqg.RuleError, match="can't trace"):
+        eqg.explain_zero(lambda w: w[0] if w[0] > 0 else w[1], X)
+    with pytest.raises(eqg.RuleError, match="must not be"):
+        eqg.explain_zero(lambda w: jnp.sum(eqg.nondifferentiable(w)), X)
+
+
+def test_keyword_arguments_and_empty_leaves():
+    loss = lambda w, *, scale: jnp.sum(w["a"]) * scale + jnp.sum(w["empty"])
+    record = only(eqg.explain_zero(loss, {"a": X, "empty": jnp.zeros(0)}, scale=jnp.zeros(())))
+    assert (record.leaf, record.detail) == ("['a']", "`kwargs['scale']`")
+
+
+def test_a_callback_is_opaque():
+    def host_sine(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    def loss(w):
+        return jnp.sum(w["b"]) + jax.lax.stop_gradient(host_sine(w["a"][0]))
+
+    # JAX can't differentiate the callback, although the gradient does not need it.
+    model = {"a": X, "b": X}
+    with pytest.raises(ValueError, match="callback"):
+        jax.grad(loss)(model)
+    report = eqg.explain_zero(loss, model)
+    assert (only(report).leaf, only(report).kind) == ("['a']", "stop_gradient")
+    assert "`pure_callback`" in str(report)
+    with pytest.raises(ValueError, match="callback"):
+        eqg.explain_zero(lambda w: host_sine(w["a"][0]), model)
+
+
+def test_shard_map():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=auto)
+    spec = jax.sharding.PartitionSpec("devices")
+
+    def local(w):
+        total = jnp.sum(jnp.round(w["a"])) + jnp.sum(w["b"])  # HERE
+        return jax.lax.psum(total, "devices")
+
+    loss = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
+    )
+    report = check(loss, {"a": X, "b": X})
+    assert (only(report).kind, only(report).line) == ("rounding", line_of(local))
+    assert not report.remarks
+
+
+def test_complex_leaves():
+    loss = lambda w: jnp.sum(jnp.real(w["a"]) ** 2) + jnp.sum(jnp.round(jnp.imag(w["b"])))
+    model = {"a": jax.lax.complex(X, X), "b": jax.lax.complex(X, X)}
+    assert only(eqg.explain_zero(loss, model)).leaf == "['b']"
+
+
+def test_values_are_not_changed():
+    model = relu_mlp()
+    before = jax.tree.map(np.array, eqx.filter(model, eqx.is_array))
+    eqg.explain_zero(batch_loss, model, XS)
+    after = eqx.filter(model, eqx.is_array)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+@pytest.mark.slow
+def test_programs_of_ten_thousand_equations():
+    def loss(w):
+        x = w["a"]
+        for i in range(3300):
+            x = jnp.sin(x) * 1.1 + i
+        return jnp.round(x).sum() + jnp.sum(w["b"])
+
+    started = time.perf_counter()
+    report = eqg.explain_zero(loss, {"a": X, "b": X})
+    assert only(report).kind == "rounding"
+    assert time.perf_counter() - started < 60
