@@ -64,7 +64,9 @@ class NaNReport(AbstractReport):
     """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
 
     `found` are the records, in the order in which the gradient is computed, after those of the
-    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad gradient.
+    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad
+    gradient. `error`: the error that the gradient raises, if it does, for example in a solver
+    that is given a NaN.
     """
 
     found: Sequence[NonFinite]
@@ -73,6 +75,7 @@ class NaNReport(AbstractReport):
     n_leaves: int
     is_reverse: bool
     threshold: float | None
+    error: str = ""
 
     @property
     def headline(self) -> str:
@@ -86,6 +89,8 @@ class NaNReport(AbstractReport):
         some = f"that of {n} of {self.n_leaves} leaves is" if n else "the gradient is not"
         if not n:
             return f"{what}; its gradient is finite."
+        if self.error:
+            return f"{what}. Its gradient raises an error. Causes found: {len(self.found)}."
         derivative = "gradient" if self.is_reverse else "derivative (in forward mode)"
         return f"{what}. Its {derivative} is {bad}: {some}. Causes found: {len(self.found)}."
 
@@ -98,6 +103,8 @@ class NaNReport(AbstractReport):
         for cure in dict.fromkeys(record.cure for record in self.found):
             of = [str(i) for i, record in enumerate(self.found, 1) if record.cure == cure]
             notes.append(f"{', '.join(of)}: {cure}.")
+        if self.error:
+            notes.append(f"The error: {self.error}")
         if self.found and not self.is_reverse:
             notes.append(
                 "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
@@ -188,9 +195,9 @@ def explain_nan(
 
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
-    This evaluates loss and gradient twice, outside of loops operation by operation, which is
-    slower than the compiled program and keeps all intermediate values. Loops are compiled, and
-    those with a bad step are run a few times more.
+    This evaluates loss and gradient once, and once more if something is bad. Outside of loops
+    operations are evaluated one by one, which is slower than the compiled program and keeps all
+    intermediate values. Loops are compiled, and those with a bad step run a few times more.
 
     **Raises:**
 
@@ -203,23 +210,37 @@ def explain_nan(
     leaves = traced.values[: len(traced.leaves)]
     seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
     values = [*traced.values, *seeds]
-    value, *grads = evaluate(derivative.root.program, values, bind)
+    hits: dict[int, Hit] = {}
+    root = Frame(derivative.root, values, None, (), threshold, hits)
     names = traced.leaves if derivative.is_reverse else ["the tangent"]
+    bad, error = [], ""
+    if hits:
+        # What is bad may not reach the gradient.
+        bad, error = _bad_leaves(derivative, values, names, threshold)
+    value = float(root.results[0])
+    found: list[NonFinite] = []
+    if bad or not np.isfinite(value):
+        found = _find(derivative, root, hits, threshold)
+    return NaNReport(found, value, bad, len(names), derivative.is_reverse, threshold, error)
+
+
+def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[str], str]:
+    """The leaves with a bad gradient, and the error that the gradient raises, if it does."""
+    try:
+        _, *grads = evaluate(derivative.root.program, values, bind)
+    except RuntimeError as error:
+        # A check in the program, such as `eqx.error_if`, found the non-finite value.
+        lines = [line for line in str(error).splitlines() if "Error: " in line]
+        return list(names), (lines or [str(error)])[-1].partition("Error: ")[2]
     bad = [
         name
         for name, grad in zip(names, grads, strict=True)
         if is_inexact(grad) and is_bad(np.asarray(grad), threshold).any()
     ]
-    found: list[NonFinite] = []
-    if bad or not np.isfinite(value):
-        found = _find(derivative, values, threshold)
-    number = float(value)
-    return NaNReport(found, number, bad, len(names), derivative.is_reverse, threshold)
+    return bad, ""
 
 
-def _find(derivative: Derivative, values, threshold) -> list[NonFinite]:
-    hits: dict[int, Hit] = {}
-    root = Frame(derivative.root, values, None, (), threshold, hits)
+def _find(derivative: Derivative, root: Frame, hits, threshold) -> list[NonFinite]:
     causes: dict[Any, list[tuple[Cause, Hit]]] = {}
     if not np.isfinite(root.results[0]):
         for cause in causes_of_value(derivative, root):

@@ -16,12 +16,17 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same program, with its constants.
+    """The same program, with its constants. Those of a `Jaxpr` alone are not known, and become
+    its first inputs.
 
     JAX 0.11 made `Jaxpr` and `ClosedJaxpr` one class (https://github.com/jax-ml/jax/pull/39009).
     When it is the oldest version, delete this function.
     """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    if jaxpr.constvars:
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
