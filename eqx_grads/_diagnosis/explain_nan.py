@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.structure import CallWithRule, structure
 from .derivative_program import Derivative, differentiate
-from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, DEAD_BRANCH, operands_of
+from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, operands_of
 from .origins import NumberedLoss, Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .report import AbstractReport
-from .source_lines import rule_line, UNKNOWN
+from .source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from .trace_back import elements_of, Input, Spot
 from .traced_loss import trace_loss
 
@@ -119,7 +120,7 @@ class NaNReport(AbstractReport):
 
 
 def _row(i: int, record: NonFinite) -> tuple[str, ...]:
-    kind = record.kind + (f" of {record.mask}" if record.mask else "")
+    kind = record.kind + (f": {record.mask}" if record.mask else "")
     index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
     operands = ", ".join(f"{x:.3g}" for x in record.operands)
     return (
@@ -278,8 +279,11 @@ def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
     inputs = derivative.numbered.traced.inputs
     origin, spot, source = cause.origin, cause.spot, cause.source
-    where = origin.source if origin else UNKNOWN
+    where = _users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
+    is_inside = origin is not None and where.file != origin.source.file
+    if is_inside and isinstance(source, Spot):
+        primitive = source.eqn.primitive.name
     if isinstance(source, Input) and origin is None:
         primitive = inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
@@ -291,11 +295,11 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         step=spot.frame.steps if spot else (),
         kind=cause.kind,
         cure=cure_of(cause),
-        mask=_describe_mask(cause.mask, where) if cause.kind == DEAD_BRANCH or cause.mask else "",
+        mask=_describe_mask(derivative, cause.mask, where) if cause.mask else "",
         library=where.library,
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
-        rule=_rule_of(cause),
+        rule="" if is_inside else _rule_of(cause),
         shape=tuple(shape),
         is_batched=origin is not None and "vmap(" in str(origin.eqn.source_info.name_stack),
         operands=tuple(map(_number, operands_of(derivative, root, cause))),
@@ -307,13 +311,27 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
 _MASKS = {"select_n": "a `where`", "max": "a maximum", "min": "a minimum", "clamp": "a `clip`"}
 
 
-def _describe_mask(mask: Origin | None, where) -> str:
-    if mask is None:
-        return ""
-    name = _MASKS.get(mask.primitive, f"`{mask.primitive}`")
-    if mask.source.file == where.file:
-        return f"{name} at line {mask.source.line}"
-    return f"{name} at {mask.source}"
+def _describe_mask(derivative: Derivative, mask: Spot, where: SourceLine) -> str:
+    origin = derivative.origin(mask.frame.node, mask.position)
+    if origin is None:
+        return f"`{mask.eqn.primitive.name}`"
+    primitive = origin.primitive
+    if isinstance(structure(origin.eqn), CallWithRule):
+        primitive = mask.eqn.primitive.name
+    name = _MASKS.get(primitive, f"`{primitive}`")
+    line = _users_line(origin, mask)
+    return f"{name} at line {line.line}" if line.file == where.file else f"{name} at {line}"
+
+
+def _users_line(origin: Origin, *spots: Any) -> SourceLine:
+    """The line of the loss. If that is in a library, and it called a function of the user's in
+    a rule, the line in this function."""
+    for spot in spots:
+        if is_library(origin.source) and isinstance(spot, Spot):
+            line = rule_line(spot.eqn)
+            if line.file:
+                return dataclasses.replace(line, library=origin.source.library)
+    return origin.source
 
 
 def _cotangent_of(cause: Cause) -> float | None:

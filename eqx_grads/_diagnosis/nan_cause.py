@@ -60,15 +60,15 @@ CURES = {
 class Cause:
     """Why an element is bad.
 
-    `origin` is the equation of the loss to blame, `mask` the one that made a zero of its
-    cotangent. `spot` is where it shows; `source` where the value that is to blame is made.
+    `origin` is the equation of the loss to blame. `spot` is where it shows; `source` where the
+    value that is to blame is made; `mask` where a zero of the cotangent is made.
     """
 
     kind: str
     origin: Origin | None
     spot: Spot | None
     source: Spot | Input | None
-    mask: Origin | None = None
+    mask: Spot | None = None
     forward: bool = False
 
 
@@ -201,8 +201,8 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
         factors = [i for i in range(len(made.operands)) if not made.is_cotangent(i)]
         if any(made.is_active(i) for i in factors):
             return Cause(INDETERMINATE, origin, spot, source)
-        return Cause(MASKED_PRODUCT, origin, spot, source, mask)
-    return Cause(DEAD_BRANCH, origin, spot, source, mask)
+        return Cause(MASKED_PRODUCT, origin, spot, source, made)
+    return Cause(DEAD_BRANCH, origin, spot, source, made)
 
 
 def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False) -> Cause:
