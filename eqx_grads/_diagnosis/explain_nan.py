@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.structure import CallWithRule, structure
 from .derivative_program import Derivative, differentiate
-from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, operands_of
+from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, first_of_rule, operands_of
 from .origins import NumberedLoss, Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .report import AbstractReport
@@ -283,7 +283,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where.file != origin.source.file
     if is_inside and isinstance(source, Spot):
-        primitive = source.eqn.primitive.name
+        primitive = first_of_rule(source).primitive.name
     if isinstance(source, Input) and origin is None:
         primitive = inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
@@ -292,9 +292,9 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         line=where.line,
         primitive=primitive,
         path=origin.path if origin else "",
-        step=spot.frame.steps if spot else (),
+        step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=cure_of(cause),
+        cure=cure_of(cause, primitive),
         mask=_describe_mask(derivative, cause.mask, where) if cause.mask else "",
         library=where.library,
         is_forward=cause.forward,

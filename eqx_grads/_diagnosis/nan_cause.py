@@ -272,6 +272,13 @@ def _operands_at(spot: Spot) -> list[Any]:
     return found
 
 
-def cure_of(cause: Cause) -> str:
-    op = cause.origin.primitive if cause.origin else ""
-    return CURES[cause.kind].format(op=op)
+def cure_of(cause: Cause, primitive: str) -> str:
+    return CURES[cause.kind].format(op=primitive)
+
+
+def first_of_rule(spot: Spot) -> Any:
+    """The operation of which an equation is a part of the derivative: the first one that was
+    traced at the same place."""
+    traceback = spot.eqn.source_info.traceback
+    same = lambda eqn: eqn.source_info.traceback == traceback
+    return next(filter(same, spot.frame.node.eqns), spot.eqn)
