@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -392,7 +393,23 @@ def nested_scan():
     return loss, jnp.array(1.0)
 
 
-def _steps(scan):
+SCANS = {
+    "scan": jax.lax.scan,
+    "checkpointed": lambda f, init, xs: jax.lax.scan(jax.checkpoint(f), init, xs),
+    "unrolled": lambda f, init, xs: jax.lax.scan(f, init, xs, unroll=2),
+    "reverse": lambda f, init, xs: jax.lax.scan(f, init, xs, reverse=True),
+    "filter_scan": eqg.filter_scan,
+    "sqrt": ft.partial(eqg.filter_scan, checkpoint="sqrt"),
+    "reverse sqrt": ft.partial(eqg.filter_scan, checkpoint="sqrt", reverse=True),
+    "chunks": ft.partial(eqg.filter_scan, checkpoint=3),
+    "replay": ft.partial(eqg.filter_scan, checkpoint="replay"),
+    "auto": ft.partial(eqg.filter_scan, checkpoint="auto"),
+}
+
+
+def scanned(scan, bad_step=2):
+    """A dead branch in one step of five."""
+
     def loss(x, ts):
         def step(h, t):
             y = jnp.log(h * t)  # HERE
@@ -400,32 +417,32 @@ def _steps(scan):
 
         return jnp.sum(scan(step, x, ts)[1])
 
-    return loss, jnp.array(1.0), jnp.array([1.0, 2.0, 0.0, 3.0, 4.0])
+    return loss, jnp.array(1.0), jnp.ones(5).at[bad_step].set(0.0)
 
 
-def _checkpointed_scan(step, init, xs):
-    return jax.lax.scan(jax.checkpoint(step), init, xs)
+def ten_poisons():
+    """A small model of physics with ten dead branches, one in each process."""
 
+    def step(state, t):
+        v, q, c, T = state
+        wet = q > 0
+        drag = jnp.where(v > 0, jnp.sqrt(v), 0.0)  # HERE
+        rain = jnp.where(wet, q**0.7, 0.0)  # HERE
+        melt = jnp.where(T > 0, jnp.log(T), 0.0)  # HERE
+        rate = jnp.where(wet, c / q, 0.0)  # HERE
+        depth = jnp.where(wet, jnp.linalg.norm(q * jnp.ones(2)), 0.0)  # HERE
+        angle = jnp.where(v > 0, jnp.arctan2(v, v), 0.0)  # HERE
+        flux = jnp.maximum(jnp.cbrt(q), 0.1)  # HERE
+        age = jnp.where(c < 1, jnp.arccos(c), 0.0)  # HERE
+        mixed = jnp.where(T > 0, jnp.exp(-1 / T), 0.0)  # HERE
+        cold = jnp.clip(jax.lax.rsqrt(T), 0.0, 5.0)  # HERE
+        out = drag + rain + melt + rate + depth + angle + flux + age + mixed + cold
+        return state, out
 
-def _unrolled_scan(step, init, xs):
-    return jax.lax.scan(step, init, xs, unroll=2)
+    def loss(state):
+        return jnp.sum(jax.lax.scan(step, state, jnp.arange(3))[1])
 
-
-def _reverse_scan(step, init, xs):
-    return jax.lax.scan(step, init, xs, reverse=True)
-
-
-def _filter_scan(**options):
-    return lambda step, init, xs: eqg.filter_scan(step, init, xs, **options)
-
-
-SCANS = {
-    "scan": jax.lax.scan,
-    "checkpointed": _checkpointed_scan,
-    "unrolled": _unrolled_scan,
-    "reverse": _reverse_scan,
-    "filter_scan": _filter_scan(),
-}
+    return loss, tuple(map(jnp.asarray, (0.0, 0.0, 1.0, 0.0)))
 
 
 @planted(POLE, (3,), primitive="sqrt")

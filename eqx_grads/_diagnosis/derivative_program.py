@@ -102,7 +102,7 @@ class Derivative:
         its steps in chunks for some choices of `checkpoint`."""
         found, n_before = [], 0
         for (outer, position), step in zip(self.loops_of(node), steps, strict=True):
-            names = str(outer.eqns[position].source_info.name_stack)
+            names = self._names(outer, position)
             chunks = re.findall(r"eqg_chunks_of_(\d+)", names)
             first = re.findall(r"eqg_steps_from_(\d+)", names)
             if chunks:
@@ -112,6 +112,18 @@ class Derivative:
             found.append(n_before + int(step))
             n_before = 0
         return tuple(found)
+
+    def _names(self, node: Node, position: int) -> str:
+        """The names around an equation of the loss, up to the next loop around it."""
+        origin = self.origin(node, position)
+        if origin is None:
+            return ""
+        names = str(origin.eqn.source_info.name_stack)
+        for number in reversed(origin.enclosing):
+            if number in origin.loops:
+                break
+            names = f"{self.numbered.origins[number].eqn.source_info.name_stack}/{names}"
+        return names
 
 
 def differentiate(numbered: NumberedLoss) -> Derivative:
