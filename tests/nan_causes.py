@@ -45,7 +45,9 @@ PLANTED: list[Planted] = []
 HEALTHY: list[Callable[[], Any]] = []
 
 
-def planted(kind, step=(), *, primitive=None, path="", threshold=None, index=None, others=False):
+def planted(
+    kind, step=(), *, primitive=None, path="", threshold=None, index=None, others=False
+):
     """`others`: that records of other places are found as well."""
 
     def add(make):
@@ -187,7 +189,7 @@ def padding():
     return loss, jnp.array(1.0), jnp.ones(3)
 
 
-@planted("product with a zero mask", primitive="sqrt", index=(1,))
+@planted("zero mask", primitive="sqrt", index=(1,))
 def mask_by_product():
     def loss(x, mask):
         y = jnp.sqrt(x)  # HERE

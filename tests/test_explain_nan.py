@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 from . import nan_causes
-from .nan_causes import HEALTHY, Planted, PLANTED, scanned, SCANS, ten_poisons
+from .nan_causes import HEALTHY, PLANTED, Planted, scanned, SCANS, ten_poisons
 
 
 def _explain(make, threshold=None):

@@ -11,7 +11,14 @@ from jaxtyping import PyTree
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.structure import CallWithRule, structure
 from .derivative_program import Derivative, differentiate
-from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, first_of_rule, operands_of
+from .nan_cause import (
+    Cause,
+    causes_of_hit,
+    causes_of_value,
+    cure_of,
+    first_of_rule,
+    operands_of,
+)
 from .origins import NumberedLoss, Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .report import AbstractReport
@@ -86,17 +93,21 @@ class NaNReport(AbstractReport):
                 "." if self.threshold is None else f" and at most {self.threshold:g}."
             )
         what = f"The loss is {self.loss:.6g}"
-        n = len(self.bad_leaves)
-        some = f"that of {n} of {self.n_leaves} leaves is" if n else "the gradient is not"
-        if not n:
-            return f"{what}; its gradient is finite."
+        if not self.bad_leaves:
+            return f"{what}, and its gradient is finite."
+        n = len(self.found)
+        causes = f"{n} cause{'s' * (n != 1)}:"
         if self.error:
-            return f"{what}. Its gradient raises an error. Causes found: {len(self.found)}."
-        derivative = "gradient" if self.is_reverse else "derivative (in forward mode)"
-        return f"{what}. Its {derivative} is {bad}: {some}. Causes found: {len(self.found)}."
+            return f"{what}, and its gradient raises an error. {causes}"
+        if not self.is_reverse:
+            return f"{what}, and its derivative in forward mode is {bad}. {causes}"
+        where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
+        return f"{what}, and its gradient is {bad} {where}. {causes}"
 
     def rows(self):
-        columns = ("", "line", "operation", "layer", "step", "kind", "element", "cotangent")
+        columns = (
+            "", "line", "operation", "layer", "step", "kind", "element", "operands", "cotangent"
+        )  # fmt: skip
         return columns, [_row(i, record) for i, record in enumerate(self.found, 1)]
 
     def notes(self):
@@ -113,16 +124,15 @@ class NaNReport(AbstractReport):
             )
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
             notes.append(
-                "Evaluated operation by operation, no place was found. Compiled to one program, "
-                "operations are fused, and round differently."
+                "Evaluated operation by operation, no place was found. A compiled program fuses "
+                "operations, and rounds differently."
             )
         return notes
 
 
 def _row(i: int, record: NonFinite) -> tuple[str, ...]:
-    kind = record.kind + (f": {record.mask}" if record.mask else "")
+    kind = record.kind + (f" of {record.mask}" if record.mask else "")
     index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
-    operands = ", ".join(f"{x:.3g}" for x in record.operands)
     return (
         str(i),
         _place(record),
@@ -130,7 +140,8 @@ def _row(i: int, record: NonFinite) -> tuple[str, ...]:
         record.path,
         ", ".join(map(str, record.step)) + (f" ({record.count} in all)" * (record.count > 1)),
         kind,
-        index + (f" of {operands}" if operands else ""),
+        index + " under vmap" * record.is_batched,
+        ", ".join(f"{x:.3g}" for x in record.operands),
         "" if record.cotangent is None else f"{record.cotangent:.3g}",
     )
 
@@ -192,7 +203,7 @@ def explain_nan(
 
     The kinds are `"dead branch"` (`mask` is the line that did not select it), `"true
     singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds the threshold"`,
-    `"product with a zero mask"` and `"NaN in the input"`.
+    `"zero mask"` (as a factor) and `"NaN in the input"`.
 
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
@@ -271,9 +282,7 @@ def _key(cause: Cause):
 def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
     """Without those that a non-finite value of the loss explains."""
     forward = {key[0] for key, same in causes.items() if same[0][0].forward}
-    return [
-        same for key, same in causes.items() if same[0][0].forward or key[0] not in forward
-    ]
+    return [same for key, same in causes.items() if same[0][0].forward or key[0] not in forward]
 
 
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:

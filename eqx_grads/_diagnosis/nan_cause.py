@@ -14,8 +14,8 @@ from .origins import Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .trace_back import (
     contributors,
-    ELEMENTWISE,
     elements_of,
+    ELEMENTWISE,
     Input,
     is_nonfinite,
     is_zero,
@@ -26,7 +26,7 @@ from .trace_back import (
 
 
 DEAD_BRANCH = "dead branch"
-MASKED_PRODUCT = "product with a zero mask"
+MASKED_PRODUCT = "zero mask"
 SINGULARITY = "true singularity"
 INDETERMINATE = "0/0"
 DOMAIN = "outside of the domain"
@@ -49,7 +49,7 @@ CURES = {
     "that point (`x + eps`), or define the derivative as zero with "
     '`eqg.zero_safe(loss, policy="zero")`',
     DOMAIN: "clip the argument of `{op}` to its domain before the call",
-    OVERFLOW: "keep the argument of `{op}` in range (subtract the maximum, or use the logarithm)",
+    OVERFLOW: "keep the argument of `{op}` in range: subtract the maximum, or use logarithms",
     LARGE: "`eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument",
     INPUT: "replace the NaN before the loss: a `where` in the loss is too late for a gradient",
     UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",

@@ -119,7 +119,7 @@ def origin_of_value(
 
 def _into(frame: Frame, i: int, k: int, index: Index, holds):
     """The same element as an output of an inner program."""
-    eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
+    known = structure(frame.node.eqns[i])
     if not isinstance(known, Scan | While):
         child = frame.child(i)
         return child, child.node.program.jaxpr.outvars[k], index
@@ -154,9 +154,7 @@ def _carry(frame: Frame, i: int, k: int, index: Index, iteration: int, holds):
     made it so, or an operand of the loop."""
     eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
     n_before = (
-        known.n_consts
-        if isinstance(known, Scan)
-        else known.n_cond_consts + known.n_body_consts  # pyright: ignore
+        known.n_consts if isinstance(known, Scan) else known.n_cond_consts + known.n_body_consts  # pyright: ignore
     )
     is_so = lambda n: bool(holds(np.asarray(frame.carry_before(i, n)[k])[index]))
     if iteration == 0 or is_so(0):
@@ -253,7 +251,9 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
         if not any(elements for _, elements in operands):
             found.setdefault((id(place.frame.node), place.position), place)
         elif np.isnan(place.value) and not any(
-            np.isnan(np.asarray(place.operands[k])[at]) for k, found_at in operands for at in found_at
+            np.isnan(np.asarray(place.operands[k])[at])
+            for k, found_at in operands
+            for at in found_at
         ):
             first_nans.setdefault((id(place.frame.node), place.position), place)
         for k, elements in operands:
