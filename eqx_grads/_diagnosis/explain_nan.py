@@ -124,8 +124,8 @@ class NaNReport(AbstractReport):
             )
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
             notes.append(
-                "Evaluated operation by operation, no place was found. A compiled program fuses "
-                "operations, and rounds differently."
+                "Evaluated operation by operation, no place was found. A compiled program "
+                "fuses operations, and rounds differently."
             )
         return notes
 

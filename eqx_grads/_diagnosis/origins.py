@@ -142,4 +142,6 @@ def _name_of_primitive(eqn) -> str:
             name = function_name(*inner_programs(eqn))
         if isinstance(name, str) and name:
             return name
+    if "_prim" in eqn.params and inner_programs(eqn):  # as with the flag `jax_custom_jvp3`
+        return function_name(inner_programs(eqn)[0]) or eqn.primitive.name
     return eqn.primitive.name

@@ -38,9 +38,13 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     if "num_consts" in params and "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    groups = getattr(params.get("ft_in"), "elts", ())
-    # A group may have groups in it: what is counted is what is at the end.
-    counts = [len(tuple(group.vals)) for group in groups if hasattr(group, "vals")]
+    operands = params.get("ft_in")
+    if hasattr(operands, "elts"):
+        # A group may have groups in it: what is counted is what is at the end.
+        counts = [len(tuple(group.vals)) for group in operands.elts if hasattr(group, "vals")]
+    else:  # in the transpose of a scan
+        tree = getattr(operands, "tree", None)
+        counts = [group.num_leaves for group in tree.children()] if tree is not None else []
     if len(counts) != 3 or not is_jaxpr(params.get("jaxpr")):
         return None
     fits = sum(counts) == len(as_closed(params["jaxpr"]).in_avals)
