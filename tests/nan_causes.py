@@ -493,6 +493,56 @@ def exploding_recurrence():
     return loss, jnp.array(0.0), jnp.array(12.0)
 
 
+@planted("exceeds the threshold", (9,), path="GRUCell", threshold=1e4, others=True)
+def exploding_gru():
+    # A cotangent is multiplied by 0.5 + 0.5 * 0.5 * 8 = 2.5 in a step; 2.5**11 > 1e4.
+    cell = eqx.nn.GRUCell(1, 3, key=jr.key(0))
+    cell = jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_array(x) else x, cell)
+    weight = jnp.concatenate([jnp.zeros((6, 3)), 8 * jnp.eye(3)])
+    cell = eqx.tree_at(lambda cell: cell.weight_hh, cell, weight)
+
+    def loss(cell, xs):
+        step = lambda h, x: (cell(x, h), None)  # HERE
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(3), xs)[0])
+
+    return loss, cell, jnp.zeros((20, 1))
+
+
+@planted(DEAD, primitive="log", index=(1,))
+def sine_of_an_infinity():
+    # `sin` is bad as well, and `log` is to blame.
+    def loss(x):
+        y = jnp.log(x)  # HERE
+        return jnp.sum(jnp.where(x > 0, jnp.sin(y), 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(ZERO, primitive="sub")
+def softmax_of_nothing():
+    def loss(x, mask):
+        scores = jnp.where(mask, x, -jnp.inf)
+        return jax.nn.softmax(scores)[0]  # HERE
+
+    return loss, jnp.ones(3), jnp.zeros(3, bool)
+
+
+@planted(POLE, primitive="custom_linear_solve")
+def singular_matrix():
+    def loss(a):
+        return jnp.sum(jnp.linalg.solve(a, jnp.ones(2)))  # HERE
+
+    return loss, jnp.ones((2, 2))
+
+
+@planted(POLE, primitive="eigh", others=True)
+def degenerate_eigenvalues():
+    def loss(a):
+        return jnp.sum(jnp.linalg.eigh(a)[1])  # HERE
+
+    return loss, jnp.eye(2)
+
+
 # ---------------------------------------------------------------- rules, layers and libraries
 
 

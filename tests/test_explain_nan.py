@@ -47,7 +47,7 @@ def test_planted(case: Planted):
 
 
 def test_number_of_planted_causes():
-    assert len(PLANTED) >= 45
+    assert len(PLANTED) >= 50
     assert len(HEALTHY) >= 18
 
 
@@ -71,7 +71,9 @@ def _gradient(make):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "threshold"),
-    [(case.make, case.threshold) for case in PLANTED] + [(make, np.inf) for make in HEALTHY],
+    # The gradient of `optimistix_root` is an error.
+    [(c.make, c.threshold) for c in PLANTED if c.make is not nan_causes.optimistix_root]
+    + [(make, np.inf) for make in HEALTHY],
 )
 def test_jax_agrees_that_something_is_bad(make, threshold):
     leaves = jax.tree.leaves(_gradient(make))
@@ -225,14 +227,6 @@ def test_a_program_that_cannot_be_entered():
     loss = lambda x: jnp.sum(jnp.where(x > 0, distance(x), 0.0))
     (record,) = eqg.explain_nan(loss, jnp.array([1.0, 0.0])).found
     assert record.primitive == "shard_map"
-
-
-def test_singular_matrix():
-    a = jnp.ones((2, 2))
-    report = eqg.explain_nan(lambda a: jnp.sum(jnp.linalg.solve(a, jnp.ones(2))), a)
-    assert report
-    report = eqg.explain_nan(lambda a: jnp.sum(jnp.linalg.eigh(a)[1][0]), jnp.eye(2))
-    assert "div" in {r.primitive for r in report.found} or report.found[0].line
 
 
 def test_the_report_in_a_notebook():

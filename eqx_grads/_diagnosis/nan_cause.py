@@ -55,6 +55,14 @@ CURES = {
     UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",
 }
 
+# Where they are others for a value than for a cotangent.
+CURES_OF_VALUES = {
+    SINGULARITY: "`{op}` is not finite there: keep its argument away from that point "
+    "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`)",
+    INDETERMINATE: "`{op}` is not defined there: keep its arguments away from that point, "
+    "with a `where` around the arguments",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
@@ -273,7 +281,8 @@ def _operands_at(spot: Spot) -> list[Any]:
 
 
 def cure_of(cause: Cause, primitive: str) -> str:
-    return CURES[cause.kind].format(op=primitive)
+    cures = {**CURES, **CURES_OF_VALUES} if cause.forward else CURES
+    return cures[cause.kind].format(op=primitive)
 
 
 def first_of_rule(spot: Spot) -> Any:
