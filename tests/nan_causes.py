@@ -189,6 +189,24 @@ def padding():
     return loss, jnp.array(1.0), jnp.ones(3)
 
 
+@planted(DEAD, primitive="sqrt", index=(1,))
+def maximum_of_a_segment():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jax.ops.segment_max(y, jnp.array([0, 0, 1]), 2))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def median():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.median(y)  # MASK
+
+    return loss, x3()
+
+
 @planted("zero mask", primitive="sqrt", index=(1,))
 def mask_by_product():
     def loss(x, mask):
@@ -356,6 +374,24 @@ def entropy():
 @planted("NaN in the input", primitive="model['b']", index=(1,))
 def nan_in_a_leaf():
     return lambda m: jnp.sum(m["a"] * m["b"]), {"a": jnp.ones(2), "b": jnp.array([1, jnp.nan])}
+
+
+@planted("NaN in the input", primitive="mul", index=(1,))
+def nan_in_a_constant():
+    constant = jnp.array([1.0, jnp.nan])
+
+    def loss(x):
+        return jnp.sum(x * constant)  # HERE
+
+    return loss, jnp.ones(2)
+
+
+@planted(POLE, primitive="div", others=True)
+def derivative_in_the_loss():
+    def loss(x):
+        return jax.grad(lambda y: jnp.sqrt(y) ** 3)(x)  # HERE
+
+    return loss, jnp.array(0.0)
 
 
 @planted("NaN in the input", primitive="args[0]", index=(2,))

@@ -310,14 +310,30 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
         rule="" if is_inside else _rule_of(cause),
         shape=tuple(shape),
-        is_batched=origin is not None and "vmap(" in str(origin.eqn.source_info.name_stack),
+        is_batched=origin is not None and _is_batched(derivative, origin),
         operands=tuple(map(_number, operands_of(derivative, root, cause))),
         cotangent=_cotangent_of(cause),
         count=count,
     )
 
 
-_MASKS = {"select_n": "a `where`", "max": "a maximum", "min": "a minimum", "clamp": "a `clip`"}
+def _is_batched(derivative: Derivative, origin: Origin) -> bool:
+    origins = [origin, *(derivative.numbered.origins[i] for i in origin.enclosing)]
+    return any("vmap(" in str(o.eqn.source_info.name_stack) for o in origins)
+
+
+# How the operations are called that do not select an element.
+_MASKS = {
+    "select_n": "a `where`",
+    "max": "a maximum",
+    "reduce_max": "a maximum",
+    "min": "a minimum",
+    "reduce_min": "a minimum",
+    "clamp": "a `clip`",
+    "slice": "a slice",
+    "dynamic_slice": "a slice",
+    "gather": "an index",
+}
 
 
 def _describe_mask(derivative: Derivative, mask: Spot, where: SourceLine) -> str:

@@ -51,7 +51,7 @@ CURES = {
     DOMAIN: "clip the argument of `{op}` to its domain before the call",
     OVERFLOW: "keep the argument of `{op}` in range: subtract the maximum, or use logarithms",
     LARGE: "`eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument",
-    INPUT: "replace the NaN before the loss: a `where` in the loss is too late for a gradient",
+    INPUT: "replace the NaN before it is used: a `where` on the result is too late",
     UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",
 }
 
@@ -188,7 +188,8 @@ def _paired(spot: Spot, k: int, bad_factors) -> Any:
 _SELECTORS = frozenset(
     """
     select_n max min clamp abs sign sort reduce_max reduce_min reduce_window_max
-    reduce_window_min cummax cummin relu relu6 leaky_relu
+    reduce_window_min cummax cummin relu relu6 leaky_relu scatter-max scatter-min scatter_max
+    scatter_min
     """.split()  # noqa: SIM905
 )
 
@@ -232,6 +233,8 @@ def _kind_of_source(source: Spot) -> str:
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
     xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
+    if any(np.isnan(x) for x in xs) or (np.isinf(value) and any(np.isinf(x) for x in xs)):
+        return INPUT  # a constant
     if any(np.isinf(x) for x in xs):
         return INDETERMINATE
     if name == "div":
