@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,9 @@ PLANTED: list[Planted] = []
 HEALTHY: list[Callable[[], Any]] = []
 
 
-def planted(kind, step=(), *, primitive=None, path="", threshold=None, index=None, others=False):
+def planted(
+    kind, step=(), *, primitive=None, path="", threshold=None, index=None, others=False
+):
     """`others`: that records of other places are found as well."""
 
     def add(make):
@@ -186,7 +189,25 @@ def padding():
     return loss, jnp.array(1.0), jnp.ones(3)
 
 
-@planted("product with a zero mask", primitive="sqrt", index=(1,))
+@planted(DEAD, primitive="sqrt", index=(1,))
+def maximum_of_a_segment():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum(jax.ops.segment_max(y, jnp.array([0, 0, 1]), 2))  # MASK
+
+    return loss, x3()
+
+
+@planted(DEAD, primitive="sqrt", index=(1,))
+def median():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.median(y)  # MASK
+
+    return loss, x3()
+
+
+@planted("zero mask", primitive="sqrt", index=(1,))
 def mask_by_product():
     def loss(x, mask):
         y = jnp.sqrt(x)  # HERE
@@ -355,6 +376,24 @@ def nan_in_a_leaf():
     return lambda m: jnp.sum(m["a"] * m["b"]), {"a": jnp.ones(2), "b": jnp.array([1, jnp.nan])}
 
 
+@planted("NaN in the input", primitive="mul", index=(1,))
+def nan_in_a_constant():
+    constant = jnp.array([1.0, jnp.nan])
+
+    def loss(x):
+        return jnp.sum(x * constant)  # HERE
+
+    return loss, jnp.ones(2)
+
+
+@planted(POLE, primitive="div", others=True)
+def derivative_in_the_loss():
+    def loss(x):
+        return jax.grad(lambda y: jnp.sqrt(y) ** 3)(x)  # HERE
+
+    return loss, jnp.array(0.0)
+
+
 @planted("NaN in the input", primitive="args[0]", index=(2,))
 def nan_in_the_data():
     return lambda w, x: jnp.sum(jnp.tanh(w * x)), jnp.ones(3), jnp.array([0, 1, jnp.nan])
@@ -392,7 +431,23 @@ def nested_scan():
     return loss, jnp.array(1.0)
 
 
-def _steps(scan):
+SCANS = {
+    "scan": jax.lax.scan,
+    "checkpointed": lambda f, init, xs: jax.lax.scan(jax.checkpoint(f), init, xs),
+    "unrolled": lambda f, init, xs: jax.lax.scan(f, init, xs, unroll=2),
+    "reverse": lambda f, init, xs: jax.lax.scan(f, init, xs, reverse=True),
+    "filter_scan": eqg.filter_scan,
+    "sqrt": ft.partial(eqg.filter_scan, checkpoint="sqrt"),
+    "reverse sqrt": ft.partial(eqg.filter_scan, checkpoint="sqrt", reverse=True),
+    "chunks": ft.partial(eqg.filter_scan, checkpoint=3),
+    "replay": ft.partial(eqg.filter_scan, checkpoint="replay"),
+    "auto": ft.partial(eqg.filter_scan, checkpoint="auto"),
+}
+
+
+def scanned(scan, bad_step=2):
+    """A dead branch in one step of five."""
+
     def loss(x, ts):
         def step(h, t):
             y = jnp.log(h * t)  # HERE
@@ -400,32 +455,32 @@ def _steps(scan):
 
         return jnp.sum(scan(step, x, ts)[1])
 
-    return loss, jnp.array(1.0), jnp.array([1.0, 2.0, 0.0, 3.0, 4.0])
+    return loss, jnp.array(1.0), jnp.ones(5).at[bad_step].set(0.0)
 
 
-def _checkpointed_scan(step, init, xs):
-    return jax.lax.scan(jax.checkpoint(step), init, xs)
+def ten_poisons():
+    """A small model of physics with ten dead branches, one in each process."""
 
+    def step(state, t):
+        v, q, c, T = state
+        wet = q > 0
+        drag = jnp.where(v > 0, jnp.sqrt(v), 0.0)  # HERE
+        rain = jnp.where(wet, q**0.7, 0.0)  # HERE
+        melt = jnp.where(T > 0, jnp.log(T), 0.0)  # HERE
+        rate = jnp.where(wet, c / q, 0.0)  # HERE
+        depth = jnp.where(wet, jnp.linalg.norm(q * jnp.ones(2)), 0.0)  # HERE
+        angle = jnp.where(v > 0, jnp.arctan2(v, v), 0.0)  # HERE
+        flux = jnp.maximum(jnp.cbrt(q), 0.1)  # HERE
+        age = jnp.where(c < 1, jnp.arccos(c), 0.0)  # HERE
+        mixed = jnp.where(T > 0, jnp.exp(-1 / T), 0.0)  # HERE
+        cold = jnp.clip(jax.lax.rsqrt(T), 0.0, 5.0)  # HERE
+        out = drag + rain + melt + rate + depth + angle + flux + age + mixed + cold
+        return state, out
 
-def _unrolled_scan(step, init, xs):
-    return jax.lax.scan(step, init, xs, unroll=2)
+    def loss(state):
+        return jnp.sum(jax.lax.scan(step, state, jnp.arange(3))[1])
 
-
-def _reverse_scan(step, init, xs):
-    return jax.lax.scan(step, init, xs, reverse=True)
-
-
-def _filter_scan(**options):
-    return lambda step, init, xs: eqg.filter_scan(step, init, xs, **options)
-
-
-SCANS = {
-    "scan": jax.lax.scan,
-    "checkpointed": _checkpointed_scan,
-    "unrolled": _unrolled_scan,
-    "reverse": _reverse_scan,
-    "filter_scan": _filter_scan(),
-}
+    return loss, tuple(map(jnp.asarray, (0.0, 0.0, 1.0, 0.0)))
 
 
 @planted(POLE, (3,), primitive="sqrt")
@@ -472,6 +527,56 @@ def exploding_recurrence():
         return jnp.sum(jax.lax.scan(step, x, None, length=21)[0])
 
     return loss, jnp.array(0.0), jnp.array(12.0)
+
+
+@planted("exceeds the threshold", (9,), path="GRUCell", threshold=1e4, others=True)
+def exploding_gru():
+    # A cotangent is multiplied by 0.5 + 0.5 * 0.5 * 8 = 2.5 in a step; 2.5**11 > 1e4.
+    cell = eqx.nn.GRUCell(1, 3, key=jr.key(0))
+    cell = jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_array(x) else x, cell)
+    weight = jnp.concatenate([jnp.zeros((6, 3)), 8 * jnp.eye(3)])
+    cell = eqx.tree_at(lambda cell: cell.weight_hh, cell, weight)
+
+    def loss(cell, xs):
+        step = lambda h, x: (cell(x, h), None)  # HERE
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(3), xs)[0])
+
+    return loss, cell, jnp.zeros((20, 1))
+
+
+@planted(DEAD, primitive="log", index=(1,))
+def sine_of_an_infinity():
+    # `sin` is bad as well, and `log` is to blame.
+    def loss(x):
+        y = jnp.log(x)  # HERE
+        return jnp.sum(jnp.where(x > 0, jnp.sin(y), 0.0))  # MASK
+
+    return loss, x3()
+
+
+@planted(ZERO, primitive="sub")
+def softmax_of_nothing():
+    def loss(x, mask):
+        scores = jnp.where(mask, x, -jnp.inf)
+        return jax.nn.softmax(scores)[0]  # HERE
+
+    return loss, jnp.ones(3), jnp.zeros(3, bool)
+
+
+@planted(POLE, primitive="custom_linear_solve")
+def singular_matrix():
+    def loss(a):
+        return jnp.sum(jnp.linalg.solve(a, jnp.ones(2)))  # HERE
+
+    return loss, jnp.ones((2, 2))
+
+
+@planted(POLE, primitive="eigh", others=True)
+def degenerate_eigenvalues():
+    def loss(a):
+        return jnp.sum(jnp.linalg.eigh(a)[1])  # HERE
+
+    return loss, jnp.eye(2)
 
 
 # ---------------------------------------------------------------- rules, layers and libraries

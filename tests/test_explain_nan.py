@@ -1,14 +1,18 @@
 """`explain_nan` finds planted causes at the right line, step and kind, and none elsewhere."""
 
+import inspect
+import time
+
+import equinox as eqx
+import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import eqx_grads as eqg
+from jax.sharding import Mesh, PartitionSpec as P
 
 from . import nan_causes
-from .nan_causes import HEALTHY, PLANTED, Planted
+from .nan_causes import HEALTHY, PLANTED, Planted, scanned, SCANS, ten_poisons
 
 
 def _explain(make, threshold=None):
@@ -16,26 +20,35 @@ def _explain(make, threshold=None):
     return eqg.explain_nan(loss, model, *args, threshold=threshold)
 
 
+def _lines(fn, mark):
+    source, first = inspect.getsourcelines(fn)
+    return [first + i for i, text in enumerate(source) if f"# {mark}" in text]
+
+
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
 def test_planted(case: Planted):
     report = _explain(case.make, case.threshold)
-    assert report
-    lines = [r.line for r in report.found if r.file == nan_causes.__file__]
-    if case.lines("HERE"):
-        assert set(lines) == set(case.lines("HERE")) or (
-            case.others and set(case.lines("HERE")) <= set(lines)
-        ), str(report)
     expected = case.lines("HERE")
-    records = [r for r in report.found if r.line in expected] if expected else report.found
-    for r in records[:1]:
-        assert r.kind == case.kind, str(report)
-        assert r.step == case.step, str(report)
-        assert case.primitive in (None, r.primitive), str(report)
-        assert r.path == case.path, str(report)
-        assert case.index in (None, r.index), str(report)
-        assert r.cure
-        if case.lines("MASK"):
-            assert r.mask.endswith(f"line {case.lines('MASK')[0]}"), str(report)
+    found = [r for r in report.found if not expected or r.line in expected]
+    assert found, str(report)
+    assert {r.line for r in found} >= set(expected), str(report)
+    assert case.others or len(found) == len(report.found), str(report)
+    record = found[0]
+    assert record.kind == case.kind, str(report)
+    assert record.step == case.step, str(report)
+    assert case.primitive in (None, record.primitive), str(report)
+    assert case.index in (None, record.index), str(report)
+    assert record.path == case.path, str(report)
+    assert record.cure
+    if expected:
+        assert record.file == nan_causes.__file__
+    for line in case.lines("MASK"):
+        assert record.mask.endswith(f"line {line}"), str(report)
+
+
+def test_number_of_planted_causes():
+    assert len(PLANTED) >= 50
+    assert len(HEALTHY) >= 18
 
 
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
@@ -43,3 +56,188 @@ def test_healthy(make):
     report = _explain(make)
     assert not report, str(report)
     assert str(report) == "The loss and its gradient are finite."
+
+
+def _gradient(make):
+    loss, model, *args = make()
+    if make.__name__.startswith("while_loop"):
+        tangents = jax.tree.map(jnp.ones_like, model)
+        return jax.jit(lambda m, t: jax.jvp(lambda m: loss(m, *args), (m,), (t,)))(
+            model, tangents
+        )
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "threshold"),
+    # The gradient of `optimistix_root` is an error.
+    [(c.make, c.threshold) for c in PLANTED if c.make is not nan_causes.optimistix_root]
+    + [(make, np.inf) for make in HEALTHY],
+)
+def test_jax_agrees_that_something_is_bad(make, threshold):
+    leaves = jax.tree.leaves(_gradient(make))
+    bound = np.inf if threshold is None else threshold
+    is_good = all(np.all(np.abs(x) < bound) for x in leaves)  # false for NaN
+    assert is_good == (make in HEALTHY)
+
+
+# ---------------------------------------------------------------- loops
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("step", [2, 4])
+def test_step_of_a_scan(name, step):
+    loss, *args = scanned(SCANS[name], step)
+    (record,) = eqg.explain_nan(loss, *args).found
+    assert record.line == _lines(scanned, "HERE")[0]
+    assert record.mask == f"a `where` at line {_lines(scanned, 'MASK')[0]}"
+    assert (record.primitive, record.kind) == ("log", "dead branch")
+    assert record.step == (step,)
+    assert record.operands == (0.0,)
+    assert record.cotangent == 0.0
+
+
+def test_all_of_ten():
+    loss, state = ten_poisons()
+    report = eqg.explain_nan(loss, state)
+    assert np.isfinite(report.loss)
+    assert {r.line for r in report.found} == set(_lines(ten_poisons, "HERE")), str(report)
+    assert {r.kind for r in report.found} == {"dead branch"}, str(report)
+    assert all(r.step == (2,) and r.count == 3 for r in report.found)  # the last step first
+
+
+def test_backward_order():
+    def loss(x):
+        first = jnp.sqrt(x)
+        second = jnp.log(x)
+        return jnp.where(x > 0, first, 0.0) + jnp.where(x > 0, second, 0.0)
+
+    found = eqg.explain_nan(loss, jnp.array(0.0)).found
+    assert [r.primitive for r in found] == ["log", "sqrt"]
+
+
+@pytest.mark.slow
+def test_programs_of_many_equations():
+    def loss(w, x):
+        for _ in range(2000):
+            x = jnp.sin(x * w) + 0.1
+        y = jnp.where(x > 5, jnp.sqrt(x - x), 0.0)
+        for _ in range(200):
+            y = y * w
+        return jnp.sum(x + y)
+
+    start = time.perf_counter()
+    (record,) = eqg.explain_nan(loss, jnp.ones(3), jnp.ones(3)).found
+    assert record.kind == "dead branch"
+    # 20 s on an idle core, most of which is JAX that traces the derivative.
+    assert time.perf_counter() - start < 180
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+def test_threshold():
+    loss = lambda x: jnp.sum(x**3) * 1e6
+    assert not eqg.explain_nan(loss, jnp.ones(3))
+    assert not eqg.explain_nan(loss, jnp.ones(3), threshold=1e8)
+    report = eqg.explain_nan(loss, jnp.ones(3), threshold=1e5)
+    assert {r.kind for r in report.found} == {"exceeds the threshold"}
+    assert "1e+08" in str(eqg.explain_nan(loss, jnp.ones(3), threshold=1e8))
+
+
+def test_leaves():
+    model = {"good": jnp.ones(2), "bad": jnp.zeros(2), "integer": jnp.arange(2)}
+    report = eqg.explain_nan(lambda m: jnp.sum(m["good"]) + jnp.linalg.norm(m["bad"]), model)
+    assert report.bad_leaves == ["['bad']"]
+    assert "1 of 2 leaves" in report.headline
+
+
+def test_keyword_arguments():
+    loss = lambda x, *, data: jnp.sum(x * data)
+    (record,) = eqg.explain_nan(loss, jnp.ones(2), data=jnp.array([1, jnp.nan])).found
+    assert record.primitive == "kwargs['data']"
+    assert record.index == (1,)
+
+
+def test_a_branch_and_a_singularity_at_one_operation():
+    loss = lambda x: jnp.sum(jnp.where(jnp.array([True, False]), jnp.sqrt(x), 0.0))
+    report = eqg.explain_nan(loss, jnp.zeros(2))
+    assert {(r.kind, r.index) for r in report.found} == {
+        ("true singularity", (0,)),
+        ("dead branch", (1,)),
+    }
+
+
+def test_values_of_the_operands():
+    loss = lambda x: jnp.sum(jnp.where(x[1] > 0, 0.0, jnp.arctan2(x, 2 * x)))
+    (record,) = eqg.explain_nan(loss, jnp.array([0.0, -3.0])).found
+    assert record.operands == (0.0, 0.0)
+    assert record.cotangent == 1.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64])
+def test_dtypes(dtype):
+    loss = lambda x: jnp.sum(jnp.where(jnp.real(x) > 0, jnp.sqrt(x), 0)).real
+    (record,) = eqg.explain_nan(loss, jnp.array([1, 0], dtype)).found
+    assert (record.primitive, record.kind) == ("sqrt", "dead branch")
+
+
+def test_rule():
+    @jax.custom_jvp
+    def square(x):
+        return x * x
+
+    @square.defjvp
+    def square_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return square(x), 2 * x * x / x * t  # HERE
+
+    (record,) = eqg.explain_nan(lambda x: square(x), jnp.array(0.0)).found
+    assert record.rule.endswith(f":{_lines(test_rule, 'HERE')[0]}")
+
+
+def test_gradient_that_raises():
+    @jax.custom_vjp
+    def checked(x):
+        return 2 * x
+
+    def bwd(_, ct):
+        return (eqx.error_if(2 * ct, ~jnp.isfinite(ct), "bad cotangent"),)
+
+    checked.defvjp(lambda x: (2 * x, None), bwd)
+    report = eqg.explain_nan(lambda x: jnp.sqrt(checked(x)), jnp.array(0.0))
+    assert [r.primitive for r in report.found] == ["sqrt"]
+    assert "bad cotangent" in report.error
+    assert "raises an error" in report.headline
+
+
+def test_forward_mode_is_said():
+    body = lambda c: (c[0] + 1, jnp.sqrt(c[1] - c[1]))
+    loss = lambda x: jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+    report = eqg.explain_nan(loss, jnp.array(1.0))
+    assert not report.is_reverse
+    assert "forward mode" in str(report)
+    assert report.found[0].step == (0,)
+
+
+def test_a_program_that_cannot_be_entered():
+    mesh = Mesh(np.array(jax.devices()[:2]), "i")
+    distance = jax.shard_map(jnp.sqrt, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    loss = lambda x: jnp.sum(jnp.where(x > 0, distance(x), 0.0))
+    (record,) = eqg.explain_nan(loss, jnp.array([1.0, 0.0])).found
+    assert record.primitive == "shard_map"
+
+
+def test_the_report_in_a_notebook():
+    html = eqg.explain_nan(lambda x: jnp.sqrt(x), jnp.array(0.0))._repr_html_()
+    assert "<td>sqrt</td>" in html
+
+
+def test_errors():
+    with pytest.raises(eqg.RuleError, match="did not return a real scalar"):
+        eqg.explain_nan(lambda x: x, jnp.ones(2))
+    with pytest.raises(eqg.RuleError, match="without inexact arrays"):
+        eqg.explain_nan(lambda x: 1.0, jnp.arange(2))
+    with pytest.raises(eqg.RuleError, match="inside a transformed function"):
+        jax.jit(lambda x: eqg.explain_nan(jnp.sum, x))(jnp.ones(2))

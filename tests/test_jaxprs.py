@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
-from eqx_grads._jaxprs.evaluate import bind, enter, evaluate, evaluate_equations
+from eqx_grads._jaxprs.evaluate import (
+    bind,
+    enter,
+    enter_with_state,
+    evaluate,
+    evaluate_equations,
+)
 from eqx_grads._jaxprs.linearity import (
     CONSTANT,
     LINEAR,
@@ -321,11 +327,67 @@ class Hashable(dict):
         return id(self)
 
 
+class TestEnterWithState:
+    """The state counts the steps; the outputs are those of the program."""
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_scan(self, reverse):
+        fn = lambda x: jax.lax.scan(
+            lambda h, t: (h + t, h * t), x, jnp.arange(4.0), reverse=reverse
+        )
+        program = jax.make_jaxpr(fn)(1.0)
+        [eqn] = [e for e in program.eqns if e.primitive.name == "scan"]
+        values = [jnp.array(1.0), jnp.arange(4.0)]
+        run = lambda part, values, state, step: (
+            evaluate(eqn.params["jaxpr"], values),
+            jnp.roll(state, 1).at[0].set(step),
+        )
+        outs, state = enter_with_state(eqn, values, run, -jnp.ones(4, jnp.int32))
+        assert_trees_close(tuple(outs), fn(jnp.array(1.0)))
+        assert list(state) == ([0, 1, 2, 3] if reverse else [3, 2, 1, 0])
+
+    def test_while_loop(self):
+        fn = lambda x: jax.lax.while_loop(lambda y: y < 20, lambda y: 2 * y, x)
+        [eqn] = jax.make_jaxpr(fn)(1.0).eqns
+        parts = structure(eqn).programs
+        run = lambda part, values, state, step: (
+            evaluate(parts[part], values),
+            state + step if part == 1 else state,
+        )
+        outs, state = enter_with_state(eqn, [jnp.array(1.0)], run, jnp.int32(0))
+        assert outs[0] == fn(1.0)
+        assert state == 0 + 1 + 2 + 3 + 4
+
+    def test_branches(self):
+        fn = lambda i, x: jax.lax.switch(i, [jnp.sin, jnp.cos], x)
+        program = jax.make_jaxpr(fn)(1, 2.0)
+        eqn = program.eqns[-1]
+        parts = structure(eqn).programs
+        run = lambda part, values, state, step: (evaluate(parts[part], values), state + part)
+        outs, state = enter_with_state(eqn, [jnp.int32(1), jnp.array(2.0)], run, jnp.int32(5))
+        assert outs[0] == jnp.cos(jnp.array(2.0))
+        assert state == 6
+
+    def test_opaque(self):
+        [eqn] = jax.make_jaxpr(jnp.sin)(1.0).eqns
+        with pytest.raises(NotImplementedError, match="sin"):
+            enter_with_state(eqn, [1.0], print, 0)
+
+
 class TestStructure:
     @pytest.mark.parametrize("name", KINDS)
     def test_the_table(self, name):
         kinds = {type(structure(eqn)) for eqn in trace(name).eqns}
         assert KINDS[name] in kinds
+
+    def test_the_transpose_of_a_scan(self):
+        fn = lambda x: jax.lax.scan(lambda h, t: (jnp.sin(h * t), h), x, jnp.arange(3.0))[0]
+        program = jax.make_jaxpr(lambda x, ct: jax.vjp(fn, x)[1](ct))(1.0, 1.0)
+        known = [structure(eqn) for eqn in program.eqns if eqn.primitive.name == "scan"]
+        [scan] = [k for k in known if isinstance(k, Scan) and k.reverse]
+        assert len(known) == 2
+        assert scan.n_carry == 1
+        assert scan.n_consts + scan.n_carry < len(scan.programs[0].in_avals)
 
     def test_what_a_scan_is_made_of(self):
         [scan] = [s for s in map(structure, trace("scan").eqns) if isinstance(s, Scan)]

@@ -49,7 +49,9 @@ def scan_in_chunks(
         full = jax.tree.map(jnp.squeeze, full, ones)
         full = jax.tree.map(lambda x: x.reshape(n, chunk, *x.shape[1:]), full)
         full_inits = inits if remainder == 0 else jax.tree.map(lambda e: e[:n], inits)
-        carry, ys = jax.lax.scan(one, carry, (full, full_inits), reverse=reverse)
+        # The name tells `explain_nan` how the steps are numbered, and so does that below.
+        with jax.named_scope(f"eqg_chunks_of_{chunk}"):
+            carry, ys = jax.lax.scan(one, carry, (full, full_inits), reverse=reverse)
         return carry, jax.tree.map(lambda y: y.reshape(n * chunk, *y.shape[2:]), ys)
 
     if remainder == 0:
@@ -57,12 +59,15 @@ def scan_in_chunks(
     if n == 0:
         return fn(carry, xs, row(0))
     last = jax.tree.map(lambda x: x[n * chunk :], xs)
+    last_chunk = jax.named_scope(f"eqg_steps_from_{n * chunk}")
     if reverse:
-        carry, last_ys = fn(carry, last, row(n))
+        with last_chunk:
+            carry, last_ys = fn(carry, last, row(n))
         carry, ys = full_chunks(carry)
     else:
         carry, ys = full_chunks(carry)
-        carry, last_ys = fn(carry, last, row(n))
+        with last_chunk:
+            carry, last_ys = fn(carry, last, row(n))
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)
 
 

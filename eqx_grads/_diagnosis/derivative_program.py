@@ -5,6 +5,7 @@ variables that depend on the seed. Rules have become equations: no derivative is
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,34 @@ class Derivative:
                 found.append((node.parent, node.position))
             node = node.parent
         return found[::-1]
+
+    def steps_of(self, node: Node, steps: Sequence[int]) -> tuple[int, ...]:
+        """The steps of the loops around a program, as the user counts them: `filter_scan` runs
+        its steps in chunks for some choices of `checkpoint`."""
+        found, n_before = [], 0
+        for (outer, position), step in zip(self.loops_of(node), steps, strict=True):
+            names = self._names(outer, position)
+            chunks = re.findall(r"eqg_chunks_of_(\d+)", names)
+            first = re.findall(r"eqg_steps_from_(\d+)", names)
+            if chunks:
+                n_before += int(step) * int(chunks[-1])
+                continue
+            n_before += int(first[-1]) if first else 0
+            found.append(n_before + int(step))
+            n_before = 0
+        return tuple(found)
+
+    def _names(self, node: Node, position: int) -> str:
+        """The names around an equation of the loss, up to the next loop around it."""
+        origin = self.origin(node, position)
+        if origin is None:
+            return ""
+        names = str(origin.eqn.source_info.name_stack)
+        for number in reversed(origin.enclosing):
+            if number in origin.loops:
+                break
+            names = f"{self.numbered.origins[number].eqn.source_info.name_stack}/{names}"
+        return names
 
 
 def differentiate(numbered: NumberedLoss) -> Derivative:

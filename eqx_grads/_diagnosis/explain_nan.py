@@ -9,12 +9,20 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.structure import CallWithRule, structure
 from .derivative_program import Derivative, differentiate
-from .nan_cause import Cause, causes_of_hit, causes_of_value, cure_of, DEAD_BRANCH, operands_of
+from .nan_cause import (
+    Cause,
+    causes_of_hit,
+    causes_of_value,
+    cure_of,
+    first_of_rule,
+    operands_of,
+)
 from .origins import NumberedLoss, Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .report import AbstractReport
-from .source_lines import rule_line, UNKNOWN
+from .source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from .trace_back import elements_of, Input, Spot
 from .traced_loss import trace_loss
 
@@ -64,7 +72,9 @@ class NaNReport(AbstractReport):
     """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
 
     `found` are the records, in the order in which the gradient is computed, after those of the
-    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad gradient.
+    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad
+    gradient. `error`: the error that the gradient raises, if it does, for example in a solver
+    that is given a NaN.
     """
 
     found: Sequence[NonFinite]
@@ -73,6 +83,7 @@ class NaNReport(AbstractReport):
     n_leaves: int
     is_reverse: bool
     threshold: float | None
+    error: str = ""
 
     @property
     def headline(self) -> str:
@@ -82,15 +93,21 @@ class NaNReport(AbstractReport):
                 "." if self.threshold is None else f" and at most {self.threshold:g}."
             )
         what = f"The loss is {self.loss:.6g}"
-        n = len(self.bad_leaves)
-        some = f"that of {n} of {self.n_leaves} leaves is" if n else "the gradient is not"
-        if not n:
-            return f"{what}; its gradient is finite."
-        derivative = "gradient" if self.is_reverse else "derivative (in forward mode)"
-        return f"{what}. Its {derivative} is {bad}: {some}. Causes found: {len(self.found)}."
+        if not self.bad_leaves:
+            return f"{what}, and its gradient is finite."
+        n = len(self.found)
+        causes = f"{n} cause{'s' * (n != 1)}:"
+        if self.error:
+            return f"{what}, and its gradient raises an error. {causes}"
+        if not self.is_reverse:
+            return f"{what}, and its derivative in forward mode is {bad}. {causes}"
+        where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
+        return f"{what}, and its gradient is {bad} {where}. {causes}"
 
     def rows(self):
-        columns = ("", "line", "operation", "layer", "step", "kind", "element", "cotangent")
+        columns = (
+            "", "line", "operation", "layer", "step", "kind", "element", "operands", "cotangent"
+        )  # fmt: skip
         return columns, [_row(i, record) for i, record in enumerate(self.found, 1)]
 
     def notes(self):
@@ -98,6 +115,8 @@ class NaNReport(AbstractReport):
         for cure in dict.fromkeys(record.cure for record in self.found):
             of = [str(i) for i, record in enumerate(self.found, 1) if record.cure == cure]
             notes.append(f"{', '.join(of)}: {cure}.")
+        if self.error:
+            notes.append(f"The error: {self.error}")
         if self.found and not self.is_reverse:
             notes.append(
                 "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
@@ -105,8 +124,8 @@ class NaNReport(AbstractReport):
             )
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
             notes.append(
-                "Evaluated operation by operation, no place was found. Compiled to one program, "
-                "operations are fused, and round differently."
+                "Evaluated operation by operation, no place was found. A compiled program "
+                "fuses operations, and rounds differently."
             )
         return notes
 
@@ -114,7 +133,6 @@ class NaNReport(AbstractReport):
 def _row(i: int, record: NonFinite) -> tuple[str, ...]:
     kind = record.kind + (f" of {record.mask}" if record.mask else "")
     index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
-    operands = ", ".join(f"{x:.3g}" for x in record.operands)
     return (
         str(i),
         _place(record),
@@ -122,7 +140,8 @@ def _row(i: int, record: NonFinite) -> tuple[str, ...]:
         record.path,
         ", ".join(map(str, record.step)) + (f" ({record.count} in all)" * (record.count > 1)),
         kind,
-        index + (f" of {operands}" if operands else ""),
+        index + " under vmap" * record.is_batched,
+        ", ".join(f"{x:.3g}" for x in record.operands),
         "" if record.cotangent is None else f"{record.cotangent:.3g}",
     )
 
@@ -184,13 +203,13 @@ def explain_nan(
 
     The kinds are `"dead branch"` (`mask` is the line that did not select it), `"true
     singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds the threshold"`,
-    `"product with a zero mask"` and `"NaN in the input"`.
+    `"zero mask"` (as a factor) and `"NaN in the input"`.
 
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
-    This evaluates loss and gradient twice, outside of loops operation by operation, which is
-    slower than the compiled program and keeps all intermediate values. Loops are compiled, and
-    those with a bad step are run a few times more.
+    This evaluates loss and gradient once, and once more if something is bad. Outside of loops
+    operations are evaluated one by one, which is slower than the compiled program and keeps all
+    intermediate values. Loops are compiled, and those with a bad step run a few times more.
 
     **Raises:**
 
@@ -203,23 +222,37 @@ def explain_nan(
     leaves = traced.values[: len(traced.leaves)]
     seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
     values = [*traced.values, *seeds]
-    value, *grads = evaluate(derivative.root.program, values, bind)
+    hits: dict[int, Hit] = {}
+    root = Frame(derivative.root, values, None, (), threshold, hits)
     names = traced.leaves if derivative.is_reverse else ["the tangent"]
+    bad, error = [], ""
+    if hits:
+        # What is bad may not reach the gradient.
+        bad, error = _bad_leaves(derivative, values, names, threshold)
+    value = float(root.results[0])
+    found: list[NonFinite] = []
+    if bad or not np.isfinite(value):
+        found = _find(derivative, root, hits, threshold)
+    return NaNReport(found, value, bad, len(names), derivative.is_reverse, threshold, error)
+
+
+def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[str], str]:
+    """The leaves with a bad gradient, and the error that the gradient raises, if it does."""
+    try:
+        _, *grads = evaluate(derivative.root.program, values, bind)
+    except RuntimeError as error:
+        # A check in the program, such as `eqx.error_if`, found the non-finite value.
+        lines = [line for line in str(error).splitlines() if "Error: " in line]
+        return list(names), (lines or [str(error)])[-1].partition("Error: ")[2]
     bad = [
         name
         for name, grad in zip(names, grads, strict=True)
         if is_inexact(grad) and is_bad(np.asarray(grad), threshold).any()
     ]
-    found: list[NonFinite] = []
-    if bad or not np.isfinite(value):
-        found = _find(derivative, values, threshold)
-    number = float(value)
-    return NaNReport(found, number, bad, len(names), derivative.is_reverse, threshold)
+    return bad, ""
 
 
-def _find(derivative: Derivative, values, threshold) -> list[NonFinite]:
-    hits: dict[int, Hit] = {}
-    root = Frame(derivative.root, values, None, (), threshold, hits)
+def _find(derivative: Derivative, root: Frame, hits, threshold) -> list[NonFinite]:
     causes: dict[Any, list[tuple[Cause, Hit]]] = {}
     if not np.isfinite(root.results[0]):
         for cause in causes_of_value(derivative, root):
@@ -249,16 +282,17 @@ def _key(cause: Cause):
 def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
     """Without those that a non-finite value of the loss explains."""
     forward = {key[0] for key, same in causes.items() if same[0][0].forward}
-    return [
-        same for key, same in causes.items() if same[0][0].forward or key[0] not in forward
-    ]
+    return [same for key, same in causes.items() if same[0][0].forward or key[0] not in forward]
 
 
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
     inputs = derivative.numbered.traced.inputs
     origin, spot, source = cause.origin, cause.spot, cause.source
-    where = origin.source if origin else UNKNOWN
+    where = _users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
+    is_inside = origin is not None and where.file != origin.source.file
+    if is_inside and isinstance(source, Spot):
+        primitive = first_of_rule(source).primitive.name
     if isinstance(source, Input) and origin is None:
         primitive = inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
@@ -267,32 +301,62 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         line=where.line,
         primitive=primitive,
         path=origin.path if origin else "",
-        step=spot.frame.steps if spot else (),
+        step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=cure_of(cause),
-        mask=_describe_mask(cause.mask, where) if cause.kind == DEAD_BRANCH or cause.mask else "",
+        cure=cure_of(cause, primitive),
+        mask=_describe_mask(derivative, cause.mask, where) if cause.mask else "",
         library=where.library,
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
-        rule=_rule_of(cause),
+        rule="" if is_inside else _rule_of(cause),
         shape=tuple(shape),
-        is_batched=origin is not None and "vmap(" in str(origin.eqn.source_info.name_stack),
+        is_batched=origin is not None and _is_batched(derivative, origin),
         operands=tuple(map(_number, operands_of(derivative, root, cause))),
         cotangent=_cotangent_of(cause),
         count=count,
     )
 
 
-_MASKS = {"select_n": "a `where`", "max": "a maximum", "min": "a minimum", "clamp": "a `clip`"}
+def _is_batched(derivative: Derivative, origin: Origin) -> bool:
+    origins = [origin, *(derivative.numbered.origins[i] for i in origin.enclosing)]
+    return any("vmap(" in str(o.eqn.source_info.name_stack) for o in origins)
 
 
-def _describe_mask(mask: Origin | None, where) -> str:
-    if mask is None:
-        return ""
-    name = _MASKS.get(mask.primitive, f"`{mask.primitive}`")
-    if mask.source.file == where.file:
-        return f"{name} at line {mask.source.line}"
-    return f"{name} at {mask.source}"
+# How the operations are called that do not select an element.
+_MASKS = {
+    "select_n": "a `where`",
+    "max": "a maximum",
+    "reduce_max": "a maximum",
+    "min": "a minimum",
+    "reduce_min": "a minimum",
+    "clamp": "a `clip`",
+    "slice": "a slice",
+    "dynamic_slice": "a slice",
+    "gather": "an index",
+}
+
+
+def _describe_mask(derivative: Derivative, mask: Spot, where: SourceLine) -> str:
+    origin = derivative.origin(mask.frame.node, mask.position)
+    if origin is None:
+        return f"`{mask.eqn.primitive.name}`"
+    primitive = origin.primitive
+    if isinstance(structure(origin.eqn), CallWithRule):
+        primitive = mask.eqn.primitive.name
+    name = _MASKS.get(primitive, f"`{primitive}`")
+    line = _users_line(origin, mask)
+    return f"{name} at line {line.line}" if line.file == where.file else f"{name} at {line}"
+
+
+def _users_line(origin: Origin, *spots: Any) -> SourceLine:
+    """The line of the loss. If that is in a library, and it called a function of the user's in
+    a rule, the line in this function."""
+    for spot in spots:
+        if is_library(origin.source) and isinstance(spot, Spot):
+            line = rule_line(spot.eqn)
+            if line.file:
+                return dataclasses.replace(line, library=origin.source.library)
+    return origin.source
 
 
 def _cotangent_of(cause: Cause) -> float | None:

@@ -14,8 +14,8 @@ from .origins import Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .trace_back import (
     contributors,
-    ELEMENTWISE,
     elements_of,
+    ELEMENTWISE,
     Input,
     is_nonfinite,
     is_zero,
@@ -26,7 +26,7 @@ from .trace_back import (
 
 
 DEAD_BRANCH = "dead branch"
-MASKED_PRODUCT = "product with a zero mask"
+MASKED_PRODUCT = "zero mask"
 SINGULARITY = "true singularity"
 INDETERMINATE = "0/0"
 DOMAIN = "outside of the domain"
@@ -49,10 +49,18 @@ CURES = {
     "that point (`x + eps`), or define the derivative as zero with "
     '`eqg.zero_safe(loss, policy="zero")`',
     DOMAIN: "clip the argument of `{op}` to its domain before the call",
-    OVERFLOW: "keep the argument of `{op}` in range (subtract the maximum, or use the logarithm)",
+    OVERFLOW: "keep the argument of `{op}` in range: subtract the maximum, or use logarithms",
     LARGE: "`eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument",
-    INPUT: "replace the NaN before the loss: a `where` in the loss is too late for a gradient",
+    INPUT: "replace the NaN before it is used: a `where` on the result is too late",
     UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",
+}
+
+# Where they are others for a value than for a cotangent.
+CURES_OF_VALUES = {
+    SINGULARITY: "`{op}` is not finite there: keep its argument away from that point "
+    "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`)",
+    INDETERMINATE: "`{op}` is not defined there: keep its arguments away from that point, "
+    "with a `where` around the arguments",
 }
 
 
@@ -60,15 +68,15 @@ CURES = {
 class Cause:
     """Why an element is bad.
 
-    `origin` is the equation of the loss to blame, `mask` the one that made a zero of its
-    cotangent. `spot` is where it shows; `source` where the value that is to blame is made.
+    `origin` is the equation of the loss to blame. `spot` is where it shows; `source` where the
+    value that is to blame is made; `mask` where a zero of the cotangent is made.
     """
 
     kind: str
     origin: Origin | None
     spot: Spot | None
     source: Spot | Input | None
-    mask: Origin | None = None
+    mask: Spot | None = None
     forward: bool = False
 
 
@@ -180,7 +188,8 @@ def _paired(spot: Spot, k: int, bad_factors) -> Any:
 _SELECTORS = frozenset(
     """
     select_n max min clamp abs sign sort reduce_max reduce_min reduce_window_max
-    reduce_window_min cummax cummin relu relu6 leaky_relu
+    reduce_window_min cummax cummin relu relu6 leaky_relu scatter-max scatter-min scatter_max
+    scatter_min
     """.split()  # noqa: SIM905
 )
 
@@ -201,8 +210,8 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
         factors = [i for i in range(len(made.operands)) if not made.is_cotangent(i)]
         if any(made.is_active(i) for i in factors):
             return Cause(INDETERMINATE, origin, spot, source)
-        return Cause(MASKED_PRODUCT, origin, spot, source, mask)
-    return Cause(DEAD_BRANCH, origin, spot, source, mask)
+        return Cause(MASKED_PRODUCT, origin, spot, source, made)
+    return Cause(DEAD_BRANCH, origin, spot, source, made)
 
 
 def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False) -> Cause:
@@ -224,6 +233,8 @@ def _kind_of_source(source: Spot) -> str:
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
     xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
+    if any(np.isnan(x) for x in xs) or (np.isinf(value) and any(np.isinf(x) for x in xs)):
+        return INPUT  # a constant
     if any(np.isinf(x) for x in xs):
         return INDETERMINATE
     if name == "div":
@@ -272,6 +283,14 @@ def _operands_at(spot: Spot) -> list[Any]:
     return found
 
 
-def cure_of(cause: Cause) -> str:
-    op = cause.origin.primitive if cause.origin else ""
-    return CURES[cause.kind].format(op=op)
+def cure_of(cause: Cause, primitive: str) -> str:
+    cures = {**CURES, **CURES_OF_VALUES} if cause.forward else CURES
+    return cures[cause.kind].format(op=primitive)
+
+
+def first_of_rule(spot: Spot) -> Any:
+    """The operation of which an equation is a part of the derivative: the first one that was
+    traced at the same place."""
+    traceback = spot.eqn.source_info.traceback
+    same = lambda eqn: eqn.source_info.traceback == traceback
+    return next(filter(same, spot.frame.node.eqns), spot.eqn)

@@ -1,8 +1,8 @@
 """Evaluate a derivative so that the values at a step of its loops can be looked at.
 
 Outside of loops, equations run one by one: a compiled program would have to be compiled anew,
-which takes minutes where there are thousands of equations. A loop is compiled. It counts where a
-cotangent becomes non-finite, and its body can be run once more at one step.
+which takes minutes where there are thousands of equations. A loop is compiled. It counts where
+a cotangent becomes non-finite, and its body can be run once more at one step.
 
 Where a cotangent is not finite, or exceeds the threshold, it is replaced by zero. So the
 operands of each equation are finite cotangents, and what comes next is found as well.
@@ -192,10 +192,9 @@ class Frame:
         was run."""
         if node is self.node:
             return self
-        chain = [node]
-        while chain[-1].parent is not self.node:
-            chain.append(chain[-1].parent)
-        inner = chain[-1]
+        inner = node
+        while inner.parent is not None and inner.parent is not self.node:
+            inner = inner.parent
         if not self.has_run(inner):
             return None
         i = inner.position
@@ -317,10 +316,19 @@ def _carry_after(node: Node, i: int, threshold, values, n_steps):
         start = known.n_cond_consts
         consts = values[start : start + known.n_body_consts]
         init = values[start + known.n_body_consts :]
-        advance = lambda _, carry: fixed_dtypes(body([*consts, *carry]))
+
+        def advance(k, carry):
+            del k
+            return fixed_dtypes(body([*consts, *carry]))
+
     else:
+        assert isinstance(known, Scan)
         n = known.n_consts
-        consts, init, xs = values[:n], values[n : n + known.n_carry], values[n + known.n_carry :]
+        consts, init, xs = (
+            values[:n],
+            values[n : n + known.n_carry],
+            values[n + known.n_carry :],
+        )
 
         def advance(k, carry):
             step = known.length - 1 - k if known.reverse else k

@@ -71,6 +71,11 @@ def source_line(eqn: Any) -> SourceLine:
     return SourceLine(frame.file_name, frame.line_num, frame.function_name, library)
 
 
+def is_library(source: SourceLine) -> bool:
+    """Whether a line is in an installed package."""
+    return source.file.startswith(_INSTALLED)
+
+
 def rule_line(eqn: Any) -> SourceLine:
     """The line of the rule that made an equation of a derivative, if that was a rule of the
     user's: the innermost frame of the user's code below this package's."""

@@ -119,7 +119,7 @@ def origin_of_value(
 
 def _into(frame: Frame, i: int, k: int, index: Index, holds):
     """The same element as an output of an inner program."""
-    eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
+    known = structure(frame.node.eqns[i])
     if not isinstance(known, Scan | While):
         child = frame.child(i)
         return child, child.node.program.jaxpr.outvars[k], index
@@ -154,9 +154,7 @@ def _carry(frame: Frame, i: int, k: int, index: Index, iteration: int, holds):
     made it so, or an operand of the loop."""
     eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
     n_before = (
-        known.n_consts
-        if isinstance(known, Scan)
-        else known.n_cond_consts + known.n_body_consts  # pyright: ignore
+        known.n_consts if isinstance(known, Scan) else known.n_cond_consts + known.n_body_consts  # pyright: ignore
     )
     is_so = lambda n: bool(holds(np.asarray(frame.carry_before(i, n)[k])[index]))
     if iteration == 0 or is_so(0):
@@ -232,15 +230,20 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
     """The equations of which all operands are finite and an element is not, or the inputs, that
     an element is non-finite because of. In the order in which they are found.
 
-    If there are none because all is made from infinite constants, as for the difference of two
-    infinities, these are the equations that make a NaN.
+    If there are none because all is made from constants, these are the equations that make a
+    NaN of two infinities; and if there are none of these, the ones that use such a constant.
     """
     found: dict[Any, Spot | Input] = {}
     first_nans: dict[Any, Spot] = {}
-    todo, seen = [(frame, atom, index)], set()
+    users: dict[Any, Spot] = {}
+    todo: list[tuple[Frame, Any, Index, Spot | None]] = [(frame, atom, index, None)]
+    seen = set()
     while todo and len(seen) < _LIMIT:
-        place = origin_of_value(*todo.pop(0), is_nonfinite)
+        frame, atom, index, user = todo.pop(0)
+        place = origin_of_value(frame, atom, index, is_nonfinite)
         if place is None:
+            if user is not None:
+                users.setdefault(_key(user), user)
             continue
         if isinstance(place, Input):
             found.setdefault(place.number, place)
@@ -251,17 +254,23 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
         seen.add(key)
         operands = list(contributors(place, is_nonfinite))
         if not any(elements for _, elements in operands):
-            found.setdefault((id(place.frame.node), place.position), place)
+            found.setdefault(_key(place), place)
         elif np.isnan(place.value) and not any(
-            np.isnan(np.asarray(place.operands[k])[at]) for k, found_at in operands for at in found_at
+            np.isnan(np.asarray(place.operands[k])[at])
+            for k, found_at in operands
+            for at in found_at
         ):
-            first_nans.setdefault((id(place.frame.node), place.position), place)
+            first_nans.setdefault(_key(place), place)
         for k, elements in operands:
             # A NaN and an infinity may have different causes.
             values = np.asarray(place.operands[k])
             chosen = {bool(np.isnan(values[at])): at for at in elements[::-1]}
-            todo.extend((place.frame, place.eqn.invars[k], at) for at in chosen.values())
-    return list((found or first_nans).values())
+            todo.extend((place.frame, place.eqn.invars[k], at, place) for at in chosen.values())
+    return list((found or first_nans or users).values())
+
+
+def _key(spot: Spot) -> tuple[int, int]:
+    return id(spot.frame.node), spot.position
 
 
 def source_of_zero(frame: Frame, atom: Any, index: Index) -> Spot | None:
