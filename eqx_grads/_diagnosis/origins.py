@@ -24,9 +24,9 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .._jaxprs.versions import assigns_shardings
+from .._jaxprs.versions import assigns_shardings, function_name
 from .source_lines import source_line, SourceLine
-from .traced_loss import TracedLoss
+from .traced_loss import layer_calls, TracedLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +130,17 @@ def _is_entered(eqn) -> bool:
 
 def _layer_of(eqn, layers: Sequence[str]) -> str:
     """The path of the innermost layer that an equation is called in, or empty."""
-    indices = re.findall(r"eqg_layer_(\d+)", str(eqn.source_info.name_stack))
-    return layers[int(indices[-1])] if indices and layers else ""
+    calls = layer_calls(eqn)
+    return layers[calls[-1][0]] if calls and layers else ""
 
 
 def _name_of_primitive(eqn) -> str:
     """The name of the primitive, or of the function that an equation calls."""
-    if isinstance(structure(eqn), CallWithRule | Call):
-        name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
-        if isinstance(name, str):
-            return name
+    name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
+    known, programs = structure(eqn), inner_programs(eqn)
+    if isinstance(known, CallWithRule | Call) and isinstance(name, str):
+        return name
+    # With the flag `jax_custom_vjp3` a call with a rule has no structure that is known.
+    if isinstance(known, CallWithRule) or (known is None and len(programs) == 1):
+        return function_name(programs[0]) or eqn.primitive.name
     return eqn.primitive.name

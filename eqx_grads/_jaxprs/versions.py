@@ -93,6 +93,16 @@ def assigns_shardings(params: Mapping[str, Any]) -> bool:
     return any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
 
 
+def function_name(program: ClosedJaxpr) -> str:
+    """The name of the function that a program was traced from, or empty.
+
+    The same in all versions, but an attribute of which no page says that it stays.
+    """
+    info = getattr(program.jaxpr, "debug_info", None)
+    name = getattr(info, "func_name", None)
+    return name if isinstance(name, str) else ""
+
+
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
     """Compute what follows where the equation was computed, and under its name.
