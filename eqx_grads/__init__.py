@@ -6,7 +6,9 @@ from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
+from ._diagnosis.explain_memory import explain_memory as explain_memory
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
+from ._diagnosis.memory_report import MemoryReport as MemoryReport
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
     GradientStatistics as GradientStatistics,

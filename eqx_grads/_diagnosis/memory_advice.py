@@ -33,31 +33,35 @@ from .._jaxprs.structure import (
     Scan,
     structure,
 )
+from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.versions import assigns_shardings
 from .origins import NumberedLoss, Origin
-from .residuals import bytes_of, Residual, Source
+from .residuals import Residual, Source
 from .traced_loss import layer_calls, TracedLoss
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A loop or a layer to checkpoint.
+    """A loop or layers to checkpoint.
 
-    - `eqn`: the `scan` of the traced program, and `checkpoint` for `filter_scan`.
-    - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is a
+    - `do`: what to write.
+    - `is_in_loop`: whether the checkpoint is in a loop, or is one.
+    - `covers`: the indices of the residuals that are computed there.
+    - `gain`: about the bytes of these that are not alive at the same time any more.
+    - `origin`: the `scan` of the traced program, and `checkpoint` for `filter_scan`.
+    - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is to be a
       checkpoint.
-    - `covered`: the bytes of all residuals that are computed there.
-    - `recomputed`: of these, those that exist at one time in the backward pass.
     """
 
-    name: str
-    covered: int
-    recomputed: int
+    do: str
+    is_in_loop: bool
+    covers: frozenset[int]
+    gain: float
     origin: Origin | None = None
     checkpoint: int | str | None = None
     layers: frozenset[int] = frozenset()
 
-    def selects(self, eqn: Any) -> int | None:
+    def call_of(self, eqn: Any) -> int | None:
         """The number of the call that an equation is in, if that is to be a checkpoint."""
         calls = (call for layer, call in layer_calls(eqn) if layer in self.layers)
         return next(calls, None)
@@ -66,63 +70,97 @@ class Candidate:
 Pairs = Sequence[tuple[Source, Residual]]
 
 
-def candidates(numbered: NumberedLoss, pairs: Pairs, most: int) -> list[Candidate]:
-    """What can be checkpointed: those that cover most residuals, and no more than `most`."""
-    kept = [(s, r) for s, r in pairs if r.is_kept_by_compiler]
-    found = [*_loop_candidates(numbered, kept), *_layer_candidates(numbered.traced, kept)]
-    return sorted(found, key=lambda c: c.recomputed - c.covered)[:most]
+def candidates(numbered: NumberedLoss, pairs: Pairs) -> list[Candidate]:
+    """What can be checkpointed, most promising first."""
+    found = [*_loop_candidates(numbered, pairs), *_layer_candidates(numbered, pairs)]
+    return sorted(found, key=lambda c: -c.gain)
 
 
-def _loop_candidates(numbered: NumberedLoss, kept: Pairs) -> Iterator[Candidate]:
-    in_loops = {number for source, _ in kept for number in source.loops if number is not None}
+def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
+    in_loops = {number for source, _ in pairs for number in source.loops if number is not None}
     for number in sorted(in_loops):
         origin = numbered.origins[number]
         scan = structure(origin.eqn)
-        inside = [r for s, r in kept if number in s.loops and s.kept_by_loop]
-        if not isinstance(scan, Scan) or scan.length < 4 or not inside:
+        covers = frozenset(
+            i for i, (s, _) in enumerate(pairs) if number in s.loops and s.kept_by_loop
+        )
+        if not isinstance(scan, Scan) or scan.length < 4 or not covers:
             continue
-        (body,) = scan.programs
-        covered = sum(r.bytes for r in inside)
-        times = math.prod(structure(numbered.origins[i].eqn).length for i in origin.loops)
-        per_step = covered / scan.length
-        carry = times * bytes_of(body.out_avals[: scan.n_carry])
-        # Of `T c / k + k r` the least, with `T` steps, a carry of `c` and residuals of `r`.
-        best = math.sqrt(scan.length * carry / per_step)
-        sqrt = near_divisor(scan.length, math.sqrt(scan.length))
-        cost = lambda k: scan.length / k * carry + k * per_step / times
-        checkpoint = near_divisor(scan.length, max(best, 1))
-        if cost(sqrt) <= 1.2 * cost(checkpoint):
-            checkpoint, every = "sqrt", sqrt
-        else:
-            every = checkpoint
+        covered = sum(pairs[i][1].bytes for i in covers)
+        n_runs = _executions(numbered, origin.loops)
+        carry = bytes_of(*scan.programs[0].out_avals[: scan.n_carry])
+        checkpoint, kept = _best_checkpoint(scan.length, carry, covered // n_runs)
         yield Candidate(
-            f"the loop at {origin.source}",
-            covered,
-            round(every * per_step / times),
+            f"Run the loop at {origin.source} by "
+            f"`eqx_grads.filter_scan(..., checkpoint={checkpoint!r})`",
+            True,
+            covers,
+            covered - n_runs * kept,
             origin,
             checkpoint,
         )
 
 
-def _layer_candidates(traced: TracedLoss, kept: Pairs) -> Iterator[Candidate]:
+def _best_checkpoint(steps: int, carry: int, residuals: int) -> tuple[int | str, float]:
+    """The `checkpoint` of `filter_scan` with which least is kept, and how much that is, given
+    the bytes of a carry and of the residuals of all steps."""
+    kept = lambda k: steps / k * carry + k / steps * residuals
+    sqrt = near_divisor(steps, math.sqrt(steps))
+    best = near_divisor(steps, max(1.0, math.sqrt(steps * steps * carry / residuals)))
+    return (best, kept(best)) if 1.2 * kept(best) < kept(sqrt) else ("sqrt", kept(sqrt))
+
+
+def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
     """For each group of layers, such as `blocks[*].mlp`: a checkpoint around each call."""
-    groups: dict[str, set[int]] = {}
-    for i, path in enumerate(traced.layers):
-        groups.setdefault(re.sub(r"\[\d+\]", "[*]", path), set()).add(i)
+    paths = numbered.traced.layers
+    loops = _calls_of_layers(numbered)
+    groups: dict[str, list[int]] = {}
+    for layer in loops:
+        groups.setdefault(re.sub(r"\[\d+\]", "[*]", paths[layer]), []).append(layer)
     for name, layers in groups.items():
-        covered, largest = 0, 0
+        covers: set[int] = set()
+        largest = 0.0
         for layer in layers:
-            path = traced.layers[layer]
-            inside = [r for _, r in kept if _is_within(r.path, path, layer == 0)]
-            covered += sum(r.bytes for r in inside)
-            largest = max(largest, sum(r.bytes_per_step for r in inside))
-        if covered:
-            shown = traced.layers[min(layers)] if len(layers) == 1 else name
-            yield Candidate(f"`{shown}`", covered, largest, layers=frozenset(layers))
+            inside = {
+                i for i, (_, r) in enumerate(pairs) if _is_within(r.path, paths[layer], layer)
+            }
+            covers |= inside
+            n_calls = sum(_executions(numbered, l) for l in loops[layer].values())
+            largest = max(largest, sum(pairs[i][1].bytes for i in inside) / n_calls)
+        if not covers:
+            continue
+        each = f"each call of `{name}`" if len(layers) > 1 else f"`{paths[layers[0]]}`"
+        yield Candidate(
+            f"Wrap {each} in `eqx_grads.filter_checkpoint`",
+            all(l for layer in layers for l in loops[layer].values()),
+            frozenset(covers),
+            sum(pairs[i][1].bytes for i in covers) - largest,
+            layers=frozenset(layers),
+        )
 
 
-def _is_within(path: str, layer: str, is_root: bool) -> bool:
-    return path == layer or (is_root and path != "") or path.startswith((layer + ".", layer + "["))
+def _calls_of_layers(numbered: NumberedLoss) -> dict[int, dict[int, tuple[int, ...]]]:
+    """For each layer that is called, the loops that each of its calls is in."""
+    found: dict[int, dict[int, tuple[int, ...]]] = {}
+    for origin in numbered.origins:
+        for layer, call in layer_calls(origin.eqn):
+            calls = found.setdefault(layer, {})
+            # The call may itself contain loops.
+            calls[call] = min(calls.get(call, origin.loops), origin.loops, key=len)
+    return found
+
+
+def _executions(numbered: NumberedLoss, loops: Sequence[int]) -> int:
+    known = (structure(numbered.origins[i].eqn) for i in loops)
+    return math.prod(max(scan.length, 1) for scan in known if isinstance(scan, Scan))
+
+
+def _is_within(path: str, layer: str, index: int) -> bool:
+    """Whether the layer with this path is a part of another one, of which the first is the
+    model itself."""
+    if index == 0:
+        return path != ""
+    return path == layer or path.startswith((layer + ".", layer + "["))
 
 
 # ---------------------------------------------------------------- applying a candidate
@@ -163,7 +201,7 @@ def _parts(program: ClosedJaxpr, candidate: Candidate) -> Iterator[tuple[bool, l
     part: list[Any] = []
     current = None
     for eqn in program.eqns:
-        call = candidate.selects(eqn)
+        call = candidate.call_of(eqn)
         if call != current and part:
             yield current is not None, part
             part = []
@@ -199,7 +237,7 @@ def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
 def _concerns(program: ClosedJaxpr, candidate: Candidate) -> bool:
     wanted = candidate.origin.eqn if candidate.origin is not None else None
     return any(
-        eqn is wanted or candidate.selects(eqn) is not None for eqn in equations(program)
+        eqn is wanted or candidate.call_of(eqn) is not None for eqn in equations(program)
     )
 
 

@@ -6,6 +6,7 @@ computes it, into the bodies of the loops that stack it.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .._jaxprs.elementwise import is_cheap
+from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -58,14 +60,6 @@ class Residual:
     def bytes_per_step(self) -> int:
         return self.bytes // max(self.steps, 1)
 
-    @property
-    def is_kept_by_compiler(self) -> bool:
-        """Whether a compiler that fuses elementwise operations has to keep it as well."""
-        in_loop = self.steps > 1  # what a loop stacks is written to memory
-        return self.kind != "input" and (
-            in_loop or self.kind not in ("recomputable", "constant")
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -92,19 +86,20 @@ class Source:
 class Forward:
     """The forward half of the derivative of a loss, as a program that returns the residuals."""
 
-    def __init__(self, fn: Any, numbered: NumberedLoss):
+    def __init__(self, numbered: NumberedLoss):
         self.numbered = numbered
         traced = numbered.traced
         n = len(traced.leaves)
 
         def residuals(arrays, others):
-            pullback = jax.vjp(lambda *arrays: fn(*arrays, *others), *arrays)[1]
+            pullback = jax.vjp(lambda *arrays: numbered(*arrays, *others), *arrays)[1]
             return jax.tree.leaves(pullback)
 
         self.program = jax.make_jaxpr(residuals)(traced.values[:n], traced.values[n:])
         # By program. A program is known by its `jaxpr`, which lives as long as `program`.
         self._producers: dict[int, dict[Any, Any]] = {}
 
+    @ft.cached_property
     def sources(self) -> list[Source]:
         """Where the residuals come from, each once."""
         found: dict[tuple[int, Any, int], Source] = {}
@@ -193,13 +188,12 @@ class Forward:
                 return dataclasses.replace(at, origin=inner.origin or at.origin)
         return at
 
-    def records(self) -> list[Residual]:
+    def residuals(self) -> list[Residual]:
         """A record of each of `sources`."""
-        sources = self.sources()
-        kept = {(id(s.program.jaxpr), s.var) for s in sources}
+        kept = {(id(s.program.jaxpr), s.var) for s in self.sources}
         cheap = _reachable(self.program, kept, self.program.jaxpr.invars)
         constant = _reachable(self.program, frozenset(), ())
-        return [self._record(source, cheap, constant) for source in sources]
+        return [self._record(source, cheap, constant) for source in self.sources]
 
     def _record(self, source: Source, cheap, constant) -> Residual:
         aval, origin = source.var.aval, source.origin
@@ -212,7 +206,7 @@ class Forward:
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),
             steps=source.steps,
-            bytes=source.steps * bytes_of([aval]),
+            bytes=source.steps * bytes_of(aval),
             kind=_kind(source, self.program, cheap, constant),
             code=place.code if place is not None else "",
         )
@@ -222,10 +216,6 @@ class Forward:
         if var not in jaxpr.invars:
             return "constant"
         return self.numbered.traced.inputs[jaxpr.invars.index(var)]
-
-
-def bytes_of(avals: Iterable[Any]) -> int:
-    return sum(x.size * x.dtype.itemsize for x in avals)
 
 
 def _is_filler(eqn) -> bool:
@@ -285,8 +275,3 @@ def _reachable(
             ]
             reachable |= _reachable(inner, kept, there)
     return reachable
-
-
-def total(residuals: Sequence[Residual]) -> int:
-    """The new memory that residuals take."""
-    return sum(r.bytes for r in residuals if r.kind != "input")

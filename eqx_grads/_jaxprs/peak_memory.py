@@ -29,9 +29,11 @@ from .structure import (
 _MOST_OPERANDS = 8
 
 
-def bytes_of(aval: Any) -> int:
-    """The size of an array of this type."""
-    return getattr(aval, "size", 0) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+def bytes_of(*types: Any) -> int:
+    """The size of arrays of these types."""
+    # A token of effects has no size.
+    itemsize = lambda t: getattr(getattr(t, "dtype", None), "itemsize", 0)
+    return sum(getattr(t, "size", 0) * itemsize(t) for t in types)
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
