@@ -15,7 +15,7 @@ from .._jaxprs.peak_memory import peak_bytes
 from .memory_advice import Candidate, candidates, Pairs, with_checkpoints
 from .memory_report import MemoryAdvice, MemoryReport
 from .origins import NumberedLoss
-from .residuals import Forward, Residual
+from .residuals import Gradient, Residual
 from .traced_loss import trace_loss, TracedLoss
 
 
@@ -95,10 +95,10 @@ def explain_memory(
     """
     traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
     numbered = NumberedLoss(traced)
-    forward = Forward(numbered)
-    pairs = list(zip(forward.sources, forward.residuals(), strict=True))
+    gradient = Gradient(numbered)
+    pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
     plain = ft.partial(_evaluate, traced)
-    estimated = _estimate(plain, traced)
+    estimated = peak_bytes(gradient.gradient)
     advice = _advice(numbered, pairs, estimated)
     return MemoryReport(
         _with_cures([r for _, r in pairs], advice),

@@ -6,7 +6,6 @@ are run by a method of `filter_scan`, and those of each call of a layer under `j
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +34,7 @@ from .._jaxprs.structure import (
 )
 from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.versions import assigns_shardings
+from .layers import group_of
 from .origins import NumberedLoss, Origin
 from .residuals import Residual, Source
 from .traced_loss import layer_calls, TracedLoss
@@ -116,7 +116,7 @@ def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidat
     loops = _calls_of_layers(numbered)
     groups: dict[str, list[int]] = {}
     for layer in loops:
-        groups.setdefault(re.sub(r"\[\d+\]", "[*]", paths[layer]), []).append(layer)
+        groups.setdefault(group_of(paths[layer]), []).append(layer)
     for name, layers in groups.items():
         covers: set[int] = set()
         largest = 0.0

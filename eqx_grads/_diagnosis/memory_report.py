@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from .layers import group_of
 from .plot_memory import plot_memory
 from .report import AbstractReport
 from .residuals import Residual
@@ -139,7 +140,7 @@ class MemoryReport(AbstractReport):
         columns = ("bytes", "share", "steps", "per step", "layer", "line", "arrays", "code")
         groups: dict[Hashable, list[Residual]] = {}
         for r in self.found:
-            groups.setdefault((r.path, r.file, r.line, r.steps), []).append(r)
+            groups.setdefault((group_of(r.path), r.file, r.line, r.steps), []).append(r)
         largest = sorted(groups.values(), key=lambda group: -sum(r.bytes for r in group))
         rows = [self._row(group) for group in largest[:10]]
         others = [r for group in largest[10:] for r in group]
@@ -157,7 +158,7 @@ class MemoryReport(AbstractReport):
             f"{size / max(self.total, 1):.0%}",
             str(first.steps) if in_loop else "",
             show_bytes(sum(r.bytes_per_step for r in group)) if in_loop else "",
-            first.path,
+            first.path if len({r.path for r in group}) == 1 else group_of(first.path),
             f"{os.path.basename(first.file)}:{first.line}" if first.file else "unknown",
             _list(group),
             code,

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from .._jaxprs.dependence import without_unused
 from .._jaxprs.elementwise import is_cheap
 from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.structure import (
@@ -83,19 +85,27 @@ class Source:
     is_carry: bool = False
 
 
-class Forward:
-    """The forward half of the derivative of a loss, as a program that returns the residuals."""
+class Gradient:
+    """The gradient of a loss as a program, and the residuals in it."""
 
     def __init__(self, numbered: NumberedLoss):
         self.numbered = numbered
         traced = numbered.traced
         n = len(traced.leaves)
 
-        def residuals(arrays, others):
-            pullback = jax.vjp(lambda *arrays: numbered(*arrays, *others), *arrays)[1]
-            return jax.tree.leaves(pullback)
+        def gradient(arrays, others):
+            value, pullback = jax.vjp(lambda *arrays: numbered(*arrays, *others), *arrays)
+            return jax.tree.leaves(pullback), (value, pullback(jnp.ones_like(value)))
 
-        self.program = jax.make_jaxpr(residuals)(traced.values[:n], traced.values[n:])
+        program, out = jax.make_jaxpr(gradient, return_shape=True)(
+            traced.values[:n], traced.values[n:]
+        )
+        n_residuals = len(out[0])
+        n_others = len(program.out_avals) - n_residuals
+        self.program = program
+        self._residuals = program.jaxpr.outvars[:n_residuals]
+        # The program without what is only there to return the residuals.
+        self.gradient = without_unused(program, [False] * n_residuals + [True] * n_others)
         # By program. A program is known by its `jaxpr`, which lives as long as `program`.
         self._producers: dict[int, dict[Any, Any]] = {}
 
@@ -103,7 +113,7 @@ class Forward:
     def sources(self) -> list[Source]:
         """Where the residuals come from, each once."""
         found: dict[tuple[int, Any, int], Source] = {}
-        for var in self.program.jaxpr.outvars:
+        for var in self._residuals:
             if isinstance(var, Literal):
                 continue
             source = self._follow(Source(self.program, var, None, None))
