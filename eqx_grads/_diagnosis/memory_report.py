@@ -9,7 +9,7 @@ from typing import Any
 from .layers import group_of
 from .plot_memory import plot_memory
 from .report import AbstractReport
-from .residuals import Residual
+from .residuals import is_recomputable, Residual
 from .show_bytes import show_bytes
 
 
@@ -171,13 +171,11 @@ class MemoryReport(AbstractReport):
         if self.compiled is not None:
             text += f"; compiled, {show_bytes(self.compiled)}"
         text += "."
-        fused = sum(
-            r.bytes for r in self.found if r.kind in ("constant", "recomputable") and r.steps == 1
-        )
+        fused = sum(r.bytes for r in self.found if is_recomputable(r) and r.steps == 1)
         if fused:
             text += (
-                f" {show_bytes(fused)} of what is kept are constant or elementwise from the "
-                "rest, outside of loops, where XLA mostly computes them again."
+                f" Of what is kept outside of loops, {show_bytes(fused)} are constant or "
+                "elementwise from the rest: XLA mostly computes these again."
             )
         advice = [f"{i + 1}. {advice}" for i, advice in enumerate(self.advice)]
         return [text, "\n".join(advice) or "No checkpoint saves a tenth of it."]

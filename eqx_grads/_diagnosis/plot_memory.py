@@ -1,11 +1,10 @@
 """The picture of a `MemoryReport`: layers, lines and arrays in columns."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .residuals import Residual
+from .residuals import is_recomputable, Residual
 from .show_bytes import show_bytes
 
 
@@ -38,18 +37,18 @@ def plot_memory(residuals: Sequence[Residual], *, axes: Any = None) -> Any:
     for i in columns:
         edges.append(edges[-1] + widths[i])
     shades: dict[str, int] = {}
-    for depth, label, start, size, parts in _boxes(rows, 0, 0.0, total):
+    for depth, label, start, size, parts in _boxes(rows, 0, 0, total):
         first = parts[0][0][0]
         color = colors[2 * shades.setdefault(first, len(shades)) % len(colors)]
-        again = all(r.kind in ("recomputable", "constant") for _, r in parts)
         is_array = depth == len(columns) - 1
+        again = is_array and all(is_recomputable(r) for _, r in parts)
         _draw(
             axes,
             (edges[depth], edges[depth + 1]),
             (start, size, total),
             label,
             _lighter(color, (0.35, 0.5, 0.62, 0.72)[columns[depth]]),
-            hatch="////" if again and is_array else None,
+            hatch="////" if again else None,
         )
     _decorate(axes, [titles[i] for i in columns], edges, total, residuals)
     return axes
@@ -59,18 +58,21 @@ def _labels(r: Residual) -> list[str]:
     first, dot, rest = r.path.partition(".")
     place = f"{os.path.basename(r.file)}:{r.line}" if r.file else "unknown"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-    steps = f"{r.steps} × " if r.steps > 1 else ""
+    steps = f"  in {r.steps} steps" if r.steps > 1 else ""
     name = "carry" if r.kind == "carry" else r.primitive
     line = f"{place}  {r.code}" if r.code else place
-    return [first or "no layer", rest, line, f"{name}  {steps}{shape}"]
+    # Arrays with and without hatching are different boxes.
+    array = f"{name}  {shape}{steps}" + (_AGAIN if is_recomputable(r) else "")
+    return [first or "no layer", rest, line, array]
 
 
 Rows = Sequence[tuple[list[str], Residual]]
+_AGAIN = "\u200b"  # takes no space
 
 
 def _boxes(
-    rows: Rows, depth: int, start: float, total: float
-) -> Iterator[tuple[int, str, float, float, Rows]]:
+    rows: Rows, depth: int, start: int, total: int
+) -> Iterator[tuple[int, str, int, int, Rows]]:
     """`depth, label, start, size, rows` of each box, largest first in each larger box. Those
     too small to be seen are one."""
     if not rows or depth == len(rows[0][0]):
@@ -85,8 +87,9 @@ def _boxes(
         if label in small:
             continue
         size = size_of(part)
-        text = f"{label}  ({len(part)})" if depth == len(part[0][0]) - 1 and len(part) > 1 else label
-        yield depth, text, start, size, part
+        is_array = depth == len(part[0][0]) - 1
+        text = f"{len(part)} × {label}" if is_array and len(part) > 1 else label
+        yield depth, text.replace(_AGAIN, ""), start, size, part
         yield from _boxes(part, depth + 1, start, total)
         start += size
     rest = [row for label in small for row in parts[label]]
@@ -131,15 +134,16 @@ def _lighter(color, share):
 
 
 def _decorate(axes, titles, edges, total, residuals):
-    again = Counter(r.kind in ("recomputable", "constant") for r in residuals)
     axes.set(xlim=(0, edges[-1]), ylim=(total or 1, 0))
     centers = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
     axes.set_xticks(centers, titles)
     axes.xaxis.tick_top()
     axes.tick_params(axis="x", length=0)
+    # Between 4 and 8 ticks, at multiples of a power of two.
+    axes.set_yticks(range(0, total + 1, 2 ** max(0, total.bit_length() - 3)))
     axes.yaxis.set_major_formatter(lambda size, _: show_bytes(size))
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     title = f"{show_bytes(total)} kept for the backward pass"
-    if again[True]:
+    if any(map(is_recomputable, residuals)):
         title += "  (hatched: elementwise from the rest)"
     axes.set_title(title, loc="left", fontsize=10)

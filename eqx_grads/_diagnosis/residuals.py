@@ -63,6 +63,11 @@ class Residual:
         return self.bytes // max(self.steps, 1)
 
 
+def is_recomputable(residual: Residual) -> bool:
+    """Whether it follows by elementwise operations from what is there anyway."""
+    return residual.kind in ("recomputable", "constant")
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The variable that a residual is a copy of, or a stack of.
@@ -165,11 +170,13 @@ class Gradient:
         if index < scan.n_carry:  # the last carry, which is kept once
             inner = self._follow(dataclasses.replace(at, program=body, var=var, eqn=None))
             return dataclasses.replace(at, origin=inner.origin or at.origin)
-        is_loop = at.origin is not None and at.origin.eqn.primitive.name == "scan"
-        n_outputs = len(at.origin.eqn.outvars) if is_loop else 0
+        # A loop in a rule is not one of the loss, and all that it stacks is for the derivative.
+        loop = self.numbered.origin_of(at.eqn)
+        is_known = loop is not None and isinstance(structure(loop.eqn), Scan)
+        n_outputs = len(loop.eqn.outvars) if is_known else 0
         inside = dataclasses.replace(
             at,
-            loops=(*at.loops, at.origin.number if is_loop else None),
+            loops=(*at.loops, loop.number if is_known else None),
             steps=at.steps * scan.length,
             kept_by_loop=at.kept_by_loop or index >= n_outputs,
         )
@@ -281,7 +288,9 @@ def _reachable(
                 v
                 for i, (v, operand) in enumerate(operands)
                 if (id(inner.jaxpr), v) in kept
-                or (not first <= i < last and (isinstance(operand, Literal) or operand in known))
+                or (
+                    not first <= i < last and (isinstance(operand, Literal) or operand in known)
+                )
             ]
             reachable |= _reachable(inner, kept, there)
     return reachable

@@ -1,7 +1,7 @@
 """Bytes for people."""
 
 
-def show_bytes(n: float) -> str:
+def show_bytes(n: int | float) -> str:
     """Such as `1.5 MiB`."""
     if abs(n) < 1024:
         return f"{n:.0f} B"

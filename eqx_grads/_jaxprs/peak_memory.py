@@ -105,7 +105,11 @@ class _Flat:
         inside = max(map(peak_bytes, inner), default=0)
         carried: list[int] = []
         if isinstance(known, Scan | While):
-            first = known.n_consts if isinstance(known, Scan) else known.n_cond_consts + known.n_body_consts
+            first = (
+                known.n_consts
+                if isinstance(known, Scan)
+                else known.n_cond_consts + known.n_body_consts
+            )
             n = known.n_carry if isinstance(known, Scan) else len(outs)
             carry = eqn.invars[first : first + n]
             carried = [env[v] for v in carry if not isinstance(v, Literal)]
