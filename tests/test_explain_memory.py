@@ -1,6 +1,7 @@
-"""What a loss keeps, against what JAX says that it keeps, closed forms, and compiled programs."""
+"""What a loss keeps, against what JAX keeps, closed forms, and compiled programs."""
 
 import contextlib
+import functools as ft
 import io
 import os
 import re
@@ -24,6 +25,8 @@ from eqx_grads._diagnosis.origins import NumberedLoss
 from eqx_grads._diagnosis.residuals import Gradient
 from eqx_grads._diagnosis.show_bytes import show_bytes
 from eqx_grads._diagnosis.traced_loss import trace_loss
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval as pe
 from matplotlib.figure import Figure
 
 from .helpers import assert_close
@@ -106,7 +109,7 @@ def transformer():
             eqx.nn.LayerNorm(16),
             eqx.nn.MLP(16, 16, 64, 1, activation=jax.nn.gelu, key=key),
         )
-        for key in jr.split(KEY, 3)
+        for key in jr.split(KEY, 2)
     ]
     return mean_square, Sequential(blocks), (jnp.ones((8, 32, 16)),)
 
@@ -131,15 +134,15 @@ def nested():
 
 
 def scanned_layers():
-    make = lambda key: eqx.nn.MLP(16, 16, 32, 2, activation=jnp.tanh, key=key)
-    model = eqx.filter_vmap(make)(jr.split(KEY, 12))
+    make = lambda key: eqx.nn.MLP(32, 32, 64, 2, activation=jnp.tanh, key=key)
+    model = eqx.filter_vmap(make)(jr.split(KEY, 24))
 
     def loss(model, x):
         arrays, static = eqx.partition(model, eqx.is_array)
         step = lambda x, layer: (x + jax.vmap(eqx.combine(layer, static))(x), None)
         return jnp.sum(jax.lax.scan(step, x, arrays)[0] ** 2)
 
-    return loss, model, (jnp.ones((128, 16)),)
+    return loss, model, (jnp.ones((256, 32)),)
 
 
 def ode():
@@ -174,24 +177,50 @@ MODELS = [mlp, gru, transformer, convolutions, nested, scanned_layers, ode, lstm
 IN_LOOPS = [gru, nested, scanned_layers, ode, lstm]
 
 
-def saved_residuals(loss, model, *args) -> tuple[int, int]:
-    """The bytes of what is computed and of the inputs, as JAX prints them."""
+@ft.cache
+def report_of(case):
+    """With the compiled gradient. Each takes a second or so: made once."""
+    loss, model, args = case()
+    return eqg.explain_memory(loss, model, *args)
+
+
+def printed_by_jax(loss, model, *args) -> int:
+    """The bytes of what is computed and kept, as JAX prints them."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         jax.ad_checkpoint.print_saved_residuals(
             lambda arrays: loss(eqx.combine(arrays, static), *args), arrays
         )
-    sizes = {"f32": 4, "f64": 8, "i32": 4, "i64": 8, "bool": 1, "u32": 4, "bf16": 2, "f16": 2}
-    computed, inputs = 0, 0
+    sizes = {"f32": 4, "f64": 8, "i32": 4, "i64": 8, "bool": 1, "u32": 4}
+    not_computed = ("from the argument", "from a constant", "from a literal")
+    total = 0
     for line in printed.getvalue().splitlines():
         dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
-        size = sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-        if "from the argument" in line or "from a constant" in line:
-            inputs += size
-        else:
-            computed += size
-    return computed, inputs
+        if not any(text in line for text in not_computed):
+            total += sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
+    return total
+
+
+def used_by_pullback(loss, model, *args) -> int:
+    """The bytes of the leaves of the pullback that the backward pass uses, without inputs."""
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    trees = []
+
+    def forward(arrays, args):
+        _, pullback = jax.vjp(lambda arrays: loss(eqx.combine(arrays, static), *args), arrays)
+        leaves, treedef = jax.tree.flatten(pullback)
+        trees[:] = [treedef]
+        return leaves
+
+    program = jax.make_jaxpr(forward)(arrays, args).jaxpr
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.outvars]
+    one = jnp.ones(())
+    backward = jax.make_jaxpr(lambda leaves: jax.tree.unflatten(*trees, leaves)(one))(types)
+    _, used = pe.dce_jaxpr(backward.jaxpr, [True] * len(backward.out_avals))
+    pairs = zip(program.outvars, used, strict=True)
+    kept = {v for v, u in pairs if u and not isinstance(v, Literal)} - {*program.invars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -199,12 +228,14 @@ def saved_residuals(loss, model, *args) -> tuple[int, int]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_total_is_what_jax_says(model):
+    report = report_of(model)
     loss, model, args = model()
-    report = eqg.explain_memory(loss, model, *args, compile=False)
-    computed, _ = saved_residuals(loss, model, *args)
+    computed = used_by_pullback(loss, model, *args)
     assert report.total == sum(r.bytes for r in report.found) == computed
+    # For some losses, JAX keeps what no gradient uses, and a compiler removes it.
+    assert computed <= printed_by_jax(loss, model, *args)
     assert sum(report.by_path().values()) == sum(report.by_line().values()) == computed
-    assert [r.bytes for r in report.found] == sorted((r.bytes for r in report.found))[::-1]
+    assert [r.bytes for r in report.found] == sorted(r.bytes for r in report.found)[::-1]
 
 
 def test_lines_and_layers():
@@ -231,7 +262,7 @@ def test_an_array_is_counted_once():
     loss = lambda w: jnp.sum((y := jnp.tanh(w)) * jnp.exp(y) * y)
     report = eqg.explain_memory(loss, jnp.ones(7), compile=False)
     assert len([r for r in report.found if r.primitive == "tanh"]) <= 2
-    assert report.total == saved_residuals(loss, jnp.ones(7))[0]
+    assert report.total == printed_by_jax(loss, jnp.ones(7))
 
 
 def test_a_linear_loss_keeps_inputs_only():
@@ -292,7 +323,9 @@ def test_rules_name_the_function():
     def raw(x):
         return jnp.sin(x)
 
-    raw.defvjp(lambda x: (jnp.sin(x), jnp.outer(x, x)), lambda xx, ct: (ct * xx[0],))
+    raw.defvjp(
+        lambda x: (jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)), lambda xx, ct: (ct * xx[0],)
+    )
 
     @eqg.custom_vjp
     def ours(x):
@@ -300,7 +333,7 @@ def test_rules_name_the_function():
 
     @ours.def_fwd
     def ours_fwd(x):
-        return jnp.sin(x), jnp.outer(x, x)
+        return jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)
 
     @ours.def_bwd
     def ours_bwd(residuals, ct):
@@ -338,7 +371,7 @@ def test_control_flow():
         return jnp.sum(y) * n.astype(y.dtype)
 
     report = eqg.explain_memory(loss, jnp.ones(5), jnp.ones(5), compile=False)
-    assert report.total == saved_residuals(loss, jnp.ones(5), jnp.ones(5))[0]
+    assert report.total == printed_by_jax(loss, jnp.ones(5), jnp.ones(5))
     lines = {r.line for r in report.found}
     assert {line_of(f"# {name}") for name in ("jit", "cond", "fori", "map")} <= lines
     assert {r.steps for r in report.found if r.line == line_of("# fori")} == {6}
@@ -375,13 +408,13 @@ def test_implicit_solve():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_estimate_is_near_the_compiled(model):
-    report = eqg.explain_memory(*flat(model()))
+    report = report_of(model)
     assert report.estimated == pytest.approx(report.compiled, rel=0.2)
 
 
 @pytest.mark.parametrize("model", [*IN_LOOPS, transformer])
 def test_predicted_is_near_the_measured(model):
-    report = eqg.explain_memory(*flat(model()))
+    report = report_of(model)
     assert report.advice
     verified = report.verify()
     assert [a.do for a in verified.advice] == [a.do for a in report.advice]
@@ -428,7 +461,7 @@ def test_advice_names_the_loop_or_the_layer():
     of_steps = [r for r in report.found if r.steps == 96]
     assert all(r.cure == report.advice[0].do for r in of_steps)
 
-    report = eqg.explain_memory(*flat(transformer()), compile=False)
+    report = report_of(transformer)
     assert "each call of `blocks[*]` in" in report.advice[0].do
 
 
@@ -444,7 +477,7 @@ def test_advice_can_be_followed():
 
 
 def test_no_advice_where_nothing_is_saved():
-    report = eqg.explain_memory(*flat(mlp()), compile=False)
+    report = report_of(mlp)
     assert not report.advice
     assert "No checkpoint saves a tenth of it." in str(report)
 
@@ -453,7 +486,7 @@ def test_no_advice_where_nothing_is_saved():
 
 
 def test_table():
-    report = eqg.explain_memory(*flat(transformer()))
+    report = report_of(transformer)
     text = str(report)
     assert text.startswith(f"{show_bytes(report.total)} are kept for the backward pass, in ")
     assert "blocks[*].attention" in text
@@ -498,7 +531,7 @@ def test_plot():
         (gru, ["layer", "line", "array"]),
         (transformer, ["layer", "inner layer", "line", "array"]),
     ):
-        report = eqg.explain_memory(*flat(case()), compile=False)
+        report = report_of(case)
         axes = report.plot(axes=Figure().add_subplot())
         assert [label.get_text() for label in axes.get_xticklabels()] == titles
         first = [p for p in axes.patches if p.get_x() == 0]
@@ -510,7 +543,7 @@ def test_plot():
 
 def test_plot_needs_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    report = eqg.explain_memory(*flat(mlp()), compile=False)
+    report = report_of(mlp)
     with pytest.raises(ImportError, match=r"`MemoryReport\.plot` needs Matplotlib"):
         report.plot()
 
@@ -563,9 +596,10 @@ report = eqg.explain_memory(loss, Model(mlp(), mlp()), jnp.ones((64, 4)))
 report = report.verify()
 paths = set(report.by_path())
 assert any(path.startswith("outer") for path in paths), paths
-assert not any(r.path.startswith("inner.") and r.bytes > 64 * 4 * 4 for r in report.found), report
+of_inner = [r for r in report.found if r.path.startswith("inner.")]
+assert all(r.bytes <= 64 * 4 * 4 for r in of_inner), report  # its output
 assert all(r.line in (8, 11) for r in report.found), report
-assert abs(report.estimated / report.compiled - 1) < 0.2, (report.estimated, report.compiled)
+assert 0.8 < report.estimated / report.compiled < 1.2, report
 print("fine")
 """
 

@@ -75,18 +75,18 @@ def explain_memory(
 
     **Returns:**
 
-    An [`eqx_grads.MemoryReport`][], which prints as a table. What JAX keeps is exact: the
-    leaves of the pullback that `jax.vjp` returns, each array once. The temporary memory of the
-    gradient is an estimate from its program, mostly within a tenth of what XLA allocates on a
-    CPU: the residuals, and what else is alive at the worst moment. The gradients themselves
-    and the arguments do not count.
+    An [`eqx_grads.MemoryReport`][], which prints as a table. What is kept is exact: the
+    leaves of the pullback that `jax.vjp` returns and that the backward pass uses, each array
+    once. The temporary memory of the gradient is an estimate from its program, mostly within a
+    tenth of what XLA allocates on a CPU: the residuals, and what else is alive at the worst
+    moment. The gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
     four checkpoints that may help. With `compile=True` one program is compiled, and
     [`eqx_grads.MemoryReport.verify`][] compiles one for each advice.
 
-    What JAX keeps for an opaque function, such as a `pure_callback` with a rule or a solver, is
-    shown at the line that calls it.
+    What is kept for a function with a derivative of its own, such as a solver or a
+    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it.
 
     **Raises:**
 
@@ -169,7 +169,7 @@ def _compiled_bytes(fn: Callable[..., Any], traced: TracedLoss) -> int | None:
 
 @ft.cache
 def _undoes_checkpoints() -> bool:
-    """Whether XLA finds that what a checkpoint recomputes is there already, so that it keeps it.
+    """Whether XLA keeps what a checkpoint recomputes, as it finds that it is the same.
 
     On a CPU it does, up to JAX 0.11. When JAX 0.12 is the oldest version, delete this function.
     """

@@ -23,6 +23,7 @@ from .._jaxprs.evaluate import (
     evaluate_equations,
     without_weak_types,
 )
+from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.structure import (
     Call,
     Checkpoint,
@@ -32,7 +33,6 @@ from .._jaxprs.structure import (
     Scan,
     structure,
 )
-from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.versions import assigns_shardings
 from .layers import group_of
 from .origins import NumberedLoss, Origin
@@ -223,9 +223,10 @@ def _used_later(parts, outputs) -> list[list[Any]]:
 
 
 def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
-    if candidate.origin is not None and eqn is candidate.origin.eqn:
-        return _run_scan(eqn, values, candidate.checkpoint)
     known = structure(eqn)
+    is_loop = candidate.origin is not None and eqn is candidate.origin.eqn
+    if is_loop and isinstance(known, Scan):
+        return _run_scan(known, values, candidate.checkpoint)
     is_entered = isinstance(known, Call | Checkpoint | Scan | Cond) and any(
         _concerns(inner, candidate) for inner in inner_programs(eqn)
     )
@@ -241,8 +242,7 @@ def _concerns(program: ClosedJaxpr, candidate: Candidate) -> bool:
     )
 
 
-def _run_scan(eqn, values, checkpoint) -> list[Any]:
-    scan = structure(eqn)
+def _run_scan(scan: Scan, values: Sequence[Any], checkpoint: int | str | None) -> list[Any]:
     (program,) = scan.programs
     consts, rest = values[: scan.n_consts], values[scan.n_consts :]
 
@@ -250,7 +250,7 @@ def _run_scan(eqn, values, checkpoint) -> list[Any]:
         outs = evaluate(program, [*consts, *carry, *xs])
         return without_weak_types(outs[: scan.n_carry]), outs[scan.n_carry :]
 
-    init = without_weak_types(rest[: scan.n_carry])
-    loop = Loop(body, init, rest[scan.n_carry :], scan.length, scan.reverse, scan.unroll)
+    init = without_weak_types(list(rest[: scan.n_carry]))
+    loop = Loop(body, init, list(rest[scan.n_carry :]), scan.length, scan.reverse, scan.unroll)
     carry, ys = named_method(checkpoint, scan.length).run(loop)
     return [*carry, *ys]

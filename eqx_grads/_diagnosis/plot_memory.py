@@ -1,5 +1,6 @@
 """The picture of a `MemoryReport`: layers, lines and arrays in columns."""
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ def plot_memory(residuals: Sequence[Residual], *, axes: Any = None) -> Any:
     titles = ["layer", "inner layer", "line", "array"]
     columns = [0, 1, 2, 3] if has_parts else [0, 2, 3]
     rows = [([labels[i] for i in columns], r) for labels, r in rows]
-    colors = mpl.colormaps["tab20"].colors
+    colors = mpl.colormaps["tab20"](range(20))[:, :3]
     widths = {0: 1.0, 1: 1.3, 2: 1.9, 3: 1.7}
     edges = [0.0]
     for i in columns:
@@ -55,7 +56,7 @@ def plot_memory(residuals: Sequence[Residual], *, axes: Any = None) -> Any:
 
 
 def _labels(r: Residual) -> list[str]:
-    first, dot, rest = r.path.partition(".")
+    first, _, rest = r.path.partition(".")
     place = f"{os.path.basename(r.file)}:{r.line}" if r.file else "unknown"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
     steps = f"  in {r.steps} steps" if r.steps > 1 else ""
@@ -135,7 +136,7 @@ def _lighter(color, share):
 
 def _decorate(axes, titles, edges, total, residuals):
     axes.set(xlim=(0, edges[-1]), ylim=(total or 1, 0))
-    centers = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
+    centers = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
     axes.set_xticks(centers, titles)
     axes.xaxis.tick_top()
     axes.tick_params(axis="x", length=0)

@@ -7,14 +7,14 @@ computes it, into the bodies of the loops that stack it.
 
 import dataclasses
 import functools as ft
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .._jaxprs.dependence import without_unused
+from .._jaxprs.dependence import free_variables, variables, without_unused
 from .._jaxprs.elementwise import is_cheap
 from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.structure import (
@@ -100,6 +100,7 @@ class Gradient:
 
         def gradient(arrays, others):
             value, pullback = jax.vjp(lambda *arrays: numbered(*arrays, *others), *arrays)
+            value = jax.lax.optimization_barrier(value)  # what follows is the backward pass
             return jax.tree.leaves(pullback), (value, pullback(jnp.ones_like(value)))
 
         program, out = jax.make_jaxpr(gradient, return_shape=True)(
@@ -108,9 +109,17 @@ class Gradient:
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
         self.program = program
-        self._residuals = program.jaxpr.outvars[:n_residuals]
         # The program without what is only there to return the residuals.
         self.gradient = without_unused(program, [False] * n_residuals + [True] * n_others)
+        value = self.gradient.jaxpr.outvars[0]
+        eqns = self.gradient.eqns
+        start = next(i for i, eqn in enumerate(eqns) if value in eqn.outvars)
+        # A pullback may hold what a compiled gradient does not need, such as the arguments of
+        # a call with a rule.
+        used = free_variables(eqns[start + 1 :], self.gradient.jaxpr.outvars[1:])
+        self._residuals = [
+            v for v in variables(program.jaxpr.outvars[:n_residuals]) if v in set(used)
+        ]
         # By program. A program is known by its `jaxpr`, which lives as long as `program`.
         self._producers: dict[int, dict[Any, Any]] = {}
 
@@ -119,8 +128,6 @@ class Gradient:
         """Where the residuals come from, each once."""
         found: dict[tuple[int, Any, int], Source] = {}
         for var in self._residuals:
-            if isinstance(var, Literal):
-                continue
             source = self._follow(Source(self.program, var, None, None))
             found.setdefault((id(source.program.jaxpr), source.var, source.steps), source)
         return list(found.values())
@@ -172,11 +179,12 @@ class Gradient:
             return dataclasses.replace(at, origin=inner.origin or at.origin)
         # A loop in a rule is not one of the loss, and all that it stacks is for the derivative.
         loop = self.numbered.origin_of(at.eqn)
-        is_known = loop is not None and isinstance(structure(loop.eqn), Scan)
-        n_outputs = len(loop.eqn.outvars) if is_known else 0
+        if loop is not None and not isinstance(structure(loop.eqn), Scan):
+            loop = None
+        n_outputs = len(loop.eqn.outvars) if loop is not None else 0
         inside = dataclasses.replace(
             at,
-            loops=(*at.loops, loop.number if is_known else None),
+            loops=(*at.loops, loop.number if loop is not None else None),
             steps=at.steps * scan.length,
             kept_by_loop=at.kept_by_loop or index >= n_outputs,
         )

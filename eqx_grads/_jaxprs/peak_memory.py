@@ -17,7 +17,6 @@ from .structure import (
     Call,
     CallWithRule,
     Checkpoint,
-    Cond,
     inner_programs,
     Scan,
     structure,
