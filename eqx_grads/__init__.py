@@ -8,7 +8,10 @@ from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
 from ._diagnosis.explain_memory import explain_memory as explain_memory
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
-from ._diagnosis.memory_report import MemoryReport as MemoryReport
+from ._diagnosis.memory_report import (
+    MemoryAdvice as MemoryAdvice,
+    MemoryReport as MemoryReport,
+)
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
     GradientStatistics as GradientStatistics,
@@ -16,6 +19,7 @@ from ._diagnosis.probe import (
     tap_gradient as tap_gradient,
     watch_gradient as watch_gradient,
 )
+from ._diagnosis.residuals import Residual as Residual
 from ._errors import RuleError as RuleError
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,

@@ -152,7 +152,7 @@ class MemoryReport(AbstractReport):
     def _row(self, group: Sequence[Residual]) -> tuple[str, ...]:
         size, first = sum(r.bytes for r in group), group[0]
         in_loop = first.steps > 1
-        code = first.code if len(first.code) <= 40 else first.code[:37] + "..."
+        code = first.code if len(first.code) <= 32 else first.code[:29] + "..."
         return (
             show_bytes(size),
             f"{size / max(self.total, 1):.0%}",
