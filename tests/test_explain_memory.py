@@ -163,12 +163,9 @@ def lstm():
     cell = eqx.nn.LSTMCell(8, 32, key=KEY)
 
     def loss(cell, xs):
-        def step(state, x):
-            state = jax.vmap(cell)(x, state)
-            return state, state[0]
-
         init = jnp.zeros((8, 32)), jnp.zeros((8, 32))
-        return jnp.mean(jax.lax.scan(step, init, xs)[1] ** 2)
+        step = lambda state, x: (jax.vmap(cell)(x, state), None)
+        return jnp.mean(jax.lax.scan(step, init, xs)[0][0] ** 2)
 
     return loss, cell, (jnp.ones((150, 8, 8)),)
 
