@@ -142,7 +142,7 @@ def scanned_layers():
         step = lambda x, layer: (x + jax.vmap(eqx.combine(layer, static))(x), None)
         return jnp.sum(jax.lax.scan(step, x, arrays)[0] ** 2)
 
-    return loss, model, (jnp.ones((256, 32)),)
+    return loss, model, (jnp.ones((512, 32)),)
 
 
 def ode():

@@ -21,7 +21,6 @@ from .._jaxprs.evaluate import (
     enter,
     evaluate,
     evaluate_equations,
-    without_weak_types,
 )
 from .._jaxprs.peak_memory import bytes_of
 from .._jaxprs.structure import (
@@ -248,9 +247,14 @@ def _run_scan(scan: Scan, values: Sequence[Any], checkpoint: int | str | None) -
 
     def body(carry, xs):
         outs = evaluate(program, [*consts, *carry, *xs])
-        return without_weak_types(outs[: scan.n_carry]), outs[scan.n_carry :]
+        return _with_strong_types(outs[: scan.n_carry]), outs[scan.n_carry :]
 
-    init = without_weak_types(list(rest[: scan.n_carry]))
+    init = _with_strong_types(list(rest[: scan.n_carry]))
     loop = Loop(body, init, list(rest[scan.n_carry :]), scan.length, scan.reverse, scan.unroll)
     carry, ys = named_method(checkpoint, scan.length).run(loop)
     return [*carry, *ys]
+
+
+def _with_strong_types(carry: list[Any]) -> list[Any]:
+    """A carry that is a Python number before the first step is not weakly typed after it."""
+    return [x.astype(x.dtype) if getattr(x, "weak_type", False) else x for x in carry]

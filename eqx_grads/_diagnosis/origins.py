@@ -136,11 +136,12 @@ def _layer_of(eqn, layers: Sequence[str]) -> str:
 
 def _name_of_primitive(eqn) -> str:
     """The name of the primitive, or of the function that an equation calls."""
-    name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
-    known, programs = structure(eqn), inner_programs(eqn)
-    if isinstance(known, CallWithRule | Call) and isinstance(name, str):
-        return name
-    # With the flag `jax_custom_vjp3` a call with a rule has no structure that is known.
-    if isinstance(known, CallWithRule) or (known is None and len(programs) == 1):
-        return function_name(programs[0]) or eqn.primitive.name
+    if isinstance(structure(eqn), CallWithRule | Call):
+        name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
+        if not isinstance(name, str) and isinstance(structure(eqn), CallWithRule):
+            name = function_name(*inner_programs(eqn))
+        if isinstance(name, str) and name:
+            return name
+    if "_prim" in eqn.params and inner_programs(eqn):  # as with the flag `jax_custom_jvp3`
+        return function_name(inner_programs(eqn)[0]) or eqn.primitive.name
     return eqn.primitive.name

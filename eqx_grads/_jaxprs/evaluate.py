@@ -114,11 +114,11 @@ def _run_scan(scan: Scan, values: list[Any], run: Run, extra: Any) -> list[Any]:
     def body(carry, xs_and_extra):
         xs, extra = xs_and_extra
         out = list(run(*scan.programs, [*consts, *carry, *xs], extra))
-        return without_weak_types(out[: scan.n_carry]), out[scan.n_carry :]
+        return _with_fixed_dtypes(out[: scan.n_carry]), out[scan.n_carry :]
 
     carry, ys = jax.lax.scan(
         body,
-        without_weak_types(rest[: scan.n_carry]),
+        _with_fixed_dtypes(rest[: scan.n_carry]),
         (rest[scan.n_carry :], extra),
         length=scan.length,
         reverse=scan.reverse,
@@ -133,12 +133,12 @@ def _run_while(loop: While, values: list[Any], run: Run, extras: Sequence[Any]) 
     body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
     return jax.lax.while_loop(
         lambda carry: run(cond, [*cond_consts, *carry], extras[0])[0],
-        lambda carry: without_weak_types(list(run(body, [*body_consts, *carry], extras[1]))),
-        without_weak_types(init),
+        lambda carry: _with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1]))),
+        _with_fixed_dtypes(init),
     )
 
 
-def without_weak_types(carry: list[Any]) -> list[Any]:
+def _with_fixed_dtypes(carry: list[Any]) -> list[Any]:
     """A carry that is a Python number before the first step has a weak dtype there, and another
     one after it: JAX would trace the step again."""
     is_weak = lambda x: getattr(x, "weak_type", False)

@@ -16,12 +16,17 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same program, with its constants.
+    """The same program, with its constants. Those of a `Jaxpr` alone are not known, and become
+    its first inputs.
 
     JAX 0.11 made `Jaxpr` and `ClosedJaxpr` one class (https://github.com/jax-ml/jax/pull/39009).
     When it is the oldest version, delete this function.
     """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    if jaxpr.constvars:
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -33,7 +38,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     if "num_consts" in params and "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    groups = getattr(params.get("ft_in"), "elts", ())
+    # A scan that JAX transposed has them in a PyTree of another class than one that it traced.
+    unpack = getattr(params.get("ft_in"), "unpack", tuple)
+    groups = unpack()
     # A group may have groups in it: what is counted is what is at the end.
     counts = [len(tuple(group.vals)) for group in groups if hasattr(group, "vals")]
     if len(counts) != 3 or not is_jaxpr(params.get("jaxpr")):
@@ -84,6 +91,15 @@ def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
     return params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
 
 
+def function_name(program: Any) -> str:
+    """The name of the function that a program was traced from, or empty.
+
+    The same in all versions, but no public API returns it.
+    """
+    name = getattr(getattr(program.jaxpr, "debug_info", None), "func_src_info", None)
+    return name.partition(" at ")[0] if isinstance(name, str) else ""
+
+
 def assigns_shardings(params: Mapping[str, Any]) -> bool:
     """Whether a `jit` says how its inputs or outputs are sharded.
 
@@ -91,16 +107,6 @@ def assigns_shardings(params: Mapping[str, Any]) -> bool:
     """
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
-
-
-def function_name(program: ClosedJaxpr) -> str:
-    """The name of the function that a program was traced from, or empty.
-
-    The same in all versions, but an attribute of which no page says that it stays.
-    """
-    info = getattr(program.jaxpr, "debug_info", None)
-    name = getattr(info, "func_name", None)
-    return name if isinstance(name, str) else ""
 
 
 @contextlib.contextmanager
