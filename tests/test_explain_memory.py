@@ -400,6 +400,25 @@ def test_implicit_solve():
     assert all(r.steps == 1 for r in report.found)  # no step of the solver is kept
 
 
+def test_differential_equation():
+    dfx = pytest.importorskip("diffrax")
+
+    def loss(field, y, adjoint):
+        term = dfx.ODETerm(lambda t, y, field: field(y))
+        options = {"args": field, "adjoint": adjoint, "max_steps": 64}
+        solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.05, y, **options)
+        return jnp.sum(solution.ys**2)
+
+    field = eqx.nn.MLP(2, 2, 32, 1, key=KEY)
+    kept = {}
+    for name in ("DirectAdjoint", "RecursiveCheckpointAdjoint", "BacksolveAdjoint"):
+        adjoint = getattr(dfx, name)()
+        report = eqg.explain_memory(loss, field, jnp.ones(2), adjoint, compile=False)
+        kept[name] = report.estimated
+    assert kept["DirectAdjoint"] > 4 * kept["RecursiveCheckpointAdjoint"]
+    assert kept["DirectAdjoint"] > 4 * kept["BacksolveAdjoint"]
+
+
 # ---------------------------------------------------------------- temporary memory
 
 
@@ -407,6 +426,14 @@ def test_implicit_solve():
 def test_estimate_is_near_the_compiled(model):
     report = report_of(model)
     assert report.estimated == pytest.approx(report.compiled, rel=0.2)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_what_xla_fuses(activation):
+    """It keeps the operand of an activation in place of several residuals, or the output."""
+    model = eqx.nn.MLP(16, 16, 16, 4, activation=activation, key=KEY)
+    report = eqg.explain_memory(mean_square, model, jnp.ones((256, 16)))
+    assert report.estimated == pytest.approx(report.compiled, rel=0.03)
 
 
 @pytest.mark.parametrize("model", [*IN_LOOPS, transformer])
@@ -460,6 +487,24 @@ def test_advice_names_the_loop_or_the_layer():
 
     report = report_of(transformer)
     assert "each call of `blocks[*]` in" in report.advice[0].do
+
+
+def test_advice_covers_the_layer_only():
+    """Also if the model is a list of layers, and no layer itself."""
+
+    def loss(model, xs):
+        cell, field = model
+        step = lambda h, x: (jnp.tanh(field(cell(x, h))), None)  # the step
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(16), xs)[0] ** 2)
+
+    model = [eqx.nn.GRUCell(4, 16, key=KEY), eqx.nn.MLP(16, 16, 64, 2, jnp.tanh, key=KEY)]
+    report = eqg.explain_memory(loss, model, jnp.ones((50, 4)), compile=False)
+    by_layer = {a.do: a.saves for a in report.advice if "filter_checkpoint" in a.do}
+    assert by_layer
+    assert all(saves < report.total for saves in by_layer.values())
+    outside = [r for r in report.found if not r.path]
+    assert outside
+    assert all("filter_checkpoint" not in r.cure for r in outside)
 
 
 def test_advice_can_be_followed():

@@ -120,9 +120,9 @@ def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidat
         covers: set[int] = set()
         largest = 0.0
         for layer in layers:
-            inside = {
-                i for i, (_, r) in enumerate(pairs) if _is_within(r.path, paths[layer], layer)
-            }
+            inside = {i for i, (_, r) in enumerate(pairs) if _is_within(r.path, paths[layer])}
+            if layer == 0 and _is_whole_model(numbered.traced):
+                inside = {i for i, (_, r) in enumerate(pairs) if r.path}
             covers |= inside
             n_calls = sum(_executions(numbered, l) for l in loops[layer].values())
             largest = max(largest, sum(pairs[i][1].bytes for i in inside) / n_calls)
@@ -154,12 +154,13 @@ def _executions(numbered: NumberedLoss, loops: Sequence[int]) -> int:
     return math.prod(max(scan.length, 1) for scan in known if isinstance(scan, Scan))
 
 
-def _is_within(path: str, layer: str, index: int) -> bool:
-    """Whether the layer with this path is a part of another one, of which the first is the
-    model itself."""
-    if index == 0:
-        return path != ""
+def _is_within(path: str, layer: str) -> bool:
     return path == layer or path.startswith((layer + ".", layer + "["))
+
+
+def _is_whole_model(traced: TracedLoss) -> bool:
+    """Whether the first layer is the model itself. Its path is then the name of its class."""
+    return not any(_is_within(leaf, traced.layers[0]) for leaf in traced.leaves)
 
 
 # ---------------------------------------------------------------- applying a candidate

@@ -7,7 +7,7 @@ computes it, into the bodies of the loops that stack it.
 
 import dataclasses
 import functools as ft
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import jax
@@ -237,17 +237,15 @@ class Gradient:
         )
 
     def _input_name(self, var) -> str:
-        jaxpr = self.program.jaxpr
-        if var not in jaxpr.invars:
-            return "constant"
-        return self.numbered.traced.inputs[jaxpr.invars.index(var)]
+        names = zip(self.program.jaxpr.invars, self.numbered.traced.inputs, strict=True)
+        return next((name for v, name in names if v is var), "constant")
 
 
 def _is_filler(eqn) -> bool:
     return eqn.primitive.name in ("broadcast_in_dim", "empty", "empty2")
 
 
-def _name(source: Source, input_name) -> str:
+def _name(source: Source, input_name: Callable[[Any], str]) -> str:
     if source.eqn is None and not source.is_carry:
         return input_name(source.var)
     if source.origin is None:

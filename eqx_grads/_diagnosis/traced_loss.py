@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
@@ -125,7 +126,7 @@ _CALLS = itertools.count()
 
 
 def _check_concrete(caller, values):
-    if any(isinstance(x, jax.core.Tracer) for x in values):
+    if any(isinstance(x, Tracer) for x in values):
         raise rule_error(
             f"`{caller}` was called inside a transformed function.",
             "the model or an argument holds a traced array",
