@@ -6,6 +6,7 @@ from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
+from ._diagnosis.explain_memory import explain_memory as explain_memory
 from ._diagnosis.explain_nan import (
     explain_nan as explain_nan,
     NaNReport as NaNReport,
@@ -13,6 +14,10 @@ from ._diagnosis.explain_nan import (
 )
 from ._diagnosis.explain_zero import explain_zero as explain_zero
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
+from ._diagnosis.memory_report import (
+    MemoryAdvice as MemoryAdvice,
+    MemoryReport as MemoryReport,
+)
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
     GradientStatistics as GradientStatistics,
@@ -20,8 +25,10 @@ from ._diagnosis.probe import (
     tap_gradient as tap_gradient,
     watch_gradient as watch_gradient,
 )
+from ._diagnosis.residuals import Residual as Residual
 from ._diagnosis.zero_report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
 from ._errors import RuleError as RuleError
+from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,
     psum_gradient as psum_gradient,
@@ -37,7 +44,6 @@ from ._gradient_ops.nonlinear import (
     normalize_gradient as normalize_gradient,
     zero_nonfinite_gradient as zero_nonfinite_gradient,
 )
-from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.value_or_gradient_only import (
     on_backward as on_backward,
     on_forward as on_forward,

@@ -296,6 +296,22 @@ def test_dtypes_and_weak_types():
     assert eqg.filter_scan(lambda c, x: (c + x, x), np.zeros(()), np.ones(3))[0] == 3.0
 
 
+@pytest.mark.parametrize("checkpoint", [3, 5, "sqrt"])
+@pytest.mark.parametrize("progress", [False, True])
+def test_chunks_of_a_loop_without_xs(checkpoint, progress):
+    """Each chunk is as long as its share of `length`, though nothing is sliced."""
+
+    def last(x):
+        options = {"checkpoint": checkpoint, "progress": progress}
+        carry, ys = eqg.filter_scan(lambda c, _: (2 * c, c), x, length=12, **options)
+        return carry, ys
+
+    carry, ys = jax.jit(last)(1.0)
+    assert carry == 2.0**12
+    assert ys.tolist() == [2.0**i for i in range(12)]
+    assert jax.grad(lambda x: last(x)[0])(1.0) == 2.0**12
+
+
 @pytest.mark.cost
 def test_memory():
     h, xs = jnp.zeros((8, 16)), jnp.ones((1024, 8, 16))

@@ -137,7 +137,7 @@ def filter_scan(
     _check_window(truncate)
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
-    method = _named_method(checkpoint, steps if truncate is None else truncate)
+    method = named_method(checkpoint, steps if truncate is None else truncate)
     line = progress_line(steps) if progress else None
     options = (checkpoint, truncate, carry_gradient, reverse, unroll)
     key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
@@ -161,7 +161,7 @@ def filter_scan(
         return body.outputs(carry, ys)
 
 
-def _named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
+def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     """What `checkpoint` asks for, in a scan or a window of so many steps."""
     if checkpoint is None:
         return Plain()

@@ -50,9 +50,8 @@ class Loop:
         """All that the body gets slices of."""
         return (self.step_index, self.xs) if self.counts else self.xs
 
-    def scan(self, carry: list[Any], inputs: Any) -> tuple[list[Any], list[Any]]:
-        """Run the steps for which `inputs` has slices; all of them if there are none."""
-        steps = None if jax.tree.leaves(inputs) else self.steps
+    def scan(self, carry: list[Any], inputs: Any, steps: Any) -> tuple[list[Any], list[Any]]:
+        """Run so many steps. `inputs` has a slice for each."""
         options = {"reverse": self.reverse, "unroll": self.unroll}
         return jax.lax.scan(self.body, carry, inputs, steps, **options)
 
@@ -99,7 +98,7 @@ class Plain(AbstractMethod):
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         if loop.progress is None:
-            return loop.scan(loop.init, loop.inputs)
+            return loop.scan(loop.init, loop.inputs, loop.steps)
         return _run_in_chunks(loop, near_divisor(loop.steps, loop.progress.every), loop.scan)
 
 
@@ -114,14 +113,15 @@ class Checkpointed(AbstractMethod):
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
-        run_chunk = jax.checkpoint(loop.scan, prevent_cse=loop.steps < 2 * self.every)
+        prevent_cse = loop.steps < 2 * self.every
+        run_chunk = jax.checkpoint(loop.scan, prevent_cse=prevent_cse, static_argnums=(2,))
         return _run_in_chunks(loop, self.every, run_chunk)
 
 
 def _run_in_chunks(loop: Loop, chunk: int, run_chunk: Callable[..., Any]):
     def one_chunk(carry, inputs, _):
         index, inputs = inputs
-        carry, ys = run_chunk(carry, inputs)
+        carry, ys = run_chunk(carry, inputs, index.shape[0])
         if loop.progress is not None:
             loop.progress.report(index)
         return carry, ys

@@ -1,5 +1,6 @@
 """Find the layers of a model, and run something around each of their calls."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,11 @@ def has_arrays(node: PyTree) -> bool:
     """Whether a layer has an array as a direct child."""
     is_inner = lambda n: n is not node and is_layer(n)
     return any(map(eqx.is_array, jax.tree.leaves(node, is_leaf=is_inner)))
+
+
+def group_of(path: str) -> str:
+    """What the paths of similar layers share: `blocks[*].mlp` of `blocks[3].mlp`."""
+    return re.sub(r"\[\d+\]", "[*]", path)
 
 
 def wrap_layers(

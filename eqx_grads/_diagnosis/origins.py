@@ -26,7 +26,7 @@ from .._jaxprs.structure import (
 )
 from .._jaxprs.versions import assigns_shardings, function_name
 from .source_lines import source_line, SourceLine
-from .traced_loss import TracedLoss
+from .traced_loss import layer_calls, TracedLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,8 @@ def _is_entered(eqn) -> bool:
 
 def _layer_of(eqn, layers: Sequence[str]) -> str:
     """The path of the innermost layer that an equation is called in, or empty."""
-    indices = re.findall(r"eqg_layer_(\d+)", str(eqn.source_info.name_stack))
-    return layers[int(indices[-1])] if indices and layers else ""
+    calls = layer_calls(eqn)
+    return layers[calls[-1][0]] if calls and layers else ""
 
 
 def _name_of_primitive(eqn) -> str:

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
@@ -26,7 +29,7 @@ class TracedLoss:
     names all inputs of the program. `values` are the inputs.
 
     `layers` are the paths of the layers of the model. The name stack of an equation has
-    `eqg_layer_2` where the equation is in a call of `layers[2]`; see `layer_in`.
+    `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see `layer_calls`.
     """
 
     program: ClosedJaxpr
@@ -93,6 +96,13 @@ def trace_loss(
     )
 
 
+def layer_calls(eqn: Any) -> list[tuple[int, int]]:
+    """The calls of layers that an equation is in, outermost first: the index of the layer, and
+    the number of the call."""
+    names = re.findall(r"eqg_layer_(\d+)_call_(\d+)", str(eqn.source_info.name_stack))
+    return [(int(layer), int(call)) for layer, call in names]
+
+
 def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
     try:
         return jax.make_jaxpr(lambda values: flat_loss(values, wrap=False))(values)
@@ -107,12 +117,16 @@ def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
 
 
 def _call_named(layer, index, *args, **kwargs):
-    with jax.named_scope(f"eqg_layer_{index}"):
+    # The number of the call tells two calls of one layer apart.
+    with jax.named_scope(f"eqg_layer_{index}_call_{next(_CALLS)}"):
         return layer(*args, **kwargs)
 
 
+_CALLS = itertools.count()
+
+
 def _check_concrete(caller, values):
-    if any(isinstance(x, jax.core.Tracer) for x in values):
+    if any(isinstance(x, Tracer) for x in values):
         raise rule_error(
             f"`{caller}` was called inside a transformed function.",
             "the model or an argument holds a traced array",

@@ -46,7 +46,9 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def without_unused(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without the equations that no output needs."""
-    jaxpr, _ = pe.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals), True)
+def without_unused(program: ClosedJaxpr, used: Sequence[bool] | None = None) -> ClosedJaxpr:
+    """The program without the equations that no output needs, and without the outputs that are
+    not `used`; by default, they all are."""
+    used = [True] * len(program.out_avals) if used is None else used
+    jaxpr, _ = pe.dce_jaxpr(program.jaxpr, used, True)
     return ClosedJaxpr(jaxpr, program.consts)

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan
+from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
 from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_indices
 
@@ -238,9 +238,7 @@ def transfer(
     if e.known is None and name in ELEMENTWISE:
         (mask,) = (outs[i] for i in inexact_outs)
         return [
-            _unbroadcast(
-                _and(mask, _taken(name, values, i)), jnp.shape(x)
-            )
+            _unbroadcast(_and(mask, _taken(name, values, i)), jnp.shape(x))
             if i in inexact_indices(eqn.invars)
             else False
             for i, x in enumerate(values)
@@ -298,9 +296,11 @@ def _transfer_dot(eqn, values, mask) -> list[Mask]:
     def of_operand(x, batch, contracted, others):
         kept = jnp.any(mask, others)  # batch dimensions, then free ones
         free = [i for i in range(jnp.ndim(x)) if i not in (*batch, *contracted)]
-        return jax.lax.broadcast_in_dim(
-            kept, jnp.shape(x), (*batch, *free)
-        ) if _is_sorted((*batch, *free)) else _place(kept, jnp.shape(x), (*batch, *free))
+        return (
+            jax.lax.broadcast_in_dim(kept, jnp.shape(x), (*batch, *free))
+            if _is_sorted((*batch, *free))
+            else _place(kept, jnp.shape(x), (*batch, *free))
+        )
 
     return [
         of_operand(values[0], left_batch, left_sum, free_right),
@@ -411,9 +411,7 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
 
 
 def _is_elementwise(program, shape) -> bool:
-    return all(
-        _is_elementwise_equation(eqn, shape) for eqn in program.eqns
-    )
+    return all(_is_elementwise_equation(eqn, shape) for eqn in program.eqns)
 
 
 def _is_elementwise_equation(eqn, shape) -> bool:

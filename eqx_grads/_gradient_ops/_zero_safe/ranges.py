@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
-from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan, structure, While
+from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Cond, Scan, structure, While
 from ..._jaxprs.versions import assigns_shardings
 
 
@@ -146,7 +146,9 @@ def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analy
     def hook(eqn, ranges):
         analyzed, outs = _analyze_equation(eqn, ranges, depth)
         eqns.append(analyzed)
-        return outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
+        return (
+            outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
+        )
 
     outs = evaluate(program, ins, hook, constant=_range_of_constant)
     return Analysis(program, eqns, outs)
@@ -212,7 +214,9 @@ def _analyze_equation(eqn, ins, depth) -> tuple[AnalyzedEquation, list[Range]]:
             inner, outs = [], [Range(finite=False, mixed=True)] * len(eqn.outvars)
         case Cond():
             inner = [analyze(p, ins[1:], depth) for p in known.programs]
-            outs = [ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)]
+            outs = [
+                ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)
+            ]
         case _:
             inner = [analyze(known.programs[0], ins, depth)]
             outs = inner[0].outs
@@ -300,7 +304,9 @@ def _has_risk(eqn, ins: Sequence[Range]) -> bool:
         return False
     if name in _SMOOTH:
         # The derivative of the absolute value of a complex zero is 0 / 0.
-        return name in ("abs", "sign") and jnp.iscomplexobj(jnp.zeros(0, eqn.invars[0].aval.dtype))
+        return name in ("abs", "sign") and jnp.iscomplexobj(
+            jnp.zeros(0, eqn.invars[0].aval.dtype)
+        )
     return _is_singular(eqn, ins)
 
 
@@ -445,7 +451,9 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
         case "exp":
             return 0.0, math.exp(min(x.high, 700.0)) if x.high < 700 else INF
         case "sqrt":
-            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(max(x.high, 0.0))
+            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(
+                max(x.high, 0.0)
+            )
     if name in _BOUNDS:
         return _BOUNDS[name]
     if name in _KEEPS_RANGE:

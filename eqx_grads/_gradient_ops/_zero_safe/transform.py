@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._jaxprs.structure import Checkpoint, Cond, Scan
+from ..._jaxprs.structure import Cond, Scan
 from ..._jaxprs.versions import equation_context
 from .liveness import (
     dense,

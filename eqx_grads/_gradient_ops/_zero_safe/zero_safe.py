@@ -8,7 +8,6 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from ..._errors import rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._rules.flatten_call import is_array, TreeSplit

@@ -1,0 +1,193 @@
+"""`explain_memory`: what a loss keeps for its backward pass, and what to checkpoint."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._jaxprs.dependence import without_unused
+from .._jaxprs.evaluate import evaluate
+from .._jaxprs.peak_memory import peak_bytes
+from .memory_advice import Candidate, candidates, Pairs, with_checkpoints
+from .memory_report import MemoryAdvice, MemoryReport
+from .origins import NumberedLoss
+from .residuals import Gradient, Residual
+from .traced_loss import trace_loss, TracedLoss
+
+
+# Each candidate is traced once.
+_MOST_CANDIDATES = 4
+# What saves less is not worth the recomputation.
+_LEAST_SAVING = 0.1
+
+
+def explain_memory(
+    loss: Callable[..., Any],
+    model: PyTree,
+    *args: Any,
+    compile: bool = True,
+    **kwargs: Any,
+) -> MemoryReport:
+    r"""What is kept from the forward to the backward pass of a loss: how many bytes, computed
+    at which line of your code, in which layer and loop. And which checkpoint saves how much.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        class Network(eqx.Module):
+            cell: eqx.nn.GRUCell
+            readout: eqx.nn.Linear
+
+            def __call__(self, xs):
+                step = lambda h, x: (self.cell(x, h), None)
+                h, _ = jax.lax.scan(step, jnp.zeros(32), xs)
+                return self.readout(h)
+
+        key1, key2 = jax.random.split(jax.random.key(0))
+        network = Network(eqx.nn.GRUCell(3, 32, key=key1), eqx.nn.Linear(32, 1, key=key2))
+        loss = lambda network, xs: jnp.mean(jax.vmap(network)(xs) ** 2)
+
+        report = eqg.explain_memory(loss, network, jnp.ones((8, 100, 3)))
+        assert report.total > 0.5 * 2**20
+        assert report.found[0].path == "cell"
+        assert report.found[0].steps == 100
+        assert "eqx_grads.filter_scan(..., checkpoint=" in report.advice[0].do
+        assert report.advice[0].predicted < 0.2 * report.compiled
+        ```
+
+    **Arguments:**
+
+    - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
+    - `model`: any PyTree, usually an `eqx.Module`. The gradient is with respect to its
+        inexact arrays.
+    - `*args`, `**kwargs`: anything.
+    - `compile`: whether to compile the gradient, and report its temporary memory. Without,
+        there is the estimate only.
+
+    **Returns:**
+
+    An [`eqx_grads.MemoryReport`][], which prints as a table. What is kept is exact: the
+    leaves of the pullback that `jax.vjp` returns and that the backward pass uses, each array
+    once. The temporary memory of the gradient is an estimate from its program, mostly within a
+    tenth of what XLA allocates on a CPU: the residuals, and what else is alive at the worst
+    moment. The gradients themselves and the arguments do not count.
+
+    Nothing is computed. The loss is traced, and its gradient once more for each of at most
+    four checkpoints that may help. With `compile=True` one program is compiled, and
+    [`eqx_grads.MemoryReport.verify`][] compiles one for each advice.
+
+    What is kept for a function with a derivative of its own, such as a solver or a
+    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the loss does not return a real scalar or can't be traced, or
+    if there is no inexact array in `model`.
+    """
+    traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
+    numbered = NumberedLoss(traced)
+    gradient = Gradient(numbered)
+    pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
+    plain = ft.partial(_evaluate, traced)
+    estimated = peak_bytes(gradient.gradient)
+    advice = _advice(numbered, pairs, estimated)
+    return MemoryReport(
+        _with_cures([r for _, r in pairs], advice),
+        estimated=estimated,
+        compiled=_compiled_bytes(plain, traced) if compile else None,
+        advice=[advice for advice, _ in advice],
+        measure=[
+            ft.partial(_compiled_bytes, with_checkpoints(traced, candidate), traced)
+            for _, candidate in advice
+        ],
+    )
+
+
+def _evaluate(traced: TracedLoss, *values: Any) -> Any:
+    return evaluate(traced.program, values)[0]
+
+
+def _advice(
+    numbered: NumberedLoss, pairs: Pairs, estimated: int
+) -> list[tuple[MemoryAdvice, Candidate]]:
+    found = []
+    least = _LEAST_SAVING * estimated
+    promising = [c for c in candidates(numbered, pairs) if c.gain > least]
+    for candidate in promising[:_MOST_CANDIDATES]:
+        fn = with_checkpoints(numbered.traced, candidate)
+        predicted = _estimate(fn, numbered.traced)
+        saves = estimated - predicted
+        if saves > least:
+            is_undone = not candidate.is_in_loop and _undoes_checkpoints()
+            advice = MemoryAdvice(candidate.do, saves, predicted, is_undone=is_undone)
+            found.append((advice, candidate))
+    return sorted(found, key=lambda pair: -pair[0].saves)
+
+
+def _with_cures(
+    residuals: Sequence[Residual], advice: Sequence[tuple[MemoryAdvice, Candidate]]
+) -> list[Residual]:
+    """The residuals, each with the best advice for it."""
+    cures: dict[int, str] = {}
+    for one, candidate in advice:
+        for i in candidate.covers:
+            cures.setdefault(i, one.do)
+    return [dataclasses.replace(r, cure=cures.get(i, "")) for i, r in enumerate(residuals)]
+
+
+def _gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda arrays, others: jax.value_and_grad(lambda x: fn(*x, *others))(arrays)
+
+
+def _types(traced: TracedLoss) -> tuple[list[Any], list[Any]]:
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.program.in_avals]
+    n = len(traced.leaves)
+    return types[:n], types[n:]
+
+
+def _estimate(fn: Callable[..., Any], traced: TracedLoss) -> int:
+    """The temporary bytes of the gradient of a function of the inputs of the loss."""
+    program = jax.make_jaxpr(_gradient(fn))(*_types(traced))
+    return peak_bytes(without_unused(program))
+
+
+def _compiled_bytes(fn: Callable[..., Any], traced: TracedLoss) -> int | None:
+    """The same of the compiled gradient; `None` where the platform does not tell."""
+    compiled = jax.jit(_gradient(fn)).lower(*_types(traced)).compile()
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
+
+
+@ft.cache
+def _undoes_checkpoints() -> bool:
+    """Whether XLA keeps what a checkpoint recomputes, as it finds that it is the same.
+
+    On a CPU it does, up to JAX 0.11. When JAX 0.12 is the oldest version, delete this function.
+    """
+
+    def layers(x):
+        for _ in range(4):
+            x = jnp.sin(x @ x)
+        return x
+
+    def loss(x, around):
+        for _ in range(4):
+            x = around(layers)(x)
+        return jnp.sum(x)
+
+    def temporary_bytes(around):
+        gradient = jax.jit(jax.grad(ft.partial(loss, around=around)))
+        compiled = gradient.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
+        analysis = compiled.memory_analysis()
+        return 0 if analysis is None else analysis.temp_size_in_bytes
+
+    return temporary_bytes(jax.checkpoint) >= temporary_bytes(lambda fn: fn) > 0

@@ -1,0 +1,261 @@
+"""What to checkpoint in a traced loss: candidates, and the loss with one of them applied.
+
+A candidate is applied to the traced program, not to the user's code: the equations of a scan
+are run by a method of `filter_scan`, and those of each call of a layer under `jax.checkpoint`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from .._control_flow.chunked_scan import near_divisor
+from .._control_flow.scan import named_method
+from .._control_flow.scan_backward import Loop
+from .._jaxprs.dependence import free_variables, variables
+from .._jaxprs.evaluate import (
+    bind,
+    enter,
+    evaluate,
+    evaluate_equations,
+)
+from .._jaxprs.peak_memory import bytes_of
+from .._jaxprs.structure import (
+    Call,
+    Checkpoint,
+    Cond,
+    equations,
+    inner_programs,
+    Scan,
+    structure,
+)
+from .._jaxprs.versions import assigns_shardings
+from .layers import group_of
+from .origins import NumberedLoss, Origin
+from .residuals import Residual, Source
+from .traced_loss import layer_calls, TracedLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A loop or layers to checkpoint.
+
+    - `do`: what to write.
+    - `is_in_loop`: whether the checkpoint is in a loop, or is one.
+    - `covers`: the indices of the residuals that are computed there.
+    - `gain`: about the bytes of these that are not alive at the same time any more.
+    - `origin`: the `scan` of the traced program, and `checkpoint` for `filter_scan`.
+    - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is to be a
+      checkpoint.
+    """
+
+    do: str
+    is_in_loop: bool
+    covers: frozenset[int]
+    gain: float
+    origin: Origin | None = None
+    checkpoint: int | str | None = None
+    layers: frozenset[int] = frozenset()
+
+    def call_of(self, eqn: Any) -> int | None:
+        """The number of the call that an equation is in, if that is to be a checkpoint."""
+        calls = (call for layer, call in layer_calls(eqn) if layer in self.layers)
+        return next(calls, None)
+
+
+Pairs = Sequence[tuple[Source, Residual]]
+
+
+def candidates(numbered: NumberedLoss, pairs: Pairs) -> list[Candidate]:
+    """What can be checkpointed, most promising first."""
+    found = [*_loop_candidates(numbered, pairs), *_layer_candidates(numbered, pairs)]
+    return sorted(found, key=lambda c: -c.gain)
+
+
+def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
+    in_loops = {number for source, _ in pairs for number in source.loops if number is not None}
+    for number in sorted(in_loops):
+        origin = numbered.origins[number]
+        scan = structure(origin.eqn)
+        covers = frozenset(
+            i for i, (s, _) in enumerate(pairs) if number in s.loops and s.kept_by_loop
+        )
+        if not isinstance(scan, Scan) or scan.length < 4 or not covers:
+            continue
+        covered = sum(pairs[i][1].bytes for i in covers)
+        n_runs = _executions(numbered, origin.loops)
+        carry = bytes_of(*scan.programs[0].out_avals[: scan.n_carry])
+        checkpoint, kept = _best_checkpoint(scan.length, carry, covered // n_runs)
+        yield Candidate(
+            f"Run the loop at {origin.source} by "
+            f"`eqx_grads.filter_scan(..., checkpoint={checkpoint!r})`",
+            True,
+            covers,
+            covered - n_runs * kept,
+            origin,
+            checkpoint,
+        )
+
+
+def _best_checkpoint(steps: int, carry: int, residuals: int) -> tuple[int | str, float]:
+    """The `checkpoint` of `filter_scan` with which least is kept, and how much that is, given
+    the bytes of a carry and of the residuals of all steps."""
+    kept = lambda k: steps / k * carry + k / steps * residuals
+    sqrt = near_divisor(steps, math.sqrt(steps))
+    best = near_divisor(steps, max(1.0, math.sqrt(steps * steps * carry / residuals)))
+    return (best, kept(best)) if 1.2 * kept(best) < kept(sqrt) else ("sqrt", kept(sqrt))
+
+
+def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
+    """For each group of layers, such as `blocks[*].mlp`: a checkpoint around each call."""
+    paths = numbered.traced.layers
+    loops = _calls_of_layers(numbered)
+    groups: dict[str, list[int]] = {}
+    for layer in loops:
+        groups.setdefault(group_of(paths[layer]), []).append(layer)
+    for name, layers in groups.items():
+        covers: set[int] = set()
+        largest = 0.0
+        for layer in layers:
+            inside = {i for i, (_, r) in enumerate(pairs) if _is_within(r.path, paths[layer])}
+            if layer == 0 and _is_whole_model(numbered.traced):
+                inside = {i for i, (_, r) in enumerate(pairs) if r.path}
+            covers |= inside
+            n_calls = sum(_executions(numbered, l) for l in loops[layer].values())
+            largest = max(largest, sum(pairs[i][1].bytes for i in inside) / n_calls)
+        if not covers:
+            continue
+        each = f"each call of `{name}`" if len(layers) > 1 else f"`{paths[layers[0]]}`"
+        yield Candidate(
+            f"Wrap {each} in `eqx_grads.filter_checkpoint`",
+            all(l for layer in layers for l in loops[layer].values()),
+            frozenset(covers),
+            sum(pairs[i][1].bytes for i in covers) - largest,
+            layers=frozenset(layers),
+        )
+
+
+def _calls_of_layers(numbered: NumberedLoss) -> dict[int, dict[int, tuple[int, ...]]]:
+    """For each layer that is called, the loops that each of its calls is in."""
+    found: dict[int, dict[int, tuple[int, ...]]] = {}
+    for origin in numbered.origins:
+        for layer, call in layer_calls(origin.eqn):
+            calls = found.setdefault(layer, {})
+            # The call may itself contain loops.
+            calls[call] = min(calls.get(call, origin.loops), origin.loops, key=len)
+    return found
+
+
+def _executions(numbered: NumberedLoss, loops: Sequence[int]) -> int:
+    known = (structure(numbered.origins[i].eqn) for i in loops)
+    return math.prod(max(scan.length, 1) for scan in known if isinstance(scan, Scan))
+
+
+def _is_within(path: str, layer: str) -> bool:
+    return path == layer or path.startswith((layer + ".", layer + "["))
+
+
+def _is_whole_model(traced: TracedLoss) -> bool:
+    """Whether the first layer is the model itself. Its path is then the name of its class."""
+    return not any(_is_within(leaf, traced.layers[0]) for leaf in traced.leaves)
+
+
+# ---------------------------------------------------------------- applying a candidate
+
+
+def with_checkpoints(traced: TracedLoss, candidate: Candidate) -> Callable[..., Any]:
+    """The loss, as a function of the inputs of the traced program, with a candidate applied."""
+    return lambda *values: _evaluate(traced.program, list(values), candidate)[0]
+
+
+def _evaluate(program: ClosedJaxpr, values: Sequence[Any], candidate: Candidate) -> list[Any]:
+    jaxpr = program.jaxpr
+    env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env.update(zip(jaxpr.invars, values, strict=True))
+
+    def hook(eqn, values):
+        return _evaluate_equation(eqn, values, candidate)
+
+    parts = list(_parts(program, candidate))
+    outputs = _used_later(parts, jaxpr.outvars)
+    for (is_call, eqns), outs in zip(parts, outputs, strict=True):
+        if is_call:
+            free = free_variables(eqns, outs)
+
+            def run(xs, eqns=eqns, free=free, outs=outs):
+                return evaluate_equations(eqns, dict(zip(free, xs, strict=True)), outs, bind)
+
+            results = jax.checkpoint(run)([env[v] for v in free])
+        else:
+            results = evaluate_equations(eqns, env, outs, hook)
+        env.update(zip(outs, results, strict=True))
+    return evaluate_equations((), env, jaxpr.outvars)
+
+
+def _parts(program: ClosedJaxpr, candidate: Candidate) -> Iterator[tuple[bool, list[Any]]]:
+    """The equations in order: whether these are one call of a layer of the candidate, or in
+    none, and the equations."""
+    part: list[Any] = []
+    current = None
+    for eqn in program.eqns:
+        call = candidate.call_of(eqn)
+        if call != current and part:
+            yield current is not None, part
+            part = []
+        current = call
+        part.append(eqn)
+    if part:
+        yield current is not None, part
+
+
+def _used_later(parts, outputs) -> list[list[Any]]:
+    """For each part, the variables that it defines and that a later part, or the program's
+    output, uses."""
+    used, result = set(variables(outputs)), []
+    for _, eqns in reversed(parts):
+        result.append([v for eqn in eqns for v in eqn.outvars if v in used])
+        for eqn in eqns:
+            used.update(variables(eqn.invars))
+    return result[::-1]
+
+
+def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
+    known = structure(eqn)
+    is_loop = candidate.origin is not None and eqn is candidate.origin.eqn
+    if is_loop and isinstance(known, Scan):
+        return _run_scan(known, values, candidate.checkpoint)
+    is_entered = isinstance(known, Call | Checkpoint | Scan | Cond) and any(
+        _concerns(inner, candidate) for inner in inner_programs(eqn)
+    )
+    if not is_entered or (isinstance(known, Call) and assigns_shardings(eqn.params)):
+        return bind(eqn, values)
+    return enter(eqn, values, lambda program, xs, _: _evaluate(program, xs, candidate))
+
+
+def _concerns(program: ClosedJaxpr, candidate: Candidate) -> bool:
+    wanted = candidate.origin.eqn if candidate.origin is not None else None
+    return any(
+        eqn is wanted or candidate.call_of(eqn) is not None for eqn in equations(program)
+    )
+
+
+def _run_scan(scan: Scan, values: Sequence[Any], checkpoint: int | str | None) -> list[Any]:
+    (program,) = scan.programs
+    consts, rest = values[: scan.n_consts], values[scan.n_consts :]
+
+    def body(carry, xs):
+        outs = evaluate(program, [*consts, *carry, *xs])
+        return _with_strong_types(outs[: scan.n_carry]), outs[scan.n_carry :]
+
+    init = _with_strong_types(list(rest[: scan.n_carry]))
+    loop = Loop(body, init, list(rest[scan.n_carry :]), scan.length, scan.reverse, scan.unroll)
+    carry, ys = named_method(checkpoint, scan.length).run(loop)
+    return [*carry, *ys]
+
+
+def _with_strong_types(carry: list[Any]) -> list[Any]:
+    """A carry that is a Python number before the first step is not weakly typed after it."""
+    return [x.astype(x.dtype) if getattr(x, "weak_type", False) else x for x in carry]

@@ -1,0 +1,656 @@
+"""What a loss keeps, against what JAX keeps, closed forms, and compiled programs."""
+
+import contextlib
+import functools as ft
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from eqx_grads import RuleError
+from eqx_grads._diagnosis.explain_memory import _undoes_checkpoints
+from eqx_grads._diagnosis.memory_advice import candidates, with_checkpoints
+from eqx_grads._diagnosis.origins import NumberedLoss
+from eqx_grads._diagnosis.residuals import Gradient
+from eqx_grads._diagnosis.show_bytes import show_bytes
+from eqx_grads._diagnosis.traced_loss import trace_loss
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval as pe
+from matplotlib.figure import Figure
+
+from .helpers import assert_close
+
+
+KEY = jr.key(0)
+SIZE = jnp.zeros(()).dtype.itemsize  # of a float
+THIS_FILE = __file__
+
+
+def line_of(text: str) -> int:
+    """The line of this file that has this text first."""
+    with open(THIS_FILE) as file:
+        return next(i for i, line in enumerate(file, 1) if text in line)
+
+
+# ---------------------------------------------------------------- models
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.Module
+    readout: eqx.nn.Linear
+    checkpoint: int | str | None = eqx.field(static=True, default=None)
+
+    def __call__(self, xs):
+        step = lambda h, x: (self.cell(x, h), None)
+        h, _ = eqg.filter_scan(  # the loop of `Recurrent`
+            step, jnp.zeros(self.cell.hidden_size), xs, checkpoint=self.checkpoint
+        )
+        return self.readout(h)
+
+
+class Block(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+
+    def __call__(self, x):
+        y = jax.vmap(self.norm)(x)
+        x = x + self.attention(y, y, y)
+        return x + jax.vmap(self.mlp)(x)
+
+
+class Sequential(eqx.Module):
+    blocks: list
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Convolutions(eqx.Module):
+    convs: list
+
+    def __call__(self, x):
+        for conv in self.convs:
+            x = jnp.tanh(conv(x))
+        return x
+
+
+def mean_square(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def gru(checkpoint=None, steps=96):
+    model = Recurrent(eqx.nn.GRUCell(4, 24, key=KEY), eqx.nn.Linear(24, 1, key=KEY), checkpoint)
+    return mean_square, model, (jnp.ones((8, steps, 4)),)
+
+
+def mlp():
+    model = eqx.nn.MLP(32, 32, 32, 6, activation=jnp.tanh, key=KEY)
+    return mean_square, model, (jnp.ones((64, 32)),)
+
+
+def transformer():
+    blocks = [
+        Block(
+            eqx.nn.MultiheadAttention(2, 16, key=key),
+            eqx.nn.LayerNorm(16),
+            eqx.nn.MLP(16, 16, 64, 1, activation=jax.nn.gelu, key=key),
+        )
+        for key in jr.split(KEY, 2)
+    ]
+    return mean_square, Sequential(blocks), (jnp.ones((8, 32, 16)),)
+
+
+def convolutions():
+    convs = [eqx.nn.Conv2d(4, 4, 3, padding=1, key=key) for key in jr.split(KEY, 5)]
+    return mean_square, Convolutions(convs), (jnp.ones((8, 4, 16, 16)),)
+
+
+def nested():
+    cell = eqx.nn.GRUCell(2, 32, key=KEY)
+
+    def loss(cell, xs):
+        def outer(h, xs):
+            h, _ = jax.lax.scan(lambda h, x: (jax.vmap(cell)(x, h), None), h, xs)  # inner loop
+            return jnp.tanh(h), None
+
+        h, _ = jax.lax.scan(outer, jnp.zeros((16, 32)), xs)  # outer loop
+        return jnp.sum(h**2)
+
+    return loss, cell, (jnp.ones((12, 20, 16, 2)),)
+
+
+def scanned_layers():
+    make = lambda key: eqx.nn.MLP(32, 32, 64, 2, activation=jnp.tanh, key=key)
+    model = eqx.filter_vmap(make)(jr.split(KEY, 24))
+
+    def loss(model, x):
+        arrays, static = eqx.partition(model, eqx.is_array)
+        step = lambda x, layer: (x + jax.vmap(eqx.combine(layer, static))(x), None)
+        return jnp.sum(jax.lax.scan(step, x, arrays)[0] ** 2)
+
+    return loss, model, (jnp.ones((512, 32)),)
+
+
+def ode():
+    field = eqx.nn.MLP(4, 4, 16, 2, activation=jax.nn.softplus, key=KEY)
+
+    def loss(field, y):
+        def step(y, _):
+            middle = y + 0.05 * jax.vmap(field)(y)
+            return y + 0.1 * jax.vmap(field)(middle), y[:, 0]
+
+        y, ys = eqg.filter_scan(step, y, length=120)
+        return jnp.sum(y**2) + jnp.mean(ys**2)
+
+    return loss, field, (jnp.ones((64, 4)),)
+
+
+def lstm():
+    cell = eqx.nn.LSTMCell(8, 32, key=KEY)
+
+    def loss(cell, xs):
+        init = jnp.zeros((8, 32)), jnp.zeros((8, 32))
+        step = lambda state, x: (jax.vmap(cell)(x, state), None)
+        return jnp.mean(jax.lax.scan(step, init, xs)[0][0] ** 2)
+
+    return loss, cell, (jnp.ones((150, 8, 8)),)
+
+
+MODELS = [mlp, gru, transformer, convolutions, nested, scanned_layers, ode, lstm]
+IN_LOOPS = [gru, nested, scanned_layers, ode, lstm]
+
+
+@ft.cache
+def report_of(case):
+    """With the compiled gradient. Each takes a second or so: made once."""
+    loss, model, args = case()
+    return eqg.explain_memory(loss, model, *args)
+
+
+def printed_by_jax(loss, model, *args) -> int:
+    """The bytes of what is computed and kept, as JAX prints them."""
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        jax.ad_checkpoint.print_saved_residuals(
+            lambda arrays: loss(eqx.combine(arrays, static), *args), arrays
+        )
+    sizes = {"f32": 4, "f64": 8, "i32": 4, "i64": 8, "bool": 1, "u32": 4}
+    not_computed = ("from the argument", "from a constant", "from a literal")
+    total = 0
+    for line in printed.getvalue().splitlines():
+        dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
+        if not any(text in line for text in not_computed):
+            total += sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
+    return total
+
+
+def used_by_pullback(loss, model, *args) -> int:
+    """The bytes of the leaves of the pullback that the backward pass uses, without inputs."""
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    trees = []
+
+    def forward(arrays, args):
+        _, pullback = jax.vjp(lambda arrays: loss(eqx.combine(arrays, static), *args), arrays)
+        leaves, treedef = jax.tree.flatten(pullback)
+        trees[:] = [treedef]
+        return leaves
+
+    program = jax.make_jaxpr(forward)(arrays, args).jaxpr
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.outvars]
+    one = jnp.ones(())
+    backward = jax.make_jaxpr(lambda leaves: jax.tree.unflatten(*trees, leaves)(one))(types)
+    _, used = pe.dce_jaxpr(backward.jaxpr, [True] * len(backward.out_avals))
+    pairs = zip(program.outvars, used, strict=True)
+    kept = {v for v, u in pairs if u and not isinstance(v, Literal)} - {*program.invars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_total_is_what_jax_says(model):
+    report = report_of(model)
+    loss, model, args = model()
+    computed = used_by_pullback(loss, model, *args)
+    assert report.total == sum(r.bytes for r in report.found) == computed
+    # For some losses, JAX keeps what no gradient uses, and a compiler removes it.
+    assert computed <= printed_by_jax(loss, model, *args)
+    assert sum(report.by_path().values()) == sum(report.by_line().values()) == computed
+    assert [r.bytes for r in report.found] == sorted(r.bytes for r in report.found)[::-1]
+
+
+def test_lines_and_layers():
+    def loss(model, x):
+        h = jax.vmap(model.layers[0])(x)
+        h = jnp.tanh(h)  # here is tanh
+        return jnp.sum(jnp.sin(jax.vmap(model.layers[1])(h)))  # here is sin
+
+    model = eqx.nn.MLP(3, 3, 8, 1, key=KEY)
+    report = eqg.explain_memory(loss, model, jnp.ones((5, 3)), compile=False)
+    by_name = {r.primitive: r for r in report.found if r.kind != "recomputable"}
+    assert by_name["tanh"].line == line_of("# here is tanh")
+    assert by_name["tanh"].code.startswith("h = jnp.tanh(h)")
+    assert by_name["sin"].line == line_of("# here is sin")
+    assert by_name["tanh"].file == THIS_FILE
+    assert by_name["tanh"].shape == (5, 8)
+    assert by_name["tanh"].bytes == 5 * 8 * SIZE
+    kept = {r.primitive for r in report.inputs}
+    assert kept == {"model.layers[1].weight", "args[0]"}
+    assert {r.path for r in report.found} == {""}  # computed outside of the layers
+
+
+def test_an_array_is_counted_once():
+    loss = lambda w: jnp.sum((y := jnp.tanh(w)) * jnp.exp(y) * y)
+    report = eqg.explain_memory(loss, jnp.ones(7), compile=False)
+    assert len([r for r in report.found if r.primitive == "tanh"]) <= 2
+    assert report.total == printed_by_jax(loss, jnp.ones(7))
+
+
+def test_a_linear_loss_keeps_inputs_only():
+    loss = lambda linear, x: jnp.sum(jax.vmap(linear)(x))
+    report = eqg.explain_memory(loss, eqx.nn.Linear(3, 2, key=KEY), jnp.ones((4, 3)))
+    assert not report
+    assert report.total == 0
+    assert [r.primitive for r in report.inputs] == ["args[0]"]
+    expected = f"Nothing is kept for the backward pass but inputs of the loss ({12 * SIZE} B)."
+    assert str(report) == expected
+
+
+def test_loops():
+    loss, model, args = nested()
+    report = eqg.explain_memory(loss, model, *args, compile=False)
+    carry = next(r for r in report.found if r.kind == "carry")
+    assert (carry.steps, carry.shape) == (12 * 20, (16, 32))
+    assert carry.bytes == 240 * carry.bytes_per_step == 240 * 16 * 32 * SIZE
+    assert {r.line for r in report.found if r.steps == 240} == {line_of("# inner loop")}
+    assert {r.path for r in report.found if r.steps == 240} == {"GRUCell"}
+    assert {r.primitive for r in report.found if r.steps == 12} == {"tanh"}
+
+
+@pytest.mark.parametrize("checkpoint", ["sqrt", 8, "replay"])
+def test_checkpoints_of_filter_scan(checkpoint):
+    """The carries before each chunk, and the inputs. A replay keeps all carries."""
+    report = eqg.explain_memory(*flat(gru(checkpoint)), compile=False)
+    chunks = {"sqrt": (8, 12), 8: (12,), "replay": (96,)}[checkpoint]
+    stacks = [r for r in report.found if r.steps > 1 and r.dtype.startswith("float")]
+    assert sum(r.bytes for r in stacks) in [n * 8 * 24 * SIZE for n in chunks]
+    assert {r.line for r in stacks} <= {line_of("# the loop of"), line_of("step = lambda h, x")}
+    # Beside these, there are the transposed data.
+    assert report.total < sum(r.bytes for r in stacks) + 2 * args_bytes(gru()[2]) + 2000
+
+
+def flat(case):
+    loss, model, args = case
+    return loss, model, *args
+
+
+def args_bytes(args):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
+
+
+@pytest.mark.parametrize("wrap", [eqg.filter_checkpoint, eqx.filter_checkpoint])
+def test_checkpoint_keeps_inputs_only(wrap):
+    def loss(model, x):
+        x = x * jnp.sum(model.layers[0].bias)
+        return jnp.sum(wrap(model)(x))
+
+    model = eqx.nn.MLP(8, 8, 64, 3, activation=jnp.tanh, key=KEY)
+    report = eqg.explain_memory(loss, model, jnp.ones(8), compile=False)
+    assert [(r.primitive, r.bytes) for r in report.found] == [("mul", 8 * SIZE)]
+
+
+def test_rules_name_the_function():
+    @jax.custom_vjp
+    def raw(x):
+        return jnp.sin(x)
+
+    raw.defvjp(
+        lambda x: (jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)), lambda xx, ct: (ct * xx[0],)
+    )
+
+    @eqg.custom_vjp
+    def ours(x):
+        return jnp.sin(x)
+
+    @ours.def_fwd
+    def ours_fwd(x):
+        return jnp.sin(x), jnp.outer(x, x) @ jnp.outer(x, x)
+
+    @ours.def_bwd
+    def ours_bwd(residuals, ct):
+        return (ct * residuals[0],)
+
+    def loss(x):
+        y = raw(x)  # the raw call
+        return jnp.sum(ours(y))  # our call
+
+    report = eqg.explain_memory(loss, jnp.ones(9), compile=False)
+    found = [(r.line, r.primitive, r.kind, r.bytes) for r in report.found]
+    assert sorted(found) == [
+        (line_of("# the raw call"), "raw", "rule", 81 * SIZE),
+        (line_of("# our call"), "ours", "rule", 81 * SIZE),
+    ]
+
+
+def test_third_party_code_is_named_by_the_users_line():
+    def loss(linear, x):
+        y = jax.vmap(linear)(x)
+        return jnp.mean(optax.losses.log_cosh(y, jnp.zeros_like(y)))  # optax
+
+    report = eqg.explain_memory(loss, eqx.nn.Linear(3, 4, key=KEY), jnp.ones((5, 3)))
+    assert report
+    assert {r.line for r in report.found} == {line_of("# optax")}
+
+
+def test_control_flow():
+    def loss(w, x):
+        y = jax.jit(lambda w: jnp.sin(w * x))(w)  # jit
+        y = jax.lax.cond(x[0] > 0, jnp.cos, lambda y: y * y, y)  # cond
+        y = jax.lax.fori_loop(0, 6, lambda i, y: jnp.tanh(y), y)  # fori
+        y = jax.lax.scan(lambda c, a: (c, jnp.exp(a)), 0.0, y, reverse=True)[1]  # map
+        n = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1, 0)
+        return jnp.sum(y) * n.astype(y.dtype)
+
+    report = eqg.explain_memory(loss, jnp.ones(5), jnp.ones(5), compile=False)
+    assert report.total == printed_by_jax(loss, jnp.ones(5), jnp.ones(5))
+    lines = {r.line for r in report.found}
+    assert {line_of(f"# {name}") for name in ("jit", "cond", "fori", "map")} <= lines
+    assert {r.steps for r in report.found if r.line == line_of("# fori")} == {6}
+
+
+def test_kinds():
+    def loss(w):
+        y = jnp.tanh(w)  # kept, and 1 - y too
+        return jnp.sum(jnp.where(w > 0, y, 0.0) * jnp.arange(5.0))
+
+    report = eqg.explain_memory(loss, jnp.ones(5), compile=False)
+    assert {r.kind for r in report.found} <= {"recomputable", "constant"}
+    assert "constant" in {r.kind for r in report.found}
+
+    report = eqg.explain_memory(lambda w: jnp.sum(jnp.sin(w @ w)), jnp.ones((5, 5)))
+    assert [r.kind for r in report.found] == ["computed"]  # the cosine
+
+
+def test_implicit_solve():
+    optx = pytest.importorskip("optimistix")
+
+    def loss(w):
+        solver = optx.Newton(rtol=1e-5, atol=1e-5)
+        fn = lambda y, w: y - 0.5 * jnp.tanh(w * y) - 1
+        return jnp.sum(optx.root_find(fn, solver, jnp.ones(3), args=w).value ** 2)
+
+    report = eqg.explain_memory(loss, jnp.ones(3), compile=False)
+    assert report.found
+    assert all(r.steps == 1 for r in report.found)  # no step of the solver is kept
+
+
+def test_differential_equation():
+    dfx = pytest.importorskip("diffrax")
+
+    def loss(field, y, adjoint):
+        term = dfx.ODETerm(lambda t, y, field: field(y))
+        options = {"args": field, "adjoint": adjoint, "max_steps": 64}
+        solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.05, y, **options)
+        return jnp.sum(solution.ys**2)
+
+    field = eqx.nn.MLP(2, 2, 32, 1, key=KEY)
+    kept = {}
+    for name in ("DirectAdjoint", "RecursiveCheckpointAdjoint", "BacksolveAdjoint"):
+        adjoint = getattr(dfx, name)()
+        report = eqg.explain_memory(loss, field, jnp.ones(2), adjoint, compile=False)
+        kept[name] = report.estimated
+    assert kept["DirectAdjoint"] > 4 * kept["RecursiveCheckpointAdjoint"]
+    assert kept["DirectAdjoint"] > 4 * kept["BacksolveAdjoint"]
+
+
+# ---------------------------------------------------------------- temporary memory
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_estimate_is_near_the_compiled(model):
+    report = report_of(model)
+    assert report.estimated == pytest.approx(report.compiled, rel=0.2)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_what_xla_fuses(activation):
+    """It keeps the operand of an activation in place of several residuals, or the output."""
+    model = eqx.nn.MLP(16, 16, 16, 4, activation=activation, key=KEY)
+    report = eqg.explain_memory(mean_square, model, jnp.ones((256, 16)))
+    assert report.estimated == pytest.approx(report.compiled, rel=0.03)
+
+
+@pytest.mark.parametrize("model", [*IN_LOOPS, transformer])
+def test_predicted_is_near_the_measured(model):
+    report = report_of(model)
+    assert report.advice
+    verified = report.verify()
+    assert [a.do for a in verified.advice] == [a.do for a in report.advice]
+    assert verified.found == report.found
+    for advice in verified.advice:
+        assert advice.saves == report.estimated - advice.predicted > 0
+        if not advice.is_undone:
+            assert advice.predicted == pytest.approx(advice.measured, rel=0.2)
+            assert advice.measured < report.compiled
+        assert f"(measured: {show_bytes(advice.measured)})" in str(verified)
+    if model in IN_LOOPS:
+        assert not any(advice.is_undone for advice in verified.advice)
+    else:
+        assert all(a.is_undone == _undoes_checkpoints() for a in verified.advice)
+
+
+@pytest.mark.parametrize("model", [gru, nested, transformer])
+def test_advice_changes_no_result(model):
+    loss, model, args = model()
+    args = jax.tree.map(lambda x: jr.normal(KEY, x.shape, x.dtype), args)
+    numbered = NumberedLoss(trace_loss("test", loss, model, args, {}, steps_are_visible=False))
+    gradient = Gradient(numbered)
+    pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
+    n = len(numbered.traced.leaves)
+    values = numbered.traced.values
+    of = lambda fn: jax.jit(jax.value_and_grad(lambda arrays: fn(*arrays, *values[n:])))(
+        values[:n]
+    )
+    expected = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *args)
+    expected = jax.tree.leaves(expected)
+    found = candidates(numbered, pairs)
+    assert found
+    for candidate in found[:2]:
+        got = of(with_checkpoints(numbered.traced, candidate))
+        assert_close(jax.tree.leaves(got), expected, eps=2000)
+
+
+def test_advice_names_the_loop_or_the_layer():
+    report = eqg.explain_memory(*flat(gru()), compile=False)
+    assert report.compiled is None
+    do = " ".join(advice.do for advice in report.advice)
+    assert f"the loop at test_explain_memory.py:{line_of('# the loop of')}" in do
+    assert "Wrap `cell` in `eqx_grads.filter_checkpoint`" in do
+    of_steps = [r for r in report.found if r.steps == 96]
+    assert all(r.cure == report.advice[0].do for r in of_steps)
+
+    report = report_of(transformer)
+    assert "each call of `blocks[*]` in" in report.advice[0].do
+
+
+def test_advice_covers_the_layer_only():
+    """Also if the model is a list of layers, and no layer itself."""
+
+    def loss(model, xs):
+        cell, field = model
+        step = lambda h, x: (jnp.tanh(field(cell(x, h))), None)  # the step
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(16), xs)[0] ** 2)
+
+    model = [eqx.nn.GRUCell(4, 16, key=KEY), eqx.nn.MLP(16, 16, 64, 2, jnp.tanh, key=KEY)]
+    report = eqg.explain_memory(loss, model, jnp.ones((50, 4)), compile=False)
+    by_layer = {a.do: a.saves for a in report.advice if "filter_checkpoint" in a.do}
+    assert by_layer
+    assert all(saves < report.total for saves in by_layer.values())
+    outside = [r for r in report.found if not r.path]
+    assert outside
+    assert all("filter_checkpoint" not in r.cure for r in outside)
+
+
+def test_advice_can_be_followed():
+    """What is predicted for `checkpoint=k` is what a model written so needs."""
+    report = eqg.explain_memory(*flat(gru()), compile=False)
+    advice = next(a for a in report.advice if "filter_scan" in a.do)
+    checkpoint = re.search(r"checkpoint=(.*)\)", advice.do)[1].strip("'")
+    checkpoint = checkpoint if checkpoint == "sqrt" else int(checkpoint)
+    followed = eqg.explain_memory(*flat(gru(checkpoint)))
+    assert followed.compiled == pytest.approx(advice.predicted, rel=0.2)
+    assert not [a for a in followed.advice if "filter_scan" in a.do]
+
+
+def test_no_advice_where_nothing_is_saved():
+    report = report_of(mlp)
+    assert not report.advice
+    assert "No checkpoint saves a tenth of it." in str(report)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_table():
+    report = report_of(transformer)
+    text = str(report)
+    assert text.startswith(f"{show_bytes(report.total)} are kept for the backward pass, in ")
+    assert "blocks[*].attention" in text
+    assert len(text.splitlines()) < 30
+    assert "<table>" in report._repr_html_()
+    assert bool(report)
+
+
+def test_ten_lines_and_others():
+    def loss(ws):
+        x = jnp.ones(3)
+        # fmt: off
+        x = jnp.sin(ws[0] * x); x = jnp.sin(ws[1] * x)  # noqa: E702
+        x = jnp.sin(ws[2] * x)
+        x = jnp.sin(ws[3] * x)
+        x = jnp.sin(ws[4] * x)
+        x = jnp.sin(ws[5] * x)
+        x = jnp.sin(ws[6] * x)
+        x = jnp.sin(ws[7] * x)
+        x = jnp.sin(ws[8] * x)
+        x = jnp.sin(ws[9] * x)
+        x = jnp.sin(ws[10] * x)
+        x = jnp.sin(ws[11] * x)
+        # fmt: on
+        return jnp.sum(x)
+
+    report = eqg.explain_memory(loss, [jnp.ones(3)] * 12, compile=False)
+    _, rows = report.rows()
+    assert len(rows) == 11
+    assert re.fullmatch(r"\d others", rows[-1][6])
+    assert sum(int(row[0].split()[0]) for row in rows) == report.total
+
+
+def test_bytes_for_people():
+    shown = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB"}
+    shown |= {5 * 2**30: "5 GiB", 1_000_000: "977 KiB", 1_030_000: "0.982 MiB"}
+    assert {n: show_bytes(n) for n in shown} == shown
+
+
+def test_plot():
+    for case, titles in (
+        (gru, ["layer", "line", "array"]),
+        (transformer, ["layer", "inner layer", "line", "array"]),
+    ):
+        report = report_of(case)
+        axes = report.plot(axes=Figure().add_subplot())
+        assert [label.get_text() for label in axes.get_xticklabels()] == titles
+        first = [p for p in axes.patches if p.get_x() == 0]
+        assert sum(p.get_height() for p in first) == pytest.approx(report.total)
+        last = [p for p in axes.patches if p.get_x() == max(q.get_x() for q in axes.patches)]
+        assert sum(p.get_height() for p in last) > 0.9 * report.total
+        assert any(p.get_hatch() for p in last)
+
+
+def test_plot_needs_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = report_of(mlp)
+    with pytest.raises(ImportError, match=r"`MemoryReport\.plot` needs Matplotlib"):
+        report.plot()
+
+
+# ---------------------------------------------------------------- bad and large input
+
+
+def test_errors():
+    with pytest.raises(RuleError, match="did not return a real scalar"):
+        eqg.explain_memory(lambda w: w, jnp.ones(3))
+    with pytest.raises(RuleError, match="without inexact arrays"):
+        eqg.explain_memory(jnp.sum, jnp.ones(3, int))
+    with pytest.raises(RuleError, match="can't trace the loss"):
+        eqg.explain_memory(lambda w: jnp.sum(w) if w[0] > 0 else jnp.sum(-w), jnp.ones(3))
+
+
+@pytest.mark.slow
+def test_ten_thousand_equations():
+    """It takes a few times as long as JAX needs for the gradient itself."""
+
+    def loss(w, x):
+        for _ in range(1700):
+            x = jnp.sin(w @ x + x) * 0.5 + x * w[0, 0]
+        return jnp.sum(x)
+
+    w = jnp.ones((8, 8))
+    assert len(jax.make_jaxpr(loss)(w, w[0]).eqns) > 10_000
+    start = time.process_time()
+    jax.make_jaxpr(jax.grad(loss))(w, w[0])
+    jax_alone = time.process_time() - start
+    start = time.process_time()
+    report = eqg.explain_memory(loss, w, w[0], compile=False)
+    assert time.process_time() - start < 8 * jax_alone + 5
+    assert len(report.found) > 1700
+
+
+FLAGS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3")
+UNDER_FLAGS = """
+import equinox as eqx, eqx_grads as eqg, jax, jax.numpy as jnp
+
+class Model(eqx.Module):
+    inner: eqx.nn.MLP
+    outer: eqx.nn.MLP
+    def __call__(self, x):
+        return self.outer(eqg.filter_checkpoint(self.inner)(x))
+
+mlp = lambda: eqx.nn.MLP(4, 4, 16, 2, key=jax.random.key(0))
+loss = lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x)))
+report = eqg.explain_memory(loss, Model(mlp(), mlp()), jnp.ones((64, 4)))
+report = report.verify()
+paths = set(report.by_path())
+assert any(path.startswith("outer") for path in paths), paths
+of_inner = [r for r in report.found if r.path.startswith("inner.")]
+assert all(r.bytes <= 64 * 4 * 4 for r in of_inner), report  # its output
+assert all(r.line in (8, 11) for r in report.found), report
+print("fine")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the flags are for JAX 0.12")
+@pytest.mark.parametrize("flags", [FLAGS[:1], FLAGS])
+def test_names_survive_the_flags(flags):
+    environment = os.environ | dict.fromkeys(flags, "1")
+    result = subprocess.run(
+        [sys.executable, "-c", UNDER_FLAGS], env=environment, capture_output=True, text=True
+    )
+    assert result.stdout == "fine\n", result.stderr
