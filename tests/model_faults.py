@@ -190,7 +190,7 @@ def float16_in_a_backward_rule():
 
 
 def _batched(weight, bias, x):
-    return x @ weight.T + bias
+    return x @ weight.T + bias[None]
 
 
 def _batched_loss(model, xs):
@@ -493,7 +493,7 @@ def conjugate_missing_in_a_complex_rule():
         kernel: Array
 
         def __call__(self, x):
-            return power(self.kernel * x)
+            return power(self.kernel * jax.lax.complex(x, jnp.zeros_like(x)))
 
     return loss, Phase(jax.lax.complex(normal(1, 3), normal(2, 3))), DATA
 
@@ -506,7 +506,7 @@ def factor_of_a_bfloat16_weight():
     return fn, jax.tree.map(half, model), jnp.asarray(data, jnp.bfloat16)
 
 
-@_fault(*LAYER_0, layer="layers[1]", kind="not finite")
+@_fault(*LAYER_0, layer="layers[0]", kind="not finite")
 def root_of_zero_behind_a_mask():
     root = lambda x: jnp.where(x > 9.0, jnp.sqrt(x * 0.0), x)
     return loss, Stack((Dense(0), Then(root), Dense(2))), DATA

@@ -4,6 +4,7 @@ import pytest
 import eqx_grads.testing as eqgt
 
 from .model_faults import FAULTS
+from .right_models import RIGHT
 
 
 def assert_found(name):
@@ -20,3 +21,11 @@ def assert_found(name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name):
     assert_found(name)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_model_is_not_accused(name):
+    fn, model, *args = RIGHT[name]()
+    report = eqgt.check_gradients(fn, model, *args)
+    print(report)
+    assert not report

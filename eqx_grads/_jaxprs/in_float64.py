@@ -79,7 +79,7 @@ def _hook(eqn, values):
         return list(map(_widen, bind(eqn, _as_traced(eqn, values))))
     if eqn.primitive.name == "reduce_precision":
         return values
-    params = eqn.primitive.get_bind_params(eqn.params)
+    params = dict(eqn.primitive.get_bind_params(eqn.params))
     for key in _DTYPES:
         if key in params and params[key] is not None and _is_inexact(params[key]):
             params[key] = _wide(params[key])

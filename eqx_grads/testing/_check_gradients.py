@@ -193,7 +193,7 @@ def _tolerance(program: LossProgram, modes: Sequence[str], seed: int) -> tuple[f
     """The relative error that rounding explains. In less than float64 it is estimated: by how
     much the gradient changes when the model changes by what rounding does."""
     if program.lowest is None:
-        return 1e-5, ""
+        return 1e-6, ""
     least = tolerance_of([np.zeros((), program.lowest)])
     if "reverse" not in modes:
         return least, ""
@@ -269,7 +269,7 @@ def _faults(loss, model, args, kwargs, judge, leaves, together) -> list[Gradient
             if verdict.verdict == WRONG:
                 text = f"Along a direction of all leaves, {_in_numbers(verdict)}."
                 cure = "Each leaf alone is right. Try other seeds: `seed=1`."
-                return [GradientFault("", _kind(verdict), text=text, cure=cure)]
+                return [GradientFault(_ALL, _kind(verdict), text=text, cure=cure)]
         return []
     finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
     reasons = _Reasons({}, None, False)

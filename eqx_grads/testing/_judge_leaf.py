@@ -4,16 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ._compare import norm
 from ._gradient_report import DEAD, KINK, LeafVerdict, RIGHT, UNMEASURED, WRONG
 from ._loss_program import along, in_float64, LossProgram
-from ._slope import central_slope, Samples, Slope, with_sides
+from ._slope import central_slope, confirmed_slope, Samples, Slope, with_sides
 
 
-# What differs from zero by less than this, relative to the loss, is zero.
-_FLOOR = 1e-12
 # How many times its estimated error a difference may be off.
 _SAFETY = 10.0
 # An estimate of the differences with a larger relative error is no evidence.
@@ -48,6 +47,10 @@ class Judge:
         self.leaves = [in_float64(x) for x in program.leaves]
         self.scales = list(map(_scale, self.leaves))
         self.gradient = program.gradient() if "reverse" in modes else None
+        # What differs from zero by less than this, relative to the loss, is zero.
+        self.floor = 1e-12
+        if program.lowest is not None:
+            self.floor = 4 * float(jnp.finfo(program.lowest).eps)
         self.evaluations = 0
         self.measured: dict[int, tuple[Direction, Slope]] = {}
 
@@ -101,16 +104,14 @@ class Judge:
         have = forward if reverse is None else reverse
         size = max(self.size(direction, gradient), 0.0 if reverse is not None else abs(have))
         slope = central_slope(samples, size)
-        floor = _FLOOR * abs(samples(0.0))
-        gap = abs(have - slope.value)
-        # Forward mode multiplies the zero tangents of the other leaves, too. Where that is NaN
-        # and reverse mode is not, it says nothing about this leaf.
-        if forward is not None and np.isfinite(forward):
-            gap = max(gap, abs(forward - slope.value)) if np.isfinite(gap) else gap
-        admitted = self.tolerance * size + _SAFETY * slope.error + floor
+        floor = self.floor * abs(samples(0.0))
+        gap = _gap(reverse, forward, slope)
+        if gap > self._admitted(size, slope, floor):
+            slope = confirmed_slope(samples, slope)
+            gap = _gap(reverse, forward, slope)
         if not np.isfinite(gap):
             verdict = WRONG if np.isfinite(slope.error) else UNMEASURED
-        elif gap > admitted:
+        elif gap > self._admitted(size, slope, floor):
             verdict = WRONG
         elif size <= floor:
             is_exact = size == 0 and _SAFETY * slope.error <= 1e-6 * abs(samples(0.0))
@@ -121,6 +122,9 @@ class Judge:
         return LeafVerdict(
             direction.name, verdict, reverse, forward, slope.value, slope.error, relative
         ), slope
+
+    def _admitted(self, size: float, slope: Slope, floor: float) -> float:
+        return self.tolerance * size + _SAFETY * slope.error + floor
 
     def _unless_kink(self, direction, verdict: LeafVerdict, slope: Slope) -> LeafVerdict:
         """At a kink of the loss, the gradient is one of many. It can be judged at a point
@@ -155,6 +159,18 @@ class Judge:
             if slope.is_kink and abs(slope.right - slope.left) > 0.05 * gap:
                 return True
         return False
+
+
+def _gap(reverse: float | None, forward: float | None, slope: Slope) -> float:
+    """By how much the derivatives differ from the differences."""
+    if reverse is None:
+        return abs(forward - slope.value) if forward is not None else np.nan
+    gap = abs(reverse - slope.value)
+    # Forward mode multiplies the zero tangents of the other leaves, too. Where that is NaN and
+    # reverse mode is not, it says nothing about this leaf.
+    if forward is None or not np.isfinite(forward) or not np.isfinite(gap):
+        return gap
+    return max(gap, abs(forward - slope.value))
 
 
 def _scale(x: Any) -> np.ndarray:

@@ -19,6 +19,12 @@ from ._flat_function import double_precision
 from ._slope import Samples
 
 
+def jit_as_written(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit`, but a cast to float16 and back does lose digits. XLA would remove it, or not,
+    depending on what is around it."""
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+
+
 class LossProgram:
     """A loss at a model and arguments.
 
@@ -40,18 +46,18 @@ class LossProgram:
 
     @ft.cached_property
     def _value(self):
-        return jax.jit(self._loss)
+        return jit_as_written(self._loss)
 
     @ft.cached_property
     def _gradient(self):
-        return jax.jit(jax.grad(self._loss))
+        return jit_as_written(jax.grad(self._loss))
 
     @ft.cached_property
     def _tangent(self):
         def tangent(leaves, tangents, others):
             return jax.jvp(lambda xs: self._loss(xs, others), (leaves,), (tangents,))[1]
 
-        return jax.jit(tangent)
+        return jit_as_written(tangent)
 
     @ft.cached_property
     def _value_at(self):
@@ -148,5 +154,7 @@ def in_float64(x: Any) -> np.ndarray:
 
 
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:
-    """The derivative along a direction that a gradient gives."""
-    return pairing([in_float64(g) for g in gradient], tangents)
+    """The derivative along a direction that a gradient gives. An entry of the gradient that is
+    NaN does not matter where the direction is zero."""
+    gradient = [np.where(t == 0, 0.0, in_float64(g)) for g, t in zip(gradient, tangents, strict=True)]
+    return pairing(gradient, tangents)

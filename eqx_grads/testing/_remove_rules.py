@@ -16,7 +16,7 @@ from .._diagnosis.origins import NumberedLoss, Origin
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.structure import CallWithRule, Cond, equations, inner_programs, ShardMap, structure
-from ._loss_program import LossProgram
+from ._loss_program import jit_as_written, LossProgram
 from ._strip_rules import is_rule
 
 
@@ -66,7 +66,7 @@ class RuleRemoval:
 
     @ft.cached_property
     def _gradient(self):
-        return jax.jit(jax.grad(self._loss))
+        return jit_as_written(jax.grad(self._loss))
 
     @ft.cached_property
     def _tangent(self):
@@ -74,7 +74,7 @@ class RuleRemoval:
             loss = lambda leaves: self._loss(leaves, others, removed)
             return jax.jvp(loss, (leaves,), (tangents,))[1]
 
-        return jax.jit(tangent)
+        return jit_as_written(tangent)
 
     def _mask(self, removed: Set[int]) -> np.ndarray:
         return np.array([i in removed for i in range(len(self.suspects))])

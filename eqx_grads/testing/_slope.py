@@ -31,6 +31,12 @@ class Slope:
     one_sided_error: float = math.inf
 
     @property
+    def relative_error(self) -> float:
+        if not math.isfinite(self.error):
+            return math.inf
+        return self.error / abs(self.value) if self.value else math.inf
+
+    @property
     def is_kink(self) -> bool:
         """Whether the one-sided slopes differ by more than their errors."""
         gap = abs(self.right - self.left)
@@ -81,24 +87,49 @@ def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slop
         tried.
     """
     best = Slope(math.nan, math.inf)
-    for exponents in (range(9, 12), range(5, 8), range(3, 36)):
-        found = _best(samples, [2.0**-k for k in exponents])
-        best = min(best, found, key=lambda slope: slope.error)
+    for exponents in (range(9, 12), range(5, 8), _ALL):
+        best = _best([best, *_estimates(samples, [2.0**-k for k in exponents])])
         if best.error <= accuracy * size:
             break
     return best
 
 
-def _best(samples: Samples, steps: list[float]) -> Slope:
+def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
+    """The same slope, unless shorter steps show another one: a function that oscillates, or
+    turns close to zero, has the slope of an average in long steps."""
+    found = _estimates(samples, [2.0**-k for k in _ALL])
+    for shorter in reversed(found):
+        if shorter.relative_error <= _PLATEAU:
+            gap = abs(shorter.value - slope.value)
+            is_same = gap <= 10 * (shorter.error + slope.error)
+            return slope if is_same else shorter
+    return slope
+
+
+_ALL = range(3, 44)
+# Estimates with a smaller relative error are of something.
+_PLATEAU = 1e-2
+
+
+def _estimates(samples: Samples, steps: list[float]) -> list[Slope]:
+    """A slope for each step but the first and the last, if the values there are finite."""
     with np.errstate(all="ignore"):
         found = [samples.richardson(h) for h in steps]
-        best = Slope(math.nan, math.inf)
+        slopes = []
         for i in range(1, len(steps) - 1):
             triple = found[i - 1 : i + 2]
             error = max(triple) - min(triple) + samples.rounding(steps[i])
-            if math.isfinite(error) and error < best.error:
-                best = Slope(found[i], error)
-    return best
+            if math.isfinite(error):
+                slopes.append(Slope(found[i], error))
+    return slopes
+
+
+def _best(slopes: list[Slope]) -> Slope:
+    # Where a function oscillates, the absolute error of a long step is small: so is its slope.
+    good = [slope for slope in slopes if slope.relative_error <= _PLATEAU]
+    if good:
+        return min(good, key=lambda slope: slope.relative_error)
+    return min(slopes, key=lambda slope: slope.error)
 
 
 def with_sides(samples: Samples, slope: Slope) -> Slope:
