@@ -123,6 +123,11 @@ def dense_stack(act, at=1, n=3):
     return loss, Stack(tuple(layers)), DATA
 
 
+def between(fn):
+    """A function between two layers."""
+    return loss, Stack((Dense(0), Then(fn), Dense(2))), DATA
+
+
 def with_rule(fn, fwd, bwd):
     decorated = eqg.custom_vjp(fn)
     decorated.def_fwd(fwd)
@@ -239,19 +244,17 @@ def smooth(x):
 @_fault(*LAYER_0, layer="layers[1]", function="smooth")
 def stale_residual():
     rule = with_rule(smooth, lambda x: (jnp.tanh(x), x), lambda x, ct: (ct * (1 - x**2),))
-    return loss, Stack((Dense(0), Then(rule), Dense(2))), DATA
+    return between(rule)
 
 
 @_fault(*LAYER_0, layer="layers[1]", function="raw")
 def wrong_rule_of_jax():
-    raw = jax.custom_jvp(lambda x: jnp.sin(x))
-
     @jax.custom_jvp
     def raw(x):
         return jnp.sin(x)
 
     raw.defjvp(lambda p, t: (raw(*p), jnp.sin(p[0]) * t[0]))
-    return loss, Stack((Dense(0), Then(raw), Dense(2))), DATA
+    return between(raw)
 
 
 @_fault(*LAYER_0, layer="layers[1]", function="raw")
@@ -261,7 +264,7 @@ def wrong_reverse_rule_of_jax():
         return jnp.sin(x)
 
     raw.defvjp(lambda x: (raw(x), x), lambda x, ct: (1.01 * ct * jnp.cos(x),))
-    return loss, Stack((Dense(0), Then(raw), Dense(2))), DATA
+    return between(raw)
 
 
 def leaky(x):
@@ -271,7 +274,7 @@ def leaky(x):
 @_fault(*LAYER_0, layer="layers[1]", function="leaky")
 def slope_of_the_wrong_side():
     rule = with_rule(leaky, lambda x: (leaky(x), x), lambda x, ct: (jnp.where(x > 0, ct, 0.0),))
-    return loss, Stack((Dense(0), Then(rule), Dense(2))), DATA
+    return between(rule)
 
 
 def softmax(x):
@@ -281,7 +284,7 @@ def softmax(x):
 @_fault(*LAYER_0, layer="layers[1]", function="softmax")
 def softmax_without_the_sum():
     rule = with_rule(softmax, lambda x: (softmax(x),) * 2, lambda y, ct: (y * ct,))
-    return loss, Stack((Dense(0), Then(rule), Dense(2))), DATA
+    return between(rule)
 
 
 @_fault("layers[0].bias", "layers[0].weight", layer="layers[1]", function="square")
@@ -295,7 +298,7 @@ def wrong_rule_under_checkpoint():
 def wrong_rule_in_a_branch():
     rule = with_rule(square, lambda x: (x**2, x), lambda x, ct: (3 * x * ct,))
     branch = lambda x: jax.lax.cond(jnp.sum(x) > -99.0, rule, jnp.sin, x)
-    return loss, Stack((Dense(0), Then(branch), Dense(2))), DATA
+    return between(branch)
 
 
 @_fault(*LAYER_0, layer="layers[1]", function="square")
@@ -397,7 +400,7 @@ def stop_gradient_left_in():
 @_fault(*LAYER_0, layer="layers[1]", function="stop_gradient")
 def stop_gradient_in_a_normalization():
     norm = lambda x: x / jax.lax.stop_gradient(jnp.sqrt(1 + jnp.sum(x**2)))
-    return loss, Stack((Dense(0), Then(norm), Dense(2))), DATA
+    return between(norm)
 
 
 @_fault("layers[1].scale", layer="layers[1]", kind="cut")
@@ -455,7 +458,7 @@ def adjoint_solve_without_the_transpose():
         lambda a, b: (_solve(a, b), a),
         lambda a, ct: (jnp.zeros_like(a), jnp.linalg.solve(a, ct)),
     )
-    return loss, Stack((Dense(0), Then(lambda x: rule(matrix, x)), Dense(2))), DATA
+    return between(lambda x: rule(matrix, x))
 
 
 @_fault("layers[1].scale", *LAYER_0, layer="layers[1]", function="fixed_point")
@@ -509,11 +512,11 @@ def factor_of_a_bfloat16_weight():
 @_fault(*LAYER_0, layer="layers[0]", kind="not finite")
 def root_of_zero_behind_a_mask():
     root = lambda x: jnp.where(x > 9.0, jnp.sqrt(x * 0.0), x)
-    return loss, Stack((Dense(0), Then(root), Dense(2))), DATA
+    return between(root)
 
 
 @_fault(*LAYER_0, layer="layers[1]", function="smooth", kind="modes disagree")
 def wrong_forward_rule_beside_a_right_reverse_rule():
     rule = with_rule(smooth, lambda x: (smooth(x),) * 2, lambda y, ct: (ct * (1 - y**2),))
     rule.def_jvp(lambda p, t: (rule(*p), 2 * t[0]))
-    return loss, Stack((Dense(0), Then(rule), Dense(2))), DATA
+    return between(rule)

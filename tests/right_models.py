@@ -1,4 +1,4 @@
-"""Models with a right gradient that a careless check would accuse: `check_gradients` does not."""
+"""Models with a right gradient, many of which a careless check would accuse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,21 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array
 
-from .model_faults import _affine, _affine_fwd, Cell, DATA, Dense, loss, normal, Recurrent
-from .model_faults import Scaled, Stack, Then, with_rule
+from .model_faults import (
+    _affine,
+    _affine_fwd,
+    between,
+    Cell,
+    DATA,
+    Dense,
+    loss,
+    normal,
+    Recurrent,
+    Scaled,
+    Stack,
+    with_rule,
+)
 
 
 RIGHT: dict[str, Callable[[], tuple[Any, ...]]] = {}
@@ -24,10 +35,6 @@ def _right(make):
 
 
 KEY = jr.key(5)
-
-
-def between(fn):
-    return loss, Stack((Dense(0), Then(fn), Dense(2))), DATA
 
 
 @_right

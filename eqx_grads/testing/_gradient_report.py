@@ -44,7 +44,7 @@ class GradientFault:
     - `layer`: the layer of the function that is at fault, otherwise that of the leaf.
     - `function`: the function without whose rule the gradient is right, or empty.
     - `file, line, primitive`: where that function is called.
-    - `text`: the fault in numbers.
+    - `text`: what the numbers look like: a factor, a transposed array, one wrong entry.
     - `cure`: what to do.
     """
 
@@ -145,14 +145,18 @@ class GradientReport(AbstractReport):
         said: dict[str, list[str]] = {}
         for fault in self.found:
             said.setdefault(fault.cure, []).append(fault.text)
-        texts = ["\n".join([*filter(None, dict.fromkeys(texts)), c]) for c, texts in said.items()]
+        texts = [
+            "\n".join([*filter(None, dict.fromkeys(texts)), c]) for c, texts in said.items()
+        ]
         return [*texts, *self.remarks, *self._listed()]
 
     def _listed(self):
         for verdict, text in _LISTS.items():
             paths = [leaf.path for leaf in self.leaves if leaf.verdict == verdict]
             if paths:
-                shown = ", ".join(paths[:8]) + (f", ... ({len(paths)})" if len(paths) > 8 else "")
+                shown = ", ".join(paths[:8]) + (
+                    f", ... ({len(paths)})" if len(paths) > 8 else ""
+                )
                 yield f"{text}: {shown}."
 
 

@@ -35,11 +35,11 @@ class Judge:
 
     - `tolerance`: the relative error that passes.
     - `modes`: which of `"reverse"` and `"forward"` there are.
+    - `rounding`: for each leaf an estimate of the absolute error of its gradient in less than
+        float64, to be compared with `size`.
     """
 
-    def __init__(
-        self, program: LossProgram, tolerance: float, modes: Sequence[str], seed: int
-    ):
+    def __init__(self, program: LossProgram, tolerance: float, modes: Sequence[str], seed: int):
         self.program = program
         self.tolerance = tolerance
         self.modes = modes
@@ -51,8 +51,23 @@ class Judge:
         self.floor = 1e-12
         if program.lowest is not None:
             self.floor = 4 * float(jnp.finfo(program.lowest).eps)
+        self.rounding = self._rounding_of_gradient()
         self.evaluations = 0
         self.measured: dict[int, tuple[Direction, Slope]] = {}
+
+    def _rounding_of_gradient(self) -> list[float]:
+        """By how much the gradient changes when the model changes by what rounding does."""
+        rounding = [0.0] * len(self.leaves)
+        if self.program.lowest is None or self.gradient is None:
+            return rounding
+        eps = float(jnp.finfo(self.program.lowest).eps)
+        for _ in range(2):
+            moved = [x * (1 + eps * self.rng.uniform(-1, 1, x.shape)) for x in self.leaves]
+            other = self.program.gradient(moved)
+            for i, (g, h, s) in enumerate(zip(self.gradient, other, self.scales, strict=True)):
+                change = norm((in_float64(g) - in_float64(h)) * s)
+                rounding[i] = max(rounding[i], change if np.isfinite(change) else 0.0)
+        return rounding
 
     def direction(self, name: str, kept: Sequence[int]) -> Direction:
         """A random direction, relative to the entries of the leaves, with a component along
@@ -92,7 +107,7 @@ class Judge:
         direction, slope = self.measured[leaf]
         size = max(self.size(direction, self.gradient), abs(slope.value))
         gap = abs(derivative - slope.value)
-        return not gap <= self.tolerance * size + _SAFETY * slope.error
+        return not gap <= self._admitted(direction, size, slope)
 
     def _compare(self, direction, leaves, gradient, samples: Samples):
         """The verdict by central differences, which takes a kink for a wrong gradient."""
@@ -101,30 +116,35 @@ class Judge:
             reverse = along(gradient, direction.tangents)
         if "forward" in self.modes:
             forward = self.program.tangent(leaves, direction.tangents)
-        have = forward if reverse is None else reverse
-        size = max(self.size(direction, gradient), 0.0 if reverse is not None else abs(have))
+        have = reverse if reverse is not None else forward or 0.0
+        size = self.size(direction, gradient) if reverse is not None else abs(have)
         slope = central_slope(samples, size)
         floor = self.floor * abs(samples(0.0))
         gap = _gap(reverse, forward, slope)
-        if gap > self._admitted(size, slope, floor):
+        if gap > self._admitted(direction, size, slope) + floor:
             slope = confirmed_slope(samples, slope)
             gap = _gap(reverse, forward, slope)
         if not np.isfinite(gap):
             verdict = WRONG if np.isfinite(slope.error) else UNMEASURED
-        elif gap > self._admitted(size, slope, floor):
+        elif gap > self._admitted(direction, size, slope) + floor:
             verdict = WRONG
         elif size <= floor:
             is_exact = size == 0 and _SAFETY * slope.error <= 1e-6 * abs(samples(0.0))
             verdict = DEAD if is_exact else UNMEASURED
         else:
-            verdict = UNMEASURED if _SAFETY * slope.error > _USELESS * size else RIGHT
+            error = _SAFETY * (slope.error + self._rounding(direction))
+            is_useless = error > max(_USELESS, 2 * self.tolerance) * size
+            verdict = UNMEASURED if is_useless else RIGHT
         relative = gap / max(size, abs(slope.value), np.finfo(float).tiny)
         return LeafVerdict(
             direction.name, verdict, reverse, forward, slope.value, slope.error, relative
         ), slope
 
-    def _admitted(self, size: float, slope: Slope, floor: float) -> float:
-        return self.tolerance * size + _SAFETY * slope.error + floor
+    def _rounding(self, direction: Direction) -> float:
+        return norm(np.array([self.rounding[i] for i in direction.kept]))
+
+    def _admitted(self, direction: Direction, size: float, slope: Slope) -> float:
+        return self.tolerance * size + _SAFETY * (slope.error + self._rounding(direction))
 
     def _unless_kink(self, direction, verdict: LeafVerdict, slope: Slope) -> LeafVerdict:
         """At a kink of the loss, the gradient is one of many. It can be judged at a point

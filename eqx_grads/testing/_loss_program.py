@@ -139,9 +139,7 @@ def trace_in_both_precisions(
 def _in_float64(tree: PyTree) -> PyTree:
     """All arrays of floats in float64. Python numbers stay as they are: a model may use them as
     configuration."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(in_float64(x)) if _is_float_array(x) else x, tree
-    )
+    return jax.tree.map(lambda x: jnp.asarray(in_float64(x)) if _is_float_array(x) else x, tree)
 
 
 def _is_float_array(x) -> bool:
@@ -156,5 +154,7 @@ def in_float64(x: Any) -> np.ndarray:
 def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:
     """The derivative along a direction that a gradient gives. An entry of the gradient that is
     NaN does not matter where the direction is zero."""
-    gradient = [np.where(t == 0, 0.0, in_float64(g)) for g, t in zip(gradient, tangents, strict=True)]
+    gradient = [
+        np.where(t == 0, 0.0, in_float64(g)) for g, t in zip(gradient, tangents, strict=True)
+    ]
     return pairing(gradient, tangents)

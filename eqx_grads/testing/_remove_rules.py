@@ -15,7 +15,14 @@ import numpy as np
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_program
-from .._jaxprs.structure import CallWithRule, Cond, equations, inner_programs, ShardMap, structure
+from .._jaxprs.structure import (
+    CallWithRule,
+    Cond,
+    equations,
+    inner_programs,
+    ShardMap,
+    structure,
+)
 from ._loss_program import jit_as_written, LossProgram
 from ._strip_rules import is_rule
 

@@ -147,8 +147,6 @@ def with_sides(samples: Samples, slope: Slope) -> Slope:
 
 
 def _side(samples: Samples, h: float) -> tuple[float, float]:
-    one, half, quarter = (
-        (samples(step) - samples(0.0)) / step for step in (h, h / 2, h / 4)
-    )
+    one, half, quarter = ((samples(step) - samples(0.0)) / step for step in (h, h / 2, h / 4))
     coarse, fine = 2 * half - one, 2 * quarter - half
     return fine, abs(fine - coarse)

@@ -66,9 +66,10 @@ def is_rule(eqn) -> bool:
     if eqn.primitive.name == "eqg_call":
         return True
     known = structure(eqn)
-    if known is None and primal_program(eqn) is not None:
+    primal = primal_program(eqn)
+    if known is None and primal is not None:
         # With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, the rule can't be seen.
-        return _JAX not in _source(primal_program(eqn).jaxpr)
+        return _JAX not in _source(primal.jaxpr)
     if not isinstance(known, CallWithRule):
         return False
     # Not if both the function and its rule were written in JAX.
