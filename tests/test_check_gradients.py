@@ -240,12 +240,12 @@ def test_a_wrong_bias_among_a_hundred_thousand_parameters():
 @pytest.mark.slow
 def test_ten_thousand_equations():
     def fn(m, x):
-        for i in range(2500):
-            x = jnp.sin(x + m[i % 3] * 1e-3)
+        for _ in range(2500):
+            x = x + 1e-3 * jnp.tanh(m @ x)
         return jnp.sum(x)
 
     start = time.perf_counter()
-    report = eqgt.check_gradients(fn, jnp.ones(3), jnp.asarray(DATA[0, 0]))
+    report = eqgt.check_gradients(fn, jnp.eye(3), jnp.asarray(DATA[0]))
     assert report["model"].verdict == "right"
     assert time.perf_counter() - start < 120
 

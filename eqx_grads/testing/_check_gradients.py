@@ -120,7 +120,7 @@ def check_gradients(
     skipped = _skipped(skip, program.names)
     modes, missing = _modes(program)
     remarks += missing
-    found, is_over = faults_of_value(loss, model, args, kwargs, own)
+    found, is_over = faults_of_value(loss, model, args, kwargs, program, own)
     numbers: dict[str, object] = {"seed": seed, "precision": str(program.lowest or "float64")}
     if is_over:
         leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
@@ -219,9 +219,9 @@ def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
 def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
     """A remark on the leaves whose gradient is right in float64, and not in the user's
     precision."""
-    names = {eqn.primitive.name for eqn in equations(own.traced.program)}
     if judge.gradient is None or own.lowest is None or own is judge.program:
         return ""
+    names = {eqn.primitive.name for eqn in equations(own.traced.program)}
     if any("random" in name or "threefry" in name for name in names):
         return ""  # it draws other numbers in another precision
     off = []

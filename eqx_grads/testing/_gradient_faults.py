@@ -1,12 +1,17 @@
 """The faults of a gradient: what is wrong, because of which function, and what to do."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from .._diagnosis.origins import NumberedLoss
 from .._errors import place_of
+from .._jaxprs.structure import inner_programs
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
 from ._likely_cause import likely_cause
 from ._loss_program import along, LossProgram, trace_in_both_precisions
@@ -18,11 +23,14 @@ ALL = "all leaves"
 
 
 def faults_of_value(
-    loss, model, args, kwargs, own: LossProgram
+    loss, model, args, kwargs, program: LossProgram, own: LossProgram
 ) -> tuple[list[GradientFault], bool]:
     """Faults of a loss that is not finite or returns another value each time, and whether it
-    has no differences for that reason."""
-    values = [own.value() for _ in range(3)]
+    has no differences for that reason.
+
+    - `program`: what is differentiated. `own`: the same in the user's precision.
+    """
+    values = [program.value() for _ in range(3)]
     if not np.all(np.isfinite(values)):
         fault = GradientFault(
             "",
@@ -50,18 +58,44 @@ def faults_of_value(
     again, _, _ = trace_in_both_precisions(
         CALLER, loss, model, args, kwargs, steps_are_visible=False, only_own=True
     )
-    value = again.value()
-    if _same([values[0], value]):
+    if _same_constants(own.traced.program, again.traced.program):
+        return [], False
+    values = [own.value(), again.value()]
+    if _same(values):
         return [], False
     fault = GradientFault(
         "",
         "random",
-        text=f"Two calls return different values: {values[0]:.9g} and {value:.9g}. The "
+        text=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
         "gradient was checked for the values of one of them.",
         cure="The loss reads something that is not an argument: a NumPy or Python random "
         f"number, the time, or a counter. Pass it as an argument ({place_of(loss)}).",
     )
     return [fault], False
+
+
+def _same_constants(one: Any, other: Any) -> bool:
+    """Whether two traces of a loss have the same equations with the same numbers in them. They
+    have the same value then, and the second one need not be compiled."""
+    pairs = itertools.zip_longest(_constants(one), _constants(other))
+    return all(
+        type(x) is type(y) and np.array_equal(x, y, equal_nan=not isinstance(x, str))
+        for x, y in pairs
+    )
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """The name of each primitive and each number in a program, in order."""
+    for x in program.consts:
+        is_number = not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.extended)
+        yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
+    for eqn in program.eqns:
+        yield eqn.primitive.name
+        for v in eqn.invars:
+            if isinstance(v, Literal):
+                yield np.asarray(v.val).astype(complex)
+        for inner in inner_programs(eqn):
+            yield from _constants(inner)
 
 
 def _same(values: Sequence[float]) -> bool:
@@ -137,8 +171,8 @@ def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
         kind,
         layer or _layer_of_leaf(leaf.path, judge.program.traced.layers),
         function=", ".join(dict.fromkeys(s.name for s in reasons)),
-        file=first.origin.source.file if first else "",
-        line=first.origin.source.line if first else 0,
+        file=first.place[0] if first else "",
+        line=first.place[1] if first else 0,
         primitive=first.origin.eqn.primitive.name if first else "",
         text=f"{leaf.path}: {'; '.join(parts)}." if parts else "",
         cure=_cure(kind, reasons, known.is_scan),

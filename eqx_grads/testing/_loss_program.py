@@ -25,6 +25,11 @@ def jit_as_written(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 
+# XLA takes minutes to compile more equations than this in a row (those of a scan or of a `jit`
+# inside count as one). They are run one by one.
+_MOST_COMPILED = 1000
+
+
 class LossProgram:
     """A loss at a model and arguments.
 
@@ -41,23 +46,22 @@ class LossProgram:
         self.others = list(traced.values[len(self.names) :])
         self.lowest = low_precision(traced.program)
 
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn if len(self.traced.program.eqns) > _MOST_COMPILED else jit_as_written(fn)
+
     def _loss(self, leaves, others):
         return evaluate(self.traced.program, [*leaves, *others])[0]
 
     @ft.cached_property
-    def _value(self):
-        return jit_as_written(self._loss)
-
-    @ft.cached_property
     def _gradient(self):
-        return jit_as_written(jax.grad(self._loss))
+        return self.compile(jax.grad(self._loss))
 
     @ft.cached_property
     def _tangent(self):
         def tangent(leaves, tangents, others):
             return jax.jvp(lambda xs: self._loss(xs, others), (leaves,), (tangents,))[1]
 
-        return jit_as_written(tangent)
+        return self.compile(tangent)
 
     @ft.cached_property
     def _value_at(self):
@@ -69,27 +73,31 @@ class LossProgram:
                 return self._loss(leaves, others)
             return evaluate_in_float64(self.traced.program, [*leaves, *others])[0]
 
-        return jax.jit(value_at)
+        return self.compile(value_at)
 
     def value(self) -> float:
-        with self.context():
-            return float(self._value(self.leaves, self.others))
+        zeros = [np.zeros(x.shape, in_float64(x).dtype) for x in self.leaves]
+        return self.samples(self.leaves, zeros)(0.0)
 
     def gradient(self, leaves: Sequence[Any] | None = None) -> list[np.ndarray]:
         with self.context():
             leaves = self.like_leaves(self.leaves if leaves is None else leaves)
+            leaves = list(map(jnp.asarray, leaves))
             return [np.asarray(g) for g in self._gradient(leaves, self.others)]
 
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
         """The derivative along a direction, in forward mode."""
         with self.context():
             leaves, tangents = self.like_leaves(leaves), self.like_leaves(tangents)
+            leaves, tangents = (list(map(jnp.asarray, xs)) for xs in (leaves, tangents))
             return float(self._tangent(leaves, tangents, self.others))
 
     def samples(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> Samples:
         """The loss along a direction, in float64."""
         with double_precision():
-            leaves, tangents = (list(map(in_float64, xs)) for xs in (leaves, tangents))
+            leaves, tangents = (
+                [jnp.asarray(in_float64(x)) for x in xs] for xs in (leaves, tangents)
+            )
 
         def value_at(step):
             with double_precision():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
@@ -23,7 +24,7 @@ from .._jaxprs.structure import (
     ShardMap,
     structure,
 )
-from ._loss_program import jit_as_written, LossProgram
+from ._loss_program import LossProgram
 from ._strip_rules import is_rule
 
 
@@ -42,6 +43,15 @@ class Suspect:
     @property
     def is_stop(self) -> bool:
         return self.origin.eqn.primitive.name == "stop_gradient"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and line of the call. If no frame of it is the user's, those of the function."""
+        source = self.origin.source
+        if source.file or self.is_stop:
+            return source.file, source.line
+        file, _, line = _definition(self.origin.eqn).partition(" at ")[2].rpartition(":")
+        return (file, int(line)) if line.isdigit() else ("", 0)
 
 
 class RuleRemoval:
@@ -73,7 +83,7 @@ class RuleRemoval:
 
     @ft.cached_property
     def _gradient(self):
-        return jit_as_written(jax.grad(self._loss))
+        return self.program.compile(jax.grad(self._loss))
 
     @ft.cached_property
     def _tangent(self):
@@ -81,7 +91,7 @@ class RuleRemoval:
             loss = lambda leaves: self._loss(leaves, others, removed)
             return jax.jvp(loss, (leaves,), (tangents,))[1]
 
-        return jit_as_written(tangent)
+        return self.program.compile(tangent)
 
     def _mask(self, removed: Set[int]) -> np.ndarray:
         return np.array([i in removed for i in range(len(self.suspects))])
@@ -89,16 +99,18 @@ class RuleRemoval:
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
         program = self.program
         with program.context():
-            out = self._gradient(program.leaves, program.others, self._mask(removed))
+            leaves = list(map(jnp.asarray, program.leaves))
+            out = self._gradient(leaves, program.others, self._mask(removed))
             return [np.asarray(g) for g in out]
 
     def tangent(self, removed: Set[int], tangents: Sequence[Any]) -> float:
         """The derivative along a direction, in forward mode."""
         program = self.program
         with program.context():
-            tangents = program.like_leaves(tangents)
+            tangents = list(map(jnp.asarray, program.like_leaves(tangents)))
+            leaves = list(map(jnp.asarray, program.leaves))
             mask = self._mask(removed)
-            return float(self._tangent(program.leaves, tangents, program.others, mask))
+            return float(self._tangent(leaves, tangents, program.others, mask))
 
     def culprits(
         self, wrong: Callable[[Set[int]], Set[int]]
@@ -167,9 +179,12 @@ def _is_suspect(eqn) -> bool:
 def _name(origin: Origin) -> str:
     if origin.eqn.primitive.name == "stop_gradient":
         return "stop_gradient"
-    program = primal_program(origin.eqn)
-    info = getattr(getattr(program, "jaxpr", None), "debug_info", None)
-    # Such as "square at /home/user/model.py:12".
-    name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
+    name = _definition(origin.eqn).partition(" at ")[0]
     generic = origin.primitive in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
     return name if generic and name else origin.primitive
+
+
+def _definition(eqn) -> str:
+    """What a call with a rule calls, such as "square at /home/user/model.py:12"."""
+    info = getattr(getattr(primal_program(eqn), "jaxpr", None), "debug_info", None)
+    return str(getattr(info, "func_src_info", ""))
