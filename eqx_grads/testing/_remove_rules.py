@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
+from .._diagnosis.source_lines import source_line
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.structure import (
@@ -46,12 +47,13 @@ class Suspect:
 
     @property
     def place(self) -> tuple[str, int]:
-        """File and line of the call. If no frame of it is the user's, those of the function."""
-        source = self.origin.source
-        if source.file or self.is_stop:
-            return source.file, source.line
-        file, _, line = _definition(self.origin.eqn).partition(" at ")[2].rpartition(":")
-        return (file, int(line)) if line.isdigit() else ("", 0)
+        """File and line of the call. If no frame of it is the user's, of what is called."""
+        sources = [self.origin.source]
+        program = primal_program(self.origin.eqn)
+        if program is not None:
+            sources += map(source_line, equations(program))
+        found = next((source for source in sources if source.file), sources[0])
+        return found.file, found.line
 
 
 class RuleRemoval:
@@ -179,12 +181,8 @@ def _is_suspect(eqn) -> bool:
 def _name(origin: Origin) -> str:
     if origin.eqn.primitive.name == "stop_gradient":
         return "stop_gradient"
-    name = _definition(origin.eqn).partition(" at ")[0]
+    info = getattr(getattr(primal_program(origin.eqn), "jaxpr", None), "debug_info", None)
+    # Such as "square at /home/user/model.py:12".
+    name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
     generic = origin.primitive in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
     return name if generic and name else origin.primitive
-
-
-def _definition(eqn) -> str:
-    """What a call with a rule calls, such as "square at /home/user/model.py:12"."""
-    info = getattr(getattr(primal_program(eqn), "jaxpr", None), "debug_info", None)
-    return str(getattr(info, "func_src_info", ""))
