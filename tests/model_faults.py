@@ -114,7 +114,7 @@ def loss(model, xs):
     return jnp.mean((jax.vmap(model)(xs) - 0.3) ** 2)
 
 
-DATA = np.asarray(normal(7, 5, 3), np.float32)
+DATA = np.asarray(normal(7, 5, 3))
 
 
 def dense_stack(act, at=1, n=3):
