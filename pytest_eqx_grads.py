@@ -1,4 +1,5 @@
-"""The pytest plugin: a fixture `check_rule`, and the seed as an option of the command line.
+"""The pytest plugin: the fixtures `check_rule` and `check_gradients`, and their seed as an
+option of the command line.
 
 A module of its own, as pytest loads plugins in every run: importing `eqx_grads`, and with it
 JAX, would make each of them slow, and would come before the import hooks of jaxtyping.
@@ -15,7 +16,7 @@ def pytest_addoption(parser: Any) -> None:
         "--eqx-grads-seed",
         type=int,
         default=0,
-        help="seed of the random directions along which the fixture `check_rule` looks",
+        help="seed of the random directions along which the fixtures look",
     )
 
 
@@ -25,9 +26,22 @@ def check_rule(request):
     shown with the test's output if the test fails, for whatever reason."""
     import eqx_grads.testing as eqgt
 
+    return _with_report(request, eqgt.check_rule)
+
+
+@pytest.fixture
+def check_gradients(request):
+    """`eqx_grads.testing.check_gradients` with the seed of the command line. Its report is
+    shown with the test's output if the test fails, for whatever reason."""
+    import eqx_grads.testing as eqgt
+
+    return _with_report(request, eqgt.check_gradients)
+
+
+def _with_report(request: pytest.FixtureRequest, run: Any) -> Any:
     def check(fn, /, *args, raises=True, **kwargs):
         kwargs.setdefault("seed", request.config.getoption("--eqx-grads-seed"))
-        report = eqgt.check_rule(fn, *args, raises=False, **kwargs)
+        report = run(fn, *args, raises=False, **kwargs)
         request.node.add_report_section("call", "eqx_grads", str(report))
         if raises:
             report.raise_if_failed()

@@ -1,8 +1,15 @@
 """Checks of rules: derivatives, linearity, transformations, leaks and residuals."""
 
+from ._check_gradients import check_gradients as check_gradients
 from ._check_rule import check_rule as check_rule
 from ._compare import assert_trees_close as assert_trees_close
 from ._finite_differences import numerical_jacobian as numerical_jacobian
+from ._gradient_report import (
+    GradientCheckError as GradientCheckError,
+    GradientFault as GradientFault,
+    GradientReport as GradientReport,
+    LeafVerdict as LeafVerdict,
+)
 from ._random_tangents import random_tangent as random_tangent
 from ._report import Report as Report, RuleCheckError as RuleCheckError
 from ._single_checks import (

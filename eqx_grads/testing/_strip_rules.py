@@ -14,6 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.structure import CallWithRule, equations, inner_programs, structure
 from .._jaxprs.versions import rule_of_custom_call
 
@@ -41,9 +42,11 @@ def _evaluate(
     program: ClosedJaxpr, args: Sequence[Any], is_decorated: bool = False
 ) -> list[Any]:
     def hook(eqn, values):
-        has_rule = isinstance(structure(eqn), CallWithRule)
-        if _is_rule(eqn) or (has_rule and is_decorated):
-            return enter(eqn, values, without)
+        known = structure(eqn)
+        has_rule = known is None or isinstance(known, CallWithRule)
+        has_rule = has_rule and primal_program(eqn) is not None
+        if is_rule(eqn) or (has_rule and is_decorated):
+            return without(primal_program(eqn), values, None)
         if has_rule:  # of JAX itself
             return bind(eqn, values)
         if any(_holds_rule(inner) for inner in inner_programs(eqn)):
@@ -55,14 +58,18 @@ def _evaluate(
 
 
 def _holds_rule(program: ClosedJaxpr) -> bool:
-    return any(_is_rule(eqn) for eqn in equations(program))
+    return any(is_rule(eqn) for eqn in equations(program))
 
 
-def _is_rule(eqn) -> bool:
+def is_rule(eqn) -> bool:
     """Whether an equation is the call of a function to which the user gave a rule."""
     if eqn.primitive.name == "eqg_call":
         return True
     known = structure(eqn)
+    primal = primal_program(eqn)
+    if known is None and primal is not None:
+        # With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, the rule can't be seen.
+        return _JAX not in _source(primal.jaxpr)
     if not isinstance(known, CallWithRule):
         return False
     # Not if both the function and its rule were written in JAX.

@@ -1,0 +1,127 @@
+"""Evaluate a program in float64, whatever dtypes it was traced with.
+
+Differences of a program that computes in float16, or that rounds one intermediate result to it,
+say nothing about its derivative. The same program in float64 has differences that do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from .evaluate import bind, enter, evaluate
+from .structure import CallWithRule, Cond, equations, inner_programs, ShardMap, structure
+
+
+# The parameters that hold the dtype of a result.
+_DTYPES = ("new_dtype", "preferred_element_type", "dtype", "accum_dtype")
+# They look at the bits of a number.
+_OF_BITS = ("bitcast_convert_type", "nextafter")
+
+
+def low_precision(program: ClosedJaxpr) -> np.dtype | None:
+    """The dtype of lowest precision that a program computes in; `None` if that is float64."""
+    dtypes = {
+        jnp.finfo(v.aval.dtype).dtype
+        for eqn in equations(program)
+        for v in (*eqn.invars, *eqn.outvars)
+        if _is_inexact(v.aval)
+    }
+    dtypes |= {jnp.finfo(aval.dtype).dtype for aval in program.in_avals if _is_inexact(aval)}
+    lowest = max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
+    return None if lowest is None or lowest == np.float64 else lowest
+
+
+def evaluate_in_float64(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a program, computed in float64. To be called under `jax.enable_x64`.
+
+    The rules of functions in it are dropped. An equation that JAX can't run in float64 because
+    its programs are opaque runs in the precision that it was traced with.
+    """
+    return evaluate(program, list(map(_widen, args)), _hook, constant=_widen)
+
+
+def primal_program(eqn: Any) -> ClosedJaxpr | None:
+    """What a call with a rule computes. `None` for another equation.
+
+    With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, it is in an opaque equation.
+    """
+    known, inner = structure(eqn), inner_programs(eqn)
+    is_call = known is None and eqn.primitive.name in _OPAQUE_CALLS
+    if len(inner) != 1 or not (is_call or isinstance(known, CallWithRule)):
+        return None
+    fits = _shapes(inner[0].in_avals) == _shapes(v.aval for v in eqn.invars)
+    return inner[0] if fits and len(inner[0].out_avals) == len(eqn.outvars) else None
+
+
+_OPAQUE_CALLS = ("call_hi_primitive",)
+
+
+def _shapes(avals) -> list[Any]:
+    return [getattr(aval, "shape", None) for aval in avals]
+
+
+def _run(program, values, _):
+    return evaluate_in_float64(program, values)
+
+
+def _hook(eqn, values):
+    known = structure(eqn)
+    is_opaque = isinstance(known, ShardMap) or (isinstance(known, Cond) and known.by_platform)
+    if known is not None and not is_opaque:
+        return enter(eqn, values, _run)
+    if known is None and primal_program(eqn) is not None:
+        return _run(primal_program(eqn), values, None)
+    if is_opaque or inner_programs(eqn) or _looks_at_types(eqn):
+        return list(map(_widen, bind(eqn, _as_traced(eqn, values))))
+    if eqn.primitive.name == "reduce_precision":
+        return values
+    params = dict(eqn.primitive.get_bind_params(eqn.params))
+    for key in _DTYPES:
+        if key in params and params[key] is not None and _is_inexact(params[key]):
+            params[key] = _wide(params[key])
+    if _is_empty_conversion(eqn, values, params):
+        return values
+    out = eqn.primitive.bind(*map(_widen, values), **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _looks_at_types(eqn) -> bool:
+    """Whether a primitive says the types of its results, or looks at the bits of numbers."""
+    types = ("result_shape_dtypes", "result_avals", "out_avals", "avals_out")
+    return eqn.primitive.name in _OF_BITS or any(key in eqn.params for key in types)
+
+
+def _is_empty_conversion(eqn, values, params) -> bool:
+    # The conversion of an array to its own dtype may still drop a weak type.
+    if eqn.primitive.name != "convert_element_type" or params.get("sharding") is not None:
+        return False
+    return _is_inexact(values[0]) and jnp.result_type(values[0]) == params["new_dtype"]
+
+
+def _as_traced(eqn, values):
+    return [
+        jax.lax.convert_element_type(x, v.aval.dtype) if _is_inexact(v.aval) else x
+        for x, v in zip(values, eqn.invars, strict=True)
+    ]
+
+
+def _is_inexact(x) -> bool:
+    dtype = x if isinstance(x, type | np.dtype) else getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, float | complex)
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _wide(dtype):
+    return np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+
+
+def _widen(x):
+    if not _is_inexact(x):
+        return x
+    dtype = jnp.result_type(x)
+    return jax.lax.convert_element_type(x, _wide(dtype))

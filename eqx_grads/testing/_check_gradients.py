@@ -1,0 +1,260 @@
+"""`check_gradients`: the gradient of a whole model against finite differences."""
+
+import fnmatch
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from .._errors import name_of, rule_error
+from .._jaxprs.structure import equations
+from ._compare import as_real, norm, tolerance_of
+from ._gradient_faults import ALL, CALLER, faults_of_leaves, faults_of_value
+from ._gradient_report import (
+    GradientReport,
+    LeafVerdict,
+    RIGHT,
+    SKIPPED,
+    UNMEASURED,
+)
+from ._judge_leaf import Judge
+from ._loss_program import LossProgram, trace_in_both_precisions
+
+
+# Directions that perturb all leaves together.
+_N_TOGETHER = 3
+
+
+def check_gradients(
+    loss: Callable[..., Any],
+    model: PyTree,
+    *args: Any,
+    skip: Collection[str] = (),
+    tolerance: float | None = None,
+    seed: int = 0,
+    raises: bool = True,
+    **kwargs: Any,
+) -> GradientReport:
+    """Check the gradient of a whole model against finite differences, leaf by leaf.
+
+    `check_rule` checks one function with a rule. This checks what a training step uses: the
+    gradient of a loss, through all layers, scans and rules. It says which leaves are wrong, and
+    names the function without whose rule they are right.
+
+    - The gradient is computed in float64, with model and arguments in float64, and along random
+        directions compared with differences: directions of all leaves together, then one of
+        each leaf alone, so that a wrong bias does not hide behind large weights.
+    - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
+        of the differences: a leaf whose differences are no evidence is `"not measured"`.
+    - Forward mode is compared as well, where there is one: with the differences, and so with
+        reverse mode (the adjoint identity).
+    - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
+        maximum). A gradient between them is not wrong; it is judged at a point nearby.
+    - For each wrong leaf, the rules in the program are removed (`eqg.custom_*`, `jax.custom_*`,
+        `stop_gradient`). If the gradient is right without some of them, these are named, with
+        the line and the layer of the call.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import eqx_grads.testing as eqgt
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.custom_vjp
+        def square(x):
+            return x**2
+
+        square.def_fwd(lambda x: (square(x), x))
+        square.def_bwd(lambda x, ct: (x * ct,))  # and the factor 2?
+
+        class Network(eqx.Module):
+            encode: eqx.nn.Linear
+            decode: eqx.nn.Linear
+
+            def __call__(self, x):
+                return self.decode(square(self.encode(x)))
+
+        key1, key2 = jax.random.split(jax.random.key(0))
+        network = Network(eqx.nn.Linear(3, 4, key=key1), eqx.nn.Linear(4, 1, key=key2))
+        loss = lambda network, x: jnp.sum(network(x) ** 2)
+
+        report = eqgt.check_gradients(loss, network, jnp.ones(3), raises=False)
+        assert [fault.path for fault in report.found] == ["encode.weight", "encode.bias"]
+        assert report.found[0].function == "square"
+        assert report["decode.weight"].verdict == "right"
+        ```
+
+    **Arguments:**
+
+    - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar. Use
+        `functools.partial` if it has a parameter with one of the names below.
+    - `model`: any PyTree. Its inexact arrays are the leaves; integers, keys and `None` are not.
+    - `*args`, `**kwargs`: anything.
+    - `skip`: the paths of leaves not to check, such as `"layers[0].weight"`; the path of a
+        layer stands for all leaves in it, and `*` for anything. For gradients that are not
+        derivatives on purpose: leaves before a straight-through estimator or a surrogate.
+    - `tolerance`: the largest relative error that passes, besides the estimated error of the
+        differences. By default 1e-6 in float64. If the loss computes in less than that, what
+        rounding explains in its dtype. Raise it for iterative solvers.
+    - `seed`: the seed of the random directions.
+    - `raises`: whether to raise when the gradient is wrong.
+
+    **Returns:**
+
+    A [`eqx_grads.testing.GradientReport`][], which is false if nothing is wrong.
+
+    It compiles the loss, its gradient and its forward mode, and evaluates the loss about ten
+    times for each leaf (a hundred times for a leaf that is wrong or badly conditioned).
+
+    **Raises:**
+
+    [`eqx_grads.testing.GradientCheckError`][], an `AssertionError` with the report.
+    [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, a model
+    without inexact arrays, and options that make no sense.
+    """
+    program, own, remarks = _programs(loss, model, args, kwargs)
+    skipped = _skipped(skip, program.names)
+    modes, missing = _modes(program)
+    remarks += missing
+    found, is_over = faults_of_value(loss, model, args, kwargs, program, own)
+    numbers: dict[str, object] = {"seed": seed, "precision": str(program.lowest or "float64")}
+    if is_over:
+        leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
+        return _finish(GradientReport(name_of(loss), leaves, found, numbers, remarks), raises)
+    if tolerance is None:
+        lowest = np.zeros((), program.lowest)
+        tolerance = 1e-6 if program.lowest is None else tolerance_of([lowest])
+    judge = Judge(program, tolerance, modes, seed)
+    leaves, together = _judge_all(judge, skipped)
+    found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
+    remarks += [_precision_lost(own, judge, skipped)]
+    numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
+    report = GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
+    return _finish(report, raises)
+
+
+def _finish(report: GradientReport, raises: bool) -> GradientReport:
+    if raises:
+        report.raise_if_failed()
+    return report
+
+
+def _programs(loss, model, args, kwargs) -> tuple[LossProgram, LossProgram, list[str]]:
+    """The program to differentiate, that in the user's precision, and remarks."""
+    own, wide, why = trace_in_both_precisions(
+        CALLER, loss, model, args, kwargs, steps_are_visible=False
+    )
+    program = wide or own
+    remarks = []
+    if wide is None:
+        remarks.append(
+            f"The loss can't be traced in float64 ({why}). Its gradient is in "
+            f"{own.lowest}; the differences are those of its program in float64."
+        )
+    elif wide.lowest is not None:
+        remarks.append(
+            f"The loss computes in {wide.lowest} even for a model in float64. The differences "
+            "are those of its program in float64."
+        )
+    return program, own, remarks
+
+
+def _skipped(skip: Collection[str], names: Sequence[str]) -> set[int]:
+    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    skipped: set[int] = set()
+    for pattern in patterns:
+        hits = {i for i, name in enumerate(names) if _matches(name, pattern)}
+        if not hits:
+            raise rule_error(
+                f"`skip` names a leaf that the model does not have: `{pattern}`.",
+                f"its leaves are {', '.join(names[:20])}",
+                do="Name leaves by their paths, layers by the start of a path, or several with "
+                "`*`.",
+            )
+        skipped |= hits
+    if len(skipped) == len(names):
+        raise rule_error(
+            "`check_gradients` was asked to skip all leaves.",
+            f"they are {', '.join(names[:20])}",
+            do="Leave some of them out of `skip`.",
+        )
+    return skipped
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if name == pattern or fnmatch.fnmatchcase(name, pattern.replace("[", "[[]")):
+        return True
+    return name.startswith(pattern) and name[len(pattern)] in ".["
+
+
+def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
+    """The modes in which the loss can be differentiated, and remarks on those in which not."""
+    zeros = [np.zeros_like(x) for x in program.leaves]
+    modes, remarks = [], []
+    for mode, text, run in (
+        ("reverse", "everse-mode", program.gradient),
+        ("forward", "forward-mode", lambda: program.tangent(program.leaves, zeros)),
+    ):
+        error = program.mode_error(run, text)
+        if error is None:
+            modes.append(mode)
+        else:
+            remarks.append(f"There is no {mode} mode: {error}")
+    if not modes:
+        raise rule_error(
+            "`check_gradients` was given a loss without derivatives.",
+            *remarks,
+            do="See `eqx_grads.custom_vjp` for a rule, and `eqx_grads.filter_scan` for a loop.",
+        )
+    return modes, remarks
+
+
+# ---------------------------------------------------------------- precision
+
+
+def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
+    """A remark on the leaves whose gradient is right in float64, and not in the user's
+    precision."""
+    if judge.gradient is None or own.lowest is None or own is judge.program:
+        return ""
+    names = {eqn.primitive.name for eqn in equations(own.traced.program)}
+    if any("random" in name or "threefry" in name for name in names):
+        return ""  # it draws other numbers in another precision
+    off = []
+    admitted = 30 * tolerance_of([np.zeros((), own.lowest)])
+    for i, (g, exact) in enumerate(zip(own.gradient(), judge.gradient, strict=True)):
+        g, exact = as_real(g), as_real(exact)
+        size = norm(exact)
+        if i in skipped or size == 0 or not np.all(np.isfinite(exact)):
+            continue
+        error = norm(g - exact) / size
+        if not error <= admitted:
+            off.append((error, own.names[i]))
+    if not off:
+        return ""
+    off.sort(reverse=True)
+    shown = ", ".join(f"{name} ({error:.1g})" for error, name in off[:6])
+    return f"In {own.lowest}, rounding changes the gradient. Its relative error: {shown}."
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def _judge_all(judge: Judge, skipped: set[int]) -> tuple[list[LeafVerdict], list[LeafVerdict]]:
+    """The verdict of each leaf, and those of directions that perturb all leaves."""
+    names = judge.program.names
+    kept = [i for i in range(len(names)) if i not in skipped and judge.leaves[i].size]
+    together = [judge.judge(judge.direction(ALL, kept)) for _ in range(_N_TOGETHER)]
+    leaves = []
+    for i, name in enumerate(names):
+        if i in skipped:
+            leaves.append(LeafVerdict(name, SKIPPED))
+        elif i not in kept:
+            leaves.append(LeafVerdict(name, RIGHT))  # without entries
+        else:
+            leaves.append(judge.judge(judge.direction(name, [i])))
+    return leaves, together

@@ -1,0 +1,242 @@
+"""The faults of a gradient: what is wrong, because of which function, and what to do."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from .._diagnosis.origins import NumberedLoss
+from .._errors import place_of
+from .._jaxprs.structure import inner_programs
+from ._gradient_report import GradientFault, LeafVerdict, WRONG
+from ._likely_cause import likely_cause
+from ._loss_program import along, LossProgram, trace_in_both_precisions
+from ._remove_rules import RuleRemoval, Suspect
+
+
+CALLER = "check_gradients"
+ALL = "all leaves"
+
+
+def faults_of_value(
+    loss, model, args, kwargs, program: LossProgram, own: LossProgram
+) -> tuple[list[GradientFault], bool]:
+    """Faults of a loss that is not finite or returns another value each time, and whether it
+    has no differences for that reason.
+
+    - `program`: what is differentiated. `own`: the same in the user's precision.
+    """
+    values = [program.value() for _ in range(3)]
+    if not np.all(np.isfinite(values)):
+        fault = GradientFault(
+            "",
+            "not finite",
+            text=f"The loss itself is {values[0]}.",
+            cure="`eqx_grads.explain_nan` says where it becomes so.",
+        )
+        return [fault], True
+    if not _same(values):
+        calls = [o for o in NumberedLoss(own.traced).origins if "callback" in o.primitive]
+        first = calls[0] if calls else None
+        fault = GradientFault(
+            "",
+            "random",
+            layer=first.path if first else "",
+            file=first.source.file if first else "",
+            line=first.source.line if first else 0,
+            primitive=first.primitive if first else "",
+            text="The same program returns another value each time: "
+            f"{', '.join(f'{v:.9g}' for v in values)}.",
+            cure="Use `jax.random` with a key that is an argument. A host function that is "
+            "called by a callback has to return the same for the same arguments.",
+        )
+        return [fault], True
+    again, _, _ = trace_in_both_precisions(
+        CALLER, loss, model, args, kwargs, steps_are_visible=False, only_own=True
+    )
+    if _same_constants(own.traced.program, again.traced.program):
+        return [], False
+    values = [own.value(), again.value()]
+    if _same(values):
+        return [], False
+    fault = GradientFault(
+        "",
+        "random",
+        text=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
+        "gradient was checked for the values of one of them.",
+        cure="The loss reads something that is not an argument: a NumPy or Python random "
+        f"number, the time, or a counter. Pass it as an argument ({place_of(loss)}).",
+    )
+    return [fault], False
+
+
+def _same_constants(one: Any, other: Any) -> bool:
+    """Whether two traces of a loss have the same equations with the same numbers in them. They
+    have the same value then, and the second one need not be compiled."""
+    pairs = itertools.zip_longest(_constants(one), _constants(other))
+    return all(
+        type(x) is type(y) and np.array_equal(x, y, equal_nan=not isinstance(x, str))
+        for x, y in pairs
+    )
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """The name of each primitive and each number in a program, in order."""
+    for x in program.consts:
+        is_number = not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.extended)
+        yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
+    for eqn in program.eqns:
+        yield eqn.primitive.name
+        for v in eqn.invars:
+            if isinstance(v, Literal):
+                yield np.asarray(v.val).astype(complex)
+        for inner in inner_programs(eqn):
+            yield from _constants(inner)
+
+
+def _same(values: Sequence[float]) -> bool:
+    size = max(map(abs, values))
+    return not np.isfinite(size) or max(values) - min(values) <= 1e-6 * size
+
+
+def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list[GradientFault]:
+    wrong = [i for i, leaf in enumerate(leaves) if leaf.verdict == WRONG]
+    if not wrong:
+        for verdict in together:
+            if verdict.verdict == WRONG:
+                text = f"{ALL}: {_in_numbers(verdict)}."
+                cure = "Each leaf alone is right. Try other seeds: `seed=1`."
+                return [GradientFault(ALL, _kind(verdict), text=text, cure=cure)]
+        return []
+    finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
+    reasons = _Reasons({}, None, False)
+    if finite:
+        # Where reverse mode is right, the fault is in a forward rule.
+        is_reverse = any(leaves[i].reverse is not None for i in finite)
+        in_reverse = [i for i in finite if is_reverse and _kind(leaves[i]) != "modes disagree"]
+        mode = "reverse" if in_reverse else "forward"
+        reasons = _reasons(loss, model, args, kwargs, judge, in_reverse or finite, mode)
+    return [_fault(judge, leaves[i], i, reasons) for i in wrong]
+
+
+class _Reasons(NamedTuple):
+    """- `by_leaf`: the rules that make a leaf wrong.
+    - `reference`: the gradient without them.
+    - `is_scan`: whether the gradient is right as soon as the steps of `filter_scan` are
+        differentiated one by one.
+    """
+
+    by_leaf: dict[int, list[Suspect]]
+    reference: Sequence[Any] | None
+    is_scan: bool
+
+
+def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
+    own, wide, _ = trace_in_both_precisions(CALLER, loss, model, args, kwargs)
+    is_wide = judge.program.context is not own.context
+    removal = RuleRemoval(wide if is_wide and wide is not None else own)
+
+    def wrong(removed):
+        if mode == "reverse":
+            gradient = removal.gradient(removed)
+            found = lambda tangents: along(gradient, tangents)
+        else:
+            found = lambda tangents: removal.tangent(removed, tangents)
+        directions = {i: judge.measured[i][0].tangents for i in leaves}
+        return {i for i in leaves if judge.is_wrong(i, found(directions[i]))}
+
+    is_scan = not wrong(set())
+    by_leaf, removed = ({}, set()) if is_scan else removal.culprits(wrong)
+    is_known = mode == "reverse" and (is_scan or removed)
+    return _Reasons(by_leaf, removal.gradient(removed) if is_known else None, is_scan)
+
+
+def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
+    kind, reasons = _kind(leaf), known.by_leaf.get(i, [])
+    first = reasons[0] if reasons else None
+    layer = first.layer if first else ""
+    parts = []
+    if leaf.reverse is not None and leaf.forward is not None and _agrees(leaf, leaf.forward):
+        parts.append("forward mode agrees with the differences")
+    if known.reference is not None and judge.gradient is not None:
+        want, have = np.asarray(known.reference[i]), np.asarray(judge.gradient[i])
+        likely = likely_cause(want, have, f"`{leaf.path}`", (), judge.leaves[i])
+        parts += [likely] if likely else []
+    return GradientFault(
+        leaf.path,
+        kind,
+        layer or _layer_of_leaf(leaf.path, judge.program.traced.layers),
+        function=", ".join(dict.fromkeys(s.name for s in reasons)),
+        file=first.place[0] if first else "",
+        line=first.place[1] if first else 0,
+        primitive=first.origin.eqn.primitive.name if first else "",
+        text=f"{leaf.path}: {'; '.join(parts)}." if parts else "",
+        cure=_cure(kind, reasons, known.is_scan),
+    )
+
+
+def _agrees(leaf: LeafVerdict, derivative: float) -> bool:
+    """Whether a derivative is much nearer to the differences than the wrong one."""
+    wrong = derivative if leaf.reverse is None else leaf.reverse
+    gap = abs(derivative - (leaf.differences or 0.0))
+    return gap <= 0.01 * abs(wrong - (leaf.differences or 0.0))
+
+
+def _in_numbers(leaf: LeafVerdict) -> str:
+    modes = [("reverse", leaf.reverse), ("forward", leaf.forward)]
+    have = [f"{mode} mode gives {d:.6g}" for mode, d in modes if d is not None]
+    return (
+        f"along a direction {' and '.join(have)}, differences give {leaf.differences:.6g} "
+        f"(+- {leaf.error:.1g})"
+    )
+
+
+def _kind(leaf: LeafVerdict) -> str:
+    have = leaf.forward if leaf.reverse is None else leaf.reverse
+    if have is None or leaf.differences is None or not np.isfinite(have):
+        return "not finite"
+    if leaf.reverse is not None and leaf.forward is not None:
+        gap = abs(leaf.forward - leaf.differences)
+        if not abs(leaf.reverse - leaf.differences) > 0.01 * gap:
+            return "modes disagree"
+    if have == 0:
+        return "cut"
+    if abs(leaf.differences) <= 10 * leaf.error or leaf.differences == 0:
+        return "not a derivative"
+    return "wrong"
+
+
+def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
+    if kind == "not finite":
+        return "`eqx_grads.explain_nan` says where it becomes so."
+    if is_scan:
+        return "The steps are right: the gradient of a `filter_scan` is at fault."
+    if not reasons:
+        if kind == "cut":
+            return "`eqx_grads.explain_zero` says where the gradient becomes zero."
+        if kind == "modes disagree":
+            return "Reverse mode is right, forward mode is not."
+        return "No rule explains it. Check the layers one by one."
+    stops = [s for s in reasons if s.is_stop]
+    if stops:
+        where = ", ".join(dict.fromkeys(str(s.origin.source) for s in stops))
+        return f"Without the `stop_gradient` in {where} the gradient is right."
+    names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in reasons))
+    if kind == "modes disagree":
+        return f"Without the rule of {names} forward mode is right, as reverse mode is."
+    text = (
+        f"Without the rule of {names} the gradient is right: `check_rule` says what is wrong."
+    )
+    if kind == "not a derivative":
+        text += " If the rule is another gradient on purpose, `skip` the leaves before it."
+    return text
+
+
+def _layer_of_leaf(path: str, layers: Sequence[str]) -> str:
+    """The innermost layer that a leaf belongs to."""
+    around = [layer for layer in layers if path.startswith((layer + ".", layer + "["))]
+    return max(around, key=len, default="")

@@ -1,0 +1,168 @@
+"""The loss of a model as a program: its value, its gradient in both modes, its differences."""
+
+import contextlib
+import functools as ft
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._diagnosis.traced_loss import trace_loss, TracedLoss
+from .._jaxprs.evaluate import evaluate
+from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
+from .._tangent_spaces import is_differentiable
+from ._compare import pairing
+from ._flat_function import double_precision
+from ._slope import Samples
+
+
+def jit_as_written(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit`, but a cast to float16 and back does lose digits. XLA would remove it, or not,
+    depending on what is around it."""
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+
+
+# XLA takes minutes to compile more equations than this in a row (those of a scan or of a `jit`
+# inside count as one). They are run one by one.
+_MOST_COMPILED = 1000
+
+
+class LossProgram:
+    """A loss at a model and arguments.
+
+    - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
+    - `others`: the other arrays of the model and the arguments.
+    - `lowest`: the dtype of lowest precision in the program, `None` if all are float64.
+    """
+
+    def __init__(self, traced: TracedLoss, context: Callable[[], Any]):
+        self.traced = traced
+        self.context = context
+        self.names = list(traced.leaves)
+        self.leaves = [np.asarray(x) for x in traced.values[: len(self.names)]]
+        self.others = list(traced.values[len(self.names) :])
+        self.lowest = low_precision(traced.program)
+
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn if len(self.traced.program.eqns) > _MOST_COMPILED else jit_as_written(fn)
+
+    def _loss(self, leaves, others):
+        return evaluate(self.traced.program, [*leaves, *others])[0]
+
+    @ft.cached_property
+    def _gradient(self):
+        return self.compile(jax.grad(self._loss))
+
+    @ft.cached_property
+    def _tangent(self):
+        def tangent(leaves, tangents, others):
+            return jax.jvp(lambda xs: self._loss(xs, others), (leaves,), (tangents,))[1]
+
+        return self.compile(tangent)
+
+    @ft.cached_property
+    def _value_at(self):
+        """The loss at a step along a direction. In float64 even where the program is not."""
+
+        def value_at(leaves, tangents, others, step):
+            leaves = [x + step * t for x, t in zip(leaves, tangents, strict=True)]
+            if self.lowest is None:
+                return self._loss(leaves, others)
+            return evaluate_in_float64(self.traced.program, [*leaves, *others])[0]
+
+        return self.compile(value_at)
+
+    def value(self) -> float:
+        zeros = [np.zeros(x.shape, in_float64(x).dtype) for x in self.leaves]
+        return self.samples(self.leaves, zeros)(0.0)
+
+    def gradient(self, leaves: Sequence[Any] | None = None) -> list[np.ndarray]:
+        with self.context():
+            leaves = self.like_leaves(self.leaves if leaves is None else leaves)
+            leaves = list(map(jnp.asarray, leaves))
+            return [np.asarray(g) for g in self._gradient(leaves, self.others)]
+
+    def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
+        """The derivative along a direction, in forward mode."""
+        with self.context():
+            leaves, tangents = self.like_leaves(leaves), self.like_leaves(tangents)
+            leaves, tangents = (list(map(jnp.asarray, xs)) for xs in (leaves, tangents))
+            return float(self._tangent(leaves, tangents, self.others))
+
+    def samples(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> Samples:
+        """The loss along a direction, in float64."""
+        with double_precision():
+            leaves, tangents = (
+                [jnp.asarray(in_float64(x)) for x in xs] for xs in (leaves, tangents)
+            )
+
+        def value_at(step):
+            with double_precision():
+                return self._value_at(leaves, tangents, self.others, step)
+
+        return Samples(value_at)
+
+    def like_leaves(self, arrays: Sequence[Any]) -> list[Any]:
+        return [np.asarray(a).astype(x.dtype) for a, x in zip(arrays, self.leaves, strict=True)]
+
+    def mode_error(self, run: Callable[[], Any], mode: str) -> str | None:
+        """What JAX says if there is no derivative in this mode: forward mode for a
+        `jax.custom_vjp`, reverse mode for a `while_loop`. Other errors are raised."""
+        try:
+            run()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if mode not in str(error).lower():
+                raise
+            return str(error).splitlines()[0]
+        return None
+
+
+def trace_in_both_precisions(
+    caller: str,
+    loss: Callable[..., Any],
+    model: PyTree,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    only_own: bool = False,
+    **options: Any,
+) -> tuple[LossProgram, LossProgram | None, str]:
+    """The program in the user's precision, that in float64, and why there is none if so."""
+    traced = trace_loss(caller, loss, model, args, kwargs, **options)
+    own = LossProgram(traced, contextlib.nullcontext)
+    if only_own:
+        return own, None, ""
+    try:
+        with double_precision():
+            wide_model, wide_args, wide_kwargs = _in_float64((model, tuple(args), dict(kwargs)))
+            traced = trace_loss(caller, loss, wide_model, wide_args, wide_kwargs, **options)
+            return own, LossProgram(traced, double_precision), ""
+    except Exception as error:  # the loss is for one precision only, and the report says so
+        return own, None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+def _in_float64(tree: PyTree) -> PyTree:
+    """All arrays of floats in float64. Python numbers stay as they are: a model may use them as
+    configuration."""
+    return jax.tree.map(lambda x: jnp.asarray(in_float64(x)) if _is_float_array(x) else x, tree)
+
+
+def _is_float_array(x) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and is_differentiable(x)
+
+
+def in_float64(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:
+    """The derivative along a direction that a gradient gives. An entry of the gradient that is
+    NaN does not matter where the direction is zero."""
+    gradient = [
+        np.where(t == 0, 0.0, in_float64(g)) for g, t in zip(gradient, tangents, strict=True)
+    ]
+    return pairing(gradient, tangents)

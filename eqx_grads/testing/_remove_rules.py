@@ -1,0 +1,188 @@
+"""Which function's rule makes a gradient wrong: without that rule, the gradient is right.
+
+Each call of a function with a rule becomes a `cond` between the call and what is beneath the
+rule. So one compiled program has the gradient without any set of rules.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._diagnosis.origins import NumberedLoss, Origin
+from .._diagnosis.source_lines import source_line
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.in_float64 import primal_program
+from .._jaxprs.structure import (
+    CallWithRule,
+    Cond,
+    equations,
+    inner_programs,
+    ShardMap,
+    structure,
+)
+from ._loss_program import LossProgram
+from ._strip_rules import is_rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """A function with a rule, or a `stop_gradient`, that is called in a layer.
+
+    - `name`: what the user calls it.
+    - `origin`: the first call of it.
+    """
+
+    name: str
+    layer: str
+    origin: Origin
+
+    @property
+    def is_stop(self) -> bool:
+        return self.origin.eqn.primitive.name == "stop_gradient"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and line of the call. If no frame of it is the user's, of what is called."""
+        sources = [self.origin.source]
+        program = primal_program(self.origin.eqn)
+        if program is not None:
+            sources += map(source_line, equations(program))
+        found = next((source for source in sources if source.file), sources[0])
+        return found.file, found.line
+
+
+class RuleRemoval:
+    """The gradient of a loss without some of its rules.
+
+    - `suspects`: what can be removed. A set of rules is a set of indices of this list.
+    """
+
+    def __init__(self, program: LossProgram):
+        self.program = program
+        self.suspects: list[Suspect] = []
+        self._index: dict[int, int] = {}  # from the id of an equation
+        known: dict[tuple[str, str, str], int] = {}
+        for origin in NumberedLoss(program.traced).origins:
+            if not _is_suspect(origin.eqn):
+                continue
+            suspect = Suspect(_name(origin), origin.path, origin)
+            # A stop is one line; a function is the same wherever a layer calls it.
+            place = str(origin.source) if suspect.is_stop else ""
+            key = (suspect.name, suspect.layer, place)
+            if key not in known:
+                known[key] = len(self.suspects)
+                self.suspects.append(suspect)
+            self._index.setdefault(id(origin.eqn), known[key])
+
+    def _loss(self, leaves, others, removed):
+        values = [*leaves, *others]
+        return self._evaluate(removed, self.program.traced.program, values)[0]
+
+    @ft.cached_property
+    def _gradient(self):
+        return self.program.compile(jax.grad(self._loss))
+
+    @ft.cached_property
+    def _tangent(self):
+        def tangent(leaves, tangents, others, removed):
+            loss = lambda leaves: self._loss(leaves, others, removed)
+            return jax.jvp(loss, (leaves,), (tangents,))[1]
+
+        return self.program.compile(tangent)
+
+    def _mask(self, removed: Set[int]) -> np.ndarray:
+        return np.array([i in removed for i in range(len(self.suspects))])
+
+    def gradient(self, removed: Set[int]) -> list[np.ndarray]:
+        program = self.program
+        with program.context():
+            leaves = list(map(jnp.asarray, program.leaves))
+            out = self._gradient(leaves, program.others, self._mask(removed))
+            return [np.asarray(g) for g in out]
+
+    def tangent(self, removed: Set[int], tangents: Sequence[Any]) -> float:
+        """The derivative along a direction, in forward mode."""
+        program = self.program
+        with program.context():
+            tangents = list(map(jnp.asarray, program.like_leaves(tangents)))
+            leaves = list(map(jnp.asarray, program.leaves))
+            mask = self._mask(removed)
+            return float(self._tangent(leaves, tangents, program.others, mask))
+
+    def culprits(
+        self, wrong: Callable[[Set[int]], Set[int]]
+    ) -> tuple[dict[int, list[Suspect]], Set[int]]:
+        """For each wrong leaf the rules that make it wrong, and the set of these rules.
+
+        - `wrong`: the indices of the leaves that are wrong without a set of rules.
+        """
+        if not self.suspects:
+            return {}, set()
+        removed = set(range(len(self.suspects)))
+        if wrong(removed):
+            # One of the functions may have no other derivative than its rule.
+            alone = [{i} for i in sorted(removed) if not wrong({i})]
+            if not alone:
+                return {}, set()
+            removed = alone[0]
+        for i in sorted(removed):
+            if not wrong(removed - {i}):
+                removed = removed - {i}
+        by_leaf: dict[int, list[Suspect]] = {}
+        for i in sorted(removed):
+            is_around = any(
+                self.suspects[i].origin.number in self.suspects[j].origin.enclosing
+                for j in removed
+            )
+            if is_around:  # the rule inside can't be removed alone
+                continue
+            for leaf in wrong(removed - {i}):
+                by_leaf.setdefault(leaf, []).append(self.suspects[i])
+        return by_leaf, removed
+
+    def _evaluate(self, removed, program, values):
+        def hook(eqn, values):
+            index = self._index.get(id(eqn))
+            if index is not None:
+                without = ft.partial(self._without_rule, removed, eqn)
+                return jax.lax.cond(removed[index], without, ft.partial(bind, eqn), values)
+            return enter(eqn, values, run) if self._is_entered(eqn) else bind(eqn, values)
+
+        run = lambda inner, values, _: self._evaluate(removed, inner, values)
+        return evaluate(program, values, hook)
+
+    def _without_rule(self, removed, eqn, values):
+        if eqn.primitive.name == "stop_gradient":
+            return list(values)
+        return self._evaluate(removed, primal_program(eqn), values)
+
+    def _is_entered(self, eqn) -> bool:
+        known = structure(eqn)
+        if known is None or isinstance(known, CallWithRule | ShardMap):
+            return False
+        if isinstance(known, Cond) and known.by_platform:
+            return False
+        return any(
+            id(inner) in self._index for p in inner_programs(eqn) for inner in equations(p)
+        )
+
+
+def _is_suspect(eqn) -> bool:
+    if eqn.primitive.name == "stop_gradient":
+        return True
+    return is_rule(eqn) and primal_program(eqn) is not None
+
+
+def _name(origin: Origin) -> str:
+    if origin.eqn.primitive.name == "stop_gradient":
+        return "stop_gradient"
+    info = getattr(getattr(primal_program(origin.eqn), "jaxpr", None), "debug_info", None)
+    # Such as "square at /home/user/model.py:12".
+    name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
+    generic = origin.primitive in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
+    return name if generic and name else origin.primitive

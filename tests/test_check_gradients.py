@@ -1,0 +1,318 @@
+"""`check_gradients` finds every planted fault of a model, and accuses no right model."""
+
+import time
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_grads._jaxprs.in_float64 import evaluate_in_float64, low_precision
+from eqx_grads.testing._slope import central_slope, confirmed_slope, Samples, with_sides
+
+from .model_faults import between, DATA, dense_stack, FAULTS, with_rule
+from .right_models import RIGHT
+
+
+# One of each kind for every change; all of them are slow tests.
+QUICK = {
+    "missing_factor",
+    "missing_cotangent_of_a_bias",
+    "wrong_rule_deep_in_a_scan",
+    "stop_gradient_left_in",
+    "relu_at_its_kink",
+    "float32_only",
+    "chaotic_map",
+}
+
+
+def names(cases):
+    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cases]
+
+
+@pytest.mark.parametrize("name", names(FAULTS))
+def test_fault_is_found(name):
+    fault = FAULTS[name]
+    fn, model, *args = fault.make()
+    report = eqgt.check_gradients(fn, model, *args, raises=False)
+    assert {found.path for found in report.found} == set(fault.wrong), str(report)
+    for found in report.found:
+        assert found.kind == fault.kind, str(report)
+        assert found.layer == fault.layer, str(report)
+        assert found.function == fault.function, str(report)
+        if found.function:
+            assert found.file.endswith("model_faults.py"), str(report)
+            assert found.line > 0
+
+
+@pytest.mark.parametrize("name", names(RIGHT))
+def test_right_model_is_not_accused(name):
+    fn, model, *args = RIGHT[name]()
+    report = eqgt.check_gradients(fn, model, *args)
+    assert not report
+    # A check that measures nothing accuses nobody.
+    unmeasured = [leaf for leaf in report.leaves if leaf.verdict == "not measured"]
+    assert len(unmeasured) <= (name == "batch_norm_with_state"), str(report)
+
+
+def test_there_are_enough_of_them():
+    assert len(FAULTS) >= 25
+    assert len(RIGHT) >= 25
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def test_a_kink_is_told_from_an_error():
+    fn, model, *args = RIGHT["lasso_at_zero"]()
+    assert eqgt.check_gradients(fn, model, *args)["model"].verdict == "kink"
+
+    @jax.custom_vjp
+    def size(x):
+        return jnp.abs(x)
+
+    size.defvjp(lambda x: (size(x), x), lambda x, ct: (2 * ct * jnp.sign(x),))
+    wrong = lambda m, x: jnp.mean((x @ m - 1.0) ** 2) + jnp.sum(size(m))
+    report = eqgt.check_gradients(wrong, model + 0.1, *args, raises=False)
+    assert report["model"].verdict == "WRONG"
+
+
+def test_leaves_without_influence_are_listed():
+    fn, model, *args = RIGHT["rounded_then_unused"]()
+    report = eqgt.check_gradients(fn, model, *args)
+    assert report["layers[0].weight"].verdict == "zero"
+    assert "The loss does not depend on these leaves here" in str(report)
+
+
+def test_what_is_not_inexact_is_ignored():
+    model = {"w": jnp.ones(3), "n": jnp.arange(3), "none": None, "p": 0.5, "key": jr.key(0)}
+    fn = lambda m: jnp.sum(jnp.sin(m["w"]) * m["p"]) + jr.uniform(m["key"], ()) * 0
+    report = eqgt.check_gradients(fn, model)
+    assert [leaf.path for leaf in report.leaves] == ["['w']"]
+
+
+def straight_through():
+    return between(lambda x: eqg.ste.round(3 * x) / 3)
+
+
+def test_a_gradient_that_is_no_derivative_on_purpose():
+    fn, model, data = straight_through()
+    report = eqgt.check_gradients(fn, model, data, raises=False)
+    assert {found.path for found in report.found} == {"layers[0].weight", "layers[0].bias"}
+    assert {found.kind for found in report.found} == {"not a derivative"}
+    assert "on purpose" in str(report)
+    report = eqgt.check_gradients(fn, model, data, skip="layers[0]")
+    assert report["layers[0].bias"].verdict == "skipped"
+    assert report["layers[2].bias"].verdict == "right"
+    assert not eqgt.check_gradients(fn, model, data, skip="*[0].*")
+
+
+def test_skip_of_what_there_is_not():
+    fn, model, data = dense_stack(None)
+    with pytest.raises(eqg.RuleError, match="does not have: `layer`"):
+        eqgt.check_gradients(fn, model, data, skip="layer")
+    with pytest.raises(eqg.RuleError, match="skip all leaves"):
+        eqgt.check_gradients(fn, model, data, skip="layers")
+
+
+def test_tolerance():
+    fn, model, data = FAULTS["second_leaf_wrong_by_one_in_a_thousand"].make()
+    assert not eqgt.check_gradients(fn, model, data, tolerance=1e-2)
+
+
+# ---------------------------------------------------------------- the value
+
+
+def test_a_random_loss_is_named():
+    rng = np.random.default_rng(0)
+    noisy = lambda m, x: jnp.sum(m * x) * rng.normal()
+    report = eqgt.check_gradients(noisy, jnp.ones(3), jnp.ones(3), raises=False)
+    assert [found.kind for found in report.found] == ["random"]
+    assert "Two calls return different values" in str(report)
+    assert report["model"].verdict == "right"
+
+
+def test_a_random_callback_is_named():
+    rng = np.random.default_rng(0)
+    host = lambda: np.float32(rng.normal())
+    draw = lambda: jax.pure_callback(host, jax.ShapeDtypeStruct((), np.float32))
+    noisy = lambda m: jnp.sum(m) + jax.lax.stop_gradient(draw()).astype(m.dtype)
+    report = eqgt.check_gradients(noisy, jnp.ones(3), raises=False)
+    (found,) = report.found
+    assert (found.kind, found.primitive) == ("random", "pure_callback")
+    assert found.file == __file__
+    assert report["model"].verdict == "not measured"
+
+
+def test_a_loss_that_is_not_finite():
+    report = eqgt.check_gradients(lambda m: jnp.log(m), jnp.array(-1.0), raises=False)
+    assert [found.kind for found in report.found] == ["not finite"]
+    assert "explain_nan" in report.found[0].cure
+
+
+@pytest.mark.parametrize(
+    ("fn", "model", "match"),
+    [
+        (lambda m: m, jnp.ones(3), "did not return a real scalar"),
+        (lambda m: 1.0, {"n": 3}, "without inexact arrays"),
+        (lambda m: float(m), jnp.ones(()), "can't trace the loss"),
+    ],
+)
+def test_bad_input(fn, model, match):
+    with pytest.raises(eqg.RuleError, match=match):
+        eqgt.check_gradients(fn, model)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_it_raises_with_the_report():
+    fn, model, data = FAULTS["missing_factor"].make()
+    with pytest.raises(
+        eqgt.GradientCheckError, match="The gradient of `loss`: FAILED"
+    ) as error:
+        eqgt.check_gradients(fn, model, data)
+    for part in ("layers[0].weight", "square, model_faults.py:", "half the expected one"):
+        assert part in str(error.value)
+    assert isinstance(error.value, AssertionError)
+
+
+def test_report():
+    fn, model, data = FAULTS["missing_factor"].make()
+    report = eqgt.check_gradients(fn, model, data, raises=False, seed=3)
+    assert report
+    assert not report.passed
+    assert report.numbers["seed"] == 3
+    assert report.numbers["precision"] == "float64"
+    assert report["layers[2].weight"].verdict == "right"
+    assert report["layers[0].weight"].relative_error > 0.01
+    assert "<table>" in report._repr_html_()
+    with pytest.raises(KeyError, match="no leaf 'layers'"):
+        report["layers"]
+
+
+def test_the_numbers_are_those_of_autodiff():
+    """An outside witness for the columns of the report."""
+    fn, model, *data = RIGHT["recurrent_stack"]()
+    gradient = jax.grad(fn)(model, *data)
+    report = eqgt.check_gradients(fn, model, *data)
+    for leaf in report.leaves:
+        assert leaf.reverse == pytest.approx(leaf.forward, rel=1e-9)
+        assert leaf.reverse == pytest.approx(leaf.differences, rel=1e-7)
+    assert len(report.leaves) == len(jax.tree.leaves(gradient))
+
+
+# ---------------------------------------------------------------- size
+
+
+def test_a_hundred_thousand_parameters_take_seconds():
+    model = eqx.nn.MLP(100, 10, 256, 2, key=jr.key(0))
+    assert sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x)) > 90_000
+    xs = jr.normal(jr.key(1), (32, 100))
+    start = time.perf_counter()
+    report = eqgt.check_gradients(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), model, xs)
+    assert [leaf.verdict for leaf in report.leaves] == ["right"] * 6
+    assert time.perf_counter() - start < 30
+
+
+@pytest.mark.slow
+def test_a_wrong_bias_among_a_hundred_thousand_parameters():
+    affine = lambda w, b, x: w @ x + b
+    bwd = lambda res, ct: (jnp.outer(ct, res[1]), 1.001 * ct, res[0].T @ ct)
+    rule = with_rule(affine, lambda w, b, x: (affine(w, b, x), (w, x)), bwd)
+    key = jr.key(0)
+    model = {
+        "w": [jr.normal(k, (300, 300)) / 17 for k in jr.split(key)],
+        "b": [jnp.full(300, 1e-4)] * 2,
+    }
+
+    def fn(m, x):
+        x = jnp.tanh(affine(m["w"][0], m["b"][0], x))
+        return jnp.sum(rule(m["w"][1], m["b"][1], x) ** 2)
+
+    report = eqgt.check_gradients(fn, model, jr.normal(key, (300,)), raises=False)
+    assert [found.path for found in report.found] == ["['b'][1]"]
+
+
+@pytest.mark.slow
+def test_ten_thousand_equations():
+    def fn(m, x):
+        for _ in range(2500):
+            x = x + 1e-3 * jnp.tanh(m @ x)
+        return jnp.sum(x)
+
+    start = time.perf_counter()
+    report = eqgt.check_gradients(fn, jnp.eye(3), jnp.asarray(DATA[0]))
+    assert report["model"].verdict == "right"
+    assert time.perf_counter() - start < 120
+
+
+def test_other_solvers():
+    optx = pytest.importorskip("optimistix")
+
+    def fn(m, x):
+        solver = optx.Newton(rtol=1e-10, atol=1e-10)
+        root = optx.root_find(lambda y, p: y + p * jnp.tanh(y) - x, solver, x, args=m)
+        return jnp.sum(root.value**2)
+
+    model, x = jnp.array([0.3, 0.5]), jnp.array([1.0, -2.0])
+    report = eqgt.check_gradients(fn, model, x, tolerance=1e-5)
+    assert report["model"].verdict == "right", str(report)
+
+
+# ---------------------------------------------------------------- the pieces
+
+
+@pytest.mark.parametrize(
+    ("fn", "slope"),
+    [
+        (lambda h: np.exp(3 * h), 3.0),
+        (lambda h: np.sin(1e5 * h) * 1e-5, 1.0),
+        (lambda h: 1e6 + np.tanh(1e3 * h), 1e3),
+        (lambda h: 0.0 * h + 5, 0.0),
+        (lambda h: np.round(0.2 + h), 0.0),
+        (lambda h: np.maximum(h - 1e-7, 0.0) + 2 * h, 2.0),
+        (lambda h: np.sqrt(h + 1e-4), 50.0),
+    ],
+)
+def test_slope(fn, slope):
+    samples = Samples(fn)
+    found = confirmed_slope(samples, central_slope(samples, abs(slope)))
+    assert abs(found.value - slope) <= 10 * found.error + 1e-12
+    assert found.error <= 1e-4 * max(abs(slope), 1)
+    assert not with_sides(samples, found).is_kink
+
+
+def test_slopes_of_both_sides():
+    samples = Samples(lambda h: np.where(h > 0, 3 * h, -h) + np.sin(h))
+    slope = with_sides(samples, central_slope(samples, 1.0))
+    assert slope.is_kink
+    assert slope.left == pytest.approx(0.0, abs=1e-6)
+    assert slope.right == pytest.approx(4.0, abs=1e-6)
+    assert slope.admits(1.0)
+    assert not slope.admits(5.0)
+
+
+def test_a_program_in_float64():
+    def fn(x):
+        y = jnp.sin(x.astype(jnp.bfloat16)).astype(jnp.float32)
+        step = lambda h, x: ((h * jnp.float32(0.5) + x).astype(jnp.float32), None)
+        h, _ = jax.lax.scan(jax.checkpoint(step), jnp.zeros((), jnp.float32), y)
+        h = jax.lax.while_loop(lambda h: h < 4, lambda h: h * 2, h)
+        return jax.lax.cond(h > 0, jnp.exp, jnp.cos, jax.nn.relu(h))
+
+    x = np.array([0.3, 0.7, 1.1])
+    program = jax.make_jaxpr(fn)(jnp.asarray(x, jnp.float32))
+    assert low_precision(program) == jnp.bfloat16
+    with jax.enable_x64(True):
+        (got,) = jax.jit(lambda x: evaluate_in_float64(program, [x]))(jnp.asarray(x))
+        assert got.dtype == jnp.float64
+    h = 0.0
+    for y in np.sin(x):
+        h = 0.5 * h + y
+    while h < 4:
+        h *= 2
+    assert float(got) == pytest.approx(np.exp(h), rel=1e-12)
