@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from ..._jaxprs.dependence import variables
+from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan
 from ..._jaxprs.versions import equation_context
@@ -22,7 +22,7 @@ from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_i
 Mask = bool | jax.Array
 
 # A cotangent of ones is pulled back to a positive number wherever an element is taken.
-_PULLED_BACK = frozenset(
+PULLED_BACK = frozenset(
     """
     reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev pad concatenate
     gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add split sort reduce_max
@@ -30,7 +30,7 @@ _PULLED_BACK = frozenset(
     conv_general_dilated tile
     """.split()  # noqa: SIM905
 )
-_SELECTING = frozenset(
+SELECTING = frozenset(
     """
     select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split
     reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
@@ -85,13 +85,13 @@ def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bo
             return [False, *map(same, zip(*results, strict=True))]
         case Call() | Checkpoint() if e.is_entered:
             return static_inputs(e.inner[0], outs)
-        case CallWithRule() if e.tangent_map is not None and not _is_opaque(e.tangent_map):
+        case CallWithRule() if e.tangent_map is not None and not shows_nothing(e.tangent_map):
             given = [outs[i] for i in inexact_indices(eqn.outvars)]
             result = static_inputs(e.tangent_map, given)
             return _at_inexact(e, result[len(eqn.invars) :])
-    if eqn.primitive.name in _SELECTING:
+    if eqn.primitive.name in SELECTING:
         return [None] * n
-    if e.known is None and eqn.primitive.name in ELEMENTWISE | _PULLED_BACK:
+    if e.known is None and eqn.primitive.name in ELEMENTWISE | PULLED_BACK:
         return [True if all(a is True for a in alive) else None] * n
     return [True if any(a is True for a in alive) else None] * n
 
@@ -146,7 +146,7 @@ def _at_inexact(e, masks):
     return full
 
 
-def _is_opaque(analysis: Analysis) -> bool:
+def shows_nothing(analysis: Analysis) -> bool:
     """Whether the tangents of a rule are computed by a primitive that shows nothing: they come
     from a backward rule."""
     return any(e.eqn.primitive.name in ("custom_lin", "eqg_linear") for e in analysis.eqns)
@@ -163,10 +163,10 @@ def raw_values(program: Any, values: Sequence[Any]) -> dict[Any, Any]:
 
 def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with equation_context(eqn):
-        return bind(eqn, [_stopped(x) for x in values])
+        return bind(eqn, [stopped(x) for x in values])
 
 
-def _stopped(x):
+def stopped(x):
     return jax.lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
@@ -239,28 +239,28 @@ def transfer(
         (mask,) = (outs[i] for i in inexact_outs)
         return [
             _unbroadcast(
-                _and(mask, _taken(name, values, i)), jnp.shape(x)
+                both(mask, taken_by(name, values, i)), jnp.shape(x)
             )
             if i in inexact_indices(eqn.invars)
             else False
             for i, x in enumerate(values)
         ]
-    if all(outs[i] is True for i in inexact_outs) and name not in _SELECTING:
+    if all(outs[i] is True for i in inexact_outs) and name not in SELECTING:
         return [i in inexact_indices(eqn.invars) for i in range(len(values))]
     if name == "dot_general":
         return _transfer_dot(eqn, values, outs[0])
-    if name in _PULLED_BACK:
+    if name in PULLED_BACK:
         return _pull_back(e, values, outs)
     return _transfer_opaque(e, values, outs)
 
 
-def _and(mask: Mask, taken: Mask) -> Mask:
-    if mask is True:
+def both(mask: Mask, taken: Mask) -> Mask:
+    if mask is True or taken is False:
         return taken
-    return mask if taken is True else mask & taken
+    return mask if taken is True or mask is False else mask & taken
 
 
-def _taken(name: str, values: Sequence[Any], i: int) -> Mask:
+def taken_by(name: str, values: Sequence[Any], i: int) -> Mask:
     """Where an elementwise selection takes operand `i`. Both at a tie, and where it is NaN."""
     if name == "select_n":
         which = jnp.asarray(values[0])
@@ -354,10 +354,7 @@ def _transfer_opaque(e, values, outs) -> list[Mask]:
     if name == "reduce_prod":
         some = jnp.expand_dims(given[0], eqn.params["axes"])
         return [jnp.broadcast_to(some, jnp.shape(values[0]))]
-    n_batch = jnp.ndim(values[0]) - 2 if name in _OF_MATRICES else 0
-    batch = jnp.shape(values[0])[:n_batch]
-    if not all(m.shape[:n_batch] == batch for m in given):
-        n_batch = 0
+    n_batch = matrices_in_batch(eqn)
     some = [jnp.any(m, tuple(range(n_batch, m.ndim))) for m in given]
     some = ft.reduce(jnp.logical_or, some)
     return [
@@ -366,13 +363,23 @@ def _transfer_opaque(e, values, outs) -> list[Mask]:
     ]
 
 
+def matrices_in_batch(eqn: Any) -> int:
+    """The number of batch dimensions of all operands and outputs of a function of matrices, and
+    zero for other primitives."""
+    if eqn.primitive.name not in _OF_MATRICES:
+        return 0
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    n_batch = len(shapes[0]) - 2
+    return n_batch if all(shape[:n_batch] == shapes[0][:n_batch] for shape in shapes) else 0
+
+
 def _transfer_rule(e, values, outs) -> list[Mask]:
     """What the tangents of a rule depend on is what it takes. A backward rule does not show
     that, but it may be elementwise."""
     eqn, tangents = e.eqn, e.tangent_map
     given = [outs[i] for i in inexact_indices(eqn.outvars)]
     moving = inexact_indices(eqn.invars)
-    if tangents is not None and not _is_opaque(tangents):
+    if tangents is not None and not shows_nothing(tangents):
         zeros = [jnp.zeros_like(values[i]) for i in moving]
         wanted = [False] * len(values) + [True] * len(moving)
         masks = masks_of_inputs(tangents, [*values, *zeros], given, wanted)
@@ -407,7 +414,7 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
 
     types = [v.aval for v in eqn.invars]
     program = jax.make_jaxpr(cotangents)(types, [eqn.outvars[i].aval for i in outs])
-    return _is_elementwise(program, shapes.pop())
+    return _is_elementwise(without_unused(program), shapes.pop())
 
 
 def _is_elementwise(program, shape) -> bool:
@@ -448,7 +455,7 @@ def _transfer_inner(e, values, outs) -> list[Mask]:
         return run
 
     branches = [branch(analysis) for analysis in e.inner]
-    masks = jax.lax.switch(values[0], branches, [_stopped(x) for x in values[1:]])
+    masks = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
     return _at_inexact(e, masks)
 
 
@@ -460,7 +467,7 @@ def scan_masks(
     scan, body = e.known, e.inner[0]
     assert isinstance(scan, Scan)
     n, m = scan.n_consts, scan.n_consts + scan.n_carry
-    values = [_stopped(x) for x in values]
+    values = [stopped(x) for x in values]
     consts, init, xs = values[:n], values[n:m], values[m:]
     static = static_carry(e, [x if isinstance(x, bool) else None for x in outs])
     types = [v.aval for v in body.program.jaxpr.invars]
@@ -502,4 +509,4 @@ def scan_masks(
             masks[i] = of_init.get(i - n, static[i - n])
         else:
             masks[i] = of_consts[i] if i < n else of_xs[i]
-    return masks, [after.get(i, s) for i, s in enumerate(static)]
+    return masks, [after.get(i, bool(s)) for i, s in enumerate(static)]

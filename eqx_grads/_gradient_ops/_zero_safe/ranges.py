@@ -124,8 +124,15 @@ class AnalyzedEquation:
 class Analysis:
     """A program with the ranges of all its values."""
 
-    def __init__(self, program: ClosedJaxpr, eqns: list[AnalyzedEquation], outs: list[Range]):
+    def __init__(
+        self,
+        program: ClosedJaxpr,
+        ins: Sequence[Range],
+        eqns: list[AnalyzedEquation],
+        outs: list[Range],
+    ):
         self.program = program
+        self.ins = ins
         self.eqns = eqns
         self.outs = outs
 
@@ -149,7 +156,7 @@ def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analy
         return outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
 
     outs = evaluate(program, ins, hook, constant=_range_of_constant)
-    return Analysis(program, eqns, outs)
+    return Analysis(program, ins, eqns, outs)
 
 
 def inexact_indices(variables: Sequence[Any]) -> list[int]:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ..._errors import rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
-from ..._rules.flatten_call import is_array, TreeSplit
+from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
 from .ranges import analyze, Range
 from .transform import evaluate_zero_safe
 from .zero_wins import zero_wins_program
@@ -59,7 +59,8 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
 
     def run(*values):
         analysis = analyze(program, [Range()] * len(values))
-        return evaluate_zero_safe(analysis, values, [True] * n, [False] * n)
+        moved = [is_inexact(x) for x in values]
+        return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
     # What masks are made of is computed where a mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))
