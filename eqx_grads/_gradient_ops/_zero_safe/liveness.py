@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan
+from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
 from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_indices
 
@@ -85,10 +85,10 @@ def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bo
             return [False, *map(same, zip(*results, strict=True))]
         case Call() | Checkpoint() if e.is_entered:
             return static_inputs(e.inner[0], outs)
-        case CallWithRule() if e.tangent_map is not None and not shows_nothing(e.tangent_map):
-            given = [outs[i] for i in inexact_indices(eqn.outvars)]
-            result = static_inputs(e.tangent_map, given)
-            return _at_inexact(e, result[len(eqn.invars) :])
+    if e.has_rule and e.tangent_map is not None and not shows_nothing(e.tangent_map):
+        given = [outs[i] for i in inexact_indices(eqn.outvars)]
+        result = static_inputs(e.tangent_map, given)
+        return _at_moving(e, result[len(eqn.invars) :])
     if eqn.primitive.name in SELECTING:
         return [None] * n
     if e.known is None and eqn.primitive.name in ELEMENTWISE | PULLED_BACK:
@@ -138,10 +138,10 @@ def _static_scan(e, outs):
     return static_inputs(e.inner[0], [*carry, *outs[scan.n_carry :]])
 
 
-def _at_inexact(e, masks):
-    """Masks of the inexact operands, among those of all operands."""
+def _at_moving(e, masks):
+    """Masks of the moving operands, among those of all operands."""
     full: list[Any] = [False] * len(e.eqn.invars)
-    for i, mask in zip(inexact_indices(e.eqn.invars), masks, strict=True):
+    for i, mask in zip(e.moving, masks, strict=True):
         full[i] = mask
     return full
 
@@ -233,7 +233,7 @@ def transfer(
         return [False] * len(values)
     if e.is_entered:
         return _transfer_inner(e, values, outs)
-    if isinstance(e.known, CallWithRule):
+    if e.has_rule:
         return _transfer_rule(e, values, outs)
     if e.known is None and name in ELEMENTWISE:
         (mask,) = (outs[i] for i in inexact_outs)
@@ -378,17 +378,17 @@ def _transfer_rule(e, values, outs) -> list[Mask]:
     that, but it may be elementwise."""
     eqn, tangents = e.eqn, e.tangent_map
     given = [outs[i] for i in inexact_indices(eqn.outvars)]
-    moving = inexact_indices(eqn.invars)
+    moving = e.moving
     if tangents is not None and not shows_nothing(tangents):
         zeros = [jnp.zeros_like(values[i]) for i in moving]
         wanted = [False] * len(values) + [True] * len(moving)
         masks = masks_of_inputs(tangents, [*values, *zeros], given, wanted)
-        return _at_inexact(e, masks[len(values) :])
+        return _at_moving(e, masks[len(values) :])
     if any(mask is True for mask in given):
-        return _at_inexact(e, [True] * len(moving))
+        return _at_moving(e, [True] * len(moving))
     if _is_elementwise_rule(e):
         mask = ft.reduce(either, given)
-        return _at_inexact(e, [mask] * len(moving))
+        return _at_moving(e, [mask] * len(moving))
     return _transfer_opaque(e, values, outs)
 
 
@@ -396,7 +396,7 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
     """Whether each element of the cotangents that a rule returns depends on the elements at the
     same place only."""
     eqn = e.eqn
-    moving, outs = inexact_indices(eqn.invars), inexact_indices(eqn.outvars)
+    moving, outs = e.moving, inexact_indices(eqn.outvars)
     shapes = {eqn.invars[i].aval.shape for i in moving}
     shapes.update(eqn.outvars[i].aval.shape for i in outs)
     if len(shapes) != 1:
@@ -413,7 +413,10 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
         return jax.vjp(of_moving, *(values[i] for i in moving))[1](cts)
 
     types = [v.aval for v in eqn.invars]
-    program = jax.make_jaxpr(cotangents)(types, [eqn.outvars[i].aval for i in outs])
+    try:
+        program = jax.make_jaxpr(cotangents)(types, [eqn.outvars[i].aval for i in outs])
+    except Exception:  # as in `tangent_map`
+        return False
     return _is_elementwise(without_unused(program), shapes.pop())
 
 
@@ -456,7 +459,10 @@ def _transfer_inner(e, values, outs) -> list[Mask]:
 
     branches = [branch(analysis) for analysis in e.inner]
     masks = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
-    return _at_inexact(e, masks)
+    result: list[Mask] = [False] * len(values)
+    for i, mask in zip(inexact_indices(eqn.invars), masks, strict=True):
+        result[i] = mask
+    return result
 
 
 def scan_masks(

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
-from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Cond, Scan
+from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
 from .liveness import (
     dense,
@@ -86,7 +86,7 @@ def transfer_moved(
     with equation_context(eqn):
         if e.is_entered:
             return _transfer_inner(e, values, ins)
-        if isinstance(e.known, CallWithRule):
+        if e.has_rule:
             return _transfer_rule(e, values, ins)
         if e.known is None and name in ELEMENTWISE:
             shape = eqn.outvars[0].aval.shape
@@ -156,7 +156,7 @@ def _transfer_opaque(e, values, ins) -> list[Mask]:
 
 
 def _transfer_rule(e, values, ins) -> list[Mask]:
-    moving, tangents = inexact_indices(e.eqn.invars), e.tangent_map
+    moving, tangents = e.moving, e.tangent_map
     if tangents is None or shows_nothing(tangents):
         return _transfer_opaque(e, values, ins)
     zeros = [jnp.zeros_like(values[i]) for i in moving]

@@ -20,7 +20,16 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
-from ..._jaxprs.structure import CallWithRule, Checkpoint, Call, Cond, Scan, structure, While
+from ..._jaxprs.structure import (
+    Call,
+    CallWithRule,
+    Checkpoint,
+    Cond,
+    inner_programs,
+    Scan,
+    structure,
+    While,
+)
 from ..._jaxprs.versions import assigns_shardings
 
 
@@ -72,15 +81,29 @@ class AnalyzedEquation:
 
     @ft.cached_property
     def tangent_map(self) -> "Analysis | None":
-        """The tangents of a call with a rule, as a program of primals and tangents of its
-        inexact operands; the primals first. `None` for a rule that is in its own rule."""
+        """The tangents of a call with a rule, as a program of its operands and the tangents of
+        those that are `moving`. `None` for a rule that is in its own rule, and for
+        a function without a forward mode."""
         if self._depth >= _MAX_DEPTH:
             return None
         types = [v.aval for v in self.eqn.invars]
-        moving = inexact_indices(self.eqn.invars)
-        program = without_unused(_trace_tangents(self.eqn, types, moving))
+        moving = self.moving
+        try:
+            program = without_unused(_trace_tangents(self.eqn, types, moving))
+        except Exception:
+            # There may be no forward mode, or none with respect to these operands. The rule has
+            # not been asked for: what it raises is for the one who differentiates.
+            return None
         still = [dataclasses.replace(r, active=False) for r in self.ins]
         return analyze(program, [*still, *(Range() for _ in moving)], self._depth + 1)
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether it calls a function with a derivative of its own. The flags
+        `jax_custom_jvp3` and `jax_custom_vjp3` make an opaque equation of it, with a program."""
+        if self.known is None:
+            return bool(inner_programs(self.eqn)) and not linear_operands(self.eqn)
+        return isinstance(self.known, CallWithRule)
 
     @property
     def is_entered(self) -> bool:
@@ -93,15 +116,18 @@ class AnalyzedEquation:
         return isinstance(self.known, Checkpoint | Scan)
 
     @property
+    def moving(self) -> list[int]:
+        """The operands that depend on what is being differentiated."""
+        return [i for i in inexact_indices(self.eqn.invars) if self.ins[i].active]
+
+    @property
     def is_active(self) -> bool:
-        """Whether an operand depends on what is being differentiated."""
-        return any(self.ins[i].active for i in inexact_indices(self.eqn.invars))
+        return bool(self.moving)
 
     @property
     def is_mixed(self) -> bool:
         """Whether an element of an operand may not depend on it, while others do."""
-        moving = [self.ins[i] for i in inexact_indices(self.eqn.invars)]
-        return any(r.active and r.mixed for r in moving)
+        return any(self.ins[i].mixed for i in self.moving)
 
     @ft.cached_property
     def is_risky(self) -> bool:
@@ -110,7 +136,7 @@ class AnalyzedEquation:
             return False
         if isinstance(self.known, While):  # has no reverse mode
             return False
-        if isinstance(self.known, CallWithRule):
+        if self.has_rule:
             return self.tangent_map is None or self.tangent_map.has_risk
         if self.known is not None:
             return True
