@@ -16,7 +16,7 @@ from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
-from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_indices
+from .ranges import Analysis, AnalyzedEquation, CONSTANT, decided_case, ELEMENTWISE, inexact_indices
 
 
 Mask = bool | jax.Array
@@ -89,6 +89,9 @@ def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bo
         given = [outs[i] for i in inexact_indices(eqn.outvars)]
         result = static_inputs(e.tangent_map, given)
         return _at_moving(e, result[len(eqn.invars) :])
+    case = decided_case(eqn, e.ins)
+    if case is not None:
+        return [alive[0] if i == case else False for i in range(n)]
     if eqn.primitive.name in SELECTING:
         return [None] * n
     if e.known is None and eqn.primitive.name in ELEMENTWISE | PULLED_BACK:

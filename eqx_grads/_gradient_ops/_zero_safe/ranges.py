@@ -215,7 +215,8 @@ def _trace_tangents(eqn, types, moving) -> ClosedJaxpr:
 def _range_of_constant(x: Any) -> Range:
     if isinstance(x, Tracer):
         return Range()
-    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+    dtype = jnp.result_type(x)
+    if dtype != bool and not jnp.issubdtype(dtype, jnp.number):  # a key
         return Range(active=False)
     if jnp.iscomplexobj(x):
         return Range(finite=bool(np.all(np.isfinite(np.asarray(x)))), active=False)
@@ -291,6 +292,9 @@ _CHOOSES = frozenset(
 def _dependence(eqn, ins: Sequence[Range]) -> tuple[bool, bool]:
     name = eqn.primitive.name
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    case = decided_case(eqn, ins)
+    if case is not None:
+        return ins[case].active, ins[case].mixed
     if name in CONSTANT or not any(r.active for r in moving):
         return False, False
     if name in _CHOOSES:
@@ -298,6 +302,13 @@ def _dependence(eqn, ins: Sequence[Range]) -> tuple[bool, bool]:
     if any(r.active and not r.mixed for r in moving):
         return True, name not in ELEMENTWISE and name not in MULTILINEAR and _any_mixed(moving)
     return True, True
+
+
+def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
+    """The operand that a selection takes, if that is known."""
+    if eqn.primitive.name != "select_n" or ins[0].low != ins[0].high:
+        return None
+    return 1 + int(ins[0].low)
 
 
 def _any_mixed(moving) -> bool:
@@ -408,16 +419,37 @@ _BOUNDS = {
 
 def _ranges_of_outputs(eqn, ins: Sequence[Range]) -> list[Range]:
     name = eqn.primitive.name
+    case = decided_case(eqn, ins)
+    if case is not None:
+        return [ins[case]]
     if not inexact_indices(eqn.outvars):
-        return [Range()] * len(eqn.outvars)
+        return [_range_of_integers(eqn, ins)] * len(eqn.outvars)
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
     finite = all(r.finite for r in moving)
     if name in _FINITE_VALUES or not _is_from_table(name):
         finite = finite and name in _FINITE_VALUES
     elif name not in _SMOOTH and name not in _KEEPS_RANGE and not _is_linear(name):
         finite = finite and not _value_may_overflow(eqn, ins)
-    low, high = _bounds(eqn, ins, moving)
+    low, high = _bounds(eqn, ins, moving or ins)
     return [Range(low, high, finite)] * len(eqn.outvars)
+
+
+def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
+    name = eqn.primitive.name
+    if name in _COMPARISONS and all(r.finite for r in ins):
+        x, y = ins if name in ("gt", "ge") else ins[::-1]
+        if x.low > y.high or (x.low == y.high and name in ("ge", "le")):
+            return Range(1.0, 1.0)
+        if x.high < y.low or (x.high == y.low and name in ("gt", "lt")):
+            return Range(0.0, 0.0)
+    if name not in ("add", "sub", "mul", "neg", *_KEEPS_RANGE):
+        return Range()
+    low, high = _bounds(eqn, ins, ins)
+    # Integers may wrap around.
+    return Range(low, high) if -INF < low <= high < INF else Range()
+
+
+_COMPARISONS = ("gt", "ge", "lt", "le")
 
 
 def _is_linear(name) -> bool:
