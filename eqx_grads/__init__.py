@@ -15,6 +15,7 @@ from ._diagnosis.probe import (
     watch_gradient as watch_gradient,
 )
 from ._errors import RuleError as RuleError
+from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,
     psum_gradient as psum_gradient,
@@ -30,7 +31,6 @@ from ._gradient_ops.nonlinear import (
     normalize_gradient as normalize_gradient,
     zero_nonfinite_gradient as zero_nonfinite_gradient,
 )
-from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.value_or_gradient_only import (
     on_backward as on_backward,
     on_forward as on_forward,

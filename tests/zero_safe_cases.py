@@ -139,59 +139,151 @@ CASES = [
     Case("sqrt of a relu", lambda x: sqrt(jax.nn.relu(x)) + x, -2.0, same),
     Case("norm", lambda x: where(x > 0, jnp.linalg.norm(x * jnp.ones(3)), x), 0.0, same),
     Case("std", lambda x: where(x > 1, jnp.std(x * jnp.ones(3)), x), 1.0, same),
-    Case("reduce_max", lambda x: jnp.max(sqrt(jnp.stack([x, x + 4]))), 0.0,
-         lambda x: mpmath.sqrt(x + 4)),
+    Case(
+        "reduce_max",
+        lambda x: jnp.max(sqrt(jnp.stack([x, x + 4]))),
+        0.0,
+        lambda x: mpmath.sqrt(x + 4),
+    ),
     Case("index", lambda x: sqrt(jnp.stack([x, x + 1]))[1], 0.0, lambda x: mpmath.sqrt(x + 1)),
-    Case("dynamic index", lambda x: log(jnp.stack([x, x + 1]))[jnp.argmax(jnp.stack([x, x + 1]))],
-         0.0, lambda x: mpmath.log(x + 1)),
-    Case("set", lambda x: jnp.sum(sqrt(jnp.stack([x, x + 1])).at[0].set(x)), 0.0,
-         lambda x: mpmath.sqrt(x + 1) + x),
-    Case("update slice", lambda x: jnp.sum(jax.lax.dynamic_update_slice(
-        log(jnp.stack([x, x + 1])), jnp.stack([x]), (0,))), 0.0, lambda x: mpmath.log(x + 1) + x),
-    Case("negative padding", lambda x: jnp.sum(jax.lax.pad(
-        sqrt(jnp.stack([x, x + 1])), jnp.zeros((), jnp.result_type(x)), [(-1, 0, 0)])), 0.0,
-         lambda x: mpmath.sqrt(x + 1)),
-    Case("sort", lambda x: sqrt(jnp.sort(jnp.stack([x + 4, x])))[1], 0.0,
-         lambda x: mpmath.sqrt(x + 4)),
+    Case(
+        "dynamic index",
+        lambda x: log(jnp.stack([x, x + 1]))[jnp.argmax(jnp.stack([x, x + 1]))],
+        0.0,
+        lambda x: mpmath.log(x + 1),
+    ),
+    Case(
+        "set",
+        lambda x: jnp.sum(sqrt(jnp.stack([x, x + 1])).at[0].set(x)),
+        0.0,
+        lambda x: mpmath.sqrt(x + 1) + x,
+    ),
+    Case(
+        "update slice",
+        lambda x: jnp.sum(
+            jax.lax.dynamic_update_slice(log(jnp.stack([x, x + 1])), jnp.stack([x]), (0,))
+        ),
+        0.0,
+        lambda x: mpmath.log(x + 1) + x,
+    ),
+    Case(
+        "negative padding",
+        lambda x: jnp.sum(
+            jax.lax.pad(
+                sqrt(jnp.stack([x, x + 1])), jnp.zeros((), jnp.result_type(x)), [(-1, 0, 0)]
+            )
+        ),
+        0.0,
+        lambda x: mpmath.sqrt(x + 1),
+    ),
+    Case(
+        "sort",
+        lambda x: sqrt(jnp.sort(jnp.stack([x + 4, x])))[1],
+        0.0,
+        lambda x: mpmath.sqrt(x + 4),
+    ),
     Case("segment_sum", _segment, 0.0, lambda x: mpmath.sqrt(x + 4)),
-    Case("concatenate", lambda x: jnp.sum(sqrt(jnp.stack([0 * x + 4, jnp.maximum(x, 0.0)]))) + x,
-         -1.0, lambda x: 2 + x),
-    Case("matrix product", lambda x: jnp.sum(where(jnp.array([True, False]),
-         jnp.array([[1.0, 0.0], [0.0, 1.0]]) @ jnp.stack([sqrt(x + 4), x]), 0.0)), 0.0,
-         lambda x: mpmath.sqrt(x + 4)),
+    Case(
+        "concatenate",
+        lambda x: jnp.sum(sqrt(jnp.stack([0 * x + 4, jnp.maximum(x, 0.0)]))) + x,
+        -1.0,
+        lambda x: 2 + x,
+    ),
+    Case(
+        "matrix product",
+        lambda x: jnp.sum(
+            where(
+                jnp.array([True, False]),
+                jnp.array([[1.0, 0.0], [0.0, 1.0]]) @ jnp.stack([sqrt(x + 4), x]),
+                0.0,
+            )
+        ),
+        0.0,
+        lambda x: mpmath.sqrt(x + 4),
+    ),
     Case("attention, masked row", _attention, 0.5, _attention_truth),
-    Case("cholesky", lambda x: where(x > 0, jnp.linalg.cholesky(jnp.eye(2) * x)[0, 0], x), 0.0,
-         same),
-    Case("solve", lambda x: where(x > 0, jnp.linalg.solve(jnp.eye(2) * x, jnp.ones(2))[0], x),
-         0.0, same),
-    Case("scan", lambda x: _scan(lambda c, _: (where(c > 0, c - sqrt(c) / 10, c), None), x,
-         jnp.arange(5)), 0.0, same),
+    Case(
+        "cholesky",
+        lambda x: where(x > 0, jnp.linalg.cholesky(jnp.eye(2) * x)[0, 0], x),
+        0.0,
+        same,
+    ),
+    Case(
+        "solve",
+        lambda x: where(x > 0, jnp.linalg.solve(jnp.eye(2) * x, jnp.ones(2))[0], x),
+        0.0,
+        same,
+    ),
+    Case(
+        "scan",
+        lambda x: _scan(
+            lambda c, _: (where(c > 0, c - sqrt(c) / 10, c), None), x, jnp.arange(5)
+        ),
+        0.0,
+        same,
+    ),
     Case("scan, reset", _reset, 0.0, lambda x: x**2),
     Case("scan, late", _late, 0.0, lambda x: 2 * x),
-    Case("scan, from zero", lambda x: _scan(lambda c, _: (sqrt(c) * x + x, None),
-         jnp.zeros_like(x), jnp.arange(2)), 1.0, lambda x: mpmath.sqrt(x) * x + x),
-    Case("scan, output", lambda x: jax.lax.scan(
-        lambda c, u: (c, sqrt(c * u)), x, jnp.array([0.0, 1.0]))[1][1], 4.0, mpmath.sqrt),
-    Case("fori_loop", lambda x: where(x > 0, jax.lax.fori_loop(
-        0, 3, lambda _, c: sqrt(c), x), x), 0.0, same),
-    Case("associative_scan", lambda x: where(x > 0, jax.lax.associative_scan(
-        jnp.multiply, jnp.stack([log(x), x, x]))[-1], x), 0.0, same),
+    Case(
+        "scan, from zero",
+        lambda x: _scan(lambda c, _: (sqrt(c) * x + x, None), jnp.zeros_like(x), jnp.arange(2)),
+        1.0,
+        lambda x: mpmath.sqrt(x) * x + x,
+    ),
+    Case(
+        "scan, output",
+        lambda x: jax.lax.scan(lambda c, u: (c, sqrt(c * u)), x, jnp.array([0.0, 1.0]))[1][1],
+        4.0,
+        mpmath.sqrt,
+    ),
+    Case(
+        "fori_loop",
+        lambda x: where(x > 0, jax.lax.fori_loop(0, 3, lambda _, c: sqrt(c), x), x),
+        0.0,
+        same,
+    ),
+    Case(
+        "associative_scan",
+        lambda x: where(
+            x > 0, jax.lax.associative_scan(jnp.multiply, jnp.stack([log(x), x, x]))[-1], x
+        ),
+        0.0,
+        same,
+    ),
     Case("cond", _cond, 0.0, lambda x: x**2),
     Case("switch", _switch, 0.0, lambda x: 3 * x),
     Case("jit", lambda x: where(x > 0, jax.jit(sqrt)(x), x), 0.0, same),
     Case("checkpoint", jax.checkpoint(lambda x: where(x > 0, sqrt(x), x)), 0.0, same),
     Case("scan in checkpoint", jax.checkpoint(_reset), 0.0, lambda x: x**2),
-    Case("vmap of cond", lambda x: jnp.sum(jax.vmap(_cond)(jnp.stack([x, x + 1]))), 0.0,
-         lambda x: x**2 + mpmath.sqrt(x + 1) * (x + 1)),
+    Case(
+        "vmap of cond",
+        lambda x: jnp.sum(jax.vmap(_cond)(jnp.stack([x, x + 1]))),
+        0.0,
+        lambda x: x**2 + mpmath.sqrt(x + 1) * (x + 1),
+    ),
     Case("custom_jvp", lambda x: where(x > 0, _root(x), x), 0.0, same),
     Case("custom_jvp of ours", lambda x: where(x > 0, _our_root(x), x), 0.0, same),
-    Case("logsumexp", lambda x: where(x > 1, jax.scipy.special.logsumexp(
-        x * jnp.full(2, -jnp.inf)), x), 1.0, same),
+    Case(
+        "logsumexp",
+        lambda x: where(x > 1, jax.scipy.special.logsumexp(x * jnp.full(2, -jnp.inf)), x),
+        1.0,
+        same,
+    ),
     Case("logaddexp", lambda x: where(x > 0, jnp.logaddexp(log(x), -jnp.inf), x), 0.0, same),
-    Case("optax cross-entropy", _masked_labels, 0.0, lambda x: mpmath.log(1 + mpmath.exp(1 - x))),
-    Case("optax safe_norm", lambda x: optax.safe_norm(jnp.stack([x, x]), 1e-3) + x, 0.0,
-         lambda x: 1e-3 + x),
-    Case("MJX, rotation", lambda x: _quaternion(where(x > 0, x, 0.0) * jnp.ones(3)) + x, -1.0,
-         lambda x: 1 + x),
+    Case(
+        "optax cross-entropy", _masked_labels, 0.0, lambda x: mpmath.log(1 + mpmath.exp(1 - x))
+    ),
+    Case(
+        "optax safe_norm",
+        lambda x: optax.safe_norm(jnp.stack([x, x]), 1e-3) + x,
+        0.0,
+        lambda x: 1e-3 + x,
+    ),
+    Case(
+        "MJX, rotation",
+        lambda x: _quaternion(where(x > 0, x, 0.0) * jnp.ones(3)) + x,
+        -1.0,
+        lambda x: 1 + x,
+    ),
     Case("MJX, contact", _contact, -0.5, lambda x: mpmath.mpf(1)),
 ]

@@ -16,7 +16,14 @@ from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
-from .ranges import Analysis, AnalyzedEquation, CONSTANT, decided_case, ELEMENTWISE, inexact_indices
+from .ranges import (
+    Analysis,
+    AnalyzedEquation,
+    CONSTANT,
+    decided_case,
+    ELEMENTWISE,
+    inexact_indices,
+)
 
 
 Mask = bool | jax.Array
@@ -27,12 +34,12 @@ PULLED_BACK = frozenset(
     reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev pad concatenate
     gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add split sort reduce_max
     reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
-    conv_general_dilated tile
+    conv_general_dilated tile stack unstack
     """.split()  # noqa: SIM905
 )
 SELECTING = frozenset(
     """
-    select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split
+    select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split unstack
     reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
     conv_general_dilated
     """.split()  # noqa: SIM905
@@ -160,7 +167,8 @@ def raw_values(program: Any, values: Sequence[Any]) -> dict[Any, Any]:
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, values, strict=True))
     for eqn in program.eqns:
-        env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))
+        if eqn.outvars:  # the others only have effects, which happen once
+            env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))
     return env
 
 
@@ -241,9 +249,7 @@ def transfer(
     if e.known is None and name in ELEMENTWISE:
         (mask,) = (outs[i] for i in inexact_outs)
         return [
-            _unbroadcast(
-                both(mask, taken_by(name, values, i)), jnp.shape(x)
-            )
+            _unbroadcast(both(mask, taken_by(name, values, i)), jnp.shape(x))
             if i in inexact_indices(eqn.invars)
             else False
             for i, x in enumerate(values)
@@ -285,6 +291,8 @@ def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
         return mask
     if not shape:
         return jnp.any(mask)
+    if mask.ndim < len(shape):  # the predicate of a selection may be a scalar
+        return dense(mask, shape)
     axes = tuple(i for i, n in enumerate(shape) if n != mask.shape[i])
     return jnp.any(mask, axes, keepdims=True)
 
@@ -301,9 +309,11 @@ def _transfer_dot(eqn, values, mask) -> list[Mask]:
     def of_operand(x, batch, contracted, others):
         kept = jnp.any(mask, others)  # batch dimensions, then free ones
         free = [i for i in range(jnp.ndim(x)) if i not in (*batch, *contracted)]
-        return jax.lax.broadcast_in_dim(
-            kept, jnp.shape(x), (*batch, *free)
-        ) if _is_sorted((*batch, *free)) else _place(kept, jnp.shape(x), (*batch, *free))
+        return (
+            jax.lax.broadcast_in_dim(kept, jnp.shape(x), (*batch, *free))
+            if _is_sorted((*batch, *free))
+            else _place(kept, jnp.shape(x), (*batch, *free))
+        )
 
     return [
         of_operand(values[0], left_batch, left_sum, free_right),
@@ -424,9 +434,7 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
 
 
 def _is_elementwise(program, shape) -> bool:
-    return all(
-        _is_elementwise_equation(eqn, shape) for eqn in program.eqns
-    )
+    return all(_is_elementwise_equation(eqn, shape) for eqn in program.eqns)
 
 
 def _is_elementwise_equation(eqn, shape) -> bool:

@@ -4,7 +4,6 @@ In forward mode the tangent of an element that does not depend on them is zero, 
 that may be infinite: `sqrt(where(x > 0, x, 0))`.
 """
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from .liveness import (
     PULLED_BACK,
     raw_values,
     read,
-    SELECTING,
     shows_nothing,
     stopped,
     taken_by,

@@ -179,7 +179,9 @@ def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analy
     def hook(eqn, ranges):
         analyzed, outs = _analyze_equation(eqn, ranges, depth)
         eqns.append(analyzed)
-        return outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
+        return (
+            outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
+        )
 
     outs = evaluate(program, ins, hook, constant=_range_of_constant)
     return Analysis(program, ins, eqns, outs)
@@ -246,7 +248,9 @@ def _analyze_equation(eqn, ins, depth) -> tuple[AnalyzedEquation, list[Range]]:
             inner, outs = [], [Range(finite=False, mixed=True)] * len(eqn.outvars)
         case Cond():
             inner = [analyze(p, ins[1:], depth) for p in known.programs]
-            outs = [ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)]
+            outs = [
+                ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)
+            ]
         case _:
             inner = [analyze(known.programs[0], ins, depth)]
             outs = inner[0].outs
@@ -284,7 +288,7 @@ CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextaf
 _CHOOSES = frozenset(
     """
     select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
-    sort
+    sort stack
     """.split()  # noqa: SIM905
 )
 
@@ -344,7 +348,7 @@ def _has_risk(eqn, ins: Sequence[Range]) -> bool:
         return False
     if name in _SMOOTH:
         # The derivative of the absolute value of a complex zero is 0 / 0.
-        return name in ("abs", "sign") and jnp.iscomplexobj(jnp.zeros(0, eqn.invars[0].aval.dtype))
+        return name in ("abs", "sign") and _is_complex(eqn.invars[0])
     return _is_singular(eqn, ins)
 
 
@@ -392,11 +396,11 @@ def _limits(dtype) -> tuple[float, float]:
 _KEEPS_RANGE = frozenset(
     """
     reshape broadcast_in_dim squeeze transpose slice rev copy dynamic_slice gather real
-    convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split
+    convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split unstack
     optimization_barrier stop_gradient expand_dims reduce_precision device_put
     """.split()  # noqa: SIM905
 )
-_JOINS = frozenset(("concatenate", "pad", "dynamic_update_slice", "sort"))
+_JOINS = frozenset(("concatenate", "stack", "pad", "dynamic_update_slice", "sort"))
 _BOUNDS = {
     "tanh": (-1.0, 1.0),
     "logistic": (0.0, 1.0),
@@ -477,7 +481,7 @@ def _value_may_overflow(eqn, ins) -> bool:
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
     name = eqn.primitive.name
-    if not moving or jnp.iscomplexobj(jnp.zeros(0, eqn.outvars[0].aval.dtype)):
+    if not moving or _is_complex(eqn.outvars[0]):
         return -INF, INF
     x, y = moving[0], moving[-1]
     match name:
@@ -510,7 +514,9 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
         case "exp":
             return 0.0, math.exp(min(x.high, 700.0)) if x.high < 700 else INF
         case "sqrt":
-            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(max(x.high, 0.0))
+            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(
+                max(x.high, 0.0)
+            )
     if name in _BOUNDS:
         return _BOUNDS[name]
     if name in _KEEPS_RANGE:
@@ -518,6 +524,10 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
     if name in _JOINS or name == "select_n":
         return min(r.low for r in moving), max(r.high for r in moving)
     return -INF, INF
+
+
+def _is_complex(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
 
 
 def _product(x: Range, y: Range) -> tuple[float, float]:

@@ -78,13 +78,15 @@ class Plan:
         elif any(steep) and eqn.primitive.name in SELECTS_BY_PRODUCT:
             self.local.add(id(eqn))
 
-    def touched(self) -> set[Any]:
-        """The variables that depend on a guarded equation."""
+    def touched(self) -> tuple[set[int], set[Any]]:
+        """The equations that are guarded or depend on one that is, and their outputs."""
+        eqns: set[int] = set()
         found: set[Any] = set()
         for e in self.analysis.eqns:
             if id(e.eqn) in self.guarded or any(v in found for v in variables(e.eqn.invars)):
+                eqns.add(id(e.eqn))
                 found.update(e.eqn.outvars)
-        return found
+        return eqns, found
 
 
 def _inner_plans(e, alive, steep) -> list[Plan]:
@@ -115,14 +117,16 @@ def evaluate_zero_safe(
     program = analysis.program
     if not plan.acts:
         return evaluate(program, values)
-    touched = plan.touched()
+    touched, variables_touched = plan.touched()
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, values, strict=True))
     raw = dict(env)
     for e in analysis.eqns:
-        if not any(v in touched for v in e.eqn.outvars):
+        if id(e.eqn) not in touched:
             out = _run(plan, e, read(env, e.eqn.invars))
             env.update(zip(e.eqn.outvars, out, strict=True))
+        elif e.eqn.effects and not e.eqn.outvars:  # happens once, below
+            continue
         else:
             out = raw_outputs(e.eqn, read(raw, e.eqn.invars))
         raw.update(zip(e.eqn.outvars, out, strict=True))
@@ -132,13 +136,13 @@ def evaluate_zero_safe(
     def visit(e, ins, given):
         alive[id(e.eqn)] = ins, given
 
-    masks_of_variables(analysis, raw, outs, touched, visit)
+    masks_of_variables(analysis, raw, outs, variables_touched, visit)
     for e in analysis.eqns:
-        if any(v in touched for v in e.eqn.outvars):
-            ins, given = alive[id(e.eqn)]
-            masks = _Masks(
-                ins, given, of_moved(e.eqn.invars), of_moved(e.eqn.outvars)
-            )
+        if id(e.eqn) in touched:
+            masks = None
+            if id(e.eqn) in plan.guarded:
+                of_ins, of_outs = of_moved(e.eqn.invars), of_moved(e.eqn.outvars)
+                masks = _Masks(*alive[id(e.eqn)], of_ins, of_outs)
             out = _run(plan, e, read(env, e.eqn.invars), masks)
             env.update(zip(e.eqn.outvars, out, strict=True))
     return read(env, program.jaxpr.outvars)
@@ -233,8 +237,7 @@ def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
             index, moved = values[0], moved[1:]
             types = [v.aval for v in e.eqn.outvars]
             masks_of = lambda i: [
-                (index == i) & dense(mask, t.shape)
-                for mask, t in zip(outs, types, strict=True)
+                (index == i) & dense(mask, t.shape) for mask, t in zip(outs, types, strict=True)
             ]
             splits = [_Arrays.of(moved, masks_of(i)) for i in range(len(e.inner))]
             return _run_inner(e, values, [s.arrays for s in splits], splits, steep)

@@ -16,7 +16,7 @@ from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._rules.linear_primitive import linear_call, LinearMap
 from .liveness import ELEMENTWISE
-from .ranges import Analysis, AnalyzedEquation, analyze, inexact_indices, Range
+from .ranges import Analysis, analyze, AnalyzedEquation, inexact_indices, Range
 from .transform import SCOPE
 
 
@@ -85,9 +85,7 @@ def _has_factors(e: AnalyzedEquation) -> bool:
 
 
 def _is_inner_product(eqn) -> bool:
-    return eqn.primitive.name == "dot_general" and not any(
-        v.aval.ndim != 1 for v in eqn.invars
-    )
+    return eqn.primitive.name == "dot_general" and not any(v.aval.ndim != 1 for v in eqn.invars)
 
 
 def _bind_zero_wins(eqn: Any, values: Sequence[Any]) -> Any:
