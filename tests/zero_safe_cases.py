@@ -1,4 +1,4 @@
-"""Functions of one number with a poisoned derivative, and the branch that each of them takes."""
+"""Functions of one number with a poisoned derivative, and the branch that each takes."""
 
 import dataclasses
 from collections.abc import Callable

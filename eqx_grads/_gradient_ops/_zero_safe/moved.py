@@ -16,27 +16,19 @@ from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
+from .analysis import Analysis, AnalyzedEquation
 from .liveness import (
     dense,
     either,
     Mask,
     matrices_in_batch,
-    PULLED_BACK,
     raw_values,
     read,
-    shows_nothing,
     stopped,
     taken_by,
 )
-from .ranges import (
-    Analysis,
-    AnalyzedEquation,
-    CONSTANT,
-    ELEMENTWISE,
-    inexact_indices,
-    is_inexact_type,
-    Range,
-)
+from .ranges import CONSTANT, ELEMENTWISE, inexact_indices, is_inexact_type, Range
+from .static_masks import PULLED_BACK, shows_nothing
 
 
 def moved_outputs(
@@ -127,7 +119,9 @@ def _push_forward(e, values, ins) -> list[Mask]:
             return [out[i] for i in inexact_outs]
 
         primals = [jnp.asarray(full[i]) for i in part]
-        tangents = [dense(ins[i], x.shape).astype(x.dtype) for i, x in zip(part, primals)]
+        tangents = [
+            dense(ins[i], x.shape).astype(x.dtype) for i, x in zip(part, primals, strict=True)
+        ]
         _, ts = jax.jvp(of_part, primals, tangents)
         for i, t in zip(inexact_outs, ts, strict=True):
             result[i] = either(result[i], t != 0)

@@ -20,6 +20,7 @@ from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan
 from ..._jaxprs.versions import equation_context
 from ..._rules.replace_gradient import replace_gradient
+from .analysis import Analysis, AnalyzedEquation
 from .liveness import (
     both,
     dense,
@@ -28,12 +29,11 @@ from .liveness import (
     raw_outputs,
     read,
     scan_masks,
-    SELECTS_BY_PRODUCT,
-    static_masks,
     transfer,
 )
 from .moved import moved_inputs, moved_scan, transfer_moved
-from .ranges import Analysis, AnalyzedEquation, inexact_indices
+from .ranges import inexact_indices
+from .static_masks import SELECTS_BY_PRODUCT, static_masks
 
 
 class Plan:
@@ -258,7 +258,7 @@ def _run_inner(e, values, extras, splits, steep, fixed=()) -> list[Any]:
 
 
 class _Arrays(NamedTuple):
-    """The masks of inputs and outputs, those that are arrays apart from those that are known."""
+    """The masks of inputs and outputs: those that are arrays apart from the known ones."""
 
     known: Sequence[Mask]
     n_moved: int

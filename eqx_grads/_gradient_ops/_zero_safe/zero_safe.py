@@ -12,7 +12,8 @@ from ..._errors import rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
-from .ranges import analyze, Range
+from .analysis import analyze
+from .ranges import Range
 from .transform import evaluate_zero_safe
 from .zero_wins import zero_wins_program
 
@@ -68,17 +69,17 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     It needs to be known which elements are taken. Where it is not, NaN stays:
 
-    - Of a `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve, and
-        of any primitive that is not known here, the outputs count as one (of a rule that is
-        seen to be elementwise, they do not). They are dropped if none of them is taken.
+    - Of a `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve,
+        and of any primitive that is not known here, the outputs count as one, but for a rule
+        that is seen to be elementwise. They are dropped if none of them is taken.
     - `fn` is taken to be finite in its inputs. Infinite inputs and overflow in sums, products
         and positive integer powers are not looked for; that of `exp` and its like is.
     - A matrix product of which an infinite element is taken for one row, and not for another.
 
-    With `policy="zero"`, a zero wins over any factor in the derivative of elementwise operations
-    and inner products: the derivative of `norm(x)` at 0 and of `std(x)` at equal numbers is 0.
-    That is a convention, and it may be wrong: that of `sqrt(x)**2` at 0 becomes 0, and is 1. It
-    is one for the first derivative. Higher ones may not be finite there.
+    With `policy="zero"`, a zero wins over any factor in the derivative of elementwise
+    operations and inner products: the derivative of `norm(x)` at 0 and of `std(x)` at equal
+    numbers is 0. That is a convention, and it may be wrong: that of `sqrt(x)**2` at 0 becomes
+    0, and is 1. It is one for the first derivative. Higher ones may not be finite there.
 
     **Cost:**
 
@@ -87,8 +88,8 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     LayerNorm and recurrent cells, FLOPs and bytes are those of `fn`. Where there are, booleans
     are computed that say what is taken: next to nothing for elementwise operations, 1.1 times
     the FLOPs for a masked attention layer before a `relu`. A `scan` of which a step has such an
-    operation runs twice more without derivative: 1.4 times the FLOPs and 2.8 times the bytes for
-    steps of one matrix product, and nearly 4 times both for steps of four operations.
+    operation runs twice more without derivative: 1.4 times the FLOPs and 2.8 times the bytes
+    for steps of one matrix product, and nearly 4 times both for steps of four operations.
 
     **Raises:**
 

@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._rules.linear_primitive import linear_call, LinearMap
-from .liveness import ELEMENTWISE
-from .ranges import Analysis, analyze, AnalyzedEquation, inexact_indices, Range
+from .analysis import Analysis, analyze, AnalyzedEquation
+from .ranges import ELEMENTWISE, inexact_indices, Range
 from .transform import SCOPE
 
 
