@@ -409,7 +409,7 @@ def scan_masks(
     masks: list[Mask] = [False] * len(values)
     for i in moving:
         if n <= i < m:
-            masks[i] = of_init.get(i - n, static[i - n])
+            masks[i] = of_init.get(i - n, bool(static[i - n]))
         else:
             masks[i] = of_consts[i] if i < n else of_xs[i]
     return masks, [after.get(i, bool(s)) for i, s in enumerate(static)]

@@ -139,7 +139,7 @@ def _product(factor: Any, tangent: Any) -> Any:
     with jax.named_scope(SCOPE):
         is_zero = (factor == 0) | (tangent == 0)
         product = factor * tangent
-        return jnp.where(is_zero, jnp.zeros_like(product), product)
+        return jax.lax.select(is_zero, jnp.zeros_like(product), product)
 
 
 @_product.defjvp
