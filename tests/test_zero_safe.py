@@ -376,3 +376,39 @@ def test_it_costs_nothing_where_nothing_can_be_dead(name):
     flat = lambda arrays: loss(eqx.combine(arrays, static))
     plain, safe = _cost(jax.grad(flat), arrays), _cost(jax.grad(eqg.zero_safe(flat)), arrays)
     assert all(b <= 1.05 * a for a, b in zip(plain, safe, strict=True)), (plain, safe)
+
+
+def test_optimistix():
+    optimistix = pytest.importorskip("optimistix")
+    solver = optimistix.Newton(rtol=1e-6, atol=1e-6)
+
+    def root(x):
+        square = lambda y, x: y * y - x
+        solution = optimistix.root_find(square, solver, 1 + 0 * x, args=x, throw=False)
+        return jnp.where(x > 0, solution.value, x)
+
+    grad = jax.grad(eqg.zero_safe(root))
+    assert_close(grad(4.0), jnp.array(0.25), tolerance=1e-4)
+    assert grad(-1.0) == 1.0
+
+
+def test_diffrax():
+    diffrax = pytest.importorskip("diffrax")
+    # The solver's own backward pass is a rule: it is the vector field that is made safe.
+    field = eqg.zero_safe(lambda t, y, args: jnp.where(y > 0, -jnp.sqrt(y), 0.0))
+
+    def end(y):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(field), diffrax.Euler(), 0.0, 1.0, 0.25, y, max_steps=8
+        )
+        return solution.ys[0]
+
+    assert jax.grad(end)(jnp.array(0.0)) == 1.0
+
+
+def test_flowjax():
+    flows = pytest.importorskip("flowjax.distributions")
+    log_prob = lambda x: flows.LogNormal(0.0, 1.0).log_prob(x)
+    loss = lambda x: jnp.sum(jnp.where(x > 0, jax.vmap(log_prob)(x), 0.0))
+    x = jnp.array([0.0, 1.0])
+    np.testing.assert_allclose(jax.grad(eqg.zero_safe(loss))(x), [0.0, -1.0], rtol=1e-5)
