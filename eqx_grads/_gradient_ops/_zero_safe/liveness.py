@@ -12,35 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from ..._jaxprs.dependence import variables
+from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Cond, Scan
+from ..._jaxprs.structure import Call, Checkpoint, Scan
 from ..._jaxprs.versions import equation_context
-from .ranges import Analysis, AnalyzedEquation, CONSTANT, ELEMENTWISE, inexact_indices
+from .analysis import Analysis, AnalyzedEquation
+from .ranges import CONSTANT, ELEMENTWISE, inexact_indices
+from .static_masks import at_moving, PULLED_BACK, SELECTING, shows_nothing, static_carry
 
 
 Mask = bool | jax.Array
 
-# A cotangent of ones is pulled back to a positive number wherever an element is taken.
-_PULLED_BACK = frozenset(
-    """
-    reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev pad concatenate
-    gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add split sort reduce_max
-    reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
-    conv_general_dilated tile
-    """.split()  # noqa: SIM905
-)
-_SELECTING = frozenset(
-    """
-    select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split
-    reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
-    conv_general_dilated
-    """.split()  # noqa: SIM905
-)
-# What they select is multiplied by one, and the rest by zero.
-SELECTS_BY_PRODUCT = frozenset(
-    "max min reduce_max reduce_min cummax cummin".split()  # noqa: SIM905
-)
 _ALONG_AXIS = ("cumlogsumexp", "cumprod")
 # Functions of matrices, of which there may be a batch.
 _OF_MATRICES = frozenset(
@@ -63,110 +45,22 @@ def dense(mask: Mask, shape: Sequence[int]) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(mask), shape)
 
 
-def join_static(a: bool | None, b: bool | None) -> bool | None:
-    """`either` of masks that are known to be `True`, known to be `False`, or not known."""
-    if a is True or b is True:
-        return True
-    return False if a is False and b is False else None
-
-
-def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bool | None]:
-    """What is known of the masks of the operands without running anything."""
-    n, eqn = len(e.eqn.invars), e.eqn
-    alive = [outs[i] for i in inexact_indices(eqn.outvars)]
-    if not alive or all(a is False for a in alive) or eqn.primitive.name in CONSTANT:
-        return [False] * n
-    match e.known:
-        case Scan() if e.is_entered:
-            return _static_scan(e, outs)
-        case Cond() if e.is_entered:
-            results = [static_inputs(a, outs) for a in e.inner]
-            same = lambda xs: xs[0] if len(set(xs)) == 1 else None
-            return [False, *map(same, zip(*results, strict=True))]
-        case Call() | Checkpoint() if e.is_entered:
-            return static_inputs(e.inner[0], outs)
-        case CallWithRule() if e.tangent_map is not None and not _is_opaque(e.tangent_map):
-            given = [outs[i] for i in inexact_indices(eqn.outvars)]
-            result = static_inputs(e.tangent_map, given)
-            return _at_inexact(e, result[len(eqn.invars) :])
-    if eqn.primitive.name in _SELECTING:
-        return [None] * n
-    if e.known is None and eqn.primitive.name in ELEMENTWISE | _PULLED_BACK:
-        return [True if all(a is True for a in alive) else None] * n
-    return [True if any(a is True for a in alive) else None] * n
-
-
-def static_inputs(analysis: Analysis, outs: Sequence[bool | None]) -> list[bool | None]:
-    jaxpr = analysis.program.jaxpr
-    known = static_masks(analysis, outs)
-    return [known.get(v, False) for v in jaxpr.invars]
-
-
-def static_masks(analysis: Analysis, outs: Sequence[bool | None]) -> dict[Any, bool | None]:
-    """What is known of the mask of each variable."""
-    known: dict[Any, bool | None] = {}
-
-    def add(vs, masks):
-        for v, mask in zip(vs, masks, strict=True):
-            if not isinstance(v, Literal):
-                known[v] = join_static(known.get(v, False), mask)
-
-    add(analysis.program.jaxpr.outvars, outs)
-    for e in reversed(analysis.eqns):
-        add(e.eqn.invars, static_transfer(e, [known.get(v, False) for v in e.eqn.outvars]))
-    return known
-
-
-def static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bool | None]:
-    """What is known of the mask of a scan's carry, the same before and after every step."""
-    scan = e.known
-    assert isinstance(scan, Scan)
-    n = scan.n_carry
-    carry = list(outs[:n])
-    while True:  # a mask that is known becomes one that is not, once
-        ins = static_inputs(e.inner[0], [*carry, *outs[n:]])
-        before = ins[scan.n_consts : scan.n_consts + n]
-        joined = [a if a is b else None for a, b in zip(carry, before, strict=True)]
-        if joined == carry:
-            return carry
-        carry = joined
-
-
-def _static_scan(e, outs):
-    scan = e.known
-    carry = static_carry(e, outs)
-    return static_inputs(e.inner[0], [*carry, *outs[scan.n_carry :]])
-
-
-def _at_inexact(e, masks):
-    """Masks of the inexact operands, among those of all operands."""
-    full: list[Any] = [False] * len(e.eqn.invars)
-    for i, mask in zip(inexact_indices(e.eqn.invars), masks, strict=True):
-        full[i] = mask
-    return full
-
-
-def _is_opaque(analysis: Analysis) -> bool:
-    """Whether the tangents of a rule are computed by a primitive that shows nothing: they come
-    from a backward rule."""
-    return any(e.eqn.primitive.name in ("custom_lin", "eqg_linear") for e in analysis.eqns)
-
-
 def raw_values(program: Any, values: Sequence[Any]) -> dict[Any, Any]:
     """The values of all variables of a program, which nobody differentiates."""
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, values, strict=True))
     for eqn in program.eqns:
-        env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))
+        if eqn.outvars:  # the others only have effects, which happen once
+            env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))
     return env
 
 
 def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with equation_context(eqn):
-        return bind(eqn, [_stopped(x) for x in values])
+        return bind(eqn, [stopped(x) for x in values])
 
 
-def _stopped(x):
+def stopped(x):
     return jax.lax.stop_gradient(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
@@ -233,32 +127,32 @@ def transfer(
         return [False] * len(values)
     if e.is_entered:
         return _transfer_inner(e, values, outs)
-    if isinstance(e.known, CallWithRule):
+    if e.has_rule:
         return _transfer_rule(e, values, outs)
     if e.known is None and name in ELEMENTWISE:
         (mask,) = (outs[i] for i in inexact_outs)
         return [
-            _unbroadcast(_and(mask, _taken(name, values, i)), jnp.shape(x))
+            _unbroadcast(both(mask, taken_by(name, values, i)), jnp.shape(x))
             if i in inexact_indices(eqn.invars)
             else False
             for i, x in enumerate(values)
         ]
-    if all(outs[i] is True for i in inexact_outs) and name not in _SELECTING:
+    if all(outs[i] is True for i in inexact_outs) and name not in SELECTING:
         return [i in inexact_indices(eqn.invars) for i in range(len(values))]
     if name == "dot_general":
         return _transfer_dot(eqn, values, outs[0])
-    if name in _PULLED_BACK:
+    if name in PULLED_BACK:
         return _pull_back(e, values, outs)
     return _transfer_opaque(e, values, outs)
 
 
-def _and(mask: Mask, taken: Mask) -> Mask:
-    if mask is True:
+def both(mask: Mask, taken: Mask) -> Mask:
+    if mask is True or taken is False:
         return taken
-    return mask if taken is True else mask & taken
+    return mask if taken is True or mask is False else mask & taken
 
 
-def _taken(name: str, values: Sequence[Any], i: int) -> Mask:
+def taken_by(name: str, values: Sequence[Any], i: int) -> Mask:
     """Where an elementwise selection takes operand `i`. Both at a tie, and where it is NaN."""
     if name == "select_n":
         which = jnp.asarray(values[0])
@@ -274,12 +168,14 @@ def _taken(name: str, values: Sequence[Any], i: int) -> Mask:
 
 
 def _unbroadcast(mask: Mask, shape: Sequence[int]) -> Mask:
-    """The mask of an operand of an elementwise operation, which may be a scalar, or have axes of
+    """The mask of an operand of an elementwise operation: it may be a scalar, or have axes of
     length one."""
     if isinstance(mask, bool) or mask.shape == tuple(shape):
         return mask
     if not shape:
         return jnp.any(mask)
+    if mask.ndim < len(shape):  # the predicate of a selection may be a scalar
+        return dense(mask, shape)
     axes = tuple(i for i, n in enumerate(shape) if n != mask.shape[i])
     return jnp.any(mask, axes, keepdims=True)
 
@@ -335,7 +231,10 @@ def _pull_back(e, values, outs) -> list[Mask]:
             return [out[i] for i in inexact_outs]
 
         out, pull = jax.vjp(of_moving, *(jnp.asarray(full[i]) for i in part))
-        cts = [dense(outs[i], y.shape).astype(y.dtype) for i, y in zip(inexact_outs, out)]
+        cts = [
+            dense(outs[i], y.shape).astype(y.dtype)
+            for i, y in zip(inexact_outs, out, strict=True)
+        ]
         for i, ct in zip(part, pull(cts), strict=True):
             masks[i] = ct != 0
     return masks
@@ -354,10 +253,7 @@ def _transfer_opaque(e, values, outs) -> list[Mask]:
     if name == "reduce_prod":
         some = jnp.expand_dims(given[0], eqn.params["axes"])
         return [jnp.broadcast_to(some, jnp.shape(values[0]))]
-    n_batch = jnp.ndim(values[0]) - 2 if name in _OF_MATRICES else 0
-    batch = jnp.shape(values[0])[:n_batch]
-    if not all(m.shape[:n_batch] == batch for m in given):
-        n_batch = 0
+    n_batch = matrices_in_batch(eqn)
     some = [jnp.any(m, tuple(range(n_batch, m.ndim))) for m in given]
     some = ft.reduce(jnp.logical_or, some)
     return [
@@ -366,22 +262,32 @@ def _transfer_opaque(e, values, outs) -> list[Mask]:
     ]
 
 
+def matrices_in_batch(eqn: Any) -> int:
+    """The number of batch dimensions of all operands and outputs of a function of matrices, and
+    zero for other primitives."""
+    if eqn.primitive.name not in _OF_MATRICES:
+        return 0
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    n_batch = len(shapes[0]) - 2
+    return n_batch if all(shape[:n_batch] == shapes[0][:n_batch] for shape in shapes) else 0
+
+
 def _transfer_rule(e, values, outs) -> list[Mask]:
     """What the tangents of a rule depend on is what it takes. A backward rule does not show
     that, but it may be elementwise."""
     eqn, tangents = e.eqn, e.tangent_map
     given = [outs[i] for i in inexact_indices(eqn.outvars)]
-    moving = inexact_indices(eqn.invars)
-    if tangents is not None and not _is_opaque(tangents):
+    moving = e.moving
+    if tangents is not None and not shows_nothing(tangents):
         zeros = [jnp.zeros_like(values[i]) for i in moving]
         wanted = [False] * len(values) + [True] * len(moving)
         masks = masks_of_inputs(tangents, [*values, *zeros], given, wanted)
-        return _at_inexact(e, masks[len(values) :])
+        return at_moving(e, masks[len(values) :])
     if any(mask is True for mask in given):
-        return _at_inexact(e, [True] * len(moving))
+        return at_moving(e, [True] * len(moving))
     if _is_elementwise_rule(e):
         mask = ft.reduce(either, given)
-        return _at_inexact(e, [mask] * len(moving))
+        return at_moving(e, [mask] * len(moving))
     return _transfer_opaque(e, values, outs)
 
 
@@ -389,7 +295,7 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
     """Whether each element of the cotangents that a rule returns depends on the elements at the
     same place only."""
     eqn = e.eqn
-    moving, outs = inexact_indices(eqn.invars), inexact_indices(eqn.outvars)
+    moving, outs = e.moving, inexact_indices(eqn.outvars)
     shapes = {eqn.invars[i].aval.shape for i in moving}
     shapes.update(eqn.outvars[i].aval.shape for i in outs)
     if len(shapes) != 1:
@@ -406,8 +312,11 @@ def _is_elementwise_rule(e: AnalyzedEquation) -> bool:
         return jax.vjp(of_moving, *(values[i] for i in moving))[1](cts)
 
     types = [v.aval for v in eqn.invars]
-    program = jax.make_jaxpr(cotangents)(types, [eqn.outvars[i].aval for i in outs])
-    return _is_elementwise(program, shapes.pop())
+    try:
+        program = jax.make_jaxpr(cotangents)(types, [eqn.outvars[i].aval for i in outs])
+    except Exception:  # as in `tangent_map`
+        return False
+    return _is_elementwise(without_unused(program), shapes.pop())
 
 
 def _is_elementwise(program, shape) -> bool:
@@ -446,8 +355,11 @@ def _transfer_inner(e, values, outs) -> list[Mask]:
         return run
 
     branches = [branch(analysis) for analysis in e.inner]
-    masks = jax.lax.switch(values[0], branches, [_stopped(x) for x in values[1:]])
-    return _at_inexact(e, masks)
+    masks = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
+    result: list[Mask] = [False] * len(values)
+    for i, mask in zip(inexact_indices(eqn.invars), masks, strict=True):
+        result[i] = mask
+    return result
 
 
 def scan_masks(
@@ -458,7 +370,7 @@ def scan_masks(
     scan, body = e.known, e.inner[0]
     assert isinstance(scan, Scan)
     n, m = scan.n_consts, scan.n_consts + scan.n_carry
-    values = [_stopped(x) for x in values]
+    values = [stopped(x) for x in values]
     consts, init, xs = values[:n], values[n:m], values[m:]
     static = static_carry(e, [x if isinstance(x, bool) else None for x in outs])
     types = [v.aval for v in body.program.jaxpr.invars]
@@ -497,7 +409,7 @@ def scan_masks(
     masks: list[Mask] = [False] * len(values)
     for i in moving:
         if n <= i < m:
-            masks[i] = of_init.get(i - n, static[i - n])
+            masks[i] = of_init.get(i - n, bool(static[i - n]))
         else:
             masks[i] = of_consts[i] if i < n else of_xs[i]
-    return masks, [after.get(i, s) for i, s in enumerate(static)]
+    return masks, [after.get(i, bool(s)) for i, s in enumerate(static)]

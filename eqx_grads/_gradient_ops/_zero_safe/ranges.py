@@ -1,4 +1,4 @@
-"""Which equations of a program may have a derivative that is not finite.
+"""Which values an operation returns, and whether its derivative may not be finite.
 
 Each value has a `Range`, found by interval arithmetic without running anything. The inputs of
 the function are taken to be finite, and so are sums, products and positive integer powers of
@@ -6,22 +6,15 @@ finite numbers: overflow is expected of `exp` and its like only.
 """
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.dependence import without_unused
-from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
-from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Cond, Scan, structure, While
-from ..._jaxprs.versions import assigns_shardings
 
 
 INF = math.inf
@@ -60,100 +53,6 @@ class Range:
         return Range(low, high, both.finite, both.active, both.mixed)
 
 
-class AnalyzedEquation:
-    """An equation, the ranges of its operands, and its analyzed inner programs."""
-
-    def __init__(self, eqn: Any, ins: Sequence[Range], inner: "Sequence[Analysis]", depth: int):
-        self.eqn = eqn
-        self.known = structure(eqn)
-        self.ins = ins
-        self.inner = inner
-        self._depth = depth
-
-    @ft.cached_property
-    def tangent_map(self) -> "Analysis | None":
-        """The tangents of a call with a rule, as a program of primals and tangents of its
-        inexact operands; the primals first. `None` for a rule that is in its own rule."""
-        if self._depth >= _MAX_DEPTH:
-            return None
-        types = [v.aval for v in self.eqn.invars]
-        moving = inexact_indices(self.eqn.invars)
-        program = without_unused(_trace_tangents(self.eqn, types, moving))
-        still = [dataclasses.replace(r, active=False) for r in self.ins]
-        return analyze(program, [*still, *(Range() for _ in moving)], self._depth + 1)
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether the inner programs are transformed, and not the equation as a whole."""
-        match self.known:
-            case Call():
-                return not assigns_shardings(self.eqn.params)
-            case Cond():
-                return not self.known.by_platform
-        return isinstance(self.known, Checkpoint | Scan)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether an operand depends on what is being differentiated."""
-        return any(self.ins[i].active for i in inexact_indices(self.eqn.invars))
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether an element of an operand may not depend on it, while others do."""
-        moving = [self.ins[i] for i in inexact_indices(self.eqn.invars)]
-        return any(r.active and r.mixed for r in moving)
-
-    @ft.cached_property
-    def is_risky(self) -> bool:
-        """Whether a factor of its derivative, of any order, may be infinite or NaN."""
-        if self.is_entered or not self.is_active:
-            return False
-        if isinstance(self.known, While):  # has no reverse mode
-            return False
-        if isinstance(self.known, CallWithRule):
-            return self.tangent_map is None or self.tangent_map.has_risk
-        if self.known is not None:
-            return True
-        return _has_risk(self.eqn, self.ins)
-
-    @property
-    def has_risk(self) -> bool:
-        return self.is_risky or (self.is_entered and any(a.has_risk for a in self.inner))
-
-
-class Analysis:
-    """A program with the ranges of all its values."""
-
-    def __init__(self, program: ClosedJaxpr, eqns: list[AnalyzedEquation], outs: list[Range]):
-        self.program = program
-        self.eqns = eqns
-        self.outs = outs
-
-    @ft.cached_property
-    def has_risk(self) -> bool:
-        return any(e.has_risk for e in self.eqns)
-
-
-# A rule may be made of functions with rules. One that calls its own function with a tangent
-# would go on forever.
-_MAX_DEPTH = 2
-
-
-def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analysis:
-    """Find the ranges of all values of a program from those of its inputs."""
-    eqns: list[AnalyzedEquation] = []
-
-    def hook(eqn, ranges):
-        analyzed, outs = _analyze_equation(eqn, ranges, depth)
-        eqns.append(analyzed)
-        return (
-            outs if analyzed.is_active else [dataclasses.replace(r, active=False) for r in outs]
-        )
-
-    outs = evaluate(program, ins, hook, constant=_range_of_constant)
-    return Analysis(program, eqns, outs)
-
-
 def inexact_indices(variables: Sequence[Any]) -> list[int]:
     """Which variables of a program hold floating or complex numbers."""
     return [i for i, v in enumerate(variables) if is_inexact_type(v.aval)]
@@ -163,28 +62,12 @@ def is_inexact_type(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", np.bool_), jnp.inexact)
 
 
-def _trace_tangents(eqn, types, moving) -> ClosedJaxpr:
-    outs = inexact_indices(eqn.outvars)
-
-    def tangents(*values):
-        primals, ts = list(values[: len(types)]), values[len(types) :]
-
-        def of_moving(*xs):
-            full = list(primals)
-            for i, x in zip(moving, xs, strict=True):
-                full[i] = x
-            out = bind(eqn, full)
-            return [out[i] for i in outs]
-
-        return jax.jvp(of_moving, [primals[i] for i in moving], list(ts))[1]
-
-    return jax.make_jaxpr(tangents)(*types, *(types[i] for i in moving))
-
-
-def _range_of_constant(x: Any) -> Range:
+def range_of_constant(x: Any) -> Range:
+    """The range of a constant of the program; a tracer may be differentiated."""
     if isinstance(x, Tracer):
         return Range()
-    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, np.bool_) and not jnp.issubdtype(dtype, jnp.number):  # a key
         return Range(active=False)
     if jnp.iscomplexobj(x):
         return Range(finite=bool(np.all(np.isfinite(np.asarray(x)))), active=False)
@@ -198,43 +81,6 @@ def _range_of_constant(x: Any) -> Range:
     return Range(
         float(finite.min()), float(finite.max()), bool(np.all(is_finite)), active=False
     )
-
-
-def _analyze_equation(eqn, ins, depth) -> tuple[AnalyzedEquation, list[Range]]:
-    known = structure(eqn)
-    match known:
-        case None:
-            active, mixed = _dependence(eqn, ins)
-            outs = _ranges_of_outputs(eqn, ins)
-            outs = [dataclasses.replace(r, active=active, mixed=mixed) for r in outs]
-            return AnalyzedEquation(eqn, ins, (), depth), outs
-        case Scan():
-            inner, outs = _analyze_scan(known, ins, depth)
-        case While():
-            inner, outs = [], [Range(finite=False, mixed=True)] * len(eqn.outvars)
-        case Cond():
-            inner = [analyze(p, ins[1:], depth) for p in known.programs]
-            outs = [
-                ft.reduce(Range.join, rs) for rs in zip(*(a.outs for a in inner), strict=True)
-            ]
-        case _:
-            inner = [analyze(known.programs[0], ins, depth)]
-            outs = inner[0].outs
-            if isinstance(known, CallWithRule):  # which may multiply a tangent by zero
-                outs = [dataclasses.replace(r, active=True, mixed=True) for r in outs]
-    return AnalyzedEquation(eqn, ins, inner, depth), list(outs)
-
-
-def _analyze_scan(scan: Scan, ins, depth) -> tuple[list[Analysis], list[Range]]:
-    n = scan.n_consts + scan.n_carry
-    consts, carry, xs = ins[: scan.n_consts], list(ins[scan.n_consts : n]), ins[n:]
-    while True:  # ranges only widen, so this ends
-        body = analyze(scan.programs[0], [*consts, *carry, *xs], depth)
-        pairs = zip(carry, body.outs[: scan.n_carry], strict=True)
-        widened = [before.widened_to(after) for before, after in pairs]
-        if widened == carry:
-            return [body], [*carry, *body.outs[scan.n_carry :]]
-        carry = widened
 
 
 # Each element of the output depends on the elements of the operands at the same place.
@@ -254,14 +100,18 @@ CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextaf
 _CHOOSES = frozenset(
     """
     select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
-    sort
+    sort stack
     """.split()  # noqa: SIM905
 )
 
 
-def _dependence(eqn, ins: Sequence[Range]) -> tuple[bool, bool]:
+def dependence(eqn: Any, ins: Sequence[Range]) -> tuple[bool, bool]:
+    """Whether the outputs are `active`, and whether they are `mixed`."""
     name = eqn.primitive.name
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    case = decided_case(eqn, ins)
+    if case is not None:
+        return ins[case].active, ins[case].mixed
     if name in CONSTANT or not any(r.active for r in moving):
         return False, False
     if name in _CHOOSES:
@@ -269,6 +119,13 @@ def _dependence(eqn, ins: Sequence[Range]) -> tuple[bool, bool]:
     if any(r.active and not r.mixed for r in moving):
         return True, name not in ELEMENTWISE and name not in MULTILINEAR and _any_mixed(moving)
     return True, True
+
+
+def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
+    """The operand that a selection takes, if that is known."""
+    if eqn.primitive.name != "select_n" or ins[0].low != ins[0].high:
+        return None
+    return 1 + int(ins[0].low)
 
 
 def _any_mixed(moving) -> bool:
@@ -289,7 +146,8 @@ _SELECTING = frozenset(("select_n", "clamp", "gather", "stop_gradient"))
 _FINITE_VALUES = frozenset(("cbrt", "atan2"))
 
 
-def _has_risk(eqn, ins: Sequence[Range]) -> bool:
+def has_risk(eqn: Any, ins: Sequence[Range]) -> bool:
+    """Whether a factor of the derivative, of any order, may be infinite or NaN."""
     name = eqn.primitive.name
     if not inexact_indices(eqn.outvars) or name in _SELECTING:
         return False
@@ -304,9 +162,7 @@ def _has_risk(eqn, ins: Sequence[Range]) -> bool:
         return False
     if name in _SMOOTH:
         # The derivative of the absolute value of a complex zero is 0 / 0.
-        return name in ("abs", "sign") and jnp.iscomplexobj(
-            jnp.zeros(0, eqn.invars[0].aval.dtype)
-        )
+        return name in ("abs", "sign") and _is_complex(eqn.invars[0])
     return _is_singular(eqn, ins)
 
 
@@ -354,11 +210,11 @@ def _limits(dtype) -> tuple[float, float]:
 _KEEPS_RANGE = frozenset(
     """
     reshape broadcast_in_dim squeeze transpose slice rev copy dynamic_slice gather real
-    convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split
+    convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split unstack
     optimization_barrier stop_gradient expand_dims reduce_precision device_put
     """.split()  # noqa: SIM905
 )
-_JOINS = frozenset(("concatenate", "pad", "dynamic_update_slice", "sort"))
+_JOINS = frozenset(("concatenate", "stack", "pad", "dynamic_update_slice", "sort"))
 _BOUNDS = {
     "tanh": (-1.0, 1.0),
     "logistic": (0.0, 1.0),
@@ -379,18 +235,40 @@ _BOUNDS = {
 }
 
 
-def _ranges_of_outputs(eqn, ins: Sequence[Range]) -> list[Range]:
+def ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
+    """The ranges of the outputs of a primitive, but for what `dependence` tells."""
     name = eqn.primitive.name
+    case = decided_case(eqn, ins)
+    if case is not None:
+        return [ins[case]]
     if not inexact_indices(eqn.outvars):
-        return [Range()] * len(eqn.outvars)
+        return [_range_of_integers(eqn, ins)] * len(eqn.outvars)
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
     finite = all(r.finite for r in moving)
     if name in _FINITE_VALUES or not _is_from_table(name):
         finite = finite and name in _FINITE_VALUES
     elif name not in _SMOOTH and name not in _KEEPS_RANGE and not _is_linear(name):
         finite = finite and not _value_may_overflow(eqn, ins)
-    low, high = _bounds(eqn, ins, moving)
+    low, high = _bounds(eqn, ins, moving or ins)
     return [Range(low, high, finite)] * len(eqn.outvars)
+
+
+def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
+    name = eqn.primitive.name
+    if name in _COMPARISONS and all(r.finite for r in ins):
+        x, y = ins if name in ("gt", "ge") else ins[::-1]
+        if x.low > y.high or (x.low == y.high and name in ("ge", "le")):
+            return Range(1.0, 1.0)
+        if x.high < y.low or (x.high == y.low and name in ("gt", "lt")):
+            return Range(0.0, 0.0)
+    if name not in ("add", "sub", "mul", "neg", *_KEEPS_RANGE):
+        return Range()
+    low, high = _bounds(eqn, ins, ins)
+    # Integers may wrap around.
+    return Range(low, high) if -INF < low <= high < INF else Range()
+
+
+_COMPARISONS = ("gt", "ge", "lt", "le")
 
 
 def _is_linear(name) -> bool:
@@ -418,7 +296,7 @@ def _value_may_overflow(eqn, ins) -> bool:
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
     name = eqn.primitive.name
-    if not moving or jnp.iscomplexobj(jnp.zeros(0, eqn.outvars[0].aval.dtype)):
+    if not moving or _is_complex(eqn.outvars[0]):
         return -INF, INF
     x, y = moving[0], moving[-1]
     match name:
@@ -461,6 +339,10 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
     if name in _JOINS or name == "select_n":
         return min(r.low for r in moving), max(r.high for r in moving)
     return -INF, INF
+
+
+def _is_complex(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
 
 
 def _product(x: Range, y: Range) -> tuple[float, float]:

@@ -7,28 +7,33 @@ NaN, to any order. All else is as it was. A mask is a function of values, not of
 it is computed before; the derivative of the result is one that JAX knows.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, enter, evaluate
+from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan
 from ..._jaxprs.versions import equation_context
+from ..._rules.replace_gradient import replace_gradient
+from .analysis import Analysis, AnalyzedEquation
 from .liveness import (
+    both,
     dense,
     Mask,
     masks_of_variables,
     raw_outputs,
     read,
     scan_masks,
-    SELECTS_BY_PRODUCT,
-    static_masks,
     transfer,
 )
-from .ranges import Analysis, AnalyzedEquation, inexact_indices
+from .moved import moved_inputs, moved_scan, transfer_moved
+from .ranges import inexact_indices
+from .static_masks import SELECTS_BY_PRODUCT, static_masks
 
 
 class Plan:
@@ -66,18 +71,22 @@ class Plan:
             if any(plan.acts for plan in _inner_plans(e, alive, steep)):
                 self.guarded.add(id(eqn))
                 self.steep_outs[id(eqn)] = steep
-        elif e.is_risky and any(alive[i] is not True for i in inexact_indices(eqn.outvars)):
+        elif e.is_risky and (
+            e.is_mixed or any(alive[i] is not True for i in inexact_indices(eqn.outvars))
+        ):
             self.guarded.add(id(eqn))
         elif any(steep) and eqn.primitive.name in SELECTS_BY_PRODUCT:
             self.local.add(id(eqn))
 
-    def touched(self) -> set[Any]:
-        """The variables that depend on a guarded equation."""
+    def touched(self) -> tuple[set[int], set[Any]]:
+        """The equations that are guarded or depend on one that is, and their outputs."""
+        eqns: set[int] = set()
         found: set[Any] = set()
         for e in self.analysis.eqns:
             if id(e.eqn) in self.guarded or any(v in found for v in variables(e.eqn.invars)):
+                eqns.add(id(e.eqn))
                 found.update(e.eqn.outvars)
-        return found
+        return eqns, found
 
 
 def _inner_plans(e, alive, steep) -> list[Plan]:
@@ -92,68 +101,114 @@ def _inner_plans(e, alive, steep) -> list[Plan]:
 
 
 def evaluate_zero_safe(
-    analysis: Analysis, values: Sequence[Any], outs: Sequence[Mask], steep: Sequence[bool]
+    analysis: Analysis,
+    values: Sequence[Any],
+    moved: Sequence[Mask],
+    outs: Sequence[Mask],
+    steep: Sequence[bool],
 ) -> list[Any]:
     """The outputs of a program.
 
-    - `outs`: the masks of the outputs.
+    - `moved`: which elements of the inputs depend on what is being differentiated.
+    - `outs`: from which elements of the outputs a taken path leads to the result.
     - `steep`: for each output, whether its cotangent may not be finite.
     """
     plan = Plan(analysis, [m if isinstance(m, bool) else None for m in outs], steep)
     program = analysis.program
     if not plan.acts:
         return evaluate(program, values)
-    touched = plan.touched()
+    touched, variables_touched = plan.touched()
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, values, strict=True))
     raw = dict(env)
     for e in analysis.eqns:
-        if not any(v in touched for v in e.eqn.outvars):
-            out = _run(plan, e, read(env, e.eqn.invars), None)
+        if id(e.eqn) not in touched:
+            out = _run(plan, e, read(env, e.eqn.invars))
             env.update(zip(e.eqn.outvars, out, strict=True))
+        elif e.eqn.effects and not e.eqn.outvars:  # happens once, below
+            continue
         else:
             out = raw_outputs(e.eqn, read(raw, e.eqn.invars))
         raw.update(zip(e.eqn.outvars, out, strict=True))
-    found: dict[int, tuple[list[Mask], list[Mask]]] = {}
+    of_moved = _masks_of_moved(analysis, raw, moved)
+    alive: dict[int, tuple[list[Mask], list[Mask]]] = {}
 
     def visit(e, ins, given):
-        found[id(e.eqn)] = ins, given
+        alive[id(e.eqn)] = ins, given
 
-    masks_of_variables(analysis, raw, outs, touched, visit)
+    masks_of_variables(analysis, raw, outs, variables_touched, visit)
     for e in analysis.eqns:
-        if any(v in touched for v in e.eqn.outvars):
-            out = _run(plan, e, read(env, e.eqn.invars), found[id(e.eqn)])
+        if id(e.eqn) in touched:
+            masks = None
+            if id(e.eqn) in plan.guarded:
+                of_ins, of_outs = of_moved(e.eqn.invars), of_moved(e.eqn.outvars)
+                masks = _Masks(*alive[id(e.eqn)], of_ins, of_outs)
+            out = _run(plan, e, read(env, e.eqn.invars), masks)
             env.update(zip(e.eqn.outvars, out, strict=True))
     return read(env, program.jaxpr.outvars)
 
 
-def _run(plan: Plan, e: AnalyzedEquation, values, masks) -> list[Any]:
-    """An equation, with its guards. `masks` are those of its operands and of its outputs."""
+class _Masks(NamedTuple):
+    """From which elements of operands and outputs a taken path leads to the result, and which
+    depend on the inputs."""
+
+    alive_ins: Sequence[Mask]
+    alive_outs: Sequence[Mask]
+    moved_ins: Sequence[Mask]
+    moved_outs: Sequence[Mask]
+
+
+def _masks_of_moved(analysis, raw, moved) -> Callable[[Sequence[Any]], list[Mask]]:
+    masks = moved_inputs(analysis.program, moved)
+
+    def of(atoms):
+        return [False if isinstance(v, Literal) else masks.get(v, False) for v in atoms]
+
+    for e in analysis.eqns:
+        outs = transfer_moved(e, read(raw, e.eqn.invars), of(e.eqn.invars))
+        masks.update(zip(e.eqn.outvars, outs, strict=True))
+    return of
+
+
+def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -> list[Any]:
+    """An equation, with its guards."""
     eqn = e.eqn
     with equation_context(eqn):
         if id(eqn) in plan.guarded:
-            ins, outs = masks
+            assert masks is not None
             if e.is_entered:
-                return _enter(e, values, outs, plan.steep_outs[id(eqn)])
+                return _enter(e, values, masks, plan.steep_outs[id(eqn)])
             with jax.named_scope(SCOPE):
-                values = _guard(values, ins)
+                values = _guard(values, masks.alive_ins, masks.moved_ins)
             out = bind(eqn, values)
+            if eqn.primitive.name in MULTILINEAR and eqn.primitive.name != "mul":
+                out = [_without_dead_factors(eqn, values, out[0], masks.alive_ins)]
             with jax.named_scope(SCOPE):
-                return _guard(out, outs)
+                return _guard(out, masks.alive_outs, masks.moved_outs)
         if id(eqn) in plan.local:
             with jax.named_scope(SCOPE):
                 out = bind(eqn, values)
                 taken = transfer(e, values, out, [True] * len(out))
-                values = _guard(values, taken)
+                values = _guard(values, taken, [True] * len(values))
         return bind(eqn, values)
+
+
+def _without_dead_factors(eqn, values, out, alive) -> Any:
+    """A product of which each element of the result has several terms, with the derivative that
+    it has where dead factors are zero. A factor may be dead in one of the terms only."""
+    finite = [
+        x if mask is True else jnp.where(dense(mask, jnp.shape(x)), x, jnp.zeros_like(x))
+        for x, mask in zip(values, alive, strict=True)
+    ]
+    return replace_gradient(out, bind(eqn, finite)[0])
 
 
 # The name of the guards, in the name stacks of their equations.
 SCOPE = "eqg_zero_safe"
 
 
-def _guard(values: Sequence[Any], masks: Sequence[Mask]) -> list[Any]:
-    return [_guard_one(x, mask) for x, mask in zip(values, masks, strict=True)]
+def _guard(values: Sequence[Any], alive: Sequence[Mask], moved: Sequence[Mask]) -> list[Any]:
+    return [_guard_one(x, both(a, m)) for x, a, m in zip(values, alive, moved, strict=True)]
 
 
 def _guard_one(x: Any, mask: Mask) -> Any:
@@ -165,44 +220,56 @@ def _guard_one(x: Any, mask: Mask) -> Any:
     return jax.lax.select(dense(mask, jnp.shape(x)), jnp.asarray(x), jnp.asarray(constant))
 
 
-def _enter(e: AnalyzedEquation, values, outs, steep) -> list[Any]:
+def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
+    """An equation with transformed inner programs, of which a step or a branch has masks of its
+    own."""
+    moved, outs = list(masks.moved_ins), list(masks.alive_outs)
     match e.known:
-        case Scan():
-            return _enter_scan(e, values, outs, steep)
+        case Scan() as scan:
+            n, m = scan.n_consts, scan.n_consts + scan.n_carry
+            moved[n:m] = moved_scan(e, values, moved)[1]
+            outs[: scan.n_carry] = scan_masks(e, values, outs)[1]
+            # Constants have no axis of time. Each step would get a slice.
+            fixed, moved[:n] = moved[:n], [False] * n
+            split = _Arrays.of(moved, outs)
+            return _run_inner(e, values, [split.arrays], [split], steep, fixed)
         case Cond():
-            return _enter_cond(e, values, outs, steep)
-    arrays = {i: mask for i, mask in enumerate(outs) if not isinstance(mask, bool)}
+            index, moved = values[0], moved[1:]
+            types = [v.aval for v in e.eqn.outvars]
+            masks_of = lambda i: [
+                (index == i) & dense(mask, t.shape) for mask, t in zip(outs, types, strict=True)
+            ]
+            splits = [_Arrays.of(moved, masks_of(i)) for i in range(len(e.inner))]
+            return _run_inner(e, values, [s.arrays for s in splits], splits, steep)
+    split = _Arrays.of(moved, outs)
+    return _run_inner(e, values, [split.arrays], [split], steep)
+
+
+def _run_inner(e, values, extras, splits, steep, fixed=()) -> list[Any]:
+    inner = {id(a.program.jaxpr): (a, s) for a, s in zip(e.inner, splits, strict=True)}
 
     def run(program, values, arrays):
-        masks = [arrays.get(i, mask) for i, mask in enumerate(outs)]
-        return evaluate_zero_safe(e.inner[0], values, masks, steep)
-
-    return list(enter(e.eqn, values, run, [arrays]))
-
-
-def _enter_scan(e, values, outs, steep):
-    scan = e.known
-    _, after = scan_masks(e, values, outs)
-    given = [*after, *outs[scan.n_carry :]]
-    arrays = {i: mask for i, mask in enumerate(given) if not isinstance(mask, bool)}
-
-    def run(program, values, arrays):
-        masks = [arrays.get(i, False if m is None else m) for i, m in enumerate(given)]
-        return evaluate_zero_safe(e.inner[0], values, masks, steep)
-
-    return list(enter(e.eqn, values, run, [arrays]))
-
-
-def _enter_cond(e, values, outs, steep):
-    index = values[0]
-    types = [v.aval for v in e.eqn.outvars]
-    extras = [
-        [(index == i) & dense(mask, t.shape) for mask, t in zip(outs, types, strict=True)]
-        for i in range(len(e.inner))
-    ]
-    analyses = {id(a.program.jaxpr): a for a in e.inner}
-
-    def run(program, values, masks):
-        return evaluate_zero_safe(analyses[id(program.jaxpr)], values, masks, steep)
+        analysis, split = inner[id(program.jaxpr)]
+        moved, outs = split.restore(arrays)
+        moved[: len(fixed)] = fixed
+        return evaluate_zero_safe(analysis, values, moved, outs, steep)
 
     return list(enter(e.eqn, values, run, extras))
+
+
+class _Arrays(NamedTuple):
+    """The masks of inputs and outputs: those that are arrays apart from the known ones."""
+
+    known: Sequence[Mask]
+    n_moved: int
+    arrays: dict[int, Any]
+
+    @staticmethod
+    def of(moved: Sequence[Mask], outs: Sequence[Mask]) -> "_Arrays":
+        masks = [*moved, *outs]
+        arrays = {i: mask for i, mask in enumerate(masks) if not isinstance(mask, bool)}
+        return _Arrays([x if isinstance(x, bool) else False for x in masks], len(moved), arrays)
+
+    def restore(self, arrays: dict[int, Any]) -> tuple[list[Mask], list[Mask]]:
+        masks = [arrays.get(i, mask) for i, mask in enumerate(self.known)]
+        return masks[: self.n_moved], masks[self.n_moved :]

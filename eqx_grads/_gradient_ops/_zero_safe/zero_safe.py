@@ -1,26 +1,110 @@
 """`zero_safe`: the transformation of a function of any PyTrees."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
+from ..._errors import rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
-from ..._rules.flatten_call import is_array, TreeSplit
-from .ranges import analyze, Range
+from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
+from .analysis import analyze
+from .ranges import Range
 from .transform import evaluate_zero_safe
 from .zero_wins import zero_wins_program
 
 
-def zero_safe(
-    fn: Callable[..., PyTree], *, policy: Literal["selected", "zero"] = "selected"
-) -> Callable[..., PyTree]:
-    """doc"""
+def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callable[..., PyTree]:
+    r"""What a selection does not take contributes exactly nothing to a derivative.
+
+    JAX differentiates `jnp.where(x > 0, jnp.sqrt(x), 0.0)` by multiplying the derivative of
+    `sqrt` by zero where it is not taken, and $0 \cdot \infty$ is NaN. The known cure is a
+    second `where` in the argument of `sqrt`. This is done here for a whole function, also for
+    the code of other libraries that it calls.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def drag(x):
+            return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+
+        x = jnp.array([0.0, 4.0])
+        assert jnp.isnan(jax.grad(drag)(x)[0])
+        assert jnp.all(jax.grad(eqg.zero_safe(drag))(x) == jnp.array([0.0, 0.25]))
+        ```
+
+    **Arguments:**
+
+    - `fn`: a function, a bound method, a method in the body of a class, or a Module. Takes and
+        returns any PyTrees. Arrays in its arguments are traced; all other leaves are passed as
+        they are.
+    - `policy`: `"selected"`, or `"zero"`, by which moreover each exact zero wins over any
+        factor. See below.
+
+    **Returns:**
+
+    A function with the signature and the values of `fn`, bit by bit. It is a PyTree with the
+    leaves of `fn`, and so can be a layer of a model.
+
+    Apply it to the whole loss: a selection outside of `fn` is not seen.
+
+    **Derivative:**
+
+    That of `fn`, in both modes, to all orders, without the terms of elements that were not
+    taken. `jnp.where`, `select`, `maximum`, `minimum`, `clamp`, `max` and `min`, indexing,
+    slices, padding, what `set` overwrites, and `cond` and `switch` (of which `vmap` makes
+    selections) take some elements and not others. At a tie, `maximum` takes both. All that is
+    taken stays as it is, to the bit: an exact zero that no selection made times an infinite
+    derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. So this never makes a wrong
+    finite number.
+
+    It needs to be known which elements are taken. Where it is not, NaN stays:
+
+    - Of a `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve,
+        and of any primitive that is not known here, the outputs count as one, but for a rule
+        that is seen to be elementwise. They are dropped if none of them is taken.
+    - `fn` is taken to be finite in its inputs. Infinite inputs and overflow in sums, products
+        and positive integer powers are not looked for; that of `exp` and its like is.
+    - A matrix product of which an infinite element is taken for one row, and not for another.
+
+    With `policy="zero"`, a zero wins over any factor in the derivative of elementwise
+    operations and inner products: the derivative of `norm(x)` at 0 and of `std(x)` at equal
+    numbers is 0. That is a convention, and it may be wrong: that of `sqrt(x)**2` at 0 becomes
+    0, and is 1. It is one for the first derivative. Higher ones may not be finite there.
+
+    **Cost:**
+
+    A static analysis finds the operations that may have an infinite derivative and may not be
+    taken. Where there are none, nothing is changed: for MLPs with `relu`, `softplus` or `gelu`,
+    LayerNorm and recurrent cells, FLOPs and bytes are those of `fn`. Where there are, booleans
+    are computed that say what is taken: next to nothing for elementwise operations, 1.1 times
+    the FLOPs for a masked attention layer before a `relu`. A `scan` of which a step has such an
+    operation runs twice more without derivative: 1.4 times the FLOPs and 2.8 times the bytes
+    for steps of one matrix product, and nearly 4 times both for steps of four operations.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] for a policy that there is not.
+    """
+    if policy not in _POLICIES:
+        raise rule_error(
+            "`zero_safe` was given a policy that it does not have.",
+            f"it is {policy!r}",
+            do=f"Use one of {', '.join(map(repr, _POLICIES))}.",
+        )
     return eqx.module_update_wrapper(_ZeroSafe(fn, policy))
+
+
+_POLICIES = ("selected", "zero")
 
 
 class _ZeroSafe(eqx.Module):
@@ -58,7 +142,8 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
 
     def run(*values):
         analysis = analyze(program, [Range()] * len(values))
-        return evaluate_zero_safe(analysis, values, [True] * n, [False] * n)
+        moved = [is_inexact(x) for x in values]
+        return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
     # What masks are made of is computed where a mask is used, and nowhere else.
     return without_unused(jax.make_jaxpr(run)(*values))

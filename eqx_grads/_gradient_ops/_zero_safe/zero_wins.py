@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._rules.linear_primitive import linear_call, LinearMap
-from .liveness import ELEMENTWISE
-from .ranges import Analysis, analyze, AnalyzedEquation, inexact_indices, Range
+from .analysis import Analysis, analyze, AnalyzedEquation
+from .ranges import ELEMENTWISE, inexact_indices, Range
 from .transform import SCOPE
 
 
@@ -136,10 +136,9 @@ def _factor(eqn, values, i):
 @jax.custom_jvp
 def _product(factor: Any, tangent: Any) -> Any:
     """The product of two numbers that is zero if one of them is."""
-    with jax.named_scope(SCOPE):
-        is_zero = (factor == 0) | (tangent == 0)
-        product = factor * tangent
-        return jnp.where(is_zero, jnp.zeros_like(product), product)
+    is_zero = (factor == 0) | (tangent == 0)
+    product = factor * tangent
+    return jax.lax.select(is_zero, jnp.zeros_like(product), product)
 
 
 @_product.defjvp
@@ -158,11 +157,12 @@ def _linear_product(factor, tangent):
 
 
 def _multiply(residuals, tangents):
-    return [_product(residuals[0], tangents[0])]
+    with jax.named_scope(SCOPE):
+        return [_product(residuals[0], tangents[0])]
 
 
 def _multiply_transposed(residuals, cts):
-    return cts if cts[0] is None else [_product(residuals[0], cts[0])]
+    return cts if cts[0] is None else _multiply(residuals, cts)
 
 
 def zero_wins_program(program: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:

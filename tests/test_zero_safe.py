@@ -1,0 +1,414 @@
+"""`eqg.zero_safe`: against the derivative of the branch that is taken, in high precision."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import pytest
+from eqx_grads._gradient_ops._zero_safe.acted import dropped
+from eqx_grads._jaxprs.evaluate import bind, evaluate
+
+from .helpers import assert_close
+from .zero_safe_cases import CASES
+
+
+NAN, INF = jnp.nan, jnp.inf
+
+
+def first_and_second(case):
+    with mpmath.workdps(40):
+        x = mpmath.mpf(case.x)
+        return [float(mpmath.diff(case.truth, x, n)) for n in (1, 2)]
+
+
+def check(got, case, order):
+    assert_close(np.asarray(got, np.float64), first_and_second(case)[order - 1], tolerance=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _mixed_promotion():
+    """The cases are what users write."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+some_quick = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if i % 4 == 0 else [pytest.mark.slow])
+        for i, case in enumerate(CASES)
+    ],
+)
+
+
+@some_quick
+def test_first_derivative_of_what_is_taken(case):
+    safe, x = eqg.zero_safe(case.fn), jnp.asarray(case.x)
+    grad, tangent = jax.jit(
+        lambda x: (jax.grad(safe)(x), jax.jvp(safe, (x,), (x * 0 + 1,))[1])
+    )(x)
+    check(grad, case, 1)
+    check(tangent, case, 1)
+    assert safe(x) == case.fn(x) or jnp.isnan(case.fn(x))
+
+
+@pytest.mark.slow
+@every_case
+def test_second_derivative_of_what_is_taken(case):
+    safe, x = eqg.zero_safe(case.fn), jnp.asarray(case.x)
+    modes = {
+        "forward over reverse": jax.jacfwd(jax.grad(safe)),
+        "reverse over reverse": jax.grad(jax.grad(safe)),
+        "reverse over forward": jax.grad(jax.jacfwd(safe)),
+        "forward over forward": jax.jacfwd(jax.jacfwd(safe)),
+    }
+    for second in jax.jit(lambda x: [mode(x) for mode in modes.values()])(x):
+        check(second, case, 2)
+
+
+@pytest.mark.slow
+@every_case
+def test_derivative_under_transformations(case):
+    fn, safe, x = case.fn, eqg.zero_safe(case.fn), jnp.asarray(case.x)
+
+    def in_scan(x):
+        return jax.lax.scan(lambda c, _: (c + safe(x), None), x * 0, None, length=2)[0] / 2
+
+    def batched(x):
+        return jnp.mean(eqg.zero_safe(jax.vmap(fn))(jnp.stack([x, x])))
+
+    modes = [
+        jax.grad(jax.checkpoint(safe)),
+        jax.grad(eqg.zero_safe(jax.jit(fn))),
+        jax.grad(eqg.zero_safe(jax.checkpoint(fn))),
+        jax.grad(in_scan),
+        jax.grad(batched),
+        lambda x: jax.vmap(jax.grad(safe))(jnp.stack([x, x]))[1],
+        lambda x: jax.grad(lambda x: jnp.mean(jax.vmap(safe)(jnp.stack([x, x]))))(x),
+    ]
+    for grad in jax.jit(lambda x: [mode(x) for mode in modes])(x):
+        check(grad, case, 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "expected"),
+    [
+        (jnp.sqrt, 0.0, INF),
+        (lambda x: jnp.arctan2(x, x), 0.0, NAN),
+        (lambda x: jnp.sqrt(x) ** 2, 0.0, NAN),
+        (lambda x: x / (1 + jnp.sqrt(x)), 0.0, NAN),
+        (lambda x: jnp.linalg.norm(x * jnp.ones(2)), 0.0, NAN),
+        (lambda x: jnp.where(x > 0, 1.0, 1.0) * 0 * jnp.sqrt(x), 0.0, NAN),
+        (lambda x: jnp.where(x >= 0, jnp.sqrt(x), 0.0), 0.0, INF),
+        (lambda x: jnp.maximum(jnp.sqrt(x), 0.0), 0.0, INF),  # a tie: both are taken
+        (lambda x: jnp.maximum(jnp.log(x - 1), 0.0) * jnp.sqrt(x), 0.0, NAN),
+    ],
+)
+def test_what_is_undefined_stays_so(fn, x, expected):
+    for of in (jax.grad, jax.jacfwd):
+        got, plain = of(eqg.zero_safe(fn))(x), of(fn)(x)
+        np.testing.assert_array_equal(got, plain)
+        if not (jnp.isnan(got) and jnp.isnan(expected)):
+            assert jnp.isnan(plain) or got == expected
+
+
+def _healthy():
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (5, 4))
+    mlp = eqx.nn.MLP(4, 3, 8, 2, activation=jax.nn.relu, key=key)
+    cell = eqx.nn.GRUCell(4, 4, key=key)
+    gru = lambda cell, x: jax.lax.scan(lambda h, x: (cell(x, h), h), x[0], x)[1]
+    masked = lambda y: jnp.sum(jnp.where(y > 0, jnp.log(jnp.abs(y) + 0.1), jnp.exp(y)))
+    steps = lambda w, x: jax.lax.scan(
+        lambda h, x: (jnp.where(h > x, jnp.sqrt(h * h + 1), w * h), h), x[0], x
+    )[1]
+    return {
+        "mlp": (lambda mlp: masked(jax.vmap(mlp)(x)), mlp),
+        "softmax": (lambda mlp: jnp.sum(jax.nn.log_softmax(jax.vmap(mlp)(x))[:, 0]), mlp),
+        "gru": (lambda cell: masked(gru(cell, x)), cell),
+        "scan": (lambda w: masked(steps(w, x)), jnp.array(0.7)),
+        "max": (lambda w: jnp.max(jnp.sqrt(w**2 + x**2)), jnp.array(0.7)),
+    }
+
+
+@pytest.mark.parametrize("name", _healthy())
+def test_no_bit_is_changed_where_nothing_is_dead(name):
+    loss, model = _healthy()[name]
+    value, grad = eqx.filter_value_and_grad(loss)(model)
+    safe_value, safe_grad = eqx.filter_value_and_grad(eqg.zero_safe(loss))(model)
+    assert value == safe_value
+    for a, b in zip(*map(jax.tree.leaves, (grad, safe_grad)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_modules_keywords_and_static_leaves():
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        name: str
+
+        def __call__(self, x, *, scale):
+            y = self.linear(x)
+            return {"y": scale * jnp.where(y > 0, jnp.sqrt(y), 0.0), "name": self.name, "n": 3}
+
+    linear = eqx.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0))
+    model = eqg.zero_safe(Model(eqx.tree_at(lambda m: m.weight, linear, jnp.eye(2)), "m"))
+    x = jnp.array([0.0, 4.0])
+    out = model(x, scale=2.0)
+    assert out["name"] == "m"
+    assert out["n"] == 3
+    grad = eqx.filter_grad(lambda model: jnp.sum(model(x, scale=2.0)["y"]))(model)
+    np.testing.assert_array_equal(jax.tree.leaves(grad)[0], jnp.array([[0.0, 0.0], [0.0, 2.0]]))
+
+
+def test_methods():
+    class Model(eqx.Module):
+        weight: jax.Array
+
+        @eqg.zero_safe
+        def root(self, x):
+            return jnp.where(x > 0, jnp.sqrt(x) * self.weight, self.weight)
+
+    assert jax.grad(lambda w: Model(w).root(jnp.array(0.0)))(3.0) == 1.0
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_closed_over_tracers_are_differentiated(jit):
+    def loss(w):
+        f = eqg.zero_safe(lambda x: jnp.where(x > 0, jnp.sqrt(x) * w, w * 3))
+        step = lambda c, u: (jnp.where(u, jnp.sqrt(c) * w, c * w), None)
+        g = eqg.zero_safe(lambda x: jax.lax.scan(step, x, jnp.array([True, False]))[0])
+        stacked = lambda x: jnp.sum(jnp.sqrt(jnp.where(x > 0, jnp.stack([x, w]), 0.0)))
+        return (
+            f(jnp.array(4.0))
+            + f(jnp.array(0.0))
+            + g(jnp.array(4.0))
+            + eqg.zero_safe(stacked)(jnp.array(1.0))
+        )
+
+    grad = jax.grad(loss)
+    grad = jax.jit(grad) if jit else grad
+    assert_close(grad(4.0), jnp.array(2.0 + 3.0 + 2 * 2 * 4.0 + 0.25))
+    assert_close(jax.jvp(loss, (4.0,), (1.0,))[1], jnp.array(21.25))
+
+
+@jax.custom_vjp
+def root(x):
+    return jnp.sqrt(x)
+
+
+root.defvjp(lambda x: (root(x), x), lambda x, ct: (7 * ct / jnp.sqrt(x),))
+
+our_root = eqg.custom_vjp(lambda x: jnp.sqrt(x))
+our_root.def_fwd(lambda x: (our_root(x), x))
+our_root.def_bwd(lambda x, ct: (7 * ct / jnp.sqrt(x),))
+
+plain_root = jax.custom_jvp(lambda x: jnp.sqrt(x))
+plain_root.defjvp(lambda p, t: (plain_root(*p), 7 * t[0] / jnp.sqrt(p[0])))
+
+
+@pytest.mark.parametrize("fn", [root, our_root, plain_root], ids=["vjp", "ours", "jvp"])
+def test_rules_are_kept_and_masked(fn):
+    if fn is root and getattr(jax.config, "jax_custom_vjp3", False):
+        pytest.skip("an opaque primitive, whose rule JAX does not show")
+    loss = eqg.zero_safe(lambda x: jnp.sum(jnp.where(x > 0, fn(x), 0.0)))
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.array([0.0, 4.0])), jnp.array([0.0, 3.5]))
+
+
+def test_a_rule_that_mixes_is_dropped_as_a_whole():
+    @jax.custom_vjp
+    def norm(x):
+        return jnp.sqrt(jnp.sum(x**2))
+
+    norm.defvjp(lambda x: (norm(x), x), lambda x, ct: (ct * x / norm(x),))
+    x = jnp.zeros(2)
+    dead = eqg.zero_safe(lambda x: jnp.where(jnp.any(x > 0), norm(x), 0.0))
+    np.testing.assert_array_equal(jax.grad(dead)(x), jnp.zeros(2))
+    assert jnp.all(jnp.isnan(jax.grad(eqg.zero_safe(norm))(x)))
+
+
+def test_a_while_loop_has_its_forward_mode():
+    def loop(x):
+        body = lambda c: (c[0] + 1, jnp.sqrt(c[1]))
+        return jnp.where(x > 0, jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1], 2 * x)
+
+    safe = eqg.zero_safe(loop)
+    assert jax.jvp(safe, (0.0,), (1.0,))[1] == 2.0
+    assert_close(jax.jvp(safe, (2.0,), (1.0,))[1], jax.jvp(loop, (2.0,), (1.0,))[1])
+
+
+def test_effects_happen_once(capfd):
+    def loss(x):
+        y = jnp.sqrt(x)
+        jax.debug.print("here {}", y)
+        return jnp.where(x > 0, y, x)
+
+    assert jax.jit(jax.grad(eqg.zero_safe(loss)))(jnp.array(0.0)) == 1.0
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("here") == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "expected"),
+    [
+        (jnp.linalg.norm, jnp.zeros(2), 0.0),
+        (lambda x: jnp.linalg.norm(x) ** 2, jnp.zeros(2), 0.0),
+        (lambda x: jnp.sqrt(x @ x), jnp.zeros(2), 0.0),
+        (jnp.std, jnp.ones(3), 0.0),
+        (jax.scipy.special.logsumexp, jnp.full(2, -INF), 0.0),
+        (lambda x: jnp.sqrt(x) ** 2, jnp.array(0.0), 0.0),  # where it is wrong: this is 1
+        (lambda x: x / (1 + jnp.sqrt(x)), jnp.array(0.0), 1.0),
+        (jnp.sqrt, jnp.array(0.0), INF),
+        (lambda x: jnp.arctan2(x, x), jnp.array(0.0), NAN),
+        (
+            lambda x: jax.lax.scan(lambda c, _: (jnp.sqrt(c) ** 2, None), x, None, length=2)[0],
+            jnp.array(0.0),
+            0.0,
+        ),
+    ],
+)
+def test_policy_zero(fn, x, expected):
+    safe = eqg.zero_safe(fn, policy="zero")
+    np.testing.assert_array_equal(jax.grad(safe)(x), jnp.full_like(x, expected))
+    if jnp.isfinite(expected):
+        np.testing.assert_array_equal(jax.jacfwd(safe)(x), jnp.full_like(x, expected))
+
+
+@pytest.mark.parametrize("name", _healthy())
+def test_policy_zero_on_healthy_programs(name):
+    loss, model = _healthy()[name]
+    grad = eqx.filter_grad(loss)(model)
+    safe_grad = eqx.filter_grad(eqg.zero_safe(loss, policy="zero"))(model)
+    assert_close(safe_grad, grad, eps=100)
+
+
+@pytest.mark.parametrize("policy", ["selected", "zero"])
+def test_where_it_acted_can_be_found(policy):
+    fn = lambda x: (
+        jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+        if policy == "selected"
+        else (jnp.sum(jnp.sqrt(x) * (x > 0).astype(x.dtype)))
+    )
+    grad = jax.grad(eqg.zero_safe(fn, policy=policy))
+    found = []
+
+    def hook(eqn, values):
+        if (mask := dropped(eqn, values)) is not None:
+            found.append(jnp.any(mask))
+        return bind(eqn, values)
+
+    for x, expected in ((jnp.array([1.0, 2.0]), False), (jnp.array([0.0, 2.0]), True)):
+        found.clear()
+        evaluate(jax.make_jaxpr(grad)(x), [x], hook)
+        assert any(found) == expected
+
+
+def test_an_unknown_policy_is_an_error():
+    with pytest.raises(eqg.RuleError, match="policy"):
+        eqg.zero_safe(jnp.sqrt, policy="none")
+
+
+def test_the_time_is_linear_in_the_length_of_the_program():
+    def long(steps, x):
+        for _ in range(steps):
+            x = jnp.where(x > 0, jnp.sqrt(x) * 1.01, x) + jnp.sin(x)
+        return jnp.sum(x)
+
+    sizes = [
+        len(jax.make_jaxpr(eqg.zero_safe(lambda x, n=n: long(n, x)))(jnp.ones(3)).eqns)
+        for n in (10, 20, 40)
+    ]
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+def _cost(fn, *args):
+    compiled = jax.jit(fn).lower(*args).compile()
+    analysis = compiled.cost_analysis()
+    return analysis["flops"], analysis["bytes accessed"]
+
+
+def _models():
+    key = jax.random.key(0)
+    x = jnp.ones((32, 32))
+
+    def mlp(activation):
+        return eqx.nn.MLP(32, 8, 64, 2, activation=activation, key=key)
+
+    def square(model):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def cross_entropy(model):
+        return -jnp.mean(jax.nn.log_softmax(jax.vmap(model)(x))[:, 0])
+
+    class Normed(eqx.Module):
+        linear: eqx.nn.Linear
+        norm: eqx.nn.LayerNorm
+
+        def __call__(self, x):
+            for _ in range(3):
+                x = jax.nn.relu(self.norm(self.linear(x)))
+            return x
+
+    def gru(cell):
+        h, _ = jax.lax.scan(lambda h, x: (cell(x, h), None), jnp.zeros(32), x)
+        return jnp.mean(h**2)
+
+    normed = Normed(eqx.nn.Linear(32, 32, key=key), eqx.nn.LayerNorm(32))
+    by_hand = lambda x: jnp.maximum(x, 0.0)
+    return {
+        "relu": (square, mlp(jax.nn.relu)),
+        "softplus": (square, mlp(jax.nn.softplus)),
+        "gelu": (cross_entropy, mlp(jax.nn.gelu)),
+        "relu, classifier": (cross_entropy, mlp(jax.nn.relu)),
+        "maximum, classifier": (cross_entropy, mlp(by_hand)),
+        "LayerNorm": (square, normed),
+        "gru": (gru, eqx.nn.GRUCell(32, 32, key=key)),
+    }
+
+
+@pytest.mark.cost
+@pytest.mark.parametrize("name", _models())
+def test_it_costs_nothing_where_nothing_can_be_dead(name):
+    loss, model = _models()[name]
+    arrays, static = eqx.partition(model, eqx.is_array)
+    flat = lambda arrays: loss(eqx.combine(arrays, static))
+    plain, safe = _cost(jax.grad(flat), arrays), _cost(jax.grad(eqg.zero_safe(flat)), arrays)
+    assert all(b <= 1.05 * a for a, b in zip(plain, safe, strict=True)), (plain, safe)
+
+
+def test_optimistix():
+    optimistix = pytest.importorskip("optimistix")
+    solver = optimistix.Newton(rtol=1e-6, atol=1e-6)
+
+    def root(x):
+        square = lambda y, x: y * y - x
+        solution = optimistix.root_find(square, solver, 1 + 0 * x, args=x, throw=False)
+        return jnp.where(x > 0, solution.value, x)
+
+    grad = jax.grad(eqg.zero_safe(root))
+    assert_close(grad(4.0), jnp.array(0.25), tolerance=1e-4)
+    assert grad(-1.0) == 1.0
+
+
+def test_diffrax():
+    diffrax = pytest.importorskip("diffrax")
+    # The solver's own backward pass is a rule: it is the vector field that is made safe.
+    field = eqg.zero_safe(lambda t, y, args: jnp.where(y > 0, -jnp.sqrt(y), 0.0))
+
+    def end(y):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(field), diffrax.Euler(), 0.0, 1.0, 0.25, y, max_steps=8
+        )
+        return solution.ys[0]
+
+    assert jax.grad(end)(jnp.array(0.0)) == 1.0
+
+
+def test_flowjax():
+    flows = pytest.importorskip("flowjax.distributions")
+    log_prob = lambda x: flows.LogNormal(0.0, 1.0).log_prob(x)
+    loss = lambda x: jnp.sum(jnp.where(x > 0, jax.vmap(log_prob)(x), 0.0))
+    x = jnp.array([0.0, 1.0])
+    np.testing.assert_allclose(jax.grad(eqg.zero_safe(loss))(x), [0.0, -1.0], rtol=1e-5)
