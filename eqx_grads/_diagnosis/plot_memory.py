@@ -94,7 +94,7 @@ def _boxes(
         yield from _boxes(part, depth + 1, start, total)
         start += size
     rest = [row for label in small for row in parts[label]]
-    if rest and depth == 0:
+    if rest:
         yield depth, f"{len(rest)} small", start, size_of(rest), rest
 
 
