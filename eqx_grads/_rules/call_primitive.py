@@ -110,6 +110,12 @@ class _CallPrimitive(Primitive):
         n_extra = len(operands) - n_consts - call.n_operands
         return bind_call(_ExtendedCall(call, traced, n_extra, n_consts), operands)
 
+    def to_lojax(self, *operands, **params):
+        """What JAX 0.12 replaces a call by before lowering, if there is a "high" operation in its
+        function, such as `jax.checkpoint` with the flag `jax_remat3`. The public name of JAX's
+        own calls; there is no documentation of it yet."""
+        return _impl(*operands, **params)
+
 
 call_p = _CallPrimitive("eqg_call")
 call_p.multiple_results = True
