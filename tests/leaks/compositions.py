@@ -1,6 +1,7 @@
 """`f(x, y) = sin(x) * y` with a rule, under every composition of transformations."""
 
 import equinox as eqx
+import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as Spec
@@ -202,3 +203,11 @@ def shard_map_eager(f):
 def shard_map_in_jit(f):
     inner = jax.jit(jax.grad(sharded(f), (0, 1)))(xs(), ys())
     return inner, jax.grad(jax.jit(sharded(f)), (0, 1))(xs(), ys())
+
+
+@composition
+def windows_of_checkpoints(f):
+    """The scan is a call with a rule, and a checkpoint is in it."""
+    step = lambda x, y: (f(x, y) + 0.5 * x, None)
+    scan = lambda x, ys: eqg.filter_scan(step, x, ys, checkpoint=1, truncate=2)[0]
+    return jax.jit(jax.grad(scan, (0, 1)))(x(), ys())
