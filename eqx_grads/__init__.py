@@ -6,18 +6,20 @@ from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
-from ._diagnosis.explain_memory import explain_memory as explain_memory
-from ._diagnosis.explain_nan import (
+from ._diagnosis._memory.explain_memory import explain_memory as explain_memory
+from ._diagnosis._memory.report import (
+    MemoryAdvice as MemoryAdvice,
+    MemoryReport as MemoryReport,
+)
+from ._diagnosis._memory.residuals import Residual as Residual
+from ._diagnosis._nan.explain_nan import (
     explain_nan as explain_nan,
     NaNReport as NaNReport,
     NonFinite as NonFinite,
 )
-from ._diagnosis.explain_zero import explain_zero as explain_zero
+from ._diagnosis._zero.explain_zero import explain_zero as explain_zero
+from ._diagnosis._zero.report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow
-from ._diagnosis.memory_report import (
-    MemoryAdvice as MemoryAdvice,
-    MemoryReport as MemoryReport,
-)
 from ._diagnosis.plot import plot_gradient_flow as plot_gradient_flow
 from ._diagnosis.probe import (
     GradientStatistics as GradientStatistics,
@@ -25,8 +27,6 @@ from ._diagnosis.probe import (
     tap_gradient as tap_gradient,
     watch_gradient as watch_gradient,
 )
-from ._diagnosis.residuals import Residual as Residual
-from ._diagnosis.zero_report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
 from ._errors import RuleError as RuleError
 from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.linear import (

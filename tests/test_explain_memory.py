@@ -19,11 +19,11 @@ import numpy as np
 import optax
 import pytest
 from eqx_grads import RuleError
-from eqx_grads._diagnosis.explain_memory import _undoes_checkpoints
-from eqx_grads._diagnosis.memory_advice import candidates, with_checkpoints
+from eqx_grads._diagnosis._memory.advice import candidates, with_checkpoints
+from eqx_grads._diagnosis._memory.explain_memory import _undoes_checkpoints
+from eqx_grads._diagnosis._memory.residuals import Gradient
+from eqx_grads._diagnosis._memory.show_bytes import show_bytes
 from eqx_grads._diagnosis.origins import NumberedLoss
-from eqx_grads._diagnosis.residuals import Gradient
-from eqx_grads._diagnosis.show_bytes import show_bytes
 from eqx_grads._diagnosis.traced_loss import trace_loss
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval as pe

@@ -324,7 +324,7 @@ def test_the_cure_mends_it():
 
 
 def test_every_name_in_the_cures_exists():
-    from eqx_grads._diagnosis.zero_cures import CURES
+    from eqx_grads._diagnosis._zero.cures import CURES
 
     for text in CURES.values():
         for name in ("eqg." + part.partition("`")[0] for part in text.split("`eqg.")[1:]):

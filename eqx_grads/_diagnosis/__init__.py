@@ -1,1 +1,1 @@
-"""See where a gradient vanishes, explodes or is not finite: probes and reports."""
+"""See where and why a gradient vanishes, explodes, is not finite, or takes memory."""

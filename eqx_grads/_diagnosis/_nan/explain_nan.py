@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.structure import CallWithRule, structure
-from .derivative_program import Derivative, differentiate
-from .nan_cause import (
+from ..._jaxprs.evaluate import bind, evaluate
+from ..._jaxprs.structure import CallWithRule, structure
+from ..origins import NumberedLoss, Origin
+from ..report import AbstractReport
+from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
+from ..traced_loss import trace_loss
+from .cause import (
     Cause,
     causes_of_hit,
     causes_of_value,
@@ -19,12 +22,9 @@ from .nan_cause import (
     first_of_rule,
     operands_of,
 )
-from .origins import NumberedLoss, Origin
+from .derivative_program import Derivative, differentiate
 from .replay import Frame, Hit, is_bad, is_inexact
-from .report import AbstractReport
-from .source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from .trace_back import elements_of, Input, Spot
-from .traced_loss import trace_loss
 
 
 _MOST_CAUSES = 100

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .._jaxprs.structure import (
+from ..._jaxprs.structure import (
     Call,
     CallWithRule,
     Checkpoint,
@@ -23,7 +23,7 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .origins import NumberedLoss, Origin
+from ..origins import NumberedLoss, Origin
 
 
 @dataclasses.dataclass(eq=False)

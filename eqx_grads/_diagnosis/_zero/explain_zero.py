@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from .origins import NumberedLoss, Origin
-from .traced_loss import trace_loss
-from .zero_cures import cure_of
-from .zero_derivative import AbstractDerivative, derivative_of
-from .zero_kinds import (
+from ..origins import NumberedLoss, Origin
+from ..traced_loss import trace_loss
+from .cures import cure_of
+from .derivative import AbstractDerivative, derivative_of
+from .kinds import (
     factor_name,
     is_gate,
     is_truncation,
@@ -18,9 +18,9 @@ from .zero_kinds import (
     kind_of_end,
     use_of_cut,
 )
-from .zero_report import ZeroGradient, ZeroReport
-from .zero_structure import loss_structure
-from .zero_walk import End
+from .report import ZeroGradient, ZeroReport
+from .structure import loss_structure
+from .walk import End
 
 
 def explain_zero(

@@ -12,18 +12,18 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._control_flow.chunked_scan import near_divisor
-from .._control_flow.scan import named_method
-from .._control_flow.scan_backward import Loop
-from .._jaxprs.dependence import free_variables, variables
-from .._jaxprs.evaluate import (
+from ..._control_flow.chunked_scan import near_divisor
+from ..._control_flow.scan import named_method
+from ..._control_flow.scan_backward import Loop
+from ..._jaxprs.dependence import free_variables, variables
+from ..._jaxprs.evaluate import (
     bind,
     enter,
     evaluate,
     evaluate_equations,
 )
-from .._jaxprs.peak_memory import bytes_of
-from .._jaxprs.structure import (
+from ..._jaxprs.peak_memory import bytes_of
+from ..._jaxprs.structure import (
     Call,
     Checkpoint,
     Cond,
@@ -32,11 +32,11 @@ from .._jaxprs.structure import (
     Scan,
     structure,
 )
-from .._jaxprs.versions import assigns_shardings
-from .layers import group_of
-from .origins import NumberedLoss, Origin
+from ..._jaxprs.versions import assigns_shardings
+from ..layers import group_of
+from ..origins import NumberedLoss, Origin
+from ..traced_loss import layer_calls, TracedLoss
 from .residuals import Residual, Source
-from .traced_loss import layer_calls, TracedLoss
 
 
 @dataclasses.dataclass(frozen=True)

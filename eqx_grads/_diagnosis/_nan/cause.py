@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxprs.evaluate import bind
+from ..._jaxprs.evaluate import bind
+from ..origins import Origin
 from .derivative_program import Derivative
-from .origins import Origin
 from .replay import Frame, Hit, is_bad, is_inexact
 from .trace_back import (
     contributors,

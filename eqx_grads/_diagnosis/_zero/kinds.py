@@ -3,12 +3,12 @@
 from collections.abc import Set
 from typing import Any
 
-from .._control_flow.truncated import TRUNCATION
-from .._jaxprs.linearity import MULTILINEAR
-from .._jaxprs.structure import CallWithRule, Cond, structure, While
-from .origins import Origin
-from .zero_structure import Cut
-from .zero_walk import End
+from ..._control_flow.truncated import TRUNCATION
+from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.structure import CallWithRule, Cond, structure, While
+from ..origins import Origin
+from .structure import Cut
+from .walk import End
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")

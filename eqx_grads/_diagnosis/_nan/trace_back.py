@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .._jaxprs.evaluate import bind
-from .._jaxprs.linearity import JOINTLY_LINEAR
-from .._jaxprs.structure import Cond, Scan, structure, While
+from ..._jaxprs.evaluate import bind
+from ..._jaxprs.linearity import JOINTLY_LINEAR
+from ..._jaxprs.structure import Cond, Scan, structure, While
 from .replay import Frame, is_inexact
 
 

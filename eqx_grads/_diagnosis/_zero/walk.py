@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from .._jaxprs.structure import Cond, Scan, structure
-from .zero_values import Found, FoundInEquation, Plan, Watched
+from ..._jaxprs.structure import Cond, Scan, structure
+from .values import Found, FoundInEquation, Plan, Watched
 
 
 @dataclasses.dataclass(frozen=True)

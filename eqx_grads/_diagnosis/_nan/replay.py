@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxprs.evaluate import bind, enter_with_state, evaluate
-from .._jaxprs.structure import Cond, Scan, structure, While
+from ..._jaxprs.evaluate import bind, enter_with_state, evaluate
+from ..._jaxprs.structure import Cond, Scan, structure, While
 from .derivative_program import Node
 
 

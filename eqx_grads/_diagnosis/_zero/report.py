@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .report import AbstractReport
-from .source_lines import SourceLine
+from ..report import AbstractReport
+from ..source_lines import SourceLine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.linearity import MULTILINEAR
-from .._jaxprs.propagate import is_inexact, operands_of_outputs
-from .._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
+from ..._jaxprs.evaluate import bind, enter, evaluate
+from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.propagate import is_inexact, operands_of_outputs
+from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
 
 
 @dataclasses.dataclass(frozen=True)

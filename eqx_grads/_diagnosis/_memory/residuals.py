@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .._jaxprs.dependence import free_variables, variables, without_unused
-from .._jaxprs.elementwise import is_cheap
-from .._jaxprs.peak_memory import bytes_of
-from .._jaxprs.structure import (
+from ..._jaxprs.dependence import free_variables, variables, without_unused
+from ..._jaxprs.elementwise import is_cheap
+from ..._jaxprs.peak_memory import bytes_of
+from ..._jaxprs.structure import (
     Call,
     CallWithRule,
     Checkpoint,
@@ -26,7 +26,7 @@ from .._jaxprs.structure import (
     Scan,
     structure,
 )
-from .origins import NumberedLoss, Origin
+from ..origins import NumberedLoss, Origin
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import evaluate
-from .origins import NumberedLoss
-from .zero_values import Found, WatchedDerivative
-from .zero_walk import End, find_ends, find_gates
+from ..._jaxprs.evaluate import evaluate
+from ..origins import NumberedLoss
+from .values import Found, WatchedDerivative
+from .walk import End, find_ends, find_gates
 
 
 class AbstractDerivative(abc.ABC):

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from .layers import group_of
-from .plot_memory import plot_memory
-from .report import AbstractReport
+from ..layers import group_of
+from ..report import AbstractReport
+from .plot import plot_memory
 from .residuals import is_recomputable, Residual
 from .show_bytes import show_bytes
 

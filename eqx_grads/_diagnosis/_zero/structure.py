@@ -7,8 +7,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .._jaxprs.linearity import ELEMENTARY
-from .._jaxprs.propagate import (
+from ..._jaxprs.linearity import ELEMENTARY
+from ..._jaxprs.propagate import (
     AbstractPropagation,
     differentiable_pairs,
     is_inexact,
@@ -18,8 +18,8 @@ from .._jaxprs.propagate import (
     propagate,
     Sources,
 )
-from .._jaxprs.structure import CallWithRule, structure, While
-from .origins import NumberedLoss, Origin
+from ..._jaxprs.structure import CallWithRule, structure, While
+from ..origins import NumberedLoss, Origin
 
 
 _RANDOM = 1  # bit 0 of `Sources.cut`: the value comes from random bits

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._jaxprs.dependence import without_unused
-from .._jaxprs.evaluate import evaluate
-from .._jaxprs.peak_memory import peak_bytes
-from .memory_advice import Candidate, candidates, Pairs, with_checkpoints
-from .memory_report import MemoryAdvice, MemoryReport
-from .origins import NumberedLoss
+from ..._jaxprs.dependence import without_unused
+from ..._jaxprs.evaluate import evaluate
+from ..._jaxprs.peak_memory import peak_bytes
+from ..origins import NumberedLoss
+from ..traced_loss import trace_loss, TracedLoss
+from .advice import Candidate, candidates, Pairs, with_checkpoints
+from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient, Residual
-from .traced_loss import trace_loss, TracedLoss
 
 
 # Each candidate is traced once.

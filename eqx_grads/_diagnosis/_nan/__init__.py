@@ -1,0 +1,1 @@
+"""Where and why a gradient is NaN, infinite or too large: `explain_nan`."""

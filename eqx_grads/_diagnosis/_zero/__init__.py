@@ -1,0 +1,1 @@
+"""Why the gradient of a leaf is zero: `explain_zero`."""
