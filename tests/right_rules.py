@@ -17,6 +17,7 @@ from .rules.arguments import away_from_zero, normals, well_apart
 from .rules.formulas import (
     abs_squared,
     abs_squared_cotangents,
+    cumulative_sum as running_sum,
     cumulative_sum_cotangents,
     dropout,
     dropout_cotangents,
@@ -805,8 +806,8 @@ def scan_with_its_adjoint(dtype, key):
 
 @right
 def cumulative_sum(dtype, key):
-    fwd = lambda x: (cumulative_sum(x), None)
-    return eqg_vjp(cumulative_sum, cumulative_sum_cotangents, fwd), normals(key, dtype, (6,))
+    fwd = lambda x: (running_sum(x), None)
+    return eqg_vjp(running_sum, cumulative_sum_cotangents, fwd), normals(key, dtype, (6,))
 
 
 @right
