@@ -111,9 +111,8 @@ class _CallPrimitive(Primitive):
         return bind_call(_ExtendedCall(call, traced, n_extra, n_consts), operands)
 
     def to_lojax(self, *operands, **params):
-        """What JAX 0.12 replaces a call by before lowering, if there is a "high" operation in its
-        function, such as `jax.checkpoint` with the flag `jax_remat3`. The public name of JAX's
-        own calls; there is no documentation of it yet."""
+        """What JAX 0.12 puts in place of a call before lowering, if its function has a "high"
+        operation, such as a `jax.checkpoint` with the flag `jax_remat3`."""
         return _impl(*operands, **params)
 
 
