@@ -16,12 +16,22 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same program, with its constants.
+    """The same program, with its constants. Where these are elsewhere, as in some primitives of
+    Equinox, they become inputs.
 
     JAX 0.11 made `Jaxpr` and `ClosedJaxpr` one class (https://github.com/jax-ml/jax/pull/39009).
     When it is the oldest version, delete this function.
     """
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    if jaxpr.constvars:
+        names = [""] * len(jaxpr.constvars) + list(jaxpr.debug_info.arg_names or ())
+        jaxpr = jaxpr.replace(
+            constvars=[],
+            invars=[*jaxpr.constvars, *jaxpr.invars],
+            debug_info=jaxpr.debug_info._replace(arg_names=tuple(names)),
+        )
+    return ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
