@@ -87,7 +87,7 @@ def _same_constants(one: Any, other: Any) -> bool:
 def _constants(program: Any) -> Iterator[Any]:
     """The name of each primitive and each number in a program, in order."""
     for x in program.consts:
-        is_number = not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.extended)
+        is_number = not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
         yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
     for eqn in program.eqns:
         yield eqn.primitive.name
