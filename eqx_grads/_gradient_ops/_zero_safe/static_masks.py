@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal
 
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
@@ -35,7 +36,9 @@ SELECTS_BY_PRODUCT = frozenset(
 def is_collective(eqn: Any) -> bool:
     """Whether an equation works across a named axis. What is not taken here may be there."""
     axes = eqn.params.get("axes", ())
-    return "axis_name" in eqn.params or any(not isinstance(axis, int) for axis in axes)
+    return "axis_name" in eqn.params or any(
+        not isinstance(axis, int | np.integer) for axis in axes
+    )
 
 
 def join_static(a: bool | None, b: bool | None) -> bool | None:
