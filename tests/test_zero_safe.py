@@ -378,6 +378,33 @@ def test_it_costs_nothing_where_nothing_can_be_dead(name):
     assert all(b <= 1.05 * a for a, b in zip(plain, safe, strict=True)), (plain, safe)
 
 
+def test_what_another_example_takes_is_kept():
+    def loss(x):
+        total = jax.lax.psum(jnp.sqrt(x), "batch")
+        return jnp.where(x > 2, total, x)
+
+    def mean(fn, x):
+        return jnp.sum(jax.vmap(fn, axis_name="batch")(x))
+
+    x = jnp.array([1.0, 4.0])
+    grad = jax.grad(lambda x: mean(loss, x))(x)
+    np.testing.assert_array_equal(jax.grad(lambda x: mean(eqg.zero_safe(loss), x))(x), grad)
+
+
+def test_strict_promotion():
+    def loss(w, x):
+        h = jnp.where(x > 0, jnp.sqrt(x), 0.0) @ jnp.where(w > 0, jnp.log(w), 0.0)
+        step = lambda h, u: (jnp.where(u > 0, jnp.sqrt(h * h + 1), u * h), jnp.maximum(u, 1.0))
+        h, _ = jax.lax.scan(step, h, jnp.arange(3.0) - 1)
+        return jax.lax.cond(x[0] > 0, lambda h: jnp.sum(jnp.sqrt(h)), lambda h: jnp.sum(h), h)
+
+    w, x = jnp.array([[0.0, 2.0], [1.0, 3.0]]), jnp.array([0.0, 4.0])
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for policy in ("selected", "zero"):
+            safe = eqg.zero_safe(loss, policy=policy)
+            assert all(jnp.all(jnp.isfinite(g)) for g in jax.grad(safe, (0, 1))(w, x))
+
+
 def test_optimistix():
     optimistix = pytest.importorskip("optimistix")
     solver = optimistix.Newton(rtol=1e-6, atol=1e-6)

@@ -18,7 +18,14 @@ from ..._jaxprs.structure import Call, Checkpoint, Scan
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
 from .ranges import CONSTANT, ELEMENTWISE, inexact_indices
-from .static_masks import at_moving, PULLED_BACK, SELECTING, shows_nothing, static_carry
+from .static_masks import (
+    at_moving,
+    is_collective,
+    PULLED_BACK,
+    SELECTING,
+    shows_nothing,
+    static_carry,
+)
 
 
 Mask = bool | jax.Array
@@ -127,6 +134,8 @@ def transfer(
         return [False] * len(values)
     if e.is_entered:
         return _transfer_inner(e, values, outs)
+    if is_collective(eqn):
+        return [i in inexact_indices(eqn.invars) for i in range(len(values))]
     if e.has_rule:
         return _transfer_rule(e, values, outs)
     if e.known is None and name in ELEMENTWISE:

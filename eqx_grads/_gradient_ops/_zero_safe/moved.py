@@ -28,7 +28,7 @@ from .liveness import (
     taken_by,
 )
 from .ranges import CONSTANT, ELEMENTWISE, inexact_indices, is_inexact_type, Range
-from .static_masks import PULLED_BACK, shows_nothing
+from .static_masks import is_collective, PULLED_BACK, shows_nothing
 
 
 def moved_outputs(
@@ -82,7 +82,11 @@ def transfer_moved(
             shape = eqn.outvars[0].aval.shape
             return [_elementwise(name, values, ins, moving, shape)]
         all_moved = all(ins[i] is True for i in inexact_indices(eqn.invars))
-        if all_moved or (name in MULTILINEAR and any(ins[i] is True for i in moving)):
+        if (
+            all_moved
+            or is_collective(eqn)
+            or (name in MULTILINEAR and any(ins[i] is True for i in moving))
+        ):
             return [i in inexact_outs for i in range(n_outs)]
         if e.known is None and name in PULLED_BACK | {"dot_general"}:
             return _push_forward(e, values, ins)

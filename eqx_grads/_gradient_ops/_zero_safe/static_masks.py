@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal
 
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
@@ -32,6 +33,14 @@ SELECTS_BY_PRODUCT = frozenset(
 )
 
 
+def is_collective(eqn: Any) -> bool:
+    """Whether an equation works across a named axis. What is not taken here may be there."""
+    axes = eqn.params.get("axes", ())
+    return "axis_name" in eqn.params or any(
+        not isinstance(axis, int | np.integer) for axis in axes
+    )
+
+
 def join_static(a: bool | None, b: bool | None) -> bool | None:
     """`either` of masks that are known to be `True`, known to be `False`, or not known."""
     if a is True or b is True:
@@ -58,6 +67,8 @@ def static_transfer(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bo
         given = [outs[i] for i in inexact_indices(eqn.outvars)]
         result = static_inputs(e.tangent_map, given)
         return at_moving(e, result[len(eqn.invars) :])
+    if is_collective(eqn):
+        return [True] * n
     case = decided_case(eqn, e.ins)
     if case is not None:
         return [alive[0] if i == case else False for i in range(n)]
