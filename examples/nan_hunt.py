@@ -215,8 +215,9 @@ STYLE: dict = {
 @matplotlib.rc_context(STYLE)
 def draw(report, by_gradient, by_differences, losses):
     figure = Figure(figsize=(11, 6.4), layout="constrained")
-    mosaic = [["lines", "slopes"], ["lines", "loss"]]
-    panels = figure.subplot_mosaic(mosaic, width_ratios=(1.2, 1))
+    panels = figure.subplot_mosaic(
+        [["lines", "slopes"], ["lines", "loss"]], width_ratios=(1.2, 1)
+    )
     for panel in panels.values():
         panel.spines[["right", "top"]].set_visible(False)
 
