@@ -114,7 +114,12 @@ class Checkpointed(AbstractMethod):
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
         prevent_cse = loop.steps < 2 * self.every
-        run_chunk = jax.checkpoint(loop.scan, prevent_cse=prevent_cse, static_argnums=(2,))
+
+        def run_chunk(carry, inputs, steps):
+            # Not `static_argnums`, with which JAX keeps the tracers that the body closes over.
+            scan = ft.partial(loop.scan, steps=steps)
+            return jax.checkpoint(scan, prevent_cse=prevent_cse)(carry, inputs)
+
         return _run_in_chunks(loop, self.every, run_chunk)
 
 
