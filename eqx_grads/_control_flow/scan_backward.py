@@ -52,6 +52,8 @@ class Loop:
 
     def scan(self, carry: list[Any], inputs: Any, steps: Any) -> tuple[list[Any], list[Any]]:
         """Run so many steps. `inputs` has a slice for each."""
+        # Where there are slices, they say how many: a symbolic number can't be given.
+        steps = None if jax.tree.leaves(inputs) else steps
         options = {"reverse": self.reverse, "unroll": self.unroll}
         return jax.lax.scan(self.body, carry, inputs, steps, **options)
 

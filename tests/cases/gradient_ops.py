@@ -47,6 +47,16 @@ def _():
     return lambda x: eqg.mask_gradient(x, MASK), (vector(),)
 
 
+def _two_selections(x):
+    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0)
+
+
+@case("zero_safe", reference=_two_selections)
+def _():
+    root = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)
+    return eqg.zero_safe(root), (jnp.array([0.25, -1.0, 2.0]),)
+
+
 def _psum_gradient(n_devices):
     mesh = jax.make_mesh((n_devices,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
