@@ -244,3 +244,22 @@ def test_errors():
         eqg.explain_nan(lambda x: 1.0, jnp.arange(2))
     with pytest.raises(eqg.RuleError, match="inside a transformed function"):
         jax.jit(lambda x: eqg.explain_nan(jnp.sum, x))(jnp.ones(2))
+
+
+def test_what_zero_safe_drops():
+    def loss(x):
+        root = jnp.where(x > 0, jnp.sqrt(x), 0.0)  # HERE
+        return jnp.sum(root) + jnp.linalg.norm(x)
+
+    x = jnp.zeros(2)
+    (here,) = _lines(loss, "HERE")
+    report = eqg.explain_nan(eqg.zero_safe(loss), x)
+    assert [r.line for r in report.dropped] == [here]
+    assert [r.line for r in report.found] == [here + 1]
+    report = eqg.explain_nan(eqg.zero_safe(loss, policy="zero"), x)
+    assert not report
+    assert {r.line for r in report.dropped} == {here, here + 1}
+    assert "`zero_safe` drops" in str(report)
+    report = eqg.explain_nan(eqg.zero_safe(loss), jnp.ones(2))
+    assert not report.found
+    assert not report.dropped

@@ -226,10 +226,16 @@ _POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "atanh", "digamm
           "erf_inv", "tan", "cbrt")  # fmt: skip
 
 
+# Not finite for a singular matrix.
+_SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "cholesky")
+
+
 def _kind_of_source(source: Spot) -> str:
     """Why an element is not finite although all that it depends on is."""
     name = source.eqn.primitive.name
     value = source.value
+    if name in _SOLVES:
+        return SINGULARITY
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
     xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]

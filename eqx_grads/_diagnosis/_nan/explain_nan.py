@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from ..origins import NumberedLoss, Origin
-from ..report import AbstractReport
+from ..report import AbstractReport, text_table
 from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
 from .cause import (
@@ -19,6 +20,7 @@ from .cause import (
     causes_of_hit,
     causes_of_value,
     cure_of,
+    DEAD_BRANCH,
     first_of_rule,
     operands_of,
 )
@@ -74,7 +76,7 @@ class NaNReport(AbstractReport):
     `found` are the records, in the order in which the gradient is computed, after those of the
     loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad
     gradient. `error`: the error that the gradient raises, if it does, for example in a solver
-    that is given a NaN.
+    that is given a NaN. `dropped` are the records of what [`eqx_grads.zero_safe`][] drops.
     """
 
     found: Sequence[NonFinite]
@@ -84,6 +86,7 @@ class NaNReport(AbstractReport):
     is_reverse: bool
     threshold: float | None
     error: str = ""
+    dropped: Sequence[NonFinite] = ()
 
     @property
     def headline(self) -> str:
@@ -105,10 +108,7 @@ class NaNReport(AbstractReport):
         return f"{what}, and its gradient is {bad} {where}. {causes}"
 
     def rows(self):
-        columns = (
-            "", "line", "operation", "layer", "step", "kind", "element", "operands", "cotangent"
-        )  # fmt: skip
-        return columns, [_row(i, record) for i, record in enumerate(self.found, 1)]
+        return _COLUMNS, [_row(i, record) for i, record in enumerate(self.found, 1)]
 
     def notes(self):
         notes = []
@@ -117,6 +117,10 @@ class NaNReport(AbstractReport):
             notes.append(f"{', '.join(of)}: {cure}.")
         if self.error:
             notes.append(f"The error: {self.error}")
+        if self.dropped:
+            notes.append("`zero_safe` drops, where the gradient of the function is not finite:")
+            columns, rows = _COLUMNS, [_row(i, r) for i, r in enumerate(self.dropped, 1)]
+            notes.append(text_table(columns, rows))
         if self.found and not self.is_reverse:
             notes.append(
                 "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
@@ -128,6 +132,11 @@ class NaNReport(AbstractReport):
                 "fuses operations, and rounds differently."
             )
         return notes
+
+
+_COLUMNS = (
+    "", "line", "operation", "layer", "step", "kind", "element", "operands", "cotangent"
+)  # fmt: skip
 
 
 def _row(i: int, record: NonFinite) -> tuple[str, ...]:
@@ -205,6 +214,9 @@ def explain_nan(
     singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds the threshold"`,
     `"zero mask"` (as a factor) and `"NaN in the input"`.
 
+    Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
+    something, also by its policy `"zero"`.
+
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
     This evaluates loss and gradient once, and once more if something is bad. Outside of loops
@@ -216,6 +228,18 @@ def explain_nan(
     [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
     model has no inexact array.
     """
+    report = _explain(loss, model, args, kwargs, threshold)
+    if not isinstance(loss, ZeroSafe):
+        return report
+    # Its equations are not on the lines of the function that it differentiates. This one's are.
+    below = _explain(loss.__wrapped__, model, args, kwargs, threshold)
+    drops_all = not report.bad_leaves
+    dropped = [r for r in below.found if drops_all or r.kind == DEAD_BRANCH]
+    found = [r for r in below.found if r not in dropped]
+    return dataclasses.replace(report, found=found, dropped=dropped)
+
+
+def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     traced = trace_loss("explain_nan", loss, model, args, kwargs)
     derivative = differentiate(NumberedLoss(traced))
     seed = jnp.ones_like(traced.program.out_avals[0])

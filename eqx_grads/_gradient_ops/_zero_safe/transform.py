@@ -178,18 +178,15 @@ def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -
             assert masks is not None
             if e.is_entered:
                 return _enter(e, values, masks, plan.steep_outs[id(eqn)])
-            with jax.named_scope(SCOPE):
-                values = _guard(values, masks.alive_ins, masks.moved_ins)
+            values = _guard(values, masks.alive_ins, masks.moved_ins)
             out = bind(eqn, values)
             if eqn.primitive.name in MULTILINEAR and eqn.primitive.name != "mul":
                 out = [_without_dead_factors(eqn, values, out[0], masks.alive_ins)]
-            with jax.named_scope(SCOPE):
-                return _guard(out, masks.alive_outs, masks.moved_outs)
+            return _guard(out, masks.alive_outs, masks.moved_outs)
         if id(eqn) in plan.local:
-            with jax.named_scope(SCOPE):
-                out = bind(eqn, values)
-                taken = transfer(e, values, out, [True] * len(out))
-                values = _guard(values, taken, [True] * len(values))
+            out = bind(eqn, values)
+            taken = transfer(e, values, out, [True] * len(out))
+            values = _guard(values, taken, [True] * len(values))
         return bind(eqn, values)
 
 
@@ -201,10 +198,6 @@ def _without_dead_factors(eqn, values, out, alive) -> Any:
         for x, mask in zip(values, alive, strict=True)
     ]
     return replace_gradient(out, bind(eqn, finite)[0])
-
-
-# The name of the guards, in the name stacks of their equations.
-SCOPE = "eqg_zero_safe"
 
 
 def _guard(values: Sequence[Any], alive: Sequence[Mask], moved: Sequence[Mask]) -> list[Any]:

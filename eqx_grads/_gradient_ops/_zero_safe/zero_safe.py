@@ -67,6 +67,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. So this never makes a wrong
     finite number.
 
+    [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
+    still stops at it: the product of zero and infinity is computed before it is dropped.
+
     It needs to be known which elements are taken. Where it is not, NaN stays:
 
     - Of a `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve,
@@ -101,13 +104,15 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
             f"it is {policy!r}",
             do=f"Use one of {', '.join(map(repr, _POLICIES))}.",
         )
-    return eqx.module_update_wrapper(_ZeroSafe(fn, policy))
+    return eqx.module_update_wrapper(ZeroSafe(fn, policy))
 
 
 _POLICIES = ("selected", "zero")
 
 
-class _ZeroSafe(eqx.Module):
+class ZeroSafe(eqx.Module):
+    """What `zero_safe` returns."""
+
     _fn: Callable[..., Any]
     _policy: str = eqx.field(static=True)
 

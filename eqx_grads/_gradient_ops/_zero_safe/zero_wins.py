@@ -17,7 +17,6 @@ from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
 from .ranges import ELEMENTWISE, inexact_indices, Range
-from .transform import SCOPE
 
 
 # Their factors are constants, or known to JAX to be zero.
@@ -157,8 +156,7 @@ def _linear_product(factor, tangent):
 
 
 def _multiply(residuals, tangents):
-    with jax.named_scope(SCOPE):
-        return [_product(residuals[0], tangents[0])]
+    return [_product(residuals[0], tangents[0])]
 
 
 def _multiply_transposed(residuals, cts):
