@@ -138,10 +138,17 @@ class _CutFinder(AbstractPropagation):
         for k, lost_of_out in enumerate(lost):
             cut = _union(ins[i].cut for i in reads[k] | pairs[k]) | inside[k].cut
             if lost_of_out:
+                cut &= ~self._superseded(cut, lost_of_out)
                 cut |= 2 << self._token(key, path, lost_of_out, bool(cut & _RANDOM))
             live = _union(ins[i].live for i in pairs[k])
             outs.append(Sources(live, cut | (name in _RANDOM_BITS)))
         return outs
+
+    def _superseded(self, cut: int, lost: int) -> int:
+        """The tokens of which all leaves are lost here once more. Without this equation, the
+        leaves would reach the loss in spite of them: as those of a `softmax` do, which has a
+        `stop_gradient` in it."""
+        return _union(2 << t for t in members(cut >> 1) if not self.lost[t] & ~lost)
 
     def _live_inside(self, call: CallWithRule, ins, path, eqn, lost: list[int]) -> int:
         """Which leaves, lost by the rule of a call, its function is differentiable in."""
