@@ -159,6 +159,25 @@ def test_the_line_of_a_jitted_helper_is_its_own():
     assert [o.source.line for o in logs] == [line_of(helper.__wrapped__, "HERE")] * 2
 
 
+def test_a_function_of_jax_that_was_first_traced_in_a_backward_pass():
+    jax.clear_caches()
+
+    @eqg.custom_vjp
+    def positive(x):
+        return x
+
+    positive.def_fwd(lambda x: (x, None))
+    positive.def_bwd(lambda _, ct: (jnp.where(ct > 0, ct, 0.0),))
+    jax.make_jaxpr(jax.grad(lambda x: jnp.sum(positive(x))))(jnp.ones(7))
+
+    def loss(w):
+        return jnp.sum(jnp.where(w > 0, w, 0.0))  # HERE
+
+    origins = NumberedLoss(traced(loss, jnp.ones(7))).origins
+    (selection,) = [o for o in origins if o.primitive == "select_n"]
+    assert selection.source.line == line_of(loss, "HERE")
+
+
 def test_loops():
     def loss(w):
         inner = lambda c, _: (jnp.sin(c) * w, None)

@@ -25,7 +25,7 @@ from .._jaxprs.structure import (
     While,
 )
 from .._jaxprs.versions import assigns_shardings, function_name
-from .source_lines import source_line, SourceLine
+from .source_lines import is_traced_here, source_line, SourceLine, UNKNOWN
 from .traced_loss import layer_calls, TracedLoss
 
 
@@ -87,7 +87,7 @@ class NumberedLoss:
         for eqn in program.eqns:
             number = len(self.origins)
             layer = _layer_of(eqn, self.traced.layers) or path
-            source = source_line(eqn)
+            source = source_line(eqn) if is_traced_here(eqn, program) else UNKNOWN
             if not source.is_users and enclosing:
                 # JAX cuts tracebacks at a `jit` that a library has around its functions.
                 outer = self.origins[enclosing[-1]].source

@@ -10,6 +10,9 @@ import equinox as eqx
 import jax
 import jaxlib
 import jaxtyping
+from jax.extend.core import ClosedJaxpr
+
+from .._jaxprs.versions import function_file, function_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,7 @@ class SourceLine:
 UNKNOWN = SourceLine("", 0, "")
 
 _folder = lambda file: os.path.dirname(os.path.abspath(file)) + os.sep
+_JAX = _folder(jax.__file__)
 # Frames of these packages tell the user nothing.
 _HIDDEN = (
     *(_folder(package.__file__) for package in (jax, jaxlib, eqx, jaxtyping)),
@@ -69,6 +73,23 @@ def source_line(eqn: Any) -> SourceLine:
         return UNKNOWN
     library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
     return SourceLine(frame.file_name, frame.line_num, frame.function_name, library)
+
+
+def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
+    """False if the traceback of an equation in a program is that of another equation.
+
+    JAX traces its own jitted functions (`jnp.where`) once. If the first call is in a backward
+    pass, the equations get the traceback of what was transposed then, for good. The function
+    itself is missing in such a traceback (JAX 0.10 to 0.12).
+    """
+    file, name = function_file(program), function_name(program)
+    if not file.startswith(_JAX):
+        return True
+    traceback = eqn.source_info.traceback
+    return any(
+        f.file_name == file and f.function_name.endswith(name)
+        for f in (traceback.frames if traceback else ())
+    )
 
 
 def is_library(source: SourceLine) -> bool:
