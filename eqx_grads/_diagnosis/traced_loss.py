@@ -61,7 +61,7 @@ def trace_loss(
             f"`{caller}` was given a model without inexact arrays.",
             f"it is {show_tree(model)}",
             do="It differentiates with respect to the arrays of floats in `model`, the first "
-            "argument of the loss.",
+            "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
         )
     others, static = eqx.partition((rest, args, dict(kwargs)), eqx.is_array)
     values, treedef = jax.tree.flatten((arrays, others))
@@ -141,7 +141,9 @@ def _check_scalar(caller, loss, out):
             f"The loss `{name_of(loss)}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. Return it without other outputs.",
+            do=f"`{caller}` differentiates one real number. If there are other outputs, pass "
+            "`lambda *args: loss(*args)[0]`; if it was decorated with `value_and_grad`, pass the "
+            "function beneath.",
         )
     return out
 

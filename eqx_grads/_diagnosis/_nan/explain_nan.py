@@ -115,6 +115,9 @@ class NaNReport(AbstractReport):
         for cure in dict.fromkeys(record.cure for record in self.found):
             of = [str(i) for i, record in enumerate(self.found, 1) if record.cure == cure]
             notes.append(f"{', '.join(of)}: {cure}.")
+        if self.bad_leaves and self.n_leaves > 1:
+            names, more = self.bad_leaves[:8], len(self.bad_leaves) - 8
+            notes.append(f"Leaves: {', '.join(names)}{f' and {more} more' * (more > 0)}.")
         if self.error:
             notes.append(f"The error: {self.error}")
         if self.dropped:
