@@ -142,8 +142,8 @@ def _check_scalar(caller, loss, out):
             f"it returned {show_tree(out)}",
             place_of(loss),
             do=f"`{caller}` differentiates one real number. If there are other outputs, pass "
-            "`lambda *args: loss(*args)[0]`; if it was decorated with `value_and_grad`, pass the "
-            "function beneath.",
+            "`lambda *args: loss(*args)[0]`; if it was decorated with `value_and_grad`, pass "
+            "the function beneath.",
         )
     return out
 

@@ -77,9 +77,10 @@ def explain_memory(
 
     An [`eqx_grads.MemoryReport`][], which prints as a table. What is kept is exact: the
     leaves of the pullback that `jax.vjp` returns and that the backward pass uses, each array
-    once. The temporary memory of the gradient is an estimate from its program, mostly within a
-    tenth of what XLA allocates on a CPU: the residuals, and what else is alive at the worst
-    moment. The gradients themselves and the arguments do not count.
+    once. The temporary memory of the gradient is an estimate from its program: the residuals,
+    and what else is alive at the worst moment. On a CPU it is within 8 % of what XLA allocates
+    for the eight models of the tests, and a third of it for a convolution with pooling. The
+    gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
     four checkpoints that may help. With `compile=True` one program is compiled, and

@@ -64,9 +64,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     slices, padding, what `set` overwrites, and `cond` and `switch` (of which `vmap` makes
     selections) take some elements and not others. At a tie, `maximum` takes both. All that is
     taken stays as it is, to the bit: an exact zero that no selection made times an infinite
-    derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At the boundary of a mask, the
-    derivative is that of the branch that is taken there: that of `where(x == 0, 0, x**2 / x)`
-    at 0 is 0, as with two `where`s, though the slope of the function is 1.
+    derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At the boundary of a mask,
+    the derivative is that of the branch that is taken there: that of
+    `where(x == 0, 0, x**2 / x)` at 0 is 0, as with two `where`s, though the slope is 1.
 
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
     still stops at it: the product of zero and infinity is computed before it is dropped.
