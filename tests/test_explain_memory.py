@@ -654,3 +654,11 @@ def test_names_survive_the_flags(flags):
         [sys.executable, "-c", UNDER_FLAGS], env=environment, capture_output=True, text=True
     )
     assert result.stdout == "fine\n", result.stderr
+
+
+def test_no_reverse_mode():
+    loss = lambda w: jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * w), (0, w)
+    )
+    with pytest.raises(eqg.RuleError, match="no derivative in reverse mode"):
+        eqg.explain_memory(lambda w: loss(w)[1], jnp.array(4.0))

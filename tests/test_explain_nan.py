@@ -263,3 +263,10 @@ def test_what_zero_safe_drops():
     report = eqg.explain_nan(eqg.zero_safe(loss), jnp.ones(2))
     assert not report.found
     assert not report.dropped
+
+
+def test_a_nan_before_a_softmax():
+    """Its maximum has an axis of size one."""
+    loss = lambda x: jnp.sum(jax.nn.softmax(x / x) ** 2)
+    report = eqg.explain_nan(loss, jnp.array([800.0, 0.0, 1.9, -1.0]))
+    assert report.found[0].primitive == "div"

@@ -906,3 +906,14 @@ def test_a_stop_gradient_before_what_cuts_anyway():
     loss = lambda w: jnp.sum(jnp.round(jax.nn.softmax(w * jnp.arange(3.0))))
     report = eqg.explain_zero(loss, jnp.ones(3))
     assert [record.primitive for record in report.found] == ["round"]
+
+
+def test_of_a_zero_safe_loss():
+    def loss(m, x):
+        root = jnp.where(x > 0, jnp.sqrt(x), 0.0)
+        return jnp.sum(jnp.round(m["a"] * root) + m["b"])
+
+    model = {"a": jnp.array([1.0, 2.0]), "b": jnp.ones(2)}
+    x = jnp.array([1.0, 2.0])
+    (record,) = eqg.explain_zero(eqg.zero_safe(loss), model, x).found
+    assert (record.leaf, record.primitive) == ("['a']", "round")

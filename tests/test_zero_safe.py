@@ -416,3 +416,14 @@ def test_flowjax():
     loss = lambda x: jnp.sum(jnp.where(x > 0, jax.vmap(log_prob)(x), 0.0))
     x = jnp.array([0.0, 1.0])
     np.testing.assert_allclose(jax.grad(eqg.zero_safe(loss))(x), [0.0, -1.0], rtol=1e-5)
+
+
+def test_a_number_as_the_factor_of_a_scatter():
+    def f(x):
+        step = lambda c, e: (jnp.where(e > 0, jnp.sqrt(e) + 0.5 * c, c), c)
+        ys = jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1]
+        return ys.at[0].multiply(1.3).sum()
+
+    assert_close(
+        jax.grad(eqg.zero_safe(f))(jnp.array([0.0, 1.0, 4.0])), jnp.array([0.0, 0.5, 0.0])
+    )

@@ -30,6 +30,10 @@ Run = Callable[[ClosedJaxpr, list[Any], Any], Sequence[Any]]
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """What an equation computes for arrays."""
+    if eqn.primitive.name.startswith("scatter"):
+        # The transpose of `scatter_mul` reads the shape of what may be a number in the program
+        # (JAX 0.10 to 0.12).
+        values = [x if hasattr(x, "shape") else jnp.asarray(x) for x in values]
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

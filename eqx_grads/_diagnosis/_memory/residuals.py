@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from ..._errors import rule_error
 from ..._jaxprs.dependence import free_variables, variables, without_unused
 from ..._jaxprs.elementwise import is_cheap
 from ..._jaxprs.peak_memory import bytes_of
@@ -103,9 +104,16 @@ class Gradient:
             value = jax.lax.optimization_barrier(value)  # what follows is the backward pass
             return jax.tree.leaves(pullback), (value, pullback(jnp.ones_like(value)))
 
-        program, out = jax.make_jaxpr(gradient, return_shape=True)(
-            traced.values[:n], traced.values[n:]
-        )
+        trace = jax.make_jaxpr(gradient, return_shape=True)
+        try:
+            program, out = trace(traced.values[:n], traced.values[n:])
+        except (ValueError, NotImplementedError) as error:
+            raise rule_error(
+                "The loss has no derivative in reverse mode.",
+                str(error).splitlines()[0],
+                do="Only reverse mode keeps anything for a backward pass. A `while_loop` has "
+                "none: use a `scan`.",
+            ) from error
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
         self.program = program

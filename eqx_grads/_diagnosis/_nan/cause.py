@@ -16,6 +16,7 @@ from .trace_back import (
     contributors,
     elements_of,
     ELEMENTWISE,
+    index_into,
     Input,
     is_nonfinite,
     is_zero,
@@ -258,7 +259,7 @@ def _kind_of_source(source: Spot) -> str:
 
 def _element(x: Any, index: Sequence[int]) -> Any:
     x = np.asarray(x)
-    return x[tuple(index)] if x.ndim else x[()]
+    return x[index_into(x, index)]
 
 
 def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:

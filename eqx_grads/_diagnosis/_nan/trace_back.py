@@ -195,16 +195,22 @@ def elements_of(spot: Spot, k: int) -> Any:
     mask = np.zeros(x.shape, bool)
     if name == "select_n":
         which = np.asarray(operands[0])
-        chosen = int(which[spot.index] if which.ndim else which)
+        chosen = int(which[index_into(which, spot.index)])
         if k == chosen + 1:
             mask[spot.index] = True
     elif name in ELEMENTWISE:
-        mask[spot.index if x.ndim else ()] = True
+        mask[index_into(x, spot.index)] = True
     elif name in _BY_DERIVATIVE:
         mask = _dependence_by_derivative(spot, k)
     else:
         mask[...] = True
     return mask
+
+
+def index_into(x: Any, index: Sequence[int]) -> tuple[int, ...]:
+    """The index into an operand of an elementwise operation, which may be a scalar, or have
+    axes of size one."""
+    return tuple(min(i, n - 1) for i, n in zip(index, np.shape(x), strict=False))
 
 
 def _dependence_by_derivative(spot: Spot, k: int) -> Any:

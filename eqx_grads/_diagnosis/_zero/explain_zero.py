@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..origins import NumberedLoss, Origin
 from ..traced_loss import trace_loss
 from .cures import cure_of
@@ -84,11 +85,16 @@ def explain_zero(
     is a directional derivative in forward mode for each leaf. An operation that JAX can't
     differentiate at all is taken to be differentiable, and named in `remarks`.
 
+    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at.
+
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
     arrays, or if the loss can't be traced. If the derivative of the loss raises, so does this.
     """
+    if isinstance(loss, ZeroSafe):
+        # What it puts in the program is not the user's, and has no line.
+        loss = loss.__wrapped__
     numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
     return _Explanation(numbered).report()
 
