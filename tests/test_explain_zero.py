@@ -917,3 +917,15 @@ def test_of_a_zero_safe_loss():
     x = jnp.array([1.0, 2.0])
     (record,) = eqg.explain_zero(eqg.zero_safe(loss), model, x).found
     assert (record.leaf, record.primitive) == ("['a']", "round")
+
+
+def test_many_operations():
+    """XLA takes minutes for as many that are each looked at in one program."""
+
+    def loss(w):
+        for _ in range(200):
+            w = jnp.sin(w) * 1.01 + 0.01
+        return jnp.sum(w) * 0.0
+
+    (record,) = eqg.explain_zero(loss, jnp.ones(3)).found
+    assert record.primitive == "mul"

@@ -104,16 +104,14 @@ class WatchedDerivative:
         self._counts_units = counts_units
         ins = [_Value(name is None, name) for name in names]
         _, self.plan = _plan(program, ins)
-        self._run = jax.jit(self._evaluate)
 
     def __call__(self, *values: Any) -> Any:
-        """The `Found` of the program, with arrays of NumPy."""
-        consts = self.plan.program.consts
-        return jax.tree.map(np.asarray, self._run(consts, list(values)))
+        """The `Found` of the program, with arrays of NumPy.
 
-    def _evaluate(self, consts, values):
-        program = ClosedJaxpr(self.plan.program.jaxpr, consts)
-        return self._run_plan(dataclasses.replace(self.plan, program=program), values)[1]
+        Operation by operation, and loops compiled: where each value is looked at, XLA fuses all
+        that it depends on once more, and takes minutes for some hundred operations.
+        """
+        return jax.tree.map(np.asarray, self._run_plan(self.plan, list(values))[1])
 
     def _run_plan(self, plan: Plan, values) -> tuple[list[Any], Found]:
         found = []
