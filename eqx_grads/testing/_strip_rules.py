@@ -67,7 +67,7 @@ def is_rule(eqn) -> bool:
         return True
     known = structure(eqn)
     primal = primal_program(eqn)
-    if known is None and primal is not None:
+    if "_prim" in eqn.params and primal is not None:
         # With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, the rule can't be seen.
         return _JAX not in _source(primal.jaxpr)
     if not isinstance(known, CallWithRule):
