@@ -1,1 +1,1 @@
-"""Identities whose derivative is not the identity."""
+"""Identities whose derivative is not the identity, and `zero_safe` derivatives of functions."""

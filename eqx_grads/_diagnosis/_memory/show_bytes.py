@@ -1,4 +1,4 @@
-"""Bytes for people."""
+"""A number of bytes as text, in KiB or MiB."""
 
 
 def show_bytes(n: int | float) -> str:

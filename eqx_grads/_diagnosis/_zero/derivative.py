@@ -41,7 +41,7 @@ def derivative_of(
     """The derivative in reverse mode, or in forward mode if JAX has no reverse mode."""
     try:
         return _Reverse(numbered, leaves, is_gate)
-    except Exception as error:
+    except Exception as error:  # JAX has no one type of error for it; the report quotes it
         reverse_error = error
     try:
         return _Forward(numbered, leaves, is_gate, str(reverse_error).splitlines()[0])
