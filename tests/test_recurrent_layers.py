@@ -31,11 +31,17 @@ LAYERS = {
 ONE_OF_EACH = ("GRU, gates", "LSTM, states", "RNN, tanh")
 
 
-@pytest.fixture
-def chunks(monkeypatch):
-    """Chunks of two steps: three steps are a full and a short one."""
+@pytest.fixture(params=["at once", "step by step"])
+def chunks(monkeypatch, request):
+    """Chunks of two steps: three steps are a full and a short one. What a large and a small
+    batch compute for a chunk at once or step by step is chosen here."""
+    at_once = request.param == "at once"
+    of_two = lambda xs, hidden: min(2, xs.shape[0])
     for rule in (gru_vjp, lstm_vjp, rnn_vjp):
-        monkeypatch.setattr(rule, "chunk_length", lambda xs: min(2, xs.shape[0]))
+        monkeypatch.setattr(rule, "chunk_length", of_two)
+        monkeypatch.setattr(rule, "forward_chunk", of_two if at_once else lambda *_: None)
+    for rule in (gru_vjp, lstm_vjp):
+        monkeypatch.setattr(rule, "is_small", lambda h: at_once)
 
 
 def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
@@ -174,7 +180,7 @@ def test_one_weight_gradient_for_the_batch(name, getkey):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_what_is_frozen_costs_nothing(name, getkey):
-    layer, xs, _ = make(getkey, name, dtype="float32")
+    layer, xs, _ = make(getkey, name, dtype="float32", steps=50, batch=8)
     products = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("dot_general")
     total = lambda layer, xs: jnp.sum(layer(xs)[0])
     everything = products(eqx.filter_grad(lambda args: total(*args)), (layer, xs))

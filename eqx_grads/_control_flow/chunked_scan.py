@@ -87,10 +87,10 @@ def shift_in(after: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
     return jnp.concatenate([init[None], after[:-1]])
 
 
-def near_divisor(steps: int, chunk: int | float) -> int:
-    """A divisor of `steps` within a factor of 1.5 of `chunk` if there is one: then no chunk is
-    shorter, and nothing has to be copied."""
-    nearby = range(max(1, math.ceil(chunk / 1.5)), min(steps, math.floor(chunk * 1.5)) + 1)
+def near_divisor(steps: int, chunk: int | float, *, longest: float = 1.5) -> int:
+    """A divisor of `steps` from 1 / 1.5 to `longest` times `chunk` if there is one: then no
+    chunk is shorter, and nothing has to be copied."""
+    nearby = range(max(1, math.ceil(chunk / 1.5)), min(steps, math.floor(chunk * longest)) + 1)
     divisors = [k for k in nearby if steps % k == 0]
     if not divisors:
         return max(1, min(steps, round(chunk)))

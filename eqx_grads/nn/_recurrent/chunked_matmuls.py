@@ -10,11 +10,36 @@ from ..._control_flow.chunked_scan import near_divisor
 from ..._tangent_spaces import sum_dtype
 
 
-def chunk_length(xs: jax.Array) -> int:
-    """The number of steps of a chunk: enough rows for a matrix product to be efficient, few
-    enough for a chunk to stay in the cache."""
+def chunk_length(xs: jax.Array, hidden: int) -> int:
+    """The number of steps of a chunk of the backward pass: all steps if the states of a
+    sequence are so few that all residuals fit in the cache. Otherwise enough rows for a matrix
+    product to be efficient, and few enough for a chunk to stay in the cache.
+
+    A chunk that divides the number of steps may be much longer than that: a shorter last chunk
+    is compiled a second time.
+    """
     steps, batch, _ = xs.shape
-    return near_divisor(steps, min(64, max(16, 256 // max(batch, 1))))
+    if steps * batch * hidden <= 2**16:
+        return max(steps, 1)
+    return near_divisor(steps, min(64, max(16, 256 // max(batch, 1))), longest=5)
+
+
+def forward_chunk(xs: jax.Array, hidden: int) -> int | None:
+    """The number of steps of a chunk of the forward pass, for all of which the products with
+    the inputs are computed at once; `None` if they are computed step by step.
+
+    Step by step is faster if a product with the inputs of one step is efficient already, as it
+    has several rows, or if it is small: the products of all steps are neither written nor read.
+    """
+    _, batch, features = xs.shape
+    at_once = batch < 4 and features * hidden >= 2**11
+    return chunk_length(xs, hidden) if at_once else None
+
+
+def is_small(h: jax.Array) -> bool:
+    """Whether the state of a batch is so small that a step costs by the operation, not by the
+    element. A step then should have few operations, and otherwise few bytes."""
+    return h.size < 64
 
 
 def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
@@ -53,6 +78,10 @@ def add_gradients(
 
 def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     """The sum over all steps and examples of the outer products of `ct` and `x`."""
+    if x.shape[-1] == 1 or ct.size * x.shape[-1] <= 2**12:
+        # XLA calls a library for a matrix product, which takes longer than a small sum, and it
+        # is slow at a product with one column.
+        return jnp.sum(ct[..., None] * x[..., None, :], (0, 1), dtype=sum_dtype(x.dtype))
     ct, x = ct.reshape(-1, ct.shape[-1]), x.reshape(-1, x.shape[-1])
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
     # product whose left operand is contracted along its first axis: about half as fast, with

@@ -1,9 +1,9 @@
 """A gated recurrent unit over time, with a backward pass written by hand.
 
-It is fast for three reasons. The products of the weights with the inputs, and the gradients of
-all weights, are one matrix product for a chunk of several steps. Chunks are short enough for
-all intermediate values to stay in the cache. And the loop over steps is left with one matrix
-product and few operands.
+It is fast for three reasons. The gradients of all weights and inputs are one matrix product for
+a chunk of several steps, and for a small batch so are the products of the weights with the
+inputs. Chunks are short enough for all intermediate values to stay in the cache. And the loop
+of the backward pass is left with one matrix product, and reads the gates only.
 """
 
 import functools as ft
@@ -18,6 +18,8 @@ from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
     chunk_length,
+    forward_chunk,
+    is_small,
     matmul_steps,
     split_gates,
     vmap_into_batch,
@@ -40,9 +42,12 @@ def gru(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
 
 def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
     w_in, w_state = w_in.T, w_state.T
+    products = lambda x: split_gates(matmul_steps(x, w_in, bias), 3)
+    length = forward_chunk(xs, h.shape[1])
 
     def step(h, inputs):
-        from_x, valid = inputs
+        x, valid = inputs
+        from_x = products(x) if length is None else x
         r, z, n, h_n = _gates(from_x, h @ w_state, bias_n)
         new = n + z * (h - n)
         h = new if valid is None else jnp.where(valid[:, None], new, h)
@@ -50,12 +55,12 @@ def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
 
     def chunk(h, inputs, _):
         x, valid = inputs
-        from_x = split_gates(matmul_steps(x, w_in, bias), 3)
-        return jax.lax.scan(step, h, (from_x, valid), reverse=reverse)
+        return jax.lax.scan(step, h, (products(x), valid), reverse=reverse)
 
-    h, (hs, gates) = scan_in_chunks(
-        chunk, h, (xs, valid), chunk=chunk_length(xs), reverse=reverse
-    )
+    if length is None:
+        h, (hs, gates) = jax.lax.scan(step, h, (xs, valid), reverse=reverse)
+    else:
+        h, (hs, gates) = scan_in_chunks(chunk, h, (xs, valid), chunk=length, reverse=reverse)
     return hs, h, gates
 
 
@@ -93,16 +98,19 @@ def gru_fwd(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
 #
 #     z d + Vᵀ [c_r d, c_z d, c_n d].
 #
-# The factors c_* depend on no cotangent: they are computed for all steps of a chunk at once.
-# Then a loop over the steps computes d, with one matrix product for each step. Then the
-# gradients of weights and inputs are again one matrix product for all steps of the chunk.
+# The factors c_* depend on no cotangent. A loop over the steps of a chunk computes d, with one
+# matrix product for each step. The factors are computed in that loop too, in which they are
+# written nowhere; where a state is small, they are computed for all steps at once, before the
+# loop (`is_small`). Then the gradients of weights and inputs are again one matrix product for
+# all steps of the chunk.
 @gru.def_bwd(symbolic_zeros=True)
 def gru_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, bias_n, xs, h_first, valid, hs, gates = residuals
     ct_hs, ct_last = cts
     w_in_t, w_state_t = w_in.T, w_state.T
     *perturbed_weights, perturbed_xs = perturbed[:5]
-    step = ft.partial(_backward_step, w_state)
+    first = is_small(h_first)
+    step = ft.partial(_backward_step, w_state, factors_first=first)
 
     def chunk(carry, inputs, h_entry):
         d, sums = carry
@@ -111,23 +119,23 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         if not gates:
             from_x = split_gates(matmul_steps(x, w_in_t, bias), 3)
             gates = _gates(from_x, matmul_steps(h, w_state_t), bias_n)
-        c_r, c_z, c_x, c_n, z = _factors(h, gates, valid)
-        d, ds = jax.lax.scan(step, d, (c_r, c_z, c_n, z, ct), reverse=not reverse)
-        d_r, d_z, d_n = ds * c_r, ds * c_z, ds * c_n
-        ct_from_x = jnp.concatenate([d_r, d_z, ds * c_x], -1)
-        ct_from_h = jnp.concatenate([d_r, d_z, d_n], -1)
+        operands = _factors(h, gates, valid) if first else (h, gates, valid)
+        d, out = jax.lax.scan(step, d, (operands, ct), reverse=not reverse)
+        ct_from_h, ct_n = _cotangents(out, operands) if first else out
+        ct_rz, ct_h_n = jnp.split(ct_from_h, [2 * w_state.shape[1]], -1)
+        ct_from_x = jnp.concatenate([ct_rz, ct_n], -1)
         sums = add_gradients(
             sums,
             (weight_gradient, ct_from_x, x),
             (weight_gradient, ct_from_h, h),
             (bias_gradient, ct_from_x),
-            (bias_gradient, d_n),
+            (bias_gradient, ct_h_n),
         )
         return (d, sums), matmul_steps(ct_from_x, w_in) if perturbed_xs else None
 
     d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
     weights = (w_in, w_state, bias, bias_n)
-    length = chunk_length(xs)
+    length = chunk_length(xs, hs.shape[-1])
     (d, sums), ct_xs = scan_in_chunks(
         chunk,
         (d, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
@@ -140,24 +148,32 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
 
 
 def _factors(h: jax.Array, gates: Any, valid: jax.Array | None):
-    """The factors of `d`, for all steps of a chunk. A step that does not count has the
-    derivative of the identity."""
+    """The factors of `d`, for one step or for all steps of a chunk. A step that does not count
+    has the derivative of the identity."""
     r, z, n, h_n = gates
     c_x = (1 - z) * (1 - n * n)
     c_z = (h - n) * z * (1 - z)
     c_n = c_x * r
     c_r = c_n * h_n * (1 - r)
     if valid is not None:
-        v = valid[:, :, None]
+        v = valid[..., None]
         c_x, c_z, c_n, c_r = (jnp.where(v, c, 0) for c in (c_x, c_z, c_n, c_r))
         z = jnp.where(v, z, 1)
     return c_r, c_z, c_x, c_n, z
 
 
-def _backward_step(w_state, d, inputs):
-    c_r, c_z, c_n, z, ct = inputs
+def _cotangents(d, factors):
+    """Those of the products with the state, and that of `x_n`."""
+    c_r, c_z, c_x, c_n, _ = factors
+    return jnp.concatenate([d * c_r, d * c_z, d * c_n], -1), d * c_x
+
+
+def _backward_step(w_state, d, inputs, *, factors_first):
+    operands, ct = inputs
     d = d if ct is None else d + ct
-    return d * z + jnp.concatenate([d * c_r, d * c_z, d * c_n], -1) @ w_state, d
+    factors = operands if factors_first else _factors(*operands)
+    cts = _cotangents(d, factors)
+    return d * factors[-1] + cts[0] @ w_state, d if factors_first else cts
 
 
 @gru.def_vmap

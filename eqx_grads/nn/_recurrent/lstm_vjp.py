@@ -14,6 +14,8 @@ from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
     chunk_length,
+    forward_chunk,
+    is_small,
     matmul_steps,
     split_gates,
     vmap_into_batch,
@@ -37,12 +39,18 @@ def lstm(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
 
 
 def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
+    both = jnp.concatenate([w_in, w_state], 1).T
     w_in, w_state = w_in.T, w_state.T
+    length = forward_chunk(xs, state[0].shape[1])
 
     def step(state, inputs):
         h_before, c_before = state
-        from_x, valid = inputs
-        i, f, g, o = _gates(from_x, split_gates(h_before @ w_state, 4))
+        x, valid = inputs
+        if length is None:
+            x_and_h = jnp.concatenate([x, h_before], -1)
+            i, f, g, o = _gates(split_gates(matmul_steps(x_and_h, both, bias), 4))
+        else:
+            i, f, g, o = _gates(_add(x, split_gates(h_before @ w_state, 4)))
         c = f * c_before + i * g
         h = o * jnp.tanh(c)
         if valid is not None:
@@ -56,14 +64,21 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
         from_x = split_gates(matmul_steps(x, w_in, bias), 4)
         return jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
 
-    last, (hs, *kept) = scan_in_chunks(
-        chunk, state, (xs, valid), chunk=chunk_length(xs), reverse=reverse
-    )
+    if length is None:
+        last, (hs, *kept) = jax.lax.scan(step, state, (xs, valid), reverse=reverse)
+    else:
+        last, (hs, *kept) = scan_in_chunks(
+            chunk, state, (xs, valid), chunk=length, reverse=reverse
+        )
     return hs, kept, last
 
 
-def _gates(from_x, from_h):
-    i, f, g, o = (x + h for x, h in zip(from_x, from_h, strict=True))
+def _add(from_x, from_h):
+    return [x + h for x, h in zip(from_x, from_h, strict=True)]
+
+
+def _gates(arguments):
+    i, f, g, o = arguments
     return jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
 
 
@@ -94,16 +109,17 @@ def lstm_fwd(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
 #
 #     of c:  f d,        of h:  Vᵀ [j_i d, j_f d, j_g d, j_o d_h].
 #
-# The factors k and j_* depend on no cotangent: they are computed for all steps of a chunk at
-# once. Then a loop over the steps computes d_h and d, with one matrix product for each step.
-# Then the gradients of weights and inputs are one matrix product for all steps of the chunk.
+# The factors k and j_* depend on no cotangent. A loop over the steps of a chunk computes d_h and
+# d, with one matrix product for each step, and the factors, as in `gru_vjp.py`. Then the
+# gradients of weights and inputs are one matrix product for all steps of the chunk.
 @lstm.def_bwd(symbolic_zeros=True)
 def lstm_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, xs, first, valid, hs, (cs, *gates) = residuals
     ct_hs, (ct_h, ct_c) = cts
     w_in_t, w_state_t = w_in.T, w_state.T
     perturbed_in, perturbed_state, perturbed_bias, perturbed_xs = perturbed[:4]
-    step = ft.partial(_backward_step, w_state)
+    factors_first = is_small(first[0])
+    step = ft.partial(_backward_step, w_state, factors_first=factors_first)
 
     def chunk(carry, inputs, entries):
         cts, sums = carry
@@ -115,11 +131,12 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
             (of_chunk,) = gates
         else:
             from_x = split_gates(matmul_steps(x, w_in_t, bias), 4)
-            of_chunk = _gates(from_x, split_gates(matmul_steps(h, w_state_t), 4))
-        factors = _factors(c, c_after, of_chunk, valid)
-        cts, (d_h, d) = jax.lax.scan(step, cts, (*factors, ct, valid), reverse=not reverse)
-        *j_c, j_o = factors[0]
-        d_gates = jnp.concatenate([*(d * j for j in j_c), d_h * j_o], -1)
+            of_chunk = _gates(_add(from_x, split_gates(matmul_steps(h, w_state_t), 4)))
+        operands = (c, c_after, of_chunk)
+        if factors_first:
+            operands = _factors(*operands)
+        cts, out = jax.lax.scan(step, cts, (operands, ct, valid), reverse=not reverse)
+        d_gates = _cotangents(*out, operands, valid) if factors_first else out
         sums = add_gradients(
             sums, (_joint_weight_gradient, d_gates, x, h), (bias_gradient, d_gates)
         )
@@ -130,7 +147,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
     # One product for both weights, also where one of them is frozen, which is rare.
     either = perturbed_in or perturbed_state
     both = jnp.concatenate([w_in, w_state], 1) if either else None
-    length = chunk_length(xs)
+    length = chunk_length(xs, hs.shape[-1])
     entries = [
         chunk_init(after, before_all, chunk=length, reverse=reverse)
         for after, before_all in zip((hs, cs), first, strict=True)
@@ -149,29 +166,34 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
     return ct_in, ct_state, ct_bias, ct_xs, cts, None
 
 
-def _factors(c, c_after, gates, valid):
-    """The factors `j`, `k` and `f` for all steps of a chunk."""
+def _factors(c, c_after, gates):
+    """The factors `j`, `k` and `f`, for one step or for all steps of a chunk."""
     i, f, g, o = gates
     tanh_c = jnp.tanh(c_after)
     j = [g * i * (1 - i), c * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)]
-    k = o * (1 - tanh_c * tanh_c)
-    if valid is not None:
-        j = [jnp.where(valid[:, :, None], j_gate, 0) for j_gate in j]
-    return j, k, f
+    return j, o * (1 - tanh_c * tanh_c), f
 
 
-def _backward_step(w_state, cts, inputs):
+def _cotangents(d_h, d, factors, valid):
+    """Those of the gates' arguments: zero at a step that does not count."""
+    *j_c, j_o = factors[0]
+    cts = jnp.concatenate([*(d * j for j in j_c), d_h * j_o], -1)
+    return cts if valid is None else jnp.where(valid[..., None], cts, 0)
+
+
+def _backward_step(w_state, cts, inputs, *, factors_first):
     d_h, d_c = cts
-    j, k, f, ct, valid = inputs
+    operands, ct, valid = inputs
     d_h = d_h if ct is None else d_h + ct
+    factors = operands if factors_first else _factors(*operands)
+    _, k, f = factors
     d = d_c + d_h * k
-    j_i, j_f, j_g, j_o = j
-    d_gates = jnp.concatenate([d * j_i, d * j_f, d * j_g, d_h * j_o], -1)
+    d_gates = _cotangents(d_h, d, factors, valid)
     ct_h, ct_c = d_gates @ w_state, d * f
     if valid is not None:
         v = valid[:, None]
         ct_h, ct_c = jnp.where(v, ct_h, d_h), jnp.where(v, ct_c, d_c)
-    return (ct_h, ct_c), (d_h, d)
+    return (ct_h, ct_c), (d_h, d) if factors_first else d_gates
 
 
 def _joint_weight_gradient(ct, x, h):

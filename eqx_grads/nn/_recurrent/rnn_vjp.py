@@ -14,6 +14,7 @@ from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
     chunk_length,
+    forward_chunk,
     matmul_steps,
     vmap_into_batch,
     weight_gradient,
@@ -28,11 +29,17 @@ _SLOPES = {"tanh": lambda h: 1 - h * h, "relu": lambda h: (h > 0).astype(h.dtype
 @custom_vjp
 def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     """All states, `(time, batch, hidden)`, and the last one. Arguments as in `gru`."""
+    both = jnp.concatenate([w_in, w_state], 1).T
     w_in, w_state = w_in.T, w_state.T
+    length = forward_chunk(xs, h.shape[1])
 
     def step(h, inputs):
-        from_x, valid = inputs
-        new = ACTIVATIONS[activation](from_x + h @ w_state)
+        x, valid = inputs
+        if length is None:
+            argument = matmul_steps(jnp.concatenate([x, h], -1), both, bias)
+        else:
+            argument = x + h @ w_state
+        new = ACTIVATIONS[activation](argument)
         h = new if valid is None else jnp.where(valid[:, None], new, h)
         return h, h
 
@@ -40,7 +47,10 @@ def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
         x, valid = inputs
         return jax.lax.scan(step, h, (matmul_steps(x, w_in, bias), valid), reverse=reverse)
 
-    last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=chunk_length(xs), reverse=reverse)
+    if length is None:
+        last, hs = jax.lax.scan(step, h, (xs, valid), reverse=reverse)
+    else:
+        last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=length, reverse=reverse)
     return hs, last
 
 
@@ -83,7 +93,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
 
     d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
     weights = (w_in, w_state, bias)
-    length = chunk_length(xs)
+    length = chunk_length(xs, hs.shape[-1])
     (d, sums), ct_xs = scan_in_chunks(
         chunk,
         (d, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
