@@ -305,20 +305,56 @@ def test_plain_where_that_is_faster():
 
     def value(w, xs, batch_outside):
         def step(h, x):
-            return jnp.tanh(h @ w + x), None
+            h = jnp.tanh(h @ w + x)
+            return h, h
 
-        run = lambda h, xs: eqg.filter_scan(step, h, xs, checkpoint="auto")[0]
+        run = lambda h, xs: eqg.filter_scan(step, h, xs, checkpoint="auto")[1]
         h = jnp.zeros(xs.shape[1:])
         return jnp.sum(jax.vmap(run, (0, 1))(h, xs) if batch_outside else run(h, xs))
 
     def replays(batch, outside):
-        args = jnp.zeros((64, 64)), jnp.zeros((32, batch, 64))
+        args = jnp.zeros((32, 32)), jnp.zeros((500, batch, 32))
         program = jax.make_jaxpr(jax.grad(value), static_argnums=2)(*args, outside)
         return "optimization_barrier" in str(program)
 
     for outside in (False, True):
         assert replays(4, outside)
         assert not replays(256, outside)
+
+
+def test_plain_where_that_needs_less_memory():
+    """Few steps, residuals that are no more than the carry, and look-ups in a table."""
+    w, table = jnp.zeros((64, 64)), jnp.zeros((10, 64))
+    cell = eqg.nn.LIFCell(64, beta=0.9)
+
+    def spiking(weights, state, x):
+        state = cell(weights[0] @ x, state)
+        return state, state.spikes
+
+    def looking_up(weights, h, x):
+        h = jnp.tanh(weights[0] @ h + weights[1][jnp.int32(x[0])])
+        return h, h
+
+    def plain(weights, h, x):
+        h = jnp.tanh(weights[0] @ h + x)
+        return h, h
+
+    def program(step, init, steps, scan):
+        def value(weights):
+            run = lambda carry, x: step(weights, carry, x)
+            return jnp.sum(scan(run, init, jnp.zeros((steps, 64)))[1])
+
+        return str(jax.make_jaxpr(jax.grad(value))((w, table)))
+
+    auto = ft.partial(eqg.filter_scan, checkpoint="auto")
+    h = jnp.zeros(64)
+    for step, init, steps in (
+        (plain, h, 8),
+        (spiking, cell.initial_state(), 500),
+        (looking_up, h, 500),
+    ):
+        assert "optimization_barrier" not in program(step, init, steps, auto), step.__name__
+    assert "optimization_barrier" in program(plain, h, 500, auto)
 
 
 def test_plain_and_replayed_agree():

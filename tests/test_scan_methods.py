@@ -24,7 +24,7 @@ from jax import export, monitoring
 from .test_scan import temp_bytes
 
 
-METHODS = (Plain(), Checkpointed(2), Replayed(), Replayed(only_if_faster=True))
+METHODS = (Plain(), Checkpointed(2), Replayed(), Replayed(only_if_better=True))
 WEIGHT = 0.5 * jr.normal(jr.key(0), (3, 3))
 H, XS = jr.normal(jr.key(1), (3,)), jr.normal(jr.key(2), (12, 3))
 
@@ -60,7 +60,7 @@ def methods(monkeypatch):
     return ran
 
 
-AUTO = Replayed(only_if_faster=True)
+AUTO = Replayed(only_if_better=True)
 
 
 @pytest.mark.parametrize(

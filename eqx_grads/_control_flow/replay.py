@@ -17,7 +17,7 @@ from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
 from .progress import ProgressLine
-from .replay_cost import is_replay_faster, rows
+from .replay_cost import is_replay_better, replay_chunk, why_never_better
 from .replay_split import SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
@@ -27,11 +27,11 @@ from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
 class Replayed(AbstractMethod):
     """Save all carries and nothing else, and recompute many steps at once.
 
-    If `only_if_faster`, what is saved is decided when the scan is differentiated, and is that
-    of `Plain` where this is estimated to be faster.
+    If `only_if_better`, what is saved is decided when the scan is differentiated, and is that
+    of `Plain` where this is estimated to be faster, or to need less memory.
     """
 
-    only_if_faster: bool = False
+    only_if_better: bool = False
 
     def unsupported(self, loop: Loop) -> str | None:
         if not isinstance(loop.steps, int):
@@ -40,7 +40,7 @@ class Replayed(AbstractMethod):
             return "`unroll` is given"
         program, _ = loop.program
         reason = why_not_recomputed(program.effects) or why_not_vectorized(program)
-        if reason is None and self.only_if_faster:
+        if reason is None and self.only_if_better:
             reason = _why_not_estimated(loop.traced[0])
         return None if reason is None else f"a step {reason}"
 
@@ -53,7 +53,7 @@ class Replayed(AbstractMethod):
             loop.step_index,
             body=body,
             reverse=loop.reverse,
-            only_if_faster=self.only_if_faster,
+            only_if_better=self.only_if_better,
             progress=loop.progress,
         )
 
@@ -67,14 +67,15 @@ def cannot_replay(reason: str) -> RuleError:
 
 
 def _why_not_estimated(body: TracedBody) -> str | None:
-    """Why the time of both methods can't be estimated before the scan is differentiated."""
+    """Why a replay is not better than plain scan, whatever the batch size, or why that can't be
+    estimated before the scan is differentiated."""
     try:
         effects = body.trace_vjp(run_backward=True).effects
     except Exception:
         # Some input has no reverse derivative. If it is asked for, plain scan raises the same
         # error, in which nothing of a replay appears; if it is not, there is no error.
         return "has no reverse derivative in some of its inputs"
-    return why_not_recomputed(effects, mesh_axes=True)
+    return why_not_recomputed(effects, mesh_axes=True) or why_never_better(body)
 
 
 @custom_vjp
@@ -86,11 +87,11 @@ def replayed_scan(
     *,
     body: TracedBody,
     reverse: bool,
-    only_if_faster: bool,
+    only_if_better: bool,
     progress: ProgressLine | None,
 ):
     """The last carry, and all `ys`."""
-    del only_if_faster
+    del only_if_better
     return _run(lambda c, x: body(consts, c, x), init, xs, step_index, reverse, progress)
 
 
@@ -119,13 +120,13 @@ def _replayed_scan_fwd(
     *,
     body,
     reverse,
-    only_if_faster,
+    only_if_better,
     progress,
     perturbed: tuple[Any, ...],
 ):
     *perturbed_args, _ = perturbed
     steps = step_index.shape[0]
-    if only_if_faster and not is_replay_faster(body, steps, perturbed_args[0]):
+    if only_if_better and not is_replay_better(body, steps, perturbed_args[0]):
         run = lambda consts, init, xs: _run(
             lambda c, x: body(consts, c, x), init, xs, step_index, reverse, progress
         )
@@ -214,7 +215,7 @@ def _replay(body, residuals, cts, perturbed, reverse):
     ct_carry = [zero(i) if ct_last[i] is None else ct_last[i] for i in carry_indices]
     const_indices = [i for i, p in enumerate(perturbed_consts) if p]
     sums = [jnp.zeros_like(consts[i], sum_dtype(consts[i].dtype)) for i in const_indices]
-    chunk = _chunk(body, step_index.shape[0])
+    chunk = replay_chunk(body, step_index.shape[0])
     inits = [
         None if j is None else chunk_init(ys[j], c, chunk=chunk, reverse=reverse)
         for c, j in zip(first, y_of_carry, strict=True)
@@ -232,16 +233,6 @@ def _replay(body, residuals, cts, perturbed, reverse):
         scatter(carry_indices, ct_carry, len(ct_last)),
         scatter([i for i, p in enumerate(perturbed_xs) if p], ct_xs, len(xs)),
     )
-
-
-def _chunk(body, steps):
-    """Enough rows for a matrix product to be efficient, few enough to stay in the cache.
-
-    A batch of unknown size is taken to be large.
-    """
-    if body.has_symbolic_shapes:
-        return near_divisor(steps, 16)
-    return near_divisor(steps, min(64, max(16, 256 // max(rows(body), 1))))
 
 
 def scatter(indices, values, n):

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.dependence import depends, variables
 from .._jaxprs.structure import Checkpoint, Cond, holds, inner_programs, Scan, structure
+from .chunked_scan import near_divisor
 from .traced_body import TracedBody
 
 
@@ -28,28 +29,57 @@ _BYTES_COMPUTED = 2e9  # out of the cache
 # glibc does not keep larger blocks when they are freed, and so allocates new pages every time:
 # DEFAULT_MMAP_THRESHOLD_MAX in https://man7.org/linux/man-pages/man3/mallopt.3.html.
 _KEPT_BY_MALLOC = 2**25
+# The intermediate values of a chunk of steps take about so many times the bytes of its
+# residuals: 2 to 4 times for gated, plain and spiking cells.
+_COPIES_IN_CHUNK = 3
 
 
-def is_replay_faster(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> bool:
-    """Whether to replay the steps, given which `consts` have their cotangents asked for.
+def why_never_better(body: TracedBody) -> str | None:
+    """Why plain scan is at least as good for any batch size, as far as that was measured."""
+    if body.has_symbolic_shapes:
+        return "has symbolic shapes"
+    if holds(body.program, Cond, Checkpoint):
+        # In parallel, all branches are computed; and the user knows what not to save.
+        return "has branches, or is rematerialized"
+    if holds(body.program, "gather"):
+        # The transpose of a look-up adds to the table, for all steps of a chunk one by one.
+        return "looks up rows of a table"
+    if _bytes_of_carries(body) >= _bytes_of_residuals(body):
+        return "has no residuals but its carry"
+    return None
+
+
+def is_replay_better(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> bool:
+    """Whether to replay the steps, given which `consts` have their cotangents asked for: if
+    that is faster, and needs no more memory.
 
     A replay computes all steps once more. Plain scan adds to the gradients of all weights at
     every step, and it writes and reads the residuals of every step.
     """
-    if body.has_symbolic_shapes:
-        return False  # there is nothing to estimate from
-    if holds(body.program, Cond, Checkpoint):
-        # In parallel, all branches are computed; and the user knows what not to save.
+    if why_never_better(body) is not None:
+        return False
+    saved = _bytes_of_residuals(body)
+    of_chunk = saved + sum(map(_bytes, body.x_types))
+    replayed = steps * _bytes_of_carries(body)
+    replayed += _COPIES_IN_CHUNK * replay_chunk(body, steps) * of_chunk
+    if replayed > steps * saved:
         return False
     pairs = zip(body.const_types, perturbed_consts, strict=True)
     weights = sum(_bytes(t) for t, p in pairs if p)
-    saved = _bytes_of_residuals(body)
     lost = sum(flops for flops, _ in _products(body.program)) / _FLOPS
     lost += _bytes_of_the_largest(body) / _BYTES_COMPUTED
     won = 2 * weights / _BYTES_IN_CACHE
     if steps * saved > _KEPT_BY_MALLOC:
         won += saved / _BYTES_OF_NEW_PAGES
     return won > lost
+
+
+def replay_chunk(body: TracedBody, steps: int) -> int:
+    """The number of steps that are replayed at once: enough rows for a matrix product to be
+    efficient, few enough to stay in the cache. A batch of unknown size is taken to be large."""
+    if body.has_symbolic_shapes:
+        return near_divisor(steps, 16)
+    return near_divisor(steps, min(64, max(16, 256 // max(rows(body), 1))))
 
 
 def rows(body: TracedBody) -> int:
@@ -78,6 +108,12 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
         times = known.length if isinstance(known, Scan) else 1
         for inner in inner_programs(eqn):
             yield from ((times * flops, rows) for flops, rows in _products(inner))
+
+
+def _bytes_of_carries(body: TracedBody) -> int:
+    """What a replay saves of one step: its carry, unless that is an output as well."""
+    pairs = zip(body.carry_types, body.y_of_carry(), strict=True)
+    return sum(_bytes(t) for t, j in pairs if j is None)
 
 
 def _bytes_of_residuals(body: TracedBody) -> int:

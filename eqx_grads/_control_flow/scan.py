@@ -166,7 +166,7 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if checkpoint is None:
         return Plain()
     if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
-        return Replayed(only_if_faster=checkpoint == "auto")
+        return Replayed(only_if_better=checkpoint == "auto")
     is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
     if not is_sqrt and not _is_positive_integer(checkpoint):
         raise rule_error(
@@ -199,7 +199,7 @@ def _choose(
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
     if loop.steps == 0 or disabled_jit or _STEPS_ARE_VISIBLE.get():
         return visible
-    is_auto = isinstance(method, Replayed) and method.only_if_faster
+    is_auto = isinstance(method, Replayed) and method.only_if_better
     methods: list[AbstractMethod] = [Plain()] if is_auto else []
     if not is_auto or jax.default_backend() == PLATFORM:
         methods.insert(0, method)

@@ -109,8 +109,8 @@ def lstm_fwd(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
 #
 #     of c:  f d,        of h:  Vᵀ [j_i d, j_f d, j_g d, j_o d_h].
 #
-# The factors k and j_* depend on no cotangent. A loop over the steps of a chunk computes d_h and
-# d, with one matrix product for each step, and the factors, as in `gru_vjp.py`. Then the
+# The factors k and j_* depend on no cotangent. A loop over the steps of a chunk computes d_h
+# and d, with one matrix product for each step, and the factors, as in `gru_vjp.py`. Then the
 # gradients of weights and inputs are one matrix product for all steps of the chunk.
 @lstm.def_bwd(symbolic_zeros=True)
 def lstm_bwd(residuals, cts, *, reverse, perturbed):
