@@ -91,8 +91,8 @@ def replayed_scan(
     progress: ProgressLine | None,
 ):
     """The last carry, and all `ys`."""
-    del only_if_better
-    return _run(lambda c, x: body(consts, c, x), init, xs, step_index, reverse, progress)
+    run = body.as_given if only_if_better else body
+    return _run(lambda c, x: run(consts, c, x), init, xs, step_index, reverse, progress)
 
 
 def _run(body, init, xs, step_index, reverse, progress):
@@ -128,7 +128,7 @@ def _replayed_scan_fwd(
     steps = step_index.shape[0]
     if only_if_better and not is_replay_better(body, steps, perturbed_args[0]):
         run = lambda consts, init, xs: _run(
-            lambda c, x: body(consts, c, x), init, xs, step_index, reverse, progress
+            lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse, progress
         )
         out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
         return out, (residuals, None)

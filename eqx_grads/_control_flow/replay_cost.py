@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from .._jaxprs.dependence import depends, variables
 from .._jaxprs.structure import Checkpoint, Cond, holds, inner_programs, Scan, structure
+from .._tangent_spaces import is_differentiable
 from .chunked_scan import near_divisor
 from .traced_body import TracedBody
 
@@ -64,8 +65,7 @@ def is_replay_better(body: TracedBody, steps: int, perturbed_consts: Sequence[bo
     replayed += _COPIES_IN_CHUNK * replay_chunk(body, steps) * of_chunk
     if replayed > steps * saved:
         return False
-    pairs = zip(body.const_types, perturbed_consts, strict=True)
-    weights = sum(_bytes(t) for t, p in pairs if p)
+    weights = _bytes_of_gradients(body, perturbed_consts)
     lost = sum(flops for flops, _ in _products(body.program)) / _FLOPS
     lost += _bytes_of_the_largest(body) / _BYTES_COMPUTED
     won = 2 * weights / _BYTES_IN_CACHE
@@ -108,6 +108,24 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
         times = known.length if isinstance(known, Scan) else 1
         for inner in inner_programs(eqn):
             yield from ((times * flops, rows) for flops, rows in _products(inner))
+
+
+def _bytes_of_gradients(body: TracedBody, perturbed_consts: Sequence[bool]) -> int:
+    """The sums over time that plain scan adds to at every step. There is none for a constant
+    that a step reads under `stop_gradient`."""
+    program = body.trace_vjp(run_backward=True)
+    varying = depends(program, body.varies)
+    consts = [t for t in body.const_types if is_differentiable(t)]
+    perturbed = [
+        p
+        for t, p in zip(body.const_types, perturbed_consts, strict=True)
+        if is_differentiable(t)
+    ]
+    cts = program.jaxpr.outvars[: len(consts)]
+    summed = zip(consts, perturbed, cts, strict=True)
+    return sum(
+        _bytes(t) for t, p, ct in summed if p and not isinstance(ct, Literal) and ct in varying
+    )
 
 
 def _bytes_of_carries(body: TracedBody) -> int:

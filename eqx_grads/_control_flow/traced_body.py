@@ -17,9 +17,12 @@ class TracedBody:
     """A traced body: `consts, carry, x` to `carry, y`, all of them lists of arrays.
 
     What the user's function closes over is in `consts`, so that there is no tracer in it.
+    `as_given` computes the same as a call of this body, by the calls and the matrix products of
+    the function that was traced, which plain scan has too.
     """
 
     def __init__(self, fn: Callable[..., Any], consts, carry, x):
+        self.as_given = fn
         types, treedef = jax.tree.flatten((list(consts), list(carry), list(x)))
 
         def flat(*args):
@@ -97,8 +100,11 @@ class TracedBody:
         """The body for a whole batch."""
         axes = [[0 if b else None for b in part] for part in batched]
         out_axes = ([0 if b else None for b in batched[1]], 0)
-        many = jax.vmap(self, axes, out_axes, axis_size=size)
-        return TracedBody(many, *jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs])))
+        vectorized = lambda fn: jax.vmap(fn, axes, out_axes, axis_size=size)
+        types = jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs]))
+        body = TracedBody(vectorized(self), *types)
+        body.as_given = vectorized(self.as_given)
+        return body
 
     def with_values_of_rules(self, consts: Any, carry: Any, x: Any) -> "TracedBody":
         """The body, which returns the values that its rules return, if the flagged inputs are
