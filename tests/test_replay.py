@@ -322,8 +322,9 @@ def test_plain_where_that_is_faster():
         assert not replays(256, outside)
 
 
-def test_plain_where_that_needs_less_memory():
-    """Few steps, residuals that are no more than the carry, and look-ups in a table."""
+def test_plain_where_a_replay_is_not_better():
+    """Few steps, residuals that are no more than the carry, look-ups in a table, and products
+    with weights that are fixed."""
     w, table = jnp.zeros((64, 64)), jnp.zeros((10, 64))
     cell = eqg.nn.LIFCell(64, beta=0.9)
 
@@ -333,6 +334,10 @@ def test_plain_where_that_needs_less_memory():
 
     def looking_up(weights, h, x):
         h = jnp.tanh(weights[0] @ h + weights[1][jnp.int32(x[0])])
+        return h, h
+
+    def fixed(weights, h, x):
+        h = jnp.tanh(jnp.sum(weights[1], 0) * (jax.lax.stop_gradient(weights[0]) @ h) + x)
         return h, h
 
     def plain(weights, h, x):
@@ -352,6 +357,7 @@ def test_plain_where_that_needs_less_memory():
         (plain, h, 8),
         (spiking, cell.initial_state(), 500),
         (looking_up, h, 500),
+        (fixed, h, 500),
     ):
         assert "optimization_barrier" not in program(step, init, steps, auto), step.__name__
     assert "optimization_barrier" in program(plain, h, 500, auto)

@@ -33,6 +33,7 @@ _KEPT_BY_MALLOC = 2**25
 # The intermediate values of a chunk of steps take about so many times the bytes of its
 # residuals: 2 to 4 times for gated, plain and spiking cells.
 _COPIES_IN_CHUNK = 3
+_USES_OF_A_WEIGHT = 2
 
 
 def why_never_better(body: TracedBody) -> str | None:
@@ -65,10 +66,14 @@ def is_replay_better(body: TracedBody, steps: int, perturbed_consts: Sequence[bo
     replayed += _COPIES_IN_CHUNK * replay_chunk(body, steps) * of_chunk
     if replayed > steps * saved:
         return False
-    weights = _bytes_of_gradients(body, perturbed_consts)
-    lost = sum(flops for flops, _ in _products(body.program)) / _FLOPS
-    lost += _bytes_of_the_largest(body) / _BYTES_COMPUTED
-    won = 2 * weights / _BYTES_IN_CACHE
+    flops = sum(flops for flops, _ in _products(body.program))
+    weights = _summed_over_time(body, perturbed_consts)
+    # The products of one step with each weight once. With fixed weights there is no gradient to
+    # sum, and if a weight is used several times in a step, there is one sum for all uses.
+    if flops > _USES_OF_A_WEIGHT * 2 * rows(body) * sum(t.size for t in weights):
+        return False
+    lost = flops / _FLOPS + _bytes_of_the_largest(body) / _BYTES_COMPUTED
+    won = 2 * sum(map(_bytes, weights)) / _BYTES_IN_CACHE
     if steps * saved > _KEPT_BY_MALLOC:
         won += saved / _BYTES_OF_NEW_PAGES
     return won > lost
@@ -110,22 +115,15 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
             yield from ((times * flops, rows) for flops, rows in _products(inner))
 
 
-def _bytes_of_gradients(body: TracedBody, perturbed_consts: Sequence[bool]) -> int:
-    """The sums over time that plain scan adds to at every step. There is none for a constant
-    that a step reads under `stop_gradient`."""
+def _summed_over_time(body: TracedBody, perturbed_consts: Sequence[bool]) -> list[Any]:
+    """The types of the gradients that plain scan adds to at every step. There is none for a
+    constant that a step reads under `stop_gradient`."""
     program = body.trace_vjp(run_backward=True)
     varying = depends(program, body.varies)
-    consts = [t for t in body.const_types if is_differentiable(t)]
-    perturbed = [
-        p
-        for t, p in zip(body.const_types, perturbed_consts, strict=True)
-        if is_differentiable(t)
-    ]
-    cts = program.jaxpr.outvars[: len(consts)]
-    summed = zip(consts, perturbed, cts, strict=True)
-    return sum(
-        _bytes(t) for t, p, ct in summed if p and not isinstance(ct, Literal) and ct in varying
-    )
+    consts = zip(body.const_types, perturbed_consts, strict=True)
+    consts = [(t, p) for t, p in consts if is_differentiable(t)]
+    cts = zip(consts, program.jaxpr.outvars, strict=False)
+    return [t for (t, p), ct in cts if p and not isinstance(ct, Literal) and ct in varying]
 
 
 def _bytes_of_carries(body: TracedBody) -> int:
