@@ -168,7 +168,7 @@ def _cotangents(d, factors):
     return jnp.concatenate([d * c_r, d * c_z, d * c_n], -1), d * c_x
 
 
-def _backward_step(w_state, d, inputs, *, factors_first):
+def _backward_step(w_state, d, inputs, *, factors_first) -> tuple[jax.Array, Any]:
     operands, ct = inputs
     d = d if ct is None else d + ct
     factors = operands if factors_first else _factors(*operands)

@@ -4,6 +4,7 @@ Chunked over time as `gru_vjp.py` is.
 """
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         else:
             from_x = split_gates(matmul_steps(x, w_in_t, bias), 4)
             of_chunk = _gates(_add(from_x, split_gates(matmul_steps(h, w_state_t), 4)))
-        operands = (c, c_after, of_chunk)
+        operands: Any = (c, c_after, of_chunk)
         if factors_first:
             operands = _factors(*operands)
         cts, out = jax.lax.scan(step, cts, (operands, ct, valid), reverse=not reverse)
@@ -181,7 +182,7 @@ def _cotangents(d_h, d, factors, valid):
     return cts if valid is None else jnp.where(valid[..., None], cts, 0)
 
 
-def _backward_step(w_state, cts, inputs, *, factors_first):
+def _backward_step(w_state, cts, inputs, *, factors_first) -> tuple[Any, Any]:
     d_h, d_c = cts
     operands, ct, valid = inputs
     d_h = d_h if ct is None else d_h + ct
