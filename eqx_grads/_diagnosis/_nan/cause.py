@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind
 from ..origins import Origin
 from .derivative_program import Derivative
@@ -15,7 +16,6 @@ from .replay import Frame, Hit, is_bad, is_inexact
 from .trace_back import (
     contributors,
     elements_of,
-    ELEMENTWISE,
     index_into,
     Input,
     is_nonfinite,

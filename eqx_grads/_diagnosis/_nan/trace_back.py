@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind
 from ..._jaxprs.linearity import JOINTLY_LINEAR
 from ..._jaxprs.structure import Cond, Scan, structure, While
@@ -17,17 +18,6 @@ from .replay import Frame, is_inexact
 
 Index = tuple[int, ...]
 
-# An element of the output depends on the element of each operand with the same index.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp conj convert_element_type copy copy_p cos cosh custom_lin_p digamma div erf erf_inv
-    erfc exp exp2 expm1 floor igamma igammac imag integer_pow is_finite lgamma log log1p
-    logistic max min mul ne neg nextafter not pow random_gamma_grad real reduce_precision
-    regularized_incomplete_beta rem round rsqrt sign sin sinh sqrt square stop_gradient sub tan
-    tanh select_n pbroadcast pvary polygamma zeta complex
-    """.split()  # noqa: SIM905
-)
 # Those of which the derivative at ones says which elements an element depends on.
 _BY_DERIVATIVE = JOINTLY_LINEAR | frozenset(
     """
