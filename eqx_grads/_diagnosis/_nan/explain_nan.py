@@ -123,7 +123,16 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     found: list[NonFinite] = []
     if bad or not np.isfinite(value):
         found = _find(derivative, root, hits, threshold)
-    return NaNReport(found, value, bad, len(names), derivative.is_reverse, threshold, error)
+    return NaNReport(
+        found,
+        value,
+        bad,
+        len(names),
+        derivative.is_reverse,
+        threshold,
+        raises=bool(error),
+        remarks=[f"The error of the gradient: {error}"] if error else [],
+    )
 
 
 def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[str], str]:
@@ -183,19 +192,19 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     is_inside = origin is not None and where.file != origin.source.file
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
-    if isinstance(source, Input) and origin is None:
+    is_input = isinstance(source, Input) and origin is None
+    if is_input:
         primitive = inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
     return NonFinite(
-        file=where.file,
-        line=where.line,
+        **where.fields(),
+        leaf=derivative.numbered.traced.leaf_of(source.number) if is_input else "",
         primitive=primitive,
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
         cure=cure_of(cause, primitive),
-        mask=_describe_mask(derivative, cause.mask, where) if cause.mask else "",
-        library=where.library,
+        **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
         rule="" if is_inside else _rule_of(cause),
@@ -212,30 +221,33 @@ def _is_batched(derivative: Derivative, origin: Origin) -> bool:
     return any("vmap(" in str(o.eqn.source_info.name_stack) for o in origins)
 
 
-# How the operations are called that do not select an element.
+# How the user calls the operations that do not select an element.
 _MASKS = {
-    "select_n": "a `where`",
-    "max": "a maximum",
-    "reduce_max": "a maximum",
-    "min": "a minimum",
-    "reduce_min": "a minimum",
-    "clamp": "a `clip`",
-    "slice": "a slice",
-    "dynamic_slice": "a slice",
-    "gather": "an index",
+    "select_n": "where",
+    "max": "maximum",
+    "reduce_max": "max",
+    "min": "minimum",
+    "reduce_min": "min",
+    "clamp": "clip",
+    "dynamic_slice": "slice",
+    "gather": "index",
 }
 
 
-def _describe_mask(derivative: Derivative, mask: Spot, where: SourceLine) -> str:
+def _mask_fields(derivative: Derivative, mask: Spot) -> dict[str, Any]:
+    """The fields of a record on what does not select an element."""
     origin = derivative.origin(mask.frame.node, mask.position)
     if origin is None:
-        return f"`{mask.eqn.primitive.name}`"
+        return {"mask": mask.eqn.primitive.name}
     primitive = origin.primitive
     if isinstance(structure(origin.eqn), CallWithRule):
         primitive = mask.eqn.primitive.name
-    name = _MASKS.get(primitive, f"`{primitive}`")
     line = _users_line(origin, mask)
-    return f"{name} at line {line.line}" if line.file == where.file else f"{name} at {line}"
+    return {
+        "mask": _MASKS.get(primitive, primitive),
+        "mask_file": line.file,
+        "mask_line": line.line,
+    }
 
 
 def _users_line(origin: Origin, *spots: Any) -> SourceLine:

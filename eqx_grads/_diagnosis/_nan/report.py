@@ -5,36 +5,41 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..report import AbstractReport, text_table
+from ..report import (
+    AbstractRecord,
+    AbstractReport,
+    cells,
+    COLUMNS,
+    count,
+    cures_of,
+    show_list,
+    show_place,
+    Table,
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonFinite(AbstractRecord):
     """A place where a value or a cotangent becomes non-finite, or exceeds the threshold.
 
-    - `file`, `line`: the line of your code. `library`: the place in an installed package that
-        it called, or empty. `rule`: the line of the rule, for a function with a rule of yours.
-    - `primitive`: the operation of the loss. `path`: the path of the layer that it is in.
-    - `step`: the first step of each enclosing loop, outermost first. `count`: in how many steps
-        in all.
-    - `kind`: why. `mask`: for a dead branch, the line that does not select it.
+    It has the fields of all records; `step` is the first step in the order of the backward
+    pass. Also:
+
+    - `count`: in how many steps it happens.
+    - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
+        `mask_file`, `mask_line`: where that is.
+    - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
     - `index`: the element, and `shape` of what. `is_batched`: whether it is under `vmap`, so
         that one of the axes is that of the batch.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.
-    - `cure`: what to do.
     """
 
-    file: str
-    line: int
-    primitive: str
-    path: str
-    step: tuple[int, ...]
-    kind: str
-    cure: str
+    count: int = 1
     mask: str = ""
-    library: str = ""
+    mask_file: str = ""
+    mask_line: int = 0
     rule: str = ""
     is_forward: bool = False
     index: tuple[int, ...] = ()
@@ -42,17 +47,21 @@ class NonFinite:
     is_batched: bool = False
     operands: tuple[float, ...] = ()
     cotangent: float | None = None
-    count: int = 1
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class NaNReport(AbstractReport):
     """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
 
-    `found` are the records, in the order in which the gradient is computed, after those of the
-    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad
-    gradient. `error`: the error that the gradient raises, if it does, for example in a solver
-    that is given a NaN. `dropped` are the records of what [`eqx_grads.zero_safe`][] drops.
+    - `found`: a [`eqx_grads.NonFinite`][] for each place, in the order in which the gradient is
+        computed, after those of the loss itself.
+    - `loss`: its value.
+    - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
+    - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
+    - `raises`: whether the gradient raises an error, for example in a solver that is given a
+        NaN. The error is in `remarks`.
+    - `dropped`: the records of what [`eqx_grads.zero_safe`][] drops.
+    - `remarks`: what else there is to know.
     """
 
     found: Sequence[NonFinite]
@@ -61,85 +70,78 @@ class NaNReport(AbstractReport):
     n_leaves: int
     is_reverse: bool
     threshold: float | None
-    error: str = ""
+    raises: bool = False
     dropped: Sequence[NonFinite] = ()
+    remarks: Sequence[str] = ()
 
     @property
     def headline(self) -> str:
-        bad = "not finite" if self.threshold is None else "not finite or too large"
         if not self.bad_leaves and np.isfinite(self.loss):
             return "The loss and its gradient are finite" + (
                 "." if self.threshold is None else f" and at most {self.threshold:g}."
             )
-        what = f"The loss is {self.loss:.6g}"
+        value = f"The loss is {self.loss:.6g}"
+        causes = count(len(self.found), "cause")
+        bad = "not finite" if self.threshold is None else "not finite or too large"
         if not self.bad_leaves:
-            return f"{what}, and its gradient is finite."
-        n = len(self.found)
-        causes = f"{n} cause{'s' * (n != 1)}:"
-        if self.error:
-            return f"{what}, and its gradient raises an error. {causes}"
+            return f"{value}, and its gradient is finite: {causes}."
+        if self.raises:
+            return f"{value}, and its gradient raises an error: {causes}."
         if not self.is_reverse:
-            return f"{what}, and its derivative in forward mode is {bad}. {causes}"
+            return f"{value}, and its derivative in forward mode is {bad}: {causes}."
         where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
-        return f"{what}, and its gradient is {bad} {where}. {causes}"
+        return f"{value}, and its gradient is {bad} {where}: {causes}."
 
-    def rows(self):
-        return _COLUMNS, [_row(i, record) for i, record in enumerate(self.found, 1)]
+    def tables(self):
+        title = "`zero_safe` drops these, where the gradient of the function is not finite."
+        return [
+            Table(_COLUMNS, list(map(_row, self.found))),
+            Table(_COLUMNS, list(map(_row, self.dropped)), title, "dropped"),
+        ]
 
     def notes(self):
-        notes = []
-        for cure in dict.fromkeys(record.cure for record in self.found):
-            of = [str(i) for i, record in enumerate(self.found, 1) if record.cure == cure]
-            notes.append(f"{', '.join(of)}: {cure}.")
+        notes = cures_of(self.found)
         if self.bad_leaves and self.n_leaves > 1:
-            names, more = self.bad_leaves[:8], len(self.bad_leaves) - 8
-            notes.append(f"Leaves: {', '.join(names)}{f' and {more} more' * (more > 0)}.")
-        if self.error:
-            notes.append(f"The error: {self.error}")
-        if self.dropped:
-            notes.append("`zero_safe` drops, where the gradient of the function is not finite:")
-            columns, rows = _COLUMNS, [_row(i, r) for i, r in enumerate(self.dropped, 1)]
-            notes.append(text_table(columns, rows))
+            notes.append(("leaves", f"The gradient is bad in {show_list(self.bad_leaves, 8)}."))
         if self.found and not self.is_reverse:
-            notes.append(
+            text = (
                 "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
                 "derivative in forward mode, along ones."
             )
+            notes.append(("note", text))
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
-            notes.append(
+            text = (
                 "Evaluated operation by operation, no place was found. A compiled program "
                 "fuses operations, and rounds differently."
             )
+            notes.append(("note", text))
         return notes
 
 
-_COLUMNS = (
-    "", "line", "operation", "layer", "step", "kind", "element", "operands", "cotangent"
-)  # fmt: skip
+_COLUMNS = (*COLUMNS, "rule", "element", "operands", "cotangent")
 
 
-def _row(i: int, record: NonFinite) -> tuple[str, ...]:
-    kind = record.kind + (f" of {record.mask}" if record.mask else "")
+def _row(record: NonFinite) -> tuple[str, ...]:
+    step = ", ".join(map(str, record.step))
     index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
     return (
-        str(i),
-        _place(record),
-        record.primitive + (" (value)" if record.is_forward else ""),
-        record.path,
-        ", ".join(map(str, record.step)) + (f" ({record.count} in all)" * (record.count > 1)),
-        kind,
+        *cells(
+            record,
+            kind=_describe(record),
+            step=f"{step} and {record.count - 1} more" if record.count > 1 else step,
+        ),
+        record.rule,
         index + " under vmap" * record.is_batched,
         ", ".join(f"{x:.3g}" for x in record.operands),
-        "" if record.cotangent is None else f"{record.cotangent:.3g}",
+        # Of a dead branch it is zero, as the kind says.
+        f"{record.cotangent:.3g}" if record.cotangent else "",
     )
 
 
-def _place(record: NonFinite) -> str:
-    places = [f"{_basename(record.file)}:{record.line}"] if record.file else []
-    places += [f"rule: {record.rule}"] if record.rule else []
-    places += [record.library] if record.library else []
-    return " ".join(places)
-
-
-def _basename(file: str) -> str:
-    return file.replace("\\", "/").rpartition("/")[2]
+def _describe(record: NonFinite) -> str:
+    """The kind, and what else is to be said of it."""
+    if record.mask:
+        same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
+        place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"
+        return f"{record.kind} of a `{record.mask}`{place}"
+    return f"{record.kind} (forward pass)" if record.is_forward else record.kind
