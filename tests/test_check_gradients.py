@@ -38,12 +38,12 @@ def test_fault_is_found(name):
     fault = FAULTS[name]
     fn, model, *args = fault.make()
     report = eqgt.check_gradients(fn, model, *args, raises=False)
-    assert {found.path for found in report.found} == set(fault.wrong), str(report)
+    assert {found.leaf for found in report.found} == set(fault.wrong), str(report)
     for found in report.found:
         assert found.kind == fault.kind, str(report)
-        assert found.layer == fault.layer, str(report)
-        assert found.function == fault.function, str(report)
-        if found.function:
+        assert found.path == fault.layer, str(report)
+        assert found.primitive == fault.function, str(report)
+        if found.primitive:
             assert found.file.endswith("model_faults.py"), str(report)
             assert found.line > 0
 
@@ -91,7 +91,7 @@ def test_what_is_not_inexact_is_ignored():
     model = {"w": jnp.ones(3), "n": jnp.arange(3), "none": None, "p": 0.5, "key": jr.key(0)}
     fn = lambda m: jnp.sum(jnp.sin(m["w"]) * m["p"]) + jr.uniform(m["key"], ()) * 0
     report = eqgt.check_gradients(fn, model)
-    assert [leaf.path for leaf in report.leaves] == ["['w']"]
+    assert [leaf.leaf for leaf in report.leaves] == ["['w']"]
 
 
 def straight_through():
@@ -101,7 +101,7 @@ def straight_through():
 def test_a_gradient_that_is_no_derivative_on_purpose():
     fn, model, data = straight_through()
     report = eqgt.check_gradients(fn, model, data, raises=False)
-    assert {found.path for found in report.found} == {"layers[0].weight", "layers[0].bias"}
+    assert {found.leaf for found in report.found} == {"layers[0].weight", "layers[0].bias"}
     assert {found.kind for found in report.found} == {"not a derivative"}
     assert "on purpose" in str(report)
     report = eqgt.check_gradients(fn, model, data, skip="layers[0]")
@@ -175,7 +175,7 @@ def test_it_raises_with_the_report():
         eqgt.GradientCheckError, match="The gradient of `loss`: FAILED"
     ) as error:
         eqgt.check_gradients(fn, model, data)
-    for part in ("layers[0].weight", "square, model_faults.py:", "half the expected one"):
+    for part in ("layers[0].weight", "square     model_faults.py:", "half the expected one"):
         assert part in str(error.value)
     assert isinstance(error.value, AssertionError)
 
@@ -234,7 +234,7 @@ def test_a_wrong_bias_among_a_hundred_thousand_parameters():
         return jnp.sum(rule(m["w"][1], m["b"][1], x) ** 2)
 
     report = eqgt.check_gradients(fn, model, jr.normal(key, (300,)), raises=False)
-    assert [found.path for found in report.found] == ["['b'][1]"]
+    assert [found.leaf for found in report.found] == ["['b'][1]"]
 
 
 @pytest.mark.slow

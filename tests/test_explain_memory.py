@@ -276,11 +276,11 @@ def test_loops():
     loss, model, args = nested()
     report = eqg.explain_memory(loss, model, *args, compile=False)
     carry = next(r for r in report.found if r.kind == "carry")
-    assert (carry.steps, carry.shape) == (12 * 20, (16, 32))
+    assert (carry.n_steps, carry.shape) == (12 * 20, (16, 32))
     assert carry.bytes == 240 * carry.bytes_per_step == 240 * 16 * 32 * SIZE
-    assert {r.line for r in report.found if r.steps == 240} == {line_of("# inner loop")}
-    assert {r.path for r in report.found if r.steps == 240} == {"GRUCell"}
-    assert {r.primitive for r in report.found if r.steps == 12} == {"tanh"}
+    assert {r.line for r in report.found if r.n_steps == 240} == {line_of("# inner loop")}
+    assert {r.path for r in report.found if r.n_steps == 240} == {"GRUCell"}
+    assert {r.primitive for r in report.found if r.n_steps == 12} == {"tanh"}
 
 
 @pytest.mark.parametrize("checkpoint", ["sqrt", 8, "replay"])
@@ -288,7 +288,7 @@ def test_checkpoints_of_filter_scan(checkpoint):
     """The carries before each chunk, and the inputs. A replay keeps all carries."""
     report = eqg.explain_memory(*flat(gru(checkpoint)), compile=False)
     chunks = {"sqrt": (8, 12), 8: (12,), "replay": (96,)}[checkpoint]
-    stacks = [r for r in report.found if r.steps > 1 and r.dtype.startswith("float")]
+    stacks = [r for r in report.found if r.n_steps > 1 and r.dtype.startswith("float")]
     assert sum(r.bytes for r in stacks) in [n * 8 * 24 * SIZE for n in chunks]
     assert {r.line for r in stacks} <= {line_of("# the loop of"), line_of("step = lambda h, x")}
     # Beside these, there are the transposed data.
@@ -371,7 +371,7 @@ def test_control_flow():
     assert report.total == printed_by_jax(loss, jnp.ones(5), jnp.ones(5))
     lines = {r.line for r in report.found}
     assert {line_of(f"# {name}") for name in ("jit", "cond", "fori", "map")} <= lines
-    assert {r.steps for r in report.found if r.line == line_of("# fori")} == {6}
+    assert {r.n_steps for r in report.found if r.line == line_of("# fori")} == {6}
 
 
 def test_kinds():
@@ -397,7 +397,7 @@ def test_implicit_solve():
 
     report = eqg.explain_memory(loss, jnp.ones(3), compile=False)
     assert report.found
-    assert all(r.steps == 1 for r in report.found)  # no step of the solver is kept
+    assert all(r.n_steps == 1 for r in report.found)  # no step of the solver is kept
 
 
 def test_differential_equation():
@@ -441,7 +441,7 @@ def test_predicted_is_near_the_measured(model):
     report = report_of(model)
     assert report.advice
     verified = report.verify()
-    assert [a.do for a in verified.advice] == [a.do for a in report.advice]
+    assert [a.cure for a in verified.advice] == [a.cure for a in report.advice]
     assert verified.found == report.found
     for advice in verified.advice:
         assert advice.saves == report.estimated - advice.predicted > 0
@@ -479,14 +479,14 @@ def test_advice_changes_no_result(model):
 def test_advice_names_the_loop_or_the_layer():
     report = eqg.explain_memory(*flat(gru()), compile=False)
     assert report.compiled is None
-    do = " ".join(advice.do for advice in report.advice)
+    do = " ".join(advice.cure for advice in report.advice)
     assert f"the loop at test_explain_memory.py:{line_of('# the loop of')}" in do
-    assert "Wrap `cell` in `eqx_grads.filter_checkpoint`" in do
-    of_steps = [r for r in report.found if r.steps == 96]
-    assert all(r.cure == report.advice[0].do for r in of_steps)
+    assert "Wrap `cell` in `eqg.filter_checkpoint`" in do
+    of_steps = [r for r in report.found if r.n_steps == 96]
+    assert all(r.cure == report.advice[0].cure for r in of_steps)
 
     report = report_of(transformer)
-    assert "each call of `blocks[*]` in" in report.advice[0].do
+    assert "each call of `blocks[*]` in" in report.advice[0].cure
 
 
 def test_advice_covers_the_layer_only():
@@ -499,7 +499,7 @@ def test_advice_covers_the_layer_only():
 
     model = [eqx.nn.GRUCell(4, 16, key=KEY), eqx.nn.MLP(16, 16, 64, 2, jnp.tanh, key=KEY)]
     report = eqg.explain_memory(loss, model, jnp.ones((50, 4)), compile=False)
-    by_layer = {a.do: a.saves for a in report.advice if "filter_checkpoint" in a.do}
+    by_layer = {a.cure: a.saves for a in report.advice if "filter_checkpoint" in a.cure}
     assert by_layer
     assert all(saves < report.total for saves in by_layer.values())
     outside = [r for r in report.found if not r.path]
@@ -510,12 +510,12 @@ def test_advice_covers_the_layer_only():
 def test_advice_can_be_followed():
     """What is predicted for `checkpoint=k` is what a model written so needs."""
     report = eqg.explain_memory(*flat(gru()), compile=False)
-    advice = next(a for a in report.advice if "filter_scan" in a.do)
-    checkpoint = re.search(r"checkpoint=(.*)\)", advice.do)[1].strip("'")
+    advice = next(a for a in report.advice if "filter_scan" in a.cure)
+    checkpoint = re.search(r"checkpoint=(.*)\)", advice.cure)[1].strip("'")
     checkpoint = checkpoint if checkpoint == "sqrt" else int(checkpoint)
     followed = eqg.explain_memory(*flat(gru(checkpoint)))
     assert followed.compiled == pytest.approx(advice.predicted, rel=0.2)
-    assert not [a for a in followed.advice if "filter_scan" in a.do]
+    assert not [a for a in followed.advice if "filter_scan" in a.cure]
 
 
 def test_no_advice_where_nothing_is_saved():
@@ -556,10 +556,11 @@ def test_ten_lines_and_others():
         return jnp.sum(x)
 
     report = eqg.explain_memory(loss, [jnp.ones(3)] * 12, compile=False)
-    _, rows = report.rows()
-    assert len(rows) == 11
-    assert re.fullmatch(r"\d others", rows[-1][6])
-    assert sum(int(row[0].split()[0]) for row in rows) == report.total
+    (table,) = report.tables()
+    operation, size = map(table.columns.index, ("operation", "bytes"))
+    assert len(table.rows) == 11
+    assert re.fullmatch(r"\d others", table.rows[-1][operation])
+    assert sum(int(row[size].split()[0]) for row in table.rows) == report.total
 
 
 def test_bytes_for_people():

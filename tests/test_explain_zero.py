@@ -36,8 +36,9 @@ def check(loss, model, *args):
     assert {record.leaf for record in report.found} == zero_leaves(loss, model, *args)
     assert bool(report) == bool(report.found)
     for record in report.found:
-        assert record.kind in str(report)
-        assert record.cure in str(report)
+        text = " ".join(str(report).split())
+        assert record.kind in text
+        assert record.cure in text
         assert record.kind in report._repr_html_()
     return report
 
@@ -256,7 +257,8 @@ def test_cut(fn, context):
     assert (record.leaf, record.kind) == ("model", CUTS[fn])
     assert (record.file, record.line) == (__file__, line_of(fn))
     assert record.by_structure
-    assert "HERE" in str(report)  # the code is shown
+    assert "HERE" in record.code
+    assert record.code[:20] in str(report)
 
 
 @pytest.mark.parametrize("fn", CUTS, ids=lambda f: f.__name__)
@@ -273,7 +275,8 @@ def test_cut_in_a_layer(fn):
     for record in report.found:
         assert (record.kind, record.path) == (CUTS[fn], "layers[1]")
         assert record.line == line_of(fn)
-    assert str(report).count("HERE") == 1  # leaves with the same cause share a line
+    (table,) = [table for table in report.tables() if table.rows]
+    assert len(table.rows) == 1  # leaves with the same cause share a line
 
 
 def test_only_the_last_operation_with_a_derivative_is_named():

@@ -30,6 +30,15 @@ class SourceLine:
         """The text of the line; empty if the file can't be read."""
         return linecache.getline(self.file, self.line).strip()
 
+    def fields(self) -> dict[str, Any]:
+        """The fields of a record that say where."""
+        return {
+            "file": self.file,
+            "line": self.line,
+            "code": self.code,
+            "library": self.library,
+        }
+
     @property
     def is_users(self) -> bool:
         """False if no line of the user's code is known."""

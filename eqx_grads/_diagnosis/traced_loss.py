@@ -38,6 +38,10 @@ class TracedLoss:
     inputs: Sequence[str]
     layers: Sequence[str]
 
+    def leaf_of(self, i: int) -> str:
+        """The path of input `i` of the program in the model, or empty."""
+        return self.leaves[i] if i < len(self.leaves) else ""
+
 
 def trace_loss(
     caller: str,

@@ -83,8 +83,8 @@ def check_gradients(
         loss = lambda network, x: jnp.sum(network(x) ** 2)
 
         report = eqgt.check_gradients(loss, network, jnp.ones(3), raises=False)
-        assert [fault.path for fault in report.found] == ["encode.weight", "encode.bias"]
-        assert report.found[0].function == "square"
+        assert [fault.leaf for fault in report.found] == ["encode.weight", "encode.bias"]
+        assert report.found[0].primitive == "square"
         assert report["decode.weight"].verdict == "right"
         ```
 
@@ -208,7 +208,7 @@ def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
         raise rule_error(
             "`check_gradients` was given a loss without derivatives.",
             *remarks,
-            do="See `eqx_grads.custom_vjp` for a rule, and `eqx_grads.filter_scan` for a loop.",
+            do="See `eqg.custom_vjp` for a rule, and `eqg.filter_scan` for a loop.",
         )
     return modes, remarks
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .._diagnosis.origins import NumberedLoss
+from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
 from .._jaxprs.structure import inner_programs
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
@@ -33,23 +34,20 @@ def faults_of_value(
     values = [program.value() for _ in range(3)]
     if not np.all(np.isfinite(values)):
         fault = GradientFault(
-            "",
-            "not finite",
-            text=f"The loss itself is {values[0]}.",
-            cure="`eqx_grads.explain_nan` says where it becomes so.",
+            kind="not finite",
+            detail=f"The loss itself is {values[0]}.",
+            cure="`eqg.explain_nan` says where it becomes so.",
         )
         return [fault], True
     if not _same(values):
         calls = [o for o in NumberedLoss(own.traced).origins if "callback" in o.primitive]
         first = calls[0] if calls else None
         fault = GradientFault(
-            "",
-            "random",
-            layer=first.path if first else "",
-            file=first.source.file if first else "",
-            line=first.source.line if first else 0,
+            **(first.source if first else UNKNOWN).fields(),
+            kind="random",
             primitive=first.primitive if first else "",
-            text="The same program returns another value each time: "
+            path=first.path if first else "",
+            detail="The same program returns another value each time: "
             f"{', '.join(f'{v:.9g}' for v in values)}.",
             cure="Use `jax.random` with a key that is an argument. A host function that is "
             "called by a callback has to return the same for the same arguments.",
@@ -64,9 +62,8 @@ def faults_of_value(
     if _same(values):
         return [], False
     fault = GradientFault(
-        "",
-        "random",
-        text=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
+        kind="random",
+        detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
         "gradient was checked for the values of one of them.",
         cure="The loss reads something that is not an argument: a NumPy or Python random "
         f"number, the time, or a counter. Pass it as an argument ({place_of(loss)}).",
@@ -108,9 +105,12 @@ def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list
     if not wrong:
         for verdict in together:
             if verdict.verdict == WRONG:
-                text = f"{ALL}: {_in_numbers(verdict)}."
                 cure = "Each leaf alone is right. Try other seeds: `seed=1`."
-                return [GradientFault(ALL, _kind(verdict), text=text, cure=cure)]
+                return [
+                    GradientFault(
+                        leaf=ALL, kind=_kind(verdict), detail=_in_numbers(verdict), cure=cure
+                    )
+                ]
         return []
     finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
     reasons = _Reasons({}, None, False)
@@ -158,23 +158,21 @@ def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
 def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
     kind, reasons = _kind(leaf), known.by_leaf.get(i, [])
     first = reasons[0] if reasons else None
-    layer = first.layer if first else ""
     parts = []
     if leaf.reverse is not None and leaf.forward is not None and _agrees(leaf, leaf.forward):
         parts.append("forward mode agrees with the differences")
     if known.reference is not None and judge.gradient is not None:
         want, have = np.asarray(known.reference[i]), np.asarray(judge.gradient[i])
-        likely = likely_cause(want, have, f"`{leaf.path}`", (), judge.leaves[i])
+        likely = likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i])
         parts += [likely] if likely else []
     return GradientFault(
-        leaf.path,
-        kind,
-        layer or _layer_of_leaf(leaf.path, judge.program.traced.layers),
-        function=", ".join(dict.fromkeys(s.name for s in reasons)),
-        file=first.place[0] if first else "",
-        line=first.place[1] if first else 0,
-        primitive=first.origin.eqn.primitive.name if first else "",
-        text=f"{leaf.path}: {'; '.join(parts)}." if parts else "",
+        **(first.place if first else UNKNOWN).fields(),
+        leaf=leaf.leaf,
+        kind=kind,
+        primitive=", ".join(dict.fromkeys(s.name for s in reasons)),
+        path=(first.layer if first else "")
+        or _layer_of_leaf(leaf.leaf, judge.program.traced.layers),
+        detail=f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else "",
         cure=_cure(kind, reasons, known.is_scan),
     )
 
@@ -190,8 +188,8 @@ def _in_numbers(leaf: LeafVerdict) -> str:
     modes = [("reverse", leaf.reverse), ("forward", leaf.forward)]
     have = [f"{mode} mode gives {d:.6g}" for mode, d in modes if d is not None]
     return (
-        f"along a direction {' and '.join(have)}, differences give {leaf.differences:.6g} "
-        f"(+- {leaf.error:.1g})"
+        f"Along a direction {' and '.join(have)}, differences give {leaf.differences:.6g} "
+        f"(+- {leaf.error:.1g})."
     )
 
 
@@ -212,12 +210,12 @@ def _kind(leaf: LeafVerdict) -> str:
 
 def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
     if kind == "not finite":
-        return "`eqx_grads.explain_nan` says where it becomes so."
+        return "`eqg.explain_nan` says where it becomes so."
     if is_scan:
         return "The steps are right: the gradient of a `filter_scan` is at fault."
     if not reasons:
         if kind == "cut":
-            return "`eqx_grads.explain_zero` says where the gradient becomes zero."
+            return "`eqg.explain_zero` says where the gradient becomes zero."
         if kind == "modes disagree":
             return "Reverse mode is right, forward mode is not."
         return "No rule explains it. Check the layers one by one."

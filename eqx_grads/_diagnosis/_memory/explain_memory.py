@@ -13,6 +13,7 @@ from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.peak_memory import peak_bytes
 from ..origins import NumberedLoss
+from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss, TracedLoss
 from .advice import Candidate, candidates, Pairs, with_checkpoints
 from .report import MemoryAdvice, MemoryReport
@@ -59,8 +60,8 @@ def explain_memory(
         report = eqg.explain_memory(loss, network, jnp.ones((8, 100, 3)))
         assert report.total > 0.5 * 2**20
         assert report.found[0].path == "cell"
-        assert report.found[0].steps == 100
-        assert "eqx_grads.filter_scan(..., checkpoint=" in report.advice[0].do
+        assert report.found[0].n_steps == 100
+        assert "eqg.filter_scan(..., checkpoint=" in report.advice[0].cure
         assert report.advice[0].predicted < 0.2 * report.compiled
         ```
 
@@ -129,7 +130,17 @@ def _advice(
         saves = estimated - predicted
         if saves > least:
             is_undone = not candidate.is_in_loop and _undoes_checkpoints()
-            advice = MemoryAdvice(candidate.do, saves, predicted, is_undone=is_undone)
+            origin = candidate.origin
+            advice = MemoryAdvice(
+                **(origin.source if origin else UNKNOWN).fields(),
+                kind=candidate.kind,
+                cure=candidate.cure,
+                path=candidate.path,
+                primitive=origin.primitive if origin else "",
+                saves=saves,
+                predicted=predicted,
+                is_undone=is_undone,
+            )
             found.append((advice, candidate))
     return sorted(found, key=lambda pair: -pair[0].saves)
 
@@ -141,7 +152,7 @@ def _with_cures(
     cures: dict[int, str] = {}
     for one, candidate in advice:
         for i in candidate.covers:
-            cures.setdefault(i, one.do)
+            cures.setdefault(i, one.cure)
     return [dataclasses.replace(r, cure=cures.get(i, "")) for i, r in enumerate(residuals)]
 
 

@@ -40,28 +40,29 @@ _TWO_WHERES = "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`"
 
 # What to do, for each kind. `{op}` is the primitive.
 CURES = {
-    DEAD_BRANCH: f"`eqg.zero_safe(loss)`, or two `where`s: {_TWO_WHERES}",
-    MASKED_PRODUCT: f"a `jnp.where` in place of the product, with `eqg.zero_safe` or as "
-    f"{_TWO_WHERES}",
-    SINGULARITY: "the derivative of `{op}` is infinite there: keep its argument away from that "
+    DEAD_BRANCH: f"Use `eqg.zero_safe(loss)`, or two `where`s: {_TWO_WHERES}.",
+    MASKED_PRODUCT: "Use a `jnp.where` in place of the product, with `eqg.zero_safe(loss)` or as "
+    f"{_TWO_WHERES}.",
+    SINGULARITY: "The derivative of `{op}` is infinite there. Keep its argument away from that "
     "point (`x + eps`), or define the derivative as zero with "
-    '`eqg.zero_safe(loss, policy="zero")`',
-    INDETERMINATE: "the derivative of `{op}` is not defined there: keep its argument away from "
+    '`eqg.zero_safe(loss, policy="zero")`.',
+    INDETERMINATE: "The derivative of `{op}` is not defined there. Keep its argument away from "
     "that point (`x + eps`), or define the derivative as zero with "
-    '`eqg.zero_safe(loss, policy="zero")`',
-    DOMAIN: "clip the argument of `{op}` to its domain before the call",
-    OVERFLOW: "keep the argument of `{op}` in range: subtract the maximum, or use logarithms",
-    LARGE: "`eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument",
-    INPUT: "replace the NaN before it is used: a `where` on the result is too late",
-    UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",
+    '`eqg.zero_safe(loss, policy="zero")`.',
+    DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
+    OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
+    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument. "
+    "`eqg.gradient_flow` shows how the gradient grows from step to step.",
+    INPUT: "Replace the NaN before it is used. A `where` on the result is too late.",
+    UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there.",
 }
 
 # Where they are others for a value than for a cotangent.
 CURES_OF_VALUES = {
-    SINGULARITY: "`{op}` is not finite there: keep its argument away from that point "
-    "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`)",
-    INDETERMINATE: "`{op}` is not defined there: keep its arguments away from that point, "
-    "with a `where` around the arguments",
+    SINGULARITY: "`{op}` is not finite there. Keep its argument away from that point "
+    "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`).",
+    INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
+    "with a `where` around the arguments.",
 }
 
 

@@ -8,6 +8,8 @@ from jaxtyping import PyTree
 
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..origins import NumberedLoss, Origin
+from ..report import show_list
+from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss
 from .cures import cure_of
 from .derivative import AbstractDerivative, derivative_of
@@ -119,16 +121,23 @@ class _Explanation:
         found: dict[int, list[ZeroGradient]] = {
             i: self._by_structure(i) for i in self._sized if i not in self._structure.live
         }
-        partly = []
+        partly, not_finite = [], []
         live = [i for i in self._sized if i in self._structure.live]
         if live:
             derivative = derivative_of(self._numbered, live, self._is_gate)
             remarks.extend(derivative.remarks)
             for i, gradient in zip(live, derivative.gradients(), strict=True):
+                if not np.all(np.isfinite(gradient)):
+                    not_finite.append(self._leaves[i])
                 if not np.any(gradient):
                     found[i] = self._by_values(i, derivative)
                 else:
                     partly.extend(self._dead_units(i, derivative, gradient))
+        if not_finite:
+            remarks.append(
+                f"The gradient of {show_list(not_finite, 8)} is not finite: "
+                "`eqg.explain_nan` says where it becomes so."
+            )
         records = [record for i in sorted(found) for record in found[i]]
         return ZeroReport(records, partly, len(self._sized), remarks)
 
@@ -217,8 +226,7 @@ class _Explanation:
         return ZeroGradient(
             leaf=self._leaves[leaf],
             kind=kind,
-            file=origin.source.file if origin else "",
-            line=origin.source.line if origin else 0,
+            **(origin.source if origin else UNKNOWN).fields(),
             primitive=origin.primitive if origin else "",
             path=origin.path if origin else "",
             step=tuple(step),
