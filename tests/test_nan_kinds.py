@@ -105,3 +105,20 @@ def test_formulas_without_a_cause_are_not_named():
     assert "softmax" not in report.found[0].cure
     report = eqg.explain_nan(lambda x: x / x, jnp.array(0.0))
     assert "jnp.sign" not in report.found[0].cure
+
+
+@pytest.mark.cost
+def test_a_step_is_evaluated_as_the_loop_was():
+    """Whether this variance is zero depends on how it is rounded, that is, on fusion."""
+
+    def step(h, t):
+        return h, jnp.sum(jnp.sqrt(jnp.mean(h * h) * t - jnp.mean(h) ** 2 * t + 0 * h))
+
+    def loss(h, ts):
+        return jnp.sum(jax.lax.scan(step, h, ts)[1])
+
+    h = jnp.full(3, 0.3, jnp.float32)
+    report = eqg.explain_nan(loss, h, jnp.array([0.3, 0.7, 0.1], jnp.float32))
+    assert {record.primitive for record in report.found} <= {"sqrt"}, str(report)
+    for record in report.found:
+        assert record.operands[0] <= 0, str(report)
