@@ -9,7 +9,6 @@ from .._diagnosis.report import (
     AbstractReport,
     cells,
     COLUMNS,
-    count,
     cures_of,
     show_list,
     Table,

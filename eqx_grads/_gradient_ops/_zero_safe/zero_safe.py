@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from ..._errors import rule_error
+from ..._errors import name_of, place_of, rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
@@ -97,7 +97,8 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] for a policy that there is not.
+    [`eqx_grads.RuleError`][] for a policy that there is not, and when the function is called if
+    it can't be traced.
     """
     if policy not in _POLICIES:
         raise rule_error(
@@ -131,7 +132,7 @@ class ZeroSafe(eqx.Module):
             returned[:] = [out]
             return ys
 
-        program = zero_safe_program(jax.make_jaxpr(run)(arrays), arrays)
+        program = zero_safe_program(_trace(self._fn, run, arrays), arrays)
         if self._policy == "zero":
             ys = zero_wins_program(program, arrays)
         else:
@@ -140,6 +141,19 @@ class ZeroSafe(eqx.Module):
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)
+
+
+def _trace(fn, run, arrays) -> ClosedJaxpr:
+    try:
+        return jax.make_jaxpr(run)(arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise rule_error(
+            f"`zero_safe` can't trace `{name_of(fn)}`.",
+            str(error).splitlines()[0],
+            place_of(fn),
+            do="It traces the function as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` "
+            "for decisions that depend on arrays, and `jax.pure_callback` for NumPy.",
+        ) from error
 
 
 def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:
