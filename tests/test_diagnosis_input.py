@@ -61,7 +61,11 @@ TEXTS = {
     "a vector": (lambda x: x, X, r"did not return a real scalar.*\n.*it returned float"),
     "a pair": (lambda x: (jnp.sum(x), x), X, r"did not return a real scalar.*\n.*\(float"),
     "a string": (lambda x: "loss", X, r"did not return a real scalar.*\n.*it returned 'loss'"),
-    "a complex number": (lambda x: jax.lax.complex(x[0], x[1]), X, r"did not return a real scalar"),
+    "a complex number": (
+        lambda x: jax.lax.complex(x[0], x[1]),
+        X,
+        r"did not return a real scalar",
+    ),
     "decides": (decides, X, r"can't trace the loss `decides`.*\n.*boolean conversion"),
     "numpy": (numpy, X, r"can't trace the loss `numpy`.*\n.*__array__"),
     "integers": (jnp.sum, jnp.arange(3), r"without inexact arrays.*\n.*it is int"),
