@@ -16,6 +16,7 @@ from .._errors import rule_error, type_of
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
+from .online import Online
 from .progress import progress_line
 from .replay import cannot_replay, Replayed
 from .replay_cost import PLATFORM
@@ -34,6 +35,7 @@ def filter_scan(
     unroll: int | bool = 1,
     checkpoint: int | str | None = None,
     truncate: int | None = None,
+    online: bool | str = False,
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
     progress: bool = False,
 ) -> tuple[PyTree, PyTree]:
@@ -138,8 +140,9 @@ def filter_scan(
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
     method = named_method(checkpoint, steps if truncate is None else truncate)
+    method = _online_method(online, checkpoint, truncate) or method
     line = progress_line(steps) if progress else None
-    options = (checkpoint, truncate, carry_gradient, reverse, unroll)
+    options = (checkpoint, truncate, online, carry_gradient, reverse, unroll)
     key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
     if key is not None and (body := kept_body(f, key)) is not None:
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
@@ -194,6 +197,8 @@ def _choose(
     of the body, so that no step is run again. `"replay"` becomes an error that says why.
     """
     in_the_steps = loop if window is None else cut_loop(loop, window)
+    if isinstance(method, Online):
+        return _choose_online(method, loop)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -214,6 +219,38 @@ def _choose(
     if isinstance(method, Replayed) and not is_auto:
         raise cannot_replay(reasons[0])
     return visible
+
+
+def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None:
+    if online is False:
+        return None
+    if online is not True and not (isinstance(online, str) and online == "e-prop"):
+        raise rule_error(
+            "`filter_scan` was given an `online` that it does not know.",
+            f"it is {online!r:.60}",
+            do='Give `True`, "e-prop" or `False`.',
+        )
+    if checkpoint is not None or truncate is not None:
+        raise rule_error(
+            "An online `filter_scan` saves nothing, so there is nothing to choose.",
+            f"`checkpoint` is {checkpoint!r:.60}, `truncate` is {truncate!r:.60}",
+            do="Leave them out, or leave out `online`.",
+        )
+    return Online(approximate=online == "e-prop")
+
+
+def _choose_online(method: Online, loop: Loop) -> tuple[AbstractMethod, Loop]:
+    reason = method.unsupported(loop)
+    if reason is not None:
+        raise rule_error(
+            "These steps can't run in an online `filter_scan`.",
+            reason,
+            do="Use `truncate` or `checkpoint`.",
+        )
+    # The exact method has the derivative of the steps themselves.
+    if loop.steps == 0 or (_STEPS_ARE_VISIBLE.get() and not method.approximate):
+        return Plain(), loop
+    return method, loop
 
 
 @contextlib.contextmanager
