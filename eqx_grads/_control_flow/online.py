@@ -7,7 +7,10 @@ Let `(h_{t+1}, y_t) = f(W, h_t, x_t)`. The derivative of the carry in the parame
 so it can be carried along, from the first step to the last, and the cotangent of each output be
 used as soon as its step is there:
 
-    ct_W = sum over t:  (dy_t/dW)^T ct_y_t + (dh_t/dW)^T (dy_t/dh_t)^T ct_y_t.
+    ct_W = sum over t:  (dy_t/dW)^T ct_y_t + (dh_{t+1}/dW)^T (dy_t/dh_{t+1})^T ct_y_t.
+
+The outputs are taken as functions of the next carry, wherever the program of a step computes
+them from it.
 
 In general `dh_t/dW` has as many entries as the carry and the parameters multiplied. It has few
 if `D_t` is diagonal, that is, if each element of the carry depends on itself only (and on the
@@ -26,10 +29,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 
 from .._errors import rule_error, type_of
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.elementwise_jacobian import Term, terms_of_outputs, View
+from .._jaxprs.evaluate import bind, evaluate
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .progress import ProgressLine
@@ -44,10 +49,13 @@ from .truncated import replace, select
 class Online(AbstractMethod):
     """Save nothing, and carry the derivatives of the carry along.
 
-    `approximate` is e-prop: what is not diagonal in the derivative of the carry is dropped.
+    - `approximate`: e-prop. What is not diagonal in the derivative of the carry is dropped.
+    - `names`, `where`: the leaves of the carry and the step, as errors call them.
     """
 
     approximate: bool
+    names: tuple[str, ...] = ()
+    where: str = ""
 
     def unsupported(self, loop: Loop) -> str | None:
         if not isinstance(loop.steps, int):
@@ -65,8 +73,8 @@ class Online(AbstractMethod):
             loop.step_index,
             body=body,
             approximate=self.approximate,
-            names=tuple(loop.body.carry_paths()),
-            where=(loop.body.place(),),
+            names=self.names,
+            where=self.where,
             reverse=loop.reverse,
             unroll=loop.unroll,
             progress=loop.progress,
@@ -83,15 +91,12 @@ def online_scan(
     body: TracedBody,
     approximate: bool,
     names: tuple[str, ...],
-    where: tuple[str, ...],
+    where: str,
     reverse: bool,
     unroll: int | bool,
     progress: ProgressLine | None,
 ):
-    """The last carry, and all `ys`.
-
-    - `names`, `where`: the leaves of the carry and the step, as errors call them.
-    """
+    """The last carry, and all `ys`."""
     del approximate, names, where
     steps, step = step_index.shape[0], ft.partial(body, consts)
     return Plain().run(Loop(step, init, xs, steps, reverse, unroll, progress))
@@ -130,24 +135,24 @@ def _online_scan_bwd(
     perturbed: tuple[Any, ...],
 ):
     del progress
-    consts, init, xs, step_index = residuals
+    consts, init, xs, _ = residuals
     ct_last, ct_ys = cts
     perturbed_consts, perturbed_init, *_ = perturbed
-    jacobian = _StepJacobian(
-        body, perturbed_consts, perturbed_init, approximate, names, where
-    )
+    jacobian = _StepJacobian(body, perturbed_consts, perturbed_init, approximate, names, where)
     plan = jacobian.plan
     ct_ys = {j: ct for j, ct in enumerate(ct_ys) if ct is not None}
 
     def one(state, inputs):
         carry, sums, traces, products = state
         x, ct_y = inputs
+        new, new_traces = jacobian.step(consts, carry, x, traces)
         if ct_y:
-            terms, ct_carry = _pull_back_outputs(body, jacobian, consts, carry, x, ct_y)
+            cts = _pull_back_outputs(body, jacobian, (consts, carry, x, new), ct_y)
+            terms, ct_carry, ct_new = cts
             sums = add_terms(sums, terms)
             products = plan.with_products(products, traces, ct_carry)
-        carry, traces = jacobian.step(consts, carry, x, traces)
-        return (carry, sums, traces, products), None
+            products = plan.with_products(products, new_traces, ct_new)
+        return (new, sums, new_traces, products), None
 
     sums = [jnp.zeros(c.shape, sum_dtype(c.dtype)) for c in jacobian.select(consts)]
     state = (init, sums, plan.first_traces(), plan.first_products())
@@ -157,18 +162,35 @@ def _online_scan_bwd(
     return *plan.cotangents(products, sums, len(consts), len(init)), None, None
 
 
-def _pull_back_outputs(body, jacobian, consts, carry, x, ct_y):
-    """The cotangents of the parameters and of the carry that enters the step, given those of
-    what it returns beside the next carry."""
+def _pull_back_outputs(body, jacobian, inputs, ct_y):
+    """The cotangents of the parameters, of the carry that enters a step, and of the next one,
+    given those of the outputs of the step."""
+    consts, carry, x, new = inputs
     leaves = jacobian.plan.leaves
 
-    def outputs(params, carried):
-        _, ys = body(jacobian.replace(consts, params), _put(carry, leaves, carried), x)
+    def outputs(params, carried, returned):
+        consts_now = jacobian.replace(consts, params)
+        now = _put(carry, leaves, carried), x, _put(new, leaves, returned)
+        ys = _outputs(body, consts_now, *now)
         return [ys[j] for j in ct_y]
 
-    _, pull_back = jax.vjp(outputs, jacobian.select(consts), [carry[i] for i in leaves])
-    terms, ct_carried = pull_back(list(ct_y.values()))
-    return terms, dict(zip(leaves, ct_carried, strict=True))
+    moving = lambda values: [values[i] for i in leaves]
+    _, pull_back = jax.vjp(outputs, jacobian.select(consts), moving(carry), moving(new))
+    terms, ct_carry, ct_new = pull_back(list(ct_y.values()))
+    by_leaf = lambda cts: dict(zip(leaves, cts, strict=True))
+    return terms, by_leaf(ct_carry), by_leaf(ct_new)
+
+
+def _outputs(body: TracedBody, consts, carry, x, new):
+    """The outputs of a step, with `new` wherever they are computed from the next carry."""
+    outvars = body.program.jaxpr.outvars[: len(carry)]
+    given = {v: value for v, value in zip(outvars, new, strict=True) if isinstance(v, Var)}
+
+    def hook(eqn, values):
+        out = bind(eqn, values)
+        return [given.get(v, value) for v, value in zip(eqn.outvars, out, strict=True)]
+
+    return evaluate(body.program, [*consts, *carry, *x], hook)[len(carry) :]
 
 
 def _put(values: Sequence[Any], indices: Sequence[int], new: Sequence[Any]) -> list[Any]:
@@ -228,7 +250,8 @@ class _Plan:
         for total, trace, values in zip(products, self.traces, traces, strict=True):
             for leaf, value in zip(trace.leaves, values, strict=True):
                 if (ct := ct_carry.get(leaf)) is not None:
-                    total = total + _as(ct[..., None] * value, total.dtype)
+                    product = ct.astype(value.dtype)[..., None] * value
+                    total = total + _as(product, total.dtype)
             sums.append(total)
         return sums
 
@@ -278,10 +301,14 @@ class _StepJacobian:
         out = []
         for trace, values in zip(self.plan.traces, traces, strict=True):
             old = dict(zip(trace.leaves, values, strict=True))
-            _, inject = injected.get(trace.order, (None, {}))
+            inject = {} if trace.order is None else injected[trace.order][1]
             found = []
             for b, dtype in zip(trace.leaves, trace.dtypes, strict=True):
-                parts = [diagonal[b, a] * old[a] for a in trace.leaves if (b, a) in diagonal]
+                parts = [
+                    diagonal[b, a].astype(dtype) * old[a].astype(dtype)
+                    for a in trace.leaves
+                    if (b, a) in diagonal
+                ]
                 parts += [inject[b]] if b in inject else []
                 zero = jnp.zeros(trace.shape, dtype)
                 found.append(sum((part.astype(dtype) for part in parts), zero))
@@ -359,9 +386,7 @@ class _StepJacobian:
             view = View(lambda x: x[..., None], types[i])
             dtypes = tuple(sum_dtype(types[b].dtype) for b in leaves)
             source = len(self.params) + i
-            traces.append(
-                _Trace(None, source, view, leaves, (*types[i].shape, 1), dtypes)
-            )
+            traces.append(_Trace(None, source, view, leaves, (*types[i].shape, 1), dtypes))
         moving = sorted({leaf for trace in traces for leaf in trace.leaves})
         for b, a, term in self._carried(terms):
             if not self.approximate and a in moving and not self._is_diagonal(b, term):
@@ -373,7 +398,7 @@ class _StepJacobian:
         return rule_error(
             "An online `filter_scan` can't follow a parameter into the carry.",
             f"an array {type_of(type_)} enters it by `{term.mixed_by.primitive.name}`",
-            *self.where,
+            self.where,
             do="It follows elementwise operations, sums, matrix products and changes of "
             "layout. A lookup is the product of a one-hot vector and a matrix. Or use "
             "`truncate`.",
@@ -384,7 +409,7 @@ class _StepJacobian:
         return rule_error(
             "The steps of an online `filter_scan` are not elementwise in the carry.",
             f"{self.names[b]} depends on other elements of {self.names[a]}, {by}",
-            *self.where,
+            self.where,
             do='Use `online="e-prop"`, which drops this part of the derivative, or `truncate`.',
         )
 
@@ -438,13 +463,14 @@ def _online_scan_jvp(
 
     def step(state, inputs):
         (carry, t_carry), (x, t_x) = state, inputs
-        out, (_, t_ys) = _jvp(body, (consts, carry, x), (t_consts, t_carry, t_x))
         fixed = lambda consts, x: body(consts, carry, x)[0]
-        _, t_new = _jvp(fixed, (consts, x), (t_consts, t_x))
+        new, t_new = _jvp(fixed, (consts, x), (t_consts, t_x))
         diagonal = jacobian.diagonal(consts, carry, x)
         for (b, a), factor in diagonal.items():
-            t_new[b] = t_new[b] + (factor[..., 0] * t_carry[a]).astype(t_new[b].dtype)
-        return (out[0], t_new), (out[1], t_ys)
+            dtype = t_new[b].dtype
+            t_new[b] = t_new[b] + factor[..., 0].astype(dtype) * t_carry[a].astype(dtype)
+        inputs, tangents = (consts, carry, x, new), (t_consts, t_carry, t_x, t_new)
+        return (new, t_new), _jvp(ft.partial(_outputs, body), inputs, tangents)
 
     (last, t_last), (ys, t_ys) = jax.lax.scan(step, (init, t_init), (xs, t_xs), **options)
     return (last, ys), (t_last, t_ys)

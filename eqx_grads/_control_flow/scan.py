@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable
@@ -84,6 +85,14 @@ def filter_scan(
         pass; `checkpoint` says what is saved within a window. If the steps have side effects
         (which happen once) or communicate over a named axis, they are not run again, and
         `checkpoint` applies to all of them.
+    - `online`: `True` computes the derivative in the order of time, by real-time recurrent
+        learning. It is exact, nothing is saved, and the memory does not depend on the number of
+        steps, as it carries the derivatives of the carry along. Each element of the next carry
+        may depend on the same element of the carry only (of any of its arrays, if these have
+        the same shape), as in [`eqx_grads.nn.LRU`][], [`eqx_grads.nn.MinGRU`][],
+        [`eqx_grads.nn.LIFCell`][] and any elementwise recurrence. `"e-prop"` takes any step,
+        and drops what is not elementwise in the carry: an approximation. `xs` are not
+        differentiated. See [Online learning](../guides/online.md).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It is applied to the carry that enters each step, and so acts on the
         cotangent that leaves the step; for example, it may clip that. It must not change the
@@ -122,18 +131,19 @@ def filter_scan(
 
     **Derivative:**
 
-    That of the loop written out, by `jax.lax.scan`, for each `checkpoint`. `truncate` and
-    `carry_gradient` change it as described. With `truncate=k` all terms of
-    $\partial h_s / \partial h_t$ that cross a multiple of `k` steps are zero. Both modes, all
-    orders. For an exception, with rules that are not linear in their cotangent, see "Sharp
-    edges".
+    That of the loop written out, by `jax.lax.scan`, for each `checkpoint` and for
+    `online=True`. `truncate`, `online="e-prop"` and `carry_gradient` change it as described.
+    With `truncate=k` all terms of $\partial h_s / \partial h_t$ that cross a multiple of `k`
+    steps are zero. Both modes, all orders. For an exception, with rules that are not linear in
+    their cotangent, see "Sharp edges".
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
     given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, if
-    `f` does not return a pair, if `carry_gradient` changes the carry, or if the steps can't be
-    replayed and `checkpoint` is `"replay"`. The error says why.
+    `f` does not return a pair, if `carry_gradient` changes the carry, if the steps can't be
+    replayed and `checkpoint` is `"replay"`, or if their derivative can't be computed online and
+    `online` is given. The error says why.
     """
     steps = common_length(xs, length)
     _check_window(truncate)
@@ -152,6 +162,9 @@ def filter_scan(
         step = f if key is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll, line)
+        if isinstance(method, Online):
+            names, where = tuple(body.carry_paths()), body.place()
+            method = dataclasses.replace(method, names=names, where=where)
         try:
             chosen, loop = _choose(method, loop, truncate)
             # Nothing is differentiated in an eager call, and all methods compute the same.
@@ -240,6 +253,8 @@ def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None
 
 
 def _choose_online(method: Online, loop: Loop) -> tuple[AbstractMethod, Loop]:
+    if loop.steps == 0:
+        return Plain(), loop
     reason = method.unsupported(loop)
     if reason is not None:
         raise rule_error(
@@ -248,7 +263,7 @@ def _choose_online(method: Online, loop: Loop) -> tuple[AbstractMethod, Loop]:
             do="Use `truncate` or `checkpoint`.",
         )
     # The exact method has the derivative of the steps themselves.
-    if loop.steps == 0 or (_STEPS_ARE_VISIBLE.get() and not method.approximate):
+    if _STEPS_ARE_VISIBLE.get() and not method.approximate:
         return Plain(), loop
     return method, loop
 

@@ -89,9 +89,7 @@ def terms_of_outputs(
     computed as it is.
     """
     start = []
-    for i, (x, is_linear, v) in enumerate(
-        zip(args, linear, program.jaxpr.invars, strict=True)
-    ):
+    for i, (x, is_linear, v) in enumerate(zip(args, linear, program.jaxpr.invars, strict=True)):
         start.append(_whole(i, v.aval) if is_linear else x)
     return [x if _is_terms(x) else [] for x in evaluate(program, start, _evaluate_equation)]
 
@@ -187,7 +185,7 @@ _OF_PARTS = ("real", "imag", "conj", "complex")  # not linear over the complex n
 
 def _elementwise(eqn: Any, values: Sequence[Value]) -> list[Term]:
     """Coefficients are computed from coefficients as tangents are from tangents."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    shape = eqn.outvars[0].aval.shape
     total: list[Term] = []
     for k, value in enumerate(values):
         if not _is_terms(value):
@@ -256,9 +254,7 @@ def _moved(term: Term, key: Any, move: Callable[[Array], Array], mixed_by: Any =
         return term
     view, coefficient = term.view.moved(key, move), move(term.coefficient)
     mixed_by = term.mixed_by or mixed_by
-    return dataclasses.replace(
-        term, view=view, coefficient=coefficient, mixed_by=mixed_by
-    )
+    return dataclasses.replace(term, view=view, coefficient=coefficient, mixed_by=mixed_by)
 
 
 def _broadcast(terms: list[Term], shape: tuple[int, ...]) -> list[Term]:
