@@ -108,8 +108,14 @@ def assert_same(got, expected, tolerance):
         assert error <= tolerance * scale, (jax.tree_util.keystr(path), error)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "reverse"),
+    [
+        *((name, False) for name in MODELS),
+        ("LIF", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in MODELS if name != "LIF"),
+    ],
+)
 def test_is_exact(name, reverse):
     """To 1e-10 in double precision, in the parameters and in the first carry."""
     with jax.enable_x64(True):
@@ -169,15 +175,15 @@ def test_second_order():
     assert_same(hessian, jax.jit(jax.hessian(decay))(at), 1e-4)
 
 
-@pytest.mark.parametrize("mode", [True, "e-prop"])
-@pytest.mark.parametrize("cell", [eqg.nn.LIFCell, eqg.nn.RALIFCell])
-def test_forward_mode_is_the_adjoint(mode, cell):
-    if cell is eqg.nn.LIFCell:
-        model = Neurons(cell(HIDDEN, 0.9, learn_beta=True))
-    elif mode is True:
-        pytest.skip("not elementwise")
-    else:
-        model = Neurons(cell(HIDDEN, 0.9, 0.95, key=jr.key(0)))
+RECURRENT = Neurons(eqg.nn.RALIFCell(HIDDEN, 0.9, 0.95, key=jr.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "model"),
+    [(True, MODELS["LIF"]), ("e-prop", MODELS["LIF"]), ("e-prop", RECURRENT)],
+    ids=["online", "e-prop, elementwise", "e-prop, recurrent"],
+)
+def test_forward_mode_is_the_adjoint(mode, model):
     arrays, static = eqx.partition((model, model.init()), eqx.is_inexact_array)
 
     def run(arrays):
