@@ -127,7 +127,7 @@ class MemoryReport(AbstractReport):
             return f"Nothing is kept for the backward pass but inputs of the loss ({inputs})."
         return (
             f"{show_bytes(self.total)} are kept for the backward pass, in "
-            f"{count(len(self.found), 'array')}; of the inputs of the loss, {inputs}."
+            f"{count(len(self.found), 'array')}, besides {inputs} of inputs of the loss."
         )
 
     def tables(self):

@@ -41,8 +41,8 @@ _TWO_WHERES = "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`"
 # What to do, for each kind. `{op}` is the primitive.
 CURES = {
     DEAD_BRANCH: f"Use `eqg.zero_safe(loss)`, or two `where`s: {_TWO_WHERES}.",
-    MASKED_PRODUCT: "Use a `jnp.where` in place of the product, with `eqg.zero_safe(loss)` or as "
-    f"{_TWO_WHERES}.",
+    MASKED_PRODUCT: "Use a `jnp.where` in place of the product, with `eqg.zero_safe(loss)` or "
+    f"as {_TWO_WHERES}.",
     SINGULARITY: "The derivative of `{op}` is infinite there. Keep its argument away from that "
     "point (`x + eps`), or define the derivative as zero with "
     '`eqg.zero_safe(loss, policy="zero")`.',
@@ -51,8 +51,7 @@ CURES = {
     '`eqg.zero_safe(loss, policy="zero")`.',
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
-    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument. "
-    "`eqg.gradient_flow` shows how the gradient grows from step to step.",
+    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument.",
     INPUT: "Replace the NaN before it is used. A `where` on the result is too late.",
     UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there.",
 }

@@ -12,6 +12,7 @@ from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from ..origins import NumberedLoss, Origin
+from ..report import show_list
 from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
 from .cause import (
@@ -123,6 +124,9 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     found: list[NonFinite] = []
     if bad or not np.isfinite(value):
         found = _find(derivative, root, hits, threshold)
+    remarks = [f"The error of the gradient: {error}"] if error else []
+    if not bad and np.isfinite(value) and derivative.is_reverse:
+        remarks += _zeros(names, root.results[1:])
     return NaNReport(
         found,
         value,
@@ -131,8 +135,17 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
         derivative.is_reverse,
         threshold,
         raises=bool(error),
-        remarks=[f"The error of the gradient: {error}"] if error else [],
+        remarks=remarks,
     )
+
+
+def _zeros(names, gradients) -> list[str]:
+    """A remark on leaves whose gradient is finite, and zero."""
+    pairs = zip(names, gradients, strict=True)
+    zeros = [name for name, x in pairs if np.size(x) and not np.any(x)]
+    if not zeros:
+        return []
+    return [f"The gradient of {show_list(zeros, 8)} is zero: `eqg.explain_zero` says why."]
 
 
 def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[str], str]:

@@ -109,6 +109,9 @@ class NaNReport(AbstractReport):
                 "derivative in forward mode, along ones."
             )
             notes.append(("note", text))
+        if self.threshold is not None and any(record.step for record in self.found):
+            text = "`eqg.gradient_flow` shows the norm of the gradient at each layer and step."
+            notes.append(("note", text))
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
             text = (
                 "Evaluated operation by operation, no place was found. A compiled program "
