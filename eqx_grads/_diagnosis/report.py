@@ -130,8 +130,13 @@ class Table:
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text. Code in backticks is kept on one line."""
     text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(text, width, subsequent_indent=indent, **options)
+    lines = textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return [line.replace("\0", " ") for line in lines] or [""]
 
 

@@ -49,7 +49,10 @@ class GradientFault(AbstractRecord):
 
     It has the fields of all records; `step` is empty. `primitive` is the function without whose
     rule the gradient is right, `file, line` where that is called and `path` the layer that it
-    is called in. If no function is known, `path` is the layer of the leaf. Also:
+    is called in. If no function is known, `path` is the layer of the leaf. The kinds are
+    `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a derivative"`
+    (the differences are zero, and the gradient is not), `"not finite"`, `"modes disagree"` and
+    `"random"`. Also:
 
     - `detail`: what the numbers look like: a factor, a transposed array, one wrong entry.
     """
@@ -74,6 +77,8 @@ class GradientReport(AbstractReport):
         the `"precision"` of the gradient.
     - `remarks`: what else there is to know.
     """
+
+    found: Sequence[GradientFault]
 
     def __init__(
         self,

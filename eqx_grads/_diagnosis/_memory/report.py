@@ -58,6 +58,8 @@ class MemoryReport(AbstractReport):
     It is false if nothing is found.
     """
 
+    found: Sequence[Residual]
+
     def __init__(
         self,
         residuals: Iterable[Residual],

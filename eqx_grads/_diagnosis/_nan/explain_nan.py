@@ -77,9 +77,9 @@ def explain_nan(
     found, also if one alone makes everything NaN. In a loop, it is the first step in the order
     of the backward pass, which begins at the end.
 
-    The kinds are `"dead branch"` (`mask` is the line that did not select it), `"true
-    singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds the threshold"`,
-    `"zero mask"` (as a factor) and `"NaN in the input"`.
+    The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
+    factor), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds
+    the threshold"`, `"NaN in the input"` and `"unknown"`.
 
     Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
@@ -198,20 +198,20 @@ def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
 
 
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
-    inputs = derivative.numbered.traced.inputs
+    traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = _users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where.file != origin.source.file
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
-    is_input = isinstance(source, Input) and origin is None
-    if is_input:
-        primitive = inputs[source.number]
+    leaf = ""
+    if isinstance(source, Input) and origin is None:
+        leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
     return NonFinite(
         **where.fields(),
-        leaf=derivative.numbered.traced.leaf_of(source.number) if is_input else "",
+        leaf=leaf,
         primitive=primitive,
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),

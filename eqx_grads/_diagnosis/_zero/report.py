@@ -20,7 +20,9 @@ from ..report import (
 class ZeroGradient(AbstractRecord):
     """A leaf of a model with a zero gradient, and one cause of it.
 
-    It has the fields of all records; of several steps, `step` is the last one. Also:
+    It has the fields of all records; of several steps, `step` is the last one. The kinds are
+    `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
+    which the documentation lists. Also:
 
     - `detail`: what else is known: the factor that is zero, what a comparison decides.
     - `units, n_units`: for dead units, which ones and how many there are.
