@@ -19,15 +19,15 @@ from .cause import (
     Cause,
     causes_of_hit,
     causes_of_value,
-    cure_of,
-    DEAD_BRANCH,
     first_of_rule,
     operands_of,
 )
+from .cures import cure_of, cure_of_input, DEAD_BRANCH
 from .derivative_program import Derivative, differentiate
+from .formulas import Formulas
 from .replay import Frame, Hit, is_bad, is_inexact
 from .report import NaNReport, NonFinite
-from .trace_back import elements_of, Input, Spot
+from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
 _MOST_CAUSES = 100
@@ -78,8 +78,9 @@ def explain_nan(
     of the backward pass, which begins at the end.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
-    factor), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds
-    the threshold"`, `"NaN in the input"` and `"unknown"`.
+    factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
+    underflows), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`,
+    `"exceeds the threshold"`, `"NaN in the input"` and `"inf in the input"`.
 
     Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
@@ -216,7 +217,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=cure_of(cause, primitive),
+        cure=_cure_of(derivative, cause, primitive),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
@@ -227,6 +228,18 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         cotangent=_cotangent_of(cause),
         count=count,
     )
+
+
+def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
+    traced, source = derivative.numbered.traced, cause.source
+    if isinstance(source, Input) and cause.kind == source.kind:
+        return cure_of_input(
+            cause.kind, traced.inputs[source.number], traced.leaf_of(source.number)
+        )
+    formula = ""
+    if cause.origin is not None:
+        formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
+    return cure_of(cause.kind, primitive, formula, is_value=cause.forward)
 
 
 def _is_batched(derivative: Derivative, origin: Origin) -> bool:
@@ -247,8 +260,9 @@ _MASKS = {
 }
 
 
-def _mask_fields(derivative: Derivative, mask: Spot) -> dict[str, Any]:
-    """The fields of a record on what does not select an element."""
+def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
+    """The fields of a record on what makes the cotangent zero."""
+    mask = zero.spot
     origin = derivative.origin(mask.frame.node, mask.position)
     if origin is None:
         return {"mask": mask.eqn.primitive.name}
@@ -256,8 +270,9 @@ def _mask_fields(derivative: Derivative, mask: Spot) -> dict[str, Any]:
     if isinstance(structure(origin.eqn), CallWithRule):
         primitive = mask.eqn.primitive.name
     line = _users_line(origin, mask)
+    is_selection = zero.why not in (CANCELS, UNDERFLOWS)
     return {
-        "mask": _MASKS.get(primitive, primitive),
+        "mask": _MASKS.get(primitive, primitive) if is_selection else zero.why,
         "mask_file": line.file,
         "mask_line": line.line,
     }
@@ -279,6 +294,8 @@ def _cotangent_of(cause: Cause) -> float | None:
     spot = cause.spot
     if spot is None or cause.forward:
         return None
+    if cause.cotangent is not None:
+        return float(np.real(cause.cotangent))
     for k, x in enumerate(spot.operands):
         if spot.is_cotangent(k) and is_inexact(x):
             values = np.asarray(x)[elements_of(spot, k)]

@@ -16,6 +16,7 @@ from ..report import (
     show_place,
     Table,
 )
+from .cures import DEAD_BRANCH
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,5 +147,7 @@ def _describe(record: NonFinite) -> str:
     if record.mask:
         same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
         place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"
-        return f"{record.kind} of a `{record.mask}`{place}"
+        if record.kind == DEAD_BRANCH:
+            return f"{record.kind} of a `{record.mask}`{place}"
+        return f"{record.kind}: {record.mask}{place}"
     return f"{record.kind} (forward pass)" if record.is_forward else record.kind

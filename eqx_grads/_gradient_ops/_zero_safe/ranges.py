@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
 
 
@@ -83,17 +84,6 @@ def range_of_constant(x: Any) -> Range:
     )
 
 
-# Each element of the output depends on the elements of the operands at the same place.
-ELEMENTWISE = frozenset(
-    """
-    neg sign floor ceil round exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan
-    sinh cosh asinh acosh atanh sqrt rsqrt cbrt integer_pow pow add sub mul div rem atan2 max
-    min abs erf erfc erf_inv lgamma digamma square select_n clamp convert_element_type add_any
-    copy nextafter real imag conj complex polygamma igamma igammac stop_gradient is_finite
-    bessel_i0e bessel_i1e regularized_incomplete_beta zeta reduce_precision not and or eq ne lt
-    le gt ge sharding_constraint
-    """.split()  # noqa: SIM905
-)
 # Their derivative is zero, and JAX knows it.
 CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextafter"))
 # An element of the output depends on some of the operands.

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import CONSTANT, decided_case, ELEMENTWISE, inexact_indices
+from .ranges import CONSTANT, decided_case, inexact_indices
 
 
 # A cotangent of ones is pulled back to a positive number wherever an element is taken.
