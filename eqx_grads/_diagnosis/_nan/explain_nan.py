@@ -12,6 +12,7 @@ from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from ..origins import NumberedLoss, Origin
+from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
@@ -33,6 +34,7 @@ from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 _MOST_CAUSES = 100
 
 
+@showing_progress("explain_nan")
 def explain_nan(
     loss: Callable[..., Any],
     model: PyTree,
@@ -108,6 +110,7 @@ def explain_nan(
 
 
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
+    doing("tracing the loss and its derivative")
     traced = trace_loss("explain_nan", loss, model, args, kwargs)
     derivative = differentiate(NumberedLoss(traced))
     seed = jnp.ones_like(traced.program.out_avals[0])
@@ -170,7 +173,9 @@ def _find(derivative: Derivative, root: Frame, hits, threshold) -> list[NonFinit
     if not np.isfinite(root.results[0]):
         for cause in causes_of_value(derivative, root):
             causes.setdefault(_key(cause), []).append((cause, _hit_of(cause)))
-    for number in sorted(hits)[:_MOST_CAUSES]:
+    chosen = sorted(hits)[:_MOST_CAUSES]
+    for i, number in enumerate(chosen):
+        doing("looking for the cause of place", i, len(chosen))
         hit = hits[number]
         for cause in causes_of_hit(derivative, root, number, hit, threshold):
             causes.setdefault(_key(cause), []).append((cause, hit))

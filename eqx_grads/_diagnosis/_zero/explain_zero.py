@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..origins import NumberedLoss, Origin
+from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss
@@ -26,6 +27,7 @@ from .structure import loss_structure
 from .walk import End
 
 
+@showing_progress("explain_zero")
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
@@ -97,6 +99,7 @@ def explain_zero(
     if isinstance(loss, ZeroSafe):
         # What it puts in the program is not the user's, and has no line.
         loss = loss.__wrapped__
+    doing("tracing the loss")
     numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
     return _Explanation(numbered).report()
 
@@ -124,11 +127,13 @@ class _Explanation:
         partly, not_finite = [], []
         live = [i for i in self._sized if i in self._structure.live]
         if live:
+            doing("evaluating the gradient")
             derivative = derivative_of(self._numbered, live, self._is_gate)
             remarks.extend(derivative.remarks)
             for i, gradient in zip(live, derivative.gradients(), strict=True):
                 if not np.all(np.isfinite(gradient)):
                     not_finite.append(self._leaves[i])
+                doing("looking at leaf", i, len(self._leaves))
                 if not np.any(gradient):
                     found[i] = self._by_values(i, derivative)
                 else:
