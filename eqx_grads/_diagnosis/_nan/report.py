@@ -83,7 +83,9 @@ class NaNReport(AbstractReport):
             )
         value = f"The loss is {self.loss:.6g}"
         causes = count(len(self.found), "cause")
-        bad = "not finite" if self.threshold is None else "not finite or too large"
+        bad = "not finite"
+        if self.threshold is not None:
+            bad += f" or exceeds {self.threshold:g}"
         if not self.bad_leaves:
             return f"{value}, and its gradient is finite: {causes}."
         if self.raises:
