@@ -97,4 +97,10 @@ def _describe(record: ZeroGradient) -> str:
         text += f": {len(record.units)} of {record.n_units} ({units})"
     # What "predicate of a while_loop" is used for need not be said again.
     is_said = record.detail.replace("`", "") == record.kind
-    return f"{text}: {record.detail}" if record.detail and not is_said else text
+    if not record.detail or is_said:
+        return text
+    return (
+        f"{text}, used as {record.detail}"
+        if record.by_structure
+        else f"{text}: {record.detail}"
+    )
