@@ -855,8 +855,11 @@ def test_a_callback_is_opaque():
     report = eqg.explain_zero(loss, model)
     assert (only(report).leaf, only(report).kind) == ("['a']", "stop_gradient")
     assert "`pure_callback`" in str(report)
-    with pytest.raises(ValueError, match="callback"):
-        eqg.explain_zero(lambda w: host_sine(w["a"][0]), model)
+    report = eqg.explain_zero(lambda w: host_sine(w["a"][0]), model)
+    assert (only(report).leaf, only(report).kind) == ("['b']", "never used")
+    assert "The gradient of ['a'] is not known." in report.remarks
+    with pytest.raises(eqg.RuleError, match="`pure_callback`"):
+        eqg.explain_zero(lambda w: host_sine(w[0]), X)
 
 
 def test_shard_map():
@@ -932,3 +935,16 @@ def test_many_operations():
 
     (record,) = eqg.explain_zero(loss, jnp.ones(3)).found
     assert record.primitive == "mul"
+
+
+def test_a_gather_of_which_the_gradient_cancels():
+    """With one class, the label is always right. The index selects, and the sum cancels."""
+    labels = jnp.zeros(4, int)
+
+    def loss(w):
+        logits = jnp.broadcast_to(w, (4, 1))
+        ce = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(ce)
+
+    (record,) = eqg.explain_zero(loss, jnp.array([0.5])).found
+    assert record.kind == "canceled"

@@ -1,5 +1,7 @@
 """`explain_nan`: the kind of cause and the cure, for the usual formulas."""
 
+import inspect
+
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -105,3 +107,48 @@ def test_formulas_without_a_cause_are_not_named():
     assert "softmax" not in report.found[0].cure
     report = eqg.explain_nan(lambda x: x / x, jnp.array(0.0))
     assert "jnp.sign" not in report.found[0].cure
+
+
+@pytest.mark.cost
+def test_a_step_is_evaluated_as_the_loop_was():
+    """Whether this variance is zero depends on how it is rounded, that is, on fusion."""
+
+    def step(h, t):
+        return h, jnp.sum(jnp.sqrt(jnp.mean(h * h) * t - jnp.mean(h) ** 2 * t + 0 * h))
+
+    def loss(h, ts):
+        return jnp.sum(jax.lax.scan(step, h, ts)[1])
+
+    h = jnp.full(3, 0.3, jnp.float32)
+    report = eqg.explain_nan(loss, h, jnp.array([0.3, 0.7, 0.1], jnp.float32))
+    assert {record.primitive for record in report.found} <= {"sqrt"}, str(report)
+    for record in report.found:
+        assert record.operands[0] <= 0, str(report)
+
+
+def _root_in_zero_safe(x):
+    y = jnp.sqrt(x)  # INSIDE
+    return jnp.sum(y)
+
+
+def _scan_in_zero_safe(x):
+    step = lambda h, t: (jnp.sqrt(h * t), h)  # INSIDE
+    return jnp.sum(jax.lax.scan(step, x, jnp.array([1.0, 0.0, 1.0]))[0])
+
+
+@pytest.mark.parametrize("fn", [_root_in_zero_safe, _scan_in_zero_safe])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda fn: lambda x: 2 * eqg.zero_safe(fn)(x),
+        lambda fn: jax.jit(eqg.zero_safe(fn)),
+        lambda fn: eqg.zero_safe(lambda x: eqg.zero_safe(fn)(x) + 1),
+    ],
+    ids=["in the loss", "jit", "nested"],
+)
+def test_lines_inside_of_zero_safe(fn, around):
+    """What `zero_safe` evaluates keeps its lines."""
+    source, first = inspect.getsourcelines(fn)
+    (line,) = [first + i for i, text in enumerate(source) if "# INSIDE" in text]
+    (record,) = eqg.explain_nan(around(fn), X).found
+    assert (record.file, record.line, record.primitive) == (__file__, line, "sqrt")

@@ -12,7 +12,7 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.versions import function_file, function_name
+from .._jaxprs.versions import function_file, function_name, traceback_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def source_line(eqn: Any) -> SourceLine:
 
     If no frame is the user's, it is the innermost one of another library.
     """
-    traceback = eqn.source_info.traceback
+    traceback = traceback_of(eqn)
     frames = [f for f in (traceback.frames if traceback else ()) if not _is_hidden(f)]
     users = [f for f in frames if not f.file_name.startswith(_INSTALLED)]
     first_of_user = frames.index(users[0]) if users else len(frames)
@@ -94,7 +94,7 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
     file, name = function_file(program), function_name(program)
     if not file.startswith(_JAX):
         return True
-    traceback = eqn.source_info.traceback
+    traceback = traceback_of(eqn)
     return any(
         f.file_name == file and f.function_name.endswith(name)
         for f in (traceback.frames if traceback else ())

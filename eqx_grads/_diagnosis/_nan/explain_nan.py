@@ -11,7 +11,8 @@ from jaxtyping import PyTree
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
-from ..origins import NumberedLoss, Origin
+from .._zero.structure import loss_structure
+from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
@@ -95,8 +96,8 @@ def explain_nan(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
-    model has no inexact array.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if JAX can't
+    differentiate an operation of it, or if the model has no inexact array.
     """
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
@@ -112,7 +113,7 @@ def explain_nan(
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     doing("tracing the loss and its derivative")
     traced = trace_loss("explain_nan", loss, model, args, kwargs)
-    derivative = differentiate(NumberedLoss(traced))
+    derivative = _differentiate(NumberedLoss(traced), loss)
     seed = jnp.ones_like(traced.program.out_avals[0])
     leaves = traced.values[: len(traced.leaves)]
     seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
@@ -150,6 +151,16 @@ def _zeros(names, gradients) -> list[str]:
     if not zeros:
         return []
     return [f"The gradient of {show_list(zeros, 8)} is zero: `eqg.explain_zero` says why."]
+
+
+def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
+    try:
+        return differentiate(numbered)
+    except Exception as error:  # JAX has no one type of error for it
+        opaque = loss_structure(numbered).opaque
+        if not opaque:
+            raise
+        raise no_derivative_error(loss, opaque) from error
 
 
 def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[str], str]:

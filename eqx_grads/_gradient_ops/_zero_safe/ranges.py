@@ -90,7 +90,7 @@ CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextaf
 _CHOOSES = frozenset(
     """
     select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
-    sort stack
+    scatter-max scatter-min sort stack top_k approx_top_k
     """.split()  # noqa: SIM905
 )
 
@@ -127,7 +127,8 @@ _SMOOTH = frozenset(
     """
     sin cos tanh logistic erf erfc asinh atan square sign floor ceil round abs max min
     reduce_max reduce_min cummax cummin reduce_window_max argmax argmin sort tan
-    select_and_gather_add cumprod reduce_prod nextafter bessel_i0e bessel_i1e
+    select_and_gather_add cumprod reduce_prod nextafter bessel_i0e bessel_i1e top_k approx_top_k
+    scatter-max scatter-min
     """.split()  # noqa: SIM905
 )
 # Selections: each derivative is zero or one.
@@ -201,10 +202,13 @@ _KEEPS_RANGE = frozenset(
     """
     reshape broadcast_in_dim squeeze transpose slice rev copy dynamic_slice gather real
     convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split unstack
-    optimization_barrier stop_gradient expand_dims reduce_precision device_put
+    optimization_barrier stop_gradient expand_dims reduce_precision device_put top_k
+    approx_top_k
     """.split()  # noqa: SIM905
 )
-_JOINS = frozenset(("concatenate", "stack", "pad", "dynamic_update_slice", "sort"))
+_JOINS = frozenset(
+    "concatenate stack pad dynamic_update_slice sort scatter-max scatter-min".split()  # noqa: SIM905
+)
 _BOUNDS = {
     "tanh": (-1.0, 1.0),
     "logistic": (0.0, 1.0),
