@@ -1,5 +1,6 @@
 """`check_gradients` finds every planted fault of a model, and accuses no right model."""
 
+import re
 import time
 
 import equinox as eqx
@@ -175,8 +176,8 @@ def test_it_raises_with_the_report():
         eqgt.GradientCheckError, match="The gradient of `loss`: FAILED"
     ) as error:
         eqgt.check_gradients(fn, model, data)
-    for part in ("layers[0].weight", "square     model_faults.py:", "half the expected one"):
-        assert part in str(error.value)
+    for part in ("layers[0].weight", "square model_faults.py:", "half the expected one"):
+        assert part in re.sub(r"\s+", " ", str(error.value))
     assert isinstance(error.value, AssertionError)
 
 

@@ -55,7 +55,9 @@ def test_number_of_planted_causes():
 def test_healthy(make):
     report = _explain(make)
     assert not report, str(report)
-    assert str(report) == "The loss and its gradient are finite."
+    assert report.headline == "The loss and its gradient are finite."
+    # Nothing else is said, but that a gradient is zero.
+    assert all("is zero: `eqg.explain_zero`" in remark for remark in report.remarks)
 
 
 def _gradient(make):

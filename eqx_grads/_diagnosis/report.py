@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import html
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -42,7 +43,7 @@ COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "librar
 
 _MOST_ROWS = 12
 _WIDEST_CELL = 42
-_WIDEST_CODE = 36
+_WIDEST_CODE = 32
 _WIDEST_LINE = 96
 
 
@@ -74,9 +75,9 @@ def show_list(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def count(n: int, noun: str) -> str:
+def count(n: int, noun: str, plural: str = "") -> str:
     """Such as `1 cause` and `2 causes`."""
-    return f"{n} {noun}{'s' * (n != 1)}"
+    return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +127,17 @@ class Table:
         return "\n".join([*_paragraph(self.title), table, *_paragraph(rest)])
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, width, **options) or [""]
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """The lines of a text. Code in backticks is kept on one line."""
+    text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines] or [""]
 
 
 def _paragraph(text: str) -> list[str]:
@@ -166,7 +175,11 @@ class AbstractReport(abc.ABC):
 
     def __str__(self) -> str:
         parts = [self.headline, *(table.text() for table in self.tables() if table.rows)]
-        notes = [_note(subject, text) for subject, text in self._notes()]
+        notes = [
+            line
+            for subject, text in self._notes()
+            for line in _wrap(f"{subject}: {text}", _WIDEST_LINE, "  ")
+        ]
         return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
     __repr__ = __str__
@@ -183,18 +196,6 @@ class AbstractReport(abc.ABC):
     def _notes(self) -> list[tuple[str, str]]:
         notes = [*self.notes(), *(("note", remark) for remark in self.remarks)]
         return list(dict.fromkeys(notes))
-
-
-def _note(subject: str, text: str) -> str:
-    return "\n".join(
-        textwrap.wrap(
-            f"{subject}: {text}",
-            _WIDEST_LINE,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
 
 
 def cures_of(records: Sequence[AbstractRecord]) -> list[tuple[str, str]]:

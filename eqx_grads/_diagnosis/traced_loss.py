@@ -80,7 +80,7 @@ def trace_loss(
         model = eqx.combine(arrays, rest)
         if wrap:
             layers[:], model = wrap_layers(model, lambda layer: True, _call_named)
-        return _check_scalar(caller, loss, loss(model, *args, **kwargs))
+        return check_scalar(caller, loss, loss(model, *args, **kwargs))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks():
@@ -140,15 +140,16 @@ def _check_concrete(caller, values):
         )
 
 
-def _check_scalar(caller, loss, out):
+def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
+    """The value of a loss, if that is a real scalar."""
     if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
         raise rule_error(
             f"The loss `{name_of(loss)}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. If there are other outputs, pass "
-            "`lambda *args: loss(*args)[0]`; if it was decorated with `value_and_grad`, pass "
-            "the function beneath.",
+            do=f"`{caller}` differentiates one real number. If there are other outputs, as "
+            f"with `has_aux=True`, pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`; if it "
+            "was decorated with `value_and_grad`, pass the function beneath.",
         )
     return out
 

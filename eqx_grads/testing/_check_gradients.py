@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis.progress import doing, showing_progress
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
 from ._compare import as_real, norm, tolerance_of
@@ -26,6 +27,7 @@ from ._loss_program import LossProgram, trace_in_both_precisions
 _N_TOGETHER = 3
 
 
+@showing_progress(CALLER)
 def check_gradients(
     loss: Callable[..., Any],
     model: PyTree,
@@ -116,6 +118,7 @@ def check_gradients(
     [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, a model
     without inexact arrays, and options that make no sense.
     """
+    doing("tracing and compiling")
     program, own, remarks = _programs(loss, model, args, kwargs)
     skipped = _skipped(skip, program.names)
     modes, missing = _modes(program)
@@ -130,6 +133,7 @@ def check_gradients(
         tolerance = 1e-6 if program.lowest is None else tolerance_of([lowest])
     judge = Judge(program, tolerance, modes, seed)
     leaves, together = _judge_all(judge, skipped)
+    doing("looking for the rules that are wrong")
     found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
     remarks += [_precision_lost(own, judge, skipped)]
     numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
@@ -251,6 +255,7 @@ def _judge_all(judge: Judge, skipped: set[int]) -> tuple[list[LeafVerdict], list
     together = [judge.judge(judge.direction(ALL, kept)) for _ in range(_N_TOGETHER)]
     leaves = []
     for i, name in enumerate(names):
+        doing("looking at leaf", i, len(names))
         if i in skipped:
             leaves.append(LeafVerdict(name, SKIPPED))
         elif i not in kept:

@@ -226,9 +226,7 @@ def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
     names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in reasons))
     if kind == "modes disagree":
         return f"Without the rule of {names} forward mode is right, as reverse mode is."
-    text = (
-        f"Without the rule of {names} the gradient is right: `check_rule` says what is wrong."
-    )
+    text = f"The gradient is right without the rule of {names}, which `eqgt.check_rule` checks."
     if kind == "not a derivative":
         text += " If the rule is another gradient on purpose, `skip` the leaves before it."
     return text

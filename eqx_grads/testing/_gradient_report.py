@@ -9,6 +9,7 @@ from .._diagnosis.report import (
     AbstractReport,
     cells,
     COLUMNS,
+    count,
     cures_of,
     show_list,
     Table,
@@ -48,7 +49,10 @@ class GradientFault(AbstractRecord):
 
     It has the fields of all records; `step` is empty. `primitive` is the function without whose
     rule the gradient is right, `file, line` where that is called and `path` the layer that it
-    is called in. If no function is known, `path` is the layer of the leaf. Also:
+    is called in. If no function is known, `path` is the layer of the leaf. The kinds are
+    `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a derivative"`
+    (the differences are zero, and the gradient is not), `"not finite"`, `"modes disagree"` and
+    `"random"`. Also:
 
     - `detail`: what the numbers look like: a factor, a transposed array, one wrong entry.
     """
@@ -73,6 +77,8 @@ class GradientReport(AbstractReport):
         the `"precision"` of the gradient.
     - `remarks`: what else there is to know.
     """
+
+    found: Sequence[GradientFault]
 
     def __init__(
         self,
@@ -108,18 +114,15 @@ class GradientReport(AbstractReport):
     @property
     def headline(self) -> str:
         status = "passed" if self.passed else "FAILED"
-        counts = Counter(fault.kind for fault in self.found)
-        counts.update(x.verdict for x in self.leaves if x.verdict not in (WRONG, RIGHT))
-        parts = [f"{n} {kind}" for kind, n in counts.items()]
-        n_right = sum(x.verdict == RIGHT for x in self.leaves)
-        right = f"{n_right} of {len(self.leaves)} leaves right"
-        return (
-            f"The gradient of `{self.name}`: {status} (seed {self.numbers.get('seed')}), "
-            f"{', '.join([right, *parts])}."
-        )
+        kinds = {fault.leaf: fault.kind for fault in self.found}
+        counts = Counter(kinds.get(leaf.leaf, leaf.verdict) for leaf in self.leaves)
+        parts = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        text = f"The gradient of `{self.name}`: {status} (seed {self.numbers.get('seed')})"
+        text += f", {count(len(self.leaves), 'leaf', 'leaves')}: {parts}"
+        return f"{text}; the loss: {kinds['']}." if "" in kinds else f"{text}."
 
     def tables(self):
-        columns = (*COLUMNS, "slope by gradient", "slope by differences", "relative error")
+        columns = (*COLUMNS, "slope by gradient", "slope by differences", "error")
         return [Table(columns, list(map(self._row, self.found)))]
 
     def _row(self, fault: GradientFault) -> tuple[str, ...]:
@@ -135,8 +138,10 @@ class GradientReport(AbstractReport):
         )
 
     def notes(self):
-        notes = [(fault.leaf or fault.kind, fault.detail) for fault in self.found]
-        notes = [note for note in notes if note[1]]
+        leaves: dict[str, list[str]] = {}  # by what is said of them
+        for fault in self.found:
+            leaves.setdefault(fault.detail, []).append(fault.leaf or "loss")
+        notes = [(show_list(names, 4), text) for text, names in leaves.items() if text]
         rest = len(notes) - _MOST_DETAILS
         notes = notes[:_MOST_DETAILS] + [("note", f"{rest} more: see `found`.")] * (rest > 0)
         return [*notes, *cures_of(self.found), *self._listed()]

@@ -13,6 +13,7 @@ from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.peak_memory import peak_bytes
 from ..origins import NumberedLoss
+from ..progress import doing, showing_progress
 from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss, TracedLoss
 from .advice import Candidate, candidates, Pairs, with_checkpoints
@@ -26,6 +27,7 @@ _MOST_CANDIDATES = 4
 _LEAST_SAVING = 0.1
 
 
+@showing_progress("explain_memory")
 def explain_memory(
     loss: Callable[..., Any],
     model: PyTree,
@@ -95,6 +97,7 @@ def explain_memory(
     [`eqx_grads.RuleError`][] if the loss does not return a real scalar or can't be traced, or
     if there is no inexact array in `model`.
     """
+    doing("tracing the loss and its gradient")
     traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered)
@@ -102,6 +105,7 @@ def explain_memory(
     plain = ft.partial(_evaluate, traced)
     estimated = peak_bytes(gradient.gradient)
     advice = _advice(numbered, pairs, estimated)
+    doing("compiling the gradient")
     return MemoryReport(
         _with_cures([r for _, r in pairs], advice),
         estimated=estimated,
@@ -124,7 +128,9 @@ def _advice(
     found = []
     least = _LEAST_SAVING * estimated
     promising = [c for c in candidates(numbered, pairs) if c.gain > least]
-    for candidate in promising[:_MOST_CANDIDATES]:
+    promising = promising[:_MOST_CANDIDATES]
+    for i, candidate in enumerate(promising):
+        doing("tracing with checkpoint", i, len(promising))
         fn = with_checkpoints(numbered.traced, candidate)
         predicted = _estimate(fn, numbered.traced)
         saves = estimated - predicted

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ..layers import group_of
+from ..progress import doing, showing_progress
 from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, Table
 from .plot import plot_memory
 from .residuals import is_recomputable, Residual
@@ -58,6 +59,8 @@ class MemoryReport(AbstractReport):
     It is false if nothing is found.
     """
 
+    found: Sequence[Residual]
+
     def __init__(
         self,
         residuals: Iterable[Residual],
@@ -85,16 +88,17 @@ class MemoryReport(AbstractReport):
         """The bytes of `found` by file and line, largest first."""
         return _sums(((r.file, r.line), r.bytes) for r in self.found)
 
+    @showing_progress("verify")
     def verify(self) -> "MemoryReport":
         """The same report, in which all advice is measured.
 
         Each advice is applied to the program of the loss, and its gradient is compiled. Nothing
         is computed.
         """
-        advice = [
-            dataclasses.replace(advice, measured=measure())
-            for advice, measure in zip(self.advice, self._measure, strict=True)
-        ]
+        advice = []
+        for i, measure in enumerate(self._measure):
+            doing("compiling the gradient with checkpoint", i, len(self._measure))
+            advice.append(dataclasses.replace(self.advice[i], measured=measure()))
         return MemoryReport(
             [*self.found, *self.inputs],
             estimated=self.estimated,
@@ -127,7 +131,7 @@ class MemoryReport(AbstractReport):
             return f"Nothing is kept for the backward pass but inputs of the loss ({inputs})."
         return (
             f"{show_bytes(self.total)} are kept for the backward pass, in "
-            f"{count(len(self.found), 'array')}; of the inputs of the loss, {inputs}."
+            f"{count(len(self.found), 'array')}, besides {inputs} of inputs of the loss."
         )
 
     def tables(self):

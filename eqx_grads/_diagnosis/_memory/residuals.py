@@ -36,7 +36,8 @@ from ..source_lines import UNKNOWN
 class Residual(AbstractRecord):
     """An array that is kept from the forward to the backward pass.
 
-    It has the fields of all records; `step` is empty. Also:
+    It has the fields of all records; `step` is empty. The kinds are `"computed"`, `"carry"`,
+    `"rule"`, `"recomputable"`, `"constant"` and `"input"`. Also:
 
     - `shape`, `dtype`: those of one step, if a loop keeps one for each step.
     - `n_steps`: how many are kept: the product of the lengths of all enclosing loops.

@@ -28,8 +28,7 @@ _OF_KINDS = {
     f"that point (`x + eps`), or {_ZERO_POLICY}",
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
-    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument. "
-    "`eqg.gradient_flow` shows how the gradient grows from step to step.",
+    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument.",
 }
 
 # Where they are others for a value than for a cotangent.

@@ -14,6 +14,8 @@ from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from .._zero.structure import loss_structure
 from ..origins import no_derivative_error, NumberedLoss, Origin
+from ..progress import doing, showing_progress
+from ..report import show_list
 from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
 from .cause import (
@@ -34,6 +36,7 @@ from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 _MOST_CAUSES = 100
 
 
+@showing_progress("explain_nan")
 def explain_nan(
     loss: Callable[..., Any],
     model: PyTree,
@@ -109,6 +112,7 @@ def explain_nan(
 
 
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
+    doing("tracing the loss and its derivative")
     traced = trace_loss("explain_nan", loss, model, args, kwargs)
     derivative = _differentiate(NumberedLoss(traced), loss)
     seed = jnp.ones_like(traced.program.out_avals[0])
@@ -126,6 +130,9 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     found: list[NonFinite] = []
     if bad or not np.isfinite(value):
         found = _find(derivative, root, hits, threshold)
+    remarks = [f"The error of the gradient: {error}"] if error else []
+    if not bad and np.isfinite(value) and derivative.is_reverse:
+        remarks += _zeros(names, root.results[1:])
     return NaNReport(
         found,
         value,
@@ -134,8 +141,17 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
         derivative.is_reverse,
         threshold,
         raises=bool(error),
-        remarks=[f"The error of the gradient: {error}"] if error else [],
+        remarks=remarks,
     )
+
+
+def _zeros(names, gradients) -> list[str]:
+    """A remark on leaves whose gradient is finite, and zero."""
+    pairs = zip(names, gradients, strict=True)
+    zeros = [name for name, x in pairs if np.size(x) and not np.any(x)]
+    if not zeros:
+        return []
+    return [f"The gradient of {show_list(zeros, 8)} is zero: `eqg.explain_zero` says why."]
 
 
 def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
@@ -171,7 +187,9 @@ def _find(derivative: Derivative, root: Frame, hits, threshold) -> list[NonFinit
     if not np.isfinite(root.results[0]):
         for cause in causes_of_value(derivative, root):
             causes.setdefault(_key(cause), []).append((cause, _hit_of(cause)))
-    for number in sorted(hits)[:_MOST_CAUSES]:
+    chosen = sorted(hits)[:_MOST_CAUSES]
+    for i, number in enumerate(chosen):
+        doing("looking for the cause of place", i, len(chosen))
         hit = hits[number]
         for cause in causes_of_hit(derivative, root, number, hit, threshold):
             causes.setdefault(_key(cause), []).append((cause, hit))
@@ -200,20 +218,20 @@ def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
 
 
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
-    inputs = derivative.numbered.traced.inputs
+    traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = _users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where.file != origin.source.file
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
-    is_input = isinstance(source, Input) and origin is None
-    if is_input:
-        primitive = inputs[source.number]
+    leaf = ""
+    if isinstance(source, Input) and origin is None:
+        leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
     return NonFinite(
         **where.fields(),
-        leaf=derivative.numbered.traced.leaf_of(source.number) if is_input else "",
+        leaf=leaf,
         primitive=primitive,
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),

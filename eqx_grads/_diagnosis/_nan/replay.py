@@ -19,6 +19,7 @@ import numpy as np
 
 from ..._jaxprs.evaluate import bind, enter_with_state, evaluate
 from ..._jaxprs.structure import Cond, Scan, structure, While
+from ..progress import doing
 from .derivative_program import Node
 
 
@@ -68,6 +69,8 @@ class Frame:
 
     def _hook(self, eqn, values):
         i = len(self.operands)
+        if self.parent is None:
+            doing("evaluating equation", i, len(self.node.eqns))
         self.operands.append(values)
         inner = self.node.inner[i]
         if not inner:

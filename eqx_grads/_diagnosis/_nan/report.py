@@ -16,6 +16,7 @@ from ..report import (
     show_place,
     Table,
 )
+from .cures import DEAD_BRANCH
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,9 @@ class NaNReport(AbstractReport):
             )
         value = f"The loss is {self.loss:.6g}"
         causes = count(len(self.found), "cause")
-        bad = "not finite" if self.threshold is None else "not finite or too large"
+        bad = "not finite"
+        if self.threshold is not None:
+            bad += f" or exceeds {self.threshold:g}"
         if not self.bad_leaves:
             return f"{value}, and its gradient is finite: {causes}."
         if self.raises:
@@ -108,6 +111,9 @@ class NaNReport(AbstractReport):
                 "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
                 "derivative in forward mode, along ones."
             )
+            notes.append(("note", text))
+        if self.threshold is not None and any(record.step for record in self.found):
+            text = "`eqg.gradient_flow` shows the norm of the gradient at each layer and step."
             notes.append(("note", text))
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
             text = (
@@ -143,5 +149,7 @@ def _describe(record: NonFinite) -> str:
     if record.mask:
         same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
         place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"
-        return f"{record.kind} of a `{record.mask}`{place}"
+        if record.kind == DEAD_BRANCH:
+            return f"{record.kind} of a `{record.mask}`{place}"
+        return f"{record.kind}: {record.mask}{place}"
     return f"{record.kind} (forward pass)" if record.is_forward else record.kind

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..origins import no_derivative_error, NumberedLoss, Origin
+from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss
@@ -27,6 +28,7 @@ from .structure import loss_structure
 from .walk import End
 
 
+@showing_progress("explain_zero")
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
@@ -101,6 +103,7 @@ def explain_zero(
     if isinstance(loss, ZeroSafe):
         # What it puts in the program is not the user's, and has no line.
         loss = loss.__wrapped__
+    doing("tracing the loss")
     numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
     return _Explanation(numbered, loss).report()
 
@@ -127,6 +130,7 @@ class _Explanation:
         }
         partly, not_finite = [], []
         live = [i for i in self._sized if i in self._structure.live]
+        doing("evaluating the gradient")
         derivative = self._derivative(live, is_needed=not found) if live else None
         if live and derivative is None:
             names = show_list([self._leaves[i] for i in live], 8)
@@ -136,6 +140,7 @@ class _Explanation:
             for i, gradient in zip(live, derivative.gradients(), strict=True):
                 if not np.all(np.isfinite(gradient)):
                     not_finite.append(self._leaves[i])
+                doing("looking at leaf", i, len(self._leaves))
                 if not np.any(gradient):
                     found[i] = self._by_values(i, derivative)
                 else:

@@ -20,7 +20,9 @@ from ..report import (
 class ZeroGradient(AbstractRecord):
     """A leaf of a model with a zero gradient, and one cause of it.
 
-    It has the fields of all records; of several steps, `step` is the last one. Also:
+    It has the fields of all records; of several steps, `step` is the last one. The kinds are
+    `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
+    which the documentation lists. Also:
 
     - `detail`: what else is known: the factor that is zero, what a comparison decides.
     - `units, n_units`: for dead units, which ones and how many there are.
@@ -95,4 +97,10 @@ def _describe(record: ZeroGradient) -> str:
         text += f": {len(record.units)} of {record.n_units} ({units})"
     # What "predicate of a while_loop" is used for need not be said again.
     is_said = record.detail.replace("`", "") == record.kind
-    return f"{text}: {record.detail}" if record.detail and not is_said else text
+    if not record.detail or is_said:
+        return text
+    return (
+        f"{text}, used as {record.detail}"
+        if record.by_structure
+        else f"{text}: {record.detail}"
+    )
