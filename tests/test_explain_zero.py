@@ -8,6 +8,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 
