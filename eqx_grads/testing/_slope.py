@@ -44,7 +44,7 @@ class Slope:
         """Whether the one-sided slopes differ by more than their errors."""
         gap = abs(self.right - self.left)
         size = max(abs(self.right), abs(self.left))
-        return gap > 10 * self.one_sided_error and gap > 1e-4 * size
+        return gap > 10 * self.one_sided_error and gap > 1e-6 * size
 
     def admits(self, value: float) -> bool:
         """Whether a value is between the slopes on both sides of a kink."""
@@ -177,8 +177,9 @@ def _best(slopes: list[Slope]) -> Slope:
 
 
 def with_sides(samples: Samples, slope: Slope) -> Slope:
-    """The same with one-sided slopes: of short steps, extrapolated to zero."""
-    best = slope
+    """The same with one-sided slopes: of short steps, extrapolated to zero. If a kink is seen in
+    still shorter steps only, as it is one of many, those of it."""
+    found = [slope]
     steps = [2.0**-k for k in range(8, 34)]
     samples.compute(sign * h / part for h in steps for part in (1, 2, 4) for sign in (1, -1))
     for h in steps:
@@ -186,9 +187,17 @@ def with_sides(samples: Samples, slope: Slope) -> Slope:
             left, left_error = _side(samples, -h)
             right, right_error = _side(samples, h)
         error = left_error + right_error + 4 * samples.rounding(h)
-        if math.isfinite(error) and error < best.one_sided_error:
-            best = Slope(slope.value, slope.error, slope.step, left, right, error)
-    return best
+        if math.isfinite(error):
+            found.append(Slope(slope.value, slope.error, h, left, right, error))
+    best = min(found, key=lambda s: s.one_sided_error)
+    kinks = [
+        s
+        for s in found
+        if s.step < best.step
+        and abs(s.right - s.left) > abs(best.right - best.left) + 100 * s.one_sided_error
+    ]
+    best = min(kinks, key=lambda s: s.one_sided_error, default=best)
+    return dataclasses.replace(best, step=slope.step)
 
 
 def _side(samples: Samples, h: float) -> tuple[float, float]:
