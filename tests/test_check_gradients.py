@@ -121,7 +121,7 @@ def test_a_small_error_is_said_to_be_small():
     square.defvjp(lambda x: (x**2, x), lambda x, ct: (2 * (1 + 1e-5) * ct * x,))
     report = eqgt.check_gradients(lambda m: jnp.sum(square(m)), jnp.ones(3), raises=False)
     (found,) = report.found
-    assert "it is off by 1e-05 of its size, " in found.detail
+    assert "It is off by 1e-05 of its size, " in found.detail
     assert "times the error of the differences" in found.detail
     assert "every entry is 1 + 1e-05 times the expected one" in found.detail
     assert "a solver that iterates to a tolerance" in _cure("wrong", [], False, is_small=True)
