@@ -12,8 +12,8 @@ ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mul_add mulhi ne neg
-    nextafter not one_minus_square or pbroadcast polygamma population_count pow pvary
+    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mul_add mulhi ne neg
+    nextafter not one_minus_square or pbroadcast polygamma polynomial population_count pow pvary
     random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt
     select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
     sinh sqrt square stop_gradient sub tan tanh xor zeta
@@ -61,8 +61,8 @@ def is_view_in_product(eqn: Any) -> bool:
 
 _EXPENSIVE = frozenset(
     """
-    div pow sqrt rsqrt cbrt exp exp2 expm1 log log1p sin cos tan asin acos atan atan2 sinh cosh
-    tanh asinh acosh atanh logistic erf erfc erf_inv rem
+    div pow sqrt rsqrt cbrt exp exp2 expm1 log log1p log2 sin cos tan asin acos atan atan2 sinh
+    cosh tanh asinh acosh atanh logistic erf erfc erf_inv rem
     """.split()  # noqa: SIM905
 )
 

@@ -215,8 +215,8 @@ def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False
 
 
 # Infinite at a point where the operand is finite.
-_POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "atanh", "digamma", "lgamma",
-          "erf_inv", "tan", "cbrt")  # fmt: skip
+_POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "log2", "atanh", "digamma",
+          "lgamma", "erf_inv", "tan", "cbrt")  # fmt: skip
 
 
 # Not finite for a singular matrix.

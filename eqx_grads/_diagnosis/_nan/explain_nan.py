@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
@@ -156,6 +157,8 @@ def _zeros(names, gradients) -> list[str]:
 def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
     try:
         return differentiate(numbered)
+    except RuleError:
+        raise
     except Exception as error:  # JAX has no one type of error for it
         opaque = loss_structure(numbered).opaque
         if not opaque:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
@@ -156,6 +157,8 @@ class _Explanation:
         """`None` if an operation of the loss has no derivative."""
         try:
             return derivative_of(self._numbered, leaves, self._is_gate)
+        except RuleError:
+            raise
         except Exception as error:  # JAX has no one type of error for it
             if not self._structure.opaque:
                 raise

@@ -168,7 +168,7 @@ def _is_singular(eqn, ins: Sequence[Range]) -> bool:
     small, large = _limits(eqn.outvars[0].aval.dtype)
     y = ins[1] if len(ins) > 1 else x
     match name:
-        case "sqrt" | "rsqrt" | "log":
+        case "sqrt" | "rsqrt" | "log" | "log2":
             return not x.low >= small
         case "log1p":
             return not x.low >= small - 1
@@ -271,8 +271,8 @@ def _is_linear(name) -> bool:
 
 _SINGULAR = frozenset(
     """
-    sqrt rsqrt log log1p div exp exp2 expm1 sinh cosh integer_pow pow asin acos atanh erf_inv
-    acosh
+    sqrt rsqrt log log1p log2 div exp exp2 expm1 sinh cosh integer_pow pow asin acos atanh
+    erf_inv acosh
     """.split()  # noqa: SIM905
 )
 
