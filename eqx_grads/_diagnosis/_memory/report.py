@@ -58,8 +58,8 @@ class MemoryReport(AbstractReport):
     The `kind` of an array is `"computed"`; `"carry"`, which enters a step of a loop; `"rule"`,
     kept by a function with a derivative of its own; `"recomputable"`, which follows by
     elementwise operations from inputs and other arrays that are kept; or `"constant"`, which
-    depends on no input. The last two need no memory outside of loops, where XLA computes them
-    again.
+    depends on no input. Outside of loops, XLA may compute the last two again and not keep them:
+    for three models on a CPU, about 83 %, 40 % and 36 % of their bytes.
 
     It is false if nothing is found.
     """
@@ -175,7 +175,7 @@ class MemoryReport(AbstractReport):
         if fused:
             text += (
                 f" Of what is kept outside of loops, {show_bytes(fused)} are constant or "
-                "elementwise from the rest: XLA mostly computes these again."
+                "elementwise from the rest: XLA may compute these again."
             )
         advice = [f"{i + 1}. {advice}" for i, advice in enumerate(self.advice)]
         return [text, "\n".join(advice) or "No checkpoint saves a tenth of it."]
