@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from .._diagnosis.origins import NumberedLoss
@@ -84,8 +85,13 @@ def _same_constants(one: Any, other: Any) -> bool:
 
 
 def _constants(program: Any) -> Iterator[Any]:
-    """The name of each primitive and each number in a program, in order."""
+    """The name of each primitive and each number in a program, in order. A string for what is
+    no number."""
     for x in program.consts:
+        if isinstance(x, Tracer):
+            # An inner program may hold what the program around it computes (JAX 0.12).
+            yield str(x.aval)
+            continue
         is_number = not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
         yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
     for eqn in program.eqns:

@@ -24,8 +24,8 @@ from ._slope import (
 _SAFETY = 10.0
 # An estimate of the differences with a larger relative error is no evidence.
 _USELESS = 0.03
-# Along how many directions a leaf is judged at most.
-_MOST_DIRECTIONS = 4
+# Along how many directions a leaf is judged at most, beside the first.
+_MORE_DIRECTIONS = 3
 # How far a model is moved off a kink, relative to its entries.
 _MOVE = 1e-3
 
@@ -106,14 +106,18 @@ class Judge:
     def judge_leaf(self, leaf: int) -> LeafVerdict:
         """The verdict on one leaf. An error that only the tolerance admits may be larger along
         other directions: by chance, it is small along a few."""
-        for _ in range(_MOST_DIRECTIONS):
-            verdict = self.judge(self.direction(self.program.names[leaf], [leaf]))
+        verdict = self._judge_alone(leaf)
+        for _ in range(_MORE_DIRECTIONS):
             direction, slope = self.measured[leaf]
             gap = _gap(verdict.reverse, verdict.forward, slope)
             explained = _SAFETY * (slope.error + self._rounding(direction))
             if verdict.verdict != RIGHT or gap <= explained:
                 break
+            verdict = self._judge_alone(leaf)
         return verdict
+
+    def _judge_alone(self, leaf: int) -> LeafVerdict:
+        return self.judge(self.direction(self.program.names[leaf], [leaf]))
 
     def judge(self, direction: Direction) -> LeafVerdict:
         samples = self.program.samples(self.leaves, direction.tangents)

@@ -177,8 +177,10 @@ def _best(slopes: list[Slope]) -> Slope:
 
 
 def with_sides(samples: Samples, slope: Slope) -> Slope:
-    """The same with one-sided slopes: of short steps, extrapolated to zero. If a kink is seen in
-    still shorter steps only, as it is one of many, those of it."""
+    """The same with one-sided slopes: of short steps, extrapolated to zero.
+
+    A kink that is one of many is seen in still shorter steps only. They are taken then.
+    """
     found = [slope]
     steps = [2.0**-k for k in range(8, 34)]
     samples.compute(sign * h / part for h in steps for part in (1, 2, 4) for sign in (1, -1))
