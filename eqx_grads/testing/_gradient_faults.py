@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from .._diagnosis.origins import NumberedLoss
@@ -21,6 +22,8 @@ from ._remove_rules import RuleRemoval, Suspect
 
 CALLER = "check_gradients"
 ALL = "all leaves"
+# Of a smaller relative error the text says how it compares with that of the differences.
+_SMALL = 1e-2
 
 
 def faults_of_value(
@@ -82,8 +85,13 @@ def _same_constants(one: Any, other: Any) -> bool:
 
 
 def _constants(program: Any) -> Iterator[Any]:
-    """The name of each primitive and each number in a program, in order."""
+    """The name of each primitive and each number in a program, in order. A string for what is
+    no number."""
     for x in program.consts:
+        if isinstance(x, Tracer):
+            # An inner program may hold what the program around it computes (JAX 0.12).
+            yield str(x.aval)
+            continue
         is_number = not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
         yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
     for eqn in program.eqns:
@@ -161,6 +169,8 @@ def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
     parts = []
     if leaf.reverse is not None and leaf.forward is not None and _agrees(leaf, leaf.forward):
         parts.append("forward mode agrees with the differences")
+    if leaf.relative_error < _SMALL:
+        parts.append(_how_small(leaf))
     if known.reference is not None and judge.gradient is not None:
         want, have = np.asarray(known.reference[i]), np.asarray(judge.gradient[i])
         likely = likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i])
@@ -173,8 +183,18 @@ def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
         path=(first.layer if first else "")
         or _layer_of_leaf(leaf.leaf, judge.program.traced.layers),
         detail=f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else "",
-        cure=_cure(kind, reasons, known.is_scan),
+        cure=_cure(kind, reasons, known.is_scan, leaf.relative_error < _SMALL),
     )
+
+
+def _how_small(leaf: LeafVerdict) -> str:
+    """An error that the columns of the table hardly show, and why it is one."""
+    text = f"it is off by {leaf.relative_error:.0e} of its size"
+    have = [d for d in (leaf.reverse, leaf.forward) if d is not None]
+    gap = max(abs(d - (leaf.differences or 0.0)) for d in have)
+    if leaf.error > 0:
+        text += f", {gap / leaf.error:.0e} times the error of the differences"
+    return text
 
 
 def _agrees(leaf: LeafVerdict, derivative: float) -> bool:
@@ -208,7 +228,7 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
+def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool, is_small: bool) -> str:
     if kind == "not finite":
         return "`eqg.explain_nan` says where it becomes so."
     if is_scan:
@@ -218,6 +238,12 @@ def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
             return "`eqg.explain_zero` says where the gradient becomes zero."
         if kind == "modes disagree":
             return "Reverse mode is right, forward mode is not."
+        if is_small:
+            return (
+                "No rule explains it. An error as small as this is usual for a solver that "
+                "iterates to a tolerance, and for what computes in less precision: make these "
+                "tighter, or pass a larger `tolerance`."
+            )
         return "No rule explains it. Check the layers one by one."
     stops = [s for s in reasons if s.is_stop]
     if stops:

