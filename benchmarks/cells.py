@@ -1,5 +1,7 @@
 """No claim: the cells that `sizes.py` measures, and their shapes."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -13,7 +15,7 @@ class Cell(eqx.Module):
     """Any function of an input and a state, which is an array or several of `shape`."""
 
     parts: dict
-    step: object = eqx.field(static=True)
+    step: Callable = eqx.field(static=True)
     shape: tuple = eqx.field(static=True)
     n_states: int = eqx.field(static=True, default=1)
 

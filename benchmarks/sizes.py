@@ -9,15 +9,14 @@ the ranges and the exceptions.
 Value and gradient of a sum over all outputs, with respect to all parameters, in single
 precision, on one thread. The speed is the median over alternating rounds of the ratio to
 `jax.lax.scan` in the same round, of the time on the processor, in which other processes do not
-count. With `--skip-same`, `"auto"` is not timed where it compiles to the program of plain scan.
+count.
 
-    python benchmarks/sizes.py [--quick] [--layers GRU LSTM] [--cells spiking] [--skip-same]
+    python benchmarks/sizes.py [--quick] [--layers GRU LSTM] [--cells spiking]
 """
 
 import argparse
 import functools as ft
 import os
-import re
 import statistics
 import time
 
@@ -55,22 +54,20 @@ LAYERS = {
 
 
 class Program:
-    """A compiled program, its arguments, its temporary bytes and its text."""
+    """A compiled program with its arguments, and its temporary bytes."""
 
-    def __init__(self, fn, *args):
+    def __init__(self, fn, args):
         start = time.process_time()
         self._run = jax.jit(fn).lower(*args).compile()
         self.seconds = time.process_time() - start
         self._args = args
-        self.memory = self._run.memory_analysis().temp_size_in_bytes
-        # Names and source lines may differ.
-        self.text = re.sub(r'metadata=\{.*?\}|"[^"]*"|%?[\w.-]+\.\d+', "", self._run.as_text())
+        analysis = self._run.memory_analysis()
+        self.memory = 0 if analysis is None else analysis.temp_size_in_bytes
 
     def time(self, times):
         start = time.process_time()
-        for _ in range(times):
-            out = self._run(*self._args)
-        jax.block_until_ready(out)
+        outs = [self._run(*self._args) for _ in range(times)]
+        jax.block_until_ready(outs)
         return (time.process_time() - start) / times
 
 
@@ -136,24 +133,17 @@ def layer(cell, xs, *, make, outside):
     return jax.vmap(lambda x: run(x)[0], 1, 1)(xs) if outside else run(xs)[0]
 
 
-def compare(plain, ours, cell, xs, rounds, skip_same):
-    """A row of the table: both placements of the batch."""
-    found = []
+def compare(plain, ours, cell, xs, rounds):
+    """The end of a row of the table, and the speeds for both placements of the batch."""
+    speeds, memory, compilation = [], [], []
     for outside in (False, True):
-        pair = []
-        for run in (plain, ours):
-            fn, args = gradient(run(outside), cell, xs)
-            pair.append(Program(fn, *args))
-        same = skip_same and pair[0].text == pair[1].text
-        ratio = None if same else speed(*pair, rounds)
-        found.append((ratio, pair[1].memory / max(pair[0].memory, 1)))
-    speeds = ["same" if r is None else f"{r:.2f}" for r, _ in found]
-    memory = " / ".join(f"{m:.2f}" for _, m in found)
-    print(
-        f"{' / '.join(speeds)} | {memory} | {pair[1].seconds / pair[0].seconds:.2f} |",
-        flush=True,
-    )
-    return [r for r, _ in found if r is not None]
+        first, second = (Program(*gradient(run(outside), cell, xs)) for run in (plain, ours))
+        speeds.append(speed(first, second, rounds))
+        memory.append(second.memory / max(first.memory, 1))
+        compilation.append(second.seconds / first.seconds)
+    of_both = lambda values: " / ".join(f"{value:.2f}" for value in values)
+    print(" | ".join(map(of_both, (speeds, memory, compilation))), "|", flush=True)
+    return speeds
 
 
 def main():
@@ -162,7 +152,6 @@ def main():
     parser.add_argument("--layers", nargs="*", default=list(LAYERS))
     parser.add_argument("--cells", nargs="*", default=list(CELLS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--skip-same", action="store_true")
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
     ratios = []
@@ -175,7 +164,7 @@ def main():
             print(f"| {name} layer | {steps}, {batch}, {hidden}, {size} | ", end="")
             plain = lambda outside: ft.partial(plain_scan, outside=outside)
             ours = lambda outside, make=make: ft.partial(layer, make=make, outside=outside)
-            ratios += compare(plain, ours, cell, xs, rounds, False)
+            ratios += compare(plain, ours, cell, xs, rounds)
     auto = ft.partial(eqg.filter_scan, checkpoint="auto")
     for name in args.cells[:1] if args.quick else args.cells:
         make_cell, shapes = CELLS[name]
@@ -184,12 +173,11 @@ def main():
             print(f"| {name} | {', '.join(map(str, shape))} | ", end="")
             plain = lambda outside: ft.partial(loop, scan=jax.lax.scan, outside=outside)
             ours = lambda outside: ft.partial(loop, scan=auto, outside=outside)
-            ratios += compare(plain, ours, cell, inputs(name, shape), rounds, args.skip_same)
+            ratios += compare(plain, ours, cell, inputs(name, shape), rounds)
     if ratios:
-        print(
-            f"\n{len(ratios)} programs: {min(ratios):.2f} to {max(ratios):.2f}, "
-            f"{sum(r < 0.97 for r in ratios)} below 0.97"
-        )
+        slower = sum(ratio < 0.97 for ratio in ratios)
+        print(f"\n{len(ratios)} programs: {min(ratios):.2f} to {max(ratios):.2f}")
+        print(f"{slower} below 0.97")
 
 
 if __name__ == "__main__":

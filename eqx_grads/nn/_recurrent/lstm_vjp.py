@@ -137,7 +137,9 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         if factors_first:
             operands = _factors(*operands)
         cts, out = jax.lax.scan(step, cts, (operands, ct, valid), reverse=not reverse)
-        d_gates = _cotangents(*out, operands, valid) if factors_first else out
+        d_gates: Any = out
+        if factors_first:
+            d_gates = _cotangents(out[0], out[1], operands, valid)
         sums = add_gradients(
             sums, (_joint_weight_gradient, d_gates, x, h), (bias_gradient, d_gates)
         )
