@@ -70,7 +70,8 @@ def is_replay_better(body: TracedBody, steps: int, perturbed_consts: Sequence[bo
     weights = _summed_over_time(body, perturbed_consts)
     # The products of one step with each weight once. With fixed weights there is no gradient to
     # sum, and if a weight is used several times in a step, there is one sum for all uses.
-    if flops > _USES_OF_A_WEIGHT * 2 * rows(body) * sum(t.size for t in weights):
+    # Without products, there is nothing that several steps compute better at once.
+    if not 0 < flops <= _USES_OF_A_WEIGHT * 2 * rows(body) * sum(t.size for t in weights):
         return False
     lost = flops / _FLOPS + _bytes_of_the_largest(body) / _BYTES_COMPUTED
     won = 2 * sum(map(_bytes, weights)) / _BYTES_IN_CACHE
