@@ -168,8 +168,10 @@ def close_body(
 ) -> tuple[TracedBody, list[Any]]:
     """The traced body without constants, and these constants."""
 
+    jaxpr = program.jaxpr  # without the constants, which may be tracers
+
     def of_consts(consts, carry, x):
-        out = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*carry, *x)
+        out = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*carry, *x)
         return out[: len(carry)], out[len(carry) :]
 
     consts = as_array_list(program.consts)
