@@ -1,5 +1,5 @@
-"""Claim: at all sizes that were measured, the recurrent layers and `filter_scan` with
-`checkpoint="auto"` train at 0.97 times the speed of plain scan or more.
+"""Claim: from 8 steps of 8 units on, the recurrent layers and `filter_scan` with
+`checkpoint="auto"` train at 0.96 times the speed of plain scan or more, up to 3.3 times.
 
 The layers run at 47 shapes from 8 steps of one sequence with 4 units to 256 steps of 128
 sequences with 512 units, and `"auto"` with 16 cells at 3 to 9 shapes each: recurrent, spiking,
