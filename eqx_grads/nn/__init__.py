@@ -40,6 +40,12 @@ from ._spiking.cells import (
     LICell as LICell,
     LIFCell as LIFCell,
 )
+from ._spiking.layers import (
+    ALIF as ALIF,
+    CuBaLIF as CuBaLIF,
+    LI as LI,
+    LIF as LIF,
+)
 from ._spiking.parameters import (
     ALIFState as ALIFState,
     CuBaLIFState as CuBaLIFState,
@@ -51,3 +57,9 @@ from ._spiking.recurrent_cells import (
     RCuBaLIFCell as RCuBaLIFCell,
     RLIFCell as RLIFCell,
 )
+from ._spiking.recurrent_layers import (
+    RALIF as RALIF,
+    RCuBaLIF as RCuBaLIF,
+    RLIF as RLIF,
+)
+from ._spiking.weighted_cell import WeightedCell as WeightedCell
