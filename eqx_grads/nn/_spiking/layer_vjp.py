@@ -255,7 +255,7 @@ def _backward_step(d, w_state, wanted, ct_state, inputs):
         ct_v = slope if ct_s is None else slope * ct_s
     after = NeuronState(ct_s if ct_state.spikes is not None else None, ct_u, ct_i, ct_a)
     ct_u = _add(ct_u, ct_v)
-    if ct_a is not None:
+    if ct_a is not None and ct_v is not None:
         ct_a = ct_a - d.strength * ct_v
     ct_i = ct_u if ct_i is None else ct_i + ct_u
     of_step = _StepCotangents(ct_i, ct_u, ct_v, ct_s, ct_i, ct_a)
