@@ -138,17 +138,12 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
         before, after = _states_of_chunk(
             dynamics, y, membrane, entry, first.current, valid, x.dtype, reverse
         )
-        slope = _slopes(dynamics, after, valid)
-        of_output = (slope, ct_y)
+        slope, ct_output = _slopes(dynamics, after, valid), ct_y
         if ct_state.spikes is None and slope is not None:
             # One array for the loop to read, not two.
-            of_output = (None if ct_y is None else slope * ct_y, None)
-        ct_state, cts = jax.lax.scan(
-            jax.vmap(back),
-            ct_state,
-            (_for_reset(dynamics, before), *of_output, valid),
-            reverse=not reverse,
-        )
+            slope, ct_output = None if ct_y is None else slope * ct_y, None
+        inputs = (_for_reset(dynamics, before), slope, ct_output, valid)
+        ct_state, cts = jax.lax.scan(jax.vmap(back), ct_state, inputs, reverse=not reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, cts.x, x),
@@ -180,13 +175,7 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
         chunk=length,
         reverse=not reverse,
     )
-    ct_dynamics = Dynamics(
-        **dict(zip(_CONSTANTS, sums[3:], strict=True)),
-        surrogate=ct_surrogate,
-        reset=dynamics.reset,
-        detach_reset=dynamics.detach_reset,
-    )
-    return (*sums[:3], ct_dynamics, ct_xs, ct_state, None)
+    return (*sums[:3], _like(dynamics, sums[3:], ct_surrogate), ct_xs, ct_state, None)
 
 
 def _last_cotangents(d, w_state, ct_last, ys, valid, dtype):
@@ -399,6 +388,16 @@ def _zero_sums(weights, dynamics, perturbed, ys):
         neurons = None if constant is None else jnp.zeros_like(ys, shape=ys.shape[2:])
         sums.append(zero_sum(neurons, getattr(perturbed[3], name), ys))
     return sums
+
+
+def _like(dynamics, constants, surrogate):
+    """Cotangents of `_CONSTANTS` and of the surrogate, as those of the `Dynamics`."""
+    return Dynamics(
+        **dict(zip(_CONSTANTS, constants, strict=True)),
+        surrogate=surrogate,
+        reset=dynamics.reset,
+        detach_reset=dynamics.detach_reset,
+    )
 
 
 def _constant_gradients(d, cts, before):
