@@ -325,7 +325,7 @@ def test_dropout_and_casting(getkey):
 def test_memory(getkey):
     """With learned constants, autodiff saves the potentials, the spikes and the slopes."""
     options = {"learn_beta": True, "learn_threshold": True, "time_major": True}
-    xs, ct = jnp.ones((500, 16, 32)), jnp.ones((500, 16, 64))
+    xs, ct = jnp.ones((1000, 16, 32)), jnp.ones((1000, 16, 64))
 
     def plain(layer, xs):
         cell = layer.to_cell()

@@ -28,10 +28,13 @@ from .dynamics import decayed, Dynamics, NeuronState, over_threshold, reset_by, 
 
 
 def chunk_length(xs: Array, hidden_size: int) -> int:
-    """The number of steps of a chunk: enough rows for a matrix product to be efficient, few
-    enough for the potentials of a chunk to stay in the cache."""
+    """The number of steps of a chunk: all of them if their potentials fit in the cache.
+    Otherwise enough rows for a matrix product to be efficient, and as few as fit with all
+    intermediate values."""
     steps, batch, _ = xs.shape
     per_step = max(batch, 1) * hidden_size * xs.dtype.itemsize
+    if steps * per_step <= 2**20:
+        return max(steps, 1)
     fits = max(2**18 / per_step, 512 / max(batch, 1))
     return near_divisor(steps, min(fits, 128))
 
@@ -241,7 +244,7 @@ def _backward_step(d, w_state, wanted, ct_state, inputs):
         ct_u = _add(ct_u, ct_y)
     else:
         ct_s = _add(ct_s, ct_y)
-        ct_v = slope if ct_s is None else slope * ct_s
+        ct_v = slope if ct_s is None or slope is None else slope * ct_s
     after = NeuronState(ct_s if ct_state.spikes is not None else None, ct_u, ct_i, ct_a)
     ct_u = _add(ct_u, ct_v)
     if ct_a is not None and ct_v is not None:
