@@ -11,10 +11,17 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import check_sizes
-from .._dtypes import default_dtype
+from .._argument_checks import (
+    as_sizes,
+    check_callable,
+    check_numbers,
+    check_option,
+    check_stack,
+)
+from .._dtypes import layer_dtype
 from .._recurrent.stack import make_cells, Stack
 from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
@@ -164,20 +171,31 @@ class LRU(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        check_sizes(
+        input_size, output_size, state_size = as_sizes(
             "LRU",
             input_size=input_size,
             output_size=output_size,
             state_size=state_size,
-            num_layers=num_layers,
         )
+        check_stack(
+            "LRU",
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        check_option("LRU", "method", method, METHODS)
+        check_callable("LRU", "activation", activation)
+        check_numbers("LRU", r_min=r_min, r_max=r_max, max_phase=max_phase)
         if not (0 <= r_min < r_max <= 1 and max_phase > 0):
             raise rule_error(
                 "`LRU` needs `0 <= r_min < r_max <= 1` and `max_phase > 0`.",
                 f"`r_min` is {r_min}, `r_max` is {r_max}, `max_phase` is {max_phase}",
                 do="Choose two radii in this order, and a positive phase.",
             )
-        dtype = default_dtype(dtype)
+        dtype = layer_dtype("LRU", dtype)
         make = ft.partial(
             LRUCell,
             output_size=output_size,

@@ -11,10 +11,17 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import check_sizes
-from .._dtypes import default_dtype
+from .._argument_checks import (
+    as_sizes,
+    check_callable,
+    check_numbers,
+    check_option,
+    check_stack,
+)
+from .._dtypes import layer_dtype
 from .._recurrent.stack import make_cells, Stack
 from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
@@ -180,14 +187,25 @@ class S5(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        check_sizes(
+        input_size, output_size, state_size, blocks = as_sizes(
             "S5",
             input_size=input_size,
             output_size=output_size,
             state_size=state_size,
             blocks=blocks,
-            num_layers=num_layers,
         )
+        check_stack(
+            "S5",
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        check_option("S5", "method", method, METHODS)
+        check_callable("S5", "activation", activation)
+        check_numbers("S5", min_step=min_step, max_step=max_step)
         if state_size % (2 * blocks) != 0:
             raise rule_error(
                 "`S5` can't pair its eigenvalues.",
@@ -200,7 +218,7 @@ class S5(AbstractDiagonal):
                 f"`min_step` is {min_step}, `max_step` is {max_step}",
                 do="Choose two positive steps in this order.",
             )
-        dtype = default_dtype(dtype)
+        dtype = layer_dtype("S5", dtype)
         make = ft.partial(
             S5Cell,
             output_size=output_size,

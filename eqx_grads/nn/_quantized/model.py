@@ -142,11 +142,24 @@ def quantize_model(
 
     [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule.
     """
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    pairs = _pairs(rules)
     walk = _Walk([_Rule(i, which, how) for i, (which, how) in enumerate(pairs)])
     new = walk.visit(model, "", frozenset())
     walk.check_all_used()
     return new, QuantizationReport(walk.swapped, walk.left)
+
+
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    is_list = isinstance(pairs, Sequence) and not isinstance(pairs, str)
+    if not is_list or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise rule_error(
+            "`quantize_model` was given rules that do not say which layers they are for.",
+            f"`rules` is {rules!r:.80}",
+            do="Give it a dictionary from types or paths of layers to quantizers: "
+            "`{eqx.nn.Linear: eqg.nn.LSQ(bits=4)}`, or a list of such pairs.",
+        )
+    return list(pairs)
 
 
 class _Rule:

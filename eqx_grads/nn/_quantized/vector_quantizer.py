@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Integer, Key
 
 from ... import ste
 from ..._errors import rule_error
-from ..._rules.float_args import as_floats, widen
+from ..._rules.float_args import as_floats, check_flags, widen
 from ..._tangent_spaces import promote
-from .._dtypes import default_dtype
+from .._dtypes import layer_dtype
 from .argument_checks import (
     as_axis,
     as_number,
@@ -106,6 +106,7 @@ class VectorQuantizer(eqx.Module):
         - `dtype`: of the codebook. Moving averages need single precision.
         - `key`: for the initial codebook.
         """
+        check_flags("VectorQuantizer", ema=ema)
         do = "Give it a positive integer."
         num_entries = integer_option("VectorQuantizer", "num_entries", num_entries, do=do)
         size = integer_option("VectorQuantizer", "size", size, do=do)
@@ -116,11 +117,12 @@ class VectorQuantizer(eqx.Module):
                 f"`num_entries` is {num_entries}, `size` is {size}, `decay` is {decay}",
                 do="Both sizes are positive, and a decay is from zero to less than one.",
             )
-        self.codebook = jr.normal(key, (num_entries, size), default_dtype(dtype))
+        dtype = layer_dtype("VectorQuantizer", dtype)
+        self.codebook = jr.normal(key, (num_entries, size), dtype)
         wide = widen(self.codebook).dtype
         self.usage = jnp.full(num_entries, 1 / num_entries, wide)
         self.commitment = as_number("VectorQuantizer", "commitment", commitment)
-        self.ema = ema
+        self.ema = bool(ema)
         self.decay = decay
         self.dead_below = as_number("VectorQuantizer", "dead_below", dead_below)
         self.axis = as_axis("VectorQuantizer", axis)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._control_flow.scan import filter_scan
-from ..._errors import rule_error
-from .._argument_checks import check_features
+from ..._control_flow.scan import filter_scan, named_method
+from ..._errors import place_of, rule_error, RuleError, show_tree
+from ..._rules.float_args import check_flags
+from .._argument_checks import check_callable, check_features
 from .layer import AbstractRecurrent, zero_hidden
 from .stack import Stack
 
@@ -78,11 +79,14 @@ class Recurrent(AbstractRecurrent):
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
+        check_flags("Recurrent", reverse=reverse, time_major=time_major)
+        check_callable("Recurrent", "cell", cell)
+        check_callable("Recurrent", "output", output)
         self.cells = ((cell,),)
         self.initial_state = initial_state
         self.stack = Stack(0.0, reverse, time_major)
         self.output = output
-        self.checkpoint = checkpoint
+        self.checkpoint = _as_checkpoint(checkpoint)
 
     def _zero_state(self):
         ((cell,),) = self.cells
@@ -111,19 +115,46 @@ class Recurrent(AbstractRecurrent):
                 return new, jax.tree.leaves(new)[0]
             return new, jax.vmap(self.output)(new)
 
-        state = _cast_as_returned(step, state, (xs, valid))
+        state = _first_state(cell, step, state, (xs, valid))
         last, ys = filter_scan(
             step, state, (xs, valid), reverse=reverse, checkpoint=self.checkpoint
         )
         return ys, last
 
 
-def _cast_as_returned(step: Callable[..., Any], state: PyTree, inputs: PyTree) -> PyTree:
+def _as_checkpoint(checkpoint: Any) -> int | str | None:
+    try:
+        named_method(checkpoint, 1)
+    except RuleError:
+        raise rule_error(
+            "`Recurrent` was given a `checkpoint` that it does not know.",
+            f"`checkpoint` is {checkpoint!r:.60}",
+            do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
+        ) from None
+    is_number = checkpoint is not None and not isinstance(checkpoint, str)
+    return int(checkpoint) if is_number else checkpoint
+
+
+def _first_state(
+    cell: Callable[..., Any], step: Callable[..., Any], state: PyTree, inputs: PyTree
+) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
     new, _ = jax.eval_shape(step, state, one)
-    if jax.tree.structure(new) != jax.tree.structure(state):
-        return state  # `filter_scan` says what differs
+    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+    same_tree = jax.tree.structure(new) == jax.tree.structure(state)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
-    return jax.tree.map(cast, state, new)
+    state_as_new = jax.tree.map(cast, state, new) if same_tree else state
+    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+    if same_tree and shapes(new) == shapes(state) and dtypes(new) == dtypes(state_as_new):
+        return state_as_new
+    without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    of_one = lambda tree: jax.tree.map(without_batch, tree)
+    raise rule_error(
+        "The cell of `Recurrent` returned another state than it was given.",
+        f"it was given {show_tree(of_one(state))}",
+        f"it returned {show_tree(of_one(new))}",
+        place_of(cell),
+        do="Return a state like the first one, or give the layer another `initial_state`.",
+    )

@@ -6,8 +6,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
 
-from .._argument_checks import check_features, check_option, check_sizes
-from .._dtypes import common_dtype
+from .._argument_checks import as_sizes, check_option, check_real, check_stack
+from .._dtypes import common_dtype, layer_dtype
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .lstm_vjp import lstm
 from .stack import make_cells, Stack
@@ -79,12 +79,23 @@ class LSTM(AbstractRecurrent):
         As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half of the
         memory.
         """
-        check_sizes(
-            "LSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        input_size, hidden_size = as_sizes(
+            "LSTM", input_size=input_size, hidden_size=hidden_size
         )
+        check_stack(
+            "LSTM",
+            num_layers=num_layers,
+            use_bias=use_bias,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        dtype = layer_dtype("LSTM", dtype)
         check_option("LSTM", "keep", keep, ("gates", "states"))
         make = ft.partial(
-            eqx.nn.LSTMCell, hidden_size=hidden_size, use_bias=use_bias, dtype=dtype
+            eqx.nn.LSTMCell, hidden_size=hidden_size, use_bias=bool(use_bias), dtype=dtype
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -96,7 +107,7 @@ class LSTM(AbstractRecurrent):
         return zero, zero
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("LSTM", cell, xs)
+        check_real("LSTM", cell, xs, *state)
         xs, h, c, w_in, w_state, bias = common_dtype(
             xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
         )

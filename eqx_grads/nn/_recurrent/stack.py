@@ -28,8 +28,8 @@ class Stack(eqx.Module):
 
     def __init__(self, dropout: float, reverse: bool, time_major: bool):
         self.dropout = eqx.nn.Dropout(dropout)
-        self.reverse = reverse
-        self.time_major = time_major
+        self.reverse = bool(reverse)
+        self.time_major = bool(time_major)
 
     def time_first(self, xs: Array) -> Array:
         """One sequence or a batch of them as `(time, batch, in)`."""

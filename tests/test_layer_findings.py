@@ -1,0 +1,309 @@
+"""What outside trials found in layers and straight-through ops: L1, L7, L8, L9 and L10."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.nn as nn
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import numpy as np
+import pytest
+from eqx_grads import RuleError, ste, surrogates
+
+
+KEY = jr.key(0)
+X = np.array([0.3, -0.9, 2.0], np.float32)
+XS = np.ones((6, 3), np.float32)
+GATED = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
+STACKS = {
+    **{
+        name: lambda layer=layer, **o: layer(3, 4, key=KEY, **o)
+        for name, layer in GATED.items()
+    },
+    "MinGRU": lambda **o: nn.MinGRU(3, 4, key=KEY, **o),
+    "MinLSTM": lambda **o: nn.MinLSTM(3, 4, key=KEY, **o),
+    "LRU": lambda **o: nn.LRU(3, 4, 4, key=KEY, **o),
+    "S5": lambda **o: nn.S5(3, 4, 4, key=KEY, **o),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    """Without the checks of types at run time, which would refuse some options first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def raises(match):
+    return pytest.raises(RuleError, match=match)
+
+
+# ---------------------------------------------------------------- L7
+
+
+def test_L7_numpy_integers_are_integers():
+    four, int_ = np.int64(4), np.int32
+    expected = ste.fake_quantize(X, 0.1, bits=4)
+    assert np.array_equal(ste.fake_quantize(X, 0.1, bits=four), expected)
+    assert np.array_equal(ste.lsq(X, 0.1, bits=four), ste.lsq(X, 0.1, bits=4))
+    codes, index = ste.fsq(X, np.array([8, 5, 5]))
+    assert np.array_equal(codes, ste.fsq(X, (8, 5, 5))[0])
+    assert np.array_equal(ste.fsq_codebook([int_(8), 5, int_(5)])[index], codes)
+    assert nn.FSQ(np.array([8, 5, 5])).num_codes == 200
+    assert nn.LSQ(four).bits == nn.FakeQuantize(four, channel_axis=int_(0)).bits == 4
+    assert nn.VectorQuantizer(four, int_(3), axis=int_(-1), key=KEY).codebook.shape == (4, 3)
+    assert nn.QuantizedLinear(int_(3), four, weight_quantizer=None, key=KEY)(X).shape == (4,)
+    assert nn.RNNCell(int_(3), four, key=KEY)(X, jnp.zeros(4)).shape == (4,)
+    for layer in GATED.values():
+        ys, _ = layer(int_(3), four, num_layers=np.int8(2), dtype="bfloat16", key=KEY)(XS)
+        assert ys.shape == (6, 4)
+    for layer in (nn.MinGRU, nn.MinLSTM):
+        assert layer(int_(3), four, dtype="bfloat16", key=KEY)(XS)[0].shape == (6, 4)
+    for layer in (nn.LRU, nn.S5):
+        assert layer(int_(3), int_(2), four, dtype="bfloat16", key=KEY)(XS)[0].shape == (6, 2)
+    recurrent = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=KEY), checkpoint=int_(2))
+    assert recurrent(XS, lengths=int_(3))[0].shape == (6, 4)
+    options = dict.fromkeys(("bidirectional", "reverse", "use_bias", "time_major"), np.True_)
+    assert nn.GRU(3, 4, **options, key=KEY)(XS)[0].shape == (6, 8)
+
+
+@pytest.mark.parametrize("true", [True, np.True_])
+def test_L7_booleans_are_no_integers(true):
+    calls = [
+        lambda: ste.fake_quantize(X, 0.1, bits=true, signed=False),
+        lambda: ste.lsq(X, 0.1, bits=true, signed=False),
+        lambda: ste.pact(X, 1.0, bits=true),
+        lambda: ste.dorefa(X, bits=true),
+        lambda: ste.fsq(X, (true, 5, 5)),
+        lambda: ste.fake_quantize(X, true),
+        lambda: ste.fake_quantize(X, 0.1, true),
+        lambda: nn.LSQ(true, signed=False),
+        lambda: nn.FakeQuantize(channel_axis=true),
+        lambda: nn.FSQ((8, 5), axis=true),
+        lambda: nn.VectorQuantizer(true, 3, key=KEY),
+        lambda: nn.VectorQuantizer(4, 3, decay=true, key=KEY),
+        lambda: nn.QuantizedLinear(true, 3, weight_quantizer=None, key=KEY),
+        lambda: nn.RNNCell(3, true, key=KEY),
+        lambda: nn.GRU(true, 4, key=KEY),
+        lambda: nn.GRU(3, 4, num_layers=true, key=KEY),
+        lambda: nn.GRU(3, 4, num_layers=2, dropout=true, key=KEY),
+        lambda: nn.GRU(3, 4, key=KEY)(XS, lengths=true),
+        lambda: nn.S5(3, 4, 4, blocks=true, key=KEY),
+        lambda: nn.LRU(3, 4, 4, r_max=true, key=KEY),
+        lambda: nn.Recurrent(eqx.nn.GRUCell(3, 4, key=KEY), checkpoint=true),
+        lambda: eqg.clip_gradient_norm(X, 1.0, axis=true),
+    ]
+    for i, call in enumerate(calls):
+        with raises("(not|can't)"):
+            print(i, call())
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_L7_sizes_of_a_cell(size):
+    for sizes in ((3, size), (size, 3)):
+        with raises(f"(?s)`RNNCell` was given a size that is not a positive.*_size` is {size}"):
+            nn.RNNCell(*sizes, key=KEY)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_L7_complex_numbers(name):
+    with raises(f"(?s)`dtype` of `{name}` is not a real floating one.*it is complex64"):
+        STACKS[name](dtype=jnp.complex64)
+    layer = STACKS[name]()
+    with raises(f"(?s)`{name}` was given complex numbers.*`xs` is complex64"):
+        layer(XS.astype("complex64"))
+    state = jax.tree.map(lambda s: s.astype("complex64"), layer(XS)[1])
+    with raises(f"(?s)`{name}` was given complex numbers.*`state` is complex64"):
+        layer(XS, state)
+
+
+# ---------------------------------------------------------------- L8
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_L8_options_of_stacks(name):
+    make = STACKS[name]
+    for dropout in (2.0, -0.1, np.nan, "0.5"):
+        with raises(f"`dropout` of `{name}` is not a probability"):
+            make(num_layers=2, dropout=dropout)
+    with raises("(?s)a single layer.*Dropout is applied between two layers"):
+        make(dropout=0.5)
+    for option in ("bidirectional", "learn_initial_state", "reverse", "time_major"):
+        with raises(f"(?s)`{option}` of `{name}` is not a bool.*it is 'no'"):
+            make(**{option: "no"})
+    if name in GATED:
+        with raises("`use_bias` of"):
+            make(use_bias=0)
+    else:
+        with raises(f"(?s)`{name}` was given an unknown `method`.*'fft'.*'associative'"):
+            make(method="fft")
+
+
+def test_L8_flags_of_quantizers():
+    vq = lambda **o: nn.VectorQuantizer(3, 4, key=KEY, **o)
+    linear = lambda **o: nn.QuantizedLinear(3, 4, weight_quantizer=None, key=KEY, **o)
+    for make, option in (
+        (vq, "ema"),
+        (nn.LSQ, "signed"),
+        (nn.FakeQuantize, "signed"),
+        (nn.FakeQuantize, "narrow"),
+        (nn.FakeQuantize, "learn_scale"),
+        (lambda **o: nn.BinaryLinear(3, 4, key=KEY, **o), "scale"),
+        (lambda **o: nn.TernaryLinear(3, 4, key=KEY, **o), "scale"),
+        (linear, "use_bias"),
+        (lambda **o: ste.fake_quantize(X, 0.1, **o), "signed"),
+        (lambda **o: ste.fake_quantize(X, 0.1, **o), "narrow"),
+        (lambda **o: ste.lsq(X, 0.1, **o), "signed"),
+        (lambda **o: ste.gumbel_softmax(X, key=KEY, **o), "hard"),
+        (lambda **o: ste.gumbel_sigmoid(X, key=KEY, **o), "hard"),
+    ):
+        with raises(f"(?s)`{option}` of .* is not a bool.*it is 'no'"):
+            make(**{option: "no"})
+
+
+def test_L8_zero_point_and_scale():
+    with raises(r"(?s)8 as its zero point, and no number of bits.*Write `bits=8`"):
+        ste.fake_quantize(X, 0.1, 8)
+    with raises("no number of bits"):
+        ste.fake_quantize(X, 0.1, np.int64(4))
+    shifted = ste.fake_quantize(X, 0.1, 8, bits=8)
+    assert np.array_equal(shifted, ste.fake_quantize(X, 0.1, 8.0))
+    for zero_point in (300, -129, np.nan, np.inf, jnp.array(200), np.array([0.0, 0.0, 128.0])):
+        with raises("(?s)a zero point that is no integer of its range.*from -128 to 127"):
+            ste.fake_quantize(X, 0.1, zero_point)
+    for scale in (jnp.array(0.0), jnp.array([1.0, 1.0, -1.0]), jnp.array(np.nan), 0):
+        with raises("The scale of `ste.fake_quantize` is not positive"):
+            ste.fake_quantize(X, scale)
+        with raises("The step of `ste.lsq` is not positive"):
+            ste.lsq(X, scale)
+    traced = jax.jit(lambda scale, zero: ste.fake_quantize(X, scale, zero))(-0.1, 300)
+    assert traced.shape == X.shape  # not looked at
+
+
+def test_L8_ranges():
+    with raises("(?s)`ste.clip` was given a `min` that exceeds `max`.*`min` is 2, `max` is 1"):
+        ste.clip(X, 2, 1)
+    with raises("(?s)not from zero to one.*the largest 2.0.*`jax.nn.sigmoid`"):
+        ste.bernoulli(2.0, key=KEY)
+    with raises("not from zero to one"):
+        ste.bernoulli(jnp.array([0.5, -0.1]), key=KEY)
+    assert ste.bernoulli(1 + 1e-7, key=KEY) == 1.0  # rounding
+    for progress in (-5, jnp.array([0.5, -0.5])):
+        with raises("(?s)a negative progress.*the step divided by"):
+            eqg.reversal_schedule(progress)
+    for quantizer in (nn.LSQ(4), nn.FakeQuantize(4, learn_scale=True)):
+        for wrong in (np.nan, np.inf):
+            with raises("`.*.fit` was given numbers that are not finite"):
+                quantizer.fit(jnp.array([1.0, wrong]))
+
+
+def test_L8_no_numbers_and_no_functions():
+    for make in (
+        lambda: surrogates.gaussian("a"),  # pyright: ignore
+        lambda: surrogates.triangle(peak=None),  # pyright: ignore
+        lambda: surrogates.multi_gaussian(height="a"),  # pyright: ignore
+        lambda: surrogates.leaky(leak=True),
+        lambda: ste.heaviside(X, at_zero="one"),  # pyright: ignore
+        lambda: ste.ternary(X, threshold=True),
+        lambda: ste.clip(X, "0"),  # pyright: ignore
+        lambda: ste.gumbel_softmax(X, key=KEY, temperature="hot"),  # pyright: ignore
+        lambda: eqg.reversal_schedule("half"),  # pyright: ignore
+    ):
+        with raises("is not a number"):
+            make()
+    with raises("(?s)`ste.wrap` was given something that is not a function.*`fn` is 3"):
+        ste.wrap(3)  # pyright: ignore
+
+
+def test_L8_recurrent_and_lengths():
+    cell = eqx.nn.GRUCell(3, 4, key=KEY)
+    for checkpoint in (-1, 0, 2.0, "all"):
+        with raises("`Recurrent` was given a `checkpoint` that it does not know"):
+            nn.Recurrent(cell, checkpoint=checkpoint)
+    # Traced, a negative length counts as no step, as the docstring says.
+    ys, last = jax.jit(lambda n: nn.GRU(3, 4, key=KEY)(XS, lengths=n))(-1)
+    assert not np.any(ys)
+    assert not np.any(last)
+
+
+# ---------------------------------------------------------------- L9
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_L9_inputs_and_dtypes(name):
+    with raises(f"(?s)`{name}` was given `xs` that are not an array.*`jnp.stack"):
+        STACKS[name]()([[1.0, 2.0, 3.0]])
+    for dtype in (int, "int8", bool, "double precision"):
+        with raises(f"`dtype` of `{name}` is not a real floating one"):
+            STACKS[name](dtype=dtype)
+
+
+def test_L9_dtypes_of_other_layers():
+    for make in (
+        lambda **o: nn.RNNCell(3, 4, key=KEY, **o),
+        lambda **o: nn.QuantizedLinear(3, 4, weight_quantizer=None, key=KEY, **o),
+        lambda **o: nn.QuantizedConv(1, 3, 4, 2, weight_quantizer=None, key=KEY, **o),
+        lambda **o: nn.BinaryLinear(3, 4, key=KEY, **o),
+        lambda **o: nn.TernaryLinear(3, 4, key=KEY, **o),
+        lambda **o: nn.VectorQuantizer(3, 4, key=KEY, **o),
+    ):
+        for dtype in (jnp.int32, jnp.complex64, "double precision"):
+            with raises("(?s)`dtype` of .* is not a real floating one.*such as `jnp.float32`"):
+                make(dtype=dtype)
+        assert jax.tree.leaves(make(dtype=jnp.float16))[0].dtype == jnp.float16
+
+
+def test_L9_options_of_the_wrong_type():
+    model = eqx.nn.Linear(3, 4, key=KEY)
+    for rules in (nn.LSQ(4), "weight", [nn.LSQ(4)], None, 4):
+        with raises(
+            "(?s)`quantize_model` was given rules that do not say which.*eqx.nn.Linear"
+        ):
+            nn.quantize_model(model, rules)  # pyright: ignore
+    for option in ("r_min", "r_max", "max_phase"):
+        with raises(f"(?s)`{option}` of `LRU` is not a number.*it is '1'"):
+            STACKS["LRU"](**{option: "1"})
+    for option in ("min_step", "max_step"):
+        with raises(f"`{option}` of `S5` is not a number"):
+            STACKS["S5"](**{option: "1"})
+    for name in ("LRU", "S5"):
+        with raises(f"(?s)`activation` of `{name}` is not a function.*and not its name"):
+            STACKS[name](activation="gelu")
+    with raises("The gradient scale of `ste.lsq` is not a number"):
+        ste.lsq(X, 0.1, gradient_scale="auto")  # pyright: ignore
+    with raises("`cell` of `Recurrent` is not a function"):
+        nn.Recurrent(eqx.nn.GRUCell)
+    with raises("(?s)axis that is not an integer.*it is 'batch'|`axis` is 'batch'"):
+        eqg.clip_gradient_norm(X, 1.0, axis="batch")  # pyright: ignore
+
+
+def test_L9_state_of_a_cell():
+    """The error speaks of the cell and its state, not of a step and a carry."""
+
+    class Cell(eqx.Module):
+        def __call__(self, x, state):
+            return state[:1]
+
+    layer = nn.Recurrent(Cell(), initial_state=jnp.zeros(2))
+    with raises(
+        r"(?s)The cell of `Recurrent` returned another state than it was given.\n"
+        r"  it was given float32\[2\]\n  it returned float32\[1\]\n  in `Cell`"
+    ) as info:
+        layer(XS)
+    assert not any(word in str(info.value) for word in ("carry", "`init`", "`step`"))
+    pair = nn.Recurrent(Cell(), initial_state=(jnp.zeros(2), jnp.zeros(1)))
+    with raises(
+        r"(?s)it was given \(float32\[2\], float32\[1\]\)\n  it returned \(float32\[2\],"
+    ):
+        pair(XS)
+
+
+def test_L9_with_gradient_of():
+    soft = lambda x: x
+    with raises(r"`with_gradient_of` was given a surrogate.*\n.*value of `zeros_like`") as info:
+        eqg.with_gradient_of(jnp.zeros_like, lambda x: jnp.stack([x, x]))(2.0)
+    with raises("`with_gradient_of` was given .* of different structure"):
+        eqg.with_gradient_of(lambda x: (x, x), soft)(2.0)
+    assert "replace_gradient" not in str(info.value)
