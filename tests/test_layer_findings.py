@@ -307,3 +307,69 @@ def test_L9_with_gradient_of():
     with raises("`with_gradient_of` was given .* of different structure"):
         eqg.with_gradient_of(lambda x: (x, x), soft)(2.0)
     assert "replace_gradient" not in str(info.value)
+
+
+# ---------------------------------------------------------------- L1
+
+
+class Network(eqx.Module):
+    rnn: nn.GRU | nn.LSTM | nn.RNN
+    readout: eqx.nn.Linear
+
+    def __call__(self, xs):
+        ys, _ = self.rnn(xs)
+        return self.readout(ys[-1])
+
+
+def norms_of_states(cell, readout, xs):
+    """The gradient of the loss with respect to each state, by differentiating a plain loop with
+    respect to something that is added to the states."""
+    zero = jnp.zeros(4)
+    state = (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
+    added = [jax.tree.map(jnp.zeros_like, state) for _ in xs]
+
+    def loss(added):
+        h = state
+        for x, extra in zip(xs, added, strict=True):
+            h = jax.tree.map(jnp.add, cell(x, h), extra)
+        return jnp.sum(readout(jax.tree.leaves(h)[0]) ** 2)
+
+    grads = jax.grad(loss)(added)
+    return [np.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grad))) for grad in grads]
+
+
+def loss_of(network, xs):
+    return jnp.sum(network(xs) ** 2)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_L1_gradient_flow_of_recurrent_layers(name, getkey):
+    network = Network(GATED[name](3, 4, key=getkey()), eqx.nn.Linear(4, 2, key=getkey()))
+    xs = jr.normal(getkey(), (6, 3))
+    want = norms_of_states(network.rnn.to_cell(), network.readout, xs)
+    flow = eqg.gradient_flow(loss_of, network, xs)
+    assert list(flow) == ["rnn", "readout"]
+    assert flow["readout"].shape == (1,)
+    np.testing.assert_allclose(flow["rnn"], want, rtol=1e-5)
+    (chosen,) = eqg.gradient_flow(loss_of, network, xs, where=lambda m: m.rnn).items()
+    assert chosen[0] == "rnn"
+    np.testing.assert_array_equal(chosen[1], flow["rnn"])
+    # A model that is only such a layer, in half precision, with a batch and a state that is
+    # learned.
+    layer = GATED[name](3, 4, dtype="bfloat16", learn_initial_state=True, key=getkey())
+    batch = jnp.stack([xs, xs])
+    (norms,) = eqg.gradient_flow(lambda m: jnp.sum(m(batch)[0]), layer).values()
+    assert norms.shape == (6,)
+    assert np.all(norms > 0)
+
+
+def test_L1_several_cells(getkey):
+    layer = nn.GRU(3, 4, num_layers=2, bidirectional=True, reverse=True, key=getkey())
+    network = Network(layer, eqx.nn.Linear(8, 2, key=getkey()))
+    xs = jr.normal(getkey(), (2, 6, 3))
+    loss = lambda network: jnp.sum(network.rnn(xs, lengths=[6, 2])[0] ** 2)
+    flow = eqg.gradient_flow(loss, network, where=lambda m: m.rnn)
+    assert list(flow) == [f"rnn.cells[{i}][{j}]" for i in range(2) for j in range(2)]
+    assert all(norms.shape == (6,) for norms in flow.values())
+    (second,) = eqg.gradient_flow(loss, network, where=lambda m: m.rnn.cells[1][1]).values()
+    np.testing.assert_array_equal(second, flow["rnn.cells[1][1]"])

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._control_flow.scan import filter_scan, named_method
-from ..._errors import place_of, rule_error, RuleError, show_tree
+from ..._control_flow.scan import named_method
+from ..._errors import rule_error, RuleError
 from ..._rules.float_args import check_flags
 from .._argument_checks import check_callable, check_features
+from .cell_scan import scan_cell
 from .layer import AbstractRecurrent, zero_hidden
 from .stack import Stack
 
@@ -105,21 +104,9 @@ class Recurrent(AbstractRecurrent):
         if isinstance(getattr(cell, "input_size", None), int):
             check_features("Recurrent", cell, xs)
 
-        def step(state, inputs):
-            x, valid = inputs
-            new = jax.vmap(lambda x, s: cell(x, s))(x, state)
-            if valid is not None:
-                mask = lambda s: valid.reshape(-1, *(1,) * (s.ndim - 1))
-                new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
-            if self.output is None:
-                return new, jax.tree.leaves(new)[0]
-            return new, jax.vmap(self.output)(new)
-
-        state = _first_state(cell, step, state, (xs, valid))
-        last, ys = filter_scan(
-            step, state, (xs, valid), reverse=reverse, checkpoint=self.checkpoint
+        return scan_cell(
+            cell, xs, state, valid, reverse, output=self.output, checkpoint=self.checkpoint
         )
-        return ys, last
 
 
 def _as_checkpoint(checkpoint: Any) -> int | str | None:
@@ -133,28 +120,3 @@ def _as_checkpoint(checkpoint: Any) -> int | str | None:
         ) from None
     is_number = checkpoint is not None and not isinstance(checkpoint, str)
     return int(checkpoint) if is_number else checkpoint
-
-
-def _first_state(
-    cell: Callable[..., Any], step: Callable[..., Any], state: PyTree, inputs: PyTree
-) -> PyTree:
-    """The first state in the dtypes of the next one, which the inputs may have widened."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-    new, _ = jax.eval_shape(step, state, one)
-    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-    same_tree = jax.tree.structure(new) == jax.tree.structure(state)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
-    state_as_new = jax.tree.map(cast, state, new) if same_tree else state
-    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
-    if same_tree and shapes(new) == shapes(state) and dtypes(new) == dtypes(state_as_new):
-        return state_as_new
-    without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    of_one = lambda tree: jax.tree.map(without_batch, tree)
-    raise rule_error(
-        "The cell of `Recurrent` returned another state than it was given.",
-        f"it was given {show_tree(of_one(state))}",
-        f"it returned {show_tree(of_one(new))}",
-        place_of(cell),
-        do="Return a state like the first one, or give the layer another `initial_state`.",
-    )

@@ -11,11 +11,12 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
+from ..._diagnosis.layers import AbstractCellLayer
 from ..._errors import name_of, rule_error, type_of
 from .stack import first_states, last_states, Stack, valid_steps, zero_states
 
 
-class AbstractRecurrent(eqx.Module):
+class AbstractRecurrent(AbstractCellLayer):
     """A layer that runs cells over time: one for each layer of a stack and direction."""
 
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]

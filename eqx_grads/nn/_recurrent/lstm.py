@@ -6,8 +6,10 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
 
+from ..._diagnosis.layers import cells_are_called
 from .._argument_checks import as_sizes, check_option, check_real, check_stack
 from .._dtypes import common_dtype, layer_dtype
+from .cell_scan import scan_gated_cell
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .lstm_vjp import lstm
 from .stack import make_cells, Stack
@@ -108,6 +110,8 @@ class LSTM(AbstractRecurrent):
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real("LSTM", cell, xs, *state)
+        if cells_are_called():
+            return scan_gated_cell(cell, xs, state, valid, reverse)
         xs, h, c, w_in, w_state, bias = common_dtype(
             xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
         )

@@ -7,9 +7,11 @@ import equinox as eqx
 import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
+from ..._diagnosis.layers import cells_are_called
 from ..._rules.float_args import check_flags
 from .._argument_checks import as_sizes, check_option, check_real, check_stack
 from .._dtypes import common_dtype, layer_dtype
+from .cell_scan import scan_gated_cell
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .rnn_vjp import ACTIVATIONS, rnn
 from .stack import make_cells, Stack
@@ -154,6 +156,8 @@ class RNN(AbstractRecurrent):
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real("RNN", cell, xs, state)
+        if cells_are_called():
+            return scan_gated_cell(cell, xs, state, valid, reverse)
         xs, h, w_in, w_state, bias = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias
         )
