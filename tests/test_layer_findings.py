@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import jaxtyping
 import numpy as np
+import optax
 import pytest
 from eqx_grads import RuleError, ste, surrogates
 
@@ -394,7 +395,12 @@ FSQ_OF_THE_AUTHORS = {
     },
     (8, 6, 2): {
         "z": [[0.0, 0.0, 0.0], [-0.15, 2.2, -0.7], [3.5, -0.6, -0.5], [4.5, 9.0, 0.4]],
-        "codes": [[0.0, 0.0, 0.0], [-0.25, 2 / 3, 0.0], [0.75, -1 / 3, 0.0], [0.75, 2 / 3, 0.0]],
+        "codes": [
+            [0.0, 0.0, 0.0],
+            [-0.25, 2 / 3, 0.0],
+            [0.75, -1 / 3, 0.0],
+            [0.75, 2 / 3, 0.0],
+        ],
         "indices": [76, 91, 71, 95],
         "gradient": [
             [0.856250985529547, 0.799140541869799, 0.08079702784535976],
@@ -416,3 +422,197 @@ def test_L10_fsq_is_that_of_the_paper(levels):
         np.testing.assert_array_equal(indices, want["indices"])
         gradient = jax.grad(lambda z: jnp.sum(nn.FSQ(levels)(z)))(z)
         np.testing.assert_allclose(gradient, want["gradient"], rtol=1e-9)
+
+
+def test_L10_one_path_syntax(getkey):
+    """What one report prints is what another function takes: `layers[0]`, `heads['a']`."""
+    model = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
+    loss = lambda model, x: jnp.sum(model(x))
+    paths = list(eqg.gradient_flow(loss, model, jnp.ones(3)))
+    assert paths == ["layers[0]", "layers[1]"]
+    _, report = nn.quantize_model(model, dict.fromkeys(paths, nn.LSQ(2)))
+    assert [row.path for row in report.swapped] == paths
+    tree = {"a": [model], "[0]": model.layers[0]}
+    _, report = nn.quantize_model(tree, {"['a'][0].layers[?]": nn.LSQ(2), "*": nn.LSQ(4)})
+    rows = {row.path: row.weights for row in report.swapped}
+    arrays = eqx.filter(tree, lambda leaf: isinstance(leaf, jax.Array) and leaf.ndim == 2)
+    keystr = lambda path: jax.tree_util.keystr(path).removesuffix(".weight")
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    assert {keystr(path) for path, _ in leaves} == set(rows)
+    assert rows["['[0]']"] == "4 bits"
+    with raises(r"(?s)matches no layer: rule 0, 'layers.0'.*`layers\[0\]`.*as in Python"):
+        nn.quantize_model(model, {"layers.0": nn.LSQ(2)})
+
+
+def digits_autoencoder(key):
+    """An encoder and a decoder of digits, and a quantizer with all options as they are."""
+    keys = jr.split(key, 3)
+    encoder = eqx.nn.MLP(64, 8, 64, 1, dtype="float32", key=keys[0])
+    decoder = eqx.nn.MLP(8, 64, 64, 1, dtype="float32", key=keys[1])
+    return encoder, decoder, nn.VectorQuantizer(32, 8, dtype="float32", key=keys[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fitted", [False, True])
+def test_L10_vector_quantizer_does_not_collapse(fitted, getkey):
+    """The perplexity on scikit-learn's digits is at least 20 of 32."""
+    from sklearn.datasets import load_digits
+
+    images = jnp.asarray(load_digits(return_X_y=True)[0] / 16, "float32")
+    model = digits_autoencoder(getkey())
+    if fitted:
+        encoder, decoder, quantizer = model
+        quantizer = quantizer.fit(jax.vmap(encoder)(images[:512]), key=getkey())
+        assert quantizer.perplexity() > 20
+        model = encoder, decoder, quantizer
+    optimizer = optax.adam(1e-3)
+
+    def loss(model, x):
+        encoder, decoder, quantizer = model
+        z = jax.vmap(encoder)(x)
+        value, _, codebook_loss, commitment_loss = quantizer.quantize(z)
+        error = jnp.sum((jax.vmap(decoder)(value) - x) ** 2) / len(x)
+        return error + 8 * (codebook_loss + commitment_loss), z
+
+    def step(carry, key):
+        arrays, state = carry
+        key1, key2 = jr.split(key)
+        x = images[jr.randint(key1, (64,), 0, len(images))]
+        grads, z = eqx.filter_grad(loss, has_aux=True)(eqx.combine(arrays, static), x)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(grads, state)
+        *networks, quantizer = eqx.combine(eqx.apply_updates(arrays, updates), static)
+        model = (*networks, quantizer.updated(z, key=key2))
+        return (eqx.filter(model, eqx.is_inexact_array), state), None
+
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    run = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys)[0])
+    arrays, _ = run((arrays, optimizer.init(arrays)), jr.split(getkey(), 1000))
+    encoder, _, quantizer = eqx.combine(arrays, static)
+    share = np.bincount(quantizer.quantize(jax.vmap(encoder)(images)).indices, minlength=32)
+    share = share[share > 0] / len(images)
+    assert np.exp(-np.sum(share * np.log(share))) >= 20
+    assert quantizer.perplexity() >= 20
+
+
+def test_L10_fit_of_a_codebook(getkey):
+    """Each entry is the mean of the vectors that are nearest to it, wherever the data are."""
+    centers = 100 + 10 * jr.normal(getkey(), (4, 3), "float32")
+    z = jnp.repeat(centers, 50, 0) + 0.1 * jr.normal(getkey(), (200, 3), "float32")
+    z = z.at[7].set(jnp.nan)
+    new = nn.VectorQuantizer(4, 3, dtype="float32", axis=-2, key=getkey())
+    vq = eqx.filter_jit(lambda vq, z, key: vq.fit(z, key=key))(new, z.T, getkey())
+    kept = np.delete(np.asarray(z, float), 7, 0)
+    distances = ((kept[:, None] - np.asarray(vq.codebook, float)) ** 2).sum(-1)
+    index = distances.argmin(1)
+    for entry, usage, i in zip(vq.codebook, vq.usage, range(4), strict=True):
+        np.testing.assert_allclose(usage, np.mean(index == i), rtol=1e-5)
+        if usage > 0:
+            np.testing.assert_allclose(entry, kept[index == i].mean(0), rtol=1e-5)
+    assert np.sum(vq.usage > 0) > 1
+    assert eqx.tree_equal(new.fit(jnp.zeros((3, 0)), key=getkey()), new)
+    nothing = new.fit(jnp.full((3, 5), jnp.nan), key=getkey())
+    np.testing.assert_array_equal(nothing.codebook, new.codebook)
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse"), [("GRU", False), ("GRU", True), ("LSTM", False), ("LRU", True)]
+)
+def test_L10_recurrent_layers_in_sequential(name, reverse, getkey):
+    layer = STACKS[name](bidirectional=True, reverse=reverse)
+    linear = eqx.nn.Linear(8, 2, key=getkey())
+    xs = jr.normal(getkey(), (6, 3))
+    model = eqx.nn.Sequential([nn.Outputs(layer, last=True), linear])
+    ys, _ = layer(xs)
+    first, second = (0, -1) if reverse else (-1, 0)
+    last = jnp.concatenate([ys[first, :4], ys[second, 4:]])
+    np.testing.assert_allclose(model(xs), linear(last), rtol=1e-6)
+    np.testing.assert_array_equal(nn.Outputs(layer)(xs), ys)
+    batch = jnp.stack([xs, 2 * xs])
+    one_by_one = jnp.stack([model[0](x) for x in batch])
+    np.testing.assert_allclose(model[0](batch), one_by_one, rtol=1e-5, atol=1e-6)
+    grads = eqx.filter_grad(lambda model: jnp.sum(model(xs)))(model)
+    assert any(jnp.any(g != 0) for g in jax.tree.leaves(grads[0]))
+
+
+def test_L10_errors_name_the_adapter(getkey):
+    stack = eqx.nn.Sequential([nn.GRU(3, 4, key=getkey()), nn.GRU(4, 4, key=getkey())])
+    with raises("(?s)`xs` is a `tuple`.*`equinox.nn.Sequential`.*`eqx_grads.nn.Outputs`"):
+        stack(XS)
+    with raises("(?s)not a recurrent layer.*it is a `GRUCell`.*`eqx_grads.nn.Recurrent`"):
+        nn.Outputs(eqx.nn.GRUCell(3, 4, key=getkey()))  # pyright: ignore
+
+
+def projected_lstm(weights, xs, h, c):
+    """The formulas of `torch.nn.LSTM` with `proj_size`, in NumPy and double precision."""
+    w_ih, w_hh, bias, w_hr = (np.asarray(w, np.float64) for w in weights)
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    hs = []
+    for x in np.asarray(xs, np.float64):
+        i, f, g, o = np.split(w_ih @ x + w_hh @ h + bias, 4)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = w_hr @ (sigmoid(o) * np.tanh(c))
+        hs.append(h)
+    return np.stack(hs), h, c
+
+
+def test_L10_proj_size(getkey):
+    with jax.enable_x64(True):
+        lstm = nn.LSTM(3, 5, proj_size=2, dtype="float64", key=getkey())
+        xs = jr.normal(getkey(), (7, 3), "float64")
+        cell = lstm.to_cell()
+        weights = (cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr)
+        assert [w.shape for w in weights] == [(20, 3), (20, 2), (20,), (2, 5)]
+        ys, (h, c) = lstm(xs)
+        want = projected_lstm(weights, xs, np.zeros(2), np.zeros(5))
+        for got, expected in zip((ys, h, c), want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-12)
+        # Finite differences of these formulas.
+        grads = eqx.filter_grad(lambda lstm: jnp.sum(jnp.sin(lstm(xs)[0])))(lstm).to_cell()
+        loss = lambda *w: np.sum(np.sin(projected_lstm(w, xs, np.zeros(2), np.zeros(5))[0]))
+        for k, name in enumerate(("weight_ih", "weight_hh", "bias", "weight_hr")):
+            direction = np.asarray(jr.normal(getkey(), weights[k].shape, "float64"))
+            moved = lambda h, k=k, d=direction: [
+                w + h * d if j == k else w for j, w in enumerate(weights)
+            ]
+            slope = (loss(*moved(1e-6)) - loss(*moved(-1e-6))) / 2e-6
+            got = np.sum(np.asarray(getattr(grads, name)) * direction)
+            np.testing.assert_allclose(got, slope, rtol=1e-7)
+        # With the identity for a projection, it is the layer whose pass is written by hand.
+        plain = nn.LSTM(3, 4, dtype="float64", key=getkey())
+        names = ("weight_ih", "weight_hh", "bias")
+        parts = lambda m: [getattr(m.cells[0][0], name) for name in names]
+        projected = eqx.tree_at(
+            lambda m: [*parts(m), m.cells[0][0].weight_hr],
+            nn.LSTM(3, 4, proj_size=3, dtype="float64", key=getkey()),
+            [*parts(plain), jnp.eye(4, dtype="float64")],
+        )
+        batch = jr.normal(getkey(), (2, 6, 3), "float64")
+        loss = lambda m: jnp.sum(jnp.sin(m(batch, lengths=[6, 2])[0]))
+        value, grad = eqx.filter_value_and_grad(loss)(projected)
+        want_value, want_grad = eqx.filter_value_and_grad(loss)(plain)
+        np.testing.assert_allclose(value, want_value, rtol=1e-12)
+        for got, expected in zip(parts(grad), parts(want_grad), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_L10_proj_size_in_stacks_and_errors(getkey):
+    lstm = nn.LSTM(3, 5, proj_size=2, num_layers=2, bidirectional=True, key=getkey())
+    ys, (h, c) = lstm(jnp.ones((4, 6, 3)), lengths=[6, 0, 3, 1])
+    assert ys.shape == (4, 6, 4)
+    assert h.shape == (4, 4, 2)
+    assert c.shape == (4, 4, 5)
+    assert lstm.cells[1][0].weight_ih.shape == (20, 4)
+    learned = nn.LSTM(3, 5, proj_size=2, learn_initial_state=True, key=getkey())
+    assert jax.tree.map(jnp.shape, learned.initial_state) == ((2,), (5,))
+    flow = eqg.gradient_flow(lambda m: jnp.sum(m(jnp.ones((6, 3)))[0]), learned)
+    assert [norms.shape for norms in flow.values()] == [(6,)]
+    for size in (5, 6):
+        with raises(f"(?s)a projection that is not smaller.*`proj_size` is {size}"):
+            nn.LSTM(3, 5, proj_size=size, key=getkey())
+    for size in (0, True, 2.0):
+        with raises("(?s)`LSTM` was given a size that is not.*`proj_size` is"):
+            nn.LSTM(3, 5, proj_size=size, key=getkey())
+    for layer in (nn.GRU, nn.RNN):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'proj_size'"):
+            layer(3, 5, proj_size=2, key=getkey())

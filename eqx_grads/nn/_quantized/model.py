@@ -26,7 +26,7 @@ from .layers import (
 class LayerReport:
     """A row of a `QuantizationReport`.
 
-    - `path`: the path of the layer in the model, with dots.
+    - `path`: the path of the layer in the model, `encoder.layers[0]`.
     - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
     - `weights`, `inputs`: what they are quantized to, for example `"2 bits"`.
     - `shape`: of the weight. An ensemble has more axes in front.
@@ -94,7 +94,7 @@ def quantize_model(
         model, report = eqg.nn.quantize_model(
             model,
             {
-                "layers.0": (eqg.nn.LSQ(bits=8), None),
+                "layers[0]": (eqg.nn.LSQ(bits=8), None),
                 eqx.nn.Linear: (eqg.nn.LSQ(bits=2), eqg.nn.FakeQuantize(bits=4)),
             },
         )
@@ -116,9 +116,11 @@ def quantize_model(
     Which layers:
 
     - a type: all layers of that type, and all layers within a Module of that type.
-    - a path with dots, `"encoder.layers.0"`: the layer at this path, and all layers within the
-        node at this path. It may have wildcards, as in `fnmatch`: `"*.query_proj"`,
-        `"layers.[12]"`. An asterisk matches dots as well.
+    - a path, `"encoder.layers[0]"` or `"heads['a']"`: the layer at this path, and all layers
+        within the node at this path. It is written as in Python, as `jax.tree_util.keystr`
+        writes it and as all reports of this library do. It may have wildcards: `?` for one
+        character and `*` for any number of them, as in `"*.query_proj"` or `"layers[?]"`.
+        An asterisk matches dots and brackets as well.
 
     How:
 
@@ -170,7 +172,7 @@ class _Rule:
         if not isinstance(which, str | type):
             raise rule_error(
                 f"A rule of `quantize_model` does not say which layers it is for: {self.name}.",
-                do="Give it a type or a path, a string such as `'encoder.layers.*'`.",
+                do="Give it a type or a path, a string such as `'encoder.layers[*]'`.",
             )
         self.swap = self._as_swap(how)
 
@@ -194,7 +196,8 @@ class _Rule:
 
     def matches(self, path: str, node: Any) -> bool:
         if isinstance(self.which, str):
-            return fnmatch.fnmatchcase(path, self.which)
+            # A bracket is one, and not a set of characters.
+            return fnmatch.fnmatchcase(path, self.which.replace("[", "[[]"))
         return isinstance(node, self.which)
 
 
@@ -317,7 +320,8 @@ class _Walk:
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
-                "by its type or path, or by the type or path of a node that contains it.",
+                "by its type or path, or by the type or path of a node that contains it. Paths "
+                "are written as in Python: `encoder.layers[0]`.",
             )
 
     def _near(self, rule):
@@ -332,9 +336,4 @@ def _place(path):
 
 
 def _join(path, keys):
-    (key,) = keys
-    for name in ("name", "idx", "key"):
-        if hasattr(key, name):
-            last = str(getattr(key, name))
-            return f"{path}.{last}" if path else last
-    return f"{path}{key}"
+    return (path + jtu.keystr(keys)).removeprefix(".")

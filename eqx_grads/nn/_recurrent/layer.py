@@ -90,8 +90,9 @@ class AbstractRecurrent(AbstractCellLayer):
             raise rule_error(
                 f"`{name}` was given `xs` that are not an array.",
                 f"`xs` is a `{type(xs).__name__}`",
-                do="Pass one array, `jnp.stack(xs)` for a list of steps. With several layers "
-                "in a row, pass on the outputs only: a layer returns `ys, state`.",
+                do="Pass one array, `jnp.stack(xs)` for a list of steps. If it is the pair "
+                "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
+                "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
             )
         if xs.ndim not in (2, 3):
             raise rule_error(

@@ -12,6 +12,7 @@ from .._dtypes import common_dtype, layer_dtype
 from .cell_scan import scan_gated_cell
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .lstm_vjp import lstm
+from .projected_lstm import as_projection, ProjectedLSTMCell
 from .stack import make_cells, Stack
 
 
@@ -45,6 +46,10 @@ class LSTM(AbstractRecurrent):
 
     The state is the pair `(h, c)`.
 
+    With `proj_size`, $h' = P\,(o \tanh(c'))$ with a matrix $P$, so that states and outputs may
+    be smaller than the cell ([Sak et al. 2014](https://arxiv.org/abs/1402.1128), as in
+    PyTorch). The cells are then not those of Equinox; they have one more weight, `weight_hr`.
+
     **Derivative:**
 
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a hidden
@@ -53,9 +58,12 @@ class LSTM(AbstractRecurrent):
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
     matrix product for a chunk. Both modes (forward mode by plain differentiation), all orders;
     `jax.vmap` of the layer computes one gradient for the batch.
+
+    With `proj_size` it is that of [`eqx_grads.filter_scan`][] with `checkpoint="auto"`, as in
+    [`eqx_grads.nn.Recurrent`][].
     """
 
-    cells: tuple[tuple[eqx.nn.LSTMCell, ...], ...]
+    cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]
     initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
     stack: Stack
     keep: str = eqx.field(static=True)
@@ -65,6 +73,7 @@ class LSTM(AbstractRecurrent):
         input_size: int,
         hidden_size: int,
         *,
+        proj_size: int | None = None,
         num_layers: int = 1,
         bidirectional: bool = False,
         dropout: float = 0.0,
@@ -78,8 +87,11 @@ class LSTM(AbstractRecurrent):
     ):
         """**Arguments:**
 
-        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half of the
-        memory.
+        - `proj_size`: the size of the hidden state and of the output, less than `hidden_size`,
+            which is then the size of the cell state only. By default there is no projection.
+
+        All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
+        of the memory; with `proj_size` it has no effect.
         """
         input_size, hidden_size = as_sizes(
             "LSTM", input_size=input_size, hidden_size=hidden_size
@@ -99,17 +111,23 @@ class LSTM(AbstractRecurrent):
         make = ft.partial(
             eqx.nn.LSTMCell, hidden_size=hidden_size, use_bias=bool(use_bias), dtype=dtype
         )
-        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        output_size = hidden_size
+        if proj_size is not None:
+            output_size = as_projection(proj_size, hidden_size)
+            make = ft.partial(ProjectedLSTMCell, proj_size=output_size, **make.keywords)
+        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
         self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     def _zero_state(self):
         zero = zero_hidden(self.cells[0][0])
-        return zero, zero
+        return zero[: self.cells[0][0].weight_hh.shape[1]], zero
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real("LSTM", cell, xs, *state)
+        if isinstance(cell, ProjectedLSTMCell):
+            return scan_gated_cell(cell, xs, state, valid, reverse, checkpoint="auto")
         if cells_are_called():
             return scan_gated_cell(cell, xs, state, valid, reverse)
         xs, h, c, w_in, w_state, bias = common_dtype(
@@ -147,6 +165,6 @@ class LSTM(AbstractRecurrent):
             learn_initial_state=learn_initial_state,
         )
 
-    def to_cell(self) -> eqx.nn.LSTMCell:
+    def to_cell(self) -> eqx.nn.LSTMCell | ProjectedLSTMCell:
         """The only cell of a layer that has one."""
         return single_cell(self)
