@@ -616,3 +616,60 @@ def test_L10_proj_size_in_stacks_and_errors(getkey):
     for layer in (nn.GRU, nn.RNN):
         with pytest.raises(TypeError, match="unexpected keyword argument 'proj_size'"):
             layer(3, 5, proj_size=2, key=getkey())
+
+
+@pytest.mark.parametrize("name", ["LRU", "S5"])
+def test_L10_half_precision(name, getkey):
+    """What half precision loses is the rounding of weights, inputs and outputs, 2^-9 each: the
+    recurrence and its parameters are in single precision."""
+    make = {"LRU": nn.LRU, "S5": nn.S5}[name]
+    half = make(8, 8, 32, dtype="bfloat16", key=getkey())
+    xs = jr.normal(getkey(), (1000, 8)).astype("bfloat16")
+    widen = lambda x: x.astype("float32") if eqx.is_inexact_array(x) else x
+    ys, expected = half(xs)[0], jax.tree.map(widen, half)(widen(xs))[0]
+    assert ys.dtype == "bfloat16"
+    error = lambda a, b: float(jnp.linalg.norm(widen(a) - widen(b)) / jnp.linalg.norm(widen(b)))
+    assert error(ys, expected) < 3e-3
+    dynamics = [x for x in jax.tree.leaves(half.cells) if x.dtype == "float32"]
+    assert len(dynamics) == 3
+    # A layer in single precision whose weights alone are rounded.
+    single = make(8, 8, 32, dtype="float32", key=getkey())
+    parts = lambda m: [getattr(m.cells[0][0], n) for n in ("weight_in", "weight_out", "skip")]
+    rounded = eqx.tree_at(parts, single, [x.astype("bfloat16") for x in parts(single)])
+    assert error(rounded(xs)[0], single(widen(xs))[0]) < 5e-3
+
+
+def test_L10_proj_size_is_that_of_torch():
+    """Recorded from `torch.nn.LSTM(2, 4, proj_size=3)` of PyTorch 2 in double precision."""
+    draw = np.random.RandomState(7).standard_normal
+    w_ih, w_hh, b_ih, b_hh, w_hr = map(draw, [(16, 2), (16, 3), (16,), (16,), (3, 4)])
+    ys = [
+        [0.3384133064023832, 0.04918305343697081, -0.0630492750576906],
+        [0.18826451143541661, -0.06416756709079963, 0.029219897245683593],
+        [0.22309834418461358, -0.16683155656572413, 0.007550973825246679],
+    ]
+    c = [1.5064035084155964, 0.013719158197256429, 1.0644478014722067, 0.12354295184448302]
+    ct_xs = [
+        [-0.07014074097142953, -0.2381207433776968],
+        [-0.149405761460927, 0.1527412634929214],
+        [-0.30042049916533303, 0.15563552975739658],
+    ]
+    ct_w_hr = [
+        [1.0902800749089112, -0.038381428337899086, 0.5614274609879132, 0.09977867345648506],
+        [1.7254158628321306, -0.09183209871837751, 0.8439114529639408, 0.17239705081355047],
+        [1.7336352177745091, -0.08855705731948904, 0.8678155669241846, 0.17445610973588194],
+    ]
+    xs = draw((1, 3, 2))[0]
+    with jax.enable_x64(True):
+        lstm = nn.LSTM(2, 4, proj_size=3, dtype="float64", key=KEY)
+        names = ("weight_ih", "weight_hh", "bias", "weight_hr")
+        parts = lambda m: [getattr(m.cells[0][0], name) for name in names]
+        lstm = eqx.tree_at(parts, lstm, list(map(jnp.array, (w_ih, w_hh, b_ih + b_hh, w_hr))))
+        got, (h, last) = lstm(jnp.array(xs))
+        np.testing.assert_allclose(got, ys, rtol=1e-12)
+        np.testing.assert_allclose(h, ys[-1], rtol=1e-12)
+        np.testing.assert_allclose(last, c, rtol=1e-12)
+        loss = lambda args: jnp.sum(jnp.sin(args[0](args[1])[0]))
+        grad, grad_xs = eqx.filter_grad(loss)((lstm, jnp.array(xs)))
+        np.testing.assert_allclose(grad_xs, ct_xs, rtol=1e-10)
+        np.testing.assert_allclose(grad.to_cell().weight_hr, ct_w_hr, rtol=1e-10)
