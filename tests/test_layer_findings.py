@@ -673,3 +673,85 @@ def test_L10_proj_size_is_that_of_torch():
         grad, grad_xs = eqx.filter_grad(loss)((lstm, jnp.array(xs)))
         np.testing.assert_allclose(grad_xs, ct_xs, rtol=1e-10)
         np.testing.assert_allclose(grad.to_cell().weight_hr, ct_w_hr, rtol=1e-10)
+
+
+# ---------------------------------------------------------------- L10: calibration
+
+
+QUANTIZERS = (nn.LSQ(4), nn.LSQ(3, signed=False))
+
+
+def test_L10_calibration(getkey):
+    """The scales are those of quantizers fitted by hand to the inputs of each layer."""
+    keys = jr.split(getkey(), 3)
+    first, second = eqx.nn.Conv2d(1, 2, 3, key=keys[0]), eqx.nn.Linear(32, 5, key=keys[1])
+    third = eqx.nn.Linear(5, 3, key=keys[2])
+    relu = eqx.nn.Lambda(jax.nn.relu)
+    dropout = eqx.nn.Dropout(0.5)
+    layers = [first, relu, eqx.nn.Lambda(jnp.ravel), second, relu, dropout, third]
+    model = eqx.nn.Sequential(layers)
+    images = jr.uniform(getkey(), (20, 1, 6, 6))
+    rules = {
+        eqx.nn.Conv2d: (nn.LSQ(4), nn.FakeQuantize(8, learn_scale=True)),
+        "layers[3]": (nn.LSQ(4), nn.LSQ(3, signed=False, channel_axis=0)),
+        eqx.nn.Linear: QUANTIZERS,
+    }
+    quantized, report = nn.quantize_model(model, rules, calibrate=images)
+    assert [row.inputs for row in report.swapped] == ["8 bits", "3 bits", "3 bits"]
+    one = jax.nn.relu(jax.vmap(first)(images)).reshape(20, -1)
+    two = jax.nn.relu(jax.vmap(second)(one))
+    scale = lambda i: quantized.layers[i].input_quantizer.scale
+    np.testing.assert_allclose(scale(0), np.max(np.abs(images)) / 127, rtol=1e-6)
+    np.testing.assert_allclose(scale(3), 2 * np.mean(np.abs(one), 0) / 7**0.5, rtol=1e-5)
+    np.testing.assert_allclose(scale(6), 2 * np.mean(np.abs(two)) / 7**0.5, rtol=1e-5)
+    # The weights are those without calibration, and the original is what it was.
+    assert quantized.layers[3].weight is second.weight
+    assert model.layers[0] is first
+    outputs = jax.vmap(eqx.nn.inference_mode(quantized))(images)
+    grads = eqx.filter_grad(lambda m: jnp.sum(eqx.nn.inference_mode(m)(images[0])))(quantized)
+    assert outputs.shape == (20, 3)
+    assert grads.layers[6].input_quantizer.scale.shape == ()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_L10_calibration_of_ensembles_and_scans(scan, getkey):
+    """Each member of an ensemble, and each layer of a scan over layers, has its own scale."""
+    x = jr.normal(getkey(), (10, 4))
+    mlp = eqx.nn.MLP(4, 2, 4, 3, scan=scan, key=getkey())
+    new, _ = nn.quantize_model(mlp, {"*": QUANTIZERS}, calibrate=x)
+    got = np.concatenate([np.ravel(layer.input_quantizer.scale) for layer in new.layers])
+    layers = []
+    for layer in mlp.layers:
+        if layer.weight.ndim == 2:
+            layers.append((layer.weight, layer.bias))
+        else:
+            layers.extend(zip(layer.weight, layer.bias, strict=True))
+    want, h = [], x
+    for weight, bias in layers:
+        want.append(2 * np.mean(np.abs(h)) / 7**0.5)
+        h = jax.nn.relu(h @ weight.T + bias[None])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert new(x[0]).shape == (2,)
+    members = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 3, key=key))(jr.split(getkey(), 2))
+    scaled = jnp.stack([x, 3 * x], 1)  # one input for each member
+    call = lambda model, x: jax.vmap(eqx.filter_vmap(lambda m, x: m(x)), (None, 0))(model, x)
+    new, _ = nn.quantize_model(members, {"*": QUANTIZERS}, calibrate=scaled, call=call)
+    base = 2 * np.mean(np.abs(x)) / 7**0.5
+    np.testing.assert_allclose(new.input_quantizer.scale, [base, 3 * base], rtol=1e-5)
+
+
+def test_L10_calibration_errors(getkey):
+    model = {name: eqx.nn.Linear(3, 2, key=getkey()) for name in "ab"}
+    call = lambda model, x: jax.vmap(model["a"])(x)
+    some = {"calibrate": XS, "call": call}
+    missing = r"(?s)no inputs to calibrate a layer.*`\['b'\]` is not called.*`call=lambda"
+    with raises(missing):
+        nn.quantize_model(model, {"*": QUANTIZERS}, **some)
+    new, _ = nn.quantize_model(model, {"['b']": None, "*": QUANTIZERS}, **some)
+    assert new["a"].input_quantizer.scale > 0
+    with raises("(?s)there is nothing to calibrate.*computes one in each call"):
+        nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8))}, **some)
+    with raises("(?s)a `call`, and no batch"):
+        nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)
+    with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` does"):
+        nn.quantize_model(model, {"*": QUANTIZERS})

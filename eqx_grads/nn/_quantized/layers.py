@@ -363,7 +363,8 @@ def _ready_for_input(name, quantizer):
             f"The `input_quantizer` of `{name}` has no scale.",
             f"it is a `{type(quantizer).__name__}`, and there is no input yet to fit it to",
             do="Give it one, `scale=...`, or fit it to some activations first: "
-            "`input_quantizer=quantizer.fit(x)`.",
+            "`input_quantizer=quantizer.fit(x)`. For all layers of a model, "
+            "`quantize_model(..., calibrate=batch)` does.",
         )
     return _without_function_leaf(quantizer)
 

@@ -14,12 +14,14 @@ from jaxtyping import PyTree
 
 from ..._errors import rule_error, type_of
 from ..._tangent_spaces import is_differentiable
+from .calibration import fit_to_inputs, Uncalibrated
 from .layers import (
     AbstractQuantizedLayer,
     describe,
     QuantizedConv,
     QuantizedLinear,
 )
+from .quantizers import AbstractQuantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,11 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
 
 
 def quantize_model(
-    model: PyTree, rules: Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+    model: PyTree,
+    rules: Mapping[Any, Any] | Sequence[tuple[Any, Any]],
+    *,
+    calibrate: PyTree = None,
+    call: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[PyTree, QuantizationReport]:
     """Replace the layers of a model by quantized ones.
 
@@ -112,6 +118,13 @@ def quantize_model(
     - `model`: any PyTree.
     - `rules`: pairs of which layers and how, or a dictionary of such pairs. For each layer,
         the first rule that matches is used.
+    - `calibrate`: a batch on which the model is run once, before its layers are replaced and in
+        inference mode. The inputs of each layer are gathered, and its input quantizer is fitted
+        to them if it has to be (an [`eqx_grads.nn.LSQ`][], or an
+        [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
+        batch are kept in memory until then: a few hundred examples are enough.
+    - `call`: called as `call(model, calibrate)` to run the model. The default is
+        `jax.vmap(model)(calibrate)`.
 
     Which layers:
 
@@ -142,13 +155,38 @@ def quantize_model(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule.
+    [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule; with `calibrate`,
+    if there is nothing to fit, or if a layer is not called.
     """
-    pairs = _pairs(rules)
-    walk = _Walk([_Rule(i, which, how) for i, (which, how) in enumerate(pairs)])
+    known = [_Rule(i, which, how) for i, (which, how) in enumerate(_pairs(rules))]
+    fitted = None
+    if calibrate is not None:
+        uncalibrated: dict[int, Uncalibrated] = {}
+        walk = _Walk(known, uncalibrated=uncalibrated)
+        walk.visit(model, "", frozenset())
+        walk.check_all_used()
+        _check_some(uncalibrated)
+        fitted = fit_to_inputs(model, uncalibrated, calibrate, call)
+    elif call is not None:
+        raise rule_error(
+            "`quantize_model` was given a `call`, and no batch.",
+            "`calibrate` is None",
+            do="Give it a batch to run the model on, `calibrate=...`, or leave `call` out.",
+        )
+    walk = _Walk(known, fitted=fitted)
     new = walk.visit(model, "", frozenset())
     walk.check_all_used()
     return new, QuantizationReport(walk.swapped, walk.left)
+
+
+def _check_some(uncalibrated):
+    if not uncalibrated:
+        raise rule_error(
+            "`quantize_model` was given a batch, and there is nothing to calibrate.",
+            "each input quantizer has a scale, or computes one in each call",
+            do="Leave `calibrate` out, or give the rules an input quantizer whose scale is "
+            "fitted: `(eqg.nn.LSQ(bits=4), eqg.nn.LSQ(bits=4))`.",
+        )
 
 
 def _pairs(rules: Any) -> list[tuple[Any, Any]]:
@@ -176,15 +214,16 @@ class _Rule:
             )
         self.swap = self._as_swap(how)
 
-    def _as_swap(self, how: Any) -> Callable[[Any], Any] | None:
+    def _as_swap(self, how: Any) -> tuple[Any, Any] | Callable[[Any], Any] | None:
+        """Quantizers for weights and inputs, or a function of the layer, or `None`."""
         if how is None or how is False:
             return None
         if isinstance(how, type) and hasattr(how, "from_layer"):
             return how.from_layer
         if isinstance(how, tuple) and len(how) == 2:
-            return lambda layer: _quantize(layer, *how)
+            return how
         if isinstance(how, eqx.Module):
-            return lambda layer: _quantize(layer, how, None)
+            return how, None
         if callable(how) and not isinstance(how, type):
             return how
         raise rule_error(
@@ -209,10 +248,22 @@ def _quantize(layer, weight_quantizer, input_quantizer):
 
 
 class _Walk:
-    """One traversal of a model, which replaces layers and records what it did."""
+    """One traversal of a model, which replaces layers and records what it did.
 
-    def __init__(self, rules: Sequence[_Rule]):
+    With a dictionary `uncalibrated`, it adds to it the layers whose input quantizer has to be
+    fitted; `fitted` are such quantizers. Both are by the `id` of the layer.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[_Rule],
+        *,
+        uncalibrated: dict[int, Uncalibrated] | None = None,
+        fitted: Mapping[int, Any] | None = None,
+    ):
         self.rules = rules
+        self.uncalibrated = uncalibrated
+        self.fitted = {} if fitted is None else fitted
         self.matched: set[int] = set()
         self.used: set[int] = set()
         self.done_before: dict[int, str] = {}  # of each rule, a layer quantized already
@@ -279,7 +330,10 @@ class _Walk:
 
     def _new(self, rule, layer, path):
         try:
-            new = rule.swap(layer)
+            if isinstance(rule.swap, tuple):
+                new = self._quantize(layer, path, *rule.swap)
+            else:
+                new = rule.swap(layer)
         except Exception as error:
             error.add_note(f"It was to take the place of {_place(path)} by {rule.name}.")
             raise
@@ -292,6 +346,18 @@ class _Walk:
                 "the weight, write `(fn, None)`.",
             )
         return new
+
+    def _quantize(self, layer, path, weight_quantizer, input_quantizer):
+        fitted = self.fitted.get(id(layer))
+        is_quantizer = isinstance(input_quantizer, AbstractQuantizer)
+        needs_fit = is_quantizer and input_quantizer.needs_fit
+        if needs_fit and self.uncalibrated is not None:
+            self.uncalibrated[id(layer)] = Uncalibrated(layer, path, input_quantizer)
+        if needs_fit and (self.uncalibrated is not None or fitted is not None):
+            new = _quantize(layer, weight_quantizer, None)
+            get = lambda layer: layer.input_quantizer
+            return eqx.tree_at(get, new, fitted, is_leaf=lambda x: x is None)
+        return _quantize(layer, weight_quantizer, input_quantizer)
 
     def _leave(self, path, layer, note):
         shape = getattr(layer.weight, "shape", ())
