@@ -202,20 +202,20 @@ def test_L8_ranges():
 
 def test_L8_no_numbers_and_no_functions():
     for make in (
-        lambda: surrogates.gaussian("a"),  # pyright: ignore
-        lambda: surrogates.triangle(peak=None),  # pyright: ignore
-        lambda: surrogates.multi_gaussian(height="a"),  # pyright: ignore
+        lambda: surrogates.gaussian("a"),
+        lambda: surrogates.triangle(peak=None),
+        lambda: surrogates.multi_gaussian(height="a"),
         lambda: surrogates.leaky(leak=True),
-        lambda: ste.heaviside(X, at_zero="one"),  # pyright: ignore
+        lambda: ste.heaviside(X, at_zero="one"),
         lambda: ste.ternary(X, threshold=True),
-        lambda: ste.clip(X, "0"),  # pyright: ignore
-        lambda: ste.gumbel_softmax(X, key=KEY, temperature="hot"),  # pyright: ignore
-        lambda: eqg.reversal_schedule("half"),  # pyright: ignore
+        lambda: ste.clip(X, "0"),
+        lambda: ste.gumbel_softmax(X, key=KEY, temperature="hot"),
+        lambda: eqg.reversal_schedule("half"),
     ):
         with raises("is not a number"):
             make()
     with raises("(?s)`ste.wrap` was given something that is not a function.*`fn` is 3"):
-        ste.wrap(3)  # pyright: ignore
+        ste.wrap(3)
 
 
 def test_L8_recurrent_and_lengths():
@@ -262,7 +262,7 @@ def test_L9_options_of_the_wrong_type():
         with raises(
             "(?s)`quantize_model` was given rules that do not say which.*eqx.nn.Linear"
         ):
-            nn.quantize_model(model, rules)  # pyright: ignore
+            nn.quantize_model(model, rules)
     for option in ("r_min", "r_max", "max_phase"):
         with raises(f"(?s)`{option}` of `LRU` is not a number.*it is '1'"):
             STACKS["LRU"](**{option: "1"})
@@ -273,11 +273,11 @@ def test_L9_options_of_the_wrong_type():
         with raises(f"(?s)`activation` of `{name}` is not a function.*and not its name"):
             STACKS[name](activation="gelu")
     with raises("The gradient scale of `ste.lsq` is not a number"):
-        ste.lsq(X, 0.1, gradient_scale="auto")  # pyright: ignore
+        ste.lsq(X, 0.1, gradient_scale="auto")
     with raises("`cell` of `Recurrent` is not a function"):
         nn.Recurrent(eqx.nn.GRUCell)
     with raises("(?s)axis that is not an integer.*it is 'batch'|`axis` is 'batch'"):
-        eqg.clip_gradient_norm(X, 1.0, axis="batch")  # pyright: ignore
+        eqg.clip_gradient_norm(X, 1.0, axis="batch")
 
 
 def test_L9_state_of_a_cell():
@@ -540,7 +540,7 @@ def test_L10_errors_name_the_adapter(getkey):
     with raises("(?s)`xs` is a `tuple`.*`equinox.nn.Sequential`.*`eqx_grads.nn.Outputs`"):
         stack(XS)
     with raises("(?s)not a recurrent layer.*it is a `GRUCell`.*`eqx_grads.nn.Recurrent`"):
-        nn.Outputs(eqx.nn.GRUCell(3, 4, key=getkey()))  # pyright: ignore
+        nn.Outputs(eqx.nn.GRUCell(3, 4, key=getkey()))
 
 
 def projected_lstm(weights, xs, h, c):

@@ -1,6 +1,7 @@
 """Straight-through signs, steps, clipping and argmax."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -258,14 +259,17 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
     for what, bound in (("min", min), ("max", max)):
         if bound is not None:
             check_parameter("ste.clip", what, bound)
-    single = all(is_known(bound) and np.ndim(bound) == 0 for bound in (min, max))
-    if single and not np.asarray(min) <= np.asarray(max):
+    if _is_one_number(min) and _is_one_number(max) and not np.asarray(min) <= np.asarray(max):
         raise rule_error(
             "`ste.clip` was given a `min` that exceeds `max`.",
             f"`min` is {min}, `max` is {max}",
             do="Were the bounds swapped, or is one of them NaN?",
         )
     return map_floats("ste.clip", ft.partial(_clip_leaf, min, max), x)
+
+
+def _is_one_number(x: Any) -> bool:
+    return is_known(x) and np.ndim(x) == 0
 
 
 def _clip_leaf(min, max, x):

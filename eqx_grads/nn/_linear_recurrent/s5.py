@@ -210,19 +210,8 @@ class S5(AbstractDiagonal):
         )
         check_option("S5", "method", method, METHODS)
         check_callable("S5", "activation", activation)
-        check_numbers("S5", min_step=min_step, max_step=max_step)
-        if state_size % (2 * blocks) != 0:
-            raise rule_error(
-                "`S5` can't pair its eigenvalues.",
-                f"`state_size` is {state_size}, `blocks` is {blocks}",
-                do="Choose a `state_size` that is a multiple of `2 * blocks`.",
-            )
-        if not 0 < min_step <= max_step:
-            raise rule_error(
-                "`S5` needs `0 < min_step <= max_step`.",
-                f"`min_step` is {min_step}, `max_step` is {max_step}",
-                do="Choose two positive steps in this order.",
-            )
+        _check_blocks(state_size, blocks)
+        _check_steps(min_step, max_step)
         dtype = layer_dtype("S5", dtype)
         make = ft.partial(
             S5Cell,
@@ -237,3 +226,22 @@ class S5(AbstractDiagonal):
         self.stack = Stack(dropout, reverse, time_major)
         self.activation = activation
         self.method = method
+
+
+def _check_blocks(state_size, blocks):
+    if state_size % (2 * blocks) != 0:
+        raise rule_error(
+            "`S5` can't pair its eigenvalues.",
+            f"`state_size` is {state_size}, `blocks` is {blocks}",
+            do="Choose a `state_size` that is a multiple of `2 * blocks`.",
+        )
+
+
+def _check_steps(min_step, max_step):
+    check_numbers("S5", min_step=min_step, max_step=max_step)
+    if not 0 < min_step <= max_step:
+        raise rule_error(
+            "`S5` needs `0 < min_step <= max_step`.",
+            f"`min_step` is {min_step}, `max_step` is {max_step}",
+            do="Choose two positive steps in this order.",
+        )

@@ -118,5 +118,6 @@ def _as_checkpoint(checkpoint: Any) -> int | str | None:
             f"`checkpoint` is {checkpoint!r:.60}",
             do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
         ) from None
-    is_number = checkpoint is not None and not isinstance(checkpoint, str)
-    return int(checkpoint) if is_number else checkpoint
+    if checkpoint is None or isinstance(checkpoint, str):
+        return checkpoint
+    return int(checkpoint)
