@@ -16,7 +16,6 @@ class Hypothesis(NamedTuple):
 
 
 _CLOSE = 1e-3
-_LOST = "every entry is a little off: precision was lost, as by a cast to float16 or bfloat16"
 _WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
 
 
@@ -44,7 +43,7 @@ def likely_cause(
     if norm(as_real(have)) == 0:
         return f"zero everywhere: the term of {name} is missing"
     if want.size < 2 and _close(want, have):
-        return _LOST
+        return _precision_lost(want, have)
     hypotheses = [s for s in hypotheses if not _close(s.array, want)]
     return (
         _factor(want, have)
@@ -78,7 +77,10 @@ def _factor(want, have) -> str:
     for value, word in _WORDS.items():
         if abs(factor / value - 1) < _CLOSE:
             return f"every entry is {word} the expected one"
-    text = f"every entry is {factor:.4g} times the expected one"
+    shown = f"{factor:.4g}"
+    if abs(factor - 1) < _CLOSE:
+        shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
+    text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
         if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
             return f"{text}: a sum and a mean over {n} entries were confused"
@@ -112,7 +114,7 @@ def _some_entries(want, have, name, primal) -> str:
     wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
     n = int(wrong.sum())
     if n == 0:
-        return _LOST
+        return _precision_lost(want, have)
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
             if n > 1 and np.all(mask[wrong]) and not np.all(mask):
@@ -120,6 +122,13 @@ def _some_entries(want, have, name, primal) -> str:
     if n <= max(1, wrong.size // 4):
         return f"{n} of {wrong.size} entries are wrong: {_indices(wrong)}"
     return ""
+
+
+def _precision_lost(want, have) -> str:
+    error = norm(as_real(want - have)) / norm(as_real(want))
+    dtypes = "float16 or bfloat16" if error > 1e-5 else "float32"
+    text = f"every entry is a little off ({error:.0e} of its size)"
+    return f"{text}: precision was lost, as by a cast to {dtypes}"
 
 
 def _not_finite(x):
