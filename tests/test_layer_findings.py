@@ -1,5 +1,7 @@
 """What outside trials found in layers and straight-through ops: L1, L7, L8, L9 and L10."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.nn as nn
@@ -594,6 +596,46 @@ def test_L10_proj_size(getkey):
         np.testing.assert_allclose(value, want_value, rtol=1e-12)
         for got, expected in zip(parts(grad), parts(want_grad), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-14)
+
+
+def _example_by_example(layer, xs, state, *, lengths):
+    call = lambda x, s, n: layer(x, s, lengths=n)
+    return jax.vmap(call, (0, 0, None if lengths is None else 0))(xs, state, lengths)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_L10_proj_size_against_autodiff_of_its_cell(reverse, getkey):
+    """In several chunks, with lengths and a state, for a batch and under `vmap`."""
+    with jax.enable_x64(True):
+        lstm = nn.LSTM(3, 5, proj_size=2, reverse=reverse, dtype="float64", key=getkey())
+        zero = jnp.zeros(2, "float64"), jnp.zeros(5, "float64")
+        loop = nn.Recurrent(
+            lstm.to_cell(), initial_state=zero, checkpoint=None, reverse=reverse
+        )
+        xs = jr.normal(getkey(), (4, 45, 3), "float64")
+        state = tuple(jr.normal(getkey(), (4, n), "float64") for n in (2, 5))
+
+        def loss(args, call):
+            layer, xs, state = args
+            ys, (h, c) = call(layer, xs, state)
+            return jnp.sum(jnp.sin(ys)) + jnp.sum(jnp.cos(h)) + jnp.sum(c**2)
+
+        grad = lambda layer, call: jax.tree.leaves(
+            eqx.filter_jit(eqx.filter_value_and_grad(loss))((layer, xs, state), call)
+        )
+        for lengths in (None, jnp.array([45, 0, 31, 7])):
+            batch = lambda layer, xs, state, n=lengths: layer(xs, state, lengths=n)
+            want = [x for x in grad(loop, batch) if x.shape not in ((2,), (5,))]
+            got = grad(lstm, batch)
+            each = ft.partial(_example_by_example, lengths=lengths)
+            for found in (got, grad(lstm, each)):
+                assert len(found) == len(want)
+                for a, b in zip(found, want, strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+        # Frozen weights: the gradients of the others are the same.
+        of_out = lambda m: m.cells[0][0].weight_hr
+        frozen = lambda w: loss((eqx.tree_at(of_out, lstm, w), xs, state), batch)
+        np.testing.assert_allclose(jax.jit(jax.grad(frozen))(of_out(lstm)), got[4], rtol=1e-9)
 
 
 def test_L10_proj_size_in_stacks_and_errors(getkey):

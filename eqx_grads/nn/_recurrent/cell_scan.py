@@ -42,13 +42,7 @@ def scan_cell(
 
 
 def scan_gated_cell(
-    cell: Any,
-    xs: Array,
-    state: PyTree,
-    valid: Array | None,
-    reverse: bool,
-    *,
-    checkpoint: int | str | None = None,
+    cell: Any, xs: Array, state: PyTree, valid: Array | None, reverse: bool
 ) -> tuple[PyTree, PyTree]:
     """`scan_cell` in the common dtype of cell, inputs and state, as the rules of GRU, LSTM and
     RNN compute."""
@@ -56,7 +50,7 @@ def scan_gated_cell(
     dtype = promote(arrays)
     cast = lambda x: x.astype(dtype) if is_differentiable(x) else x
     cell, xs, state = jax.tree.map(cast, (cell, xs, state))
-    return scan_cell(cell, xs.astype(dtype), state, valid, reverse, checkpoint=checkpoint)
+    return scan_cell(cell, xs.astype(dtype), state, valid, reverse)
 
 
 def _first_state(

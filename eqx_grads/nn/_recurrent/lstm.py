@@ -13,6 +13,7 @@ from .cell_scan import scan_gated_cell
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .lstm_vjp import lstm
 from .projected_lstm import as_projection, ProjectedLSTMCell
+from .projected_lstm_vjp import projected_lstm
 from .stack import make_cells, Stack
 
 
@@ -56,11 +57,9 @@ class LSTM(AbstractRecurrent):
     state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
     arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
-    matrix product for a chunk. Both modes (forward mode by plain differentiation), all orders;
-    `jax.vmap` of the layer computes one gradient for the batch.
-
-    With `proj_size` it is that of [`eqx_grads.filter_scan`][] with `checkpoint="auto"`, as in
-    [`eqx_grads.nn.Recurrent`][].
+    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ takes the place of $\bar h'$.
+    Both modes (forward mode by plain differentiation), all orders; `jax.vmap` of the layer
+    computes one gradient for the batch.
     """
 
     cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]
@@ -126,10 +125,12 @@ class LSTM(AbstractRecurrent):
 
     def _run_cell(self, cell, xs, state, valid, reverse):
         check_real("LSTM", cell, xs, *state)
-        if isinstance(cell, ProjectedLSTMCell):
-            return scan_gated_cell(cell, xs, state, valid, reverse, checkpoint="auto")
         if cells_are_called():
             return scan_gated_cell(cell, xs, state, valid, reverse)
+        if isinstance(cell, ProjectedLSTMCell):
+            weights = (cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr)
+            xs, h, c, *weights = common_dtype(xs, *state, *weights)
+            return projected_lstm(*weights, xs, (h, c), valid, reverse=reverse)
         xs, h, c, w_in, w_state, bias = common_dtype(
             xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
         )
