@@ -59,17 +59,18 @@ def test_L7_numpy_integers_are_integers():
     assert nn.VectorQuantizer(four, int_(3), axis=int_(-1), key=KEY).codebook.shape == (4, 3)
     assert nn.QuantizedLinear(int_(3), four, weight_quantizer=None, key=KEY)(X).shape == (4,)
     assert nn.RNNCell(int_(3), four, key=KEY)(X, jnp.zeros(4)).shape == (4,)
+    shape_of = lambda layer: eqx.filter_eval_shape(layer, XS)[0].shape
     for layer in GATED.values():
-        ys, _ = layer(int_(3), four, num_layers=np.int8(2), dtype="bfloat16", key=KEY)(XS)
-        assert ys.shape == (6, 4)
+        two = layer(int_(3), four, num_layers=np.int8(2), dtype="bfloat16", key=KEY)
+        assert shape_of(two) == (6, 4)
     for layer in (nn.MinGRU, nn.MinLSTM):
-        assert layer(int_(3), four, dtype="bfloat16", key=KEY)(XS)[0].shape == (6, 4)
+        assert shape_of(layer(int_(3), four, dtype="bfloat16", key=KEY)) == (6, 4)
     for layer in (nn.LRU, nn.S5):
-        assert layer(int_(3), int_(2), four, dtype="bfloat16", key=KEY)(XS)[0].shape == (6, 2)
+        assert shape_of(layer(int_(3), int_(2), four, dtype="bfloat16", key=KEY)) == (6, 2)
     recurrent = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=KEY), checkpoint=int_(2))
     assert recurrent(XS, lengths=int_(3))[0].shape == (6, 4)
     options = dict.fromkeys(("bidirectional", "reverse", "use_bias", "time_major"), np.True_)
-    assert nn.GRU(3, 4, **options, key=KEY)(XS)[0].shape == (6, 8)
+    assert shape_of(nn.GRU(3, 4, **options, key=KEY)) == (6, 8)
 
 
 @pytest.mark.parametrize("true", [True, np.True_])

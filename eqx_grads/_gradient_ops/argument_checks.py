@@ -76,8 +76,9 @@ def check_not_negative(op, argument, value, scalar=True):
 def check_axis(op, axis, x):
     if axis is None:
         return
-    axes = [as_integer(a) for a in (axis if isinstance(axis, tuple) else (axis,))]
-    if None in axes:
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = [known for known in map(as_integer, given) if known is not None]
+    if len(axes) < len(given):
         raise rule_error(
             f"`{op}` was given an axis that is not an integer.",
             f"`axis` is {axis!r:.60}",

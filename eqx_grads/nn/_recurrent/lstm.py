@@ -128,9 +128,12 @@ class LSTM(AbstractRecurrent):
         if cells_are_called():
             return scan_gated_cell(cell, xs, state, valid, reverse)
         if isinstance(cell, ProjectedLSTMCell):
-            weights = (cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr)
-            xs, h, c, *weights = common_dtype(xs, *state, *weights)
-            return projected_lstm(*weights, xs, (h, c), valid, reverse=reverse)
+            xs, h, c, w_in, w_state, bias, w_out = common_dtype(
+                xs, *state, cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr
+            )
+            return projected_lstm(
+                w_in, w_state, bias, w_out, xs, (h, c), valid, reverse=reverse
+            )
         xs, h, c, w_in, w_state, bias = common_dtype(
             xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
         )
