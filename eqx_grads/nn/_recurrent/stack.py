@@ -120,7 +120,8 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
                 f"they are from {shortest} to {longest}, and `xs` has {steps} steps",
                 do="Did you swap the time axis and the batch axis? See `time_major`.",
             )
-    return jnp.arange(steps)[:, None] < jnp.asarray(lengths).reshape(1, batch)
+    times = jnp.arange(steps)[:, None]
+    return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
 
 
 def _zero_padding(ys: Array, valid: Array) -> Array:
