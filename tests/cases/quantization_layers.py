@@ -59,7 +59,7 @@ def _vector_quantizer(z, codebook):
 
 @case("nn.VectorQuantizer", reference=_vector_quantizer)
 def _():
-    vq = nn.VectorQuantizer(4, 2, key=jr.key(0))
+    vq = nn.VectorQuantizer(4, 2, ema=False, key=jr.key(0))
 
     def fn(z, codebook):
         value, _, *losses = eqx.tree_at(lambda vq: vq.codebook, vq, codebook).quantize(z)
