@@ -309,6 +309,12 @@ def test_a_sequence_in_two_parts_and_a_learned_state(getkey):
     assert jnp.all(eqx.filter_grad(total)(layer).initial_state.membrane != 0)
 
 
+def test_gradient_flow_per_step(getkey):
+    layer, xs, _ = make(getkey, "RLIF", **SINGLE)
+    total = lambda layer: jnp.sum(layer(xs)[0])
+    assert eqg.gradient_flow(total, layer)["cells[0][0]"].shape == (5,)
+
+
 def test_dropout_and_casting(getkey):
     layer = nn.LIF(3, 4, 0.5, num_layers=2, dropout=0.5, key=getkey(), **SINGLE)
     xs, key = 3 * jr.normal(getkey(), (2, 20, 3), "float32"), getkey()

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, PyTree
 
+from ..._diagnosis.layers import cells_are_called
 from ..._errors import rule_error, type_of
-from .._argument_checks import check_features, check_option, check_sizes
+from .._argument_checks import as_sizes, check_features, check_option, check_stack
 from .._dtypes import common_dtype
+from .._recurrent.cell_scan import scan_cell
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import make_cells
 from .dynamics import NeuronState
@@ -36,6 +38,8 @@ class AbstractSpiking(AbstractRecurrent):
     ) -> tuple[Array, PyTree]:
         name = type(self).__name__
         _check_inputs(name, cell, xs)
+        if cells_are_called():
+            return scan_cell(cell, xs, state, valid, reverse)
         w_in = bias = None
         if isinstance(cell, WeightedCell):
             w_in, bias, cell = cell.weight_ih, cell.bias, cell.cell
@@ -81,13 +85,19 @@ def spiking_cells(
     *,
     num_layers: int,
     bidirectional: bool,
+    dropout: float,
     keep: str,
     use_input_weight: bool,
     use_bias: bool,
     key: Array,
+    **flags: bool,
 ) -> tuple[tuple[Any, ...], ...]:
     """The cells of a layer, each of them `make_cell(key)`, with or without input weights."""
-    check_sizes(layer, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+    input_size, hidden_size = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
+    flags |= {"use_input_weight": use_input_weight, "use_bias": use_bias}
+    check_stack(
+        layer, num_layers=num_layers, dropout=dropout, bidirectional=bidirectional, **flags
+    )
     check_option(layer, "keep", keep, ("membranes", "spikes"))
     is_wider = bidirectional and num_layers > 1
     if not use_input_weight and (input_size != hidden_size or is_wider):

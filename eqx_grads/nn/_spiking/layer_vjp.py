@@ -256,7 +256,7 @@ def _backward_step(d, w_state, wanted, ct_state, inputs):
 
     ct_decayed = ct_u
     if d.reset == "zero":
-        ct_decayed = ct_u * (1 - reset_by(d, spikes))
+        ct_decayed = ct_decayed * (1 - reset_by(d, spikes))
     before = NeuronState(
         None
         if after.spikes is None
@@ -283,7 +283,7 @@ def _spikes_before(d, w_state, ct_u, ct_i, ct_a, membrane):
     return total
 
 
-def _add(a, b):
+def _add(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
     return a + b

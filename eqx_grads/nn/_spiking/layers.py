@@ -102,9 +102,13 @@ class LIF(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep=keep,
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -213,9 +217,13 @@ class ALIF(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep=keep,
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -325,9 +333,13 @@ class CuBaLIF(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep=keep,
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -433,9 +445,13 @@ class LI(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep="membranes",
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None

@@ -78,9 +78,13 @@ class RLIF(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep=keep,
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -190,9 +194,13 @@ class RALIF(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep=keep,
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -302,9 +310,13 @@ class RCuBaLIF(AbstractSpiking):
             hidden_size,
             num_layers=num_layers,
             bidirectional=bidirectional,
+            dropout=dropout,
             keep=keep,
             use_input_weight=use_input_weight,
             use_bias=use_bias,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None

@@ -8,7 +8,8 @@ import jax
 import jax.random as jr
 from jaxtyping import Array, Float, Key, Num
 
-from .._argument_checks import check_sizes
+from ..._rules.float_args import check_flags
+from .._argument_checks import as_sizes
 from .._dtypes import common_dtype
 
 
@@ -61,7 +62,8 @@ class WeightedCell(eqx.Module):
         - `key`: for weights and bias, which are initialized as in `equinox.nn.Linear`: uniform
             within $\\pm 1/\\sqrt{\\mathrm{input\\_size}}$. Their dtype is that of the cell.
         """
-        check_sizes("WeightedCell", input_size=input_size)
+        (input_size,) = as_sizes("WeightedCell", input_size=input_size)
+        check_flags("WeightedCell", use_bias=use_bias)
         state = cell.initial_state().membrane
         limit = 1 / math.sqrt(input_size)
         key1, key2 = jr.split(key)
