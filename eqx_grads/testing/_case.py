@@ -13,6 +13,7 @@ import numpy as np
 
 from ._compare import as_real, difference, norm, tolerance_of
 from ._compiled import Program
+from ._eager import EagerCalls
 from ._finite_differences import directional
 from ._flat_function import double_precision, FlatFunction
 from ._random_tangents import normal_like, only
@@ -58,8 +59,18 @@ class Precision:
             self.reference = Program(_reference(subject, options.reference), leaves, context)
 
     @ft.cached_property
+    def _named_outputs(self) -> list[tuple[str, Any]]:
+        with self.context():
+            return self.subject.named_outputs()
+
+    @property
+    def output_names(self) -> list[str]:
+        return [name for name, _ in self._named_outputs]
+
+    @property
     def outputs(self) -> list[Any]:
-        return self.rule.value()
+        """The shapes and dtypes of the outputs."""
+        return [shape for _, shape in self._named_outputs]
 
     def like_leaves(self, vectors: Sequence[Any]) -> list[Any]:
         pairs = zip(vectors, self.subject.leaves, strict=True)
@@ -135,18 +146,13 @@ class Case:
     def names(self) -> list[str]:
         return self.subject.names
 
-    @ft.cached_property
+    @property
     def output_names(self) -> list[str]:
-        flat = jax.tree_util.tree_leaves_with_path(self.subject.call(self.subject.leaves))
-        names = [
-            f"output{jax.tree_util.keystr(path)}"
-            for path, leaf in flat
-            if jnp.issubdtype(getattr(leaf, "dtype", int), jnp.inexact)
-        ]
-        return names if len(names) == len(self.own.outputs) else self._numbered()
+        return self.own.output_names
 
-    def _numbered(self):
-        return [f"output[{i}]" for i in range(len(self.own.outputs))]
+    @ft.cached_property
+    def eager(self) -> EagerCalls:
+        return EagerCalls(self.subject, self.own.outputs)
 
     @ft.cached_property
     def is_wide(self) -> bool:
@@ -161,10 +167,10 @@ class Case:
         try:
             with double_precision():
                 wide = Precision(self.subject.in_float64(), self.options, double_precision)
-                wide.rule.value()
                 try:
                     _pull_zeros(wide)
                 except Exception:
+                    wide.rule.value()
                     # If the rule fails in the user's precision too, a check reports that.
                     if not _fails(_pull_zeros, self.own):
                         return None
@@ -175,20 +181,12 @@ class Case:
     @ft.cached_property
     def offers_forward(self) -> bool:
         """Whether there is a forward mode. JAX raises an error for a `jax.custom_vjp`."""
-        leaves = self.subject.leaves
-        zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
-        run = lambda xs: self.own.rule.jvp_of(xs, zeros)
-        return not _raises(run, leaves, "forward-mode")
+        return not _raises(self.eager.jvp, "forward-mode")
 
     @ft.cached_property
     def offers_reverse(self) -> bool:
         """Whether there is a reverse mode. JAX has none for a `while_loop`."""
-
-        def run(xs):
-            out, pull = jax.vjp(self.own.rule.fn, *xs)
-            return pull([jnp.zeros_like(x) for x in out])
-
-        return not _raises(run, self.subject.leaves, "everse-mode")
+        return not _raises(self.eager.vjp, "everse-mode")
 
     def tangents(self) -> list[Any]:
         return normal_like(self.rng, self.subject.leaves)
@@ -302,10 +300,10 @@ def _fails(run, *args) -> bool:
     return False
 
 
-def _raises(run, leaves, text: str) -> bool:
+def _raises(run, text: str) -> bool:
     """Whether JAX raises an error that says so. Other errors are reported by the checks."""
     try:
-        run(leaves)  # eagerly, as tracing alone does not raise all of these errors
+        run()  # eagerly, as tracing alone does not raise all of these errors
     except (TypeError, ValueError, NotImplementedError) as e:
         return text in str(e)
     except Exception:

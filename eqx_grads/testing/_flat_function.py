@@ -68,7 +68,23 @@ class FlatFunction:
 
     def arrays(self, *leaves: Any) -> list[Any]:
         """The inexact leaves of the output."""
-        return [x for x in jax.tree.leaves(self.call(leaves)) if _is_output(x)]
+        return [x for x in jax.tree.leaves(self.call(leaves)) if is_output(x)]
+
+    def named_outputs(self) -> list[tuple[str, Any]]:
+        """The shapes and dtypes of `arrays`, with their names."""
+        names: list[str] = []
+
+        def run(*leaves):
+            flat = jax.tree_util.tree_leaves_with_path(self.call(leaves))
+            flat = [(path, x) for path, x in flat if is_output(x)]
+            names[:] = [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
+            return [jnp.asarray(x) for _, x in flat]
+
+        try:
+            shapes = jax.eval_shape(run, *self.leaves)
+        except jax.errors.ConcretizationTypeError:  # looks at values: eager only
+            shapes = run(*self.leaves)
+        return list(zip(names, shapes, strict=True))
 
     def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
         """One cotangent for each leaf, from a tuple of trees, one for each argument."""
@@ -123,7 +139,8 @@ def _numbers(names, known, n_args, fn_name) -> set[int]:
     return {by_name[name] for name in names}
 
 
-def _is_output(x) -> bool:
+def is_output(x: Any) -> bool:
+    """Whether a leaf of the output has a derivative."""
     return is_arraylike(x) and is_differentiable(x)
 
 
