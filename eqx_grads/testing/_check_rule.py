@@ -1,6 +1,6 @@
 """`check_rule`: all checks of a rule in one call."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from .._errors import rule_error
@@ -15,8 +15,11 @@ from ._checks.transforms import transforms
 from ._checks.values import deterministic, finite
 from ._checks.zeros import zeros
 from ._findings import broke, skipped
+from ._progress import Progress
 from ._report import Finding, Report
 
+
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
 CHECKS = {
     "primal": primal,
@@ -167,13 +170,10 @@ def check_rule(
             do="Pass floating-point arrays by position.",
         )
     findings: list[Finding] = []
-    for name in names:
-        findings += _run(name, case)
-    for each in seeds[1:]:
-        case = case.with_seed(each)
-        for name in names:
-            if name in _DIRECTED:
-                findings += _run(name, case)
+    with Progress(f"check_rule of `{case.subject.name}`", names) as progress:
+        for one, name in _with_seeds(case, names, seeds):
+            progress.at(name)
+            findings += _run(name, one)
     numbers = {"seed": seed, "leaves": case.names}
     report = Report(case.subject.name, findings, numbers)
     if raises:
@@ -185,6 +185,13 @@ def check_rule(
 _DIRECTED = ("forward", "reverse", "adjoint", "linear", "order")
 # What is said of an exception that a check does not handle.
 _WHERE = {"forward": "the tangents", "reverse": "the cotangents"}
+
+
+def _with_seeds(case: Case, names, seeds) -> Iterator[tuple[Case, str]]:
+    yield from ((case, name) for name in names)
+    for seed in seeds[1:]:
+        other = case.with_seed(seed)
+        yield from ((other, name) for name in names if name in _DIRECTED)
 
 
 def _run(name: str, case: Case) -> list[Finding]:

@@ -97,11 +97,13 @@ class Program:
     def value_at(self, leaves: Sequence[Any]) -> list[Any]:
         return self._run("value", lambda xs: self.fn(*xs), list(leaves))
 
-    def jvp(self, tangents: Sequence[Any]) -> list[Any]:
-        return self._run("jvp", self.jvp_of, self.leaves, list(tangents))
+    def jvp(self, tangents: Sequence[Any], leaves: Sequence[Any] | None = None) -> list[Any]:
+        leaves = list(self.leaves if leaves is None else leaves)
+        return self._run("jvp", self._jvp_of, leaves, list(tangents))
 
-    def vjp(self, cotangents: Sequence[Any]) -> list[Any]:
-        return self._run("vjp", self.vjp_of, self.leaves, list(cotangents))
+    def vjp(self, cotangents: Sequence[Any], leaves: Sequence[Any] | None = None) -> list[Any]:
+        leaves = list(self.leaves if leaves is None else leaves)
+        return self._run("vjp", self._vjp_of, leaves, list(cotangents))
 
     def higher(
         self,
@@ -157,10 +159,10 @@ class Program:
             for p, dtype in zip(products, real, strict=True)
         ]
 
-    def jvp_of(self, xs, tangents):
+    def _jvp_of(self, xs, tangents):
         return jax.jvp(self.fn, xs, tangents)[1]
 
-    def vjp_of(self, xs, cotangents):
+    def _vjp_of(self, xs, cotangents):
         return list(jax.vjp(self.fn, *xs)[1](cotangents))
 
     def _run(self, name, fn, *args):

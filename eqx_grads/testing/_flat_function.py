@@ -18,6 +18,9 @@ from .._rules.flatten_call import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 class FlatFunction:
     """`fn` at `args` and `kwargs`.
 
@@ -86,6 +89,17 @@ class FlatFunction:
             shapes = run(*self.leaves)
         return list(zip(names, shapes, strict=True))
 
+    def like_output(self, cotangents: Sequence[Any]) -> Any:
+        """A cotangent of the whole output, with `None` where there is no derivative."""
+        out = jax.eval_shape(lambda xs: _dynamic(self.call(xs)), self.leaves)
+        leaves, treedef = jax.tree.flatten(out)
+        rest = iter(cotangents)
+        filled = [
+            jnp.asarray(next(rest)) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, filled)
+
     def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
         """One cotangent for each leaf, from a tuple of trees, one for each argument."""
         by_argument = []
@@ -142,6 +156,10 @@ def _numbers(names, known, n_args, fn_name) -> set[int]:
 def is_output(x: Any) -> bool:
     """Whether a leaf of the output has a derivative."""
     return is_arraylike(x) and is_differentiable(x)
+
+
+def _dynamic(out):
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, out)
 
 
 def _widen(x):

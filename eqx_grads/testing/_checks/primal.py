@@ -1,12 +1,13 @@
 """The check `primal`: the value with the rule is the value of the function."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from .._case import Case
 from .._compare import is_number, unlike
+from .._eager import Call
 from .._findings import broke, compare, failed, skipped
 from .._report import Finding
 
@@ -16,17 +17,19 @@ def primal(case: Case) -> Iterator[Finding]:
     value = case.eager.value
     numbers = [x for x in jax.tree.leaves(value) if is_number(x)]
     numbers = [x for x in numbers if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    tolerance = case.tolerance(case.own, numbers) + 10 * case.noise
+    tolerance = case.strict_tolerance(case.own, case.own.plain.value_at)
+    if not case.is_wide:
+        tolerance = case.tolerance_with_rounding(numbers)
     where = "the undecorated function"
     try:
         plain, names = case.own.plain.value(), case.output_names
         cause = "the value depends on being traced"
-        yield compare("primal", where, numbers, plain, names, tolerance, cause=cause)
+        yield compare("primal", where, numbers, plain, names, *tolerance, cause=cause)
     except NotImplementedError as e:
         yield skipped("primal", f"the rule can't be removed from the function: {e}")
     except Exception as e:
         yield broke("primal", where, e)
-    modes = {"under `jax.vjp`": case.eager.vjp}
+    modes: dict[str, Callable[[], Call]] = {"under `jax.vjp`": case.eager.vjp}
     if case.offers_forward:
         modes["under `jax.jvp`"] = case.eager.jvp
     for where, call in modes.items():
@@ -58,4 +61,4 @@ def _same_tree(where, value, other, tolerance) -> Iterator[Finding]:
             want.append(x)
             got.append(y)
     cause = "the rule returns another value than the function"
-    yield compare("primal", where, want, got, names, tolerance, cause=cause)
+    yield compare("primal", where, want, got, names, *tolerance, cause=cause)

@@ -142,17 +142,19 @@ def transforms(case: Case) -> Iterator[Finding]:
     trials = [*_program_trials(case, expected), *_vmap_trials(case, expected)]
     trials += [*_scan_trials(expected)] if expected.reverse else []
     results = _run_all(trials, expected.points)
-    tolerance = case.tolerance(case.own) + 10 * case.noise
+    tolerance = case.tolerance_with_rounding()
     for trial, got in zip(trials, results, strict=True):
         cause = f"right eagerly, wrong under {trial.name}"
         if isinstance(got, Exception):
-            yield broke("transforms", trial.name, got, f"fails under {trial.name} only")
+            yield broke(
+                "transforms", trial.name, got, f"right eagerly, fails under {trial.name}"
+            )
             continue
         want = trial.want()
         names = expected.names
         if len(want) != len(names):
             names = [f"result {i}" for i in range(len(want))]
-        yield compare("transforms", trial.name, want, got, names, tolerance, cause=cause)
+        yield compare("transforms", trial.name, want, got, names, *tolerance, cause=cause)
 
 
 # Run outside of the common program: they are compiled on their own.
