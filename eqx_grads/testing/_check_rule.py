@@ -121,7 +121,8 @@ def check_rule(
     - `expected_tangent`: instead of `reference`, the expected derivative itself,
         `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples.
     - `expected_cotangent`: the same for reverse mode,
-        `(primals, cotangent) -> tuple of cotangents`.
+        `(primals, cotangent) -> tuple of cotangents`. If one of the two is given, the other
+        mode has to be its transpose, or the derivative of the function.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
         clipping is. Skips `adjoint`, the part of `linear` about cotangents and, without a
         `reference`, `order`.
@@ -132,11 +133,15 @@ def check_rule(
         arguments.
     - `max_residual_bytes`: the largest number of bytes that may be kept for one backward pass.
     - `tolerance`: the largest relative error that passes. By default 1e-5 in float64 (1e-7 for
-        float64 arguments), and the error that rounding explains in other precisions. For
+        float64 arguments, and 1e-9 where autodiff is the reference, which is then good to
+        1e-15), and the error that rounding explains in other precisions. For
         functions that are themselves approximations, for example iterative solvers.
     - `seed`: the seed of the random directions, or several seeds, for example `range(20)`. The
         checks of derivatives are run for each seed, the others for the first one.
     - `raises`: whether to raise when a check fails.
+
+    On a terminal, a line says which check is running if all of them take more than two
+    seconds.
 
     **Returns:**
 
