@@ -12,11 +12,8 @@ from ._diagnosis._memory.report import (
     MemoryReport as MemoryReport,
 )
 from ._diagnosis._memory.residuals import Residual as Residual
-from ._diagnosis._nan.explain_nan import (
-    explain_nan as explain_nan,
-    NaNReport as NaNReport,
-    NonFinite as NonFinite,
-)
+from ._diagnosis._nan.explain_nan import explain_nan as explain_nan
+from ._diagnosis._nan.report import NaNReport as NaNReport, NonFinite as NonFinite
 from ._diagnosis._zero.explain_zero import explain_zero as explain_zero
 from ._diagnosis._zero.report import ZeroGradient as ZeroGradient, ZeroReport as ZeroReport
 from ._diagnosis.gradient_flow import gradient_flow as gradient_flow

@@ -318,6 +318,30 @@ def chaotic_map():
 
 
 @_right
+def chaotic_map_of_60_steps():
+    """By thirteen orders of magnitude: what changes the last digit changes all."""
+
+    def fn(r, x):
+        step = lambda x, _: (r * x * (1 - x), None)
+        return jnp.sum(jax.lax.scan(step, x, length=60)[0])
+
+    return fn, jnp.array([3.9, 3.7]), jnp.array([0.3, 0.4])
+
+
+@_right
+def a_hundred_thousand_kinks():
+    """The slope between two kinks is not that of steps across many."""
+    kinks = np.linspace(-1, 1, 100_001)
+    fn = lambda m, kinks: jnp.mean(jnp.abs(m[0] - kinks)) + m[1] ** 2
+    return fn, jnp.array([0.3, 0.2]), kinks
+
+
+@_right
+def high_frequency():
+    return lambda m: jnp.sum(jnp.sin(1e6 * m)), jnp.array([0.1, 0.2, 0.3])
+
+
+@_right
 def parameters_of_very_different_size():
     fn = lambda m, x: jnp.sum(jnp.sin(m["a"] * 1e-9 * x)) + jnp.sum(jnp.exp(m["b"] * 1e6 * x))
     return fn, {"a": jnp.full(3, 1e9), "b": jnp.full(3, 1e-6), "n": 3}, jnp.asarray(DATA[0])

@@ -1,5 +1,6 @@
 """`check_gradients` finds every planted fault of a model, and accuses no right model."""
 
+import re
 import time
 
 import equinox as eqx
@@ -11,7 +12,17 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads._jaxprs.in_float64 import evaluate_in_float64, low_precision
-from eqx_grads.testing._slope import central_slope, confirmed_slope, Samples, with_sides
+from eqx_grads.testing._gradient_faults import _cure
+from eqx_grads.testing._judge_leaf import Judge
+from eqx_grads.testing._loss_program import trace_in_both_precisions
+from eqx_grads.testing._slope import (
+    central_slope,
+    confirmed_slope,
+    is_settled,
+    Samples,
+    Slope,
+    with_sides,
+)
 
 from .model_faults import between, DATA, dense_stack, FAULTS, with_rule
 from .right_models import RIGHT
@@ -26,7 +37,13 @@ QUICK = {
     "relu_at_its_kink",
     "float32_only",
     "chaotic_map",
+    "chaotic_map_of_60_steps",
+    "a_hundred_thousand_kinks",
 }
+
+
+# A bias that the norm removes, and a loss that turns within any step.
+UNMEASURABLE = {"batch_norm_with_state", "chaotic_map_of_60_steps"}
 
 
 def names(cases):
@@ -38,12 +55,12 @@ def test_fault_is_found(name):
     fault = FAULTS[name]
     fn, model, *args = fault.make()
     report = eqgt.check_gradients(fn, model, *args, raises=False)
-    assert {found.path for found in report.found} == set(fault.wrong), str(report)
+    assert {found.leaf for found in report.found} == set(fault.wrong), str(report)
     for found in report.found:
         assert found.kind == fault.kind, str(report)
-        assert found.layer == fault.layer, str(report)
-        assert found.function == fault.function, str(report)
-        if found.function:
+        assert found.path == fault.layer, str(report)
+        assert found.primitive == fault.function, str(report)
+        if found.primitive:
             assert found.file.endswith("model_faults.py"), str(report)
             assert found.line > 0
 
@@ -55,7 +72,7 @@ def test_right_model_is_not_accused(name):
     assert not report
     # A check that measures nothing accuses nobody.
     unmeasured = [leaf for leaf in report.leaves if leaf.verdict == "not measured"]
-    assert len(unmeasured) <= (name == "batch_norm_with_state"), str(report)
+    assert len(unmeasured) <= (name in UNMEASURABLE), str(report)
 
 
 def test_there_are_enough_of_them():
@@ -80,6 +97,36 @@ def test_a_kink_is_told_from_an_error():
     assert report["model"].verdict == "WRONG"
 
 
+def test_why_a_leaf_is_not_measured():
+    fn, model, *args = RIGHT["chaotic_map_of_60_steps"]()
+    report = eqgt.check_gradients(fn, model, *args)
+    assert report["model"].verdict == "not measured"
+    assert "have no slope that the gradient could be compared with" in str(report)
+    assert "down to 1e-13 of an entry: model. The loss is chaotic" in str(report)
+
+
+def test_a_single_parameter_is_moved():
+    """Whatever the seed: its component along the gradient does not add up to zero with the
+    random one."""
+    program, _, _ = trace_in_both_precisions(
+        "test", lambda m: m**2, jnp.array(0.7), (), {}, only_own=True
+    )
+    judge = Judge(program, 1e-6, ["reverse"], seed=0)
+    moves = [abs(judge.direction("model", [0]).tangents[0]) for _ in range(1000)]
+    assert min(moves) > 0.1
+
+
+def test_a_small_error_is_said_to_be_small():
+    square = jax.custom_vjp(lambda x: x**2)
+    square.defvjp(lambda x: (x**2, x), lambda x, ct: (2 * (1 + 1e-5) * ct * x,))
+    report = eqgt.check_gradients(lambda m: jnp.sum(square(m)), jnp.ones(3), raises=False)
+    (found,) = report.found
+    assert "It is off by 1e-05 of its size, " in found.detail
+    assert "times the error of the differences" in found.detail
+    assert "every entry is 1 + 1e-05 times the expected one" in found.detail
+    assert "a solver that iterates to a tolerance" in _cure("wrong", [], False, is_small=True)
+
+
 def test_leaves_without_influence_are_listed():
     fn, model, *args = RIGHT["rounded_then_unused"]()
     report = eqgt.check_gradients(fn, model, *args)
@@ -91,7 +138,7 @@ def test_what_is_not_inexact_is_ignored():
     model = {"w": jnp.ones(3), "n": jnp.arange(3), "none": None, "p": 0.5, "key": jr.key(0)}
     fn = lambda m: jnp.sum(jnp.sin(m["w"]) * m["p"]) + jr.uniform(m["key"], ()) * 0
     report = eqgt.check_gradients(fn, model)
-    assert [leaf.path for leaf in report.leaves] == ["['w']"]
+    assert [leaf.leaf for leaf in report.leaves] == ["['w']"]
 
 
 def straight_through():
@@ -101,7 +148,7 @@ def straight_through():
 def test_a_gradient_that_is_no_derivative_on_purpose():
     fn, model, data = straight_through()
     report = eqgt.check_gradients(fn, model, data, raises=False)
-    assert {found.path for found in report.found} == {"layers[0].weight", "layers[0].bias"}
+    assert {found.leaf for found in report.found} == {"layers[0].weight", "layers[0].bias"}
     assert {found.kind for found in report.found} == {"not a derivative"}
     assert "on purpose" in str(report)
     report = eqgt.check_gradients(fn, model, data, skip="layers[0]")
@@ -175,8 +222,8 @@ def test_it_raises_with_the_report():
         eqgt.GradientCheckError, match="The gradient of `loss`: FAILED"
     ) as error:
         eqgt.check_gradients(fn, model, data)
-    for part in ("layers[0].weight", "square, model_faults.py:", "half the expected one"):
-        assert part in str(error.value)
+    for part in ("layers[0].weight", "square model_faults.py:", "half the expected one"):
+        assert part in re.sub(r"\s+", " ", str(error.value))
     assert isinstance(error.value, AssertionError)
 
 
@@ -234,7 +281,7 @@ def test_a_wrong_bias_among_a_hundred_thousand_parameters():
         return jnp.sum(rule(m["w"][1], m["b"][1], x) ** 2)
 
     report = eqgt.check_gradients(fn, model, jr.normal(key, (300,)), raises=False)
-    assert [found.path for found in report.found] == ["['b'][1]"]
+    assert [found.leaf for found in report.found] == ["['b'][1]"]
 
 
 @pytest.mark.slow
@@ -244,10 +291,10 @@ def test_ten_thousand_equations():
             x = x + 1e-3 * jnp.tanh(m @ x)
         return jnp.sum(x)
 
-    start = time.perf_counter()
+    start = time.process_time()
     report = eqgt.check_gradients(fn, jnp.eye(3), jnp.asarray(DATA[0]))
     assert report["model"].verdict == "right"
-    assert time.perf_counter() - start < 120
+    assert time.process_time() - start < 60
 
 
 def test_other_solvers():
@@ -266,6 +313,10 @@ def test_other_solvers():
 # ---------------------------------------------------------------- the pieces
 
 
+def sampled(fn):
+    return Samples(lambda steps: [fn(h) for h in steps])
+
+
 @pytest.mark.parametrize(
     ("fn", "slope"),
     [
@@ -279,15 +330,36 @@ def test_other_solvers():
     ],
 )
 def test_slope(fn, slope):
-    samples = Samples(fn)
+    samples = sampled(fn)
     found = confirmed_slope(samples, central_slope(samples, abs(slope)))
+    assert is_settled(samples, found, 2 * slope + 1)
     assert abs(found.value - slope) <= 10 * found.error + 1e-12
     assert found.error <= 1e-4 * max(abs(slope), 1)
     assert not with_sides(samples, found).is_kink
 
 
+def test_many_small_kinks_have_the_slope_of_short_steps():
+    kinks = np.linspace(-1, 1, 10_001)
+    samples = sampled(lambda h: np.mean(np.abs(0.30003 + h - kinks)))
+    slope = np.mean(np.sign(0.30003 - kinks))
+    average = Slope(samples.richardson(2.0**-10), 1e-8, 2.0**-10)
+    assert abs(average.value - slope) > 1e-6
+    found = confirmed_slope(samples, average)
+    assert abs(found.value - slope) <= 10 * found.error < 1e-6
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1e-3])
+def test_a_slope_that_is_no_evidence(noise):
+    """Noise of a function without slope contradicts any slope that is not within the changes
+    from one step to the next."""
+    samples = sampled(lambda h: 1 + noise * np.sin(1e17 * h))
+    found = confirmed_slope(samples, central_slope(samples, 1.0))
+    assert is_settled(samples, found, 1e10 * noise)
+    assert not is_settled(samples, found, 1e16 * noise)
+
+
 def test_slopes_of_both_sides():
-    samples = Samples(lambda h: np.where(h > 0, 3 * h, -h) + np.sin(h))
+    samples = sampled(lambda h: np.where(h > 0, 3 * h, -h) + np.sin(h))
     slope = with_sides(samples, central_slope(samples, 1.0))
     assert slope.is_kink
     assert slope.left == pytest.approx(0.0, abs=1e-6)

@@ -2,7 +2,6 @@
 
 import io
 import re
-import time
 
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads.testing import _progress
+from eqx_grads._diagnosis import progress
 from jax import monitoring
 
 
@@ -294,33 +293,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def _shown(monkeypatch, stream):
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(_progress, "_AFTER", 0.01)
-    monkeypatch.setattr(_progress, "_EVERY", 0.01)
-    with _progress.Progress("check_rule of `f`", ["primal", "forward"]) as progress:
-        progress.at("forward")
-        time.sleep(0.2)
-    return stream.getvalue()
-
-
-def test_progress_is_shown_on_a_terminal_and_erased(monkeypatch):
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    text = _shown(monkeypatch, Terminal())
-    line = "check_rule of `f`: forward (2 of 2), 0 s"
-    assert text.startswith(f"\r{line}")
-    assert text.endswith(f"\r{' ' * len(line)}\r")
-
-
-def test_progress_is_not_shown_elsewhere(monkeypatch):
-    assert _shown(monkeypatch, Terminal()) == ""  # a test of pytest
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    assert _shown(monkeypatch, io.StringIO()) == ""
-
-
-def test_there_is_no_progress_of_a_short_check(monkeypatch):
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
+    monkeypatch.setattr(progress, "_DELAY", 0.01)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.01)
     monkeypatch.setattr("sys.stderr", Terminal())
-    with _progress.Progress("check_rule of `f`", ["primal"]) as progress:
-        progress.at("primal")
-    assert progress._stream.getvalue() == ""
+    eqgt.check_rule(jnp.sin, 1.0, checks=("forward", "transforms"))
+    text = progress.sys.stderr.getvalue()
+    assert "check_rule: the check `transforms`, 2 of 2 (" in text
+    assert text.endswith("\r\x1b[K")  # it is taken back

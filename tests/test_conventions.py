@@ -203,7 +203,8 @@ def test_the_oldest_versions_tested_are_the_ones_promised():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / ".ci" / "oldest.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
-    floors = [Requirement(dependency) for dependency in project["dependencies"]]
+    promised = [*project["dependencies"], *project["optional-dependencies"]["solvers"]]
+    floors = [Requirement(dependency) for dependency in promised]
     assert _versions(pins, "==") == _versions(floors, ">=")
 
 

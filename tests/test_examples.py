@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ def _run(path, cwd, *args):
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 # The main one for every day, and all of them with the slow tests.
@@ -37,9 +39,14 @@ SOME = [
 @pytest.mark.parametrize("path", SOME, ids=lambda path: path.name)
 def test_example_runs(path, tmp_path):
     out = tmp_path / "out"
-    _run(path, tmp_path, "--quick", "--out", str(out))
+    printed = _run(path, tmp_path, "--quick", "--out", str(out))
     left = [p.name for p in tmp_path.iterdir() if p != out]
     assert not left, f"Wrote outside of `--out`: {left}"
+    page = ROOT / "docs" / "examples" / f"{path.stem.replace('_', '-')}.md"
+    # The lines of code in a report that the page shows. What is rounded depends on the machine.
+    places = lambda text: re.findall(rf"{path.stem}\.py:\d+", text)
+    shown = page.read_text().split("```text\n")[1:]
+    assert not shown or places(shown[0]) == places(printed)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 
@@ -36,8 +37,9 @@ def check(loss, model, *args):
     assert {record.leaf for record in report.found} == zero_leaves(loss, model, *args)
     assert bool(report) == bool(report.found)
     for record in report.found:
-        assert record.kind in str(report)
-        assert record.cure in str(report)
+        text = " ".join(str(report).split())
+        assert record.kind in text
+        assert record.cure in text
         assert record.kind in report._repr_html_()
     return report
 
@@ -256,7 +258,8 @@ def test_cut(fn, context):
     assert (record.leaf, record.kind) == ("model", CUTS[fn])
     assert (record.file, record.line) == (__file__, line_of(fn))
     assert record.by_structure
-    assert "HERE" in str(report)  # the code is shown
+    assert "HERE" in record.code
+    assert record.code[:20] in str(report)
 
 
 @pytest.mark.parametrize("fn", CUTS, ids=lambda f: f.__name__)
@@ -273,7 +276,8 @@ def test_cut_in_a_layer(fn):
     for record in report.found:
         assert (record.kind, record.path) == (CUTS[fn], "layers[1]")
         assert record.line == line_of(fn)
-    assert str(report).count("HERE") == 1  # leaves with the same cause share a line
+    (table,) = [table for table in report.tables() if table.rows]
+    assert len(table.rows) == 1  # leaves with the same cause share a line
 
 
 def test_only_the_last_operation_with_a_derivative_is_named():
@@ -852,8 +856,11 @@ def test_a_callback_is_opaque():
     report = eqg.explain_zero(loss, model)
     assert (only(report).leaf, only(report).kind) == ("['a']", "stop_gradient")
     assert "`pure_callback`" in str(report)
-    with pytest.raises(ValueError, match="callback"):
-        eqg.explain_zero(lambda w: host_sine(w["a"][0]), model)
+    report = eqg.explain_zero(lambda w: host_sine(w["a"][0]), model)
+    assert (only(report).leaf, only(report).kind) == ("['b']", "never used")
+    assert "The gradient of ['a'] is not known." in report.remarks
+    with pytest.raises(eqg.RuleError, match="`pure_callback`"):
+        eqg.explain_zero(lambda w: host_sine(w[0]), X)
 
 
 def test_shard_map():
@@ -929,3 +936,16 @@ def test_many_operations():
 
     (record,) = eqg.explain_zero(loss, jnp.ones(3)).found
     assert record.primitive == "mul"
+
+
+def test_a_gather_of_which_the_gradient_cancels():
+    """With one class, the label is always right. The index selects, and the sum cancels."""
+    labels = jnp.zeros(4, int)
+
+    def loss(w):
+        logits = jnp.broadcast_to(w, (4, 1))
+        ce = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(ce)
+
+    (record,) = eqg.explain_zero(loss, jnp.array([0.5])).found
+    assert record.kind == "canceled"

@@ -107,6 +107,36 @@ def _switch(x):
     return jax.lax.switch((x > 0).astype(jnp.int32), branches, x)
 
 
+_shifted = lambda x: sqrt(x + jnp.array([0.0, 4.0, 9.0]))
+
+
+def _segment_max(x):
+    return jax.ops.segment_max(_shifted(x)[:2], jnp.array([1, 1]), 2)[1]
+
+
+def _steep_segment_max(x):
+    """The cotangent is infinite as well, of what is not taken."""
+    largest = jax.ops.segment_max(jnp.stack([x, x - 1]), jnp.array([0, 0]), 1)[0]
+    return where(x > 0, sqrt(largest), x)
+
+
+def _at_min(x):
+    return jnp.zeros(2).at[jnp.array([0, 0])].min(-_shifted(x)[:2])[0]
+
+
+def _top_k(x):
+    return jnp.sum(jax.lax.top_k(_shifted(x), 2)[0])
+
+
+def _approx_max_k(x):
+    return jnp.sum(jax.lax.approx_max_k(_shifted(x), 1)[0])
+
+
+def _scan_of_top_k(x):
+    step = lambda h, _: (jax.lax.top_k(sqrt(jnp.stack([x, x + 4])), 1)[0][0], None)
+    return jax.lax.scan(step, x, None, length=2)[0]
+
+
 zero = lambda x: mpmath.mpf(0)
 same = lambda x: x
 
@@ -183,6 +213,12 @@ CASES = [
         lambda x: mpmath.sqrt(x + 4),
     ),
     Case("segment_sum", _segment, 0.0, lambda x: mpmath.sqrt(x + 4)),
+    Case("segment_max", _segment_max, 0.0, lambda x: mpmath.sqrt(x + 4)),
+    Case("segment_max of -inf", _steep_segment_max, 0.0, lambda x: x),
+    Case("scatter-min", _at_min, 0.0, lambda x: -mpmath.sqrt(x + 4)),
+    Case("top_k", _top_k, 0.0, lambda x: mpmath.sqrt(x + 4) + mpmath.sqrt(x + 9)),
+    Case("approx_max_k", _approx_max_k, 0.0, lambda x: mpmath.sqrt(x + 9)),
+    Case("scan of top_k", _scan_of_top_k, 0.0, lambda x: mpmath.sqrt(x + 4)),
     Case(
         "concatenate",
         lambda x: jnp.sum(sqrt(jnp.stack([0 * x + 4, jnp.maximum(x, 0.0)]))) + x,

@@ -75,6 +75,8 @@ def linear_recurrence(
     a, b, h0 = _fit(a, b, h0)
     if b.shape[0] == 0:
         return b
+    if b.shape[0] == 1:
+        return a * h0[None] + b  # no loop, so that a step of a scan is seen to be elementwise
     return _recurrence(a, b, h0, reverse=reverse, associative=method == "associative")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from .._errors import rule_error, type_of
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
+from .online import Online
 from .progress import progress_line
 from .replay import cannot_replay, Replayed
 from .replay_cost import PLATFORM
@@ -34,6 +36,7 @@ def filter_scan(
     unroll: int | bool = 1,
     checkpoint: int | str | None = None,
     truncate: int | None = None,
+    online: bool | str = False,
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
     progress: bool = False,
 ) -> tuple[PyTree, PyTree]:
@@ -82,6 +85,14 @@ def filter_scan(
         pass; `checkpoint` says what is saved within a window. If the steps have side effects
         (which happen once) or communicate over a named axis, they are not run again, and
         `checkpoint` applies to all of them.
+    - `online`: `True` computes the derivative in the order of time, by real-time recurrent
+        learning. It is exact, nothing is saved, and the memory does not depend on the number of
+        steps, as it carries the derivatives of the carry along. Each element of the next carry
+        may depend on the same element of the carry only (of any of its arrays, if these have
+        the same shape), as in [`eqx_grads.nn.LRU`][], [`eqx_grads.nn.MinGRU`][],
+        [`eqx_grads.nn.LIFCell`][] and any elementwise recurrence. `"e-prop"` takes any step,
+        and drops what is not elementwise in the carry: an approximation. `xs` are not
+        differentiated. See [Online learning](../guides/online.md).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It is applied to the carry that enters each step, and so acts on the
         cotangent that leaves the step; for example, it may clip that. It must not change the
@@ -120,26 +131,28 @@ def filter_scan(
 
     **Derivative:**
 
-    That of the loop written out, by `jax.lax.scan`, for each `checkpoint`. `truncate` and
-    `carry_gradient` change it as described. With `truncate=k` all terms of
-    $\partial h_s / \partial h_t$ that cross a multiple of `k` steps are zero. Both modes, all
-    orders. For an exception, with rules that are not linear in their cotangent, see "Sharp
-    edges".
+    That of the loop written out, by `jax.lax.scan`, for each `checkpoint` and for
+    `online=True`. `truncate`, `online="e-prop"` and `carry_gradient` change it as described.
+    With `truncate=k` all terms of $\partial h_s / \partial h_t$ that cross a multiple of `k`
+    steps are zero. Both modes, all orders. For an exception, with rules that are not linear in
+    their cotangent, see "Sharp edges".
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
     given in structure, shapes, dtypes or static leaves, if `xs` have different lengths, if
-    `f` does not return a pair, if `carry_gradient` changes the carry, or if the steps can't be
-    replayed and `checkpoint` is `"replay"`. The error says why.
+    `f` does not return a pair, if `carry_gradient` changes the carry, if the steps can't be
+    replayed and `checkpoint` is `"replay"`, or if their derivative can't be computed online and
+    `online` is given. The error says why.
     """
     steps = common_length(xs, length)
     _check_window(truncate)
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
     method = named_method(checkpoint, steps if truncate is None else truncate)
+    method = _online_method(online, checkpoint, truncate) or method
     line = progress_line(steps) if progress else None
-    options = (checkpoint, truncate, carry_gradient, reverse, unroll)
+    options = (checkpoint, truncate, online, carry_gradient, reverse, unroll)
     key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
     if key is not None and (body := kept_body(f, key)) is not None:
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
@@ -149,6 +162,9 @@ def filter_scan(
         step = f if key is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll, line)
+        if isinstance(method, Online):
+            names, where = tuple(body.carry_paths()), body.place()
+            method = dataclasses.replace(method, names=names, where=where)
         try:
             chosen, loop = _choose(method, loop, truncate)
             # Nothing is differentiated in an eager call, and all methods compute the same.
@@ -194,6 +210,8 @@ def _choose(
     of the body, so that no step is run again. `"replay"` becomes an error that says why.
     """
     in_the_steps = loop if window is None else cut_loop(loop, window)
+    if isinstance(method, Online):
+        return _choose_online(method, loop)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -214,6 +232,40 @@ def _choose(
     if isinstance(method, Replayed) and not is_auto:
         raise cannot_replay(reasons[0])
     return visible
+
+
+def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None:
+    if online is False:
+        return None
+    if online is not True and not (isinstance(online, str) and online == "e-prop"):
+        raise rule_error(
+            "`filter_scan` was given an `online` that it does not know.",
+            f"it is {online!r:.60}",
+            do='Give `True`, "e-prop" or `False`.',
+        )
+    if checkpoint is not None or truncate is not None:
+        raise rule_error(
+            "An online `filter_scan` saves nothing, so there is nothing to choose.",
+            f"`checkpoint` is {checkpoint!r:.60}, `truncate` is {truncate!r:.60}",
+            do="Leave them out, or leave out `online`.",
+        )
+    return Online(approximate=online == "e-prop")
+
+
+def _choose_online(method: Online, loop: Loop) -> tuple[AbstractMethod, Loop]:
+    if loop.steps == 0:
+        return Plain(), loop
+    reason = method.unsupported(loop)
+    if reason is not None:
+        raise rule_error(
+            "These steps can't run in an online `filter_scan`.",
+            reason,
+            do="Use `truncate` or `checkpoint`.",
+        )
+    # The exact method has the derivative of the steps themselves.
+    if _STEPS_ARE_VISIBLE.get() and not method.approximate:
+        return Plain(), loop
+    return method, loop
 
 
 @contextlib.contextmanager

@@ -17,12 +17,13 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import place_of, rule_error, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
 from .layers import has_arrays, is_layer, wrap_layers
 from .probe import GradientStatistics, probe
+from .traced_loss import check_scalar
 
 
 def gradient_flow(
@@ -30,6 +31,7 @@ def gradient_flow(
     model: PyTree,
     *args: Any,
     where: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
 ) -> dict[str, Float[Array, " steps"]]:
     r"""The norm of the gradient at every layer of a model, and at every step.
 
@@ -65,9 +67,9 @@ def gradient_flow(
 
     **Arguments:**
 
-    - `loss`: called as `loss(model, *args)`. Returns a real scalar.
+    - `loss`: called as `loss(model, *args, **kwargs)`. Returns a real scalar.
     - `model`: a tree of `eqx.Module`s.
-    - `*args`: anything.
+    - `*args`, `**kwargs`: anything.
     - `where`: a function of the model, as for `eqx.tree_at`, that returns the layers to
         probe. By default these are all layers: every Module that is callable and has an array
         as a direct child, except stateful layers such as `eqx.nn.BatchNorm`.
@@ -90,13 +92,13 @@ def gradient_flow(
     function with a custom derivative.
     """
     names, marked = _mark_layers(model, where)
-    dynamic, static = eqx.partition((marked, args), eqx.is_array)
+    dynamic, static = eqx.partition((marked, args, kwargs), eqx.is_array)
     values, treedef = jax.tree.flatten(dynamic)
 
     def flat_loss(values):
         dynamic = jax.tree.unflatten(treedef, values)
-        model, args = eqx.combine(dynamic, static)
-        return _check_scalar(loss, loss(model, *args))
+        model, args, kwargs = eqx.combine(dynamic, static)
+        return check_scalar("gradient_flow", loss, loss(model, *args, **kwargs))
 
     with visible_steps():  # of `filter_scan`, so that the marks in them are found
         program = jax.make_jaxpr(flat_loss)(values)
@@ -123,18 +125,6 @@ def gradient_flow(
         for index, name in enumerate(names)
         if index in called
     }
-
-
-def _check_scalar(loss, out):
-    if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
-        raise rule_error(
-            f"The loss `{name_of(loss)}` did not return a real scalar.",
-            f"it returned {show_tree(out)}",
-            place_of(loss),
-            do="`gradient_flow` differentiates one real number. Return it without auxiliary "
-            "output.",
-        )
-    return out
 
 
 # ---------------------------------------------------------------- marking the layers
@@ -227,7 +217,7 @@ def _sites(program: ClosedJaxpr, names: Sequence[str] = ()) -> list[Site]:
             raise rule_error(
                 f"The layer `{names[inner[0][0]]}` is called inside a `{eqn.primitive.name}`, "
                 "where `gradient_flow` can't see its gradient.",
-                do="Leave it out with `where`, or use `eqx_grads.tap_gradient` in it.",
+                do="Leave it out with `where`, or use `eqg.tap_gradient` in it.",
             )
         if isinstance(known, Scan):
             inner = [(i, (known.length, *shape)) for i, shape in inner]

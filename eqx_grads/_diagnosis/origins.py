@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from .._errors import name_of, place_of, rule_error, RuleError
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import (
     Call,
@@ -118,6 +119,17 @@ class NumberedLoss:
                 return enter(eqn, values, run)
 
         return evaluate(numbered.program, values, hook)
+
+
+def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:
+    """The error for a loss that JAX can't differentiate because of these equations."""
+    return rule_error(
+        f"The loss `{name_of(loss)}` has no derivative.",
+        ", ".join(f"JAX can't differentiate `{o.primitive}` at {o.source}" for o in opaque),
+        place_of(loss),
+        do="Give it a derivative with `eqg.custom_jvp` or `eqg.custom_vjp`, or apply "
+        "`jax.lax.stop_gradient` to its arguments.",
+    )
 
 
 def _is_entered(eqn) -> bool:

@@ -1,87 +1,203 @@
-"""How a report is shown: a headline, a table of what was found, and a text for each cure."""
+"""What all reports share: the fields of a record, and how a report is shown."""
 
 import abc
+import dataclasses
 import html
+import os
+import re
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractRecord:
+    """Something that a report found, and where.
+
+    - `kind`: what it is, in a word or two. The documentation of each tool lists its kinds.
+    - `leaf`: the path of the leaf of the model that it is about.
+    - `primitive`: the operation; the name of the function for a call of a function with a rule,
+        and the name of the array for an input of the loss.
+    - `file`, `line`, `code`: the line of your code that it is on, and the text of that line.
+    - `library`: the place in an installed package that this line calls.
+    - `path`: the path of the layer that the operation is in.
+    - `step`: the step of each loop around the operation, outermost first.
+    - `cure`: what to do, in sentences.
+
+    A field that does not apply is empty, and 0 for `line`.
+    """
+
+    kind: str
+    leaf: str = ""
+    primitive: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    library: str = ""
+    path: str = ""
+    step: tuple[int, ...] = ()
+    cure: str = ""
+
+
+# The columns of these fields, which are the first ones of every table.
+COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "library")
+
+_MOST_ROWS = 12
+_WIDEST_CELL = 42
+_WIDEST_CODE = 32
+_WIDEST_LINE = 96
+
+
+def cells(
+    record: AbstractRecord, *, leaf: str = "", kind: str = "", step: str = ""
+) -> tuple[str, ...]:
+    """The cells of a record in `COLUMNS`. A text that is given stands in place of the field."""
+    code = record.code
+    return (
+        leaf or record.leaf,
+        kind or record.kind,
+        record.primitive,
+        show_place(record.file, record.line),
+        code if len(code) <= _WIDEST_CODE else code[: _WIDEST_CODE - 3] + "...",
+        record.path,
+        step or ", ".join(map(str, record.step)),
+        record.library,
+    )
+
+
+def show_place(file: str, line: int) -> str:
+    """Such as `train.py:12`; empty if the file is not known."""
+    return f"{os.path.basename(file)}:{line}" if file else ""
+
+
+def show_list(names: Sequence[str], most: int) -> str:
+    """Such as `a, b and 3 more`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def count(n: int, noun: str, plural: str = "") -> str:
+    """Such as `1 cause` and `2 causes`."""
+    return f"{n} {noun if n == 1 else plural or f'{noun}s'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text below the names of columns. A column without content is not shown.
+
+    - `title`: a sentence above it, or empty.
+    - `source`: the attribute of the report that has all records. Of many, the first are shown.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    source: str = "found"
+
+    def _shown(self) -> tuple[Sequence[str], Sequence[Sequence[str]], str]:
+        """Columns and rows, and a sentence on the rows that are left out, or empty."""
+        kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        columns = [self.columns[i] for i in kept]
+        rows = [[row[i] for i in kept] for row in self.rows[:_MOST_ROWS]]
+        n = len(self.rows) - _MOST_ROWS
+        return columns, rows, f"{n} more: see `{self.source}`." if n > 0 else ""
+
+    def text(self) -> str:
+        columns, rows, rest = self._shown()
+        wrapped = [[_wrap(cell, _WIDEST_CELL) for cell in row] for row in rows]
+        head = [[[name] for name in columns]]
+        widths = [
+            max(len(text) for row in [*head, *wrapped] for text in row[i])
+            for i in range(len(columns))
+        ]
+        lines = [self.title] if self.title else []
+        for row in [*head, [["-" * w] for w in widths], *wrapped]:
+            for k in range(max(map(len, row))):
+                texts = [cell[k] if k < len(cell) else "" for cell in row]
+                line = "  ".join(t.ljust(w) for t, w in zip(texts, widths, strict=True))
+                lines.append(line.rstrip())
+        return "\n".join([*lines, *([f"... and {rest}"] if rest else [])])
+
+    def html(self) -> str:
+        columns, rows, rest = self._shown()
+        row = lambda tag, texts: (
+            "<tr>" + "".join(f"<{tag}>{html.escape(t)}</{tag}>" for t in texts) + "</tr>"
+        )
+        body = "\n".join(row("td", texts) for texts in rows)
+        table = f"<table>\n{row('th', columns)}\n{body}\n</table>"
+        return "\n".join([*_paragraph(self.title), table, *_paragraph(rest)])
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """The lines of a text. Code in backticks is kept on one line."""
+    text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines] or [""]
+
+
+def _paragraph(text: str) -> list[str]:
+    return [f"<p>{html.escape(text)}</p>"] if text else []
 
 
 class AbstractReport(abc.ABC):
     """What a diagnosis found. False if that is nothing.
 
-    `print` shows a headline, a table with a line for each record of `found`, and notes; a
+    `print` shows a headline, a table with a row for each record of `found`, and notes; a
     notebook shows the same as HTML.
+
+    - `found`: the records.
+    - `remarks`: what else there is to know, such as what could not be found out.
     """
 
-    found: Sequence[Any]
+    found: Sequence[AbstractRecord]
+    remarks: Sequence[str]
 
     @property
     @abc.abstractmethod
     def headline(self) -> str:
-        """One sentence that says what was found."""
+        """One sentence: what was looked at, and how much was found."""
 
     @abc.abstractmethod
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """The names of the columns, and the cells of each record."""
+    def tables(self) -> Sequence[Table]:
+        """The records as text. A table without rows is not shown."""
 
-    def notes(self) -> Sequence[str]:
-        """Sentences below the table, such as what to do."""
-        return ()
+    @abc.abstractmethod
+    def notes(self) -> Sequence[tuple[str, str]]:
+        """Below the tables: pairs of a kind, or another subject, and sentences about it."""
 
     def __bool__(self) -> bool:
         return bool(self.found)
 
     def __str__(self) -> str:
-        columns, rows = self.rows()
-        parts = [self.headline]
-        if rows:
-            parts.append(text_table(columns, rows))
-        parts.extend(self.notes())
-        return "\n\n".join(parts)
+        parts = [self.headline, *(table.text() for table in self.tables() if table.rows)]
+        notes = [
+            line
+            for subject, text in self._notes()
+            for line in _wrap(f"{subject}: {text}", _WIDEST_LINE, "  ")
+        ]
+        return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        columns, rows = self.rows()
         parts = [f"<p><b>{html.escape(self.headline)}</b></p>"]
-        if rows:
-            parts.append(_html_table(columns, rows))
-        parts.extend(f"<p>{html.escape(note)}</p>" for note in self.notes())
+        parts += [table.html() for table in self.tables() if table.rows]
+        parts += [
+            f"<p><b>{html.escape(subject)}</b>: {html.escape(text)}</p>"
+            for subject, text in self._notes()
+        ]
         return "\n".join(parts)
 
-
-def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width=48) -> str:
-    """Aligned columns. A cell longer than `width` is continued on the next line."""
-    # A column without content is left out.
-    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    cells = [[_wrap(row[i], width) for i in kept] for row in rows]
-    head = [[columns[i]] for i in kept]
-    widths = [
-        max(len(text) for row in [head, *cells] for text in row[i]) for i in range(len(kept))
-    ]
-    lines = []
-    for row in [head, [["-" * w] for w in widths], *cells]:
-        for k in range(max(map(len, row))):
-            texts = [cell[k] if k < len(cell) else "" for cell in row]
-            line = "  ".join(t.ljust(w) for t, w in zip(texts, widths, strict=True))
-            lines.append(line.rstrip())
-    return "\n".join(lines)
+    def _notes(self) -> list[tuple[str, str]]:
+        notes = [*self.notes(), *(("note", remark) for remark in self.remarks)]
+        return list(dict.fromkeys(notes))
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
-    return lines
-
-
-def _html_table(columns, rows) -> str:
-    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    line = lambda tag, cells: (
-        "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-    )
-    body = "\n".join(line("td", [row[i] for i in kept]) for row in rows)
-    return f"<table>\n{line('th', [columns[i] for i in kept])}\n{body}\n</table>"
+def cures_of(records: Sequence[AbstractRecord]) -> list[tuple[str, str]]:
+    """The notes on what to do about each kind."""
+    return list(dict.fromkeys((record.kind, record.cure) for record in records if record.cure))

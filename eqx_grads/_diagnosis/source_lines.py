@@ -12,7 +12,7 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.versions import function_file, function_name
+from .._jaxprs.versions import function_file, function_name, traceback_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,15 @@ class SourceLine:
     def code(self) -> str:
         """The text of the line; empty if the file can't be read."""
         return linecache.getline(self.file, self.line).strip()
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a record that say where."""
+        return {
+            "file": self.file,
+            "line": self.line,
+            "code": self.code,
+            "library": self.library,
+        }
 
     @property
     def is_users(self) -> bool:
@@ -63,7 +72,7 @@ def source_line(eqn: Any) -> SourceLine:
 
     If no frame is the user's, it is the innermost one of another library.
     """
-    traceback = eqn.source_info.traceback
+    traceback = traceback_of(eqn)
     frames = [f for f in (traceback.frames if traceback else ()) if not _is_hidden(f)]
     users = [f for f in frames if not f.file_name.startswith(_INSTALLED)]
     first_of_user = frames.index(users[0]) if users else len(frames)
@@ -85,7 +94,7 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
     file, name = function_file(program), function_name(program)
     if not file.startswith(_JAX):
         return True
-    traceback = eqn.source_info.traceback
+    traceback = traceback_of(eqn)
     return any(
         f.file_name == file and f.function_name.endswith(name)
         for f in (traceback.frames if traceback else ())

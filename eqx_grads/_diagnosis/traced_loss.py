@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from .._control_flow.scan import visible_steps
 from .._errors import name_of, place_of, rule_error, show_tree
+from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .layers import wrap_layers
 
@@ -37,6 +38,10 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
+
+    def leaf_of(self, i: int) -> str:
+        """The path of input `i` of the program in the model, or empty."""
+        return self.leaves[i] if i < len(self.leaves) else ""
 
 
 def trace_loss(
@@ -75,10 +80,10 @@ def trace_loss(
         model = eqx.combine(arrays, rest)
         if wrap:
             layers[:], model = wrap_layers(model, lambda layer: True, _call_named)
-        return _check_scalar(caller, loss, loss(model, *args, **kwargs))
+        return check_scalar(caller, loss, loss(model, *args, **kwargs))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible:
+    with visible, keeping_tracebacks():
         try:
             program = jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
         except Exception:
@@ -135,15 +140,16 @@ def _check_concrete(caller, values):
         )
 
 
-def _check_scalar(caller, loss, out):
+def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
+    """The value of a loss, if that is a real scalar."""
     if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
         raise rule_error(
             f"The loss `{name_of(loss)}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. If there are other outputs, pass "
-            "`lambda *args: loss(*args)[0]`; if it was decorated with `value_and_grad`, pass "
-            "the function beneath.",
+            do=f"`{caller}` differentiates one real number. If there are other outputs, as "
+            f"with `has_aux=True`, pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`; if it "
+            "was decorated with `value_and_grad`, pass the function beneath.",
         )
     return out
 

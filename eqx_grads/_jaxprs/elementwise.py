@@ -1,27 +1,39 @@
-"""Which equations are cheap to compute once more: elementwise, or a change of layout."""
+"""Which primitives are elementwise, and which equations are cheap to compute once more."""
 
 from typing import Any
 
 from .structure import Call, CallWithRule, structure
 
 
-_ELEMENTWISE = frozenset(
+# An element of the output depends on the elements of the operands with the same index. An
+# operand may be a scalar (a predicate, the bounds of `clamp`), or have axes of length one.
+ELEMENTWISE = frozenset(
     """
-    add sub mul div neg sign abs max min rem pow integer_pow square sqrt rsqrt cbrt exp exp2
-    expm1 log log1p sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh logistic
-    erf erfc erf_inv one_minus_square floor ceil round clamp nextafter is_finite eq ne lt le gt
-    ge and or not xor shift_left shift_right_logical shift_right_arithmetic select_n
-    convert_element_type bitcast_convert_type real imag conj complex add_any stop_gradient
-    reduce_precision mul_add
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mul_add mulhi ne neg
+    nextafter not one_minus_square or pbroadcast polygamma polynomial population_count pow pvary
+    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt
+    select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh xor zeta
+    """.split()  # noqa: SIM905
+)
+# Computed by a series or a loop.
+_ITERATIVE = frozenset(
+    """
+    igamma igamma_grad_a igammac polygamma random_gamma_grad regularized_incomplete_beta zeta
     """.split()  # noqa: SIM905
 )
 _LAYOUT = frozenset(
     """
-    broadcast_in_dim reshape squeeze expand_dims transpose rev slice split concatenate pad copy
-    copy_p iota empty empty2 dynamic_slice stack unstack tile pvary pbroadcast
-    optimization_barrier full
+    broadcast_in_dim reshape squeeze expand_dims transpose rev slice split concatenate pad iota
+    empty empty2 dynamic_slice stack unstack tile optimization_barrier full bitcast_convert_type
     """.split()  # noqa: SIM905
 )
+
+
+_CHEAP = (ELEMENTWISE - _ITERATIVE) | _LAYOUT
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -29,7 +41,7 @@ def is_cheap(eqn: Any) -> bool:
     known = structure(eqn)
     if isinstance(known, Call | CallWithRule):
         return all(map(is_cheap, known.programs[0].eqns))
-    return eqn.primitive.name in _ELEMENTWISE | _LAYOUT
+    return eqn.primitive.name in _CHEAP
 
 
 def is_bitcast(eqn: Any) -> bool:
@@ -49,8 +61,8 @@ def is_view_in_product(eqn: Any) -> bool:
 
 _EXPENSIVE = frozenset(
     """
-    div pow sqrt rsqrt cbrt exp exp2 expm1 log log1p sin cos tan asin acos atan atan2 sinh cosh
-    tanh asinh acosh atanh logistic erf erfc erf_inv rem
+    div pow sqrt rsqrt cbrt exp exp2 expm1 log log1p log2 sin cos tan asin acos atan atan2 sinh
+    cosh tanh asinh acosh atanh logistic erf erfc erf_inv rem
     """.split()  # noqa: SIM905
 )
 

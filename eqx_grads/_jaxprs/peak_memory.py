@@ -126,7 +126,8 @@ class _Flat:
         last = self._last_uses()
         result = self._in_memory_of(outputs)
         size = lambda i: 0 if i in result else self.values[i].size
-        alive, peak = 0, 0
+        indices = [_bytes_of_indices(operation.eqn) for operation in self.operations]
+        alive, peak = sum(indices), 0
         for t, operation in enumerate(self.operations):
             written = [i for i in operation.outputs if self.values[i].is_written]
             taken_over = sum(size(i) for i in set(operation.carried) if last.get(i) == t)
@@ -135,7 +136,7 @@ class _Flat:
             ended = {r for i in operation.operands for r in self.values[i].roots}
             ended = {r for r in ended if last.get(r) == t}
             ended.update(i for i in written if i not in last)
-            alive -= sum(map(size, ended))
+            alive -= sum(map(size, ended)) + indices[t]
         return peak
 
     def _count_uses(self, outputs):
@@ -202,6 +203,17 @@ class _Flat:
             if written:
                 last.update((r, t) for i in operation.operands for r in self.values[i].roots)
         return last
+
+
+def _bytes_of_indices(eqn) -> int:
+    """What XLA needs for the gradient of a max pooling, which it expands to a search and a
+    scatter: an index of 32 bits for each axis of the operand and each entry, and the zeros of
+    the search and the scatter. It computes these constants before all else."""
+    if eqn.primitive.name != "select_and_scatter_add":
+        return 0
+    operand = eqn.invars[1].aval
+    n_axes = sum(n > 1 for n in operand.shape)
+    return (4 * (n_axes + 1) + operand.dtype.itemsize) * operand.size
 
 
 def _reads_fused(eqn) -> bool:

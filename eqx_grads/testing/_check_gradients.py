@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis.progress import doing, showing_progress
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
 from ._compare import as_real, norm, tolerance_of
@@ -17,15 +18,18 @@ from ._gradient_report import (
     RIGHT,
     SKIPPED,
     UNMEASURED,
+    WRONG,
 )
 from ._judge_leaf import Judge
 from ._loss_program import LossProgram, trace_in_both_precisions
+from ._slope import SHORTEST_STEP
 
 
 # Directions that perturb all leaves together.
 _N_TOGETHER = 3
 
 
+@showing_progress(CALLER)
 def check_gradients(
     loss: Callable[..., Any],
     model: PyTree,
@@ -46,7 +50,8 @@ def check_gradients(
         directions compared with differences: directions of all leaves together, then one of
         each leaf alone, so that a wrong bias does not hide behind large weights.
     - Steps of several lengths are extrapolated (Richardson). Their disagreement is the error
-        of the differences: a leaf whose differences are no evidence is `"not measured"`.
+        of the differences. A leaf whose differences are no evidence is `"not measured"`: they
+        are too noisy, or no step is short enough for the slope not to depend on it.
     - Forward mode is compared as well, where there is one: with the differences, and so with
         reverse mode (the adjoint identity).
     - Where the slopes on the two sides differ, the loss has a kink (`relu` at zero, ties of a
@@ -83,8 +88,8 @@ def check_gradients(
         loss = lambda network, x: jnp.sum(network(x) ** 2)
 
         report = eqgt.check_gradients(loss, network, jnp.ones(3), raises=False)
-        assert [fault.path for fault in report.found] == ["encode.weight", "encode.bias"]
-        assert report.found[0].function == "square"
+        assert [fault.leaf for fault in report.found] == ["encode.weight", "encode.bias"]
+        assert report.found[0].primitive == "square"
         assert report["decode.weight"].verdict == "right"
         ```
 
@@ -116,6 +121,7 @@ def check_gradients(
     [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, a model
     without inexact arrays, and options that make no sense.
     """
+    doing("tracing and compiling")
     program, own, remarks = _programs(loss, model, args, kwargs)
     skipped = _skipped(skip, program.names)
     modes, missing = _modes(program)
@@ -130,8 +136,9 @@ def check_gradients(
         tolerance = 1e-6 if program.lowest is None else tolerance_of([lowest])
     judge = Judge(program, tolerance, modes, seed)
     leaves, together = _judge_all(judge, skipped)
+    doing("looking for the rules that are wrong")
     found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
-    remarks += [_precision_lost(own, judge, skipped)]
+    remarks += [_unsettled(judge), _precision_lost(own, judge, skipped)]
     numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
     report = GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
     return _finish(report, raises)
@@ -196,7 +203,7 @@ def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
     zeros = [np.zeros_like(x) for x in program.leaves]
     modes, remarks = [], []
     for mode, text, run in (
-        ("reverse", "everse-mode", program.gradient),
+        ("reverse", "everse-mode", lambda: program.gradient),
         ("forward", "forward-mode", lambda: program.tangent(program.leaves, zeros)),
     ):
         error = program.mode_error(run, text)
@@ -208,9 +215,22 @@ def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
         raise rule_error(
             "`check_gradients` was given a loss without derivatives.",
             *remarks,
-            do="See `eqx_grads.custom_vjp` for a rule, and `eqx_grads.filter_scan` for a loop.",
+            do="See `eqg.custom_vjp` for a rule, and `eqg.filter_scan` for a loop.",
         )
     return modes, remarks
+
+
+def _unsettled(judge: Judge) -> str:
+    """Why leaves were not measured although their differences have a small error."""
+    names = [name for name in judge.unsettled if name != ALL]
+    if not names:
+        return ""
+    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return (
+        "The differences have no slope that the gradient could be compared with, whatever the "
+        f"step, down to {SHORTEST_STEP:.0e} of an entry: {shown}. The loss is chaotic, noisy, "
+        "or turns within such a step."
+    )
 
 
 # ---------------------------------------------------------------- precision
@@ -226,7 +246,7 @@ def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
         return ""  # it draws other numbers in another precision
     off = []
     admitted = 30 * tolerance_of([np.zeros((), own.lowest)])
-    for i, (g, exact) in enumerate(zip(own.gradient(), judge.gradient, strict=True)):
+    for i, (g, exact) in enumerate(zip(own.gradient, judge.gradient, strict=True)):
         g, exact = as_real(g), as_real(exact)
         size = norm(exact)
         if i in skipped or size == 0 or not np.all(np.isfinite(exact)):
@@ -245,16 +265,19 @@ def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
 
 
 def _judge_all(judge: Judge, skipped: set[int]) -> tuple[list[LeafVerdict], list[LeafVerdict]]:
-    """The verdict of each leaf, and those of directions that perturb all leaves."""
+    """The verdict of each leaf, and if none is wrong, those of directions that perturb all
+    leaves."""
     names = judge.program.names
     kept = [i for i in range(len(names)) if i not in skipped and judge.leaves[i].size]
-    together = [judge.judge(judge.direction(ALL, kept)) for _ in range(_N_TOGETHER)]
     leaves = []
     for i, name in enumerate(names):
+        doing("looking at leaf", i, len(names))
         if i in skipped:
             leaves.append(LeafVerdict(name, SKIPPED))
         elif i not in kept:
             leaves.append(LeafVerdict(name, RIGHT))  # without entries
         else:
-            leaves.append(judge.judge(judge.direction(name, [i])))
-    return leaves, together
+            leaves.append(judge.judge_leaf(i))
+    if any(leaf.verdict == WRONG for leaf in leaves):
+        return leaves, []
+    return leaves, [judge.judge(judge.direction(ALL, kept)) for _ in range(_N_TOGETHER)]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from .._diagnosis.progress import doing, showing_progress
 from .._errors import rule_error
 from ._case import Case, Options
 from ._checks.derivative import forward, reverse
@@ -15,7 +16,6 @@ from ._checks.transforms import transforms
 from ._checks.values import deterministic, finite
 from ._checks.zeros import zeros
 from ._findings import broke, skipped
-from ._progress import Progress
 from ._report import Finding, Report
 
 
@@ -37,6 +37,7 @@ CHECKS = {
 }
 
 
+@showing_progress("check_rule")
 def check_rule(
     fn: Callable[..., Any],
     /,
@@ -175,10 +176,9 @@ def check_rule(
             do="Pass floating-point arrays by position.",
         )
     findings: list[Finding] = []
-    with Progress(f"check_rule of `{case.subject.name}`", names) as progress:
-        for one, name in _with_seeds(case, names, seeds):
-            progress.at(name)
-            findings += _run(name, one)
+    for one, name in _with_seeds(case, names, seeds):
+        doing(f"the check `{name}`,", names.index(name), len(names))
+        findings += _run(name, one)
     numbers = {"seed": seed, "leaves": case.names}
     report = Report(case.subject.name, findings, numbers)
     if raises:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from .._diagnosis.origins import NumberedLoss
+from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
 from .._jaxprs.structure import inner_programs
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
@@ -20,6 +22,8 @@ from ._remove_rules import RuleRemoval, Suspect
 
 CALLER = "check_gradients"
 ALL = "all leaves"
+# Of a smaller relative error the text says how it compares with that of the differences.
+_SMALL = 1e-2
 
 
 def faults_of_value(
@@ -33,23 +37,20 @@ def faults_of_value(
     values = [program.value() for _ in range(3)]
     if not np.all(np.isfinite(values)):
         fault = GradientFault(
-            "",
-            "not finite",
-            text=f"The loss itself is {values[0]}.",
-            cure="`eqx_grads.explain_nan` says where it becomes so.",
+            kind="not finite",
+            detail=f"The loss itself is {values[0]}.",
+            cure="`eqg.explain_nan` says where it becomes so.",
         )
         return [fault], True
     if not _same(values):
         calls = [o for o in NumberedLoss(own.traced).origins if "callback" in o.primitive]
         first = calls[0] if calls else None
         fault = GradientFault(
-            "",
-            "random",
-            layer=first.path if first else "",
-            file=first.source.file if first else "",
-            line=first.source.line if first else 0,
+            **(first.source if first else UNKNOWN).fields(),
+            kind="random",
             primitive=first.primitive if first else "",
-            text="The same program returns another value each time: "
+            path=first.path if first else "",
+            detail="The same program returns another value each time: "
             f"{', '.join(f'{v:.9g}' for v in values)}.",
             cure="Use `jax.random` with a key that is an argument. A host function that is "
             "called by a callback has to return the same for the same arguments.",
@@ -64,9 +65,8 @@ def faults_of_value(
     if _same(values):
         return [], False
     fault = GradientFault(
-        "",
-        "random",
-        text=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
+        kind="random",
+        detail=f"Two calls return different values: {values[0]:.9g} and {values[1]:.9g}. The "
         "gradient was checked for the values of one of them.",
         cure="The loss reads something that is not an argument: a NumPy or Python random "
         f"number, the time, or a counter. Pass it as an argument ({place_of(loss)}).",
@@ -85,8 +85,13 @@ def _same_constants(one: Any, other: Any) -> bool:
 
 
 def _constants(program: Any) -> Iterator[Any]:
-    """The name of each primitive and each number in a program, in order."""
+    """The name of each primitive and each number in a program, in order. A string for what is
+    no number."""
     for x in program.consts:
+        if isinstance(x, Tracer):
+            # An inner program may hold what the program around it computes (JAX 0.12).
+            yield str(x.aval)
+            continue
         is_number = not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
         yield np.asarray(x if is_number else jax.random.key_data(x)).astype(complex)
     for eqn in program.eqns:
@@ -108,9 +113,12 @@ def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list
     if not wrong:
         for verdict in together:
             if verdict.verdict == WRONG:
-                text = f"{ALL}: {_in_numbers(verdict)}."
                 cure = "Each leaf alone is right. Try other seeds: `seed=1`."
-                return [GradientFault(ALL, _kind(verdict), text=text, cure=cure)]
+                return [
+                    GradientFault(
+                        leaf=ALL, kind=_kind(verdict), detail=_in_numbers(verdict), cure=cure
+                    )
+                ]
         return []
     finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
     reasons = _Reasons({}, None, False)
@@ -158,25 +166,35 @@ def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
 def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
     kind, reasons = _kind(leaf), known.by_leaf.get(i, [])
     first = reasons[0] if reasons else None
-    layer = first.layer if first else ""
     parts = []
     if leaf.reverse is not None and leaf.forward is not None and _agrees(leaf, leaf.forward):
         parts.append("forward mode agrees with the differences")
+    if leaf.relative_error < _SMALL:
+        parts.append(_how_small(leaf))
     if known.reference is not None and judge.gradient is not None:
         want, have = np.asarray(known.reference[i]), np.asarray(judge.gradient[i])
-        likely = likely_cause(want, have, f"`{leaf.path}`", (), judge.leaves[i])
+        likely = likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i])
         parts += [likely] if likely else []
     return GradientFault(
-        leaf.path,
-        kind,
-        layer or _layer_of_leaf(leaf.path, judge.program.traced.layers),
-        function=", ".join(dict.fromkeys(s.name for s in reasons)),
-        file=first.place[0] if first else "",
-        line=first.place[1] if first else 0,
-        primitive=first.origin.eqn.primitive.name if first else "",
-        text=f"{leaf.path}: {'; '.join(parts)}." if parts else "",
-        cure=_cure(kind, reasons, known.is_scan),
+        **(first.place if first else UNKNOWN).fields(),
+        leaf=leaf.leaf,
+        kind=kind,
+        primitive=", ".join(dict.fromkeys(s.name for s in reasons)),
+        path=(first.layer if first else "")
+        or _layer_of_leaf(leaf.leaf, judge.program.traced.layers),
+        detail=f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else "",
+        cure=_cure(kind, reasons, known.is_scan, leaf.relative_error < _SMALL),
     )
+
+
+def _how_small(leaf: LeafVerdict) -> str:
+    """An error that the columns of the table hardly show, and why it is one."""
+    text = f"it is off by {leaf.relative_error:.0e} of its size"
+    have = [d for d in (leaf.reverse, leaf.forward) if d is not None]
+    gap = max(abs(d - (leaf.differences or 0.0)) for d in have)
+    if leaf.error > 0:
+        text += f", {gap / leaf.error:.0e} times the error of the differences"
+    return text
 
 
 def _agrees(leaf: LeafVerdict, derivative: float) -> bool:
@@ -190,8 +208,8 @@ def _in_numbers(leaf: LeafVerdict) -> str:
     modes = [("reverse", leaf.reverse), ("forward", leaf.forward)]
     have = [f"{mode} mode gives {d:.6g}" for mode, d in modes if d is not None]
     return (
-        f"along a direction {' and '.join(have)}, differences give {leaf.differences:.6g} "
-        f"(+- {leaf.error:.1g})"
+        f"Along a direction {' and '.join(have)}, differences give {leaf.differences:.6g} "
+        f"(+- {leaf.error:.1g})."
     )
 
 
@@ -210,16 +228,22 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
+def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool, is_small: bool) -> str:
     if kind == "not finite":
-        return "`eqx_grads.explain_nan` says where it becomes so."
+        return "`eqg.explain_nan` says where it becomes so."
     if is_scan:
         return "The steps are right: the gradient of a `filter_scan` is at fault."
     if not reasons:
         if kind == "cut":
-            return "`eqx_grads.explain_zero` says where the gradient becomes zero."
+            return "`eqg.explain_zero` says where the gradient becomes zero."
         if kind == "modes disagree":
             return "Reverse mode is right, forward mode is not."
+        if is_small:
+            return (
+                "No rule explains it. An error as small as this is usual for a solver that "
+                "iterates to a tolerance, and for what computes in less precision: make these "
+                "tighter, or pass a larger `tolerance`."
+            )
         return "No rule explains it. Check the layers one by one."
     stops = [s for s in reasons if s.is_stop]
     if stops:
@@ -228,9 +252,7 @@ def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool) -> str:
     names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in reasons))
     if kind == "modes disagree":
         return f"Without the rule of {names} forward mode is right, as reverse mode is."
-    text = (
-        f"Without the rule of {names} the gradient is right: `check_rule` says what is wrong."
-    )
+    text = f"The gradient is right without the rule of {names}, which `eqgt.check_rule` checks."
     if kind == "not a derivative":
         text += " If the rule is another gradient on purpose, `skip` the leaves before it."
     return text

@@ -1,9 +1,19 @@
 """The result of `check_gradients`: a verdict for each leaf, and what was found."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
-from .._diagnosis.report import AbstractReport
+from .._diagnosis.report import (
+    AbstractRecord,
+    AbstractReport,
+    cells,
+    COLUMNS,
+    count,
+    cures_of,
+    show_list,
+    Table,
+)
 
 
 RIGHT, WRONG, DEAD, KINK = "right", "WRONG", "zero", "kink"
@@ -14,7 +24,7 @@ UNMEASURED, SKIPPED = "not measured", "skipped"
 class LeafVerdict:
     """What is known of the gradient of one leaf.
 
-    - `path`: the leaf.
+    - `leaf`: its path in the model.
     - `verdict`: `"right"`, `"WRONG"`, `"zero"` (the loss does not depend on the leaf, and the
         gradient is zero), `"kink"` (the loss has no derivative here), `"not measured"` or
         `"skipped"`.
@@ -24,7 +34,7 @@ class LeafVerdict:
     - `relative_error`: how far the gradient is from the differences, relative to its size.
     """
 
-    path: str
+    leaf: str
     verdict: str
     reverse: float | None = None
     forward: float | None = None
@@ -33,30 +43,21 @@ class LeafVerdict:
     relative_error: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class GradientFault:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientFault(AbstractRecord):
     """A fault of the gradient.
 
-    - `path`: the leaf whose gradient is wrong, or empty if it is not about one leaf.
-    - `kind`: `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a
-        derivative"` (the differences are zero, and the gradient is not), `"not finite"`,
-        `"modes disagree"` or `"random"`.
-    - `layer`: the layer of the function that is at fault, otherwise that of the leaf.
-    - `function`: the function without whose rule the gradient is right, or empty.
-    - `file, line, primitive`: where that function is called.
-    - `text`: what the numbers look like: a factor, a transposed array, one wrong entry.
-    - `cure`: what to do.
+    It has the fields of all records; `step` is empty. `primitive` is the function without whose
+    rule the gradient is right, `file, line` where that is called and `path` the layer that it
+    is called in. If no function is known, `path` is the layer of the leaf. The kinds are
+    `"wrong"`, `"cut"` (the gradient is zero, and the differences are not), `"not a derivative"`
+    (the differences are zero, and the gradient is not), `"not finite"`, `"modes disagree"` and
+    `"random"`. Also:
+
+    - `detail`: what the numbers look like: a factor, a transposed array, one wrong entry.
     """
 
-    path: str
-    kind: str
-    layer: str = ""
-    function: str = ""
-    file: str = ""
-    line: int = 0
-    primitive: str = ""
-    text: str = ""
-    cure: str = ""
+    detail: str = ""
 
 
 class GradientCheckError(AssertionError):
@@ -69,13 +70,15 @@ class GradientReport(AbstractReport):
     It is false if the gradient is right. A printed report is a table of what is wrong, followed
     by a description of each fault.
 
-    - `found`: the faults, with the fields `path`, `kind`, `layer`, `function`, `file`, `line`,
-        `primitive`, `text` and `cure`.
-    - `leaves`: a verdict for each leaf, with the fields `path`, `verdict`, `reverse`,
-        `forward`, `differences`, `error` and `relative_error`.
+    - `found`: a [`eqx_grads.testing.GradientFault`][] for each fault.
+    - `leaves`: a [`eqx_grads.testing.LeafVerdict`][] for each leaf; `report["a.b"]` is that of
+        one.
     - `numbers`: a dictionary with the `"seed"`, the number of `"evaluations"` of the loss and
         the `"precision"` of the gradient.
+    - `remarks`: what else there is to know.
     """
+
+    found: Sequence[GradientFault]
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class GradientReport(AbstractReport):
     def __getitem__(self, path: str) -> LeafVerdict:
         """The verdict of one leaf."""
         for leaf in self.leaves:
-            if leaf.path == path:
+            if leaf.leaf == path:
                 return leaf
         raise KeyError(f"there is no leaf {path!r}")
 
@@ -110,70 +113,54 @@ class GradientReport(AbstractReport):
 
     @property
     def headline(self) -> str:
-        counts = {}
-        for leaf in self.leaves:
-            counts[leaf.verdict] = counts.get(leaf.verdict, 0) + 1
-        parts = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
         status = "passed" if self.passed else "FAILED"
-        n = len(self.leaves)
+        kinds = {fault.leaf: fault.kind for fault in self.found}
+        counts = Counter(kinds.get(leaf.leaf, leaf.verdict) for leaf in self.leaves)
+        parts = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        text = f"The gradient of `{self.name}`: {status} (seed {self.numbers.get('seed')})"
+        text += f", {count(len(self.leaves), 'leaf', 'leaves')}: {parts}"
+        return f"{text}; the loss: {kinds['']}." if "" in kinds else f"{text}."
+
+    def tables(self):
+        columns = (*COLUMNS, "slope by gradient", "slope by differences", "error")
+        return [Table(columns, list(map(self._row, self.found)))]
+
+    def _row(self, fault: GradientFault) -> tuple[str, ...]:
+        leaf = next((x for x in self.leaves if x.leaf == fault.leaf), None)
+        if leaf is None:
+            return (*cells(fault), "", "", "")
+        have = leaf.forward if leaf.reverse is None else leaf.reverse
         return (
-            f"The gradient of `{self.name}`: {status} (seed {self.numbers.get('seed')}). "
-            f"{n} {'leaf' if n == 1 else 'leaves'}: {parts}."
+            *cells(fault),
+            _number(have),
+            _number(leaf.differences),
+            f"{leaf.relative_error:.2g}",
         )
 
-    def rows(self):
-        columns = ("leaf", "what", "gradient", "differences", "error", "layer", "because of")
-        rows = []
-        for fault in self.found:
-            leaf = next((x for x in self.leaves if x.path == fault.path), None)
-            have = leaf and (leaf.reverse if leaf.reverse is not None else leaf.forward)
-            rows.append(
-                (
-                    fault.path,
-                    fault.kind,
-                    _number(have),
-                    _number(leaf and leaf.differences),
-                    f"{leaf.relative_error:.1e}" if leaf else "",
-                    fault.layer,
-                    _because(fault),
-                )
-            )
-        return columns, rows
-
     def notes(self):
-        # Faults with the same cause have the same cure: it is said once.
-        said: dict[str, list[str]] = {}
+        leaves: dict[str, list[str]] = {}  # by what is said of them
         for fault in self.found:
-            said.setdefault(fault.cure, []).append(fault.text)
-        texts = [
-            "\n".join([*filter(None, dict.fromkeys(texts)), c]) for c, texts in said.items()
-        ]
-        return [*texts, *self.remarks, *self._listed()]
+            leaves.setdefault(fault.detail, []).append(fault.leaf or "loss")
+        notes = [(show_list(names, 4), text) for text, names in leaves.items() if text]
+        rest = len(notes) - _MOST_DETAILS
+        notes = notes[:_MOST_DETAILS] + [("note", f"{rest} more: see `found`.")] * (rest > 0)
+        return [*notes, *cures_of(self.found), *self._listed()]
 
     def _listed(self):
         for verdict, text in _LISTS.items():
-            paths = [leaf.path for leaf in self.leaves if leaf.verdict == verdict]
+            paths = [leaf.leaf for leaf in self.leaves if leaf.verdict == verdict]
             if paths:
-                shown = ", ".join(paths[:8]) + (
-                    f", ... ({len(paths)})" if len(paths) > 8 else ""
-                )
-                yield f"{text}: {shown}."
+                yield verdict, f"{text}: {show_list(paths, 8)}."
 
 
+_MOST_DETAILS = 6
 _LISTS = {
     DEAD: "The loss does not depend on these leaves here, and their gradient is zero",
     KINK: "The loss has a kink here, and the gradient is between the slopes of its sides",
     UNMEASURED: "The differences are too small or too noisy to judge the gradient",
-    SKIPPED: "Skipped",
+    SKIPPED: "These leaves were not looked at",
 }
 
 
 def _number(x) -> str:
     return "" if x is None else f"{x:.6g}"
-
-
-def _because(fault) -> str:
-    if not fault.function:
-        return ""
-    place = f", {fault.file.rpartition('/')[2]}:{fault.line}" if fault.file else ""
-    return f"{fault.function}{place}"

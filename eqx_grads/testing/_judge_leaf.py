@@ -10,13 +10,22 @@ import numpy as np
 from ._compare import norm
 from ._gradient_report import DEAD, KINK, LeafVerdict, RIGHT, UNMEASURED, WRONG
 from ._loss_program import along, in_float64, LossProgram
-from ._slope import central_slope, confirmed_slope, Samples, Slope, with_sides
+from ._slope import (
+    central_slope,
+    confirmed_slope,
+    is_settled,
+    Samples,
+    Slope,
+    with_sides,
+)
 
 
 # How many times its estimated error a difference may be off.
 _SAFETY = 10.0
 # An estimate of the differences with a larger relative error is no evidence.
 _USELESS = 0.03
+# Along how many directions a leaf is judged at most, beside the first.
+_MORE_DIRECTIONS = 3
 # How far a model is moved off a kink, relative to its entries.
 _MOVE = 1e-3
 
@@ -37,6 +46,8 @@ class Judge:
     - `modes`: which of `"reverse"` and `"forward"` there are.
     - `rounding`: for each leaf an estimate of the absolute error of its gradient in less than
         float64, to be compared with `size`.
+    - `unsettled`: the names of directions along which the slope depends on the step, down to
+        the shortest.
     """
 
     def __init__(self, program: LossProgram, tolerance: float, modes: Sequence[str], seed: int):
@@ -46,7 +57,7 @@ class Judge:
         self.rng = np.random.default_rng(seed)
         self.leaves = [in_float64(x) for x in program.leaves]
         self.scales = list(map(_scale, self.leaves))
-        self.gradient = program.gradient() if "reverse" in modes else None
+        self.gradient = program.gradient if "reverse" in modes else None
         # What differs from zero by less than this, relative to the loss, is zero.
         self.floor = 1e-12
         if program.lowest is not None:
@@ -54,6 +65,7 @@ class Judge:
         self.rounding = self._rounding_of_gradient()
         self.evaluations = 0
         self.measured: dict[int, tuple[Direction, Slope]] = {}
+        self.unsettled: list[str] = []
 
     def _rounding_of_gradient(self) -> list[float]:
         """By how much the gradient changes when the model changes by what rounding does."""
@@ -63,7 +75,7 @@ class Judge:
         eps = float(jnp.finfo(self.program.lowest).eps)
         for _ in range(2):
             moved = [x * (1 + eps * self.rng.uniform(-1, 1, x.shape)) for x in self.leaves]
-            other = self.program.gradient(moved)
+            other = self.program.gradient_at(moved)
             for i, (g, h, s) in enumerate(zip(self.gradient, other, self.scales, strict=True)):
                 change = norm((in_float64(g) - in_float64(h)) * s)
                 rounding[i] = max(rounding[i], change if np.isfinite(change) else 0.0)
@@ -91,11 +103,30 @@ class Judge:
             np.array([norm(in_float64(gradient[i]) * self.scales[i]) for i in direction.kept])
         )
 
+    def judge_leaf(self, leaf: int) -> LeafVerdict:
+        """The verdict on one leaf. An error that only the tolerance admits may be larger along
+        other directions: by chance, it is small along a few."""
+        verdict = self._judge_alone(leaf)
+        for _ in range(_MORE_DIRECTIONS):
+            direction, slope = self.measured[leaf]
+            gap = _gap(verdict.reverse, verdict.forward, slope)
+            explained = _SAFETY * (slope.error + self._rounding(direction))
+            if verdict.verdict != RIGHT or gap <= explained:
+                break
+            verdict = self._judge_alone(leaf)
+        return verdict
+
+    def _judge_alone(self, leaf: int) -> LeafVerdict:
+        return self.judge(self.direction(self.program.names[leaf], [leaf]))
+
     def judge(self, direction: Direction) -> LeafVerdict:
         samples = self.program.samples(self.leaves, direction.tangents)
         verdict, slope = self._compare(direction, self.leaves, self.gradient, samples)
         if verdict.verdict == WRONG:
             verdict = self._unless_kink(direction, verdict, with_sides(samples, slope))
+        if verdict.verdict == WRONG and not _is_evidence(samples, slope, verdict):
+            verdict = dataclasses.replace(verdict, verdict=UNMEASURED)
+            self.unsettled.append(direction.name)
         self.evaluations += samples.count
         if len(direction.kept) == 1:
             self.measured[direction.kept[0]] = (direction, slope)
@@ -105,7 +136,7 @@ class Judge:
         """Whether another derivative along the direction of a leaf that was judged already is
         wrong."""
         direction, slope = self.measured[leaf]
-        size = max(self.size(direction, self.gradient), abs(slope.value))
+        size = self.size(direction, self.gradient)
         gap = abs(derivative - slope.value)
         return not gap <= self._admitted(direction, size, slope)
 
@@ -144,6 +175,7 @@ class Judge:
         return norm(np.array([self.rounding[i] for i in direction.kept]))
 
     def _admitted(self, direction: Direction, size: float, slope: Slope) -> float:
+        size = max(size, abs(slope.value))
         return self.tolerance * size + _SAFETY * (slope.error + self._rounding(direction))
 
     def _unless_kink(self, direction, verdict: LeafVerdict, slope: Slope) -> LeafVerdict:
@@ -160,12 +192,16 @@ class Judge:
             x + _MOVE * s * _normal(self.rng, x)
             for x, s in zip(self.leaves, self.scales, strict=True)
         ]
-        gradient = self.program.gradient(moved) if self.gradient is not None else None
+        gradient = self.program.gradient_at(moved) if self.gradient is not None else None
         samples = self.program.samples(moved, direction.tangents)
         nearby, slope = self._compare(direction, moved, gradient, samples)
         sides = with_sides(samples, slope)
         self.evaluations += samples.count
-        is_wrong = nearby.verdict == WRONG and not sides.is_kink
+        is_wrong = (
+            nearby.verdict == WRONG
+            and not sides.is_kink
+            and _is_evidence(samples, slope, nearby)
+        )
         return dataclasses.replace(verdict, verdict=WRONG if is_wrong else KINK)
 
     def _has_kink(self, direction: Direction, gap: float) -> bool:
@@ -179,6 +215,11 @@ class Judge:
             if slope.is_kink and abs(slope.right - slope.left) > 0.05 * gap:
                 return True
         return False
+
+
+def _is_evidence(samples: Samples, slope: Slope, verdict: LeafVerdict) -> bool:
+    have = [d for d in (verdict.reverse, verdict.forward) if d is not None and np.isfinite(d)]
+    return not have or is_settled(samples, slope, max(have, key=abs))
 
 
 def _gap(reverse: float | None, forward: float | None, slope: Slope) -> float:
@@ -203,5 +244,6 @@ def _scale(x: Any) -> np.ndarray:
 
 
 def _normal(rng, x: Any) -> np.ndarray:
-    draw = lambda: np.clip(rng.standard_normal(np.shape(x)), -2, 2)
+    # Less than the component along the gradient, so that the two do not add up to zero.
+    draw = lambda: np.clip(rng.standard_normal(np.shape(x)), -1.5, 1.5)
     return np.asarray(draw() + 1j * draw() if np.iscomplexobj(x) else draw())

@@ -47,7 +47,7 @@ def likely_cause(
     if norm(as_real(have)) == 0:
         return f"zero everywhere: the term of {name} is missing"
     if want.size < 2 and _close(want, have):
-        return _lost(want, have)
+        return _precision_lost(want, have)
     hypotheses = [s for s in hypotheses if not _close(s.array, want)]
     return (
         _factor(want, have)
@@ -56,12 +56,6 @@ def likely_cause(
         or _shifted(want, have)
         or _some_entries(want, have, name, primal, directions)
     )
-
-
-def _lost(want, have) -> str:
-    is_single = norm(as_real(have - want)) <= _SINGLE * norm(as_real(want))
-    dtype = "float32" if is_single else "float16 or bfloat16"
-    return f"every entry is a little off: precision was lost, as by a cast to {dtype}"
 
 
 def _close(a, b) -> bool:
@@ -80,7 +74,7 @@ def _factor(want, have) -> str:
     if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
         return ""
     if abs(factor - 1) <= _SINGLE:
-        return f"{_lost(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
+        return f"{_precision_lost(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
     if abs(factor.imag) > _CLOSE * abs(factor):
         return f"every entry is {factor:.4g} times the expected one"
     factor = factor.real
@@ -89,7 +83,10 @@ def _factor(want, have) -> str:
     for value, word in _WORDS.items():
         if abs(factor / value - 1) < _CLOSE:
             return f"every entry is {word} the expected one"
-    text = f"every entry is {factor:.4g} times the expected one"
+    shown = f"{factor:.4g}"
+    if abs(factor - 1) < _CLOSE:
+        shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
+    text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
         if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
             return f"{text}: a sum and a mean over {n} entries were confused"
@@ -124,7 +121,7 @@ def _some_entries(want, have, name, primal, directions) -> str:
     wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
     n = int(wrong.sum())
     if n == 0:
-        return _lost(want, have)
+        return _precision_lost(want, have)
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
             if n > 1 and np.all(mask[wrong]) and not np.all(mask):
@@ -132,6 +129,13 @@ def _some_entries(want, have, name, primal, directions) -> str:
     if n <= max(1, wrong.size // 4):
         return f"{n} of {wrong.size} entries are wrong: {_indices(wrong, directions)}"
     return ""
+
+
+def _precision_lost(want, have) -> str:
+    error = norm(as_real(want - have)) / norm(as_real(want))
+    dtypes = "float16 or bfloat16" if error > 1e-5 else "float32"
+    text = f"every entry is a little off ({error:.0e} of its size)"
+    return f"{text}: precision was lost, as by a cast to {dtypes}"
 
 
 def _not_finite(x):

@@ -25,9 +25,26 @@ def jit_as_written(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 
+def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays that is traced in its first call, to equations that are run one by
+    one. That is many times faster than to differentiate it in each call."""
+    known: list[Any] = []
+
+    def run(*args):
+        if not known:
+            program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+            known[:] = program, jax.tree.structure(out)
+        program, treedef = known
+        return jax.tree.unflatten(treedef, evaluate(program, jax.tree.leaves(args)))
+
+    return run
+
+
 # XLA takes minutes to compile more equations than this in a row (those of a scan or of a `jit`
 # inside count as one). They are run one by one.
 _MOST_COMPILED = 1000
+# For so many steps at once: an operation takes about as long for these as for one.
+_STEPS_AT_ONCE = 16
 
 
 class LossProgram:
@@ -46,8 +63,12 @@ class LossProgram:
         self.others = list(traced.values[len(self.names) :])
         self.lowest = low_precision(traced.program)
 
+    @property
+    def is_compiled(self) -> bool:
+        return len(self.traced.program.eqns) <= _MOST_COMPILED
+
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fn if len(self.traced.program.eqns) > _MOST_COMPILED else jit_as_written(fn)
+        return jit_as_written(fn) if self.is_compiled else traced_once(fn)
 
     def _loss(self, leaves, others):
         return evaluate(self.traced.program, [*leaves, *others])[0]
@@ -64,8 +85,8 @@ class LossProgram:
         return self.compile(tangent)
 
     @ft.cached_property
-    def _value_at(self):
-        """The loss at a step along a direction. In float64 even where the program is not."""
+    def _values_at(self):
+        """The losses at steps along a direction. In float64 even where the program is not."""
 
         def value_at(leaves, tangents, others, step):
             leaves = [x + step * t for x, t in zip(leaves, tangents, strict=True)]
@@ -73,16 +94,35 @@ class LossProgram:
                 return self._loss(leaves, others)
             return evaluate_in_float64(self.traced.program, [*leaves, *others])[0]
 
-        return self.compile(value_at)
+        one = self.compile(value_at)
+        if self.is_compiled:
+            return lambda *args, steps: [one(*args, step) for step in steps]
+        many = traced_once(jax.vmap(value_at, in_axes=(None, None, None, 0)))
+
+        def values_at(*args, steps):
+            try:
+                found = []
+                for i in range(0, len(steps), _STEPS_AT_ONCE):
+                    part = steps[i : i + _STEPS_AT_ONCE]
+                    padded = np.resize(part, _STEPS_AT_ONCE)
+                    found += list(np.asarray(many(*args, padded)))[: len(part)]
+                return found
+            except NotImplementedError:  # for a primitive without a batching rule
+                return [one(*args, step) for step in steps]
+
+        return values_at
 
     def value(self) -> float:
         zeros = [np.zeros(x.shape, in_float64(x).dtype) for x in self.leaves]
         return self.samples(self.leaves, zeros)(0.0)
 
-    def gradient(self, leaves: Sequence[Any] | None = None) -> list[np.ndarray]:
+    @ft.cached_property
+    def gradient(self) -> list[np.ndarray]:
+        return self.gradient_at(self.leaves)
+
+    def gradient_at(self, leaves: Sequence[Any]) -> list[np.ndarray]:
         with self.context():
-            leaves = self.like_leaves(self.leaves if leaves is None else leaves)
-            leaves = list(map(jnp.asarray, leaves))
+            leaves = list(map(jnp.asarray, self.like_leaves(leaves)))
             return [np.asarray(g) for g in self._gradient(leaves, self.others)]
 
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
@@ -99,11 +139,11 @@ class LossProgram:
                 [jnp.asarray(in_float64(x)) for x in xs] for xs in (leaves, tangents)
             )
 
-        def value_at(step):
+        def values_at(steps):
             with double_precision():
-                return self._value_at(leaves, tangents, self.others, step)
+                return self._values_at(leaves, tangents, self.others, steps=steps)
 
-        return Samples(value_at)
+        return Samples(values_at)
 
     def like_leaves(self, arrays: Sequence[Any]) -> list[Any]:
         return [np.asarray(a).astype(x.dtype) for a, x in zip(arrays, self.leaves, strict=True)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
-from .._diagnosis.source_lines import source_line
+from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.structure import (
@@ -46,14 +46,13 @@ class Suspect:
         return self.origin.eqn.primitive.name == "stop_gradient"
 
     @property
-    def place(self) -> tuple[str, int]:
-        """File and line of the call. If no frame of it is the user's, of what is called."""
+    def place(self) -> SourceLine:
+        """The line of the call. If no frame of it is the user's, of what is called."""
         sources = [self.origin.source]
         program = primal_program(self.origin.eqn)
         if program is not None:
             sources += map(source_line, equations(program))
-        found = next((source for source in sources if source.file), sources[0])
-        return found.file, found.line
+        return next((source for source in sources if source.file), sources[0])
 
 
 class RuleRemoval:

@@ -2,12 +2,13 @@
 
 A long step has a large truncation error, a short step a large rounding error. So steps of many
 lengths are tried, each extrapolated with its half (Richardson). The slope is where three such
-estimates in a row agree best, and their disagreement is its error.
+estimates in a row agree best, and their disagreement is its error. Where steps of other lengths
+disagree with it, it is not the slope of a smooth function.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -20,12 +21,14 @@ _EPS = float(np.finfo(np.float64).eps)
 @dataclasses.dataclass(frozen=True)
 class Slope:
     """- `value`, `error`: the slope, and an estimate of its absolute error.
+    - `step`: the step that they are from.
     - `left`, `right`: the one-sided slopes, if they were asked for.
     - `one_sided_error`: an estimate of their errors.
     """
 
     value: float
     error: float
+    step: float = math.nan
     left: float = math.nan
     right: float = math.nan
     one_sided_error: float = math.inf
@@ -41,7 +44,7 @@ class Slope:
         """Whether the one-sided slopes differ by more than their errors."""
         gap = abs(self.right - self.left)
         size = max(abs(self.right), abs(self.left))
-        return gap > 10 * self.one_sided_error and gap > 1e-4 * size
+        return gap > 10 * self.one_sided_error and gap > 1e-6 * size
 
     def admits(self, value: float) -> bool:
         """Whether a value is between the slopes on both sides of a kink."""
@@ -51,18 +54,23 @@ class Slope:
 
 
 class Samples:
-    """The values of a function at steps from zero, each computed once."""
+    """The values of a function at steps from zero, each computed once.
 
-    def __init__(self, fn: Callable[[float], float]):
+    - `fn`: from a list of steps to the values there.
+    """
+
+    def __init__(self, fn: Callable[[list[float]], Iterable[float]]):
         self._fn = fn
         self._known: dict[float, float] = {}
-        self.biggest = 0.0
+
+    def compute(self, steps: Iterable[float]) -> None:
+        """Compute the values at several steps together: some programs do that faster."""
+        missing = [h for h in dict.fromkeys(steps) if h not in self._known]
+        if missing:
+            self._known.update(zip(missing, map(float, self._fn(missing)), strict=True))
 
     def __call__(self, h: float) -> float:
-        if h not in self._known:
-            self._known[h] = float(self._fn(h))
-            if math.isfinite(self._known[h]):
-                self.biggest = max(self.biggest, abs(self._known[h]))
+        self.compute([h])
         return self._known[h]
 
     @property
@@ -95,32 +103,68 @@ def central_slope(samples: Samples, size: float, accuracy: float = 1e-7) -> Slop
 
 
 def confirmed_slope(samples: Samples, slope: Slope) -> Slope:
-    """The same slope, unless shorter steps show another one: a function that oscillates, or
-    turns close to zero, has the slope of an average in long steps."""
-    found = _estimates(samples, [2.0**-k for k in _ALL])
-    for shorter in reversed(found):
-        if shorter.relative_error <= _PLATEAU:
-            gap = abs(shorter.value - slope.value)
-            is_same = gap <= 10 * (shorter.error + slope.error)
-            return slope if is_same else shorter
-    return slope
+    """The same slope, unless shorter steps show another one: a function that oscillates, turns
+    close to zero, or has many small kinks, has the slope of an average in long steps."""
+    others = [
+        shorter
+        for shorter in _estimates(samples, [2.0**-k for k in _ALL])
+        if shorter.relative_error <= _PLATEAU
+        and not shorter.step >= slope.step
+        and abs(shorter.value - slope.value) > _AGREE * (shorter.error + slope.error)
+    ]
+    return min(others, key=lambda s: s.relative_error, default=slope)
+
+
+def is_settled(samples: Samples, slope: Slope, other: float) -> bool:
+    """Whether a slope is evidence against another one.
+
+    Steps of other lengths have the same slope. In a function with noise, or one that turns
+    within the shortest step, a few steps agree by chance and not again.
+    """
+    admitted = _AGREE * slope.error
+    if slope.relative_error > _PLATEAU and slope.error > 4 * samples.rounding(slope.step):
+        # The slope is zero but for changes that are no rounding errors. They are noise if the
+        # function changes more in the shortest step than with the other slope. If not, the
+        # other slope may be the reason for them.
+        h = SHORTEST_STEP
+        noise = max(abs(samples(h) - samples(0.0)), abs(samples(-h) - samples(0.0)))
+        if not abs(other) * h < 0.01 * noise:
+            return False
+        admitted = max(admitted, 0.1 * abs(other - slope.value))
+    steps = [factor * slope.step for factor in _OTHER_STEPS]
+    with np.errstate(all="ignore"):
+        samples.compute(_points(steps))
+        found = [samples.richardson(h) for h in steps]
+    # NaN is no agreement.
+    return all(abs(x - slope.value) <= admitted for x in found)
 
 
 _ALL = range(3, 44)
+SHORTEST_STEP = 2.0 ** -_ALL[-1]
 # Estimates with a smaller relative error are of something.
 _PLATEAU = 1e-2
+# How many times its error an estimate may be off.
+_AGREE = 10
+# Not longer: there may be a kink.
+_OTHER_STEPS = (0.9, 0.8, 0.7, 0.6)
+
+
+def _points(steps: Sequence[float]) -> list[float]:
+    """Where central differences with these steps and their halves need values."""
+    return [0.0, *(sign * h / part for h in steps for part in (1, 2) for sign in (1, -1))]
 
 
 def _estimates(samples: Samples, steps: list[float]) -> list[Slope]:
     """A slope for each step but the first and the last, if the values there are finite."""
     with np.errstate(all="ignore"):
+        samples.compute(_points(steps))
         found = [samples.richardson(h) for h in steps]
         slopes = []
         for i in range(1, len(steps) - 1):
             triple = found[i - 1 : i + 2]
             error = max(triple) - min(triple) + samples.rounding(steps[i])
             if math.isfinite(error):
-                slopes.append(Slope(found[i], error))
+                slopes.append(Slope(found[i], error, steps[i]))
     return slopes
 
 
@@ -133,17 +177,29 @@ def _best(slopes: list[Slope]) -> Slope:
 
 
 def with_sides(samples: Samples, slope: Slope) -> Slope:
-    """The same with one-sided slopes: of short steps, extrapolated to zero."""
-    best = slope
-    for k in range(8, 34):
-        h = 2.0**-k
+    """The same with one-sided slopes: of short steps, extrapolated to zero.
+
+    A kink that is one of many is seen in still shorter steps only. They are taken then.
+    """
+    found = [slope]
+    steps = [2.0**-k for k in range(8, 34)]
+    samples.compute(sign * h / part for h in steps for part in (1, 2, 4) for sign in (1, -1))
+    for h in steps:
         with np.errstate(all="ignore"):
             left, left_error = _side(samples, -h)
             right, right_error = _side(samples, h)
         error = left_error + right_error + 4 * samples.rounding(h)
-        if math.isfinite(error) and error < best.one_sided_error:
-            best = Slope(slope.value, slope.error, left, right, error)
-    return best
+        if math.isfinite(error):
+            found.append(Slope(slope.value, slope.error, h, left, right, error))
+    best = min(found, key=lambda s: s.one_sided_error)
+    kinks = [
+        s
+        for s in found
+        if s.step < best.step
+        and abs(s.right - s.left) > abs(best.right - best.left) + 100 * s.one_sided_error
+    ]
+    best = min(kinks, key=lambda s: s.one_sided_error, default=best)
+    return dataclasses.replace(best, step=slope.step)
 
 
 def _side(samples: Samples, h: float) -> tuple[float, float]:

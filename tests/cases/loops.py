@@ -46,6 +46,15 @@ def _():
     return fn, (_numbers(2), _numbers(5, 2))
 
 
+@case("filter_scan: online")
+def _():
+    def fn(h, w):
+        step = lambda h, x: (lambda h: (h, 2 * h))(jnp.tanh(w * h + x))
+        return eqg.filter_scan(step, h, _numbers(5, 2), online=True)
+
+    return fn, (_numbers(2), _numbers(2))
+
+
 @case("filter_cond")
 def _():
     fn = lambda flag, x: eqg.filter_cond(flag, jnp.sin, lambda x: 2 * x, x)

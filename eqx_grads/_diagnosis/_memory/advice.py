@@ -43,7 +43,7 @@ from .residuals import Residual, Source
 class Candidate:
     """A loop or layers to checkpoint.
 
-    - `do`: what to write.
+    - `kind`: `"loop"` or `"layer"`. `cure`: what to write. `path`: the path of the layer.
     - `is_in_loop`: whether the checkpoint is in a loop, or is one.
     - `covers`: the indices of the residuals that are computed there.
     - `gain`: about the bytes of these that are not alive at the same time any more.
@@ -52,7 +52,9 @@ class Candidate:
       checkpoint.
     """
 
-    do: str
+    kind: str
+    cure: str
+    path: str
     is_in_loop: bool
     covers: frozenset[int]
     gain: float
@@ -90,8 +92,10 @@ def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate
         carry = bytes_of(*scan.programs[0].out_avals[: scan.n_carry])
         checkpoint, kept = _best_checkpoint(scan.length, carry, covered // n_runs)
         yield Candidate(
+            "loop",
             f"Run the loop at {origin.source} by "
-            f"`eqx_grads.filter_scan(..., checkpoint={checkpoint!r})`",
+            f"`eqg.filter_scan(..., checkpoint={checkpoint!r})`.",
+            origin.path,
             True,
             covers,
             covered - n_runs * kept,
@@ -130,7 +134,9 @@ def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidat
             continue
         each = f"each call of `{name}`" if len(layers) > 1 else f"`{paths[layers[0]]}`"
         yield Candidate(
-            f"Wrap {each} in `eqx_grads.filter_checkpoint`",
+            "layer",
+            f"Wrap {each} in `eqg.filter_checkpoint`.",
+            name,
             all(l for layer in layers for l in loops[layer].values()),
             frozenset(covers),
             sum(pairs[i][1].bytes for i in covers) - largest,

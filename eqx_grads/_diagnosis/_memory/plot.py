@@ -1,10 +1,10 @@
 """The picture of a `MemoryReport`: layers, lines and arrays in columns."""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..report import show_place
 from .residuals import is_recomputable, Residual
 from .show_bytes import show_bytes
 
@@ -57,9 +57,9 @@ def plot_memory(residuals: Sequence[Residual], *, axes: Any = None) -> Any:
 
 def _labels(r: Residual) -> list[str]:
     first, _, rest = r.path.partition(".")
-    place = f"{os.path.basename(r.file)}:{r.line}" if r.file else "unknown"
+    place = show_place(r.file, r.line) or "unknown"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-    steps = f"  in {r.steps} steps" if r.steps > 1 else ""
+    steps = f"  in {r.n_steps} steps" if r.n_steps > 1 else ""
     name = "carry" if r.kind == "carry" else r.primitive
     line = f"{place}  {r.code}" if r.code else place
     # Arrays with and without hatching are different boxes.

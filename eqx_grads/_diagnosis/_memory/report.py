@@ -1,23 +1,25 @@
 """The report of `explain_memory`: its records, its table, and its advice."""
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ..layers import group_of
-from ..report import AbstractReport
+from ..progress import doing, showing_progress
+from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, Table
 from .plot import plot_memory
 from .residuals import is_recomputable, Residual
 from .show_bytes import show_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryAdvice:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryAdvice(AbstractRecord):
     """Where a checkpoint saves memory.
 
-    - `do`: what to write, and where.
+    It has the fields of all records. `kind` is `"loop"` or `"layer"`, and `cure` says what to
+    write and where. Also:
+
     - `saves`: the temporary bytes of the gradient that it saves, as estimated.
     - `predicted`: the temporary bytes that are left, as estimated.
     - `measured`: those of the compiled gradient with the advice applied, or `None` before
@@ -26,15 +28,14 @@ class MemoryAdvice:
         nothing is saved. XLA does so on a CPU, before JAX 0.12, outside of loops.
     """
 
-    do: str
     saves: int
     predicted: int
     measured: int | None = None
     is_undone: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.do}: saves about {show_bytes(self.saves)}, {show_bytes(self.predicted)}"
-        text += " are left"
+        text = f"{self.cure} It saves about {show_bytes(self.saves)}, and "
+        text += f"{show_bytes(self.predicted)} are left"
         if self.measured is not None:
             text += f" (measured: {show_bytes(self.measured)})"
         if self.is_undone:
@@ -45,24 +46,23 @@ class MemoryAdvice:
 class MemoryReport(AbstractReport):
     """What a loss keeps for its backward pass; returned by [`eqx_grads.explain_memory`][].
 
-    - `found`: the arrays that the forward pass computes and keeps, largest first. Each has
-        `bytes` and `bytes_per_step`, `steps`, `shape` and `dtype` (of one step), `primitive`,
-        `path` (of the layer), `file`, `line` and `code`, `kind`, and `cure`.
+    - `found`: a [`eqx_grads.Residual`][] for each array that the forward pass computes and
+        keeps, largest first.
     - `inputs`: the arguments of the loss that are kept as they are, in the same form.
     - `total`: the bytes of `found`.
     - `estimated`: the temporary bytes of the gradient, from its program.
     - `compiled`: the temporary bytes of the compiled gradient, or `None`.
-    - `advice`: what to checkpoint, the largest saving first. Each has `do`, `saves`,
-        `predicted` and `measured`.
+    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, the largest
+        saving first.
+    - `remarks`: what else there is to know.
 
-    The `kind` of an array is `"computed"`; `"carry"`, which enters a step of a loop; `"rule"`,
-    kept by a function with a derivative of its own; `"recomputable"`, which follows by
-    elementwise operations from inputs and other arrays that are kept; or `"constant"`, which
-    depends on no input. The last two need no memory outside of loops, where XLA computes them
-    again.
+    Outside of loops, XLA may compute what is `"recomputable"` or `"constant"` again and not
+    keep it: for three models on a CPU, about 83 %, 40 % and 36 % of its bytes.
 
     It is false if nothing is found.
     """
+
+    found: Sequence[Residual]
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class MemoryReport(AbstractReport):
         self.estimated = estimated
         self.compiled = compiled
         self.advice = list(advice)
+        self.remarks = ()
         self._measure = list(measure)
 
     def by_path(self) -> dict[str, int]:
@@ -90,16 +91,17 @@ class MemoryReport(AbstractReport):
         """The bytes of `found` by file and line, largest first."""
         return _sums(((r.file, r.line), r.bytes) for r in self.found)
 
+    @showing_progress("verify")
     def verify(self) -> "MemoryReport":
         """The same report, in which all advice is measured.
 
         Each advice is applied to the program of the loss, and its gradient is compiled. Nothing
         is computed.
         """
-        advice = [
-            dataclasses.replace(advice, measured=measure())
-            for advice, measure in zip(self.advice, self._measure, strict=True)
-        ]
+        advice = []
+        for i, measure in enumerate(self._measure):
+            doing("compiling the gradient with checkpoint", i, len(self._measure))
+            advice.append(dataclasses.replace(self.advice[i], measured=measure()))
         return MemoryReport(
             [*self.found, *self.inputs],
             estimated=self.estimated,
@@ -130,55 +132,66 @@ class MemoryReport(AbstractReport):
         inputs = show_bytes(sum(r.bytes for r in self.inputs))
         if not self.found:
             return f"Nothing is kept for the backward pass but inputs of the loss ({inputs})."
-        arrays = "1 array" if len(self.found) == 1 else f"{len(self.found)} arrays"
         return (
-            f"{show_bytes(self.total)} are kept for the backward pass, in {arrays}. "
-            f"{inputs} of inputs are kept as they are."
+            f"{show_bytes(self.total)} are kept for the backward pass, in "
+            f"{count(len(self.found), 'array')}, besides {inputs} of inputs of the loss."
         )
 
-    def rows(self):
-        columns = ("bytes", "share", "steps", "per step", "layer", "line", "arrays", "code")
+    def tables(self):
         groups: dict[Hashable, list[Residual]] = {}
         for r in self.found:
-            groups.setdefault((group_of(r.path), r.file, r.line, r.steps), []).append(r)
+            groups.setdefault((group_of(r.path), r.file, r.line, r.n_steps), []).append(r)
         largest = sorted(groups.values(), key=lambda group: -sum(r.bytes for r in group))
-        rows = [self._row(group) for group in largest[:10]]
-        others = [r for group in largest[10:] for r in group]
+        rows = [self._row(group) for group in largest[:_MOST_LINES]]
+        others = [r for group in largest[_MOST_LINES:] for r in group]
         if others:
-            row = self._row(others)
-            rows.append((*row[:2], "", "", "", "", f"{len(others)} others", ""))
-        return columns, rows
+            nothing = AbstractRecord(kind="", primitive=f"{len(others)} others")
+            rows.append((*cells(nothing), *self._sizes(others)))
+        return [Table((*COLUMNS, "steps", "per step", "bytes", "share"), rows)]
 
     def _row(self, group: Sequence[Residual]) -> tuple[str, ...]:
-        size, first = sum(r.bytes for r in group), group[0]
-        in_loop = first.steps > 1
-        code = first.code if len(first.code) <= 32 else first.code[:29] + "..."
+        first = group[0]
+        one = dataclasses.replace(
+            first,
+            path=first.path if len({r.path for r in group}) == 1 else group_of(first.path),
+            primitive=_operations(group),
+        )
         return (
-            show_bytes(size),
-            f"{size / max(self.total, 1):.0%}",
-            str(first.steps) if in_loop else "",
-            show_bytes(sum(r.bytes_per_step for r in group)) if in_loop else "",
-            first.path if len({r.path for r in group}) == 1 else group_of(first.path),
-            f"{os.path.basename(first.file)}:{first.line}" if first.file else "unknown",
-            _list(group),
-            code,
+            *cells(one, kind=", ".join(dict.fromkeys(r.kind for r in group))),
+            *self._sizes(group),
         )
 
-    def notes(self) -> list[str]:
+    def _sizes(self, group: Sequence[Residual]) -> tuple[str, ...]:
+        size = sum(r.bytes for r in group)
+        n_steps = {r.n_steps for r in group}
+        in_loop = len(n_steps) == 1 and n_steps != {1}
+        return (
+            str(group[0].n_steps) if in_loop else "",
+            show_bytes(sum(r.bytes_per_step for r in group)) if in_loop else "",
+            show_bytes(size),
+            f"{size / max(self.total, 1):.0%}",
+        )
+
+    def notes(self):
         if not self.found:
             return []
-        text = f"The gradient needs about {show_bytes(self.estimated)} of temporary memory"
+        text = f"The gradient needs about {show_bytes(self.estimated)}"
         if self.compiled is not None:
             text += f"; compiled, {show_bytes(self.compiled)}"
-        text += "."
-        fused = sum(r.bytes for r in self.found if is_recomputable(r) and r.steps == 1)
+        notes = [("temporary memory", f"{text}.")]
+        fused = sum(r.bytes for r in self.found if is_recomputable(r) and r.n_steps == 1)
         if fused:
-            text += (
-                f" Of what is kept outside of loops, {show_bytes(fused)} are constant or "
-                "elementwise from the rest: XLA mostly computes these again."
+            text = (
+                f"Of what is kept outside of loops, {show_bytes(fused)} are constant or "
+                "elementwise from the rest: XLA may compute these again."
             )
-        advice = [f"{i + 1}. {advice}" for i, advice in enumerate(self.advice)]
-        return [text, "\n".join(advice) or "No checkpoint saves a tenth of it."]
+            notes.append(("recomputable", text))
+        if not self.advice:
+            return [*notes, ("checkpoint", "No checkpoint saves a tenth of it.")]
+        return [*notes, *(("checkpoint", str(advice)) for advice in self.advice)]
+
+
+_MOST_LINES = 10
 
 
 def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -188,8 +201,8 @@ def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     return dict(sums.most_common())
 
 
-def _list(group: Sequence[Residual]) -> str:
+def _operations(group: Sequence[Residual]) -> str:
     """Such as `3 logistic, tanh, carry`."""
     names = Counter("carry" if r.kind == "carry" else r.primitive for r in group)
-    parts = [name if n == 1 else f"{n} {name}" for name, n in names.most_common(4)]
-    return ", ".join(parts) + (", ..." if len(names) > 4 else "")
+    parts = [name if n == 1 else f"{n} {name}" for name, n in names.most_common(3)]
+    return ", ".join(parts) + (", ..." if len(names) > 3 else "")

@@ -28,40 +28,30 @@ from ..._jaxprs.structure import (
     structure,
 )
 from ..origins import NumberedLoss, Origin
+from ..report import AbstractRecord
+from ..source_lines import UNKNOWN
 
 
-@dataclasses.dataclass(frozen=True)
-class Residual:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residual(AbstractRecord):
     """An array that is kept from the forward to the backward pass.
 
-    - `file`, `line`: of your code.
-    - `primitive`: what computes it, or the name of the function whose rule keeps it.
-    - `path`: the innermost layer of the model that it is computed in, or empty.
+    It has the fields of all records; `step` is empty. The kinds are `"computed"`, `"carry"`,
+    `"rule"`, `"recomputable"`, `"constant"` and `"input"`. Also:
+
     - `shape`, `dtype`: those of one step, if a loop keeps one for each step.
-    - `steps`: how many are kept: the product of the lengths of all enclosing loops.
+    - `n_steps`: how many are kept: the product of the lengths of all enclosing loops.
     - `bytes`: of all steps.
-    - `kind`: `"input"`, an argument of the loss, which takes no new memory; `"computed"`;
-      `"recomputable"`, elementwise from inputs and other residuals; `"carry"`, the carry that
-      enters each step of a loop; `"constant"`, which depends on no input; or `"rule"`, kept by
-      a function with a derivative of its own.
-    - `cure`: what to do, or empty.
     """
 
-    file: str
-    line: int
-    primitive: str
-    path: str
     shape: tuple[int, ...]
     dtype: str
-    steps: int
+    n_steps: int
     bytes: int
-    kind: str
-    code: str = ""
-    cure: str = ""
 
     @property
     def bytes_per_step(self) -> int:
-        return self.bytes // max(self.steps, 1)
+        return self.bytes // max(self.n_steps, 1)
 
 
 def is_recomputable(residual: Residual) -> bool:
@@ -230,19 +220,24 @@ class Gradient:
 
     def _record(self, source: Source, cheap, constant) -> Residual:
         aval, origin = source.var.aval, source.origin
-        place = origin.source if origin is not None else None
+        kind = _kind(source, self.program, cheap, constant)
         return Residual(
-            file=place.file if place is not None else "",
-            line=place.line if place is not None else 0,
+            **(origin.source if origin is not None else UNKNOWN).fields(),
+            leaf=self._leaf(source.var) if kind == "input" else "",
             primitive=_name(source, self._input_name),
             path=origin.path if origin is not None else "",
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),
-            steps=source.steps,
+            n_steps=source.steps,
             bytes=source.steps * bytes_of(aval),
-            kind=_kind(source, self.program, cheap, constant),
-            code=place.code if place is not None else "",
+            kind=kind,
         )
+
+    def _leaf(self, var) -> str:
+        """The path of an input of the program in the model; empty for any other input, and for
+        a constant."""
+        inputs = self.program.jaxpr.invars
+        return self.numbered.traced.leaf_of(inputs.index(var)) if var in inputs else ""
 
     def _input_name(self, var) -> str:
         names = zip(self.program.jaxpr.invars, self.numbered.traced.inputs, strict=True)

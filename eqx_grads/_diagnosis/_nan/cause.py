@@ -8,77 +8,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind
 from ..origins import Origin
+from .cures import (
+    DEAD_BRANCH,
+    DOMAIN,
+    INDETERMINATE,
+    INFINITE_INPUT,
+    INPUT,
+    LARGE,
+    MASKED_PRODUCT,
+    OVERFLOW,
+    SINGULARITY,
+    ZERO_TIMES_INFINITY,
+)
 from .derivative_program import Derivative
 from .replay import Frame, Hit, is_bad, is_inexact
 from .trace_back import (
+    CANCELS,
     contributors,
     elements_of,
-    ELEMENTWISE,
     index_into,
     Input,
     is_nonfinite,
     is_zero,
-    source_of_zero,
+    NOT_SELECTED,
+    REPLACED,
     sources_of_nonfinite,
+    sources_of_zero,
     Spot,
+    UNDERFLOWS,
+    Zero,
 )
-
-
-DEAD_BRANCH = "dead branch"
-MASKED_PRODUCT = "zero mask"
-SINGULARITY = "true singularity"
-INDETERMINATE = "0/0"
-DOMAIN = "outside of the domain"
-OVERFLOW = "overflow"
-LARGE = "exceeds the threshold"
-INPUT = "NaN in the input"
-UNKNOWN = "unknown"
-
-_TWO_WHERES = "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`"
-
-# What to do, for each kind. `{op}` is the primitive.
-CURES = {
-    DEAD_BRANCH: f"`eqg.zero_safe(loss)`, or two `where`s: {_TWO_WHERES}",
-    MASKED_PRODUCT: f"a `jnp.where` in place of the product, with `eqg.zero_safe` or as "
-    f"{_TWO_WHERES}",
-    SINGULARITY: "the derivative of `{op}` is infinite there: keep its argument away from that "
-    "point (`x + eps`), or define the derivative as zero with "
-    '`eqg.zero_safe(loss, policy="zero")`',
-    INDETERMINATE: "the derivative of `{op}` is not defined there: keep its argument away from "
-    "that point (`x + eps`), or define the derivative as zero with "
-    '`eqg.zero_safe(loss, policy="zero")`',
-    DOMAIN: "clip the argument of `{op}` to its domain before the call",
-    OVERFLOW: "keep the argument of `{op}` in range: subtract the maximum, or use logarithms",
-    LARGE: "`eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument",
-    INPUT: "replace the NaN before it is used: a `where` on the result is too late",
-    UNKNOWN: "`eqg.zero_nonfinite_gradient` on its argument drops the gradient there",
-}
-
-# Where they are others for a value than for a cotangent.
-CURES_OF_VALUES = {
-    SINGULARITY: "`{op}` is not finite there: keep its argument away from that point "
-    "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`)",
-    INDETERMINATE: "`{op}` is not defined there: keep its arguments away from that point, "
-    "with a `where` around the arguments",
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
     """Why an element is bad.
 
-    `origin` is the equation of the loss to blame. `spot` is where it shows; `source` where the
-    value that is to blame is made; `mask` where a zero of the cotangent is made.
+    - `origin`: the equation of the loss to blame.
+    - `spot`: where it shows. `source`: where the value that is to blame is made.
+    - `mask`: where a zero of the cotangent is made. `cotangent`: the element that is zero.
+    - `forward`: whether a value is not finite, and not a cotangent.
     """
 
     kind: str
     origin: Origin | None
     spot: Spot | None
     source: Spot | Input | None
-    mask: Spot | None = None
+    mask: Zero | None = None
     forward: bool = False
+    cotangent: Any = None
 
 
 def causes_of_hit(
@@ -197,34 +178,45 @@ _SELECTORS = frozenset(
 
 def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
     k, index = zero
-    made = source_of_zero(spot.frame, spot.eqn.invars[k], index)
-    if made is None:
-        kind = INPUT if isinstance(source, Input) else INDETERMINATE
-        return Cause(kind, origin, spot, source)
-    mask = derivative.origin(made.frame.node, made.position)
-    if is_nonfinite(made.value):
+    made = sources_of_zero(spot.frame, spot.eqn.invars[k], index)
+    causes = [_cause_of_one_zero(derivative, spot, source, origin, each) for each in made]
+    if not causes:
+        kind = source.kind if isinstance(source, Input) else INDETERMINATE
+        causes = [Cause(kind, origin, spot, source)]
+    # A zero may be a sum of zeros. That of a mask is then not the only one.
+    is_mask = lambda cause: cause.kind in (DEAD_BRANCH, MASKED_PRODUCT)
+    cause = next((cause for cause in causes if not is_mask(cause)), causes[0])
+    return dataclasses.replace(cause, cotangent=np.asarray(spot.operands[k])[index])
+
+
+def _cause_of_one_zero(derivative, spot, source, origin, made: Zero) -> Cause:
+    cause = _cause_of_source(derivative, source)
+    if made.why == REPLACED:
         # It is zero only because a bad cotangent was replaced.
-        cause = _cause_of_source(derivative, source)
         return dataclasses.replace(cause, origin=origin, spot=spot)
-    is_product = made.eqn.primitive.name in ("mul", "dot_general")
-    if is_product and (mask is None or mask.primitive not in _SELECTORS):
-        factors = [i for i in range(len(made.operands)) if not made.is_cotangent(i)]
-        if any(made.is_active(i) for i in factors):
-            return Cause(INDETERMINATE, origin, spot, source)
-        return Cause(MASKED_PRODUCT, origin, spot, source, made)
-    return Cause(DEAD_BRANCH, origin, spot, source, made)
+    if made.why in (CANCELS, UNDERFLOWS) and cause.kind != OVERFLOW:
+        return Cause(ZERO_TIMES_INFINITY, origin, spot, source, made)
+    mask = derivative.origin(made.spot.frame.node, made.spot.position)
+    if made.why == NOT_SELECTED or (mask is not None and mask.primitive in _SELECTORS):
+        return Cause(DEAD_BRANCH, origin, spot, source, made)
+    factors = [i for i in range(len(made.spot.operands)) if not made.spot.is_cotangent(i)]
+    if any(made.spot.is_active(i) for i in factors):
+        # An infinity by overflow makes zeros elsewhere: 1 / (1 + exp(x)).
+        kind = OVERFLOW if cause.kind == OVERFLOW else INDETERMINATE
+        return Cause(kind, origin, spot, source)
+    return Cause(MASKED_PRODUCT, origin, spot, source, made)
 
 
 def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False) -> Cause:
     if isinstance(source, Input):
-        return Cause(INPUT, None, None, source, forward=forward)
+        return Cause(source.kind, None, None, source, forward=forward)
     origin = derivative.origin(source.frame.node, source.position)
     return Cause(_kind_of_source(source), origin, source, source, forward=forward)
 
 
 # Infinite at a point where the operand is finite.
-_POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "atanh", "digamma", "lgamma",
-          "erf_inv", "tan", "cbrt")  # fmt: skip
+_POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "log2", "atanh", "digamma",
+          "lgamma", "erf_inv", "tan", "cbrt")  # fmt: skip
 
 
 # Not finite for a singular matrix.
@@ -240,10 +232,10 @@ def _kind_of_source(source: Spot) -> str:
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
     xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
-    if any(np.isnan(x) for x in xs) or (np.isinf(value) and any(np.isinf(x) for x in xs)):
+    if any(np.isnan(x) for x in xs):
         return INPUT  # a constant
     if any(np.isinf(x) for x in xs):
-        return INDETERMINATE
+        return INFINITE_INPUT if np.isinf(value) else INDETERMINATE
     if name == "div":
         if is_zero(xs[1]):
             return INDETERMINATE if is_zero(xs[0]) else SINGULARITY
@@ -288,11 +280,6 @@ def _operands_at(spot: Spot) -> list[Any]:
         if is_inexact(x) and not spot.is_cotangent(k):
             found.extend(np.asarray(x)[elements_of(spot, k)][:1])
     return found
-
-
-def cure_of(cause: Cause, primitive: str) -> str:
-    cures = {**CURES, **CURES_OF_VALUES} if cause.forward else CURES
-    return cures[cause.kind].format(op=primitive)
 
 
 def first_of_rule(spot: Spot) -> Any:

@@ -1,174 +1,42 @@
 """`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
-from ..origins import NumberedLoss, Origin
-from ..report import AbstractReport, text_table
+from .._zero.structure import loss_structure
+from ..origins import no_derivative_error, NumberedLoss, Origin
+from ..progress import doing, showing_progress
+from ..report import show_list
 from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
 from .cause import (
     Cause,
     causes_of_hit,
     causes_of_value,
-    cure_of,
-    DEAD_BRANCH,
     first_of_rule,
     operands_of,
 )
+from .cures import cure_of, cure_of_input, DEAD_BRANCH
 from .derivative_program import Derivative, differentiate
+from .formulas import Formulas
 from .replay import Frame, Hit, is_bad, is_inexact
-from .trace_back import elements_of, Input, Spot
+from .report import NaNReport, NonFinite
+from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
 _MOST_CAUSES = 100
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
-    """A place where a value or a cotangent becomes non-finite, or exceeds the threshold.
-
-    - `file`, `line`: the line of your code. `library`: the place in an installed package that
-        it called, or empty. `rule`: the line of the rule, for a function with a rule of yours.
-    - `primitive`: the operation of the loss. `path`: the path of the layer that it is in.
-    - `step`: the first step of each enclosing loop, outermost first. `count`: in how many steps
-        in all.
-    - `kind`: why. `mask`: for a dead branch, the line that does not select it.
-    - `is_forward`: whether it is a value, and not a cotangent.
-    - `index`: the element, and `shape` of what. `is_batched`: whether it is under `vmap`, so
-        that one of the axes is that of the batch.
-    - `operands`: what the element depends on, in the operation or its derivative.
-        `cotangent`: what arrived there.
-    - `cure`: what to do.
-    """
-
-    file: str
-    line: int
-    primitive: str
-    path: str
-    step: tuple[int, ...]
-    kind: str
-    cure: str
-    mask: str = ""
-    library: str = ""
-    rule: str = ""
-    is_forward: bool = False
-    index: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-    is_batched: bool = False
-    operands: tuple[float, ...] = ()
-    cotangent: float | None = None
-    count: int = 1
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class NaNReport(AbstractReport):
-    """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
-
-    `found` are the records, in the order in which the gradient is computed, after those of the
-    loss itself. `loss` is its value. `bad_leaves` are the paths of the leaves with a bad
-    gradient. `error`: the error that the gradient raises, if it does, for example in a solver
-    that is given a NaN. `dropped` are the records of what [`eqx_grads.zero_safe`][] drops.
-    """
-
-    found: Sequence[NonFinite]
-    loss: float
-    bad_leaves: Sequence[str]
-    n_leaves: int
-    is_reverse: bool
-    threshold: float | None
-    error: str = ""
-    dropped: Sequence[NonFinite] = ()
-
-    @property
-    def headline(self) -> str:
-        bad = "not finite" if self.threshold is None else "not finite or too large"
-        if not self.bad_leaves and np.isfinite(self.loss):
-            return "The loss and its gradient are finite" + (
-                "." if self.threshold is None else f" and at most {self.threshold:g}."
-            )
-        what = f"The loss is {self.loss:.6g}"
-        if not self.bad_leaves:
-            return f"{what}, and its gradient is finite."
-        n = len(self.found)
-        causes = f"{n} cause{'s' * (n != 1)}:"
-        if self.error:
-            return f"{what}, and its gradient raises an error. {causes}"
-        if not self.is_reverse:
-            return f"{what}, and its derivative in forward mode is {bad}. {causes}"
-        where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
-        return f"{what}, and its gradient is {bad} {where}. {causes}"
-
-    def rows(self):
-        return _COLUMNS, [_row(i, record) for i, record in enumerate(self.found, 1)]
-
-    def notes(self):
-        notes = []
-        for cure in dict.fromkeys(record.cure for record in self.found):
-            of = [str(i) for i, record in enumerate(self.found, 1) if record.cure == cure]
-            notes.append(f"{', '.join(of)}: {cure}.")
-        if self.bad_leaves and self.n_leaves > 1:
-            names, more = self.bad_leaves[:8], len(self.bad_leaves) - 8
-            notes.append(f"Leaves: {', '.join(names)}{f' and {more} more' * (more > 0)}.")
-        if self.error:
-            notes.append(f"The error: {self.error}")
-        if self.dropped:
-            notes.append("`zero_safe` drops, where the gradient of the function is not finite:")
-            columns, rows = _COLUMNS, [_row(i, r) for i, r in enumerate(self.dropped, 1)]
-            notes.append(text_table(columns, rows))
-        if self.found and not self.is_reverse:
-            notes.append(
-                "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
-                "derivative in forward mode, along ones."
-            )
-        if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
-            notes.append(
-                "Evaluated operation by operation, no place was found. A compiled program "
-                "fuses operations, and rounds differently."
-            )
-        return notes
-
-
-_COLUMNS = (
-    "", "line", "operation", "layer", "step", "kind", "element", "operands", "cotangent"
-)  # fmt: skip
-
-
-def _row(i: int, record: NonFinite) -> tuple[str, ...]:
-    kind = record.kind + (f" of {record.mask}" if record.mask else "")
-    index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
-    return (
-        str(i),
-        _place(record),
-        record.primitive + (" (value)" if record.is_forward else ""),
-        record.path,
-        ", ".join(map(str, record.step)) + (f" ({record.count} in all)" * (record.count > 1)),
-        kind,
-        index + " under vmap" * record.is_batched,
-        ", ".join(f"{x:.3g}" for x in record.operands),
-        "" if record.cotangent is None else f"{record.cotangent:.3g}",
-    )
-
-
-def _place(record: NonFinite) -> str:
-    places = [f"{_basename(record.file)}:{record.line}"] if record.file else []
-    places += [f"rule: {record.rule}"] if record.rule else []
-    places += [record.library] if record.library else []
-    return " ".join(places)
-
-
-def _basename(file: str) -> str:
-    return file.replace("\\", "/").rpartition("/")[2]
-
-
+@showing_progress("explain_nan")
 def explain_nan(
     loss: Callable[..., Any],
     model: PyTree,
@@ -213,9 +81,10 @@ def explain_nan(
     found, also if one alone makes everything NaN. In a loop, it is the first step in the order
     of the backward pass, which begins at the end.
 
-    The kinds are `"dead branch"` (`mask` is the line that did not select it), `"true
-    singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`, `"exceeds the threshold"`,
-    `"zero mask"` (as a factor) and `"NaN in the input"`.
+    The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
+    factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
+    underflows), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`,
+    `"exceeds the threshold"`, `"NaN in the input"` and `"inf in the input"`.
 
     Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
@@ -228,8 +97,8 @@ def explain_nan(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, or if the
-    model has no inexact array.
+    [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if JAX can't
+    differentiate an operation of it, or if the model has no inexact array.
     """
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
@@ -243,8 +112,9 @@ def explain_nan(
 
 
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
+    doing("tracing the loss and its derivative")
     traced = trace_loss("explain_nan", loss, model, args, kwargs)
-    derivative = differentiate(NumberedLoss(traced))
+    derivative = _differentiate(NumberedLoss(traced), loss)
     seed = jnp.ones_like(traced.program.out_avals[0])
     leaves = traced.values[: len(traced.leaves)]
     seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
@@ -260,7 +130,40 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     found: list[NonFinite] = []
     if bad or not np.isfinite(value):
         found = _find(derivative, root, hits, threshold)
-    return NaNReport(found, value, bad, len(names), derivative.is_reverse, threshold, error)
+    remarks = [f"The error of the gradient: {error}"] if error else []
+    if not bad and np.isfinite(value) and derivative.is_reverse:
+        remarks += _zeros(names, root.results[1:])
+    return NaNReport(
+        found,
+        value,
+        bad,
+        len(names),
+        derivative.is_reverse,
+        threshold,
+        raises=bool(error),
+        remarks=remarks,
+    )
+
+
+def _zeros(names, gradients) -> list[str]:
+    """A remark on leaves whose gradient is finite, and zero."""
+    pairs = zip(names, gradients, strict=True)
+    zeros = [name for name, x in pairs if np.size(x) and not np.any(x)]
+    if not zeros:
+        return []
+    return [f"The gradient of {show_list(zeros, 8)} is zero: `eqg.explain_zero` says why."]
+
+
+def _differentiate(numbered: NumberedLoss, loss) -> Derivative:
+    try:
+        return differentiate(numbered)
+    except RuleError:
+        raise
+    except Exception as error:  # JAX has no one type of error for it
+        opaque = loss_structure(numbered).opaque
+        if not opaque:
+            raise
+        raise no_derivative_error(loss, opaque) from error
 
 
 def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[str], str]:
@@ -284,7 +187,9 @@ def _find(derivative: Derivative, root: Frame, hits, threshold) -> list[NonFinit
     if not np.isfinite(root.results[0]):
         for cause in causes_of_value(derivative, root):
             causes.setdefault(_key(cause), []).append((cause, _hit_of(cause)))
-    for number in sorted(hits)[:_MOST_CAUSES]:
+    chosen = sorted(hits)[:_MOST_CAUSES]
+    for i, number in enumerate(chosen):
+        doing("looking for the cause of place", i, len(chosen))
         hit = hits[number]
         for cause in causes_of_hit(derivative, root, number, hit, threshold):
             causes.setdefault(_key(cause), []).append((cause, hit))
@@ -313,26 +218,26 @@ def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
 
 
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
-    inputs = derivative.numbered.traced.inputs
+    traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = _users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where.file != origin.source.file
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
+    leaf = ""
     if isinstance(source, Input) and origin is None:
-        primitive = inputs[source.number]
+        leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
     shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
     return NonFinite(
-        file=where.file,
-        line=where.line,
+        **where.fields(),
+        leaf=leaf,
         primitive=primitive,
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=cure_of(cause, primitive),
-        mask=_describe_mask(derivative, cause.mask, where) if cause.mask else "",
-        library=where.library,
+        cure=_cure_of(derivative, cause, primitive),
+        **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
         rule="" if is_inside else _rule_of(cause),
@@ -344,35 +249,52 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     )
 
 
+def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
+    traced, source = derivative.numbered.traced, cause.source
+    if isinstance(source, Input) and cause.kind == source.kind:
+        return cure_of_input(
+            cause.kind, traced.inputs[source.number], traced.leaf_of(source.number)
+        )
+    formula = ""
+    if cause.origin is not None:
+        formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
+    return cure_of(cause.kind, primitive, formula, is_value=cause.forward)
+
+
 def _is_batched(derivative: Derivative, origin: Origin) -> bool:
     origins = [origin, *(derivative.numbered.origins[i] for i in origin.enclosing)]
     return any("vmap(" in str(o.eqn.source_info.name_stack) for o in origins)
 
 
-# How the operations are called that do not select an element.
+# How the user calls the operations that do not select an element.
 _MASKS = {
-    "select_n": "a `where`",
-    "max": "a maximum",
-    "reduce_max": "a maximum",
-    "min": "a minimum",
-    "reduce_min": "a minimum",
-    "clamp": "a `clip`",
-    "slice": "a slice",
-    "dynamic_slice": "a slice",
-    "gather": "an index",
+    "select_n": "where",
+    "max": "maximum",
+    "reduce_max": "max",
+    "min": "minimum",
+    "reduce_min": "min",
+    "clamp": "clip",
+    "dynamic_slice": "slice",
+    "gather": "index",
 }
 
 
-def _describe_mask(derivative: Derivative, mask: Spot, where: SourceLine) -> str:
+def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
+    """The fields of a record on what makes the cotangent zero."""
+    mask = zero.spot
     origin = derivative.origin(mask.frame.node, mask.position)
     if origin is None:
-        return f"`{mask.eqn.primitive.name}`"
+        return {"mask": mask.eqn.primitive.name}
     primitive = origin.primitive
     if isinstance(structure(origin.eqn), CallWithRule):
         primitive = mask.eqn.primitive.name
-    name = _MASKS.get(primitive, f"`{primitive}`")
     line = _users_line(origin, mask)
-    return f"{name} at line {line.line}" if line.file == where.file else f"{name} at {line}"
+    is_selection = zero.why not in (CANCELS, UNDERFLOWS)
+    return {
+        "mask": _MASKS.get(primitive, primitive) if is_selection else zero.why,
+        "mask_file": line.file,
+        "mask_line": line.line,
+    }
 
 
 def _users_line(origin: Origin, *spots: Any) -> SourceLine:
@@ -391,6 +313,8 @@ def _cotangent_of(cause: Cause) -> float | None:
     spot = cause.spot
     if spot is None or cause.forward:
         return None
+    if cause.cotangent is not None:
+        return float(np.real(cause.cotangent))
     for k, x in enumerate(spot.operands):
         if spot.is_cotangent(k) and is_inexact(x):
             values = np.asarray(x)[elements_of(spot, k)]

@@ -19,7 +19,13 @@ import numpy as np
 
 from ..._jaxprs.evaluate import bind, enter_with_state, evaluate
 from ..._jaxprs.structure import Cond, Scan, structure, While
+from ..progress import doing
 from .derivative_program import Node
+
+
+# Fused operations round differently: `a * b - c` is zero or not. A loop has to compute what is
+# computed when one of its steps is evaluated once more, operation by operation.
+_AS_WRITTEN = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclasses.dataclass
@@ -63,6 +69,8 @@ class Frame:
 
     def _hook(self, eqn, values):
         i = len(self.operands)
+        if self.parent is None:
+            doing("evaluating equation", i, len(self.node.eqns))
         self.operands.append(values)
         inner = self.node.inner[i]
         if not inner:
@@ -143,7 +151,7 @@ class Frame:
         key = ("loop", i)
         if key not in self.node.compiled:
             loop = ft.partial(_run_loop, self.node, i, self._threshold)
-            self.node.compiled[key] = jax.jit(loop)
+            self.node.compiled[key] = jax.jit(loop, compiler_options=_AS_WRITTEN)
         return self.node.compiled[key]
 
     def length(self, i: int) -> int:
@@ -156,7 +164,7 @@ class Frame:
         key = ("carry", i)
         if key not in self.node.compiled:
             carry_after = ft.partial(_carry_after, self.node, i, self._threshold)
-            self.node.compiled[key] = jax.jit(carry_after)
+            self.node.compiled[key] = jax.jit(carry_after, compiler_options=_AS_WRITTEN)
         return self.node.compiled[key](self.operands[i], iteration)
 
     def step_of(self, i: int, iteration: int) -> int:
@@ -259,7 +267,8 @@ def _traced(node: Node, values, threshold, base: int, depth: int):
         i = next(positions)
         inner = node.inner[i]
         if not inner:
-            out, count = bind(eqn, values), jnp.int32(0)
+            # XLA would rewrite what no barrier separates.
+            out, count = jax.lax.optimization_barrier(bind(eqn, values)), jnp.int32(0)
             if node.is_watched(i):
                 out, count = _replaced(node, eqn, out, threshold)
             counts.append(count[None])

@@ -9,25 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind
-from ..._jaxprs.linearity import JOINTLY_LINEAR
+from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan, structure, While
+from .cures import INFINITE_INPUT, INPUT
 from .replay import Frame, is_inexact
 
 
 Index = tuple[int, ...]
 
-# An element of the output depends on the element of each operand with the same index.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp conj convert_element_type copy copy_p cos cosh custom_lin_p digamma div erf erf_inv
-    erfc exp exp2 expm1 floor igamma igammac imag integer_pow is_finite lgamma log log1p
-    logistic max min mul ne neg nextafter not pow random_gamma_grad real reduce_precision
-    regularized_incomplete_beta rem round rsqrt sign sin sinh sqrt square stop_gradient sub tan
-    tanh select_n pbroadcast pvary polygamma zeta complex
-    """.split()  # noqa: SIM905
-)
 # Those of which the derivative at ones says which elements an element depends on.
 _BY_DERIVATIVE = JOINTLY_LINEAR | frozenset(
     """
@@ -75,10 +66,15 @@ class Spot:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of the whole program."""
+    """An element of an input of the whole program that is not finite."""
 
     number: int
     index: Index
+    value: Any
+
+    @property
+    def kind(self) -> str:
+        return INPUT if np.isnan(self.value) else INFINITE_INPUT
 
 
 def _is_in(atom: Any, flagged: set[Any]) -> bool:
@@ -113,7 +109,7 @@ def origin_of_value(
             continue
         k = node.program.jaxpr.invars.index(atom)
         if frame.parent is None:
-            return Input(k, index)
+            return Input(k, index, np.asarray(frame.inputs[k])[index])
         frame, atom, index = _out_of(frame, k, index, holds)
 
 
@@ -279,10 +275,26 @@ def _key(spot: Spot) -> tuple[int, int]:
     return id(spot.frame.node), spot.position
 
 
-def source_of_zero(frame: Frame, atom: Any, index: Index) -> Spot | None:
-    """The equation that makes an element of a cotangent zero: one that does not select it, or
-    multiplies it by zero, or of which the element was bad and has been replaced."""
-    todo, seen = [(frame, atom, index)], set()
+# Why an element of a cotangent is zero.
+NOT_SELECTED = "not selected"
+FACTOR = "multiplied by zero"
+CANCELS = "sum that cancels"
+UNDERFLOWS = "underflow"
+REPLACED = "replaced"  # it was bad, see `replay.py`
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """Where an element of a cotangent becomes zero, and why."""
+
+    spot: Spot
+    why: str
+
+
+def sources_of_zero(frame: Frame, atom: Any, index: Index) -> list[Zero]:
+    """The equations that make an element of a cotangent zero, for which not all that it depends
+    on is. In the order in which they are found."""
+    todo, seen, found = [(frame, atom, index)], set(), []
     while todo and len(seen) < _LIMIT:
         frame, atom, index = todo.pop(0)
         place = origin_of_value(frame, atom, index, is_zero)
@@ -292,19 +304,42 @@ def source_of_zero(frame: Frame, atom: Any, index: Index) -> Spot | None:
         if key in seen or place.eqn.outvars[place.output] not in place.frame.node.cotangents:
             continue
         seen.add(key)
-        zeros = [(k, at) for k, at in contributors(place, is_zero) if place.is_cotangent(k)]
-        depends = [
-            k for k, x in enumerate(place.operands)
-            if place.is_cotangent(k) and is_inexact(x) and elements_of(place, k).any()
-        ]  # fmt: skip
-        if not depends:
-            return place  # not selected
-        if not all(elements for _, elements in zeros):
-            if place.eqn.primitive.name in ("mul", "dot_general"):
-                return place  # multiplied by zero
-            if is_nonfinite(place.value):
-                return place  # replaced by zero, see `replay.py`
-            if len(depends) == 1:
-                continue  # it cancels, or it underflows
-        todo.extend((place.frame, place.eqn.invars[k], at[0]) for k, at in zeros if at)
-    return None
+        arrived = {
+            k: depends
+            for k, x in enumerate(place.operands)
+            if place.is_cotangent(k)
+            and is_inexact(x)
+            and (depends := elements_of(place, k)).any()
+        }
+        if all(is_zero(np.asarray(place.operands[k])[d]).all() for k, d in arrived.items()):
+            if not arrived:
+                found.append(Zero(place, NOT_SELECTED))
+            todo.extend(
+                (place.frame, place.eqn.invars[k], tuple(map(int, np.argwhere(depends)[0])))
+                for k, depends in arrived.items()
+            )
+        elif (why := _why_zero(place)) is not None:
+            found.append(Zero(place, why))
+    return found
+
+
+def _why_zero(spot: Spot) -> str | None:
+    """Why an element is zero though a cotangent that it depends on is not. `None` if that is
+    not known."""
+    if is_nonfinite(spot.value):
+        return REPLACED
+    name = spot.eqn.primitive.name
+    is_product = name in MULTILINEAR
+    if is_product and not _with_operands(spot, lambda x: x != 0):
+        return FACTOR
+    if not is_product and name != "convert_element_type" and linear_operands(spot.eqn) is None:
+        return None
+    return CANCELS if _with_operands(spot, jnp.abs) else UNDERFLOWS
+
+
+def _with_operands(spot: Spot, change: Callable[[Any], Any]) -> bool:
+    """Whether the element is not zero for operands that are changed, by which none cancels."""
+    operands = [
+        jnp.asarray(change(x)).astype(x.dtype) if is_inexact(x) else x for x in spot.operands
+    ]
+    return bool(bind(spot.eqn, operands)[spot.output][spot.index] != 0)

@@ -8,15 +8,15 @@ _ROUNDING = (
     "Other derivatives: `eqg.ste.wrap`, `eqg.surrogates`."
 )
 _STEP = (
-    "If the comparison makes a value (a spike, a gate), use `eqg.surrogates.spike` or "
-    "`eqg.ste.heaviside`. If it is a switch, use a smooth one such as `jax.nn.sigmoid`, or "
-    "split the integral at the time of the switch."
+    "For a value such as a spike or a gate, use `eqg.surrogates.spike` or `eqg.ste.heaviside`. "
+    "For a switch, use a smooth one such as `jax.nn.sigmoid`, or split the integral at the "
+    "time of the switch."
 )
 _SEARCH = (
-    "A search by comparisons, or the time of an event, has no derivative of its own. The "
-    "result solves f(x, w) = 0, so dx/dw = -(df/dw) / (df/dx): write that rule with "
-    "`eqg.custom_vjp` or `eqg.custom_jvp`. `optimistix.root_find` has it, and so has "
-    "`diffrax.Event` with a real-valued condition and a `root_finder`."
+    "The steps of a search have no derivative, but its result has one: it solves f(x, w) = 0, "
+    "so dx/dw = -(df/dw) / (df/dx). Write that rule with `eqg.custom_jvp`, or use "
+    "`optimistix.root_find`, which has it. For the time of an event, use `diffrax.Event` with "
+    "a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.

@@ -62,7 +62,7 @@ class _Reverse(AbstractDerivative):
         ct = jnp.ones((), numbered.traced.program.out_avals[0].dtype)
         self._values = (*values, ct)
         program = jax.make_jaxpr(cotangents)(values, ct)
-        self._run = _compiled(program)
+        self._run = _evaluated(program)
         names = [*numbered.traced.inputs, None]
         self._watched = WatchedDerivative(program, names, is_gate)
 
@@ -99,7 +99,7 @@ class _Forward(AbstractDerivative):
             return [jax.jvp(of_leaves, [values[i] for i in leaves], directions)[1]]
 
         program = jax.make_jaxpr(tangent)(values, self._directions)
-        self._run = _compiled(program)
+        self._run = _evaluated(program)
         names = [*numbered.traced.inputs, *(None for _ in leaves)]
         self._watched = WatchedDerivative(program, names, is_gate)
 
@@ -131,11 +131,7 @@ def _random_like(rng, x):
     return jnp.asarray(direction, jnp.result_type(x))
 
 
-def _compiled(program: ClosedJaxpr) -> Callable[..., list[np.ndarray]]:
-    """The program as a function. Its constants are inputs, as XLA would fold them."""
-
-    @jax.jit
-    def run(consts, values):
-        return evaluate(ClosedJaxpr(program.jaxpr, consts), values)
-
-    return lambda *values: [np.asarray(x) for x in run(program.consts, values)]
+def _evaluated(program: ClosedJaxpr) -> Callable[..., list[np.ndarray]]:
+    """The program as a function. It runs operation by operation, as it does to be watched: XLA
+    takes minutes to compile some thousand operations."""
+    return lambda *values: [np.asarray(x) for x in evaluate(program, values)]

@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
-from ..origins import NumberedLoss, Origin
+from ..origins import no_derivative_error, NumberedLoss, Origin
+from ..progress import doing, showing_progress
+from ..report import show_list
+from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss
 from .cures import cure_of
 from .derivative import AbstractDerivative, derivative_of
@@ -24,6 +28,7 @@ from .structure import loss_structure
 from .walk import End
 
 
+@showing_progress("explain_zero")
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
@@ -80,30 +85,34 @@ def explain_zero(
     all examples, is in `partly`.
 
     What is zero by structure is found by tracing the loss once, without running it. For the
-    other leaves, one gradient is compiled and evaluated, and if one of them is zero, one more
-    that is watched. If JAX has no reverse mode for the loss, as it has a `while_loop` in it, it
-    is a directional derivative in forward mode for each leaf. An operation that JAX can't
-    differentiate at all is taken to be differentiable, and named in `remarks`.
+    other leaves, one gradient is evaluated operation by operation, and if one of them is zero,
+    one more that is watched. Loops are compiled. If JAX has no reverse mode for the loss, as it
+    has a `while_loop` in it, it is a directional derivative in forward mode for each leaf.
+
+    An operation that JAX can't differentiate at all is taken to be differentiable, and named in
+    `remarks`. The leaves whose gradient passes it are not looked at by values.
 
     Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the loss is not a real scalar, if the model has no inexact
-    arrays, or if the loss can't be traced. If the derivative of the loss raises, so does this.
+    arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
+    differentiate an operation. If the derivative of the loss raises, so does this.
     """
     if isinstance(loss, ZeroSafe):
         # What it puts in the program is not the user's, and has no line.
         loss = loss.__wrapped__
+    doing("tracing the loss")
     numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
-    return _Explanation(numbered).report()
+    return _Explanation(numbered, loss).report()
 
 
 class _Explanation:
     """What is found of one loss."""
 
-    def __init__(self, numbered: NumberedLoss):
-        self._numbered = numbered
+    def __init__(self, numbered: NumberedLoss, loss: Callable[..., Any]):
+        self._numbered, self._loss = numbered, loss
         self._leaves = numbered.traced.leaves
         values = numbered.traced.values[: len(self._leaves)]
         self._shapes = [value.shape for value in values]
@@ -119,18 +128,43 @@ class _Explanation:
         found: dict[int, list[ZeroGradient]] = {
             i: self._by_structure(i) for i in self._sized if i not in self._structure.live
         }
-        partly = []
+        partly, not_finite = [], []
         live = [i for i in self._sized if i in self._structure.live]
-        if live:
-            derivative = derivative_of(self._numbered, live, self._is_gate)
+        doing("evaluating the gradient")
+        derivative = self._derivative(live, is_needed=not found) if live else None
+        if live and derivative is None:
+            names = show_list([self._leaves[i] for i in live], 8)
+            remarks.append(f"The gradient of {names} is not known.")
+        elif derivative is not None:
             remarks.extend(derivative.remarks)
             for i, gradient in zip(live, derivative.gradients(), strict=True):
+                if not np.all(np.isfinite(gradient)):
+                    not_finite.append(self._leaves[i])
+                doing("looking at leaf", i, len(self._leaves))
                 if not np.any(gradient):
                     found[i] = self._by_values(i, derivative)
                 else:
                     partly.extend(self._dead_units(i, derivative, gradient))
+        if not_finite:
+            remarks.append(
+                f"The gradient of {show_list(not_finite, 8)} is not finite: "
+                "`eqg.explain_nan` says where it becomes so."
+            )
         records = [record for i in sorted(found) for record in found[i]]
         return ZeroReport(records, partly, len(self._sized), remarks)
+
+    def _derivative(self, leaves: list[int], *, is_needed: bool) -> AbstractDerivative | None:
+        """`None` if an operation of the loss has no derivative."""
+        try:
+            return derivative_of(self._numbered, leaves, self._is_gate)
+        except RuleError:
+            raise
+        except Exception as error:  # JAX has no one type of error for it
+            if not self._structure.opaque:
+                raise
+            if is_needed:
+                raise no_derivative_error(self._loss, self._structure.opaque) from error
+            return None
 
     def _by_structure(self, leaf: int) -> list[ZeroGradient]:
         cuts = self._structure.cuts[leaf]
@@ -217,8 +251,7 @@ class _Explanation:
         return ZeroGradient(
             leaf=self._leaves[leaf],
             kind=kind,
-            file=origin.source.file if origin else "",
-            line=origin.source.line if origin else 0,
+            **(origin.source if origin else UNKNOWN).fields(),
             primitive=origin.primitive if origin else "",
             path=origin.path if origin else "",
             step=tuple(step),

@@ -78,6 +78,8 @@ def kind_of_end(end: End, origin: Origin | None, decides: Set[int], leaf: int) -
     name = end.eqn.primitive.name
     if origin is None or isinstance(structure(origin.eqn), While):
         return "zero value"
+    if name in _SUMS:  # whatever it is the derivative of: what arrives is not zero
+        return "canceled"
     if isinstance(structure(origin.eqn), Cond):
         return "branch not taken"
     if origin.primitive == "select_n":
@@ -88,7 +90,7 @@ def kind_of_end(end: End, origin: Origin | None, decides: Set[int], leaf: int) -
         return _kind_of_product(end, origin)
     if name in _SELECTIONS or origin.primitive in _SELECTIONS:
         return "not selected"
-    return "canceled" if name in _SUMS else "zero value"
+    return "zero value"
 
 
 def _kind_of_product(end: End, origin: Origin) -> str:

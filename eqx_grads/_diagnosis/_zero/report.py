@@ -4,46 +4,38 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..report import AbstractReport
-from ..source_lines import SourceLine
+from ..report import (
+    AbstractRecord,
+    AbstractReport,
+    cells,
+    COLUMNS,
+    count,
+    cures_of,
+    show_list,
+    Table,
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroGradient:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroGradient(AbstractRecord):
     """A leaf of a model with a zero gradient, and one cause of it.
 
-    - `leaf`: the path of the leaf in the model.
-    - `kind`: the cause, such as `"rounding"`, `"never used"` or `"multiplied by zero"`.
-    - `file, line, primitive`: the operation, on a line of the user's code. Empty, 0 and empty
-        for a leaf that is never used.
-    - `path`: the path of the layer that the operation is in.
-    - `step`: the step of each loop around the operation, outermost first, if values were
-        needed. Of several steps, it is the last one.
+    It has the fields of all records; of several steps, `step` is the last one. The kinds are
+    `"never used"`, `"argmax"`, `"rounding"`, `"multiplied by zero"`, `"dead units"` and others,
+    which the documentation lists. Also:
+
     - `detail`: what else is known: the factor that is zero, what a comparison decides.
     - `units, n_units`: for dead units, which ones and how many there are.
     - `by_structure`: whether the gradient is zero for all values of model and arguments.
-    - `cure`: what to do.
     """
 
-    leaf: str
-    kind: str
-    file: str
-    line: int
-    primitive: str
-    path: str
-    step: tuple[int, ...]
-    detail: str
-    units: tuple[int, ...]
-    n_units: int
-    by_structure: bool
-    cure: str
-
-    @property
-    def cause(self) -> tuple[Any, ...]:
-        """Equal for records that differ in the leaf only."""
-        return dataclasses.astuple(dataclasses.replace(self, leaf=""))
+    detail: str = ""
+    units: tuple[int, ...] = ()
+    n_units: int = 0
+    by_structure: bool = False
 
 
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ZeroReport(AbstractReport):
     """Why gradients are zero. False if no leaf has a zero gradient.
 
@@ -54,77 +46,61 @@ class ZeroReport(AbstractReport):
     - `remarks`: what could not be found out.
     """
 
-    def __init__(
-        self,
-        found: Sequence[ZeroGradient],
-        partly: Sequence[ZeroGradient],
-        n_leaves: int,
-        remarks: Sequence[str],
-    ):
-        self.found = tuple(found)
-        self.partly = tuple(partly)
-        self.n_leaves = n_leaves
-        self.remarks = tuple(remarks)
+    found: Sequence[ZeroGradient]
+    partly: Sequence[ZeroGradient]
+    n_leaves: int
+    remarks: Sequence[str] = ()
 
     @property
     def headline(self) -> str:
-        leaves = {record.leaf for record in self.found}
-        if not leaves:
-            return f"No leaf has a zero gradient: none of the {self.n_leaves} in the model."
-        verb = "has" if len(leaves) == 1 else "have"
-        return f"{len(leaves)} of {self.n_leaves} leaves {verb} a zero gradient."
+        n = len({record.leaf for record in self.found})
+        if not n:
+            return f"No leaf has a zero gradient, of {self.n_leaves} in the model."
+        causes = count(len(_by_cause(self.found)), "cause")
+        return f"The gradient is zero in {n} of {self.n_leaves} leaves: {causes}."
 
-    def rows(self):
-        columns = ("leaf", "why", "where", "code", "layer", "step")
-        return columns, [_row(records) for records in _by_cause(self.found)]
+    def tables(self):
+        title = "In these leaves, it is zero for some units only."
+        return [
+            Table(COLUMNS, _rows(self.found)),
+            Table(COLUMNS, _rows(self.partly), title, "partly"),
+        ]
 
     def notes(self):
-        cures = dict.fromkeys(f"{r.kind}: {r.cure}" for r in (*self.found, *self.partly))
-        partly = [
-            f"Partly zero: {_leaves(records)} ({_why(records[0])}, {_place(records[0])})."
-            for records in _by_cause(self.partly)
-        ]
-        return [*partly, *cures, *self.remarks]
+        return cures_of([*self.found, *self.partly])
 
 
-def _by_cause(records) -> list[list[ZeroGradient]]:
+def _by_cause(records: Sequence[ZeroGradient]) -> list[list[ZeroGradient]]:
+    """The records in groups that differ in the leaf only."""
     groups: dict[Any, list[ZeroGradient]] = {}
     for record in records:
-        groups.setdefault(record.cause, []).append(record)
+        groups.setdefault(dataclasses.replace(record, leaf=""), []).append(record)
     return list(groups.values())
 
 
-def _row(records: Sequence[ZeroGradient]) -> tuple[str, ...]:
-    record = records[0]
-    step = ", ".join(map(str, record.step))
-    where = _place(record) if record.file else ""
-    return (
-        _leaves(records),
-        _why(record),
-        where,
-        SourceLine(record.file, record.line, "").code,
-        record.path,
-        step,
-    )
+def _rows(records: Sequence[ZeroGradient]) -> list[tuple[str, ...]]:
+    return [
+        cells(
+            group[0],
+            leaf=show_list([record.leaf for record in group], 4),
+            kind=_describe(group[0]),
+        )
+        for group in _by_cause(records)
+    ]
 
 
-def _leaves(records, most=4) -> str:
-    names = [record.leaf for record in records]
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _why(record: ZeroGradient) -> str:
-    why = record.kind
+def _describe(record: ZeroGradient) -> str:
+    """The kind, and what else is to be said of it."""
+    text = record.kind
     if record.n_units:
-        first = ", ".join(map(str, record.units[:8]))
-        dots = ", ..." if len(record.units) > 8 else ""
-        why += f": {len(record.units)} of {record.n_units} ({first}{dots})"
+        units = ", ".join(map(str, record.units[:8])) + ", ..." * (len(record.units) > 8)
+        text += f": {len(record.units)} of {record.n_units} ({units})"
     # What "predicate of a while_loop" is used for need not be said again.
     is_said = record.detail.replace("`", "") == record.kind
-    return f"{why}: {record.detail}" if record.detail and not is_said else why
-
-
-def _place(record: ZeroGradient) -> str:
-    place = SourceLine(record.file, record.line, "")
-    return f"{record.primitive}, {place}"
+    if not record.detail or is_said:
+        return text
+    return (
+        f"{text}, used as {record.detail}"
+        if record.by_structure
+        else f"{text}: {record.detail}"
+    )

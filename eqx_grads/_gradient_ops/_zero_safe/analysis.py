@@ -64,6 +64,8 @@ class AnalyzedEquation:
     def has_rule(self) -> bool:
         """Whether it calls a function with a derivative of its own. Of it, the flags
         `jax_custom_jvp3` and `jax_custom_vjp3` make an opaque equation with a program."""
+        if self.eqn.primitive.name.startswith("scatter"):  # the program combines two numbers
+            return False
         if self.known is None:
             return bool(inner_programs(self.eqn)) and not linear_operands(self.eqn)
         return isinstance(self.known, CallWithRule)

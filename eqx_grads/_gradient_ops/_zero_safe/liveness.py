@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables, without_unused
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import Call, Checkpoint, Scan
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import CONSTANT, ELEMENTWISE, inexact_indices
+from .ranges import CONSTANT, inexact_indices
 from .static_masks import (
     at_moving,
     is_collective,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
@@ -27,7 +28,7 @@ from .liveness import (
     stopped,
     taken_by,
 )
-from .ranges import CONSTANT, ELEMENTWISE, inexact_indices, is_inexact_type, Range
+from .ranges import CONSTANT, inexact_indices, is_inexact_type, Range
 from .static_masks import is_collective, PULLED_BACK, shows_nothing
 
 

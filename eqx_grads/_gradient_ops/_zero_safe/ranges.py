@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
 
 
@@ -83,24 +84,13 @@ def range_of_constant(x: Any) -> Range:
     )
 
 
-# Each element of the output depends on the elements of the operands at the same place.
-ELEMENTWISE = frozenset(
-    """
-    neg sign floor ceil round exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan
-    sinh cosh asinh acosh atanh sqrt rsqrt cbrt integer_pow pow add sub mul div rem atan2 max
-    min abs erf erfc erf_inv lgamma digamma square select_n clamp convert_element_type add_any
-    copy nextafter real imag conj complex polygamma igamma igammac stop_gradient is_finite
-    bessel_i0e bessel_i1e regularized_incomplete_beta zeta reduce_precision not and or eq ne lt
-    le gt ge sharding_constraint
-    """.split()  # noqa: SIM905
-)
 # Their derivative is zero, and JAX knows it.
 CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextafter"))
 # An element of the output depends on some of the operands.
 _CHOOSES = frozenset(
     """
     select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
-    sort stack
+    scatter-max scatter-min sort stack top_k approx_top_k
     """.split()  # noqa: SIM905
 )
 
@@ -137,7 +127,8 @@ _SMOOTH = frozenset(
     """
     sin cos tanh logistic erf erfc asinh atan square sign floor ceil round abs max min
     reduce_max reduce_min cummax cummin reduce_window_max argmax argmin sort tan
-    select_and_gather_add cumprod reduce_prod nextafter bessel_i0e bessel_i1e
+    select_and_gather_add cumprod reduce_prod nextafter bessel_i0e bessel_i1e top_k approx_top_k
+    scatter-max scatter-min
     """.split()  # noqa: SIM905
 )
 # Selections: each derivative is zero or one.
@@ -177,7 +168,7 @@ def _is_singular(eqn, ins: Sequence[Range]) -> bool:
     small, large = _limits(eqn.outvars[0].aval.dtype)
     y = ins[1] if len(ins) > 1 else x
     match name:
-        case "sqrt" | "rsqrt" | "log":
+        case "sqrt" | "rsqrt" | "log" | "log2":
             return not x.low >= small
         case "log1p":
             return not x.low >= small - 1
@@ -211,10 +202,13 @@ _KEEPS_RANGE = frozenset(
     """
     reshape broadcast_in_dim squeeze transpose slice rev copy dynamic_slice gather real
     convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split unstack
-    optimization_barrier stop_gradient expand_dims reduce_precision device_put
+    optimization_barrier stop_gradient expand_dims reduce_precision device_put top_k
+    approx_top_k
     """.split()  # noqa: SIM905
 )
-_JOINS = frozenset(("concatenate", "stack", "pad", "dynamic_update_slice", "sort"))
+_JOINS = frozenset(
+    "concatenate stack pad dynamic_update_slice sort scatter-max scatter-min".split()  # noqa: SIM905
+)
 _BOUNDS = {
     "tanh": (-1.0, 1.0),
     "logistic": (0.0, 1.0),
@@ -277,8 +271,8 @@ def _is_linear(name) -> bool:
 
 _SINGULAR = frozenset(
     """
-    sqrt rsqrt log log1p div exp exp2 expm1 sinh cosh integer_pow pow asin acos atanh erf_inv
-    acosh
+    sqrt rsqrt log log1p log2 div exp exp2 expm1 sinh cosh integer_pow pow asin acos atanh
+    erf_inv acosh
     """.split()  # noqa: SIM905
 )
 

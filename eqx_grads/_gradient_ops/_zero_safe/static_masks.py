@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import CONSTANT, decided_case, ELEMENTWISE, inexact_indices
+from .ranges import CONSTANT, decided_case, inexact_indices
 
 
 # A cotangent of ones is pulled back to a positive number wherever an element is taken.
@@ -17,19 +18,19 @@ PULLED_BACK = frozenset(
     reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev pad concatenate
     gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add split sort reduce_max
     reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
-    conv_general_dilated tile stack unstack
+    conv_general_dilated tile stack unstack top_k approx_top_k scatter-max scatter-min
     """.split()  # noqa: SIM905
 )
 SELECTING = frozenset(
     """
     select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split
     unstack reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max
-    reduce_window_min conv_general_dilated
+    reduce_window_min conv_general_dilated top_k approx_top_k scatter-max scatter-min
     """.split()  # noqa: SIM905
 )
 # What they select is multiplied by one, and the rest by zero.
 SELECTS_BY_PRODUCT = frozenset(
-    "max min reduce_max reduce_min cummax cummin".split()  # noqa: SIM905
+    "max min reduce_max reduce_min cummax cummin scatter-max scatter-min".split()  # noqa: SIM905
 )
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from ..._errors import rule_error
+from ..._errors import name_of, place_of, rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
@@ -22,9 +22,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     r"""What a selection does not take contributes exactly nothing to a derivative.
 
     JAX differentiates `jnp.where(x > 0, jnp.sqrt(x), 0.0)` by multiplying the derivative of
-    `sqrt` by zero where it is not taken, and $0 \cdot \infty$ is NaN. The known cure is a
-    second `where` in the argument of `sqrt`. This is done here for a whole function, also for
-    the code of other libraries that it calls.
+    `sqrt` by zero where the `where` does not take it, and $0 \cdot \infty$ is NaN. The known
+    cure is a second `where` in the argument of `sqrt`. This is done here for a whole function,
+    also for the code of other libraries that it calls.
 
     !!! example
 
@@ -47,8 +47,8 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     - `fn`: a function, a bound method, a method in the body of a class, or a Module. Takes and
         returns any PyTrees. Arrays in its arguments are traced; all other leaves are passed as
         they are.
-    - `policy`: `"selected"`, or `"zero"`, by which moreover each exact zero wins over any
-        factor. See below.
+    - `policy`: `"selected"` drops the terms of what no selection takes. `"zero"` moreover lets
+        each exact zero win over any factor, which may be wrong. See below.
 
     **Returns:**
 
@@ -59,13 +59,14 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     **Derivative:**
 
-    That of `fn`, in both modes, to all orders, without the terms of elements that were not
-    taken. `jnp.where`, `select`, `maximum`, `minimum`, `clamp`, `max` and `min`, indexing,
-    slices, padding, what `set` overwrites, and `cond` and `switch` (of which `vmap` makes
-    selections) take some elements and not others. At a tie, `maximum` takes both. All that is
-    taken stays as it is, to the bit: an exact zero that no selection made times an infinite
-    derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At the boundary of a mask,
-    the derivative is that of the branch that is taken there: that of
+    That of `fn`, in both modes, to all orders, without the terms of elements that no selection
+    takes. The selections are `jnp.where`, `select`, `maximum`, `minimum`, `clamp`, `max`,
+    `min`, `sort`, `top_k`, `segment_max`, indexing, slices, padding, what `set` overwrites, and
+    `cond` and `switch`, of which `vmap` makes a `select`. At a tie, `maximum` takes both.
+
+    All that is taken stays as it is, to the bit: an exact zero that no selection made times an
+    infinite derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At the boundary of
+    a mask, the derivative is that of the branch that is taken there: that of
     `where(x == 0, 0, x**2 / x)` at 0 is 0, as with two `where`s, though the slope is 1.
 
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
@@ -80,10 +81,12 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
         and positive integer powers are not looked for; that of `exp` and its like is.
     - A matrix product of which an infinite element is taken for one row, and not for another.
 
-    With `policy="zero"`, a zero wins over any factor in the derivative of elementwise
-    operations and inner products: the derivative of `norm(x)` at 0 and of `std(x)` at equal
-    numbers is 0. That is a convention, and it may be wrong: that of `sqrt(x)**2` at 0 becomes
-    0, and is 1. It is one for the first derivative. Higher ones may not be finite there.
+    With `policy="zero"`, moreover, an exact zero wins over any factor in the derivative of
+    elementwise operations and inner products: the derivative of `norm(x)` at 0 and of `std(x)`
+    at equal numbers is 0. That is a convention, and it makes finite numbers that are wrong:
+    `sqrt(x)**2` is `x`, and its derivative at 0 becomes 0 in place of 1. It is one for the
+    first derivative; higher ones may not be finite there. With the other policy, what is
+    finite is right, but for boundaries of masks.
 
     **Cost:**
 
@@ -97,7 +100,8 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] for a policy that there is not.
+    [`eqx_grads.RuleError`][] for a policy that there is not, and when the function is called if
+    it can't be traced.
     """
     if policy not in _POLICIES:
         raise rule_error(
@@ -131,7 +135,7 @@ class ZeroSafe(eqx.Module):
             returned[:] = [out]
             return ys
 
-        program = zero_safe_program(jax.make_jaxpr(run)(arrays), arrays)
+        program = zero_safe_program(_trace(self._fn, run, arrays), arrays)
         if self._policy == "zero":
             ys = zero_wins_program(program, arrays)
         else:
@@ -140,6 +144,19 @@ class ZeroSafe(eqx.Module):
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)
+
+
+def _trace(fn, run, arrays) -> ClosedJaxpr:
+    try:
+        return jax.make_jaxpr(run)(arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise rule_error(
+            f"`zero_safe` can't trace `{name_of(fn)}`.",
+            str(error).splitlines()[0],
+            place_of(fn),
+            do="It traces the function as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` "
+            "for decisions that depend on arrays, and `jax.pure_callback` for NumPy.",
+        ) from error
 
 
 def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:

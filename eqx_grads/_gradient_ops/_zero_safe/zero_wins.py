@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.dependence import variables
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
-from .ranges import ELEMENTWISE, inexact_indices, Range
+from .ranges import inexact_indices, Range
 
 
 # Their factors are constants, or known to JAX to be zero.
@@ -24,7 +25,7 @@ _NO_FACTORS = frozenset(
     """
     neg add sub add_any select_n clamp convert_element_type copy real imag conj complex sign
     floor ceil round stop_gradient nextafter reduce_precision not and or eq ne lt le gt ge
-    is_finite sharding_constraint
+    is_finite sharding_constraint pvary pbroadcast copy_p
     """.split()  # noqa: SIM905
 )
 

@@ -1,0 +1,137 @@
+"""Which well-known formula an operation of a loss is a part of."""
+
+import functools as ft
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, structure
+from ..origins import Origin
+
+
+# What stands between the operations of a formula.
+_LAYOUT = frozenset(
+    """
+    broadcast_in_dim reshape squeeze expand_dims transpose convert_element_type stop_gradient
+    copy
+    """.split()  # noqa: SIM905
+)
+_SQUARES = ("square", "integer_pow", "mul")
+
+
+class Formulas:
+    """The operations of a loss with what computes their operands, also across calls."""
+
+    def __init__(self, origins: Sequence[Origin]):
+        self._origins = origins
+        self._producers: dict[Any, Origin] = {}
+        self._arguments: dict[Any, Any] = {}
+        for origin in origins:
+            for v in origin.eqn.outvars:
+                self._producers[origin.enclosing, v] = origin
+            known = structure(origin.eqn)
+            if isinstance(known, Call | CallWithRule | Checkpoint):
+                inside = (*origin.enclosing, origin.number)
+                inputs = known.programs[0].jaxpr.invars
+                for inner, outer in zip(inputs, origin.eqn.invars, strict=True):
+                    self._arguments[inside, inner] = (origin.enclosing, outer)
+
+    def formula_of(self, origin: Origin) -> str:
+        """The name of a formula, or an empty string."""
+        match origin.primitive:
+            case "exp":
+                return self._formula_of_exp(origin)
+            case "log":
+                return self._formula_of_log(origin)
+            case "sqrt":
+                return self._formula_of_sqrt(origin)
+            case "div":
+                below = self._made_by(origin, 1)
+                if below is not None and below.primitive == "abs":
+                    return "x / |x|"
+                if below is not None and below.primitive == "sqrt":
+                    return "x / norm" if self._formula_of_sqrt(below) == "norm" else ""
+        return ""
+
+    def _formula_of_exp(self, exp: Origin) -> str:
+        users = self._users[exp.number]
+        if any(user.primitive == "log1p" for user in users):
+            return "softplus"
+        for quotient in (user for user in users if user.primitive == "div"):
+            total = self._made_by(quotient, 1)
+            if total is not None and total.primitive == "reduce_sum":
+                below = self._made_by(total, 0)
+                return "softmax" if below is not None and below.primitive == "exp" else ""
+        for total in users:
+            is_sum = total.primitive == "reduce_sum"
+            for user in self._users[total.number] if is_sum or total.primitive == "add" else ():
+                if user.primitive == "log":
+                    return "logsumexp" if is_sum else "softplus"
+                if user.primitive == "div" and self._made_by(user, 1) is total:
+                    return "softmax" if is_sum else "sigmoid"
+        return ""
+
+    def _formula_of_log(self, log: Origin) -> str:
+        made = self._made_by(log, 0)
+        if made is None:
+            return ""
+        if made.primitive == "logistic":
+            return "log of sigmoid"
+        if made.primitive not in ("div", "reduce_sum"):
+            return ""
+        below = self._made_by(made, 0)
+        if below is None or below.primitive != "exp":
+            return ""
+        return "log of softmax" if made.primitive == "div" else "logsumexp"
+
+    def _formula_of_sqrt(self, sqrt: Origin) -> str:
+        total = self._made_by(sqrt, 0)
+        if total is not None and total.primitive == "select_n":  # `jnp.var` checks the size
+            total = self._made_by(total, 2)
+        if total is not None and total.primitive == "div":
+            mean = self._made_by(total, 0)
+            return "deviation" if mean is not None and self._is_sum_of_squares(mean) else ""
+        return "norm" if total is not None and self._is_sum_of_squares(total) else ""
+
+    def _is_sum_of_squares(self, total: Origin) -> bool:
+        if total.primitive == "dot_general":
+            return total.eqn.invars[0] is total.eqn.invars[1]
+        made = self._made_by(total, 0) if total.primitive == "reduce_sum" else None
+        return made is not None and made.primitive in _SQUARES
+
+    def _made_by(self, origin: Origin, k: int) -> Origin | None:
+        """The operation that computes operand `k`, past changes of layout."""
+        place = (origin.enclosing, origin.eqn.invars[k])
+        while True:
+            enclosing, atom = place
+            if isinstance(atom, Literal):
+                return None
+            if place in self._arguments:
+                place = self._arguments[place]
+                continue
+            made = self._producers.get(place)
+            if made is None:
+                return None
+            known = structure(made.eqn)
+            if isinstance(known, Call | CallWithRule | Checkpoint):
+                out = known.programs[0].jaxpr.outvars[made.eqn.outvars.index(atom)]
+                place = ((*enclosing, made.number), out)
+            elif made.eqn.primitive.name in _LAYOUT:
+                place = (enclosing, made.eqn.invars[0])
+            else:
+                return made
+
+    @ft.cached_property
+    def _users(self) -> dict[int, list[Origin]]:
+        """For each operation, by number, those that use its result."""
+        users: dict[int, list[Origin]] = defaultdict(list)
+        for origin in self._origins:
+            if origin.eqn.primitive.name in _LAYOUT or structure(origin.eqn) is not None:
+                continue
+            for k in range(len(origin.eqn.invars)):
+                made = self._made_by(origin, k)
+                if made is not None:
+                    users[made.number].append(origin)
+        return users

@@ -1,0 +1,155 @@
+"""What `explain_nan` returns: a record for each place, and how they are shown."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..report import (
+    AbstractRecord,
+    AbstractReport,
+    cells,
+    COLUMNS,
+    count,
+    cures_of,
+    show_list,
+    show_place,
+    Table,
+)
+from .cures import DEAD_BRANCH
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonFinite(AbstractRecord):
+    """A place where a value or a cotangent becomes non-finite, or exceeds the threshold.
+
+    It has the fields of all records; `step` is the first step in the order of the backward
+    pass. Also:
+
+    - `count`: in how many steps it happens.
+    - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
+        `mask_file`, `mask_line`: where that is.
+    - `rule`: the line of the rule, for a function with a rule of yours.
+    - `is_forward`: whether it is a value, and not a cotangent.
+    - `index`: the element, and `shape` of what. `is_batched`: whether it is under `vmap`, so
+        that one of the axes is that of the batch.
+    - `operands`: what the element depends on, in the operation or its derivative.
+        `cotangent`: what arrived there.
+    """
+
+    count: int = 1
+    mask: str = ""
+    mask_file: str = ""
+    mask_line: int = 0
+    rule: str = ""
+    is_forward: bool = False
+    index: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    is_batched: bool = False
+    operands: tuple[float, ...] = ()
+    cotangent: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class NaNReport(AbstractReport):
+    """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
+
+    - `found`: a [`eqx_grads.NonFinite`][] for each place, in the order in which the gradient is
+        computed, after those of the loss itself.
+    - `loss`: its value.
+    - `bad_leaves`: the paths of the leaves with a bad gradient, of `n_leaves`.
+    - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
+    - `raises`: whether the gradient raises an error, for example in a solver that is given a
+        NaN. The error is in `remarks`.
+    - `dropped`: the records of what [`eqx_grads.zero_safe`][] drops.
+    - `remarks`: what else there is to know.
+    """
+
+    found: Sequence[NonFinite]
+    loss: float
+    bad_leaves: Sequence[str]
+    n_leaves: int
+    is_reverse: bool
+    threshold: float | None
+    raises: bool = False
+    dropped: Sequence[NonFinite] = ()
+    remarks: Sequence[str] = ()
+
+    @property
+    def headline(self) -> str:
+        if not self.bad_leaves and np.isfinite(self.loss):
+            return "The loss and its gradient are finite" + (
+                "." if self.threshold is None else f" and at most {self.threshold:g}."
+            )
+        value = f"The loss is {self.loss:.6g}"
+        causes = count(len(self.found), "cause")
+        bad = "not finite"
+        if self.threshold is not None:
+            bad += f" or exceeds {self.threshold:g}"
+        if not self.bad_leaves:
+            return f"{value}, and its gradient is finite: {causes}."
+        if self.raises:
+            return f"{value}, and its gradient raises an error: {causes}."
+        if not self.is_reverse:
+            return f"{value}, and its derivative in forward mode is {bad}: {causes}."
+        where = f"in {len(self.bad_leaves)} of {self.n_leaves} leaves"
+        return f"{value}, and its gradient is {bad} {where}: {causes}."
+
+    def tables(self):
+        title = "`zero_safe` drops these, where the gradient of the function is not finite."
+        return [
+            Table(_COLUMNS, list(map(_row, self.found))),
+            Table(_COLUMNS, list(map(_row, self.dropped)), title, "dropped"),
+        ]
+
+    def notes(self):
+        notes = cures_of(self.found)
+        if self.bad_leaves and self.n_leaves > 1:
+            notes.append(("leaves", f"The gradient is bad in {show_list(self.bad_leaves, 8)}."))
+        if self.found and not self.is_reverse:
+            text = (
+                "The loss has a `while_loop` and so no gradient in reverse mode. This is its "
+                "derivative in forward mode, along ones."
+            )
+            notes.append(("note", text))
+        if self.threshold is not None and any(record.step for record in self.found):
+            text = "`eqg.gradient_flow` shows the norm of the gradient at each layer and step."
+            notes.append(("note", text))
+        if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
+            text = (
+                "Evaluated operation by operation, no place was found. A compiled program "
+                "fuses operations, and rounds differently."
+            )
+            notes.append(("note", text))
+        return notes
+
+
+_COLUMNS = (*COLUMNS, "rule", "element", "operands", "cotangent")
+
+
+def _row(record: NonFinite) -> tuple[str, ...]:
+    step = ", ".join(map(str, record.step))
+    index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
+    return (
+        *cells(
+            record,
+            kind=_describe(record),
+            step=f"{step} and {record.count - 1} more" if record.count > 1 else step,
+        ),
+        record.rule,
+        index + " under vmap" * record.is_batched,
+        ", ".join(f"{x:.3g}" for x in record.operands),
+        # Of a dead branch it is zero, as the kind says.
+        f"{record.cotangent:.3g}" if record.cotangent else "",
+    )
+
+
+def _describe(record: NonFinite) -> str:
+    """The kind, and what else is to be said of it."""
+    if record.mask:
+        same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
+        place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"
+        if record.kind == DEAD_BRANCH:
+            return f"{record.kind} of a `{record.mask}`{place}"
+        return f"{record.kind}: {record.mask}{place}"
+    return f"{record.kind} (forward pass)" if record.is_forward else record.kind

@@ -1,0 +1,314 @@
+"""Jacobians whose rows have few entries: for each element of an output, what it depends on.
+
+A tangent program is linear in its tangents. Here it is evaluated with a list of terms in place
+of each value `v` that depends on a tangent:
+
+    v[i] = sum over terms, sum over j:  coefficient[i, j] * view(t)[i, j]
+
+`t` is the tangent of one input of the program. `view` only moves the elements of `t`: it
+broadcasts, slices and transposes them, to the shape of `v` and a last axis `j`. An elementwise
+operation changes the coefficients, a change of layout moves coefficients and view alike, and a
+sum, also that of a matrix product, moves the axes that it sums over into `j`. So the weight of
+`W @ x` has the coefficients `x[j]`, of which no sum and no product of matrices was taken.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import Array
+
+from .evaluate import bind, evaluate
+from .structure import Call, CallWithRule, Checkpoint, structure
+
+
+class View:
+    """How the elements of an input of this type are laid out, with a last axis.
+
+    Two terms of which the view is the same object can be added. So a view remembers the views
+    that it was moved to.
+    """
+
+    def __init__(self, apply: Callable[[Array], Array], of: Any):
+        self.apply = apply
+        self.of = of
+        self._moved: dict[Any, View] = {}
+
+    def moved(self, key: Any, move: Callable[[Array], Array]) -> "View":
+        """The view after a change of layout, which `key` identifies."""
+        if key not in self._moved:
+            apply = self.apply
+            self._moved[key] = View(lambda x: move(apply(x)), self.of)
+        return self._moved[key]
+
+    def is_identity(self, shape: tuple[int, ...]) -> bool:
+        """Whether element `i` is element `i` of the array, which has this shape."""
+        if self.of.shape != shape:
+            return False
+        indices = np.arange(math.prod(shape)).reshape(shape)
+        with jax.ensure_compile_time_eval():
+            seen = self.apply(jnp.asarray(indices))
+        return np.array_equal(seen, indices[..., None])
+
+    def transpose(self, ct: Array) -> Array:
+        """The cotangent of the input, given that of its view."""
+        x = jax.ShapeDtypeStruct(self.of.shape, ct.dtype)
+        return jax.linear_transpose(self.apply, x)(ct)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """`sum over j: coefficient[i, j] * view(t)[i, j]`, with the tangent `t` of input `source`.
+
+    `mixed_by` is the equation that made an element depend on several elements of `t`, or on
+    `t` in a way that is not known. Then `view` is `None`.
+    """
+
+    source: int
+    view: View | None
+    coefficient: Any
+    is_complex: bool  # whether `t` is
+    mixed_by: Any = None
+
+
+Value = Any  # an array, or a list of terms
+
+
+def terms_of_outputs(
+    program: ClosedJaxpr, args: Sequence[Any], linear: Sequence[bool]
+) -> list[list[Term]]:
+    """The terms of each output of a program that is linear in some of its inputs.
+
+    `args` has the values of all other inputs. What does not depend on the linear inputs is
+    computed as it is.
+    """
+    start = []
+    for i, (x, is_linear, v) in enumerate(zip(args, linear, program.jaxpr.invars, strict=True)):
+        start.append(_whole(i, v.aval) if is_linear else x)
+    return [x if _is_terms(x) else [] for x in evaluate(program, start, _evaluate_equation)]
+
+
+def _whole(source: int, aval: Any) -> list[Term]:
+    is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+    ones = jnp.ones((*aval.shape, 1), aval.dtype)
+    return [Term(source, View(lambda x: x[..., None], aval), ones, is_complex)]
+
+
+def _is_terms(value: Value) -> bool:
+    return isinstance(value, list)
+
+
+def _evaluate_equation(eqn: Any, values: list[Value]) -> Sequence[Value]:
+    if not any(map(_is_terms, values)):
+        return bind(eqn, values)
+    known, name = structure(eqn), eqn.primitive.name
+    if isinstance(known, Call | CallWithRule | Checkpoint):
+        return evaluate(*known.programs, values, _evaluate_equation)
+    if name in _SUMS:
+        return [_sum(eqn, values)]
+    if name in _ELEMENTWISE and not (name in _OF_PARTS and _is_of_complex(values)):
+        return [_elementwise(eqn, values)]
+    if name in _LAYOUT:
+        return _layout(eqn, values)
+    if name == "reduce_sum":
+        return [_reduce_sum(eqn, values[0])]
+    if name == "dot_general" and _is_terms(values[0]) != _is_terms(values[1]):
+        return [_dot_general(eqn, *values)]
+    if name == _LINEAR_MAP:
+        run = ft.partial(eqn.primitive.impl, **eqn.params)
+        program = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
+        return evaluate(program, values, _evaluate_equation)
+    return _unknown(eqn, values)
+
+
+_LINEAR_MAP = "eqg_linear"  # `_rules/linear_primitive.py`: tangents of a rule
+
+
+def _unknown(eqn: Any, values: Sequence[Value]) -> list[Value]:
+    terms: dict[int, Term] = {}
+    for term in (term for value in values if _is_terms(value) for term in value):
+        opaque = Term(term.source, None, None, term.is_complex, term.mixed_by or eqn)
+        terms.setdefault(term.source, opaque)
+    return [list(terms.values()) for _ in eqn.outvars]
+
+
+# ---------------------------------------------------------------- sums and products
+
+_SUMS = {"add": 1, "add_any": 1, "sub": -1}
+
+
+def _sum(eqn: Any, values: Sequence[Value]) -> list[Term]:
+    """The sum of terms. An operand that is not one is zero, as the program is linear."""
+    shape = eqn.outvars[0].aval.shape
+    parts = [_broadcast(x, shape) if _is_terms(x) else [] for x in values]
+    if _SUMS[eqn.primitive.name] < 0:
+        parts[1] = [_scaled(term, jnp.negative) for term in parts[1]]
+    return _merge([*parts[0], *parts[1]])
+
+
+def _merge(terms: Sequence[Term]) -> list[Term]:
+    merged: dict[Any, Term] = {}
+    for term in terms:
+        key = (term.source, id(term.view))
+        if key in merged and term.view is not None:
+            coefficient = _add(merged[key].coefficient, term.coefficient)
+            merged[key] = dataclasses.replace(term, coefficient=coefficient)
+        else:
+            merged.setdefault(key, term)
+    return list(merged.values())
+
+
+def _add(a: Array, b: Array) -> Array:
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype) + b.astype(dtype)
+
+
+def _scaled(term: Term, scale: Callable[[Array], Array]) -> Term:
+    if term.view is None:
+        return term
+    return dataclasses.replace(term, coefficient=scale(term.coefficient))
+
+
+# Linear in each operand that can have a tangent. (A product of two tangents is not linear.)
+_ELEMENTWISE = frozenset({
+    "mul", "div", "neg", "convert_element_type", "select_n", "real", "imag", "conj", "complex",
+    "reduce_precision",
+})  # fmt: skip
+_OF_PARTS = ("real", "imag", "conj", "complex")  # not linear over the complex numbers
+
+
+def _elementwise(eqn: Any, values: Sequence[Value]) -> list[Term]:
+    """Coefficients are computed from coefficients as tangents are from tangents."""
+    shape = eqn.outvars[0].aval.shape
+    total: list[Term] = []
+    for k, value in enumerate(values):
+        if not _is_terms(value):
+            continue
+        others = [
+            jnp.zeros(v.aval.shape, v.aval.dtype) if _is_terms(x) else x
+            for x, v in zip(values, eqn.invars, strict=True)
+        ]
+        scale = ft.partial(_bind_columns, eqn, others, k)
+        total += [_scaled(term, scale) for term in _broadcast(value, shape)]
+    return _merge(total)
+
+
+def _is_of_complex(values: Sequence[Value]) -> bool:
+    """Whether there are terms of complex tangents."""
+    return any(t.is_complex for x in values if _is_terms(x) for t in x)
+
+
+def _bind_columns(eqn: Any, operands: Sequence[Any], k: int, x: Array) -> Array:
+    """The equation with the last axis of `x` mapped, and `x` for operand `k`."""
+    shape = eqn.outvars[0].aval.shape
+    operands = [jnp.broadcast_to(y, shape) for y in operands]
+
+    def of_column(column):
+        return bind(eqn, [*operands[:k], column, *operands[k + 1 :]])[0]
+
+    return jax.vmap(of_column, -1, -1)(x)
+
+
+# ---------------------------------------------------------------- layout
+
+_LAYOUT = frozenset({
+    "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "rev", "slice",
+    "split", "concatenate", "pad", "copy", "copy_p",
+})  # fmt: skip
+
+
+def _layout(eqn: Any, values: Sequence[Value]) -> list[list[Term]]:
+    outs: list[list[Term]] = [[] for _ in eqn.outvars]
+    for k, value in enumerate(values):
+        if not _is_terms(value):
+            continue
+        for term in value:
+            for j, out in enumerate(outs):
+                move = ft.partial(_move_columns, eqn, k, j)
+                out.append(_moved(term, (eqn.primitive.name, str(eqn.params), k, j), move))
+    return [_merge(out) for out in outs]
+
+
+def _move_columns(eqn: Any, k: int, j: int, x: Array) -> Array:
+    """Output `j` of a change of layout of operand `k`, of which the last axis is mapped. Where
+    the elements of the other operands would be, there is zero."""
+
+    def of_column(column):
+        values = [
+            column if i == k else jnp.zeros(v.aval.shape, x.dtype)
+            for i, v in enumerate(eqn.invars)
+        ]
+        return bind(eqn, values)[j]
+
+    return jax.vmap(of_column, -1, -1)(x)
+
+
+def _moved(term: Term, key: Any, move: Callable[[Array], Array], mixed_by: Any = None) -> Term:
+    if term.view is None:
+        return term
+    view, coefficient = term.view.moved(key, move), move(term.coefficient)
+    mixed_by = term.mixed_by or mixed_by
+    return dataclasses.replace(term, view=view, coefficient=coefficient, mixed_by=mixed_by)
+
+
+def _broadcast(terms: list[Term], shape: tuple[int, ...]) -> list[Term]:
+    """The terms of an operand that an elementwise operation broadcasts."""
+    move = lambda x: jnp.broadcast_to(x, (*shape, x.shape[-1]))
+    fits = lambda t: t.view is None or t.coefficient.shape[:-1] == shape
+    return [t if fits(t) else _moved(t, ("broadcast", shape), move) for t in terms]
+
+
+# ---------------------------------------------------------------- sums over axes
+
+
+def _reduce_sum(eqn: Any, terms: list[Term]) -> list[Term]:
+    axes = eqn.params["axes"]
+
+    def move(x):
+        kept = [i for i in range(x.ndim - 1) if i not in axes]
+        shape = [x.shape[i] for i in kept]
+        return jnp.transpose(x, [*kept, *axes, x.ndim - 1]).reshape(*shape, -1)
+
+    moved = [_moved(t, ("reduce_sum", axes), move, eqn) for t in terms]
+    return _merge(moved)
+
+
+def _dot_general(eqn: Any, lhs: Value, rhs: Value) -> list[Term]:
+    """A product of matrices of which one has terms: broadcast, multiplied, and summed."""
+    (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    k = 0 if _is_terms(lhs) else 1
+    terms, other = (lhs, rhs) if k == 0 else (rhs, lhs)
+    n_free = [
+        len(v.aval.shape) - len(c) - len(b)
+        for v, c, b in zip(eqn.invars, contract, batch, strict=True)
+    ]
+
+    def aligned(x, side, n_last):
+        """With the axes `batch, free of lhs, free of rhs, contracted`, and `n_last` more."""
+        n = x.ndim - n_last
+        free = [i for i in range(n) if i not in (*batch[side], *contract[side])]
+        order = [*batch[side], *free, *contract[side], *range(n, x.ndim)]
+        first = len(batch[side]) + (n_free[0] if side == 0 else 0)
+        new = range(first, first + n_free[1 - side])
+        return jnp.expand_dims(jnp.transpose(x, order), tuple(new))
+
+    summed = [eqn.invars[0].aval.shape[i] for i in contract[0]]
+
+    def move(x):
+        x = aligned(x, k, 1)
+        return jnp.broadcast_to(x, (*out.shape, *summed, x.shape[-1])).reshape(*out.shape, -1)
+
+    def with_factor(x):
+        n = x.shape[-1] // math.prod(summed)
+        factor = aligned(jnp.asarray(other), 1 - k, 0)[..., None]
+        factor = jnp.broadcast_to(factor, (*out.shape, *summed, n)).reshape(x.shape)
+        return x.astype(out.dtype) * factor.astype(out.dtype)
+
+    key = ("dot_general", str(eqn.params["dimension_numbers"]), k, out.shape)
+    return _merge([_scaled(_moved(t, key, move, eqn), with_factor) for t in terms])

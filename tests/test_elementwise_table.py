@@ -1,0 +1,64 @@
+"""The table of elementwise primitives, against what the primitives of this JAX do."""
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from eqx_grads._jaxprs.elementwise import ELEMENTWISE
+from jax.extend.core import Primitive, primitives
+
+
+def _primitives():
+    found = [*vars(jax.lax).values(), *vars(primitives).values()]
+    return {p.name: p for p in found if isinstance(p, Primitive)}
+
+
+PRIMITIVES = _primitives()
+# Primitives that behave as if they were elementwise, and are not in the table.
+EXCEPTIONS = {
+    "stage": "returns what it is given, of any type, without a derivative",
+}
+# For those that need other parameters than these.
+PARAMS = ({}, {"accuracy": None})
+MORE = {
+    "convert_element_type": {"new_dtype": jnp.float32, "weak_type": False, "sharding": None},
+    "integer_pow": {"y": 3},
+    "reduce_precision": {"exponent_bits": 5, "mantissa_bits": 3},
+    "round": {"rounding_method": jax.lax.RoundingMethod.TO_NEAREST_EVEN},
+}
+XS = (
+    jnp.array([1.3, 2.5, 0.7]),
+    jnp.array([1, 2, 3]),
+    jnp.array([True, False, False]),
+    jnp.array([1 + 0.2j, 0.2, 0.3j]),
+)
+
+
+def _is_elementwise(primitive) -> bool:
+    """Whether, for operands of some types, the output for reversed operands is reversed."""
+    options = [MORE[primitive.name]] if primitive.name in MORE else PARAMS
+    same_types = [[x] * n for x in XS for n in (1, 2, 3)]
+    for xs, params in itertools.product([*same_types, [XS[2], XS[0], XS[0]]], options):
+        try:
+            out = primitive.bind(*xs, **params)
+            of_reversed = primitive.bind(*(x[::-1] for x in xs), **params)
+        except Exception:  # not for operands of these types, or with these parameters
+            continue
+        if jnp.shape(out) == (3,):
+            is_float = jnp.issubdtype(out.dtype, jnp.inexact)
+            return bool(jnp.array_equal(out[::-1], of_reversed, equal_nan=is_float))
+    return False
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(PRIMITIVES))
+def test_each_primitive(name):
+    with warnings.catch_warnings(action="ignore"):
+        is_elementwise = _is_elementwise(PRIMITIVES[name])
+    if is_elementwise:
+        assert name in ELEMENTWISE or name in EXCEPTIONS
+    else:
+        # These can't be bound to arrays alone, or have another output than operands.
+        assert name not in ELEMENTWISE or name in ("pvary", "polygamma", "sharding_constraint")

@@ -1,0 +1,154 @@
+"""`explain_nan`: the kind of cause and the cure, for the usual formulas."""
+
+import inspect
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+X = jnp.array([1.0, 0.0])
+
+
+def cancels(x):
+    y = jnp.sqrt(x)
+    return jnp.sum(y - y)  # HERE
+
+
+def underflows(x):
+    tiny = jnp.finfo(x.dtype).tiny
+    return jnp.sum(jnp.sqrt(x) * tiny * tiny)
+
+
+def cancels_in_a_product(x):
+    return jnp.sum(jnp.sqrt(x) @ jnp.array([[1.0, -1.0], [1.0, -1.0]]))
+
+
+def masked_and_cancels(x):
+    y = jnp.sqrt(x)
+    return jnp.sum(jnp.where(x > 0, y, 0.0)) + jnp.sum(y - y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (cancels, "sum that cancels"),
+        (underflows, "underflow"),
+        (cancels_in_a_product, "sum that cancels"),
+        (masked_and_cancels, "sum that cancels"),
+    ],
+)
+def test_a_zero_that_no_selection_makes(loss, why):
+    (record,) = eqg.explain_nan(loss, X).found
+    assert (record.kind, record.primitive, record.mask) == ("zero times infinity", "sqrt", why)
+    assert (record.index, record.operands, record.cotangent) == ((1,), (0.0,), 0.0)
+    assert "no selection" in record.cure
+    # What the cure says: this is not what `zero_safe` drops, but by its other policy.
+    assert jnp.isnan(jax.grad(eqg.zero_safe(loss))(X)[1])
+    assert jnp.isfinite(jax.grad(eqg.zero_safe(loss, policy="zero"))(X)[1])
+
+
+def test_inputs():
+    bad = jnp.array([1.0, jnp.inf])
+    loss = lambda model, data: jnp.sum(model["w"] * data["x"])
+    for value, name in ((jnp.nan, "NaN"), (jnp.inf, "inf")):
+        bad = jnp.array([1.0, value])
+        (record,) = eqg.explain_nan(loss, {"w": bad}, {"x": X}).found
+        assert (record.kind, record.leaf) == (f"{name} in the input", "['w']")
+        assert record.cure.startswith("The parameter `['w']` holds the")
+        (record,) = eqg.explain_nan(loss, {"w": X + 1}, {"x": bad}).found
+        assert (record.kind, record.primitive) == (f"{name} in the input", "args[0]['x']")
+        assert (record.index, record.leaf) == ((1,), "")
+        assert record.cure.startswith("`args[0]['x']` holds the")
+        (record,) = eqg.explain_nan(lambda w, bad=bad: jnp.sum(w * bad), X + 1).found
+        assert (record.kind, record.primitive) == (f"{name} in the input", "mul")
+        assert record.cure.startswith("A constant of the loss holds the")
+
+
+def softmax(x):
+    return jnp.exp(x) / jnp.sum(jnp.exp(x))
+
+
+FORMULAS = {
+    "log of softmax": (lambda x: jnp.log(jax.nn.softmax(x))[1], [9e3, 0.0], "nn.log_softmax"),
+    "by hand": (lambda x: jnp.log(softmax(x))[1], [5.0, -2e3], "nn.log_softmax"),
+    "log1p of exp": (lambda x: jnp.sum(jnp.log1p(jnp.exp(x))), [9e3], "nn.softplus"),
+    "log of 1 + exp": (lambda x: jnp.sum(jnp.log(1 + jnp.exp(x))), [9e3], "nn.softplus"),
+    "logsumexp": (lambda x: jnp.log(jnp.sum(jnp.exp(x))), [9e3, 0.0], "nn.logsumexp"),
+    "softmax": (lambda x: softmax(x)[0], [9e3, 0.0], "nn.softmax"),
+    "sigmoid": (lambda x: jnp.sum(1 / (1 + jnp.exp(-x))), [-9e3], "nn.sigmoid"),
+    "log of sigmoid": (lambda x: jnp.log(jax.nn.sigmoid(x[0])), [-9e3], "nn.log_sigmoid"),
+    "norm": (jnp.linalg.norm, [0.0, 0.0], "jnp.sum(x**2) + eps"),
+    "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "jnp.sum(x**2) + eps"),
+    "norm by a product": (lambda x: jnp.sqrt(x @ x), [0.0], "jnp.sum(x**2) + eps"),
+    "deviation": (jnp.std, [1.0, 1.0], "jnp.var(x) + eps"),
+    "sign": (lambda x: jnp.sum(x / jnp.abs(x)), [0.0], "jnp.sign"),
+    "direction": (lambda x: (x / jnp.linalg.norm(x))[0], [0.0, 0.0], "Divide by"),
+    "arccos": (lambda x: jnp.sum(jnp.arccos(x)), [1.0], "jnp.clip(x, -1 + eps"),
+    "arcsin": (lambda x: jnp.sum(jnp.arcsin(x)), [-1.0], "jnp.clip(x, -1 + eps"),
+    "power": (lambda x: jnp.sum(x**0.5), [0.0], "(x + eps)**y"),
+    "log": (lambda x: jnp.sum(x * jnp.log(x)), [0.0], "jnp.log(x + eps)"),
+    "arctan2": (lambda x: jnp.arctan2(x[0], x[1]), [0.0, 0.0], "jnp.where(ok, x, 1.0)"),
+    "jitted": (jax.jit(lambda x: jnp.log(jnp.sum(jnp.exp(x)))), [9e3], "nn.logsumexp"),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_cures_of_formulas(name):
+    loss, x, cure = FORMULAS[name]
+    report = eqg.explain_nan(loss, jnp.array(x))
+    assert cure in report.found[0].cure, str(report)
+
+
+def test_formulas_without_a_cause_are_not_named():
+    """A mean of exponentials is no softmax, and `x / x` no sign."""
+    report = eqg.explain_nan(lambda x: jnp.sum(jnp.exp(x)) / 2, jnp.array([9e3]))
+    assert "softmax" not in report.found[0].cure
+    report = eqg.explain_nan(lambda x: x / x, jnp.array(0.0))
+    assert "jnp.sign" not in report.found[0].cure
+
+
+@pytest.mark.cost
+def test_a_step_is_evaluated_as_the_loop_was():
+    """Whether this variance is zero depends on how it is rounded, that is, on fusion."""
+
+    def step(h, t):
+        return h, jnp.sum(jnp.sqrt(jnp.mean(h * h) * t - jnp.mean(h) ** 2 * t + 0 * h))
+
+    def loss(h, ts):
+        return jnp.sum(jax.lax.scan(step, h, ts)[1])
+
+    h = jnp.full(3, 0.3, jnp.float32)
+    report = eqg.explain_nan(loss, h, jnp.array([0.3, 0.7, 0.1], jnp.float32))
+    assert {record.primitive for record in report.found} <= {"sqrt"}, str(report)
+    for record in report.found:
+        assert record.operands[0] <= 0, str(report)
+
+
+def _root_in_zero_safe(x):
+    y = jnp.sqrt(x)  # INSIDE
+    return jnp.sum(y)
+
+
+def _scan_in_zero_safe(x):
+    step = lambda h, t: (jnp.sqrt(h * t), h)  # INSIDE
+    return jnp.sum(jax.lax.scan(step, x, jnp.array([1.0, 0.0, 1.0]))[0])
+
+
+@pytest.mark.parametrize("fn", [_root_in_zero_safe, _scan_in_zero_safe])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda fn: lambda x: 2 * eqg.zero_safe(fn)(x),
+        lambda fn: jax.jit(eqg.zero_safe(fn)),
+        lambda fn: eqg.zero_safe(lambda x: eqg.zero_safe(fn)(x) + 1),
+    ],
+    ids=["in the loss", "jit", "nested"],
+)
+def test_lines_inside_of_zero_safe(fn, around):
+    """What `zero_safe` evaluates keeps its lines."""
+    source, first = inspect.getsourcelines(fn)
+    (line,) = [first + i for i, text in enumerate(source) if "# INSIDE" in text]
+    (record,) = eqg.explain_nan(around(fn), X).found
+    assert (record.file, record.line, record.primitive) == (__file__, line, "sqrt")

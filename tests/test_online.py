@@ -1,0 +1,402 @@
+"""`filter_scan(online=...)`: against backpropagation through time; e-prop's published form."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from .helpers import checking_leaks, temp_bytes
+
+
+IN, HIDDEN, STEPS = 3, 4, 12
+XS = jr.normal(jr.key(1), (STEPS, IN))
+LINEAR = eqx.nn.Linear(IN, HIDDEN, key=jr.key(2))
+READOUT = eqx.nn.Linear(HIDDEN, 2, key=jr.key(3))
+
+
+class Neurons(eqx.Module):
+    """Spiking neurons with weights, and a readout of its own in each step."""
+
+    cell: eqx.Module
+    linear: eqx.nn.Linear = LINEAR
+    readout: eqx.nn.Linear = READOUT
+
+    def __call__(self, state, x):
+        state = self.cell(self.linear(3 * x), state)
+        return state, self.readout(state.spikes)
+
+    def init(self):
+        return self.cell.initial_state()
+
+
+class OneStep(eqx.Module):
+    """A step of a layer over time."""
+
+    layer: eqx.Module
+
+    def __call__(self, state, x):
+        ys, state = self.layer(x[None], state)
+        return state, ys[0]
+
+    def init(self):
+        _, state = jax.eval_shape(self.layer, XS[:1])
+        return jnp.full(state.shape, 0.1, state.dtype)
+
+
+class Decay(eqx.Module):
+    """A user's recurrence, with an encoder of two layers and a learned decay."""
+
+    encoder: eqx.nn.MLP
+    decay: jax.Array
+
+    def __call__(self, h, x):
+        rate = jax.nn.sigmoid(self.decay)
+        h = rate * jnp.tanh(h) + (1 - rate) * self.encoder(x)
+        return h, {"last": h, "sum": jnp.sum(h**2)}
+
+    def init(self):
+        return jnp.full(HIDDEN, 0.1)
+
+
+OPTIONS = {"detach_reset": False}
+MODELS = {
+    "LIF": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, learn_beta=True, learn_threshold=True)),
+    "LIF, reset not detached": Neurons(eqg.nn.LIFCell(HIDDEN, 0.9, learn_beta=True, **OPTIONS)),
+    "ALIF": Neurons(eqg.nn.ALIFCell(HIDDEN, 0.9, 0.95, learn_beta=True, learn_rho=True)),
+    "CuBaLIF": Neurons(eqg.nn.CuBaLIFCell(HIDDEN, 0.8, 0.9, reset="zero", learn_alpha=True)),
+    "LRU": OneStep(eqg.nn.LRU(IN, HIDDEN, 5, key=jr.key(4))),
+    "S5": OneStep(eqg.nn.S5(IN, HIDDEN, 6, key=jr.key(4))),
+    "MinGRU": OneStep(eqg.nn.MinGRU(IN, HIDDEN, key=jr.key(4))),
+    "MinLSTM": OneStep(eqg.nn.MinLSTM(IN, HIDDEN, key=jr.key(4))),
+    "user's": Decay(eqx.nn.MLP(IN, HIDDEN, 5, 1, jnp.tanh, key=jr.key(5)), jnp.zeros(HIDDEN)),
+}
+
+
+def scan_loss(outputs):
+    """A loss in which each element of each output counts."""
+    total = 0.0
+    for i, y in enumerate(jax.tree.leaves(outputs)):
+        y = y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y
+        weights = jr.normal(jr.key(i), y.shape, jnp.real(y).dtype)
+        total += jnp.sum(jnp.sin(weights * jnp.real(y)) + jnp.imag(y) ** 2)
+    return total
+
+
+def loss(model_and_init, xs=XS, **options):
+    model, init = model_and_init
+    return scan_loss(eqg.filter_scan(lambda h, x: model(h, x), init, xs, **options))
+
+
+def in_float64(tree):
+    def cast(x):
+        if not eqx.is_inexact_array(x):
+            return x
+        return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+
+    return jax.tree.map(cast, tree)
+
+
+def assert_same(got, expected, tolerance):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
+        error = jnp.max(jnp.abs(a.astype(b.dtype) - b), initial=0)
+        scale = 1 + jnp.max(jnp.abs(b), initial=0)
+        assert error <= tolerance * scale, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse"),
+    [
+        *((name, False) for name in MODELS),
+        ("LIF", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in MODELS if name != "LIF"),
+    ],
+)
+def test_is_exact(name, reverse):
+    """To 1e-10 in double precision, in the parameters and in the first carry."""
+    with jax.enable_x64(True):
+        model, xs = in_float64((MODELS[name], XS))
+        args = in_float64((model, model.init()))
+        gradient = lambda **options: eqx.filter_jit(
+            eqx.filter_grad(lambda args: loss(args, xs, reverse=reverse, **options))
+        )(args)
+        assert_same(gradient(online=True), gradient(), 1e-10)
+
+
+@pytest.mark.parametrize("name", ["LIF", "LRU", "user's"])
+def test_no_tracer_leaks(name):
+    args = (MODELS[name], MODELS[name].init())
+    with checking_leaks():
+        eqx.filter_jit(eqx.filter_grad(lambda args: loss(args, online=True)))(args)
+
+
+@pytest.mark.parametrize("name", ["LIF", "MinGRU", "user's"])
+def test_batch_inside_and_outside(name):
+    model = MODELS[name]
+    batch = jr.normal(jr.key(6), (STEPS, 5, IN))
+
+    def inside(model, **options):
+        init = jax.tree.map(lambda x: jnp.stack([x] * 5), model.init())
+        step = jax.vmap(lambda h, x: model(h, x))
+        return scan_loss(eqg.filter_scan(step, init, batch, **options))
+
+    def outside(model, **options):
+        run = lambda xs: eqg.filter_scan(lambda h, x: model(h, x), model.init(), xs, **options)
+        return scan_loss(jax.vmap(run, 1, (0, 1))(batch))
+
+    expected = eqx.filter_grad(inside)(model)
+    assert_same(eqx.filter_grad(lambda m: inside(m, online=True))(model), expected, 1e-5)
+    assert_same(eqx.filter_grad(lambda m: outside(m, online=True))(model), expected, 1e-5)
+
+
+def test_batch_of_models():
+    models = eqx.filter_vmap(
+        lambda key: Decay(eqx.nn.MLP(IN, HIDDEN, 5, 1, jnp.tanh, key=key), jnp.zeros(HIDDEN))
+    )(jr.split(jr.key(0), 3))
+
+    def gradient(**options):
+        one = lambda model: eqx.filter_grad(loss_of_model)(model, **options)
+        return eqx.filter_vmap(one)(models)
+
+    loss_of_model = lambda model, **options: loss((model, model.init()), **options)
+    assert_same(gradient(online=True), gradient(), 1e-5)
+
+
+def test_second_order():
+    decay = lambda d, **options: loss(
+        (eqx.tree_at(lambda m: m.decay, MODELS["user's"], d), jnp.zeros(HIDDEN)), **options
+    )
+    at = jnp.linspace(-1, 1, HIDDEN)
+    hessian = jax.jit(jax.hessian(lambda d: decay(d, online=True)))(at)
+    assert_same(hessian, jax.jit(jax.hessian(decay))(at), 1e-4)
+
+
+RECURRENT = Neurons(eqg.nn.RALIFCell(HIDDEN, 0.9, 0.95, key=jr.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "model"),
+    [(True, MODELS["LIF"]), ("e-prop", MODELS["LIF"]), ("e-prop", RECURRENT)],
+    ids=["online", "e-prop, elementwise", "e-prop, recurrent"],
+)
+def test_forward_mode_is_the_adjoint(mode, model):
+    arrays, static = eqx.partition((model, model.init()), eqx.is_inexact_array)
+
+    def run(arrays):
+        model, init = eqx.combine(arrays, static)
+        return eqg.filter_scan(lambda h, x: model(h, x), init, XS, online=mode)
+
+    like = lambda tree, seed: jax.tree.map(lambda x: jr.normal(jr.key(seed), x.shape), tree)
+    dot = lambda a, b: sum(
+        jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+    tangents = like(arrays, 7)
+    out, t_out = jax.jvp(run, (arrays,), (tangents,))
+    cotangents = like(out, 8)
+    (pulled,) = jax.vjp(run, arrays)[1](cotangents)
+    assert jnp.allclose(dot(t_out, cotangents), dot(tangents, pulled), rtol=1e-4)
+
+
+def test_other_leaves_of_the_carry():
+    """Integers, keys and static leaves in the carry; floats that depend on nothing."""
+
+    def run(w, **options):
+        def step(carry, x):
+            h, n, key, time, name = carry
+            key, now = jr.split(key)
+            h = jnp.where(jr.bernoulli(now, 0.8, h.shape), jnp.tanh(w * h + x), 0)
+            return (h, n + 1, key, time * 0.5 + 1, name), h * time + n.astype(h.dtype)
+
+        init = (jnp.zeros(IN), jnp.array(0), jr.key(0), jnp.array(1.0), "name")
+        (h, *_), ys = eqg.filter_scan(step, init, XS, **options)
+        return scan_loss((h, ys))
+
+    w = jnp.array([0.5, -0.3, 0.9])
+    assert_same(jax.grad(lambda w: run(w, online=True))(w), jax.grad(run)(w), 1e-5)
+
+
+def test_half_precision():
+    model = MODELS["MinGRU"]
+    half = lambda tree: jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree
+    )
+    gradient = eqx.filter_grad(lambda args: loss(args, half(XS), online=True))
+    got = gradient((half(model), model.init()))
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(got[0]))
+    assert_same(got, eqx.filter_grad(loss)((model, model.init())), 3e-2)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_few_steps(steps):
+    args = (MODELS["LIF"], MODELS["LIF"].init())
+    gradient = lambda **options: eqx.filter_grad(loss)(args, XS[:steps], **options)
+    assert_same(gradient(online=True), gradient(), 1e-6)
+
+
+def test_inside_of_another_scan_and_checkpoint():
+    model = MODELS["user's"]
+
+    def total(model, **options):
+        inner = jax.checkpoint(lambda h: eqg.filter_scan(model_step, h, XS, **options)[0])
+        model_step = lambda h, x: model(h, x)
+        return jnp.sum(jax.lax.scan(lambda h, _: (inner(h), None), model.init(), length=3)[0])
+
+    expected = eqx.filter_jit(eqx.filter_grad(total))(model)
+    got = eqx.filter_jit(eqx.filter_grad(lambda m: total(m, online=True)))(model)
+    assert_same(got, expected, 1e-5)
+
+
+@pytest.mark.cost
+@pytest.mark.parametrize("name", ["LIF", "LRU"])
+def test_memory_does_not_grow(name):
+    """But for the inputs and the loss of each step, which are the caller's."""
+
+    def of(steps):
+        def total(model, xs):
+            def step(h, x):
+                h, y = model(h, x)
+                return h, jnp.sum(y**2)
+
+            return jnp.sum(eqg.filter_scan(step, model.init(), xs, online=True)[1])
+
+        arrays, static = eqx.partition(MODELS[name], eqx.is_inexact_array)
+        gradient = jax.grad(lambda arrays, xs: total(eqx.combine(arrays, static), xs))
+        return temp_bytes(gradient, arrays, jnp.zeros((steps, IN)))
+
+    # A number per step: the loss, and its cotangent.
+    assert of(100_000) - of(1000) <= 99_000 * 2 * 4
+
+
+# ---------------------------------------------------------------- e-prop
+
+
+def weighted_spikes(model, signals, **options):
+    """The spikes of each step, multiplied with learning signals."""
+    _, spikes = eqg.filter_scan(
+        lambda h, x: (lambda h: (h, h.spikes))(model.cell(model.linear(3 * x), h)),
+        model.cell.initial_state(),
+        XS,
+        **options,
+    )
+    return jnp.sum(spikes * signals), spikes
+
+
+def test_eprop_against_the_published_formulas():
+    """Equations 23 to 25 of Bellec et al. (2020), https://doi.org/10.1038/s41467-020-17236-y,
+    for adaptive neurons, one step after another in NumPy. `z` are spikes, `psi` the
+    pseudo-derivative, `alpha` and `rho` the decay factors, `beta` the strength."""
+    alpha, rho, beta = 0.9, 0.95, 0.3
+    cell = eqg.nn.RALIFCell(HIDDEN, alpha, rho, strength=beta, key=jr.key(0))
+    model = Neurons(cell)
+    signals = jr.normal(jr.key(9), (STEPS, HIDDEN))
+    gradient = lambda model: weighted_spikes(model, signals, online="e-prop")
+    (_, spikes), got = eqx.filter_value_and_grad(gradient, has_aux=True)(model)
+    assert 5 < np.sum(spikes) < 40
+
+    weight_in, bias = np.asarray(LINEAR.weight), np.asarray(LINEAR.bias)
+    recurrent = np.asarray(cell.weight_hh)
+    v, a, z = np.zeros(HIDDEN), np.zeros(HIDDEN), np.zeros(HIDDEN)
+    epsilon_v = np.zeros((HIDDEN, HIDDEN))  # one row: equal for all neurons after a synapse
+    epsilon_a = np.zeros((HIDDEN, HIDDEN))
+    psi = np.zeros(HIDDEN)
+    total = np.zeros((HIDDEN, HIDDEN))
+    for x, signal, observed in zip(np.asarray(XS), np.asarray(signals), spikes, strict=True):
+        # epsilon_a has the pseudo-derivative, and epsilon_v, of the step before.
+        epsilon_a = psi[:, None] * epsilon_v + (rho - psi * beta)[:, None] * epsilon_a
+        epsilon_v = alpha * epsilon_v + z[None, :]
+        a = rho * a + z
+        v = alpha * v + recurrent @ z + weight_in @ (3 * x) + bias - z
+        u = v - 1 - beta * a
+        z = (u > 0).astype(float)
+        assert np.array_equal(z, observed)
+        psi = 1 / (1 + (np.pi * u) ** 2)  # the derivative of `surrogates.atan()`
+        total += signal[:, None] * psi[:, None] * (epsilon_v - beta * epsilon_a)
+    assert np.allclose(got.cell.weight_hh, total, rtol=1e-4, atol=1e-5)
+
+
+def test_eprop_is_exact_for_diagonal_networks():
+    """Without recurrent weights, and with recurrent weights of zero for the input weights."""
+    model = MODELS["ALIF"]
+    args = (model, model.init())
+    exact = eqx.filter_grad(loss)(args)
+    assert_same(eqx.filter_grad(lambda a: loss(a, online="e-prop"))(args), exact, 1e-5)
+
+    recurrent = Neurons(eqg.nn.RLIFCell(HIDDEN, 0.9, key=jr.key(0)))
+    recurrent = eqx.tree_at(lambda m: m.cell.weight_hh, recurrent, jnp.zeros((HIDDEN, HIDDEN)))
+    args = (recurrent, recurrent.init())
+    exact = eqx.filter_grad(loss)(args)[0].linear
+    got = eqx.filter_grad(lambda a: loss(a, online="e-prop"))(args)[0].linear
+    assert_same(got, exact, 1e-5)
+
+
+def test_eprop_is_an_approximation_else():
+    model = Neurons(eqg.nn.RLIFCell(HIDDEN, 0.9, key=jr.key(0)))
+    args = (model, model.init())
+    exact = eqx.filter_grad(loss)(args)[0].linear.weight
+    got = eqx.filter_grad(lambda a: loss(a, online="e-prop"))(args)[0].linear.weight
+    assert not jnp.allclose(got, exact, rtol=1e-2)
+    assert jnp.sum(got * exact) > 0
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_steps_that_are_not_elementwise():
+    cell = eqx.nn.GRUCell(IN, HIDDEN, key=jr.key(0))
+
+    def step(h, x):
+        h = cell(x, h)
+        return h, h
+
+    f = lambda init: eqg.filter_scan(step, init, XS, online=True)[0].sum()
+    message = r"not elementwise in the carry.\n  carry depends on other elements of carry, by"
+    with pytest.raises(eqg.RuleError, match=message + r" `dot_general`\n  in `step`, file"):
+        jax.grad(f)(jnp.zeros(HIDDEN))
+
+
+def test_steps_that_permute_the_carry():
+    f = lambda w: eqg.filter_scan(
+        lambda h, x: (jnp.roll(h, 1) * w + x, None), jnp.zeros(IN), XS, online=True
+    )[0].sum()
+    with pytest.raises(eqg.RuleError, match="other elements of carry, by their order"):
+        jax.grad(f)(jnp.ones(IN))
+
+
+def test_parameters_that_cannot_be_followed():
+    table = jnp.ones((5, IN))
+    f = lambda table: eqg.filter_scan(
+        lambda h, x: (0.9 * h + table[jnp.argmax(x)], None), jnp.zeros(IN), XS, online=True
+    )[0].sum()
+    with pytest.raises(eqg.RuleError, match=r"an array float32\[5,3\] enters it by `"):
+        jax.grad(f)(table.astype(jnp.float32))
+
+
+def test_inputs_are_not_differentiated():
+    f = lambda xs: eqg.filter_scan(lambda h, x: (0.9 * h + x, h), xs[0], xs, online=True)[0]
+    with pytest.raises(eqg.RuleError, match="inputs of an online `filter_scan` can't be diff"):
+        jax.grad(lambda xs: f(xs).sum())(XS)
+
+
+@pytest.mark.parametrize("online", ["eprop", "e-Prop", ""])
+def test_unknown_options(online):
+    with pytest.raises(eqg.RuleError, match="an `online` that it does not know"):
+        eqg.filter_scan(lambda h, x: (h, x), 0.0, XS, online=online)
+
+
+@pytest.mark.parametrize("options", [{"truncate": 3}, {"checkpoint": "sqrt"}])
+def test_options_that_exclude_each_other(options):
+    with pytest.raises(eqg.RuleError, match="An online `filter_scan` saves nothing"):
+        eqg.filter_scan(lambda h, x: (h, x), 0.0, XS, online=True, **options)
+
+
+def test_side_effects():
+    def step(h, x):
+        jax.debug.print("{}", x)
+        return h, x
+
+    with pytest.raises(eqg.RuleError, match="a step has side effects"):
+        eqg.filter_scan(step, 0.0, XS, online=True)

@@ -1,0 +1,237 @@
+"""All reports have one shape: the same fields, columns and notes, and the same errors."""
+
+import dataclasses
+import pathlib
+import re
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_grads._diagnosis._nan import cures
+from eqx_grads._diagnosis._zero.cures import CURES
+from eqx_grads._diagnosis.report import AbstractRecord, AbstractReport, COLUMNS, Table
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+RECORDS = (
+    eqg.NonFinite,
+    eqg.ZeroGradient,
+    eqg.Residual,
+    eqg.MemoryAdvice,
+    eqgt.GradientFault,
+)
+TOOLS = {
+    "explain_nan": eqg.explain_nan,
+    "explain_zero": eqg.explain_zero,
+    "explain_memory": eqg.explain_memory,
+    "check_gradients": eqgt.check_gradients,
+    "gradient_flow": eqg.gradient_flow,
+}
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    act: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        x = self.weight * x
+        if self.act == "sqrt":
+            return jnp.where(x > 0, jnp.sqrt(x), 0.0)  # SQRT
+        if self.act == "round":
+            return jnp.round(x)  # ROUND
+        return wrong(x)  # WRONG
+
+
+@eqg.custom_vjp
+def wrong(x):
+    return x**2
+
+
+wrong.def_fwd(lambda x: (wrong(x), x))
+wrong.def_bwd(lambda x, ct: (x * ct,))
+
+
+def model_of(act, n=2):
+    return [Layer(jnp.array([1.0, 0.5]), "wrong"), *[Layer(jnp.ones(2), act)] * (n - 1)]
+
+
+def loss_of(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return jnp.sum(x**2)
+
+
+X = jnp.array([1.3, 0.0])
+
+
+def line_of(mark):
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    return next(i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+
+
+def report_of(tool):
+    if tool == "explain_nan":
+        return eqg.explain_nan(loss_of, model_of("sqrt"), X)
+    if tool == "explain_zero":
+        return eqg.explain_zero(loss_of, model_of("round"), X)
+    if tool == "explain_memory":
+        return eqg.explain_memory(loss_of, model_of("sqrt"), X)
+    return eqgt.check_gradients(loss_of, model_of("wrong"), X + 1, raises=False)
+
+
+REPORTS = ("explain_nan", "explain_zero", "explain_memory", "check_gradients")
+
+
+@pytest.mark.parametrize("tool", REPORTS)
+def test_shape(tool):
+    report = report_of(tool)
+    assert isinstance(report, AbstractReport)
+    assert report
+    for record in report.found:
+        assert isinstance(record, AbstractRecord)
+        assert record.kind
+        assert record.file == __file__
+        place = f"{pathlib.Path(__file__).name}:{record.line}"
+        assert place in str(report)
+        assert (
+            record.code
+            == pathlib.Path(__file__).read_text().splitlines()[record.line - 1].strip()
+        )
+    for table in report.tables():
+        assert tuple(table.columns[: len(COLUMNS)]) == COLUMNS
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    text = str(report)
+    assert text == repr(report)
+    assert text.startswith(report.headline)
+    assert "eqx_grads." not in text
+    for subject, note in report.notes():
+        assert note.endswith((".", "?")), note
+        assert f"<b>{subject}</b>" in report._repr_html_()
+    assert all(isinstance(remark, str) for remark in report.remarks)
+
+
+@pytest.mark.parametrize(
+    ("tool", "mark", "path"),
+    [
+        ("explain_nan", "SQRT", "[1]"),
+        ("explain_zero", "ROUND", "[1]"),
+        ("check_gradients", "WRONG", "[0]"),
+    ],
+)
+def test_the_fields_mean_the_same(tool, mark, path):
+    record = report_of(tool).found[0]
+    assert (record.line, record.path) == (line_of(mark), path)
+    assert record.code.endswith(f"# {mark}")
+    if tool != "explain_nan":
+        assert record.leaf == "[0].weight"
+    assert record.primitive == {"SQRT": "sqrt", "ROUND": "round", "WRONG": "wrong"}[mark]
+
+
+def test_inputs_name_their_leaf():
+    report = eqg.explain_nan(loss_of, model_of("wrong")[:1], jnp.array([jnp.nan, 1.0]))
+    assert [(r.leaf, r.primitive) for r in report.found] == [("", "args[0]")]
+    bad = [Layer(jnp.array([jnp.nan, 1.0]), "wrong")]
+    report = eqg.explain_nan(loss_of, bad, X)
+    assert [r.leaf for r in report.found] == ["[0].weight"]
+    report = eqg.explain_memory(lambda w, x: jnp.sum(w * w * x), X, X)
+    inputs = {(r.leaf, r.primitive) for r in report.inputs}
+    assert inputs == {("model", "model"), ("", "args[0]")}
+
+
+@pytest.mark.parametrize("cls", RECORDS)
+def test_records(cls):
+    assert issubclass(cls, AbstractRecord)
+    shared = {field.name for field in dataclasses.fields(AbstractRecord)}
+    # Each shared field is in the table of the documentation.
+    page = (ROOT / "docs" / "api" / "diagnosis.md").read_text()
+    table = page.split("| field | column |")[1].split("\n\n")[0]
+    first_cells = "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", first_cells)) == shared
+    assert f"[`eqx_grads.{'testing.' * (cls is eqgt.GradientFault)}{cls.__name__}`][]" in page
+
+
+def test_all_kinds_are_documented():
+    page = (ROOT / "docs" / "api" / "diagnosis.md").read_text()
+    of_nan, rest = page.split("## Zero\n")
+    of_zero, of_memory = rest.split("## Too big for memory")
+    kinds = lambda text: set(re.findall(r"^\| ([^|`]+?) \| [^|]* \|$", text, re.MULTILINE))
+    names = {text for name, text in vars(cures).items() if name.isupper() and name[0] != "_"}
+    assert kinds(of_nan) >= names
+    assert kinds(of_zero) - {"kind"} == set(CURES)
+    kept = {"computed", "carry", "rule", "recomputable", "constant", "input", "loop", "layer"}
+    assert kinds(of_memory) >= kept
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_many_records():
+    def loss(w):
+        # fmt: off
+        return sum([
+            jnp.round(w[0]), jnp.floor(w[1]), jnp.sign(w[2]), jnp.ceil(w[3]), jnp.round(w[4]),
+            jnp.round(w[5]), jnp.round(w[6]), jnp.round(w[7]), jnp.round(w[8]),
+        ] + [jnp.round(x) for x in w[9:]])
+        # fmt: on
+
+    report = eqg.explain_zero(loss, [jnp.array(1.0)] * 9)
+    assert "more: see" not in str(report)
+    rows = [("leaf", "kind")] * 30
+    text = Table(("leaf", "kind"), rows, source="partly").text()
+    assert len(text.splitlines()) == 15
+    assert text.endswith("... and 18 more: see `partly`.")
+    assert "18 more" in Table(("leaf", "kind"), rows).html()
+
+
+def test_lines_are_short_and_code_is_whole():
+    report = eqg.explain_nan(loss_of, model_of("sqrt"), X)
+    notes = str(report).split("\n\n")[-1].splitlines()
+    assert all(len(line) <= 96 for line in notes)
+    assert "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`" in str(report)
+
+
+# ---------------------------------------------------------------- other tools, other input
+
+
+def test_each_points_to_the_right_one():
+    zero = eqg.explain_nan(lambda w: jnp.sum(jnp.round(w)), X)
+    assert not zero
+    assert "The gradient of model is zero: `eqg.explain_zero` says why." in str(zero)
+
+    def both(w):
+        return jnp.sum(jnp.round(w["a"])) + jnp.sum(jnp.where(X > 0, jnp.sqrt(w["b"] * X), 0))
+
+    nan = eqg.explain_zero(both, {"a": X, "b": jnp.ones(2)})
+    assert {r.leaf for r in nan.found} == {"['a']"}
+    assert "The gradient of ['b'] is not finite: `eqg.explain_nan` says" in str(nan)
+
+    grows = lambda h: jax.lax.scan(lambda h, _: (jnp.sin(12 * h), None), h, None, 21)[0]
+    large = eqg.explain_nan(grows, jnp.array(0.0), threshold=1e6)
+    assert "`eqg.gradient_flow` shows" in str(large)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_auxiliary_output(tool):
+    """Keyword arguments are those of the loss, so that there is no `has_aux=True`."""
+
+    def with_aux(model, x):
+        return jnp.sum(jax.vmap(model)(x)), {"n": 3}
+
+    model, x = eqx.nn.Linear(2, 3, key=jr.key(0)), jnp.ones((4, 2))
+    with pytest.raises(eqg.RuleError, match="did not return a real scalar") as error:
+        TOOLS[tool](with_aux, model, x)
+    do = "pass `lambda *a, **k: with_aux(*a, **k)[0]`"
+    assert do in str(error.value)
+    TOOLS[tool](lambda *a, **k: with_aux(*a, **k)[0], model, x)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_keywords_go_to_the_loss(tool):
+    def loss(model, *, x):
+        return jnp.sum(jax.vmap(model)(x) ** 2)
+
+    TOOLS[tool](loss, eqx.nn.Linear(2, 3, key=jr.key(0)), x=jnp.ones((4, 2)))
