@@ -37,7 +37,6 @@ CHECKS = {
 }
 
 
-@showing_progress("check_rule")
 def check_rule(
     fn: Callable[..., Any],
     /,
@@ -176,9 +175,10 @@ def check_rule(
             do="Pass floating-point arrays by position.",
         )
     findings: list[Finding] = []
-    for one, name in _with_seeds(case, names, seeds):
-        doing(f"the check `{name}`,", names.index(name), len(names))
-        findings += _run(name, one)
+    with showing_progress("check_rule"):
+        for one, name in _with_seeds(case, names, seeds):
+            doing(f"the check `{name}`,", names.index(name), len(names))
+            findings += _run(name, one)
     numbers = {"seed": seed, "leaves": case.names}
     report = Report(case.subject.name, findings, numbers)
     if raises:
