@@ -84,7 +84,7 @@ def _factor(want, have) -> str:
         if abs(factor / value - 1) < _CLOSE:
             return f"every entry is {word} the expected one"
     shown = f"{factor:.4g}"
-    if abs(factor - 1) < _CLOSE:
+    if shown == "1":
         shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
     text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
