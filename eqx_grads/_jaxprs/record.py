@@ -5,6 +5,7 @@ trees of its inner programs, if they are entered.
 """
 
 import abc
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class AbstractRecorder(abc.ABC):
 
 def record(
     tree: Any, values: Sequence[Any], recorder: AbstractRecorder
-) -> tuple[Sequence[Any], Any]:
+) -> tuple[list[Any], Any]:
     """The outputs of a program, and its record.
 
     The record of the body of a scan has a leading axis for the steps. That of a `while_loop`,
@@ -77,12 +78,14 @@ def record_inner(
             outs, found = record(inner[k], values, recorder)
             return outs, [*nothing[:k], found, *nothing[k + 1 :]]
 
-        branches = [lambda values, k=k: branch(k, values) for k in range(len(inner))]
+        branches = [ft.partial(branch, k) for k in range(len(inner))]
         return jax.lax.switch(values[0], branches, values[1:])
+
+    [tree] = inner
 
     def run(program, values, extra):
         del program, extra
-        outs, found = record(*inner, values, recorder)
+        outs, found = record(tree, values, recorder)
         return [*outs, found]
 
     *outs, found = enter(eqn, values, run)

@@ -2,7 +2,8 @@
 
 Outside of loops, equations run one by one: a compiled program would have to be compiled anew,
 which takes minutes where there are thousands of equations. A loop is compiled. It counts where
-a cotangent becomes non-finite, and its body can be run once more at one step.
+a cotangent becomes non-finite, and its body can be run once more at one step. That also finds
+the step of a loop in the body.
 
 Where a cotangent is not finite, or exceeds the threshold, it is replaced by zero. So the
 operands of each equation are finite cotangents, and what comes next is found as well.
@@ -34,8 +35,8 @@ class Hit:
     """An equation makes a bad cotangent.
 
     - `count`: in how many steps.
-    - `first`: makes the frame of the first of these steps. `None` if the value that was bad in
-        the compiled loop is not, operation by operation.
+    - `first`: returns the frame of the first of these steps. `None` if the cotangent, which was
+        bad in the compiled loop, is not when the operations run one by one.
     """
 
     count: int
@@ -162,8 +163,9 @@ class Frame:
 def step_of(loop: Scan | While, iteration: Any) -> Any:
     """The index of a step from its place in the order in which the steps run, and the place
     from the index."""
-    is_reverse = isinstance(loop, Scan) and loop.reverse
-    return loop.length - 1 - iteration if is_reverse else iteration
+    if isinstance(loop, Scan) and loop.reverse:
+        return loop.length - 1 - iteration
+    return iteration
 
 
 def _body_inputs(loop: Scan | While, values, carry, step):
