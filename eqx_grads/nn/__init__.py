@@ -33,6 +33,7 @@ from ._quantized.vector_quantizer import VectorQuantizer as VectorQuantizer
 from ._recurrent.any_cell import Recurrent as Recurrent
 from ._recurrent.gru import GRU as GRU
 from ._recurrent.lstm import LSTM as LSTM
+from ._recurrent.outputs import Outputs as Outputs
 from ._recurrent.rnn import RNN as RNN, RNNCell as RNNCell
 from ._spiking.cells import (
     ALIFCell as ALIFCell,
