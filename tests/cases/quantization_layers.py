@@ -96,7 +96,9 @@ def _ternary(w, x):
     keep = stop(jnp.abs(w) > 0.25)
     window = jnp.clip(w, -1.0, 1.0)
     signs = window + stop(jnp.where(keep, jnp.sign(w), 0) - window)
-    size = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1) / jnp.sum(keep, axis=1).astype(w.dtype)
+    size = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1) / jnp.sum(keep, axis=1).astype(
+        w.dtype
+    )
     return (size[:, None] * signs) @ x
 
 
