@@ -88,7 +88,7 @@ def shift_in(after: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
     return jnp.concatenate([init[None], after[:-1]])
 
 
-def near_divisor(steps: int, chunk: int | float, *, longest: float = 1.5) -> int:
+def near_divisor(steps: int, chunk: int | float, *, longest: int | float = 1.5) -> int:
     """A divisor of `steps` from 1 / 1.5 to `longest` times `chunk` if there is one: then no
     chunk is shorter, and nothing has to be copied."""
     nearby = range(max(1, math.ceil(chunk / 1.5)), min(steps, math.floor(chunk * longest)) + 1)
