@@ -11,7 +11,7 @@ from .structure import Cut
 from .walk import End
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite")
 _CUTS = {
     **dict.fromkeys(_COMPARISONS, "comparison"),
     **dict.fromkeys(("argmax", "argmin"), "argmax"),
