@@ -220,7 +220,7 @@ def mask_by_product():
 def product_with_a_comparison():
     def loss(x):
         y = jnp.sqrt(x)  # HERE
-        return jnp.sum((x > 0) * y)  # MASK
+        return jnp.sum((x > 0).astype(y.dtype) * y)  # MASK
 
     return loss, x3()
 

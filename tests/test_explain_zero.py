@@ -185,6 +185,7 @@ CUTS = {
     sign: "sign",
     compared: "comparison",
     switched: "comparison",
+    found_in_a_table: "comparison",
     as_integer: "cast to an integer",
     indexed: "cast to an integer",
     stopped: "stop_gradient",
