@@ -217,7 +217,9 @@ def test_line_in_a_function_that_a_solver_calls():
     model = {"level": jnp.array(0.0), "rate": jnp.array(1.0)}
     (record,) = eqg.explain_nan(drain, model).found
     assert (record.kind, record.primitive) == ("dead branch", "sqrt")
-    here, mask = (_lines(test_line_in_a_function_that_a_solver_calls, m) for m in ("HERE", "MASK"))
+    here, mask = (
+        _lines(test_line_in_a_function_that_a_solver_calls, m) for m in ("HERE", "MASK")
+    )
     assert (record.file, [record.line], [record.mask_line]) == (__file__, here, mask)
     assert record.library.startswith("diffrax")
 

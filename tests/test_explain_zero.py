@@ -108,6 +108,11 @@ def sampled(w):
     return jax.random.categorical(KEY, w).astype(w.dtype)  # HERE
 
 
+def chosen(w):
+    weights = jax.nn.softmax(w.ravel())
+    return jax.random.choice(KEY, jnp.arange(w.size).astype(w.dtype), p=weights)  # HERE
+
+
 def bernoulli(w):
     return jax.random.bernoulli(KEY, jax.nn.sigmoid(w)).astype(w.dtype)  # HERE
 
@@ -186,6 +191,7 @@ CUTS = {
     compared: "comparison",
     switched: "comparison",
     found_in_a_table: "comparison",
+    chosen: "sampled category",
     as_integer: "cast to an integer",
     indexed: "cast to an integer",
     stopped: "stop_gradient",
