@@ -216,6 +216,15 @@ def mask_by_product():
     return loss, x3(), jnp.array([1.0, 0.0, 1.0])
 
 
+@planted("zero mask", primitive="sqrt", index=(1,))
+def product_with_a_comparison():
+    def loss(x):
+        y = jnp.sqrt(x)  # HERE
+        return jnp.sum((x > 0).astype(y.dtype) * y)  # MASK
+
+    return loss, x3()
+
+
 @planted(DEAD, primitive="sub")
 def attention_mask():
     def loss(q, mask):

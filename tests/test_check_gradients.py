@@ -194,6 +194,31 @@ def test_a_random_callback_is_named():
     assert report["model"].verdict == "not measured"
 
 
+def test_a_loss_that_raises_an_error_close_by():
+    def loss(x):
+        x = eqx.error_if(x, jnp.any(x < 0), "negative")
+        return jnp.sum(jnp.log(x))
+
+    # A step that is short for the second entry leads far below zero in the first one.
+    x = jnp.array([1e-4, 1e3])
+    assert eqgt.check_gradients(loss, x)["model"].verdict == "right"
+    wrong = lambda x: 1.1 * loss(x) - 0.1 * jax.lax.stop_gradient(loss(x))
+    assert eqgt.check_gradients(wrong, x, raises=False)["model"].verdict == "WRONG"
+    with pytest.raises(RuntimeError, match="negative"):
+        eqgt.check_gradients(loss, -x)
+
+
+def test_a_rule_for_one_precision_only():
+    @jax.custom_jvp
+    def host(x):
+        return jax.pure_callback(np.square, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    host.defjvp(lambda primals, tangents: (host(*primals), 2 * primals[0] * tangents[0]))
+    loss = lambda x: host(jnp.sum(x))
+    report = eqgt.check_gradients(loss, jnp.array([1.0, 2.0], jnp.float32))
+    assert "can't be differentiated in float64" in str(report)
+
+
 def test_a_loss_that_is_not_finite():
     report = eqgt.check_gradients(lambda m: jnp.log(m), jnp.array(-1.0), raises=False)
     assert [found.kind for found in report.found] == ["not finite"]

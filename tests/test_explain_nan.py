@@ -202,6 +202,28 @@ def test_rule():
     assert record.rule.endswith(f":{_lines(test_rule, 'HERE')[0]}")
 
 
+def test_line_in_a_function_that_a_solver_calls():
+    """Diffrax differentiates its loop by a rule, in which it calls the vector field."""
+    diffrax = pytest.importorskip("diffrax")
+
+    def drain(p):
+        def field(t, level, rate):
+            flow = jnp.sqrt(level)  # HERE
+            return jnp.where(level > 0, -rate * flow, 0.0)  # MASK
+
+        term, solver = diffrax.ODETerm(field), diffrax.Euler()
+        return diffrax.diffeqsolve(term, solver, 0, 1, 0.25, p["level"], p["rate"]).ys[0]
+
+    model = {"level": jnp.array(0.0), "rate": jnp.array(1.0)}
+    (record,) = eqg.explain_nan(drain, model).found
+    assert (record.kind, record.primitive) == ("dead branch", "sqrt")
+    here, mask = (
+        _lines(test_line_in_a_function_that_a_solver_calls, m) for m in ("HERE", "MASK")
+    )
+    assert (record.file, [record.line], [record.mask_line]) == (__file__, here, mask)
+    assert record.library.startswith("diffrax")
+
+
 def test_gradient_that_raises():
     @jax.custom_vjp
     def checked(x):

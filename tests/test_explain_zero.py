@@ -88,6 +88,10 @@ def switched(w):
     return jnp.where(w > 0, 2.0, 1.0).astype(w.dtype)  # HERE
 
 
+def found_in_a_table(w):
+    return jnp.searchsorted(jnp.linspace(0.0, 1.0, 11), w).astype(w.dtype)  # HERE
+
+
 def as_integer(w):
     return w.astype(jnp.int32).astype(w.dtype)  # HERE
 
@@ -102,6 +106,11 @@ def stopped(w):
 
 def sampled(w):
     return jax.random.categorical(KEY, w).astype(w.dtype)  # HERE
+
+
+def chosen(w):
+    weights = jax.nn.softmax(w.ravel())
+    return jax.random.choice(KEY, jnp.arange(w.size).astype(w.dtype), p=weights)  # HERE
 
 
 def bernoulli(w):
@@ -181,6 +190,8 @@ CUTS = {
     sign: "sign",
     compared: "comparison",
     switched: "comparison",
+    found_in_a_table: "comparison",
+    chosen: "sampled category",
     as_integer: "cast to an integer",
     indexed: "cast to an integer",
     stopped: "stop_gradient",

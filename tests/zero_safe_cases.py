@@ -110,6 +110,17 @@ def _switch(x):
 _shifted = lambda x: sqrt(x + jnp.array([0.0, 4.0, 9.0]))
 
 
+def _dropped_segment(x):
+    """Padding has an index out of bounds."""
+    data = jnp.stack([log(x), x * x])
+    return jnp.sum(jax.ops.segment_sum(data, jnp.array([7, 1]), 2))
+
+
+def _dropped_update(x):
+    data = jnp.stack([log(x), x * x])
+    return jnp.sum(jnp.zeros(2).at[jnp.array([7, 1])].subtract(data, mode="drop"))
+
+
 def _segment_max(x):
     return jax.ops.segment_max(_shifted(x)[:2], jnp.array([1, 1]), 2)[1]
 
@@ -213,6 +224,8 @@ CASES = [
         lambda x: mpmath.sqrt(x + 4),
     ),
     Case("segment_sum", _segment, 0.0, lambda x: mpmath.sqrt(x + 4)),
+    Case("segment_sum, dropped", _dropped_segment, 0.0, lambda x: x**2),
+    Case("scatter-sub, dropped", _dropped_update, 0.0, lambda x: -(x**2)),
     Case("segment_max", _segment_max, 0.0, lambda x: mpmath.sqrt(x + 4)),
     Case("segment_max of -inf", _steep_segment_max, 0.0, lambda x: x),
     Case("scatter-min", _at_min, 0.0, lambda x: -mpmath.sqrt(x + 4)),

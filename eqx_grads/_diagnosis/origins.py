@@ -155,4 +155,6 @@ def _name_of_primitive(eqn) -> str:
     if isinstance(known, CallWithRule | Call):
         name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
         return name if isinstance(name, str) else function_name(*known.programs)
-    return eqn.primitive.name
+    # JAX 0.12 calls some operations, such as `searchsorted`, by one primitive.
+    called = eqn.params.get("_prim")
+    return eqn.primitive.name if called is None else type(called).__name__

@@ -101,11 +101,6 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
     )
 
 
-def is_library(source: SourceLine) -> bool:
-    """Whether a line is in an installed package."""
-    return source.file.startswith(_INSTALLED)
-
-
 def rule_line(eqn: Any) -> SourceLine:
     """The line of the rule that made an equation of a derivative, if that was a rule of the
     user's: the innermost frame of the user's code below this package's."""

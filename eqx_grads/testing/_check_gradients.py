@@ -159,7 +159,7 @@ def _programs(loss, model, args, kwargs) -> tuple[LossProgram, LossProgram, list
     remarks = []
     if wide is None:
         remarks.append(
-            f"The loss can't be traced in float64 ({why}). Its gradient is in "
+            f"The loss can't be differentiated in float64 ({why}). Its gradient is in "
             f"{own.lowest}; the differences are those of its program in float64."
         )
     elif wide.lowest is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools as ft
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,13 @@ class LossProgram:
             leaves = list(map(jnp.asarray, self.like_leaves(leaves)))
             return [np.asarray(g) for g in self._gradient(leaves, self.others)]
 
+    def check_rules(self) -> None:
+        """Raise the error of a rule that returns another dtype than the function has."""
+        try:
+            jax.eval_shape(jax.grad(self._loss), self.leaves, self.others)
+        except ValueError:  # no reverse mode, in whatever precision
+            return
+
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
         """The derivative along a direction, in forward mode."""
         with self.context():
@@ -141,9 +149,10 @@ class LossProgram:
 
         def values_at(steps):
             with double_precision():
-                return self._values_at(leaves, tangents, self.others, steps=steps)
+                found = self._values_at(leaves, tangents, self.others, steps=steps)
+                return [float(value) for value in found]
 
-        return Samples(values_at)
+        return Samples(_where_defined(values_at))
 
     def like_leaves(self, arrays: Sequence[Any]) -> list[Any]:
         return [np.asarray(a).astype(x.dtype) for a, x in zip(arrays, self.leaves, strict=True)]
@@ -158,6 +167,47 @@ class LossProgram:
                 raise
             return str(error).splitlines()[0]
         return None
+
+
+def _where_defined(values_at: Callable[[list[float]], Any]) -> Callable[..., list[float]]:
+    """The values at steps from zero; NaN where the loss raises an error, as a solver does that
+    fails for other parameters. An error at zero is raised."""
+    failed = {True: np.inf, False: np.inf}  # the shortest step that did, on either side
+
+    def value_at(step):
+        if abs(step) >= failed[step > 0]:
+            return np.nan
+        try:
+            return values_at([step])[0]
+        except (RuntimeError, ValueError):
+            if step == 0:
+                raise
+            failed[step > 0] = abs(step)
+            return np.nan
+
+    def values(steps):
+        with _without_log():
+            if min(failed.values()) == np.inf:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    return values_at(steps)
+                value_at(0.0)
+            # Shorter steps first: none is tried beyond one that failed.
+            known = {step: value_at(step) for step in sorted(steps, key=abs)}
+        return [known[step] for step in steps]
+
+    return values
+
+
+@contextlib.contextmanager
+def _without_log():
+    """Without the page that JAX prints to the terminal for an error in a callback."""
+    log = logging.getLogger("jax")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def trace_in_both_precisions(
@@ -179,7 +229,10 @@ def trace_in_both_precisions(
         with double_precision():
             wide_model, wide_args, wide_kwargs = _in_float64((model, tuple(args), dict(kwargs)))
             traced = trace_loss(caller, loss, wide_model, wide_args, wide_kwargs, **options)
-            return own, LossProgram(traced, double_precision), ""
+            wide = LossProgram(traced, double_precision)
+            if wide.lowest is not None:
+                wide.check_rules()
+            return own, wide, ""
     except Exception as error:  # the loss is for one precision only, and the report says so
         return own, None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 

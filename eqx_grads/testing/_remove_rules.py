@@ -183,5 +183,6 @@ def _name(origin: Origin) -> str:
     info = getattr(getattr(primal_program(origin.eqn), "jaxpr", None), "debug_info", None)
     # Such as "square at /home/user/model.py:12".
     name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
-    generic = origin.primitive in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
+    generic = origin.primitive in ("custom_jvp_call", "custom_vjp_call")
+    generic = generic or origin.eqn.primitive.name == "call_hi_primitive"
     return name if generic and name else origin.primitive

@@ -196,7 +196,12 @@ def _dependent(program: ClosedJaxpr, flags: Sequence[bool]) -> set[Any]:
         if not any(_is_in(v, flagged) for v in eqn.invars):
             continue
         outs = _output_flags(eqn, flagged) if is_entered(eqn) else [True] * len(eqn.outvars)
-        flagged.update(v for v, flag in zip(eqn.outvars, outs, strict=True) if flag)
+        flagged.update(
+            v
+            for v, flag in zip(eqn.outvars, outs, strict=True)
+            # A comparison has no derivative: its result is as good as a constant.
+            if flag and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        )
     return flagged
 
 

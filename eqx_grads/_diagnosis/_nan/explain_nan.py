@@ -16,7 +16,7 @@ from .._zero.structure import loss_structure
 from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
-from ..source_lines import is_library, rule_line, SourceLine, UNKNOWN
+from ..source_lines import rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
 from .cause import (
     Cause,
@@ -217,7 +217,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = _users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
-    is_inside = origin is not None and where.file != origin.source.file
+    is_inside = origin is not None and where != origin.source
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
     leaf = ""
@@ -293,14 +293,24 @@ def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
 
 
 def _users_line(origin: Origin, *spots: Any) -> SourceLine:
-    """The line of the loss. If that is in a library, and it called a function of the user's in
-    a rule, the line in this function."""
+    """The line of the loss. If that calls a library, such as a solver, which called a function
+    of the user's in a rule, the line in this function."""
+    library = origin.source.library
     for spot in spots:
-        if is_library(origin.source) and isinstance(spot, Spot):
-            line = rule_line(spot.eqn)
+        if library and isinstance(spot, Spot):
+            line = _line_in_rule(spot)
             if line.file:
-                return dataclasses.replace(line, library=origin.source.library)
+                return dataclasses.replace(line, library=library)
     return origin.source
+
+
+def _line_in_rule(spot: Spot) -> SourceLine:
+    """The line of the rule that made an equation, or one around it: those of `jnp.where` have
+    the line of its first call only."""
+    line, node = rule_line(spot.eqn), spot.frame.node
+    while not line.file and node.parent is not None:
+        line, node = rule_line(node.parent.eqns[node.position]), node.parent
+    return line
 
 
 def _cotangent_of(cause: Cause) -> float | None:

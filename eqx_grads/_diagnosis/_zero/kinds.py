@@ -11,9 +11,11 @@ from .structure import Cut
 from .walk import End
 
 
+# Those of `jnp.searchsorted`, which `jax.random.choice` calls.
+_SEARCHES = ("lt_to", "le_to", "SearchSorted")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 _CUTS = {
-    **dict.fromkeys(_COMPARISONS, "comparison"),
+    **dict.fromkeys((*_COMPARISONS, *_SEARCHES), "comparison"),
     **dict.fromkeys(("argmax", "argmin"), "argmax"),
     **dict.fromkeys(("round", "floor", "ceil"), "rounding"),
     **dict.fromkeys(("sort", "top_k", "approx_top_k"), "order"),
@@ -45,7 +47,8 @@ def kind_of_cut(cut: Cut) -> str:
         return "initial guess" if is_solver else "rule without a derivative"
     kind = _CUTS.get(origin.primitive, "no derivative")
     if cut.is_random and kind in ("argmax", "comparison"):
-        return "sampled category" if kind == "argmax" else "sampled bits"
+        is_category = kind == "argmax" or origin.primitive in _SEARCHES
+        return "sampled category" if is_category else "sampled bits"
     if kind == "comparison" and cut.use == "while":
         return "predicate of a while_loop"
     return "comparison in a while_loop" if kind == "comparison" and cut.in_while else kind

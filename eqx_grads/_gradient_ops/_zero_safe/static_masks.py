@@ -16,16 +16,18 @@ from .ranges import CONSTANT, decided_case, inexact_indices
 PULLED_BACK = frozenset(
     """
     reshape broadcast_in_dim squeeze expand_dims transpose reduce_sum slice rev pad concatenate
-    gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add split sort reduce_max
-    reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
+    gather dynamic_slice dynamic_update_slice cumsum scatter scatter-add scatter-sub split sort
+    reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max reduce_window_min
     conv_general_dilated tile stack unstack top_k approx_top_k scatter-max scatter-min
     """.split()  # noqa: SIM905
 )
+# A scatter drops what has an index out of bounds, by which ragged data are padded.
 SELECTING = frozenset(
     """
     select_n max min clamp slice pad gather dynamic_slice dynamic_update_slice scatter split
     unstack reduce_max reduce_min cummax cummin reduce_window_sum reduce_window_max
     reduce_window_min conv_general_dilated top_k approx_top_k scatter-max scatter-min
+    scatter-add scatter-sub
     """.split()  # noqa: SIM905
 )
 # What they select is multiplied by one, and the rest by zero.
