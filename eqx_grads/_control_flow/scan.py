@@ -117,8 +117,9 @@ def filter_scan(
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
     the weights in a few large matrix products. It is an error if the steps do not allow for
-    that. `"auto"` is `"replay"` where that is possible and estimated to be faster. The estimate
-    is that of a CPU: if JAX has another default backend, `"auto"` is `None`.
+    that. `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more
+    memory. The estimate is that of a CPU: if JAX has another default backend, `"auto"` is
+    `None`.
 
     An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
     and reaches no object that can be changed in place (a list, an object of a class of your
