@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis._zero.structure import loss_structure
+from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
@@ -119,12 +121,13 @@ def check_gradients(
 
     [`eqx_grads.testing.GradientCheckError`][], an `AssertionError` with the report.
     [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, a model
-    without inexact arrays, and options that make no sense.
+    without inexact arrays, an operation that JAX can't differentiate, and options that make no
+    sense.
     """
     doing("tracing and compiling")
     program, own, remarks = _programs(loss, model, args, kwargs)
     skipped = _skipped(skip, program.names)
-    modes, missing = _modes(program)
+    modes, missing = _modes(loss, program)
     remarks += missing
     found, is_over = faults_of_value(loss, model, args, kwargs, program, own)
     numbers: dict[str, object] = {"seed": seed, "precision": str(program.lowest or "float64")}
@@ -198,7 +201,7 @@ def _matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern) and name[len(pattern)] in ".["
 
 
-def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
+def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
     """The modes in which the loss can be differentiated, and remarks on those in which not."""
     zeros = [np.zeros_like(x) for x in program.leaves]
     modes, remarks = [], []
@@ -206,7 +209,13 @@ def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
         ("reverse", "everse-mode", lambda: program.gradient),
         ("forward", "forward-mode", lambda: program.tangent(program.leaves, zeros)),
     ):
-        error = program.mode_error(run, text)
+        try:
+            error = program.mode_error(run, text)
+        except Exception as other:  # JAX has no one type of error for it
+            opaque = loss_structure(NumberedLoss(program.traced)).opaque
+            if not opaque:
+                raise
+            raise no_derivative_error(loss, opaque) from other
         if error is None:
             modes.append(mode)
         else:
