@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from .helpers import assert_close
+from .helpers import assert_close, skip_without_checkpointed_loops
 from .zero_safe_cases import CASES
 
 
@@ -398,6 +398,7 @@ def test_optimistix():
 
 def test_diffrax():
     diffrax = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
     # The solver's own backward pass is a rule: it is the vector field that is made safe.
     field = eqg.zero_safe(lambda t, y, args: jnp.where(y > 0, -jnp.sqrt(y), 0.0))
 
