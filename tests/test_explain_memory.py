@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 from eqx_grads import RuleError
+from eqx_grads._diagnosis._memory import explain_memory as explain_memory_module
 from eqx_grads._diagnosis._memory.advice import candidates, with_checkpoints
 from eqx_grads._diagnosis._memory.explain_memory import _undoes_checkpoints
 from eqx_grads._diagnosis._memory.residuals import Gradient
@@ -422,6 +423,15 @@ def test_differential_equation():
             # With JAX 0.12, the compiled gradient needs a third of what it needs with 0.10.
             assert kept["DirectAdjoint"] > 1.5 * kept["BacksolveAdjoint"]
     assert kept["DirectAdjoint"] > 4 * kept["RecursiveCheckpointAdjoint"]
+
+
+def test_a_large_program_is_compiled_on_demand(monkeypatch):
+    monkeypatch.setattr(explain_memory_module, "_MOST_COMPILED", 5)
+    report = eqg.explain_memory(lambda w: jnp.sum(jnp.sin(jnp.exp(jnp.cos(w)))), jnp.ones(64))
+    assert report.compiled is None
+    assert re.search(r"has \d+ equations, and was not compiled", str(report))
+    assert report.verify().compiled is not None
+    assert "not compiled" not in str(report.verify())
 
 
 def test_constants_are_no_inputs():
