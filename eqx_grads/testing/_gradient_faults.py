@@ -121,7 +121,7 @@ def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list
                 ]
         return []
     finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
-    reasons = _Reasons({}, None, False, [], [])
+    reasons = NO_REASONS
     if finite:
         # Where reverse mode is right, the fault is in a forward rule.
         is_reverse = any(leaves[i].reverse is not None for i in finite)
@@ -145,6 +145,9 @@ class _Reasons(NamedTuple):
     is_scan: bool
     opaque: Sequence[Origin]
     around: Sequence[Suspect]
+
+
+NO_REASONS = _Reasons({}, None, False, [], [])
 
 
 def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:

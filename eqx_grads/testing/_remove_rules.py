@@ -68,6 +68,7 @@ class RuleRemoval:
     def __init__(self, program: LossProgram):
         self.program = program
         self.suspects: list[Suspect] = []
+        self._known: dict[frozenset[int], list[np.ndarray]] = {}
         self._index: dict[int, int] = {}  # from the id of an equation
         known: dict[tuple[str, str, str], int] = {}
         origins = NumberedLoss(program.traced).origins
@@ -105,6 +106,12 @@ class RuleRemoval:
         return np.array([i in removed for i in range(len(self.suspects))])
 
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
+        key = frozenset(removed)
+        if key not in self._known:  # the search asks for some sets several times
+            self._known[key] = self._compute_gradient(key)
+        return self._known[key]
+
+    def _compute_gradient(self, removed: Set[int]) -> list[np.ndarray]:
         program = self.program
         with program.context():
             leaves = list(map(jnp.asarray, program.leaves))
