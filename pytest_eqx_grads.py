@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("eqx-grads")
     group.addoption(
@@ -42,9 +45,9 @@ def _with_report(request: pytest.FixtureRequest, run: Any) -> Any:
     def check(fn, /, *args, raises=True, **kwargs):
         kwargs.setdefault("seed", request.config.getoption("--eqx-grads-seed"))
         report = run(fn, *args, raises=False, **kwargs)
-        request.node.add_report_section("call", "eqx_grads", str(report))
         if raises:
-            report.raise_if_failed()
+            report.raise_if_failed()  # pytest shows the report as the text of the exception
+        request.node.add_report_section("call", "eqx_grads", str(report))
         return report
 
     return check

@@ -77,3 +77,11 @@ def test_yin_and_yang_are_learned_and_only_with_a_surrogate(tmp_path):
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["surrogate"] >= 0.96
     assert result["zero_gradient"] <= 0.7  # guessing: 0.33
+
+
+@pytest.mark.slow
+def test_speakers_are_told_apart_and_only_with_a_surrogate(tmp_path):
+    _run(ROOT / "examples" / "speech.py", tmp_path, "--seeds", "3")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["surrogate"] >= 0.96
+    assert result["plain_step"] <= 0.25  # guessing: 0.11

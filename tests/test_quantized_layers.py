@@ -348,7 +348,7 @@ def nearest(z, codebook):
 
 
 def test_entries_and_losses(getkey):
-    vq = nn.VectorQuantizer(7, 3, commitment=0.3, key=getkey())
+    vq = nn.VectorQuantizer(7, 3, commitment=0.3, ema=False, key=getkey())
     z = jr.normal(getkey(), (20, 3), vq.codebook.dtype)
     value, indices, codebook_loss, commitment_loss = vq.quantize(z)
     np.testing.assert_array_equal(indices, nearest(z, vq.codebook))
@@ -403,7 +403,7 @@ def test_moving_averages(getkey):
     assert perplexity[0] == pytest.approx(4)
     assert perplexity[-1] < 4
     assert eqx.tree_equal(vq.updated(zs[0, :0]), vq)
-    by_gradient = nn.VectorQuantizer(4, 2, key=getkey())
+    by_gradient = nn.VectorQuantizer(4, 2, ema=False, key=getkey())
     assert by_gradient.updated(zs[0]).codebook is not None
     np.testing.assert_array_equal(by_gradient.updated(zs[0]).codebook, by_gradient.codebook)
     grad = jax.grad(lambda z: jnp.sum(vq.updated(z).codebook))(zs[0])
@@ -419,7 +419,7 @@ def test_indices_of_any_integers(dtype, getkey):
 
 
 def test_losses_of_nothing_and_of_large_numbers(getkey):
-    vq = nn.VectorQuantizer(4, 3, dtype="float32", key=getkey())
+    vq = nn.VectorQuantizer(4, 3, ema=False, dtype="float32", key=getkey())
     loss = lambda vq, z: sum(vq.quantize(z)[2:])
     nothing = jnp.ones((0, 3), "float32")
     value, grad = eqx.filter_value_and_grad(loss)(vq, nothing)
@@ -663,30 +663,30 @@ def test_rules():
     new, report = nn.quantize_model(
         model,
         {
-            "heads.a": None,
+            "heads['a']": None,
             "heads": nn.LSQ(8, channel_axis=0),
-            "blocks.1.*.output_proj": nn.BinaryLinear,
+            "blocks[1].*.output_proj": nn.BinaryLinear,
             eqx.nn.MultiheadAttention: (nn.LSQ(4), nn.FakeQuantize(6)),
-            "blocks.0.feed.layers.[01]": (ste.binary_sign, None),
+            "blocks[0].feed.layers[?]": (ste.binary_sign, None),
             "*": ft.partial(nn.TernaryLinear.from_layer, scale=False),
         },
     )
     attention = {
-        f"blocks.{i}.attention.{name}_proj": ("QuantizedLinear", "4 bits", "6 bits")
+        f"blocks[{i}].attention.{name}_proj": ("QuantizedLinear", "4 bits", "6 bits")
         for i in (0, 1)
         for name in ("query", "key", "value", "output")
     }
     assert swapped(report) == {
         **attention,
-        "blocks.0.feed.layers.0": ("QuantizedLinear", "binary_sign", ""),
-        "blocks.0.feed.layers.1": ("QuantizedLinear", "binary_sign", ""),
-        "blocks.1.attention.output_proj": ("BinaryLinear", "1 bit", ""),
-        "blocks.1.feed.layers.0": ("TernaryLinear", "1.58 bits", ""),
-        "blocks.1.feed.layers.1": ("TernaryLinear", "1.58 bits", ""),
-        "heads.b": ("QuantizedLinear", "8 bits", ""),
+        "blocks[0].feed.layers[0]": ("QuantizedLinear", "binary_sign", ""),
+        "blocks[0].feed.layers[1]": ("QuantizedLinear", "binary_sign", ""),
+        "blocks[1].attention.output_proj": ("BinaryLinear", "1 bit", ""),
+        "blocks[1].feed.layers[0]": ("TernaryLinear", "1.58 bits", ""),
+        "blocks[1].feed.layers[1]": ("TernaryLinear", "1.58 bits", ""),
+        "heads['b']": ("QuantizedLinear", "8 bits", ""),
     }
-    norms = {f"blocks.{i}.norm.{name}": "" for i in (0, 1) for name in ("weight", "bias")}
-    assert left(report) == {**norms, "heads.a": "rule 0, 'heads.a'"}
+    norms = {f"blocks[{i}].norm.{name}": "" for i in (0, 1) for name in ("weight", "bias")}
+    assert left(report) == {**norms, "heads['a']": "rule 0, \"heads['a']\""}
     # What was not swapped is the object that it was.
     assert new.blocks[0].norm is model.blocks[0].norm
     assert new.heads["a"] is model.heads["a"]
@@ -705,11 +705,11 @@ def test_the_report_is_a_table():
     _, report = nn.quantize_model(model, [(eqx.nn.Conv, (nn.LSQ(2), nn.FakeQuantize(8)))])
     assert str(report) == (
         "swapped: 1\n"
-        "  0  Conv2d -> QuantizedConv  weights 2 bits  inputs 8 bits  (2, 1, 3, 3)\n"
+        "  [0]  Conv2d -> QuantizedConv  weights 2 bits  inputs 8 bits  (2, 1, 3, 3)\n"
         "left: 3\n"
-        "  1            Linear        (6, 5)  no rule\n"
-        "  2.weight_ih  float32[9,2]  (9, 2)\n"
-        "  2.weight_hh  float32[9,3]  (9, 3)"
+        "  [1]            Linear        (6, 5)  no rule\n"
+        "  [2].weight_ih  float32[9,2]  (9, 2)\n"
+        "  [2].weight_hh  float32[9,3]  (9, 3)"
     )
     linear = model[1]
     new, report = nn.quantize_model(linear, {"*": nn.LSQ(2)})
@@ -717,13 +717,13 @@ def test_the_report_is_a_table():
     assert "(the model)  Linear -> QuantizedLinear" in str(report)
     again, report = nn.quantize_model([new, linear], {"*": nn.BinaryLinear})
     assert again[0] is new
-    assert left(report) == {"0": "quantized already"}
+    assert left(report) == {"[0]": "quantized already"}
     for again in (new, [new], {"a": [new]}):
         with raises("only layers that are quantized already: rule 0(?s:.)*Linear`"):
             nn.quantize_model(again, {eqx.nn.Linear: nn.LSQ(2)})
     with raises("the model itself is a `QuantizedLinear`"):
         nn.quantize_model(new, {"*": nn.LSQ(2)})
-    with raises("matches no layer: rule 0, 'b'(?s:.)*there is `a`, QuantizedLinear"):
+    with raises("matches no layer: rule 0, 'b'(?s:.)*there is `..a..`, QuantizedLinear"):
         nn.quantize_model({"a": new}, {"b": nn.LSQ(2)})
     with raises("for the model itself, a `Linear`, it returned ArrayImpl"):
         nn.quantize_model(linear, {"*": lambda layer: layer.weight})
@@ -738,7 +738,7 @@ def test_mlp(scan, getkey):
     model = eqx.nn.MLP(3, 2, 4, 3, scan=scan, key=getkey())
     x = jr.normal(getkey(), (3,))
     quantizers = (nn.LSQ(2), nn.LSQ(3, signed=False, scale=0.5))
-    new, report = nn.quantize_model(model, {"layers.0": nn.LSQ(4), "layers.*": quantizers})
+    new, report = nn.quantize_model(model, {"layers[0]": nn.LSQ(4), "layers[*]": quantizers})
     assert len(report.swapped) == len(model.layers)
 
     def plain(model):
@@ -771,8 +771,8 @@ def test_ensembles(getkey):
 
     keys = jr.split(getkey(), 2)
     rules = {
-        "conv": (nn.LSQ(3, channel_axis=0), nn.LSQ(4, scale=0.3)),
-        "linear": nn.LSQ(2),
+        "['conv']": (nn.LSQ(3, channel_axis=0), nn.LSQ(4, scale=0.3)),
+        "['linear']": nn.LSQ(2),
     }
     many = eqx.filter_jit(eqx.filter_vmap(make))(keys)
     stacked, report = nn.quantize_model(many, rules)
@@ -796,10 +796,14 @@ def test_shared_layers(getkey):
     model = {"a": linear, "b": [linear], "c": linear}
     new, report = nn.quantize_model(model, {"*": nn.LSQ(2)})
     assert new["a"] is new["b"][0] is new["c"]
-    assert [row.note for row in report.swapped] == ["", "shared with a", "shared with a"]
-    new, report = nn.quantize_model(model, {"b": nn.LSQ(2), "c": nn.LSQ(4)})
+    assert [row.note for row in report.swapped] == [
+        "",
+        "shared with ['a']",
+        "shared with ['a']",
+    ]
+    new, report = nn.quantize_model(model, {"['b']": nn.LSQ(2), "['c']": nn.LSQ(4)})
     assert new["a"] is linear
-    was = "was shared with a, and is not any more"
+    was = "was shared with ['a'], and is not any more"
     assert [row.note for row in report.swapped] == [was, was]
 
     class Tied(eqx.Module):
@@ -979,12 +983,16 @@ class TestErrors:
 
     def test_rules(self, getkey):
         model = blank(Model)
-        with raises(r"matches no layer: rule 1, 'head.a'\.(?s:.)*there is `heads.a`, Linear"):
+        with raises(
+            r"matches no layer: rule 1, 'head.a'\.(?s:.)*there is `heads\['a'\]`, Linear"
+        ):
             nn.quantize_model(model, {"*": None, "head.a": nn.LSQ(2)})
-        with raises("matches no layer: rule 0, Conv(?s:.)*is `blocks.0.attention.query_proj`"):
+        with raises("matches no layer: rule 0, Conv(?s:.)*is `blocks.0..attention.query_proj`"):
             nn.quantize_model(model, {eqx.nn.Conv: nn.LSQ(2)})
-        with raises("is never used: rule 1, 'heads.a'(?s:.)*The first rule that matches wins"):
-            nn.quantize_model(model, {eqx.nn.Linear: nn.LSQ(2), "heads.a": None})
+        with raises(
+            "is never used: rule 1, .heads..a...(?s:.)*The first rule that matches wins"
+        ):
+            nn.quantize_model(model, {eqx.nn.Linear: nn.LSQ(2), "heads['a']": None})
         with raises("does not say how to quantize: rule 0(?s:.)*it is 4"):
             nn.quantize_model(model, {"*": 4})
         with raises("does not say which layers it is for: rule 0, 3"):
@@ -992,8 +1000,8 @@ class TestErrors:
         with raises(r"did not return a quantized layer(?s:.)*write `\(fn, None\)`"):
             nn.quantize_model(model, {"heads": ste.binary_sign})
         convs = [eqx.nn.Conv1d(1, 1, 1, key=getkey())]
-        with raises("the layer is a `Conv1d`(?s:.)*take the place of `0` by rule 0, '0'"):
-            nn.quantize_model(convs, {"0": nn.BinaryLinear})
+        with raises("the layer is a `Conv1d`(?s:.)*take the place of `.0.` by rule 0, '.0.'"):
+            nn.quantize_model(convs, {"[0]": nn.BinaryLinear})
         owns = [OwnCall(2, 3, key=getkey())]
         with raises("the layer is a `OwnCall`"):
             nn.quantize_model(owns, {eqx.nn.Linear: nn.LSQ(2)})
@@ -1074,7 +1082,7 @@ def test_a_trained_model_goes_on_with_two_bits(digits):
         model = eqx.nn.MLP(64, 10, 128, 2, dtype="float32", key=key1)
         model = train(model, *training, steps=600, key=key2)
         rules = {
-            "layers.0": nn.LSQ(2),
+            "layers[0]": nn.LSQ(2),
             eqx.nn.Linear: (nn.LSQ(2), nn.LSQ(2, signed=False, scale=0.5)),
         }
         model, report = nn.quantize_model(model, rules)

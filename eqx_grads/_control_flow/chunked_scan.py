@@ -21,9 +21,10 @@ def scan_in_chunks(
 
     - `xs` are arrays with a leading time axis, of which `fn` is given `chunk` steps at a time.
     - `inits` are arrays with one row for each chunk (see `chunk_init`).
+    - `ys` are arrays with a row for each step of the chunk, or with any number of rows.
 
     If `chunk` does not divide the number of steps, the last chunk is shorter. Returns the last
-    carry, and the `ys` of all steps.
+    carry, and the `ys` of all chunks, one after another.
     """
     steps = jax.tree.leaves(xs)[0].shape[0]
     n, remainder = divmod(steps, chunk)
@@ -52,7 +53,7 @@ def scan_in_chunks(
         # The name tells `explain_nan` how the steps are numbered, and so does that below.
         with jax.named_scope(f"eqg_chunks_of_{chunk}"):
             carry, ys = jax.lax.scan(one, carry, (full, full_inits), reverse=reverse)
-        return carry, jax.tree.map(lambda y: y.reshape(n * chunk, *y.shape[2:]), ys)
+        return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
     if remainder == 0:
         return full_chunks(carry)

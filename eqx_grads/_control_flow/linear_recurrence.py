@@ -8,6 +8,9 @@ from .._errors import rule_error, type_of
 from .._rules.custom_vjp import custom_vjp
 
 
+METHODS = ("auto", "scan", "associative")
+
+
 def linear_recurrence(
     a: ArrayLike,
     b: ArrayLike,
@@ -64,7 +67,7 @@ def linear_recurrence(
     [`eqx_grads.RuleError`][] if the shapes do not broadcast, there is no time axis, or the
     method is unknown.
     """
-    if method not in ("auto", "scan", "associative"):
+    if method not in METHODS:
         raise rule_error(
             "`linear_recurrence` has no such method.",
             f"`method` is {method!r}",

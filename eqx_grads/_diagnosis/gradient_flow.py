@@ -21,7 +21,14 @@ from .._errors import place_of, rule_error, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
-from .layers import has_arrays, is_layer, wrap_layers
+from .layers import (
+    AbstractCellLayer,
+    called_cells,
+    cells_of,
+    has_arrays,
+    is_layer,
+    wrap_layers,
+)
 from .probe import GradientStatistics, probe
 from .traced_loss import check_scalar
 
@@ -72,7 +79,8 @@ def gradient_flow(
     - `*args`, `**kwargs`: anything.
     - `where`: a function of the model, as for `eqx.tree_at`, that returns the layers to
         probe. By default these are all layers: every Module that is callable and has an array
-        as a direct child, except stateful layers such as `eqx.nn.BatchNorm`.
+        as a direct child, except stateful layers such as `eqx.nn.BatchNorm`. A recurrent layer
+        such as [`eqx_grads.nn.GRU`][] stands for its cells.
 
     **Returns:**
 
@@ -81,6 +89,11 @@ def gradient_flow(
     `scan`, there is one for each step, in the order of `xs`. The norms of several calls in
     the program are concatenated. Under `vmap`, it is the norm over the whole batch. NaN where
     the gradient is not finite.
+
+    A recurrent layer of one cell has one norm for each step, that of the gradient of its state.
+    A layer of several cells has an entry for each: `rnn.cells[1][0]` is that of the second
+    layer, first direction. `nn.LRU`, `S5`, `MinGRU` and `MinLSTM` have no cells to call, and
+    have one norm for all steps.
 
     This compiles and computes one gradient. To call it repeatedly, wrap it in
     `eqx.filter_jit`.
@@ -92,6 +105,8 @@ def gradient_flow(
     function with a custom derivative.
     """
     names, marked = _mark_layers(model, where)
+    only_cells = _only_cells(model)
+    names = [only_cells.get(name, name) for name in names]
     dynamic, static = eqx.partition((marked, args, kwargs), eqx.is_array)
     values, treedef = jax.tree.flatten(dynamic)
 
@@ -100,7 +115,8 @@ def gradient_flow(
         model, args, kwargs = eqx.combine(dynamic, static)
         return check_scalar("gradient_flow", loss, loss(model, *args, **kwargs))
 
-    with visible_steps():  # of `filter_scan`, so that the marks in them are found
+    # So that the marks in the steps of `filter_scan` and of recurrent layers are found.
+    with visible_steps(), called_cells():
         program = jax.make_jaxpr(flat_loss)(values)
     sites = _sites(program, names)
     called = {index for index, _ in sites}
@@ -171,6 +187,7 @@ def _mark_layers(model, where) -> tuple[list[str], Any]:
     selected = None
     if where is not None:
         selected = jax.tree.leaves(where(model), is_leaf=is_layer)
+        selected = [cell for layer in selected for cell in cells_of(layer)]
         if not selected or not all(map(is_layer, selected)):
             raise rule_error(
                 "`gradient_flow` was given a `where` that does not return layers.",
@@ -182,7 +199,12 @@ def _mark_layers(model, where) -> tuple[list[str], Any]:
     def selects(node):
         if selected is not None:
             return any(layer is node for layer in selected)
-        return has_arrays(node) and not isinstance(node, eqx.nn.StatefulLayer)
+        stands_for_itself = cells_of(node)[0] is node
+        return (
+            has_arrays(node)
+            and stands_for_itself
+            and not isinstance(node, eqx.nn.StatefulLayer)
+        )
 
     names, marked = wrap_layers(model, selects, _call_marked)
     n_selected = 1 if selected is None else len({id(layer) for layer in selected})
@@ -194,6 +216,15 @@ def _mark_layers(model, where) -> tuple[list[str], Any]:
             "with `where`.",
         )
     return names, marked
+
+
+def _only_cells(model: PyTree) -> dict[str, str]:
+    """The path of each recurrent layer that has a single cell, by the path of the cell."""
+    runs_cells = lambda node: isinstance(node, AbstractCellLayer)
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=runs_cells)
+    single = [path for path, node in nodes if runs_cells(node) and len(cells_of(node)) == 1]
+    paths = [jax.tree_util.keystr(path).removeprefix(".") for path in single]
+    return {f"{path}.cells[0][0]": path for path in paths if path}
 
 
 # ---------------------------------------------------------------- evaluation with probes

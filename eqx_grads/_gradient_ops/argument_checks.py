@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._errors import rule_error, type_of
+from .._rules.float_args import as_integer, is_known
 from .._tangent_spaces import broadcasts_to, is_arraylike, is_differentiable, shape_of
 
 
@@ -50,7 +50,7 @@ def check_bounds(op, min, max, x):
                 "real bounds.",
             )
         check_broadcasts(op, argument, bound, x)
-    if _is_known(min) and _is_known(max) and not np.all(np.asarray(min) <= np.asarray(max)):
+    if is_known(min) and is_known(max) and not np.all(np.asarray(min) <= np.asarray(max)):
         raise rule_error(
             f"`{op}` was given a `min` that exceeds `max`.",
             f"`min` is {min}, `max` is {max}",
@@ -65,7 +65,7 @@ def check_not_negative(op, argument, value, scalar=True):
             f"`{argument}` is {type_of(value)}",
             do="Use one number for all, or `jax.vmap` for one number each.",
         )
-    if jnp.iscomplexobj(value) or (_is_known(value) and not np.all(np.asarray(value) >= 0)):
+    if jnp.iscomplexobj(value) or (is_known(value) and not np.all(np.asarray(value) >= 0)):
         raise rule_error(
             f"The `{argument}` of `{op}` is not a non-negative number.",
             f"`{argument}` is {value}",
@@ -76,7 +76,14 @@ def check_not_negative(op, argument, value, scalar=True):
 def check_axis(op, axis, x):
     if axis is None:
         return
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = [known for known in map(as_integer, given) if known is not None]
+    if len(axes) < len(given):
+        raise rule_error(
+            f"`{op}` was given an axis that is not an integer.",
+            f"`axis` is {axis!r:.60}",
+            do="Give it an integer, a tuple of integers, or `None` for all axes of all leaves.",
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         n = len(shape_of(leaf)) if is_differentiable(leaf) else None
         if n is not None and any(not -n <= a < n for a in axes):
@@ -86,8 +93,3 @@ def check_axis(op, axis, x):
                 do="Every floating leaf needs this axis. With `axis=None`, there is one norm "
                 "for all leaves together.",
             )
-
-
-def _is_known(value) -> bool:
-    """Whether the value can be compared in Python: it is given, and not traced."""
-    return value is not None and not isinstance(value, Tracer)

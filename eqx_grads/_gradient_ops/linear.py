@@ -18,6 +18,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 from .._errors import rule_error, show_tree, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
+from .._rules.float_args import check_parameter, is_known
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none, varying_axes
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
@@ -174,10 +175,29 @@ def reversal_schedule(
 
     That of the formula.
 
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `progress` is negative (unless it is traced): the formula would
+    be negative too.
+
     Source: Ganin et al., [Domain-adversarial training of neural
     networks](https://arxiv.org/abs/1505.07818), 2016, section 5.2.2, where `low` is 0 and
     `high` is 1.
     """
+    for what, value in (
+        ("progress", progress),
+        ("low", low),
+        ("high", high),
+        ("gamma", gamma),
+    ):
+        check_parameter("reversal_schedule", what, value)
+    if is_known(progress) and np.any(np.asarray(progress) < 0):
+        raise rule_error(
+            "`reversal_schedule` was given a negative progress.",
+            f"`progress` is {progress!r:.60}",
+            do="Give it the fraction of the training that is done: the step divided by the "
+            "number of steps.",
+        )
     values = [jnp.asarray(v) for v in (progress, low, high, gamma)]
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(float, *values)

@@ -119,11 +119,11 @@ def _run_scan(scan: Scan, values: list[Any], run: Run, extra: Any) -> list[Any]:
     def body(carry, xs_and_extra):
         xs, extra = xs_and_extra
         out = list(run(*scan.programs, [*consts, *carry, *xs], extra))
-        return _with_fixed_dtypes(out[: scan.n_carry]), out[scan.n_carry :]
+        return with_fixed_dtypes(out[: scan.n_carry]), out[scan.n_carry :]
 
     carry, ys = jax.lax.scan(
         body,
-        _with_fixed_dtypes(rest[: scan.n_carry]),
+        with_fixed_dtypes(rest[: scan.n_carry]),
         (rest[scan.n_carry :], extra),
         length=scan.length,
         reverse=scan.reverse,
@@ -138,78 +138,12 @@ def _run_while(loop: While, values: list[Any], run: Run, extras: Sequence[Any]) 
     body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
     return jax.lax.while_loop(
         lambda carry: run(cond, [*cond_consts, *carry], extras[0])[0],
-        lambda carry: _with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1]))),
-        _with_fixed_dtypes(init),
+        lambda carry: with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1]))),
+        with_fixed_dtypes(init),
     )
 
 
-RunWithState = Callable[[int, list[Any], Any, Any], tuple[Sequence[Any], Any]]
-
-
-def enter_with_state(
-    eqn: Any, values: Sequence[Any], run: RunWithState, state: Any
-) -> tuple[Sequence[Any], Any]:
-    """As `enter`, with a state that the inner programs update in the order in which they run.
-
-    Each inner program is run by `run(part, values, state, step)`, which returns its outputs and
-    the state. `part` is its index in `inner_programs(eqn)`. `step` is the index of the step of
-    a loop, and otherwise `None`. The state is a PyTree of arrays. Nothing is left of a rule and
-    of a `jax.checkpoint`: the result is not meant to be differentiated.
-    """
-    values = list(values)
-    match structure(eqn):
-        case Call() | CallWithRule() | Checkpoint():
-            return run(0, values, state, None)
-        case Scan() as scan:
-            return _scan_with_state(scan, values, run, state)
-        case While() as loop:
-            return _while_with_state(loop, values, run, state)
-        case Cond(by_platform=False) as cond:
-            branches = [
-                lambda values, state, i=i: run(i, values, state, None)
-                for i in range(len(cond.programs))
-            ]
-            return jax.lax.switch(values[0], branches, values[1:], state)
-    raise NotImplementedError(f"The inner programs of `{eqn.primitive.name}` can't be entered.")
-
-
-def _scan_with_state(scan: Scan, values, run: RunWithState, state):
-    consts, rest = values[: scan.n_consts], values[scan.n_consts :]
-
-    def body(carry_and_state, xs_and_step):
-        (carry, state), (xs, step) = carry_and_state, xs_and_step
-        out, state = run(0, [*consts, *carry, *xs], state, step)
-        return (_with_fixed_dtypes(list(out[: scan.n_carry])), state), out[scan.n_carry :]
-
-    (carry, state), ys = jax.lax.scan(
-        body,
-        (_with_fixed_dtypes(rest[: scan.n_carry]), state),
-        (rest[scan.n_carry :], jnp.arange(scan.length, dtype=jnp.int32)),
-        length=scan.length,
-        reverse=scan.reverse,
-    )
-    return [*carry, *ys], state
-
-
-def _while_with_state(loop: While, values, run: RunWithState, state):
-    cond_consts, rest = values[: loop.n_cond_consts], values[loop.n_cond_consts :]
-    body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
-
-    def cond(loop_state):
-        carry, state, step = loop_state
-        return run(0, [*cond_consts, *carry], state, step)[0][0]
-
-    def body(loop_state):
-        carry, state, step = loop_state
-        out, state = run(1, [*body_consts, *carry], state, step)
-        return _with_fixed_dtypes(list(out)), state, step + 1
-
-    start = (_with_fixed_dtypes(init), state, jnp.int32(0))
-    carry, state, _ = jax.lax.while_loop(cond, body, start)
-    return carry, state
-
-
-def _with_fixed_dtypes(carry: list[Any]) -> list[Any]:
+def with_fixed_dtypes(carry: list[Any]) -> list[Any]:
     """A carry that is a Python number before the first step has a weak dtype there, and another
     one after it: JAX would trace the step again."""
     is_weak = lambda x: getattr(x, "weak_type", False)

@@ -57,6 +57,10 @@ class Scan:
     reverse: bool
     unroll: int | bool
 
+    @property
+    def n_before_carry(self) -> int:
+        return self.n_consts
+
 
 @dataclasses.dataclass(frozen=True)
 class While:
@@ -66,6 +70,14 @@ class While:
     programs: tuple[ClosedJaxpr, ClosedJaxpr]
     n_cond_consts: int
     n_body_consts: int
+
+    @property
+    def n_before_carry(self) -> int:
+        return self.n_cond_consts + self.n_body_consts
+
+    @property
+    def n_carry(self) -> int:
+        return len(self.programs[1].out_avals)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, type_of
@@ -82,16 +83,46 @@ def constant(name: str, what: str, x: Any) -> Any:
     return nondifferentiable(x, f"The {what} of `{name}`")
 
 
+def is_known(x: Any) -> bool:
+    """Whether a parameter can be compared in Python: it is given, not traced, and not spread
+    over several processes."""
+    is_elsewhere = isinstance(x, jax.Array) and not (
+        isinstance(x, Tracer) or x.is_fully_addressable
+    )
+    return x is not None and not isinstance(x, Tracer) and not is_elsewhere
+
+
+def check_parameter(name: str, what: str, x: Any) -> None:
+    """Raise if a parameter is not a number, or an array of numbers. A bool is not."""
+    if not _is(x, jnp.inexact) and not _is(x, jnp.integer):
+        raise rule_error(
+            f"The {what} of `{name}` is not a number.",
+            f"it is {type_of(x)}",
+            do="Give it a real number, or an array of real numbers.",
+        )
+
+
 def check_positive(name: str, what: str, x: Any) -> None:
-    """Raise if a parameter is not positive. Arrays of JAX are not looked at: they may be
-    traced."""
-    is_known = isinstance(x, float | int | np.ndarray | np.generic)
-    if is_known and not np.all(np.asarray(x) > 0):
+    """Raise if a parameter is not positive. Traced arrays have no value to look at."""
+    check_parameter(name, what, x)
+    is_real = not jnp.iscomplexobj(x)  # a complex one is refused where it is broadcast
+    if is_real and is_known(x) and not np.all(np.asarray(x) > 0):
         raise rule_error(
             f"The {what} of `{name}` is not positive.",
             f"it is {x!r:.80}",
             do=f"Give it a positive {what}.",
         )
+
+
+def check_flags(name: str, **flags: Any) -> None:
+    """Raise unless each option is a bool. Any other object would count as true, `"no"` too."""
+    for option, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise rule_error(
+                f"The `{option}` of `{name}` is not a bool.",
+                f"it is {flag!r:.60}",
+                do="Give `True` or `False`.",
+            )
 
 
 def as_integer(x: Any) -> int | None:

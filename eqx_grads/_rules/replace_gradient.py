@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import rule_error, show_tree, type_of
+from .._errors import name_of, rule_error, show_tree, type_of
 from .._tangent_spaces import tangents_match
 from .custom_jvp import custom_jvp
 from .flatten_call import as_arrays
@@ -52,26 +52,28 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
     [`eqx_grads.RuleError`][] if structures or shapes differ, or if a leaf of one can be
     differentiated and that of the other can't.
     """
-    _check_alike(value, surrogate)
+    _check_alike("`replace_gradient` was given", ("value", "surrogate"), value, surrogate)
     return _replace_gradient(value, surrogate)
 
 
-def _check_alike(value, surrogate):
+def _check_alike(caller, names, value, surrogate):
+    """Raise unless a surrogate has tangents like those of a value. `names` are what the user
+    calls the two."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     surrogates, surrogate_def = jax.tree.flatten(surrogate)
     if treedef != surrogate_def:
         raise rule_error(
-            "`replace_gradient` was given a value and a surrogate of different structure.",
-            f"the value is {show_tree(value)}",
-            f"the surrogate is {show_tree(surrogate)}",
-            do="Give it two trees of the same structure.",
+            f"{caller} a value and a surrogate of different structure.",
+            f"the {names[0]} is {show_tree(value)}",
+            f"the {names[1]} is {show_tree(surrogate)}",
+            do="Both need the same structure.",
         )
     for (path, x), s in zip(leaves, surrogates, strict=True):
         if not tangents_match(x, s):
             raise rule_error(
-                "`replace_gradient` was given a surrogate that can't stand for the value.",
-                f"at value{jax.tree_util.keystr(path)}: the value is {type_of(x)}, "
-                f"the surrogate {type_of(s)}",
+                f"{caller} a surrogate that can't stand for the value.",
+                f"at value{jax.tree_util.keystr(path)}: the {names[0]} is {type_of(x)}, "
+                f"the {names[1]} {type_of(s)}",
                 do="Both need the same shape and a floating or complex dtype.",
             )
 
@@ -154,7 +156,10 @@ class _WithGradientOf(eqx.Module):
             lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,
             (self.fn, args, kwargs),
         )
-        return replace_gradient(fn(*args_, **kwargs_), self.surrogate_fn(*args, **kwargs))
+        value, surrogate = fn(*args_, **kwargs_), self.surrogate_fn(*args, **kwargs)
+        names = [f"value of `{name_of(f)}`" for f in (self.fn, self.surrogate_fn)]
+        _check_alike("`with_gradient_of` was given", names, value, surrogate)
+        return _replace_gradient(value, surrogate)
 
     @property
     def __wrapped__(self):

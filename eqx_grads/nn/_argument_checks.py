@@ -1,13 +1,16 @@
 """Checks of arguments that layers of several kinds have."""
 
+import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from .._errors import rule_error, type_of
+from .._rules.float_args import check_flags
 
 
 def is_size(x: Any) -> bool:
@@ -15,13 +18,31 @@ def is_size(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= 1)
 
 
-def check_sizes(layer: str, **sizes: Any) -> None:
+def is_number(x: Any) -> TypeGuard[int | float]:
+    """Whether `x` is a real number of Python or NumPy."""
+    numbers = int | float | np.integer | np.floating
+    return isinstance(x, numbers) and not isinstance(x, bool)
+
+
+def as_sizes(layer: str, **sizes: Any) -> list[int]:
+    """Positive sizes as Python integers, which a static field has to be."""
     for name, size in sizes.items():
         if not is_size(size):
             raise rule_error(
                 f"`{layer}` was given a size that is not a positive integer.",
                 f"`{name}` is {size!r:.60}",
                 do="Give a positive integer.",
+            )
+    return [int(size) for size in sizes.values()]
+
+
+def check_numbers(layer: str, **numbers: Any) -> None:
+    for name, number in numbers.items():
+        if not is_number(number) or math.isnan(number):
+            raise rule_error(
+                f"The `{name}` of `{layer}` is not a number.",
+                f"it is {number!r:.60}",
+                do="Give a real number.",
             )
 
 
@@ -34,6 +55,35 @@ def check_option(layer: str, name: str, option: Any, known: Collection[str]) -> 
         )
 
 
+def check_callable(layer: str, name: str, fn: Any) -> None:
+    """Check that an optional function is one, and not its name."""
+    if fn is not None and (isinstance(fn, type) or not callable(fn)):
+        raise rule_error(
+            f"The `{name}` of `{layer}` is not a function.",
+            f"it is {fn!r:.60}",
+            do="Give a function of an array, such as `jax.nn.gelu`, and not its name.",
+        )
+
+
+def check_stack(layer: str, *, num_layers: Any, dropout: Any, **flags: Any) -> None:
+    """Check the options that all recurrent layers share."""
+    as_sizes(layer, num_layers=num_layers)
+    check_flags(layer, **flags)
+    if not (is_number(dropout) and 0 <= dropout <= 1):
+        raise rule_error(
+            f"The `dropout` of `{layer}` is not a probability.",
+            f"it is {dropout!r:.60}",
+            do="Give a number from zero to one.",
+        )
+    if dropout > 0 and num_layers == 1:
+        raise rule_error(
+            f"`{layer}` was given a `dropout`, and has a single layer.",
+            f"`dropout` is {dropout}, `num_layers` is {num_layers}",
+            do="Dropout is applied between two layers: put an `equinox.nn.Dropout` before or "
+            "after this layer, or leave `dropout` out.",
+        )
+
+
 def check_features(layer: str, cell: Any, xs: Array) -> None:
     if xs.shape[-1] != cell.input_size:
         step = jax.ShapeDtypeStruct(xs.shape[2:], xs.dtype)  # there may be no step to look at
@@ -42,3 +92,15 @@ def check_features(layer: str, cell: Any, xs: Array) -> None:
             f"a step of `xs` is {type_of(step)}, and `input_size` is {cell.input_size}",
             do="The last axis of `xs` is `input_size` long.",
         )
+
+
+def check_real(layer: str, cell: Any, xs: Array, *states: Array) -> None:
+    """Check that inputs have the right size and are real, and that given states are real."""
+    check_features(layer, cell, xs)
+    for name, x in (("xs", xs), *(("state", state) for state in states)):
+        if jnp.iscomplexobj(x):
+            raise rule_error(
+                f"`{layer}` was given complex numbers.",
+                f"`{name}` is {type_of(x)}",
+                do="Pass real ones. Real and imaginary parts may be features of their own.",
+            )

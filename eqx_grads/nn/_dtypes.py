@@ -5,12 +5,28 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._errors import rule_error
 from .._tangent_spaces import promote
 
 
 def default_dtype(dtype: Any = None) -> Any:
     """The dtype of parameters: that of JAX unless one is given."""
     return jnp.zeros(()).dtype if dtype is None else dtype
+
+
+def layer_dtype(layer: str, dtype: Any) -> Any:
+    """The dtype of the parameters of a layer, checked to be a real floating one."""
+    try:
+        known = default_dtype() if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise rule_error(
+            f"The `dtype` of `{layer}` is not a real floating one.",
+            f"it is {dtype!r:.60}" if known is None else f"it is {known}",
+            do="Give one such as `jnp.float32` or `jnp.bfloat16`, or `None` for that of JAX.",
+        )
+    return default_dtype(dtype)
 
 
 def common_dtype(*xs: Array | None) -> list[Any]:

@@ -3,9 +3,19 @@
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._rules.float_args import as_floats, broadcast_parameter, check_positive, constant, widen
+from .._errors import rule_error
+from .._rules.float_args import (
+    as_floats,
+    broadcast_parameter,
+    check_flags,
+    check_positive,
+    constant,
+    is_known,
+    widen,
+)
 from .._rules.replace_gradient import replace_gradient
 
 
@@ -61,9 +71,10 @@ def gumbel_softmax(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the logits are not an array of floats, or if the
-    temperature is not positive (unless it is an array of JAX, which may be traced).
+    temperature is not positive (unless it is traced).
     """
     check_positive("ste.gumbel_softmax", "temperature", temperature)
+    check_flags("ste.gumbel_softmax", hard=hard)
     logits = as_floats("ste.gumbel_softmax", logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
@@ -118,6 +129,7 @@ def gumbel_sigmoid(
     As [`eqx_grads.ste.gumbel_softmax`][].
     """
     check_positive("ste.gumbel_sigmoid", "temperature", temperature)
+    check_flags("ste.gumbel_sigmoid", hard=hard)
     logits = as_floats("ste.gumbel_sigmoid", logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.logistic(key, wide.shape, wide.dtype)
@@ -165,13 +177,28 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `p` is not an array of floats.
+    [`eqx_grads.RuleError`][] if `p` is not an array of floats, or is less than zero or greater
+    than one by more than rounding (unless it is traced).
     """
     p = as_floats("ste.bernoulli", p, "p")
+    _check_probabilities(p)
     wide = widen(p)
     bit = jr.uniform(key, wide.shape, wide.dtype) < wide
     # Propagate NaN: `uniform < NaN` is false, and the sample would be zero.
     return replace_gradient(jnp.where(jnp.isnan(p), p, bit.astype(p.dtype)), p)
+
+
+def _check_probabilities(p):
+    if not is_known(p):
+        return
+    values = np.asarray(widen(p))
+    slack = 8 * float(jnp.finfo(p.dtype).eps)  # a sum of a softmax may exceed one
+    if np.any((values < -slack) | (values > 1 + slack)):
+        raise rule_error(
+            "`ste.bernoulli` was given probabilities that are not from zero to one.",
+            f"the smallest is {np.nanmin(values)}, the largest {np.nanmax(values)}",
+            do="Give it probabilities: for logits, their `jax.nn.sigmoid`.",
+        )
 
 
 def reinmax(

@@ -1,9 +1,11 @@
 """Straight-through signs, steps, clipping and argmax."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._errors import rule_error
@@ -11,8 +13,10 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
     as_floats,
     broadcast_parameter,
+    check_parameter,
     check_positive,
     constant,
+    is_known,
     map_floats,
     widen,
 )
@@ -138,6 +142,7 @@ def heaviside(
 
     As [`eqx_grads.ste.round`][].
     """
+    check_parameter("ste.heaviside", "value at zero", at_zero)
     at_zero = constant("ste.heaviside", "value at zero", at_zero)
     step = ft.partial(wrap(_heaviside, backward=backward), at_zero=at_zero)
     return map_floats("ste.heaviside", step, x)
@@ -194,6 +199,7 @@ def ternary(
     As [`eqx_grads.ste.round`][], and if the threshold is differentiated.
     """
     if not isinstance(threshold, str):
+        check_parameter("ste.ternary", "threshold", threshold)
         threshold = constant("ste.ternary", "threshold", threshold)
     elif threshold != "mean":
         raise rule_error(
@@ -247,9 +253,23 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
 
     **Raises:**
 
-    As [`eqx_grads.ste.round`][], and if a bound does not broadcast to `x`.
+    As [`eqx_grads.ste.round`][], if a bound does not broadcast to `x`, and if both are single
+    numbers, known while tracing, and `min` exceeds `max`.
     """
+    for what, bound in (("min", min), ("max", max)):
+        if bound is not None:
+            check_parameter("ste.clip", what, bound)
+    if _is_one_number(min) and _is_one_number(max) and not np.asarray(min) <= np.asarray(max):
+        raise rule_error(
+            "`ste.clip` was given a `min` that exceeds `max`.",
+            f"`min` is {min}, `max` is {max}",
+            do="Were the bounds swapped, or is one of them NaN?",
+        )
     return map_floats("ste.clip", ft.partial(_clip_leaf, min, max), x)
+
+
+def _is_one_number(x: Any) -> bool:
+    return is_known(x) and np.ndim(x) == 0
 
 
 def _clip_leaf(min, max, x):
@@ -308,7 +328,7 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `x` is not an array of floats, or if the temperature is not
-    positive (unless it is an array of JAX, which may be traced).
+    positive (unless it is traced).
     """
     check_positive("ste.one_hot_argmax", "temperature", temperature)
     x = as_floats("ste.one_hot_argmax", x)

@@ -4,11 +4,22 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
 from .._rules.custom_jvp import custom_jvp
-from .._rules.float_args import as_bits, as_floats, broadcast_parameter, check_positive, widen
+from .._rules.float_args import (
+    as_bits,
+    as_floats,
+    as_integer,
+    broadcast_parameter,
+    check_flags,
+    check_parameter,
+    check_positive,
+    is_known,
+    widen,
+)
 from .._rules.replace_gradient import replace_gradient
 from ._rounding import round as round_
 
@@ -18,7 +29,7 @@ def fake_quantize(
     scale: ArrayLike,
     zero_point: ArrayLike = 0.0,
     *,
-    bits: int = 8,
+    bits: int | None = None,
     signed: bool = True,
     narrow: bool = False,
 ) -> Array:
@@ -51,8 +62,10 @@ def fake_quantize(
     - `scale`: the step of the grid. Positive, a number or an array that broadcasts to `x`:
         with ones for the axes that share a scale.
     - `zero_point`: the integer that represents zero, a number or an array that broadcasts to
-        `x`. It is rounded.
-    - `bits`: 2 to 24, or 1 if not `signed`.
+        `x`. It is rounded. Unless it is traced, it has to be in the range of the integers.
+    - `bits`: 2 to 24, or 1 if not `signed`. The default is 8. With an integer from 1 to 24 as
+        the zero point, give the number of bits too: `fake_quantize(x, scale, 8)` is an error,
+        as 8 bits were meant more likely than a zero point of 8.
     - `signed`: whether the integers go from $-2^{b-1}$ to $2^{b-1} - 1$, or from zero to
         $2^b - 1$.
     - `narrow`: whether to leave out the smallest integer, so that a signed range is
@@ -75,16 +88,46 @@ def fake_quantize(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `x` is not an array of floats, if a parameter does not
-    broadcast to it, or if the number of bits is out of range.
+    broadcast to it, or if the number of bits or the zero point is out of range.
     """
-    low, high = _integer_range("ste.fake_quantize", bits, signed)
-    check_positive("ste.fake_quantize", "scale", scale)
-    x = as_floats("ste.fake_quantize", x)
-    wide = widen(x)
-    scale = broadcast_parameter("ste.fake_quantize", "scale", scale, wide)
-    zero_point = broadcast_parameter("ste.fake_quantize", "zero point", zero_point, wide)
+    name = "ste.fake_quantize"
+    check_flags(name, narrow=narrow)
+    if bits is None:
+        _check_is_zero_point(zero_point)
+    low, high = _integer_range(name, 8 if bits is None else bits, signed)
     low = low + 1 if narrow else low
-    return _fake_quantize(wide, scale, round_(zero_point), low=low, high=high).astype(x.dtype)
+    check_positive(name, "scale", scale)
+    check_parameter(name, "zero point", zero_point)
+    x = as_floats(name, x)
+    wide = widen(x)
+    scale = broadcast_parameter(name, "scale", scale, wide)
+    zeros = broadcast_parameter(name, "zero point", zero_point, wide)
+    _check_zero_point(zero_point, low, high)
+    return _fake_quantize(wide, scale, round_(zeros), low=low, high=high).astype(x.dtype)
+
+
+def _check_is_zero_point(zero_point):
+    """Raise where a zero point is more likely the number of bits, which is keyword-only."""
+    known = as_integer(zero_point) if isinstance(zero_point, int | np.integer) else None
+    if known is not None and 1 <= known <= 24:
+        raise rule_error(
+            f"`ste.fake_quantize` was given {known} as its zero point, and no number of bits.",
+            f"its third argument, `zero_point`, is {known}; `bits` is a keyword",
+            do=f"Write `bits={known}` if you meant the number of bits. If {known} is the zero "
+            f"point, give both: `zero_point={known}, bits=8`.",
+        )
+
+
+def _check_zero_point(zero_point, low, high):
+    if not is_known(zero_point):
+        return
+    rounded = np.round(np.asarray(zero_point, np.float64))
+    if not np.all((low <= rounded) & (rounded <= high)):  # NaN is not
+        raise rule_error(
+            "`ste.fake_quantize` was given a zero point that is no integer of its range.",
+            f"`zero_point` is {zero_point!r:.60}, the integers are from {low} to {high}",
+            do="Give it a zero point in the range. Were `signed` or `bits` meant to be others?",
+        )
 
 
 @custom_jvp
@@ -229,6 +272,8 @@ def lsq(
     """
     low, high = _integer_range("ste.lsq", bits, signed)
     check_positive("ste.lsq", "step", step)
+    if gradient_scale is not None:
+        check_positive("ste.lsq", "gradient scale", gradient_scale)
     x, step = as_floats("ste.lsq", x), jnp.asarray(step)
     if gradient_scale is None:
         sharing = max(x.size, 1) / max(step.size, 1)
@@ -398,5 +443,6 @@ def _pact_jvp(primals, tangents, *, levels):
 
 def _integer_range(name, bits, signed):
     """The smallest and the largest integer of this number of bits."""
+    check_flags(name, signed=signed)
     bits = as_bits(name, bits, signed)
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)

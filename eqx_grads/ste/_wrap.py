@@ -73,8 +73,9 @@ def wrap(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `backward` is unknown, if its output has another structure or
-    shape than that of `fn`, or if another argument or a parameter of `fn` is differentiated.
+    [`eqx_grads.RuleError`][] if `fn` is not callable, if `backward` is unknown, if its
+    output has another structure or shape than that of `fn`, or if another argument or a
+    parameter of `fn` is differentiated.
 
     `backward="hard_tanh"` is not the same as `backward=lambda x: jnp.clip(x, -1, 1)`, whose
     derivative at the ends is one half.
@@ -89,6 +90,13 @@ def wrap(
         )
     if fn is None:
         return ft.partial(wrap, backward=backward)
+    if not callable(fn):
+        raise rule_error(
+            "`ste.wrap` was given something that is not a function.",
+            f"`fn` is {fn!r:.80}",
+            do="Give it the function whose value is used, and call the result: "
+            "`ste.wrap(jnp.round)(x)`.",
+        )
     wrapped = _StraightThrough(fn, backward)
     set_metadata(wrapped, fn)
     return wrapped

@@ -1,6 +1,8 @@
 """Base class of the surrogates that are given by a formula."""
 
 import abc
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,10 +43,13 @@ def _widen(surrogate, v):
     return v, fields, wide
 
 
-def check_positive(surrogate: AbstractFormula, *fields: str) -> None:
-    """Raise if a field is not positive."""
-    for field in fields:
-        float_args.check_positive(_name(surrogate), field, getattr(surrogate, field))
+def check_fields(surrogate: AbstractFormula, *, positive: Sequence[str]) -> None:
+    """Raise if a field is not a real number, or if one of these is not positive."""
+    for field in dataclasses.fields(surrogate):
+        check = float_args.check_parameter
+        if field.name in positive:
+            check = float_args.check_positive
+        check(_name(surrogate), field.name, getattr(surrogate, field.name))
 
 
 def _name(surrogate):

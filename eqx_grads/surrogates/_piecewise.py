@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from .._rules.float_args import Parameter
 from . import _antiderivatives
-from ._abstract import AbstractFormula, check_positive
+from ._abstract import AbstractFormula, check_fields
 
 
 class triangle(AbstractFormula):
@@ -45,7 +45,7 @@ class triangle(AbstractFormula):
     peak: Parameter = 1.0
 
     def __check_init__(self):
-        check_positive(self, "width")
+        check_fields(self, positive=["width"])
 
     def _derivative(self, v):
         return self.peak * _antiderivatives.tent_density(None, v / self.width)
@@ -86,7 +86,7 @@ class piecewise_quadratic(AbstractFormula):
     slope: Parameter = 1.0
 
     def __check_init__(self):
-        check_positive(self, "slope")
+        check_fields(self, positive=["slope"])
 
     def _derivative(self, v):
         return self.slope * _antiderivatives.tent_density(None, self.slope * v)
@@ -131,7 +131,7 @@ class rectangle(AbstractFormula):
     peak: Parameter = 1.0
 
     def __check_init__(self):
-        check_positive(self, "width")
+        check_fields(self, positive=["width"])
 
     def _derivative(self, v):
         return self.peak * _antiderivatives.box_density(None, v / self.width)
@@ -172,6 +172,9 @@ class leaky(AbstractFormula):
 
     leak: Parameter = 0.1
     slope: Parameter = 1.0
+
+    def __check_init__(self):
+        check_fields(self, positive=[])
 
     def _derivative(self, v):
         at_zero = 0.5 * (self.slope + self.leak)

@@ -2,7 +2,7 @@
 
 from .._rules.float_args import Parameter
 from . import _antiderivatives
-from ._abstract import AbstractFormula, check_positive
+from ._abstract import AbstractFormula, check_fields
 
 
 class superspike(AbstractFormula):
@@ -39,7 +39,7 @@ class superspike(AbstractFormula):
     slope: Parameter = 25.0
 
     def __check_init__(self):
-        check_positive(self, "slope")
+        check_fields(self, positive=["slope"])
 
     def _derivative(self, v):
         return _antiderivatives.softsign_density(None, self.slope * v)
@@ -81,7 +81,7 @@ class atan(AbstractFormula):
     slope: Parameter = 2.0
 
     def __check_init__(self):
-        check_positive(self, "slope")
+        check_fields(self, positive=["slope"])
 
     def _derivative(self, v):
         return self.slope * _antiderivatives.cauchy_density(None, self.slope * v)
@@ -121,7 +121,7 @@ class sigmoid(AbstractFormula):
     slope: Parameter = 4.0
 
     def __check_init__(self):
-        check_positive(self, "slope")
+        check_fields(self, positive=["slope"])
 
     def _derivative(self, v):
         return self.slope * _antiderivatives.logistic_density(None, self.slope * v)
@@ -161,7 +161,7 @@ class erf(AbstractFormula):
     slope: Parameter = 2.0
 
     def __check_init__(self):
-        check_positive(self, "slope")
+        check_fields(self, positive=["slope"])
 
     def _derivative(self, v):
         return self.slope * _antiderivatives.normal_density(None, self.slope * v)
@@ -203,7 +203,7 @@ class gaussian(AbstractFormula):
     sigma: Parameter = 0.5
 
     def __check_init__(self):
-        check_positive(self, "sigma")
+        check_fields(self, positive=["sigma"])
 
     def _derivative(self, v):
         return _antiderivatives.gaussian_density(v, self.sigma)
@@ -249,7 +249,7 @@ class multi_gaussian(AbstractFormula):
     spread: Parameter = 6.0
 
     def __check_init__(self):
-        check_positive(self, "sigma", "spread")
+        check_fields(self, positive=["sigma", "spread"])
 
     def _derivative(self, v):
         return self._mixture(_antiderivatives.gaussian_density, v)

@@ -13,10 +13,15 @@ import numpy as np
 
 from ._compare import as_real, difference, norm, tolerance_of
 from ._compiled import Program
+from ._eager import EagerCalls
 from ._finite_differences import directional
 from ._flat_function import double_precision, FlatFunction
 from ._random_tangents import normal_like, only
+from ._rounding import rounding_error
 from ._strip_rules import without_rules
+
+
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +63,18 @@ class Precision:
             self.reference = Program(_reference(subject, options.reference), leaves, context)
 
     @ft.cached_property
+    def _named_outputs(self) -> list[tuple[str, Any]]:
+        with self.context():
+            return self.subject.named_outputs()
+
+    @property
+    def output_names(self) -> list[str]:
+        return [name for name, _ in self._named_outputs]
+
+    @property
     def outputs(self) -> list[Any]:
-        return self.rule.value()
+        """The shapes and dtypes of the outputs."""
+        return [shape for _, shape in self._named_outputs]
 
     def like_leaves(self, vectors: Sequence[Any]) -> list[Any]:
         pairs = zip(vectors, self.subject.leaves, strict=True)
@@ -81,9 +96,17 @@ def _reference(subject, reference):
         # The derivatives of the reference with the values of the function, as the second
         # derivative of a loss depends on the values of its arguments.
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
-        return [v + (x - jax.lax.stop_gradient(x)) for v, x in zip(values, out, strict=True)]
+        return [
+            v + _like(v, x - jax.lax.stop_gradient(x)) for v, x in zip(values, out, strict=True)
+        ]
 
     return arrays
+
+
+def _like(v, x):
+    """In the dtype of `v`, which the function may have fixed, as of a spike in float32."""
+    is_complex = jnp.iscomplexobj(v), jnp.iscomplexobj(x)
+    return x if is_complex[0] != is_complex[1] else x.astype(jnp.result_type(v))
 
 
 class DirectionalDerivative(NamedTuple):
@@ -101,6 +124,7 @@ class DirectionalDerivative(NamedTuple):
     error: float
 
 
+_STRICT = 1e-9
 # With more leaves than this, one direction perturbs all of them together.
 _MAX_LEAVES_ALONE = 6
 
@@ -135,18 +159,13 @@ class Case:
     def names(self) -> list[str]:
         return self.subject.names
 
-    @ft.cached_property
+    @property
     def output_names(self) -> list[str]:
-        flat = jax.tree_util.tree_leaves_with_path(self.subject.call(self.subject.leaves))
-        names = [
-            f"output{jax.tree_util.keystr(path)}"
-            for path, leaf in flat
-            if jnp.issubdtype(getattr(leaf, "dtype", int), jnp.inexact)
-        ]
-        return names if len(names) == len(self.own.outputs) else self._numbered()
+        return self.own.output_names
 
-    def _numbered(self):
-        return [f"output[{i}]" for i in range(len(self.own.outputs))]
+    @ft.cached_property
+    def eager(self) -> EagerCalls:
+        return EagerCalls(self.subject, self.own.outputs)
 
     @ft.cached_property
     def is_wide(self) -> bool:
@@ -161,10 +180,10 @@ class Case:
         try:
             with double_precision():
                 wide = Precision(self.subject.in_float64(), self.options, double_precision)
-                wide.rule.value()
                 try:
                     _pull_zeros(wide)
                 except Exception:
+                    wide.rule.value()
                     # If the rule fails in the user's precision too, a check reports that.
                     if not _fails(_pull_zeros, self.own):
                         return None
@@ -175,20 +194,12 @@ class Case:
     @ft.cached_property
     def offers_forward(self) -> bool:
         """Whether there is a forward mode. JAX raises an error for a `jax.custom_vjp`."""
-        leaves = self.subject.leaves
-        zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
-        run = lambda xs: self.own.rule.jvp_of(xs, zeros)
-        return not _raises(run, leaves, "forward-mode")
+        return not _raises(self.eager.jvp, "forward-mode")
 
     @ft.cached_property
     def offers_reverse(self) -> bool:
         """Whether there is a reverse mode. JAX has none for a `while_loop`."""
-
-        def run(xs):
-            out, pull = jax.vjp(self.own.rule.fn, *xs)
-            return pull([jnp.zeros_like(x) for x in out])
-
-        return not _raises(run, self.subject.leaves, "everse-mode")
+        return not _raises(self.eager.vjp, "everse-mode")
 
     def tangents(self) -> list[Any]:
         return normal_like(self.rng, self.subject.leaves)
@@ -202,27 +213,6 @@ class Case:
     def precision(self) -> Precision:
         """Float64 if the function runs in it, otherwise the user's precision."""
         return self.wide or self.own
-
-    def expected_jvp(self, precision: Precision, tangents: Sequence[Any]):
-        """The expected tangent: the user's formula, or autodiff of the reference."""
-        if self.options.expected_tangent is None:
-            return precision.reference.jvp(tangents)
-        with precision.context():
-            _, primals = precision.subject.tree(precision.subject.leaves)
-            _, t_args = precision.subject.tree([jnp.asarray(t) for t in tangents])
-            out = self.options.expected_tangent(primals, t_args)
-            return [np.asarray(x) for x in jax.tree.leaves(out)]
-
-    def expected_vjp(self, precision: Precision, cotangents: Sequence[Any]):
-        """The expected cotangents: the user's formula, or autodiff of the reference."""
-        if self.options.expected_cotangent is None:
-            return precision.reference.vjp(cotangents)
-        subject = precision.subject
-        with precision.context():
-            _, primals = subject.tree(subject.leaves)
-            ct = _like_output(subject, cotangents)
-            out = self.options.expected_cotangent(primals, ct)
-            return [np.asarray(x) for x in subject.cotangents_by_leaf(out)]
 
     @property
     def is_wrong_on_purpose(self) -> bool:
@@ -268,25 +258,69 @@ class Case:
         """What rounding explains in this precision."""
         if self.options.tolerance is not None:
             return self.options.tolerance
+        of_outputs = tolerance_of(precision.outputs, list(arrays))
         if precision is self.own:
-            return tolerance_of(self.subject.leaves, list(arrays))
+            return max(of_outputs, tolerance_of(self.subject.leaves))
         # The arguments were widened to float64, but constants may be float32 still.
-        return 1e-5
+        return max(of_outputs, 1e-5)
+
+    def tolerance_with_rounding(self, *arrays: Any) -> tuple[float, Callable[[], float]]:
+        """In the user's precision: the tolerance, and a larger one that takes the rounding
+        error of plain autodiff into account, which takes a while to measure."""
+        tolerance = self.tolerance(self.own, *arrays)
+        return tolerance, lambda: tolerance + 10 * self.noise
+
+    def strict_tolerance(
+        self, precision: Precision, witness: Callable[[list[Any]], list[Any]]
+    ) -> tuple[float, Callable[[], float]]:
+        """Of a comparison with autodiff, and a larger one that takes the rounding error of the
+        witness into account.
+
+        Autodiff in float64 is good to 1e-15 or so, and single precision inside of a rule for
+        float64 arguments shows as 1e-8.
+
+        `witness`: what the comparison is with, as a function of the leaves.
+        """
+        tolerance = self.tolerance(precision)
+        if self.options.tolerance is not None or tolerance > tolerance_of(np.float64(0)):
+            return tolerance, lambda: tolerance
+
+        def wider():
+            try:
+                error = rounding_error(witness, precision.subject.leaves)
+            except Exception:  # there is no such witness
+                return tolerance
+            return min(_STRICT + 30 * error, tolerance)
+
+        return _STRICT, wider
 
     @ft.cached_property
     def noise(self) -> float:
         """The relative error that rounding alone gives plain autodiff in the user's
-        precision."""
-        if self.wide is None or self.wide is self.own:
+        precision, along the directions of the eager calls."""
+        wide = self.wide
+        if wide is None or wide is self.own:
             return 0.0
-        w = normal_like(np.random.default_rng(0), self.own.outputs)
-        try:
-            exact = self.wide.plain.vjp(self.wide.like_outputs(w))
-            rounded = self.own.plain.vjp(w)
-        except Exception:  # the function has no plain derivative
-            return 0.0
-        error = difference(exact, rounded, self.names, entrywise=False).error
-        return error if np.isfinite(error) else 0.0
+        t, w = self.eager.tangents, self.eager.cotangents
+        pairs = (
+            (
+                lambda: wide.plain.vjp(wide.like_outputs(w)),
+                lambda: self.own.plain.vjp(w),
+                self.names,
+            ),
+            (
+                lambda: wide.plain.jvp(wide.like_leaves(t)),
+                lambda: self.own.plain.jvp(t),
+                self.output_names,
+            ),
+        )
+        errors = []
+        for exact, rounded, names in pairs:
+            try:
+                errors.append(difference(exact(), rounded(), names, entrywise=False).error)
+            except Exception:  # the function has no such derivative
+                continue
+        return max((error for error in errors if np.isfinite(error)), default=0.0)
 
 
 def _pull_zeros(precision: Precision) -> None:
@@ -302,27 +336,12 @@ def _fails(run, *args) -> bool:
     return False
 
 
-def _raises(run, leaves, text: str) -> bool:
+def _raises(run, text: str) -> bool:
     """Whether JAX raises an error that says so. Other errors are reported by the checks."""
     try:
-        run(leaves)  # eagerly, as tracing alone does not raise all of these errors
+        run()  # eagerly, as tracing alone does not raise all of these errors
     except (TypeError, ValueError, NotImplementedError) as e:
         return text in str(e)
     except Exception:
         return False
     return False
-
-
-def _like_output(subject, cotangents):
-    out = jax.eval_shape(lambda xs: _dynamic(subject.call(xs)), subject.leaves)
-    leaves, treedef = jax.tree.flatten(out)
-    rest = iter(cotangents)
-    filled = [
-        jnp.asarray(next(rest)) if jnp.issubdtype(x.dtype, jnp.inexact) else None
-        for x in leaves
-    ]
-    return jax.tree.unflatten(treedef, filled)
-
-
-def _dynamic(out):
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, out)

@@ -216,8 +216,14 @@ def unlike(x: Any, y: Any) -> str | None:
     return None if same else f"got {x!r}, expected {y!r}"
 
 
-def side_by_side(worst: Difference, n: int = 4) -> str:
-    """A table of the entries that differ most."""
+def side_by_side(
+    worst: Difference, n: int = 4, along: str = "", directions: Sequence[str] = ()
+) -> str:
+    """A table of the entries that differ most.
+
+    - `directions`: where the arrays are stacked derivatives, the names of their directions.
+    - `along`: what these directions are.
+    """
     want, have = np.atleast_1d(worst.expected), np.atleast_1d(worst.got)
     if want.shape != have.shape:
         return f"  expected shape {want.shape}, got {have.shape}"
@@ -225,11 +231,15 @@ def side_by_side(worst: Difference, n: int = 4) -> str:
         gap = np.abs(have.astype(complex) - want.astype(complex)).ravel()
     gap = np.where(np.isnan(gap), np.inf, gap)
     gap[_same(want, have).ravel()] = 0.0
-    rows = [f"  {'entry':>14}  {'expected':>24}  {'got':>24}"]
+    width = max(map(len, (along, *directions)))
+    column = lambda text: f"  {text:>{width}}" if directions else ""
+    rows = [f"{column(along)}  {'entry':>14}  {'expected':>24}  {'got':>24}"]
     for i in np.argsort(-gap, kind="stable")[:n]:
         place = np.unravel_index(i, want.shape)
-        entry = "" if worst.expected.ndim == 0 else str([int(k) for k in place])
-        rows.append(f"  {entry:>14}  {want[place]!s:>24}  {have[place]!s:>24}")
+        direction = column(directions[place[0]]) if directions else ""
+        inner = place[1:] if directions else place
+        entry = str([int(k) for k in inner]) if worst.expected.ndim > bool(directions) else ""
+        rows.append(f"{direction}  {entry:>14}  {want[place]!s:>24}  {have[place]!s:>24}")
     return "\n".join(rows)
 
 

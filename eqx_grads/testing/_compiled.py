@@ -1,11 +1,79 @@
-"""A function of arrays with its derivatives, each compiled once and called many times."""
+"""A function of arrays with its derivatives, each compiled once and called many times.
+
+The arrays are small and the calls are few, so that a short compilation counts and fast programs
+do not.
+"""
 
 import contextlib
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+
+# What the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` asks for, on every platform.
+_UNOPTIMIZED = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+# The emitters of fused loops take longest on a CPU, and are no option any more in JAX 0.12.
+_UNFUSED = {
+    **_UNOPTIMIZED,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+
+
+@ft.cache
+def _compiler_options(platform: str) -> dict[str, Any]:
+    """For a short compilation: those that XLA knows in this version."""
+    for options in (_UNFUSED, _UNOPTIMIZED) if platform == "cpu" else (_UNOPTIMIZED,):
+        try:
+            jax.jit(lambda x: x).lower(np.float32(0)).compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError:  # no such option
+            continue
+        return options
+    return {}
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit`, with a short compilation."""
+    return jax.jit(fn, compiler_options=_compiler_options(jax.default_backend()))
+
+
+def all_at_once(
+    runs: Sequence[Callable[..., Sequence[Any]]],
+    args: Sequence[Any],
+    context: Callable[[], Any] = contextlib.nullcontext,
+    eagerly: bool = True,
+) -> list[Any]:
+    """The result of each `run(*args)`, or the exception that it raised.
+
+    They are compiled as one program, which is much faster than one by one. If that fails, they
+    are compiled one by one.
+
+    `eagerly`: whether a run that can't be traced because it looks at values is made eagerly.
+    """
+    with context():
+        try:
+            results = compiled(lambda *xs: [list(run(*xs)) for run in runs])(*args)
+        except Exception:
+            return [_attempt(run, args, eagerly) for run in runs]
+        return [[np.asarray(x) for x in result] for result in results]
+
+
+def _attempt(run, args, eagerly):
+    try:
+        try:
+            return [np.asarray(x) for x in compiled(run)(*args)]
+        except jax.errors.ConcretizationTypeError:
+            if not eagerly:
+                raise
+            return [np.asarray(x) for x in run(*args)]
+    except Exception as e:
+        return e
 
 
 class Program:
@@ -28,11 +96,13 @@ class Program:
     def value_at(self, leaves: Sequence[Any]) -> list[Any]:
         return self._run("value", lambda xs: self.fn(*xs), list(leaves))
 
-    def jvp(self, tangents: Sequence[Any]) -> list[Any]:
-        return self._run("jvp", self.jvp_of, self.leaves, list(tangents))
+    def jvp(self, tangents: Sequence[Any], leaves: Sequence[Any] | None = None) -> list[Any]:
+        leaves = list(self.leaves if leaves is None else leaves)
+        return self._run("jvp", self._jvp_of, leaves, list(tangents))
 
-    def vjp(self, cotangents: Sequence[Any]) -> list[Any]:
-        return self._run("vjp", self.vjp_of, self.leaves, list(cotangents))
+    def vjp(self, cotangents: Sequence[Any], leaves: Sequence[Any] | None = None) -> list[Any]:
+        leaves = list(self.leaves if leaves is None else leaves)
+        return self._run("vjp", self._vjp_of, leaves, list(cotangents))
 
     def higher(
         self,
@@ -48,12 +118,37 @@ class Program:
         The loss is the quadratic `sum(r + r**2 / 2s)` with `r` the outputs weighted with
         `cotangents`, so that the cotangents depend on the leaves as well.
         """
-        derive = _HIGHER[kind]
-        scales = self._scales(cotangents)
-        run = lambda xs, t, w, s: derive(_loss(self.fn, w, s), xs, t, order)
         leaves = list(self.leaves if leaves is None else leaves)
-        args = leaves, list(tangents), list(cotangents), scales
-        return self._run(f"{kind} {order}", run, *args)
+        args = leaves, list(tangents), list(cotangents), self._scales(cotangents)
+        return self._run(f"{kind} {order}", self._higher(kind, order), *args)
+
+    def higher_of_kinds(
+        self,
+        kinds: Sequence[str],
+        tangents: Sequence[Any],
+        cotangents: Sequence[Any],
+        order: int,
+    ) -> dict[str, Any]:
+        """`higher` for several kinds, compiled as one program. For a kind that fails, the
+        exception."""
+        args = self.leaves, list(tangents), list(cotangents), self._scales(cotangents)
+        runs = [self._higher(kind, order) for kind in kinds]
+        together = lambda *args: [x for run in runs for x in run(*args)]
+        try:
+            flat = iter(self._run(f"{kinds} {order}", together, *args))
+        except Exception:  # one by one, to find the kind that fails
+            return {kind: self._attempt_higher(kind, *args[1:3], order) for kind in kinds}
+        return {kind: [next(flat) for _ in self.leaves] for kind in kinds}
+
+    def _attempt_higher(self, *args):
+        try:
+            return self.higher(*args)
+        except Exception as e:
+            return e
+
+    def _higher(self, kind, order):
+        derive = _HIGHER[kind]
+        return lambda xs, t, w, s: derive(_loss(self.fn, w, s), xs, t, order)
 
     def _scales(self, cotangents):
         products = [np.abs(x * w) for x, w in zip(self.value(), cotangents, strict=True)]
@@ -63,17 +158,17 @@ class Program:
             for p, dtype in zip(products, real, strict=True)
         ]
 
-    def jvp_of(self, xs, tangents):
+    def _jvp_of(self, xs, tangents):
         return jax.jvp(self.fn, xs, tangents)[1]
 
-    def vjp_of(self, xs, cotangents):
+    def _vjp_of(self, xs, cotangents):
         return list(jax.vjp(self.fn, *xs)[1](cotangents))
 
     def _run(self, name, fn, *args):
         with self._context():
-            compiled = self._compiled.setdefault(name, jax.jit(fn))
+            run = self._compiled.setdefault(name, compiled(fn))
             try:
-                out = compiled(*args)
+                out = run(*args)
             except jax.errors.ConcretizationTypeError:  # looks at values: eager only
                 self._compiled[name] = fn
                 out = fn(*args)

@@ -19,39 +19,48 @@ def compare(
     got: Sequence[Any],
     names: Sequence[str],
     tolerance: float,
+    wider: Callable[[], float] | None = None,
     *,
     cause: str = "",
     hypotheses: Callable[[], Iterable[Hypothesis]] = tuple,
     primals: Sequence[Any] | None = None,
     reference: str = "",
     diagnose: bool = True,
+    along: str = "",
+    directions: Sequence[Sequence[str]] = (),
 ) -> Finding:
     """Compare two lists of arrays, named `names`.
 
+    - `wider`: computes another tolerance, where this one is exceeded.
     - `cause`: a likely cause that is known before the comparison.
     - `hypotheses`: makes arrays that known mistakes would give; called on a failure only.
     - `primals`: the values that the arrays are cotangents of, to describe a pattern by sign.
     - `reference`: what computed `expected`, in words.
     - `diagnose`: whether to look for the likely cause in the numbers.
+    - `directions`: for each array, the names of the directions if it is a stack of derivatives
+        along them; `along` is what these directions are, "tangent" or "cotangent".
     """
     worst, *others = differences(expected, got, names)
+    if wider is not None and worst.error > tolerance:
+        tolerance = wider()
     if worst.error <= tolerance:
         return Finding(check, PASSED, worst.error, tolerance, where)
     number = list(names).index(worst.name)
     primal = None if primals is None else np.asarray(primals[number])
+    stack = directions[number] if directions else ()
     try:
         mistakes = list(hypotheses())
     except Exception:  # the reference lacks the mode that a hypothesis needs
         mistakes = []
     seen = ""
     if diagnose:
-        seen = likely_cause(worst.expected, worst.got, worst.name, mistakes, primal)
+        seen = likely_cause(worst.expected, worst.got, worst.name, mistakes, primal, stack)
     seen = "; ".join(text for text in (cause, seen) if text)
     lines = [
         f"  at {worst.name}: relative error {worst.error:.2g}, admitted {tolerance:.1g}",
         *([f"  expected: {reference}"] if reference else []),
         *([f"  likely cause: {seen}"] if seen else []),
-        side_by_side(worst),
+        side_by_side(worst, along=along, directions=stack),
     ]
     also = [f"{other.name} ({other.error:.2g})" for other in others if other.error > tolerance]
     if also:

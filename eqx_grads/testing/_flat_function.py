@@ -18,6 +18,9 @@ from .._rules.flatten_call import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 class FlatFunction:
     """`fn` at `args` and `kwargs`.
 
@@ -68,7 +71,34 @@ class FlatFunction:
 
     def arrays(self, *leaves: Any) -> list[Any]:
         """The inexact leaves of the output."""
-        return [x for x in jax.tree.leaves(self.call(leaves)) if _is_output(x)]
+        return [x for x in jax.tree.leaves(self.call(leaves)) if is_output(x)]
+
+    def named_outputs(self) -> list[tuple[str, Any]]:
+        """The shapes and dtypes of `arrays`, with their names."""
+        names: list[str] = []
+
+        def run(*leaves):
+            flat = jax.tree_util.tree_leaves_with_path(self.call(leaves))
+            flat = [(path, x) for path, x in flat if is_output(x)]
+            names[:] = [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
+            return [jnp.asarray(x) for _, x in flat]
+
+        try:
+            shapes = jax.eval_shape(run, *self.leaves)
+        except jax.errors.ConcretizationTypeError:  # looks at values: eager only
+            shapes = run(*self.leaves)
+        return list(zip(names, shapes, strict=True))
+
+    def like_output(self, cotangents: Sequence[Any]) -> Any:
+        """A cotangent of the whole output, with `None` where there is no derivative."""
+        out = jax.eval_shape(lambda xs: _dynamic(self.call(xs)), self.leaves)
+        leaves, treedef = jax.tree.flatten(out)
+        rest = iter(cotangents)
+        filled = [
+            jnp.asarray(next(rest)) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, filled)
 
     def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
         """One cotangent for each leaf, from a tuple of trees, one for each argument."""
@@ -123,8 +153,13 @@ def _numbers(names, known, n_args, fn_name) -> set[int]:
     return {by_name[name] for name in names}
 
 
-def _is_output(x) -> bool:
+def is_output(x: Any) -> bool:
+    """Whether a leaf of the output has a derivative."""
     return is_arraylike(x) and is_differentiable(x)
+
+
+def _dynamic(out):
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, out)
 
 
 def _widen(x):

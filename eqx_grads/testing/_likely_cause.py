@@ -16,6 +16,7 @@ class Hypothesis(NamedTuple):
 
 
 _CLOSE = 1e-3
+_SINGLE = 1e-6  # errors below are those of single precision
 _WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
 
 
@@ -25,17 +26,20 @@ def likely_cause(
     name: str,
     hypotheses: Sequence[Hypothesis] = (),
     primal: Any = None,
+    directions: Sequence[str] = (),
 ) -> str:
     """The likely cause in one sentence, or an empty string.
 
-    `primal`: the value that the array is a cotangent of.
+    - `primal`: the value that the array is a cotangent of.
+    - `directions`: the names of the first index, where that is the number of a direction.
     """
     if want.shape != have.shape:
         return f"the shape is {have.shape}, expected {want.shape}"
     if np.iscomplexobj(want) != np.iscomplexobj(have):
         return "a complex number where a real one is expected, or the reverse"
     if not np.all(np.isfinite(as_real(have))):
-        return "not finite where the expected value is: " + _indices(_not_finite(have))
+        places = _indices(_not_finite(have), directions)
+        return f"not finite where the expected value is: {places}"
     if not np.all(np.isfinite(as_real(want))):
         return "finite where the expected value is not"
     if norm(as_real(want)) == 0:
@@ -47,10 +51,10 @@ def likely_cause(
     hypotheses = [s for s in hypotheses if not _close(s.array, want)]
     return (
         _factor(want, have)
-        or _rearranged(want, have)
+        or _rearranged(want, have, len(directions) > 0)
         or next((s.cause for s in hypotheses if _close(s.array, have)), "")
         or _shifted(want, have)
-        or _some_entries(want, have, name, primal)
+        or _some_entries(want, have, name, primal, directions)
     )
 
 
@@ -69,6 +73,8 @@ def _factor(want, have) -> str:
     slack = min(_CLOSE, abs(factor - 1) / 3) if want.size > 1 else _CLOSE
     if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
         return ""
+    if abs(factor - 1) <= _SINGLE:
+        return f"{_precision_lost(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
     if abs(factor.imag) > _CLOSE * abs(factor):
         return f"every entry is {factor:.4g} times the expected one"
     factor = factor.real
@@ -78,7 +84,7 @@ def _factor(want, have) -> str:
         if abs(factor / value - 1) < _CLOSE:
             return f"every entry is {word} the expected one"
     shown = f"{factor:.4g}"
-    if abs(factor - 1) < _CLOSE:
+    if shown == "1":
         shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
     text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
@@ -87,19 +93,20 @@ def _factor(want, have) -> str:
     return text
 
 
-def _rearranged(want, have) -> str:
+def _rearranged(want, have, is_stacked: bool) -> str:
     if np.iscomplexobj(want) and _close(np.conj(want), have):
         return "the complex conjugate of the expected one"
     if want.ndim >= 2 and _close(np.swapaxes(want, -1, -2), have):
         return "transposed: its last two axes are swapped"
-    for axis in range(want.ndim):
+    for axis in range(int(is_stacked), want.ndim):
         if want.shape[axis] < 2:
             continue
+        number = axis - int(is_stacked)
         if _close(np.flip(want, axis), have):
-            return f"reversed along axis {axis}"
+            return f"reversed along axis {number}"
         for step in (1, -1):
             if want.shape[axis] > 2 and _close(np.roll(want, step, axis), have):
-                return f"off by one along axis {axis}"
+                return f"off by one along axis {number}"
     return ""
 
 
@@ -110,7 +117,7 @@ def _shifted(want, have) -> str:
     return ""
 
 
-def _some_entries(want, have, name, primal) -> str:
+def _some_entries(want, have, name, primal, directions) -> str:
     wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
     n = int(wrong.sum())
     if n == 0:
@@ -120,7 +127,7 @@ def _some_entries(want, have, name, primal) -> str:
             if n > 1 and np.all(mask[wrong]) and not np.all(mask):
                 return f"wrong only where {name} is {sign}"
     if n <= max(1, wrong.size // 4):
-        return f"{n} of {wrong.size} entries are wrong: {_indices(wrong)}"
+        return f"{n} of {wrong.size} entries are wrong: {_indices(wrong, directions)}"
     return ""
 
 
@@ -135,8 +142,12 @@ def _not_finite(x):
     return ~np.isfinite(np.asarray(x))
 
 
-def _indices(mask) -> str:
+def _indices(mask, directions: Sequence[str]) -> str:
     if mask.ndim == 0:
         return "the only entry"
-    places = [str([int(i) for i in place]) for place in np.argwhere(mask)[:3]]
+    places = []
+    for place in np.argwhere(mask)[:3].tolist():
+        inner = place[1:] if directions else place
+        entry = str(inner) if inner else "the only entry"
+        places.append(f"{entry} along {directions[place[0]]}" if directions else entry)
     return ", ".join(places) + (", ..." if int(mask.sum()) > 3 else "")

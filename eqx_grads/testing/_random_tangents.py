@@ -74,6 +74,20 @@ def basis(arrays: Sequence[Any], limit: int) -> list[list[Any]] | None:
     return vectors
 
 
+def basis_names(arrays: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """What the vectors of `basis` are called: the entry that is one. `names` are those of the
+    arrays, which are said if there are several."""
+    found = []
+    for name, x in zip(names, arrays, strict=True):
+        units = ("unit", "imaginary unit") if jnp.iscomplexobj(x) else ("unit",)
+        for unit in units:
+            for place in np.ndindex(np.shape(x)):
+                entry = name if len(arrays) > 1 else ""
+                entry += str(list(place)) if place else ""
+                found.append(f"{unit} {entry}".strip())
+    return found
+
+
 def only(vectors: Sequence[Any], kept: Sequence[int]) -> list[Any]:
     """The same vectors, with zeros for those whose index is not in `kept`."""
     return [v if i in kept else np.zeros_like(v) for i, v in enumerate(vectors)]

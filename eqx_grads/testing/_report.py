@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+_SHOWN = 4  # places where a failure happens again
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 
@@ -73,11 +76,25 @@ class Report:
         status = PASSED if self.passed else FAILED
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})", ""]
         lines += list(self._table())
-        for number, failure in enumerate(self.failures, start=1):
-            lines += ["", f"{number}. {failure.check}, {failure.where}", failure.text]
+        for number, (first, *others) in enumerate(self._alike(), start=1):
+            lines += ["", f"{number}. {first.check}, {first.where}", first.text]
+            if others:
+                places = [f"{other.check}, {other.where}" for other in others]
+                more = f"; and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+                lines.append(f"  the same in: {'; '.join(places[:_SHOWN])}{more}")
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _alike(self) -> list[list[Finding]]:
+        """The failures, those together whose texts differ in the likely cause only: an
+        exception of the function is raised in most checks."""
+        groups: dict[str, list[Finding]] = {}
+        for failure in self.failures:
+            text = failure.text.splitlines()
+            key = "\n".join(line for line in text if not line.startswith("  likely cause"))
+            groups.setdefault(key, []).append(failure)
+        return list(groups.values())
 
     def _table(self) -> Iterator[str]:
         yield f"{'check':<14}{'status':<10}{'worst error':<20}where"

@@ -7,6 +7,9 @@ from ._check_rule import check_rule
 from ._report import Report
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 def check_forward(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Check forward mode against autodiff without the rule and against finite differences.
 

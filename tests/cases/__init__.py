@@ -12,6 +12,7 @@ from . import (  # noqa: F401  they fill it
     quantization_layers,
     rules,
     spiking_cells,
+    spiking_layers,
     straight_through,
     surrogates,
 )

@@ -90,3 +90,13 @@ def _():
 def _():
     cell = eqg.nn.RNNCell(2, 3, key=jr.key(0))
     return eqg.nn.Recurrent(cell), (_numbers(4, 2),)
+
+
+@case("nn.Outputs")
+def _():
+    return eqg.nn.Outputs(eqg.nn.RNN(2, 3, key=jr.key(0)), last=True), (_numbers(4, 2),)
+
+
+@case("nn.LSTM: projected")
+def _():
+    return eqg.nn.LSTM(2, 3, proj_size=2, key=jr.key(0)), (_numbers(4, 2),)

@@ -59,7 +59,7 @@ def _vector_quantizer(z, codebook):
 
 @case("nn.VectorQuantizer", reference=_vector_quantizer)
 def _():
-    vq = nn.VectorQuantizer(4, 2, key=jr.key(0))
+    vq = nn.VectorQuantizer(4, 2, ema=False, key=jr.key(0))
 
     def fn(z, codebook):
         value, _, *losses = eqx.tree_at(lambda vq: vq.codebook, vq, codebook).quantize(z)
@@ -96,7 +96,9 @@ def _ternary(w, x):
     keep = stop(jnp.abs(w) > 0.25)
     window = jnp.clip(w, -1.0, 1.0)
     signs = window + stop(jnp.where(keep, jnp.sign(w), 0) - window)
-    size = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1) / jnp.sum(keep, axis=1)
+    size = jnp.sum(jnp.where(keep, jnp.abs(w), 0), axis=1) / jnp.sum(keep, axis=1).astype(
+        w.dtype
+    )
     return (size[:, None] * signs) @ x
 
 

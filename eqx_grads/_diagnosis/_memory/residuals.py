@@ -234,8 +234,10 @@ class Gradient:
         )
 
     def _leaf(self, var) -> str:
-        """The path of an input of the program in the model, or empty."""
-        return self.numbered.traced.leaf_of(self.program.jaxpr.invars.index(var))
+        """The path of an input of the program in the model; empty for any other input, and for
+        a constant."""
+        inputs = self.program.jaxpr.invars
+        return self.numbered.traced.leaf_of(inputs.index(var)) if var in inputs else ""
 
     def _input_name(self, var) -> str:
         names = zip(self.program.jaxpr.invars, self.numbered.traced.inputs, strict=True)

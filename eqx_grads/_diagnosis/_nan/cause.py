@@ -63,14 +63,13 @@ class Cause:
 
 
 def causes_of_hit(
-    derivative: Derivative, root: Frame, number: int, hit: Hit, threshold: float | None
+    derivative: Derivative, number: int, hit: Hit, threshold: float | None
 ) -> list[Cause]:
     """The causes at the first step in which an equation makes a bad cotangent."""
-    node, position = derivative.places[number]
-    frame = root.at(node, hit.steps)
-    assert frame is not None
+    _, position = derivative.places[number]
+    frame = hit.first()
     causes: dict[Any, Cause] = {}
-    for spot in _bad_spots(frame, position, threshold):
+    for spot in _bad_spots(frame, position, threshold) if frame else ():
         cause = _cause_in_derivative(derivative, spot)
         causes.setdefault((cause.kind, cause.origin and cause.origin.number), cause)
     return list(causes.values())

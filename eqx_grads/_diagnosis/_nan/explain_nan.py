@@ -28,7 +28,7 @@ from .cause import (
 from .cures import cure_of, cure_of_input, DEAD_BRANCH
 from .derivative_program import Derivative, differentiate
 from .formulas import Formulas
-from .replay import Frame, Hit, is_bad, is_inexact
+from .replay import Frame, is_bad, is_inexact
 from .report import NaNReport, NonFinite
 from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
@@ -119,17 +119,16 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     leaves = traced.values[: len(traced.leaves)]
     seeds = [seed] if derivative.is_reverse else [jnp.ones_like(x) for x in leaves]
     values = [*traced.values, *seeds]
-    hits: dict[int, Hit] = {}
-    root = Frame(derivative.root, values, None, (), threshold, hits)
+    root = Frame(derivative.root, values, threshold)
     names = traced.leaves if derivative.is_reverse else ["the tangent"]
     bad, error = [], ""
-    if hits:
+    if root.hits:
         # What is bad may not reach the gradient.
         bad, error = _bad_leaves(derivative, values, names, threshold)
     value = float(root.results[0])
     found: list[NonFinite] = []
     if bad or not np.isfinite(value):
-        found = _find(derivative, root, hits, threshold)
+        found = _find(derivative, root, threshold)
     remarks = [f"The error of the gradient: {error}"] if error else []
     if not bad and np.isfinite(value) and derivative.is_reverse:
         remarks += _zeros(names, root.results[1:])
@@ -182,26 +181,22 @@ def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[
     return bad, ""
 
 
-def _find(derivative: Derivative, root: Frame, hits, threshold) -> list[NonFinite]:
-    causes: dict[Any, list[tuple[Cause, Hit]]] = {}
+def _find(derivative: Derivative, root: Frame, threshold) -> list[NonFinite]:
+    causes: dict[Any, list[tuple[Cause, int]]] = {}
     if not np.isfinite(root.results[0]):
         for cause in causes_of_value(derivative, root):
-            causes.setdefault(_key(cause), []).append((cause, _hit_of(cause)))
-    chosen = sorted(hits)[:_MOST_CAUSES]
+            causes.setdefault(_key(cause), []).append((cause, 1))
+    chosen = sorted(root.hits)[:_MOST_CAUSES]
     for i, number in enumerate(chosen):
         doing("looking for the cause of place", i, len(chosen))
-        hit = hits[number]
-        for cause in causes_of_hit(derivative, root, number, hit, threshold):
-            causes.setdefault(_key(cause), []).append((cause, hit))
+        hit = root.hits[number]
+        for cause in causes_of_hit(derivative, number, hit, threshold):
+            causes.setdefault(_key(cause), []).append((cause, hit.count))
     return [
-        _record(derivative, root, cause, max(hit.count for _, hit in same))
+        _record(derivative, root, cause, max(count for _, count in same))
         for same in _without_repetitions(causes)
         for cause, _ in same[:1]
     ]
-
-
-def _hit_of(cause: Cause) -> Hit:
-    return Hit(1, cause.spot.frame.steps if cause.spot else ())
 
 
 def _key(cause: Cause):
@@ -211,7 +206,7 @@ def _key(cause: Cause):
     return (cause.origin and cause.origin.number, cause.kind)
 
 
-def _without_repetitions(causes) -> list[list[tuple[Cause, Hit]]]:
+def _without_repetitions(causes) -> list[list[tuple[Cause, int]]]:
     """Without those that a non-finite value of the loss explains."""
     forward = {key[0] for key, same in causes.items() if same[0][0].forward}
     return [same for key, same in causes.items() if same[0][0].forward or key[0] not in forward]

@@ -14,7 +14,7 @@ from ..._jaxprs.evaluate import bind
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan, structure, While
 from .cures import INFINITE_INPUT, INPUT
-from .replay import Frame, is_inexact
+from .replay import Frame, is_inexact, step_of
 
 
 Index = tuple[int, ...]
@@ -120,9 +120,9 @@ def _into(frame: Frame, i: int, k: int, index: Index, holds):
         child = frame.child(i)
         return child, child.node.program.jaxpr.outvars[k], index
     if isinstance(known, Scan) and k >= known.n_carry:
-        child = frame.body(i, frame.iteration_of(i, index[0]))
+        child = frame.body(i, step_of(known, index[0]))
         return child, child.node.program.jaxpr.outvars[k], index[1:]
-    return _carry(frame, i, k, index, frame.length(i), holds)
+    return _carry(frame, i, k, index, frame.lengths[i], holds)
 
 
 def _out_of(frame: Frame, k: int, index: Index, holds):
@@ -149,12 +149,10 @@ def _carry(frame: Frame, i: int, k: int, index: Index, iteration: int, holds):
     """Where an element of the carry before `iteration` comes from: an output of the step that
     made it so, or an operand of the loop."""
     eqn, known = frame.node.eqns[i], structure(frame.node.eqns[i])
-    n_before = (
-        known.n_consts if isinstance(known, Scan) else known.n_cond_consts + known.n_body_consts  # pyright: ignore
-    )
+    assert isinstance(known, Scan | While)
     is_so = lambda n: bool(holds(np.asarray(frame.carry_before(i, n)[k])[index]))
     if iteration == 0 or is_so(0):
-        return frame, eqn.invars[n_before + k], index
+        return frame, eqn.invars[known.n_before_carry + k], index
     low, high = 0, iteration  # it is not so after `low` steps, and it is after `high`
     while high - low > 1:
         middle = (low + high) // 2

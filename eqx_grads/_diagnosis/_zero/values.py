@@ -6,6 +6,7 @@ moves enters, it is recorded which operands and outputs are zero everywhere.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.evaluate import bind, enter, evaluate
+from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.propagate import is_inexact, operands_of_outputs
+from ..._jaxprs.record import AbstractRecorder, record
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
 
 
@@ -58,6 +60,11 @@ class Plan:
     program: ClosedJaxpr
     watched: dict[int, Watched]
 
+    @ft.cached_property
+    def inner(self) -> list[Sequence["Plan"]]:
+        n = len(self.program.eqns)
+        return [self.watched[i].inner if i in self.watched else () for i in range(n)]
+
 
 class FoundInEquation(NamedTuple):
     """What was found at an equation. In a loop, there is a leading axis for its steps.
@@ -88,7 +95,7 @@ class Found(NamedTuple):
     equations: list[FoundInEquation]
 
 
-class WatchedDerivative:
+class WatchedDerivative(AbstractRecorder):
     """The program of a derivative, watched while it is evaluated.
 
     - `names`: a name for each input, or `None` for one that moves.
@@ -111,48 +118,15 @@ class WatchedDerivative:
         Operation by operation, and loops compiled: where each value is looked at, XLA fuses all
         that it depends on once more, and takes minutes for some hundred operations.
         """
-        return jax.tree.map(np.asarray, self._run_plan(self.plan, list(values))[1])
+        return jax.tree.map(np.asarray, record(self.plan, values, self)[1])
 
-    def _run_plan(self, plan: Plan, values) -> tuple[list[Any], Found]:
-        found = []
-        positions = iter(range(len(plan.program.eqns)))
+    def of_equation(self, tree, i, values, outs, inside):
+        watched = tree.watched.get(i)
+        found = None if watched is None else self._look_at(watched, values, outs, inside)
+        return outs, found
 
-        def hook(eqn, values):
-            watched = plan.watched.get(next(positions))
-            if watched is None:
-                return bind(eqn, values)
-            outs, inner = self._run_inner(watched, values)
-            found.append(self._look_at(watched, values, outs, inner))
-            return outs
-
-        outs = evaluate(plan.program, values, hook)
-        return outs, Found([_any(x) for x in values], found)
-
-    def _run_inner(self, watched: Watched, values):
-        eqn = watched.eqn
-        if not watched.inner:
-            return bind(eqn, values), []
-        n = len(eqn.outvars)
-
-        def run(program, values, extra):
-            del extra
-            jaxprs = [plan.program.jaxpr for plan in watched.inner]
-            index = next(i for i, jaxpr in enumerate(jaxprs) if jaxpr is program.jaxpr)
-            plan = dataclasses.replace(watched.inner[index], program=program)
-            outs, found = self._run_plan(plan, values)
-            # Branches return the same things: in those not taken, nothing is found.
-            all_found = [
-                found if i == index else self._nothing_found(plan, values)
-                for i, plan in enumerate(watched.inner)
-            ]
-            return [*outs, all_found]
-
-        results = list(enter(eqn, values, run))
-        return results[:n], results[n]
-
-    def _nothing_found(self, plan, values):
-        shapes = jax.eval_shape(lambda values: self._run_plan(plan, values)[1], values)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    def of_program(self, values, records) -> Found:
+        return Found([_any(x) for x in values], [x for x in records if x is not None])
 
     def _look_at(self, watched: Watched, values, outs, inner) -> FoundInEquation:
         moving = [values[i] for i in watched.ins]

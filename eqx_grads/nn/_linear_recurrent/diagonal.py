@@ -10,9 +10,10 @@ import jax.random as jr
 from jaxtyping import Array, Complex, Float
 
 from ..._tangent_spaces import promote
+from .._argument_checks import check_real
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import zero_states
-from .gates import check_real, matmul_f32, run_recurrence
+from .gates import matmul_f32, run_recurrence
 
 
 class AbstractDiagonalCell(eqx.Module):

@@ -6,10 +6,8 @@ import jax.random as jr
 from jaxtyping import Array, Float
 
 from ..._control_flow.linear_recurrence import linear_recurrence
-from ..._errors import rule_error, type_of
 from ..._tangent_spaces import promote
-from .._argument_checks import check_features
-from .._dtypes import common_dtype, default_dtype
+from .._dtypes import common_dtype
 
 
 class LinearGates(eqx.Module):
@@ -22,7 +20,6 @@ class LinearGates(eqx.Module):
 
     def __init__(self, input_size, hidden_size, *, n_gates, use_bias, dtype, key):
         limit = input_size**-0.5
-        dtype = default_dtype(dtype)
         keys = jr.split(key)
         shape = (n_gates * hidden_size, input_size)
         self.weight = jr.uniform(keys[0], shape, dtype, -limit, limit)
@@ -61,15 +58,3 @@ def matmul_f32(x: Array, weight: Array) -> Array:
     flat = x.reshape(-1, x.shape[-1])
     out = jnp.matmul(flat, weight.T, preferred_element_type=promote([x, jnp.float32]))
     return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def check_real(layer: str, cell, xs: Array, state: Array | None = None) -> None:
-    """Check that inputs have the right size and are real, and that a given state is real."""
-    check_features(layer, cell, xs)
-    for name, x in (("xs", xs), ("state", state)):
-        if x is not None and jnp.iscomplexobj(x):
-            raise rule_error(
-                f"`{layer}` was given complex numbers.",
-                f"`{name}` is {type_of(x)}",
-                do="Pass real ones. Real and imaginary parts may be features of their own.",
-            )

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ..._control_flow.linear_recurrence import METHODS
 from ..._tangent_spaces import promote
-from .._argument_checks import check_sizes
+from .._argument_checks import as_sizes, check_option, check_real, check_stack
+from .._dtypes import layer_dtype
 from .._recurrent.layer import AbstractRecurrent
 from .._recurrent.stack import make_cells, Stack
-from .gates import check_real, gate_inputs, LinearGates, run_recurrence
+from .gates import gate_inputs, LinearGates, run_recurrence
 
 
 class AbstractMinimal(AbstractRecurrent):
@@ -130,9 +132,21 @@ class MinGRU(AbstractMinimal):
         All others as for [`eqx_grads.nn.GRU`][]. Weights and biases are at first uniform within
         `1 / sqrt(input_size)`, as in `equinox.nn.Linear`.
         """
-        check_sizes(
-            "MinGRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        input_size, hidden_size = as_sizes(
+            "MinGRU", input_size=input_size, hidden_size=hidden_size
         )
+        check_stack(
+            "MinGRU",
+            num_layers=num_layers,
+            use_bias=use_bias,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        check_option("MinGRU", "method", method, METHODS)
+        dtype = layer_dtype("MinGRU", dtype)
         options = {"n_gates": 2, "use_bias": use_bias, "dtype": dtype}
         make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
@@ -215,9 +229,21 @@ class MinLSTM(AbstractMinimal):
 
         As for [`eqx_grads.nn.MinGRU`][].
         """
-        check_sizes(
-            "MinLSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        input_size, hidden_size = as_sizes(
+            "MinLSTM", input_size=input_size, hidden_size=hidden_size
         )
+        check_stack(
+            "MinLSTM",
+            num_layers=num_layers,
+            use_bias=use_bias,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        check_option("MinLSTM", "method", method, METHODS)
+        dtype = layer_dtype("MinLSTM", dtype)
         options = {"n_gates": 3, "use_bias": use_bias, "dtype": dtype}
         make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)

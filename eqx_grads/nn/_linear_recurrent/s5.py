@@ -11,10 +11,17 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from ..._control_flow.linear_recurrence import METHODS
 from ..._errors import rule_error
 from ..._tangent_spaces import promote
-from .._argument_checks import check_sizes
-from .._dtypes import default_dtype
+from .._argument_checks import (
+    as_sizes,
+    check_callable,
+    check_numbers,
+    check_option,
+    check_stack,
+)
+from .._dtypes import layer_dtype
 from .._recurrent.stack import make_cells, Stack
 from .diagonal import AbstractDiagonal, AbstractDiagonalCell, make_skip, zero_parts
 
@@ -40,9 +47,12 @@ class S5Cell(AbstractDiagonalCell):
         weight_in = jr.normal(keys[0], (state_size, input_size)) * input_size**-0.5
         weight_out = jr.normal(keys[1], (output_size, state_size)) * state_size**-0.5
         basis = jnp.asarray(basis, promote([weight_in, jnp.complex64]))
-        self.log_decay = jnp.full(half, np.log(0.5), dtype)
-        self.frequency = jnp.asarray(frequency, dtype)
-        self.log_step = jr.uniform(keys[2], (half,), minval=low, maxval=high).astype(dtype)
+        # In single precision at least. Over many steps, a phase that was rounded to half
+        # precision is another phase: the outputs would be wrong by 2 to 8 %.
+        wide = promote([jnp.zeros((), dtype), jnp.float32])
+        self.log_decay = jnp.full(half, np.log(0.5), wide)
+        self.frequency = jnp.asarray(frequency, wide)
+        self.log_step = jr.uniform(keys[2], (half,), minval=low, maxval=high).astype(wide)
         self.weight_in = as_parts(basis.conj().T @ weight_in.astype(basis.dtype))
         self.weight_out = as_parts(weight_out.astype(basis.dtype) @ basis)
         self.skip = make_skip(keys[3], input_size, output_size, dtype)
@@ -115,8 +125,10 @@ class S5(AbstractDiagonal):
     For single steps, call the layer with one step and with the state that the last call
     returned.
 
-    States are complex, in single precision at least: with parameters and inputs in half
-    precision the recurrence is in single, and the outputs are in half.
+    States are complex, in single precision at least, and so are `log_decay`, `frequency` and
+    `log_step`: with a `dtype` and inputs of half precision the recurrence is in single, and
+    the outputs are in half. A model that is cast to half precision as a whole loses digits of
+    the steps, and its outputs are another filter's: leave these three as they are.
 
     **Derivative:**
 
@@ -180,27 +192,27 @@ class S5(AbstractDiagonal):
         All others as for [`eqx_grads.nn.GRU`][]. A learned initial state is `initial_parts`,
         its real and its imaginary part.
         """
-        check_sizes(
+        input_size, output_size, state_size, blocks = as_sizes(
             "S5",
             input_size=input_size,
             output_size=output_size,
             state_size=state_size,
             blocks=blocks,
-            num_layers=num_layers,
         )
-        if state_size % (2 * blocks) != 0:
-            raise rule_error(
-                "`S5` can't pair its eigenvalues.",
-                f"`state_size` is {state_size}, `blocks` is {blocks}",
-                do="Choose a `state_size` that is a multiple of `2 * blocks`.",
-            )
-        if not 0 < min_step <= max_step:
-            raise rule_error(
-                "`S5` needs `0 < min_step <= max_step`.",
-                f"`min_step` is {min_step}, `max_step` is {max_step}",
-                do="Choose two positive steps in this order.",
-            )
-        dtype = default_dtype(dtype)
+        check_stack(
+            "S5",
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        check_option("S5", "method", method, METHODS)
+        check_callable("S5", "activation", activation)
+        _check_blocks(state_size, blocks)
+        _check_steps(min_step, max_step)
+        dtype = layer_dtype("S5", dtype)
         make = ft.partial(
             S5Cell,
             output_size=output_size,
@@ -214,3 +226,22 @@ class S5(AbstractDiagonal):
         self.stack = Stack(dropout, reverse, time_major)
         self.activation = activation
         self.method = method
+
+
+def _check_blocks(state_size, blocks):
+    if state_size % (2 * blocks) != 0:
+        raise rule_error(
+            "`S5` can't pair its eigenvalues.",
+            f"`state_size` is {state_size}, `blocks` is {blocks}",
+            do="Choose a `state_size` that is a multiple of `2 * blocks`.",
+        )
+
+
+def _check_steps(min_step, max_step):
+    check_numbers("S5", min_step=min_step, max_step=max_step)
+    if not 0 < min_step <= max_step:
+        raise rule_error(
+            "`S5` needs `0 < min_step <= max_step`.",
+            f"`min_step` is {min_step}, `max_step` is {max_step}",
+            do="Choose two positive steps in this order.",
+        )

@@ -1,7 +1,7 @@
 """Checks of the arguments of quantizers and quantized layers."""
 
 import math
-from typing import Any, TypeGuard
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +12,8 @@ from jaxtyping import Array
 
 from ... import ste
 from ..._errors import name_of, rule_error, RuleError, type_of
-from ..._rules.float_args import as_floats, as_integer
+from ..._rules.float_args import as_floats, as_integer, is_known
+from .._argument_checks import is_number
 from .._dtypes import default_dtype
 
 
@@ -22,11 +23,6 @@ def integer_option(layer: str, what: str, x: Any, *, do: str) -> int:
     if known is None:
         raise _refused(layer, what, x, do)
     return known
-
-
-def is_number(x: Any) -> TypeGuard[int | float]:
-    numbers = int | float | np.integer | np.floating
-    return isinstance(x, numbers) and not isinstance(x, bool)
 
 
 def as_number(layer: str, what: str, x: Any, *, positive: bool = False) -> float:
@@ -52,6 +48,16 @@ def as_scale(layer: str, scale: Any) -> Array | None:
             do="Give it a positive scale.",
         )
     return scale
+
+
+def check_fitted(layer: str, scale: Array) -> None:
+    """Check a scale that was computed from numbers, unless they are traced."""
+    if is_known(scale) and not np.all(np.isfinite(np.asarray(scale))):
+        raise rule_error(
+            f"`{layer}.fit` was given numbers that are not finite.",
+            f"the scale would be {np.max(np.asarray(scale))}",
+            do="Fit it to finite numbers. `eqx_grads.explain_nan` finds the origin of others.",
+        )
 
 
 def as_channel_axis(layer: str, axis: Any) -> int | None:

@@ -11,11 +11,12 @@ import jax.random as jr
 from jaxtyping import Array, Float, Key
 
 from ... import ste
-from ..._rules.float_args import widen
+from ..._rules.float_args import check_flags, widen
 from .argument_checks import as_threshold, check_backward
 from .layers import (
     AbstractQuantizedLinear,
     fit_quantizers,
+    make_linear,
     Quantizer,
     replace_layer,
     Size,
@@ -77,11 +78,12 @@ class BinaryLinear(AbstractQuantizedLinear):
         - `input_quantizer`: as for [`eqx_grads.nn.QuantizedLinear`][].
         """
         check_backward("BinaryLinear", backward)
-        layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+        check_flags("BinaryLinear", scale=scale)
+        layer = make_linear("BinaryLinear", in_features, out_features, use_bias, dtype, key=key)
         self.layer = layer
         _, self.input_quantizer = fit_quantizers("BinaryLinear", layer, None, input_quantizer)
         self.backward = backward
-        self.scale = scale
+        self.scale = bool(scale)
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with: two values for each output."""
@@ -168,12 +170,15 @@ class TernaryLinear(AbstractQuantizedLinear):
         - `backward`, `input_quantizer`: as for [`eqx_grads.nn.BinaryLinear`][].
         """
         check_backward("TernaryLinear", backward)
-        layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+        check_flags("TernaryLinear", scale=scale)
+        layer = make_linear(
+            "TernaryLinear", in_features, out_features, use_bias, dtype, key=key
+        )
         self.layer = layer
         _, self.input_quantizer = fit_quantizers("TernaryLinear", layer, None, input_quantizer)
         self.threshold = as_threshold("TernaryLinear", threshold)
         self.backward = backward
-        self.scale = scale
+        self.scale = bool(scale)
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with: three values for each output."""

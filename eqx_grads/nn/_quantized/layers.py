@@ -11,6 +11,9 @@ import jax.random as jr
 from jaxtyping import Array, Float, Key
 
 from ..._errors import name_of, rule_error
+from ..._rules.float_args import check_flags
+from .._argument_checks import as_sizes
+from .._dtypes import layer_dtype
 from .argument_checks import (
     check_input,
     check_layer,
@@ -143,7 +146,9 @@ class QuantizedLinear(AbstractQuantizedLinear):
 
         With `None`, the weight or the input is not quantized.
         """
-        layer = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+        layer = make_linear(
+            "QuantizedLinear", in_features, out_features, use_bias, dtype, key=key
+        )
         quantizers = fit_quantizers("QuantizedLinear", layer, weight_quantizer, input_quantizer)
         self.layer = layer
         self.weight_quantizer, self.input_quantizer = quantizers
@@ -231,6 +236,10 @@ class QuantizedConv(AbstractQuantizedLayer):
 
         All others as for `equinox.nn.Conv`.
         """
+        in_channels, out_channels = as_sizes(
+            "QuantizedConv", in_channels=in_channels, out_channels=out_channels
+        )
+        check_flags("QuantizedConv", use_bias=use_bias)
         layer = eqx.nn.Conv(
             num_spatial_dims,
             in_channels,
@@ -240,9 +249,9 @@ class QuantizedConv(AbstractQuantizedLayer):
             padding,
             dilation,
             groups,
-            use_bias,
+            bool(use_bias),
             padding_mode,
-            dtype,
+            layer_dtype("QuantizedConv", dtype),
             key=key,
         )
         quantizers = fit_quantizers("QuantizedConv", layer, weight_quantizer, input_quantizer)
@@ -273,6 +282,19 @@ class QuantizedConv(AbstractQuantizedLayer):
         """
         new = QuantizedConv(1, 1, 1, 1, weight_quantizer=None, key=jr.key(0))
         return replace_layer(new, layer, eqx.nn.Conv, weight_quantizer, input_quantizer)
+
+
+def make_linear(
+    name: str, in_features: Size, out_features: Size, use_bias: bool, dtype: Any, *, key: Array
+) -> eqx.nn.Linear:
+    """The linear layer of a quantized one, its arguments checked."""
+    if in_features != "scalar":
+        (in_features,) = as_sizes(name, in_features=in_features)
+    if out_features != "scalar":
+        (out_features,) = as_sizes(name, out_features=out_features)
+    check_flags(name, use_bias=use_bias)
+    dtype = layer_dtype(name, dtype)
+    return eqx.nn.Linear(in_features, out_features, bool(use_bias), dtype, key=key)
 
 
 def replace_layer(
@@ -341,7 +363,8 @@ def _ready_for_input(name, quantizer):
             f"The `input_quantizer` of `{name}` has no scale.",
             f"it is a `{type(quantizer).__name__}`, and there is no input yet to fit it to",
             do="Give it one, `scale=...`, or fit it to some activations first: "
-            "`input_quantizer=quantizer.fit(x)`.",
+            "`input_quantizer=quantizer.fit(x)`. For all layers of a model, "
+            "`quantize_model(..., calibrate=batch)` does.",
         )
     return _without_function_leaf(quantizer)
 

@@ -14,19 +14,21 @@ from jaxtyping import PyTree
 
 from ..._errors import rule_error, type_of
 from ..._tangent_spaces import is_differentiable
+from .calibration import fit_to_inputs, Uncalibrated
 from .layers import (
     AbstractQuantizedLayer,
     describe,
     QuantizedConv,
     QuantizedLinear,
 )
+from .quantizers import AbstractQuantizer
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
     """A row of a `QuantizationReport`.
 
-    - `path`: the path of the layer in the model, with dots.
+    - `path`: the path of the layer in the model, `encoder.layers[0]`.
     - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
     - `weights`, `inputs`: what they are quantized to, for example `"2 bits"`.
     - `shape`: of the weight. An ensemble has more axes in front.
@@ -78,7 +80,11 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
 
 
 def quantize_model(
-    model: PyTree, rules: Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+    model: PyTree,
+    rules: Mapping[Any, Any] | Sequence[tuple[Any, Any]],
+    *,
+    calibrate: PyTree = None,
+    call: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[PyTree, QuantizationReport]:
     """Replace the layers of a model by quantized ones.
 
@@ -94,7 +100,7 @@ def quantize_model(
         model, report = eqg.nn.quantize_model(
             model,
             {
-                "layers.0": (eqg.nn.LSQ(bits=8), None),
+                "layers[0]": (eqg.nn.LSQ(bits=8), None),
                 eqx.nn.Linear: (eqg.nn.LSQ(bits=2), eqg.nn.FakeQuantize(bits=4)),
             },
         )
@@ -112,13 +118,22 @@ def quantize_model(
     - `model`: any PyTree.
     - `rules`: pairs of which layers and how, or a dictionary of such pairs. For each layer,
         the first rule that matches is used.
+    - `calibrate`: a batch on which the model is run once, before its layers are replaced and in
+        inference mode. The inputs of each layer are gathered, and its input quantizer is fitted
+        to them if it has to be (an [`eqx_grads.nn.LSQ`][], or an
+        [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
+        batch are kept in memory until then: a few hundred examples are enough.
+    - `call`: called as `call(model, calibrate)` to run the model. The default is
+        `jax.vmap(model)(calibrate)`.
 
     Which layers:
 
     - a type: all layers of that type, and all layers within a Module of that type.
-    - a path with dots, `"encoder.layers.0"`: the layer at this path, and all layers within the
-        node at this path. It may have wildcards, as in `fnmatch`: `"*.query_proj"`,
-        `"layers.[12]"`. An asterisk matches dots as well.
+    - a path, `"encoder.layers[0]"` or `"heads['a']"`: the layer at this path, and all layers
+        within the node at this path. It is written as in Python, as `jax.tree_util.keystr`
+        writes it and as all reports of this library do. It may have wildcards: `?` for one
+        character and `*` for any number of them, as in `"*.query_proj"` or `"layers[?]"`.
+        An asterisk matches dots and brackets as well.
 
     How:
 
@@ -140,13 +155,51 @@ def quantize_model(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule.
+    [`eqx_grads.RuleError`][] if a rule is used for no layer, or is no rule; with `calibrate`,
+    if there is nothing to fit, or if a layer is not called.
     """
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
-    walk = _Walk([_Rule(i, which, how) for i, (which, how) in enumerate(pairs)])
+    known = [_Rule(i, which, how) for i, (which, how) in enumerate(_pairs(rules))]
+    fitted = None
+    if calibrate is not None:
+        uncalibrated: dict[int, Uncalibrated] = {}
+        walk = _Walk(known, uncalibrated=uncalibrated)
+        walk.visit(model, "", frozenset())
+        walk.check_all_used()
+        _check_some(uncalibrated)
+        fitted = fit_to_inputs(model, uncalibrated, calibrate, call)
+    elif call is not None:
+        raise rule_error(
+            "`quantize_model` was given a `call`, and no batch.",
+            "`calibrate` is None",
+            do="Give it a batch to run the model on, `calibrate=...`, or leave `call` out.",
+        )
+    walk = _Walk(known, fitted=fitted)
     new = walk.visit(model, "", frozenset())
     walk.check_all_used()
     return new, QuantizationReport(walk.swapped, walk.left)
+
+
+def _check_some(uncalibrated):
+    if not uncalibrated:
+        raise rule_error(
+            "`quantize_model` was given a batch, and there is nothing to calibrate.",
+            "each input quantizer has a scale, or computes one in each call",
+            do="Leave `calibrate` out, or give the rules an input quantizer whose scale is "
+            "fitted: `(eqg.nn.LSQ(bits=4), eqg.nn.LSQ(bits=4))`.",
+        )
+
+
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    is_list = isinstance(pairs, Sequence) and not isinstance(pairs, str)
+    if not is_list or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise rule_error(
+            "`quantize_model` was given rules that do not say which layers they are for.",
+            f"`rules` is {rules!r:.80}",
+            do="Give it a dictionary from types or paths of layers to quantizers: "
+            "`{eqx.nn.Linear: eqg.nn.LSQ(bits=4)}`, or a list of such pairs.",
+        )
+    return list(pairs)
 
 
 class _Rule:
@@ -157,19 +210,20 @@ class _Rule:
         if not isinstance(which, str | type):
             raise rule_error(
                 f"A rule of `quantize_model` does not say which layers it is for: {self.name}.",
-                do="Give it a type or a path, a string such as `'encoder.layers.*'`.",
+                do="Give it a type or a path, a string such as `'encoder.layers[*]'`.",
             )
         self.swap = self._as_swap(how)
 
-    def _as_swap(self, how: Any) -> Callable[[Any], Any] | None:
+    def _as_swap(self, how: Any) -> tuple[Any, Any] | Callable[[Any], Any] | None:
+        """Quantizers for weights and inputs, or a function of the layer, or `None`."""
         if how is None or how is False:
             return None
         if isinstance(how, type) and hasattr(how, "from_layer"):
             return how.from_layer
         if isinstance(how, tuple) and len(how) == 2:
-            return lambda layer: _quantize(layer, *how)
+            return how
         if isinstance(how, eqx.Module):
-            return lambda layer: _quantize(layer, how, None)
+            return how, None
         if callable(how) and not isinstance(how, type):
             return how
         raise rule_error(
@@ -181,7 +235,8 @@ class _Rule:
 
     def matches(self, path: str, node: Any) -> bool:
         if isinstance(self.which, str):
-            return fnmatch.fnmatchcase(path, self.which)
+            # A bracket is one, and not a set of characters.
+            return fnmatch.fnmatchcase(path, self.which.replace("[", "[[]"))
         return isinstance(node, self.which)
 
 
@@ -193,10 +248,22 @@ def _quantize(layer, weight_quantizer, input_quantizer):
 
 
 class _Walk:
-    """One traversal of a model, which replaces layers and records what it did."""
+    """One traversal of a model, which replaces layers and records what it did.
 
-    def __init__(self, rules: Sequence[_Rule]):
+    With a dictionary `uncalibrated`, it adds to it the layers whose input quantizer has to be
+    fitted; `fitted` are such quantizers. Both are by the `id` of the layer.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[_Rule],
+        *,
+        uncalibrated: dict[int, Uncalibrated] | None = None,
+        fitted: Mapping[int, Any] | None = None,
+    ):
         self.rules = rules
+        self.uncalibrated = uncalibrated
+        self.fitted = {} if fitted is None else fitted
         self.matched: set[int] = set()
         self.used: set[int] = set()
         self.done_before: dict[int, str] = {}  # of each rule, a layer quantized already
@@ -263,7 +330,10 @@ class _Walk:
 
     def _new(self, rule, layer, path):
         try:
-            new = rule.swap(layer)
+            if isinstance(rule.swap, tuple):
+                new = self._quantize(layer, path, *rule.swap)
+            else:
+                new = rule.swap(layer)
         except Exception as error:
             error.add_note(f"It was to take the place of {_place(path)} by {rule.name}.")
             raise
@@ -276,6 +346,18 @@ class _Walk:
                 "the weight, write `(fn, None)`.",
             )
         return new
+
+    def _quantize(self, layer, path, weight_quantizer, input_quantizer):
+        fitted = self.fitted.get(id(layer))
+        is_quantizer = isinstance(input_quantizer, AbstractQuantizer)
+        needs_fit = is_quantizer and input_quantizer.needs_fit
+        if needs_fit and self.uncalibrated is not None:
+            self.uncalibrated[id(layer)] = Uncalibrated(layer, path, input_quantizer)
+        if needs_fit and (self.uncalibrated is not None or fitted is not None):
+            new = _quantize(layer, weight_quantizer, None)
+            get = lambda layer: layer.input_quantizer
+            return eqx.tree_at(get, new, fitted, is_leaf=lambda x: x is None)
+        return _quantize(layer, weight_quantizer, input_quantizer)
 
     def _leave(self, path, layer, note):
         shape = getattr(layer.weight, "shape", ())
@@ -304,7 +386,8 @@ class _Walk:
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
-                "by its type or path, or by the type or path of a node that contains it.",
+                "by its type or path, or by the type or path of a node that contains it. Paths "
+                "are written as in Python: `encoder.layers[0]`.",
             )
 
     def _near(self, rule):
@@ -319,9 +402,4 @@ def _place(path):
 
 
 def _join(path, keys):
-    (key,) = keys
-    for name in ("name", "idx", "key"):
-        if hasattr(key, name):
-            last = str(getattr(key, name))
-            return f"{path}.{last}" if path else last
-    return f"{path}{key}"
+    return (path + jtu.keystr(keys)).removeprefix(".")

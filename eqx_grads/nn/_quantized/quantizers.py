@@ -12,17 +12,18 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
 
 from ... import ste
 from ..._errors import rule_error, type_of
-from ..._rules.float_args import as_bits, as_floats, as_levels, widen
+from ..._rules.float_args import as_bits, as_floats, as_levels, check_flags, widen
+from .._argument_checks import is_number
 from .argument_checks import (
     as_axis,
     as_channel_axis,
     as_number,
     as_scale,
     check_backward,
+    check_fitted,
     check_function,
     check_indices,
     check_vectors,
-    is_number,
 )
 
 
@@ -165,14 +166,15 @@ class FakeQuantize(AbstractQuantizer):
         - `channel_axis`: if no scale is given, the axis along which each index has a scale of
             its own: 0 for one scale for each output of a weight. `None` is one scale for all.
         """
+        check_flags("FakeQuantize", learn_scale=learn_scale, signed=signed, narrow=narrow)
         self._scale, self._constant = as_scale("FakeQuantize", scale), None
         if is_number(scale) and not learn_scale:
             self._scale, self._constant = None, float(scale)
         self.bits = as_bits("FakeQuantize", bits, signed)
-        self.signed = signed
-        self.narrow = narrow
+        self.signed = bool(signed)
+        self.narrow = bool(narrow)
         self.channel_axis = as_channel_axis("FakeQuantize", channel_axis)
-        self.learn_scale = learn_scale
+        self.learn_scale = bool(learn_scale)
 
     @property
     def scale(self) -> Any:
@@ -281,9 +283,10 @@ class LSQ(AbstractQuantizer):
             chooses it, which layers call with their weights.
         - `channel_axis`: as for [`eqx_grads.nn.FakeQuantize`][].
         """
+        check_flags("LSQ", signed=signed)
         self.scale = as_scale("LSQ", scale)
         self.bits = as_bits("LSQ", bits, signed)
-        self.signed = signed
+        self.signed = bool(signed)
         self.channel_axis = as_channel_axis("LSQ", channel_axis)
         if gradient_scale is not None:
             gradient_scale = as_number("LSQ", "gradient_scale", gradient_scale, positive=True)
@@ -430,6 +433,7 @@ def _largest(bits, signed):
 
 
 def _with_scale(quantizer, scale):
+    check_fitted(type(quantizer).__name__, scale)
     return eqx.tree_at(lambda q: q.scale, quantizer, scale, is_leaf=lambda x: x is None)
 
 

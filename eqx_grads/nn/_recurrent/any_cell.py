@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._control_flow.scan import filter_scan
-from ..._errors import rule_error
-from .._argument_checks import check_features
+from ..._control_flow.scan import named_method
+from ..._errors import rule_error, RuleError
+from ..._rules.float_args import check_flags
+from .._argument_checks import check_callable, check_features
+from .cell_scan import scan_cell
 from .layer import AbstractRecurrent, zero_hidden
 from .stack import Stack
 
@@ -78,11 +78,14 @@ class Recurrent(AbstractRecurrent):
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
+        check_flags("Recurrent", reverse=reverse, time_major=time_major)
+        check_callable("Recurrent", "cell", cell)
+        check_callable("Recurrent", "output", output)
         self.cells = ((cell,),)
         self.initial_state = initial_state
         self.stack = Stack(0.0, reverse, time_major)
         self.output = output
-        self.checkpoint = checkpoint
+        self.checkpoint = _as_checkpoint(checkpoint)
 
     def _zero_state(self):
         ((cell,),) = self.cells
@@ -101,29 +104,20 @@ class Recurrent(AbstractRecurrent):
         if isinstance(getattr(cell, "input_size", None), int):
             check_features("Recurrent", cell, xs)
 
-        def step(state, inputs):
-            x, valid = inputs
-            new = jax.vmap(lambda x, s: cell(x, s))(x, state)
-            if valid is not None:
-                mask = lambda s: valid.reshape(-1, *(1,) * (s.ndim - 1))
-                new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
-            if self.output is None:
-                return new, jax.tree.leaves(new)[0]
-            return new, jax.vmap(self.output)(new)
-
-        state = _cast_as_returned(step, state, (xs, valid))
-        last, ys = filter_scan(
-            step, state, (xs, valid), reverse=reverse, checkpoint=self.checkpoint
+        return scan_cell(
+            cell, xs, state, valid, reverse, output=self.output, checkpoint=self.checkpoint
         )
-        return ys, last
 
 
-def _cast_as_returned(step: Callable[..., Any], state: PyTree, inputs: PyTree) -> PyTree:
-    """The first state in the dtypes of the next one, which the inputs may have widened."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-    new, _ = jax.eval_shape(step, state, one)
-    if jax.tree.structure(new) != jax.tree.structure(state):
-        return state  # `filter_scan` says what differs
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
-    return jax.tree.map(cast, state, new)
+def _as_checkpoint(checkpoint: Any) -> int | str | None:
+    try:
+        named_method(checkpoint, 1)
+    except RuleError:
+        raise rule_error(
+            "`Recurrent` was given a `checkpoint` that it does not know.",
+            f"`checkpoint` is {checkpoint!r:.60}",
+            do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
+        ) from None
+    if checkpoint is None or isinstance(checkpoint, str):
+        return checkpoint
+    return int(checkpoint)

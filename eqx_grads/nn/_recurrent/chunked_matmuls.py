@@ -76,14 +76,14 @@ def vmap_into_batch(
 ) -> Any:
     """The batching rule of a layer that has a batch dimension already.
 
-    `args` are the weights, then `xs`, the state and `valid`. The new batch dimension of the
-    latter three becomes part of the one that is there, so that the gradient of a weight is one
-    sum over both. If a weight is batched, the answer is `NotImplemented`: each example has a
-    network of its own.
+    `args` are the weights (arrays or trees), then `xs`, the state and `valid`. The new batch
+    dimension of the latter three becomes part of the one that is there, so that the gradient
+    of a weight is one sum over both. If a weight is batched, the answer is `NotImplemented`:
+    each example has a network of its own.
     """
     *weights, xs, state, valid = args
     *weights_batched, xs_batched, state_batched, valid_batched = batched
-    if any(b is True for b in weights_batched):
+    if any(b is True for b in jax.tree.leaves(weights_batched)):
         return NotImplemented
     hs, last = layer(
         *weights,

@@ -6,8 +6,10 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
 
-from .._argument_checks import check_features, check_option, check_sizes
-from .._dtypes import common_dtype
+from ..._diagnosis.layers import cells_are_called
+from .._argument_checks import as_sizes, check_option, check_real, check_stack
+from .._dtypes import common_dtype, layer_dtype
+from .cell_scan import scan_gated_cell
 from .gru_vjp import gru
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .stack import make_cells, Stack
@@ -88,12 +90,23 @@ class GRU(AbstractRecurrent):
         - `time_major`: whether a batch is `(time, batch, in)`.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.
         """
-        check_sizes(
-            "GRU", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        input_size, hidden_size = as_sizes(
+            "GRU", input_size=input_size, hidden_size=hidden_size
         )
+        check_stack(
+            "GRU",
+            num_layers=num_layers,
+            use_bias=use_bias,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        dtype = layer_dtype("GRU", dtype)
         check_option("GRU", "keep", keep, ("gates", "states"))
         make = ft.partial(
-            eqx.nn.GRUCell, hidden_size=hidden_size, use_bias=use_bias, dtype=dtype
+            eqx.nn.GRUCell, hidden_size=hidden_size, use_bias=bool(use_bias), dtype=dtype
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
@@ -104,7 +117,9 @@ class GRU(AbstractRecurrent):
         return zero_hidden(self.cells[0][0])
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("GRU", cell, xs)
+        check_real("GRU", cell, xs, state)
+        if cells_are_called():
+            return scan_gated_cell(cell, xs, state, valid, reverse)
         xs, h, w_in, w_state, bias, bias_n = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias, cell.bias_n
         )

@@ -5,15 +5,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
+from ..._diagnosis.layers import AbstractCellLayer
 from ..._errors import name_of, rule_error, type_of
 from .stack import first_states, last_states, Stack, valid_steps, zero_states
 
 
-class AbstractRecurrent(eqx.Module):
+class AbstractRecurrent(AbstractCellLayer):
     """A layer that runs cells over time: one for each layer of a stack and direction."""
 
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
@@ -71,7 +74,7 @@ class AbstractRecurrent(eqx.Module):
             outputs are zero, the state does not change, and no gradient passes; a cell that
             runs backward in time begins at the last step that counts. Under `jit`, where
             their values are not known, a length greater than the number of steps counts as
-            all steps.
+            all steps, and a negative one as none.
         - `key`: for dropout.
         - `inference`: whether dropout is off; the default is the layer's own.
 
@@ -83,6 +86,14 @@ class AbstractRecurrent(eqx.Module):
         then the cell that runs backward.
         """
         name = type(self).__name__
+        if not isinstance(xs, jax.Array | np.ndarray):
+            raise rule_error(
+                f"`{name}` was given `xs` that are not an array.",
+                f"`xs` is a `{type(xs).__name__}`",
+                do="Pass one array, `jnp.stack(xs)` for a list of steps. If it is the pair "
+                "`ys, state` of another recurrent layer, as in `equinox.nn.Sequential`, pass "
+                "on the outputs only: `eqx_grads.nn.Outputs` of that layer returns them.",
+            )
         if xs.ndim not in (2, 3):
             raise rule_error(
                 f"`{name}` was given `xs` with {xs.ndim} axes.",

@@ -6,10 +6,14 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
 
-from .._argument_checks import check_features, check_option, check_sizes
-from .._dtypes import common_dtype
+from ..._diagnosis.layers import cells_are_called
+from .._argument_checks import as_sizes, check_option, check_real, check_stack
+from .._dtypes import common_dtype, layer_dtype
+from .cell_scan import scan_gated_cell
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .lstm_vjp import lstm
+from .projected_lstm import as_projection, ProjectedLSTMCell
+from .projected_lstm_vjp import projected_lstm
 from .stack import make_cells, Stack
 
 
@@ -43,17 +47,22 @@ class LSTM(AbstractRecurrent):
 
     The state is the pair `(h, c)`.
 
+    With `proj_size`, $h' = P\,(o \tanh(c'))$ with a matrix $P$, so that states and outputs may
+    be smaller than the cell ([Sak et al. 2014](https://arxiv.org/abs/1402.1128), as in
+    PyTorch). The cells are then not those of Equinox; they have one more weight, `weight_hr`.
+
     **Derivative:**
 
     Written by hand, over chunks of several steps. With $\bar h'$ the cotangent of a hidden
     state and $d = \bar c' + \bar h'\,o\,(1 - \tanh^2 c')$, the cotangents of the gates'
     arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
-    matrix product for a chunk. Both modes (forward mode by plain differentiation), all orders;
-    `jax.vmap` of the layer computes one gradient for the batch.
+    matrix product for a chunk. With `proj_size`, $P^T \bar h'$ takes the place of $\bar h'$.
+    Both modes (forward mode by plain differentiation), all orders; `jax.vmap` of the layer
+    computes one gradient for the batch.
     """
 
-    cells: tuple[tuple[eqx.nn.LSTMCell, ...], ...]
+    cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]
     initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
     stack: Stack
     keep: str = eqx.field(static=True)
@@ -63,6 +72,7 @@ class LSTM(AbstractRecurrent):
         input_size: int,
         hidden_size: int,
         *,
+        proj_size: int | None = None,
         num_layers: int = 1,
         bidirectional: bool = False,
         dropout: float = 0.0,
@@ -76,27 +86,54 @@ class LSTM(AbstractRecurrent):
     ):
         """**Arguments:**
 
-        As for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half of the
-        memory.
+        - `proj_size`: the size of the hidden state and of the output, less than `hidden_size`,
+            which is then the size of the cell state only. By default there is no projection.
+
+        All others as for [`eqx_grads.nn.GRU`][]. With `keep="states"`, the residuals need half
+        of the memory; with `proj_size` it has no effect.
         """
-        check_sizes(
-            "LSTM", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        input_size, hidden_size = as_sizes(
+            "LSTM", input_size=input_size, hidden_size=hidden_size
         )
+        check_stack(
+            "LSTM",
+            num_layers=num_layers,
+            use_bias=use_bias,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        dtype = layer_dtype("LSTM", dtype)
         check_option("LSTM", "keep", keep, ("gates", "states"))
         make = ft.partial(
-            eqx.nn.LSTMCell, hidden_size=hidden_size, use_bias=use_bias, dtype=dtype
+            eqx.nn.LSTMCell, hidden_size=hidden_size, use_bias=bool(use_bias), dtype=dtype
         )
-        self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
+        output_size = hidden_size
+        if proj_size is not None:
+            output_size = as_projection(proj_size, hidden_size)
+            make = ft.partial(ProjectedLSTMCell, proj_size=output_size, **make.keywords)
+        self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
         self.stack = Stack(dropout, reverse, time_major)
         self.keep = keep
 
     def _zero_state(self):
         zero = zero_hidden(self.cells[0][0])
-        return zero, zero
+        return zero[: self.cells[0][0].weight_hh.shape[1]], zero
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("LSTM", cell, xs)
+        check_real("LSTM", cell, xs, *state)
+        if cells_are_called():
+            return scan_gated_cell(cell, xs, state, valid, reverse)
+        if isinstance(cell, ProjectedLSTMCell):
+            xs, h, c, w_in, w_state, bias, w_out = common_dtype(
+                xs, *state, cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr
+            )
+            return projected_lstm(
+                w_in, w_state, bias, w_out, xs, (h, c), valid, reverse=reverse
+            )
         xs, h, c, w_in, w_state, bias = common_dtype(
             xs, *state, cell.weight_ih, cell.weight_hh, cell.bias
         )
@@ -132,6 +169,6 @@ class LSTM(AbstractRecurrent):
             learn_initial_state=learn_initial_state,
         )
 
-    def to_cell(self) -> eqx.nn.LSTMCell:
+    def to_cell(self) -> eqx.nn.LSTMCell | ProjectedLSTMCell:
         """The only cell of a layer that has one."""
         return single_cell(self)

@@ -7,8 +7,11 @@ import equinox as eqx
 import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
-from .._argument_checks import check_features, check_option, check_sizes
-from .._dtypes import common_dtype, default_dtype
+from ..._diagnosis.layers import cells_are_called
+from ..._rules.float_args import check_flags
+from .._argument_checks import as_sizes, check_option, check_real, check_stack
+from .._dtypes import common_dtype, layer_dtype
+from .cell_scan import scan_gated_cell
 from .layer import AbstractRecurrent, layer_from_cell, single_cell, zero_hidden
 from .rnn_vjp import ACTIVATIONS, rnn
 from .stack import make_cells, Stack
@@ -40,8 +43,13 @@ class RNNCell(eqx.Module):
             `equinox.nn.GRUCell`.
         - `activation`: $\\phi$, `"tanh"` or `"relu"`.
         """
+        input_size, hidden_size = as_sizes(
+            "RNNCell", input_size=input_size, hidden_size=hidden_size
+        )
+        check_flags("RNNCell", use_bias=use_bias)
+        check_option("RNNCell", "activation", activation, ACTIVATIONS)
         limit = hidden_size**-0.5
-        dtype = default_dtype(dtype)
+        dtype = layer_dtype("RNNCell", dtype)
         keys = jr.split(key, 3)
         make = lambda key, *shape: jr.uniform(key, shape, dtype, -limit, limit)
         self.weight_ih = make(keys[0], hidden_size, input_size)
@@ -49,7 +57,6 @@ class RNNCell(eqx.Module):
         self.bias = make(keys[2], hidden_size) if use_bias else None
         self.input_size = input_size
         self.hidden_size = hidden_size
-        check_option("RNNCell", "activation", activation, ACTIVATIONS)
         self.activation = activation
 
     def __call__(
@@ -124,9 +131,20 @@ class RNN(AbstractRecurrent):
 
         All others as for [`eqx_grads.nn.GRU`][].
         """
-        check_sizes(
-            "RNN", input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
+        input_size, hidden_size = as_sizes(
+            "RNN", input_size=input_size, hidden_size=hidden_size
         )
+        check_stack(
+            "RNN",
+            num_layers=num_layers,
+            use_bias=use_bias,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            learn_initial_state=learn_initial_state,
+            reverse=reverse,
+            time_major=time_major,
+        )
+        dtype = layer_dtype("RNN", dtype)
         options = {"activation": activation, "use_bias": use_bias, "dtype": dtype}
         make = ft.partial(RNNCell, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
@@ -137,7 +155,9 @@ class RNN(AbstractRecurrent):
         return zero_hidden(self.cells[0][0])
 
     def _run_cell(self, cell, xs, state, valid, reverse):
-        check_features("RNN", cell, xs)
+        check_real("RNN", cell, xs, state)
+        if cells_are_called():
+            return scan_gated_cell(cell, xs, state, valid, reverse)
         xs, h, w_in, w_state, bias = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias
         )

@@ -28,8 +28,8 @@ class Stack(eqx.Module):
 
     def __init__(self, dropout: float, reverse: bool, time_major: bool):
         self.dropout = eqx.nn.Dropout(dropout)
-        self.reverse = reverse
-        self.time_major = time_major
+        self.reverse = bool(reverse)
+        self.time_major = bool(time_major)
 
     def time_first(self, xs: Array) -> Array:
         """One sequence or a batch of them as `(time, batch, in)`."""
@@ -120,7 +120,8 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
                 f"they are from {shortest} to {longest}, and `xs` has {steps} steps",
                 do="Did you swap the time axis and the batch axis? See `time_major`.",
             )
-    return jnp.arange(steps)[:, None] < jnp.asarray(lengths).reshape(1, batch)
+    times = jnp.arange(steps)[:, None]
+    return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
 
 
 def _zero_padding(ys: Array, valid: Array) -> Array:

@@ -7,8 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from ...surrogates import spike
-from .._dtypes import common_dtype
+from .dynamics import Dynamics, one_step
 from .neurons import AbstractNeurons, AbstractSpikingNeurons
 from .parameters import (
     ALIFState,
@@ -18,7 +17,6 @@ from .parameters import (
     float_dtype,
     known_surrogate,
     LIFState,
-    like_last,
     LIState,
     NeuronParameter,
     Parameter,
@@ -142,6 +140,16 @@ class LIFCell(AbstractSpikingNeurons):
         zero = jnp.zeros(self.hidden_size, self.dtype)
         return LIFState(spikes=zero, membrane=zero)
 
+    def _dynamics(self, like: Array) -> Dynamics:
+        """The constants of a step, in the dtype of an array."""
+        return Dynamics(
+            beta=self._beta.cast(like),
+            threshold=self._threshold.cast(like),
+            surrogate=self.surrogate,
+            reset=self.reset,
+            detach_reset=self.detach_reset,
+        )
+
     def __call__(self, x: Num[Array, "*hidden"], state: LIFState) -> LIFState:
         """**Arguments:**
 
@@ -160,11 +168,7 @@ class LIFCell(AbstractSpikingNeurons):
         layer, if `x` is complex, or if the state is not of floats.
         """
         check_inputs("LIFCell", self.hidden_size, x, state, LIFState)
-        x, spikes, membrane = common_dtype(x, state.spikes, state.membrane)
-        membrane = self._next_membrane(x, spikes, membrane)
-        threshold = self._threshold.cast(membrane)
-        new = LIFState(spike(membrane - threshold, self.surrogate), membrane)
-        return like_last(new, state)
+        return one_step(self, x, state)
 
 
 class ALIFCell(AbstractSpikingNeurons):
@@ -269,18 +273,22 @@ class ALIFCell(AbstractSpikingNeurons):
         zero = jnp.zeros(self.hidden_size, self.dtype)
         return ALIFState(spikes=zero, membrane=zero, adaptation=zero)
 
+    def _dynamics(self, like: Array) -> Dynamics:
+        """The constants of a step, in the dtype of an array."""
+        return Dynamics(
+            beta=self._beta.cast(like),
+            rho=self._rho.cast(like),
+            strength=self._strength.cast(like),
+            threshold=self._threshold.cast(like),
+            surrogate=self.surrogate,
+            reset=self.reset,
+            detach_reset=self.detach_reset,
+        )
+
     def __call__(self, x: Num[Array, "*hidden"], state: ALIFState) -> ALIFState:
         """As for [`eqx_grads.nn.LIFCell`][]."""
         check_inputs("ALIFCell", self.hidden_size, x, state, ALIFState)
-        x, spikes, membrane, trace = common_dtype(
-            x, state.spikes, state.membrane, state.adaptation
-        )
-        trace = self._rho.cast(trace) * trace + spikes
-        membrane = self._next_membrane(x, spikes, membrane)
-        threshold = self._threshold.cast(membrane)
-        raised = threshold + self._strength.cast(trace) * trace
-        new = ALIFState(spike(membrane - raised, self.surrogate), membrane, trace)
-        return like_last(new, state)
+        return one_step(self, x, state)
 
 
 class CuBaLIFCell(AbstractSpikingNeurons):
@@ -374,17 +382,21 @@ class CuBaLIFCell(AbstractSpikingNeurons):
         zero = jnp.zeros(self.hidden_size, self.dtype)
         return CuBaLIFState(spikes=zero, current=zero, membrane=zero)
 
+    def _dynamics(self, like: Array) -> Dynamics:
+        """The constants of a step, in the dtype of an array."""
+        return Dynamics(
+            beta=self._beta.cast(like),
+            alpha=self._alpha.cast(like),
+            threshold=self._threshold.cast(like),
+            surrogate=self.surrogate,
+            reset=self.reset,
+            detach_reset=self.detach_reset,
+        )
+
     def __call__(self, x: Num[Array, "*hidden"], state: CuBaLIFState) -> CuBaLIFState:
         """As for [`eqx_grads.nn.LIFCell`][]."""
         check_inputs("CuBaLIFCell", self.hidden_size, x, state, CuBaLIFState)
-        x, spikes, current, membrane = common_dtype(
-            x, state.spikes, state.current, state.membrane
-        )
-        current = self._alpha.cast(current) * current + x
-        membrane = self._next_membrane(current, spikes, membrane)
-        threshold = self._threshold.cast(membrane)
-        new = CuBaLIFState(spike(membrane - threshold, self.surrogate), current, membrane)
-        return like_last(new, state)
+        return one_step(self, x, state)
 
 
 class LICell(AbstractNeurons):
@@ -435,9 +447,11 @@ class LICell(AbstractNeurons):
         """The neurons at rest: zero."""
         return LIState(membrane=jnp.zeros(self.hidden_size, self.dtype))
 
+    def _dynamics(self, like: Array) -> Dynamics:
+        """The constants of a step, in the dtype of an array."""
+        return Dynamics(beta=self._beta.cast(like))
+
     def __call__(self, x: Num[Array, "*hidden"], state: LIState) -> LIState:
         """As for [`eqx_grads.nn.LIFCell`][]."""
         check_inputs("LICell", self.hidden_size, x, state, LIState)
-        x, membrane = common_dtype(x, state.membrane)
-        new = LIState(self._beta.cast(membrane) * membrane + x)
-        return like_last(new, state)
+        return one_step(self, x, state)

@@ -1,11 +1,12 @@
 """What neurons share: the decay of the membrane potential, the threshold and the reset."""
 
+import abc
 from typing import Any
 
 import equinox as eqx
-import jax
 from jaxtyping import Array
 
+from .dynamics import Dynamics
 from .parameters import NeuronParameter, Reset, Surrogate
 
 
@@ -15,6 +16,10 @@ class AbstractNeurons(eqx.Module):
     _beta: eqx.AbstractVar[NeuronParameter]
     hidden_size: eqx.AbstractVar[int | tuple[int, ...]]
     dtype: eqx.AbstractVar[Any]
+
+    @abc.abstractmethod
+    def _dynamics(self, like: Array) -> Dynamics:
+        """The constants of a step, in the dtype of an array."""
 
     @property
     def beta(self) -> Any:
@@ -44,13 +49,3 @@ class AbstractSpikingNeurons(AbstractNeurons):
     def learn_threshold(self) -> bool:
         """Whether `threshold` is learned."""
         return self._threshold.learned
-
-    def _next_membrane(self, current: Array, spikes: Array, membrane: Array) -> Array:
-        """The potential after decay, input current and reset by the last spikes."""
-        beta = self._beta.cast(membrane)
-        if self.reset == "none":
-            return beta * membrane + current
-        last = jax.lax.stop_gradient(spikes) if self.detach_reset else spikes
-        if self.reset == "zero":
-            return beta * (membrane * (1 - last)) + current
-        return beta * membrane + current - last * self._threshold.cast(membrane)

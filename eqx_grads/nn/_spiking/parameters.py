@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
@@ -25,7 +25,6 @@ Parameter: TypeAlias = (
 Surrogate: TypeAlias = AbstractSurrogate | Callable[[Array], Any]
 Reset: TypeAlias = Literal["subtract", "zero", "none"]
 RESETS = ("subtract", "zero", "none")
-State = TypeVar("State")
 
 
 class LIFState(eqx.Module):
@@ -283,8 +282,3 @@ def check_inputs(cell: str, hidden_size: Any, x: Any, state: Any, expected: type
                 f"`{argument}` is {type_of(array)}",
                 do="A state has to be of floats, and an input of real numbers.",
             )
-
-
-def like_last(new: State, last: State) -> State:
-    """A state in the dtypes of the last one, so that a scan can carry it."""
-    return jax.tree.map(lambda n, s: n.astype(s.dtype), new, last)

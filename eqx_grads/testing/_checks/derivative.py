@@ -14,10 +14,11 @@ import numpy as np
 
 from .._case import Case, DirectionalDerivative, Precision
 from .._compare import as_real, difference, pairing
+from .._expected import is_given, Witness, witnesses
 from .._findings import broke, compare, failed, skipped
 from .._likely_cause import Hypothesis
-from .._random_tangents import basis, only
-from .._report import FAILED, Finding, PASSED
+from .._random_tangents import basis, basis_names, only
+from .._report import FAILED, Finding, PASSED, SKIPPED
 
 
 _FULL_JACOBIAN = 16  # the number of entries up to which every unit vector is a direction
@@ -59,6 +60,7 @@ class _AbstractMode(abc.ABC):
 
     - `names`: what the arrays of `along_directions` are called.
     - `names_out`: what the arrays of one derivative are called.
+    - `directions`: for each array of `along_directions`, what its directions are called.
     - `primals`: for each array of `along_directions`, the values that it is a cotangent of.
     """
 
@@ -67,15 +69,22 @@ class _AbstractMode(abc.ABC):
     precision: Precision
     names: Sequence[str]
     names_out: Sequence[str]
+    along: str
+    directions: Sequence[Sequence[str]]
     primals: _Arrays | None
+    witness: Witness
+
+    def expected(self, precision: Precision, direction: _Arrays) -> _Arrays:
+        """The expected derivative."""
+        return self.witness.derivative(precision, direction)
 
     @abc.abstractmethod
     def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
         """The derivative that the rule gives."""
 
     @abc.abstractmethod
-    def expected(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        """The expected derivative, by autodiff or by the user's formula."""
+    def autodiff_at(self, leaves: _Arrays) -> _Arrays:
+        """Autodiff of the reference at other leaves, along some direction."""
 
     @abc.abstractmethod
     def along_directions(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
@@ -117,27 +126,32 @@ class _Differences(NamedTuple):
 
 
 class _Forward(_AbstractMode):
-    check = "forward"
+    check, along = "forward", "tangent"
 
     def __init__(self, case: Case):
+        (self.witness, *_) = witnesses("forward", case.options)
         self.case, self.precision, self.primals = case, case.precision, None
-        self.directions = _tangents_by_leaf(case)
-        self.names = [name for name, _ in self.directions for _ in case.own.outputs]
-        if len(case.own.outputs) > 1:
-            pairs = [(name, out) for name, _ in self.directions for out in case.output_names]
+        self._by_leaf = _tangents_by_leaf(case)
+        outputs = case.output_names
+        self.names = [part.name for part in self._by_leaf for _ in outputs]
+        self.directions = [list(part.tangents) for part in self._by_leaf for _ in outputs]
+        if len(outputs) > 1:
+            pairs = [(part.name, out) for part in self._by_leaf for out in outputs]
             self.names = [f"{name} (in {out})" for name, out in pairs]
         self.names_out = case.output_names
 
     def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
         return precision.rule.jvp(direction)
 
-    def expected(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        return self.case.expected_jvp(precision, direction)
+    def autodiff_at(self, leaves: _Arrays) -> _Arrays:
+        tangents = self.precision.like_leaves(self.case.eager.tangents)
+        return self.precision.reference.jvp(tangents, leaves)
 
     def along_directions(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
         """For each leaf and each output, the derivatives along the tangents of the leaf."""
         columns = []
-        for _, tangents in self.directions:
+        for part in self._by_leaf:
+            tangents = part.tangents.values()
             outs = [derivative(self.precision.like_leaves(t)) for t in tangents]
             columns += [np.stack(column) for column in zip(*outs, strict=True)]
         return columns
@@ -158,12 +172,14 @@ class _Forward(_AbstractMode):
         """The results of reverse mode for these directions, where the spaces are the same."""
         case, p = self.case, self.precision
         leaves = case.subject.leaves
-        if len(self.directions) != len(leaves):
+        if len(self._by_leaf) != len(leaves):
             return []
+        (pull, *_) = witnesses("reverse", case.options)
         found = []
-        for i, (leaf, (_, tangents)) in enumerate(zip(leaves, self.directions, strict=True)):
+        for i, (leaf, part) in enumerate(zip(leaves, self._by_leaf, strict=True)):
+            tangents = part.tangents.values()
             if _same_space([leaf], case.own.outputs):
-                rows = [case.expected_vjp(p, p.like_outputs([t[i]]))[i] for t in tangents]
+                rows = [pull.derivative(p, p.like_outputs([t[i]]))[i] for t in tangents]
                 found.append(Hypothesis(_TRANSPOSED, np.stack(rows)))
         return found
 
@@ -189,18 +205,21 @@ class _Forward(_AbstractMode):
 
 
 class _Reverse(_AbstractMode):
-    check = "reverse"
+    check, along = "reverse", "cotangent"
 
     def __init__(self, case: Case):
+        (self.witness, *_) = witnesses("reverse", case.options)
         self.case, self.precision = case, case.precision
-        units = basis(case.own.outputs, _FULL_JACOBIAN)
+        self._cotangents = _named_basis(case.own.outputs, case.output_names)
         # Unit vectors are exact in every precision, so they do not show where some is lost.
-        self.directions = [*(units or []), *(case.cotangents() for _ in range(_RANDOM))]
+        for number in range(1, _RANDOM + 1):
+            self._cotangents[f"random {number}"] = case.cotangents()
         if case.options.cotangents is not None:
             given = [np.asarray(w) for w in jax.tree.leaves(case.options.cotangents)]
-            self.directions.append(given)
+            self._cotangents["as given"] = given
         self.names = self.names_out = case.names
-        n = len(self.directions)
+        self.directions = [list(self._cotangents)] * len(self.names)
+        n = len(self._cotangents)
         self.primals = [
             np.broadcast_to(np.asarray(x), (n, *np.shape(x))) for x in case.subject.leaves
         ]
@@ -208,12 +227,14 @@ class _Reverse(_AbstractMode):
     def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
         return precision.rule.vjp(direction)
 
-    def expected(self, precision: Precision, direction: _Arrays) -> _Arrays:
-        return self.case.expected_vjp(precision, direction)
+    def autodiff_at(self, leaves: _Arrays) -> _Arrays:
+        cotangents = self.precision.like_outputs(self.case.eager.cotangents)
+        return self.precision.reference.vjp(cotangents, leaves)
 
     def along_directions(self, derivative: Callable[[_Arrays], _Arrays]) -> _Arrays:
         """For each leaf, its cotangents for all cotangents of the outputs."""
-        rows = [derivative(self.precision.like_outputs(w)) for w in self.directions]
+        cotangents = self._cotangents.values()
+        rows = [derivative(self.precision.like_outputs(w)) for w in cotangents]
         return [np.stack(column) for column in zip(*rows, strict=True)]
 
     def hypotheses(self, want: _Arrays) -> list[Hypothesis]:
@@ -224,11 +245,13 @@ class _Reverse(_AbstractMode):
         case, p = self.case, self.precision
         leaves = case.subject.leaves
         zeros = [np.zeros(x.shape, x.dtype) for x in leaves]
+        (push, *_) = witnesses("forward", case.options)
         found = []
         for i, leaf in enumerate(leaves):
             if _same_space([leaf], case.own.outputs):
-                tangents = [[*zeros[:i], w[0], *zeros[i + 1 :]] for w in self.directions]
-                rows = [case.expected_jvp(p, p.like_leaves(t))[0] for t in tangents]
+                pushed = [w[0] for w in self._cotangents.values()]
+                tangents = [[*zeros[:i], t, *zeros[i + 1 :]] for t in pushed]
+                rows = [push.derivative(p, p.like_leaves(t))[0] for t in tangents]
                 found.append(Hypothesis(_TRANSPOSED, np.stack(rows)))
         return found
 
@@ -269,25 +292,41 @@ def _largest_error(parts: Sequence[DirectionalDerivative]) -> float:
 # ---------------------------------------------------------------- directions
 
 
-def _tangents_by_leaf(case: Case) -> list[tuple[str, list[_Arrays]]]:
-    """For each leaf its name, and tangents that perturb this leaf only."""
+class _TangentsOfLeaf(NamedTuple):
+    """The name of a leaf, and tangents that perturb this leaf only, by their names."""
+
+    name: str
+    tangents: dict[str, _Arrays]
+
+
+def _named_basis(arrays: Sequence[Any], names: Sequence[str]) -> dict[str, _Arrays]:
+    """All unit vectors; none if there are many."""
+    units = basis(arrays, _FULL_JACOBIAN)
+    return dict(zip(basis_names(arrays, names), units, strict=True)) if units else {}
+
+
+def _tangents_by_leaf(case: Case) -> list[_TangentsOfLeaf]:
     leaves = case.subject.leaves
     units = basis(leaves, _FULL_JACOBIAN)
-    given = [] if case.options.tangents is None else [_given(case, case.options.tangents)]
+    given = {}
+    if case.options.tangents is not None:
+        given = {"as given": _given(case, case.options.tangents)}
     if len(leaves) > _LEAVES:
-        return [("all leaves", [case.tangents(), case.tangents(), *given])]
+        randoms = {f"random {number}": case.tangents() for number in range(1, _RANDOM + 1)}
+        return [_TangentsOfLeaf("all leaves", {**randoms, **given})]
     by_leaf = []
     for i, name in enumerate(case.names):
         if leaves[i].size == 0:
             continue
+        mine = {}
         if units is not None:
-            mine = [u for u in units if np.any(u[i])]
-            mine.append(only(case.tangents(), [i]))
-        else:
-            mine = [only(case.tangents(), [i]) for _ in range(_RANDOM)]
-        by_leaf.append((name, mine))
+            names = basis_names(leaves[i : i + 1], [name])
+            mine = dict(zip(names, [u for u in units if np.any(u[i])], strict=True))
+        for number in range(1, (_RANDOM if units is None else 1) + 1):
+            mine[f"random {number}"] = only(case.tangents(), [i])
+        by_leaf.append(_TangentsOfLeaf(name, mine))
     if given:
-        by_leaf.append(("the tangents given", given))
+        by_leaf.append(_TangentsOfLeaf("the tangents given", given))
     return by_leaf
 
 
@@ -320,7 +359,8 @@ def _check(mode: _AbstractMode) -> Iterator[Finding]:
     got = mode.along_directions(lambda direction: mode.rule(mode.precision, direction))
     finding = _against_references(mode, got)
     yield finding
-    if mode.precision is mode.case.own or finding.verdict == FAILED:
+    is_unknown = finding.verdict == SKIPPED and mode.case.is_wrong_on_purpose
+    if mode.precision is mode.case.own or finding.verdict == FAILED or is_unknown:
         return
     direction = mode.random_direction()
     have = mode.rule(mode.case.own, direction)
@@ -332,18 +372,14 @@ def _against_references(mode: _AbstractMode, got: _Arrays) -> Finding:
     case, p = mode.case, mode.precision
     expected = lambda direction: mode.expected(p, direction)
     if case.is_wrong_on_purpose:
-        try:
-            exact = mode.along_directions(expected)
-        except Exception as e:
-            return broke(mode.check, "the derivative that is expected", e)
-        return _compare(mode, exact, got, "the expected derivative that was given")
+        return _against_what_was_asked_for(mode, got)
     by_autodiff, why = None, ""
     try:
         exact = mode.along_directions(expected)
     except Exception as e:
         why = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:100]
     else:
-        by_autodiff = _compare(mode, exact, got, "autodiff of the function without its rule")
+        by_autodiff = _compare(mode, exact, got)
     try:
         steps = mode.differences()
         have = steps.in_form(mode.rule)
@@ -370,11 +406,35 @@ def _against_references(mode: _AbstractMode, got: _Arrays) -> Finding:
     return by_autodiff if by_autodiff.verdict == wanted else by_differences
 
 
-def _compare(mode: _AbstractMode, want: _Arrays, got: _Arrays, reference: str) -> Finding:
-    tolerance = mode.case.tolerance(mode.precision)
+def _against_what_was_asked_for(mode: _AbstractMode, got: _Arrays) -> Finding:
+    """Where a derivative was asked for, for this mode or for the other one."""
+    is_asked_for = is_given(mode.check, mode.case.options)
+    failures = []
+    for witness in witnesses(mode.check, mode.case.options):
+        mode.witness = witness
+        try:
+            want = mode.along_directions(lambda w: mode.expected(mode.precision, w))
+        except Exception as e:
+            if is_asked_for:
+                return broke(mode.check, "the derivative that is expected", e)
+            continue  # a formula that can't be transposed
+        finding = _compare(mode, want, got)
+        if finding.verdict == PASSED:
+            return finding
+        if witness.is_binding:
+            failures.append(finding)
+    return failures[0] if failures else skipped(mode.check, "nothing was said about this mode")
+
+
+def _compare(mode: _AbstractMode, want: _Arrays, got: _Arrays) -> Finding:
+    case, p = mode.case, mode.precision
+    tolerance = case.tolerance(p), None
+    if mode.witness.is_autodiff:
+        tolerance = case.strict_tolerance(p, mode.autodiff_at)
     return compare(
-        mode.check, "", want, got, mode.names, tolerance, reference=reference,
-        primals=mode.primals, hypotheses=lambda: mode.hypotheses(want),
+        mode.check, "", want, got, mode.names, *tolerance, reference=mode.witness.name,
+        along=mode.along, directions=mode.directions, primals=mode.primals,
+        hypotheses=lambda: mode.hypotheses(want),
     )  # fmt: skip
 
 
@@ -386,25 +446,26 @@ def _in_own_precision(mode: _AbstractMode, direction: _Arrays, have: _Arrays) ->
     is a reference, as it has been checked.
     """
     case, wide = mode.case, mode.precision
-    exact = _finite(lambda: mode.expected(wide, mode.convert(wide, direction)))
-    rounded = _finite(lambda: mode.expected(case.own, direction))
-    wants = [want for want in (exact, rounded) if want is not None]
-    if not wants:
-        of_rule = _finite(lambda: mode.rule(wide, mode.convert(wide, direction)))
-        wants = [] if of_rule is None else [of_rule]
-    tolerance = case.tolerance(case.own) + 10 * case.noise
+    references = (
+        lambda: mode.expected(wide, mode.convert(wide, direction)),
+        lambda: mode.expected(case.own, direction),
+        lambda: mode.rule(wide, mode.convert(wide, direction)),
+    )
+    tolerance = case.tolerance_with_rounding()
     cause = f"right in float64, wrong in {case.subject.leaves[0].dtype}"
-    findings = [
-        compare(
-            mode.check, "in your own precision", want, have, mode.names_out, tolerance,
+    failure = None
+    for number, reference in enumerate(references):
+        want = None if number == 2 and failure is not None else _finite(reference)
+        if want is None:
+            continue
+        finding = compare(
+            mode.check, "in your own precision", want, have, mode.names_out, *tolerance,
             cause=cause,
-        )
-        for want in wants
-    ]  # fmt: skip
-    if not findings:
-        return skipped(mode.check, "no reference in your own precision")
-    passed = [finding for finding in findings if finding.verdict == PASSED]
-    return passed[-1] if passed else findings[0]
+        )  # fmt: skip
+        if finding.verdict == PASSED:
+            return finding
+        failure = failure or finding
+    return failure or skipped(mode.check, "no reference in your own precision")
 
 
 def _finite(derivative: Callable[[], _Arrays]) -> _Arrays | None:

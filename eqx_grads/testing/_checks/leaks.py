@@ -1,5 +1,6 @@
 """The check `leaks`: no tracer is kept alive, and no eager call compiles again."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -8,8 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import monitoring
 from jax.core import Tracer
 
 from .._case import Case
@@ -17,7 +16,6 @@ from .._findings import broke, failed, passed, skipped
 from .._report import Finding
 
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 _TRACES = 4
 # Primitives that JAX compiles again in each eager call, with or without a rule.
 _COMPILED_ANEW = ("scan[", "while[", "cond[", "callback[", "shard_map[", "custom_linear_solve[")
@@ -34,29 +32,30 @@ def leaks(case: Case) -> Iterator[Finding]:
     yield _copies(case)
 
 
-def _programs(case: Case, fn: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
-    leaves, w = case.subject.leaves, case.own.outputs
-    derive = lambda xs: jax.vjp(lambda *ys: list(fn(*ys)), *xs)[1](list(w))
+def _traces(case: Case, fn: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
+    """What traces the gradient of `fn`. Nothing is compiled: leaks are a matter of tracing."""
+    leaves, w = case.subject.leaves, case.eager.cotangents
+    derive = lambda fn, xs: jax.vjp(lambda *ys: list(fn(*ys)), *xs)[1](list(w))
 
-    def scan():
-        step = lambda carry, _: (carry, derive(carry))
-        return jax.lax.scan(step, leaves, None, length=2)
+    def scan(xs):
+        step = lambda carry, _: (carry, derive(fn, carry))
+        return jax.lax.scan(step, xs, None, length=2)
 
     # New functions each time: JAX must not find the trace of an earlier one.
     return {
-        "jit of the gradient": lambda: jax.jit(lambda xs: derive(xs))(leaves),
-        "gradient of jit": lambda: jax.vjp(jax.jit(lambda *xs: list(fn(*xs))), *leaves)[1](
-            list(w)
-        ),
-        "scan": scan,
+        "jit of the gradient": lambda: jax.make_jaxpr(lambda xs: derive(fn, xs))(leaves),
+        "gradient of jit": lambda: jax.make_jaxpr(
+            lambda xs: derive(jax.jit(lambda *ys: list(fn(*ys))), xs)
+        )(leaves),
+        "scan": lambda: jax.make_jaxpr(scan)(leaves),
     }
 
 
 def _under_the_checker(case: Case) -> Iterator[Finding]:
     """No error of `jax.checking_leaks`, unless the function without its rule has one too: then
     the error is not about the rule."""
-    plain = _programs(case, case.own.plain.fn)
-    for name, run in _programs(case, case.own.rule.fn).items():
+    plain = _traces(case, case.own.plain.fn)
+    for name, run in _traces(case, case.own.rule.fn).items():
         where = f"{name}, under `jax.checking_leaks`"
         error = _leak(run)
         if error is None:
@@ -88,10 +87,11 @@ def _live_tracers(case: Case) -> Finding:
     where = f"live tracers after {_TRACES} traces"
     counts = []
     try:
-        for _ in range(_TRACES):
-            _programs(case, case.own.rule.fn)["jit of the gradient"]()
-            gc.collect()
-            counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
+        with _older_objects_frozen():
+            for _ in range(_TRACES):
+                _traces(case, case.own.rule.fn)["jit of the gradient"]()
+                gc.collect()
+                counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
     except Exception as e:
         return broke("leaks", where, e)
     growth = [b - a for a, b in itertools.pairwise(counts)]
@@ -101,43 +101,34 @@ def _live_tracers(case: Case) -> Finding:
     return passed("leaks", where)
 
 
-class _Counter:
-    """Counts the programs that JAX compiles inside the context."""
-
-    def __init__(self):
-        self.n = 0
-
-    def _count(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        del duration_secs, kwargs
-        self.n += event == _COMPILED
-
-    def __enter__(self):
-        monitoring.register_event_duration_secs_listener(self._count)
-        return self
-
-    def __exit__(self, *_):
-        monitoring.unregister_event_duration_listener(self._count)
+@contextlib.contextmanager
+def _older_objects_frozen():
+    """Garbage collection looks only at what is made inside, and not each time at all that was
+    imported before."""
+    is_frozen = gc.get_freeze_count() > 10_000  # not by Python itself, which freezes a few
+    if not is_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def _compilations(case: Case) -> Finding:
     """The third eager call compiles nothing."""
     where = "compilation in repeated calls"
-    rule, leaves = case.own.rule, case.subject.leaves
-    w = [jnp.asarray(x) for x in case.own.outputs]
-    eager = lambda: jax.block_until_ready(jax.vjp(rule.fn, *leaves)[1](w))
+    rule, leaves, w = case.own.rule, case.subject.leaves, case.eager.cotangents
     try:
         program = str(jax.make_jaxpr(lambda xs: jax.vjp(rule.fn, *xs)[1](w))(leaves))
         if any(name in program for name in _COMPILED_ANEW):
             return skipped("leaks", "JAX compiles loops and callbacks in each eager call")
-        eager()
-        eager()
-        with _Counter() as counter:
-            eager()
+        n = case.eager.vjp(2).n_compiled
     except Exception as e:
         return broke("leaks", where, e)
-    if counter.n:
+    if n:
         text = (
-            f"the third eager call still compiled {counter.n} programs\n  likely cause: "
+            f"the third eager call still compiled {n} programs\n  likely cause: "
             "the rule makes a new `jax.jit`, or a new static argument, in each call"
         )
         return failed("leaks", where, text)
@@ -147,7 +138,7 @@ def _compilations(case: Case) -> Finding:
 def _copies(case: Case) -> Finding:
     where = "copy and pickle of the result"
     subject = case.subject
-    out = subject.fn(*subject.args, **subject.kwargs)
+    out = case.eager.value
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(out)):
         return failed("leaks", where, "an eager call returned a tracer")
     for name, act in (("copy.deepcopy", copy.deepcopy), ("pickle", _pickled)):

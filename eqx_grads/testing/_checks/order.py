@@ -33,17 +33,13 @@ def order(case: Case) -> Iterator[Finding]:
 
 def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
     by_autodiff = _by_autodiff(p, n, t, w)
-    for kind in _KINDS:
+    kinds = [k for k in _KINDS if case.offers_forward or k != "reverse over forward"]
+    for kind, got in p.rule.higher_of_kinds(kinds, t, w, n).items():
         where = f"order {n}, {kind}"
-        if kind == "reverse over forward" and not case.offers_forward:
-            continue
-        try:
-            got = p.rule.higher(kind, t, w, n)
-        except Exception as e:
-            if isinstance(e, TypeError) and "forward-mode" in str(e):
-                continue  # a `jax.custom_vjp`
-            yield broke("order", where, e, "right to first order, fails at the next")
-            continue
+        if isinstance(got, Exception):
+            if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
+                yield broke("order", where, got, "right to first order, fails at the next")
+            continue  # a `jax.custom_vjp` has no forward mode
         finding = None
         if by_autodiff is not None:
             reference = "autodiff without the rule"

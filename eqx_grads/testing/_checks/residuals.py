@@ -98,7 +98,9 @@ def residuals_of(fn: Any, leaves: Sequence[Any], arguments_count: bool = False) 
         elif not arguments_count:
             continue
         if not is_read and aval.size > 0:
-            unread.append(f"{aval.dtype}{list(aval.shape)}")
+            is_argument = id(var) in arguments
+            what = " (an argument, which is not in the bytes above)" if is_argument else ""
+            unread.append(f"{aval.dtype}{list(aval.shape)}{what}")
     return Residuals(total, unread)
 
 

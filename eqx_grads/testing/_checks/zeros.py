@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._case import Case
-from .._compiled import Program
+from .._compiled import all_at_once, Program
 from .._findings import broke, compare, failed, passed, skipped
 from .._random_tangents import only
 from .._report import Finding
@@ -59,32 +59,14 @@ def _label(kept, names) -> str:
     return f"only {shown}{', ...' if len(kept) > 3 else ''}"
 
 
-def _all_at_once(runs: Sequence[Callable[[], Any]], context: Callable[[], Any]) -> list[Any]:
-    """Compile all of them as one program, which is much faster; one by one if that fails.
-    The result of a run that fails is its exception."""
-    with context():
-        try:
-            return jax.jit(lambda: [run() for run in runs])()
-        except Exception:
-            return [_attempt(run) for run in runs]
-
-
-def _attempt(run):
-    try:
-        return run()
-    except Exception as e:
-        return e
-
-
-def _restricted(case: Case, kept: Sequence[int]) -> Callable[..., list[Any]]:
+def _restricted(fn, leaves: Sequence[Any], kept: Sequence[int]) -> Callable[..., list[Any]]:
     """The function of the leaves in `kept`; the others are constant."""
-    p = case.precision
 
     def restricted(*perturbed):
-        leaves = list(p.subject.leaves)
+        full = list(leaves)
         for i, x in zip(kept, perturbed, strict=True):
-            leaves[i] = x
-        return p.rule.fn(*leaves)
+            full[i] = x
+        return fn(*full)
 
     return restricted
 
@@ -93,12 +75,12 @@ def _perturbed_forward(case: Case, subsets) -> Iterator[Finding]:
     p = case.precision
     tangents = p.like_leaves(case.tangents())
 
-    def run(kept):
-        perturbed = [p.subject.leaves[i] for i in kept]
-        t_perturbed = [tangents[i] for i in kept]
-        return jax.jvp(_restricted(case, kept), perturbed, t_perturbed)[1]
+    def run(kept, leaves, tangents):
+        perturbed, t_perturbed = [leaves[i] for i in kept], [tangents[i] for i in kept]
+        return jax.jvp(_restricted(p.rule.fn, leaves, kept), perturbed, t_perturbed)[1]
 
-    results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
+    runs = [ft.partial(run, kept) for kept in subsets]
+    results = all_at_once(runs, (p.subject.leaves, tangents), p.context)
     for kept, got in zip(subsets, results, strict=True):
         name = _label(kept, case.names)
         where = f"{name} perturbed, forward"
@@ -117,11 +99,12 @@ def _perturbed_reverse(case: Case, subsets) -> Iterator[Finding]:
     w = p.like_outputs(case.cotangents())
     dense = p.rule.vjp(w)
 
-    def run(kept):
-        perturbed = [p.subject.leaves[i] for i in kept]
-        return list(jax.vjp(_restricted(case, kept), *perturbed)[1](w))
+    def run(kept, leaves, w):
+        perturbed = [leaves[i] for i in kept]
+        return jax.vjp(_restricted(p.rule.fn, leaves, kept), *perturbed)[1](w)
 
-    results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
+    runs = [ft.partial(run, kept) for kept in subsets]
+    results = all_at_once(runs, (p.subject.leaves, w), p.context)
     for kept, got in zip(subsets, results, strict=True):
         name = _label(kept, case.names)
         where = f"{name} perturbed, reverse"
@@ -137,11 +120,12 @@ def _used_outputs(case: Case, subsets) -> Iterator[Finding]:
     p = case.precision
     w = p.like_outputs(case.cotangents())
 
-    def run(kept):
+    def run(kept, leaves, w):
         used = lambda *xs: [p.rule.fn(*xs)[i] for i in kept]
-        return list(jax.vjp(used, *p.subject.leaves)[1]([w[i] for i in kept]))
+        return jax.vjp(used, *leaves)[1]([w[i] for i in kept])
 
-    results = _all_at_once([ft.partial(run, kept) for kept in subsets], p.context)
+    runs = [ft.partial(run, kept) for kept in subsets]
+    results = all_at_once(runs, (p.subject.leaves, w), p.context)
     for kept, got in zip(subsets, results, strict=True):
         name = _label(kept, case.output_names)
         where = f"{name} used"

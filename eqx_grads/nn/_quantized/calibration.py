@@ -1,0 +1,129 @@
+"""Calibration: run a model on a batch, gather the inputs of its layers, fit quantizers to them.
+
+A layer is called inside `vmap`, `scan` or `jit`, so its inputs are gathered by a callback.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ..._errors import rule_error
+from .quantizers import AbstractQuantizer
+
+
+class Uncalibrated(NamedTuple):
+    """A layer of a model, and the quantizer of its inputs, which has no scale yet."""
+
+    layer: Any
+    path: str
+    quantizer: AbstractQuantizer
+
+
+def fit_to_inputs(
+    model: PyTree,
+    layers: Mapping[int, Uncalibrated],
+    batch: PyTree,
+    call: Callable[[Any, Any], Any] | None,
+) -> dict[int, Any]:
+    """Fitted quantizers, by the `id` of their layers. An ensemble of layers gets a quantizer
+    for each member, stacked as its weights are."""
+    gathered = _Gathered()
+    is_pending = lambda node: id(node) in layers
+    recording = jax.tree.map(
+        lambda node: _recorder(node, gathered) if is_pending(node) else node,
+        model,
+        is_leaf=is_pending,
+    )
+    run = _call_over_batch if call is None else call
+    outputs = run(eqx.nn.inference_mode(recording), batch)
+    jax.block_until_ready(eqx.filter(outputs, eqx.is_array))
+    jax.effects_barrier()
+    return {key: _fit_members(key, layer, gathered.inputs) for key, layer in layers.items()}
+
+
+@eqx.filter_jit
+def _call_over_batch(model, batch):
+    return jax.vmap(model)(batch)
+
+
+class _Gathered:
+    """The inputs of each layer and each member of it, on the host."""
+
+    def __init__(self):
+        self.inputs: dict[tuple[int, int], list[np.ndarray]] = {}
+
+    def add(self, key: int, member: Any, x: Any) -> None:
+        self.inputs.setdefault((key, int(member)), []).append(np.asarray(x))
+
+
+class _Recorder(eqx.Module):
+    """A layer that gives its inputs to a callback. Otherwise it behaves as the layer does."""
+
+    _eqg_layer: Any
+    _eqg_member: Array  # sliced by a `vmap` or a `scan` over members, as the weights are
+    _eqg_key: int = eqx.field(static=True)
+    _eqg_gathered: _Gathered = eqx.field(static=True)
+
+    def __call__(self, x, **kwargs):
+        key, gathered = self._eqg_key, self._eqg_gathered
+        jax.debug.callback(lambda m, x: gathered.add(key, m, x), self._eqg_member, x)
+        return self._eqg_layer(x, **kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("_eqg_"):
+            raise AttributeError(name)
+        return getattr(self._eqg_layer, name)
+
+
+def _recorder(layer, gathered):
+    shape = _members_of(layer)
+    members = jnp.arange(math.prod(shape)).reshape(shape)
+    return _Recorder(layer, members, id(layer), gathered)
+
+
+def _members_of(layer) -> tuple[int, ...]:
+    """The axes of an ensemble, in front of those of a weight."""
+    kernel = getattr(layer, "num_spatial_dims", 0)
+    return layer.weight.shape[: layer.weight.ndim - 2 - kernel]
+
+
+def _fit_members(key, uncalibrated, inputs):
+    layer, path, quantizer = uncalibrated
+    shape = _members_of(layer)
+    fitted = []
+    for member in range(math.prod(shape)):
+        if (key, member) not in inputs:
+            where = f"`{path}`" if path else "the model itself"
+            raise rule_error(
+                "`quantize_model` has no inputs to calibrate a layer with.",
+                f"{where} is not called when the model is run on `calibrate`",
+                do="Give its input quantizer a scale, or run the part of the model that calls "
+                "it: `call=lambda model, batch: ...`. Calibrate outside of `jit` and `vmap`.",
+            )
+        fitted.append(_fit(quantizer, inputs[key, member]))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *fitted)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stacked)
+
+
+def _fit(quantizer, examples):
+    """The quantizer with a scale for these inputs, in the layout of one of them."""
+    axis = getattr(quantizer, "channel_axis", None)
+    if axis is None:
+        return quantizer.fit(jnp.asarray(np.concatenate([x.ravel() for x in examples])))
+    stacked = np.stack(examples)
+    ndim = stacked.ndim - 1
+    if ndim == 1:
+        fitted = quantizer.fit(jnp.asarray(stacked if axis < 0 else stacked.T))
+        return eqx.tree_at(lambda q: q.scale, fitted, fitted.scale.reshape(-1))
+    # The examples become part of an axis that shares a scale.
+    other = 1 if ndim > 0 and axis % ndim == 0 else 0
+    merged = np.moveaxis(stacked, 0, other)
+    shape = list(stacked.shape[1:])
+    shape[other : other + 1] = [-1]
+    return quantizer.fit(jnp.asarray(merged.reshape(shape)))

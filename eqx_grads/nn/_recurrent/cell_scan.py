@@ -1,0 +1,78 @@
+"""Run any cell over time and batch, one call for each step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from ..._control_flow.scan import filter_scan
+from ..._errors import place_of, rule_error, show_tree
+from ..._tangent_spaces import is_differentiable, promote
+
+
+def scan_cell(
+    cell: Callable[..., PyTree],
+    xs: Array,
+    state: PyTree,
+    valid: Array | None,
+    reverse: bool,
+    *,
+    output: Callable[[PyTree], Any] | None = None,
+    checkpoint: int | str | None = None,
+) -> tuple[PyTree, PyTree]:
+    """All outputs, and the last state. `output` is a function of the state, by default its
+    first array."""
+
+    def step(state, inputs):
+        x, valid = inputs
+        new = jax.vmap(lambda x, s: cell(x, s))(x, state)
+        if valid is not None:
+            mask = lambda s: valid.reshape(-1, *(1,) * (s.ndim - 1))
+            new = jax.tree.map(lambda n, s: jnp.where(mask(n), n, s), new, state)
+        if output is None:
+            return new, jax.tree.leaves(new)[0]
+        return new, jax.vmap(output)(new)
+
+    state = _first_state(cell, step, state, (xs, valid))
+    last, ys = filter_scan(step, state, (xs, valid), reverse=reverse, checkpoint=checkpoint)
+    return ys, last
+
+
+def scan_gated_cell(
+    cell: Any, xs: Array, state: PyTree, valid: Array | None, reverse: bool
+) -> tuple[PyTree, PyTree]:
+    """`scan_cell` in the common dtype of cell, inputs and state, as the rules of GRU, LSTM and
+    RNN compute."""
+    arrays = [x for x in jax.tree.leaves((cell, xs, state)) if eqx.is_array(x)]
+    dtype = promote(arrays)
+    cast = lambda x: x.astype(dtype) if is_differentiable(x) else x
+    cell, xs, state = jax.tree.map(cast, (cell, xs, state))
+    return scan_cell(cell, xs.astype(dtype), state, valid, reverse)
+
+
+def _first_state(
+    cell: Callable[..., Any], step: Callable[..., Any], state: PyTree, inputs: PyTree
+) -> PyTree:
+    """The first state in the dtypes of the next one, which the inputs may have widened."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    new, _ = jax.eval_shape(step, state, one)
+    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+    same_tree = jax.tree.structure(new) == jax.tree.structure(state)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
+    state_as_new = jax.tree.map(cast, state, new) if same_tree else state
+    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+    if same_tree and shapes(new) == shapes(state) and dtypes(new) == dtypes(state_as_new):
+        return state_as_new
+    without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    of_one = lambda tree: jax.tree.map(without_batch, tree)
+    raise rule_error(
+        "The cell of `Recurrent` returned another state than it was given.",
+        f"it was given {show_tree(of_one(state))}",
+        f"it returned {show_tree(of_one(new))}",
+        place_of(cell),
+        do="Return a state like the first one, or give the layer another `initial_state`.",
+    )

@@ -1,0 +1,102 @@
+"""A spiking cell with input weights."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.random as jr
+from jaxtyping import Array, Float, Key, Num
+
+from ..._rules.float_args import check_flags
+from .._argument_checks import as_sizes
+from .._dtypes import common_dtype
+
+
+class WeightedCell(eqx.Module):
+    r"""A spiking cell with input weights: its input is $W x + b$.
+
+    One cell of a layer like [`eqx_grads.nn.LIF`][], where it is in `cells[layer][direction]`.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        cell = eqg.nn.WeightedCell(3, eqg.nn.LIFCell(8, beta=0.9), key=jax.random.key(0))
+        layer = eqg.nn.LIF.from_cell(cell)
+
+        @eqx.filter_grad
+        def gradient(layer, xs):
+            spikes, _ = layer(xs)
+            return jnp.sum(spikes)
+
+        assert gradient(layer, jnp.ones((20, 3))).cells[0][0].weight_ih.shape == (8, 3)
+        ```
+
+    **Derivative:**
+
+    That of the cell.
+    """
+
+    weight_ih: Float[Array, "hidden in"]
+    bias: Float[Array, " hidden"] | None
+    cell: Any
+
+    def __init__(
+        self,
+        input_size: int,
+        cell: Any,
+        *,
+        use_bias: bool = True,
+        key: Key[Array, ""],
+    ):
+        """**Arguments:**
+
+        - `input_size`: the number of inputs.
+        - `cell`: the spiking cell.
+        - `use_bias`: whether there is a bias.
+        - `key`: for weights and bias, which are initialized as in `equinox.nn.Linear`: uniform
+            within $\\pm 1/\\sqrt{\\mathrm{input\\_size}}$. Their dtype is that of the cell.
+        """
+        (input_size,) = as_sizes("WeightedCell", input_size=input_size)
+        check_flags("WeightedCell", use_bias=use_bias)
+        state = cell.initial_state().membrane
+        limit = 1 / math.sqrt(input_size)
+        key1, key2 = jr.split(key)
+        make = lambda key, *shape: jr.uniform(key, shape, state.dtype, -limit, limit)
+        self.weight_ih = make(key1, len(state), input_size)
+        self.bias = make(key2, len(state)) if use_bias else None
+        self.cell = cell
+
+    @property
+    def input_size(self) -> int:
+        """The number of inputs."""
+        return self.weight_ih.shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of neurons."""
+        return self.weight_ih.shape[0]
+
+    def initial_state(self) -> Any:
+        """The neurons at rest, in the dtype of the weights: the model may have been cast."""
+        dtype = self.weight_ih.dtype
+        return jax.tree.map(lambda s: s.astype(dtype), self.cell.initial_state())
+
+    def __call__(self, x: Num[Array, " in"], state: Any) -> Any:
+        """**Arguments:**
+
+        - `x`: the input of this step.
+        - `state`: what the last step returned, or `initial_state()`.
+
+        **Returns:**
+
+        The next state of the cell.
+        """
+        x, weight, bias = common_dtype(x, self.weight_ih, self.bias)
+        current = weight @ x
+        return self.cell(current if bias is None else current + bias, state)

@@ -1,0 +1,309 @@
+"""`check_rule`: what it compiles, its tolerances, the mode that is not given, its messages."""
+
+import io
+import re
+
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqx_grads._diagnosis import progress
+from jax import monitoring
+
+
+pytest_plugins = ["pytester"]
+
+X = np.array([0.3, -1.2, 2.1, 0.7])
+
+
+# ---------------------------------------------------------------- L5: speed
+
+
+def _compiled_by(run):
+    """The number of programs that are compiled. It does not depend on the machine."""
+    counts = [0]
+
+    def count(event, duration, **_):
+        counts[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    monitoring.register_event_duration_secs_listener(count)
+    try:
+        run()
+    finally:
+        monitoring.unregister_event_duration_listener(count)
+    return counts[0]
+
+
+def _times_sin(factor):
+    @eqg.custom_vjp
+    def rule(x, y):
+        return factor * jnp.sin(x) * y
+
+    rule.def_fwd(lambda x, y: (rule(x, y), (x, y)))
+    rule.def_bwd(lambda saved, ct: _multiplied(factor * ct, *saved))
+    return rule
+
+
+def _multiplied(ct, x, y):
+    return jnp.cos(x) * y * ct, jnp.sin(x) * ct
+
+
+def test_L5_programs_are_shared_between_the_checks():
+    args = jnp.float32(0.7), jnp.float32(1.3)
+    eqgt.check_rule(_times_sin(1.0), *args)  # compiles single operations as well
+    assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 24
+
+
+def test_L5_a_scan_is_compiled_few_times():
+    """JAX compiles a loop again in each eager call; there were 173."""
+
+    def scan(w, xs):
+        step = lambda h, x: (jnp.tanh(w * h + x), h)
+        return jax.lax.scan(step, jnp.zeros_like(xs[0]), xs)[1]
+
+    args = jnp.ones(3), jnp.ones((5, 3))
+    eqgt.check_rule(scan, *args, checks="primal")
+    assert _compiled_by(lambda: eqgt.check_rule(scan, *args)) <= 36
+
+
+# ---------------------------------------------------------------- L2: single precision
+
+
+def _sine(slope):
+    rule = eqg.custom_vjp(jnp.sin)
+    rule.def_fwd(lambda x: (jnp.sin(x), x))
+    rule.def_bwd(lambda x, ct: (slope(x) * ct,))
+    return rule
+
+
+def _in_single(fn):
+    return lambda x: fn(x.astype("float32")).astype("float64")
+
+
+@pytest.mark.parametrize("slope", [_in_single(jnp.cos), lambda x: jnp.cos(x) * (1 + 3e-8)])
+@pytest.mark.parametrize("x", [X, X[0]])
+def test_L2_single_precision_for_float64_arguments(slope, x):
+    """Errors below 1e-7, and the witness is good to 1e-16."""
+    with jax.enable_x64(True):
+        with pytest.raises(eqgt.RuleCheckError, match="as by a cast to float32"):
+            eqgt.check_reverse(_sine(slope), jnp.asarray(x))
+        eqgt.check_reverse(_sine(jnp.cos), jnp.asarray(x))
+
+
+def test_L2_a_value_in_single_precision():
+    rule = eqg.custom_jvp(lambda x: jnp.sin(x))
+    rule.def_jvp(lambda p, t: (_in_single(jnp.sin)(p[0]), jnp.cos(p[0]) * t[0]))
+    with jax.enable_x64(True), pytest.raises(eqgt.RuleCheckError, match="another value"):
+        eqgt.check_rule(rule, jnp.asarray(X), checks="primal")
+
+
+def test_L2_rounding_of_the_witness_is_no_fault_of_the_rule():
+    """log(1 + x) loses half of its digits here, and log1p none."""
+    rule = eqg.custom_jvp(lambda x: jnp.log(1 + x) ** 2)
+    rule.def_jvp(lambda p, t: (rule(*p), 2 * jnp.log1p(p[0]) / (1 + p[0]) * t[0]))
+    with jax.enable_x64(True):
+        eqgt.check_forward(rule, jnp.array([3.1e-9, 2.3e-8]))
+
+
+def test_L2_an_output_in_single_precision_is_compared_in_that():
+    rule = eqg.custom_jvp(lambda x: jnp.sin(x).astype("float32"))
+    rule.def_jvp(
+        lambda p, t: (rule(*p), jnp.cos(p[0].astype("float32")) * t[0].astype("float32"))
+    )
+    with jax.enable_x64(True):
+        eqgt.check_forward(rule, jnp.asarray(X))
+
+
+# ---------------------------------------------------------------- T3: outputs of fixed dtype
+
+
+def _spike(x):
+    return (x > 0).astype(jnp.float32)
+
+
+def _surrogate(x):
+    return x / (1 + jnp.abs(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reference": _surrogate},
+        {"expected_cotangent": lambda p, ct: (ct / (1 + jnp.abs(p[0])) ** 2,)},
+        {"expected_tangent": lambda p, t: t[0] / (1 + jnp.abs(p[0])) ** 2},
+    ],
+    ids=["reference", "cotangent", "tangent"],
+)
+def test_T3_a_function_with_an_output_of_fixed_dtype(options):
+    x = jnp.asarray(X, "float32")
+    spike = eqg.with_gradient_of(_spike, lambda x: _surrogate(x).astype(jnp.float32))
+    eqgt.check_rule(spike, x, skip=("leaks", "transforms"), **options)
+    wrong = eqg.with_gradient_of(_spike, lambda x: 2 * _surrogate(x).astype(jnp.float32))
+    with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
+        eqgt.check_reverse(wrong, x, **options)
+
+
+# ---------------------------------------------------------------- T4: one mode is given
+
+
+def _steps(slope):
+    """A staircase whose derivative is that of a line, in both modes."""
+    rule = eqg.custom_jvp(lambda x: 2 * jnp.round(x))
+    rule.def_jvp(lambda p, t: (rule(*p), slope * t[0]))
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        ("forward", {"expected_cotangent": lambda p, ct: (2 * ct,)}),
+        ("reverse", {"expected_tangent": lambda p, t: 2 * t[0]}),
+    ],
+)
+def test_T4_the_other_mode_is_the_transpose_of_the_one_that_is_given(other, options):
+    (given,) = options
+    x = jnp.asarray(X, "float32")
+    eqgt.check_rule(_steps(2.0), x, checks=("forward", "reverse"), **options)
+    with pytest.raises(eqgt.RuleCheckError, match=f"expected: the transpose of `{given}`"):
+        eqgt.check_rule(_steps(3.0), x, checks=other, **options)
+
+
+def test_T4_the_other_mode_may_be_that_of_the_function():
+    """As in a `custom_vjp` of this library, whose forward mode is autodiff."""
+    rule = eqg.custom_vjp(jnp.sin)
+    rule.def_fwd(lambda x: (jnp.sin(x), None))
+    rule.def_bwd(lambda _, ct: (-ct,))
+    options = {"expected_cotangent": lambda p, ct: (-ct,)}
+    eqgt.check_rule(rule, jnp.asarray(X), checks=("forward", "reverse"), **options)
+
+
+def test_T4_a_mode_that_nothing_was_said_about():
+    """The transpose of a clipped cotangent does not exist."""
+    rule = eqg.custom_vjp(lambda x: 2 * jnp.round(x))
+    rule.def_fwd(lambda x: (rule(x), None))
+    rule.def_bwd(lambda _, ct: (jnp.clip(ct, -1, 1),))
+    tangents = eqg.custom_jvp(lambda x: rule(x))
+    tangents.def_jvp(lambda p, t: (rule(*p), 3 * t[0]))
+    options = {
+        "expected_cotangent": lambda p, ct: (jnp.clip(ct, -1, 1),),
+        "nonlinear": True,
+        "checks": "forward",
+    }
+    report = eqgt.check_rule(tangents, jnp.asarray(X), **options)
+    assert [(f.verdict, f.text) for f in report["forward"]] == [
+        ("skipped", "nothing was said about this mode")
+    ]
+
+
+# ---------------------------------------------------------------- L6: messages
+
+
+def test_L6_the_direction_of_an_entry_is_said():
+    def cotangents(saved, ct):
+        return (jnp.cos(saved) * ct.at[1:3].multiply(1.5),)
+
+    rule = eqg.custom_vjp(jnp.sin)
+    rule.def_fwd(lambda x: (jnp.sin(x), x))
+    rule.def_bwd(cotangents)
+    report = eqgt.check_rule(rule, jnp.asarray(X), checks="reverse", raises=False)
+    text = str(report)
+    assert re.search(r"cotangent +entry +expected +got", text)
+    assert re.search(r"\n +unit \[2\] +\[2\] ", text)
+    assert re.search(r"\n +random [12] +\[2\] ", text)
+    assert "6 of 24 entries are wrong: [1] along unit [1], [2] along unit [2], " in text
+
+
+def test_L6_directions_of_several_outputs_and_of_scalars():
+    @jax.custom_jvp
+    def both(x):
+        return jnp.sum(x), 2 * x
+
+    both.defjvp(lambda p, t: (both(*p), (jnp.sum(t[0]), 3 * t[0])))
+    text = str(eqgt.check_rule(both, jnp.ones(2), checks="reverse", raises=False))
+    assert re.search(r"\n +unit output\[1\]\[0\] +\[0\] ", text)
+    wrong = jax.custom_jvp(jnp.sin)
+    wrong.defjvp(lambda p, t: (wrong(*p), t[0]))
+    text = str(eqgt.check_rule(wrong, 1.0, checks="forward", raises=False))
+    assert re.search(r"\n +unit +0\.54", text)
+
+
+def test_L6_an_argument_that_is_never_read_is_said_not_to_be_counted():
+    rule = jax.custom_vjp(lambda x: 2 * x)
+    rule.defvjp(lambda x: (2 * x, x), lambda _, ct: (2 * ct,))
+    report = eqgt.check_rule(rule, jnp.ones(9, "float32"), checks="residuals", raises=False)
+    (failure,) = report.failures
+    assert failure.where.startswith("0 bytes per call")
+    assert "float32[9] (an argument, which is not in the bytes above)" in failure.text
+
+
+def test_L6_an_exception_is_printed_once():
+    rule = jax.custom_vjp(jnp.sin)
+
+    def cotangents(x, ct):
+        raise ValueError("no derivative today")
+
+    rule.defvjp(lambda x: (jnp.sin(x), x), cotangents)
+    report = eqgt.check_rule(rule, jnp.asarray(X), raises=False)
+    text = str(report)
+    assert len(report.failures) > 8
+    assert text.count("no derivative today") == 1
+    assert "the same in: reverse, the cotangents; linear" in text
+    assert re.search(r"and \d+ more", text)
+
+
+FILE = """
+import jax.numpy as jnp
+import eqx_grads.testing as eqgt
+
+def test_wrong(check_rule):
+    check_rule(jnp.sin, 1.0, checks=("forward",), reference=jnp.exp)
+
+def test_option(check_rule):
+    check_rule(jnp.sin, 1.0, checks=("forwards",))
+
+def test_name():
+    eqgt.check_forward(jnp.sin, 1.0, nondifferentiable=("z",))
+
+def test_report(check_rule):
+    check_rule(jnp.sin, 1.0, checks=("forward",))
+    assert False
+"""
+
+
+def test_L6_the_plugin_prints_a_report_once_and_no_source_of_this_library(pytester):
+    pytester.makepyfile(FILE)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=4)
+    text = result.stdout.str()
+    assert text.count("likely cause: every entry is 0.1988 times") == 1
+    assert text.count("The rule of `sin`: passed (seed 0)") == 1
+    assert "There is no check `forwards`" in text
+    assert "`nondifferentiable` names `z`" in text
+    for line in (
+        "kwargs.setdefault",
+        "_recreate_cm",
+        "def check_rule(",
+        "raise RuleCheckError",
+        "signature",
+    ):
+        assert line not in text
+
+
+# ---------------------------------------------------------------- the line of progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
+    monkeypatch.setattr(progress, "_DELAY", 0.01)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.01)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    eqgt.check_rule(jnp.sin, 1.0, checks=("forward", "transforms"))
+    text = progress.sys.stderr.getvalue()
+    assert "check_rule: the check `transforms`, 2 of 2 (" in text
+    assert text.endswith("\r\x1b[K")  # it is taken back
