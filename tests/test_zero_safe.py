@@ -411,6 +411,27 @@ def test_diffrax():
     assert jax.grad(end)(jnp.array(0.0)) == 1.0
 
 
+def test_diffrax_keeps_its_bits():
+    """Where nothing is dead, `zero_safe` changes no bit of a compiled gradient."""
+    dfx = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
+    field = eqx.nn.MLP(2, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
+
+    def loss(field, y):
+        term = dfx.ODETerm(lambda t, y, field: field(y))
+        solution = dfx.diffeqsolve(
+            term, dfx.Tsit5(), 0.0, 1.0, 0.1, y, args=field, max_steps=32
+        )
+        return jnp.sum(solution.ys**2)
+
+    gradient = lambda loss: eqx.filter_jit(eqx.filter_grad(loss))(field, jnp.array([0.5, -0.3]))
+    pairs = zip(
+        *map(jax.tree.leaves, (gradient(eqg.zero_safe(loss)), gradient(loss))), strict=True
+    )
+    for safe, plain in pairs:
+        np.testing.assert_array_equal(safe, plain)
+
+
 def test_flowjax():
     flows = pytest.importorskip("flowjax.distributions")
     log_prob = lambda x: flows.LogNormal(0.0, 1.0).log_prob(x)
