@@ -200,7 +200,7 @@ def _opaque(origins: Sequence[Origin]) -> list[Origin]:
     is_opaque: dict[str, bool] = {}
 
     def check(eqn):
-        if structure(eqn) is not None or eqn.primitive.name in ELEMENTARY or is_rule(eqn):
+        if structure(eqn) is not None or eqn.primitive.name in ELEMENTARY or _is_suspect(eqn):
             return False
         if eqn.primitive.name not in is_opaque:
             pairs = differentiable_pairs(eqn, set(range(len(eqn.invars))))
