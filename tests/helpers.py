@@ -8,6 +8,7 @@ import equinox as eqx
 import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
+import pytest
 
 
 def assert_close(
@@ -37,3 +38,11 @@ def checking_leaks():
 def temp_bytes(fn: Any, *args: Any) -> int:
     """What the compiled program needs besides its arguments and outputs."""
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def skip_without_checkpointed_loops():
+    """Diffrax uses Equinox's checkpointed `while_loop` by default. It has no derivative with
+    `jax_custom_jvp3` and none with `jax_custom_vjp3` (Equinox 0.13.8, JAX 0.12)."""
+    for flag in ("jax_custom_jvp3", "jax_custom_vjp3"):
+        if getattr(jax.config, flag, False):
+            pytest.skip(f"Equinox's checkpointed loop can't be differentiated with `{flag}`")

@@ -12,7 +12,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from eqx_grads._jaxprs.in_float64 import evaluate_in_float64, low_precision
-from eqx_grads.testing._gradient_faults import _cure
+from eqx_grads.testing._gradient_faults import _cure, NO_REASONS
 from eqx_grads.testing._judge_leaf import Judge
 from eqx_grads.testing._loss_program import trace_in_both_precisions
 from eqx_grads.testing._slope import (
@@ -124,7 +124,8 @@ def test_a_small_error_is_said_to_be_small():
     assert "It is off by 1e-05 of its size, " in found.detail
     assert "times the error of the differences" in found.detail
     assert "every entry is 1 + 1e-05 times the expected one" in found.detail
-    assert "a solver that iterates to a tolerance" in _cure("wrong", [], False, is_small=True)
+    cure = _cure("wrong", [], NO_REASONS, is_small=True)
+    assert "a solver that iterates to a tolerance" in cure
 
 
 def test_leaves_without_influence_are_listed():

@@ -1,5 +1,7 @@
 """What each diagnosis does with a loss or a model that it can't look at."""
 
+import re
+
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -88,7 +90,7 @@ def test_zero_safe_of_what_cannot_be_traced(loss):
         eqg.zero_safe(loss)(X)
 
 
-@pytest.mark.parametrize("tool", ["explain_nan", "explain_zero"])
+@pytest.mark.parametrize("tool", ["explain_nan", "explain_zero", "check_gradients"])
 @pytest.mark.parametrize(("loss", "name"), [(host, "pure_callback"), (mystery, "mystery")])
 def test_an_operation_without_a_derivative(tool, loss, name):
     match = rf"(?s)`{loss.__name__}` has no derivative.*`{name}` at test_diagnosis_input.py:\d+"
@@ -117,6 +119,34 @@ def test_opaque_operations_without_a_tangent(loss):
     assert not eqg.explain_zero(loss, X)
     assert sum(record.bytes for record in eqg.explain_memory(loss, X).found) > 0
     assert jnp.array_equal(gradient_of_zero_safe(loss, X), jax.grad(loss)(X))
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [(stopped_host, "pure_callback"), (stopped_mystery, "mystery")]
+)
+def test_check_gradients_of_a_stopped_operation(loss, name):
+    """There is a gradient, of which the differences know more than JAX does."""
+    report = eqgt.check_gradients(loss, X, raises=False)
+    (fault,) = report.found
+    assert fault.kind == "wrong"
+    assert re.search(rf"differentiate `{name}` at test_diagnosis_input.py:\d+", fault.cure)
+
+
+def test_check_gradients_of_a_rule_around_an_operation_without_a_derivative():
+    @jax.custom_jvp
+    def sin(x):
+        return on_the_host(x)
+
+    def loss(x, factor):
+        sin.defjvp(lambda xs, ts: (sin(*xs), factor * jnp.cos(*xs) * ts[0]))
+        return jnp.sum(sin(x))
+
+    assert not eqgt.check_gradients(loss, X, 1.0)
+    (fault,) = eqgt.check_gradients(loss, X, 2.0, raises=False).found
+    assert re.search(
+        r"`pure_callback` at test_diagnosis_input.py:\d+, so the rule of `sin` can't",
+        fault.cure,
+    )
 
 
 @pytest.mark.parametrize("tool", ["explain_nan", "explain_zero", "explain_memory"])

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 
+from .helpers import skip_without_checkpointed_loops
+
 
 KEY = jax.random.key(0)
 X = jnp.array([0.3, -1.2, 2.0])
@@ -449,6 +451,7 @@ def test_optimistix_54():
 
 def test_diffrax_event():
     dfx = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
 
     def loss(w):
         fall = dfx.ODETerm(lambda t, y, drag: jnp.array([y[1], -9.8 - drag * y[1]]))

@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from .helpers import assert_close
+from .helpers import assert_close, skip_without_checkpointed_loops
 from .zero_safe_cases import CASES
 
 
@@ -398,6 +398,7 @@ def test_optimistix():
 
 def test_diffrax():
     diffrax = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
     # The solver's own backward pass is a rule: it is the vector field that is made safe.
     field = eqg.zero_safe(lambda t, y, args: jnp.where(y > 0, -jnp.sqrt(y), 0.0))
 
@@ -408,6 +409,27 @@ def test_diffrax():
         return solution.ys[0]
 
     assert jax.grad(end)(jnp.array(0.0)) == 1.0
+
+
+def test_diffrax_keeps_its_bits():
+    """Where nothing is dead, `zero_safe` changes no bit of a compiled gradient."""
+    dfx = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
+    field = eqx.nn.MLP(2, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
+
+    def loss(field, y):
+        term = dfx.ODETerm(lambda t, y, field: field(y))
+        solution = dfx.diffeqsolve(
+            term, dfx.Tsit5(), 0.0, 1.0, 0.1, y, args=field, max_steps=32
+        )
+        return jnp.sum(solution.ys**2)
+
+    gradient = lambda loss: eqx.filter_jit(eqx.filter_grad(loss))(field, jnp.array([0.5, -0.3]))
+    pairs = zip(
+        *map(jax.tree.leaves, (gradient(eqg.zero_safe(loss)), gradient(loss))), strict=True
+    )
+    for safe, plain in pairs:
+        np.testing.assert_array_equal(safe, plain)
 
 
 def test_flowjax():

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from .._diagnosis._zero.structure import loss_structure
+from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
@@ -113,18 +115,21 @@ def check_gradients(
     A [`eqx_grads.testing.GradientReport`][], which is false if nothing is wrong.
 
     It compiles the loss, its gradient and its forward mode, and evaluates the loss about ten
-    times for each leaf (a hundred times for a leaf that is wrong or badly conditioned).
+    times for each leaf (a hundred times for a leaf that is wrong or badly conditioned). A loss
+    of more than 1000 equations in a row is not compiled, and its gradient is not compared with
+    that in the precision of the model.
 
     **Raises:**
 
     [`eqx_grads.testing.GradientCheckError`][], an `AssertionError` with the report.
     [`eqx_grads.RuleError`][] for a loss that is not a real scalar or can't be traced, a model
-    without inexact arrays, and options that make no sense.
+    without inexact arrays, an operation that JAX can't differentiate, and options that make no
+    sense.
     """
     doing("tracing and compiling")
     program, own, remarks = _programs(loss, model, args, kwargs)
     skipped = _skipped(skip, program.names)
-    modes, missing = _modes(program)
+    modes, missing = _modes(loss, program)
     remarks += missing
     found, is_over = faults_of_value(loss, model, args, kwargs, program, own)
     numbers: dict[str, object] = {"seed": seed, "precision": str(program.lowest or "float64")}
@@ -198,7 +203,7 @@ def _matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern) and name[len(pattern)] in ".["
 
 
-def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
+def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
     """The modes in which the loss can be differentiated, and remarks on those in which not."""
     zeros = [np.zeros_like(x) for x in program.leaves]
     modes, remarks = [], []
@@ -206,7 +211,13 @@ def _modes(program: LossProgram) -> tuple[list[str], list[str]]:
         ("reverse", "everse-mode", lambda: program.gradient),
         ("forward", "forward-mode", lambda: program.tangent(program.leaves, zeros)),
     ):
-        error = program.mode_error(run, text)
+        try:
+            error = program.mode_error(run, text)
+        except Exception as other:  # JAX has no one type of error for it
+            opaque = loss_structure(NumberedLoss(program.traced)).opaque
+            if not opaque:
+                raise
+            raise no_derivative_error(loss, opaque) from other
         if error is None:
             modes.append(mode)
         else:
@@ -241,6 +252,8 @@ def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
     precision."""
     if judge.gradient is None or own.lowest is None or own is judge.program:
         return ""
+    if not own.is_compiled:
+        return ""  # to differentiate it once more takes as long as half of all else
     names = {eqn.primitive.name for eqn in equations(own.traced.program)}
     if any("random" in name or "threefry" in name for name in names):
         return ""  # it draws other numbers in another precision

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from .._diagnosis.origins import NumberedLoss
+from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
 from .._jaxprs.structure import inner_programs
@@ -121,7 +121,7 @@ def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list
                 ]
         return []
     finite = [i for i in wrong if _kind(leaves[i]) != "not finite"]
-    reasons = _Reasons({}, None, False)
+    reasons = NO_REASONS
     if finite:
         # Where reverse mode is right, the fault is in a forward rule.
         is_reverse = any(leaves[i].reverse is not None for i in finite)
@@ -136,11 +136,18 @@ class _Reasons(NamedTuple):
     - `reference`: the gradient without them.
     - `is_scan`: whether the gradient is right as soon as the steps of `filter_scan` are
         differentiated one by one.
+    - `opaque`: what JAX can't differentiate, whatever is removed.
+    - `around`: the rules in which that is.
     """
 
     by_leaf: dict[int, list[Suspect]]
     reference: Sequence[Any] | None
     is_scan: bool
+    opaque: Sequence[Origin]
+    around: Sequence[Suspect]
+
+
+NO_REASONS = _Reasons({}, None, False, [], [])
 
 
 def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
@@ -160,7 +167,10 @@ def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
     is_scan = not wrong(set())
     by_leaf, removed = ({}, set()) if is_scan else removal.culprits(wrong)
     is_known = mode == "reverse" and (is_scan or removed)
-    return _Reasons(by_leaf, removal.gradient(removed) if is_known else None, is_scan)
+    reference = removal.gradient(removed) if is_known else None
+    inside = {number for o in removal.opaque for number in o.enclosing}
+    around = [suspect for suspect in removal.suspects if suspect.origin.number in inside]
+    return _Reasons(by_leaf, reference, is_scan, removal.opaque, around)
 
 
 def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
@@ -183,7 +193,7 @@ def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
         path=(first.layer if first else "")
         or _layer_of_leaf(leaf.leaf, judge.program.traced.layers),
         detail=f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else "",
-        cure=_cure(kind, reasons, known.is_scan, leaf.relative_error < _SMALL),
+        cure=_cure(kind, reasons, known, leaf.relative_error < _SMALL),
     )
 
 
@@ -228,12 +238,19 @@ def _kind(leaf: LeafVerdict) -> str:
     return "wrong"
 
 
-def _cure(kind: str, reasons: Sequence[Suspect], is_scan: bool, is_small: bool) -> str:
+def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool) -> str:
     if kind == "not finite":
         return "`eqg.explain_nan` says where it becomes so."
-    if is_scan:
+    if known.is_scan:
         return "The steps are right: the gradient of a `filter_scan` is at fault."
     if not reasons:
+        if known.opaque:
+            first = known.opaque[0]
+            text = f"JAX can't differentiate `{first.primitive}` at {first.source}"
+            if known.around:
+                names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in known.around))
+                return f"{text}, so the rule of {names} can't be removed. Check it first."
+            return f"{text}. The differences contain its derivative, and the gradient does not."
         if kind == "cut":
             return "`eqg.explain_zero` says where the gradient becomes zero."
         if kind == "modes disagree":

@@ -44,8 +44,11 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 # XLA takes minutes to compile more equations than this in a row (those of a scan or of a `jit`
 # inside count as one). They are run one by one.
 _MOST_COMPILED = 1000
-# For so many steps at once: an operation takes about as long for these as for one.
+# For so many steps at once: an operation takes about as long for these as for one. For a model
+# of few parameters, the same is true of more steps.
 _STEPS_AT_ONCE = 16
+_STEPS_AT_ONCE_OF_SMALL = 64
+_SMALL = 1000
 
 
 class LossProgram:
@@ -100,12 +103,15 @@ class LossProgram:
             return lambda *args, steps: [one(*args, step) for step in steps]
         many = traced_once(jax.vmap(value_at, in_axes=(None, None, None, 0)))
 
+        is_small = sum(x.size for x in self.leaves) <= _SMALL
+        at_once = _STEPS_AT_ONCE_OF_SMALL if is_small else _STEPS_AT_ONCE
+
         def values_at(*args, steps):
             try:
                 found = []
-                for i in range(0, len(steps), _STEPS_AT_ONCE):
-                    part = steps[i : i + _STEPS_AT_ONCE]
-                    padded = np.resize(part, _STEPS_AT_ONCE)
+                for i in range(0, len(steps), at_once):
+                    part = steps[i : i + at_once]
+                    padded = np.resize(part, at_once)
                     found += list(np.asarray(many(*args, padded)))[: len(part)]
                 return found
             except NotImplementedError:  # for a primitive without a batching rule

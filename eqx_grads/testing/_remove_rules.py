@@ -17,6 +17,8 @@ from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_program
+from .._jaxprs.linearity import ELEMENTARY
+from .._jaxprs.propagate import differentiable_pairs
 from .._jaxprs.structure import (
     CallWithRule,
     Cond,
@@ -59,14 +61,20 @@ class RuleRemoval:
     """The gradient of a loss without some of its rules.
 
     - `suspects`: what can be removed. A set of rules is a set of indices of this list.
+    - `opaque`: the equations that JAX can't differentiate. A rule or a `stop_gradient` may keep
+        the derivative from them. Without it, their derivative is zero here.
     """
 
     def __init__(self, program: LossProgram):
         self.program = program
         self.suspects: list[Suspect] = []
+        self._known: dict[frozenset[int], list[np.ndarray]] = {}
         self._index: dict[int, int] = {}  # from the id of an equation
         known: dict[tuple[str, str, str], int] = {}
-        for origin in NumberedLoss(program.traced).origins:
+        origins = NumberedLoss(program.traced).origins
+        self.opaque = _opaque(origins)
+        self._opaque_ids = {id(origin.eqn) for origin in self.opaque}
+        for origin in origins:
             if not _is_suspect(origin.eqn):
                 continue
             suspect = Suspect(_name(origin), origin.path, origin)
@@ -98,6 +106,12 @@ class RuleRemoval:
         return np.array([i in removed for i in range(len(self.suspects))])
 
     def gradient(self, removed: Set[int]) -> list[np.ndarray]:
+        key = frozenset(removed)
+        if key not in self._known:  # the search asks for some sets several times
+            self._known[key] = self._compute_gradient(key)
+        return self._known[key]
+
+    def _compute_gradient(self, removed: Set[int]) -> list[np.ndarray]:
         program = self.program
         with program.context():
             leaves = list(map(jnp.asarray, program.leaves))
@@ -150,6 +164,8 @@ class RuleRemoval:
             if index is not None:
                 without = ft.partial(self._without_rule, removed, eqn)
                 return jax.lax.cond(removed[index], without, ft.partial(bind, eqn), values)
+            if id(eqn) in self._opaque_ids:
+                return bind(eqn, list(map(jax.lax.stop_gradient, values)))
             return enter(eqn, values, run) if self._is_entered(eqn) else bind(eqn, values)
 
         run = lambda inner, values, _: self._evaluate(removed, inner, values)
@@ -167,7 +183,9 @@ class RuleRemoval:
         if isinstance(known, Cond) and known.by_platform:
             return False
         return any(
-            id(inner) in self._index for p in inner_programs(eqn) for inner in equations(p)
+            id(inner) in self._index or id(inner) in self._opaque_ids
+            for p in inner_programs(eqn)
+            for inner in equations(p)
         )
 
 
@@ -175,6 +193,21 @@ def _is_suspect(eqn) -> bool:
     if eqn.primitive.name == "stop_gradient":
         return True
     return is_rule(eqn) and primal_program(eqn) is not None
+
+
+def _opaque(origins: Sequence[Origin]) -> list[Origin]:
+    """The equations of primitives that JAX can't differentiate."""
+    is_opaque: dict[str, bool] = {}
+
+    def check(eqn):
+        if structure(eqn) is not None or eqn.primitive.name in ELEMENTARY or _is_suspect(eqn):
+            return False
+        if eqn.primitive.name not in is_opaque:
+            pairs = differentiable_pairs(eqn, set(range(len(eqn.invars))))
+            is_opaque[eqn.primitive.name] = pairs is None
+        return is_opaque[eqn.primitive.name]
+
+    return [origin for origin in origins if check(origin.eqn)]
 
 
 def _name(origin: Origin) -> str:

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.peak_memory import peak_bytes
+from ..._jaxprs.structure import equations
 from ..origins import NumberedLoss
 from ..progress import doing, showing_progress
 from ..source_lines import UNKNOWN
@@ -23,6 +24,12 @@ from .residuals import Gradient, Residual
 
 # Each candidate is traced once.
 _MOST_CANDIDATES = 4
+# XLA takes a minute for 30000 equations, and the estimate needs none of it.
+_MOST_COMPILED = 5000
+_NOT_COMPILED = (
+    "The gradient has {} equations, and was not compiled: XLA would take long. "
+    "`report.verify()` compiles it."
+)
 # What saves less is not worth the recomputation.
 _LEAST_SAVING = 0.1
 
@@ -74,7 +81,8 @@ def explain_memory(
         inexact arrays.
     - `*args`, `**kwargs`: anything.
     - `compiled`: whether to compile the gradient, and report its temporary memory. Without,
-        there is the estimate only.
+        there is the estimate only; so it is for a gradient of more than 5000 equations, those
+        of inner programs included.
 
     **Returns:**
 
@@ -87,7 +95,8 @@ def explain_memory(
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
     four checkpoints that may help. With `compiled=True` one program is compiled, and
-    [`eqx_grads.MemoryReport.verify`][] compiles one for each advice.
+    [`eqx_grads.MemoryReport.verify`][] compiles one for each advice. XLA takes longer than all
+    else here: for a loss of 9000 equations in a row, three quarters of a minute.
 
     What is kept for a function with a derivative of its own, such as a solver or a
     `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it.
@@ -105,16 +114,17 @@ def explain_memory(
     plain = ft.partial(_evaluate, traced)
     estimated = peak_bytes(gradient.gradient)
     advice = _advice(numbered, pairs, estimated)
+    n_equations = sum(1 for _ in equations(gradient.gradient))
+    is_large = compiled and n_equations > _MOST_COMPILED
     doing("compiling the gradient")
+    functions = [plain, *(with_checkpoints(traced, candidate) for _, candidate in advice)]
     return MemoryReport(
         _with_cures([r for _, r in pairs], advice),
         estimated=estimated,
-        compiled=_compiled_bytes(plain, traced) if compiled else None,
+        compiled=_compiled_bytes(plain, traced) if compiled and not is_large else None,
         advice=[advice for advice, _ in advice],
-        measure=[
-            ft.partial(_compiled_bytes, with_checkpoints(traced, candidate), traced)
-            for _, candidate in advice
-        ],
+        measure=[ft.partial(_compiled_bytes, fn, traced) for fn in functions],
+        remarks=[_NOT_COMPILED.format(n_equations)] if is_large else [],
     )
 
 

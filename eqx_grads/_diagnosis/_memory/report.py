@@ -51,7 +51,7 @@ class MemoryReport(AbstractReport):
     - `inputs`: the arguments of the loss that are kept as they are, in the same form.
     - `total`: the bytes of `found`.
     - `estimated`: the temporary bytes of the gradient, from its program.
-    - `compiled`: the temporary bytes of the compiled gradient, or `None`.
+    - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
     - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, the largest
         saving first.
     - `remarks`: what else there is to know.
@@ -72,6 +72,7 @@ class MemoryReport(AbstractReport):
         compiled: int | None,
         advice: Sequence[MemoryAdvice],
         measure: Sequence[Callable[[], int | None]],
+        remarks: Sequence[str] = (),
     ):
         residuals = sorted(residuals, key=lambda r: -r.bytes)
         self.found = [r for r in residuals if r.kind != "input"]
@@ -80,8 +81,8 @@ class MemoryReport(AbstractReport):
         self.estimated = estimated
         self.compiled = compiled
         self.advice = list(advice)
-        self.remarks = ()
-        self._measure = list(measure)
+        self.remarks = list(remarks)
+        self._measure = list(measure)  # the gradient as it is, and then with each advice
 
     def by_path(self) -> dict[str, int]:
         """The bytes of `found` by the path of the layer, largest first; `""` is no layer."""
@@ -95,17 +96,20 @@ class MemoryReport(AbstractReport):
     def verify(self) -> "MemoryReport":
         """The same report, in which all advice is measured.
 
-        Each advice is applied to the program of the loss, and its gradient is compiled. Nothing
-        is computed.
+        Each advice is applied to the program of the loss, and its gradient is compiled; so is
+        the gradient as it is, if that was not done. Nothing is computed.
         """
+        measure_plain, *measures = self._measure
+        doing("compiling the gradient")
+        compiled = measure_plain() if self.compiled is None else self.compiled
         advice = []
-        for i, measure in enumerate(self._measure):
-            doing("compiling the gradient with checkpoint", i, len(self._measure))
+        for i, measure in enumerate(measures):
+            doing("compiling the gradient with checkpoint", i, len(measures))
             advice.append(dataclasses.replace(self.advice[i], measured=measure()))
         return MemoryReport(
             [*self.found, *self.inputs],
             estimated=self.estimated,
-            compiled=self.compiled,
+            compiled=compiled,
             advice=advice,
             measure=self._measure,
         )

@@ -260,8 +260,10 @@ def _kind(source: Source, program: ClosedJaxpr, cheap, constant) -> str:
     variable = id(source.program.jaxpr), source.var
     if source.is_carry:
         return "carry"
+    if source.eqn is None and source.program is program:
+        return "constant" if source.var in program.jaxpr.constvars else "input"
     if source.eqn is None:
-        return "input" if source.program is program else "computed"
+        return "computed"
     if variable in constant:
         return "constant"
     if variable in cheap:
