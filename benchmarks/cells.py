@@ -175,8 +175,8 @@ def normalized_lstm(size, hidden, *, key):
 COMMON = [(32, 8, 16, 8), (64, 64, 48, 1), (64, 16, 96, 32), (128, 32, 128, 64)]
 COMMON += [(1024, 1, 128, 128), (512, 8, 64, 32), (300, 1, 16, 8), (50, 256, 16, 16)]
 COMMON += [(128, 128, 256, 128)]
-# The constants of `replay_cost.py` are fitted to the first five. Its conditions were chosen with
-# "spiking", "embedding", "reservoir", "leaky" and "ODE" in view; the others judge them.
+# The constants of `replay_cost.py` are fitted to the first five. Its conditions were chosen
+# with "spiking", "embedding", "reservoir", "leaky" and "ODE" in view; the others judge them.
 CELLS = {
     "GRU": (of_cell(eqx.nn.GRUCell), COMMON),
     "RNN": (of_cell(nn.RNNCell), COMMON),
