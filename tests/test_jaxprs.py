@@ -624,7 +624,7 @@ class TestMatmulLayout:
 
     def test_calls_are_inlined_and_products_swapped(self):
         f = lambda w, x: [jax.jit(lambda w, x: jax.jit(jnp.sin)(w @ x))(w, x)]
-        program = inlined(f, [False, True], self.w, x)
+        program = inlined(jax.make_jaxpr(f)(self.w, x), [False, True])
         assert not holds(program, Call)
         [product] = [e for e in program.eqns if e.primitive is jax.lax.dot_general_p]
         assert product.invars[0] is program.jaxpr.invars[1]
@@ -633,14 +633,14 @@ class TestMatmulLayout:
     def test_batched_products(self):
         w, x = jnp.arange(24.0).reshape(2, 3, 4), jnp.arange(16.0).reshape(2, 4, 2)
         f = lambda w, x: [jax.vmap(jnp.matmul)(w, x)]
-        program = inlined(f, [False, True], w, x)
+        program = inlined(jax.make_jaxpr(f)(w, x), [False, True])
         assert_trees_close(jaxpr_as_fun(program)(w, x), f(w, x))
 
     def test_a_sharded_call_is_kept(self):
         mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, P("i"))
         f = jax.jit(lambda x: [jnp.sin(x)], in_shardings=sharding)
-        assert holds(inlined(f, [True], x), Call)
+        assert holds(inlined(jax.make_jaxpr(f)(x), [True]), Call)
 
     def test_transposes(self):
         f = lambda x, y: [x.T @ y]

@@ -230,7 +230,7 @@ def _trace_vjp(body, carry_indices, y_indices, const_indices, x_indices):
     ]
     # None is said to vary, so that no operands of a matrix product are swapped.
     flags = [False] * (len(inputs) + len(ct_types))
-    return inlined(vjp, flags, *inputs, *ct_types)
+    return inlined(jax.make_jaxpr(vjp)(*inputs, *ct_types), flags)
 
 
 def _run(eqns, env, outputs):

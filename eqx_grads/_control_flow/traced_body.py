@@ -17,20 +17,14 @@ class TracedBody:
     """A traced body: `consts, carry, x` to `carry, y`, all of them lists of arrays.
 
     What the user's function closes over is in `consts`, so that there is no tracer in it.
-    `as_given` computes the same as a call of this body, by the calls and the matrix products of
-    the function that was traced, which plain scan has too.
+    `given` is the program of the function that was traced, and `program` the same with calls
+    inlined and the operands of matrix products swapped.
     """
 
     def __init__(self, fn: Callable[..., Any], consts, carry, x):
-        self.as_given = fn
-        types, treedef = jax.tree.flatten((list(consts), list(carry), list(x)))
-
-        def flat(*args):
-            new, y = fn(*jax.tree.unflatten(treedef, args))
-            return *new, *y
-
         varies = [False] * len(consts) + [True] * (len(carry) + len(x))
-        self.program = inlined(flat, varies, *types)
+        self.given = _trace(fn, consts, carry, x)
+        self.program = inlined(self.given, varies)
         n_consts, n = len(consts), len(consts) + len(carry)
         in_types = self.program.in_avals
         self.const_types, self.carry_types = in_types[:n_consts], in_types[n_consts:n]
@@ -53,6 +47,11 @@ class TracedBody:
 
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         out = jaxpr_as_fun(self.program)(*consts, *carry, *x)
+        return out[: len(carry)], out[len(carry) :]
+
+    def as_given(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
+        """What a call computes, by the program that plain scan runs."""
+        out = jaxpr_as_fun(self.given)(*consts, *carry, *x)
         return out[: len(carry)], out[len(carry) :]
 
     def of_some(self, indices: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -103,7 +102,7 @@ class TracedBody:
         vectorized = lambda fn: jax.vmap(fn, axes, out_axes, axis_size=size)
         types = jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs]))
         body = TracedBody(vectorized(self), *types)
-        body.as_given = vectorized(self.as_given)
+        body.given = _trace(vectorized(self.as_given), *types)
         return body
 
     def with_values_of_rules(self, consts: Any, carry: Any, x: Any) -> "TracedBody":
@@ -148,6 +147,16 @@ class TracedBody:
             carry = new
 
 
+def _trace(fn: Callable[..., Any], consts, carry, x) -> ClosedJaxpr:
+    types, treedef = jax.tree.flatten((list(consts), list(carry), list(x)))
+
+    def flat(*args):
+        new, y = fn(*jax.tree.unflatten(treedef, args))
+        return [*new, *y]
+
+    return jax.make_jaxpr(flat)(*types)
+
+
 def trace_body(
     body: Callable[..., Any], carry: Sequence[Any], x: Sequence[Any]
 ) -> tuple[ClosedJaxpr, list[Any]]:
@@ -168,10 +177,8 @@ def close_body(
 ) -> tuple[TracedBody, list[Any]]:
     """The traced body without constants, and these constants."""
 
-    jaxpr = program.jaxpr  # without the constants, which may be tracers
-
     def of_consts(consts, carry, x):
-        out = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*carry, *x)
+        out = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*carry, *x)
         return out[: len(carry)], out[len(carry) :]
 
     consts = as_array_list(program.consts)

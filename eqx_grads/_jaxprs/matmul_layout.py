@@ -13,15 +13,12 @@ from .structure import Call, structure
 from .versions import assigns_shardings
 
 
-def inlined(
-    fn: Callable[..., Sequence[Any]], flags: Sequence[bool], *types: Any
-) -> ClosedJaxpr:
-    """The program of a function of arrays, with `jax.jit` and the like inlined.
+def inlined(program: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:
+    """The program with `jax.jit` and the like inlined.
 
     Of two operands of a matrix product, the one that depends on a flagged argument comes first:
     `x @ w.T` instead of `w @ x`. With a batch of `x`, that is faster on a CPU.
     """
-    program = jax.make_jaxpr(lambda *args: list(fn(*args)))(*types)
     return jax.make_jaxpr(lambda *args: _inline(program, flags, args))(*program.in_avals)
 
 
