@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -213,8 +214,11 @@ def _modes(loss, program: LossProgram) -> tuple[list[str], list[str]]:
     ):
         try:
             error = program.mode_error(run, text)
+        except jax.errors.JaxRuntimeError:  # the loss itself raises it
+            raise
         except Exception as other:  # JAX has no one type of error for it
-            opaque = loss_structure(NumberedLoss(program.traced)).opaque
+            with program.context():
+                opaque = loss_structure(NumberedLoss(program.traced)).opaque
             if not opaque:
                 raise
             raise no_derivative_error(loss, opaque) from other
