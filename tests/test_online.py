@@ -79,7 +79,7 @@ def scan_loss(outputs):
     """A loss in which each element of each output counts."""
     total = 0.0
     for i, y in enumerate(jax.tree.leaves(outputs)):
-        y = y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y
+        y = y.astype(jnp.result_type(float)) if y.dtype == jnp.bfloat16 else y
         weights = jr.normal(jr.key(i), y.shape, jnp.real(y).dtype)
         total += jnp.sum(jnp.sin(weights * jnp.real(y)) + jnp.imag(y) ** 2)
     return total
@@ -367,12 +367,12 @@ def test_steps_that_permute_the_carry():
 
 
 def test_parameters_that_cannot_be_followed():
-    table = jnp.ones((5, IN))
+    table = jnp.ones((5, IN), XS.dtype)
     f = lambda table: eqg.filter_scan(
         lambda h, x: (0.9 * h + table[jnp.argmax(x)], None), jnp.zeros(IN), XS, online=True
     )[0].sum()
-    with pytest.raises(eqg.RuleError, match=r"an array float32\[5,3\] enters it by `"):
-        jax.grad(f)(table.astype(jnp.float32))
+    with pytest.raises(eqg.RuleError, match=r"an array float\d\d\[5,3\] enters it by `"):
+        jax.grad(f)(table)
 
 
 def test_inputs_are_not_differentiated():

@@ -309,11 +309,11 @@ def test_plain_where_that_is_faster():
             return h, h
 
         run = lambda h, xs: eqg.filter_scan(step, h, xs, checkpoint="auto")[1]
-        h = jnp.zeros(xs.shape[1:])
+        h = jnp.zeros(xs.shape[1:], xs.dtype)
         return jnp.sum(jax.vmap(run, (0, 1))(h, xs) if batch_outside else run(h, xs))
 
     def replays(batch, outside):
-        args = jnp.zeros((32, 32)), jnp.zeros((300, batch, 32))
+        args = jnp.zeros((32, 32), "float32"), jnp.zeros((300, batch, 32), "float32")
         program = jax.make_jaxpr(jax.grad(value), static_argnums=2)(*args, outside)
         return "optimization_barrier" in str(program)
 
