@@ -14,6 +14,7 @@ ratio to `checkpoint="sqrt"`, "bytes" is the temporary memory of the compiled pr
 """
 
 import argparse
+from collections.abc import Callable
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -53,7 +54,7 @@ class Spiking(eqx.Module):
 class Layer(eqx.Module):
     """A step of a layer over time."""
 
-    layer: eqx.Module
+    layer: Callable
     size: int
 
     def init(self):
