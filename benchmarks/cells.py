@@ -79,7 +79,7 @@ def embedding(size, hidden, *, key):
 
 
 def embedding_sum(size, hidden, *, key):
-    """One without matrix products."""
+    """A step that looks up its input in a table, without matrix products."""
     del size
     parts = {"table": eqx.nn.Embedding(1000, hidden, key=key), "w": jr.normal(key, (hidden,))}
     return Cell(parts, lambda p, x, h: jnp.tanh(p["w"] * h + p["table"](x)), (hidden,))
@@ -176,7 +176,8 @@ COMMON = [(32, 8, 16, 8), (64, 64, 48, 1), (64, 16, 96, 32), (128, 32, 128, 64)]
 COMMON += [(1024, 1, 128, 128), (512, 8, 64, 32), (300, 1, 16, 8), (50, 256, 16, 16)]
 COMMON += [(128, 128, 256, 128)]
 # The constants of `replay_cost.py` are fitted to the first five. Its conditions were chosen
-# with "spiking", "embedding", "reservoir", "leaky" and "ODE" in view; the others judge them.
+# from measurements of "spiking", "embedding", "reservoir", "leaky" and "ODE"; the others test
+# them.
 CELLS = {
     "GRU": (of_cell(eqx.nn.GRUCell), COMMON),
     "RNN": (of_cell(nn.RNNCell), COMMON),

@@ -2,8 +2,7 @@
 of 1000 steps, but for the loss of each step and its cotangent.
 
 The peers are plain scan and `checkpoint="sqrt"`, whose gradients are the same, and
-`truncate=100`, whose gradient is another one: its error is in the table, which
-`docs/guides/online.md` has as measured.
+`truncate=100`, whose gradient is another one: its error is in the table.
 
 The gradient of the mean squared readout of each step in all parameters, in single precision, a
 batch of 8. The variants alternate in one process; "speed" is the median over rounds of the

@@ -2,14 +2,13 @@
 `checkpoint="auto"` train at 0.96 times the speed of plain scan or more, up to 3.3 times.
 
 The layers run at 47 shapes from 8 steps of one sequence with 4 units to 256 steps of 128
-sequences with 512 units, and `"auto"` with 16 cells at 3 to 9 shapes each: recurrent, spiking,
-with attention, look-ups, convolutions and large constants. `docs/guides/fast-recurrence.md` has
-the ranges and the exceptions.
+sequences with 512 units, and `"auto"` with 16 cells at 3 to 9 shapes each: recurrent and
+spiking ones, and cells with attention, look-ups, convolutions and large constants.
+`docs/guides/fast-recurrence.md` has the ranges and the exceptions.
 
 Value and gradient of a sum over all outputs, with respect to all parameters, in single
 precision, on one thread. The speed is the median over alternating rounds of the ratio to
-`jax.lax.scan` in the same round, of the time on the processor, in which other processes do not
-count.
+`jax.lax.scan` in the same round, in CPU time, which leaves out the time of other processes.
 
     python benchmarks/sizes.py [--quick] [--layers GRU LSTM] [--cells spiking]
 """

@@ -2,9 +2,10 @@
 
 The utterances are the Japanese Vowels of Kudo, Toyama and Shimbo (1999): 640 recordings of nine
 men, each a sequence of 7 to 29 frames of twelve cepstral coefficients. A layer of recurrently
-connected neurons listens, and the speaker is that of nine output neurons with most spikes. The
-derivative of a spike is zero, so that no layer is trained; with a surrogate derivative, both
-are. For comparison, the same network is trained with the zero derivative.
+connected neurons is given the frames, and the prediction is the speaker whose output neuron, of
+nine, has most spikes. The derivative of a spike is zero, so that no layer is trained; with a
+surrogate derivative, both are. For comparison, the same network is trained with the zero
+derivative.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from matplotlib.figure import Figure
 from tqdm import trange
 
 
-# Those of a first trial, which was judged on the test utterances. Nothing was tuned since.
+# The hyperparameters of a first trial, which was evaluated on the test utterances. None was
+# tuned after that.
 NEURONS = 128  # hidden ones
 TICKS = 3  # time steps for each frame of speech
 FRAMES, CEPSTRA, SPEAKERS = 29, 12, 9

@@ -4,8 +4,8 @@ Let `(h_{t+1}, y_t) = f(W, h_t, x_t)`. The derivative of the carry in the parame
 
     dh_{t+1}/dW = D_t dh_t/dW + K_t,   D_t = df/dh,  K_t = df/dW,
 
-so it can be carried along, from the first step to the last, and the cotangent of each output be
-used as soon as its step is there:
+so it can be computed from the first step to the last, in the carry of a loop, and be multiplied
+with the cotangent of each output in the same step:
 
     ct_W = sum over t:  (dy_t/dW)^T ct_y_t + (dh_{t+1}/dW)^T (dy_t/dh_{t+1})^T ct_y_t.
 
@@ -19,7 +19,7 @@ elements of the carry, times the parameters that each of them depends on in a st
 eligibility traces.
 
 The backward pass runs the steps once more, in the order in which they ran forward, with the
-traces in its carry. It saves nothing of the forward pass, however many steps there are.
+traces in its carry. Of the forward pass, only the inputs are saved.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from .truncated import replace, select
 
 @dataclasses.dataclass(frozen=True)
 class Online(AbstractMethod):
-    """Save nothing, and carry the derivatives of the carry along.
+    """Save the inputs only, and compute the derivatives of the carry forward in time.
 
     - `approximate`: e-prop. What is not diagonal in the derivative of the carry is dropped.
     - `names`, `where`: the leaves of the carry and the step, as errors call them.

@@ -86,13 +86,13 @@ def filter_scan(
         (which happen once) or communicate over a named axis, they are not run again, and
         `checkpoint` applies to all of them.
     - `online`: `True` computes the derivative in the order of time, by real-time recurrent
-        learning. It is exact, nothing is saved, and the memory does not depend on the number of
-        steps, as it carries the derivatives of the carry along. Each element of the next carry
+        learning. It is exact, and saves the inputs only: beyond inputs and outputs, the memory
+        does not depend on the number of steps. Each element of the next carry
         may depend on the same element of the carry only (of any of its arrays, if these have
         the same shape), as in [`eqx_grads.nn.LRU`][], [`eqx_grads.nn.MinGRU`][],
-        [`eqx_grads.nn.LIFCell`][] and any elementwise recurrence. `"e-prop"` takes any step,
-        and drops what is not elementwise in the carry: an approximation. `xs` are not
-        differentiated. See [Online learning](../guides/online.md).
+        [`eqx_grads.nn.LIFCell`][] and other elementwise recurrences. `"e-prop"` takes other
+        steps as well, and drops what is not elementwise in the carry: an approximation. A
+        derivative in `xs` is an error. See [Online learning](../guides/online.md).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It is applied to the carry that enters each step, and so acts on the
         cotangent that leaves the step; for example, it may clip that. It must not change the

@@ -1,7 +1,7 @@
 """A line on the terminal that says what a slow diagnosis is doing.
 
-It appears on stderr after two seconds, and disappears at the end. It is shown on a terminal
-only: elsewhere a line can't be taken back, and would stay in logs, notebooks and the output of
+It appears on stderr after two seconds, and is erased at the end. It is shown on a terminal
+only: elsewhere a line can't be erased, and would stay in logs, notebooks and the output of
 tests.
 """
 

@@ -9,7 +9,7 @@ of each value `v` that depends on a tangent:
 broadcasts, slices and transposes them, to the shape of `v` and a last axis `j`. An elementwise
 operation changes the coefficients, a change of layout moves coefficients and view alike, and a
 sum, also that of a matrix product, moves the axes that it sums over into `j`. So the weight of
-`W @ x` has the coefficients `x[j]`, of which no sum and no product of matrices was taken.
+`W @ x` has the coefficients `x[j]`, and no sum over `j` is computed.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from .structure import Call, CallWithRule, Checkpoint, structure
 class View:
     """How the elements of an input of this type are laid out, with a last axis.
 
-    Two terms of which the view is the same object can be added. So a view remembers the views
-    that it was moved to.
+    Two terms can be added if their view is the same object. So a view stores the views that
+    it was moved to.
     """
 
     def __init__(self, apply: Callable[[Array], Array], of: Any):
@@ -67,7 +67,7 @@ class Term:
     """`sum over j: coefficient[i, j] * view(t)[i, j]`, with the tangent `t` of input `source`.
 
     `mixed_by` is the equation that made an element depend on several elements of `t`, or on
-    `t` in a way that is not known. Then `view` is `None`.
+    `t` in a way that is not known. In the latter case `view` is `None`.
     """
 
     source: int

@@ -18,7 +18,7 @@ _UNOPTIMIZED = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-# The emitters of fused loops take longest on a CPU, and are no option any more in JAX 0.12.
+# Fusion emitters take most of the compilation time on a CPU. JAX 0.12 has no option for them.
 _UNFUSED = {
     **_UNOPTIMIZED,
     "xla_cpu_use_fusion_emitters": False,

@@ -99,7 +99,7 @@ def _result(attempt: Call | Exception) -> Call:
 
 class _WithStaticLeaves:
     """The function of its leaves, for `has_aux`: its outputs that have a derivative, and the
-    other arrays. It keeps the rest of the output, of which `value` makes it whole again."""
+    other arrays. It keeps the rest of the output, so that `value` can return all of it."""
 
     def __init__(self, subject: FlatFunction):
         self._subject = subject

@@ -18,7 +18,7 @@ class Witness(NamedTuple):
     - `name`: what computes it, in words.
     - `derivative`: `derivative(precision, direction)`, a list of arrays.
     - `is_autodiff`: whether rounding is its only error.
-    - `is_binding`: whether a rule is wrong that disagrees with it.
+    - `is_binding`: whether a rule that disagrees with it is wrong.
     """
 
     name: str
@@ -34,9 +34,9 @@ def is_given(mode: str, options: "Options") -> bool:
 
 
 def witnesses(mode: str, options: "Options") -> list[Witness]:
-    """The expected derivatives of a mode. Where something was said about the other mode only,
-    a rule may have the transpose of that, or the derivative of the function: a
-    `custom_vjp` of this library has the latter in forward mode.
+    """The expected derivatives of a mode. Where the user gave the formula of the other mode
+    only, a rule may have its transpose, or the derivative of the function: a `custom_vjp` of
+    this library has the latter in forward mode.
 
     `mode`: `"forward"` or `"reverse"`.
     """

@@ -8,7 +8,7 @@ import numpy as np
 from ._compare import difference
 
 
-_STEP = 1e-6  # relative; what is smooth has second differences of about the square
+_STEP = 1e-6  # relative; the second differences of smooth functions are about its square
 _N = 2
 
 

@@ -89,7 +89,7 @@ def explain_memory(
     An [`eqx_grads.MemoryReport`][], which prints as a table. What is kept is exact: the
     leaves of the pullback that `jax.vjp` returns and that the backward pass uses, each array
     once. The temporary memory of the gradient is an estimate from its program: the residuals,
-    and what else is alive at the worst moment. On a CPU it is within 8 % of what XLA allocates
+    and all other arrays at the peak. On a CPU it is within 8 % of what XLA allocates
     for the eight models of the tests, and within 22 % for convolutions with pooling. The
     gradients themselves and the arguments do not count.
 

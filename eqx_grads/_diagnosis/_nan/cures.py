@@ -31,7 +31,7 @@ _OF_KINDS = {
     LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument.",
 }
 
-# Where they are others for a value than for a cotangent.
+# For kinds whose cure differs if a value is bad, and not a cotangent.
 _OF_VALUES = {
     SINGULARITY: "`{op}` is not finite there. Keep its argument away from that point "
     "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`).",

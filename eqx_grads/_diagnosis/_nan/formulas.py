@@ -11,7 +11,7 @@ from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, structure
 from ..origins import Origin
 
 
-# What stands between the operations of a formula.
+# What may be between the operations of a formula.
 _LAYOUT = frozenset(
     """
     broadcast_in_dim reshape squeeze expand_dims transpose convert_element_type stop_gradient
@@ -22,7 +22,7 @@ _SQUARES = ("square", "integer_pow", "mul")
 
 
 class Formulas:
-    """The operations of a loss with what computes their operands, also across calls."""
+    """The operations of a loss, and which of them compute their operands, also across calls."""
 
     def __init__(self, origins: Sequence[Origin]):
         self._origins = origins

@@ -182,7 +182,7 @@ class ALIFCell(AbstractSpikingNeurons):
     A spike raises the threshold by $\gamma$ in the next step, and this increase decays slowly,
     by the factor $\rho$ per step: the neurons of [Bellec et al.
     (2020)](https://doi.org/10.1038/s41467-020-17236-y), whose $\beta$ is the $\gamma$ here.
-    That of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
+    The $\beta$ of [Bellec et al. (2018)](https://arxiv.org/abs/1803.09574) belongs to a trace
     $a' = \rho\,a + (1 - \rho)\,s$: multiply it by $1 - \rho$. The reset subtracts $\theta$ in
     the former, as it does here, and $\theta + \gamma a'$ in the latter.
 

@@ -1,8 +1,9 @@
 """Spiking neurons over time, with a backward pass written by hand.
 
 Chunked over time as `_recurrent/gru_vjp.py` is. The residuals of the recurrence are the spikes,
-which are the outputs, and the membrane potentials, or those before each chunk only: then the
-backward pass recomputes the others. The slopes of the surrogate are always recomputed.
+which are the outputs, and the membrane potentials of all steps or of those before each chunk;
+the backward pass recomputes the others. It also recomputes the slopes of the surrogate, the
+currents and the adaptation.
 """
 
 import functools as ft

@@ -155,8 +155,8 @@ class LIF(AbstractSpiking):
 class ALIF(AbstractSpiking):
     r"""Leaky integrate-and-fire neurons whose threshold rises as they fire, over time.
 
-    [`eqx_grads.nn.ALIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is of
-    [`eqx_grads.nn.LIFCell`][].
+    An [`eqx_grads.nn.ALIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is an
+    [`eqx_grads.nn.LIFCell`][] over time.
 
     !!! example
 
@@ -270,8 +270,8 @@ class ALIF(AbstractSpiking):
 class CuBaLIF(AbstractSpiking):
     r"""Current-based leaky integrate-and-fire neurons over time.
 
-    [`eqx_grads.nn.CuBaLIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is of
-    [`eqx_grads.nn.LIFCell`][].
+    A [`eqx_grads.nn.CuBaLIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is an
+    [`eqx_grads.nn.LIFCell`][] over time.
 
     !!! example
 
@@ -386,8 +386,8 @@ class CuBaLIF(AbstractSpiking):
 class LI(AbstractSpiking):
     r"""Leaky integrators over time: non-spiking readout neurons.
 
-    [`eqx_grads.nn.LICell`][] over time, as [`eqx_grads.nn.LIF`][] is of
-    [`eqx_grads.nn.LIFCell`][]. The outputs are the potentials.
+    An [`eqx_grads.nn.LICell`][] over time, as [`eqx_grads.nn.LIF`][] is an
+    [`eqx_grads.nn.LIFCell`][] over time. The outputs are the potentials.
 
     !!! example
 

@@ -16,8 +16,8 @@ from .recurrent_cells import RALIFCell, RCuBaLIFCell, RLIFCell
 class RLIF(AbstractSpiking):
     r"""Recurrently connected leaky integrate-and-fire neurons over time.
 
-    [`eqx_grads.nn.RLIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is of
-    [`eqx_grads.nn.LIFCell`][].
+    An [`eqx_grads.nn.RLIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is an
+    [`eqx_grads.nn.LIFCell`][] over time.
 
     !!! example
 
@@ -131,8 +131,8 @@ class RLIF(AbstractSpiking):
 class RALIF(AbstractSpiking):
     r"""Recurrently connected neurons whose threshold rises as they fire, over time.
 
-    [`eqx_grads.nn.RALIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is of
-    [`eqx_grads.nn.LIFCell`][].
+    An [`eqx_grads.nn.RALIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is an
+    [`eqx_grads.nn.LIFCell`][] over time.
 
     !!! example
 
@@ -247,8 +247,8 @@ class RALIF(AbstractSpiking):
 class RCuBaLIF(AbstractSpiking):
     r"""Recurrently connected current-based neurons over time.
 
-    [`eqx_grads.nn.RCuBaLIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is of
-    [`eqx_grads.nn.LIFCell`][].
+    An [`eqx_grads.nn.RCuBaLIFCell`][] over time, as [`eqx_grads.nn.LIF`][] is an
+    [`eqx_grads.nn.LIFCell`][] over time.
 
     !!! example
 
