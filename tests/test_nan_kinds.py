@@ -76,8 +76,18 @@ FORMULAS = {
     "log1p of exp": (lambda x: jnp.sum(jnp.log1p(jnp.exp(x))), [9e3], "nn.softplus"),
     "log of 1 + exp": (lambda x: jnp.sum(jnp.log(1 + jnp.exp(x))), [9e3], "nn.softplus"),
     "logsumexp": (lambda x: jnp.log(jnp.sum(jnp.exp(x))), [9e3, 0.0], "nn.logsumexp"),
+    "logaddexp": (
+        lambda x: jnp.log(jnp.exp(x[0]) + jnp.exp(x[1])),
+        [9e3, 0.0],
+        "jnp.logaddexp",
+    ),
     "softmax": (lambda x: softmax(x)[0], [9e3, 0.0], "nn.softmax"),
     "sigmoid": (lambda x: jnp.sum(1 / (1 + jnp.exp(-x))), [-9e3], "nn.sigmoid"),
+    "sigmoid, the other form": (
+        lambda x: (lambda e: jnp.sum(e / (1 + e)))(jnp.exp(x)),
+        [9e3],
+        "nn.sigmoid",
+    ),
     "log of sigmoid": (lambda x: jnp.log(jax.nn.sigmoid(x[0])), [-9e3], "nn.log_sigmoid"),
     "norm": (jnp.linalg.norm, [0.0, 0.0], "jnp.sum(x**2) + eps"),
     "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "jnp.sum(x**2) + eps"),
@@ -107,6 +117,17 @@ def test_formulas_without_a_cause_are_not_named():
     assert "softmax" not in report.found[0].cure
     report = eqg.explain_nan(lambda x: x / x, jnp.array(0.0))
     assert "jnp.sign" not in report.found[0].cure
+    report = eqg.explain_nan(lambda x: 3 / jnp.abs(x), jnp.array(0.0))
+    assert "jnp.sign" not in report.found[0].cure
+    weights = jnp.array([1.0, -1.0])
+    for loss in (
+        lambda x: jnp.sqrt(jnp.sum(weights * x)),
+        lambda x: jnp.sqrt(jnp.sum((x - 1) ** 3)),
+    ):
+        report = eqg.explain_nan(loss, jnp.array([1.0, 1.0]))
+        assert "norm" not in report.found[0].cure, str(report)
+    report = eqg.explain_nan(lambda x: 5 / (2 + jnp.exp(x)) * 0 + jnp.exp(x), jnp.array(9e3))
+    assert "sigmoid" not in report.found[0].cure
 
 
 @pytest.mark.cost

@@ -59,6 +59,7 @@ _OF_FORMULAS = {
     "log of softmax": "Use `jax.nn.log_softmax(x)` in place of the logarithm of a softmax.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of a sigmoid.",
     "softplus": "Use `jax.nn.softplus(x)` in place of `log(1 + exp(x))`.",
+    "logaddexp": "Use `jnp.logaddexp(x, y)` in place of `log(exp(x) + exp(y))`.",
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",

@@ -18,7 +18,6 @@ _LAYOUT = frozenset(
     copy
     """.split()  # noqa: SIM905
 )
-_SQUARES = ("square", "integer_pow", "mul")
 
 
 class Formulas:
@@ -50,7 +49,8 @@ class Formulas:
             case "div":
                 below = self._made_by(origin, 1)
                 if below is not None and below.primitive == "abs":
-                    return "x / |x|"
+                    is_same = self._source(below, 0) == self._source(origin, 0)
+                    return "x / |x|" if is_same else ""
                 if below is not None and below.primitive == "sqrt":
                     return "x / norm" if self._formula_of_sqrt(below) == "norm" else ""
         return ""
@@ -65,13 +65,26 @@ class Formulas:
                 below = self._made_by(total, 0)
                 return "softmax" if below is not None and below.primitive == "exp" else ""
         for total in users:
-            is_sum = total.primitive == "reduce_sum"
-            for user in self._users[total.number] if is_sum or total.primitive == "add" else ():
+            of_sum = {"reduce_sum": ("logsumexp", "softmax")}
+            in_log, in_quotient = of_sum.get(total.primitive) or self._formulas_of_add(total)
+            for user in self._users[total.number]:
                 if user.primitive == "log":
-                    return "logsumexp" if is_sum else "softplus"
+                    return in_log
                 if user.primitive == "div" and self._made_by(user, 1) is total:
-                    return "softmax" if is_sum else "sigmoid"
+                    above = self._made_by(user, 0)
+                    is_whole = above is not None and above.primitive == "exp"
+                    is_whole = is_whole or self._is_one(user, 0)
+                    return in_quotient if is_whole or total.primitive == "reduce_sum" else ""
         return ""
+
+    def _formulas_of_add(self, total: Origin) -> tuple[str, str]:
+        """What the logarithm of a sum with a term `exp(x)` is, and what a quotient by it is."""
+        if total.primitive != "add":
+            return "", ""
+        if any(self._is_one(total, k) for k in (0, 1)):
+            return "softplus", "sigmoid"
+        made = [self._made_by(total, k) for k in (0, 1)]
+        return "logaddexp" if all(m and m.primitive == "exp" for m in made) else "", ""
 
     def _formula_of_log(self, log: Origin) -> str:
         made = self._made_by(log, 0)
@@ -97,23 +110,37 @@ class Formulas:
 
     def _is_sum_of_squares(self, total: Origin) -> bool:
         if total.primitive == "dot_general":
-            return total.eqn.invars[0] is total.eqn.invars[1]
+            return self._source(total, 0) == self._source(total, 1)
         made = self._made_by(total, 0) if total.primitive == "reduce_sum" else None
-        return made is not None and made.primitive in _SQUARES
+        if made is None:
+            return False
+        if made.primitive == "mul":
+            return self._source(made, 0) == self._source(made, 1)
+        is_power = made.primitive == "integer_pow"
+        return made.primitive == "square" or (is_power and made.eqn.params["y"] == 2)
 
     def _made_by(self, origin: Origin, k: int) -> Origin | None:
         """The operation that computes operand `k`, past changes of layout."""
+        enclosing, atom = self._source(origin, k)
+        return None if isinstance(atom, Literal) else self._producers.get((enclosing, atom))
+
+    def _is_one(self, origin: Origin, k: int) -> bool:
+        _, atom = self._source(origin, k)
+        return isinstance(atom, Literal) and bool(atom.val == 1)
+
+    def _source(self, origin: Origin, k: int) -> tuple[Any, Any]:
+        """The variable that operand `k` is, past changes of layout, and the calls around it."""
         place = (origin.enclosing, origin.eqn.invars[k])
         while True:
             enclosing, atom = place
             if isinstance(atom, Literal):
-                return None
+                return place
             if place in self._arguments:
                 place = self._arguments[place]
                 continue
             made = self._producers.get(place)
             if made is None:
-                return None
+                return place
             known = structure(made.eqn)
             if isinstance(known, Call | CallWithRule | Checkpoint):
                 out = known.programs[0].jaxpr.outvars[made.eqn.outvars.index(atom)]
@@ -121,7 +148,7 @@ class Formulas:
             elif made.eqn.primitive.name in _LAYOUT:
                 place = (enclosing, made.eqn.invars[0])
             else:
-                return made
+                return place
 
     @ft.cached_property
     def _users(self) -> dict[int, list[Origin]]:
