@@ -42,7 +42,8 @@ def temp_bytes(fn: Any, *args: Any) -> int:
 
 def skip_without_checkpointed_loops():
     """Diffrax uses Equinox's checkpointed `while_loop` by default. It has no derivative with
-    `jax_custom_jvp3` and none with `jax_custom_vjp3` (Equinox 0.13.8, JAX 0.12)."""
+    `jax_custom_jvp3` and none with `jax_custom_vjp3`, which are experimental (Equinox 0.13.8,
+    JAX 0.12; plain `jax.grad` fails too, and no upstream issue was found)."""
     for flag in ("jax_custom_jvp3", "jax_custom_vjp3"):
         if getattr(jax.config, flag, False):
             pytest.skip(f"Equinox's checkpointed loop can't be differentiated with `{flag}`")

@@ -389,7 +389,7 @@ def test_unknown_options(online):
 
 @pytest.mark.parametrize("options", [{"truncate": 3}, {"checkpoint": "sqrt"}])
 def test_options_that_exclude_each_other(options):
-    with pytest.raises(eqg.RuleError, match="An online `filter_scan` saves nothing"):
+    with pytest.raises(eqg.RuleError, match="An online `filter_scan` saves its inputs only"):
         eqg.filter_scan(lambda h, x: (h, x), 0.0, XS, online=True, **options)
 
 

@@ -246,7 +246,7 @@ def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None
         )
     if checkpoint is not None or truncate is not None:
         raise rule_error(
-            "An online `filter_scan` saves nothing, so there is nothing to choose.",
+            "An online `filter_scan` saves its inputs only, so there is nothing to choose.",
             f"`checkpoint` is {checkpoint!r:.60}, `truncate` is {truncate!r:.60}",
             do="Leave them out, or leave out `online`.",
         )
