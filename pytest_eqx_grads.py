@@ -5,6 +5,8 @@ A module of its own, as pytest loads plugins in every run: importing `eqx_grads`
 JAX, would make each of them slow, and would come before the import hooks of jaxtyping.
 """
 
+import sys
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -21,6 +23,21 @@ def pytest_addoption(parser: Any) -> None:
         default=0,
         help="seed of the random directions along which the fixtures look",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: Any) -> Generator[None, Any, Any]:
+    """Leaves the first line of a failed check in pytest's summary of failures. On a server of
+    continuous integration (`CI=1`) the summary would repeat the whole report."""
+    result = yield
+    testing = sys.modules.get("eqx_grads.testing")
+    if call.excinfo is None or testing is None:
+        return result
+    if isinstance(call.excinfo.value, testing.RuleCheckError | testing.GradientCheckError):
+        place = getattr(result.longrepr, "reprcrash", None)
+        if place is not None:  # `--tb=native` has none
+            place.message = place.message.partition("\n")[0]
+    return result
 
 
 @pytest.fixture

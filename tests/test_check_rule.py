@@ -272,7 +272,12 @@ def test_report(check_rule):
 """
 
 
-def test_L6_the_plugin_prints_a_report_once_and_no_source_of_this_library(pytester):
+@pytest.mark.parametrize("ci", ["", "1"])  # with which pytest prints whole messages twice
+def test_L6_the_plugin_prints_a_report_once_and_no_source_of_this_library(
+    pytester, monkeypatch, ci
+):
+    for name in ("CI", "BUILD_NUMBER"):
+        monkeypatch.setenv(name, ci)
     pytester.makepyfile(FILE)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(failed=4)
