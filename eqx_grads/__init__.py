@@ -1,6 +1,13 @@
 """Custom derivatives for Equinox: `import eqx_grads as eqg`."""
 
-from . import nn as nn, ste as ste, surrogates as surrogates, tangents as tangents
+from . import (
+    losses as losses,
+    nn as nn,
+    safe as safe,
+    ste as ste,
+    surrogates as surrogates,
+    tangents as tangents,
+)
 from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
 from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence

@@ -5,12 +5,18 @@ one op may have several cases: `"elementwise"`, `"elementwise: two arguments"`.
 """
 
 from . import (  # noqa: F401  they fill it
+    events,
     gradient_layers,
     gradient_ops,
+    host,
     linear_layers,
     loops,
+    losses,
     quantization_layers,
     rules,
+    safe_elementwise,
+    safe_reductions,
+    solvers,
     spiking_cells,
     spiking_layers,
     straight_through,

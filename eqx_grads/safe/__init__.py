@@ -1,0 +1,1 @@
+"""Mathematics whose derivatives are finite wherever the true ones are, at all magnitudes."""

@@ -1,0 +1,1 @@
+"""Functions that run on the host."""

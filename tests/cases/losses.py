@@ -1,0 +1,1 @@
+"""Losses with gradients formed chunk by chunk."""

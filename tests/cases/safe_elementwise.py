@@ -1,0 +1,1 @@
+"""Elementwise mathematics with finite derivatives."""

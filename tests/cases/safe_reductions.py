@@ -1,0 +1,1 @@
+"""Norms, the semiring of logarithms, and decompositions, with finite derivatives."""
