@@ -3,14 +3,13 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error, type_of
 from .._rules.float_args import as_floats, as_integer
-from .._tangent_spaces import sum_dtype
+from .._tangent_spaces import promote, sum_dtype
 from ._linear_cross_entropy_rules import Options, summed_loss, token_losses
 
 
@@ -113,38 +112,45 @@ def linear_cross_entropy(
     take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
 
     Under `jax.jit`, the batch or the vocabulary may be distributed over devices. With a
-    distributed vocabulary, each device has its columns of the logits only.
+    distributed vocabulary, each device has its columns of the logits only. If the axes of the
+    mesh are explicit, call this function in `jax.sharding.auto_axes`.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, or for
     an option that is out of range.
     """
+    check_options(
+        NAME,
+        chunk=chunk,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+    )
     x, weight, labels, bias = _as_arrays(x, weight, labels, bias)
-    _check_options(chunk, label_smoothing, z_loss, reduction)
-    counted = _counted(labels, ignore_index)
+    is_counted = _is_counted(labels, ignore_index)
     in_range = (labels >= 0) & (labels < weight.shape[0])
-    # What an ignored token has does not matter: zero times NaN would.
-    x = jnp.where(counted[..., None], x, 0)
+    # An ignored token has the factor zero, and zero times NaN would be NaN.
+    x = jnp.where(is_counted[..., None], x, 0)
+    scale = jnp.where(is_counted, jnp.where(in_range, 1, jnp.nan), 0)
     dtype = sum_dtype(x.dtype)
-    scale = jnp.where(in_range, 1, jnp.nan).astype(dtype)
-    scale = jnp.where(counted, scale, 0)
     options = Options(
         None if chunk is None else int(chunk), float(label_smoothing), float(z_loss)
     )
     tokens = (
-        x.reshape(-1, x.shape[-1]),
+        x.reshape(labels.size, x.shape[-1]),
         weight,
         bias,
-        jnp.where(counted & in_range, labels, 0).reshape(-1),
-        scale.reshape(-1),
+        jnp.where(is_counted & in_range, labels, 0).reshape(-1),
+        scale.astype(dtype).reshape(-1),
     )
     if reduction == "none":
         return token_losses(*tokens, options=options).reshape(labels.shape)
     total = summed_loss(*tokens, options=options)
     if reduction == "sum":
         return total
-    return total / jnp.maximum(jnp.sum(counted), 1).astype(dtype)
+    return total / jnp.maximum(jnp.sum(is_counted), 1).astype(dtype)
 
 
 def _as_arrays(x, weight, labels, bias):
@@ -174,9 +180,7 @@ def _as_arrays(x, weight, labels, bias):
             "like that of `equinox.nn.Linear`, labels of shape `(...)`, and a bias of shape "
             "`(vocabulary,)` or `None`.",
         )
-    # Explicit, as strict promotion refuses to find a common dtype.
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(x, weight)
+    dtype = promote([x, weight])
     return x.astype(dtype), weight.astype(dtype), _as_signed(labels), bias
 
 
@@ -186,43 +190,48 @@ def _as_signed(labels):
     return labels.astype(jnp.int32) if bits < 32 else labels
 
 
-def _counted(labels, ignore_index) -> Any:
-    if ignore_index is None:
-        return jnp.ones(labels.shape, bool)
-    index = as_integer(ignore_index)
-    if index is None:
-        raise rule_error(
-            f"The `ignore_index` of `{NAME}` is not an integer.",
-            f"it is {ignore_index!r:.60}",
-            do="Give the label of tokens that do not count, or `None`.",
-        )
+def _is_counted(labels, ignore_index) -> Array:
     known = jnp.iinfo(labels.dtype)
-    if not known.min <= index <= known.max:
-        return jnp.ones(labels.shape, bool)  # no label can be that
-    return labels != index
+    if ignore_index is None or not known.min <= ignore_index <= known.max:
+        return jnp.ones(labels.shape, bool)
+    return labels != int(ignore_index)
 
 
-def _check_options(chunk, label_smoothing, z_loss, reduction):
+def check_options(
+    name: str,
+    *,
+    chunk: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    reduction: Any,
+) -> None:
     if chunk is not None and (as_integer(chunk) or 0) < 1:
         raise rule_error(
-            f"The `chunk` of `{NAME}` is not a positive integer.",
+            f"The `chunk` of `{name}` is not a positive integer.",
             f"it is {chunk!r:.60}",
             do="Give the number of tokens whose logits may exist at a time, or `None`.",
+        )
+    if ignore_index is not None and as_integer(ignore_index) is None:
+        raise rule_error(
+            f"The `ignore_index` of `{name}` is not an integer.",
+            f"it is {ignore_index!r:.60}",
+            do="Give the label of tokens that do not count, or `None`.",
         )
     for option, value, most in (
         ("label_smoothing", label_smoothing, 1.0),
         ("z_loss", z_loss, math.inf),
     ):
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= most:
+        if not (is_number and 0 <= value <= most and math.isfinite(value)):
             raise rule_error(
-                f"The `{option}` of `{NAME}` is out of range.",
+                f"The `{option}` of `{name}` is out of range.",
                 f"it is {value!r:.60}",
-                do="Give a number from zero to one." if most == 1 else "Give a number from zero.",
+                do=f"Give a number from zero{' to one' if most == 1 else ''}.",
             )
     if reduction not in REDUCTIONS:
         raise rule_error(
-            f"`{NAME}` has no such reduction.",
+            f"`{name}` has no such reduction.",
             f"`reduction` is {reduction!r:.60}",
             do=f"Give one of {', '.join(map(repr, REDUCTIONS))}.",
         )
