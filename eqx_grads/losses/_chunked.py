@@ -12,10 +12,11 @@ from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import name_of, place_of, rule_error, type_of
+from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
-from .._rules.flatten_call import is_array
+from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer
-from .._tangent_spaces import is_none, sum_dtype
+from .._tangent_spaces import is_arraylike, is_none, sum_dtype
 from ._gradient_sums import add, inner_product, zero_sum
 
 
@@ -24,7 +25,7 @@ REDUCTIONS = ("sum", "mean")
 
 def chunked(
     loss: Callable[..., Array],
-    axis: int | PyTree[int | None] = 0,
+    axis: PyTree = 0,
     chunk: int = 128,
     *,
     reduction: str = "sum",
@@ -83,8 +84,8 @@ def chunked(
     being differentiated only: `jax.value_and_grad` of one chunk after another. They are the
     residuals, and nothing is computed twice. The tangent is their inner product with the
     tangents of the arguments; so forward mode too needs a `loss` that has a gradient. Both
-    modes, all orders; higher orders compute a chunk again. What `loss` closes over has no
-    gradient: pass it as an argument.
+    modes, all orders; higher orders compute a chunk again. What `loss` closes over is
+    differentiated too.
 
     Under `jax.vmap` with arguments that are not batched (a model, say), their gradient is formed
     once for the batch. For this, each chunk is rematerialized in the backward pass.
@@ -135,13 +136,14 @@ class _Chunked(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         axes = self._axes_of(args)
-        chunks = _Chunks(
-            (*(None for _ in jax.tree.leaves(self._loss, is_leaf=is_none)), *axes),
-            self._split_length(args, axes),
-            self._chunk,
-            self._mean,
-        )
-        return _sum_over_chunks(self._loss, args, kwargs, chunks=chunks)
+        length = self._split_length(args, axes)
+        axes = (*(None for _ in _leaves(self._loss)[0]), *axes)
+        # What the loss closes over is an argument too, and so has a gradient.
+        call, arrays = TreeSplit.split((self._loss, args, kwargs), is_array)
+        closures, captured = lift_tracers(call.static)
+        call.static = closures.items
+        chunks = _Chunks(axes, length, self._chunk, self._mean, closures if captured else None)
+        return _sum_over_chunks(*call.tree(arrays), captured, chunks=chunks)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)
@@ -151,9 +153,7 @@ class _Chunked(eqx.Module):
         axes = jax.tree.unflatten(self._axes_treedef, self._axes)
         if isinstance(axes, int):
             axes = (None, *(axes for _ in args[1:]))
-        fill = lambda a, part: [
-            a if is_array(x) else None for x in jax.tree.leaves(part, is_leaf=is_none)
-        ]
+        fill = lambda a, part: [a if is_arraylike(x) else None for x in _leaves(part)[0]]
         try:
             filled = jax.tree.map(fill, tuple(axes), args, is_leaf=is_none)
         except (TypeError, ValueError):
@@ -172,19 +172,20 @@ class _Chunked(eqx.Module):
             if axis is None:
                 continue
             where = f"args{jax.tree_util.keystr(path)} is {type_of(x)}, its axis is {axis}"
-            if not -x.ndim <= axis < x.ndim:
+            if not -jnp.ndim(x) <= axis < jnp.ndim(x):
                 raise self._error(
                     "an axis that an argument does not have",
                     where,
                     do="Give `None` for an argument that every chunk is given whole.",
                 )
-            lengths[where] = x.shape[axis]
+            lengths[where] = jnp.shape(x)[axis]
         if len(set(lengths.values())) != 1:
             raise self._error(
                 "arguments that can't be split together",
                 *(lengths or ["no array has an axis"]),
                 do="Every array that has an axis is as long along it as the others, and one has "
-                "to have one. An integer `axis` is that of all arguments but the first.",
+                "to have one. An integer `axis` is that of all arguments but the first: for a "
+                "single argument, give `(axis,)`.",
             )
         return next(iter(lengths.values()))
 
@@ -196,12 +197,14 @@ class _Chunked(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """How a loss is split. `axes` has an entry for each leaf, of keyword arguments none."""
+    """How a loss is split. `axes` has an entry for each leaf of the loss and its positional
+    arguments. `closures` is for the tracers that were captured, if any were."""
 
     axes: tuple[int | None, ...]
     length: int
     chunk: int
     mean: bool
+    closures: ClosureTemplate | None
 
     def split(self, leaves):
         """The leaves that are split, with their axis in front, and the others."""
@@ -227,8 +230,8 @@ def _leaves(tree):
 
 
 @custom_jvp
-def _sum_over_chunks(loss, args, kwargs, *, chunks: _Chunks):
-    leaves, treedef = _leaves((loss, args, kwargs))
+def _sum_over_chunks(loss, args, kwargs, captured, *, chunks: _Chunks):
+    leaves, treedef = _leaves((loss, args, kwargs, captured))
     whole, parts = chunks.split(leaves)
 
     # Rematerialized for the batching rule, which differentiates this.
@@ -246,7 +249,11 @@ def _sum_over_chunks(loss, args, kwargs, *, chunks: _Chunks):
 
 def _loss_of_chunk(treedef, chunks: _Chunks, whole, parts) -> Array:
     """Of a chunk, as a term of the sum over all."""
-    loss, args, kwargs = jax.tree.unflatten(treedef, chunks.join(whole, parts))
+    *call, captured = jax.tree.unflatten(treedef, chunks.join(whole, parts))
+    if chunks.closures is not None:
+        split, arrays = TreeSplit.split(tuple(call), is_array)
+        call = split.tree(arrays, chunks.closures.substitute(captured)[0])
+    loss, args, kwargs = call
     value = loss(*args, **kwargs)
     if not eqx.is_inexact_array(value) or jnp.iscomplexobj(value) or jnp.shape(value) != ():
         raise rule_error(
@@ -258,7 +265,7 @@ def _loss_of_chunk(treedef, chunks: _Chunks, whole, parts) -> Array:
     if not chunks.mean:
         return value
     [length] = {len(part) for part in parts if part is not None}
-    return value * (length / chunks.length)
+    return value * (length / max(chunks.length, 1))
 
 
 def _total(losses):
@@ -286,9 +293,7 @@ def _sum_over_chunks_jvp(primals, tangents, *, chunks):
         loss, (ct_whole, ct_parts) = of_chunk(arrays, parts)
         return add(sums, ct_whole), (loss[None], ct_parts)
 
-    zeros = [
-        None if x is None else zero_sum(x.shape, x.dtype, leaves) for x in of_live(arrays)
-    ]
+    zeros = [None if x is None else zero_sum(x.shape, x.dtype, leaves) for x in of_live(arrays)]
     ct_whole, (losses, ct_parts) = chunks.scan(step, zeros, parts)
     cts = [
         ct if part is None else part
@@ -299,9 +304,9 @@ def _sum_over_chunks_jvp(primals, tangents, *, chunks):
 
 
 @_sum_over_chunks.def_vmap
-def _sum_over_chunks_vmap(axis_size, batched, loss, args, kwargs, *, chunks):
+def _sum_over_chunks_vmap(axis_size, batched, *args, chunks):
     """One gradient of what is not batched for all examples, and not one for each."""
-    leaves, treedef = _leaves((loss, args, kwargs))
+    leaves, treedef = _leaves(args)
     flags, _ = _leaves(batched)
     is_shared = [eqx.is_inexact_array(x) and not b for x, b in zip(leaves, flags, strict=True)]
     if not any(is_shared):

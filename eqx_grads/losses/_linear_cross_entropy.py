@@ -101,7 +101,7 @@ def linear_cross_entropy(
     is a factor of all tokens, so that the gradients are formed in the forward pass, while the
     logits of a chunk exist. The residuals are these gradients, and the matrix products are
     those of plain automatic differentiation. For `"none"`, the residuals are the arguments and
-    one number for each token, and the backward pass computes the logits again: four matrix
+    two numbers for each token, and the backward pass computes the logits again: four matrix
     products in place of three. Forward mode is the inner product of the gradients with the
     tangents, and that of `"none"` is chunked too. Both modes, all orders; higher orders compute
     the logits of a chunk again.

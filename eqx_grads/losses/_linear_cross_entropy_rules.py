@@ -45,7 +45,9 @@ def summed_loss(x, weight, bias, labels, scale, *, options: Options):
         return total + jnp.sum(_losses(logits, *tokens[1:], options)[0]), None
 
     args = (x, weight, bias, labels, scale)
-    return _over_chunks(chunk, zero_sum((), x.dtype, args), (x, labels, scale), weight, options)[0]
+    return _over_chunks(
+        chunk, zero_sum((), x.dtype, args), (x, labels, scale), weight, options
+    )[0]
 
 
 # The derivative of a sum over tokens is a sum over tokens. So the gradients are formed with the
@@ -74,8 +76,8 @@ def _summed_loss_jvp(primals, tangents, *, options):
 
 def _loss_and_gradients(x, labels, scale, weight, bias, *, live, options):
     logits = _logits(x, weight, bias)
-    losses, lse = _losses(logits, labels, scale, options)
-    d = _cotangent(logits, lse, labels, scale, options)
+    losses, normalizer = _losses(logits, labels, scale, options)
+    d = _cotangent(logits, normalizer, labels, scale, options)
     return jnp.sum(losses), *_pull_back(d, x, weight, live)
 
 
@@ -106,20 +108,20 @@ def _forward(x, weight, bias, labels, scale, options):
 
 @token_losses.def_fwd
 def _token_losses_fwd(x, weight, bias, labels, scale, *, options):
-    losses, lse = _forward(x, weight, bias, labels, scale, options)
-    return losses, (x, weight, bias, labels, scale, lse)
+    losses, normalizer = _forward(x, weight, bias, labels, scale, options)
+    return losses, (x, weight, bias, labels, scale, normalizer)
 
 
 # The cotangent of each token is known here only, so that the gradients can't be formed in the
-# forward pass. With `lse` the softmax of a chunk is one exponential of its logits.
+# forward pass. With the normalizer, the softmax of a chunk is one exponential of its logits.
 @token_losses.def_bwd
 def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
-    x, weight, bias, labels, scale, lse = residuals
+    x, weight, bias, labels, scale, normalizer = residuals
     live = [p is True for p in perturbed[:3]]
 
     @ft.partial(jax.checkpoint, prevent_cse=False)
-    def of_chunk(x, labels, scale, lse, weight, bias):
-        d = _cotangent(_logits(x, weight, bias), lse, labels, scale, options)
+    def of_chunk(x, labels, scale, normalizer, weight, bias):
+        d = _cotangent(_logits(x, weight, bias), normalizer, labels, scale, options)
         return _pull_back(d, x, weight, live)
 
     def chunk(sums, tokens):
@@ -128,8 +130,9 @@ def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
 
     # A token that is ignored has the factor zero, whatever its cotangent is.
     scale = jnp.where(scale == 0, 0, scale * ct)
+    zeros = _zero_gradients((*residuals, ct), live)
     (ct_weight_t, ct_bias), ct_x = _over_chunks(
-        chunk, _zero_gradients((*residuals, ct), live), (x, labels, scale, lse), weight, options
+        chunk, zeros, (x, labels, scale, normalizer), weight, options
     )
     return ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias, None, None
 
@@ -158,34 +161,40 @@ def _matmul(a: jax.Array, b: jax.Array, contracted=((1,), (0,))) -> jax.Array:
     )
 
 
-def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, jax.Array]:
+class _Normalizer(NamedTuple):
+    """`lse = highest + log_sum`, in two parts: it is rounded by more than a small loss is."""
+
+    highest: jax.Array
+    log_sum: jax.Array
+
+
+def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normalizer]:
     """The loss of each token, and the logarithm of its sum of exponentials."""
+    # The result does not depend on what is subtracted.
     highest = jax.lax.stop_gradient(jnp.max(logits, 1))
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - highest[:, None]), 1))
-    # Both terms are relative to the highest logit, so that a small loss is not lost to rounding.
     label_logit = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0] - highest
     losses = log_sum - label_logit
-    lse = log_sum + highest
     if options.label_smoothing != 0:
         mean = jnp.mean(logits - highest[:, None], 1)
         losses = losses + options.label_smoothing * (label_logit - mean)
     if options.z_loss != 0:
-        losses = losses + options.z_loss * lse**2
-    return jnp.where(scale == 0, 0, scale * losses), lse
+        losses = losses + options.z_loss * (highest + log_sum) ** 2
+    return jnp.where(scale == 0, 0, scale * losses), _Normalizer(highest, log_sum)
 
 
-def _cotangent(logits, lse, labels, scale, options: Options) -> jax.Array:
+def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options) -> jax.Array:
     """That of the logits, if that of the loss of each token is one."""
+    highest, log_sum = normalizer
     vocabulary = logits.shape[1]
-    p = jnp.exp(logits - lse[:, None])
+    d = jnp.exp((logits - highest[:, None]) - log_sum[:, None])
     if options.z_loss != 0:
-        p = p * (1 + 2 * options.z_loss * lse)[:, None]
-    is_label = jnp.arange(vocabulary, dtype=labels.dtype)[None] == labels[:, None]
-    smoothing = options.label_smoothing
+        d = d * (1 + 2 * options.z_loss * (highest + log_sum))[:, None]
     # No array of constants is as large as the logits: it would be moved out of the loop.
-    d = p - is_label.astype(p.dtype) * (1 - smoothing)
-    if smoothing != 0:
-        d = d - smoothing / vocabulary
+    is_label = jnp.arange(vocabulary, dtype=labels.dtype)[None] == labels[:, None]
+    d = d - is_label.astype(d.dtype) * (1 - options.label_smoothing)
+    if options.label_smoothing != 0:
+        d = d - options.label_smoothing / vocabulary
     return scale[:, None] * d
 
 
@@ -216,7 +225,7 @@ def default_chunk(features: int, vocabulary: int) -> int:
 def _over_chunks(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
-    tokens: Sequence[jax.Array],
+    tokens: Sequence[Any],
     weight: jax.Array,
     options: Options,
 ) -> tuple[Any, Any]:
@@ -240,7 +249,7 @@ def _over_chunks(
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = jax.lax.scan(fn, carry, tuple(map(split, tokens)))
+    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
     return carry, jax.tree.map(join, ys)
 
 

@@ -151,7 +151,7 @@ class LinearCrossEntropy(eqx.Module):
 
     @staticmethod
     def from_layer(
-        layer: eqx.nn.Linear,
+        layer: eqx.Module,
         *,
         chunk: int | None = None,
         ignore_index: int | None = -100,
