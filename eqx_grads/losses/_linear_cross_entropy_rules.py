@@ -185,7 +185,8 @@ def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normal
 
 def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options) -> jax.Array:
     """That of the logits, if that of the loss of each token is one."""
-    highest, log_sum = normalizer
+    # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to memory.
+    highest, log_sum = jax.lax.optimization_barrier(normalizer)
     vocabulary = logits.shape[1]
     d = jnp.exp((logits - highest[:, None]) - log_sum[:, None])
     if options.z_loss != 0:
