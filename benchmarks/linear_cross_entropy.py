@@ -2,17 +2,18 @@
 all logits, and at most three quarters of its CPU time, for the loss of 2048 tokens with 256
 features and a vocabulary of 16384 with its gradients in both arguments, in single precision.
 
-The peers are `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits; the same in
-`jax.lax.map` over chunks with `jax.checkpoint`, which computes the logits twice; the same with
-`losses.chunked`, which does not; and the three matrix products alone, chunk by chunk, below which
-no variant can be. The variants alternate in one process; "CPU" and "wall" are medians over rounds
-of the ratio of times to Optax on all logits, "MB" is the temporary memory of the compiled program
-and "error" the largest difference of a gradient relative to its largest entry.
+The peers are `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits; the same
+in `jax.lax.map` over chunks with `jax.checkpoint`, which computes the logits twice; the same
+with `losses.chunked`, which does not; and the three matrix products alone, chunk by chunk,
+below which no variant can be. The variants alternate in one process; "CPU" and "wall" are
+medians over rounds of the ratio of times to Optax on all logits, "MB" is the temporary memory
+of the compiled program and "error" the largest difference of a gradient relative to its largest
+entry.
 
 The ratio of CPU times is from 0.72 to 0.78 at these sizes on two cores of a shared machine with
-JAX 0.10.2, where the matrix products alone take 0.67. It is worse where a matrix product is more
-of the time, 0.91 for a vocabulary of 32000 with 512 features; and where there are fewer tokens
-than features there is one chunk, and nothing is gained but memory.
+JAX 0.10.2, where the matrix products alone take 0.67. It is worse where a matrix product is
+more of the time, 0.91 for a vocabulary of 32000 with 512 features; and where there are fewer
+tokens than features there is one chunk, and nothing is gained but memory.
 
     python benchmarks/linear_cross_entropy.py [--quick] [--rounds 7] [--dtype float32]
 """

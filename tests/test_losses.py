@@ -164,7 +164,7 @@ def test_leading_dimensions_and_no_bias(shape, getkey):
     [(jnp.bfloat16, "mean"), (jnp.bfloat16, "none"), (jnp.float16, "mean")],
 )
 def test_half_precision(dtype, reduction, getkey):
-    """The loss in single precision, and gradients that are rounded once, or twice in bfloat16."""
+    """The loss in single precision, and gradients rounded once, or twice in bfloat16."""
     x, weight, bias = sample(getkey, dtype)
     fn = lambda fn, *args: jnp.mean(fn(*args, reduction=reduction))
     programs = [
@@ -630,9 +630,8 @@ def test_a_sixth_of_the_bytes():
     plain = temp_bytes(jax.value_and_grad(optax_mean, (0, 1)), *args)
     for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 1e-4}):
         fn = lambda *args, o=options: jnp.mean(linear_cross_entropy(*args, **o))
-        assert temp_bytes(jax.value_and_grad(fn, (0, 1)), *args) <= plain / 6
-        of_x = temp_bytes(jax.value_and_grad(fn), *args)
-        assert of_x <= plain / 10
+        for argnums in (0, 1, (0, 1)):
+            assert temp_bytes(jax.value_and_grad(fn, argnums), *args) <= plain / 6
     tangents = lambda x, w, y: jax.jvp(
         lambda x, w: linear_cross_entropy(x, w, y), (x, w), (x, w)
     )

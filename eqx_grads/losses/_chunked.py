@@ -30,8 +30,8 @@ def chunked(
     *,
     reduction: str = "sum",
 ) -> Callable[..., Array]:
-    r"""A loss that is a sum over an axis of its arguments, computed for a chunk of the axis at a
-    time. Its gradient needs the memory of one chunk.
+    r"""A loss that is a sum over an axis of its arguments, computed for a chunk of the axis at
+    a time. Its gradient needs the memory of one chunk.
 
     For the cross-entropy of a linear layer there is
     [`eqx_grads.losses.linear_cross_entropy`][], which is faster.
@@ -80,15 +80,15 @@ def chunked(
 
     **Derivative:**
 
-    That of `loss`. The gradients are formed in the forward pass, those of the arguments that are
-    being differentiated only: `jax.value_and_grad` of one chunk after another. They are the
+    That of `loss`. The gradients are formed in the forward pass, those of the arguments that
+    are being differentiated only: `jax.value_and_grad` of one chunk after another. They are the
     residuals, and nothing is computed twice. The tangent is their inner product with the
     tangents of the arguments; so forward mode too needs a `loss` that has a gradient. Both
     modes, all orders; higher orders compute a chunk again. What `loss` closes over is
     differentiated too.
 
-    Under `jax.vmap` with arguments that are not batched (a model, say), their gradient is formed
-    once for the batch. For this, each chunk is rematerialized in the backward pass.
+    Under `jax.vmap` with arguments that are not batched (a model, say), their gradient is
+    formed once for the batch. For this, each chunk is rematerialized in the backward pass.
 
     **Raises:**
 
@@ -106,7 +106,7 @@ def chunked(
         raise rule_error(
             f"`losses.chunked` of `{name}` was given an unknown reduction.",
             f"`reduction` is {reduction!r:.60}",
-            do='Give "sum" or "mean": how the loss of everything follows from those of its parts.',
+            do='Give "sum" or "mean": how the loss of all follows from those of its parts.',
         )
     axes, treedef = jax.tree.flatten(axis, is_leaf=is_none)
     for entry in axes:
@@ -143,7 +143,8 @@ class _Chunked(eqx.Module):
         closures, captured = lift_tracers(call.static)
         call.static = closures.items
         chunks = _Chunks(axes, length, self._chunk, self._mean, closures if captured else None)
-        return _sum_over_chunks(*call.tree(arrays), captured, chunks=chunks)
+        loss, args, kwargs = call.tree(arrays)
+        return _sum_over_chunks(loss, args, kwargs, captured, chunks=chunks)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)
@@ -183,9 +184,9 @@ class _Chunked(eqx.Module):
             raise self._error(
                 "arguments that can't be split together",
                 *(lengths or ["no array has an axis"]),
-                do="Every array that has an axis is as long along it as the others, and one has "
-                "to have one. An integer `axis` is that of all arguments but the first: for a "
-                "single argument, give `(axis,)`.",
+                do="At least one array has an axis, and all that do are equally long along it. "
+                "An integer `axis` is that of all arguments but the first: for a single "
+                "argument, give `(axis,)`.",
             )
         return next(iter(lengths.values()))
 

@@ -12,8 +12,8 @@ from .._tangent_spaces import sum_dtype, varying_axes
 def zero_sum(shape: Sequence[int], dtype: Any, args: Any) -> jax.Array:
     """The sum over no chunks, in single precision for a half.
 
-    Under `shard_map` it varies over all axes over which one of `args` does, as the sum over some
-    chunks will.
+    Under `shard_map` it varies over all axes over which one of `args` does, as the sum over
+    some chunks will.
     """
     zeros = jnp.zeros(shape, sum_dtype(dtype))
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(args)))

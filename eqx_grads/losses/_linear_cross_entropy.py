@@ -33,7 +33,8 @@ def linear_cross_entropy(
     the logits of all tokens in memory.
 
     With a vocabulary of $V$ entries, the logits of $N$ tokens and their gradient are two arrays
-    of $N V$ numbers, often the largest of a language model. Here the tokens are taken in chunks.
+    of $N V$ numbers, often the largest of a language model. Here the tokens are taken in
+    chunks.
 
     !!! example
 
@@ -89,22 +90,23 @@ def linear_cross_entropy(
     **Returns:**
 
     A scalar, or an array of shape `(...)` for `"none"`; of single precision if `x` and `weight`
-    are of half precision. A label that is neither in the vocabulary nor `ignore_index` makes the
-    loss NaN, and the gradient too: labels are known when the program runs, when no error can be
-    raised.
+    are of half precision. A label that is neither in the vocabulary nor `ignore_index` makes
+    the loss NaN, and the gradient too: labels are known when the program runs, when no error
+    can be raised.
 
     **Derivative:**
 
     With $p$ the softmax of a token's logits and $q$ its target, the cotangent of the logits is
     $d = \bar L\,(p - q)$, and $\bar x = W^T d$, $\bar W = \sum d\,x^T$, $\bar b = \sum d$, each
-    computed for arguments that are being differentiated only. For `"mean"` and `"sum"`, $\bar L$
-    is a factor of all tokens, so that the gradients are formed in the forward pass, while the
-    logits of a chunk exist. The residuals are these gradients, and the matrix products are
-    those of plain automatic differentiation. For `"none"`, the residuals are the arguments and
-    two numbers for each token, and the backward pass computes the logits again: four matrix
-    products in place of three. Forward mode is the inner product of the gradients with the
-    tangents, and that of `"none"` is chunked too. Both modes, all orders; higher orders compute
-    the logits of a chunk again.
+    computed for arguments that are being differentiated only.
+
+    For `"mean"` and `"sum"`, $\bar L$ is a factor of all tokens, so that the gradients are
+    formed in the forward pass, while the logits of a chunk exist. They are the residuals, and
+    the matrix products are those of plain automatic differentiation. Forward mode is the inner
+    product of the gradients with the tangents. For `"none"`, the residuals are the arguments
+    and two numbers for each token, and the backward pass computes the logits again: four matrix
+    products in place of three. Both modes, all orders; higher orders compute the logits of a
+    chunk again.
 
     Under `jax.vmap` with a `weight` that is not batched, the batch becomes part of the tokens,
     and the gradient of the mean over examples is formed as for `"none"`. In a loop that is
@@ -117,8 +119,8 @@ def linear_cross_entropy(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, or for
-    an option that is out of range.
+    [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, or
+    for an option that is out of range.
     """
     check_options(
         NAME,
@@ -176,9 +178,9 @@ def _as_arrays(x, weight, labels, bias):
             f"The arguments of `{NAME}` do not fit together.",
             f"`x` is {type_of(x)}, `weight` is {type_of(weight)}, `labels` is "
             f"{type_of(labels)}, `bias` is {type_of(bias)}",
-            do="Give `x` of shape `(..., features)`, a weight of shape `(vocabulary, features)` "
-            "like that of `equinox.nn.Linear`, labels of shape `(...)`, and a bias of shape "
-            "`(vocabulary,)` or `None`.",
+            do="Give `x` of shape `(..., features)`, labels of shape `(...)`, a weight of "
+            "shape `(vocabulary, features)` like that of `equinox.nn.Linear`, and a bias of "
+            "shape `(vocabulary,)` or `None`.",
         )
     dtype = promote([x, weight])
     return x.astype(dtype), weight.astype(dtype), _as_signed(labels), bias

@@ -34,15 +34,16 @@ class Options(NamedTuple):
 #
 #     d = p (1 + 2 z_loss lse) - q.
 #
-# The derivatives are d W in x, the sum of the outer products of d and x in W, and that of d in b.
+# The derivatives are W^T d in x, and the sums over tokens of d x^T in W and of d in b.
 @custom_jvp
 def summed_loss(x, weight, bias, labels, scale, *, options: Options):
     """The sum over tokens. `x` is `(tokens, features)`, `labels` is in range everywhere, and
     `scale` is a factor of each token: zero for one that is ignored."""
 
     def chunk(total, tokens):
-        logits = _logits(tokens[0], weight, bias)
-        return total + jnp.sum(_losses(logits, *tokens[1:], options)[0]), None
+        x, labels, scale = tokens
+        losses, _ = _losses(_logits(x, weight, bias), labels, scale, options)
+        return total + jnp.sum(losses), None
 
     args = (x, weight, bias, labels, scale)
     return _over_chunks(
@@ -51,8 +52,9 @@ def summed_loss(x, weight, bias, labels, scale, *, options: Options):
 
 
 # The derivative of a sum over tokens is a sum over tokens. So the gradients are formed with the
-# loss, chunk by chunk while the logits of the chunk exist, and the tangent is their inner product
-# with the tangents of the arguments. Its transpose multiplies the gradients by the cotangent.
+# loss, chunk by chunk while the logits of the chunk exist, and the tangent is their inner
+# product with the tangents of the arguments. Its transpose multiplies the gradients by the
+# cotangent.
 @summed_loss.def_jvp(symbolic_zeros=True)
 def _summed_loss_jvp(primals, tangents, *, options):
     x, weight, bias, labels, scale = primals
@@ -101,7 +103,8 @@ def token_losses(x, weight, bias, labels, scale, *, options: Options):
 
 def _forward(x, weight, bias, labels, scale, options):
     def chunk(_, tokens):
-        return None, _losses(_logits(tokens[0], weight, bias), *tokens[1:], options)
+        x, labels, scale = tokens
+        return None, _losses(_logits(x, weight, bias), labels, scale, options)
 
     return _over_chunks(chunk, None, (x, labels, scale), weight, options)[1]
 
@@ -149,8 +152,8 @@ def _token_losses_vmap(axis_size, batched, x, weight, bias, labels, scale, *, op
 
 def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     """In single precision if `x` is in half precision."""
-    # Contracted as they are: a transpose of the weight would be moved out of the loop, and there
-    # it is a copy.
+    # Contracted as they are: a transpose of the weight would be moved out of the loop, and
+    # there it is a copy.
     logits = _matmul(x, weight, ((1,), (1,)))
     return logits if bias is None else logits + bias.astype(logits.dtype)[None]
 
@@ -185,7 +188,8 @@ def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normal
 
 def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options) -> jax.Array:
     """That of the logits, if that of the loss of each token is one."""
-    # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to memory.
+    # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to
+    # memory.
     highest, log_sum = jax.lax.optimization_barrier(normalizer)
     vocabulary = logits.shape[1]
     d = jnp.exp((logits - highest[:, None]) - log_sum[:, None])
@@ -217,8 +221,8 @@ def default_chunk(features: int, vocabulary: int) -> int:
 
     The gradient of the weight is read and written once for each chunk, which takes little time
     beside the matrix products if there are as many tokens as features. The logits of a chunk
-    then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB of logits,
-    in which a chunk takes long beside a step of a loop.
+    then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB of
+    logits, in which a chunk takes long beside a step of a loop.
     """
     return max(128, features, 2**20 // vocabulary)
 

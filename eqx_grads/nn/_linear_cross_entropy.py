@@ -3,12 +3,11 @@
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from .._errors import rule_error, type_of
-from .._rules.float_args import check_flags
+from .._rules.float_args import as_floats, check_flags
 from ..losses import linear_cross_entropy
 from ..losses._linear_cross_entropy import check_options
 from ._argument_checks import as_sizes
@@ -16,8 +15,8 @@ from ._dtypes import common_dtype, layer_dtype
 
 
 class LinearCrossEntropy(eqx.Module):
-    r"""`equinox.nn.Linear` with the softmax cross-entropy of its outputs: the head of a language
-    model with its loss, which never holds the logits of all tokens in memory.
+    r"""`equinox.nn.Linear` with the softmax cross-entropy of its outputs: the head of a
+    language model with its loss, which never holds the logits of all tokens in memory.
 
     !!! example
 
@@ -41,8 +40,8 @@ class LinearCrossEntropy(eqx.Module):
             x = jax.vmap(embedding)(tokens)
             return head(x[:-1], tokens[1:])  # the next token
 
-        grads = gradient(model, jnp.arange(50))
-        assert grads()[0].weight.shape == (1000, 16)
+        (grad,) = jax.tree.leaves(gradient(model, jnp.arange(50)))
+        assert grad.shape == (1000, 16)
 
         embedding, head = model()
         assert head.logits(embedding(3)).shape == (1000,)
@@ -138,16 +137,16 @@ class LinearCrossEntropy(eqx.Module):
 
         An array of shape `(..., out_features)`.
         """
-        x = jnp.asarray(x)
-        if x.ndim == 0 or x.shape[-1] != self.weight.shape[1]:
+        xs = as_floats("LinearCrossEntropy.logits", x)
+        if xs.ndim == 0 or xs.shape[-1] != self.weight.shape[1]:
             raise rule_error(
                 "`LinearCrossEntropy.logits` was given inputs of the wrong size.",
-                f"`x` is {type_of(x)}, `weight` is {type_of(self.weight)}",
+                f"`x` is {type_of(xs)}, `weight` is {type_of(self.weight)}",
                 do="The last axis of `x` is `in_features` long.",
             )
-        x, weight, bias = common_dtype(x, self.weight, self.bias)
-        logits = x @ weight.T
-        return logits if bias is None else logits + bias[(None,) * (x.ndim - 1)]
+        xs, weight, bias = common_dtype(xs, self.weight, self.bias)
+        logits = xs @ weight.T
+        return logits if bias is None else logits + bias[(None,) * (xs.ndim - 1)]
 
     @staticmethod
     def from_layer(
