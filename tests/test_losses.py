@@ -243,6 +243,14 @@ def test_a_label_out_of_range_gives_nan(label, reduction, getkey):
     assert jnp.all(jnp.isfinite(ct_x[1]))
 
 
+def test_debug_nans_stops_at_a_label_out_of_range(getkey):
+    args = sample(getkey)
+    with jax.debug_nans(True):
+        ours(*args)
+        with pytest.raises(FloatingPointError, match="nan"):
+            ours(*args, LABELS + 1)
+
+
 def test_ignore_index_none_has_no_default():
     """-100 is out of range then, as any other negative label."""
     fn = ft.partial(linear_cross_entropy, jnp.ones(2), jnp.ones((3, 2)), jnp.array(-100))

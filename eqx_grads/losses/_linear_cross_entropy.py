@@ -92,7 +92,7 @@ def linear_cross_entropy(
     A scalar, or an array of shape `(...)` for `"none"`; of single precision if `x` and `weight`
     are of half precision. A label that is neither in the vocabulary nor `ignore_index` makes
     the loss NaN, and the gradient too: labels are known when the program runs, when no error
-    can be raised.
+    can be raised. `jax.debug_nans` stops there.
 
     **Derivative:**
 
@@ -135,8 +135,10 @@ def linear_cross_entropy(
     in_range = (labels >= 0) & (labels < weight.shape[0])
     # An ignored token has the factor zero, and zero times NaN would be NaN.
     x = jnp.where(is_counted[..., None], x, 0)
-    scale = jnp.where(is_counted, jnp.where(in_range, 1, jnp.nan), 0)
+    # Zero by zero is NaN, where a label is out of range. (`jax.debug_nans` stops at a constant.)
     dtype = sum_dtype(x.dtype)
+    is_valid = in_range.astype(dtype)
+    scale = jnp.where(is_counted, is_valid / jnp.where(is_counted, is_valid, 1), 0)
     options = Options(
         None if chunk is None else int(chunk), float(label_smoothing), float(z_loss)
     )
@@ -145,7 +147,7 @@ def linear_cross_entropy(
         weight,
         bias,
         jnp.where(is_counted & in_range, labels, 0).reshape(-1),
-        scale.astype(dtype).reshape(-1),
+        scale.reshape(-1),
     )
     if reduction == "none":
         return token_losses(*tokens, options=options).reshape(labels.shape)
