@@ -1,12 +1,11 @@
-"""`event_time`: the time and the state at which a condition crosses zero, along a trajectory."""
+"""`event_time`: the time and the state at which a condition crosses zero on a trajectory."""
 
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
 from .._rules.custom_jvp import custom_jvp
@@ -17,9 +16,9 @@ def event_time(
     condition: Callable[[Float[Array, ""], Any], Float[Array, ""]],
     y: PyTree,
     f: Callable[[Float[Array, ""], Any], PyTree],
-    t: Float[Array, ""] | float,
+    t: ArrayLike,
     *,
-    where: Bool[Array, ""] | bool = True,
+    where: ArrayLike = True,
 ) -> tuple[Float[Array, ""], PyTree]:
     r"""The time of an event and the state at that time, with their derivatives.
 
@@ -73,17 +72,19 @@ def event_time(
 
     **Derivative:**
 
-    With $c$ for the condition and $\dot t_0, \dot y_0$ for the tangents of the arguments (of the
-    condition and of $f$, those of their parameters), differentiating
-    $c(t, y(t)) = 0$ gives the forward rule
+    Let $c$ be the condition, $\dot t_0$ and $\dot y_0$ the tangents of `t` and `y`, and
+    $\dot c$ that of the condition by its parameters. Differentiating $c(t, y(t)) = 0$ gives the
+    forward rule
 
     $$\dot t = \dot t_0 - \frac{\partial_t c\,\dot t_0 + \partial_y c\,\dot y_0 + \dot c}
-    {\partial_t c + \partial_y c\,f(t, y)},\qquad \dot y = \dot y_0 + f(t, y)\,(\dot t - \dot t_0).$$
+    {\partial_t c + \partial_y c\,f(t, y)},\qquad
+    \dot y = \dot y_0 + f(t, y)\,(\dot t - \dot t_0).$$
 
-    It is right if `y` and `t` are a point of the trajectory in their derivatives, too: if `t` has
-    a derivative, then `y` has been computed with it; if `t` has none, then `y` has that of
-    the state at a fixed time. The reverse rule is the transpose. Both modes and all orders: the
-    higher derivatives take into account how `f` changes along the trajectory.
+    The tangents have to be those of a point of the trajectory, too. If `t` has a derivative,
+    right or wrong, then `y` is the state at this `t`, and has been computed with it; if `t` has
+    none, then `y` has that of the state at a fixed time. The reverse rule is the transpose.
+    Both modes and all orders: the higher derivatives take into account how `f` changes along
+    the trajectory.
 
     If the condition does not cross zero but touches it ($\partial_t c + \partial_y c\,f = 0$, a
     grazing event), the event appears or disappears as the parameters change, the true
@@ -114,8 +115,19 @@ def event_time(
             networks. Scientific Reports 11, 12829.
     """
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")
-    t_event = _event_time(Closure(condition), field, y, time, jnp.asarray(where))
+    t_event = _event_time(Closure(condition), field, y, time, _as_flag(where))
     return t_event, state_at(field, y, time, t_event)
+
+
+def _as_flag(where):
+    where = jnp.asarray(where)
+    if where.shape == () and where.dtype == bool:
+        return where
+    raise rule_error(
+        "`event_time` was given a `where` that is not one boolean.",
+        f"`where` is {type_of(where)}",
+        do="Pass whether there is an event. For several events at once, use `jax.vmap`.",
+    )
 
 
 @custom_jvp
@@ -124,19 +136,26 @@ def _event_time(condition, field, y, t, happens):
     return t
 
 
-# The event is the zero of the condition as a function of time, on the trajectory through `y` at
-# `t`: t_event' = -(what the condition changes at a fixed time) / (its rate of change).
+# The condition remains zero at the event, so its change at a fixed time and its rate of change
+# times the tangent of the time add up to zero. Both are taken at the event as it moves, which
+# matters to higher derivatives.
 @_event_time.def_jvp(symbolic_zeros=True)
 def _event_time_jvp(primals, tangents):
-    *arguments, happens = primals
-    *t_arguments, _ = tangents
-    t, t_t = arguments[-1], t_arguments[-1]
+    condition, field, y, t, happens = primals
+    t_condition, t_field, t_y, t_t, _ = tangents
     t_event = _event_time(*primals)
-    _, t_value = eqx.filter_jvp(
-        lambda *arguments: _value_at(t_event, *arguments), tuple(arguments), tuple(t_arguments)
+    y_event, t_y_event = eqx.filter_jvp(
+        lambda field, y, t: state_at(field, y, t, t_event), (field, y, t), (t_field, t_y, t_t)
     )
-    _, rate = jax.jvp(
-        lambda time: _value_at(time, *arguments), (t_event,), (jnp.ones_like(t_event),)
+    _, t_value = eqx.filter_jvp(
+        lambda condition, y: _value(condition, t_event, y),
+        (condition, y_event),
+        (t_condition, t_y_event),
+    )
+    _, rate = eqx.filter_jvp(
+        lambda t, y: _value(condition, t, y),
+        (t_event, y_event),
+        (jnp.ones_like(t_event), field(t_event, y_event)),
     )
     happens = happens & jnp.isfinite(t)
     # Exactly zero where there is no event: the rate may be zero there.
@@ -145,10 +164,9 @@ def _event_time_jvp(primals, tangents):
     return t_event, jnp.where(happens, (t_value * per_rate).astype(t.dtype), otherwise)
 
 
-def _value_at(time, closure, field, y, t):
-    """The condition at `time`, on the trajectory through `y` at `t`."""
+def _value(closure, t, y):
     condition = closure.fn
-    value = condition(finite(time), state_at(field, y, t, time))
+    value = condition(finite(t), y)
     array = jnp.asarray(value) if eqx.is_array_like(value) else None
     if array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.floating):
         return array

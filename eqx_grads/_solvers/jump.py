@@ -1,10 +1,10 @@
-"""`jump`: the state after a switch, as seen at a fixed time: the saltation of its derivative."""
+"""`jump`: the state after a switch, with the saltation term of its derivative."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .trajectory import as_time, state_at, VectorField
 
@@ -13,15 +13,15 @@ def jump(
     reset: Callable[[Float[Array, ""], Any], PyTree] | None,
     y: PyTree,
     f: Callable[[Float[Array, ""], Any], PyTree],
-    t: Float[Array, ""] | float,
+    t: ArrayLike,
 ) -> tuple[Float[Array, ""], PyTree]:
-    r"""The state after a switch (an impact, a spike, another vector field), with its derivative.
+    r"""The state after a switch: an impact, a spike, a change of the vector field.
 
-    At an event the state is reset, or continues by another vector field. The event moves with
-    the parameters. The simulation that follows starts at a number, `t`, at which the new
-    trajectory is earlier or later on its way if the event moves. A solver that takes this
-    number for a constant needs the derivative of the state at this time, held fixed. This is
-    what `jump` returns.
+    At an event the state is reset, or goes on by another vector field. What is simulated next
+    starts at a number, the time that was found. But if the parameters change, so does the time
+    of the event, and at this number the new trajectory has been on its way for more or less
+    time. `jump` returns the state with the derivative that accounts for it: that of the new
+    trajectory at a fixed time.
 
     !!! example
 
@@ -82,8 +82,8 @@ def jump(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is not a real scalar; when it is differentiated, also if `f`
-    does not return a tree like the new state.
+    [`eqx_grads.RuleError`][] if `t` is not a real scalar. When it is differentiated, also if
+    `f` does not return a tree like the new state.
 
     ??? cite "References"
 

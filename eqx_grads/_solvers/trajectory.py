@@ -1,12 +1,12 @@
 """The state of a trajectory at another time, where the two times are equal in value.
 
 `state_at(field, y, t, t_new)` is the state at `t_new` of the trajectory that passes through `y`
-at `t`. It is only ever asked for where `t_new` equals `t`, so its value is `y` and nothing is
-integrated. But its derivative is that of the solution of the differential equation: a time that
-moves by `t_t` moves the state by `field(t, y) * t_t`. That is all of the first derivative. Higher
-ones need how the field changes along the trajectory, and there the tangents (forward mode) and
-the cotangents (reverse mode) have trajectories of their own, whose fields are derivatives of
-`field`. So the rules are written with `state_at` itself, and are right to all orders.
+at `t`. It is only asked for where `t_new` equals `t`, so its value is `y`, and nothing is
+integrated. But its derivative is that of the solution of the differential equation: if `t_new`
+moves by `t_t_new`, the state moves by `field(t, y) * t_t_new`. That is all of the first
+derivative. Higher ones need to know how tangents (in forward mode) and cotangents (in reverse
+mode) change along the trajectory. They have differential equations of their own, so the rules
+call `state_at` for them, and are right to all orders.
 """
 
 import functools as ft
@@ -21,25 +21,37 @@ from jaxtyping import Array, Float, PyTree
 from .._errors import name_of, place_of, rule_error, type_of
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import DoesNotFit, is_differentiable, is_none, match_leaves, tangent_leaf
+from .._tangent_spaces import (
+    DoesNotFit,
+    is_differentiable,
+    is_none,
+    match_leaves,
+    shape_of,
+    tangent_leaf,
+)
 
 
 class Closure(eqx.Module):
     """A function of the user's whose arrays are all leaves: also the traced ones that it closes
     over, so that it can be differentiated with respect to them."""
 
-    arrays: PyTree
+    parts: PyTree
     captured: list[Array]
-    template: ClosureTemplate = eqx.field(static=True)
+    template: ClosureTemplate | None = eqx.field(static=True)
 
     def __init__(self, fn: Callable[..., Any]):
-        self.arrays, rest = eqx.partition(fn, eqx.is_array)
-        self.template, self.captured = lift_tracers([rest])
+        arrays, rest = eqx.partition(fn, eqx.is_array)
+        template, self.captured = lift_tracers([rest])
+        # Without a template if there is none: it is another one each time, so what is
+        # remembered of earlier calls of the same function would not be found.
+        self.parts, self.template = (arrays, template) if self.captured else (fn, None)
 
     @property
     def fn(self) -> Callable[..., Any]:
+        if self.template is None:
+            return self.parts
         (rest,), _ = self.template.substitute(self.captured)
-        return eqx.combine(self.arrays, rest)
+        return eqx.combine(self.parts, rest)
 
 
 class VectorField(eqx.Module):
@@ -87,9 +99,9 @@ def _not_a_rate(f, caller, *where, do):
 
 
 def as_time(t: Any, caller: str) -> Float[Array, ""]:
-    t = jnp.asarray(t)
-    if t.shape == () and jnp.issubdtype(t.dtype, jnp.floating):
-        return t
+    is_scalar = is_differentiable(t) and shape_of(t) == ()
+    if is_scalar and not jnp.iscomplexobj(t):
+        return jnp.asarray(t)
     raise rule_error(
         f"`{caller}` was given a time that is not one real number.",
         f"`t` is {type_of(t)}",
@@ -178,7 +190,8 @@ def _arrays(t: PyTree, y: PyTree) -> PyTree:
     """A tangent or cotangent of a state with arrays of zeros for what is `None`."""
     return jax.tree.map(
         lambda leaf, t_leaf: jnp.zeros_like(leaf) if t_leaf is None else t_leaf,
-        eqx.filter(y, eqx.is_inexact_array), t,
+        eqx.filter(y, eqx.is_inexact_array),
+        t,
     )
 
 
