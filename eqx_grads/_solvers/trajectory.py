@@ -10,7 +10,7 @@ call `state_at` for them, and are right to all orders.
 """
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -36,7 +36,7 @@ class Closure(eqx.Module):
     over, so that it can be differentiated with respect to them."""
 
     parts: PyTree
-    captured: list[Array]
+    captured: Sequence[Array]
     template: ClosureTemplate | None = eqx.field(static=True)
 
     def __init__(self, fn: Callable[..., Any]):
