@@ -61,7 +61,7 @@ def bounces(params, n, duration):
     """The ball after so many bounces and so much time. No comparison, but also no solver."""
     gravity, restitution = params["gravity"], params["restitution"]
     fall = lambda t, y: (y[1], -gravity)
-    t, y = jnp.zeros(()), (params["height"], jnp.zeros_like(gravity))
+    t, y = jnp.zeros_like(gravity), (params["height"], jnp.zeros_like(gravity))
     for _ in range(n):
         t_hit = t + jax.lax.stop_gradient(time_to_ground(y, gravity))
         y = flight(y, gravity, t_hit - t)
@@ -688,9 +688,9 @@ def test_dtypes(dtype):
         return t, jnp.real(jnp.sum(after)).astype("float32")
 
     # t = 0.5 - log(k) / 2; the state is 1 at t, and exp(t - 0.5) at 0.5.
-    expected = (jnp.array(-0.5), jnp.array(-1.0))
+    expected = (jnp.array(-0.5, "float32"), jnp.array(-1.0, "float32"))
     for way in (jax.jacfwd, jax.jacrev):
-        assert_close(way(fn)(jnp.array(1.0)), expected, tolerance=1e-2)
+        assert_close(way(fn)(jnp.array(1.0, "float32")), expected, tolerance=1e-2)
 
 
 def test_a_state_in_single_and_a_time_in_double_precision(float64):
@@ -793,3 +793,27 @@ def test_field_after_the_event_has_the_structure_of_the_new_state():
 def test_where_is_a_boolean():
     with pytest.raises(eqg.RuleError, match=r"`where` is float32\[2\]"):
         eqg.event_time(is_low, 1.0, is_low, 1.0, where=jnp.ones(2, "float32"))
+
+
+# ---------------------------------------------------------------- cost
+
+
+@pytest.mark.cost
+def test_first_derivative_costs_what_the_formula_costs():
+    """One evaluation of the field, in both modes, and nothing for the higher orders."""
+    weight = jnp.eye(64)
+
+    def ours(y):
+        t, y = eqg.event_time(lambda t, y: y[0], y, lambda t, y: jnp.tanh(weight @ y), 1.0)
+        return t + jnp.sum(y)
+
+    def formula(y, ct):
+        rate = jnp.tanh(weight @ y)
+        return ct.at[0].add(-(1 + jnp.sum(rate)) / rate[0])
+
+    analyze = lambda fn, *args: jax.jit(fn).lower(*args).compile().cost_analysis()["flops"]
+    y = jnp.linspace(1.0, 2.0, 64)
+    expected = analyze(formula, y, jnp.ones(64))
+    assert_close(jax.jit(jax.grad(ours))(y), formula(y, jnp.ones(64)))
+    assert analyze(jax.grad(ours), y) <= 1.02 * expected
+    assert analyze(lambda y, t_y: jax.jvp(ours, (y,), (t_y,))[1], y, y) <= 1.05 * expected
