@@ -58,9 +58,10 @@ def event_time(
         like `y`, with `None` for any part that does not change.
     - `t`: the time of the event as it was found, a scalar. For several events at once, use
         `jax.vmap`.
-    - `where`: whether there is an event. If not, `t` and `y` are returned with their own
-        derivatives, whatever those of the condition may be. `diffrax.Solution.event_mask`,
-        or "has the sign changed in this step?" in a scan.
+    - `where`: whether there is an event: `event_mask` of a Diffrax solution, or, in a scan,
+        whether the sign has changed in this step. If not, `t` and `y` are returned with their
+        own derivatives. `condition` and `f` are evaluated all the same, and have to be finite
+        with finite derivatives there; the rate of change of the condition may be zero.
 
     `condition` and `f` may be Modules, and may close over anything; their parameters are
     differentiated. They are called only if something is differentiated.

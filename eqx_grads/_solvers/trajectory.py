@@ -120,9 +120,9 @@ def state_at(field, y, t, t_new):
     return y
 
 
-# With `symbolic_zeros`, and arrays in place of the tangents and cotangents of states that are
-# `None`. Without it, what is known to be zero is dropped from the calls of `state_at` below. Their
-# value is zero then, but not their derivative with respect to the times.
+# With `symbolic_zeros`, and arrays for the tangents and cotangents of states that are `None`.
+# Without it, what is known to be zero is dropped from the calls of `state_at` below: the value
+# is zero then, but not the derivative with respect to the times.
 
 
 # The state is a function of `t`, too: what passes through `y` later is another trajectory. At a
