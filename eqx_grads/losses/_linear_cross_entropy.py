@@ -135,7 +135,7 @@ def linear_cross_entropy(
     in_range = (labels >= 0) & (labels < weight.shape[0])
     # An ignored token has the factor zero, and zero times NaN would be NaN.
     x = jnp.where(is_counted[..., None], x, 0)
-    # Zero by zero is NaN, where a label is out of range. (`jax.debug_nans` stops at a constant.)
+    # Zero by zero is NaN, where a label is out of range. A constant would stop `debug_nans`.
     dtype = sum_dtype(x.dtype)
     is_valid = in_range.astype(dtype)
     scale = jnp.where(is_counted, is_valid / jnp.where(is_counted, is_valid, 1), 0)
