@@ -396,8 +396,13 @@ SHARDING = """
     from eqx_grads.losses import linear_cross_entropy
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-    for specs in ((Spec("i"), Spec(), Spec("i")), (Spec(), Spec("i"), Spec())):
+    mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+    both = Spec(("i", "j"))
+    for specs in (
+        (both, Spec(), both),
+        (Spec(), both, Spec()),
+        (Spec("i"), Spec("j"), Spec("i")),
+    ):
         args = jr.normal(jr.key(0), (64, 8)), jr.normal(jr.key(1), (1024, 8)), jnp.arange(64)
         placed = [
             jax.device_put(x, NamedSharding(mesh, spec))
@@ -409,8 +414,9 @@ SHARDING = """
             jax.tree.leaves(program(*placed)), jax.tree.leaves(fn(*args)), strict=True
         ):
             assert jnp.max(jnp.abs(got - expected)) < 1e-5
-        if specs[1] == Spec("i"):
-            assert "[16,128]" in program.as_text() and ",1024]" not in program.as_text()
+        part = {both: "[16,128]", Spec("j"): "[8,256]"}
+        if specs[1] in part:
+            assert part[specs[1]] in program.as_text() and ",1024]" not in program.as_text()
 """
 
 
