@@ -1,5 +1,5 @@
 """Claim: `losses.linear_cross_entropy` needs at most a sixth of the temporary bytes of Optax on
-all logits, and at most three quarters of its CPU time, for the loss of 2048 tokens with 256
+all logits, and about three quarters of its CPU time, for the loss of 2048 tokens with 256
 features and a vocabulary of 16384 with its gradients in both arguments, in single precision.
 
 The peers are `optax.losses.softmax_cross_entropy_with_integer_labels` of all logits; the same
