@@ -1,7 +1,7 @@
-"""Functions of floats against mpmath at 50 digits, on grids to the ends of the range of a dtype.
+"""Functions of floats against mpmath at 50 digits, on grids to the ends of a dtype's range.
 
-`truth` is always a function of `mpmath` numbers. Its derivatives are differences at so many digits
-that they are exact to 50, so that no formula is differentiated by hand.
+`truth` is always a function of `mpmath` numbers. Its derivatives are differences at so many
+digits that they are exact to 50, so that no formula is differentiated by hand.
 """
 
 import itertools
@@ -24,15 +24,12 @@ Truth = Callable[..., mp.mpf]
 def log_spaced(
     dtype: str, n: int, *, low: float | None = None, high: float | None = None
 ) -> list[float]:
-    """`n` positive numbers of a dtype, from the smallest that is not subnormal to the largest, or
-    from `low` to `high`. Both ends are there."""
-    info = jnp.finfo(dtype)
-    low, high = (
-        float(info.tiny if low is None else low),
-        float(info.max if high is None else high),
-    )
+    """`n` positive numbers of a dtype, from the smallest that is not subnormal to the largest,
+    or from `low` to `high`. Both ends are there."""
+    low = float(jnp.finfo(dtype).tiny) if low is None else low
+    high = float(jnp.finfo(dtype).max) if high is None else high
     between = np.exp(np.linspace(np.log(low), np.log(high), n)[1:-1])
-    return sorted({*_rounded(dtype, [low, *between, high])})
+    return sorted({*rounded(dtype, [low, *between, high])})
 
 
 def both_signs(positive: Sequence[float]) -> list[float]:
@@ -40,11 +37,11 @@ def both_signs(positive: Sequence[float]) -> list[float]:
 
 
 def around(dtype: str, point: float, n: int = 8) -> list[float]:
-    """Numbers on both sides of `point`, the nearest ones of the dtype included: closer and closer
-    by factors, which is where a difference from `point` cancels."""
+    """Numbers on both sides of `point`, closer and closer to the nearest ones of the dtype:
+    where a difference from `point` cancels."""
     eps = float(jnp.finfo(dtype).eps)
     steps = np.exp(np.linspace(np.log(eps), np.log(0.1), n)) * max(1.0, abs(point))
-    return sorted({*_rounded(dtype, [point + sign * h for h in steps for sign in (-1, 1)])})
+    return sorted({*rounded(dtype, [point + sign * h for h in steps for sign in (-1, 1)])})
 
 
 def pairs(xs: Sequence[float], ys: Sequence[float] | None = None) -> list[Point]:
@@ -52,7 +49,8 @@ def pairs(xs: Sequence[float], ys: Sequence[float] | None = None) -> list[Point]
     return list(itertools.product(xs, xs if ys is None else ys))
 
 
-def _rounded(dtype, xs):
+def rounded(dtype: str, xs: Sequence[float]) -> list[float]:
+    """The nearest numbers of a dtype."""
     return [float(x) for x in np.asarray(xs, np.float64).astype(jnp.dtype(dtype))]
 
 
@@ -96,6 +94,8 @@ def evaluate(fn: Callable[..., Any], points: Sequence[Point], dtype: str) -> np.
     """An elementwise function, compiled, at all points; as float64."""
     with jax.enable_x64(dtype == "float64"):
         columns = [jnp.array(column, dtype) for column in zip(*points, strict=True)]
+        exact = [column.tolist() for column in columns]
+        assert list(zip(*exact, strict=True)) == list(points), f"not all are {dtype}"
         out = jax.jit(fn)(*columns)
         assert out.dtype == dtype, f"{out.dtype} from {dtype}"
         return np.asarray(out).astype(np.float64)
@@ -154,8 +154,8 @@ def errors(
     """The error at each point. What is above the largest float has to be infinite, and what is
     below the smallest normal one may be zero.
 
-    - `scale`: of a point, a magnitude whose spacing is the unit if it is greater than that of the
-        value: for a difference that cancels, what is subtracted.
+    - `scale`: of a point, a magnitude whose spacing is the unit if it is greater than that of
+        the value: for a difference that cancels, what is subtracted.
     """
     info = jnp.finfo(dtype)
     largest, tiny, eps = float(info.max), float(info.tiny), mp.mpf(float(info.eps))
