@@ -1,20 +1,17 @@
 """Angles and distances between vectors."""
 
 import functools as ft
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, Shaped
+from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._errors import rule_error, type_of
 from ._norms import norm, normalize
 from ._reduction_arguments import as_inexact, as_reals, Axis, in_single
 
 
-def cosine_similarity(
-    x: Shaped[Any, "..."], y: Shaped[Any, "..."], *, axis: Axis = -1
-) -> Float[Array, "..."]:
+def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[Array, "..."]:
     r"""The cosine of the angle between vectors; zero if one of them is zero.
 
     !!! example
@@ -69,7 +66,7 @@ def _broadcast(name, x, y):
 
 
 def pairwise_distance(
-    x: Shaped[Any, "..."], y: Shaped[Any, "..."] | None = None, *, ord: float = 2
+    x: ArrayLike, y: ArrayLike | None = None, *, ord: float | int = 2
 ) -> Inexact[Array, "..."]:
     r"""The distances of all pairs of points, with the derivative zero where points coincide.
 

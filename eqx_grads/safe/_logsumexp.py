@@ -1,11 +1,10 @@
 """Sums in the semiring of logarithms, in which minus infinity is zero."""
 
 import functools as ft
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, ArrayLike, Float
 
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
@@ -26,13 +25,13 @@ _COMPLEX = "For complex numbers, use `jax.scipy.special.logsumexp`."
 
 
 def logsumexp(
-    a: Shaped[Any, "..."],
+    a: ArrayLike,
     axis: Axis = None,
-    b: Shaped[Any, "..."] | None = None,
+    b: ArrayLike | None = None,
     *,
     keepdims: bool = False,
     return_sign: bool = False,
-    where: Shaped[Any, "..."] | None = None,
+    where: ArrayLike | None = None,
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     r"""$\log \sum_i b_i e^{a_i}$, which is $-\infty$ with the derivative zero for no terms.
 
@@ -48,7 +47,7 @@ def logsumexp(
         assert (jax.grad(eqg.safe.logsumexp)(impossible) == 0).all()  # JAX: NaN
         ```
 
-    `jax.nn.logsumexp` is right where one term at least is finite and none is $+\infty$, and also
+    `jax.nn.logsumexp` is right where one term at least is finite and none is $+\infty$, and
     where all are masked by `where`.
 
     **Arguments:**
@@ -71,8 +70,8 @@ def logsumexp(
 
     With the weights $q_i = e^{a_i} / \sum_j b_j e^{a_j}$:
     $\dot y = \sum_i q_i (b_i \dot a_i + \dot b_i)$, the reverse rule being the transpose. Zero
-    where the sum is zero, and with respect to a term that is $-\infty$. Terms that are $+\infty$
-    share the weight. Both modes and all orders.
+    where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
+    $+\infty$ share the weight. Both modes and all orders.
 
     **Raises:**
 
@@ -107,7 +106,7 @@ def _logsumexp(a, b, mask, *, axes, keepdims, signed):
     return tuple(squeeze(y, axes, keepdims).astype(a.dtype) for y in (out, sign))
 
 
-def logaddexp(x: Shaped[Any, "..."], y: Shaped[Any, "..."]) -> Float[Array, "..."]:
+def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
     r"""$\log(e^x + e^y)$, with the derivative zero where both are $-\infty$.
 
     !!! example
@@ -158,12 +157,12 @@ def _logaddexp_jvp(primals, tangents):
     # Infinity minus itself is NaN; and both weights are zero where there is nothing to weigh.
     equal = (x == y) & jnp.isinf(x)
     difference = jnp.where(equal, 0, x) - jnp.where(equal, 0, y)
-    return _logaddexp(x, y), jax.nn.sigmoid(difference) * t_x + jax.nn.sigmoid(-difference) * t_y
+    return _logaddexp(x, y), jax.nn.sigmoid(difference) * t_x + jax.nn.sigmoid(
+        -difference
+    ) * t_y
 
 
-def cumlogsumexp(
-    x: Shaped[Any, "..."], axis: int = 0, *, reverse: bool = False
-) -> Float[Array, "..."]:
+def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
     r"""$y_i = \log \sum_{j \le i} e^{x_j}$, also where the first terms are $-\infty$.
 
     !!! example

@@ -2,12 +2,11 @@
 
 import functools as ft
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, ArrayLike, Inexact
 
 from .._errors import rule_error, type_of
 from ._polar import as_pairs, polar
@@ -15,8 +14,8 @@ from ._reduction_arguments import as_inexact, axes_of, Axis, in_single, squeeze
 
 
 def norm(
-    x: Shaped[Any, "..."],
-    ord: float | None = None,
+    x: ArrayLike,
+    ord: float | int | None = None,
     *,
     axis: Axis = None,
     keepdims: bool = False,
@@ -72,8 +71,8 @@ def norm(
         )
     if ord is not None and len(axes) > 1:
         raise rule_error(
-            "`safe.norm` was given an `ord` and several axes, which are the norm of a matrix in "
-            "NumPy.",
+            "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
+            "in NumPy.",
             f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axes}",
             do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
             "For norms of rows, pass `axis=-1`.",
@@ -86,7 +85,7 @@ def _norm(x, *, ord, axes, keepdims):
     y = in_single(x)
     if ord == 2:
         y, pair = (as_pairs(y), (y.ndim,)) if jnp.iscomplexobj(y) else (y, ())
-        out = jnp.squeeze(polar(y, None, 1.0, axes=axes + pair, center=())[0], pair)
+        out = jnp.squeeze(polar(y, None, 1.0, axes=axes + pair, center=None)[0], pair)
     elif ord == 1:
         out = jnp.sum(_magnitude(y), axes, keepdims=True)
     else:
@@ -98,11 +97,11 @@ def _norm(x, *, ord, axes, keepdims):
 def _magnitude(x):
     """The absolute value, with the derivative zero at zero."""
     if jnp.iscomplexobj(x):
-        return jnp.squeeze(polar(as_pairs(x), None, 1.0, axes=(x.ndim,), center=())[0], -1)
+        return jnp.squeeze(polar(as_pairs(x), None, 1.0, axes=(x.ndim,), center=None)[0], -1)
     return x * lax.stop_gradient(jnp.sign(x))
 
 
-def normalize(x: Shaped[Any, "..."], *, axis: Axis = -1) -> Inexact[Array, "..."]:
+def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     r"""`x / norm(x)`: vectors of norm one; the zero vector remains zero.
 
     !!! example
@@ -141,6 +140,6 @@ def normalize(x: Shaped[Any, "..."], *, axis: Axis = -1) -> Inexact[Array, "..."
 @ft.partial(jax.jit, static_argnames=("axes",))
 def _normalize(x, *, axes):
     if jnp.iscomplexobj(x):
-        _, u = polar(as_pairs(x), None, 1.0, axes=(*axes, x.ndim), center=())
+        _, u = polar(as_pairs(x), None, 1.0, axes=(*axes, x.ndim), center=None)
         return lax.complex(u[..., 0], u[..., 1])
-    return polar(in_single(x), None, 1.0, axes=axes, center=())[1].astype(x.dtype)
+    return polar(in_single(x), None, 1.0, axes=axes, center=None)[1].astype(x.dtype)

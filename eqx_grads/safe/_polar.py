@@ -11,8 +11,9 @@ from .._rules.custom_jvp import custom_jvp
 def polar(x, mask, factor, *, axes, center):
     r"""`factor * ‖x‖` and `x / ‖x‖`, which is zero where `x` is zero; the axes are kept.
 
-    `x` is real. If `center`, the mean over these axes is subtracted before; `mask` says which
-    elements take part in it. The others have to be zero. `mask` and `factor` are constants.
+    `x` is real. The mean over the axes `center` is subtracted before, if they are given; `mask`
+    says which elements take part in it. The others have to be zero. `mask` and `factor` are
+    constants.
 
     **Derivative:**
 
@@ -23,7 +24,7 @@ def polar(x, mask, factor, *, axes, center):
     largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
     scale = _power_of_two(largest)
     y = x / scale
-    if center:
+    if center is not None:
         y = _centered(y, mask, center)
     else:  # what is infinite outweighs the rest
         y = jnp.where(largest == jnp.inf, jnp.where(jnp.isinf(x), jnp.sign(x), 0), y)
@@ -38,7 +39,7 @@ def _polar_jvp(primals, tangents, *, axes, center):
     n, u = polar(x, mask, factor, axes=axes, center=center)
     # The mean need not be subtracted here: the sum of the directions is zero.
     t_n = jnp.sum(u * t_x, axes, keepdims=True)
-    if center:
+    if center is not None:
         t_x = _minus_mean(t_x, mask, center)
     t_u = (t_x - u * t_n) / (jnp.where(n == 0, 1, n) / factor)
     return (n, u), (factor * t_n, jnp.where(n == 0, 0, t_u))

@@ -68,7 +68,7 @@ def as_mask(name: str, where: Any, x: Array) -> Array:
     """`where` with the shape of the array."""
     if dtype_of(where) != jnp.bool_ or not broadcasts_to(jnp.shape(where), x.shape):
         raise rule_error(
-            f"The `where` of `{name}` is not an array of booleans that broadcasts to the array.",
+            f"The `where` of `{name}` has to be booleans that broadcast to the array.",
             f"the array is {type_of(x)}, `where` is {type_of(where)}",
             do="Pass `True` for each element to be included.",
         )

@@ -1,12 +1,11 @@
 """The softmax, its logarithm, and the entropy of probabilities."""
 
 import functools as ft
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import entr
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, ArrayLike, Float
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
@@ -18,7 +17,7 @@ _COMPLEX = "Complex numbers are no logits: take their real part."
 
 
 def softmax(
-    x: Shaped[Any, "..."], axis: Axis = -1, *, where: Shaped[Any, "..."] | None = None
+    x: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
 ) -> Float[Array, "..."]:
     r"""$e^{x_i} / \sum_j e^{x_j}$, which is zero if all logits are $-\infty$.
 
@@ -74,7 +73,7 @@ def _masked(x, mask):
 
 
 def log_softmax(
-    x: Shaped[Any, "..."], axis: Axis = -1, *, where: Shaped[Any, "..."] | None = None
+    x: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
 ) -> Float[Array, "..."]:
     r"""$x_i - \log \sum_j e^{x_j}$, which is $-\infty$ where the logit is.
 
@@ -100,8 +99,8 @@ def log_softmax(
 
     **Derivative:**
 
-    With $p$ for the softmax: $\dot y_i = \dot x_i - p^\top \dot x$, and zero for an element that
-    is $-\infty$. Both modes and all orders.
+    With $p$ for the softmax: $\dot y_i = \dot x_i - p^\top \dot x$, and zero for an element
+    that is $-\infty$. Both modes and all orders.
 
     **Raises:**
 
@@ -136,7 +135,7 @@ def _log_probabilities_jvp(primals, tangents, *, axes):
 
 
 def entropy(
-    p: Shaped[Any, "..."], axis: Axis = -1, *, where: Shaped[Any, "..."] | None = None
+    p: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
 ) -> Float[Array, "..."]:
     r"""$-\sum_i p_i \log p_i$, in which an event of probability zero takes no part.
 

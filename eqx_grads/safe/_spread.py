@@ -4,26 +4,27 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def spread(w, tolerance, size):
+def default_tolerance(dtype):
+    """The distance at which what it adds is as large as the rounding error of a quotient."""
+    return float(jnp.finfo(dtype).eps) ** 0.5
+
+
+def spread(w, tolerance, rounding):
     r"""Ascending eigenvalues, the closest ones moved up, until all differ enough.
 
-    Neighbors have to differ by `tolerance` times the larger magnitude of the two. If they differ
-    by less than the rounding error of the solver, which is `size` times that of the norm, what
-    is known of them is relative to the norm: then they have to differ by `tolerance` times the
-    norm. The eigenvalues move up and never down, so that a matrix that is positive remains
-    positive. To autodiff, the shift is a constant.
+    Neighbors have to differ by `tolerance` times the larger magnitude of the two. If they
+    differ by less than the error of the solver, `rounding` times the norm, they have to differ
+    by `tolerance` times the norm. The eigenvalues move up and never down, so that a matrix that
+    is positive remains positive. To autodiff, the shift is a constant.
     """
-    dtype = w.dtype
-    tolerance = jnp.finfo(dtype).eps ** 0.5 if tolerance is None else tolerance
-    size_of_w = jnp.abs(lax.stop_gradient(w))
-    norm = jnp.max(size_of_w, -1, keepdims=True, initial=0.0)
+    w_ = lax.stop_gradient(w)
+    size = jnp.abs(w_)
+    norm = jnp.max(size, -1, keepdims=True, initial=0.0)
     norm = jnp.where(norm == 0, 1, norm)
-    larger = jnp.maximum(size_of_w[..., 1:], size_of_w[..., :-1])
-    gap = jnp.diff(lax.stop_gradient(w))
-    rounding = size * float(jnp.finfo(dtype).eps) * norm
-    needed = float(tolerance) * jnp.where(gap > rounding, larger, norm)
-    needed = jnp.concatenate([jnp.zeros_like(w[..., :1]), jnp.cumsum(needed, -1)], -1)
-    rest = lax.stop_gradient(w) - needed
+    larger = jnp.maximum(size[..., 1:], size[..., :-1])
+    needed = tolerance * jnp.where(jnp.diff(w_) > rounding * norm, larger, norm)
+    needed = jnp.concatenate([jnp.zeros_like(w_[..., :1]), jnp.cumsum(needed, -1)], -1)
+    rest = w_ - needed
     return w + (lax.cummax(rest, axis=w.ndim - 1) - rest)
 
 

@@ -1,23 +1,22 @@
 """The standard deviation."""
 
 import functools as ft
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, ArrayLike, Float
 
 from ._polar import as_pairs, polar
 from ._reduction_arguments import as_inexact, as_mask, axes_of, Axis, in_single, squeeze
 
 
 def std(
-    x: Shaped[Any, "..."],
+    x: ArrayLike,
     axis: Axis = None,
     *,
-    ddof: float = 0,
+    ddof: float | int = 0,
     keepdims: bool = False,
-    where: Shaped[Any, "..."] | None = None,
+    where: ArrayLike | None = None,
 ) -> Float[Array, "..."]:
     r"""The standard deviation, with the derivative zero where all numbers are equal.
 

@@ -1,16 +1,16 @@
 """The singular value decomposition, differentiable at equal singular values and at zero."""
 
 import functools as ft
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, Shaped
+from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from ._reduction_arguments import as_inexact, in_single
-from ._spread import adjoint, matmul, reciprocal, spread
+from ._spread import adjoint, default_tolerance, matmul, reciprocal, spread
 
 
 class SVDResult(NamedTuple):
@@ -21,7 +21,7 @@ class SVDResult(NamedTuple):
     Vh: Inexact[Array, "... k n"]
 
 
-def svd(a: Shaped[Any, "... m n"], *, tolerance: float | None = None) -> SVDResult:
+def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
     r"""The thin singular value decomposition, also where singular values are equal or zero.
 
     !!! example
@@ -64,8 +64,9 @@ def svd(a: Shaped[Any, "... m n"], *, tolerance: float | None = None) -> SVDResu
     $\dot s_i = \operatorname{Re} P_{ii}$, and with $X_{ij} = H_{ij} / (s_j - s_i)$ for
     $i \ne j$ and $Y_{ij} = K_{ij} / (s_i + s_j)$, $U^\dagger \dot U = X + Y$ and
     $V^\dagger \dot V = X - Y$. If $m > n$, $\dot U$ has the component
-    $(1 - U U^\dagger) \dot A V S^{-1}$, and likewise $\dot V$ if $m < n$. No square is taken, and
-    so nothing overflows. Precision, modes and orders are those of [`eqx_grads.safe.eigh`][].
+    $(1 - U U^\dagger) \dot A V S^{-1}$, and likewise $\dot V$ if $m < n$. No square is
+    taken, so that nothing overflows. Precision, modes and orders are those of
+    [`eqx_grads.safe.eigh`][].
 
     **Raises:**
 
@@ -78,31 +79,33 @@ def svd(a: Shaped[Any, "... m n"], *, tolerance: float | None = None) -> SVDResu
             f"`a` is {type_of(a)}",
             do="Pass an array `(..., m, n)`.",
         )
+    tolerance = default_tolerance(a.dtype) if tolerance is None else float(tolerance)
     return SVDResult(*_svd(a, tolerance=tolerance))
 
 
 @ft.partial(jax.jit, static_argnames=("tolerance",))
 def _svd(a, *, tolerance):
-    u, s, vh = _thin(in_single(a), tolerance=tolerance)
+    rounding = max(a.shape[-2:]) * float(jnp.finfo(a.dtype).eps)
+    u, s, vh = _thin(in_single(a), tolerance=tolerance, rounding=rounding)
     return u.astype(a.dtype), s.astype(jnp.finfo(a.dtype).dtype), vh.astype(a.dtype)
 
 
 @custom_jvp
-def _thin(a, *, tolerance):
-    del tolerance
+def _thin(a, *, tolerance, rounding):
+    del tolerance, rounding
     return tuple(jnp.linalg.svd(a, full_matrices=False))
 
 
 @_thin.def_jvp
-def _thin_jvp(primals, tangents, *, tolerance):
+def _thin_jvp(primals, tangents, *, tolerance, rounding):
     (a,) = primals
     (t_a,) = tangents
-    u, s, vh = _thin(a, tolerance=tolerance)
+    u, s, vh = _thin(a, tolerance=tolerance, rounding=rounding)
     v = adjoint(vh)
     # Zero takes part: `-s` and, if the matrix is not square, zero are eigenvalues too, those of
     # the Hermitian matrix [[0, a], [a^H, 0]].
     ascending = jnp.concatenate([jnp.zeros_like(s[..., :1]), jnp.flip(s, -1)], -1)
-    s = jnp.flip(spread(ascending, tolerance, max(a.shape[-2:]))[..., 1:], -1)
+    s = jnp.flip(spread(ascending, tolerance, rounding)[..., 1:], -1)
     t_a_v = matmul(t_a, v)
     p = matmul(adjoint(u), t_a_v)
     x = (p + adjoint(p)) * (reciprocal(s[..., None, :] - s[..., :, None]) / 2).astype(p.dtype)
