@@ -149,9 +149,8 @@ def test_second_derivatives_at_equal_eigenvalues():
             return jax.grad(ours)(a), jax.grad(theirs)(a), jax.jvp(ours, (a,), (t,))[1]
 
         reverse, expected, forward = second(a)
-        print('SECOND', abs(reverse-expected).max(), abs(forward - jnp.sum(expected*t)), abs(expected).max())
-        np.testing.assert_allclose(reverse, expected, atol=1e-3)
-        np.testing.assert_allclose(forward, jnp.sum(expected * t), atol=1e-3)
+        np.testing.assert_allclose(reverse, expected, atol=3e-4)
+        np.testing.assert_allclose(forward, jnp.sum(expected * t), atol=3e-4)
 
 
 def test_second_derivatives_of_separate_eigenvalues_are_exact():

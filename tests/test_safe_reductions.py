@@ -1,5 +1,7 @@
 """Norms, sums of exponentials and softmaxes, with finite and right derivatives."""
 
+import itertools
+
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -398,6 +400,38 @@ def test_nan_is_not_hidden():
     for fn in (safe.norm, safe.normalize, safe.std, safe.logsumexp, safe.softmax, safe.entropy):
         assert jnp.isnan(jnp.sum(fn(x)))
         assert jnp.isnan(jax.grad(lambda x, fn=fn: jnp.sum(fn(x)))(x)).any()
+
+
+def _forward_algorithm(log_a, log_b, logsumexp):
+    """The log likelihood of a left-right model that begins in its first state."""
+
+    def step(log_p, density):
+        return logsumexp(log_p[:, None] + log_a, 0) + density, None
+
+    log_p = jnp.array([0.0, -INF, -INF]) + log_b[0]
+    return logsumexp(jax.lax.scan(step, log_p, log_b[1:])[0], 0)
+
+
+def test_expected_transitions_of_a_left_right_model():
+    """Against the counts of all paths, one by one; they sum to the number of steps."""
+    with jax.enable_x64():
+        a = np.array([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.0, 0.0, 1.0]])
+        b = np.asarray(jr.uniform(jr.key(0), (6, 3)))
+        counts, total = np.zeros((3, 3)), 0.0
+        for rest in itertools.product(range(3), repeat=5):
+            steps = list(itertools.pairwise((0, *rest)))
+            p = b[range(6), (0, *rest)].prod() * np.prod([a[i, j] for i, j in steps])
+            total += p
+            for i, j in steps:
+                counts[i, j] += p
+        args = jnp.log(a), jnp.log(b)
+        value, grad = jax.value_and_grad(_forward_algorithm)(*args, safe.logsumexp)
+        np.testing.assert_allclose(value, np.log(total), rtol=1e-12)
+        np.testing.assert_allclose(grad, counts / total, rtol=1e-12)
+        np.testing.assert_allclose(jnp.sum(grad), 5, rtol=1e-14)
+        hessian = jax.jacfwd(jax.grad(_forward_algorithm))(*args, safe.logsumexp)
+        assert jnp.isfinite(hessian).all()
+        assert jnp.isnan(jax.grad(_forward_algorithm)(*args, jax.nn.logsumexp)).any()
 
 
 # ---------------------------------------------------------------- arguments
