@@ -6,6 +6,7 @@ from ._angles import (
     arctan2 as arctan2,
     hypot as hypot,
 )
+from ._conjugate import conjugate_gradient as conjugate_gradient
 from ._log_ndtr import log_ndtr as log_ndtr
 from ._logs import (
     log as log,
@@ -27,3 +28,4 @@ from ._ratios import (
     log1p_ratio as log1p_ratio,
     sinhc as sinhc,
 )
+from ._where import where as where

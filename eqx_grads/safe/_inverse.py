@@ -1,7 +1,8 @@
 """`1 / x` and `x / y`, or zero at a pole: the factors of which the other derivatives are made.
 
-A tangent is multiplied by one factor at a time, so that a zero stays zero where the product of the
-factors overflows. The results are factors of their own derivatives, which are of all orders.
+A tangent is multiplied by one factor at a time, so that a zero stays zero where the product of
+the factors overflows. The results are factors of their own derivatives, which are of all
+orders.
 """
 
 import jax
@@ -19,7 +20,7 @@ def positive(x):
 @jax.jit
 def inverse(x):
     """`1 / x`, and zero at zero."""
-    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))
+    return 1 / jnp.where(x == 0, jnp.inf, x)
 
 
 @inverse.def_jvp
@@ -32,8 +33,8 @@ def _inverse_jvp(primals, tangents):
 @custom_jvp
 @jax.jit
 def quotient(x, y):
-    """`x / y`, and zero where `y` is."""
-    return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))
+    """`x / y`, and zero where `y` is, or where `x` is infinite."""
+    return jnp.where((y == 0) | jnp.isinf(x), 0, x / y)
 
 
 @quotient.def_jvp

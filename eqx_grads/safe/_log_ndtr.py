@@ -12,6 +12,36 @@ from ._dtypes import apply
 
 
 def log_ndtr(x: ArrayLike) -> Array:
+    r"""The logarithm of the standard normal distribution function, with derivatives that are
+    right in the far tails.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        slope = jax.grad(eqg.safe.log_ndtr)
+        assert jnp.allclose(slope(-1e5), 1e5)
+        assert jnp.allclose(jax.grad(slope)(-1e5), -1.0)
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    An array like `x`.
+
+    **Derivative:**
+
+    The hazard $h(x) = \varphi(x) / \Phi(x)$ (also called the inverse Mills ratio):
+    $\dot y = h\,\dot x$, with $\dot h = -h\,(h + x)\,\dot x$. In the lower tail, $h$ and
+    $h + x$ are continued fractions, in which nothing cancels (Laplace 1805). Both are zero at
+    $-\infty$. Both modes, all orders.
+    """
     return apply("log_ndtr", _log_ndtr, x=x)
 
 
@@ -21,7 +51,8 @@ _LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
 def _tail_and_body(x):
     """Whether `x` is in the lower tail, with arguments for both formulas."""
     in_tail = x < -3
-    return in_tail, jnp.where(in_tail, -x, 3), jnp.where(in_tail, 0, x)
+    # The density is zero from 50 on.
+    return in_tail, jnp.where(in_tail, -x, 3), jnp.where(in_tail, 0, jnp.minimum(x, 50))
 
 
 def _continued_fraction(t):
