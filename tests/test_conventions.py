@@ -20,6 +20,7 @@ SOURCES = sorted((ROOT / "eqx_grads").rglob("*.py"))
 NAMESPACES = {
     "eqx_grads": eqg,
     "eqx_grads.nn": eqg.nn,
+    "eqx_grads.safe": eqg.safe,
     "eqx_grads.ste": eqg.ste,
     "eqx_grads.surrogates": eqg.surrogates,
     "eqx_grads.tangents": eqg.tangents,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._errors import rule_error, type_of
+from ._dtypes import broadcast, real_arrays
 from ._norms import norm, normalize
-from ._reduction_arguments import as_inexact, as_reals, Axis, in_single
+from ._reduction_arguments import as_inexact, axes_of, Axis, in_single
 
 
 def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[Array, "..."]:
@@ -41,28 +42,15 @@ def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[A
     where the function has no limit, and with respect to the other one. Both modes and all
     orders.
     """
-    do = "Take the real part of the inner product of `safe.normalize` of both."
-    x, y = as_reals("safe.cosine_similarity", {"x": x, "y": y}, do)
-    x, y = _broadcast("safe.cosine_similarity", x, y)
-    return _cosine(x, y, axis=tuple(axis) if isinstance(axis, list) else axis)
+    given = {"x": x, "y": y}
+    x, y = broadcast("cosine_similarity", given, real_arrays("cosine_similarity", **given))
+    return _cosine(x, y, axes=axes_of("cosine_similarity", axis, x.ndim))
 
 
-@ft.partial(jax.jit, static_argnames=("axis",))
-def _cosine(x, y, *, axis):
-    u, v = normalize(in_single(x), axis=axis), normalize(in_single(y), axis=axis)
-    return jnp.sum(u * v, axis).astype(x.dtype)
-
-
-def _broadcast(name, x, y):
-    try:
-        shape = jnp.broadcast_shapes(x.shape, y.shape)
-    except ValueError:
-        raise rule_error(
-            f"The arrays given to `{name}` do not broadcast together.",
-            f"`x` is {type_of(x)}, `y` is {type_of(y)}",
-            do="Their shapes have to be equal, or one where they are not.",
-        ) from None
-    return jnp.broadcast_to(x, shape), jnp.broadcast_to(y, shape)
+@ft.partial(jax.jit, static_argnames=("axes",))
+def _cosine(x, y, *, axes):
+    u, v = normalize(in_single(x), axis=axes), normalize(in_single(y), axis=axes)
+    return jnp.sum(u * v, axes).astype(x.dtype)
 
 
 def pairwise_distance(
@@ -106,8 +94,8 @@ def pairwise_distance(
 
     [`eqx_grads.RuleError`][] if the points have different dimensions.
     """
-    x = as_inexact("safe.pairwise_distance", x)
-    y = x if y is None else as_inexact("safe.pairwise_distance", y, "y")
+    x = as_inexact("pairwise_distance", x)
+    y = x if y is None else as_inexact("pairwise_distance", y, "y")
     if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-1]:
         raise rule_error(
             "`safe.pairwise_distance` was not given points of one dimension.",
@@ -115,8 +103,8 @@ def pairwise_distance(
             do="Pass arrays `(..., n, d)` and `(..., m, d)`.",
         )
     dtype = jnp.result_type(x, y)
-    x, y = x.astype(dtype)[..., :, None, :], y.astype(dtype)[..., None, :, :]
-    return _distance(*_broadcast("safe.pairwise_distance", x, y), ord=ord)
+    pairs = [x.astype(dtype)[..., :, None, :], y.astype(dtype)[..., None, :, :]]
+    return _distance(*broadcast("pairwise_distance", {"x": x, "y": y}, pairs), ord=ord)
 
 
 @ft.partial(jax.jit, static_argnames=("ord",))

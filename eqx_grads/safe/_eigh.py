@@ -89,7 +89,7 @@ def eigh(
 
     [`eqx_grads.RuleError`][] if the matrices are not square.
     """
-    a = as_inexact("safe.eigh", a, "a")
+    a = as_inexact("eigh", a, "a")
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
         raise rule_error(
             "`safe.eigh` was not given square matrices.",

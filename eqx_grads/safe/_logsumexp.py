@@ -9,19 +9,15 @@ from jaxtyping import Array, ArrayLike, Float
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import broadcasts_to
+from ._dtypes import apply, real_arrays
 from ._log_weights import log_weights
 from ._reduction_arguments import (
     as_mask,
-    as_real,
-    as_reals,
     axes_of,
     Axis,
     in_single,
     squeeze,
 )
-
-
-_COMPLEX = "For complex numbers, use `jax.scipy.special.logsumexp`."
 
 
 def logsumexp(
@@ -77,9 +73,10 @@ def logsumexp(
 
     [`eqx_grads.RuleError`][] if a number is complex.
     """
-    x = as_real("safe.logsumexp", a, _COMPLEX, "a")
-    if b is not None:
-        x, b = as_reals("safe.logsumexp", {"a": a, "b": b}, _COMPLEX)
+    if b is None:
+        (x,) = real_arrays("logsumexp", a=a)
+    else:
+        x, b = real_arrays("logsumexp", a=a, b=b)
         if not broadcasts_to(b.shape, x.shape):
             raise rule_error(
                 "The `b` of `safe.logsumexp` does not broadcast to `a`.",
@@ -87,8 +84,8 @@ def logsumexp(
                 do="Give it the shape of `a`, with ones for the axes that share it.",
             )
         b = jnp.broadcast_to(b, x.shape)
-    mask = None if where is None else as_mask("safe.logsumexp", where, x)
-    axes = axes_of("safe.logsumexp", axis, x.ndim)
+    mask = None if where is None else as_mask("logsumexp", where, x)
+    axes = axes_of("logsumexp", axis, x.ndim)
     out, sign = _logsumexp(x, b, mask, axes=axes, keepdims=keepdims, signed=return_sign)
     return (out, sign) if return_sign else out
 
@@ -134,15 +131,12 @@ def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
 
     [`eqx_grads.RuleError`][] if a number is complex.
     """
-    x, y = as_reals("safe.logaddexp", {"x": x, "y": y}, "For complex numbers: `jnp.logaddexp`.")
-    return _add_in_single(x, y)
+    return _add(x, y)
 
 
 @jax.jit
-def _add_in_single(x, y):
-    shape = jnp.broadcast_shapes(x.shape, y.shape)
-    wide = [jnp.broadcast_to(in_single(z), shape) for z in (x, y)]
-    return _logaddexp(*wide).astype(x.dtype)
+def _add(x, y):
+    return apply("logaddexp", _logaddexp, x=x, y=y)
 
 
 @custom_jvp
@@ -196,8 +190,8 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
 
     [`eqx_grads.RuleError`][] if a number is complex.
     """
-    x = as_real("safe.cumlogsumexp", x, "For complex numbers, use `jax.lax.cumlogsumexp`.")
-    (axis,) = axes_of("safe.cumlogsumexp", axis, x.ndim)
+    (x,) = real_arrays("cumlogsumexp", x=x)
+    (axis,) = axes_of("cumlogsumexp", axis, x.ndim)
     return _cumlogsumexp(x, axis=axis, reverse=reverse)
 
 

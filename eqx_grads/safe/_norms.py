@@ -61,8 +61,8 @@ def norm(
     [`eqx_grads.RuleError`][] if `ord` is another one, or is given together with several axes:
     in NumPy, this is the norm of a matrix.
     """
-    x = as_inexact("safe.norm", x)
-    axes = axes_of("safe.norm", axis, x.ndim)
+    x = as_inexact("norm", x)
+    axes = axes_of("norm", axis, x.ndim)
     if ord not in (None, 1, 2, math.inf):
         raise rule_error(
             "`safe.norm` was given an `ord` that it does not have.",
@@ -133,8 +133,8 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     is its own transpose. Zero at the zero vector, where the function jumps. Both modes and all
     orders.
     """
-    x = as_inexact("safe.normalize", x)
-    return _normalize(x, axes=axes_of("safe.normalize", axis, x.ndim))
+    x = as_inexact("normalize", x)
+    return _normalize(x, axes=axes_of("normalize", axis, x.ndim))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))

@@ -1,4 +1,4 @@
-"""Arguments of the reductions: arrays of floats, axes and masks, or an error."""
+"""Arguments of the reductions: arrays that may be complex, axes and masks, or an error."""
 
 import operator
 from collections.abc import Sequence
@@ -20,33 +20,12 @@ def as_inexact(name: str, x: Any, argument: str = "x") -> Array:
     dtype = dtype_of(x)
     if dtype != jnp.bool_ and (dtype is None or not jnp.issubdtype(dtype, jnp.number)):
         raise rule_error(
-            f"`{name}` was given something that is not an array of numbers.",
+            f"`safe.{name}` was given something that is not an array of numbers.",
             f"`{argument}` is {type_of(x)}",
-            do=f"Pass `jnp.asarray({argument})`.",
+            do="Pass an array of numbers.",
         )
     x = jnp.asarray(x)
     return x if jnp.issubdtype(dtype, jnp.inexact) else x.astype(jnp.result_type(float))
-
-
-def as_real(name: str, x: Any, do: str, argument: str = "x") -> Array:
-    """`x` as an array of floats, or an error that says what to `do` with complex numbers."""
-    x = as_inexact(name, x, argument)
-    if jnp.iscomplexobj(x):
-        raise rule_error(
-            f"`{name}` was given complex numbers, and takes real ones only.",
-            f"`{argument}` is {type_of(x)}",
-            do=do,
-        )
-    return x
-
-
-def as_reals(name: str, xs: dict[str, Any], do: str) -> list[Array]:
-    """Several arrays of floats, of the dtype that NumPy would give to their sum."""
-    arrays = {key: as_real(name, x, do, key) for key, x in xs.items()}
-    # A Python number takes on the dtype of the arrays, as in `jnp.add`.
-    dtype = jnp.result_type(*(x if hasattr(x, "dtype") else float(x) for x in xs.values()))
-    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
-    return [x.astype(dtype) for x in arrays.values()]
 
 
 def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -57,7 +36,7 @@ def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     axes = tuple(i + ndim if i < 0 else i for i in map(operator.index, given))
     if any(not 0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
         raise rule_error(
-            f"`{name}` was given an axis that the array does not have, or has but once.",
+            f"`safe.{name}` was given an axis that the array does not have, or has but once.",
             f"the axis is {axis}, the array has {ndim} dimensions",
             do="Number the axes from zero up, or from minus one down.",
         )
@@ -68,7 +47,7 @@ def as_mask(name: str, where: Any, x: Array) -> Array:
     """`where` with the shape of the array."""
     if dtype_of(where) != jnp.bool_ or not broadcasts_to(jnp.shape(where), x.shape):
         raise rule_error(
-            f"The `where` of `{name}` has to be booleans that broadcast to the array.",
+            f"The `where` of `safe.{name}` has to be booleans that broadcast to the array.",
             f"the array is {type_of(x)}, `where` is {type_of(where)}",
             do="Pass `True` for each element to be included.",
         )

@@ -9,11 +9,9 @@ from jaxtyping import Array, ArrayLike, Float
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
+from ._dtypes import real_arrays
 from ._log_weights import log_weights, shift
-from ._reduction_arguments import as_mask, as_real, axes_of, Axis, in_single
-
-
-_COMPLEX = "Complex numbers are no logits: take their real part."
+from ._reduction_arguments import as_mask, axes_of, Axis, in_single
 
 
 def softmax(
@@ -57,9 +55,9 @@ def softmax(
 
     [`eqx_grads.RuleError`][] if a logit is complex.
     """
-    x = as_real("safe.softmax", x, _COMPLEX)
-    mask = None if where is None else as_mask("safe.softmax", where, x)
-    return _softmax(x, mask, axes=axes_of("safe.softmax", axis, x.ndim))
+    (x,) = real_arrays("softmax", x=x)
+    mask = None if where is None else as_mask("softmax", where, x)
+    return _softmax(x, mask, axes=axes_of("softmax", axis, x.ndim))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
@@ -106,9 +104,9 @@ def log_softmax(
 
     [`eqx_grads.RuleError`][] if a logit is complex.
     """
-    x = as_real("safe.log_softmax", x, _COMPLEX)
-    mask = None if where is None else as_mask("safe.log_softmax", where, x)
-    return _log_softmax(x, mask, axes=axes_of("safe.log_softmax", axis, x.ndim))
+    (x,) = real_arrays("log_softmax", x=x)
+    mask = None if where is None else as_mask("log_softmax", where, x)
+    return _log_softmax(x, mask, axes=axes_of("log_softmax", axis, x.ndim))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
@@ -175,9 +173,9 @@ def entropy(
 
     [`eqx_grads.RuleError`][] if a probability is complex.
     """
-    p = as_real("safe.entropy", p, "Probabilities are real: take the real part.", "p")
-    mask = None if where is None else as_mask("safe.entropy", where, p)
-    axes = axes_of("safe.entropy", axis, p.ndim)
+    (p,) = real_arrays("entropy", p=p)
+    mask = None if where is None else as_mask("entropy", where, p)
+    axes = axes_of("entropy", axis, p.ndim)
     return _entropy(p, mask, axes=axes)
 
 

@@ -53,9 +53,9 @@ def std(
     $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
     Zero where $c$ is, which is the minimum. Both modes and all orders.
     """
-    x = as_inexact("safe.std", x)
-    mask = None if where is None else as_mask("safe.std", where, x)
-    axes = axes_of("safe.std", axis, x.ndim)
+    x = as_inexact("std", x)
+    mask = None if where is None else as_mask("std", where, x)
+    axes = axes_of("std", axis, x.ndim)
     return _std(x, mask, axes=axes, ddof=ddof, keepdims=keepdims)
 
 

@@ -72,7 +72,7 @@ def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
 
     [`eqx_grads.RuleError`][] if `a` has less than two dimensions.
     """
-    a = as_inexact("safe.svd", a, "a")
+    a = as_inexact("svd", a, "a")
     if a.ndim < 2:
         raise rule_error(
             "`safe.svd` was not given matrices.",
