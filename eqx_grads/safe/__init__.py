@@ -7,6 +7,11 @@ from ._angles import (
     hypot as hypot,
 )
 from ._conjugate import conjugate_gradient as conjugate_gradient
+from ._distances import (
+    cosine_similarity as cosine_similarity,
+    pairwise_distance as pairwise_distance,
+)
+from ._eigh import eigh as eigh, EighResult as EighResult
 from ._log_ndtr import log_ndtr as log_ndtr
 from ._logs import (
     log as log,
@@ -17,6 +22,12 @@ from ._logs import (
     xlog1py as xlog1py,
     xlogy as xlogy,
 )
+from ._logsumexp import (
+    cumlogsumexp as cumlogsumexp,
+    logaddexp as logaddexp,
+    logsumexp as logsumexp,
+)
+from ._norms import norm as norm, normalize as normalize
 from ._powers import (
     divide as divide,
     power as power,
@@ -28,4 +39,7 @@ from ._ratios import (
     log1p_ratio as log1p_ratio,
     sinhc as sinhc,
 )
+from ._softmax import entropy as entropy, log_softmax as log_softmax, softmax as softmax
+from ._std import std as std
+from ._svd import svd as svd, SVDResult as SVDResult
 from ._where import where as where

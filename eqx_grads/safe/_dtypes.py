@@ -41,11 +41,12 @@ def apply(name: str, op: Callable[..., Array], **xs: Any) -> Array:
     arrays = real_arrays(name, **xs)
     dtype = arrays[0].dtype
     if len({x.shape for x in arrays}) > 1:
-        arrays = _broadcast(name, xs, arrays)
+        arrays = broadcast(name, xs, arrays)
     return op(*(widen(x) for x in arrays)).astype(dtype)
 
 
-def _broadcast(name, xs, arrays):
+def broadcast(name: str, xs: dict[str, Any], arrays: list[Array]) -> list[Array]:
+    """The arrays, which come from the arguments `xs` of `name`, with one shape."""
     try:
         shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
     except ValueError:
