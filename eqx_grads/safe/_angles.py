@@ -37,8 +37,7 @@ def hypot(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     With $\phi$ for the angle of $(x, y)$, $\dot h = \cos\phi\,\dot x + \sin\phi\,\dot y$. At
-    the origin, the minimum, the derivative is zero. Both modes, all orders. (The second
-    derivatives of `jnp.hypot` are wrong also at usual magnitudes, in JAX 0.12 and before.)
+    the origin, the minimum, the derivative is zero. Both modes, all orders.
     """
     return apply("hypot", _hypot, x=x, y=y)
 

@@ -46,7 +46,8 @@ def conjugate_gradient(x: PyTree) -> PyTree:
 
     For complex leaves $\dot y = \overline{\dot x}$ and $\bar x = \overline{\bar y}$; for others
     that of the identity. So the forward mode gives the derivative along the conjugate
-    direction. Linear over the real numbers, so both modes and all orders.
+    direction. Linear over the real numbers, so both modes. Higher orders are the derivatives
+    of this gradient.
 
     Source: [jax#4891](https://github.com/jax-ml/jax/issues/4891).
     """

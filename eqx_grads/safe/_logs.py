@@ -310,8 +310,9 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
         import jax
         import jax.numpy as jnp
 
-        assert jnp.allclose(eqg.safe.log_sub_exp(1000.0, 999.0), 1000 + jnp.log(1 -
-        jnp.exp(-1.0))) slopes = jax.grad(eqg.safe.log_sub_exp, argnums=(0, 1))
+        expected = 1000 + jnp.log(1 - jnp.exp(-1.0))
+        assert jnp.allclose(eqg.safe.log_sub_exp(1000.0, 999.0), expected)
+        slopes = jax.grad(eqg.safe.log_sub_exp, argnums=(0, 1))
         assert slopes(3.0, -jnp.inf) == (1.0, 0.0)
         assert slopes(-jnp.inf, -jnp.inf) == (0.0, 0.0)
         ```

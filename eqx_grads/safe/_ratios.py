@@ -76,8 +76,7 @@ def log1p_ratio(x: ArrayLike) -> Array:
 
 
 def sinhc(x: ArrayLike) -> Array:
-    r"""`sinh(x) / x`, which is one at zero. (For `sin(x) / x`, there is `jnp.sinc`, whose
-    derivatives are right.)
+    r"""`sinh(x) / x`, which is one at zero. (For `sin(x) / x`, there is `jnp.sinc`.)
 
     !!! example
 
