@@ -56,6 +56,27 @@ _EXPM1 = (lambda x: jnp.expm1(x) / x, safe.expm1_ratio, lambda x: mp.expm1(x) / 
 _LOG1P = (lambda x: jnp.log1p(x) / x, safe.log1p_ratio, lambda x: mp.log1p(x) / x if x else 1)
 _SINHC = (lambda x: jnp.sinh(x) / x, safe.sinhc, lambda x: mp.sinh(x) / x if x else 1)
 
+
+def _of_vector(*fns):
+    return tuple(lambda x, y, fn=fn: fn(jnp.stack([x, y])) for fn in fns)
+
+
+INF = jnp.inf
+_NORM = (*_of_vector(jnp.linalg.norm, safe.norm), _HYPOT[2])
+_STD = (*_of_vector(jnp.std, safe.std), lambda x, y: abs(x - y) / 2)
+_COSINE = (
+    lambda x, y: (x + y) / jnp.linalg.norm(jnp.stack([x, y])) / jnp.sqrt(2.0),
+    lambda x, y: safe.cosine_similarity(jnp.stack([x, y]), jnp.ones(2)),
+    lambda x, y: (x + y) / mp.sqrt(x * x + y * y) / mp.sqrt(2),
+)
+_LOGSUMEXP = _of_vector(jax.nn.logsumexp, safe.logsumexp)
+_PREFIX = tuple(
+    lambda x, y, fn=fn: fn(jnp.stack([jnp.float32(-INF), x, y]))[2]
+    for fn in (jax.lax.cumlogsumexp, safe.cumlogsumexp)
+)
+_SOFTMAX = _of_vector(lambda x: jax.nn.softmax(x)[0], lambda x: safe.softmax(x)[0])
+_ENTROPY = _of_vector(lambda p: jsp.entr(p).sum(), safe.entropy)
+
 ROWS = [
     Row("sqrt(x)", (1,), (0.0,), jnp.sqrt, safe.sqrt, "∞"),
     Row(
@@ -135,6 +156,19 @@ ROWS = [
     Row("log1p(x) / x", (1,), (0.0009765625,), *_LOG1P),
     Row("sinh(x) / x", (1,), (0.0009765625,), *_SINHC),
     Row("sinh(x) / x", (2,), (0.0,), *_SINHC),
+    Row("norm([x, y])", (1, 0), (0.0, 0.0), *_NORM[:2], "none"),
+    Row("norm([x, y])", (0, 0), (1e30, 1e30), *_NORM),
+    Row("norm([x, y])", (1, 0), (1e30, 1e30), *_NORM),
+    Row("norm([x, y])", (1, 0), (1e-30, 1e-30), *_NORM),
+    Row("std([x, y])", (1, 0), (1.0, 1.0), *_STD[:2], "none"),
+    Row("std([x, y])", (1, 0), (1e30, -1e30), *_STD),
+    Row("cosine([x, y], [1, 1])", (1, 0), (1e-30, 2e-30), *_COSINE),
+    Row("logsumexp([x, y])", (1, 0), (-INF, -INF), *_LOGSUMEXP, "none"),
+    Row("logsumexp([x, y])", (1, 0), (INF, 0.0), *_LOGSUMEXP, "1"),
+    Row("logaddexp(x, y)", (1, 0), (-INF, -INF), jnp.logaddexp, safe.logaddexp, "none"),
+    Row("cumlogsumexp([-∞, x, y])[2]", (1, 0), (-INF, 0.0), *_PREFIX, "0"),
+    Row("softmax([x, y])[0]", (1, 0), (-INF, -INF), *_SOFTMAX, "none"),
+    Row("entropy([x, y])", (1, 0), (0.0, 1.0), *_ENTROPY, "∞"),
 ]
 
 
@@ -152,7 +186,7 @@ def _cells(row: Row) -> list[str]:
         arguments = ["y", "x"] if name.startswith("y") else ["x", "y"]
         what += f" by `{arguments[row.order.index(max(row.order))]}`"
     rounded = [jnp.float32(x) for x in row.point]
-    point = ", ".join(f"{float(x):.3g}" for x in rounded)
+    point = ", ".join(f"{float(x):.3g}" for x in rounded).replace("inf", "∞")
     found = [float(_derivative(fn, row.order)(*rounded)) for fn in (row.jax, row.ours)]
     if callable(row.truth):
         with mp.workdps(50):

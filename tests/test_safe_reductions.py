@@ -22,7 +22,7 @@ def _rows(reduction, n=2):
     return lambda *entries: reduction(jnp.stack(entries, axis=-1))
 
 
-def _points(dtype, n=9):
+def _points(dtype, n=6):
     """All pairs of both signs from the smallest to the largest magnitudes; no overflow."""
     high = float(jnp.finfo(dtype).max) / 4
     positive = grid.log_spaced(dtype, n, high=grid.rounded(dtype, [high])[0])
@@ -123,7 +123,7 @@ def test_std_is_right_at_all_magnitudes(dtype):
     fn = _rows(lambda row: safe.std(row, -1))
     high = grid.rounded(dtype, [float(jnp.finfo(dtype).max) / 4])[0]
     low = grid.rounded(dtype, [4 * float(jnp.finfo(dtype).tiny)])[0]
-    scales = grid.log_spaced(dtype, 12, low=low, high=high)
+    scales = grid.log_spaced(dtype, 8, low=low, high=high)
     shapes = [(1.0, -1.0, 0.5), (0.0, 0.5, 1.0), (-1.0, -0.25, 1.0)]
     points = [tuple(s * e for e in shape) for s in scales for shape in shapes]
     points = [tuple(grid.rounded(dtype, p)) for p in points]
@@ -181,7 +181,7 @@ def test_entropy_is_right(dtype):
     """In units of the larger of one and the logarithm, of which the derivative is the sum."""
     fn = _rows(lambda row: safe.entropy(row))
     truth = lambda p, q: -p * mp.log(p) - q * mp.log(q)
-    points = grid.pairs(grid.log_spaced(dtype, 12, high=1.0))
+    points = grid.pairs(grid.log_spaced(dtype, 7, high=1.0))
     scale = lambda p, q: max(abs(mp.log(p)), 1)
     _check([fn], truth, points, dtype, 4, _one)
     _check_partials([fn], truth, [(1, 0)], points, dtype, 4, scale)
@@ -377,6 +377,7 @@ def test_distances_of_equal_points_have_the_derivative_zero():
         ),
         (lambda x: safe.std(x, where=jnp.array([False])), [1.0, 3.0], jnp.nan, [0, 0]),
         (lambda x: safe.std(x, ddof=1), [1.0], jnp.nan, [0]),
+        (safe.log_softmax, [INF, 0.0, INF], [-np.log(2), -INF, -np.log(2)], [0, 0, 0]),
     ],
 )
 def test_infinities_and_masks(fn, x, value, grad):
@@ -397,6 +398,7 @@ def test_the_tangent_of_the_logarithm_of_zero_is_dropped():
 
 def test_nan_is_not_hidden():
     x = jnp.array([jnp.nan, 1.0])
+    assert jnp.isnan(safe.std(jnp.array([INF, 1.0])))  # infinity minus itself
     for fn in (safe.norm, safe.normalize, safe.std, safe.logsumexp, safe.softmax, safe.entropy):
         assert jnp.isnan(jnp.sum(fn(x)))
         assert jnp.isnan(jax.grad(lambda x, fn=fn: jnp.sum(fn(x)))(x)).any()

@@ -26,9 +26,10 @@ def log_weights(a, b, *, axes):
     if b is None:
         total = jnp.sum(e, axes, keepdims=True)
     else:
-        e = jnp.where((b == 0) & jnp.isinf(a), 0, e)
         total = jnp.sum(jnp.where(b == 0, 0, b * e), axes, keepdims=True)
-    q = jnp.where(total == 0, 0, e / jnp.where(total == 0, 1, total))
+        e = jnp.where((total == 0) | ((b == 0) & jnp.isinf(a)), 0, e)
+    # By infinity, not by zero: no element has to be looked at again.
+    q = e / jnp.where(total == 0, jnp.inf, total)
     return largest + jnp.log(jnp.abs(total)), jnp.sign(total), q
 
 
@@ -47,6 +48,12 @@ def _log_weights_jvp(primals, tangents, *, axes):
 
 
 def shift(a, largest):
-    """`a - largest`, where infinity minus itself is zero, and `-inf` remains what it is."""
-    shifted = jnp.where(a == largest, 0, a - lax.stop_gradient(largest))
-    return jnp.where(a == -jnp.inf, -jnp.inf, shifted)
+    """`a - largest`, where infinity minus itself is zero, and `-inf` remains what it is.
+
+    Most of it is done to `largest`, which is smaller than `a`.
+    """
+    largest = lax.stop_gradient(largest)
+    finite = float(jnp.finfo(a.dtype).max)
+    top = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, finite))
+    # What is below infinity is zero, relative to it: its logarithm is minus infinity.
+    return (jnp.minimum(a, finite) - top) * jnp.where(largest == jnp.inf, finite, 1)

@@ -23,13 +23,16 @@ def polar(x, mask, factor, *, axes, center):
     """
     largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
     scale = _power_of_two(largest)
-    y = x / scale
-    if center is not None:
-        y = _centered(y, mask, center)
-    else:  # what is infinite outweighs the rest
-        y = jnp.where(largest == jnp.inf, jnp.where(jnp.isinf(x), jnp.sign(x), 0), y)
+    if center is None:  # what is infinite outweighs the rest
+        finite = float(jnp.finfo(x.dtype).max)
+        y = jnp.clip(x, -finite, finite) / scale
+    else:
+        y = _centered(x / scale, mask, center)
     ratio = jnp.sqrt(jnp.sum(y * y, axes, keepdims=True))
-    return scale * (ratio * factor), y / jnp.where(ratio == 0, 1, ratio)
+    n = scale * (ratio * factor)
+    if center is None:
+        n = jnp.where(largest == jnp.inf, largest, n)
+    return n, y / jnp.where(ratio == 0, 1, ratio)
 
 
 @polar.def_jvp
@@ -46,7 +49,7 @@ def _polar_jvp(primals, tangents, *, axes, center):
 
 
 def _power_of_two(x):
-    """A power of two near `x`; one for zero, and infinity for infinity.
+    """A power of two near `x`, one for zero.
 
     Division by it is exact: equal elements remain equal, and differences are not rounded. Its
     inverse, by which the compiler may multiply instead, is not subnormal.
@@ -56,8 +59,7 @@ def _power_of_two(x):
     exponent = ((1 << info.nexp) - 1) << info.nmant
     bits = lax.bitcast_convert_type(lax.stop_gradient(x), integer) & integer(exponent)
     power = lax.bitcast_convert_type(bits, x.dtype)
-    power = jnp.where(power < jnp.inf, jnp.minimum(power, 1 / info.tiny), jnp.inf)
-    return jnp.where(power == 0, 1, power)
+    return jnp.where(power == 0, 1, jnp.minimum(power, 1 / info.tiny))
 
 
 def _centered(y, mask, axes):

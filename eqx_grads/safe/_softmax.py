@@ -118,7 +118,7 @@ def _log_softmax(x, mask, *, axes):
 def _log_probabilities(x, *, axes):
     shifted = shift(x, jnp.max(x, axes, keepdims=True, initial=-jnp.inf))
     total = jnp.sum(jnp.exp(shifted), axes, keepdims=True)
-    return jnp.where(x == -jnp.inf, -jnp.inf, shifted - jnp.log(total))
+    return shifted - jnp.log(jnp.where(total == 0, 1, total))
 
 
 @_log_probabilities.def_jvp

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def default_tolerance(dtype):
-    """The distance at which what it adds is as large as the rounding error of a quotient."""
-    return float(jnp.finfo(dtype).eps) ** 0.5
+def default_tolerance(a):
+    """The distance at which the largest shift, of `n` equal eigenvalues, is as large as the
+    rounding error of a difference of two of them, divided by the distance."""
+    return (float(jnp.finfo(a.dtype).eps) / max(*a.shape[-2:], 1)) ** 0.5
 
 
 def spread(w, tolerance, rounding):

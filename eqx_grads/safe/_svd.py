@@ -33,7 +33,7 @@ def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
 
         def cube(a):  # a @ a.T @ a
             u, s, vh = eqg.safe.svd(a)
-            return (u * s**3) @ vh
+            return u @ jnp.diag(s**3) @ vh
 
         t_a = jnp.array([[0.0, 1.0], [1.0, 0.0]])
         _, t_out = jax.jvp(cube, (jnp.eye(2),), (t_a,))
@@ -79,7 +79,7 @@ def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
             f"`a` is {type_of(a)}",
             do="Pass an array `(..., m, n)`.",
         )
-    tolerance = default_tolerance(a.dtype) if tolerance is None else float(tolerance)
+    tolerance = default_tolerance(a) if tolerance is None else float(tolerance)
     return SVDResult(*_svd(a, tolerance=tolerance))
 
 
