@@ -105,6 +105,21 @@ FORMULAS = {
     "power": (lambda x: jnp.sum(x**0.5), [0.0], "eqg.safe.power(x, y)"),
     "log": (lambda x: jnp.sum(x * jnp.log(x)), [0.0], "eqg.safe.xlogy(x, y)"),
     "arctan2": (lambda x: jnp.arctan2(x[0], x[1]), [0.0, 0.0], "eqg.safe.arctan2(y, x)"),
+    "logaddexp of zeros": (
+        lambda x: jnp.exp(jnp.logaddexp(x[0] - jnp.inf, x[1] - jnp.inf)),
+        [0.0, 0.0],
+        "eqg.safe.logaddexp(x, y)",
+    ),
+    "eigenvectors": (
+        lambda x: jnp.sum(jnp.linalg.eigh(jnp.diag(x))[1]),
+        [1.0, 1.0],
+        "eqg.safe.eigh(a)",
+    ),
+    "singular vectors": (
+        lambda x: jnp.sum(jnp.linalg.svd(jnp.diag(x))[0]),
+        [1.0, 1.0],
+        "eqg.safe.svd(a)",
+    ),
     "log of cosh": (lambda x: jnp.sum(jnp.log(jnp.cosh(x))), [9e3], "eqg.safe.log_cosh(x)"),
     "log of expm1": (lambda x: jnp.sum(jnp.log(jnp.expm1(x))), [9e3], "safe.log_expm1(x)"),
     "ratio of expm1": (lambda x: jnp.sum(jnp.expm1(x) / x), [0.0], "safe.expm1_ratio(x)"),

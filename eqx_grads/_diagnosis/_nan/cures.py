@@ -43,6 +43,10 @@ _CLIPPED = (
     "The derivative of `{op}` is infinite at 1 and -1. Use `eqg.safe.arc%s(x)`, whose "
     "derivative is zero there. Clip an `x` that may round to more: `jnp.clip(x, -1, 1)`."
 )
+_EQUAL = (
+    "The %s of equal %s have no derivative. Use `eqg.safe.%s`, which is right for every "
+    "function that does not depend on the choice of them."
+)
 _OF_PRIMITIVES = {
     "acos": _CLIPPED % "cos",
     "asin": _CLIPPED % "sin",
@@ -53,6 +57,10 @@ _OF_PRIMITIVES = {
     "exponent that is always whole, pass a Python `int`.",
     "sqrt": "The derivative of `sqrt` is infinite at zero. Use `eqg.safe.sqrt(x)`, whose "
     "derivative is zero there, or `jnp.sqrt(x + eps)`.",
+    "logaddexp": "`logaddexp` has no derivative where both arguments are infinite. Use "
+    "`eqg.safe.logaddexp(x, y)`, whose derivative is zero there.",
+    "eigh": _EQUAL % ("eigenvectors", "eigenvalues", "eigh(a)"),
+    "svd": _EQUAL % ("singular vectors", "singular values", "svd(a)"),
     "atan2": "`arctan2` has no derivative at (0, 0). Use `eqg.safe.arctan2(y, x)`, whose "
     "derivative is zero there.",
 }
