@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
@@ -312,6 +313,15 @@ def test_a_zero_cotangent_stays_zero_where_the_derivative_overflows():
     for fn in (safe.reciprocal, lambda x: safe.divide(1.0, x), lambda x: safe.divide(x, x**2)):
         masked = lambda x, fn=fn: jnp.sum(jnp.where(jnp.abs(x) > 1, fn(x), 0.0))
         assert jnp.array_equal(jax.grad(masked)(x), jnp.array([0.0, 0.0, -0.25])), fn
+
+
+def test_explain_nan_finds_nothing():
+    x = jnp.array([0.0, 1.0, 2.0])
+    for name in ("sqrt", "log", "reciprocal", "arccos", "log_expm1", "log1p_ratio"):
+        fn = getattr(safe, name)
+        loss = lambda x, fn=fn: jnp.sum(jnp.where((x > 0) & (x < 1.5), fn(x), 0.0))
+        report = eqg.explain_nan(loss, x)
+        assert not report, str(report)
 
 
 # ---------------------------------------------------------------- values, types and shapes

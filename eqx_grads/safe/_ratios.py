@@ -128,9 +128,10 @@ def _polynomial(coefficients, x):
 
 
 def _exp_of_half(z):
-    """`exp(z / 2)`, whose square may be out of range. The compiler would make one exponential
-    of two that are multiplied."""
-    return 1 + jnp.expm1(z / 2)
+    """`exp(z / 2)` for `z` of at least one: finite where its square is out of range. The
+    compiler would make one exponential of two that are multiplied."""
+    largest = math.log(float(jnp.finfo(z.dtype).max)) - 1
+    return 1 + jnp.expm1(jnp.minimum(z / 2, largest))
 
 
 # ---------------------------------------------------------------- expm1(x) / x
@@ -156,9 +157,10 @@ def _expm1_ratio_series(x):
 
 def _expm1_ratio_closed(x):
     z = jnp.abs(x)
-    mean = -jnp.expm1(-z) / z  # of exp(-s) for s between zero and z
-    root = _exp_of_half(jnp.maximum(x, 0))
-    return jnp.where(x > 0, root * ((root / z) * (1 - mean)), (mean - jnp.exp(-z)) / z)
+    root = _exp_of_half(z)
+    decay = 1 / root
+    mean = (1 - decay) * (1 + decay) / z  # of exp(-s) for s between zero and z
+    return jnp.where(x > 0, root * ((root / z) * (1 - mean)), (mean - decay * decay) / z)
 
 
 _expm1_ratio = elementwise(_expm1_ratio_value, _expm1_ratio_slope)
@@ -228,7 +230,8 @@ def _sinhc_series(x):
 def _sinhc_closed(x):
     z = jnp.abs(x)
     root = _exp_of_half(z)
-    difference = 1 + jnp.exp(-2 * z) + jnp.expm1(-2 * z) / z
+    decay = (1 / root) ** 4
+    difference = 1 + decay - (1 - decay) / z
     return root * ((root / (2 * x)) * difference)
 
 
