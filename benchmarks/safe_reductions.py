@@ -6,7 +6,7 @@ variants alternate in one process; "time" is the median over rounds of the ratio
 times, "bytes" the temporary memory of the compiled programs relative to the argument.
 
 Measured on two loaded cores, JAX 0.10.2: 1.5 for `norm` and `std`, 0.75 to 1.15 for the others.
-`std` keeps the centered numbers, once the bytes of its argument; all others keep what JAX keeps.
+`std` keeps the centered numbers, once the bytes of its argument; the others keep what JAX does.
 
     python benchmarks/safe_reductions.py [--quick] [--rounds 40]
 """
