@@ -21,6 +21,7 @@ NAMESPACES = {
     "eqx_grads": eqg,
     "eqx_grads.losses": eqg.losses,
     "eqx_grads.nn": eqg.nn,
+    "eqx_grads.safe": eqg.safe,
     "eqx_grads.ste": eqg.ste,
     "eqx_grads.surrogates": eqg.surrogates,
     "eqx_grads.tangents": eqg.tangents,
