@@ -532,7 +532,7 @@ def test_factors_and_signs():
         ),
         (lambda: safe.logsumexp(jnp.ones(2, complex)), "Use the function of `jax.numpy`"),
         (lambda: safe.logsumexp(jnp.ones(2), b=jnp.ones(3)), "does not broadcast to `a`"),
-        (lambda: safe.entropy(jnp.ones(2, complex)), "`p` is complex64"),
+        (lambda: safe.entropy(jnp.ones(2, "complex64")), "`p` is complex64"),
         (
             lambda: safe.cosine_similarity(jnp.ones(2), jnp.ones(3)),
             "`safe.cosine_similarity` do not broadcast together",

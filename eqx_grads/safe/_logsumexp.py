@@ -1,6 +1,7 @@
 """Sums in the semiring of logarithms, in which minus infinity is zero."""
 
 import functools as ft
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,30 @@ from ._reduction_arguments import (
     in_single,
     squeeze,
 )
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+) -> Float[Array, "..."]: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]: ...
 
 
 def logsumexp(
