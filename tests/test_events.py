@@ -817,3 +817,30 @@ def test_first_derivative_costs_what_the_formula_costs():
     assert_close(jax.jit(jax.grad(ours))(y), formula(y, jnp.ones(64)))
     assert analyze(jax.grad(ours), y) <= 1.02 * expected
     assert analyze(lambda y, t_y: jax.jvp(ours, (y,), (t_y,))[1], y, y) <= 1.05 * expected
+
+
+def test_condition_on_the_time_alone():
+    """An event at a time that is a parameter."""
+
+    def state(params):
+        height, due = params
+        y = height, 0.0
+        return eqg.event_time(lambda t, y: t - due, y, lambda t, y: (-2.0, None), 3.0)
+
+    params = 5.0, 3.0
+    assert jax.jacfwd(state)(params) == jax.jacrev(state)(params)
+    (height_slope, time_slope), (of_height, _) = jax.jacrev(state)(params)
+    assert (height_slope, time_slope) == (0.0, 1.0)
+    assert of_height == (1.0, -2.0)
+
+
+def test_condition_that_is_a_fixed_time():
+    fn = lambda y: eqg.event_time(lambda t, y: t - 3.0, y, lambda t, y: -y, 3.0)
+    assert jax.grad(lambda y: fn(y)[0])(2.0) == 0
+    assert jax.grad(lambda y: fn(y)[1])(2.0) == 1
+
+
+def test_condition_that_is_constant():
+    fn = lambda y: eqg.event_time(lambda t, y: 1.0, y, lambda t, y: -y, 3.0)[0]
+    with pytest.raises(eqg.RuleError, match="depends neither on the time nor on the state"):
+        jax.grad(fn)(2.0)

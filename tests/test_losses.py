@@ -1,6 +1,7 @@
 """Losses in chunks against Optax, and against autodiff, on all logits at once."""
 
 import functools as ft
+import inspect
 import os
 import subprocess
 import sys
@@ -332,6 +333,12 @@ X, W, Y = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.zeros(3, int)
 def test_errors(args, options, match):
     with pytest.raises(eqg.RuleError, match=match):
         linear_cross_entropy(*args, **options)
+
+
+def test_labels_in_a_list():
+    """Without the type checker of the tests, which a user may not have."""
+    with pytest.raises(eqg.RuleError, match=r"labels that are not integers(?s:.*)is list"):
+        inspect.unwrap(linear_cross_entropy)(X, W, [0, 1, 2])
 
 
 # The layer.

@@ -502,3 +502,14 @@ def test_conjugate_gradient_leaves_others_alone():
     assert jax.grad(loss)(tree["w"]).tolist() == [2.0, 4.0]
     twice = lambda z: jnp.real(safe.conjugate_gradient(safe.conjugate_gradient(z)) * 2j)
     assert jax.grad(twice)(1 + 0j) == jax.grad(lambda z: jnp.real(z * 2j))(1 + 0j)
+
+
+def test_sinhc_out_of_range():
+    x = jnp.array([105.0, 174.0, 176.5, 177.0, 200.0, 1e20, jnp.inf], jnp.float32)
+    assert jnp.isposinf(safe.sinhc(x)).all()
+    assert jnp.isposinf(safe.sinhc(-x)).all()
+    assert jnp.isposinf(safe.sinhc(jnp.float16(300)))
+
+
+def test_third_derivative_of_log_ndtr_at_minus_infinity():
+    assert jax.grad(jax.grad(jax.grad(safe.log_ndtr)))(-jnp.inf) == 0

@@ -1,5 +1,6 @@
 """Norms, sums of exponentials and softmaxes, with finite and right derivatives."""
 
+import inspect
 import itertools
 
 import eqx_grads as eqg
@@ -9,6 +10,7 @@ import jax.random as jr
 import mpmath as mp
 import numpy as np
 import pytest
+from eqx_grads.safe._reduction_arguments import axes_of
 
 from . import mpmath_grid as grid
 
@@ -549,3 +551,45 @@ def test_factors_and_signs():
 def test_errors(call, message):
     with pytest.raises(eqg.RuleError, match=message):
         call()
+
+
+@pytest.mark.parametrize("masked", [1000.0, INF])
+def test_a_factor_of_zero_masks_a_large_term(masked):
+    """Also of a finite term whose exponential is infinite beside the others."""
+
+    def fn(a):
+        return jnp.sin(safe.logsumexp(a, b=jnp.array([1.0, 0.0, 2.0])))
+
+    def without(a):
+        return jnp.sin(jnp.logaddexp(a[0], a[2] + jnp.log(2.0)))
+
+    a = jnp.array([0.0, masked, 1.0])
+    expected = jax.hessian(without)(jnp.array([0.0, 0.0, 1.0]))
+    for inner in (jax.jacfwd, jax.jacrev):
+        for outer in (jax.jacfwd, jax.jacrev):
+            np.testing.assert_allclose(jax.jit(outer(inner(fn)))(a), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_second_derivatives_of_directions_at_extreme_scales(scale):
+    """In range after the chain rule, though the inverse square of the norm is not."""
+    x = jnp.array([1.0, 2.0, 0.0])
+    expected = jax.hessian(lambda x: jnp.sum(jnp.sin(x / jnp.linalg.norm(x))))(x)
+    fn = lambda x: jnp.sum(jnp.sin(safe.normalize(scale * x)))
+    for inner in (jax.jacfwd, jax.jacrev):
+        for outer in (jax.jacfwd, jax.jacrev):
+            np.testing.assert_allclose(jax.jit(outer(inner(fn)))(x), expected, atol=1e-6)
+
+
+def test_entropy_of_a_negative_number():
+    p = jnp.array([-1e-9, 0.5])
+    np.testing.assert_allclose(jax.grad(safe.entropy)(p), [0.0, np.log(2) - 1], rtol=1e-6)
+
+
+def test_axes_that_are_not_integers():
+    """Without the type checker of the tests, which a user may not have."""
+    with pytest.raises(eqg.RuleError, match="an axis that is not an integer"):
+        inspect.unwrap(axes_of)("norm", 0.5, 1)
+    for axis in (None, (0, 1)):
+        with pytest.raises(eqg.RuleError, match="was not given one axis"):
+            inspect.unwrap(safe.cumlogsumexp)(jnp.ones((2, 2)), axis)

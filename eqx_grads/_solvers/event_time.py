@@ -148,7 +148,7 @@ def _event_time_jvp(primals, tangents):
     y_event, t_y_event = eqx.filter_jvp(
         lambda field, y, t: state_at(field, y, t, t_event), (field, y, t), (t_field, t_y, t_t)
     )
-    _, t_value = eqx.filter_jvp(
+    value, t_value = eqx.filter_jvp(
         lambda condition, y: _value(condition, t_event, y),
         (condition, y_event),
         (t_condition, t_y_event),
@@ -158,10 +158,14 @@ def _event_time_jvp(primals, tangents):
         (t_event, y_event),
         (jnp.ones_like(t_event), field(t_event, y_event)),
     )
+    if rate is None:
+        raise _does_not_change(condition.fn)
     happens = happens & jnp.isfinite(t)
     # Exactly zero where there is no event: the rate may be zero there.
     per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
     otherwise = jnp.zeros_like(t) if t_t is None else t_t
+    if t_value is None:  # of a condition on the time alone
+        t_value = jnp.zeros_like(value)
     return t_event, jnp.where(happens, (t_value * per_rate).astype(t.dtype), otherwise)
 
 
@@ -178,4 +182,14 @@ def _value(closure, t, y):
         place_of(condition),
         do="Return the number that crosses zero at the event: the height, and not whether it "
         "is below zero. For several events, use `jax.vmap`.",
+    )
+
+
+def _does_not_change(condition):
+    return rule_error(
+        f"`{name_of(condition)}`, the `condition` of `event_time`, depends neither on the time "
+        "nor on the state.",
+        "it has no derivative with respect to them",
+        place_of(condition),
+        do="Return the number that crosses zero at the event, computed from `t` and `y`.",
     )

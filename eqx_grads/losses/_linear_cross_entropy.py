@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error, type_of
 from .._rules.float_args import as_floats, as_integer
-from .._tangent_spaces import promote, sum_dtype
+from .._tangent_spaces import dtype_of, promote, sum_dtype
 from ._linear_cross_entropy_rules import Options, summed_loss, token_losses
 
 
@@ -160,7 +160,8 @@ def linear_cross_entropy(
 def _as_arrays(x, weight, labels, bias):
     x, weight = as_floats(NAME, x), as_floats(NAME, weight, "weight")
     bias = None if bias is None else as_floats(NAME, bias, "bias")
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+    dtype = dtype_of(labels)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise rule_error(
             f"`{NAME}` was given labels that are not integers.",
             f"`labels` is {type_of(labels)}",

@@ -107,7 +107,9 @@ def _hazard_value(x):
 def _excess(x):
     """The hazard plus `x`, which cancel in the lower tail."""
     in_tail = x < -3
-    tail, body = jnp.where(in_tail, -x, 3), jnp.where(in_tail, 0, jnp.minimum(x, 50))
+    # At minus infinity the derivatives of the fraction would be NaN, and not zero.
+    bounded = jnp.maximum(x, float(jnp.finfo(x.dtype).min))
+    tail, body = jnp.where(in_tail, -bounded, 3), jnp.where(in_tail, 0, jnp.minimum(x, 50))
     return jnp.where(in_tail, _continued_fraction(tail), _hazard(body) + body)
 
 

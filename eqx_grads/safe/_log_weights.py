@@ -27,7 +27,7 @@ def log_weights(a, b, *, axes):
         total = jnp.sum(e, axes, keepdims=True)
     else:
         total = jnp.sum(jnp.where(b == 0, 0, b * e), axes, keepdims=True)
-        e = jnp.where((total == 0) | ((b == 0) & jnp.isinf(a)), 0, e)
+        e = jnp.where((total == 0) | ((b == 0) & jnp.isinf(e)), 0, e)
     # By infinity, not by zero: no element has to be looked at again.
     q = e / jnp.where(total == 0, jnp.inf, total)
     return largest + jnp.log(jnp.abs(total)), jnp.sign(total), q

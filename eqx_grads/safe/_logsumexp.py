@@ -1,6 +1,7 @@
 """Sums in the semiring of logarithms, in which minus infinity is zero."""
 
 import functools as ft
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import jax
@@ -216,6 +217,12 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
     [`eqx_grads.RuleError`][] if a number is complex.
     """
     (x,) = real_arrays("cumlogsumexp", x=x)
+    if isinstance(axis, Sequence) or axis is None:
+        raise rule_error(
+            "`safe.cumlogsumexp` was not given one axis.",
+            f"the axis is {axis!r:.60}",
+            do="Give one integer: a cumulative sum runs along one axis.",
+        )
     (axis,) = axes_of("cumlogsumexp", axis, x.ndim)
     return _cumlogsumexp(x, axis=axis, reverse=reverse)
 

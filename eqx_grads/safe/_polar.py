@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._rules.custom_jvp import custom_jvp
+from ._inverse import inverse
 
 
 @custom_jvp
@@ -44,8 +45,8 @@ def _polar_jvp(primals, tangents, *, axes, center):
     t_n = jnp.sum(u * t_x, axes, keepdims=True)
     if center is not None:
         t_x = _minus_mean(t_x, mask, center)
-    t_u = (t_x - u * t_n) / (jnp.where(n == 0, 1, n) / factor)
-    return (n, u), (factor * t_n, jnp.where(n == 0, 0, t_u))
+    # Not as a quotient, whose derivative has the square of the norm: that may be out of range.
+    return (n, u), (factor * t_n, (t_x - u * t_n) * inverse(n / factor))
 
 
 def _power_of_two(x):

@@ -210,10 +210,11 @@ _log1p_ratio = elementwise(_log1p_ratio_value, _log1p_ratio_slope)
 def _sinhc_value(x):
     is_tiny = jnp.abs(x) < jnp.finfo(x.dtype).eps
     z = jnp.where(is_tiny, 1, jnp.abs(x))
-    # sinh(z) = 2 sinh(z / 2) cosh(z / 2)
-    u = jnp.expm1(z / 2)
+    # sinh(z) = 2 sinh(z / 2) cosh(z / 2), which is infinite before one of the factors is.
+    largest = math.log(float(jnp.finfo(z.dtype).max)) - 1
+    u = jnp.expm1(jnp.minimum(z / 2, largest))
     sinh, cosh = u + u / (1 + u), 1 + u * (u / (2 * (1 + u)))
-    return jnp.where(is_tiny, 1, jnp.where(jnp.isinf(z), z, (sinh / z) * cosh))
+    return jnp.where(is_tiny, 1, jnp.where(z / 2 > largest, jnp.inf, (sinh / z) * cosh))
 
 
 @jax.jit

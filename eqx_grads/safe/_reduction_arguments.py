@@ -33,7 +33,14 @@ def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(ndim))
     given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    axes = tuple(i + ndim if i < 0 else i for i in map(operator.index, given))
+    try:
+        axes = tuple(i + ndim if i < 0 else i for i in map(operator.index, given))
+    except TypeError:
+        raise rule_error(
+            f"`safe.{name}` was given an axis that is not an integer.",
+            f"the axis is {axis!r:.60}",
+            do="Give an integer, a tuple of integers, or `None` for all axes.",
+        ) from None
     if any(not 0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
         raise rule_error(
             f"`safe.{name}` was given an axis that the array does not have, or has but once.",

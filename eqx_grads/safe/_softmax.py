@@ -167,7 +167,7 @@ def entropy(
     $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, where the derivative from the
     right is infinite, it is taken to be zero: such a probability is that of a masked event, or
     of a logit that is far below the others, and the derivative with respect to the logit is
-    zero. Both modes and all orders.
+    zero. Below zero, it is zero as well. Both modes and all orders.
 
     **Raises:**
 
@@ -188,7 +188,8 @@ def _entropy(p, mask, *, axes):
 
 def _entr_derivative(out, p):
     del out
-    return jnp.where(p == 0, 0, -jnp.log(jnp.where(p == 0, 1, p)) - 1)
+    is_possible = ~(p <= 0)
+    return jnp.where(is_possible, -jnp.log(jnp.where(is_possible, p, 1)) - 1, 0)
 
 
 _entr = elementwise(entr, _entr_derivative)
