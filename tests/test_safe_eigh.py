@@ -396,3 +396,10 @@ def test_edges():
         eigh(jnp.ones((2, 3)))
     with pytest.raises(eqg.RuleError, match=r"`safe\.svd` was not given matrices"):
         svd(jnp.ones(2))
+
+
+@pytest.mark.parametrize("decomposition", [safe.eigh, safe.svd])
+@pytest.mark.parametrize("tolerance", [-1.0, jnp.nan, jnp.inf])
+def test_tolerance_out_of_range(decomposition, tolerance):
+    with pytest.raises(eqg.RuleError, match="a finite number from zero"):
+        decomposition(jnp.eye(2), tolerance=tolerance)

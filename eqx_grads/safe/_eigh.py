@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from ._reduction_arguments import as_inexact, in_single
-from ._spread import adjoint, default_tolerance, matmul, reciprocal, spread
+from ._spread import adjoint, as_tolerance, default_tolerance, matmul, reciprocal, spread
 
 
 class EighResult(NamedTuple):
@@ -87,7 +87,8 @@ def eigh(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the matrices are not square.
+    [`eqx_grads.RuleError`][] if the matrices are not square, or if `tolerance` is not a
+    finite number from zero.
     """
     a = as_inexact("eigh", a, "a")
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
@@ -96,7 +97,7 @@ def eigh(
             f"`a` is {type_of(a)}",
             do="Pass an array `(..., n, n)`. For others, there is `safe.svd`.",
         )
-    tolerance = default_tolerance(a) if tolerance is None else float(tolerance)
+    tolerance = default_tolerance(a) if tolerance is None else as_tolerance("eigh", tolerance)
     return EighResult(*_eigh(a, symmetrize=symmetrize_input, tolerance=tolerance))
 
 

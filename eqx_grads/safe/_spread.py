@@ -1,13 +1,30 @@
 """Eigenvalues that are too close together to divide by their difference, moved apart."""
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from .._errors import rule_error
 
 
 def default_tolerance(a):
     """The distance at which the largest shift, of `n` equal eigenvalues, is as large as the
     rounding error of a difference of two of them, divided by the distance."""
     return (float(jnp.finfo(a.dtype).eps) / max(*a.shape[-2:], 1)) ** 0.5
+
+
+def as_tolerance(name, tolerance):
+    """The tolerance that the caller of `name` gave."""
+    is_number = isinstance(tolerance, int | float | np.number)
+    if is_number and 0 <= tolerance < math.inf:
+        return float(tolerance)
+    raise rule_error(
+        f"`safe.{name}` was given a `tolerance` that is not a finite number from zero.",
+        f"it is {tolerance!r:.60}",
+        do="Give a number such as `1e-5`, or `None`.",
+    )
 
 
 def spread(w, tolerance, rounding):

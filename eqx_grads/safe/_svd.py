@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from ._reduction_arguments import as_inexact, in_single
-from ._spread import adjoint, default_tolerance, matmul, reciprocal, spread
+from ._spread import adjoint, as_tolerance, default_tolerance, matmul, reciprocal, spread
 
 
 class SVDResult(NamedTuple):
@@ -70,7 +70,8 @@ def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `a` has less than two dimensions.
+    [`eqx_grads.RuleError`][] if `a` has less than two dimensions, or if `tolerance` is not a
+    finite number from zero.
     """
     a = as_inexact("svd", a, "a")
     if a.ndim < 2:
@@ -79,7 +80,7 @@ def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
             f"`a` is {type_of(a)}",
             do="Pass an array `(..., m, n)`.",
         )
-    tolerance = default_tolerance(a) if tolerance is None else float(tolerance)
+    tolerance = default_tolerance(a) if tolerance is None else as_tolerance("svd", tolerance)
     return SVDResult(*_svd(a, tolerance=tolerance))
 
 
