@@ -28,7 +28,7 @@ import eqx_grads as eqg  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import jax.random as jr  # noqa: E402
-from cells import CELLS, inputs  # noqa: E402
+from calibration_cells import CELLS, inputs  # noqa: E402
 
 
 # T, B, H, I

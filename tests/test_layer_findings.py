@@ -457,7 +457,7 @@ def digits_autoencoder(key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fitted, keyed", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("fitted", "keyed"), [(False, False), (False, True), (True, False)])
 def test_L10_vector_quantizer_does_not_collapse(fitted, keyed, getkey):
     """The perplexity on scikit-learn's digits is at least 20 of 32, also where no method is
     given a key."""
