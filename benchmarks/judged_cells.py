@@ -1,7 +1,7 @@
 """No claim: the cells and shapes that judge the cost model of `checkpoint="auto"`.
 
-None of them was run before the model was final, or is a cell of `calibration_cells.py`. If the
-model is changed after a look at these figures, they have to be replaced.
+None of them is a cell of `calibration_cells.py`, and no constant or condition was chosen by
+their figures. Two earlier ones led to a change; they are calibration cells now.
 """
 
 import equinox as eqx
