@@ -67,8 +67,10 @@ def learned(name):
 def make(getkey, name, *, steps=5, batch=2, dtype="float64", **options):
     """A layer, inputs that make its neurons fire, and a state."""
     layer = getattr(nn, name)(3, 4, **DECAYS[name], dtype=dtype, key=getkey(), **options)
-    stronger = lambda x: 3 * x if eqx.is_array(x) and x.shape[-1:] == (3,) else x
+    stronger = lambda x: 6 * x if eqx.is_array(x) and x.shape[-1:] == (3,) else x
     layer = jax.tree.map(stronger, layer)
+    biases = lambda layer: [cell.bias for cells in layer.cells for cell in cells]
+    layer = eqx.tree_at(biases, layer, replace_fn=lambda bias: bias + 0.5)
     xs = jr.normal(getkey(), (batch, steps, 3), dtype)
     _, state = layer(xs)
     state = jax.tree.map(lambda s: jr.normal(getkey(), s.shape, s.dtype), state)
