@@ -1,8 +1,9 @@
-"""Claim: the gradient of `eqg.implicit`, with the check of its residual, costs 1.1 times that of a
-rule by hand where the system is solved by LU and 1.5 times by GMRES (Optimistix: 1.1 and 1.8).
+"""Claim: the gradient of `eqg.implicit`, with the check of its residual, costs 1.1 times that
+of a rule by hand where the system is solved by LU, and 1.5 times by GMRES (Optimistix: 1.1 and
+1.8 times).
 
-For roots that need a division only it takes 0.05 to 0.15 ms more for the check. Without `jit`, LU
-takes twice as long as `custom_root` does (Optimistix too), as Lineax compiles each time.
+For roots that need a division only it takes 0.05 to 0.15 ms more for the check. Without `jit`,
+LU takes twice as long as `custom_root` does (Optimistix too), as Lineax compiles each time.
 
 The peers are `jax.lax.custom_root`, the rule of Optimistix's `ImplicitAdjoint`, and a
 `jax.custom_jvp` written by hand. Each is around the same solver and is given the same kind of
