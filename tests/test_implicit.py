@@ -422,3 +422,9 @@ class TestErrors:
             ModuleNotFoundError, match=r"Run `pip install eqx-grads\[solvers\]`"
         ):
             jax.grad(loss_of(solve))(0.7, 1.3)
+
+
+def test_explain_zero_of_a_guess():
+    loss = lambda w: solve(w["a"], 1.3, guess=w["guess"])["u"]
+    (found,) = eqg.explain_zero(loss, {"a": jnp.array(0.7), "guess": jnp.array(1.0)}).found
+    assert (found.kind, found.leaf) == ("initial guess", "['guess']")

@@ -188,10 +188,17 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         return with_implicit_tangent(y, operands, equation=equation)
 
 
+# The name of the scope in which what only the solver sees loses its tangents. `explain_zero`
+# looks for it.
+SEEN_BY_SOLVER = "eqg_seen_by_solver"
+
+
 def _without_tangents(fn, args, kwargs):
     """The value of a call, nothing in which is differentiated, whatever it closes over."""
     template, tracers = lift_tracers([fn, args, kwargs])
-    (fn, args, kwargs), _ = template.substitute(_stop_gradient(tracers))
+    with jax.named_scope(SEEN_BY_SOLVER):
+        tracers = _stop_gradient(tracers)
+    (fn, args, kwargs), _ = template.substitute(tracers)
     return _stop_gradient(as_arrays(fn(*args, **kwargs)))
 
 
