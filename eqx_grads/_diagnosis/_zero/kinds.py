@@ -6,7 +6,7 @@ from typing import Any
 from ..._control_flow.truncated import TRUNCATION
 from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import CallWithRule, Cond, structure, While
-from ..._solvers.implicit import SEEN_BY_SOLVER
+from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin
 from .structure import Cut
 from .walk import End
@@ -46,7 +46,7 @@ def kind_of_cut(cut: Cut) -> str:
     if isinstance(structure(origin.eqn), CallWithRule):
         is_solver = origin.source.library.startswith("optimistix")
         return "initial guess" if is_solver else "rule without a derivative"
-    if SEEN_BY_SOLVER in str(origin.eqn.source_info.name_stack):
+    if WITHOUT_TANGENTS in str(origin.eqn.source_info.name_stack):
         return "initial guess"
     kind = _CUTS.get(origin.primitive, "no derivative")
     if cut.is_random and kind in ("argmax", "comparison"):
