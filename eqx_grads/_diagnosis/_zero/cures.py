@@ -44,7 +44,7 @@ CURES: Mapping[str, str] = {
     "rule without a derivative": "The rule of this function returns zero for it. Change the "
     "rule, or `eqg.replace_gradient` it.",
     "initial guess": "An implicit derivative is zero in the initial guess, and in all else "
-    "that only the solver sees: the exact solution does not depend on it. For the derivative of "
+    "that only the solver sees: the solution does not depend on it. For the derivative of "
     "the iterations, use `optimistix.RecursiveCheckpointAdjoint`, or take `eqg.implicit` away.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
