@@ -299,14 +299,18 @@ def test_they_can_be_transformed(name):
 def _value_and_derivatives(fn, x):
     """The value, and the gradients by both modes, which have to agree."""
     loss = lambda x: jnp.sum(fn(x)).astype(x.dtype)
-    grad = jax.grad(loss)(x)
-    np.testing.assert_array_equal(jax.jacfwd(loss)(x), grad)
-    hessian = jax.hessian(loss)(x)
+
+    @jax.jit
+    def run(x):
+        return fn(x), jax.grad(loss)(x), jax.jacfwd(loss)(x), jax.hessian(loss)(x)
+
+    value, reverse, forward, hessian = run(x)
+    np.testing.assert_array_equal(forward, reverse)
     assert jnp.isfinite(hessian).all(), hessian
-    return fn(x), grad
+    return value, reverse
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
     ("fn", "x"),
     [
@@ -439,8 +443,10 @@ def test_expected_transitions_of_a_left_right_model():
 # ---------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize("axis", [None, 0, -1, (0, 2), [1], ()])
-@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize(
+    ("axis", "keepdims"),
+    [(None, False), (0, True), (-1, False), ((0, 2), True), ([1], False), ((), True)],
+)
 def test_axes(axis, keepdims, getkey):
     x = jr.normal(getkey(), (2, 3, 4))
     np_axis = tuple(axis) if isinstance(axis, list) else axis
