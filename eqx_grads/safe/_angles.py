@@ -76,30 +76,30 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
     return apply("arctan2", _arctan2, y=y, x=x)
 
 
-@custom_jvp
+def _cosine(out, x, y):
+    del out
+    return _direction(x, y)[0]
+
+
+def _sine(out, x, y):
+    del out
+    return _direction(x, y)[1]
+
+
 @jax.jit
-def _hypot(x, y):
-    return jnp.hypot(x, y)
+def _cosine_per_length(out, y, x):
+    del out
+    return _direction(x, y)[0] * inverse(_hypot(x, y))
 
 
-@_hypot.def_jvp
-def _hypot_jvp(primals, tangents):
-    c, s = _direction(*primals)
-    t_x, t_y = tangents
-    return _hypot(*primals), c * t_x + s * t_y
-
-
-@custom_jvp
 @jax.jit
-def _arctan2(y, x):
-    return jnp.arctan2(y, x)
+def _minus_sine_per_length(out, y, x):
+    del out
+    return -_direction(x, y)[1] * inverse(_hypot(x, y))
 
 
-@_arctan2.def_jvp
-def _arctan2_jvp(primals, tangents):
-    y, x = primals
-    t_y, t_x = tangents
-    return _arctan2(y, x), _turn(_direction(x, y), _hypot(x, y), t_x, t_y)
+_hypot = elementwise(jnp.hypot, (_cosine, _sine))
+_arctan2 = elementwise(jnp.arctan2, (_cosine_per_length, _minus_sine_per_length))
 
 
 @custom_jvp
@@ -122,14 +122,9 @@ def _direction(x, y):
 @_direction.def_jvp
 def _direction_jvp(primals, tangents):
     c, s = _direction(*primals)
-    turn = _turn((c, s), _hypot(*primals), *tangents)
+    t_x, t_y = tangents
+    turn = (c * t_y - s * t_x) * inverse(_hypot(*primals))
     return (c, s), (-s * turn, c * turn)
-
-
-def _turn(direction, length, t_x, t_y):
-    """The tangent of the angle."""
-    c, s = direction
-    return (c * t_y - s * t_x) * inverse(length)
 
 
 def arccos(x: ArrayLike) -> Array:

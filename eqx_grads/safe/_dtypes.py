@@ -32,7 +32,11 @@ def real_arrays(name: str, **xs: Any) -> list[Array]:
     dtype = promote([x if hasattr(x, "dtype") else jnp.asarray(x) for x in xs.values()])
     if not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.zeros(()).dtype
-    return [jnp.asarray(x).astype(dtype) for x in xs.values()]
+    return [_cast(jnp.asarray(x), dtype) for x in xs.values()]
+
+
+def _cast(x, dtype):
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def apply(name: str, op: Callable[..., Array], **xs: Any) -> Array:
@@ -42,7 +46,7 @@ def apply(name: str, op: Callable[..., Array], **xs: Any) -> Array:
     dtype = arrays[0].dtype
     if len({x.shape for x in arrays}) > 1:
         arrays = broadcast(name, xs, arrays)
-    return op(*(widen(x) for x in arrays)).astype(dtype)
+    return _cast(op(*map(widen, arrays)), dtype)
 
 
 def broadcast(name: str, xs: dict[str, Any], arrays: list[Array]) -> list[Array]:

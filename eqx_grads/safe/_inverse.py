@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.custom_jvp import custom_jvp
+from ..tangents import add, neg, scale
 
 
 def positive(x):
@@ -37,7 +38,7 @@ def quotient(x, y):
     return jnp.where((y == 0) | jnp.isinf(x), 0, x / y)
 
 
-@quotient.def_jvp
+@quotient.def_jvp(symbolic_zeros=True)
 def _quotient_jvp(primals, tangents):
     return quotient_jvp(quotient(*primals), primals, tangents)
 
@@ -48,4 +49,4 @@ def quotient_jvp(out, primals, tangents):
     t_x, t_y = tangents
     r = inverse(y)
     ratio = jnp.where((y == 0) | jnp.isinf(x), 0, out)
-    return out, t_x * r - (ratio * t_y) * r
+    return out, scale(add(t_x, neg(scale(t_y, ratio))), r)

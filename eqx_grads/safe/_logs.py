@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._rules.elementwise import elementwise
 from ._dtypes import apply
-from ._inverse import positive, quotient
+from ._inverse import inverse, positive, quotient
 from ._logarithm import finite_logarithm, logarithm
 
 
@@ -123,7 +123,7 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
 @jax.jit
 def _log1p_slope(out, x):
     del out
-    return quotient(jnp.ones_like(x), positive(1 + x))
+    return inverse(positive(1 + x))
 
 
 _log1p = elementwise(jnp.log1p, _log1p_slope)

@@ -46,6 +46,7 @@ def sqrt(x: ArrayLike) -> Array:
     return apply("sqrt", square_root, x=x)
 
 
+@jax.jit
 def _square_root_slope(out, x):
     del x
     return 0.5 * inverse(positive(out))
@@ -139,7 +140,7 @@ def _divide(x, y):
     return x / y
 
 
-@_divide.def_jvp
+@_divide.def_jvp(symbolic_zeros=True)
 def _divide_jvp(primals, tangents):
     return quotient_jvp(_divide(*primals), primals, tangents)
 

@@ -50,7 +50,7 @@ def _():
 
 
 def _logarithms(x, scale):
-    return jnp.log(scale * jnp.where(x > 0, x, 1.0)) * (x > 0)
+    return jnp.where(x > 0, jnp.log(scale * jnp.where(x > 0, x, 1.0)), 0.0)
 
 
 @case("safe.where", reference=_logarithms)
