@@ -61,3 +61,11 @@ from ._rules.replace_gradient import (
     replace_gradient as replace_gradient,
     with_gradient_of as with_gradient_of,
 )
+from ._solvers.host_function import (
+    host_function as host_function,
+    HostFunction as HostFunction,
+)
+from ._solvers.linear_host_function import (
+    linear_host_function as linear_host_function,
+    LinearHostFunction as LinearHostFunction,
+)

@@ -1,0 +1,198 @@
+"""Call NumPy code from a JAX program: the one place that does, with its dtypes, shapes, errors."""
+
+import abc
+import dataclasses
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._errors import rule_error, RuleError, type_of
+from .._jaxprs.current_trace import is_staged, outside_of_linearization
+from .._rules.closure_convert import Opaque
+
+
+VMAP_METHODS = (
+    "sequential",
+    "sequential_unrolled",
+    "expand_dims",
+    "broadcast_all",
+    "legacy_vectorized",
+)
+
+
+class AbstractHostOp(Opaque, abc.ABC):
+    """A function of a list of NumPy arrays that returns a list of NumPy arrays.
+
+    It is hashed and compared by what it is made of, as JAX keeps compiled programs by it. The
+    arrays may have more axes in front than `in_types` say: those of `vmap`.
+    """
+
+    in_types: Any  # tuples of `jax.ShapeDtypeStruct`s: attributes or properties
+    out_types: Any
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What the user calls the function that runs."""
+
+    @property
+    @abc.abstractmethod
+    def place(self) -> str:
+        """Its file and line."""
+
+    @property
+    @abc.abstractmethod
+    def vmap_method(self) -> str: ...
+
+    @abc.abstractmethod
+    def out_path(self, i: int) -> str:
+        """Where output number `i` is, in the user's words."""
+
+    @abc.abstractmethod
+    def run(self, leaves: Sequence[np.ndarray]) -> list[Any]:
+        """The outputs as the user's code returned them: nothing is cast yet, so that
+        differences of them can be taken."""
+
+
+def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
+    """The outputs of `op`, of the types that it promises.
+
+    Where the values are known, `op` is simply called, so that an exception arrives as it was
+    raised. In a program that is being traced the call is a `jax.pure_callback`.
+    """
+    if any(isinstance(x, Tracer) for x in leaves) or is_staged(leaves):
+        out = jax.pure_callback(
+            _Callback(op), op.out_types, *leaves, vmap_method=op.vmap_method
+        )
+        return list(out)
+    try:
+        out = _run(op, [np.asarray(x) for x in leaves])
+    except Exception as error:
+        error.add_note(f"This was raised on the host, by `{op.name}`, called with {_given(op)}.")
+        raise
+    with outside_of_linearization(()):
+        return [jnp.asarray(x) for x in out]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Callback:
+    """What JAX keeps of a callback, and calls."""
+
+    op: AbstractHostOp
+
+    def __call__(self, *leaves):
+        try:
+            return tuple(_run(self.op, [np.asarray(x) for x in leaves]))
+        except RuleError:
+            raise
+        except Exception as error:
+            # All that leaves a compiled program is the text of the last exception.
+            raise RuntimeError(_describe(self.op, error)) from error
+
+
+def _describe(op, error) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename not in _OWN_FILES]
+    lines = "".join(traceback.format_list(own or frames))
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    return (
+        f"`{op.name}` raised an exception on the host.\n"
+        f"  {op.place}\n  called with {_given(op)}\n{lines}{text}\n"
+        "The program is compiled, and so can't raise the exception itself. Call the function "
+        "outside of `jax.jit` and `jax.vmap` to catch it, or to debug it."
+    )
+
+
+_OWN_FILES = {__file__}  # and those of the other files here that call the user's code
+
+
+def hide_frames(file: str) -> None:
+    """Leave the lines of `file` out of the text of an exception."""
+    _OWN_FILES.add(file)
+
+
+def _given(op) -> str:
+    return ", ".join(type_of(t) for t in op.in_types) or "no arrays"
+
+
+def batch_shape(
+    types: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[np.ndarray]
+) -> tuple[int, ...]:
+    """The axes of `vmap` in front of the arrays."""
+    pairs = zip(leaves, types, strict=True)
+    return np.broadcast_shapes(*(x.shape[: x.ndim - len(t.shape)] for x, t in pairs))
+
+
+def _run(op, leaves) -> list[np.ndarray]:
+    batch = batch_shape(op.in_types, leaves)
+    out = op.run(leaves)
+    return [
+        _cast(op, i, check_shape(op, i, x, batch), t.dtype)
+        for i, (x, t) in enumerate(zip(out, op.out_types, strict=True))
+    ]
+
+
+def check_shape(op: AbstractHostOp, i: int, x: Any, batch: tuple[int, ...]) -> np.ndarray:
+    """Output number `i` as an array with the axes of `vmap`; raises if it has another shape
+    than was promised."""
+    x = np.asarray(x)
+    shape = op.out_types[i].shape
+    if x.shape == batch + shape:
+        return x
+    # An output that does not depend on a batched argument need not have the axes of `vmap`.
+    own = x.shape[: x.ndim - len(shape)]
+    missing = (1,) * (len(batch) - len(own))
+    fits = all(n in (1, m) for n, m in zip(missing + own, batch, strict=False))
+    if batch and len(own) <= len(batch) and x.shape[len(own) :] == shape and fits:
+        return np.broadcast_to(x.reshape(missing + x.shape), batch + shape)
+    promised = jax.ShapeDtypeStruct(batch + shape, op.out_types[i].dtype)
+    do = "Return an array of the promised shape, or promise another one."
+    if batch:
+        do += (
+            f" With `vmap_method={op.vmap_method!r}` the function is given the axes of "
+            "`jax.vmap` in front, and returns them; with `'sequential'` it is not."
+        )
+    raise _misfit(op, i, "shape", x, promised, do)
+
+
+def _cast(op, i, x, dtype) -> np.ndarray:
+    if x.dtype == dtype:
+        return x
+    kinds = _kind(x.dtype), _kind(dtype)
+    if kinds in (("float", "float"), ("complex", "complex"), ("float", "complex")):
+        with np.errstate(over="ignore"):  # as JAX: what float32 can't hold is infinite
+            return x.astype(dtype)
+    if kinds == ("integer", "integer"):
+        cast = x.astype(dtype)
+        if np.array_equal(cast, x):
+            return cast
+    promised = jax.ShapeDtypeStruct(x.shape, dtype)
+    do = (
+        "Floats are cast to the promised precision, and integers that fit to the promised "
+        "width. Nothing else is: return what was promised, or promise what is returned."
+    )
+    raise _misfit(op, i, "dtype", x, promised, do)
+
+
+def _kind(dtype) -> str:
+    for name, kind in _KINDS.items():
+        if jnp.issubdtype(dtype, kind):
+            return name
+    return str(dtype)
+
+
+_KINDS = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.integer}
+
+
+def _misfit(op, i, what, got, promised, do) -> RuleError:
+    return rule_error(
+        f"`{op.name}` returned another {what} than was promised.",
+        f"at {op.out_path(i)}: promised was {type_of(promised)}, returned was {type_of(got)}",
+        op.place,
+        do=do,
+    )
