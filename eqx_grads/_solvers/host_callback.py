@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools as ft
+import pathlib
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +36,16 @@ class AbstractHostOp(Opaque, abc.ABC):
 
     in_types: Any  # tuples of `jax.ShapeDtypeStruct`s: attributes or properties
     out_types: Any
+
+    # Compared at each call, for which the comparison of lists is quickest.
+
+    @ft.cached_property
+    def in_ranks(self) -> list[int]:
+        return [len(t.shape) for t in self.in_types]
+
+    @ft.cached_property
+    def out_shapes(self) -> list[Any]:
+        return [(t.shape, np.dtype(t.dtype)) for t in self.out_types]
 
     @property
     @abc.abstractmethod
@@ -97,7 +109,7 @@ class _Callback:
 
 def _describe(op, error) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename not in _OWN_FILES]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)]
     lines = "".join(traceback.format_list(own or frames))
     text = "".join(traceback.format_exception_only(error)).rstrip()
     return (
@@ -108,29 +120,26 @@ def _describe(op, error) -> str:
     )
 
 
-_OWN_FILES = {__file__}  # and those of the other files here that call the user's code
-
-
-def hide_frames(file: str) -> None:
-    """Leave the lines of `file` out of the text of an exception."""
-    _OWN_FILES.add(file)
+_LIBRARY = str(pathlib.Path(__file__).parents[1])
 
 
 def _given(op) -> str:
     return ", ".join(type_of(t) for t in op.in_types) or "no arrays"
 
 
-def batch_shape(
-    types: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[np.ndarray]
-) -> tuple[int, ...]:
+def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, ...]:
     """The axes of `vmap` in front of the arrays."""
-    pairs = zip(leaves, types, strict=True)
-    return np.broadcast_shapes(*(x.shape[: x.ndim - len(t.shape)] for x, t in pairs))
+    if [x.ndim for x in leaves] == op.in_ranks:
+        return ()
+    pairs = zip(leaves, op.in_ranks, strict=True)
+    return np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in pairs))
 
 
 def _run(op, leaves) -> list[np.ndarray]:
-    batch = batch_shape(op.in_types, leaves)
-    out = op.run(leaves)
+    batch = batch_shape(op, leaves)
+    out = [x if isinstance(x, np.ndarray) else np.asarray(x) for x in op.run(leaves)]
+    if not batch and [(x.shape, x.dtype) for x in out] == op.out_shapes:
+        return out
     return [
         _cast(op, i, check_shape(op, i, x, batch), t.dtype)
         for i, (x, t) in enumerate(zip(out, op.out_types, strict=True))

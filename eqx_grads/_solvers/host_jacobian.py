@@ -13,11 +13,8 @@ import numpy as np
 
 from .._errors import rule_error
 from .finite_difference import central_differences, complex_steps, NotComplex
-from .host_callback import AbstractHostOp, batch_shape, check_shape, hide_frames
+from .host_callback import AbstractHostOp, batch_shape, check_shape
 from .host_ops import CotangentOp, is_inexact, TangentOp, Types
-
-
-hide_frames(__file__)
 
 
 def is_complex(t: Any) -> bool:
@@ -88,7 +85,7 @@ class _AbstractJacobianOp(AbstractHostOp):
     def targets(self) -> Types:
         """The types of the outputs that have derivatives."""
 
-    @property
+    @ft.cached_property
     def out_types(self):
         return tuple(
             jax.ShapeDtypeStruct(t.shape + s.shape, t.dtype)
@@ -127,7 +124,7 @@ class DifferenceOp(_AbstractJacobianOp):
 
     steps: tuple[float | None, ...]
 
-    @property
+    @ft.cached_property
     def in_types(self):
         return self.op.in_types
 
@@ -140,7 +137,7 @@ class DifferenceOp(_AbstractJacobianOp):
         return tuple(t for t in self.op.out_types if is_inexact(t))
 
     def run(self, leaves):
-        batch = batch_shape(self.in_types, leaves)
+        batch = batch_shape(self, leaves)
         run = ft.partial(self._outputs, batch)
         columns = []
         for i, source, step in zip(self.live, self.sources, self.steps, strict=True):
@@ -174,7 +171,7 @@ class ForwardBasisOp(_AbstractJacobianOp):
 
     op: TangentOp
 
-    @property
+    @ft.cached_property
     def in_types(self):
         return self.op.call.in_types
 
@@ -187,7 +184,7 @@ class ForwardBasisOp(_AbstractJacobianOp):
         return self.op.out_types
 
     def run(self, leaves):
-        batch = batch_shape(self.in_types, leaves)
+        batch = batch_shape(self, leaves)
         columns = []
         for k, source in enumerate(self.sources):
             zeros = [np.zeros(batch + s.shape, s.dtype) for s in self.sources]
@@ -204,7 +201,7 @@ class ReverseBasisOp(_AbstractJacobianOp):
 
     op: CotangentOp
 
-    @property
+    @ft.cached_property
     def in_types(self):
         return self.op.in_types[: len(self.op.in_types) - len(self.targets)]
 
@@ -218,7 +215,7 @@ class ReverseBasisOp(_AbstractJacobianOp):
         return tuple(call.out_types[i] for i in call.out_inexact)
 
     def run(self, leaves):
-        batch = batch_shape(self.in_types, leaves)
+        batch = batch_shape(self, leaves)
         blocks = []
         for j, target in enumerate(self.targets):
             zeros = [np.zeros(batch + t.shape, t.dtype) for t in self.targets]

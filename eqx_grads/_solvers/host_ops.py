@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools as ft
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -16,10 +17,8 @@ from .._rules.closure_convert import Opaque
 from .._rules.flatten_call import Signature
 from .._rules.rule import Rule
 from .._tangent_spaces import is_none, match_leaves
-from .host_callback import AbstractHostOp, batch_shape, check_shape, hide_frames
+from .host_callback import AbstractHostOp, batch_shape, check_shape
 
-
-hide_frames(__file__)
 
 Types = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -105,12 +104,12 @@ class PrimalOp(AbstractHostOp):
         args, kwargs = self.arguments(leaves)
         return self.flatten_out(self.code.fn(*args, **kwargs), self.code.name, self.code.place)
 
-    @property
+    @ft.cached_property
     def arrays(self) -> list[int]:
         """Which leaves of `(args, kwargs)` are arrays."""
         return [i for i, x in enumerate(self.statics) if x is None]
 
-    @property
+    @ft.cached_property
     def out_inexact(self) -> tuple[int, ...]:
         return tuple(i for i, t in enumerate(self.out_types) if is_inexact(t))
 
@@ -119,7 +118,7 @@ class PrimalOp(AbstractHostOp):
         full = list(self.statics if statics is None else statics)
         for i, x in zip(self.arrays, leaves, strict=True):
             full[i] = x
-        return jax.tree.unflatten(self.treedef, full)
+        return self.treedef.unflatten(full)
 
     def tangents(self, ts: Sequence[Any]) -> Any:
         """A tree like `args` with `ts` (`None`: zero) for its arrays, and `None` elsewhere."""
@@ -226,11 +225,11 @@ class ForwardOp(AbstractHostOp):
     def vmap_method(self):
         return self.call.vmap_method
 
-    @property
+    @ft.cached_property
     def in_types(self):
         return self.call.in_types
 
-    @property
+    @ft.cached_property
     def out_types(self):
         return self.call.out_types + self.residual_types
 
@@ -297,11 +296,11 @@ class TangentOp(AbstractHostOp):
     def vmap_method(self):
         return self.call.vmap_method
 
-    @property
+    @ft.cached_property
     def in_types(self):
         return self.call.in_types + tuple(self.call.in_types[i] for i in self.live)
 
-    @property
+    @ft.cached_property
     def out_types(self):
         return tuple(self.call.out_types[i] for i in self.call.out_inexact)
 
@@ -330,7 +329,7 @@ class TangentOp(AbstractHostOp):
         leaves_out = jax.tree.leaves(out, is_leaf=is_none)
         matched = match_leaves(result[1], out, "out", fail)
         t_out = [t for t, x in zip(matched, leaves_out, strict=True) if x is not None]
-        batch = batch_shape(self.in_types, leaves)
+        batch = batch_shape(self, leaves)
         return [
             np.zeros(batch + t.shape, t.dtype) if t_out[i] is None else t_out[i]
             for i, t in ((i, call.out_types[i]) for i in call.out_inexact)
@@ -372,12 +371,12 @@ class CotangentOp(AbstractHostOp):
     def vmap_method(self):
         return self.call.vmap_method
 
-    @property
+    @ft.cached_property
     def in_types(self):
         cts = tuple(self.call.out_types[i] for i in self.call.out_inexact)
         return self.call.in_types + self.forward.residual_types + cts
 
-    @property
+    @ft.cached_property
     def out_types(self):
         return tuple(self.call.in_types[i] for i in self.live)
 
@@ -392,13 +391,15 @@ class CotangentOp(AbstractHostOp):
         for i, x in zip(call.out_inexact, leaves[m:], strict=True):
             ct[i] = x
         residuals = self._residuals(primals, leaves[n:m])
-        _, kwargs = call.arguments(primals)
-        flags = [i in self.live for i in range(call.n_args)]
-        offered = {"perturbed": call.tangents(flags), **kwargs}
-        ct_out = jax.tree.unflatten(call.out_treedef, ct)
-        result = self.rule(residuals, ct_out, **self.rule.asked_for(offered))
-        cts = self._flatten(result, primals)
-        batch = batch_shape(self.in_types, leaves)
+        args, kwargs = call.arguments(primals)
+        if self.rule.keyword_only:
+            flags = [i in self.live for i in range(call.n_args)]
+            kwargs = self.rule.asked_for({"perturbed": call.tangents(flags), **kwargs})
+        else:
+            kwargs = {}
+        result = self.rule(residuals, jax.tree.unflatten(call.out_treedef, ct), **kwargs)
+        cts = self._flatten(result, args)
+        batch = batch_shape(self, leaves)
         return [self._fit(k, i, cts[i], batch) for k, i in enumerate(self.live)]
 
     def _residuals(self, primals, passed):
@@ -413,10 +414,9 @@ class CotangentOp(AbstractHostOp):
             return forward.call_rule(primals)[1]
         return jax.tree.unflatten(forward.residual_treedef, passed)
 
-    def _flatten(self, result, primals) -> list[Any]:
+    def _flatten(self, result, args) -> list[Any]:
         """The cotangents of the arrays among the arguments."""
         call = self.call
-        args = call.arguments(primals)[0]
         if not isinstance(result, tuple | list) or len(result) != len(args):
             names = ", ".join(f"`{call.code.signature.names[i]}`" for i in range(len(args)))
             raise rule_error(
@@ -430,6 +430,9 @@ class CotangentOp(AbstractHostOp):
         fail = _misfit(self, "a cotangent that does not have the structure of its argument")
         cts = []
         for i, (ct, arg) in enumerate(zip(result, args, strict=True)):
+            if isinstance(ct, np.ndarray) and isinstance(arg, np.ndarray):
+                cts.append(ct)
+                continue
             leaves = jax.tree.leaves(arg, is_leaf=is_none)
             matched = match_leaves(ct, arg, call.code.signature.names[i], fail)
             cts.extend(

@@ -1,0 +1,64 @@
+"""A layer whose parameters JAX holds, and whose computation runs on the host."""
+
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import PRNGKeyArray, PyTree
+
+from .._solvers.host_function import HostFunction
+
+
+class HostLayer(eqx.Module):
+    r"""A layer that is computed by a host function of its parameters.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        @eqg.host_function(out=lambda weight, x: x)
+        def convolve(weight, x):
+            return np.convolve(x, weight, mode="same")
+
+        @convolve.def_bwd
+        def convolve_bwd(arguments, ct):
+            weight, x = arguments
+            ct_weight = np.convolve(x[::-1], ct, mode="same")[x.size // 2 :][: weight.size]
+            return np.correlate(np.pad(ct, 1), np.pad(x, 0))[:3][::-1], np.correlate(
+                ct, weight, mode="same"
+            )
+
+        layer = eqg.nn.HostLayer(convolve, jnp.array([0.5, 1.0, -0.5]))
+        model = eqx.nn.Sequential([layer, eqx.nn.Lambda(jax.nn.relu)])
+        grads = eqx.filter_grad(lambda model: jnp.sum(model(jnp.arange(4.0))))(model)
+        ```
+
+    **Arguments:**
+
+    - `function`: an [`eqx_grads.host_function`][] of `parameters` and the input.
+    - `parameters`: any PyTree. Its arrays are leaves of the layer, and can be trained.
+
+    **Derivative:**
+
+    That of `function`.
+    """
+
+    function: HostFunction
+    parameters: PyTree
+
+    def __call__(self, *args: Any, key: PRNGKeyArray | None = None) -> Any:
+        """**Arguments:**
+
+        - `args`: what `function` takes after the parameters.
+        - `key`: ignored.
+
+        **Returns:**
+
+        `function(parameters, *args)`.
+        """
+        del key
+        return self.function(self.parameters, *args)
