@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 
-Run = Callable[[list[np.ndarray]], list[np.ndarray]]
+Run = Callable[[list[np.ndarray]], list[Any]]
 
 
 def central_differences(
     run: Run, leaves: Sequence[np.ndarray], i: int, rank: int, step: float
-) -> list[list[np.ndarray]]:
+) -> list[list[Any]]:
     r"""The derivatives of the outputs of `run` with respect to each element of `leaves[i]`.
 
     An element $x$ is moved by $\pm h$ with $h = \mathrm{step} \cdot \max(|x|, 1)$, in all
@@ -37,9 +37,9 @@ def central_differences(
 
 def complex_steps(
     run: Run, leaves: Sequence[np.ndarray], i: int, rank: int
-) -> list[list[np.ndarray]]:
-    r"""As `central_differences`, by $\mathrm{Im} f(x + \mathrm{i} h) / h$ with a tiny $h$, which
-    is free of cancellation, and so right to rounding, if `run` is analytic."""
+) -> list[list[Any]]:
+    r"""As `central_differences`, by $\mathrm{Im} f(x + \mathrm{i} h) / h$ with a tiny $h$.
+    Nothing cancels in it, so it is right to rounding, if `run` is analytic."""
     x = leaves[i]
     # Far below the resolution of the dtype, and far above the smallest number.
     h = float(np.finfo(x.dtype).tiny) ** 0.5

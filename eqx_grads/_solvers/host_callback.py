@@ -1,4 +1,4 @@
-"""Call NumPy code from a JAX program: the one place that does, with its dtypes, shapes, errors."""
+"""The one place that calls NumPy code from a JAX program: dtypes, shapes, exceptions."""
 
 import abc
 import dataclasses
@@ -34,7 +34,8 @@ class AbstractHostOp(Opaque, abc.ABC):
     arrays may have more axes in front than `in_types` say: those of `vmap`.
     """
 
-    in_types: Any  # tuples of `jax.ShapeDtypeStruct`s: attributes or properties
+    call: Any  # the `PrimalOp` that this is, or is derived from
+    in_types: Any  # tuples of `jax.ShapeDtypeStruct`s
     out_types: Any
 
     # Compared at each call, for which the comparison of lists is quickest.
@@ -85,7 +86,9 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
     try:
         out = _run(op, [np.asarray(x) for x in leaves])
     except Exception as error:
-        error.add_note(f"This was raised on the host, by `{op.name}`, called with {_given(op)}.")
+        error.add_note(
+            f"This was raised on the host, by `{op.name}`, called with {_given(op)}."
+        )
         raise
     with outside_of_linearization(()):
         return [jnp.asarray(x) for x in out]

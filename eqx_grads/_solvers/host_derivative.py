@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from .._errors import rule_error
 from .._jaxprs.current_trace import outside_of_linearization
@@ -20,10 +21,10 @@ from .host_jacobian import (
     contract_transpose,
     DifferenceOp,
     ForwardBasisOp,
-    is_complex,
     ReverseBasisOp,
 )
-from .host_ops import CotangentOp, ForwardOp, is_inexact, PrimalOp, TangentOp, Types
+from .host_ops import is_complex, is_inexact, PrimalOp, Types
+from .host_rule_ops import CotangentOp, ForwardOp, TangentOp
 from .host_spec import forward_op
 
 
@@ -70,7 +71,7 @@ def _split(op: ForwardOp, values):
 def _live(op, ts) -> tuple[int, ...]:
     """Which inputs are being differentiated, of those that have a derivative."""
     live = tuple(i for i, t in enumerate(ts) if t is not None)
-    call = _call_of(op)
+    call = op.call
     for i in live:
         if call.n_args <= i < len(call.in_types):
             raise rule_error(
@@ -81,12 +82,6 @@ def _live(op, ts) -> tuple[int, ...]:
                 "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
             )
     return live
-
-
-def _call_of(op) -> PrimalOp:
-    while not isinstance(op, PrimalOp):
-        op = op.op if isinstance(op, DifferenceOp | ForwardBasisOp | ReverseBasisOp) else op.call
-    return op
 
 
 class _Derivative:
@@ -113,7 +108,10 @@ class _Derivative:
 
     def push_forward(self, operands: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
         forward = LinearMap(
-            self.op.name, self.tangents, self.cotangents, [tangent_type(t) for t in self.targets]
+            self.op.name,
+            self.tangents,
+            self.cotangents,
+            [tangent_type(t) for t in self.targets],
         )
         return list(linear_call(forward, operands, ts))
 
@@ -149,13 +147,14 @@ class _Derivative:
         return contract_transpose(jacobian, self.sources, self.targets, cts)
 
     def _pull(self, operands, cts):
+        assert self.pull is not None
         return host_call(self.pull, [*operands, *cts])
 
     def _push_dense(self, operands, ts):
         return self.push_forward(operands, dense(ts, self.sources))
 
     def _differences(self) -> DifferenceOp:
-        op, call = self.op, _call_of(self.op)
+        op, call = self.op, self.op.call
         if isinstance(op, CotangentOp):
             op = dataclasses.replace(op, recompute=True)
         if call.code.finite_difference == "complex" and isinstance(op, PrimalOp):
@@ -169,7 +168,7 @@ class _Derivative:
         most = op.call.code.max_rule_calls
         if n > most:
             raise rule_error(
-                f"`{op.call.name}` was differentiated in {mode} mode, for which it has no rule.",
+                f"`{op.call.name}` was differentiated in {mode} mode, and has no rule for it.",
                 f"the Jacobian takes {n} calls of the rule `{op.name}`; `max_rule_calls` is "
                 f"{most}",
                 op.place,
@@ -179,7 +178,7 @@ class _Derivative:
 
 
 def tangent_type(t):
-    return jax.core.ShapedArray(t.shape, t.dtype)
+    return ShapedArray(t.shape, t.dtype)
 
 
 def dense(cts, types):
@@ -190,7 +189,7 @@ def dense(cts, types):
 
 
 def _has_differences(op) -> bool:
-    return _call_of(op).code.finite_difference is not None
+    return op.call.code.finite_difference is not None
 
 
 def _n_differences(op) -> int:
@@ -227,11 +226,11 @@ def _check_real(op: PrimalOp, sources, targets) -> None:
 
 
 def _no_derivative(op):
-    call = _call_of(op)
+    call = op.call
     if call.code.is_linear:
         return rule_error(
-            f"`{call.name}` was differentiated with respect to a parameter: it is linear in its "
-            "first argument, and the others have no derivative.",
+            f"`{call.name}` was differentiated with respect to a parameter: it is linear in "
+            "its first argument, and the others have no derivative.",
             call.place,
             do="Pass `jax.lax.stop_gradient` of the parameter; or use "
             "`eqx_grads.host_function`, or write the derivative with `eqx_grads.custom_jvp`.",

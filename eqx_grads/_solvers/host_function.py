@@ -1,8 +1,8 @@
-"""`host_function`: a NumPy, SciPy, C or PyTorch function with a derivative, in a JAX program."""
+"""`host_function`: a NumPy, SciPy, C or PyTorch function in a JAX program, differentiable."""
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,8 +14,9 @@ from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .host_callback import VMAP_METHODS
 from .host_derivative import host_call
-from .host_ops import HostCode, ResidualCache
+from .host_ops import HostCode
 from .host_spec import check_captures, check_hashable, primal_op
+from .residual_cache import ResidualCache
 
 
 class HostFunction(eqx.Module):
@@ -129,9 +130,9 @@ def host_function(
     fn: Callable[..., Any] | None = None,
     *,
     out: PyTree | Callable[..., PyTree] = None,
-    example: tuple[Any, ...] | None = None,
-    finite_difference: Literal["central", "complex"] | None = None,
-    step: float | tuple[Any, ...] | None = None,
+    example: Any = None,
+    finite_difference: str | None = None,
+    step: PyTree = None,
     max_rule_calls: int = 256,
     vmap_method: str = "sequential",
 ) -> Any:
@@ -173,19 +174,21 @@ def host_function(
         PyTrees, Modules included; it is given NumPy arrays. A traced value that it closes over
         is an error.
     - `out`: what it returns: a tree of `jax.ShapeDtypeStruct`s or arrays, or a function of the
-        arguments that returns such a tree. It is given `jax.ShapeDtypeStruct`s for arrays.
+        arguments that returns such a tree. It is called with the arguments that the caller
+        gave, and `jax.ShapeDtypeStruct`s in the place of arrays.
     - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
         function is first used. It is not made at zeros or ones, where a solver may fail, or
         never end. The shapes of all later calls are those of the example.
-    - `finite_difference`: for the modes and the orders of derivative for which there is no rule:
+    - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
         real function that computes with complex numbers throughout.
     - `step`: the relative step of central differences. An element $x$ is moved by
         $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
         argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$
-        the resolution of the argument's dtype: 0.005 for float32, 6e-6 for float64. If
-        the function is known to less than that (an adaptive solver), it should be the third root
-        of its relative error; if it computes in float64 for float32 arguments, it may be 1e-5.
+        the resolution of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
+        function is less precise than its dtype (an adaptive solver), it should be the third
+        root of its relative error; if it computes in float64 for float32 arguments, it may be
+        1e-5.
     - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
     - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
         `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in
@@ -194,8 +197,8 @@ def host_function(
     **Returns:**
 
     An [`eqx_grads.HostFunction`][]. Its methods `def_fwd`, `def_bwd` and `def_jvp` take rules,
-    which are like those of [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][], but run on
-    the host. Floats are cast to the promised precision.
+    which are like those of [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][], but run
+    on the host. Floats are cast to the promised precision.
 
     **Derivative:**
 
@@ -208,8 +211,8 @@ def host_function(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if a derivative is needed that nothing above gives, and if the
-    function returns another structure, shape or kind of dtype than was promised. An exception of
-    `fn` arrives as it is where JAX runs eagerly. In a compiled program it becomes a
+    function returns another structure, shape or kind of dtype than was promised. An exception
+    of `fn` arrives as it is where JAX runs eagerly. In a compiled program it becomes a
     `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.
     """
     options = {

@@ -5,7 +5,6 @@ import abc
 import dataclasses
 import functools as ft
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,8 @@ import numpy as np
 from .._errors import rule_error
 from .finite_difference import central_differences, complex_steps, NotComplex
 from .host_callback import AbstractHostOp, batch_shape, check_shape
-from .host_ops import CotangentOp, is_inexact, TangentOp, Types
-
-
-def is_complex(t: Any) -> bool:
-    return jnp.issubdtype(t.dtype, jnp.complexfloating)
+from .host_ops import is_complex, is_inexact, Types
+from .host_rule_ops import CotangentOp, TangentOp
 
 
 def contract(
@@ -62,6 +58,10 @@ class _AbstractJacobianOp(AbstractHostOp):
 
     op: AbstractHostOp
     live: tuple[int, ...]
+
+    @property
+    def call(self):
+        return self.op.call
 
     @property
     def name(self):

@@ -11,14 +11,17 @@ import numpy as np
 
 from .._errors import rule_error, show_tree, type_of
 from .._rules.closure_convert import check_no_tracers
-from .host_ops import check_key, ForwardOp, HostCode, is_array_leaf, PrimalOp
+from .host_ops import HostCode, is_array_leaf, PrimalOp
+from .host_rule_ops import ForwardOp
 
 
 def primal_op(
     code: HostCode, args: Any, kwargs: Any, out: Any = None
 ) -> tuple[PrimalOp, list[jax.Array]]:
     """A call of the user's function, and its operands. `out` replaces what was promised."""
-    args, kwargs, _ = code.signature.bind(args, kwargs, True)
+    # What the caller gave: who promises the type of `np.cumsum(x)` need not know of its `axis`.
+    args, kwargs, filled = code.signature.bind(args, kwargs, False)
+    kwargs = {name: x for name, x in kwargs.items() if name not in filled}
     leaves, treedef = jax.tree.flatten((args, kwargs))
     operands = [
         x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves if is_array_leaf(x)
@@ -36,7 +39,13 @@ def primal_op(
         steps=(),
     )
     for i, x in enumerate(operands):
-        check_key(x, op.in_path(i), op.name)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise rule_error(
+                f"`{op.name}` runs on the host, and was given a random key.",
+                f"at {op.in_path(i)}: {type_of(x)}",
+                op.place,
+                do="Pass `jax.random.key_data(key)`, an array of integers.",
+            )
     out_types, out_treedef = _promised(op, code.out if out is None else out)
     op = dataclasses.replace(
         op, out_types=out_types, out_treedef=out_treedef, steps=_steps(code, args, n_args)
@@ -108,7 +117,7 @@ def _to_numpy(x):
 
 def _check_like_example(op) -> None:
     args = op.arguments(op.in_types)[0]
-    example, _, _ = op.code.signature.bind(op.code.example, {}, True)
+    example = op.code.example
     shapes = lambda tree: [np.shape(x) for x in jax.tree.leaves(tree) if _has_shape(x)]
     if shapes(args) != shapes(example):
         raise rule_error(

@@ -149,8 +149,8 @@ def linear_host_function(
 
     **Arguments:**
 
-    - `matvec`: called as `matvec(x, *args)` with NumPy arrays; linear in `x`, which is any tree of
-        floating or complex arrays. The other arguments are parameters.
+    - `matvec`: called as `matvec(x, *args)` with NumPy arrays; linear in `x`, which is any tree
+        of floating or complex arrays. The other arguments are parameters.
     - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns what is
         like `x`. For a complex map it is the adjoint, $A^H y$, and not the transpose, as the
         method of that name of `scipy.sparse.linalg.LinearOperator`. For a symmetric map, give
