@@ -99,7 +99,13 @@ def test_both_modes(form, points):
         assert_close(jax.jit(lambda: derivatives(f))(), expected, **F64)
 
 
-@pytest.mark.parametrize("rules", [(), ("def_bwd",), ("def_jvp",), ("def_bwd", "def_jvp")])
+def slow(*args):
+    return pytest.param(*args, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "rules", [(), slow(("def_bwd",)), slow(("def_jvp",)), ("def_bwd", "def_jvp")]
+)
 def test_second_order_by_differences_of_the_rules(rules, points):
     f = make(*rules, finite_difference="central")
     modes = (jax.jacfwd, jax.jacrev)
@@ -321,7 +327,7 @@ def test_one_example_call():
 
 
 @pytest.mark.parametrize("method", VMAP_METHODS)
-@pytest.mark.parametrize("form", ["central", "both rules", "def_jvp", "def_bwd"])
+@pytest.mark.parametrize("form", ["central", "both rules", slow("def_jvp"), slow("def_bwd")])
 def test_vmap_methods(method, form):
     rules, options = FORMS[form]
     f = make(*rules, vmap_method=method, **options)

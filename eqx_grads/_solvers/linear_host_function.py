@@ -119,8 +119,8 @@ class _Pair:
 
 
 def linear_host_function(
-    matvec: Callable[..., Any],
-    rmatvec: Callable[..., Any],
+    matvec: Any,
+    rmatvec: Any,
     *,
     out: PyTree | Callable[..., PyTree] = None,
     vmap_method: str = "sequential",
