@@ -309,9 +309,7 @@ def test_one_example_call():
         calls.append(matrix)
         return np.linalg.solve(matrix, b)
 
-    f = eqg.host_function(
-        solve, example=(np.eye(2), np.ones(2)), finite_difference="central"
-    )
+    f = eqg.host_function(solve, example=(np.eye(2), np.ones(2)), finite_difference="central")
     matrix, b = jnp.array([[2.0, 1.0], [0.0, 4.0]]), jnp.array([3.0, 4.0])
     shape = jax.eval_shape(f, matrix, b)
     assert shape.shape == (2,)
@@ -499,7 +497,7 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
     @f.def_bwd
     def f_bwd(arguments, ct, *, perturbed, power):
         seen.append(perturbed)
-        ((x, y),) = arguments
+        ((_, y),) = arguments
         return ((ct * y**power, None),)
 
     assert jax.grad(lambda x: f((x, 3.0), power=2))(2.0) == 9.0
@@ -642,7 +640,9 @@ def test_a_pytorch_module():
         tensors, x, out = residuals
         inputs = [*tensors.values(), x]
         grads = torch.autograd.grad(out, inputs, torch.tensor(ct), retain_graph=True)
-        return dict(zip(tensors, (g.numpy() for g in grads[:-1]), strict=True)), grads[-1].numpy()
+        return dict(zip(tensors, (g.numpy() for g in grads[:-1]), strict=True)), grads[
+            -1
+        ].numpy()
 
     def in_jax(parameters, x):
         h = jnp.tanh(parameters["0.weight"] @ x + parameters["0.bias"])
@@ -758,8 +758,8 @@ def test_an_exception_arrives_as_it_was_raised():
         assert "by `solve`, called with float" in caught.value.__notes__[0]
         assert caught.traceback[-1].name == "solve"
     for call in (jax.jit(f), jax.vmap(f), jax.jit(jax.grad(lambda x: jnp.sum(f(x))))):
-        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-            jax.block_until_ready(call(jnp.stack([x, x]) if call.__name__ == "?" else 2 * x))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="on the host") as caught:
+            jax.block_until_ready(call(2 * x))
         text = str(caught.value)
         assert "`solve` raised an exception on the host." in text
         assert "NoSolution: none for this x" in text
@@ -771,7 +771,10 @@ def test_an_exception_arrives_as_it_was_raised():
     ("returned", "match"),
     [
         (lambda x: {"a": x[:2]}, r"at out\['a'\]: promised was float\d\d\[3\], returned was f"),
-        (lambda x: {"a": x * 1j}, r"at out\['a'\]: promised was float\d\d\[3\], returned was c"),
+        (
+            lambda x: {"a": x * 1j},
+            r"at out\['a'\]: promised was float\d\d\[3\], returned was c",
+        ),
         (lambda x: {"a": x > 0}, "returned another dtype than was promised"),
         (lambda x: {"a": np.arange(3)}, "returned another dtype than was promised"),
         (lambda x: {"b": x}, "returned another structure than was promised"),
@@ -873,11 +876,15 @@ def test_complex_steps_need_a_function_of_complex_numbers():
 
 def test_bad_arguments():
     f = eqg.host_function(
-        lambda x, y=None, *, scale=1.0: x * scale, out=lambda x, *_, **__: x,
+        lambda x, y=None, *, scale=1.0: x * scale,
+        out=lambda x, *_, **__: x,
         finite_difference="central",
     )
-    _raises("differentiated with respect to a keyword-only argument", jax.grad(
-        lambda s: f(1.0, scale=s)), 2.0)
+    _raises(
+        "differentiated with respect to a keyword-only argument",
+        jax.grad(lambda s: f(1.0, scale=s)),
+        2.0,
+    )
     _raises("was given a random key", f, jax.random.key(0))
     _raises("an argument that is no array and has no hash", f, 1.0, bytearray())
     closing = lambda a: eqg.host_function(lambda x: a * x, out=lambda x: x)(a)

@@ -125,7 +125,9 @@ def test_a_rule_applies_it_to_its_tangents():
     for derivative in (jax.grad, jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
         assert_close(jax.jit(derivative(got))(point()), derivative(expected)(point()), eps=500)
     xs = jnp.stack([point(), -point()])
-    scanned = lambda f: lambda x: jax.lax.scan(lambda c, x: (c + f(x), None), 0.0 * x[0, 0], x)[0]
+    scanned = lambda f: (
+        lambda x: jax.lax.scan(lambda c, x: (c + f(x), None), 0.0 * x[0, 0], x)[0]
+    )
     assert_close(jax.grad(scanned(got))(xs), jax.grad(scanned(expected))(xs), eps=500)
 
 
@@ -167,7 +169,9 @@ def test_errors():
         jax.grad(lambda scale: jnp.sum(linear(x, scale)))(2.0)
     with pytest.raises(RuleError, match="the others have no derivative"):
         jax.jvp(lambda scale: linear(x, scale), (2.0,), (1.0,))
-    with pytest.raises(RuleError, match=r"linear in its first argument.*\n *at `x`: int32\[3\]"):
+    with pytest.raises(
+        RuleError, match=r"linear in its first argument.*\n *at `x`: int32\[3\]"
+    ):
         linear(jnp.arange(3, dtype=jnp.int32))
     with pytest.raises(RuleError, match=r"`matvec` returned another shape.*\n.*promised was"):
         eqg.linear_host_function(matvec, rmatvec)(x)  # the output is not like `x`
