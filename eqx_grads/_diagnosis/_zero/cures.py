@@ -49,7 +49,7 @@ CURES: Mapping[str, str] = {
     "`optimistix.RecursiveCheckpointAdjoint`.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
-    "multiplied by zero": "Give the factor other values, or mend what makes it zero.",
+    "multiplied by zero": "Give the factor other values, or correct what makes it zero.",
     "dead units": "Use `jax.nn.leaky_relu` or `jax.nn.gelu`, a smaller learning rate or "
     "another initialization of the bias; `eqg.ste.clip` for a clip.",
     "masked": "The mask takes nothing of it for these arguments. Check the mask.",
