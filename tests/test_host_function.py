@@ -163,7 +163,8 @@ def test_the_step_of_each_leaf():
     )
     pair = {"a": jnp.float32(4.0), "b": jnp.float32(0.5)}
     grads = jax.grad(f, (0, 1))(pair, jnp.float32(0.1))
-    assert_close(grads, ({"a": 8.0, "b": 1.0}, 0.2), tolerance=1e-3)
+    expected = {"a": jnp.float32(8.0), "b": jnp.float32(1.0)}, jnp.float32(0.2)
+    assert_close(grads, expected, tolerance=1e-3)
     a, b, scale = (np.ptp([point[i] for point in seen]) for i in range(3))
     assert a == 2.0  # relative to 4
     assert np.isclose(b, 2 * np.finfo(np.float32).eps ** (1 / 3))  # relative to 1

@@ -1,11 +1,10 @@
 """A layer whose parameters JAX holds, and whose computation runs on the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
-
-from .._solvers.host_function import HostFunction
 
 
 class HostLayer(eqx.Module):
@@ -40,7 +39,7 @@ class HostLayer(eqx.Module):
     That of `function`.
     """
 
-    function: HostFunction
+    function: Callable[..., Any]
     parameters: PyTree
 
     def __call__(self, *args: Any, key: PRNGKeyArray | None = None) -> Any:
