@@ -210,15 +210,9 @@ def main():
     print(f"{inside} of the {HELD_OUT} months held out are within two standard deviations.")
     result["inside"] = inside
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.out != parser.get_default("out"):
-        (args.out / "result.json").write_text(json.dumps(result))
-    figure = draw(
-        np.asarray(passengers),
-        *map(np.asarray, (mean, deviation)),
-        model.growth,
-        deviations,
-        simulated,
-    )
+    (args.out / "result.json").write_text(json.dumps(result))
+    band = np.asarray(mean), np.asarray(deviation)
+    figure = draw(np.asarray(passengers), *band, model.growth, deviations, simulated)
     picture = args.out / "host-solver.png"
     figure.savefig(picture, dpi=150)
     print(f"The picture is {picture}, after {time.perf_counter() - start:.0f} s.")

@@ -680,6 +680,7 @@ def test_a_host_layer_is_trained():
             updates, state = optimizer.update(grads, state)
         return eqx.apply_updates(model, updates), state, value
 
+    value = jnp.inf
     for _ in range(100):
         model, state, value = step(model, state)
     assert value < 1e-4
@@ -889,6 +890,8 @@ def test_bad_arguments():
     _raises("was given a random key", f, jax.random.key(0))
     _raises("an argument that is no array and has no hash", f, 1.0, bytearray())
     closing = lambda a: eqg.host_function(lambda x: a * x, out=lambda x: x)(a)
+    _raises("closes over a traced value", jax.jit(closing), 1.0)
+    closing = lambda a: eqg.host_function(lambda: np.sin(a), out=1.0)()
     _raises("closes over a traced value", jax.jit(closing), 1.0)
     f = eqg.host_function(lambda x: x, out=lambda x: "x")
     _raises("`out` of `<lambda>` does not say what is returned", f, 1.0)

@@ -35,9 +35,7 @@ def central_differences(
     return columns
 
 
-def complex_steps(
-    run: Run, leaves: Sequence[np.ndarray], i: int, rank: int
-) -> list[list[Any]]:
+def complex_steps(run: Run, leaves: Sequence[np.ndarray], i: int, rank: int) -> list[list[Any]]:
     r"""As `central_differences`, by $\mathrm{Im} f(x + \mathrm{i} h) / h$ with a tiny $h$.
     Nothing cancels in it, so it is right to rounding, if `run` is analytic."""
     x = leaves[i]

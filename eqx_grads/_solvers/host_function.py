@@ -6,7 +6,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
@@ -42,8 +41,7 @@ class HostFunction(eqx.Module):
         """
         op, operands = primal_op(self._code, args, kwargs)
         check_hashable(op)
-        if any(isinstance(x, Tracer) for x in operands):
-            check_captures(self._code, op.statics)
+        check_captures(self._code, operands, op.statics)
         return jax.tree.unflatten(op.out_treedef, host_call(op, operands))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

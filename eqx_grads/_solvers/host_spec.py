@@ -8,8 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._errors import rule_error, show_tree, type_of
+from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import check_no_tracers
 from .host_ops import HostCode, is_array_leaf, PrimalOp
 from .host_rule_ops import ForwardOp
@@ -69,9 +71,11 @@ def check_hashable(op: PrimalOp) -> None:
             ) from None
 
 
-def check_captures(code: HostCode, others: Sequence[Any]) -> None:
+def check_captures(code: HostCode, operands: Sequence[Any], others: Sequence[Any]) -> None:
     """Raise if the user's code, or one of `others`, holds a traced value, which NumPy can't
     compute with."""
+    if is_eager() and not any(isinstance(x, Tracer) for x in operands):
+        return
     rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
 
     def fail(i, name):

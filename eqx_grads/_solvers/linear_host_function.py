@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._errors import place_of, rule_error, type_of
@@ -45,8 +44,7 @@ class LinearHostFunction(eqx.Module):
         out = _like if self._matvec.out is None else self._matvec.out
         op, operands = primal_op(self._matvec, (x, *args), {}, out)
         check_hashable(op)
-        if any(isinstance(y, Tracer) for y in operands):
-            check_captures(self._matvec, [self._rmatvec.fn, *op.statics])
+        check_captures(self._matvec, operands, [self._rmatvec.fn, *op.statics])
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
         pair = _Pair(op, self._rmatvec, n, treedef, len(args))
