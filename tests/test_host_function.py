@@ -379,6 +379,24 @@ def test_scan_and_checkpoint(form):
     assert_close(grad(f, *args), grad(_jax, *args), tolerance=1e-3)
 
 
+def test_tracing_calls_nothing():
+    f = eqg.host_function(lambda x: 1 / 0, out=lambda x: x, finite_difference="central")
+    jax.make_jaxpr(jax.hessian(lambda x: jnp.sum(f(x))))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "sqrt"}])
+def test_in_a_filter_scan_and_under_zero_safe(options):
+    f = eqg.host_function(np.sin, out=lambda x: x)
+    f.def_bwd(lambda arguments, ct: (ct * np.cos(arguments[0]),))
+
+    def run(f, x):
+        body = lambda x, _: (jnp.where(x > 0, f(x), jnp.sqrt(x)) + 0.1 * x, None)
+        return eqg.filter_scan(body, x, None, length=6, **options)[0]
+
+    got = jax.jit(jax.grad(eqg.zero_safe(lambda x: run(f, x))))(0.3)
+    assert_close(got, jax.grad(eqg.zero_safe(lambda x: run(jnp.sin, x)))(0.3))
+
+
 def test_python_threads():
     """With residuals on the host, which the threads share."""
     f = make("def_bwd", "def_jvp")
@@ -864,6 +882,7 @@ def test_rules_that_do_not_fit():
     _raises("residuals of another structure than was promised", grad(f), x, x)
     f.def_fwd(lambda x, y: (x, {"x": x[:1]}), residuals=lambda x, y: {"x": x})
     _raises(r"at residuals\['x'\]: promised was", grad(f), x, x)
+    _raises("a negative number of residuals", lambda: f.def_fwd(_numpy, keep=-1))
     # `None` is zero.
     f = bad(lambda arguments, ct: (None, ct))
     assert_close(jax.grad(loss(f), (0, 1))(x, x)[0], jnp.zeros(3))
@@ -907,7 +926,8 @@ def test_bad_arguments():
         ({"example": 1.0}, "an example that is a `float`"),
         ({"out": 1.0, "finite_difference": "forward"}, "no finite difference 'forward'"),
         ({"out": 1.0, "vmap_method": "vectorized"}, "no `vmap_method` 'vectorized'"),
-        ({"out": 1.0, "step": -1.0}, "was given the step"),
+        ({"out": 1.0, "step": 0.1}, "was given a step and no finite difference"),
+        ({"out": 1.0, "finite_difference": "central", "step": -1.0}, "was given the step"),
     ],
 )
 def test_bad_options(options, match):

@@ -81,6 +81,13 @@ class HostFunction(eqx.Module):
         """
         if rule is None:
             return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
+        if keep < 0:
+            raise rule_error(
+                "`def_fwd` was told to keep a negative number of residuals.",
+                f"keep={keep}",
+                place_of(rule),
+                do="Give the number of calls whose residuals stay on the host; 0 for none.",
+            )
         self._code.fwd = Rule(rule)
         self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
@@ -257,6 +264,8 @@ def _check_options(fn, options) -> None:
             f"has no `vmap_method` {options['vmap_method']!r}",
             f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
         )
+    if options["step"] is not None and options["finite_difference"] is None:
+        raise fail("was given a step and no finite difference", "Say `'central'`, too.")
     for step in jax.tree.leaves(options["step"]):
         if not isinstance(step, float | int) or not step > 0:
             raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")
