@@ -303,6 +303,20 @@ def test_the_arrays_can_not_be_written_to():
         f(jnp.ones(2))
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_buffer_that_is_used_again(jit):
+    buffer = np.zeros(1000, np.float32)
+
+    def fill(x):
+        buffer[:] = x
+        return buffer
+
+    f = jit(eqg.host_function(fill, out=lambda x: x))
+    ones, twos = f(jnp.ones(1000, jnp.float32)), f(jnp.full(1000, 2, jnp.float32))
+    assert jnp.all(ones == 1)
+    assert jnp.all(twos == 2)
+
+
 def test_one_example_call():
     calls = []
 

@@ -91,7 +91,8 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         )
         raise
     with outside_of_linearization(()):
-        return [jnp.asarray(x) for x in out]
+        # A copy: the function may write to its array again.
+        return [jnp.array(x) for x in out]
 
 
 @dataclasses.dataclass(frozen=True)

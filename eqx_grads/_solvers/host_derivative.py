@@ -37,35 +37,26 @@ def host_call(op: AbstractHostOp, leaves: list[Any]) -> list[jax.Array]:
 def _host_call_jvp(primals, tangents):
     op, leaves = primals
     ts = tangents[1]
+    has_forward_rule = isinstance(op, PrimalOp) and op.code.fwd is not None
     with outside_of_linearization(leaves):
-        if isinstance(op, PrimalOp) and op.code.fwd is not None:
-            op = forward_op(op)
-            out, residuals = _split(op, host_call(op, leaves))
-            given = []
-        elif isinstance(op, ForwardOp):
-            out, residuals = _split(op, host_call(op, leaves))
-            given = residuals
-        else:
-            out, residuals, given = host_call(op, leaves), [], []
-    call = op.call if isinstance(op, ForwardOp) else op
-    live = _live(call, ts)
-    derivative = _Derivative(call, live)
-    t_live = derivative.push_forward([*leaves, *residuals], [ts[i] for i in live])
-    t_out: list[Any] = [None] * len(out)
-    inexact = [i for i, t in enumerate(call.out_types) if is_inexact(t)]
+        values = host_call(forward_op(op) if has_forward_rule else op, leaves)
+    # The derivative of a forward rule is that of its function. Its residuals have none: second
+    # derivatives are with respect to the arguments, from which residuals are computed.
+    function = op.call if isinstance(op, ForwardOp) else op
+    residuals = values[len(function.out_types) :]
+    live = _live(function, ts)
+    t_live = _Derivative(function, live).push_forward(
+        [*leaves, *residuals], [ts[i] for i in live]
+    )
+    t_out: list[Any] = [None] * len(op.out_types)
+    inexact = [i for i, t in enumerate(function.out_types) if is_inexact(t)]
     for i, t in zip(inexact, t_live, strict=True):
         t_out[i] = t
-    # Second derivatives are with respect to the arguments, and go by way of no residual.
-    return [*out, *given], [*t_out, *[None] * len(given)]
+    return values[: len(op.out_types)], t_out
 
 
 # Linear by construction, so that nothing need be traced to see it.
 host_call._rules.set_jvp(Rule(_host_call_jvp, symbolic_zeros=True, surely_linear=True))
-
-
-def _split(op: ForwardOp, values):
-    n = len(op.call.out_types)
-    return values[:n], values[n:]
 
 
 def _live(op, ts) -> tuple[int, ...]:
