@@ -10,13 +10,13 @@ _ROUNDING = (
 _STEP = (
     "For a value such as a spike or a gate, use `eqg.surrogates.spike` or `eqg.ste.heaviside`. "
     "For a switch, use a smooth one such as `jax.nn.sigmoid`, or split the integral at the "
-    "time of the switch."
+    "time of the switch with `eqg.event_time` and `eqg.jump`."
 )
 _SEARCH = (
     "The steps of a search have no derivative, but its result has one: it solves f(x, w) = 0, "
     "so dx/dw = -(df/dw) / (df/dx). Write that rule with `eqg.custom_jvp`, or use "
-    "`optimistix.root_find`, which has it. For the time of an event, use `diffrax.Event` with "
-    "a real-valued condition and a `root_finder`."
+    "`optimistix.root_find`, which has it. For the time of an event, use `eqg.event_time`, or "
+    "`diffrax.Event` with a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.
