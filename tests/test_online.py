@@ -237,6 +237,19 @@ def test_few_steps(steps):
     assert_same(gradient(online=True), gradient(), 1e-6)
 
 
+@pytest.mark.parametrize("output", [0, 1], ids=["last", "all"])
+@pytest.mark.parametrize("online", [True, "e-prop"])
+def test_without_inputs(online, output):
+    def loss(scan, h):
+        step = lambda h, _: (jnp.sin(h), (h if output else None))
+        return jnp.sum(scan(step, h, None, length=6)[output])
+
+    ours = ft.partial(loss, ft.partial(eqg.filter_scan, online=online))
+    h, expected = jnp.array([0.5, 2.0]), jax.grad(ft.partial(loss, jax.lax.scan))
+    eqgt.assert_trees_close(jax.grad(ours)(h), expected(h))
+    eqgt.assert_trees_close(jax.jacfwd(ours)(h), expected(h))
+
+
 def test_inside_of_another_scan_and_checkpoint():
     model = MODELS["user's"]
 
