@@ -61,3 +61,4 @@ from ._rules.replace_gradient import (
     replace_gradient as replace_gradient,
     with_gradient_of as with_gradient_of,
 )
+from ._solvers.fixed_point import fixed_point as fixed_point

@@ -1,0 +1,384 @@
+"""Adjoints of fixed points, for this library and for Optimistix."""
+
+import abc
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import PyTree
+
+from .._errors import rule_error
+from .._rules.float_args import as_integer
+from .solution_tangent import constant, differentiable_solution
+
+
+class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
+    r"""The derivative of a fixed point $y = f(y, \theta)$: how its linear equation is solved.
+
+    Pass one to [`eqx_grads.fixed_point`][], or as `adjoint=` to `optimistix.fixed_point`, with
+    any of its solvers for fixed points and roots. It may also be passed to
+    `optimistix.root_find`, where $f(y, \theta) = y + \mathrm{fn}(y, \theta)$ then. Optimistix's
+    solvers for least squares and minima differentiate another equation, the gradient of an
+    objective, so that no `adjoint` of this library belongs there.
+
+    To write your own, give a `solve_tangent`.
+    """
+
+    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
+        """What Optimistix calls: runs the solver, and gives its solution this derivative."""
+        del tags
+        y, rest = primal_fn((*constant(inputs), _while_loop))
+        solve = ft.partial(_solve, self)
+        residual = ft.partial(_residual, rewrite_fn)
+        return differentiable_solution(y, inputs, residual=residual, solve=solve), rest
+
+    @abc.abstractmethod
+    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+        r"""Solve $t = J t + b$ for $t$, the tangent of the fixed point, where
+        $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$.
+
+        **Arguments:**
+
+        - `linear_map`: the function $t \mapsto (J - I) t$.
+        - `b`: a PyTree like the fixed point.
+
+        **Returns:**
+
+        $t$, or an approximation that is linear in `b`, written in operations that JAX can
+        transpose: reverse mode is the transpose, and solves $u = J^T u + g$ in the same way.
+        """
+
+
+def _solve(adjoint, linear_map, b):
+    return adjoint.solve_tangent(linear_map, b)
+
+
+def _residual(rewrite_fn, y, inputs):
+    # The second argument is what the solver returned besides `y`: no function of Optimistix
+    # reads it.
+    return rewrite_fn(y, None, inputs)
+
+
+def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
+    """`jax.lax.while_loop` with a bound, in the form that Optimistix asks for."""
+
+    def step(carry):
+        count, old = carry
+        # With `jax_enable_x64`, the first error of `optimistix.FixedPointIteration` is float64
+        # whatever the dtype of the state (Optimistix 0.1.0), which is no carry of a loop.
+        new = jax.tree.map(lambda new, old: new.astype(old.dtype), body_fun(old), old)
+        return count + 1, new
+
+    goes_on = lambda carry: cond_fun(carry[1])
+    if max_steps is not None:
+        goes_on = lambda carry: cond_fun(carry[1]) & (carry[0] < max_steps)
+    return jax.lax.while_loop(goes_on, step, (jnp.array(0), init_val))[1]
+
+
+def plain_iteration(y: PyTree) -> optx.FixedPointIteration:
+    """The plain iteration, to eps^(3/4) of the coarsest dtype, 6e-6 in single precision.
+
+    An iteration that contracts slowly stops at a multiple of eps that depends on the function.
+    """
+    eps = [float(jnp.finfo(jnp.result_type(x)).eps) for x in jax.tree.leaves(y)]
+    tolerance = max(eps, default=0.0) ** 0.75
+    return optx.FixedPointIteration(rtol=tolerance, atol=tolerance)
+
+
+def check_solver(solver: Any) -> None:
+    known = (
+        optx.AbstractFixedPointSolver,
+        optx.AbstractRootFinder,
+        optx.AbstractLeastSquaresSolver,
+        optx.AbstractMinimiser,
+    )
+    if not isinstance(solver, known):
+        raise rule_error(
+            "`fixed_point` was given a `solver` that is not one of Optimistix.",
+            f"it is {solver!r:.60}",
+            do="Give an instance, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)` or "
+            "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)`.",
+        )
+
+
+class OneStepAdjoint(AbstractFixedPointAdjoint):
+    r"""The derivative of one step of the iteration at the fixed point.
+
+    The Jacobian-free backpropagation of [Fung et al.,
+    2021](https://arxiv.org/abs/2103.12803). One VJP of the function, without a loop.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward="one_step").value
+        assert jax.grad(solve)(3.0) == 1.0
+        ```
+
+    **Derivative:**
+
+    An approximation, in both modes: $t = b$ in place of $(I - J)^{-1} b$, and $u = g$. It is
+    exact where $J = 0$. To second order, that of this approximation, in which the derivative
+    of the fixed point is approximated as well.
+    """
+
+    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del linear_map
+        return b
+
+
+class NeumannAdjoint(AbstractFixedPointAdjoint):
+    r"""The first terms of the Neumann series of $(I - J)^{-1}$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        from eqx_grads import solvers
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        backward = solvers.NeumannAdjoint(3)
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward=backward).value
+        assert jax.grad(solve)(3.0) == 1 + 1 / 2 + 1 / 4 + 1 / 8
+        ```
+
+    **Arguments:**
+
+    - `k`: the highest power of $J$, an integer. Zero is
+        [`eqx_grads.solvers.OneStepAdjoint`][].
+
+    **Derivative:**
+
+    An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, in reverse
+    $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is a
+    contraction with the factor $L$, its relative error is at most $L^{k+1}$; where an
+    eigenvalue of $J$ is at least one in modulus, the series does not converge. To second order, that
+    of this approximation, in which the derivative of the fixed point is approximated as well.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `k` is not an integer, or is negative.
+    """
+
+    k: int = 5
+
+    def __check_init__(self):
+        _check_integer("NeumannAdjoint", "k", self.k, smallest=0)
+
+    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        return _damped_steps(linear_map, b, self.k + 1, 1.0)
+
+
+class PhantomAdjoint(AbstractFixedPointAdjoint):
+    r"""Some damped steps of the iteration for the tangent, or the cotangent.
+
+    The phantom gradient of [Geng et al., 2021](https://arxiv.org/abs/2111.05177), in the form of a
+    Neumann series. At a fixed point, it is the gradient of `k` steps
+    $y \leftarrow (1 - \tau)\,y + \tau f(y, \theta)$ that start there.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        from eqx_grads import solvers
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        backward = solvers.PhantomAdjoint(2, tau=0.5)
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward=backward).value
+        assert jax.grad(solve)(3.0) == 0.5 * (1 + 0.75)
+        ```
+
+    **Arguments:**
+
+    - `k`: how many steps, a positive integer.
+    - `tau`: the damping $\tau$, at most one, where
+        [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1` has the same derivative.
+
+    **Derivative:**
+
+    An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
+    $t = \tau \sum_{i=0}^{k-1} B^i b$, in reverse $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost
+    of $k - 1$ JVPs or VJPs of the function. To second order, that of this approximation, in
+    which the derivative of the fixed point is approximated as well.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `k` is not a positive integer, or `tau` is not a number above
+    zero that is at most one.
+    """
+
+    k: int = 5
+    tau: float = 0.5
+
+    def __check_init__(self):
+        _check_integer("PhantomAdjoint", "k", self.k, smallest=1)
+        if not (isinstance(self.tau, float | int) and 0 < self.tau <= 1):
+            raise rule_error(
+                "The `tau` of `PhantomAdjoint` is not a damping.",
+                f"it is {self.tau!r:.60}",
+                do="Give a number above zero that is at most one.",
+            )
+
+    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        return _damped_steps(linear_map, b, self.k, float(self.tau))
+
+
+def _check_integer(adjoint, name, value, *, smallest):
+    if as_integer(value) is None or value < smallest:
+        raise rule_error(
+            f"The `{name}` of `{adjoint}` is not an integer of at least {smallest}.",
+            f"it is {value!r:.60}",
+            do="Give the number of terms as a Python integer.",
+        )
+
+
+def _damped_steps(linear_map, b, steps, tau):
+    """So many steps t <- t + tau (b + (J - I) t) from zero on, of which the first is tau b."""
+    scaled = b if tau == 1 else jax.tree.map(lambda b: tau * b, b)
+
+    def step(t, _):
+        change = linear_map(t)
+        return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
+
+    t, _ = jax.lax.scan(step, scaled, None, length=int(steps) - 1)
+    return t
+
+
+class FixedPointAdjoint(AbstractFixedPointAdjoint):
+    r"""Iterate the linear equation of the tangent, or of the cotangent, to convergence.
+
+    Costs about as many VJPs as the iteration has steps, and the memory of one.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward="fixed_point").value
+        assert jnp.allclose(jax.grad(solve)(3.0), 2.0)
+        ```
+
+    **Arguments:**
+
+    - `solver`: an Optimistix solver for fixed points, which is applied to $u = J^T u + g$ with
+        $g$ divided by its largest entry. By default, the plain iteration, to
+        a relative change of eps^(3/4), which is 6e-6 in single precision.
+    - `max_steps`: the largest number of steps.
+    - `throw`: whether an iteration that does not converge is an error. Otherwise the derivative
+        is the last iterate.
+
+    **Derivative:**
+
+    $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. All orders and both modes, each
+    by an iteration of its own. The plain iteration converges where all eigenvalues of $J$ are below
+    one in modulus: where the plain iteration for the fixed point converges from all starts nearby.
+
+    **Raises:**
+
+    A run-time error where `throw` is true and the iteration does not converge.
+    """
+
+    solver: Any = None
+    max_steps: int = 256
+    throw: bool = True
+
+    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
+        solve = ft.partial(_iterate, self)
+        return jax.lax.custom_linear_solve(matvec, b, solve, solve)
+
+
+def _iterate(adjoint, matvec, b):
+    """Solve `matvec(t) = b` by t <- t + b - matvec(t)."""
+    # A cotangent may be as small as a loss is. So that no absolute tolerance is larger, it is
+    # divided by its norm, and the solution multiplied.
+    norm = optx.max_norm(b)
+    scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
+    unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
+    step = lambda t, _: jax.tree.map(lambda t, b, a: t + (b - a), t, unit, matvec(t))
+    solver = plain_iteration(b) if adjoint.solver is None else adjoint.solver
+    solution = optx.fixed_point(
+        step,
+        solver,
+        unit,
+        max_steps=adjoint.max_steps,
+        throw=False,
+        adjoint=WithoutDerivative(_while_loop),
+    )
+    t = jax.tree.map(lambda t: t * scale.astype(t.dtype), solution.value)
+    if adjoint.throw:
+        t = eqx.error_if(t, solution.result != optx.RESULTS.successful, _DIVERGED)
+    return t
+
+
+_DIVERGED = (
+    "The derivative of a fixed point did not converge: `FixedPointAdjoint` was still iterating "
+    "after `max_steps`, or became infinite. Is the function a contraction at its fixed point? If "
+    "it is a slow one, raise `max_steps`, or give a `solver` such as `eqx_grads.solvers.Anderson`; "
+    "if it is not, use the adjoint `eqx_grads.solvers.ImplicitAdjoint`, a linear solve."
+)
+
+
+class ImplicitAdjoint(AbstractFixedPointAdjoint):
+    """TODO"""
+
+    linear_solver: Any = None
+
+    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        import lineax as lx
+
+        matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
+        op = lx.FunctionLinearOperator(matvec, jax.eval_shape(lambda: b))
+        solver = lx.GMRES(rtol=1e-6, atol=1e-6) if self.linear_solver is None else self.linear_solver
+        return lx.linear_solve(op, b, solver).value
+
+
+class WithoutDerivative(optx.AbstractAdjoint):
+    """Runs a solver of Optimistix in this loop, where another adjoint sees to the derivative."""
+
+    while_loop: Callable[..., Any]
+
+    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
+        del rewrite_fn, tags
+        return primal_fn((*inputs, self.while_loop))
+
+
+_BACKWARD: dict[str, Callable[[], optx.AbstractAdjoint]] = {
+    "implicit": ImplicitAdjoint,
+    "fixed_point": FixedPointAdjoint,
+    "neumann": NeumannAdjoint,
+    "phantom": PhantomAdjoint,
+    "one_step": OneStepAdjoint,
+}
+
+
+def as_adjoint(backward: Any) -> optx.AbstractAdjoint:
+    """The adjoint that `backward` is, or is the name of."""
+    if isinstance(backward, str) and backward in _BACKWARD:
+        return _BACKWARD[backward]()
+    if isinstance(backward, optx.AbstractAdjoint):
+        return backward
+    raise rule_error(
+        "`fixed_point` was given an unknown `backward`.",
+        f"it is {backward!r:.60}",
+        do=f"Give one of {', '.join(map(repr, _BACKWARD))}, or an adjoint such as "
+        "`eqx_grads.solvers.NeumannAdjoint(5)`.",
+    )
