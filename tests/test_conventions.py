@@ -9,6 +9,7 @@ import types
 
 import equinox as eqx
 import eqx_grads as eqg
+import eqx_grads.solvers
 import eqx_grads.testing as eqgt
 import pytest
 from packaging.requirements import Requirement
@@ -20,6 +21,7 @@ SOURCES = sorted((ROOT / "eqx_grads").rglob("*.py"))
 NAMESPACES = {
     "eqx_grads": eqg,
     "eqx_grads.nn": eqg.nn,
+    "eqx_grads.solvers": eqx_grads.solvers,
     "eqx_grads.ste": eqg.ste,
     "eqx_grads.surrogates": eqg.surrogates,
     "eqx_grads.tangents": eqg.tangents,

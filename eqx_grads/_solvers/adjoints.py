@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from .._errors import rule_error
 from .._rules.float_args import as_integer
+from .linear_solve import linear_solve
 from .solution_tangent import constant, differentiable_solution
 
 
@@ -30,14 +31,21 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
 
     def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
         """What Optimistix calls: runs the solver, and gives its solution this derivative."""
-        del tags
+        fn, solver, y0, args, *options = inputs
+        # The fixed point depends on the function and its arguments only.
+        inputs = (fn, *constant((solver, y0)), args, *constant(options))
         y, rest = primal_fn((*constant(inputs), _while_loop))
-        solve = ft.partial(_solve, self)
+        solve = ft.partial(_solve, self, tags)
         residual = ft.partial(_residual, rewrite_fn)
         return differentiable_solution(y, inputs, residual=residual, solve=solve), rest
 
     @abc.abstractmethod
-    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
         r"""Solve $t = J t + b$ for $t$, the tangent of the fixed point, where
         $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$.
 
@@ -45,6 +53,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
 
         - `linear_map`: the function $t \mapsto (J - I) t$.
         - `b`: a PyTree like the fixed point.
+        - `tags`: `lineax` tags of the matrix $J - I$.
 
         **Returns:**
 
@@ -53,8 +62,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         """
 
 
-def _solve(adjoint, linear_map, b):
-    return adjoint.solve_tangent(linear_map, b)
+def _solve(adjoint, tags, linear_map, b):
+    return adjoint.solve_tangent(linear_map, b, tags)
 
 
 def _residual(rewrite_fn, y, inputs):
@@ -130,9 +139,14 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
     of the fixed point is approximated as well.
     """
 
-    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        del linear_map
+        del linear_map, tags
         return b
 
 
@@ -170,13 +184,19 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
     [`eqx_grads.RuleError`][] if `k` is not an integer, or is negative.
     """
 
-    k: int = 5
+    k: int = eqx.field(static=True)
 
-    def __check_init__(self):
-        _check_integer("NeumannAdjoint", "k", self.k, smallest=0)
+    def __init__(self, k: Any = 5):
+        self.k = _number_of_terms("NeumannAdjoint", k, smallest=0)
 
-    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del tags
         return _damped_steps(linear_map, b, self.k + 1, 1.0)
 
 
@@ -219,30 +239,39 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     zero that is at most one.
     """
 
-    k: int = 5
-    tau: float = 0.5
+    k: int = eqx.field(static=True)
+    tau: float = eqx.field(static=True)
 
-    def __check_init__(self):
-        _check_integer("PhantomAdjoint", "k", self.k, smallest=1)
-        if not (isinstance(self.tau, float | int) and 0 < self.tau <= 1):
+    def __init__(self, k: Any = 5, tau: Any = 0.5):
+        if not (isinstance(tau, float | int) and 0 < tau <= 1):
             raise rule_error(
                 "The `tau` of `PhantomAdjoint` is not a damping.",
-                f"it is {self.tau!r:.60}",
+                f"it is {tau!r:.60}",
                 do="Give a number above zero that is at most one.",
             )
+        self.k = _number_of_terms("PhantomAdjoint", k, smallest=1)
+        self.tau = float(tau)
 
-    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        return _damped_steps(linear_map, b, self.k, float(self.tau))
+        del tags
+        return _damped_steps(linear_map, b, self.k, self.tau)
 
 
-def _check_integer(adjoint, name, value, *, smallest):
-    if as_integer(value) is None or value < smallest:
+def _number_of_terms(adjoint, k, *, smallest):
+    number = as_integer(k)
+    if number is None or number < smallest:
         raise rule_error(
-            f"The `{name}` of `{adjoint}` is not an integer of at least {smallest}.",
-            f"it is {value!r:.60}",
-            do="Give the number of terms as a Python integer.",
+            f"The `k` of `{adjoint}` is not an integer of at least {smallest}.",
+            f"it is {k!r:.60}",
+            do="Give the number of terms, an integer of Python or NumPy.",
         )
+    return number
 
 
 def _damped_steps(linear_map, b, steps, tau):
@@ -253,7 +282,7 @@ def _damped_steps(linear_map, b, steps, tau):
         change = linear_map(t)
         return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
 
-    t, _ = jax.lax.scan(step, scaled, None, length=int(steps) - 1)
+    t, _ = jax.lax.scan(step, scaled, None, length=steps - 1)
     return t
 
 
@@ -298,8 +327,14 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     max_steps: int = 256
     throw: bool = True
 
-    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del tags
         matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
         solve = ft.partial(_iterate, self)
         return jax.lax.custom_linear_solve(matvec, b, solve, solve)
@@ -337,18 +372,52 @@ _DIVERGED = (
 
 
 class ImplicitAdjoint(AbstractFixedPointAdjoint):
-    """TODO"""
+    r"""Solve the linear equation of the tangent, or of the cotangent, by `lineax`.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        from eqx_grads import solvers
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        backward = solvers.ImplicitAdjoint(lx.GMRES(rtol=1e-6, atol=1e-6))
+        solve = lambda x: eqg.fixed_point(halfway, jnp.zeros(3), x, backward=backward).value
+        assert jnp.allclose(jax.jacobian(solve)(jnp.ones(3)), 2 * jnp.eye(3))
+        ```
+
+    **Arguments:**
+
+    - `linear_solver`: a solver of `lineax`. By default, that which the `tags` of the fixed
+        point call for; otherwise LU of the dense Jacobian for up to 256 unknowns, and GMRES, which
+        only needs products with the Jacobian, beyond. (The default of
+        `optimistix.ImplicitAdjoint` forms the dense Jacobian in all sizes.)
+
+    **Derivative:**
+
+    $t = (I - J)^{-1} b$ in forward mode, $u = (I - J)^{-T} g$ in reverse mode. All orders and
+    both modes. It exists where no eigenvalue of $J$ is one: $f$ need not be a contraction.
+
+    **Raises:**
+
+    A run-time error if the linear solve fails, for example where $I - J$ is singular.
+    """
 
     linear_solver: Any = None
 
-    def solve_tangent(self, linear_map: Callable[[PyTree], PyTree], b: PyTree) -> PyTree:
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        import lineax as lx
-
-        matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
-        op = lx.FunctionLinearOperator(matvec, jax.eval_shape(lambda: b))
-        solver = lx.GMRES(rtol=1e-6, atol=1e-6) if self.linear_solver is None else self.linear_solver
-        return lx.linear_solve(op, b, solver).value
+        minus_b = jax.tree.map(jnp.negative, b)
+        solver, user = self.linear_solver, "ImplicitAdjoint"
+        return linear_solve(linear_map, minus_b, b, solver=solver, tags=tags, user=user)
 
 
 class WithoutDerivative(optx.AbstractAdjoint):

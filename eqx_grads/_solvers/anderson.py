@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import rule_error
 from .._rules.float_args import as_integer
+from .._tangent_spaces import promote
 
 
 class _State(eqx.Module):
@@ -68,7 +69,7 @@ class Anderson(optx.AbstractFixedPointSolver):
     rtol: float
     atol: float
     norm: Callable[[PyTree], Array] = optx.max_norm
-    history: int = eqx.field(default=5, static=True)
+    history: Any = eqx.field(default=5, static=True)
     mixing: float = 1.0
     ridge: float = 1e-5
 
@@ -166,7 +167,7 @@ def _inner(xs, ys):
     """Inner products over all leaves of two stacks: real, and in single precision at least."""
 
     def leaf(xs, ys):
-        dtype = jnp.promote_types(jnp.result_type(xs), jnp.float32)
+        dtype = promote([xs, jnp.zeros((), jnp.float32)])
         xs, ys = (z.reshape(len(z), -1).astype(dtype) for z in (xs, ys))
         return jnp.real(xs.conj() @ ys.T)
 
@@ -179,7 +180,7 @@ def _least_squares(columns, target, ridge):
     right = _inner(columns, jax.tree.map(lambda x: x[None], target))[:, 0]
     squares = jnp.diagonal(gram)
     scale = jnp.where(squares > 0, jax.lax.rsqrt(squares), 0)  # no difference there, so far
-    gram = gram * scale[:, None] * scale + ridge * jnp.eye(len(gram), dtype=gram.dtype)
+    gram = gram * scale[:, None] * scale[None] + ridge * jnp.eye(len(gram), dtype=gram.dtype)
     operator = lx.MatrixLinearOperator(gram, lx.positive_semidefinite_tag)
     return lx.linear_solve(operator, right * scale, lx.Cholesky(), throw=False).value * scale
 

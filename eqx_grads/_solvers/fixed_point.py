@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
 from .._tangent_spaces import dtype_of
+from .optional_import import optional_import
 from .solution_tangent import constant
 
 
@@ -23,6 +24,7 @@ def fixed_point(
     throw: bool = True,
     has_aux: bool = False,
     options: dict[str, Any] | None = None,
+    tags: frozenset[object] = frozenset(),
 ) -> Any:
     r"""The fixed point $y = f(y, \theta)$ of a function, found by any solver of Optimistix.
 
@@ -65,6 +67,8 @@ def fixed_point(
         returned, with the failure in `result`.
     - `has_aux`: whether `fn` returns a pair, of which the second part is any other PyTree.
     - `options`: for the solver.
+    - `tags`: `lineax` tags of the Jacobian of $f(y) - y$, such as
+        `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
 
     | `backward` | derivative | cost of reverse mode |
     |---|---|---|
@@ -107,23 +111,25 @@ def fixed_point(
     Optimistix; an `ImportError` where Optimistix is not installed; a run-time error if `throw`
     is true and the solver fails, for example because the plain iteration diverges.
     """
-    adjoints = _import_adjoints()
+    optional_import("optimistix", "fixed_point")
+    from . import adjoints
+
     y0 = _as_arrays(fn, y0)
     if solver is None:
         solver = adjoints.plain_iteration(y0)
     adjoints.check_solver(solver)
     adjoint = adjoints.as_adjoint(backward)
-    return _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options)
+    return _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
 
 
 @eqx.filter_jit
-def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options):
+def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags):
     import optimistix as optx
 
     # Traced once, here, and the tracers that it closes over become leaves of the result.
     converted = eqx.filter_closure_convert(_SameType(fn, has_aux), y0, args)
     inputs = (converted, solver, y0, args, options, max_steps)
-    value, (result, stats) = adjoint.apply(_run, _residual, inputs, frozenset())
+    value, (result, stats) = adjoint.apply(_run, _residual, inputs, tags)
     if has_aux:
         out, aux = converted(value, args)
     else:
@@ -144,18 +150,26 @@ def _run(inputs):
 
     fn, solver, y0, args, options, max_steps, while_loop = inputs
     solution = optx.fixed_point(
-        fn,
+        _WithoutAux(fn),
         solver,
         y0,
         args,
         options,
-        has_aux=True,
         max_steps=max_steps,
         adjoint=WithoutDerivative(while_loop),
         throw=False,
     )
     stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
     return solution.value, (solution.result, stats)
+
+
+class _WithoutAux(eqx.Module):
+    """Optimistix would compute the auxiliary output in each step, and needs it to be arrays."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, y, args):
+        return self.fn(y, args)[0]
 
 
 def _residual(y, _, inputs):
@@ -248,14 +262,3 @@ def _raise_if_failed(fn, value, result):
     known = [result == codes.nonlinear_max_steps_reached, result == codes.nonfinite]
     index = jnp.where(known[0], 0, jnp.where(known[1], 1, 2))
     return eqx.branched_error_if(value, result != codes.successful, index, messages)
-
-
-def _import_adjoints():
-    try:
-        from . import adjoints
-    except ImportError as error:
-        raise ImportError(
-            "`eqx_grads.fixed_point` needs Optimistix. It could not be imported. Install it "
-            "with `pip install eqx-grads[solvers]`."
-        ) from error
-    return adjoints

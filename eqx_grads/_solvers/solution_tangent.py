@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 
 from .._rules.custom_jvp import custom_jvp
+from .._rules.rule import Rule
 
 
 def constant(tree: Any) -> Any:
@@ -30,7 +31,6 @@ def differentiable_solution(
     return y
 
 
-@differentiable_solution.def_jvp(symbolic_zeros=True)
 def _differentiable_solution_jvp(primals, tangents, *, residual, solve):
     _, inputs = primals
     _, t_inputs = tangents
@@ -43,3 +43,8 @@ def _differentiable_solution_jvp(primals, tangents, *, residual, solve):
     _, b = jax.jvp(of_varying, (varying,), (t_inputs,))
     _, linear_map = jax.linearize(lambda y: residual(y, inputs), y)
     return y, solve(linear_map, b)
+
+
+# Linear, as `solve` is: there is nothing to check.
+_rule = Rule(_differentiable_solution_jvp, symbolic_zeros=True, surely_linear=True)
+differentiable_solution._rules.set_jvp(_rule)
