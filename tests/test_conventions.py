@@ -160,7 +160,7 @@ def test_the_listing_is_short():
 
 def test_there_are_few_layers_and_arrows():
     arrows = _arrows()
-    assert len(arrows) <= 60
+    assert len(arrows) <= 72
     assert len(_layers(arrows)) <= 10
 
 
@@ -179,7 +179,7 @@ def test_the_front_door_is_names_and_nothing_else(path):
     _, *body = ast.parse(path.read_text()).body
     for node in body:
         assert isinstance(node, ast.ImportFrom), f"line {node.lineno}: not a name."
-        assert node.level == 1
+        assert node.level in (1, 2)  # 2: a public room whose files are in a private one
         for alias in node.names:
             assert alias.asname == alias.name, f"Write `{alias.name} as {alias.name}`."
 

@@ -152,7 +152,7 @@ def test_third_order():
 )
 @pytest.mark.parametrize("backward", ["implicit", "neumann"])
 def test_any_solver_of_optimistix(getkey, solver, backward):
-    """The equation that is differentiated is always f(y) = y, also where the solver minimizes."""
+    """What is differentiated is always f(y) = y, also where the solver minimizes."""
     with jax.enable_x64(True):
         args = problem(getkey, n=4)
         gradient = lambda solver: jax.grad(
@@ -164,7 +164,7 @@ def test_any_solver_of_optimistix(getkey, solver, backward):
 
 
 def test_no_contraction():
-    """The plain iteration diverges, a root finder does not, and neither does the linear solve."""
+    """The plain iteration diverges, and neither a root finder nor the linear solve does."""
     away = lambda y, x: 3.0 * y - x  # the fixed point is x / 2
     newton = optx.Newton(rtol=1e-5, atol=1e-5)
     ours = lambda x: eqg.fixed_point(away, 1.0, x, solver=newton).value
@@ -176,8 +176,8 @@ def test_no_contraction():
 
 
 def in_steps(fn, args, number, tau):
-    """The definition in the papers: damped steps that start at the fixed point, which is taken as
-    a constant."""
+    """The definition in the papers: damped steps that start at the fixed point, which is taken
+    as a constant."""
     z = jax.lax.stop_gradient(steps(fn, *args))
     for _ in range(number):
         z = (1 - tau) * z + tau * fn(z, *args)
@@ -204,6 +204,22 @@ def test_approximate_derivatives_are_the_published_ones(getkey, backward):
         ct = jr.normal(getkey(), (5,))
         both = lambda f: (jax.vjp(f, *args)[1](ct), jax.jvp(f, args, directions)[1])
         assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
+
+
+def test_second_order_of_an_approximation():
+    """The derivative of x -> df/dx(y, x), in which y has the approximate derivative again."""
+    with jax.enable_x64(True):
+        f = lambda y, x: jnp.cos(y) * x**2
+        ours = lambda x: (
+            eqg.fixed_point(f, 0.5, x, solver=tight(), backward=solvers.NeumannAdjoint(1)).value
+        )
+        y, x = ours(0.6), 0.6
+        of_y, of_x = jax.grad(f, 0), jax.grad(f, 1)
+        slope = lambda y, x: (1 + of_y(y, x)) * of_x(y, x)
+        assert_close(jax.grad(ours)(x), slope(y, x))
+        expected = jax.grad(slope, 1)(y, x) + jax.grad(slope, 0)(y, x) * slope(y, x)
+        assert_close(jax.hessian(ours)(x), expected)
+        assert_close(jax.grad(jax.grad(ours))(x), expected)
 
 
 def test_neumann_converges_at_the_rate_of_the_contraction(getkey):
@@ -281,12 +297,12 @@ def test_no_leaks(getkey):
 def test_one_fixed_point_inside_another():
     """y = x cos(z) with z = y sin(z) / 2 + 1: both levels are differentiated."""
     with jax.enable_x64(True):
-        inner = lambda y: eqg.fixed_point(
-            lambda z, y: y * jnp.sin(z) / 2 + 1, 0.5, y, solver=tight()
-        ).value
-        outer = lambda x: eqg.fixed_point(
-            lambda y, x: x * jnp.cos(inner(y)), 0.5, x, solver=tight()
-        ).value
+        inner = lambda y: (
+            eqg.fixed_point(lambda z, y: y * jnp.sin(z) / 2 + 1, 0.5, y, solver=tight()).value
+        )
+        outer = lambda x: (
+            eqg.fixed_point(lambda y, x: x * jnp.cos(inner(y)), 0.5, x, solver=tight()).value
+        )
         step = 1e-5
         differences = (outer(0.4 + step) - outer(0.4 - step)) / (2 * step)
         assert_close(jax.grad(outer)(0.4), differences, tolerance=1e-8)
@@ -301,10 +317,11 @@ def test_the_start_has_no_gradient(getkey):
 
 def test_an_argument_without_influence():
     for backward in (*EXACT, "phantom"):
-        fn = lambda x, backward=backward: eqg.fixed_point(
-            lambda y, x: 0.5 * y, 1.0, x, backward=backward
-        ).value
-        assert jax.grad(fn)(1.0) == 0.0 and jax.jvp(fn, (1.0,), (1.0,))[1] == 0.0
+        fn = lambda x, backward=backward: (
+            eqg.fixed_point(lambda y, x: 0.5 * y, 1.0, x, backward=backward).value
+        )
+        assert jax.grad(fn)(1.0) == 0.0
+        assert jax.jvp(fn, (1.0,), (1.0,))[1] == 0.0
 
 
 # ---------------------------------------------------------------- in Optimistix
@@ -384,9 +401,7 @@ def test_aux_is_that_of_the_fixed_point_and_differentiable():
         solution = eqg.fixed_point(fn, 0.5, 0.7, solver=tight(), has_aux=True)
         assert_close(solution.aux["twice"], 2 * solution.value)
         assert solution.aux["name"] == "cosine"
-        aux = lambda x: (
-            eqg.fixed_point(fn, 0.5, x, solver=tight(), has_aux=True).aux["twice"]
-        )
+        aux = lambda x: eqg.fixed_point(fn, 0.5, x, solver=tight(), has_aux=True).aux["twice"]
         y = solution.value
         expected = 2 * jnp.cos(y) / (1 + 0.7 * jnp.sin(y))
         assert_close(jax.grad(aux)(0.7), expected, tolerance=1e-12)
@@ -402,7 +417,8 @@ def test_a_map_that_is_no_contraction(getkey):
     assert solution.result == optx.RESULTS.nonfinite
     solution = eqg.fixed_point(double, 1.0, 1.0, throw=False, max_steps=10)
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
-    assert solution.stats["num_steps"] == 10 and solution.value == 2047
+    assert solution.stats["num_steps"] == 10
+    assert solution.value == 2047
     with pytest.raises(eqx.EquinoxRuntimeError, match="fixed point of `double` was not found"):
         eqg.fixed_point(double, 1.0, 1.0)
     with pytest.raises(eqx.EquinoxRuntimeError, match=r"`max_steps`[\s\S]*test_fixed_point.py"):
@@ -416,7 +432,9 @@ def test_a_derivative_that_does_not_converge():
         fn = lambda x: eqg.fixed_point(double, 1.0, x, solver=newton, backward=backward).value
         return eqx.filter_jit(jax.grad(fn))(1.0)
 
-    with pytest.raises(eqx.EquinoxRuntimeError, match="`FixedPointAdjoint` was still iterating"):
+    with pytest.raises(
+        eqx.EquinoxRuntimeError, match="`FixedPointAdjoint` was still iterating"
+    ):
         slope("fixed_point")
     quiet = solvers.FixedPointAdjoint(max_steps=3, throw=False)
     assert slope(quiet) == 15  # 1 + 2 + 4 + 8
@@ -427,8 +445,8 @@ def test_a_derivative_that_does_not_converge():
 def test_a_small_cotangent_is_not_taken_for_zero(getkey):
     args = problem(getkey)
     for backward in EXACT:
-        fn = lambda x, scale, backward=backward: scale * jnp.sum(
-            solve(nonlinear, *args[:2], x, backward=backward)
+        fn = lambda x, scale, backward=backward: (
+            scale * jnp.sum(solve(nonlinear, *args[:2], x, backward=backward))
         )
         small, large = jax.grad(fn)(args[2], 1e-20), jax.grad(fn)(args[2], 1.0)
         assert_close(small * 1e20, large, tolerance=1e-5)
@@ -444,7 +462,8 @@ def test_kinds_of_leaves():
     start["a"] = np.float32(1)
     value = eqg.fixed_point(fn, start, 3, (2.0, "name")).value
     assert_close(value["a"], jnp.array(4.0, value["a"].dtype), tolerance=1e-4)
-    assert value["empty"].shape == (0, 2) and value["none"] is None
+    assert value["empty"].shape == (0, 2)
+    assert value["none"] is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -495,7 +514,7 @@ def test_bad_arguments():
     identity = lambda y: y
     with pytest.raises(RuleError, match=r"start that is not floating[\s\S]*y0\['n'\] is int"):
         eqg.fixed_point(identity, {"n": 0})
-    with pytest.raises(RuleError, match="unknown `backward`[\\s\\S]*'implicit', 'fixed_point'"):
+    with pytest.raises(RuleError, match=r"unknown `backward`[\s\S]*'implicit', 'fixed_point'"):
         eqg.fixed_point(identity, 0.0, backward="newton")
     with pytest.raises(RuleError, match="unknown `backward`"):
         eqg.fixed_point(identity, 0.0, backward=solvers.OneStepAdjoint)
@@ -506,7 +525,9 @@ def test_bad_arguments():
     for k in (-1, 1.5, True):
         with pytest.raises(RuleError, match="`k` of `NeumannAdjoint` is not an integer"):
             solvers.NeumannAdjoint(k)
-    with pytest.raises(RuleError, match="`k` of `PhantomAdjoint` is not an integer of at least"):
+    with pytest.raises(
+        RuleError, match="`k` of `PhantomAdjoint` is not an integer of at least"
+    ):
         solvers.PhantomAdjoint(0)
     for tau in (0, 1.5, "half"):
         with pytest.raises(RuleError, match="`tau` of `PhantomAdjoint` is not a damping"):
@@ -558,7 +579,8 @@ def test_anderson_at_the_fixed_point():
     """All differences are zero, and the least-squares problem has no information."""
     solver = solvers.Anderson(rtol=1e-5, atol=1e-5)
     solution = eqg.fixed_point(lambda y: jnp.ones(3), jnp.ones(3), solver=solver)
-    assert jnp.array_equal(solution.value, jnp.ones(3)) and solution.stats["num_steps"] == 1
+    assert jnp.array_equal(solution.value, jnp.ones(3))
+    assert solution.stats["num_steps"] == 1
     solution = eqg.fixed_point(lambda y: 0.5 * y + jnp.zeros(3), jnp.ones(3), solver=solver)
     assert jnp.all(jnp.abs(solution.value) < 1e-5)
 

@@ -173,11 +173,12 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
 
     **Derivative:**
 
-    An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, in reverse
-    $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is a
-    contraction with the factor $L$, its relative error is at most $L^{k+1}$; where an
-    eigenvalue of $J$ is at least one in modulus, the series does not converge. To second order, that
-    of this approximation, in which the derivative of the fixed point is approximated as well.
+    An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, and in reverse mode
+    $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is
+    a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$;
+    where an eigenvalue of $J$ is at least one in modulus, the series does not converge. To
+    second order, that of this approximation, in which the derivative of the fixed point is
+    approximated as well.
 
     **Raises:**
 
@@ -203,8 +204,8 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
 class PhantomAdjoint(AbstractFixedPointAdjoint):
     r"""Some damped steps of the iteration for the tangent, or the cotangent.
 
-    The phantom gradient of [Geng et al., 2021](https://arxiv.org/abs/2111.05177), in the form of a
-    Neumann series. At a fixed point, it is the gradient of `k` steps
+    The phantom gradient of [Geng et al., 2021](https://arxiv.org/abs/2111.05177), in the form
+    of a Neumann series. At a fixed point, it is the gradient of `k` steps
     $y \leftarrow (1 - \tau)\,y + \tau f(y, \theta)$ that start there.
 
     !!! example
@@ -229,9 +230,10 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     **Derivative:**
 
     An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
-    $t = \tau \sum_{i=0}^{k-1} B^i b$, in reverse $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost
-    of $k - 1$ JVPs or VJPs of the function. To second order, that of this approximation, in
-    which the derivative of the fixed point is approximated as well.
+    $t = \tau \sum_{i=0}^{k-1} B^i b$, and in reverse mode
+    $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost of $k - 1$ JVPs or
+    VJPs of the function. To second order, that of this approximation, in which the derivative
+    of the fixed point is approximated as well.
 
     **Raises:**
 
@@ -314,9 +316,10 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
 
     **Derivative:**
 
-    $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. All orders and both modes, each
-    by an iteration of its own. The plain iteration converges where all eigenvalues of $J$ are below
-    one in modulus: where the plain iteration for the fixed point converges from all starts nearby.
+    $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. All orders and both modes,
+    each by an iteration of its own. The plain iteration converges where all eigenvalues of
+    $J$ are below one in modulus: where the plain iteration for the fixed point converges from
+    all starts nearby.
 
     **Raises:**
 
@@ -365,9 +368,10 @@ def _iterate(adjoint, matvec, b):
 
 _DIVERGED = (
     "The derivative of a fixed point did not converge: `FixedPointAdjoint` was still iterating "
-    "after `max_steps`, or became infinite. Is the function a contraction at its fixed point? If "
-    "it is a slow one, raise `max_steps`, or give a `solver` such as `eqx_grads.solvers.Anderson`; "
-    "if it is not, use the adjoint `eqx_grads.solvers.ImplicitAdjoint`, a linear solve."
+    "after `max_steps`, or became infinite.\n"
+    "  The function is no contraction at its fixed point, or a slow one.\n"
+    "Use the adjoint `eqx_grads.solvers.ImplicitAdjoint`, which is a linear solve; or raise "
+    "`max_steps`, or give a `solver` such as `eqx_grads.solvers.Anderson`."
 )
 
 
@@ -392,8 +396,8 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `linear_solver`: a solver of `lineax`. By default, that which the `tags` of the fixed
-        point call for; otherwise LU of the dense Jacobian for up to 256 unknowns, and GMRES, which
-        only needs products with the Jacobian, beyond. (The default of
+        point call for; otherwise LU of the dense Jacobian for up to 256 unknowns, and GMRES,
+        which only needs products with the Jacobian, beyond. (The default of
         `optimistix.ImplicitAdjoint` forms the dense Jacobian in all sizes.)
 
     **Derivative:**
@@ -421,7 +425,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
 
 class WithoutDerivative(optx.AbstractAdjoint):
-    """Runs a solver of Optimistix in this loop, where another adjoint sees to the derivative."""
+    """Runs a solver in this loop, where another adjoint sees to the derivative."""
 
     while_loop: Callable[..., Any]
 

@@ -47,8 +47,8 @@ def fixed_point(
 
     **Arguments:**
 
-    - `fn`: called as `fn(y, *args)`, returns a PyTree with the structure, shapes and dtypes of `y`:
-        a function, or a Module, whose arrays are differentiated as `args` are. So are
+    - `fn`: called as `fn(y, *args)`, returns a PyTree with the structure, shapes and dtypes
+        of `y`: a function, or a Module, whose arrays are differentiated as `args` are. So are
         traced values that it closes over.
     - `y0`: where the solver starts, a PyTree of floating arrays. It has no influence on the
         fixed point, and the gradient zero.
@@ -58,10 +58,10 @@ def fixed_point(
         [`eqx_grads.solvers.Anderson`][]. By default `optimistix.FixedPointIteration`, the plain
         iteration, to a change, absolute or relative, of eps^(3/4) of the coarsest dtype in
         `y0`: 6e-6 in single, 2e-12 in double precision.
-    - `backward`: how the linear equation of the derivative is solved. A name from the table below,
-        or any adjoint of [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or
-        Optimistix. `optimistix.RecursiveCheckpointAdjoint()` differentiates the steps of
-        the solver.
+    - `backward`: how the linear equation of the derivative is solved. A name from the table
+        below, or any adjoint of
+        [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or Optimistix.
+        `optimistix.RecursiveCheckpointAdjoint()` differentiates the steps of the solver.
     - `max_steps`: the largest number of steps of the solver; `None` for no bound.
     - `throw`: whether a solver that fails is a run-time error. Otherwise, the last iterate is
         returned, with the failure in `result`.
@@ -88,8 +88,8 @@ def fixed_point(
     - `result`: a code, `optimistix.RESULTS.successful` or what went wrong.
     - `aux`: what `fn` returned besides its value, at the fixed point, or `None`. It is
         differentiable.
-    - `stats`: a dictionary with `"num_steps"`, `"max_steps"`, `"residual_norm"`, the largest entry
-        of $|f(y) - y|$, and what the solver adds. Not differentiated.
+    - `stats`: a dictionary with `"num_steps"`, `"max_steps"`, `"residual_norm"`, the largest
+        entry of $|f(y) - y|$, and what the solver adds. Not differentiated.
     - `state`: `None`.
 
     How many steps a backward pass takes is not among them, since it is not known when this
@@ -97,19 +97,20 @@ def fixed_point(
 
     **Derivative:**
 
-    With $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$ at the fixed
-    point, $t_y = (I - J)^{-1} b$; in reverse mode, $\bar\theta = (\partial f/\partial\theta)^T u$
-    with $u = (I - J)^{-T} g$. Exact in both modes and to all orders with `"implicit"` and
-    `"fixed_point"`, up to the tolerances of the solvers. The others replace $(I - J)^{-1}$ by the
-    approximation that their adjoint documents, also in forward mode and at higher orders. The
-    steps of the solver are never differentiated, so the memory does not depend on their number.
+    With $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$ at the
+    fixed point, $t_y = (I - J)^{-1} b$; in reverse mode, $\bar\theta = (\partial
+    f/\partial\theta)^T u$ with $u = (I - J)^{-T} g$. Exact in both modes and to all orders
+    with `"implicit"` and `"fixed_point"`, up to the tolerances of the solvers. The others
+    replace $(I - J)^{-1}$ by the approximation that their adjoint documents, also in forward
+    mode and at higher orders. The steps of the solver are never differentiated, so the memory
+    does not depend on their number.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `fn` returns another structure, shape or dtype than that of `y`,
-    if a leaf of `y0` is not floating, or if `backward` or `solver` is neither known nor of
-    Optimistix; an `ImportError` where Optimistix is not installed; a run-time error if `throw`
-    is true and the solver fails, for example because the plain iteration diverges.
+    [`eqx_grads.RuleError`][] if `fn` returns another structure, shape or dtype than that of
+    `y`, if a leaf of `y0` is not floating, or if `backward` or `solver` is neither known nor
+    of Optimistix; an `ImportError` where Optimistix is not installed; a run-time error if
+    `throw` is true and the solver fails, for example because the plain iteration diverges.
     """
     optional_import("optimistix", "fixed_point")
     from . import adjoints

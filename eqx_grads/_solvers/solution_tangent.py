@@ -26,7 +26,7 @@ def constant(tree: Any) -> Any:
 def differentiable_solution(
     y: Any, inputs: Any, *, residual: Callable[..., Any], solve: Callable[..., Any]
 ) -> Any:
-    """`y`, whose derivative in `inputs` is that of the solution of `residual(y, inputs) = 0`."""
+    """`y`, whose derivative in `inputs` is that of a solution of `residual(y, inputs) = 0`."""
     del inputs, residual, solve
     return y
 

@@ -18,8 +18,8 @@ from ._argument_checks import is_size
 class FixedPoint(eqx.Module):
     r"""A layer whose output is the fixed point $z = \mathrm{cell}(x, z)$ of a cell.
 
-    The deep equilibrium model of [Bai et al., 2019](https://arxiv.org/abs/1909.01377): as a network
-    of infinitely many layers that share their weights, in the memory of one.
+    The deep equilibrium model of [Bai et al., 2019](https://arxiv.org/abs/1909.01377): as a
+    network of infinitely many layers that share their weights, in the memory of one.
 
     !!! example
 
@@ -47,14 +47,14 @@ class FixedPoint(eqx.Module):
         assert layer.solve(xs[0]).stats["num_steps"] < 30
         ```
 
-    A cell is a contraction in `z` if its derivative in `z` is below one everywhere, for example one
-    with a weight of spectral norm below one and a `tanh`. If training leads it elsewhere, the solver
-    fails: see `throw`.
+    A cell is a contraction in `z` if its derivative in `z` is below one everywhere, for
+    example one with a weight of spectral norm below one and a `tanh`. If training leads it
+    elsewhere, the solver fails: see `throw`.
 
     **Derivative:**
 
-    That of [`eqx_grads.fixed_point`][], in the cell and in `x`, by the choice of `backward`. That
-    in `z0` is zero.
+    That of [`eqx_grads.fixed_point`][], in the cell and in `x`, by the choice of `backward`.
+    That in `z0` is zero.
     """
 
     cell: Callable[..., Any]
@@ -76,8 +76,8 @@ class FixedPoint(eqx.Module):
     ):
         """**Arguments:**
 
-        - `cell`: called as `cell(x, z)`, returns an array like the state `z`: a Module, which is
-            trained with the layer, or a function.
+        - `cell`: called as `cell(x, z)`, returns an array like the state `z`: a Module, which
+            is trained with the layer, or a function.
         - `shape`: the shape of the state, or its size if it has one axis.
         - `solver`, `backward`, `max_steps`, `throw`: as for [`eqx_grads.fixed_point`][].
 
@@ -123,8 +123,8 @@ class FixedPoint(eqx.Module):
         return self.solve(x, z0).value
 
     def solve(self, x: PyTree, z0: PyTree | None = None) -> Any:
-        """As a call, but returns the whole `optimistix.Solution`: the fixed point in `value`, the
-        code in `result`, the number of steps and the norm of the residual in `stats`."""
+        """As a call, but returns the whole `optimistix.Solution`: the fixed point in `value`,
+        the code in `result`, the number of steps and the norm of the residual in `stats`."""
         if z0 is None:
             leaves = [leaf for leaf in jax.tree.leaves(x) if eqx.is_inexact_array(leaf)]
             z0 = jnp.zeros(self.shape, promote(leaves) if leaves else None)
