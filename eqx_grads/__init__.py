@@ -62,3 +62,4 @@ from ._rules.replace_gradient import (
     with_gradient_of as with_gradient_of,
 )
 from ._solvers.fixed_point import fixed_point as fixed_point
+from ._solvers.implicit import implicit as implicit

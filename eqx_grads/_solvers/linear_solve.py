@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, show_tree
+from .._jaxprs.diagonal import has_diagonal_jacobian
 from .optional_import import optional_import
 from .real_view import real_map, RealView, working_dtype
 
@@ -30,8 +32,9 @@ def linear_solve(
         differentiated.
     - `rhs`, `like`: trees with arrays of floats for leaves, and `None`. Of `like` only shapes
         and dtypes matter.
-    - `solver`: a `lineax` solver. By default the solver that the tags call for; otherwise LU up
-        to `DENSE_UP_TO` unknowns, and GMRES beyond.
+    - `solver`: a `lineax` solver. By default the solver that the tags call for. Without tags, a
+        division if the function is seen to be elementwise, LU up to `DENSE_UP_TO` unknowns,
+        and GMRES beyond.
     - `tags`: `lineax` tags of the matrix.
     - `user`: what the user called, for errors.
 
@@ -46,13 +49,12 @@ def linear_solve(
     _check_tags(lx, tags, domain, user)
     if domain.size == 0 or codomain.size == 0:
         return domain.from_real(domain.zeros())
-    if domain.size == 1 == codomain.size:
-        tags |= {lx.diagonal_tag}
+    matvec = real_map(matvec, domain, codomain)
     if solver is None:
+        if not tags and has_diagonal_jacobian(jax.make_jaxpr(matvec)(domain.types)):
+            tags = frozenset([lx.diagonal_tag])
         solver = _choose(lx, domain.size, tags, dtype)
-    operator = lx.FunctionLinearOperator(
-        real_map(matvec, domain, codomain), domain.types, tags=tags
-    )
+    operator = lx.FunctionLinearOperator(matvec, domain.types, tags=tags)
     solution = lx.linear_solve(operator, codomain.to_real(rhs), solver)
     return domain.from_real(solution.value)
 

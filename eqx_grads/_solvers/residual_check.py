@@ -1,0 +1,66 @@
+"""Is a residual as small as it should be at a solution?
+
+The implicit function theorem holds where the residual is zero, and the formula gives some other
+number elsewhere. What is small depends on the units of the residual, which nobody knows but the
+user. So the residual is compared with its own derivative: it is small if it changes by as much
+when the solution and the arguments change by a small fraction (the backward error of numerical
+analysis). One derivative in a random direction estimates that change.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+# An element that is smaller than this counts as this large, as a root may be zero.
+_SMALLEST = 1e-3
+
+
+def error_if_not_small(
+    y: PyTree[Array],
+    fn: Callable[..., PyTree[Array]],
+    args: Sequence[PyTree[Array]],
+    tolerance: float,
+    name: str,
+    solve: str,
+) -> PyTree[Array]:
+    """`y`, which raises when it is computed if `fn(*args)` is not small. One of `args` is `y`.
+
+    All leaves are inexact. `name` and `solve` are the functions, for the message.
+    """
+    args = jax.tree.map(lambda x: jnp.asarray(jax.lax.stop_gradient(x)), tuple(args))
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(args))))
+    direction = jax.tree.map(lambda x: _direction(x, next(keys)), args)
+    residual, change = jax.jvp(fn, args, direction)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(residual)]
+    pairs = zip(jax.tree.leaves(residual), jax.tree.leaves(change), strict=True)
+    is_large = jnp.stack([~(_rms(r) <= tolerance * _rms(c)) for r, c in pairs])
+    messages = [_message(name, solve, jax.tree_util.keystr(path), tolerance) for path in paths]
+    return eqx.branched_error_if(y, jnp.any(is_large), jnp.argmax(is_large), messages)
+
+
+def _direction(x, key):
+    real = jnp.finfo(x.dtype).dtype  # of complex `x`
+    size = jnp.maximum(jnp.abs(x), jnp.asarray(_SMALLEST, real))
+    return (size * jax.random.normal(key, x.shape, real)).astype(x.dtype)
+
+
+def _rms(x: Any) -> Array:
+    x = jnp.abs(x)
+    x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _message(name, solve, path, tolerance):
+    return (
+        f"The residual `{name}` of `{solve}` is not small at the solution.\n"
+        f"  at residual{path}: it is larger than its change would be if the solution and the "
+        f"arguments changed by the fraction tolerance={tolerance:g}\n"
+        f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
+        "work in higher precision, see that the residual is the equation that it solves, or "
+        "pass another `tolerance` to `implicit` (`None`: no check)."
+    )
