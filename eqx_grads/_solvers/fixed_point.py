@@ -260,6 +260,7 @@ def _raise_if_failed(fn, value, result):
         f"{what}the solver failed.{where}{do}{end}",
     ]
     codes = optx.RESULTS
-    known = [result == codes.nonlinear_max_steps_reached, result == codes.nonfinite]
-    index = jnp.where(known[0], 0, jnp.where(known[1], 1, 2))
+    # Of a batch, the message with the largest index is shown.
+    in_time = (result == codes.successful) | (result == codes.nonlinear_max_steps_reached)
+    index = jnp.where(in_time, 0, jnp.where(result == codes.nonfinite, 1, 2))
     return eqx.branched_error_if(value, result != codes.successful, index, messages)
