@@ -26,14 +26,102 @@ def implicit(
     has_aux: bool = False,
     tolerance: float | None = 1e-2,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    r"""TODO"""
-    if not callable(residual):
-        raise rule_error(
-            "`implicit` was given a residual that can't be called.",
-            f"it is a `{type(residual).__qualname__}`",
-            do="Write `@implicit(residual)` above the function that solves "
-            "`residual(y, *args) = 0`.",
-        )
+    r"""The derivative of any solver, from the equation that it solves.
+
+    A decorator. What it decorates may be a `while_loop`, an optimizer, a call of Optimistix, or
+    of SciPy in a callback: it is called for the value, and never differentiated.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def residual(y, a):
+            return y**3 + y - a
+
+        @eqg.implicit(residual)
+        def solve(a):
+            def halve(_, bracket):
+                low, high = bracket
+                middle = (low + high) / 2
+                above = residual(middle, a) > 0
+                return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+            low, high = jax.lax.fori_loop(0, 40, halve, (-10.0, 10.0))
+            return (low + high) / 2
+
+        assert jnp.allclose(solve(2.0), 1.0)
+        assert jnp.allclose(jax.grad(solve)(2.0), 1 / 4)
+        assert jnp.allclose(jax.hessian(solve)(2.0), -6 / 4**3)
+        ```
+
+    **Arguments:**
+
+    - `residual`: called as `residual(y, *args)`, with the solution `y` and the positional
+        arguments of the solver; zero at the solution. It returns a tree like `y`, with one
+        equation for each unknown: for each element of each floating or complex leaf of `y`.
+        For a minimum, `eqx.filter_grad(objective)`.
+    - `solver`: a `lineax` solver for the linear system. By default a division if the residual
+        is seen to act on each element by itself, LU up to 256 unknowns, and beyond that GMRES,
+        which does not form the matrix. With `lineax.SVD()` and other least-squares solvers
+        the system need not be square, nor regular, and the residual of any structure.
+    - `tags`: the `lineax` tags of $\partial F/\partial y$. With
+        `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
+        used in place of LU and GMRES.
+    - `has_aux`: whether the solver returns `y, aux`.
+    - `tolerance`: how large the residual may be at the solution, relative to its change when
+        each element of the solution and of the arguments changes by this fraction of itself,
+        at random. A larger one raises when the derivative is computed. `None`: no check.
+
+    The decorated function:
+
+    - Its positional parameters are given to the residual too, also if they are passed by
+        keyword. They, `self` included, and what the residual closes over can be
+        differentiated.
+    - Its keyword-only parameters are for what the solution does not depend on: a first guess,
+        a bracket, a number of steps, a key. They are not given to the residual, and their
+        derivative is zero. Those that the residual has a parameter for are given to it:
+        they are configuration, as of any rule, and differentiating one is an error.
+    - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. What can't be differentiated
+        in `y` is not solved for. The derivative of `aux` is zero.
+
+    What the residual does not see can't move the solution. So a first guess that depends on
+    parameters (the last solution, in a scan) needs no `stop_gradient`, and the solver may close
+    over anything.
+
+    **Returns:**
+
+    A decorator.
+
+    **Derivative:**
+
+    With the residual $F(y, a) = 0$, the implicit function theorem says
+    $\frac{\partial F}{\partial y}\,\dot y = -\frac{\partial F}{\partial a}\,\dot a$: the forward
+    rule solves this system. The reverse rule, its transpose, solves
+    $\left(\frac{\partial F}{\partial y}\right)^\top \lambda = -\bar y$ and returns
+    $\bar a = \left(\frac{\partial F}{\partial a}\right)^\top \lambda$. Both modes and all
+    orders: the derivative of a rule applies the rule again. The residual has to be
+    differentiable in forward mode. Several solutions, or none nearby, are a singular
+    system, which is an error, except for a least-squares solver: then $\dot y$ is the
+    smallest of the least-squares solutions.
+
+    A function that is not holomorphic may have complex unknowns: they are solved for as pairs
+    of real ones.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or is not
+    like the solution. When it runs, as everything of `lineax` and Equinox does (see
+    `equinox.error_if`): if the residual is not small at the solution, or the linear solve
+    fails.
+
+    ??? cite
+
+        Blondel, M. et al. (2022). Efficient and modular implicit differentiation. *Advances in
+        Neural Information Processing Systems* 35.
+    """
     tags = frozenset(tags) if isinstance(tags, Collection) else frozenset([tags])
     return ft.partial(
         ImplicitFunction,
@@ -76,7 +164,8 @@ class ImplicitFunction(AbstractWrapper[P, T]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         args, kwargs, _ = Signature(self.fn).bind(args, kwargs, True)
-        args = as_arrays(args)
+        # Numbers inside of an argument stay as they are: a module may scan over its arrays.
+        args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
         if is_eager() and not contains_tracer(self.fn, args, kwargs):
             return as_arrays(self.fn(*args, **kwargs))
         out = _without_tangents(self.fn, args, kwargs)
@@ -136,7 +225,7 @@ def _config(residual, args, kwargs, solve):
         raise rule_error(
             f"The residual `{name_of(residual)}` can't be called with the solution and the "
             f"arguments of `{solve}`: {mismatch}.",
-            f"`{solve}` has {len(args)} arguments by position",
+            f"positional arguments of `{solve}`, with those that have a default: {len(args)}",
             place_of(residual),
             do="Give it the parameters `(y, *args)`, where `args` are the positional "
             "parameters of the function that it decorates. A first guess, and what else the "

@@ -13,7 +13,7 @@ from .._rules.closure_convert import ClosureTemplate, Opaque
 from .._rules.custom_jvp import custom_jvp
 from .._rules.rule import Rule
 from .linear_solve import linear_solve
-from .residual_check import error_if_not_small
+from .residual_check import one_if_small
 from .residual_structure import residual_leaves
 
 
@@ -45,9 +45,7 @@ class Equation(Opaque):
         """The inexact arrays of the residual, `operands` being the tracers."""
         (residual, args, config), _ = self._template.substitute(operands)
         out = residual(y, *args, **config)
-        return residual_leaves(
-            out, y, residual=residual, solve=self.solve, solver=self.solver
-        )
+        return residual_leaves(out, y, residual=residual, solve=self.solve, solver=self.solver)
 
 
 @custom_jvp
@@ -77,26 +75,25 @@ def _with_implicit_tangent_jvp(primals, tangents, *, equation):
             all_operands[i] = x
         return equation.residual(eqx.combine(unknowns, rest), all_operands)
 
-    if equation.tolerance is not None:
-        unknowns = _error_if_not_small(equation, residual, unknowns, operands)
-        y = eqx.combine(unknowns, rest)
     _, t_residual = jax.jvp(
         lambda *some: residual(unknowns, *some),
         tuple(operands[i] for i in moving),
         tuple(t_operands[i] for i in moving),
     )
     _, matvec = jax.linearize(lambda unknowns: residual(unknowns, indices=()), unknowns)
-    rhs = jax.tree.map(jnp.negative, t_residual)
+    one = _one_if_small(equation, residual, unknowns, operands)
+    rhs = jax.tree.map(lambda t: -t * one.astype(t.dtype), t_residual)
     t_y = linear_solve(
         matvec, rhs, unknowns, solver=equation.solver, tags=equation.tags, user="implicit"
     )
     return y, t_y
 
 
-def _error_if_not_small(equation, residual, unknowns, operands):
+def _one_if_small(equation, residual, unknowns, operands):
+    if equation.tolerance is None:
+        return jnp.ones(())
     indices = [i for i, x in enumerate(operands) if eqx.is_inexact_array(x)]
-    return error_if_not_small(
-        unknowns,
+    return one_if_small(
         lambda *args: residual(*args, indices=indices),
         (unknowns, *(operands[i] for i in indices)),
         equation.tolerance,

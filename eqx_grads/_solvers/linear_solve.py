@@ -1,8 +1,10 @@
 """Solve a linear system that is given as a function, by `lineax`."""
 
+import functools as ft
 from collections.abc import Callable, Collection
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
@@ -10,7 +12,7 @@ from jaxtyping import Array, PyTree
 from .._errors import rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .optional_import import optional_import
-from .real_view import real_map, RealView, working_dtype
+from .real_view import RealView, working_dtype
 
 
 # A dense factorization is more robust, and up to here not slower than an iteration.
@@ -46,17 +48,47 @@ def linear_solve(
     dtype = working_dtype(rhs, like)
     domain, codomain = RealView(like, dtype), RealView(rhs, dtype)
     tags = frozenset(tags)
-    _check_tags(lx, tags, domain, user)
-    if domain.size == 0 or codomain.size == 0:
-        return domain.from_real(domain.zeros())
-    matvec = real_map(matvec, domain, codomain)
-    if solver is None:
-        if not tags and has_diagonal_jacobian(jax.make_jaxpr(matvec)(domain.types)):
-            tags = frozenset([lx.diagonal_tag])
-        solver = _choose(lx, domain.size, tags, dtype)
-    operator = lx.FunctionLinearOperator(matvec, domain.types, tags=tags)
-    solution = lx.linear_solve(operator, codomain.to_real(rhs), solver)
-    return domain.from_real(solution.value)
+    _check_tags(lx, tags, like, domain, user)
+    if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
+        # An array and not a function, as `lineax` compiles once more for each new function.
+        ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
+        operator = lx.DiagonalLinearOperator(codomain.to_vector(matvec(ones)))
+        solver = lx.Diagonal(well_posed=True)
+    else:
+        operator = lx.FunctionLinearOperator(
+            lambda x: codomain.to_vector(matvec(domain.from_vector(x))),
+            domain.vector_type,
+            tags=tags,
+        )
+        if solver is None:
+            solver = _choose(lx, domain.vector_type.size, tags, dtype)
+    vector = _batched_like(operator, codomain.to_vector(rhs))
+    return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
+
+
+def _is_elementwise(matvec, domain, codomain) -> bool:
+    if domain.vector_type.size == 1 == codomain.vector_type.size:
+        return True
+
+    def of_arrays(arrays):
+        return codomain.to_arrays(matvec(domain.from_arrays(arrays)))
+
+    return has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(domain.types))
+
+
+def _batched_like(operator, vector):
+    """`vector`, with a batch axis if the operator has one.
+
+    Without it, `grad(vmap(...))` of `lineax.linear_solve` raises: Equinox does not sum the
+    cotangents of an unbatched operand of `vmap` (Equinox 0.13.8, Lineax 0.1.1; no upstream
+    issue was found). The compiler removes the selection.
+    """
+    arrays = jax.tree.leaves(eqx.filter(operator, eqx.is_array))
+    first = [jnp.reshape(x, -1)[:1] for x in arrays]
+    predicate = ft.reduce(jnp.logical_and, [jnp.all(x == x) for x in first], jnp.array(True))
+    return jax.lax.select(jnp.broadcast_to(predicate, vector.shape), vector, vector)
 
 
 def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
@@ -77,13 +109,13 @@ def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
     return RelativeTolerance(solver, tolerance)
 
 
-def _check_tags(lx, tags, domain, user):
+def _check_tags(lx, tags, like, domain, user):
     shapes = {lx.diagonal_tag, lx.tridiagonal_tag}
     shapes |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
     if domain.has_complex and tags & shapes:
         raise rule_error(
             f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
             "unknowns.",
-            f"the unknowns are {show_tree(domain.from_real(domain.zeros()))}",
+            f"the unknowns are {show_tree(like)}",
             do="A complex unknown is solved for as two real ones. Leave the tag out.",
         )

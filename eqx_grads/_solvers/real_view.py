@@ -1,26 +1,22 @@
-"""PyTrees of floats, complex ones and half precision included, as lists of real arrays.
+"""PyTrees of floats, complex ones and half precision included, as real vectors.
 
 A linear solver works in one real dtype. A complex function need not be holomorphic, and then
 its derivative is linear over the real numbers only: a complex element is two real ones.
 """
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 
 class RealView:
-    """To and from lists of real arrays, for trees of these shapes and dtypes.
+    """To and from real vectors of this dtype, for trees of these shapes and dtypes."""
 
-    `None` is no leaf. The real arrays are of `dtype`, which is `float32` unless a tree given to
-    `working_dtype` holds double precision.
-    """
-
-    def __init__(self, like: PyTree[Any], dtype: Any):
+    def __init__(self, like: PyTree[Any], dtype: np.dtype):
         leaves, self._treedef = jax.tree.flatten(like)
         self._dtypes = [x.dtype for x in leaves]
         self._dtype = dtype
@@ -29,23 +25,22 @@ class RealView:
             for x in leaves
             for _ in range(2 if _is_complex(x.dtype) else 1)
         ]
-
-    @property
-    def size(self) -> int:
-        return sum(x.size for x in self.types)
+        self._sizes = [math.prod(x.shape) for x in self.types]
+        self.vector_type = jax.ShapeDtypeStruct((sum(self._sizes),), dtype)
 
     @property
     def has_complex(self) -> bool:
         return any(map(_is_complex, self._dtypes))
 
-    def to_real(self, tree: PyTree[Array]) -> list[Array]:
+    def to_arrays(self, tree: PyTree[Array]) -> list[Array]:
+        """The leaves, with the imaginary part after the real part."""
         arrays = []
         for x in jax.tree.leaves(tree):
             parts = (jnp.real(x), jnp.imag(x)) if _is_complex(x.dtype) else (x,)
             arrays += [part.astype(self._dtype) for part in parts]
         return arrays
 
-    def from_real(self, arrays: list[Array]) -> PyTree[Array]:
+    def from_arrays(self, arrays: list[Array]) -> PyTree[Array]:
         rest = iter(arrays)
         leaves = []
         for dtype in self._dtypes:
@@ -54,8 +49,14 @@ class RealView:
             leaves.append(x.astype(dtype))
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def zeros(self) -> list[Array]:
-        return [jnp.zeros(x.shape, x.dtype) for x in self.types]
+    def to_vector(self, tree: PyTree[Array]) -> Float[Array, " n"]:
+        arrays = [x.reshape(-1) for x in self.to_arrays(tree)]
+        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+    def from_vector(self, vector: Float[Array, " n"]) -> PyTree[Array]:
+        parts = jnp.split(vector, np.cumsum(self._sizes[:-1]))
+        pairs = zip(parts, self.types, strict=True)
+        return self.from_arrays([x.reshape(t.shape) for x, t in pairs])
 
 
 def _is_complex(dtype: Any) -> bool:
@@ -64,12 +65,5 @@ def _is_complex(dtype: Any) -> bool:
 
 def working_dtype(*trees: PyTree[Any]) -> np.dtype:
     """Single precision, or double if any leaf is double."""
-    digits = [jnp.finfo(x.dtype).bits for x in jax.tree.leaves(trees)]
-    return np.dtype(np.float64 if max(digits, default=32) > 32 else np.float32)
-
-
-def real_map(
-    fn: Callable[[PyTree[Array]], PyTree[Array]], domain: RealView, codomain: RealView
-) -> Callable[[list[Array]], list[Array]]:
-    """A linear function of trees, as one of lists of real arrays."""
-    return lambda arrays: codomain.to_real(fn(domain.from_real(arrays)))
+    bits = [jnp.finfo(x.dtype).bits for x in jax.tree.leaves(trees)]
+    return np.dtype(np.float64 if max(bits, default=32) > 32 else np.float32)

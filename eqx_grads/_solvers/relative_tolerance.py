@@ -5,8 +5,6 @@ right-hand side is divided by its size, and afterwards the residual decides if t
 successful, whatever made the iteration stop. Imports `lineax`: to be imported where it is used.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp

@@ -8,7 +8,6 @@ analysis). One derivative in a random direction estimates that change.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,27 +19,33 @@ from jaxtyping import Array, PyTree
 _SMALLEST = 1e-3
 
 
-def error_if_not_small(
-    y: PyTree[Array],
+def one_if_small(
     fn: Callable[..., PyTree[Array]],
     args: Sequence[PyTree[Array]],
     tolerance: float,
     name: str,
     solve: str,
-) -> PyTree[Array]:
-    """`y`, which raises when it is computed if `fn(*args)` is not small. One of `args` is `y`.
+) -> Array:
+    """One, to multiply a derivative by; raises when it is computed if `fn(*args)` is not small.
 
-    All leaves are inexact. `name` and `solve` are the functions, for the message.
+    A factor, as the compiler removes a check of a value that nothing depends on: the derivative
+    of a linear equation does not depend on its solution.
+
+    - `args`: all that the residual depends on; every leaf is inexact.
+    - `name`, `solve`: the residual and the solver, for the message.
     """
     args = jax.tree.map(lambda x: jnp.asarray(jax.lax.stop_gradient(x)), tuple(args))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(args))))
     direction = jax.tree.map(lambda x: _direction(x, next(keys)), args)
     residual, change = jax.jvp(fn, args, direction)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(residual)]
-    pairs = zip(jax.tree.leaves(residual), jax.tree.leaves(change), strict=True)
-    is_large = jnp.stack([~(_rms(r) <= tolerance * _rms(c)) for r, c in pairs])
-    messages = [_message(name, solve, jax.tree_util.keystr(path), tolerance) for path in paths]
-    return eqx.branched_error_if(y, jnp.any(is_large), jnp.argmax(is_large), messages)
+    leaves = jax.tree_util.tree_leaves_with_path(residual)
+    pairs = zip(leaves, jax.tree.leaves(change), strict=True)
+    is_large = jnp.stack([~(_size(r) <= tolerance * _size(c)) for (_, r), c in pairs])
+    messages = [
+        _message(name, solve, jax.tree_util.keystr(path), tolerance) for path, _ in leaves
+    ]
+    one = jnp.ones((), jnp.float32)
+    return eqx.branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
 
 
 def _direction(x, key):
@@ -49,10 +54,9 @@ def _direction(x, key):
     return (size * jax.random.normal(key, x.shape, real)).astype(x.dtype)
 
 
-def _rms(x: Any) -> Array:
+def _size(x: Array) -> Array:
     x = jnp.abs(x)
-    x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    return jnp.sqrt(jnp.mean(jnp.square(x)))
+    return jnp.max(x.astype(jnp.promote_types(x.dtype, jnp.float32)), initial=0)
 
 
 def _message(name, solve, path, tolerance):

@@ -13,10 +13,9 @@ _STEP = (
     "time of the switch."
 )
 _SEARCH = (
-    "The steps of a search have no derivative, but its result has one: it solves f(x, w) = 0, "
-    "so dx/dw = -(df/dw) / (df/dx). Write that rule with `eqg.custom_jvp`, or use "
-    "`optimistix.root_find`, which has it. For the time of an event, use `diffrax.Event` with "
-    "a real-valued condition and a `root_finder`."
+    "The steps of a search have no derivative, but its result has one: it solves an equation "
+    "f(x, w) = 0. Decorate the search with `eqg.implicit(f)`. For the time of an event, use "
+    "`diffrax.Event` with a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.
