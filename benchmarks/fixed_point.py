@@ -130,7 +130,8 @@ def main():
     print("| variant | CPU ms | speed | MB | error |")
     print("|---|--:|--:|--:|--:|")
     for name, program in programs.items():
-        error = np.max(np.abs(program.run() - expected)) / np.max(np.abs(expected))
+        got = np.asarray(program.run(), np.float64)
+        error = np.max(np.abs(got - expected)) / np.max(np.abs(expected))
         ms = 1e3 * statistics.median(times[name]) / REPEATS
         ratio, memory = speed(times, name, REFERENCE), program.memory / 1e6
         print(f"| {name} | {ms:.2f} | {ratio:.1f} | {memory:.2f} | {error:.0e} |")

@@ -15,6 +15,8 @@ from .helpers import assert_close, checking_leaks
 
 
 EXACT = ("implicit", "fixed_point")
+# Enough terms for an exact derivative, where the contraction factor is one half.
+SERIES = solvers.NeumannAdjoint(30)
 APPROXIMATE = {
     "neumann": solvers.NeumannAdjoint(5),
     "phantom": solvers.PhantomAdjoint(5, 0.5),
@@ -150,17 +152,19 @@ def test_third_order():
     ],
     ids=lambda solver: type(solver).__name__,
 )
-@pytest.mark.parametrize("backward", ["implicit", "neumann"])
-def test_any_solver_of_optimistix(getkey, solver, backward):
+def test_any_solver_of_optimistix(getkey, solver):
     """What is differentiated is always f(y) = y, also where the solver minimizes."""
     with jax.enable_x64(True):
         args = problem(getkey, n=4)
-        gradient = lambda solver: jax.grad(
-            lambda w: jnp.sum(
-                solve(nonlinear, w, *args[1:], n=4, backward=backward, solver=solver) ** 2
-            )
-        )(args[0])
-        assert_close(gradient(solver), gradient(tight()), tolerance=1e-6)
+
+        def loss(solve):
+            return lambda w: jnp.sum(solve(nonlinear, w, *args[1:], n=4) ** 2)
+
+        ours = lambda *args, n: solve(*args, n=n, solver=solver, backward=SERIES)
+        got, expected = jax.jit(lambda w: (jax.grad(loss(ours))(w), jax.grad(loss(steps))(w)))(
+            args[0]
+        )
+        assert_close(got, expected, tolerance=1e-6)
 
 
 def test_no_contraction():
@@ -184,23 +188,24 @@ def in_steps(fn, args, number, tau):
     return z
 
 
-DEFINITIONS = {
-    solvers.OneStepAdjoint(): (1, 1.0),
-    solvers.NeumannAdjoint(0): (1, 1.0),
-    solvers.NeumannAdjoint(3): (4, 1.0),
-    solvers.PhantomAdjoint(1, 0.3): (1, 0.3),
-    solvers.PhantomAdjoint(4, 0.5): (4, 0.5),
-    solvers.PhantomAdjoint(np.int64(2), 1): (2, 1.0),
-}
+# Each adjoint, how many steps it is the gradient of, and their damping.
+DEFINITIONS = [
+    (solvers.OneStepAdjoint(), 1, 1.0),
+    (solvers.NeumannAdjoint(0), 1, 1.0),
+    (solvers.NeumannAdjoint(3), 4, 1.0),
+    (solvers.PhantomAdjoint(1, 0.3), 1, 0.3),
+    (solvers.PhantomAdjoint(4, 0.5), 4, 0.5),
+    (solvers.PhantomAdjoint(np.int64(2), 1), 2, 1.0),
+]
 
 
-@pytest.mark.parametrize("backward", DEFINITIONS, ids=str)
-def test_approximate_derivatives_are_the_published_ones(getkey, backward):
+@pytest.mark.parametrize(("backward", "number", "tau"), DEFINITIONS, ids=str)
+def test_approximate_derivatives_are_the_published_ones(getkey, backward, number, tau):
     with jax.enable_x64(True):
         args = problem(getkey)
         directions = tuple(jr.normal(getkey(), a.shape) for a in args)
         ours = lambda *args: solve(nonlinear, *args, backward=backward)
-        theirs = lambda *args: in_steps(nonlinear, args, *DEFINITIONS[backward])
+        theirs = lambda *args: in_steps(nonlinear, args, number, tau)
         ct = jr.normal(getkey(), (5,))
         both = lambda f: (jax.vjp(f, *args)[1](ct), jax.jvp(f, args, directions)[1])
         assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
@@ -247,7 +252,7 @@ def test_names_are_adjoints(getkey):
 # ---------------------------------------------------------------- transformations
 
 
-@pytest.mark.parametrize("backward", [*EXACT, "neumann"])
+@pytest.mark.parametrize("backward", ["implicit", "fixed_point"])
 def test_transformations(getkey, backward):
     w, u, _ = problem(getkey)
     xs = jr.normal(getkey(), (4, 3))
@@ -327,7 +332,7 @@ def test_an_argument_without_influence():
 # ---------------------------------------------------------------- in Optimistix
 
 
-@pytest.mark.parametrize("adjoint", [solvers.ImplicitAdjoint(), *APPROXIMATE.values()], ids=str)
+@pytest.mark.parametrize("adjoint", [solvers.ImplicitAdjoint(), SERIES], ids=str)
 def test_adjoints_in_optimistix(getkey, adjoint):
     args = problem(getkey)
     fn = lambda z, args: nonlinear(z, *args)
@@ -448,9 +453,10 @@ def test_a_small_cotangent_is_not_taken_for_zero(getkey):
         fn = lambda x, scale, backward=backward: (
             scale * jnp.sum(solve(nonlinear, *args[:2], x, backward=backward))
         )
-        small, large = jax.grad(fn)(args[2], 1e-20), jax.grad(fn)(args[2], 1.0)
+        gradient = jax.jit(jax.grad(fn))
+        small, large = gradient(args[2], 1e-20), gradient(args[2], 1.0)
         assert_close(small * 1e20, large, tolerance=1e-5)
-        assert jnp.array_equal(jax.grad(fn)(args[2], 0.0), jnp.zeros(3))
+        assert jnp.array_equal(gradient(args[2], 0.0), jnp.zeros(3))
 
 
 # ---------------------------------------------------------------- edges and bad input

@@ -171,7 +171,7 @@ def _inner(xs, ys):
         xs, ys = (z.reshape(len(z), -1).astype(dtype) for z in (xs, ys))
         return jnp.real(xs.conj() @ ys.T)
 
-    return sum(jax.tree.leaves(jax.tree.map(leaf, xs, ys)))
+    return jax.tree.reduce(jnp.add, jax.tree.map(leaf, xs, ys))
 
 
 def _least_squares(columns, target, ridge):
