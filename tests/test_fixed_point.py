@@ -144,7 +144,6 @@ def test_third_order():
     "solver",
     [
         optx.Newton(rtol=1e-10, atol=1e-10),
-        optx.Chord(rtol=1e-10, atol=1e-10),
         optx.Dogleg(rtol=1e-10, atol=1e-10),
         optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10),
         optx.BFGS(rtol=1e-8, atol=1e-8),
@@ -252,7 +251,9 @@ def test_names_are_adjoints(getkey):
 # ---------------------------------------------------------------- transformations
 
 
-@pytest.mark.parametrize("backward", ["implicit", "fixed_point"])
+@pytest.mark.parametrize(
+    "backward", ["implicit", pytest.param("fixed_point", marks=pytest.mark.slow)]
+)
 def test_transformations(getkey, backward):
     w, u, _ = problem(getkey)
     xs = jr.normal(getkey(), (4, 3))
