@@ -419,7 +419,7 @@ def double(y, x):
 
 def test_a_map_that_is_no_contraction(getkey):
     """A result code or an error, by choice."""
-    solution = eqg.fixed_point(double, 1.0, 1.0, throw=False)
+    solution = eqg.fixed_point(double, 1.0, 1.0, throw=False, max_steps=None)
     assert solution.result == optx.RESULTS.nonfinite
     solution = eqg.fixed_point(double, 1.0, 1.0, throw=False, max_steps=10)
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
@@ -641,7 +641,6 @@ def test_layer_statistics_and_start(getkey):
     assert warm.stats["num_steps"] < cold.stats["num_steps"]
     assert cold.result == optx.RESULTS.successful
     assert jnp.array_equal(layer(x), cold.value)
-    assert layer(x.astype("float32")).dtype == jnp.result_type(x, layer.cell.of_input.weight)
     net = eqx.nn.Sequential([layer, eqx.nn.Linear(4, 2, key=getkey())])
     assert net(x, key=getkey()).shape == (2,)
 
