@@ -351,6 +351,22 @@ def test_adjoints_in_optimistix(getkey, adjoint):
         assert_close(got, ours, tolerance=1e-5)
 
 
+def test_adjoints_where_optimistix_minimizes(getkey):
+    args = problem(getkey)
+    fn = lambda z, args: nonlinear(z, *args)
+    solver = optx.LevenbergMarquardt(rtol=1e-6, atol=1e-6)
+
+    def gradient(adjoint):
+        find = lambda args: optx.fixed_point(fn, solver, jnp.zeros(5), args, adjoint=adjoint)
+        return jax.grad(lambda args: jnp.sum(find(args).value))(args)
+
+    expected = jax.grad(lambda args: jnp.sum(steps(nonlinear, *args)))(args)
+    assert_close(gradient(solvers.ImplicitAdjoint()), expected, tolerance=1e-4)
+    for adjoint in (solvers.FixedPointAdjoint(), *APPROXIMATE.values()):
+        with pytest.raises(RuleError, match="together with a solver that minimizes"):
+            gradient(adjoint)
+
+
 def test_adjoints_of_optimistix(getkey):
     args = problem(getkey)
     gradient = lambda backward: jax.grad(
@@ -411,6 +427,33 @@ def test_aux_is_that_of_the_fixed_point_and_differentiable():
         y = solution.value
         expected = 2 * jnp.cos(y) / (1 + 0.7 * jnp.sin(y))
         assert_close(jax.grad(aux)(0.7), expected, tolerance=1e-12)
+
+
+def conjugating(z, c):
+    return 0.3 * z * jnp.conj(z) + 0.2j * jnp.conj(z) + c
+
+
+@pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
+@pytest.mark.parametrize("backward", EXACT)
+def test_complex(backward):
+    """Of a function that is not holomorphic: its derivative is linear over the reals only."""
+    with jax.enable_x64(True):
+
+        def loss(z):
+            return jnp.real(z) + 2 * jnp.imag(z)
+
+        ours = lambda c: loss(eqg.fixed_point(conjugating, 0j, c, backward=backward).value)
+        plain = lambda c: loss(
+            jax.lax.scan(lambda z, _: (conjugating(z, c), None), 0j * c, None, length=80)[0]
+        )
+        both = lambda f: (jax.grad(f)(0.3 + 0.4j), jax.jvp(f, (0.3 + 0.4j,), (1 + 2j,))[1])
+        assert_close(both(ours), both(plain), tolerance=1e-9)
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        fn = lambda x: eqg.fixed_point(lambda y, x: 0.5 * y + x, 0.0, x, backward="neumann")
+        assert jax.grad(lambda x: fn(x).value)(1.0) == 63 / 32
 
 
 def double(y, x):
@@ -523,6 +566,8 @@ def test_bad_arguments():
         eqg.fixed_point(identity, {"n": 0})
     with pytest.raises(RuleError, match=r"unknown `backward`[\s\S]*'implicit', 'fixed_point'"):
         eqg.fixed_point(identity, 0.0, backward="newton")
+    with pytest.raises(RuleError, match=r"start without arrays[\s\S]*y0 is \(None,\)"):
+        eqg.fixed_point(identity, (None,))
     with pytest.raises(RuleError, match="unknown `backward`"):
         eqg.fixed_point(identity, 0.0, backward=solvers.OneStepAdjoint)
     with pytest.raises(RuleError, match="`solver` that is not one of Optimistix"):

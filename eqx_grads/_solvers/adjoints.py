@@ -22,9 +22,10 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
 
     Pass one to [`eqx_grads.fixed_point`][], or as `adjoint=` to `optimistix.fixed_point`, with
     any of its solvers for fixed points and roots. It may also be passed to
-    `optimistix.root_find`, where $f(y, \theta) = y + \mathrm{fn}(y, \theta)$ then. Optimistix's
-    solvers for least squares and minima differentiate another equation, the gradient of an
-    objective, so that no `adjoint` of this library belongs there.
+    `optimistix.root_find`, where $f(y, \theta) = y + \mathrm{fn}(y, \theta)$ then. Where
+    Optimistix minimizes, the equation is that the gradient of the objective is zero, which is
+    for [`eqx_grads.solvers.ImplicitAdjoint`][] only; any other adjoint is an error there. What
+    Optimistix returns besides the solution, such as `aux`, has the derivative zero.
 
     To write your own, give a `solve_tangent`.
     """
@@ -32,6 +33,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
         """What Optimistix calls: runs the solver, and gives its solution this derivative."""
         fn, solver, y0, args, *options = inputs
+        if not isinstance(self, ImplicitAdjoint):
+            _check_fixed_point(self, solver, rewrite_fn)
         # The fixed point depends on the function and its arguments only.
         inputs = (fn, *constant((solver, y0)), args, *constant(options))
         y, rest = primal_fn((*constant(inputs), _while_loop))
@@ -60,6 +63,19 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         $t$, or an approximation that is linear in `b`, written in operations that JAX can
         transpose: reverse mode is the transpose, and solves $u = J^T u + g$ in the same way.
         """
+
+
+def _check_fixed_point(adjoint, solver, rewrite_fn):
+    """Raise if Optimistix differentiates that a gradient is zero, and not that f(y) = y."""
+    finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
+    if not finds and rewrite_fn.__module__.startswith("optimistix"):
+        name = type(adjoint).__name__
+        raise rule_error(
+            f"`{name}` was given to Optimistix together with a solver that minimizes.",
+            f"the solver is `{type(solver).__name__}`, and `{name}` is for fixed points",
+            do="Use `eqx_grads.fixed_point`, which differentiates the fixed point whatever the "
+            "solver; or `eqx_grads.solvers.ImplicitAdjoint`.",
+        )
 
 
 def _solve(adjoint, tags, linear_map, b):
@@ -313,6 +329,9 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     - `max_steps`: the largest number of steps.
     - `throw`: whether an iteration that does not converge is an error. Otherwise the derivative
         is the last iterate.
+
+    The number of steps and the residual of a backward pass are not available: it returns
+    cotangents, and nothing else. `throw` says if it failed.
 
     **Derivative:**
 

@@ -93,7 +93,10 @@ def fixed_point(
     - `state`: `None`.
 
     How many steps a backward pass takes is not among them, since it is not known when this
-    function returns: see [`eqx_grads.solvers.FixedPointAdjoint`][].
+    function returns. A backward pass that fails is an error.
+
+    A call is compiled, once for each `fn` as by `equinox.filter_jit`: outside of a `jit`, do
+    not make a new function for each call.
 
     **Derivative:**
 
@@ -240,6 +243,12 @@ def _as_arrays(fn, y0):
         x = jnp.asarray(x)
         return jax.lax.convert_element_type(x, x.dtype)
 
+    if not jax.tree.leaves(y0):
+        raise rule_error(
+            f"`fixed_point` of `{name_of(fn)}` was given a start without arrays.",
+            f"y0 is {show_tree(y0)}",
+            do="Give what is iterated as a PyTree with floating-point arrays.",
+        )
     return jax.tree_util.tree_map_with_path(leaf, y0)
 
 

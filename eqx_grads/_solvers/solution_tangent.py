@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.rule import Rule
@@ -12,8 +13,10 @@ from .._rules.rule import Rule
 
 def constant(tree: Any) -> Any:
     """`jax.lax.stop_gradient` of the arrays of any PyTree."""
-    arrays, static = eqx.partition(tree, eqx.is_array)
-    return eqx.combine(jax.tree.map(jax.lax.stop_gradient, arrays), static)
+    arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
+    # With `jax.disable_jit`, what is differentiated may be a Python number inside.
+    stop = lambda x: jnp.asarray(jax.lax.stop_gradient(x))
+    return eqx.combine(jax.tree.map(stop, arrays), rest)
 
 
 # With R = ∂residual/∂y at the solution, the derivative of `residual(y(inputs), inputs) = 0` is
