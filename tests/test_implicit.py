@@ -1,6 +1,5 @@
 """`eqg.implicit`: the derivative of a solver, from the equation that it solves."""
 
-import functools as ft
 import pickle
 import sys
 
@@ -220,12 +219,12 @@ def test_leaves_that_are_not_unknowns():
     """Integers, strings, keys and `None` in the solution and in the arguments."""
 
     def residual(y, args):
-        n = args["n"].astype("float32")
+        n = args["n"].astype(args["a"].dtype)
         return {**y, "x": y["x"] * n - args["a"], "missing": None}
 
     @eqg.implicit(residual)
     def solve(args):
-        x = args["a"] / args["n"].astype("float32")
+        x = args["a"] / args["n"].astype(args["a"].dtype)
         return {"x": x, "n": args["n"], "tag": "t", "missing": None, "key": jr.key(0)}
 
     args = {"a": jnp.array([1.0, 2.0]), "n": jnp.array(4), "tag": "t", "missing": None}
@@ -251,7 +250,7 @@ def test_empty():
 def test_half_precision(dtype):
     @eqg.implicit(lambda y, a: y**3 + y - a)
     def root(a):
-        y = newton(lambda y, a: y**3 + y - a, jnp.ones(2), a.astype("float32"))
+        y = newton(lambda y, a: y**3 + y - a, jnp.ones(2, "float32"), a.astype("float32"))
         return y.astype(a.dtype)
 
     a = jnp.array([2.0, 10.0], dtype)
@@ -262,7 +261,7 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("holomorphic", [True, False])
 def test_complex(holomorphic):
-    """A function that is not holomorphic has a derivative that is linear over the reals only."""
+    """The derivative of a function that is not holomorphic is linear over the reals only."""
 
     def residual(z, c):
         return z**3 + z - c if holomorphic else (z * z.conj()).real.astype(z.dtype) * z + z - c
@@ -281,7 +280,7 @@ def test_complex(holomorphic):
         matrix = jax.lax.stop_gradient(jax.jacfwd(on_reals)(xy, c))
         return jax.lax.complex(*(xy - jnp.linalg.solve(matrix, on_reals(xy, c))))
 
-    c = jnp.asarray(1.2 - 0.7j, "complex64")
+    c = jnp.asarray(1.2 - 0.7j)
     tangent = jnp.asarray(0.3 + 0.4j, c.dtype)
     derivative = lambda f: jax.jit(lambda c: jax.jvp(f, (c,), (tangent,))[1])(c)
     assert_close(derivative(root), derivative(reference), eps=50)
@@ -291,108 +290,6 @@ def test_complex(holomorphic):
         jnp.vdot(tangent.conj(), derivative(root)).real,
     )
     assert_close(pairs[0], pairs[1], eps=50)  # the adjoint identity
-
-
-def _solve(x, matrix):
-    return jnp.linalg.solve(matrix, x)
-
-
-class TestLinearSystem:
-    @pytest.mark.parametrize("name", ["QR", "SVD", "LSMR"])
-    def test_more_equations_than_unknowns(self, name, getkey):
-        a = jr.normal(getkey(), (5, 2))
-        options = {"rtol": 1e-6, "atol": 1e-6} if name == "LSMR" else {}
-
-        @eqg.implicit(lambda y, x: [a @ (y - x)], solver=getattr(lx, name)(**options))
-        def consistent(x):
-            return x
-
-        x = jnp.array([1.0, 2.0])
-        for jacobian in (jax.jacfwd, jax.jacrev):
-            assert_close(jax.jit(jacobian(consistent))(x), jnp.eye(2), tolerance=1e-4)
-
-    def test_fewer_equations_than_unknowns(self, getkey):
-        """The smallest change, as the pseudo-inverse gives it."""
-        a = jr.normal(getkey(), (2, 4))
-
-        @eqg.implicit(lambda y, x: a @ y - x, solver=lx.SVD())
-        def smallest(x):
-            return jnp.linalg.pinv(a) @ x
-
-        x = jnp.array([1.0, 2.0])
-        for jacobian in (jax.jacfwd, jax.jacrev):
-            assert_close(jax.jit(jacobian(smallest))(x), np.linalg.pinv(a), tolerance=1e-5)
-
-    def test_singular_matrix(self):
-        """A translation of the solution is free: `SVD` takes the smallest, LU raises."""
-        laplacian = jnp.array([[1.0, -1.0, 0.0], [-1.0, 2.0, -1.0], [0.0, -1.0, 1.0]])
-        residual = lambda y, x: laplacian @ y - (x - jnp.mean(x))
-        smallest = lambda x: jnp.linalg.pinv(laplacian) @ x
-        x = jnp.array([1.0, 2.0, 4.0])
-        by_svd = eqg.implicit(residual, solver=lx.SVD())(smallest)
-        expected = np.linalg.pinv(laplacian)
-        assert_close(jax.jit(jax.jacrev(by_svd))(x), expected, tolerance=1e-5)
-
-    @pytest.mark.parametrize("residual", ["scalar", "elementwise", "dense"])
-    def test_singular_is_an_error(self, residual):
-        fns = {
-            "scalar": (lambda y, a: y**2 - a, jnp.array(0.0)),
-            "elementwise": (lambda y, a: y**2 - a, jnp.zeros(3)),
-            "dense": (lambda y, a: jnp.sum(y) * jnp.ones(3) - a, jnp.zeros(3)),
-        }
-        fn, a = fns[residual]
-        root = eqg.implicit(fn)(lambda a: jnp.zeros_like(a))
-        with pytest.raises(FAILS, match="non-finite"):
-            eqx.filter_jit(jax.grad(lambda a: jnp.sum(root(a))))(a)
-
-    def test_matrix_free(self, getkey):
-        """Many unknowns: GMRES, or conjugate gradients; also for a tiny cotangent."""
-        n = 300
-        a = jr.normal(getkey(), (n, n)) / n**0.5
-        definite = a @ a.T + jnp.eye(n)
-        x, ct = jr.normal(getkey(), (n,)), 1e-25 * jr.normal(getkey(), (n,))
-        for matrix, tags in (
-            (2 * jnp.eye(n) + a, ()),
-            (definite, lx.positive_semidefinite_tag),
-        ):
-            residual = lambda y, x, matrix: matrix @ y - x
-            solve = ft.partial(eqg.implicit(residual, tags=tags)(_solve), matrix=matrix)
-            got = jax.jit(lambda x, solve=solve: jax.vjp(solve, x)[1](ct)[0])
-            assert_close(got(x) * 1e25, np.linalg.solve(matrix.T, ct * 1e25), tolerance=1e-3)
-
-    def test_matrix_free_failure_is_an_error(self, getkey):
-        n = 300
-        a = jr.normal(getkey(), (n, n))
-        solve = eqg.implicit(lambda y, x: a @ y - x)(lambda x: jnp.linalg.solve(a, x))
-        with pytest.raises(FAILS, match="stagnat"):
-            eqx.filter_jit(jax.grad(lambda x: jnp.sum(solve(x))))(jnp.ones(n))
-
-    def test_elementwise(self):
-        """A residual that acts on each element by itself needs a division only."""
-        solve = eqg.implicit(lambda y, a: jnp.where(y > 0, y**3, jax.jit(jnp.sinh)(y)) - a)(
-            lambda a: jnp.where(a > 0, jnp.cbrt(a), jnp.arcsinh(a))
-        )
-        a = jnp.linspace(-2, 2, 1000)
-        gradient = jax.grad(lambda a: jnp.sum(solve(a)))
-        program = str(jax.make_jaxpr(gradient)(a))
-        assert "lu" not in program.split() and "while" not in program
-        expected = jnp.where(a > 0, jnp.abs(a) ** (-2 / 3) / 3, 1 / jnp.sqrt(1 + a**2))
-        assert_close(jax.jit(gradient)(a) / expected, jnp.ones(1000), eps=100)
-
-    @pytest.mark.parametrize(
-        ("tags", "solver"), [("diagonal_tag", None), ("symmetric_tag", "CG"), (None, "LU")]
-    )
-    def test_tags_and_solvers(self, tags, solver):
-        tags = [] if tags is None else [getattr(lx, tags)]
-        if solver == "CG":
-            tags, solver = [lx.positive_semidefinite_tag], lx.CG(rtol=1e-6, atol=1e-6)
-        else:
-            solver = lx.LU() if solver == "LU" else None
-        cube = eqg.implicit(lambda y, a: y**3 - a, tags=tags, solver=solver)(jnp.cbrt)
-        a = jnp.array([1.0, 8.0, 27.0])
-        assert_close(
-            jax.jit(jax.grad(lambda a: jnp.sum(cube(a))))(a), jnp.array([1 / 3, 1 / 12, 1 / 27])
-        )
 
 
 class TestTheResidualIsSmall:
@@ -448,7 +345,9 @@ def test_solvers_of_others():
     optimize = pytest.importorskip("scipy.optimize")
     optx = pytest.importorskip("optimistix")
     residual = lambda y, a: y**3 + y - a
-    brentq = lambda a: np.float32(optimize.brentq(residual, -10.0, 10.0, args=(float(a),)))
+    brentq = lambda a: np.asarray(
+        optimize.brentq(residual, -10.0, 10.0, args=(float(a),)), a.dtype
+    )
     eager = eqg.implicit(residual)(lambda a: jnp.asarray(brentq(a)))
     assert_close(jax.grad(eager)(2.0), 0.25)
     assert_close(jax.hessian(eager)(2.0), -6 / 64, eps=50)
@@ -475,11 +374,17 @@ class TestErrors:
         for residual, message in [
             (
                 lambda y, a: {"x": y["x"] - a},
-                r"at \['y'\]: the solution is float32\[\], the res",
+                r"at \['y'\]: the solution is float\d\d\[\], the res",
             ),
-            (lambda y, a: y["x"], r"the residual float32\[2\]"),
-            (lambda y, a: {**y, "x": y["x"][:1]}, r"float32\[2\], the residual float32\[1\]"),
-            (lambda y, a: {**y, "y": 1j * y["y"]}, r"float32\[\], the residual complex64\[\]"),
+            (lambda y, a: y["x"], r"the residual float\d\d\[2\]"),
+            (
+                lambda y, a: {**y, "x": y["x"][:1]},
+                r"float\d\d\[2\], the residual float\d\d\[1\]",
+            ),
+            (
+                lambda y, a: {**y, "y": 1j * y["y"]},
+                r"float\d\d\[\], the residual complex\d+\[\]",
+            ),
         ]:
             decorated = eqg.implicit(residual)(solve)
             with pytest.raises(RuleError, match=message):
@@ -504,11 +409,6 @@ class TestErrors:
             RuleError, match=r"too many positional arguments.\n  positional argum"
         ):
             jax.grad(wrong)(1.0)
-
-    def test_tags_of_complex_unknowns(self):
-        root = eqg.implicit(lambda z, c: z**2 - c, tags=lx.diagonal_tag)(jnp.sqrt)
-        with pytest.raises(RuleError, match="where the entries of a matrix are, of complex"):
-            jax.jvp(root, (1j,), (1.0 + 0j,))
 
     def test_without_lineax(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "lineax", None)

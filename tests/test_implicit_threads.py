@@ -14,7 +14,7 @@ from .helpers import assert_close, temp_bytes
 lx = pytest.importorskip("lineax")
 
 
-def bisection(fn, low, high, n_steps=40):
+def bisection(fn, low, high, n_steps=60):
     """The root of an increasing function, elementwise, by a `while_loop`."""
 
     def halve(state):

@@ -71,9 +71,10 @@ def implicit(
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
         used in place of LU and GMRES.
     - `has_aux`: whether the solver returns `y, aux`.
-    - `tolerance`: how large the residual may be at the solution, relative to its change when
-        each element of the solution and of the arguments changes by this fraction of itself,
-        at random. A larger one raises when the derivative is computed. `None`: no check.
+    - `tolerance`: how large the residual may be at the solution: as large as its change when
+        each element of the solution changes by this fraction of itself (of $10^{-3}$ if it
+        is smaller than that). At least 16 roundings are allowed, for half precision. A larger
+        residual raises when the derivative is computed. `None`: no check.
 
     The decorated function:
 
@@ -97,9 +98,9 @@ def implicit(
 
     **Derivative:**
 
-    With the residual $F(y, a) = 0$, the implicit function theorem says
-    $\frac{\partial F}{\partial y}\,\dot y = -\frac{\partial F}{\partial a}\,\dot a$: the forward
-    rule solves this system. The reverse rule, its transpose, solves
+    With the residual $F(y, a) = 0$, the implicit function theorem says that
+    $\frac{\partial F}{\partial y}\,\dot y = -\frac{\partial F}{\partial a}\,\dot a$. The
+    forward rule solves this system. The reverse rule, its transpose, solves
     $\left(\frac{\partial F}{\partial y}\right)^\top \lambda = -\bar y$ and returns
     $\bar a = \left(\frac{\partial F}{\partial a}\right)^\top \lambda$. Both modes and all
     orders: the derivative of a rule applies the rule again. The residual has to be
@@ -163,7 +164,9 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         set_metadata(self, self.fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        args, kwargs, _ = Signature(self.fn).bind(args, kwargs, True)
+        return self._call(*Signature(self.fn).bind(args, kwargs, True)[:2])
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Numbers inside of an argument stay as they are: a module may scan over its arrays.
         args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
         if is_eager() and not contains_tracer(self.fn, args, kwargs):

@@ -80,26 +80,16 @@ def _with_implicit_tangent_jvp(primals, tangents, *, equation):
         tuple(operands[i] for i in moving),
         tuple(t_operands[i] for i in moving),
     )
-    _, matvec = jax.linearize(lambda unknowns: residual(unknowns, indices=()), unknowns)
-    one = _one_if_small(equation, residual, unknowns, operands)
+    value, matvec = jax.linearize(lambda unknowns: residual(unknowns, indices=()), unknowns)
+    one = jnp.ones(())
+    if equation.tolerance is not None:
+        names = equation.residual_name, equation.solve
+        one = one_if_small(value, matvec, unknowns, equation.tolerance, *names)
     rhs = jax.tree.map(lambda t: -t * one.astype(t.dtype), t_residual)
     t_y = linear_solve(
         matvec, rhs, unknowns, solver=equation.solver, tags=equation.tags, user="implicit"
     )
     return y, t_y
-
-
-def _one_if_small(equation, residual, unknowns, operands):
-    if equation.tolerance is None:
-        return jnp.ones(())
-    indices = [i for i, x in enumerate(operands) if eqx.is_inexact_array(x)]
-    return one_if_small(
-        lambda *args: residual(*args, indices=indices),
-        (unknowns, *(operands[i] for i in indices)),
-        equation.tolerance,
-        equation.residual_name,
-        equation.solve,
-    )
 
 
 # The rule is linear because `lineax` transposes a solve: there is nothing to check.
