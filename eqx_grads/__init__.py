@@ -61,5 +61,7 @@ from ._rules.replace_gradient import (
     replace_gradient as replace_gradient,
     with_gradient_of as with_gradient_of,
 )
+from ._solvers.event_time import event_time as event_time
 from ._solvers.fixed_point import fixed_point as fixed_point
 from ._solvers.implicit import implicit as implicit
+from ._solvers.jump import jump as jump

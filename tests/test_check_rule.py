@@ -254,6 +254,7 @@ def test_L6_an_exception_is_printed_once():
 
 
 FILE = """
+import jax
 import jax.numpy as jnp
 import eqx_grads.testing as eqgt
 
@@ -269,6 +270,18 @@ def test_name():
 def test_report(check_rule):
     check_rule(jnp.sin, 1.0, checks=("forward",))
     assert False
+
+@jax.custom_jvp
+def square(x):
+    return x * x
+
+square.defjvp(lambda primals, tangents: (primals[0] ** 2, primals[0] * tangents[0]))
+
+def test_gradient():
+    eqgt.check_gradients(square, jnp.array(3.0))
+
+def test_model():
+    eqgt.check_gradients(square, 3)
 """
 
 
@@ -280,16 +293,22 @@ def test_L6_the_plugin_prints_a_report_once_and_no_source_of_this_library(
         monkeypatch.setenv(name, ci)
     pytester.makepyfile(FILE)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(failed=4)
+    result.assert_outcomes(failed=6)
     text = result.stdout.str()
     assert text.count("likely cause: every entry is 0.1988 times") == 1
     assert text.count("The rule of `sin`: passed (seed 0)") == 1
+    assert text.count("Every entry is half the expected one") == 1
     assert "There is no check `forwards`" in text
     assert "`nondifferentiable` names `z`" in text
+    assert "without inexact arrays" in text
     for line in (
         "kwargs.setdefault",
         "_recreate_cm",
         "def check_rule(",
+        "def check_gradients(",
+        "def raise_if_failed(",
+        "def trace_loss(",
+        "contextlib",
         "raise RuleCheckError",
         "signature",
     ):

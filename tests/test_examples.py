@@ -80,6 +80,16 @@ def test_yin_and_yang_are_learned_and_only_with_a_surrogate(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_ball_hits_the_target_and_only_with_the_events(tmp_path):
+    _run(ROOT / "examples" / "bouncing_ball.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["error"] < 1e-4  # of the gradient, to the closed form
+    assert result["wrong_sign"] > 0.4
+    assert result["event_time and jump"] < 1e-3  # meters
+    assert result["jax.grad"] > 1e-2
+
+
+@pytest.mark.slow
 def test_speakers_are_told_apart_and_only_with_a_surrogate(tmp_path):
     _run(ROOT / "examples" / "speech.py", tmp_path, "--seeds", "3")
     result = json.loads((tmp_path / "out" / "result.json").read_text())

@@ -462,6 +462,7 @@ def test_diffrax_event():
 
     record = only(check(loss, {"drag": jnp.array(0.1)}))
     assert (record.kind, record.line) == ("comparison in a while_loop", line_of(loss))
+    assert "eqg.event_time" in record.cure
     assert "diffrax.Event" in record.cure
 
 

@@ -21,6 +21,9 @@ from .._tangent_spaces import is_differentiable
 from .layers import wrap_layers
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedLoss:
     """A loss as a program of arrays.

@@ -28,11 +28,12 @@ from ._loss_program import LossProgram, trace_in_both_precisions
 from ._slope import SHORTEST_STEP
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
 # Directions that perturb all leaves together.
 _N_TOGETHER = 3
 
 
-@showing_progress(CALLER)
 def check_gradients(
     loss: Callable[..., Any],
     model: PyTree,
@@ -127,6 +128,14 @@ def check_gradients(
     without inexact arrays, an operation that JAX can't differentiate, and options that make no
     sense.
     """
+    with showing_progress(CALLER):
+        report = _report(loss, model, args, kwargs, skip, tolerance, seed)
+    if raises:
+        report.raise_if_failed()
+    return report
+
+
+def _report(loss, model, args, kwargs, skip, tolerance, seed) -> GradientReport:
     doing("tracing and compiling")
     program, own, remarks = _programs(loss, model, args, kwargs)
     skipped = _skipped(skip, program.names)
@@ -136,7 +145,7 @@ def check_gradients(
     numbers: dict[str, object] = {"seed": seed, "precision": str(program.lowest or "float64")}
     if is_over:
         leaves = [LeafVerdict(path, UNMEASURED) for path in program.names]
-        return _finish(GradientReport(name_of(loss), leaves, found, numbers, remarks), raises)
+        return GradientReport(name_of(loss), leaves, found, numbers, remarks)
     if tolerance is None:
         lowest = np.zeros((), program.lowest)
         tolerance = 1e-6 if program.lowest is None else tolerance_of([lowest])
@@ -146,14 +155,7 @@ def check_gradients(
     found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
     remarks += [_unsettled(judge), _precision_lost(own, judge, skipped)]
     numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
-    report = GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
-    return _finish(report, raises)
-
-
-def _finish(report: GradientReport, raises: bool) -> GradientReport:
-    if raises:
-        report.raise_if_failed()
-    return report
+    return GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
 
 
 def _programs(loss, model, args, kwargs) -> tuple[LossProgram, LossProgram, list[str]]:

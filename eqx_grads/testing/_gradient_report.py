@@ -16,6 +16,8 @@ from .._diagnosis.report import (
 )
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
 RIGHT, WRONG, DEAD, KINK = "right", "WRONG", "zero", "kink"
 UNMEASURED, SKIPPED = "not measured", "skipped"
 

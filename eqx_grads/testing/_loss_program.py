@@ -20,6 +20,9 @@ from ._flat_function import double_precision
 from ._slope import Samples
 
 
+__tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
+
+
 def jit_as_written(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.jit`, but a cast to float16 and back does lose digits. XLA would remove it, or not,
     depending on what is around it."""

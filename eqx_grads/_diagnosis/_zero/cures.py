@@ -10,11 +10,12 @@ _ROUNDING = (
 _STEP = (
     "For a value such as a spike or a gate, use `eqg.surrogates.spike` or `eqg.ste.heaviside`. "
     "For a switch, use a smooth one such as `jax.nn.sigmoid`, or split the integral at the "
-    "time of the switch."
+    "time of the switch with `eqg.event_time` and `eqg.jump`."
 )
 _SEARCH = (
     "The steps of a search have no derivative, but its result has one: it solves an equation "
     "f(x, w) = 0. Decorate the search with `eqg.implicit(f)`. For the time of an event, use "
+    "`eqg.event_time`, or "
     "`diffrax.Event` with a real-valued condition and a `root_finder`."
 )
 
@@ -48,7 +49,7 @@ CURES: Mapping[str, str] = {
     "`optimistix.RecursiveCheckpointAdjoint`.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
-    "multiplied by zero": "Give the factor other values, or mend what makes it zero.",
+    "multiplied by zero": "Give the factor other values, or correct what makes it zero.",
     "dead units": "Use `jax.nn.leaky_relu` or `jax.nn.gelu`, a smaller learning rate or "
     "another initialization of the bias; `eqg.ste.clip` for a clip.",
     "masked": "The mask takes nothing of it for these arguments. Check the mask.",

@@ -75,7 +75,7 @@ def explain_zero(
         derivative, such as `argmax`, `round`, a comparison, `stop_gradient` or the predicate of
         a `while_loop`. There is a record for each operation at which the derivative in the leaf
         is lost: the last one, on the way from the leaf to the loss, whose operand still has a
-        derivative in the leaf. What comes after that need not be mended first.
+        derivative in the leaf. What comes after that need not be corrected first.
     - *By values*: the derivative exists, and is exactly zero for these arguments. It is
         multiplied by zero, or meets dead units, a mask, a saturated function, a branch that is
         not taken. There is a record for each operation where a derivative that is not zero

@@ -1,0 +1,181 @@
+"""`event_time`: the time and the state at which a condition crosses zero on a trajectory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._rules.custom_jvp import custom_jvp
+from .trajectory import as_time, Closure, finite, state_at, VectorField
+
+
+def event_time(
+    condition: Callable[[Float[Array, ""], Any], Float[Array, ""]],
+    y: PyTree,
+    f: Callable[[Float[Array, ""], Any], PyTree],
+    t: ArrayLike,
+    *,
+    where: ArrayLike = True,
+) -> tuple[Float[Array, ""], PyTree]:
+    r"""The time of an event and the state at that time, with their derivatives.
+
+    An event is found by comparisons, in a loop, so the time that is found has a wrong
+    derivative: often zero. But the event is where a condition is zero on the trajectory, so
+    its time is an implicit function. Find the event in any way, with whatever has or has no
+    derivative (`diffrax.Event`, a bisection, an interpolation between two steps), and hand
+    over what was found.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def fall(t, y):
+            height, velocity = y
+            return velocity, -9.8
+
+        def time_to_fall(h):
+            t = jax.lax.stop_gradient(jnp.sqrt(2 * h / 9.8))  # from any solver
+            y = h - 4.9 * t**2, -9.8 * t  # the state at this time
+            t, y = eqg.event_time(lambda t, y: y[0], y, fall, t)
+            return t
+
+        # The derivative of sqrt(2 * h / 9.8).
+        assert jnp.allclose(jax.grad(time_to_fall)(10.0), 1 / jnp.sqrt(2 * 9.8 * 10.0))
+        ```
+
+    **Arguments:**
+
+    - `condition`: called as `condition(t, y)`. Returns a real scalar, which is zero at the
+        event and crosses zero there.
+    - `y`: the state at the time `t`, any PyTree.
+    - `f`: the vector field before the event, called as `f(t, y)`. Returns $dy/dt$: a tree
+        like `y`, with `None` for any part that does not change.
+    - `t`: the time of the event as it was found, a scalar. For several events at once, use
+        `jax.vmap`.
+    - `where`: whether there is an event: `event_mask` of a Diffrax solution, or, in a scan,
+        whether the sign has changed in this step. If not, `t` and `y` are returned with their
+        own derivatives. `condition` and `f` are evaluated all the same, and have to be finite
+        with finite derivatives there; the rate of change of the condition may be zero.
+
+    `condition` and `f` may be Modules, and may close over anything; their parameters are
+    differentiated. They are called only if something is differentiated.
+
+    **Returns:**
+
+    `t, y`, unchanged in value. They move together: the state is the state at this time. To
+    continue with another vector field or state, see [`eqx_grads.jump`][].
+
+    **Derivative:**
+
+    Let $c$ be the condition, $\dot t_0$ and $\dot y_0$ the tangents of `t` and `y`, and
+    $\dot c$ that of the condition by its parameters. Differentiating $c(t, y(t)) = 0$ gives the
+    forward rule
+
+    $$\dot t = \dot t_0 - \frac{\partial_t c\,\dot t_0 + \partial_y c\,\dot y_0 + \dot c}
+    {\partial_t c + \partial_y c\,f(t, y)},\qquad
+    \dot y = \dot y_0 + f(t, y)\,(\dot t - \dot t_0).$$
+
+    The tangents have to be those of a point of the trajectory, too. If `t` has a derivative,
+    right or wrong, then `y` is the state at this `t`, and has been computed with it; if `t` has
+    none, then `y` has that of the state at a fixed time. The reverse rule is the transpose.
+    Both modes and all orders: the higher derivatives take into account how `f` changes along
+    the trajectory.
+
+    If the condition does not cross zero but touches it ($\partial_t c + \partial_y c\,f = 0$, a
+    grazing event), the event appears or disappears as the parameters change, the true
+    derivative is infinite, and this one is not finite. If `t` is infinite or NaN, there is no
+    event, as with `where=False`: an event that never happens does not move.
+
+    The condition at `t` need not be exactly zero, and the error of the derivative is of the
+    order of that of the time. If there is no event at all at `t`, the derivative has no
+    meaning: use `where`.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `t` is not a real scalar. When it is differentiated, also if
+    `condition` does not return a real scalar, or `f` not a tree like `y`.
+
+    ??? cite "References"
+
+        The implicit derivative of an event time in a neural network:
+
+            Ricky T. Q. Chen, Brandon Amos, Maximilian Nickel (2021).
+            Learning Neural Event Functions for Ordinary Differential Equations.
+            arXiv:2011.03902
+
+        and of the time of a spike:
+
+            Timo C. Wunderlich, Christian Pehle (2021).
+            Event-based backpropagation can compute exact gradients for spiking neural
+            networks. Scientific Reports 11, 12829.
+    """
+    time, field = as_time(t, "event_time"), VectorField(f, "event_time")
+    t_event = _event_time(Closure(condition), field, y, time, _as_flag(where))
+    return t_event, state_at(field, y, time, t_event)
+
+
+def _as_flag(where):
+    where = jnp.asarray(where)
+    if where.shape == () and where.dtype == bool:
+        return where
+    raise rule_error(
+        "`event_time` was given a `where` that is not one boolean.",
+        f"`where` is {type_of(where)}",
+        do="Pass whether there is an event. For several events at once, use `jax.vmap`.",
+    )
+
+
+@custom_jvp
+def _event_time(condition, field, y, t, happens):
+    del condition, field, y, happens
+    return t
+
+
+# The condition remains zero at the event, so its change at a fixed time and its rate of change
+# times the tangent of the time add up to zero. Both are taken at the event as it moves, which
+# matters to higher derivatives.
+@_event_time.def_jvp(symbolic_zeros=True)
+def _event_time_jvp(primals, tangents):
+    condition, field, y, t, happens = primals
+    t_condition, t_field, t_y, t_t, _ = tangents
+    t_event = _event_time(*primals)
+    y_event, t_y_event = eqx.filter_jvp(
+        lambda field, y, t: state_at(field, y, t, t_event), (field, y, t), (t_field, t_y, t_t)
+    )
+    _, t_value = eqx.filter_jvp(
+        lambda condition, y: _value(condition, t_event, y),
+        (condition, y_event),
+        (t_condition, t_y_event),
+    )
+    _, rate = eqx.filter_jvp(
+        lambda t, y: _value(condition, t, y),
+        (t_event, y_event),
+        (jnp.ones_like(t_event), field(t_event, y_event)),
+    )
+    happens = happens & jnp.isfinite(t)
+    # Exactly zero where there is no event: the rate may be zero there.
+    per_rate = jnp.where(happens, -1 / jnp.where(happens, rate, 1), 0)
+    otherwise = jnp.zeros_like(t) if t_t is None else t_t
+    return t_event, jnp.where(happens, (t_value * per_rate).astype(t.dtype), otherwise)
+
+
+def _value(closure, t, y):
+    condition = closure.fn
+    value = condition(finite(t), y)
+    array = jnp.asarray(value) if eqx.is_array_like(value) else None
+    if array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    raise rule_error(
+        f"`{name_of(condition)}`, the `condition` of `event_time`, did not return one real "
+        "number.",
+        f"it returned {show_tree(value) if array is None else type_of(array)}",
+        place_of(condition),
+        do="Return the number that crosses zero at the event: the height, and not whether it "
+        "is below zero. For several events, use `jax.vmap`.",
+    )

@@ -1,0 +1,207 @@
+"""The state of a trajectory at another time, where the two times are equal in value.
+
+`state_at(field, y, t, t_new)` is the state at `t_new` of the trajectory that passes through `y`
+at `t`. It is only asked for where `t_new` equals `t`, so its value is `y`, and nothing is
+integrated. But its derivative is that of the solution of the differential equation: if `t_new`
+moves by `t_t_new`, the state moves by `field(t, y) * t_t_new`. That is all of the first
+derivative. Higher ones need to know how tangents (in forward mode) and cotangents (in reverse
+mode) change along the trajectory. They have differential equations of their own, so the rules
+call `state_at` for them, and are right to all orders.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._errors import name_of, place_of, rule_error, type_of
+from .._rules.closure_convert import ClosureTemplate, lift_tracers
+from .._rules.custom_vjp import custom_vjp
+from .._tangent_spaces import (
+    DoesNotFit,
+    is_differentiable,
+    is_none,
+    match_leaves,
+    shape_of,
+    tangent_leaf,
+)
+
+
+class Closure(eqx.Module):
+    """A function of the user's whose arrays are all leaves: also the traced ones that it closes
+    over, so that it can be differentiated with respect to them."""
+
+    parts: PyTree
+    captured: Sequence[Array]
+    template: ClosureTemplate | None = eqx.field(static=True)
+
+    def __init__(self, fn: Callable[..., Any]):
+        arrays, rest = eqx.partition(fn, eqx.is_array)
+        template, self.captured = lift_tracers([rest])
+        # Without a template if there is none: it is another one each time, so what is
+        # remembered of earlier calls of the same function would not be found.
+        self.parts, self.template = (arrays, template) if self.captured else (fn, None)
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        if self.template is None:
+            return self.parts
+        (rest,), _ = self.template.substitute(self.captured)
+        return eqx.combine(self.parts, rest)
+
+
+class VectorField(eqx.Module):
+    """`f(t, y)`, the derivative of `y` with respect to time, checked to be a tangent of `y`.
+
+    `caller` is the name of the public function that was given `f`.
+    """
+
+    closure: Closure
+    caller: str = eqx.field(static=True)
+
+    def __init__(self, f: Callable[..., Any], caller: str):
+        self.closure = Closure(f)
+        self.caller = caller
+
+    def __call__(self, t: Float[Array, ""], y: PyTree) -> PyTree:
+        f = self.closure.fn
+        t_y = f(finite(t), y)
+        fail = ft.partial(_not_a_rate, f, self.caller)
+        leaves, treedef = jax.tree.flatten(y, is_leaf=is_none)
+        rates = match_leaves(t_y, y, "y", fail)
+        for i, (rate, leaf) in enumerate(zip(rates, leaves, strict=True)):
+            try:
+                rates[i] = tangent_leaf(rate, leaf)
+            except DoesNotFit as misfit:
+                paths = jax.tree_util.tree_leaves_with_path(y, is_leaf=is_none)
+                raise fail(
+                    f"at y{jax.tree_util.keystr(paths[i][0])}: the state is {type_of(leaf)}, "
+                    f"the derivative is {type_of(rate)}",
+                    do=str(misfit),
+                ) from None
+            if rates[i] is None and is_differentiable(leaf):
+                rates[i] = jnp.zeros_like(leaf)
+        return jax.tree.unflatten(treedef, rates)
+
+
+def _not_a_rate(f, caller, *where, do):
+    return rule_error(
+        f"`{name_of(f)}`, the `f` of `{caller}`, did not return the derivative of the state "
+        "with respect to time.",
+        *where,
+        place_of(f),
+        do=do,
+    )
+
+
+def as_time(t: Any, caller: str) -> Float[Array, ""]:
+    is_scalar = is_differentiable(t) and shape_of(t) == ()
+    if is_scalar and not jnp.iscomplexobj(t):
+        return jnp.asarray(t)
+    raise rule_error(
+        f"`{caller}` was given a time that is not one real number.",
+        f"`t` is {type_of(t)}",
+        do="Pass a floating scalar. For several events at once, use `jax.vmap`.",
+    )
+
+
+def finite(t: Float[Array, ""]) -> Float[Array, ""]:
+    """A time at which functions can be evaluated, also that of an event that never happens."""
+    return jnp.where(jnp.isfinite(t), t, jnp.zeros_like(t))
+
+
+@custom_vjp
+def state_at(field, y, t, t_new):
+    del field, t, t_new
+    return y
+
+
+# With `symbolic_zeros`, and arrays for the tangents and cotangents of states that are `None`.
+# Without it, what is known to be zero is dropped from the calls of `state_at` below: the value
+# is zero then, but not the derivative with respect to the times.
+
+
+# The state is a function of `t`, too: what passes through `y` later is another trajectory. At a
+# fixed time its tangent is `t_y - field(t, y) * t_t`.
+@state_at.def_jvp(symbolic_zeros=True)
+def _state_at_jvp(primals, tangents):
+    field, y, t, t_new = primals
+    t_field, t_y, t_t, t_t_new = tangents
+    t_y = _arrays(t_y, y)
+    if t_t is not None:
+        t_y = _add(t_y, field(t, y), -t_t)
+    y_new, t_y = state_at(_TangentField(field, t_field), (y, t_y), t, t_new)
+    if t_t_new is not None:
+        t_y = _add(t_y, field(t_new, y_new), t_t_new)
+    return y_new, t_y
+
+
+@state_at.def_fwd
+def _state_at_fwd(field, y, t, t_new):
+    return state_at(field, y, t, t_new), (field, y, t, t_new)
+
+
+# The transpose. The cotangent goes from `t_new` back to `t`, and gathers that of the field.
+@state_at.def_bwd(symbolic_zeros=True)
+def _state_at_bwd(residuals, ct, *, perturbed):
+    field, y, t, t_new = residuals
+    ct = _arrays(ct, y)
+    y_new = state_at(field, y, t, t_new)
+    no_ct_field = jax.tree.map(jnp.zeros_like, eqx.filter(field, eqx.is_inexact_array))
+    end = (y_new, ct, no_ct_field)
+    _, ct_y, ct_field = state_at(_CotangentField(field), end, t_new, t)
+    _, _, is_moved, is_moved_new = perturbed
+    ct_t = -_inner(ct_y, field(t, y), t) if is_moved else None
+    ct_t_new = _inner(ct, field(t_new, y_new), t) if is_moved_new else None
+    return ct_field, ct_y, ct_t, ct_t_new
+
+
+class _TangentField(eqx.Module):
+    """How a state and its tangent change with time."""
+
+    field: Any
+    t_field: Any
+
+    def __call__(self, t, state):
+        y, t_y = state
+        call = lambda field, y: field(t, y)
+        y_rate, t_y_rate = eqx.filter_jvp(call, (self.field, y), (self.t_field, t_y))
+        return y_rate, _arrays(t_y_rate, y)
+
+
+class _CotangentField(eqx.Module):
+    """How a state, its cotangent and that of the field change with time."""
+
+    field: Any
+
+    def __call__(self, t, state):
+        y, ct_y, _ = state
+        call = lambda field_and_y: field_and_y[0](t, field_and_y[1])
+        y_rate, pull_back = eqx.filter_vjp(call, (self.field, y))
+        ((ct_field, ct_y),) = pull_back(ct_y)
+        negative = lambda tree: jax.tree.map(jnp.negative, tree)
+        return y_rate, negative(ct_y), negative(ct_field)
+
+
+def _arrays(t: PyTree, y: PyTree) -> PyTree:
+    """A tangent or cotangent of a state with arrays of zeros for what is `None`."""
+    return jax.tree.map(
+        lambda leaf, t_leaf: jnp.zeros_like(leaf) if t_leaf is None else t_leaf,
+        eqx.filter(y, eqx.is_inexact_array),
+        t,
+    )
+
+
+def _add(t_y: PyTree, rate: PyTree, t_t: Float[Array, ""]) -> PyTree:
+    """`t_y + rate * t_t`, in the dtypes of `t_y`."""
+    return jax.tree.map(lambda a, b: a + b * t_t.astype(b.dtype), t_y, rate)
+
+
+def _inner(ct: PyTree, rate: PyTree, t: Float[Array, ""]) -> Float[Array, ""]:
+    """The transpose of `t_t -> rate * t_t`, in the dtype of the time."""
+    products = jax.tree.map(lambda c, b: jnp.real(jnp.sum(c * b)).astype(t.dtype), ct, rate)
+    return sum(jax.tree.leaves(products), jnp.zeros_like(t))

@@ -1,0 +1,819 @@
+"""`event_time` and `jump` against closed forms, and the threads that they answer."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .helpers import assert_close, checking_leaks, skip_without_checkpointed_loops
+
+
+G = 9.8
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def jacobians(order):
+    """Every way to differentiate so often."""
+    ways = {"": lambda fn: fn}
+    for _ in range(order):
+        ways = {
+            name + letter: lambda fn, outer=outer, inner=inner: outer(inner(fn))
+            for name, inner in ways.items()
+            for letter, outer in (("f", jax.jacfwd), ("r", jax.jacrev))
+        }
+    return ways
+
+
+def compare(fn, closed_form, params, orders=(1, 2), eps=200.0):
+    """`fn` has the value and the derivatives of `closed_form`, in all modes."""
+    for order in (0, *orders):
+        ways = jacobians(order)
+        expected = jax.jit(ways["f" * order](closed_form))(params)
+        for name, way in ways.items():
+            got = jax.jit(way(fn))(params)
+            try:
+                assert_close(got, expected, eps=eps)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+
+
+# ---------------------------------------------------------------- closed forms
+
+
+def flight(y, gravity, dt):
+    height, velocity = y
+    return height + velocity * dt - gravity * dt**2 / 2, velocity - gravity * dt
+
+
+def time_to_ground(y, gravity):
+    height, velocity = y
+    return (velocity + jnp.sqrt(velocity**2 + 2 * gravity * height)) / gravity
+
+
+def bounces(params, n, duration):
+    """The ball after so many bounces and so much time. No comparison, but also no solver."""
+    gravity, restitution = params["gravity"], params["restitution"]
+    fall = lambda t, y: (y[1], -gravity)
+    t, y = jnp.zeros_like(gravity), (params["height"], jnp.zeros_like(gravity))
+    for _ in range(n):
+        t_hit = t + jax.lax.stop_gradient(time_to_ground(y, gravity))
+        y = flight(y, gravity, t_hit - t)
+        t, y = eqg.event_time(lambda t, y: y[0], y, fall, t_hit)
+        t, y = eqg.jump(lambda t, y: (y[0], -restitution * y[1]), y, fall, t)
+    return flight(y, gravity, duration - t)
+
+
+def bounces_closed_form(params, n, duration):
+    gravity, restitution = params["gravity"], params["restitution"]
+    speed = jnp.sqrt(2 * gravity * params["height"])
+    t = speed / gravity
+    for i in range(1, n):
+        t = t + 2 * restitution**i * speed / gravity
+    return flight((0.0, restitution**n * speed), gravity, duration - t)
+
+
+def ball(dtype=None):
+    return {
+        "height": jnp.asarray(3.0, dtype),
+        "gravity": jnp.asarray(9.8, dtype),
+        "restitution": jnp.asarray(0.8, dtype),
+    }
+
+
+def test_bouncing_ball_through_several_bounces(float64):
+    compare(
+        lambda params: bounces(params, 2, 2.5),
+        lambda params: bounces_closed_form(params, 2, 2.5),
+        ball(),
+    )
+
+
+def test_bouncing_ball_in_single_precision():
+    fn = lambda params: bounces(params, 3, 3.5)[0]
+    closed_form = lambda params: bounces_closed_form(params, 3, 3.5)[0]
+    expected = jax.grad(closed_form)(ball("float32"))
+    assert_close(jax.jit(jax.grad(fn))(ball("float32")), expected, tolerance=1e-5)
+    assert_close(jax.jit(jax.jacfwd(fn))(ball("float32")), expected, tolerance=1e-5)
+
+
+def test_thrown_ball(float64):
+    """Range, time of flight and speed, with a state that is a Module."""
+
+    class Ball(eqx.Module):
+        position: jax.Array
+        velocity: jax.Array
+
+    def throw(params):
+        speed, angle, gravity = params
+        fall = lambda t, ball: Ball(ball.velocity, jnp.stack([0 * gravity, -gravity]))
+        t = jax.lax.stop_gradient(2 * speed * jnp.sin(angle) / gravity)
+        velocity = speed * jnp.stack([jnp.cos(angle), jnp.sin(angle)])
+        down = jnp.stack([0 * gravity, gravity])
+        landed = Ball(velocity * t - down * t**2 / 2, velocity - down * t)
+        t, landed = eqg.event_time(lambda t, ball: ball.position[1], landed, fall, t)
+        return t, landed.position[0], landed.velocity
+
+    def closed_form(params):
+        speed, angle, gravity = params
+        velocity = speed * jnp.stack([jnp.cos(angle), -jnp.sin(angle)])
+        time = 2 * speed * jnp.sin(angle) / gravity
+        return time, speed**2 * jnp.sin(2 * angle) / gravity, velocity
+
+    compare(throw, closed_form, (jnp.array(5.0), jnp.array(0.6), jnp.array(9.8)))
+
+
+def logistic(params):
+    """A field and a state that are not linear: y' = r y (1 - y) reaches a."""
+    r, y0, a = params
+    t = jax.lax.stop_gradient(logistic_closed_form(params)[0])
+    y = 1 / (1 + (1 / y0 - 1) * jnp.exp(-r * t))
+    return eqg.event_time(lambda t, y: y - a, y, lambda t, y: r * y * (1 - y), t)
+
+
+def logistic_closed_form(params):
+    r, y0, a = params
+    return jnp.log(a * (1 - y0) / (y0 * (1 - a))) / r, a
+
+
+def two_decays(params):
+    """A condition that depends on time: y0 exp(-k t) meets a exp(-m t)."""
+    k, m, a = params
+    t = jax.lax.stop_gradient(two_decays_closed_form(params)[0])
+    y = {"y": 2.0 * jnp.exp(-k * t)}
+    condition = lambda t, y: y["y"] - a * jnp.exp(-m * t)
+    t, y = eqg.event_time(condition, y, lambda t, y: {"y": -k * y["y"]}, t)
+    return t, y["y"]
+
+
+def two_decays_closed_form(params):
+    k, m, a = params
+    t = jnp.log(2.0 / a) / (k - m)
+    return t, a * jnp.exp(-m * t)
+
+
+def accelerated(params):
+    """A field that depends on time: y' = 2 q t, reset, and then y' = q t."""
+    q, y0, a = params
+    t = jax.lax.stop_gradient(jnp.sqrt((a - y0) / q))
+    t, y = eqg.event_time(lambda t, y: y - a, y0 + q * t**2, lambda t, y: 2 * q * t, t)
+    t, y = eqg.jump(lambda t, y: t * y, y, lambda t, y: q * t, t)
+    return y + q * (2.0**2 - t**2) / 2
+
+
+def accelerated_closed_form(params):
+    q, y0, a = params
+    t = jnp.sqrt((a - y0) / q)
+    return t * a + q * (2.0**2 - t**2) / 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "closed_form", "params"),
+    [
+        (logistic, logistic_closed_form, (1.3, 0.1, 0.7)),
+        (two_decays, two_decays_closed_form, (0.9, 0.2, 0.5)),
+        (accelerated, accelerated_closed_form, (0.8, 0.3, 2.0)),
+    ],
+    ids=["field is not linear", "condition depends on time", "field depends on time"],
+)
+def test_fields_and_conditions(float64, fn, closed_form, params):
+    compare(fn, closed_form, tuple(map(jnp.asarray, params)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fn", "closed_form", "params"),
+    [
+        (logistic, logistic_closed_form, (1.3, 0.1, 0.7)),
+        (accelerated, accelerated_closed_form, (0.8, 0.3, 2.0)),
+    ],
+    ids=["field is not linear", "field depends on time"],
+)
+def test_third_derivatives(float64, fn, closed_form, params):
+    # Some of these derivatives are in the thousands, and others are zero.
+    compare(fn, closed_form, tuple(map(jnp.asarray, params)), orders=(3,), eps=5000.0)
+
+
+def test_lif_neuron_that_is_driven_by_a_current(float64):
+    def spike_time(params):
+        tau, current, threshold = params
+        t = jax.lax.stop_gradient(closed_form(params))
+        v = current * (1 - jnp.exp(-t / tau))
+        rate = lambda t, v: (current - v) / tau
+        return eqg.event_time(lambda t, v: v - threshold, v, rate, t)[0]
+
+    def closed_form(params):
+        tau, current, threshold = params
+        return -tau * jnp.log(1 - threshold / current)
+
+    params = (jnp.array(0.9), jnp.array(1.7), jnp.array(1.0))
+    compare(spike_time, closed_form, params, orders=(1,))
+
+
+def decay(state, dt):
+    """Membrane with tau = 2 and synaptic current with tau = 1, for which there is a closed
+    form: Göltz et al. (2021), Nature Machine Intelligence 3."""
+    v, i = state
+    slow, fast = jnp.exp(-dt / 2), jnp.exp(-dt)
+    return v * slow + 2 * i * (slow - fast), i * fast
+
+
+@pytest.mark.parametrize("orders", [(1,), pytest.param((2,), marks=pytest.mark.slow)])
+def test_eventprop_spike_time(float64, orders):
+    """The time of a spike by the times and the weights of the spikes that it answers, each of
+    which is a jump of the current in a scan."""
+    rate = lambda t, state: (state[1] - state[0] / 2, -state[1])
+
+    def spike_time(params):
+        weights, times = params
+
+        def arrive(carry, spike):
+            t, state = carry
+            time, weight = spike
+            found = jax.lax.stop_gradient(time)
+            state = decay(state, found - t)
+            t, state = eqg.event_time(lambda t, state: t - time, state, rate, found)
+            return eqg.jump(lambda t, s: (s[0], s[1] + weight), state, rate, t), None
+
+        start = (jnp.zeros(()), (jnp.zeros(()), jnp.zeros(())))
+        (t, state), _ = jax.lax.scan(arrive, start, (times, weights))
+        found = jax.lax.stop_gradient(closed_form(params))
+        state = decay(state, found - t)
+        return eqg.event_time(lambda t, state: state[0] - 1.0, state, rate, found)[0]
+
+    def closed_form(params):
+        weights, times = params
+        a = jnp.sum(2 * weights * jnp.exp(times / 2))
+        b = jnp.sum(2 * weights * jnp.exp(times))
+        return -2 * jnp.log((a + jnp.sqrt(a**2 - 4 * b)) / (2 * b))
+
+    params = (jnp.array([1.1, 0.7, 0.9]), jnp.array([0.1, 0.3, 0.4]))
+    assert closed_form(params) > 0.4
+    compare(spike_time, closed_form, params, orders=orders)
+
+
+# ---------------------------------------------------------------- the threads
+
+
+def in_a_scan(params, n_steps, dt, scan=jax.lax.scan, bounce=True, jump=True):
+    """A ball simulated with fixed steps. If it crosses the ground in a step, the time of the
+    impact is bisected."""
+    gravity, restitution = params["gravity"], params["restitution"]
+    fall = lambda t, y: (y[1], -gravity)
+
+    def step(y, t):
+        y_next = flight(y, gravity, dt)
+        hits = y_next[0] < 0
+
+        def halve(_, bounds):
+            low, high = bounds
+            middle = (low + high) / 2
+            is_above = flight(y, gravity, middle)[0] > 0
+            return jnp.where(is_above, middle, low), jnp.where(is_above, high, middle)
+
+        _, high = jax.lax.fori_loop(0, 60, halve, (0 * dt, dt))
+        t_hit = t + high
+        y_hit = flight(y, gravity, t_hit - t)
+        reset = lambda t, y: (y[0], -restitution * y[1])
+        if jump:
+            t_hit, y_hit = eqg.event_time(lambda t, y: y[0], y_hit, fall, t_hit, where=hits)
+            t_hit, y_hit = eqg.jump(reset, y_hit, fall, t_hit)
+        else:
+            y_hit = reset(t_hit, y_hit)
+        y_hit = flight(y_hit, gravity, t + dt - t_hit)
+        y = jax.tree.map(lambda a, b: jnp.where(hits & bounce, a, b), y_hit, y_next)
+        return y, y[0]
+
+    start = (params["height"], jnp.zeros_like(gravity))
+    return scan(step, start, dt * jnp.arange(n_steps, dtype=dt.dtype))
+
+
+@pytest.mark.parametrize("scan", [jax.lax.scan, eqg.filter_scan])
+def test_brax_73_the_ball_that_bounces_in_a_scan(float64, scan):
+    """google/brax#73: "When I try taking the derivative of the final height with respect to the
+    initial height, it always returns 1"."""
+    dt = jnp.array(0.05, "float64")
+    final = lambda params: in_a_scan(params, 70, dt, scan)[0]
+    closed_form = lambda params: bounces_closed_form(params, 3, 3.5)
+    compare(final, closed_form, ball(), orders=(1,))
+    plain = jax.grad(lambda params: in_a_scan(params, 20, dt, jump=False)[0][0])(ball())
+    ours = jax.grad(lambda params: in_a_scan(params, 20, dt)[0][0])(ball())
+    truth = jax.grad(lambda params: bounces_closed_form(params, 1, 1.0)[0])(ball())
+    assert_close(plain["height"], jnp.array(1.0))
+    assert truth["height"] < -0.1
+    assert_close(ours, truth, eps=200.0)
+
+
+@pytest.mark.slow
+def test_second_derivative_in_a_scan(float64):
+    final = lambda params: in_a_scan(params, 20, jnp.array(0.05, "float64"))[0][0]
+    closed_form = lambda params: bounces_closed_form(params, 1, 1.0)[0]
+    expected = jax.hessian(closed_form)(ball())
+    assert_close(jax.jit(jax.hessian(final))(ball()), expected, eps=500.0)
+    assert_close(jax.jit(jax.jacrev(jax.grad(final)))(ball()), expected, eps=500.0)
+
+
+def test_brax_317_higher_start_lower_end(float64):
+    """google/brax#317: without gravity, a sphere that starts higher ends lower, one to one."""
+
+    def final(height):
+        t = jax.lax.stop_gradient(height / 4.0)  # it falls with speed 4
+        y = jnp.stack([height - 4.0 * t, -4.0 + 0 * height])
+        move = lambda t, y: jnp.stack([y[1], 0 * y[1]])
+        t, y = eqg.event_time(lambda t, y: y[0], y, move, t)
+        t, y = eqg.jump(lambda t, y: -y, y, move, t)
+        return y[0] + y[1] * (1.0 - t)
+
+    assert_close(jax.grad(final)(2.9), jnp.array(-1.0))
+
+
+def solve(f, t0, t1, y0, event=None, dt=0.01):
+    dfx = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
+    term = dfx.ODETerm(lambda t, y, args: f(t, y))
+    stepsize = dfx.PIDController(rtol=1e-11, atol=1e-11)
+    return dfx.diffeqsolve(
+        term, dfx.Tsit5(), t0, t1, dt, y0, event=event, stepsize_controller=stepsize
+    )
+
+
+@pytest.mark.slow
+def test_diffrax_451_derivative_of_the_final_time(float64):
+    """diffrax#451: the gradient of the time at which a cannonball lands is always zero, as the
+    event is a boolean."""
+    dfx = pytest.importorskip("diffrax")
+
+    def land(drag, real):
+        def fall(t, y):
+            return jnp.stack([y[1], -G - drag * y[1]])
+
+        crosses = lambda t, y, args, **_: y[0] if real else y[0] < 0
+        optx = pytest.importorskip("optimistix")
+        root_finder = optx.Newton(1e-10, 1e-10) if real else None
+        y0 = jnp.array([10.0, 0.0])
+        solution = solve(fall, 0.0, 9.0, y0, dfx.Event(crosses, root_finder))
+        found, y = solution.ts[-1], solution.ys[-1]
+        return found, eqg.event_time(
+            lambda t, y: y[0], y, fall, found, where=solution.event_mask
+        )
+
+    def height(drag, t):  # the solution, for a time that is given
+        return 10.0 - G / drag * t + G / drag**2 * (1 - jnp.exp(-drag * t))
+
+    slopes = {}
+    for real in (True, False):
+        t, slope = jax.jit(jax.value_and_grad(lambda x: land(x, real)[1][0]))(0.3)  # noqa: B023
+        slopes[real] = slope
+        by_drag, by_time = jax.grad(height, (0, 1))(0.3, t)
+        if real:
+            assert_close(height(0.3, t), jnp.array(0.0), tolerance=1e-8)
+            assert_close(slope, -by_drag / by_time, tolerance=1e-8)
+    # The boolean event is found at the end of a step, after the ground.
+    assert jax.jit(jax.grad(lambda x: land(x, False)[0]))(0.3) == 0.0
+    assert_close(slopes[False], slopes[True], tolerance=0.2)
+    assert slopes[False] != 0.0
+
+
+def test_diffrax_729_state_after_the_event(float64):
+    """diffrax#729: "state sensitivity in post-event simulations is now always wrong". The field
+    is 1 until the event and 0 afterwards, so y(2) is the time of the event."""
+    dfx, optx = pytest.importorskip("diffrax"), pytest.importorskip("optimistix")
+    on = lambda t, y: jnp.ones_like(y)
+    off = lambda t, y: jnp.zeros_like(y)
+
+    def final(time, slope):
+        condition = lambda t, y: time - t + slope * (y[0] - 0.98)
+        event = dfx.Event(lambda t, y, args, **_: condition(t, y), optx.Newton(1e-10, 1e-10))
+        solution = solve(on, 0.0, 2.0, jnp.zeros(1), event)
+        t, y = eqg.event_time(condition, solution.ys[-1], on, solution.ts[-1])
+        t, y = eqg.jump(None, y, off, t)
+        return solve(off, t, 2.0, y).ys[-1][0]
+
+    value_and_grad = jax.jit(jax.value_and_grad(final, (0, 1)))
+    value, slopes = value_and_grad(0.98, 0.0)
+    assert_close((value, slopes), (jnp.array(0.98), (jnp.array(1.0), jnp.array(0.0))), eps=2e3)
+    # An event that depends on the state: time - t + slope * (t - 0.98) = 0.
+    assert_close(value_and_grad(0.98, 0.5)[1][0], jnp.array(2.0), tolerance=1e-8)
+
+
+@pytest.mark.slow
+def test_diffrax_363_time_of_a_switch(float64):
+    """diffrax#363: the gradient with respect to the time at which `jnp.piecewise` switches is
+    zero. y' = -k y until T, and y' = 0 afterwards."""
+    decay, constant = lambda k: lambda t, y: -k * y, lambda t, y: 0 * y
+
+    def final(params):
+        time, k = params
+        found = jax.lax.stop_gradient(time)
+        y = solve(decay(k), 0.0, found, jnp.array([2.0])).ys[-1]
+        t, y = eqg.event_time(lambda t, y: t - time, y, decay(k), found)
+        t, y = eqg.jump(None, y, constant, t)
+        return solve(constant, t, 3.0, y).ys[-1][0]
+
+    def piecewise(params):
+        time, k = params
+        switched = lambda t, y: -jnp.where(t <= time, k, 0.0) * y
+        return solve(switched, 0.0, 3.0, jnp.array([2.0])).ys[-1][0]
+
+    closed_form = lambda params: 2.0 * jnp.exp(-params[1] * params[0])
+    params = (jnp.array(1.2), jnp.array(0.7))
+    assert jax.jit(jax.grad(piecewise))(params)[0] == 0.0
+    gradient = jax.jit(jax.grad(final))(params)
+    assert_close(gradient, jax.grad(closed_form)(params), tolerance=1e-8)
+
+
+@pytest.mark.slow
+def test_diffrax_13_events_that_do_not_end_the_simulation(float64):
+    """diffrax#13: differentiable events, several of them, in a scan over calls of
+    `diffeqsolve`. The event is a boolean, and has no derivative of its own."""
+    dfx = pytest.importorskip("diffrax")
+    skip_without_checkpointed_loops()
+
+    def final(params, n, duration):
+        fall = lambda t, y: jnp.stack([y[1], -params["gravity"]])
+        reset = lambda t, y: jnp.stack([y[0], -params["restitution"] * y[1]])
+        event = dfx.Event(lambda t, y, args, **_: (y[0] < 0) & (y[1] < 0))
+
+        def bounce(carry, _):
+            t, y = carry
+            coarse = solve(fall, t, duration, y, event)
+            # The end of a step, a little after the impact.
+            y, found = coarse.ys[-1], coarse.ts[-1]
+            back = jax.lax.stop_gradient(time_to_ground((y[0], y[1]), params["gravity"]))
+            y = jnp.stack(flight((y[0], y[1]), params["gravity"], back))
+            t, y = eqg.event_time(lambda t, y: y[0], y, fall, found + back)
+            return eqg.jump(reset, y, fall, t), None
+
+        start = (jnp.zeros(()), jnp.stack([params["height"], 0 * params["gravity"]]))
+        (t, y), _ = jax.lax.scan(bounce, start, length=n)
+        return solve(fall, t, duration, y).ys[-1][0]
+
+    gradient = jax.jit(jax.grad(lambda params: final(params, 2, 2.5)))(ball())
+    expected = jax.grad(lambda params: bounces_closed_form(params, 2, 2.5)[0])(ball())
+    assert_close(gradient, expected, tolerance=1e-8)
+
+
+# ---------------------------------------------------------------- transformations
+
+
+def reaches(a, k, y0):
+    """When exp growth from y0 reaches a, and the state some time after a reset: log(a / y0) / k
+    and a**2 exp(-(3 - t))."""
+    grow = lambda t, y: k * y
+    t = jax.lax.stop_gradient(jnp.log(a / y0) / k)
+    t, y = eqg.event_time(lambda t, y: y - a, y0 * jnp.exp(k * t), grow, t)
+    fixed, y_after = eqg.jump(lambda t, y: y**2, y, lambda t, y: -y, t)
+    return t, y_after * jnp.exp(-(3.0 - fixed))
+
+
+def reaches_closed_form(a, k, y0):
+    t = jnp.log(a / y0) / k
+    return t, a**2 * jnp.exp(-(3.0 - t))
+
+
+def some(shape=()):
+    return tuple(jnp.full(shape, x, "float32") for x in (1.5, 0.8, 0.5))
+
+
+ARGNUMS = (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "way", ["grad(jit)", "grad(checkpoint)", "grad(vmap)", "vmap(grad)", "scan"]
+)
+def test_transformations(way):
+    first = lambda fn: lambda *args: sum(map(jnp.sum, fn(*args)))
+    expected = jax.grad(first(reaches_closed_form), ARGNUMS)(*some())
+    ours = reaches
+    batch = lambda trees: jax.tree.map(lambda x: jnp.broadcast_to(x, (3,)), trees)
+    with checking_leaks():
+        if way == "grad(jit)":
+            got = jax.grad(first(jax.jit(ours)), ARGNUMS)(*some())
+        elif way == "grad(checkpoint)":
+            got = jax.jit(jax.grad(jax.checkpoint(first(ours)), ARGNUMS))(*some())
+        elif way == "grad(vmap)":
+            # One argument is not batched.
+            mapped = jax.vmap(ours, in_axes=(0, 0, None))
+            a, k, y0 = some()
+            got = jax.jit(jax.grad(first(mapped), ARGNUMS))(*batch((a, k)), y0)
+            expected = (*batch(expected[:2]), 3 * expected[2])
+        elif way == "vmap(grad)":
+            got = jax.jit(jax.vmap(jax.grad(first(ours), ARGNUMS)))(*batch(some()))
+            expected = batch(expected)
+        else:
+
+            def loss(*args):
+                step = lambda carry, _: (carry + first(ours)(*args), None)
+                return jax.lax.scan(step, jnp.zeros((), "float32"), length=2)[0]
+
+            got = jax.jit(jax.grad(loss, ARGNUMS))(*some())
+            expected = jax.tree.map(lambda x: 2 * x, expected)
+    assert_close(got, expected, eps=100.0)
+
+
+class Growth(eqx.Module):
+    """A field with parameters, a static field and what JAX can't differentiate."""
+
+    rate: jax.Array
+    steps: jax.Array
+    power: int = eqx.field(static=True)
+
+    def __call__(self, t, y):
+        return self.rate * y**self.power
+
+
+class Threshold(eqx.Module):
+    level: jax.Array
+
+    def above(self, t, y):
+        return y - self.level
+
+
+def test_parameters_of_modules_and_closures_are_differentiated():
+    """As leaves of a Module, a bound method, a closure and a default argument."""
+    a, k, y0 = some()
+
+    def by_modules(a, k, y0):
+        field = Growth(k, jnp.array(3), 1)
+        t = jax.lax.stop_gradient(jnp.log(a / y0) / k)
+        return eqg.event_time(Threshold(a).above, y0 * jnp.exp(k * t), field, t)[0]
+
+    def by_defaults(a, k, y0):
+        t = jax.lax.stop_gradient(jnp.log(a / y0) / k)
+
+        def grow(t, y, k=k):
+            return k * y
+
+        condition = jax.tree_util.Partial(lambda a, t, y: y - a, a)
+        return eqg.event_time(condition, y0 * jnp.exp(k * t), grow, t)[0]
+
+    closed_form = lambda *args: reaches_closed_form(*args)[0]
+    expected = jax.grad(closed_form, ARGNUMS)(a, k, y0)
+    for fn in (by_modules, by_defaults):
+        assert_close(jax.grad(fn, ARGNUMS)(a, k, y0), expected, eps=100.0)
+        assert_close(jax.jit(jax.jacfwd(fn, ARGNUMS))(a, k, y0), expected, eps=100.0)
+
+
+def test_a_time_with_a_derivative(float64):
+    """The time that was found may have a derivative, right or wrong, if the state was computed
+    at this time."""
+
+    def fn(params):
+        k, a, wrong = params
+        t = jnp.log(a / 0.5) / k
+        t = jax.lax.stop_gradient(t - wrong) + wrong
+        y = 0.5 * jnp.exp(k * t)
+        t, y = eqg.event_time(lambda t, y: y - a, y, lambda t, y: k * y, t)
+        fixed, after = eqg.jump(lambda t, y: 2 * y, y, lambda t, y: -y, t)
+        return t, y, after * jnp.exp(-(3.0 - fixed))
+
+    def closed_form(params):
+        k, a, _ = params
+        t = jnp.log(a / 0.5) / k
+        return t, a, 2 * a * jnp.exp(-(3.0 - t))
+
+    compare(fn, closed_form, (jnp.array(0.8), jnp.array(1.5), jnp.array(0.3)), orders=(1,))
+
+
+def test_without_jump_if_the_solver_differentiates_its_starting_time(float64):
+    def final(params):
+        t, y = jnp.zeros(()), (params["height"], 0 * params["gravity"])
+        t_hit = jax.lax.stop_gradient(time_to_ground(y, params["gravity"]))
+        y = flight(y, params["gravity"], t_hit)
+        fall = lambda t, y: (y[1], -params["gravity"])
+        t, y = eqg.event_time(lambda t, y: y[0], y, fall, t_hit)
+        return flight((y[0], -params["restitution"] * y[1]), params["gravity"], 1.0 - t)
+
+    compare(final, lambda params: bounces_closed_form(params, 1, 1.0), ball(), orders=(1,))
+
+
+# ---------------------------------------------------------------- no event, and a grazing one
+
+
+def crossing(height, where=True, t=1.0):
+    """A ball at `height` that has the velocity 0, so that the rate of the condition is zero."""
+    y = (height, 0 * height)
+    still = lambda t, y: (y[1], None)
+    return eqg.event_time(lambda t, y: y[0], y, still, t, where=where)
+
+
+def test_no_event_has_no_derivative():
+    for where, t in ((False, 1.0), (True, jnp.inf), (True, jnp.nan)):
+        fn = lambda height: crossing(height, where, t)  # noqa: B023
+        expected = (jnp.array(0.0), (jnp.array(1.0), jnp.array(0.0)))
+        assert_close(jax.jacrev(fn)(0.5), expected)
+        assert_close(jax.jacfwd(fn)(0.5), expected)
+        np.testing.assert_equal(np.asarray(fn(jnp.array(0.5))[0]), np.float32(t))
+
+
+def test_a_spike_that_never_happens_is_no_nan_in_the_loss():
+    """The time is infinite, and the field at this time is not finite."""
+
+    def loss(weight):
+        rate = lambda t, v: weight * jnp.exp(-t) - v + 0 * jnp.sin(t)
+        never = jnp.where(weight > 5, 1.0, jnp.inf)
+        t, v = eqg.event_time(lambda t, v: v - 1.0 + 0 * t, weight * 0.1, rate, never)
+        t, v = eqg.jump(lambda t, v: 0 * v, v, rate, t)
+        return jnp.exp(-t) + v
+
+    assert jax.grad(loss)(2.0) == 0.0
+    assert jnp.isfinite(jax.grad(loss)(6.0))
+
+
+def test_a_grazing_event_is_not_finite():
+    """A ball thrown up to a ceiling that it only just touches: the time has the derivative of a
+    square root at zero."""
+
+    def time(velocity):
+        t = jax.lax.stop_gradient(velocity / 10.0)
+        y = (velocity * t - 5.0 * t**2, velocity - 10.0 * t)
+        return eqg.event_time(lambda t, y: y[0] - 5.0, y, lambda t, y: (y[1], -10.0), t)[0]
+
+    assert not jnp.isfinite(jax.grad(time)(10.0))
+    assert not jnp.isfinite(jax.jacfwd(time)(10.0))
+
+
+# ---------------------------------------------------------------- edges
+
+
+def test_nothing_is_called_without_differentiation():
+    def fail(*_):
+        raise AssertionError
+
+    t, y = eqg.event_time(fail, {"a": 1.0, "b": None}, fail, 2.0)
+    assert (t, y["a"], y["b"]) == (2.0, 1.0, None)
+    t, y = eqg.jump(None, (), fail, 2.0)
+    assert (t, y) == (2.0, ())
+
+
+def test_states_with_other_leaves():
+    """Integers, keys, functions, `None` and empty arrays stay what they are."""
+
+    def fn(x):
+        y = {
+            "x": x,
+            "mode": jnp.array(3),
+            "key": jax.random.key(0),
+            "none": None,
+            "fn": jnp.sin,
+            "empty": jnp.zeros((0,)),
+        }
+        rate = lambda t, y: {**jax.tree.map(lambda _: None, y), "x": 2.0 * y["x"]}
+        t, y = eqg.event_time(lambda t, y: y["x"] - 1.0, y, rate, 0.0)
+        t, y = eqg.jump(lambda t, y: {**y, "mode": y["mode"] + 1}, y, rate, t)
+        assert y["fn"] is jnp.sin
+        return y["x"], y["mode"]
+
+    slope, mode = jax.grad(fn, has_aux=True)(1.0)
+    assert mode == 4
+    assert slope == 1.0  # the reset does nothing to x, and the field is the same
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_dtypes(dtype):
+    """The state and the time have dtypes of their own."""
+
+    def fn(k):
+        y = jnp.ones(2, dtype) * k.astype(dtype)
+        condition = lambda t, y: jnp.real(y[0]).astype("float32") - 1.0
+        t, y = eqg.event_time(condition, y, lambda t, y: 2 * y, jnp.array(0.5, "float32"))
+        _, after = eqg.jump(None, y, lambda t, y: -y, t)
+        assert y.dtype == after.dtype == dtype
+        return t, jnp.real(jnp.sum(after)).astype("float32")
+
+    # t = 0.5 - log(k) / 2; the state is 1 at t, and exp(t - 0.5) at 0.5.
+    expected = (jnp.array(-0.5, "float32"), jnp.array(-1.0, "float32"))
+    for way in (jax.jacfwd, jax.jacrev):
+        assert_close(way(fn)(jnp.array(1.0, "float32")), expected, tolerance=1e-2)
+
+
+def test_a_state_in_single_and_a_time_in_double_precision(float64):
+    def fn(k):
+        t, y = eqg.event_time(lambda t, y: y - 1, k, lambda t, y: 2 * y, jnp.array(0.5))
+        assert (t.dtype, y.dtype) == ("float64", "float32")
+        return t
+
+    for way in (jax.jacfwd, jax.jacrev):
+        assert way(fn)(jnp.array(1.0, "float32")) == -0.5
+
+
+# ---------------------------------------------------------------- errors
+
+
+def differentiate(condition=lambda t, y: y[0], f=lambda t, y: y, t=1.0, y=None):
+    y = jnp.ones(2) if y is None else y
+
+    def fn(x):
+        return eqg.event_time(condition, jax.tree.map(lambda a: x * a, y), f, t)[0]
+
+    return jax.grad(fn)(1.0)
+
+
+@pytest.mark.parametrize("t", [jnp.ones(3), 1, jnp.array(True), 1j])
+def test_time_is_one_real_number(t):
+    with pytest.raises(
+        eqg.RuleError, match=r"`event_time` was given a time that is not one real"
+    ):
+        eqg.event_time(is_low, 1.0, is_low, t)
+    with pytest.raises(
+        eqg.RuleError, match=r"`jump` was given a time.*\n.*`t` is .*\n.*`jax.vmap`"
+    ):
+        eqg.jump(None, 1.0, is_low, t)
+
+
+def is_low(t, y):
+    return y[0] < 0
+
+
+def heights(t, y):
+    return y
+
+
+def nothing(t, y):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("condition", "text"),
+    [
+        (is_low, r"`is_low`, the `condition` of `event_time`.*\n.*bool\[\]"),
+        (heights, r"`heights`, the `condition`.*one real number.*\n.*float\d\d\[2\]"),
+        (
+            nothing,
+            r"`nothing`, the `condition`.*\n.*returned None\n.*test_events.py.*\n.*below zero",
+        ),
+    ],
+)
+def test_condition_is_one_real_number(condition, text):
+    with pytest.raises(eqg.RuleError, match=text):
+        differentiate(condition)
+
+
+def too_many(t, y):
+    return y, y
+
+
+def another_shape(t, y):
+    return y[:1]
+
+
+def integers(t, y):
+    return jnp.array([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("f", "text"),
+    [
+        (too_many, r"`too_many`, the `f` of `event_time`.*\n.*at y"),
+        (another_shape, r"(?s)`another_shape`, the `f`.*at y: the state is .*\[2\], .*\[1\]"),
+        (integers, r"(?s)`integers`, the `f`.*int.*array of floats"),
+    ],
+)
+def test_field_has_the_structure_of_the_state(f, text):
+    with pytest.raises(eqg.RuleError, match=text):
+        differentiate(f=f)
+
+
+def test_field_after_the_event_has_the_structure_of_the_new_state():
+    def fn(x):
+        return eqg.jump(lambda t, y: {"new": y}, x, lambda t, y: y["new"], x)[1]["new"]
+
+    with pytest.raises(
+        eqg.RuleError, match=r"the `f` of `jump`, did not return the derivative"
+    ):
+        jax.grad(fn)(1.0)
+
+
+def test_where_is_a_boolean():
+    with pytest.raises(eqg.RuleError, match=r"`where` is float32\[2\]"):
+        eqg.event_time(is_low, 1.0, is_low, 1.0, where=jnp.ones(2, "float32"))
+
+
+# ---------------------------------------------------------------- cost
+
+
+@pytest.mark.cost
+def test_first_derivative_costs_what_the_formula_costs():
+    """One evaluation of the field, in both modes, and nothing for the higher orders."""
+    weight = jnp.eye(64)
+
+    def ours(y):
+        t, y = eqg.event_time(lambda t, y: y[0], y, lambda t, y: jnp.tanh(weight @ y), 1.0)
+        return t + jnp.sum(y)
+
+    def formula(y, ct):
+        rate = jnp.tanh(weight @ y)
+        return ct.at[0].add(-(1 + jnp.sum(rate)) / rate[0])
+
+    analyze = lambda fn, *args: jax.jit(fn).lower(*args).compile().cost_analysis()["flops"]
+    y = jnp.linspace(1.0, 2.0, 64)
+    expected = analyze(formula, y, jnp.ones(64))
+    assert_close(jax.jit(jax.grad(ours))(y), formula(y, jnp.ones(64)))
+    assert analyze(jax.grad(ours), y) <= 1.02 * expected
+    assert analyze(lambda y, t_y: jax.jvp(ours, (y,), (t_y,))[1], y, y) <= 1.05 * expected
