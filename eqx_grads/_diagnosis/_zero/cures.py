@@ -15,8 +15,7 @@ _STEP = (
 _SEARCH = (
     "The steps of a search have no derivative, but its result has one: it solves an equation "
     "f(x, w) = 0. Decorate the search with `eqg.implicit(f)`. For the time of an event, use "
-    "`eqg.event_time`, or "
-    "`diffrax.Event` with a real-valued condition and a `root_finder`."
+    "`eqg.event_time`, or `diffrax.Event` with a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.
