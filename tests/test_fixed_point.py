@@ -11,7 +11,7 @@ import optimistix as optx
 import pytest
 from eqx_grads import RuleError, solvers
 
-from .helpers import assert_close, checking_leaks
+from .helpers import assert_close, checking_leaks, temp_bytes
 
 
 EXACT = ("implicit", "fixed_point")
@@ -328,6 +328,27 @@ def test_an_argument_without_influence():
         )
         assert jax.grad(fn)(1.0) == 0.0
         assert jax.jvp(fn, (1.0,), (1.0,))[1] == 0.0
+
+
+@pytest.mark.cost
+@pytest.mark.parametrize("backward", [*EXACT, *APPROXIMATE])
+def test_memory_does_not_depend_on_the_number_of_steps(backward):
+    fn = lambda z, x: 0.9 * jnp.tanh(jnp.sin(z)) + x
+    x = jnp.linspace(0, 1, 1000)
+
+    def gradient(number):
+        z0 = jnp.zeros(1000)
+        if number is None:
+            find = lambda x: jax.lax.scan(lambda z, _: (fn(z, x), None), z0, None, 100)[0]
+        else:
+            solver = optx.FixedPointIteration(rtol=0.0, atol=1e-30)  # takes all steps
+            options = {"solver": solver, "backward": backward, "throw": False}
+            find = lambda x: eqg.fixed_point(fn, z0, x, max_steps=number, **options).value
+        return temp_bytes(jax.grad(lambda x: jnp.sum(find(x))), x)
+
+    few, many = gradient(10), gradient(100)
+    assert few == many
+    assert many < 0.2 * gradient(None)
 
 
 # ---------------------------------------------------------------- in Optimistix
