@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import eqx_grads as eqg
+import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -10,6 +11,8 @@ import numpy as np
 import optimistix as optx
 import pytest
 from eqx_grads import RuleError, solvers
+from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
+from eqx_grads._jaxprs.structure import inner_programs
 
 from .helpers import assert_close, checking_leaks, temp_bytes
 
@@ -709,6 +712,31 @@ def test_layer_statistics_and_start(getkey):
     assert jnp.array_equal(layer(x), cold.value)
     net = eqx.nn.Sequential([layer, eqx.nn.Linear(4, 2, key=getkey())])
     assert net(x, key=getkey()).shape == (2,)
+
+
+def test_the_gradient_of_a_batch_can_be_explained(getkey):
+    """The loop of a batch has an array for a condition, which JAX's own function refuses."""
+    layer = eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), 4, backward="fixed_point")
+    xs = jr.normal(getkey(), (5, 3))
+    loss = lambda layer: jnp.sum(jax.vmap(layer)(xs) ** 2)
+    assert not eqg.explain_zero(loss, layer)
+    assert not eqg.explain_nan(loss, layer)
+    # Its program has the tolerance of single precision.
+    assert eqgt.check_gradients(loss, layer, tolerance=1e-4).passed
+
+
+def test_the_evaluator_keeps_the_elements_that_are_done():
+    halve = lambda x: jax.lax.while_loop(
+        lambda c: c[0] > 1.0, lambda c: (c[0] / 2, c[1] + 1), x
+    )
+    args = (jnp.array([0.5, 3.0, 100.0]), jnp.zeros(3, jnp.int32))
+    program = jax.make_jaxpr(lambda *args: jax.vmap(halve)(args))(*args)
+    enter_all = lambda program, values, _=None: evaluate(program, values, hook)
+
+    def hook(eqn, values):
+        return enter(eqn, values, enter_all) if inner_programs(eqn) else bind(eqn, values)
+
+    assert_close(tuple(enter_all(program, args)), jax.vmap(halve)(args))
 
 
 def test_layer_errors(getkey):

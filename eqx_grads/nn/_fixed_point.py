@@ -107,8 +107,8 @@ class FixedPoint(eqx.Module):
 
         - `x`: the input, any PyTree. There is no axis for a batch: use `jax.vmap`, under which
             each example has its own number of steps, or write a cell for batches.
-        - `z0`: the state to start from, by default zeros in the dtype of `x`. Another PyTree of
-            arrays is possible, where the cell takes and returns one.
+        - `z0`: the state to start from, by default zeros in the common dtype of `x` and the cell.
+            Another PyTree of arrays is possible, where the cell takes and returns one.
         - `key`: ignored.
 
         **Returns:**
@@ -126,7 +126,7 @@ class FixedPoint(eqx.Module):
         """As a call, but returns the whole `optimistix.Solution`: the fixed point in `value`,
         the code in `result`, the number of steps and the norm of the residual in `stats`."""
         if z0 is None:
-            leaves = [leaf for leaf in jax.tree.leaves(x) if eqx.is_inexact_array(leaf)]
+            leaves = jax.tree.leaves(eqx.filter((x, self.cell), eqx.is_inexact_array))
             z0 = jnp.zeros(self.shape, promote(leaves) if leaves else None)
         return fixed_point(
             _OfState(self.cell),
