@@ -107,8 +107,8 @@ class FixedPoint(eqx.Module):
 
         - `x`: the input, any PyTree. There is no axis for a batch: use `jax.vmap`, under which
             each example has its own number of steps, or write a cell for batches.
-        - `z0`: the state to start from, by default zeros in the common dtype of `x` and the cell.
-            Another PyTree of arrays is possible, where the cell takes and returns one.
+        - `z0`: the state to start from, by default zeros in the common dtype of `x` and the
+            cell. Another PyTree of arrays is possible, where the cell takes and returns one.
         - `key`: ignored.
 
         **Returns:**
