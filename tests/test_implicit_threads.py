@@ -195,7 +195,7 @@ def test_optimistix_218_gradient(getkey):
 def test_optimistix_218_memory(getkey):
     gradients, args = _optimistix_218(128, getkey())
     used = {name: temp_bytes(gradient, args) for name, gradient in gradients.items()}
-    assert used["ours"] < 0.8 * used["dogleg"], used
+    assert used["ours"] < 0.1 * used["dogleg"], used
 
 
 def test_jax_5309_reverse_mode_by_gmres(getkey):

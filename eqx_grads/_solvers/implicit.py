@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 
 from .._errors import name_of, place_of, rule_error, show_tree
@@ -14,6 +13,7 @@ from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import contains_tracer, lift_tracers
 from .._rules.flatten_call import as_arrays, Signature
 from .._rules.nondifferentiable import nondifferentiable
+from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 from .implicit_tangent import Equation, with_implicit_tangent
 
@@ -171,7 +171,7 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
         if is_eager() and not contains_tracer(self.fn, args, kwargs):
             return as_arrays(self.fn(*args, **kwargs))
-        out = _without_tangents(self.fn, args, kwargs)
+        out = call_without_tangents(self.fn, args, kwargs)
         y, aux = _split_aux(self.fn, out) if self._has_aux else (out, None)
         y = self._with_tangent(y, args, kwargs)
         return (y, aux) if self._has_aux else y
@@ -186,19 +186,6 @@ class ImplicitFunction(AbstractWrapper[P, T]):
             return y
         equation = Equation(template, self._solver, self._tags, self._tolerance, name)
         return with_implicit_tangent(y, operands, equation=equation)
-
-
-def _without_tangents(fn, args, kwargs):
-    """The value of a call, nothing in which is differentiated, whatever it closes over."""
-    template, tracers = lift_tracers([fn, args, kwargs])
-    (fn, args, kwargs), _ = template.substitute(_stop_gradient(tracers))
-    return _stop_gradient(as_arrays(fn(*args, **kwargs)))
-
-
-def _stop_gradient(tree):
-    # The primal of `jax.grad(f)(3.0)` is a number of Python's.
-    stop = lambda x: jnp.asarray(jax.lax.stop_gradient(x)) if isinstance(x, jax.Array) else x
-    return jax.tree.map(stop, tree)
 
 
 def _split_aux(fn, out):
