@@ -100,7 +100,7 @@ def _public_ops() -> set[str]:
 
 
 def _namespaces():
-    for name in ("ste", "surrogates", "nn"):
+    for name in ("losses", "safe", "ste", "surrogates", "nn"):
         if hasattr(eqg, name):
             yield f"{name}.", getattr(eqg, name)
 

@@ -20,7 +20,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "eqx_grads").rglob("*.py"))
 NAMESPACES = {
     "eqx_grads": eqg,
+    "eqx_grads.losses": eqg.losses,
     "eqx_grads.nn": eqg.nn,
+    "eqx_grads.safe": eqg.safe,
     "eqx_grads.solvers": eqx_grads.solvers,
     "eqx_grads.ste": eqg.ste,
     "eqx_grads.surrogates": eqg.surrogates,

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -77,6 +78,30 @@ def test_yin_and_yang_are_learned_and_only_with_a_surrogate(tmp_path):
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["surrogate"] >= 0.96
     assert result["zero_gradient"] <= 0.7  # guessing: 0.33
+
+
+def test_expected_transitions_sum_to_the_number_of_steps(monkeypatch):
+    """Of every utterance, in a left-right model: in the example, JAX's are NaN."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("hidden_markov")
+    training, _ = example.load()
+    model = jax.tree.map(lambda x: x[0], example.first_guess(training))
+    expect = jax.jit(jax.vmap(example.expect, (None, 0, 0)))
+    counts = expect(model, training.frames, training.lengths)
+    steps = np.asarray(training.lengths) - 1
+    np.testing.assert_allclose(counts.transitions.sum((1, 2)), steps, rtol=1e-6)
+    np.testing.assert_allclose(counts.states.sum((1, 2)), steps + 1, rtol=1e-6)
+    assert (counts.transitions[:, np.tri(5, k=-1, dtype=bool)] == 0).all()
+
+
+@pytest.mark.slow
+def test_hidden_markov_models_tell_speakers_apart(tmp_path):
+    _run(ROOT / "examples" / "hidden_markov.py", tmp_path)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["accuracy"] >= 0.97
+    assert np.all(np.diff(result["likelihoods"]) > 0)
+    assert abs(result["transitions"] - (result["frames"] - 1)) < 1e-4
+    assert np.isnan(result["plain"])
 
 
 @pytest.mark.slow

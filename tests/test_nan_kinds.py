@@ -1,11 +1,14 @@
 """`explain_nan`: the kind of cause and the cure, for the usual formulas."""
 
 import inspect
+import operator
+import re
 
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import pytest
+from eqx_grads._diagnosis._nan import cures
 
 
 X = jnp.array([1.0, 0.0])
@@ -89,17 +92,40 @@ FORMULAS = {
         "nn.sigmoid",
     ),
     "log of sigmoid": (lambda x: jnp.log(jax.nn.sigmoid(x[0])), [-9e3], "nn.log_sigmoid"),
-    "norm": (jnp.linalg.norm, [0.0, 0.0], "jnp.sum(x**2) + eps"),
-    "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "jnp.sum(x**2) + eps"),
-    "norm by a product": (lambda x: jnp.sqrt(x @ x), [0.0], "jnp.sum(x**2) + eps"),
-    "deviation": (jnp.std, [1.0, 1.0], "jnp.var(x) + eps"),
+    "norm": (jnp.linalg.norm, [0.0, 0.0], "eqg.safe.norm(x)"),
+    "norm by hand": (lambda x: jnp.sqrt(jnp.sum(x * x)), [0.0], "eqg.safe.norm(x)"),
+    "norm by a product": (lambda x: jnp.sqrt(x @ x), [0.0], "eqg.safe.norm(x)"),
+    "length": (lambda x: jnp.sqrt(x[0] ** 2 + x[1] ** 2), [0.0, 0.0], "eqg.safe.hypot(x, y)"),
+    "root": (lambda x: jnp.sum(jnp.sqrt(x)), [0.0], "eqg.safe.sqrt(x)"),
+    "deviation": (jnp.std, [1.0, 1.0], "eqg.safe.std(x)"),
     "sign": (lambda x: jnp.sum(x / jnp.abs(x)), [0.0], "jnp.sign"),
-    "direction": (lambda x: (x / jnp.linalg.norm(x))[0], [0.0, 0.0], "Divide by"),
-    "arccos": (lambda x: jnp.sum(jnp.arccos(x)), [1.0], "jnp.clip(x, -1 + eps"),
-    "arcsin": (lambda x: jnp.sum(jnp.arcsin(x)), [-1.0], "jnp.clip(x, -1 + eps"),
-    "power": (lambda x: jnp.sum(x**0.5), [0.0], "(x + eps)**y"),
-    "log": (lambda x: jnp.sum(x * jnp.log(x)), [0.0], "jnp.log(x + eps)"),
-    "arctan2": (lambda x: jnp.arctan2(x[0], x[1]), [0.0, 0.0], "jnp.where(ok, x, 1.0)"),
+    "direction": (lambda x: (x / jnp.linalg.norm(x))[0], [0.0, 0.0], "eqg.safe.normalize(x)"),
+    "arccos": (lambda x: jnp.sum(jnp.arccos(x)), [1.0], "eqg.safe.arccos(x)"),
+    "arcsin": (lambda x: jnp.sum(jnp.arcsin(x)), [-1.0], "eqg.safe.arcsin(x)"),
+    "power": (lambda x: jnp.sum(x**0.5), [0.0], "eqg.safe.power(x, y)"),
+    "log": (lambda x: jnp.sum(x * jnp.log(x)), [0.0], "eqg.safe.xlogy(x, y)"),
+    "arctan2": (lambda x: jnp.arctan2(x[0], x[1]), [0.0, 0.0], "eqg.safe.arctan2(y, x)"),
+    "logaddexp of zeros": (
+        lambda x: jnp.exp(jnp.logaddexp(x[0] - jnp.inf, x[1] - jnp.inf)),
+        [0.0, 0.0],
+        "eqg.safe.logaddexp(x, y)",
+    ),
+    "eigenvectors": (
+        lambda x: jnp.sum(jnp.linalg.eigh(jnp.diag(x))[1]),
+        [1.0, 1.0],
+        "eqg.safe.eigh(a)",
+    ),
+    "singular vectors": (
+        lambda x: jnp.sum(jnp.linalg.svd(jnp.diag(x))[0]),
+        [1.0, 1.0],
+        "eqg.safe.svd(a)",
+    ),
+    "log of cosh": (lambda x: jnp.sum(jnp.log(jnp.cosh(x))), [9e3], "eqg.safe.log_cosh(x)"),
+    "log of expm1": (lambda x: jnp.sum(jnp.log(jnp.expm1(x))), [9e3], "safe.log_expm1(x)"),
+    "ratio of expm1": (lambda x: jnp.sum(jnp.expm1(x) / x), [0.0], "safe.expm1_ratio(x)"),
+    "its overflow": (lambda x: jnp.sum(jnp.expm1(x) / x), [90.0], "safe.expm1_ratio(x)"),
+    "ratio of log1p": (lambda x: jnp.sum(jnp.log1p(x) / x), [0.0], "safe.log1p_ratio(x)"),
+    "ratio of sinh": (lambda x: jnp.sum(jnp.sinh(x) / x), [0.0], "eqg.safe.sinhc(x)"),
     "jitted": (jax.jit(lambda x: jnp.log(jnp.sum(jnp.exp(x)))), [9e3], "nn.logsumexp"),
 }
 
@@ -109,6 +135,13 @@ def test_cures_of_formulas(name):
     loss, x, cure = FORMULAS[name]
     report = eqg.explain_nan(loss, jnp.array(x))
     assert cure in report.found[0].cure, str(report)
+
+
+def test_every_function_of_the_cures_exists():
+    for texts in (cures._OF_KINDS, cures._OF_PRIMITIVES, cures._OF_FORMULAS):
+        for text in texts.values():
+            for name in re.findall(r"`eqg\.([\w.]+)", text):
+                assert callable(operator.attrgetter(name)(eqg)), name
 
 
 def test_formulas_without_a_cause_are_not_named():
@@ -126,6 +159,10 @@ def test_formulas_without_a_cause_are_not_named():
     ):
         report = eqg.explain_nan(loss, jnp.array([1.0, 1.0]))
         assert "norm" not in report.found[0].cure, str(report)
+    report = eqg.explain_nan(lambda x: jnp.expm1(x) / (x + x), jnp.array(0.0))
+    assert "expm1_ratio" not in report.found[0].cure
+    report = eqg.explain_nan(lambda x: jnp.sqrt(x[0] ** 2 + x[1]), jnp.zeros(2))
+    assert "hypot" not in report.found[0].cure
     report = eqg.explain_nan(lambda x: 5 / (2 + jnp.exp(x)) * 0 + jnp.exp(x), jnp.array(9e3))
     assert "sigmoid" not in report.found[0].cure
 

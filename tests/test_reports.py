@@ -191,7 +191,7 @@ def test_lines_are_short_and_code_is_whole():
     report = eqg.explain_nan(loss_of, model_of("sqrt"), X)
     notes = str(report).split("\n\n")[-1].splitlines()
     assert all(len(line) <= 96 for line in notes)
-    assert "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`" in str(report)
+    assert "`eqg.safe.where(ok, f, x, other)`" in str(report)
 
 
 # ---------------------------------------------------------------- other tools, other input

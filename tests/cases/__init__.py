@@ -54,6 +54,8 @@ NOT_OPS = {
     "nn.quantize_model",
     "surrogates.AbstractSurrogate",
     "ste.fsq_codebook",
+    "safe.EighResult",
+    "safe.SVDResult",
 }
 
 __all__ = ["CASES", "NOT_OPS", "Case"]

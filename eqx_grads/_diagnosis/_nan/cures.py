@@ -11,14 +11,13 @@ LARGE = "exceeds the threshold"
 INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
 
-_TWO_WHERES = "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), other)`"
 _ZERO_POLICY = 'define the derivative as zero with `eqg.zero_safe(loss, policy="zero")`.'
 
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
-    DEAD_BRANCH: f"Use `eqg.zero_safe(loss)`, or two `where`s: {_TWO_WHERES}.",
-    MASKED_PRODUCT: "Use a `jnp.where` in place of the product, with `eqg.zero_safe(loss)` or "
-    f"as {_TWO_WHERES}.",
+    DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)` in place of "
+    "`jnp.where(ok, f(x), other)`.",
+    MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)` in place of the product.",
     ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection makes "
     "the cotangent zero: terms of it cancel, or a product underflows. Keep the argument of "
     f"`{{op}}` away from that point (`x + eps`), or {_ZERO_POLICY}",
@@ -41,17 +40,29 @@ _OF_VALUES = {
 
 # For singular points of certain operations.
 _CLIPPED = (
-    "The derivative of `{op}` is infinite at 1 and -1. Clip its argument, which may round to "
-    "them: `jnp.clip(x, -1 + eps, 1 - eps)`."
+    "The derivative of `{op}` is infinite at 1 and -1. Use `eqg.safe.arc%s(x)`, whose "
+    "derivative is zero there. Clip an `x` that may round to more: `jnp.clip(x, -1, 1)`."
+)
+_EQUAL = (
+    "The %s of equal %s have no derivative. Use `eqg.safe.%s`, which is right for every "
+    "function that does not depend on the choice of them."
 )
 _OF_PRIMITIVES = {
-    "acos": _CLIPPED,
-    "asin": _CLIPPED,
-    "log": "Keep the argument of `log` away from zero: `jnp.log(x + eps)`.",
+    "acos": _CLIPPED % "cos",
+    "asin": _CLIPPED % "sin",
+    "log": "Keep the argument of `log` away from zero: `jnp.log(x + eps)`. For `x * log(y)`, "
+    "use `eqg.safe.xlogy(x, y)`.",
     "pow": "The derivative of `x**y` is not finite where `x` is zero and `y` less than one. "
-    "Use `(x + eps)**y`. For an exponent that is always whole, pass a Python `int`.",
-    "atan2": "`arctan2` has no derivative at (0, 0). Replace the arguments there: "
-    "`jnp.arctan2(jnp.where(ok, y, 0.0), jnp.where(ok, x, 1.0))`.",
+    "Use `eqg.safe.power(x, y)`, whose derivative is zero there, or `(x + eps)**y`. For an "
+    "exponent that is always whole, pass a Python `int`.",
+    "sqrt": "The derivative of `sqrt` is infinite at zero. Use `eqg.safe.sqrt(x)`, whose "
+    "derivative is zero there, or `jnp.sqrt(x + eps)`.",
+    "logaddexp": "`logaddexp` has no derivative where both arguments are infinite. Use "
+    "`eqg.safe.logaddexp(x, y)`, whose derivative is zero there.",
+    "eigh": _EQUAL % ("eigenvectors", "eigenvalues", "eigh(a)"),
+    "svd": _EQUAL % ("singular vectors", "singular values", "svd(a)"),
+    "atan2": "`arctan2` has no derivative at (0, 0). Use `eqg.safe.arctan2(y, x)`, whose "
+    "derivative is zero there.",
 }
 
 # For formulas, see `formulas.py`.
@@ -63,13 +74,20 @@ _OF_FORMULAS = {
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
-    "norm": "The derivative of a norm is not defined at zero. Use `jnp.sqrt(jnp.sum(x**2) + "
-    f"eps)`, or {_ZERO_POLICY}",
+    "norm": "The derivative of a norm is not defined at zero. Use `eqg.safe.norm(x)`, whose "
+    "derivative is zero there, and whose squares stay in range.",
+    "length": "The derivative of a length is not defined at zero. Use `eqg.safe.hypot(x, y)`, "
+    "whose derivative is zero there, and whose squares stay in range.",
     "deviation": "The derivative of a standard deviation is not defined for equal numbers. Use "
-    f"`jnp.sqrt(jnp.var(x) + eps)`, or {_ZERO_POLICY}",
+    "`eqg.safe.std(x)`, whose derivative is zero there.",
     "x / |x|": "Use `jnp.sign(x)` in place of `x / jnp.abs(x)`.",
-    "x / norm": "A vector of length zero has no direction. Divide by "
-    "`jnp.sqrt(jnp.sum(x**2) + eps)`.",
+    "x / norm": "A vector of length zero has no direction. Use `eqg.safe.normalize(x)`, which "
+    "is zero there.",
+    "log of cosh": "Use `eqg.safe.log_cosh(x)` in place of `log(cosh(x))`.",
+    "log of expm1": "Use `eqg.safe.log_expm1(x)` in place of `log(exp(x) - 1)`.",
+    "expm1(x) / x": "Use `eqg.safe.expm1_ratio(x)` in place of `expm1(x) / x`.",
+    "log1p(x) / x": "Use `eqg.safe.log1p_ratio(x)` in place of `log1p(x) / x`.",
+    "sinh(x) / x": "Use `eqg.safe.sinhc(x)` in place of `sinh(x) / x`.",
 }
 
 

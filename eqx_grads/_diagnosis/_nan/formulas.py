@@ -46,7 +46,12 @@ class Formulas:
                 return self._formula_of_log(origin)
             case "sqrt":
                 return self._formula_of_sqrt(origin)
+            case "cosh" | "expm1" | "sinh":
+                return self._formula_of_growth(origin)
             case "div":
+                above = self._made_by(origin, 0)
+                if above is not None and above.primitive in ("expm1", "log1p", "sinh"):
+                    return self._formula_of_ratio(above, origin)
                 below = self._made_by(origin, 1)
                 if below is not None and below.primitive == "abs":
                     is_same = self._source(below, 0) == self._source(origin, 0)
@@ -54,6 +59,19 @@ class Formulas:
                 if below is not None and below.primitive == "sqrt":
                     return "x / norm" if self._formula_of_sqrt(below) == "norm" else ""
         return ""
+
+    def _formula_of_growth(self, origin: Origin) -> str:
+        """What a `cosh`, `expm1` or `sinh` that overflows is a part of."""
+        for user in self._users[origin.number]:
+            if user.primitive == "log":
+                return "" if origin.primitive == "sinh" else f"log of {origin.primitive}"
+            if user.primitive == "div" and origin.primitive != "cosh":
+                return self._formula_of_ratio(origin, user)
+        return ""
+
+    def _formula_of_ratio(self, above: Origin, quotient: Origin) -> str:
+        is_same = self._source(above, 0) == self._source(quotient, 1)
+        return f"{above.primitive}(x) / x" if is_same else ""
 
     def _formula_of_exp(self, exp: Origin) -> str:
         users = self._users[exp.number]
@@ -106,14 +124,18 @@ class Formulas:
         if total is not None and total.primitive == "div":
             mean = self._made_by(total, 0)
             return "deviation" if mean is not None and self._is_sum_of_squares(mean) else ""
+        if total is not None and total.primitive == "add":
+            made = [self._made_by(total, k) for k in (0, 1)]
+            return "length" if all(m is not None and self._is_square(m) for m in made) else ""
         return "norm" if total is not None and self._is_sum_of_squares(total) else ""
 
     def _is_sum_of_squares(self, total: Origin) -> bool:
         if total.primitive == "dot_general":
             return self._source(total, 0) == self._source(total, 1)
         made = self._made_by(total, 0) if total.primitive == "reduce_sum" else None
-        if made is None:
-            return False
+        return made is not None and self._is_square(made)
+
+    def _is_square(self, made: Origin) -> bool:
         if made.primitive == "mul":
             return self._source(made, 0) == self._source(made, 1)
         is_power = made.primitive == "integer_pow"

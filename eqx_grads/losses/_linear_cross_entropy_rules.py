@@ -1,0 +1,275 @@
+"""The cross-entropy of a linear layer over chunks of tokens: the loss, and its derivatives.
+
+No array here has an element for each token and each entry of the vocabulary; those of one chunk
+of tokens are the largest.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._rules.custom_jvp import custom_jvp
+from .._rules.custom_vjp import custom_vjp
+from .._tangent_spaces import sum_dtype
+from ._gradient_sums import add, inner_product, zero_sum
+
+
+class Options(NamedTuple):
+    """What `linear_cross_entropy` is given besides arrays."""
+
+    chunk: int | None
+    label_smoothing: float
+    z_loss: float
+
+
+# Of one token with the logits l = W x + b, the label y and the target q, which is
+# 1 - label_smoothing at y plus label_smoothing / vocabulary everywhere, the loss is
+#
+#     loss = lse - sum_v q_v l_v + z_loss lse²,    lse = log sum_v exp l_v,
+#
+# and with p = softmax(l) = exp(l - lse) the cotangent of the logits is
+#
+#     d = p (1 + 2 z_loss lse) - q.
+#
+# The derivatives are W^T d in x, and the sums over tokens of d x^T in W and of d in b.
+@custom_jvp
+def summed_loss(x, weight, bias, labels, scale, *, options: Options):
+    """The sum over tokens. `x` is `(tokens, features)`, `labels` is in range everywhere, and
+    `scale` is a factor of each token: zero for one that is ignored."""
+
+    def chunk(total, tokens):
+        x, labels, scale = tokens
+        losses, _ = _losses(_logits(x, weight, bias), labels, scale, options)
+        return total + jnp.sum(losses), None
+
+    args = (x, weight, bias, labels, scale)
+    return _over_chunks(
+        chunk, zero_sum((), x.dtype, args), (x, labels, scale), weight, options
+    )[0]
+
+
+# The derivative of a sum over tokens is a sum over tokens. So the gradients are formed with the
+# loss, chunk by chunk while the logits of the chunk exist, and the tangent is their inner
+# product with the tangents of the arguments. Its transpose multiplies the gradients by the
+# cotangent.
+@summed_loss.def_jvp(symbolic_zeros=True)
+def _summed_loss_jvp(primals, tangents, *, options):
+    x, weight, bias, labels, scale = primals
+    live = [t is not None for t in tangents[:3]]
+    # For the second derivative of a chunk, its logits are computed again.
+    of_chunk = jax.checkpoint(
+        ft.partial(_loss_and_gradients, live=live, options=options), prevent_cse=False
+    )
+
+    def chunk(sums, tokens):
+        loss, ct_x, *cts = of_chunk(*tokens, weight, bias)
+        return add(sums, (loss, *cts)), ct_x
+
+    zeros = (zero_sum((), x.dtype, primals), *_zero_gradients(primals, live))
+    (loss, ct_weight_t, ct_bias), ct_x = _over_chunks(
+        chunk, zeros, (x, labels, scale), weight, options
+    )
+    cts = (ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias)
+    return loss, inner_product(cts, tangents[:3])
+
+
+def _loss_and_gradients(x, labels, scale, weight, bias, *, live, options):
+    logits = _logits(x, weight, bias)
+    losses, normalizer = _losses(logits, labels, scale, options)
+    d = _cotangent(logits, normalizer, labels, scale, options)
+    return jnp.sum(losses), *_pull_back(d, x, weight, live)
+
+
+@summed_loss.def_vmap
+def _summed_loss_vmap(axis_size, batched, x, weight, bias, labels, scale, *, options):
+    """One gradient of the weight for all examples, and not one for each. The cotangents of the
+    examples are not known in the forward pass, and so the logits are computed twice."""
+    _, *weights_batched, _, _ = batched
+    if any(weights_batched):
+        return NotImplemented
+    tokens = _fold(axis_size, (x, labels, scale), (batched[0], *batched[3:]))
+    losses = token_losses(tokens[0], weight, bias, *tokens[1:], options=options)
+    return jnp.sum(losses.reshape(axis_size, -1), 1), True
+
+
+@custom_vjp
+def token_losses(x, weight, bias, labels, scale, *, options: Options):
+    """The loss of each token."""
+    return _forward(x, weight, bias, labels, scale, options)[0]
+
+
+def _forward(x, weight, bias, labels, scale, options):
+    def chunk(_, tokens):
+        x, labels, scale = tokens
+        return None, _losses(_logits(x, weight, bias), labels, scale, options)
+
+    return _over_chunks(chunk, None, (x, labels, scale), weight, options)[1]
+
+
+@token_losses.def_fwd
+def _token_losses_fwd(x, weight, bias, labels, scale, *, options):
+    losses, normalizer = _forward(x, weight, bias, labels, scale, options)
+    return losses, (x, weight, bias, labels, scale, normalizer)
+
+
+# The cotangent of each token is known here only, so that the gradients can't be formed in the
+# forward pass. With the normalizer, the softmax of a chunk is one exponential of its logits.
+@token_losses.def_bwd
+def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
+    x, weight, bias, labels, scale, normalizer = residuals
+    live = [p is True for p in perturbed[:3]]
+
+    @ft.partial(jax.checkpoint, prevent_cse=False)
+    def of_chunk(x, labels, scale, normalizer, weight, bias):
+        d = _cotangent(_logits(x, weight, bias), normalizer, labels, scale, options)
+        return _pull_back(d, x, weight, live)
+
+    def chunk(sums, tokens):
+        ct_x, *cts = of_chunk(*tokens, weight, bias)
+        return add(sums, tuple(cts)), ct_x
+
+    # A token that is ignored has the factor zero, whatever its cotangent is.
+    scale = jnp.where(scale == 0, 0, scale * ct)
+    zeros = _zero_gradients((*residuals, ct), live)
+    (ct_weight_t, ct_bias), ct_x = _over_chunks(
+        chunk, zeros, (x, labels, scale, normalizer), weight, options
+    )
+    return ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias, None, None
+
+
+@token_losses.def_vmap
+def _token_losses_vmap(axis_size, batched, x, weight, bias, labels, scale, *, options):
+    _, *weights_batched, _, _ = batched
+    if any(weights_batched):
+        return NotImplemented
+    tokens = _fold(axis_size, (x, labels, scale), (batched[0], *batched[3:]))
+    losses = token_losses(tokens[0], weight, bias, *tokens[1:], options=options)
+    return losses.reshape(axis_size, -1), True
+
+
+def _logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """In single precision if `x` is in half precision."""
+    # Contracted as they are: a transpose of the weight would be moved out of the loop, and
+    # there it is a copy.
+    logits = _matmul(x, weight, ((1,), (1,)))
+    return logits if bias is None else logits + bias.astype(logits.dtype)[None]
+
+
+def _matmul(a: jax.Array, b: jax.Array, contracted=((1,), (0,))) -> jax.Array:
+    return jax.lax.dot_general(
+        a, b, (contracted, ((), ())), preferred_element_type=sum_dtype(a.dtype)
+    )
+
+
+class _Normalizer(NamedTuple):
+    """`lse = highest + log_sum`, in two parts: it is rounded by more than a small loss is."""
+
+    highest: jax.Array
+    log_sum: jax.Array
+
+
+def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normalizer]:
+    """The loss of each token, and the logarithm of its sum of exponentials."""
+    # The result does not depend on what is subtracted.
+    highest = jax.lax.stop_gradient(jnp.max(logits, 1))
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits - highest[:, None]), 1))
+    label_logit = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0] - highest
+    losses = log_sum - label_logit
+    if options.label_smoothing != 0:
+        mean = jnp.mean(logits - highest[:, None], 1)
+        losses = losses + options.label_smoothing * (label_logit - mean)
+    if options.z_loss != 0:
+        losses = losses + options.z_loss * (highest + log_sum) ** 2
+    return jnp.where(scale == 0, 0, scale * losses), _Normalizer(highest, log_sum)
+
+
+def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options) -> jax.Array:
+    """That of the logits, if that of the loss of each token is one."""
+    # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to
+    # memory.
+    highest, log_sum = jax.lax.optimization_barrier(normalizer)
+    vocabulary = logits.shape[1]
+    d = jnp.exp((logits - highest[:, None]) - log_sum[:, None])
+    if options.z_loss != 0:
+        d = d * (1 + 2 * options.z_loss * (highest + log_sum))[:, None]
+    # No array of constants is as large as the logits: it would be moved out of the loop.
+    is_label = jnp.arange(vocabulary, dtype=labels.dtype)[None] == labels[:, None]
+    d = d - is_label.astype(d.dtype) * (1 - options.label_smoothing)
+    if options.label_smoothing != 0:
+        d = d - options.label_smoothing / vocabulary
+    return scale[:, None] * d
+
+
+def _pull_back(d, x, weight, live) -> tuple[jax.Array | None, ...]:
+    """The cotangents of `x`, of the transpose of the weight, and of the bias."""
+    ct_bias = jnp.sum(d, 0) if live[2] else None
+    if x.dtype == jnp.bfloat16:
+        d = d.astype(x.dtype)  # float16 would lose small probabilities
+    x, weight = x.astype(d.dtype), weight.astype(d.dtype)
+    ct_x = _matmul(d, weight) if live[0] else None
+    # Not as `d.T @ x`: XLA:CPU is slow at a product whose left operand is contracted along its
+    # first axis, and this transpose is the smaller one. See `nn/_recurrent/chunked_matmuls.py`.
+    ct_weight_t = _matmul(jax.lax.optimization_barrier(x.T), d) if live[1] else None
+    return ct_x, ct_weight_t, ct_bias
+
+
+def default_chunk(features: int, vocabulary: int) -> int:
+    """The number of tokens of a chunk.
+
+    The gradient of the weight is read and written once for each chunk, which takes little time
+    beside the matrix products if there are as many tokens as features. The logits of a chunk
+    then are as large as that gradient. A small vocabulary has larger chunks, of 4 MiB of
+    logits, in which a chunk takes long beside a step of a loop.
+    """
+    return max(128, features, 2**20 // vocabulary)
+
+
+def _over_chunks(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    tokens: Sequence[Any],
+    weight: jax.Array,
+    options: Options,
+) -> tuple[Any, Any]:
+    """`fn(carry, tokens) -> carry, ys` for one chunk of tokens after another.
+
+    The tokens of a chunk are not adjacent: of `n` chunks, each takes every `n`-th token. So a
+    chunk of tokens that are distributed over several devices is distributed in the same way.
+    """
+    size, vocabulary = tokens[0].shape[0], weight.shape[0]
+    chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
+    n = -(-size // chunk)
+    if n <= 1:
+        return fn(carry, tokens)
+    rows = -(-size // n)
+
+    def split(x):
+        if rows * n != size:
+            x = jnp.pad(x, [(0, rows * n - size)] + [(0, 0)] * (x.ndim - 1))
+        return jnp.moveaxis(x.reshape(rows, n, *x.shape[1:]), 1, 0)
+
+    def join(y):
+        return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
+
+    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    return carry, jax.tree.map(join, ys)
+
+
+def _zero_gradients(args, live):
+    x, weight, bias, *_ = args
+    return (
+        zero_sum(weight.shape[::-1], x.dtype, args) if live[1] else None,
+        zero_sum(bias.shape, x.dtype, args) if live[2] else None,
+    )
+
+
+def _fold(size, arrays, batched):
+    """Merge the batch dimension into that of the tokens."""
+    whole = [
+        x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+        for x, is_batched in zip(arrays, batched, strict=True)
+    ]
+    return [x.reshape(size * x.shape[1], *x.shape[2:]) for x in whole]

@@ -1,0 +1,218 @@
+"""Polar coordinates, and the inverses of cosine and sine."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from .._rules.custom_jvp import custom_jvp
+from .._rules.elementwise import elementwise
+from ._dtypes import apply
+from ._inverse import inverse, positive
+
+
+def hypot(x: ArrayLike, y: ArrayLike) -> Array:
+    r"""$\sqrt{x^2 + y^2}$, with derivatives that are right at all magnitudes, and zero at the
+    origin.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        slopes = jax.grad(eqg.safe.hypot, argnums=(0, 1))
+        assert slopes(0.0, 0.0) == (0.0, 0.0)
+        assert jnp.allclose(jnp.stack(slopes(3e30, 4e30)), jnp.array([0.6, 0.8]))
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.hypot`, which neither overflow nor underflow on the way.
+
+    **Derivative:**
+
+    With $\phi$ for the angle of $(x, y)$, $\dot h = \cos\phi\,\dot x + \sin\phi\,\dot y$. At
+    the origin, the minimum, the derivative is zero. Both modes, all orders.
+    """
+    return apply("hypot", _hypot, x=x, y=y)
+
+
+def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
+    r"""The angle of $(x, y)$, with derivatives that are right at all magnitudes, and zero at
+    the origin.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        slopes = jax.grad(eqg.safe.arctan2, argnums=(0, 1))
+        assert slopes(0.0, 0.0) == (0.0, 0.0)
+        assert jnp.allclose(jnp.stack(slopes(1e30, 1e30)) * 1e30, jnp.array([0.5, -0.5]))
+        ```
+
+    **Arguments:**
+
+    - `y`, `x`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.arctan2`.
+
+    **Derivative:**
+
+    With $h$ for the length of $(x, y)$ and $\phi$ for its angle,
+    $\dot\phi = (\cos\phi\,\dot y - \sin\phi\,\dot x) / h$. At the origin, where it does not
+    exist, the derivative is zero. Both modes, all orders; second derivatives are right where
+    $1 / h^2$ is in range.
+    """
+    return apply("arctan2", _arctan2, y=y, x=x)
+
+
+def _cosine(out, x, y):
+    del out
+    return _direction(x, y)[0]
+
+
+def _sine(out, x, y):
+    del out
+    return _direction(x, y)[1]
+
+
+@jax.jit
+def _cosine_per_length(out, y, x):
+    del out
+    return _direction(x, y)[0] * inverse(_hypot(x, y))
+
+
+@jax.jit
+def _minus_sine_per_length(out, y, x):
+    del out
+    return -_direction(x, y)[1] * inverse(_hypot(x, y))
+
+
+_hypot = elementwise(jnp.hypot, (_cosine, _sine))
+_arctan2 = elementwise(jnp.arctan2, (_cosine_per_length, _minus_sine_per_length))
+
+
+@custom_jvp
+@jax.jit
+def _direction(x, y):
+    """The cosine and the sine of the angle of (x, y); both are zero at the origin."""
+    # Of two infinite coordinates neither is larger; of one, it is as large as the length.
+    infinite = jnp.isinf(x) | jnp.isinf(y)
+    x = jnp.where(infinite, jnp.where(jnp.isinf(x), jnp.sign(x), 0), x)
+    y = jnp.where(infinite, jnp.where(jnp.isinf(y), jnp.sign(y), 0), y)
+    largest = jnp.maximum(jnp.abs(x), jnp.abs(y))
+    largest = jnp.where(largest == 0, 1, largest)
+    x, y = x / largest, y / largest
+    length = jnp.sqrt(x * x + y * y)
+    # The compiler would make `x / largest / length` the quotient by a product that overflows.
+    scale = 1 / jnp.where(length == 0, 1, length)
+    return x * scale, y * scale
+
+
+@_direction.def_jvp
+def _direction_jvp(primals, tangents):
+    c, s = _direction(*primals)
+    t_x, t_y = tangents
+    turn = (c * t_y - s * t_x) * inverse(_hypot(*primals))
+    return (c, s), (-s * turn, c * turn)
+
+
+def arccos(x: ArrayLike) -> Array:
+    r"""`jnp.arccos`, with the derivative zero at 1 and -1.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        # A product of unit vectors may be rounded to more than one, so clip it.
+        def angle(u, v):
+            return eqg.safe.arccos(jnp.clip(u @ v, -1.0, 1.0))
+
+        u = jnp.array([0.6, 0.8])
+        assert jnp.array_equal(jax.grad(angle)(u, u), jnp.zeros(2))
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.arccos`: NaN outside of [-1, 1].
+
+    **Derivative:**
+
+    $\dot y = -\dot x / \sqrt{(1 - x)(1 + x)}$. At the ends, where it is infinite, the
+    derivative is zero: of the angle between vectors, this is a minimum or a maximum. Zero
+    outside as well. Both modes, all orders.
+    """
+    return apply("arccos", _arccos, x=x)
+
+
+def arcsin(x: ArrayLike) -> Array:
+    r"""`jnp.arcsin`, with the derivative zero at 1 and -1.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert jax.grad(eqg.safe.arcsin)(0.6) == 1.25
+        assert jax.grad(eqg.safe.arcsin)(1.0) == 0.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.arcsin`: NaN outside of [-1, 1].
+
+    **Derivative:**
+
+    $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$, and zero at the ends, where it is infinite, and
+    outside. Both modes, all orders.
+    """
+    return apply("arcsin", _arcsin, x=x)
+
+
+@jax.jit
+def _slope_value(x):
+    # `1 - x**2` would cancel. Outside of the domain a root is NaN, which is not positive.
+    return inverse(positive(jnp.sqrt(1 - x) * jnp.sqrt(1 + x)))
+
+
+def _slope_of_slope(out, x):
+    return jnp.where(out == 0, 0, x) * out * out * out
+
+
+def _arcsin_slope(out, x):
+    del out
+    return _slope(x)
+
+
+def _arccos_slope(out, x):
+    del out
+    return -_slope(x)
+
+
+_slope = elementwise(_slope_value, _slope_of_slope)
+
+
+_arcsin = elementwise(jnp.arcsin, _arcsin_slope)
+_arccos = elementwise(jnp.arccos, _arccos_slope)

@@ -1,0 +1,113 @@
+"""Angles and distances between vectors."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Inexact
+
+from .._errors import rule_error, type_of
+from ._dtypes import broadcast, real_arrays
+from ._norms import norm, normalize
+from ._reduction_arguments import as_inexact, axes_of, Axis, in_single
+
+
+def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[Array, "..."]:
+    r"""The cosine of the angle between vectors; zero if one of them is zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        x, y = jnp.array([1e30, 0.0]), jnp.array([1e-30, 1e-30])
+        assert jnp.allclose(eqg.safe.cosine_similarity(x, y), jnp.sqrt(0.5))
+        assert (jax.grad(eqg.safe.cosine_similarity)(jnp.zeros(2), y) == 0).all()
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real arrays that broadcast together.
+    - `axis`: the axis of the vectors, or several; `None` takes all.
+
+    **Returns:**
+
+    Numbers from -1 to 1, but for rounding: limit them before you take the angle.
+
+    **Derivative:**
+
+    That of [`eqx_grads.safe.normalize`][] of both: zero with respect to a vector that is zero,
+    where the function has no limit, and with respect to the other one. Both modes and all
+    orders.
+    """
+    given = {"x": x, "y": y}
+    x, y = broadcast("cosine_similarity", given, real_arrays("cosine_similarity", **given))
+    return _cosine(x, y, axes=axes_of("cosine_similarity", axis, x.ndim))
+
+
+@ft.partial(jax.jit, static_argnames=("axes",))
+def _cosine(x, y, *, axes):
+    u, v = normalize(in_single(x), axis=axes), normalize(in_single(y), axis=axes)
+    return jnp.sum(u * v, axes).astype(x.dtype)
+
+
+def pairwise_distance(
+    x: ArrayLike, y: ArrayLike | None = None, *, ord: float | int = 2
+) -> Inexact[Array, "..."]:
+    r"""The distances of all pairs of points, with the derivative zero where points coincide.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        points = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+        distances = eqg.safe.pairwise_distance(points)
+        assert jnp.allclose(distances[0], jnp.array([0.0, 5.0, 0.0]))
+        grad = jax.grad(lambda x: eqg.safe.pairwise_distance(x).sum())(points)
+        assert jnp.allclose(grad[0], jnp.array([-1.2, -1.6]))  # JAX: NaN
+        ```
+
+    The differences are formed, not the inner products: those lose all digits of a small
+    distance. Outside of `jit`, and in the derivative, this takes memory for all `n * m * d` of
+    them.
+
+    **Arguments:**
+
+    - `x`: points, `(..., n, d)`, real or complex.
+    - `y`: points, `(..., m, d)`; `x` if left out.
+    - `ord`: of the [`eqx_grads.safe.norm`][]: 2, 1 or `jnp.inf`.
+
+    **Returns:**
+
+    The distances, `(..., n, m)`.
+
+    **Derivative:**
+
+    That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the points have different dimensions.
+    """
+    x = as_inexact("pairwise_distance", x)
+    y = x if y is None else as_inexact("pairwise_distance", y, "y")
+    if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-1]:
+        raise rule_error(
+            "`safe.pairwise_distance` was not given points of one dimension.",
+            f"`x` is {type_of(x)}, `y` is {type_of(y)}",
+            do="Pass arrays `(..., n, d)` and `(..., m, d)`.",
+        )
+    dtype = jnp.result_type(x, y)
+    pairs = [x.astype(dtype)[..., :, None, :], y.astype(dtype)[..., None, :, :]]
+    return _distance(*broadcast("pairwise_distance", {"x": x, "y": y}, pairs), ord=ord)
+
+
+@ft.partial(jax.jit, static_argnames=("ord",))
+def _distance(x, y, *, ord):
+    differences = in_single(x) - in_single(y)
+    return norm(differences, ord, axis=-1).astype(jnp.finfo(x.dtype).dtype)

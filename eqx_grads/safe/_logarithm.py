@@ -1,0 +1,22 @@
+"""The logarithm whose derivative is zero at zero, of which others are made."""
+
+import jax
+import jax.numpy as jnp
+
+from .._rules.elementwise import elementwise
+from ._inverse import inverse, positive
+
+
+@jax.jit
+def _logarithm_slope(out, x):
+    del out
+    return inverse(positive(x))
+
+
+logarithm = elementwise(jnp.log, _logarithm_slope)
+
+
+@jax.jit
+def finite_logarithm(x):
+    """`log(x)`, and zero where it is not finite."""
+    return jnp.where((x > 0) & (x < jnp.inf), logarithm(x), 0)

@@ -1,0 +1,359 @@
+"""Logarithms, of products, hyperbolic cosines and differences of exponentials."""
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.special as jsp
+from jaxtyping import Array, ArrayLike
+
+from .._rules.elementwise import elementwise
+from ._dtypes import apply
+from ._inverse import inverse, positive, quotient
+from ._logarithm import finite_logarithm, logarithm
+
+
+def log(x: ArrayLike) -> Array:
+    r"""`jnp.log`, with the derivative zero at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        # A mask on the result is enough.
+        f = lambda x: jnp.where(x > 0, eqg.safe.log(x), 0.0)
+        assert jax.grad(f)(0.0) == jax.grad(f)(-1.0) == 0.0
+        assert jax.grad(f)(2.0) == 0.5
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.log`: $-\infty$ at zero, and NaN below.
+
+    **Derivative:**
+
+    $\dot y = \dot x / x$. At zero, where it is infinite, and below, the derivative is zero.
+    Both modes, all orders.
+    """
+    return apply("log", logarithm, x=x)
+
+
+def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
+    r"""`x * log(y)`, which is zero where `x` is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        entropy = lambda p: -jnp.sum(eqg.safe.xlogy(p, p))
+        p = jnp.array([0.0, 1.0])
+        assert entropy(p) == 0.0
+        assert jnp.array_equal(jax.grad(entropy)(p), jnp.array([0.0, -1.0]))
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jax.scipy.special.xlogy`.
+
+    **Derivative:**
+
+    $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
+    infinite or undefined, both terms are zero, and so they are below. Both modes, all orders.
+    """
+    return apply("xlogy", _xlogy, x=x, y=y)
+
+
+@jax.jit
+def _log_of_second(out, x, y):
+    del out, x
+    return finite_logarithm(y)
+
+
+@jax.jit
+def _ratio(out, x, y):
+    del out
+    return quotient(x, positive(y))
+
+
+_xlogy = elementwise(jsp.xlogy, (_log_of_second, _ratio))
+
+
+def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
+    r"""`x * log1p(y)`, which is zero where `x` is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        slopes = jax.grad(eqg.safe.xlog1py, argnums=(0, 1))
+        assert slopes(0.0, -1.0) == (0.0, 0.0)
+        assert slopes(3.0, 0.0) == (0.0, 3.0)
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jax.scipy.special.xlog1py`.
+
+    **Derivative:**
+
+    $\dot z = \log(1 + y)\,\dot x + \frac{x}{1 + y}\dot y$. Both terms are zero where `y` is -1
+    or less. Both modes, all orders.
+    """
+    return apply("xlog1py", _xlog1py, x=x, y=y)
+
+
+@jax.jit
+def _log1p_slope(out, x):
+    del out
+    return inverse(positive(1 + x))
+
+
+_log1p = elementwise(jnp.log1p, _log1p_slope)
+
+
+@jax.jit
+def _log1p_of_second(out, x, y):
+    del out, x
+    return jnp.where((y > -1) & (y < jnp.inf), _log1p(y), 0)
+
+
+@jax.jit
+def _ratio_to_one_more(out, x, y):
+    del out
+    return quotient(x, positive(1 + y))
+
+
+_xlog1py = elementwise(jsp.xlog1py, (_log1p_of_second, _ratio_to_one_more))
+
+
+def log_cosh(x: ArrayLike) -> Array:
+    r"""`log(cosh(x))`: a smooth $|x|$, with the value zero and the curvature one at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        assert jnp.allclose(eqg.safe.log_cosh(100.0), 100.0 - jnp.log(2.0))
+        assert jnp.allclose(eqg.safe.log_cosh(1e-3), 5e-7, atol=0.0)
+        assert jax.grad(eqg.safe.log_cosh)(100.0) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    An array like `x`. It neither overflows nor cancels near zero.
+
+    **Derivative:**
+
+    $\dot y = \tanh x\,\dot x$. The derivative of the hyperbolic tangent in it is
+    $4 e^{-2|x|} / (1 + e^{-2|x|})^2$, which keeps its digits in the tails, where
+    `1 - tanh(x)**2` is zero. Both modes, all orders.
+    """
+    return apply("log_cosh", _log_cosh, x=x)
+
+
+def _log_cosh_value(x):
+    z = jnp.abs(x)
+    # log(1 + (cosh(z) - 1)), in which nothing cancels; beyond 20, exp(-2z) is below rounding.
+    u = jnp.expm1(jnp.minimum(z, 20))
+    return jnp.where(z < 20, jnp.log1p(u * u / (2 * (1 + u))), z - _LOG_2)
+
+
+_LOG_2 = 0.6931471805599453
+
+
+def _tanh_of(out, x):
+    del out
+    return _tanh(x)
+
+
+def _sech2_of(out, x):
+    del out
+    return _sech2(x)
+
+
+def _sech2_slope(out, x):
+    return -2 * _tanh(x) * out
+
+
+def _sech2_value(x):
+    q = jnp.exp(-2 * jnp.abs(x))
+    return 4 * q / ((1 + q) * (1 + q))
+
+
+_log_cosh = elementwise(jax.jit(_log_cosh_value), _tanh_of)
+# With `1 - tanh(x)**2` for its derivative, as in JAX, nothing is left of it in the tails.
+_tanh = elementwise(jnp.tanh, _sech2_of)
+_sech2 = elementwise(jax.jit(_sech2_value), jax.jit(_sech2_slope))
+
+
+def log_expm1(x: ArrayLike) -> Array:
+    r"""`log(exp(x) - 1)`, for positive `x`, without overflow.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        assert eqg.safe.log_expm1(200.0) == 200.0
+        assert jax.grad(eqg.safe.log_expm1)(200.0) == 1.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    An array like `x`: $-\infty$ at zero, and NaN below. (For $\log(1 - e^{-x})$, there is
+    `jax.nn.log1mexp`.)
+
+    **Derivative:**
+
+    $\dot y = \dot x / (1 - e^{-x})$. At zero, where it is infinite, and below, the derivative
+    is zero. Both modes, all orders.
+    """
+    return apply("log_expm1", _log_expm1, x=x)
+
+
+def softplus_inverse(x: ArrayLike) -> Array:
+    """The argument at which `jax.nn.softplus` is `x`: for the parameter of a positive number.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        raw = eqg.safe.softplus_inverse(0.01)
+        assert jnp.allclose(jax.nn.softplus(raw), 0.01)
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    [`eqx_grads.safe.log_expm1`][] of `x`, which is the same function.
+
+    **Derivative:**
+
+    As for [`eqx_grads.safe.log_expm1`][].
+    """
+    return apply("softplus_inverse", _log_expm1, x=x)
+
+
+@jax.jit
+def _log_one_minus_exp(x):
+    """`log(1 - exp(-x))`."""
+    return jnp.log(-jnp.expm1(-x))
+
+
+def _log_expm1_value(x):
+    return x + _log_one_minus_exp(x)
+
+
+def _weight_value(x):
+    """`1 / (1 - exp(-x))`, and zero where `x` is not positive."""
+    is_positive = x > 0
+    return jnp.where(is_positive, -1 / jnp.expm1(-jnp.where(is_positive, x, 1)), 0)
+
+
+def _weight_slope(out, x):
+    return -(out * jnp.exp(-positive(x))) * out
+
+
+def _weight_of(out, x):
+    del out
+    return _weight(x)
+
+
+_log_expm1 = elementwise(jax.jit(_log_expm1_value), _weight_of)
+_weight = elementwise(jax.jit(_weight_value), jax.jit(_weight_slope))
+
+
+def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
+    r"""`log(exp(x) - exp(y))`, for `x` greater than `y`. (For the logarithm of a sum, there is
+    `logaddexp`.)
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        expected = 1000 + jnp.log(1 - jnp.exp(-1.0))
+        assert jnp.allclose(eqg.safe.log_sub_exp(1000.0, 999.0), expected)
+        slopes = jax.grad(eqg.safe.log_sub_exp, argnums=(0, 1))
+        assert slopes(3.0, -jnp.inf) == (1.0, 0.0)
+        assert slopes(-jnp.inf, -jnp.inf) == (0.0, 0.0)
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together. Logarithms of zero may be among them.
+
+    **Returns:**
+
+    An array: $-\infty$ where `x` equals `y`, and NaN where it is less.
+
+    **Derivative:**
+
+    With $w = 1 / (1 - e^{y - x})$, $\dot z = w\,\dot x - e^{y - x} w\,\dot y$. Both terms are
+    zero where $x \le y$, and the first where `x` is $-\infty$. The second has the relative
+    error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both modes, all orders.
+    """
+    return apply("log_sub_exp", _log_sub_exp, x=x, y=y)
+
+
+def _log_sub_exp_value(x, y):
+    return x + _log_one_minus_exp(_gap(x, y))
+
+
+def _gap(x, y):
+    """`x - y`, which is infinite where `exp(y)` is zero, also if `exp(x)` is."""
+    return jnp.where(jnp.isneginf(y), jnp.inf, x - y)
+
+
+@jax.jit
+def _weight_of_first(out, x, y):
+    del out
+    return jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y)))
+
+
+@jax.jit
+def _weight_of_second(out, x, y):
+    del out
+    gap = _gap(x, y)
+    return -jnp.exp(-positive(gap)) * _weight(gap)
+
+
+_log_sub_exp = elementwise(jax.jit(_log_sub_exp_value), (_weight_of_first, _weight_of_second))

@@ -1,0 +1,228 @@
+"""Sums in the semiring of logarithms, in which minus infinity is zero."""
+
+import functools as ft
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from .._errors import rule_error, type_of
+from .._rules.custom_jvp import custom_jvp
+from .._tangent_spaces import broadcasts_to
+from ._dtypes import apply, real_arrays
+from ._log_weights import log_weights
+from ._reduction_arguments import (
+    as_mask,
+    axes_of,
+    Axis,
+    in_single,
+    squeeze,
+)
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+) -> Float[Array, "..."]: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]: ...
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    *,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+    r"""$\log \sum_i b_i e^{a_i}$, which is $-\infty$ with the derivative zero for no terms.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        impossible = jnp.full(2, -jnp.inf)
+        assert eqg.safe.logsumexp(impossible) == -jnp.inf
+        assert (jax.grad(eqg.safe.logsumexp)(impossible) == 0).all()  # JAX: NaN
+        ```
+
+    `jax.nn.logsumexp` is right where one term at least is finite and none is $+\infty$, and
+    where all are masked by `where`.
+
+    **Arguments:**
+
+    - `a`: real numbers.
+    - `axis`: the axis or axes to reduce; `None` takes all.
+    - `b`: factors of the exponentials, which broadcast to `a`. A term whose factor is zero is
+        masked, and may be infinite.
+    - `keepdims`: whether the axes that were reduced are kept, with length one.
+    - `return_sign`: whether to return the sign of the sum as well, and the logarithm of its
+        absolute value. Otherwise, the logarithm of a negative sum is NaN.
+    - `where`: booleans that broadcast to `a`: which terms to include. Others may be infinite or
+        NaN.
+
+    **Returns:**
+
+    The logarithms, or `(logarithms, signs)`.
+
+    **Derivative:**
+
+    With the weights $q_i = e^{a_i} / \sum_j b_j e^{a_j}$:
+    $\dot y = \sum_i q_i (b_i \dot a_i + \dot b_i)$, the reverse rule being the transpose. Zero
+    where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
+    $+\infty$ share the weight. Both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a number is complex.
+    """
+    if b is None:
+        (x,) = real_arrays("logsumexp", a=a)
+    else:
+        x, b = real_arrays("logsumexp", a=a, b=b)
+        if not broadcasts_to(b.shape, x.shape):
+            raise rule_error(
+                "The `b` of `safe.logsumexp` does not broadcast to `a`.",
+                f"`a` is {type_of(x)}, `b` is {type_of(b)}",
+                do="Give it the shape of `a`, with ones for the axes that share it.",
+            )
+        b = jnp.broadcast_to(b, x.shape)
+    mask = None if where is None else as_mask("logsumexp", where, x)
+    axes = axes_of("logsumexp", axis, x.ndim)
+    out, sign = _logsumexp(x, b, mask, axes=axes, keepdims=keepdims, signed=return_sign)
+    return (out, sign) if return_sign else out
+
+
+@ft.partial(jax.jit, static_argnames=("axes", "keepdims", "signed"))
+def _logsumexp(a, b, mask, *, axes, keepdims, signed):
+    x = in_single(a)
+    b = None if b is None else in_single(b)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+        b = None if b is None else jnp.where(mask, b, 0)
+    out, sign, _ = log_weights(x, b, axes=axes)
+    if not signed:
+        out = jnp.where(sign < 0, jnp.nan, out)
+    return tuple(squeeze(y, axes, keepdims).astype(a.dtype) for y in (out, sign))
+
+
+def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
+    r"""$\log(e^x + e^y)$, with the derivative zero where both are $-\infty$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        assert eqg.safe.logaddexp(-jnp.inf, -jnp.inf) == -jnp.inf
+        assert jax.grad(eqg.safe.logaddexp)(-jnp.inf, -jnp.inf) == 0  # JAX: NaN
+        assert jax.grad(eqg.safe.logaddexp)(1.0, 1.0) == 0.5
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real numbers that broadcast together.
+
+    **Derivative:**
+
+    $\dot z = \sigma(x - y)\,\dot x + \sigma(y - x)\,\dot y$. Zero with respect to a number that
+    is $-\infty$; a half each where both are $+\infty$. Both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a number is complex.
+    """
+    return _add(x, y)
+
+
+@jax.jit
+def _add(x, y):
+    return apply("logaddexp", _logaddexp, x=x, y=y)
+
+
+@custom_jvp
+def _logaddexp(x, y):
+    return jnp.logaddexp(x, y)
+
+
+@_logaddexp.def_jvp
+def _logaddexp_jvp(primals, tangents):
+    x, y = primals
+    t_x, t_y = (jnp.where(z == -jnp.inf, 0, t) for z, t in zip(primals, tangents, strict=True))
+    # Infinity minus itself is NaN; and both weights are zero where there is nothing to weigh.
+    equal = (x == y) & jnp.isinf(x)
+    difference = jnp.where(equal, 0, x) - jnp.where(equal, 0, y)
+    return _logaddexp(x, y), jax.nn.sigmoid(difference) * t_x + jax.nn.sigmoid(
+        -difference
+    ) * t_y
+
+
+def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:
+    r"""$y_i = \log \sum_{j \le i} e^{x_j}$, also where the first terms are $-\infty$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        x = jnp.array([-jnp.inf, -jnp.inf, 0.0, 0.0])
+        grad = jax.grad(lambda x: eqg.safe.cumlogsumexp(x)[-1])(x)
+        assert jnp.allclose(grad, jnp.array([0.0, 0.0, 0.5, 0.5]))  # JAX: NaN
+        ```
+
+    **Arguments:**
+
+    - `x`: real numbers.
+    - `axis`: the axis along which they are summed.
+    - `reverse`: whether the sums begin at the end.
+
+    **Returns:**
+
+    An array of the shape of `x`.
+
+    **Derivative:**
+
+    That of [`eqx_grads.safe.logaddexp`][], of which it is an associative scan, as
+    `jax.lax.cumlogsumexp` is. Both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a number is complex.
+    """
+    (x,) = real_arrays("cumlogsumexp", x=x)
+    (axis,) = axes_of("cumlogsumexp", axis, x.ndim)
+    return _cumlogsumexp(x, axis=axis, reverse=reverse)
+
+
+@ft.partial(jax.jit, static_argnames=("axis", "reverse"))
+def _cumlogsumexp(x, *, axis, reverse):
+    # The first sum is its term: without the derivative of one that is minus infinity.
+    terms = jnp.where(x == -jnp.inf, -jnp.inf, in_single(x))
+    y = jax.lax.associative_scan(_logaddexp, terms, reverse=reverse, axis=axis)
+    return y.astype(x.dtype)

@@ -1,0 +1,145 @@
+"""Norms of vectors, and vectors of unit norm."""
+
+import functools as ft
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike, Inexact
+
+from .._errors import rule_error, type_of
+from ._polar import as_pairs, polar
+from ._reduction_arguments import as_inexact, axes_of, Axis, in_single, squeeze
+
+
+def norm(
+    x: ArrayLike,
+    ord: float | int | None = None,
+    *,
+    axis: Axis = None,
+    keepdims: bool = False,
+) -> Inexact[Array, "..."]:
+    r"""The norm of a vector, with the derivative zero at zero, and right at every scale.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        assert (jax.grad(eqg.safe.norm)(jnp.zeros(2)) == 0).all()  # JAX: NaN
+
+        large = jnp.array([3e30, 4e30])  # the squares overflow
+        assert jnp.allclose(eqg.safe.norm(large), 5e30)
+        assert jnp.allclose(jax.grad(eqg.safe.norm)(large), jnp.array([0.6, 0.8]))
+        ```
+
+    **Arguments:**
+
+    - `x`: an array of numbers, real or complex. Half precision is summed in single precision.
+    - `ord`: 2, which is the default, 1 or `jnp.inf`.
+    - `axis`: the axis of the vectors. Several axes together have the 2-norm of all their
+        elements, the Frobenius norm; `None` takes all axes.
+    - `keepdims`: whether the axes that were reduced are kept, with length one.
+
+    **Returns:**
+
+    The norms, real. That of an empty vector is zero.
+
+    **Derivative:**
+
+    With $y = \lVert x \rVert_2$: $\dot y = x^\top \dot x / y$ and $\bar x = x \bar y / y$. For
+    `ord=1`, $\dot y = \sum_i \operatorname{sign}(x_i) \dot x_i$. For `ord=jnp.inf`, the mean of
+    this over the elements of the largest magnitude. Zero at zero, which is the minimum, also
+    that of each $|x_i|$. An infinite element outweighs all finite ones. Both modes and all
+    orders; the derivatives of second order at zero, where there is none, are zero.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `ord` is another one, or is given together with several axes:
+    in NumPy, this is the norm of a matrix.
+    """
+    x = as_inexact("norm", x)
+    axes = axes_of("norm", axis, x.ndim)
+    if ord not in (None, 1, 2, math.inf):
+        raise rule_error(
+            "`safe.norm` was given an `ord` that it does not have.",
+            f"`ord` is {ord!r}",
+            do="Pass 1, 2 or `jnp.inf`.",
+        )
+    if ord is not None and len(axes) > 1:
+        raise rule_error(
+            "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
+            "in NumPy.",
+            f"`x` is {type_of(x)}, `ord` is {ord!r}, the axes are {axes}",
+            do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
+            "For norms of rows, pass `axis=-1`.",
+        )
+    return _norm(x, ord=2 if ord is None else ord, axes=axes, keepdims=keepdims)
+
+
+@ft.partial(jax.jit, static_argnames=("ord", "axes", "keepdims"))
+def _norm(x, *, ord, axes, keepdims):
+    y = in_single(x)
+    if ord == 2:
+        y, pair = (as_pairs(y), (y.ndim,)) if jnp.iscomplexobj(y) else (y, ())
+        out = jnp.squeeze(polar(y, None, 1.0, axes=axes + pair, center=None)[0], pair)
+    elif ord == 1:
+        out = jnp.sum(_magnitude(y), axes, keepdims=True)
+    else:
+        out = jnp.max(_magnitude(y), axes, keepdims=True, initial=0.0)
+    dtype = jnp.finfo(x.dtype).dtype
+    return squeeze(out, axes, keepdims).astype(dtype)
+
+
+def _magnitude(x):
+    """The absolute value, with the derivative zero at zero."""
+    if jnp.iscomplexobj(x):
+        return jnp.squeeze(polar(as_pairs(x), None, 1.0, axes=(x.ndim,), center=None)[0], -1)
+    return x * lax.stop_gradient(jnp.sign(x))
+
+
+def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
+    r"""`x / norm(x)`: vectors of norm one; the zero vector remains zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        x = jnp.array([[3e-30, 4e-30], [0.0, 0.0]])
+        unit = eqg.safe.normalize(x)
+        assert jnp.allclose(unit, jnp.array([[0.6, 0.8], [0.0, 0.0]]))
+        assert jnp.isfinite(jax.jacobian(eqg.safe.normalize)(x)).all()
+        ```
+
+    **Arguments:**
+
+    - `x`: an array of numbers, real or complex.
+    - `axis`: the axis of the vectors; several axes together are one vector, and `None` takes
+        all axes.
+
+    **Returns:**
+
+    An array of the shape of `x`.
+
+    **Derivative:**
+
+    With $u$ for the result: $\dot u = (\dot x - u\, u^\top \dot x) / \lVert x \rVert$. The map
+    is its own transpose. Zero at the zero vector, where the function jumps. Both modes and all
+    orders.
+    """
+    x = as_inexact("normalize", x)
+    return _normalize(x, axes=axes_of("normalize", axis, x.ndim))
+
+
+@ft.partial(jax.jit, static_argnames=("axes",))
+def _normalize(x, *, axes):
+    if jnp.iscomplexobj(x):
+        _, u = polar(as_pairs(x), None, 1.0, axes=(*axes, x.ndim), center=None)
+        return lax.complex(u[..., 0], u[..., 1])
+    return polar(in_single(x), None, 1.0, axes=axes, center=None)[1].astype(x.dtype)

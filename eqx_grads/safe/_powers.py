@@ -1,0 +1,223 @@
+"""Roots, reciprocals, quotients and powers, whose derivatives are zero at poles."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from .._rules.custom_jvp import custom_jvp
+from .._rules.elementwise import elementwise
+from ._dtypes import apply
+from ._inverse import inverse, positive, quotient, quotient_jvp
+from ._logarithm import finite_logarithm
+
+
+def sqrt(x: ArrayLike) -> Array:
+    r"""`jnp.sqrt`, with the derivative zero at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        length = lambda x: eqg.safe.sqrt(jnp.sum(x**2))
+        assert jnp.array_equal(jax.grad(length)(jnp.zeros(2)), jnp.zeros(2))
+
+        # A mask on the result is enough.
+        drag = lambda v: jnp.where(v > 0, eqg.safe.sqrt(v), 0.0)
+        assert jax.grad(drag)(0.0) == jax.grad(drag)(-1.0) == 0.0
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.sqrt`: NaN below zero.
+
+    **Derivative:**
+
+    $\dot y = \dot x / 2y$. At zero, where it is infinite, the derivative is zero, as it is of
+    a norm, whose minimum this is. (So it is for `sqrt(x) ** 2`, whose true derivative is one.)
+    Below zero it is zero as well. Both modes, all orders.
+    """
+    return apply("sqrt", square_root, x=x)
+
+
+@jax.jit
+def _square_root_slope(out, x):
+    del x
+    return 0.5 * inverse(positive(out))
+
+
+square_root = elementwise(jnp.sqrt, _square_root_slope)
+
+
+def reciprocal(x: ArrayLike) -> Array:
+    r"""`1 / x`, with the derivative zero at zero.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        f = lambda x: jnp.where(x == 0, 0.0, eqg.safe.reciprocal(x))
+        assert jax.grad(f)(0.0) == 0.0
+        assert jax.grad(f)(2.0) == -0.25
+        ```
+
+    **Arguments:**
+
+    - `x`: real.
+
+    **Returns:**
+
+    The values of `jnp.reciprocal`: infinite at zero.
+
+    **Derivative:**
+
+    $\dot y = -y^2\,\dot x$, and zero at zero. Both modes, all orders.
+    """
+    return apply("reciprocal", _reciprocal, x=x)
+
+
+@custom_jvp
+@jax.jit
+def _reciprocal(x):
+    return 1 / x
+
+
+@_reciprocal.def_jvp
+def _reciprocal_jvp(primals, tangents):
+    r = inverse(*primals)
+    (t_x,) = tangents
+    return _reciprocal(*primals), -(r * t_x) * r
+
+
+def divide(x: ArrayLike, y: ArrayLike) -> Array:
+    r"""`x / y`, with derivatives that are zero where `y` is zero, and right where `y**2` is
+    out of range.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        f = lambda x, y: jnp.where(y == 0, 0.0, eqg.safe.divide(x, y))
+        assert jax.grad(f, argnums=(0, 1))(1.0, 0.0) == (0.0, 0.0)
+
+        slope = jax.grad(eqg.safe.divide, argnums=1)(1e-30, 1e-25)
+        assert jnp.allclose(slope, -1e20, rtol=1e-6)
+        assert jnp.isinf(jax.grad(jnp.divide, argnums=1)(1e-30, 1e-25))
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.divide`: infinite where `y` is zero, and NaN for `0 / 0`.
+
+    **Derivative:**
+
+    With $q = x / y$, $\dot q = \frac{1}{y}\dot x - \frac{q}{y}\dot y$. Both terms are zero
+    where `y` is zero, and the second also where `x` is infinite. Both modes, all orders; a
+    second derivative with respect to `y` is right where $1 / y^2$ is in range.
+    """
+    return apply("divide", _divide, x=x, y=y)
+
+
+@custom_jvp
+@jax.jit
+def _divide(x, y):
+    return x / y
+
+
+@_divide.def_jvp(symbolic_zeros=True)
+def _divide_jvp(primals, tangents):
+    return quotient_jvp(_divide(*primals), primals, tangents)
+
+
+def power(x: ArrayLike, y: ArrayLike) -> Array:
+    r"""`x**y`, with derivatives that are zero where they are infinite or do not exist. For an
+    exponent that is a Python `int`, write `x**2`, whose derivatives are right in JAX.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        root = lambda x: eqg.safe.power(x, 0.5)
+        assert jax.grad(root)(0.0) == 0.0
+        assert jax.grad(root)(4.0) == 0.25
+        assert jax.hessian(lambda x: eqg.safe.power(x, 2.0))(0.0) == 2.0
+        ```
+
+    **Arguments:**
+
+    - `x`, `y`: real, of shapes that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.power`: NaN for a negative `x` and a `y` that is not whole.
+
+    **Derivative:**
+
+    $\dot p = y x^{y-1}\,\dot x + x^y \log x\,\dot y$. The first term is zero at $x = 0$ for
+    $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
+    positive: at $x = 0$ the power jumps or is infinite at one side of $y = 0$, and constant at
+    the other. Both terms are zero where they would be infinite as `x` or `y` is. Both modes,
+    all orders. As `y - 1` is rounded, second derivatives have a relative error of
+    $\epsilon\,|\log x|$ as well.
+    """
+    return apply("power", _power, x=x, y=y)
+
+
+@jax.jit
+def _base_slope(out, x, y):
+    del out
+    return _slope(x, y)
+
+
+@jax.jit
+def _exponent_slope(out, x, y):
+    is_regular = (x > 0) & jnp.isfinite(x) & jnp.isfinite(y)
+    return jnp.where(is_regular, out, 0) * finite_logarithm(x)
+
+
+_power = elementwise(jnp.power, (_base_slope, _exponent_slope))
+
+
+def _slope_value(x, y):
+    """`y * x**(y - 1)`, and zero where the derivative is infinite or does not exist."""
+    whole = jnp.power(x, y)
+    # `y - 1` is rounded, which matters for a large and for a small `y`. So the quotient is
+    # better, unless the whole power is out of range.
+    is_normal = (jnp.abs(whole) >= jnp.finfo(x.dtype).tiny) & jnp.isfinite(whole)
+    lower = jnp.where(is_normal, quotient(whole, x), jnp.power(x, y - 1))
+    is_regular = (x > 0) | ((x == 0) & (y >= 1)) | ((x < 0) & (y == jnp.floor(y)))
+    is_regular = is_regular & jnp.isfinite(y) & (jnp.isfinite(x) | (y <= 1))
+    return jnp.where(is_regular, y * lower, 0)
+
+
+@jax.jit
+def _slope_in_base(out, x, y):
+    del out
+    return y * _slope(x, y - 1)
+
+
+@jax.jit
+def _slope_in_exponent(out, x, y):
+    both = _power(x, y - 1) + out * finite_logarithm(x)
+    return jnp.where((x > 0) & jnp.isfinite(x) & jnp.isfinite(y), both, 0)
+
+
+_slope = elementwise(jax.jit(_slope_value), (_slope_in_base, _slope_in_exponent))

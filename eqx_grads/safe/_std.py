@@ -1,0 +1,75 @@
+"""The standard deviation."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from ._polar import as_pairs, polar
+from ._reduction_arguments import as_inexact, as_mask, axes_of, Axis, in_single, squeeze
+
+
+def std(
+    x: ArrayLike,
+    axis: Axis = None,
+    *,
+    ddof: float | int = 0,
+    keepdims: bool = False,
+    where: ArrayLike | None = None,
+) -> Float[Array, "..."]:
+    r"""The standard deviation, with the derivative zero where all numbers are equal.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        assert (jax.grad(eqg.safe.std)(jnp.full(3, 0.1)) == 0).all()  # JAX: NaN or noise
+        assert jnp.allclose(eqg.safe.std(jnp.array([-1e30, 1e30])), 1e30)  # JAX: inf
+        ```
+
+    The variance needs no such function: the derivative of `jnp.var` is right.
+
+    **Arguments:**
+
+    - `x`: an array of numbers, real or complex.
+    - `axis`: the axis or axes to reduce; `None` takes all.
+    - `ddof`: the divisor is the number of elements minus `ddof`.
+    - `keepdims`: whether the axes that were reduced are kept, with length one.
+    - `where`: booleans that broadcast to `x`: which elements to include. Others may be
+        infinite or NaN.
+
+    **Returns:**
+
+    The standard deviations, real. NaN where the divisor is not positive, as in NumPy, with the
+    derivative zero.
+
+    **Derivative:**
+
+    With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor:
+    $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
+    Zero where $c$ is, which is the minimum. Both modes and all orders.
+    """
+    x = as_inexact("std", x)
+    mask = None if where is None else as_mask("std", where, x)
+    axes = axes_of("std", axis, x.ndim)
+    return _std(x, mask, axes=axes, ddof=ddof, keepdims=keepdims)
+
+
+@ft.partial(jax.jit, static_argnames=("axes", "ddof", "keepdims"))
+def _std(x, mask, *, axes, ddof, keepdims):
+    y = in_single(x)
+    mask = jnp.ones(x.shape, bool) if mask is None else mask
+    y = jnp.where(mask, y, 0)
+    divisor = jnp.sum(mask, axes, keepdims=True).astype(jnp.finfo(y.dtype).dtype) - ddof
+    pair = ()
+    if jnp.iscomplexobj(x):
+        y, pair, divisor = as_pairs(y), (x.ndim,), divisor[..., None]
+        mask = jnp.broadcast_to(mask[..., None], y.shape)
+    factor = jax.lax.rsqrt(jnp.where(divisor > 0, divisor, 1))
+    out, _ = polar(y, mask, factor, axes=axes + pair, center=axes)
+    out = jnp.squeeze(jnp.where(divisor > 0, out, jnp.nan), pair)
+    return squeeze(out, axes, keepdims).astype(jnp.finfo(x.dtype).dtype)

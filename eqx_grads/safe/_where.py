@@ -1,0 +1,107 @@
+"""`where` around a function, with a mask on its argument as well as on its result."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, PyTree
+
+from .._errors import name_of, place_of, rule_error, type_of
+from .._tangent_spaces import broadcasts_to, dtype_of, is_differentiable, promote, shape_of
+
+
+def where(
+    cond: ArrayLike,
+    fn: Callable[[Any], Any],
+    x: PyTree,
+    otherwise: ArrayLike,
+    *,
+    substitute: ArrayLike = 0.5,
+) -> Array:
+    r"""`fn(x)` where a condition holds, with derivatives that do not see the other elements.
+
+    With `jnp.where(cond, fn(x), otherwise)`, the elements that are not chosen have the
+    cotangent zero, which the derivative of `fn` multiplies; if that is infinite, the gradient
+    is NaN. Here `fn` never sees these elements. Compare [`eqx_grads.zero_safe`][], for a
+    whole function whose code you can't change.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        x = jnp.array([0.0, 1.0, -jnp.inf])
+        f = lambda x: eqg.safe.where(x > 0, jnp.log, x, 0.0)
+        assert jnp.array_equal(jax.vmap(jax.grad(f))(x), jnp.array([0.0, 1.0, 0.0]))
+
+        # Of several arguments.
+        divide = lambda x, y: eqg.safe.where(y != 0, lambda xy: xy[0] / xy[1], (x, y), 0.0)
+        assert jax.grad(divide, argnums=1)(1.0, 0.0) == 0.0
+        ```
+
+    **Arguments:**
+
+    - `cond`: booleans, of a shape that broadcasts to `x` and to `fn(x)`.
+    - `fn`: acts on each element by itself. It may close over parameters.
+    - `x`: an array, or a PyTree of arrays, with which `fn` is called.
+    - `otherwise`: the result where `cond` does not hold: a number, or an array that
+        broadcasts to `fn(x)`.
+    - `substitute`: what `fn` is given there. The default is in the domain of `log`, `sqrt`,
+        `arccos`, `arctanh` and the like. For `jnp.arccosh`, say, give it `2.0`.
+
+    **Returns:**
+
+    An array of the shape of `fn(x)`.
+
+    **Derivative:**
+
+    That of `fn` where `cond` holds, and that of `otherwise` elsewhere:
+    $\dot y = \partial f(x)\,\dot x$ or $\dot y = \dot o$. For `x` this is so whatever
+    `substitute` is; for parameters that `fn` closes over, the derivative of `fn` has to be
+    finite at `substitute`. Both modes, all orders that `fn` has.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `cond` does not hold booleans, if it would broadcast a leaf
+    of `x` or the result to another shape, or if `fn` does not return one array.
+    """
+    if dtype_of(cond) != jnp.bool_:
+        raise rule_error(
+            "The condition of `safe.where` does not hold booleans.",
+            f"`cond` is {type_of(cond)}",
+            do="Give it a comparison: `x > 0`.",
+        )
+    cond = jnp.asarray(cond)
+
+    def inside(path, leaf):
+        if not is_differentiable(leaf):
+            return leaf
+        name = "x" + jax.tree_util.keystr(path)
+        return _select(cond, leaf, substitute, name, "substitute", promote([leaf]))
+
+    out = fn(jax.tree_util.tree_map_with_path(inside, x))
+    if dtype_of(out) is None:
+        raise rule_error(
+            "The function of `safe.where` did not return one array.",
+            f"it returned {type_of(out)}",
+            place_of(fn),
+            do="Call `safe.where` once for each result.",
+        )
+    of_fn = f"the result of `{name_of(fn)}`"
+    return _select(cond, out, otherwise, of_fn, "otherwise", promote([out, otherwise]))
+
+
+def _select(cond, x, other, name, argument, dtype):
+    for what, value in (("cond", cond), (argument, other)):
+        if not broadcasts_to(shape_of(value), shape_of(x)):
+            raise rule_error(
+                f"The `{what}` of `safe.where` does not broadcast to {name}.",
+                f"`{what}` is {type_of(value)}, {name} is {type_of(x)}",
+                do="The function acts on each element by itself. For one that does not, such "
+                "as a norm of each row, use `jax.vmap` around `safe.where`.",
+            )
+    x, other = (jnp.asarray(value).astype(dtype) for value in (x, other))
+    return jnp.where(jnp.broadcast_to(cond, x.shape), x, jnp.broadcast_to(other, x.shape))

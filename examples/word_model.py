@@ -1,0 +1,180 @@
+"""Train a language model over words of Python's manual twice, with the same losses and in
+different memory.
+
+Both models have the same parameters and batches: an embedding, a GRU, and a head that has the
+weight of the embedding. One computes the logits of all words of the batch, the other the loss
+of an `eqx_grads.nn.LinearCrossEntropy`, which has those of one chunk at a time. The losses
+agree up to rounding; memory and time differ.
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+import re
+import statistics
+import time
+from pydoc_data.topics import topics
+from typing import Any
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key
+from matplotlib.figure import Figure
+
+
+FEATURES = 128
+LENGTH = 64  # words in a sequence
+BATCH = 32
+STEPS = 100
+LEARNING_RATE = 3e-3
+UNKNOWN = 0
+
+
+class WordModel(eqx.Module):
+    """Predicts the next word. The embedding and the head have one weight."""
+
+    ends: eqx.nn.Shared
+    gru: eqg.nn.GRU
+
+    def __init__(self, vocabulary: int, *, key: Key[Array, ""]):
+        keys = jr.split(key, 3)
+        embedding = eqx.nn.Embedding(vocabulary, FEATURES, key=keys[0])
+        head = eqg.nn.LinearCrossEntropy(
+            FEATURES, vocabulary, ignore_index=UNKNOWN, key=keys[1]
+        )
+        # The weight of the head is drawn for a head: an embedding begins with larger numbers.
+        embedding = eqx.tree_at(lambda e: e.weight, embedding, head.weight)
+        self.ends = eqx.nn.Shared(
+            (embedding, head), lambda ends: ends[1].weight, lambda ends: ends[0].weight
+        )
+        self.gru = eqg.nn.GRU(FEATURES, FEATURES, key=keys[2])
+
+    def features(
+        self, words: Int[Array, "*batch time"]
+    ) -> Float[Array, "*batch time features"]:
+        embedding, _ = self.ends()
+        return self.gru(FEATURES**0.5 * embedding.weight[words])[0]
+
+
+def chunked_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array, ""]:
+    _, head = model.ends()
+    return head(model.features(words[:, :-1]), words[:, 1:])
+
+
+def plain_loss(model: WordModel, words: Int[Array, "batch time"]) -> Float[Array, ""]:
+    _, head = model.ends()
+    logits = head.logits(model.features(words[:, :-1]))
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
+    return jnp.mean(losses, where=words[:, 1:] != UNKNOWN)
+
+
+def load() -> tuple[list[str], Int[np.ndarray, " words"]]:
+    """The words that occur more than once, of which the first stands for all others."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    words = re.findall(r"[A-Za-z_]+|[0-9]+|[^\sA-Za-z_0-9]", text)
+    counts = collections.Counter(words)
+    vocabulary = ["?", *sorted(word for word, count in counts.items() if count > 1)]
+    index = {word: i for i, word in enumerate(vocabulary)}
+    return vocabulary, np.array([index.get(word, UNKNOWN) for word in words], "int32")
+
+
+def train(vocabulary: list[str], text: Int[np.ndarray, " words"], steps: int):
+    """Train both models in alternation, so that other load on the machine affects both."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+    model = WordModel(len(vocabulary), key=jr.key(0))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def make_step(loss) -> Any:
+        @eqx.filter_jit
+        def step(model, state, words):
+            value, grad = eqx.filter_value_and_grad(loss)(model, words)
+            updates, state = optimizer.update(grad, state)
+            return eqx.apply_updates(model, updates), state, value
+
+        return step
+
+    first = jnp.zeros((BATCH, LENGTH + 1), "int32")
+    runs = {}
+    for name, loss in (("all logits", plain_loss), ("in chunks", chunked_loss)):
+        step = make_step(loss).lower(model, state, first).compile()
+        memory = step.compiled.memory_analysis().temp_size_in_bytes
+        runs[name] = {"step": step, "memory": memory, "losses": [], "seconds": []}
+        runs[name]["at"] = (model, state)
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        starts = rng.integers(len(text) - LENGTH, size=(BATCH, 1))
+        batch = jnp.asarray(text[starts + np.arange(LENGTH + 1)])
+        for run in runs.values():
+            start = time.perf_counter()
+            *at, value = run["step"](*run["at"], batch)
+            run["at"] = tuple(at)
+            run["losses"].append(float(value))
+            run["seconds"].append(time.perf_counter() - start)
+    return runs
+
+
+@eqx.filter_jit
+def write(model: WordModel, words: Int[Array, " time"], n: int, *, key: Key[Array, ""]):
+    """Draw the next `n` words, each from the logits of the one before."""
+    _, head = model.ends()
+    _, state = model.gru(model.ends()[0].weight[words[:-1]][None] * FEATURES**0.5)
+
+    def step(carry, key):
+        word, state = carry
+        x = model.ends()[0].weight[word] * FEATURES**0.5
+        features, state = model.gru(x[None, None], state)
+        logits = head.logits(features[0, 0]).at[UNKNOWN].set(-jnp.inf)
+        word = jr.categorical(key, logits / 0.7).astype(word.dtype)
+        return (word, state), word
+
+    return jax.lax.scan(step, (words[-1], state), jr.split(key, n))[1]
+
+
+def draw(runs: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    left.plot(runs["all logits"]["losses"], linewidth=3, color="0.75", label="all logits")
+    left.plot(runs["in chunks"]["losses"], linewidth=0.8, color="C1", label="in chunks")
+    left.set(xlabel="step", ylabel="loss")
+    left.legend(frameon=False)
+    megabytes = [run["memory"] / 1e6 for run in runs.values()]
+    right.bar(list(runs), megabytes, color=["0.75", "C1"])
+    right.set(ylabel="temporary memory of a step (MB)")
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train a model over words twice.")
+    parser.add_argument("--quick", action="store_true", help="a few steps")
+    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
+    args = parser.parse_args()
+    vocabulary, text = load()
+    print(f"{len(text)} words, of a vocabulary of {len(vocabulary)}")
+    runs = train(vocabulary, text, 2 if args.quick else STEPS)
+    result: dict[str, Any] = {"vocabulary": len(vocabulary)}
+    print("               ms per step    temporary MB    last loss")
+    for name, run in runs.items():
+        milliseconds = 1e3 * statistics.median(run["seconds"])
+        megabytes = run["memory"] / 1e6
+        print(f"{name:14} {milliseconds:11.2f} {megabytes:15.2f} {run['losses'][-1]:12.6f}")
+        result[name] = {"ms": milliseconds, "MB": megabytes, "losses": run["losses"]}
+    model, _ = runs["in chunks"]["at"]
+    start = ["The", "value", "of"]
+    prompt = jnp.array([vocabulary.index(word) for word in start])
+    words = write(model, prompt, 3 if args.quick else 30, key=jr.key(1))
+    print(" ".join([*start, *(vocabulary[word] for word in words)]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "result.json").write_text(json.dumps(result))
+    picture = args.out / "word-model.png"
+    draw(runs).savefig(picture, dpi=150)
+    print(f"The picture is {picture}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,693 @@
+"""Losses in chunks against Optax, and against autodiff, on all logits at once."""
+
+import functools as ft
+import os
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from eqx_grads.losses import chunked, linear_cross_entropy
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
+
+from .helpers import assert_close, checking_leaks, temp_bytes
+
+
+LABELS = jnp.array([[0, 3, -100], [1, 2, 6]])
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum", "z_loss": 0.01},
+    "none": {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01},
+    "smoothed": {"label_smoothing": 0.1, "z_loss": 0.01},
+    "one chunk": {"chunk": 100},
+    "chunks of one": {"chunk": 1},
+}
+
+
+def sample(getkey, dtype=None):
+    """`x`, the weight and the bias of six tokens and a vocabulary of seven."""
+    shapes = (2, 3, 4), (7, 4), (7,)
+    return tuple(jr.normal(getkey(), shape, dtype or jnp.zeros(()).dtype) for shape in shapes)
+
+
+def ours(x, weight, bias, labels=LABELS, **options):
+    return linear_cross_entropy(x, weight, labels, bias=bias, **{"chunk": 2, **options})
+
+
+def plain(
+    x,
+    weight,
+    bias,
+    labels=LABELS,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    reduction="mean",
+    chunk=None,
+):
+    """Optax on all logits."""
+    del chunk
+    logits = jnp.einsum("...d,vd->...v", x, weight) + bias[(None,) * (x.ndim - 1)]
+    targets = optax.losses.smooth_labels(
+        jax.nn.one_hot(labels, len(weight), dtype=logits.dtype), label_smoothing
+    )
+    losses = optax.losses.softmax_cross_entropy(logits, targets)
+    losses = losses + z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    losses = jnp.where(labels >= 0, losses, 0)
+    if reduction == "none":
+        return losses
+    total = jnp.sum(losses)
+    return total if reduction == "sum" else total / jnp.sum(labels >= 0, dtype=total.dtype)
+
+
+def everything(fn, args, tangents):
+    """Value, tangent, gradients, a product with the hessian, and the gradient of a gradient."""
+    scalar = lambda *args: jnp.sum(jnp.sin(fn(*args)))
+    grad = jax.grad(scalar, (0, 1, 2))
+    norm = lambda *args: sum(jnp.sum(g**2) for g in grad(*args))
+    return (
+        jax.jvp(fn, args, tangents),
+        grad(*args),
+        jax.jvp(grad, args, tangents)[1],
+        jax.grad(norm, (0, 1, 2))(*args),
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_both_modes_and_second_order(name, getkey):
+    fns = [ft.partial(fn, **OPTIONS[name]) for fn in (ours, plain)]
+    args, tangents = sample(getkey), sample(getkey)
+    got, expected = jax.jit(lambda *a: [everything(fn, *a) for fn in fns])(args, tangents)
+    assert_close(got, expected, eps=200)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap(reduction, getkey):
+    """Of what is batched, with and without a batch of weights; also per-example gradients."""
+    fns = [lambda *a, fn=fn: jnp.mean(fn(*a, reduction=reduction)) for fn in (ours, plain)]
+    args = sample(getkey)
+    batch = [jnp.stack([x, 0.5 * x, -x]) for x in args]
+    cases = [
+        ((0, None, None), (batch[0], *args[1:])),
+        ((None, None, 0), (*args[:2], batch[2])),
+        ((0, 0, 0), batch),
+    ]
+
+    def programs(fn):
+        for axes, args in cases:
+            loss = lambda *args, axes=axes: jnp.sum(jnp.sin(jax.vmap(fn, axes)(*args)))
+            yield jax.grad(loss, (0, 1, 2))(*args)
+            yield jax.vmap(jax.value_and_grad(fn, (0, 1, 2)), axes)(*args)
+            yield jax.jvp(jax.vmap(fn, axes), args, args)
+
+    got, expected = jax.jit(lambda: [list(programs(fn)) for fn in fns])()
+    assert_close(got, expected, eps=50)
+
+
+def test_vmap_of_labels(getkey):
+    """Also in a batch of batches, of which the inner one has the same `x`."""
+    x, weight, bias = sample(getkey)
+    labels = jr.randint(getkey(), (2, 3, 2, 3), 0, 7)
+
+    def loss(fn, x, weight):
+        of_labels = lambda x, labels: fn(x, weight, bias, labels)
+        of_batch = jax.vmap(jax.vmap(of_labels, (None, 0)))
+        return jnp.sum(jnp.sin(of_batch(jnp.stack([x, -x]), labels)))
+
+    got, expected = [
+        jax.jit(jax.grad(ft.partial(loss, fn), (0, 1)))(x, weight) for fn in (ours, plain)
+    ]
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_in_scan_and_checkpoint(reduction, getkey):
+    x, weight, bias = sample(getkey)
+
+    def loss(fn, x, weight, bias):
+        @eqg.filter_checkpoint
+        def step(total, scale):
+            return total + jnp.mean(fn(scale * x, weight, bias, reduction=reduction)), None
+
+        return jax.lax.scan(step, jnp.zeros(()), jnp.arange(1.0, 4.0))[0]
+
+    with checking_leaks():
+        got = jax.jit(jax.grad(ft.partial(loss, ours), (0, 1, 2)))(x, weight, bias)
+    assert_close(got, jax.grad(ft.partial(loss, plain), (0, 1, 2))(x, weight, bias), eps=50)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3)])
+def test_leading_dimensions_and_no_bias(shape, getkey):
+    x, weight = jr.normal(getkey(), (*shape, 3)), jr.normal(getkey(), (6, 3))
+    labels = jr.randint(getkey(), shape, 0, 6)
+
+    @jax.jit
+    def programs(x, weight):
+        ours = jax.value_and_grad(linear_cross_entropy, (0, 1))(x, weight, labels)
+        expected = jax.value_and_grad(plain, (0, 1))(x, weight, jnp.zeros(6), labels)
+        return ours, expected, linear_cross_entropy(x, weight, labels, reduction="none")
+
+    got, expected, losses = programs(x, weight)
+    assert_close(got, expected)
+    assert losses.shape == shape
+    assert_close(jnp.mean(losses), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [(jnp.bfloat16, "mean"), (jnp.bfloat16, "none"), (jnp.float16, "mean")],
+)
+def test_half_precision(dtype, reduction, getkey):
+    """The loss in single precision, and gradients rounded once, or twice in bfloat16."""
+    x, weight, bias = sample(getkey, dtype)
+    fn = lambda fn, *args: jnp.mean(fn(*args, reduction=reduction))
+    programs = [
+        jax.jit(jax.value_and_grad(ft.partial(fn, f), (0, 1, 2))) for f in (ours, plain)
+    ]
+    value, grads = programs[0](x, weight, bias)
+    expected, plain_grads = programs[1](*[a.astype(jnp.float32) for a in (x, weight, bias)])
+    assert value.dtype == jnp.float32
+    assert_close(value, expected)
+    for grad, plain_grad in zip(grads, plain_grads, strict=True):
+        assert grad.dtype == dtype
+        largest = float(jnp.max(jnp.abs(plain_grad)))
+        error = jnp.abs(grad.astype(jnp.float32) - plain_grad)
+        assert float(jnp.max(error)) <= 1.5 * float(jnp.finfo(dtype).eps) * largest
+
+
+def test_a_sum_in_half_precision_does_not_overflow():
+    """The gradient of the weight is summed in single precision, the loss too."""
+    x, weight = jnp.ones((4096, 2), jnp.float16), jnp.zeros((2, 2), jnp.float16)
+    labels = jnp.zeros(4096, int)
+    fn = lambda w: linear_cross_entropy(64 * x, w, labels, chunk=16, reduction="mean")
+    assert_close(jax.grad(fn)(weight), jnp.array([[-32.0] * 2, [32.0] * 2], jnp.float16))
+    total = linear_cross_entropy(x, weight, labels, chunk=16, reduction="sum")
+    assert_close(total / 4096, jnp.log(jnp.float32(2)))
+
+
+def test_mixed_dtypes(getkey):
+    x, weight, bias = sample(getkey, jnp.bfloat16)
+    master = weight.astype(jnp.float32)
+    grads = jax.grad(ours, (0, 1, 2))(x, master, bias)
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
+    expected = jax.grad(plain, 1)(x.astype(jnp.float32), master, bias.astype(jnp.float32))
+    assert_close(grads[1], expected)
+
+
+def test_ignored_tokens_may_be_anything(getkey):
+    x, weight, bias = sample(getkey)
+    broken = jnp.where((LABELS >= 0)[..., None], x, jnp.nan)
+    for options in ({}, {"reduction": "sum"}, {"reduction": "none"}):
+        total = lambda fn, *args, o=options: jnp.sum(fn(*args, **o))
+        got = jax.value_and_grad(ft.partial(total, ours), (0, 1, 2))(broken, weight, bias)
+        expected = jax.value_and_grad(ft.partial(total, plain), (0, 1, 2))(x, weight, bias)
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_token_counts(reduction, getkey):
+    args = sample(getkey)
+    fn = lambda *a: jnp.sum(ours(*a, jnp.full((2, 3), -100), reduction=reduction))
+    assert_close(jax.value_and_grad(fn, (0, 1, 2))(*args), (0.0, tuple(0 * a for a in args)))
+
+
+def test_which_labels_are_ignored(getkey):
+    args = sample(getkey)
+    labels = jr.randint(getkey(), (2, 3), 0, 7).at[0, 0].set(4)
+    kept = jnp.where(labels == 4, -1, labels)
+    assert_close(ours(*args, labels, ignore_index=4), plain(*args, kept))
+    expected = plain(*args, labels)
+    assert_close(ours(*args, labels, ignore_index=None), expected)
+    for dtype in (jnp.uint8, jnp.int8, jnp.uint32):
+        assert_close(ours(*args, labels.astype(dtype)), expected)
+
+
+@pytest.mark.parametrize("label", [7, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_label_out_of_range_gives_nan(label, reduction, getkey):
+    x, weight, bias = sample(getkey)
+    labels = LABELS.at[0, 0].set(label)
+    losses = ours(x, weight, bias, labels, reduction="none")
+    assert jnp.array_equal(jnp.isnan(losses), jnp.zeros((2, 3), bool).at[0, 0].set(True))
+    fn = lambda *args: jnp.sum(ours(*args, labels, reduction=reduction))
+    value, (ct_x, ct_weight, _) = jax.value_and_grad(fn, (0, 1, 2))(x, weight, bias)
+    assert jnp.isnan(value)
+    assert jnp.all(jnp.isnan(ct_weight))
+    assert jnp.all(jnp.isnan(ct_x[0, 0]))
+    assert jnp.all(jnp.isfinite(ct_x[1]))
+
+
+def test_debug_nans_stops_at_a_label_out_of_range(getkey):
+    args = sample(getkey)
+    with jax.debug_nans(True):
+        ours(*args)
+        with pytest.raises(FloatingPointError, match="nan"):
+            ours(*args, LABELS + 1)
+
+
+def test_ignore_index_none_has_no_default():
+    """-100 is out of range then, as any other negative label."""
+    fn = ft.partial(linear_cross_entropy, jnp.ones(2), jnp.ones((3, 2)), jnp.array(-100))
+    assert jnp.isnan(fn(ignore_index=None))
+    assert fn() == 0
+
+
+def test_a_small_loss_is_exact():
+    """Of a token that is predicted with near certainty, to the last digits."""
+    weight = jnp.array([[0.0], [1.0]])
+    for x in (5.0, 12.0, 30.0, 80.0):
+        loss, grad = jax.value_and_grad(linear_cross_entropy)(
+            jnp.array([x]), weight, jnp.array(1)
+        )
+        expected = np.log1p(np.exp(-x))
+        # What is left of `1 + exp(-x)` in the dtype.
+        assert abs(float(loss) - expected) <= 2 * float(jnp.finfo(loss.dtype).eps)
+        assert abs(float(grad[0]) + 1 / (1 + np.exp(x))) <= float(jnp.finfo(loss.dtype).eps)
+        assert loss >= 0
+
+
+def test_masked_vocabulary(getkey):
+    """A bias of minus infinity removes an entry, and large logits do not overflow."""
+    x, weight, bias = sample(getkey)
+    labels = jnp.where(LABELS == 6, 5, LABELS)
+    masked = bias.at[6].set(-jnp.inf)
+    got = jax.value_and_grad(ours, (0, 1, 2))(x, weight, masked, labels)
+    expected = jax.value_and_grad(plain, (0, 1, 2))(x, weight[:6], bias[:6], labels)
+    assert_close(jax.tree.map(lambda g: g[:6], got[1][1:]), expected[1][1:])
+    assert_close((got[0], got[1][0]), (expected[0], expected[1][0]))
+    assert not jnp.any(got[1][1][6])
+    large = jax.value_and_grad(ours, (0, 1, 2))(1e30 * x, weight, bias)
+    assert jax.tree.all(jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), large))
+
+
+def test_nothing(getkey):
+    _, weight, bias = sample(getkey)
+    x, labels = jnp.zeros((0, 4)), jnp.zeros(0, int)
+    got = jax.value_and_grad(ours, (0, 1, 2))(x, weight, bias, labels)
+    assert_close(got, (0.0, (x, 0 * weight, 0 * bias)))
+    assert ours(x, weight, bias, labels, reduction="none").shape == (0,)
+
+
+def test_numpy_arrays_and_plain_labels(getkey):
+    x, weight, bias = map(np.asarray, sample(getkey))
+    assert_close(ours(x, weight, bias, np.asarray(LABELS)), plain(x, weight, bias))
+    assert_close(
+        linear_cross_entropy(x[0, 0], weight, 3, bias=bias),
+        plain(jnp.asarray(x[0, 0]), weight, bias, jnp.array(3)),
+    )
+
+
+X, W, Y = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.zeros(3, int)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "match"),
+    [
+        ((X, W.T, Y), {}, r"do not fit together(?s:.*)`weight` is float..\[2,4\]"),
+        ((X, W, Y[:2]), {}, "`labels` is int..\\[2\\]"),
+        ((X, W, Y), {"bias": jnp.ones(2)}, r"`bias` is float..\[2\]"),
+        ((X, W[:0], Y), {}, "do not fit together"),
+        ((jnp.ones(()), W, jnp.array(0)), {}, "do not fit together"),
+        (
+            (X, W, Y.astype(float)),
+            {},
+            "labels that are not integers(?s:.*)softmax_cross_entropy",
+        ),
+        ((Y, W, Y), {}, "`x` is int"),
+        ((X, W.astype(complex), Y), {}, "complex numbers(?s:.*)`weight`"),
+        ((X, W, Y), {"chunk": 0}, "`chunk` of(?s:.*)is not a positive integer"),
+        ((X, W, Y), {"ignore_index": True}, "`ignore_index` of(?s:.*)is not an integer"),
+        ((X, W, Y), {"label_smoothing": 1.5}, "out of range(?s:.*)from zero to one"),
+        ((X, W, Y), {"label_smoothing": jnp.nan}, "`label_smoothing`(?s:.*)out of range"),
+        ((X, W, Y), {"z_loss": -1.0}, "`z_loss`(?s:.*)out of range"),
+        ((X, W, Y), {"reduction": "average"}, "no such reduction(?s:.*)'mean', 'sum', 'none'"),
+    ],
+)
+def test_errors(args, options, match):
+    with pytest.raises(eqg.RuleError, match=match):
+        linear_cross_entropy(*args, **options)
+
+
+# The layer.
+
+
+def test_layer_is_the_function(getkey):
+    x, _, _ = sample(getkey)
+    linear = eqx.nn.Linear(4, 7, key=getkey())
+    options = {"chunk": 2, "label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
+    head = eqg.nn.LinearCrossEntropy.from_layer(linear, **options)
+    expected = ours(x, linear.weight, linear.bias, **options)
+    assert_close(eqx.filter_jit(head)(x, LABELS), expected)
+    assert_close(head.logits(x), jax.vmap(jax.vmap(linear))(x))
+    assert head.logits(x[0, 0]).shape == (7,)
+    made = eqg.nn.LinearCrossEntropy(4, 7, key=jr.key(3))
+    assert_close(made.weight, eqx.nn.Linear(4, 7, key=jr.key(3)).weight)
+    grads = eqx.filter_grad(lambda head: head(x, LABELS))(head)
+    assert grads.weight.shape == (7, 4)
+    assert grads.bias.shape == (7,)
+
+
+def test_layer_with_the_weight_of_an_embedding(getkey):
+    embedding = eqx.nn.Embedding(7, 4, key=getkey())
+    head = eqg.nn.LinearCrossEntropy(4, 7, use_bias=False, key=getkey())
+    model = eqx.nn.Shared((embedding, head), lambda m: m[1].weight, lambda m: m[0].weight)
+    tokens = jr.randint(getkey(), (6,), 0, 7)
+
+    def tied(model):
+        embedding, head = model()
+        return head(jax.vmap(embedding)(tokens[:-1]), tokens[1:])
+
+    def by_hand(weight):
+        return plain(weight[tokens[:-1]], weight, jnp.zeros(7), tokens[1:])
+
+    value, grads = eqx.filter_value_and_grad(tied)(model)
+    expected, expected_grad = jax.value_and_grad(by_hand)(embedding.weight)
+    assert_close(value, expected)
+    assert_close(jax.tree.leaves(grads), [expected_grad])
+
+
+def test_layer_errors(getkey):
+    layer = eqg.nn.LinearCrossEntropy
+    with pytest.raises(eqg.RuleError, match="`chunk` of `LinearCrossEntropy`"):
+        layer(2, 3, chunk=0, key=getkey())
+    with pytest.raises(eqg.RuleError, match="size that is not a positive integer"):
+        layer(2, 0, key=getkey())
+    with pytest.raises(eqg.RuleError, match="a layer that is not linear"):
+        layer.from_layer(eqx.nn.Identity())
+    with pytest.raises(eqg.RuleError, match=r"wrong size(?s:.*)`weight` is float..\[3,2\]"):
+        layer(2, 3, key=getkey()).logits(jnp.ones(3))
+
+
+# Over several devices.
+
+
+SHARDED = {
+    "batch": (Spec("i"), Spec(), Spec("i")),
+    "vocabulary": (Spec(), Spec("i"), Spec()),
+}
+SHARDING = """
+    import jax, jax.numpy as jnp, jax.random as jr
+    from eqx_grads.losses import linear_cross_entropy
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
+
+    mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+    both = Spec(("i", "j"))
+    for specs in (
+        (both, Spec(), both),
+        (Spec(), both, Spec()),
+        (Spec("i"), Spec("j"), Spec("i")),
+    ):
+        args = jr.normal(jr.key(0), (64, 8)), jr.normal(jr.key(1), (1024, 8)), jnp.arange(64)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(args, specs, strict=True)
+        ]
+        fn = jax.value_and_grad(lambda *a: linear_cross_entropy(*a, chunk=16), (0, 1))
+        program = jax.jit(fn).lower(*placed).compile()
+        for got, expected in zip(
+            jax.tree.leaves(program(*placed)), jax.tree.leaves(fn(*args)), strict=True
+        ):
+            assert jnp.max(jnp.abs(got - expected)) < 1e-5
+        part = {both: "[16,128]", Spec("j"): "[8,256]"}
+        if specs[1] in part:
+            assert part[specs[1]] in program.as_text() and ",1024]" not in program.as_text()
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices():
+    """The same values; with a distributed vocabulary, no device has a row of the logits."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SHARDING)],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", SHARDED)
+def test_named_sharding(name, kind, getkey):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(kind,))
+    args = jr.normal(getkey(), (16, 4)), jr.normal(getkey(), (64, 4)), jnp.arange(16)
+    fn = lambda *args: linear_cross_entropy(*args, chunk=4)
+    expected = jax.value_and_grad(fn, (0, 1))(*args)
+    if kind == AxisType.Explicit:
+        fn = jax.sharding.auto_axes(fn, out_sharding=Spec())
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(args, SHARDED[name], strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*placed).compile()
+        got = program(*placed)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_close(np.asarray(a), np.asarray(b))
+    if name == "vocabulary":
+        assert "[4,16]" in program.as_text()
+        assert "[4,64]" not in program.as_text()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_shard_map(reduction, check_vma, getkey):
+    """Each device has a part of the batch, and all have the weights."""
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    x, weight, bias = jr.normal(getkey(), (16, 4)), *sample(getkey)[1:]
+    labels = jr.randint(getkey(), (16,), 0, 7)
+
+    def local(x, weight, bias, labels):
+        return jnp.sum(ours(x, weight, bias, labels, reduction=reduction))[None]
+
+    def loss(*args):
+        specs = (Spec("i"), Spec(), Spec(), Spec("i"))
+        sharded = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=Spec("i"), check_vma=check_vma
+        )
+        return jnp.sum(sharded(*args))
+
+    expected = jax.grad(ft.partial(plain, reduction="sum"), (0, 1, 2))(x, weight, bias, labels)
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, weight, bias, labels)
+    assert_close(got, expected)
+
+
+# Any loss that is a sum over an axis.
+
+
+def squares(model, xs, ys):
+    weight, bias = model
+    return jnp.sum(jnp.tanh(xs @ weight + bias - ys) ** 2)
+
+
+def regression(getkey, n=7):
+    model = jr.normal(getkey(), (3,)), jr.normal(getkey())
+    return model, jr.normal(getkey(), (n, 3)), jr.normal(getkey(), (n,))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunked(chunk, getkey):
+    args, tangents = regression(getkey), regression(getkey)
+    fns = chunked(squares, chunk=chunk), squares
+
+    def everything(fn, args, tangents):
+        grad = jax.grad(fn, (0, 1, 2))
+        norm = lambda *args: sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(*args)))
+        return (
+            jax.jvp(fn, args, tangents),
+            grad(*args),
+            jax.jvp(grad, args, tangents)[1],
+            jax.grad(norm, (0, 1, 2))(*args),
+        )
+
+    got, expected = jax.jit(lambda *a: [everything(fn, *a) for fn in fns])(args, tangents)
+    assert_close(got, expected, eps=200)
+
+
+def test_chunked_in_other_transformations(getkey):
+    model, xs, ys = regression(getkey)
+    models = jax.tree.map(lambda x: jnp.stack([x, -x]), model)
+    batch = jnp.stack([xs, -xs])
+
+    def programs(fn):
+        shared = lambda model, xs: jnp.sum(
+            jnp.sin(jax.vmap(fn, (None, 0, None))(model, xs, ys))
+        )
+        yield jax.grad(shared, (0, 1))(model, batch)
+        yield jax.vmap(jax.grad(fn, (0, 1)), (None, 0, None))(model, batch, ys)
+        own = lambda models: jnp.sum(jnp.sin(jax.vmap(fn, (0, None, None))(models, xs, ys)))
+        yield jax.grad(own)(models)
+        step = lambda model, x: (jax.tree.map(jnp.add, model, jax.grad(fn)(model, x, ys)), None)
+        yield jax.lax.scan(jax.checkpoint(step), model, batch)[0]
+        yield jax.grad(lambda m: jnp.sum(jax.lax.map(lambda x: fn(m, x, ys), batch)))(model)
+
+    fns = chunked(squares, chunk=3), squares
+    with checking_leaks():
+        got, expected = jax.jit(lambda: [list(programs(fn)) for fn in fns])()
+    assert_close(got, expected, eps=200)
+
+
+def test_chunked_mean_and_other_axes(getkey):
+    """Trees of axes, an argument that is not split, integers, keys, `None` and a keyword."""
+    xs, weight = jr.normal(getkey(), (3, 7)), jr.normal(getkey(), (3,))
+    labels = jnp.arange(7)
+
+    def loss(data, weight, scale, none, *, power):
+        assert none is None
+        noise = jax.vmap(lambda key: jr.normal(key, ()))(data["keys"])
+        return jnp.mean(
+            scale * (weight @ data["xs"] + data["labels"].astype(noise.dtype) + noise) ** power
+        )
+
+    axis = ({"xs": -1, "labels": 0, "keys": 0}, None, None, None)
+    data = {"xs": xs, "labels": labels, "keys": jr.split(jr.key(0), 7)}
+    fn = chunked(loss, axis, chunk=2, reduction="mean")
+    grad = lambda fn: eqx.filter_value_and_grad(
+        lambda args: fn({**data, "xs": args[0]}, args[1], 2.0, None, power=2)
+    )((xs, weight))
+    assert_close(grad(fn), grad(loss), eps=100)
+    of_power = lambda fn: jax.grad(lambda p: fn(data, weight, 2.0, None, power=p))(2.0)
+    square = lambda d, w, s, n, *, power: loss(d, w, s, n, power=2) * power
+    assert_close(of_power(chunked(square, axis, 2, reduction="mean")), of_power(square), eps=50)
+
+
+def test_chunked_module_closure_and_method(getkey):
+    model, xs, ys = regression(getkey)
+
+    class Squares(eqx.Module):
+        model: tuple
+
+        def __call__(self, xs, ys):
+            return squares(self.model, xs, ys)
+
+        @ft.partial(chunked, axis=(None, 0, 0), chunk=2)
+        def method(self, xs, ys):
+            return self(xs, ys)
+
+    expected = jax.value_and_grad(squares)(model, xs, ys)
+    loss = Squares(model)
+    got = eqx.filter_value_and_grad(lambda loss: chunked(loss, (0, 0), 2)(xs, ys))(loss)
+    assert_close((got[0], got[1].model), expected)
+    got = eqx.filter_value_and_grad(lambda loss: loss.method(xs, ys))(loss)
+    assert_close((got[0], got[1].model), expected)
+    closed_over = lambda model: chunked(lambda xs, ys: squares(model, xs, ys), (0, 0), 2)(
+        xs, ys
+    )
+    for fn in (closed_over, jax.jit(closed_over)):
+        assert_close(jax.value_and_grad(fn)(model), expected)
+    fn = chunked(squares, chunk=2)
+    assert fn.__name__ == "squares"
+    assert_close(eqx.filter_jit(lambda fn, *args: fn(*args))(fn, model, xs, ys), expected[0])
+
+
+def test_chunked_half_precision_and_nothing(getkey):
+    model, xs, ys = jax.tree.map(lambda x: x.astype(jnp.bfloat16), regression(getkey, 256))
+    value, grads = jax.value_and_grad(chunked(squares, chunk=4))(model, xs, ys)
+    assert value.dtype == grads[0].dtype == jnp.bfloat16
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), (model, xs, ys))
+    assert_close(grads[0].astype(jnp.float32), jax.grad(squares)(*single)[0], tolerance=0.05)
+    for reduction in ("sum", "mean"):
+        fn = chunked(squares, reduction=reduction)
+        value, grads = jax.value_and_grad(fn)(model, xs[:0], ys[:0])
+        assert value == 0
+        assert not jnp.any(grads[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: chunked(squares, chunk=0), "`chunk` that is not a positive integer"),
+        (lambda: chunked(squares, reduction="none"), 'unknown reduction(?s:.*)"mean"'),
+        (lambda: chunked(squares, axis="0"), "an axis that is not an integer"),
+        (lambda: chunked(squares, (None, 0))(1.0, X, Y), "`axis` that does not fit"),
+        (lambda: chunked(squares)(1.0, X, Y[:2]), r"`squares`(?s:.*)args\[2\] is int..\[2\]"),
+        (lambda: chunked(squares, axis=2)(1.0, X, Y), "an axis that an argument does not have"),
+        (lambda: chunked(squares)(1.0, X, 2.0), r"args\[2\] is float \(2.0\), its axis is 0"),
+        (lambda: chunked(jnp.sum)(X), "no array has an axis(?s:.*)give `\\(axis,\\)`"),
+        (lambda: chunked(lambda _, x: x)(0.0, X), "`<lambda>`(?s:.*)return a real scalar"),
+        (
+            lambda: chunked(lambda _, x: jnp.sum(x).astype(complex))(0.0, X),
+            "return a real scalar",
+        ),
+    ],
+)
+def test_chunked_errors(make, match):
+    with pytest.raises(eqg.RuleError, match=match):
+        make()
+
+
+# What it costs. The flops of a loop are counted once for all its steps, so that there is one
+# chunk where they are counted.
+
+
+def abstract(n=2048, d=256, v=16384, dtype=jnp.float32):
+    shapes = ((n, d), dtype), ((v, d), dtype), ((n,), jnp.int32)
+    return [jax.ShapeDtypeStruct(*s) for s in shapes]
+
+
+def optax_mean(x, weight, labels):
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(x @ weight.T, labels)
+    return jnp.mean(losses)
+
+
+@pytest.mark.cost
+def test_a_sixth_of_the_bytes():
+    args = abstract()
+    plain = temp_bytes(jax.value_and_grad(optax_mean, (0, 1)), *args)
+    for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 1e-4}):
+        fn = lambda *args, o=options: jnp.mean(linear_cross_entropy(*args, **o))
+        for argnums in (0, 1, (0, 1)):
+            assert temp_bytes(jax.value_and_grad(fn, argnums), *args) <= plain / 6
+    tangents = lambda x, w, y: jax.jvp(
+        lambda x, w: linear_cross_entropy(x, w, y), (x, w), (x, w)
+    )
+    assert temp_bytes(tangents, *args) <= plain / 4
+
+
+@pytest.mark.cost
+def test_batch_of_examples_has_one_weight_gradient():
+    x, weight, labels = abstract(64)
+    batch = [jax.ShapeDtypeStruct((32, *a.shape), a.dtype) for a in (x, labels)]
+
+    def loss(fn, x, weight, labels):
+        return jnp.mean(jax.vmap(fn, (0, None, 0))(x, weight, labels))
+
+    ours, plain = [
+        temp_bytes(jax.grad(ft.partial(loss, fn), (0, 1)), batch[0], weight, batch[1])
+        for fn in (linear_cross_entropy, optax_mean)
+    ]
+    assert ours <= plain / 6
+
+
+@pytest.mark.cost
+@pytest.mark.parametrize(
+    ("argnums", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3), ("jvp", 3)]
+)
+def test_no_dead_matrix_product(argnums, products):
+    n, d, v = 64, 256, 4096
+    args = abstract(n, d, v)
+    fn = ft.partial(linear_cross_entropy, chunk=n)
+    if argnums == "jvp":
+        program = lambda x, w, y: jax.jvp(lambda x, w: fn(x, w, y), (x, w), (x, w))
+    else:
+        program = jax.value_and_grad(fn, argnums) if argnums else fn
+    flops = jax.jit(program).lower(*args).compile().cost_analysis()["flops"]
+    assert flops <= products * 2 * n * d * v * 1.05
+
+
+@pytest.mark.cost
+def test_chunked_keeps_one_chunk(getkey):
+    mlp = eqx.nn.MLP(16, 16, 256, 2, key=getkey())
+    arrays, static = eqx.partition(mlp, eqx.is_array)
+    loss = lambda arrays, xs: jnp.sum(jax.vmap(eqx.combine(arrays, static))(xs) ** 2)
+    xs = jnp.zeros((8192, 16))
+    plain = temp_bytes(jax.grad(loss), arrays, xs)
+    assert temp_bytes(jax.grad(chunked(loss, chunk=256)), arrays, xs) <= plain / 8
