@@ -147,9 +147,9 @@ def test_third_order():
     "solver",
     [
         optx.Newton(rtol=1e-10, atol=1e-10),
-        optx.Dogleg(rtol=1e-10, atol=1e-10),
+        pytest.param(optx.Dogleg(rtol=1e-10, atol=1e-10), marks=pytest.mark.slow),
         optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10),
-        optx.BFGS(rtol=1e-8, atol=1e-8),
+        pytest.param(optx.BFGS(rtol=1e-8, atol=1e-8), marks=pytest.mark.slow),
         solvers.Anderson(rtol=1e-12, atol=1e-12),
     ],
     ids=lambda solver: type(solver).__name__,
