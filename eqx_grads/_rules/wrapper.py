@@ -46,18 +46,7 @@ class AbstractWrapper(eqx.Module, Generic[P, T]):
             eqx.Module.__setattr__(self, name, value)
 
     def __reduce__(self):
-        # Like a function: by reference where it has a name to refer to. Its own function
-        # can't be pickled in any other way, as its name leads to `self`.
-        fn = self.fn
-        module = sys.modules.get(fn.__module__) if _is_named(fn) else None
-        try:
-            found = ft.reduce(getattr, fn.__qualname__.split("."), module)
-        except AttributeError:
-            found = None
-        if found is self and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
-            return fn.__qualname__
-        # The state comes after the object, as the function may refer to it.
-        return _empty, (type(self),), dict(vars(self))
+        return reduce_by_name(self, self.fn)
 
     def __repr__(self):
         # `eqx.filter` and `eqx.partition` put `None` in the place of a function.
@@ -158,6 +147,23 @@ def _bind(decorated, instance):
     bound = _BoundRule(decorated, instance)
     set_metadata(bound, decorated.__wrapped__)
     return bound
+
+
+def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
+    """What `__reduce__` returns for a wrapper of the function `fn`.
+
+    Like a function: by reference where it has a name to refer to. The function itself can't be
+    pickled in any other way, as its name leads to the wrapper.
+    """
+    module = sys.modules.get(fn.__module__) if _is_named(fn) else None
+    try:
+        found = ft.reduce(getattr, fn.__qualname__.split("."), module)
+    except AttributeError:
+        found = None
+    if found is wrapper and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
+        return fn.__qualname__
+    # The state comes after the object, as the function may refer to it.
+    return _empty, (type(wrapper),), dict(vars(wrapper))
 
 
 def _empty(cls):

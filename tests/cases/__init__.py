@@ -31,6 +31,8 @@ from .registry import Case, CASES
 NOT_OPS = {
     "RuleError",
     "GradientStatistics",
+    "HostFunction",  # made by `host_function`
+    "LinearHostFunction",
     "filter_while_loop",  # forward mode only
     "explain_memory",
     "explain_nan",
