@@ -1,5 +1,6 @@
 """Layers that come with derivatives of their own."""
 
+from ._fixed_point import FixedPoint as FixedPoint
 from ._gradient_layers import (
     GradientClip as GradientClip,
     GradientNormClip as GradientNormClip,

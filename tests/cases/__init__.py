@@ -6,6 +6,7 @@ one op may have several cases: `"elementwise"`, `"elementwise: two arguments"`.
 
 from . import (  # noqa: F401  they fill it
     events,
+    fixed_points,
     gradient_layers,
     gradient_ops,
     host,
