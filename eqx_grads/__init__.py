@@ -64,8 +64,8 @@ from ._rules.replace_gradient import (
 from ._solvers.event_time import event_time as event_time
 from ._solvers.fixed_point import fixed_point as fixed_point
 from ._solvers.host_function import (
-    HostFunction as HostFunction,
     host_function as host_function,
+    HostFunction as HostFunction,
 )
 from ._solvers.implicit import implicit as implicit
 from ._solvers.jump import jump as jump

@@ -379,6 +379,14 @@ class TestErrors:
         with pytest.raises(RuleError, match=r"(?s)`WeightedCell` was .*`input_size` is -1"):
             nn.WeightedCell(-1, nn.LIFCell(3, 0.9), key=key)
 
+    @pytest.mark.parametrize(
+        ("cell", "where"),
+        [(3, "`cell` is 3"), (nn.LIFCell((2, 3), 0.9), r"of its neurons is \(2, 3\)")],
+    )
+    def test_input_weights_of_another_cell(self, cell, where, getkey):
+        with pytest.raises(RuleError, match=f"than a spiking cell of a vector(?s:.)*{where}"):
+            nn.WeightedCell(2, cell, key=getkey())
+
     def test_no_input_weights(self, getkey):
         options = {"use_input_weight": False, "key": getkey()}
         expected = r"`LIF` without input weights(?s:.)*are {} inputs and 4 neurons"
