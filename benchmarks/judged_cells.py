@@ -196,10 +196,9 @@ def current_based(size, hidden, *, key):
 def learned_spiking(size, hidden, *, key):
     """Spiking neurons with a learned decay and a learned threshold."""
     keys = jr.split(key)
-    options = {"learn_beta": True, "learn_threshold": True}
     parts = {
         "linear": eqx.nn.Linear(size, hidden, key=keys[0]),
-        "neurons": [nn.LIFCell(hidden, 0.9, **options)],
+        "neurons": [nn.LIFCell(hidden, 0.9, learn_beta=True, learn_threshold=True)],
     }
     step = lambda p, x, state: (p["neurons"][0](p["linear"](x), state[0]),)
     return Cell(parts, step, (hidden,))

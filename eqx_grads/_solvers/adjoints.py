@@ -78,7 +78,8 @@ def _check_fixed_point(adjoint, solver, rewrite_fn):
         )
 
 
-def _solve(adjoint, tags, linear_map, b):
+def _solve(adjoint, tags, linear_map, b, unknowns, value):
+    del unknowns, value
     return adjoint.solve_tangent(linear_map, b, tags)
 
 

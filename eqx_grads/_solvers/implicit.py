@@ -15,7 +15,8 @@ from .._rules.flatten_call import as_arrays, Signature
 from .._rules.nondifferentiable import nondifferentiable
 from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
-from .implicit_tangent import Equation, with_implicit_tangent
+from .equation import Equation
+from .solution_tangent import differentiable_solution
 
 
 def implicit(
@@ -185,7 +186,9 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         if not operands:
             return y
         equation = Equation(template, self._solver, self._tags, self._tolerance, name)
-        return with_implicit_tangent(y, operands, equation=equation)
+        return differentiable_solution(
+            y, operands, residual=equation.residual, solve=equation.solve_tangent
+        )
 
 
 def _split_aux(fn, out):

@@ -23,13 +23,18 @@ def constant(tree: Any) -> Any:
 #
 #     R t_y + b = 0,   b = ∂residual/∂inputs t_inputs.
 #
-# `solve(R, b)` returns t_y, or what it takes for it; it has to be linear in b. Reverse mode is
-# its transpose. The solution was computed with constant inputs, and has no tangent of its own.
+# Reverse mode is its transpose. The solution was computed with constant inputs, and has no
+# tangent of its own.
 @custom_jvp
 def differentiable_solution(
     y: Any, inputs: Any, *, residual: Callable[..., Any], solve: Callable[..., Any]
 ) -> Any:
-    """`y`, whose derivative in `inputs` is that of a solution of `residual(y, inputs) = 0`."""
+    """`y`, whose derivative in `inputs` is that of a solution of `residual(y, inputs) = 0`.
+
+    `solve(linear_map, b, unknowns, value)` returns `t_y`, or what it takes for it, and has to
+    be linear in `b`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays of `y`,
+    and `value` is the residual there.
+    """
     del inputs, residual, solve
     return y
 
@@ -39,13 +44,19 @@ def _differentiable_solution_jvp(primals, tangents, *, residual, solve):
     _, t_inputs = tangents
     # At a solution that depends on the inputs: the second derivative needs it.
     y = differentiable_solution(*primals, residual=residual, solve=solve)
+    unknowns, rest = eqx.partition(y, eqx.is_inexact_array)
+    if not (jax.tree.leaves(t_inputs) and jax.tree.leaves(unknowns)):
+        return y, jax.tree.map(lambda _: None, y)
     is_none = lambda x: x is None
     perturbed = jax.tree.map(lambda t: t is not None, t_inputs, is_leaf=is_none)
     varying, fixed = eqx.partition(inputs, perturbed)
-    of_varying = lambda varying: residual(y, eqx.combine(varying, fixed))
-    _, b = jax.jvp(of_varying, (varying,), (t_inputs,))
-    _, linear_map = jax.linearize(lambda y: residual(y, inputs), y)
-    return y, solve(linear_map, b)
+
+    def equation(unknowns, varying):
+        return residual(eqx.combine(unknowns, rest), eqx.combine(varying, fixed))
+
+    _, b = jax.jvp(lambda varying: equation(unknowns, varying), (varying,), (t_inputs,))
+    value, linear_map = jax.linearize(lambda unknowns: equation(unknowns, varying), unknowns)
+    return y, solve(linear_map, b, unknowns, value)
 
 
 # Linear, as `solve` is: there is nothing to check.
