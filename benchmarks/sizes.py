@@ -1,16 +1,14 @@
-"""Claim: from 8 steps of 8 units on, the recurrent layers and `filter_scan` with
-`checkpoint="auto"` train at 0.96 times the speed of plain scan or more, up to 3.3 times.
+"""Claim: from 8 steps of 8 units on, the recurrent layers train at 0.97 times the speed of
+plain scan or more, up to 3.4 times.
 
 The layers run at 47 shapes from 8 steps of one sequence with 4 units to 256 steps of 128
-sequences with 512 units, and `"auto"` with 16 cells at 3 to 9 shapes each: recurrent and
-spiking ones, and cells with attention, look-ups, convolutions and large constants.
-`docs/guides/fast-recurrence.md` has the ranges and the exceptions.
+sequences with 512 units. `docs/guides/fast-recurrence.md` has the ranges and the exception.
 
 Value and gradient of a sum over all outputs, with respect to all parameters, in single
 precision, on one thread. The speed is the median over alternating rounds of the ratio to
 `jax.lax.scan` in the same round, in CPU time, which leaves out the time of other processes.
 
-    python benchmarks/sizes.py [--quick] [--layers GRU LSTM] [--cells spiking]
+    python benchmarks/sizes.py [--quick] [--layers GRU LSTM]
 """
 
 import argparse
@@ -28,7 +26,6 @@ import eqx_grads as eqg  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import jax.random as jr  # noqa: E402
-from cells import CELLS, inputs  # noqa: E402
 
 
 # T, B, H, I
@@ -87,22 +84,6 @@ def speed(plain, ours, rounds):
     return statistics.median(ratios)
 
 
-def loop(cell, xs, scan, outside):
-    """All outputs, with the batch inside of the scan or outside of it."""
-    state = cell.initial_state()
-    over_batch = (lambda f: f) if outside else jax.vmap
-    if not outside:
-        repeat = lambda s: jnp.broadcast_to(s, (xs.shape[1], *s.shape))
-        state = jax.tree.map(repeat, state)
-
-    def step(state, x):
-        state = over_batch(cell)(x, state)
-        return state, over_batch(cell.output)(state)
-
-    all_of_it = lambda xs: scan(step, state, xs)[1]
-    return jax.vmap(all_of_it, 1, 1)(xs) if outside else all_of_it(xs)
-
-
 def gradient(run, cell, xs):
     """A function of the parameters and the inputs, and its arguments."""
     params, static = eqx.partition(cell, eqx.is_inexact_array)
@@ -149,7 +130,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for the tests")
     parser.add_argument("--layers", nargs="*", default=list(LAYERS))
-    parser.add_argument("--cells", nargs="*", default=list(CELLS))
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
@@ -164,15 +144,6 @@ def main():
             plain = lambda outside: ft.partial(plain_scan, outside=outside)
             ours = lambda outside, make=make: ft.partial(layer, make=make, outside=outside)
             ratios += compare(plain, ours, cell, xs, rounds)
-    auto = ft.partial(eqg.filter_scan, checkpoint="auto")
-    for name in args.cells[:1] if args.quick else args.cells:
-        make_cell, shapes = CELLS[name]
-        for shape in [(6, 2, 4, 3)] if args.quick else shapes:
-            cell = make_cell(shape[3], shape[2], key=jr.key(0))
-            print(f"| {name} | {', '.join(map(str, shape))} | ", end="")
-            plain = lambda outside: ft.partial(loop, scan=jax.lax.scan, outside=outside)
-            ours = lambda outside: ft.partial(loop, scan=auto, outside=outside)
-            ratios += compare(plain, ours, cell, inputs(name, shape), rounds)
     if ratios:
         slower = sum(ratio < 0.97 for ratio in ratios)
         print(f"\n{len(ratios)} programs: {min(ratios):.2f} to {max(ratios):.2f}")

@@ -62,4 +62,14 @@ from ._rules.replace_gradient import (
     with_gradient_of as with_gradient_of,
 )
 from ._solvers.event_time import event_time as event_time
+from ._solvers.fixed_point import fixed_point as fixed_point
+from ._solvers.host_function import (
+    host_function as host_function,
+    HostFunction as HostFunction,
+)
+from ._solvers.implicit import implicit as implicit
 from ._solvers.jump import jump as jump
+from ._solvers.linear_host_function import (
+    linear_host_function as linear_host_function,
+    LinearHostFunction as LinearHostFunction,
+)

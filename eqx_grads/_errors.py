@@ -13,7 +13,8 @@ class RuleError(TypeError, ValueError):
 
     The message has three parts: what happened, where (the rule, its file and line, and
     the leaf in the names of your own parameters), and what to do about it. It is raised
-    while JAX traces your program, never while a compiled program runs.
+    while JAX traces your program, never while a compiled program runs; except that what a
+    function on the host returns is not known before.
 
     It is both a `TypeError`, which is what JAX raises for a wrong rule, and a
     `ValueError`, which is what Equinox raises.

@@ -220,6 +220,29 @@ def test_a_rule_for_one_precision_only():
     assert "can't be differentiated in float64" in str(report)
 
 
+def test_a_loop_without_reverse_mode_behind_a_stop():
+    """Without the `stop_gradient`, there is no gradient to compare with."""
+
+    def root(w):  # of y = cos(w y)
+        step = lambda y: jnp.cos(w * y)
+        return jax.lax.while_loop(lambda y: jnp.abs(step(y) - y) > 1e-12, step, w)
+
+    w = jnp.array([0.3, 0.6])
+    constant = lambda w: jnp.sum(w**2 * jax.lax.stop_gradient(jax.vmap(root)(w)))
+    report = eqgt.check_gradients(constant, w, raises=False)
+    assert [(fault.leaf, fault.kind) for fault in report.found] == [("model", "wrong")]
+
+    @eqg.custom_jvp
+    def double(w):
+        return 2 * w
+
+    double.def_jvp(lambda primals, tangents: (double(*primals), 3 * tangents[0]))
+    solved = eqg.implicit(lambda y, w: y - jnp.cos(w * y))(root)
+    loss = lambda w: jnp.sum(double(w) * jax.vmap(solved)(w))
+    [fault] = eqgt.check_gradients(loss, w, raises=False).found
+    assert fault.primitive == "double"
+
+
 def test_a_loss_that_is_not_finite():
     report = eqgt.check_gradients(lambda m: jnp.log(m), jnp.array(-1.0), raises=False)
     assert [found.kind for found in report.found] == ["not finite"]

@@ -120,3 +120,14 @@ def test_speakers_are_told_apart_and_only_with_a_surrogate(tmp_path):
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["surrogate"] >= 0.96
     assert result["plain_step"] <= 0.25  # guessing: 0.11
+
+
+@pytest.mark.slow
+def test_the_error_bars_of_a_solver_are_those_of_simulated_data(tmp_path):
+    _run(ROOT / "examples" / "host_solver.py", tmp_path, "--out", str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    for name in ("start", "rate per year", "capacity"):
+        of_hessian, of_first_order, simulated = result[name]["deviations"]
+        assert abs(of_hessian / of_first_order - 1) < 0.1
+        assert abs(of_hessian / simulated - 1) < 0.25
+    assert result["inside"] >= 20

@@ -636,6 +636,29 @@ class TestMatmulLayout:
         program = inlined(jax.make_jaxpr(f)(w, x), [False, True])
         assert_trees_close(jaxpr_as_fun(program)(w, x), f(w, x))
 
+    def test_transposes_that_cancel(self):
+        """`jax.vmap` of `w @ x` transposes the product after it is split, and maybe later."""
+
+        def f(w, x):
+            a, b = jnp.split(2 * jnp.tanh(w @ x), 2)
+            return [jnp.sin(a), a + b]
+
+        batched = jax.vmap(f, (None, 0))
+        xs = jnp.arange(12.0).reshape(4, 3)
+        program = inlined(jax.make_jaxpr(batched)(self.w, xs), [False, True])
+        assert not [e for e in program.eqns if e.primitive is jax.lax.transpose_p]
+        assert_trees_close(jaxpr_as_fun(program)(self.w, xs), batched(self.w, xs))
+
+    def test_transposes_that_are_needed(self):
+        x, y = jnp.arange(12.0).reshape(3, 4), jnp.arange(8.0).reshape(2, 4)
+
+        def f(w, x):
+            out = w @ x
+            return [out, jnp.sin(out) + y, out * out.T[:1, :1], jnp.sum(out, 1), jnp.cos(out)]
+
+        program = inlined(jax.make_jaxpr(f)(self.w, x), [False, True])
+        assert_trees_close(jaxpr_as_fun(program)(self.w, x), f(self.w, x))
+
     def test_a_sharded_call_is_kept(self):
         mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
         sharding = jax.sharding.NamedSharding(mesh, P("i"))

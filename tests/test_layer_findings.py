@@ -146,6 +146,20 @@ def test_L8_options_of_stacks(name):
             make(method="fft")
 
 
+def test_L8_flags_of_spiking_layers():
+    lif = lambda **o: nn.LIF(3, 4, 0.9, key=KEY, **o)
+    for make, cell, option in (
+        (lif, "LIFCell", "learn_beta"),
+        (lif, "LIFCell", "detach_reset"),
+        (lambda **o: nn.ALIFCell(4, 0.9, 0.9, **o), "ALIFCell", "learn_threshold"),
+        (lambda **o: nn.RCuBaLIFCell(4, 0.9, 0.9, key=KEY, **o), "CuBaLIFCell", "learn_alpha"),
+        (lambda **o: nn.LIF.from_cell(nn.LIFCell(4, 0.9), **o), "LIF", "learn_initial_state"),
+        (lambda **o: nn.LIF.from_cell(nn.LIFCell(4, 0.9), **o), "LIF", "reverse"),
+    ):
+        with raises(f"(?s)`{option}` of `R?{cell}` is not a bool.*it is 'no'"):
+            make(**{option: "no"})
+
+
 def test_L8_flags_of_quantizers():
     vq = lambda **o: nn.VectorQuantizer(3, 4, key=KEY, **o)
     linear = lambda **o: nn.QuantizedLinear(3, 4, weight_quantizer=None, key=KEY, **o)
@@ -457,16 +471,17 @@ def digits_autoencoder(key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fitted", [False, True])
-def test_L10_vector_quantizer_does_not_collapse(fitted, getkey):
-    """The perplexity on scikit-learn's digits is at least 20 of 32."""
+@pytest.mark.parametrize(("fitted", "keyed"), [(False, False), (False, True), (True, False)])
+def test_L10_vector_quantizer_does_not_collapse(fitted, keyed, getkey):
+    """The perplexity on scikit-learn's digits is at least 20 of 32, also where no method is
+    given a key."""
     from sklearn.datasets import load_digits
 
     images = jnp.asarray(load_digits(return_X_y=True)[0] / 16, "float32")
     model = digits_autoencoder(getkey())
     if fitted:
         encoder, decoder, quantizer = model
-        quantizer = quantizer.fit(jax.vmap(encoder)(images[:512]), key=getkey())
+        quantizer = quantizer.fit(jax.vmap(encoder)(images[:512]))
         assert quantizer.perplexity() > 20
         model = encoder, decoder, quantizer
     optimizer = optax.adam(1e-3)
@@ -486,7 +501,7 @@ def test_L10_vector_quantizer_does_not_collapse(fitted, getkey):
         with jax.numpy_dtype_promotion("standard"):
             updates, state = optimizer.update(grads, state)
         *networks, quantizer = eqx.combine(eqx.apply_updates(arrays, updates), static)
-        model = (*networks, quantizer.updated(z, key=key2))
+        model = (*networks, quantizer.updated(z, key=key2 if keyed else None))
         return (eqx.filter(model, eqx.is_inexact_array), state), None
 
     arrays, static = eqx.partition(model, eqx.is_inexact_array)

@@ -1,5 +1,7 @@
 """`filter_scan(online=...)`: against backpropagation through time; e-prop's published form."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -235,6 +237,19 @@ def test_few_steps(steps):
     args = (MODELS["LIF"], MODELS["LIF"].init())
     gradient = lambda **options: eqx.filter_grad(loss)(args, XS[:steps], **options)
     assert_same(gradient(online=True), gradient(), 1e-6)
+
+
+@pytest.mark.parametrize("output", [0, 1], ids=["last", "all"])
+@pytest.mark.parametrize("online", [True, "e-prop"])
+def test_without_inputs(online, output):
+    def loss(scan, h):
+        step = lambda h, _: (jnp.sin(h), (h if output else None))
+        return jnp.sum(scan(step, h, None, length=6)[output])
+
+    ours = ft.partial(loss, ft.partial(eqg.filter_scan, online=online))
+    h, expected = jnp.array([0.5, 2.0]), jax.grad(ft.partial(loss, jax.lax.scan))
+    assert_same(jax.grad(ours)(h), expected(h), 1e-6)
+    assert_same(jax.jacfwd(ours)(h), expected(h), 1e-6)
 
 
 def test_inside_of_another_scan_and_checkpoint():

@@ -471,6 +471,11 @@ def test_dead_entries_are_replaced(ema, getkey):
     assert all(row.tobytes() in rows for row in np.asarray(three.codebook[1:]))
     np.testing.assert_array_equal(three.usage[1:], 1 / 8)
     assert vq.quantize(z).commitment_loss > 2 * three.quantize(z).commitment_loss
+    # Without a key, the choice of vectors is the same in every call.
+    twice = [update(update(one, None), None) for _ in range(2)]
+    assert eqx.tree_equal(*twice)
+    assert {row.tobytes() for row in np.asarray(twice[0].codebook[1:])} < rows
+    assert eqx.tree_equal(vq.fit(z), vq.fit(z))
 
 
 def test_a_codebook_for_images_and_an_ensemble(getkey):
@@ -960,9 +965,7 @@ class TestErrors:
             nn.FSQ((3, 5), axis=0)
         with raises("`decay` is 1.0"):
             nn.VectorQuantizer(3, 2, decay=1.0, key=getkey())
-        vq = nn.VectorQuantizer(3, 2, dead_below=0.1, key=getkey())
-        with raises("was given no key(?s:.)*`dead_below` is 0.1"):
-            vq.updated(jnp.ones((5, 2)))
+        vq = nn.VectorQuantizer(3, 2, key=getkey())
         with raises(r"`VectorQuantizer` was given(?s:.)*\[5,3\], `axis` is -1(?s:.)*size is 2"):
             vq(jnp.ones((5, 3)))
 

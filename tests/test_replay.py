@@ -323,8 +323,8 @@ def test_plain_where_that_is_faster():
 
 
 def test_plain_where_a_replay_is_not_better():
-    """Few steps, residuals that are no more than the carry, look-ups in a table, and products
-    with weights that are fixed."""
+    """Few steps, residuals that are no more than the carry, look-ups in a table, products with
+    weights that are fixed, and convolutions."""
     w, table = jnp.zeros((64, 64)), jnp.zeros((10, 64))
     cell = eqg.nn.LIFCell(64, beta=0.9)
 
@@ -338,6 +338,10 @@ def test_plain_where_a_replay_is_not_better():
 
     def fixed(weights, h, x):
         h = jnp.tanh(jnp.sum(weights[1], 0) * (jax.lax.stop_gradient(weights[0]) @ h) + x)
+        return h, h
+
+    def convolved(weights, h, x):
+        h = jnp.tanh(jnp.convolve(weights[0][0], h, mode="same") + weights[0] @ x)
         return h, h
 
     def plain(weights, h, x):
@@ -358,9 +362,39 @@ def test_plain_where_a_replay_is_not_better():
         (spiking, cell.initial_state(), 500),
         (looking_up, h, 500),
         (fixed, h, 500),
+        (convolved, h, 500),
     ):
         assert "optimization_barrier" not in program(step, init, steps, auto), step.__name__
     assert "optimization_barrier" in program(plain, h, 500, auto)
+
+
+@pytest.mark.parametrize("checkpoint", ["replay", "auto"])
+@pytest.mark.parametrize("steps", [2, 100])
+def test_a_carry_in_no_result_has_no_backward_pass(checkpoint, steps):
+    """The second of two layers, whose state nothing reads but itself: for a plain scan, which
+    is what `"auto"` is for two steps, and for a replay."""
+    weights = {"first": jnp.eye(4), "second": 2 * jnp.eye(4)}
+
+    def value(weights, last, scan):
+        def step(carry, x):
+            first = jnp.tanh(weights["first"] @ carry[0] + x)
+            second = jnp.tanh(weights["second"] @ carry[1] + first)
+            return (first, second), first
+
+        carry, ys = scan(step, (jnp.ones(4), jnp.ones(4)), jnp.ones((steps, 4)))
+        return jnp.sum(carry[1] if last else ys)
+
+    scan = ft.partial(eqg.filter_scan, checkpoint=checkpoint)
+
+    def products(last):
+        gradient = jax.jit(jax.grad(value), static_argnums=(1, 2))
+        return gradient.lower(weights, last, scan).as_text().count("stablehlo.dot_general")
+
+    assert products(last=False) <= products(last=True) - 2
+    for last in (False, True):
+        got, expected = (jax.grad(value)(weights, last, s) for s in (scan, jax.lax.scan))
+        assert_close(got, expected, eps=500)
+        assert got["second"].any() == last
 
 
 def test_plain_and_replayed_agree():

@@ -431,7 +431,7 @@ class TestErrors:
         with pytest.raises(RuleError, match=r"`threshold` that does not(?s:.)*\(3,\) neurons"):
             nn.LIFCell(3, 0.9, threshold=np.ones(2))
         with pytest.raises(RuleError, match=r"way to reset(?s:.)*`reset` is 'hard'"):
-            checks.check_reset("LIFCell", "hard")  # the run-time types come before it
+            checks.check_reset("LIFCell", "hard", True)  # the run-time types come before it
 
     def test_numbers(self):
         for beta in ([2.0, 2.0, 2.0], (0.5, 0.5, 1.5), np.nan, [0.5, np.nan, 0.5]):

@@ -67,8 +67,10 @@ def learned(name):
 def make(getkey, name, *, steps=5, batch=2, dtype="float64", **options):
     """A layer, inputs that make its neurons fire, and a state."""
     layer = getattr(nn, name)(3, 4, **DECAYS[name], dtype=dtype, key=getkey(), **options)
-    stronger = lambda x: 3 * x if eqx.is_array(x) and x.shape[-1:] == (3,) else x
+    stronger = lambda x: 6 * x if eqx.is_array(x) and x.shape[-1:] == (3,) else x
     layer = jax.tree.map(stronger, layer)
+    biases = lambda layer: [cell.bias for cells in layer.cells for cell in cells]
+    layer = eqx.tree_at(biases, layer, replace_fn=lambda bias: bias + 0.5)
     xs = jr.normal(getkey(), (batch, steps, 3), dtype)
     _, state = layer(xs)
     state = jax.tree.map(lambda s: jr.normal(getkey(), s.shape, s.dtype), state)
@@ -378,6 +380,14 @@ class TestErrors:
             nn.LI(3, 4, 1.1, key=key)
         with pytest.raises(RuleError, match=r"(?s)`WeightedCell` was .*`input_size` is -1"):
             nn.WeightedCell(-1, nn.LIFCell(3, 0.9), key=key)
+
+    @pytest.mark.parametrize(
+        ("cell", "where"),
+        [(3, "`cell` is 3"), (nn.LIFCell((2, 3), 0.9), r"of its neurons is \(2, 3\)")],
+    )
+    def test_input_weights_of_another_cell(self, cell, where, getkey):
+        with pytest.raises(RuleError, match=f"than a spiking cell of a vector(?s:.)*{where}"):
+            nn.WeightedCell(2, cell, key=getkey())
 
     def test_no_input_weights(self, getkey):
         options = {"use_input_weight": False, "key": getkey()}

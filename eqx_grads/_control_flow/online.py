@@ -133,7 +133,8 @@ def _online_scan_bwd(
     perturbed: tuple[Any, ...],
 ):
     del progress
-    consts, init, xs, _ = residuals
+    consts, init, xs, step_index = residuals
+    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
     ct_last, ct_ys = cts
     perturbed_consts, perturbed_init, *_ = perturbed
     jacobian = StepJacobian(body, perturbed_consts, perturbed_init, approximate, names, where)
@@ -154,7 +155,7 @@ def _online_scan_bwd(
 
     sums = [jnp.zeros(c.shape, sum_dtype(c.dtype)) for c in jacobian.select(consts)]
     state = (init, sums, plan.first_traces(), plan.first_products())
-    state, _ = jax.lax.scan(one, state, (xs, ct_ys), reverse=reverse, unroll=unroll)
+    state, _ = jax.lax.scan(one, state, (xs, ct_ys), **options)
     _, sums, traces, products = state
     products = plan.with_products(products, traces, dict(enumerate(ct_last)))
     return *plan.cotangents(products, sums, len(consts), len(init)), None, None
@@ -199,9 +200,9 @@ def _online_scan_jvp(
     primals, tangents, *, body, approximate, names, where, reverse, unroll, progress
 ):
     del progress
-    *primals, _ = primals
+    *primals, step_index = primals
     *tangents, _ = tangents
-    options = {"reverse": reverse, "unroll": unroll}
+    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
     if not approximate:
         scan = lambda consts, init, xs: jax.lax.scan(
             ft.partial(body, consts), init, xs, **options

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import rule_error, RuleError
+from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
@@ -178,9 +179,16 @@ def _replayed_scan_bwd(residuals, cts, *, body, reverse, perturbed: tuple[Any, .
 
 
 def _pull_back_plain(pull_back, inexact, cts, perturbed):
-    """JAX expects arrays of zeros where this library has `None`."""
-    dense = lambda x, ct: None if x is None else jnp.zeros_like(x) if ct is None else ct
-    (values,) = pull_back(jax.tree.map(dense, inexact, cts, is_leaf=lambda x: x is None))
+    """JAX expects arrays of zeros where this library has `None`, and would compute with them:
+    a part of the carry that no result depends on would have a cotangent at every step."""
+    values, outputs = jax.tree.flatten(inexact)
+    cts = outputs.flatten_up_to(cts)
+    of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
+    if any(ct is None for ct in cts):
+        program = jax.make_jaxpr(of_dense)(*values)
+        values = evaluate_with_zeros(program, cts)
+    else:
+        values = of_dense(*cts)
     flags, treedef = jax.tree.flatten(perturbed)
     indices = [i for i, p in enumerate(flags) if p]
     return jax.tree.unflatten(treedef, scatter(indices, values, len(flags)))
@@ -192,7 +200,10 @@ def _replay(body, residuals, cts, perturbed, reverse):
     perturbed_consts, _, perturbed_xs = perturbed
     y_of_carry = body.y_of_carry()
     carried = body.carried(*perturbed)
-    carry_indices = [i for i in body.differentiable() if carried[i]]
+    reached = body.with_cotangents(
+        [ct is not None for ct in ct_last], [ct is not None for ct in ct_ys]
+    )
+    carry_indices = [i for i in body.differentiable() if carried[i] and reached[i]]
     y_indices = [j for j, ct in enumerate(ct_ys) if ct is not None]
     split = SplitVjp(body, carry_indices, y_indices, perturbed_consts, perturbed_xs)
     reason = why_not_recomputed(split.effects, mesh_axes=True)

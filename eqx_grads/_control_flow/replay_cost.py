@@ -22,7 +22,8 @@ PLATFORM = "cpu"
 
 # Per second, on two cores of a CPU. Fitted to which method was faster, for a gated unit, a
 # plain one and an attention cell of 32 to 512 units, with 1 to 256 sequences of 64 to 512
-# steps.
+# steps. All cells that were looked at for the constants and the conditions of this file are in
+# `benchmarks/calibration_cells.py`; those that judge it, in `benchmarks/judged_cells.py`.
 _FLOPS = 1.6e11  # of matrix products of many rows
 _BYTES_IN_CACHE = 1.6e10  # read and written: the sums of the weight gradients
 _BYTES_OF_NEW_PAGES = 7e9  # allocated by the operating system
@@ -34,6 +35,11 @@ _KEPT_BY_MALLOC = 2**25
 # residuals: 2 to 4 times for gated, plain and spiking cells.
 _COPIES_IN_CHUNK = 3
 _USES_OF_A_WEIGHT = 2
+# How much more has to be won than lost. Where the ratio is 1.2 to 1.7, as for cells of 24 or
+# 32 sequences of some hundred steps, a replay has 0.7 to 1.3 times the speed of plain scan,
+# depending on what else uses the cache. Where plain scan allocates new pages, 1.6 was enough.
+_MARGIN = 1.8
+_MARGIN_WITH_NEW_PAGES = 1.5
 
 
 def why_never_better(body: TracedBody) -> str | None:
@@ -43,6 +49,10 @@ def why_never_better(body: TracedBody) -> str | None:
     if holds(body.program, Cond, Checkpoint):
         # In parallel, all branches are computed; and the user knows what not to save.
         return "has branches, or is rematerialized"
+    if holds(body.program, "conv_general_dilated"):
+        # The kernel's gradient for a chunk of steps takes longer than step by step: a replay
+        # has 0.2 to 0.9 times the speed.
+        return "has a convolution"
     if holds(body.program, "gather"):
         # The transpose of a look-up adds to the table, for all steps of a chunk one by one.
         return "looks up rows of a table"
@@ -75,9 +85,10 @@ def is_replay_better(body: TracedBody, steps: int, perturbed_consts: Sequence[bo
         return False
     lost = flops / _FLOPS + _bytes_of_the_largest(body) / _BYTES_COMPUTED
     won = 2 * sum(map(_bytes, weights)) / _BYTES_IN_CACHE
-    if steps * saved > _KEPT_BY_MALLOC:
-        won += saved / _BYTES_OF_NEW_PAGES
-    return won > lost
+    if steps * saved <= _KEPT_BY_MALLOC:
+        return won > _MARGIN * lost
+    won += saved / _BYTES_OF_NEW_PAGES
+    return won > _MARGIN_WITH_NEW_PAGES * lost
 
 
 def replay_chunk(body: TracedBody, steps: int) -> int:
@@ -105,11 +116,6 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
             size = eqn.outvars[0].aval.size
             if size * depth > 0:
                 yield 2.0 * size * depth, math.prod(shape) // depth
-        elif eqn.primitive is jax.lax.conv_general_dilated_p:
-            kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
-            features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-            if out.size * kernel.size > 0:
-                yield 2.0 * out.size * kernel.size / features, out.size // features
         known = structure(eqn)
         times = known.length if isinstance(known, Scan) else 1
         for inner in inner_programs(eqn):
@@ -161,7 +167,7 @@ def _bytes_of_the_largest(body: TracedBody) -> int:
 
 
 def _is_product(eqn) -> bool:
-    return eqn.primitive in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p)
+    return eqn.primitive is jax.lax.dot_general_p
 
 
 def _bytes(x: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import depends, without_unused
+from .._jaxprs.dependence import depends, needed, without_unused
 from .._jaxprs.matmul_layout import inlined
 from .._jaxprs.structure import CallWithRule, holds
 from .._jaxprs.vectorize import why_not_vectorizable
@@ -145,6 +145,19 @@ class TracedBody:
             if new == carry:
                 return carry
             carry = new
+
+    def with_cotangents(self, of_last: Sequence[bool], of_ys: Sequence[bool]) -> list[bool]:
+        """Which parts of the carry have a cotangent at some step, if the flagged parts of the
+        last carry and the flagged `ys` have."""
+        jaxpr, flags = self.program.jaxpr, list(of_last)
+        carry = jaxpr.invars[len(self.const_types) :]
+        while True:
+            flagged = zip(jaxpr.outvars, [*flags, *of_ys], strict=True)
+            _, used = needed(jaxpr.eqns, [v for v, flag in flagged if flag])
+            new = [flag or v in used for flag, v in zip(flags, carry, strict=False)]
+            if new == flags:
+                return flags
+            flags = new
 
 
 def _trace(fn: Callable[..., Any], consts, carry, x) -> ClosedJaxpr:

@@ -50,7 +50,8 @@ def filter_while_loop(
     That of the loop written out, in forward mode only, by `jax.lax.while_loop`: the number of
     steps is not known, and so neither is the memory that reverse mode needs for the residuals.
     If the number of steps has a bound, use [`eqx_grads.filter_scan`][] and choose in each
-    step; for a root or a fixed point, a solver with an implicit derivative, such as Optimistix.
+    step; for a root or a fixed point, decorate the function that runs the loop with
+    [`eqx_grads.implicit`][].
 
     **Raises:**
 

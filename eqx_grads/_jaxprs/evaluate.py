@@ -136,11 +136,28 @@ def _run_while(loop: While, values: list[Any], run: Run, extras: Sequence[Any]) 
     cond, body = loop.programs
     cond_consts, rest = values[: loop.n_cond_consts], values[loop.n_cond_consts :]
     body_consts, init = rest[: loop.n_body_consts], rest[loop.n_body_consts :]
-    return jax.lax.while_loop(
-        lambda carry: run(cond, [*cond_consts, *carry], extras[0])[0],
-        lambda carry: with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1]))),
-        with_fixed_dtypes(init),
-    )
+
+    def is_on(carry):
+        return run(cond, [*cond_consts, *carry], extras[0])[0]
+
+    def step(carry):
+        new = with_fixed_dtypes(list(run(body, [*body_consts, *carry], extras[1])))
+        return where_on(is_on(carry), new, carry) if loop.is_batched else new
+
+    any_on = (lambda carry: jnp.any(is_on(carry))) if loop.is_batched else is_on
+    return jax.lax.while_loop(any_on, step, with_fixed_dtypes(init))
+
+
+def where_on(on: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    """The carry after a step of a batched loop: elements that are done keep theirs."""
+
+    def leaf(new, old):
+        shape = jnp.shape(new)
+        if shape[: on.ndim] != on.shape:  # is not of an element
+            return new
+        return jnp.where(jnp.expand_dims(on, range(on.ndim, len(shape))), new, old)
+
+    return jax.tree.map(leaf, new, old)
 
 
 def with_fixed_dtypes(carry: list[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Reorder the matrix products of a traced program for XLA's CPU backend, and inline calls."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .dependence import depends
+from .elementwise import ELEMENTWISE
 from .evaluate import bind, evaluate
 from .structure import Call, structure
 from .versions import assigns_shardings
@@ -17,9 +19,31 @@ def inlined(program: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:
     """The program with `jax.jit` and the like inlined.
 
     Of two operands of a matrix product, the one that depends on a flagged argument comes first:
-    `x @ w.T` instead of `w @ x`. With a batch of `x`, that is faster on a CPU.
+    `x @ w.T` instead of `w @ x`. With a batch of `x`, that is faster on a CPU. The transpose of
+    the product is delayed past splits and elementwise operations, until another transpose
+    undoes it: `jax.vmap` of `w @ x` has one after the product, or after the gates are split.
     """
-    return jax.make_jaxpr(lambda *args: _inline(program, flags, args))(*program.in_avals)
+
+    def run(*args):
+        return [_materialized(x) for x in _inline(program, flags, args)]
+
+    return jax.make_jaxpr(run)(*program.in_avals)
+
+
+class _Transposed:
+    """`jnp.transpose(x, axes)`, which is not computed before it is needed."""
+
+    def __init__(self, x: Any, axes: tuple[int, ...]):
+        self.x = x
+        self.axes = axes
+
+    @ft.cached_property
+    def value(self) -> Any:
+        return jnp.transpose(self.x, self.axes)
+
+
+def _materialized(x: Any) -> Any:
+    return x.value if isinstance(x, _Transposed) else x
 
 
 def _inline(program: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any]) -> list[Any]:
@@ -31,11 +55,40 @@ def _inline(program: ClosedJaxpr, flags: Sequence[bool], args: Sequence[Any]) ->
         if isinstance(known, Call) and not assigns_shardings(eqn.params):
             return _inline(*known.programs, flags, values)
         if _can_be_swapped(eqn) and flags == [False, True]:
-            a, b = values
+            a, b = map(_materialized, values)
             return [_swapped_product(a, b, eqn.params)]
-        return bind(eqn, values)
+        delayed = _delayed(eqn, values)
+        return bind(eqn, list(map(_materialized, values))) if delayed is None else delayed
 
     return evaluate(program, args, hook)
+
+
+def _delayed(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+    """The outputs of an equation that can be computed before the transpose of its operands;
+    `None` for any other."""
+    transposed = [x for x in values if isinstance(x, _Transposed)]
+    if not transposed:
+        return None
+    axes = transposed[0].axes
+    if eqn.primitive is jax.lax.transpose_p:
+        axes = tuple(axes[i] for i in eqn.params["permutation"])
+        x = transposed[0].x
+        return [x if axes == tuple(range(x.ndim)) else _Transposed(x, axes)]
+    if eqn.primitive is jax.lax.split_p:
+        parts = jax.lax.split(transposed[0].x, eqn.params["sizes"], axes[eqn.params["axis"]])
+        return [_Transposed(part, axes) for part in parts]
+    is_elementwise = (
+        eqn.primitive.name in ELEMENTWISE and eqn.params.get("sharding", None) is None
+    )
+    others = [x for x in values if not isinstance(x, _Transposed)]
+    if (
+        is_elementwise
+        and all(x.axes == axes for x in transposed)
+        and not any(map(jnp.ndim, others))
+    ):
+        out = bind(eqn, [x.x if isinstance(x, _Transposed) else x for x in values])
+        return [_Transposed(x, axes) for x in out]
+    return None
 
 
 def with_materialized_transposes(fn: Callable[..., Sequence[Any]], *types: Any) -> ClosedJaxpr:
@@ -71,4 +124,5 @@ def _swapped_product(a, b, params):
     out = jax.lax.dot_general_p.bind(b, a, **{**params, "dimension_numbers": numbers})
     n = len(batch_a)
     n_b = b.ndim - len(contract_b) - n
-    return jnp.transpose(out, (*range(n), *range(n + n_b, out.ndim), *range(n, n + n_b)))
+    axes = (*range(n), *range(n + n_b, out.ndim), *range(n, n + n_b))
+    return out if axes == tuple(range(out.ndim)) else _Transposed(out, axes)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .evaluate import bind, enter, evaluate, with_fixed_dtypes
+from .evaluate import bind, enter, evaluate, where_on, with_fixed_dtypes
 from .structure import Cond, structure, While
 
 
@@ -108,13 +108,16 @@ def record_while(
         outs, new = record(inner[1], [*body_consts, *carry], recorder)
         is_first = jax.tree.map(lambda x, y: (x == 0) & (y != 0), found, new)
         first = jax.tree.map(lambda b, x: jnp.where(b, step, x), is_first, first)
-        return with_fixed_dtypes(outs), jax.tree.map(jnp.add, found, new), first, step + 1
+        outs = with_fixed_dtypes(outs)
+        outs = where_on(is_on(state), outs, carry) if loop.is_batched else outs
+        return outs, jax.tree.map(jnp.add, found, new), first, step + 1
 
     of_cond = _nothing(inner[0], [*cond_consts, *init], recorder)
     of_body = _nothing(inner[1], [*body_consts, *init], recorder)
     first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int32), of_body)
     start = (with_fixed_dtypes(list(init)), of_body, first, jnp.int32(0))
-    carry, found, first, n_steps = jax.lax.while_loop(is_on, body, start)
+    any_on = (lambda state: jnp.any(is_on(state))) if loop.is_batched else is_on
+    carry, found, first, n_steps = jax.lax.while_loop(any_on, body, start)
     return carry, [of_cond, found], first, n_steps
 
 

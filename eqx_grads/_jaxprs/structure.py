@@ -72,6 +72,12 @@ class While:
     n_body_consts: int
 
     @property
+    def is_batched(self) -> bool:
+        """Whether the condition is an array, as it may be under `vmap`: the loop runs while any
+        element is true, and leaves the others as they are."""
+        return self.programs[0].out_avals[0].ndim > 0
+
+    @property
     def n_before_carry(self) -> int:
         return self.n_cond_consts + self.n_body_consts
 

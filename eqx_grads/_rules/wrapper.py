@@ -1,5 +1,6 @@
 """The Module that a decorator returns: metadata, methods, copies, pickles (clause 9)."""
 
+import abc
 import functools as ft
 import sys
 import types
@@ -17,20 +18,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AbstractDecorated(eqx.Module, Generic[P, T]):
-    """A function with rules. The function is a PyTree child, the rules are static."""
+class AbstractWrapper(eqx.Module, Generic[P, T]):
+    """A function that stands in the place of `fn`, which is a PyTree child."""
 
     fn: eqx.AbstractVar[Callable[..., Any]]
-    _rules: eqx.AbstractVar[AbstractRules]
     _binding: eqx.AbstractVar[str]
-    _has_rules: ClassVar[bool] = True
 
     @property
     def __wrapped__(self):
         return self.fn
 
+    @abc.abstractmethod
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return call_with_rules(self.fn, self._rules, args, kwargs)
+        """Call the function."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if self._binding == "static" or (instance is None and self._binding != "class"):
@@ -45,29 +45,30 @@ class AbstractDecorated(eqx.Module, Generic[P, T]):
         else:
             eqx.Module.__setattr__(self, name, value)
 
+    def __reduce__(self):
+        return reduce_by_name(self, self.fn)
+
+    def __repr__(self):
+        # `eqx.filter` and `eqx.partition` put `None` in the place of a function.
+        return f"<eqx_grads.{type(self).__name__} of {name_of(self.fn or self)}>"
+
+
+class AbstractDecorated(AbstractWrapper[P, T]):
+    """A function with rules. The function is a PyTree child, the rules are static."""
+
+    fn: eqx.AbstractVar[Callable[..., Any]]
+    _rules: eqx.AbstractVar[AbstractRules]
+    _binding: eqx.AbstractVar[str]
+    _has_rules: ClassVar[bool] = True
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return call_with_rules(self.fn, self._rules, args, kwargs)
+
     def __getattr__(self, name: str) -> Any:
         hint = _HINTS.get(name)
         raise AttributeError(
             f"`{type(self).__name__}` has no attribute `{name}`." + (f" {hint}" if hint else "")
         )
-
-    def __reduce__(self):
-        # Like a function: by reference where it has a name to refer to. Its own function
-        # can't be pickled in any other way, as its name leads to `self`.
-        fn = self.fn
-        module = sys.modules.get(fn.__module__) if _is_named(fn) else None
-        try:
-            found = ft.reduce(getattr, fn.__qualname__.split("."), module)
-        except AttributeError:
-            found = None
-        if found is self and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
-            return fn.__qualname__
-        # The state comes after the object, as the function may refer to it.
-        return _empty, (type(self),), dict(vars(self))
-
-    def __repr__(self):
-        # `eqx.filter` and `eqx.partition` put `None` in the place of a function.
-        return f"<eqx_grads.{type(self).__name__} of {name_of(self.fn or self)}>"
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Give the call a batching rule of its own.
@@ -125,7 +126,7 @@ class _BoundRule(eqx.Module):
     """A method with a rule, bound to an instance. A PyTree: the instance can be
     differentiated."""
 
-    __func__: AbstractDecorated
+    __func__: AbstractWrapper
     __self__: Any
 
     @property
@@ -146,6 +147,23 @@ def _bind(decorated, instance):
     bound = _BoundRule(decorated, instance)
     set_metadata(bound, decorated.__wrapped__)
     return bound
+
+
+def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
+    """What `__reduce__` returns for a wrapper of the function `fn`.
+
+    Like a function: by reference where it has a name to refer to. The function itself can't be
+    pickled in any other way, as its name leads to the wrapper.
+    """
+    module = sys.modules.get(fn.__module__) if _is_named(fn) else None
+    try:
+        found = ft.reduce(getattr, fn.__qualname__.split("."), module)
+    except AttributeError:
+        found = None
+    if found is wrapper and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
+        return fn.__qualname__
+    # The state comes after the object, as the function may refer to it.
+    return _empty, (type(wrapper),), dict(vars(wrapper))
 
 
 def _empty(cls):

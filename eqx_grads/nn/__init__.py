@@ -1,5 +1,6 @@
 """Layers that come with derivatives of their own."""
 
+from ._fixed_point import FixedPoint as FixedPoint
 from ._gradient_layers import (
     GradientClip as GradientClip,
     GradientNormClip as GradientNormClip,
@@ -7,6 +8,7 @@ from ._gradient_layers import (
     GradientReversal as GradientReversal,
     GradientScale as GradientScale,
 )
+from ._host_layer import HostLayer as HostLayer
 from ._linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from ._linear_recurrent.lru import LRU as LRU
 from ._linear_recurrent.minimal import MinGRU as MinGRU, MinLSTM as MinLSTM

@@ -26,6 +26,7 @@ from .._jaxprs.structure import (
     inner_programs,
     ShardMap,
     structure,
+    While,
 )
 from ._loss_program import LossProgram
 from ._strip_rules import is_rule
@@ -62,7 +63,8 @@ class RuleRemoval:
 
     - `suspects`: what can be removed. A set of rules is a set of indices of this list.
     - `opaque`: the equations that JAX can't differentiate. A rule or a `stop_gradient` may keep
-        the derivative from them. Without it, their derivative is zero here.
+        the derivative from them. Without it, their derivative is zero here, and so is that of a
+        `while_loop` in reverse mode.
     """
 
     def __init__(self, program: LossProgram):
@@ -86,13 +88,13 @@ class RuleRemoval:
                 self.suspects.append(suspect)
             self._index.setdefault(id(origin.eqn), known[key])
 
-    def _loss(self, leaves, others, removed):
+    def _loss(self, leaves, others, removed, stop: type | tuple[type, ...] = ()):
         values = [*leaves, *others]
-        return self._evaluate(removed, self.program.traced.program, values)[0]
+        return self._evaluate(removed, stop, self.program.traced.program, values)[0]
 
     @ft.cached_property
     def _gradient(self):
-        return self.program.compile(jax.grad(self._loss))
+        return self.program.compile(jax.grad(ft.partial(self._loss, stop=While)))
 
     @ft.cached_property
     def _tangent(self):
@@ -158,23 +160,25 @@ class RuleRemoval:
                 by_leaf.setdefault(leaf, []).append(self.suspects[i])
         return by_leaf, removed
 
-    def _evaluate(self, removed, program, values):
+    def _evaluate(self, removed, stop, program, values):
+        """The outputs of a program without some rules. `stop`: the loops without derivative."""
+
         def hook(eqn, values):
             index = self._index.get(id(eqn))
             if index is not None:
-                without = ft.partial(self._without_rule, removed, eqn)
+                without = ft.partial(self._without_rule, removed, stop, eqn)
                 return jax.lax.cond(removed[index], without, ft.partial(bind, eqn), values)
-            if id(eqn) in self._opaque_ids:
+            if id(eqn) in self._opaque_ids or isinstance(structure(eqn), stop):
                 return bind(eqn, list(map(jax.lax.stop_gradient, values)))
             return enter(eqn, values, run) if self._is_entered(eqn) else bind(eqn, values)
 
-        run = lambda inner, values, _: self._evaluate(removed, inner, values)
+        run = lambda inner, values, _: self._evaluate(removed, stop, inner, values)
         return evaluate(program, values, hook)
 
-    def _without_rule(self, removed, eqn, values):
+    def _without_rule(self, removed, stop, eqn, values):
         if eqn.primitive.name == "stop_gradient":
             return list(values)
-        return self._evaluate(removed, primal_program(eqn), values)
+        return self._evaluate(removed, stop, primal_program(eqn), values)
 
     def _is_entered(self, eqn) -> bool:
         known = structure(eqn)
@@ -183,7 +187,9 @@ class RuleRemoval:
         if isinstance(known, Cond) and known.by_platform:
             return False
         return any(
-            id(inner) in self._index or id(inner) in self._opaque_ids
+            id(inner) in self._index
+            or id(inner) in self._opaque_ids
+            or isinstance(structure(inner), While)
             for p in inner_programs(eqn)
             for inner in equations(p)
         )

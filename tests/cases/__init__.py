@@ -6,6 +6,7 @@ one op may have several cases: `"elementwise"`, `"elementwise: two arguments"`.
 
 from . import (  # noqa: F401  they fill it
     events,
+    fixed_points,
     gradient_layers,
     gradient_ops,
     host,
@@ -30,6 +31,8 @@ from .registry import Case, CASES
 NOT_OPS = {
     "RuleError",
     "GradientStatistics",
+    "HostFunction",  # made by `host_function`
+    "LinearHostFunction",
     "filter_while_loop",  # forward mode only
     "explain_memory",
     "explain_nan",

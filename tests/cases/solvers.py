@@ -1,1 +1,46 @@
 """Implicit functions and fixed points."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+
+from .registry import case, vectors
+
+
+def _residual(y, a, b):
+    return {"u": jnp.sinh(y["u"]) - a * b, "v": jnp.tanh(y["v"]) * 2 - jnp.sum(a) * y["u"] / 4}
+
+
+def _closed_form(a, b):
+    u = jnp.arcsinh(a * b)
+    return {"u": u, "v": jnp.arctanh(jnp.sum(a) * u / 8)}
+
+
+@case("implicit", reference=_closed_form)
+def _():
+    @eqg.implicit(_residual)
+    def solve(a, b):
+        def step(state):
+            i, u = state
+            return i + 1, u - (jnp.sinh(u) - a * b) / jnp.cosh(u)
+
+        _, u = jax.lax.while_loop(lambda state: state[0] < 20, step, (0, 0.1 * a))
+        return {"u": u, "v": jnp.arctanh(jnp.sum(a) * u / 8)}
+
+    return solve, vectors()
+
+
+def _objective(w, x, y):
+    return jnp.sum((x @ w - y) ** 2) + jnp.sum(w**2)
+
+
+def _ridge(x, y):
+    return jnp.linalg.solve(x.T @ x + jnp.eye(x.shape[1], dtype=x.dtype), x.T @ y)
+
+
+@case("implicit: a minimum", reference=_ridge)
+def _():
+    solve = eqg.implicit(eqx.filter_grad(_objective))(_ridge)
+    a, b = vectors()
+    return solve, (jnp.stack([a, b, a * b]), a)

@@ -13,10 +13,9 @@ _STEP = (
     "time of the switch with `eqg.event_time` and `eqg.jump`."
 )
 _SEARCH = (
-    "The steps of a search have no derivative, but its result has one: it solves f(x, w) = 0, "
-    "so dx/dw = -(df/dw) / (df/dx). Write that rule with `eqg.custom_jvp`, or use "
-    "`optimistix.root_find`, which has it. For the time of an event, use `eqg.event_time`, or "
-    "`diffrax.Event` with a real-valued condition and a `root_finder`."
+    "The steps of a search have no derivative, but its result has one: it solves an equation "
+    "f(x, w) = 0. Decorate the search with `eqg.implicit`. For the time of an event, use "
+    "`eqg.event_time`, or `diffrax.Event` with a real-valued condition and a `root_finder`."
 )
 
 # By kind. `{name}` is the primitive.
@@ -44,9 +43,9 @@ CURES: Mapping[str, str] = {
     "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",
     "rule without a derivative": "The rule of this function returns zero for it. Change the "
     "rule, or `eqg.replace_gradient` it.",
-    "initial guess": "An implicit adjoint has no derivative in the initial guess, as the exact "
-    "solution does not depend on it. For the derivative of the iterations, use "
-    "`optimistix.RecursiveCheckpointAdjoint`.",
+    "initial guess": "An implicit derivative is zero in the initial guess, and in all else "
+    "that only the solver sees: the solution does not depend on it. For the derivative of "
+    "the iterations, use `optimistix.RecursiveCheckpointAdjoint`, or take `eqg.implicit` away.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
     "multiplied by zero": "Give the factor other values, or correct what makes it zero.",

@@ -6,6 +6,7 @@ from typing import Any
 from ..._control_flow.truncated import TRUNCATION
 from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import CallWithRule, Cond, structure, While
+from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin
 from .structure import Cut
 from .walk import End
@@ -45,6 +46,8 @@ def kind_of_cut(cut: Cut) -> str:
     if isinstance(structure(origin.eqn), CallWithRule):
         is_solver = origin.source.library.startswith("optimistix")
         return "initial guess" if is_solver else "rule without a derivative"
+    if WITHOUT_TANGENTS in str(origin.eqn.source_info.name_stack):
+        return "initial guess"
     kind = _CUTS.get(origin.primitive, "no derivative")
     if cut.is_random and kind in ("argmax", "comparison"):
         is_category = kind == "argmax" or origin.primitive in _SEARCHES

@@ -11,6 +11,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from ..._diagnosis.layers import cells_are_called
 from ..._errors import rule_error, type_of
+from ..._rules.float_args import check_flags
 from .._argument_checks import as_sizes, check_features, check_option, check_stack
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import scan_cell
@@ -129,6 +130,7 @@ def spiking_from_cell(
     """The layer that runs one given cell. `make` is given the options of any such layer."""
     inner = cell.cell if isinstance(cell, WeightedCell) else cell
     name = expected.__name__.removesuffix("Cell")
+    check_flags(name, learn_initial_state=learn_initial_state)
     if not isinstance(inner, expected):
         raise rule_error(
             f"`{name}.from_cell` was given another cell than it runs.",

@@ -125,7 +125,7 @@ class LIFCell(AbstractSpikingNeurons):
         """
         shape = shape_of_layer("LIFCell", hidden_size)
         dtype = float_dtype("LIFCell", dtype)
-        check_reset("LIFCell", reset)
+        check_reset("LIFCell", reset, detach_reset)
         parameter = ft.partial(NeuronParameter, "LIFCell", shape=shape, dtype=dtype)
         self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)
         self._threshold = parameter("threshold", threshold, learned=learn_threshold)
@@ -241,7 +241,7 @@ class ALIFCell(AbstractSpikingNeurons):
         """
         shape = shape_of_layer("ALIFCell", hidden_size)
         dtype = float_dtype("ALIFCell", dtype)
-        check_reset("ALIFCell", reset)
+        check_reset("ALIFCell", reset, detach_reset)
         parameter = ft.partial(NeuronParameter, "ALIFCell", shape=shape, dtype=dtype)
         self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)
         self._rho = parameter("rho", rho, learned=learn_rho, is_decay=True)
@@ -356,7 +356,7 @@ class CuBaLIFCell(AbstractSpikingNeurons):
         """
         shape = shape_of_layer("CuBaLIFCell", hidden_size)
         dtype = float_dtype("CuBaLIFCell", dtype)
-        check_reset("CuBaLIFCell", reset)
+        check_reset("CuBaLIFCell", reset, detach_reset)
         parameter = ft.partial(NeuronParameter, "CuBaLIFCell", shape=shape, dtype=dtype)
         self._alpha = parameter("alpha", alpha, learned=learn_alpha, is_decay=True)
         self._beta = parameter("beta", beta, learned=learn_beta, is_decay=True)

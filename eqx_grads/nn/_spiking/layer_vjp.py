@@ -30,14 +30,14 @@ from .dynamics import decayed, Dynamics, NeuronState, over_threshold, reset_by, 
 
 def chunk_length(xs: Array, hidden_size: int) -> int:
     """The number of steps of a chunk: all of them if their potentials fit in the cache.
-    Otherwise enough rows for a matrix product to be efficient, and as few as fit with all
-    intermediate values."""
+    Otherwise enough rows for a matrix product to be efficient, and no more, as a chunk has
+    about eight arrays of intermediate values. A shorter last chunk would copy all inputs."""
     steps, batch, _ = xs.shape
     per_step = max(batch, 1) * hidden_size * xs.dtype.itemsize
     if steps * per_step <= 2**20:
         return max(steps, 1)
-    fits = max(2**18 / per_step, 512 / max(batch, 1))
-    return near_divisor(steps, min(fits, 128))
+    fits = max(2**17 / per_step, 320 / max(batch, 1))
+    return near_divisor(steps, min(fits, 128), longest=2.5)
 
 
 @custom_vjp

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..._errors import rule_error, type_of
+from ..._rules.float_args import check_flags
 from ..._rules.replace_gradient import replace_gradient
 from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan
@@ -97,6 +98,7 @@ class NeuronParameter(eqx.Module):
         learned: bool = False,
         is_decay: bool = False,
     ):
+        check_flags(cell, **{f"learn_{name}": learned})
         value = _numbers(cell, name, value)
         if is_decay:
             _check_decay(cell, name, value)
@@ -208,7 +210,8 @@ def check_number(cell: str, hidden_size: Any) -> None:
     shape_of_layer(cell, hidden_size)
 
 
-def check_reset(cell: str, reset: Any) -> None:
+def check_reset(cell: str, reset: Any, detach_reset: Any) -> None:
+    check_flags(cell, detach_reset=detach_reset)
     if reset not in RESETS:
         raise rule_error(
             f"`{cell}` was given an unknown way to reset.",

@@ -5,9 +5,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key, Num
 
+from ..._errors import rule_error
 from ..._rules.float_args import check_flags
 from .._argument_checks import as_sizes
 from .._dtypes import common_dtype
@@ -64,12 +66,12 @@ class WeightedCell(eqx.Module):
         """
         (input_size,) = as_sizes("WeightedCell", input_size=input_size)
         check_flags("WeightedCell", use_bias=use_bias)
-        state = cell.initial_state().membrane
+        membrane = _membrane_at_rest(cell)
         limit = 1 / math.sqrt(input_size)
         key1, key2 = jr.split(key)
-        make = lambda key, *shape: jr.uniform(key, shape, state.dtype, -limit, limit)
-        self.weight_ih = make(key1, len(state), input_size)
-        self.bias = make(key2, len(state)) if use_bias else None
+        make = lambda key, *shape: jr.uniform(key, shape, membrane.dtype, -limit, limit)
+        self.weight_ih = make(key1, len(membrane), input_size)
+        self.bias = make(key2, len(membrane)) if use_bias else None
         self.cell = cell
 
     @property
@@ -100,3 +102,19 @@ class WeightedCell(eqx.Module):
         x, weight, bias = common_dtype(x, self.weight_ih, self.bias)
         current = weight @ x
         return self.cell(current if bias is None else current + bias, state)
+
+
+def _membrane_at_rest(cell):
+    """The potentials of a spiking cell at rest, which have to be a vector."""
+    initial_state = getattr(cell, "initial_state", None)
+    membrane = getattr(initial_state(), "membrane", None) if callable(initial_state) else None
+    if membrane is not None and jnp.ndim(membrane) == 1:
+        return membrane
+    where = f"`cell` is {cell!r:.60}"
+    if membrane is not None:
+        where = f"the shape of its neurons is {jnp.shape(membrane)}"
+    raise rule_error(
+        "`WeightedCell` was given something else than a spiking cell of a vector of neurons.",
+        where,
+        do="Give it one like `eqx_grads.nn.LIFCell(8, beta=0.9)`.",
+    )

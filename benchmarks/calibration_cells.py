@@ -1,4 +1,4 @@
-"""No claim: the cells that `sizes.py` measures, and their shapes."""
+"""No claim: the cells and shapes that the cost model of `checkpoint="auto"` was made with."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ class Cell(eqx.Module):
         if "neurons" in self.parts:
             return state[-1].spikes
         h = jax.tree.leaves(state)[0]
-        return h if h.ndim == 1 else h.mean((1, 2))
+        return h if h.ndim == 1 else h.mean(tuple(range(1, h.ndim)))
 
 
 def of_cell(make, n_states=1):
@@ -171,19 +171,45 @@ def normalized_lstm(size, hidden, *, key):
     return Cell(parts, step, (hidden,), 2)
 
 
+def two_rnns(size, hidden, *, key):
+    """Two layers of plain units, of which the second is in no output."""
+    keys = jr.split(key)
+    parts = [nn.RNNCell(size, hidden, key=keys[0]), nn.RNNCell(hidden, hidden, key=keys[1])]
+
+    def step(p, x, state):
+        first = p["cells"][0](x, state[0])
+        return first, p["cells"][1](first, state[1])
+
+    return Cell({"cells": parts}, step, (hidden,), 2)
+
+
+def convolution_1d(size, hidden, *, key):
+    """A convolutional LSTM over `size` points, with `hidden / 16` channels."""
+    channels = max(hidden // 16, 1)
+    make = eqx.nn.Conv1d(channels + 1, 4 * channels, 5, padding=2, key=key)
+
+    def step(p, x, state):
+        h, c = state
+        i, f, g, o = jnp.split(p["conv"](jnp.concatenate([x[None], h])), 4)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+    return Cell({"conv": make}, step, (channels, size), 2)
+
+
 # T, B, H, I
 COMMON = [(32, 8, 16, 8), (64, 64, 48, 1), (64, 16, 96, 32), (128, 32, 128, 64)]
 COMMON += [(1024, 1, 128, 128), (512, 8, 64, 32), (300, 1, 16, 8), (50, 256, 16, 16)]
 COMMON += [(128, 128, 256, 128)]
-# The constants of `replay_cost.py` are fitted to the first five. Its conditions were chosen
-# from measurements of "spiking", "embedding", "reservoir", "leaky" and "ODE"; the others test
-# them.
+# The constants of `replay_cost.py` are fitted to the first five, and its conditions were chosen
+# from measurements of all.
 CELLS = {
-    "GRU": (of_cell(eqx.nn.GRUCell), COMMON),
-    "RNN": (of_cell(nn.RNNCell), COMMON),
+    "GRU": (of_cell(eqx.nn.GRUCell), [*COMMON, (96, 24, 96, 32), (512, 32, 256, 128)]),
+    "RNN": (of_cell(nn.RNNCell), [*COMMON, (96, 24, 96, 32), (256, 16, 192, 48)]),
     "attention": (of_cell(Attention), COMMON[2:7]),
     "user's": (of_cell(Gated), COMMON[1:8]),
     "LSTM": (of_cell(eqx.nn.LSTMCell, 2), COMMON),
+    "RNN, two layers": (two_rnns, [(40, 64, 64, 16), (256, 16, 192, 48)]),
     "spiking": (
         spiking,
         [(100, 64, 256, 128), (25, 128, 512, 784), (500, 16, 128, 64), (100, 8, 64, 64)],
@@ -199,6 +225,7 @@ CELLS = {
         convolution,
         [(20, 8, 4, 8), (20, 4, 8, 12), (50, 1, 4, 16), (32, 16, 8, 8)],
     ),
+    "convolution, LSTM": (convolution_1d, [(160, 32, 96, 64), (768, 1, 64, 16)]),
     "constant": (
         constant,
         [(64, 4, 64, 1), (64, 32, 64, 1), (256, 1, 128, 1), (32, 8, 256, 1)],

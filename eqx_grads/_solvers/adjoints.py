@@ -1,0 +1,477 @@
+"""Adjoints of fixed points, for this library and for Optimistix."""
+
+import abc
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import PyTree
+
+from .._errors import rule_error
+from .._rules.float_args import as_integer
+from .linear_solve import linear_solve
+from .solution_tangent import constant, differentiable_solution
+
+
+class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
+    r"""The derivative of a fixed point $y = f(y, \theta)$: how its linear equation is solved.
+
+    Pass one to [`eqx_grads.fixed_point`][], or as `adjoint=` to `optimistix.fixed_point`, with
+    any of its solvers for fixed points and roots. It may also be passed to
+    `optimistix.root_find`, where $f(y, \theta) = y + \mathrm{fn}(y, \theta)$ then. Where
+    Optimistix minimizes, the equation is that the gradient of the objective is zero, which is
+    for [`eqx_grads.solvers.ImplicitAdjoint`][] only; any other adjoint is an error there. What
+    Optimistix returns besides the solution, such as `aux`, has the derivative zero.
+
+    To write your own, give a `solve_tangent`.
+    """
+
+    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
+        """What Optimistix calls: runs the solver, and gives its solution this derivative."""
+        fn, solver, y0, args, *options = inputs
+        if not isinstance(self, ImplicitAdjoint):
+            _check_fixed_point(self, solver, rewrite_fn)
+        # The fixed point depends on the function and its arguments only.
+        inputs = (fn, *constant((solver, y0)), args, *constant(options))
+        y, rest = primal_fn((*constant(inputs), _while_loop))
+        solve = ft.partial(_solve, self, tags)
+        residual = ft.partial(_residual, rewrite_fn)
+        return differentiable_solution(y, inputs, residual=residual, solve=solve), rest
+
+    @abc.abstractmethod
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
+        r"""Solve $t = J t + b$ for $t$, the tangent of the fixed point, where
+        $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$.
+
+        **Arguments:**
+
+        - `linear_map`: the function $t \mapsto (J - I) t$.
+        - `b`: a PyTree like the fixed point.
+        - `tags`: `lineax` tags of the matrix $J - I$.
+
+        **Returns:**
+
+        $t$, or an approximation that is linear in `b`, written in operations that JAX can
+        transpose: reverse mode is the transpose, and solves $u = J^T u + g$ in the same way.
+        """
+
+
+def _check_fixed_point(adjoint, solver, rewrite_fn):
+    """Raise if Optimistix differentiates that a gradient is zero, and not that f(y) = y."""
+    finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
+    if not finds and rewrite_fn.__module__.startswith("optimistix"):
+        name = type(adjoint).__name__
+        raise rule_error(
+            f"`{name}` was given to Optimistix together with a solver that minimizes.",
+            f"the solver is `{type(solver).__name__}`, and `{name}` is for fixed points",
+            do="Use `eqx_grads.fixed_point`, which differentiates the fixed point whatever the "
+            "solver; or `eqx_grads.solvers.ImplicitAdjoint`.",
+        )
+
+
+def _solve(adjoint, tags, linear_map, b, unknowns, value):
+    del unknowns, value
+    return adjoint.solve_tangent(linear_map, b, tags)
+
+
+def _residual(rewrite_fn, y, inputs):
+    # The second argument is what the solver returned besides `y`: no function of Optimistix
+    # reads it.
+    return rewrite_fn(y, None, inputs)
+
+
+def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
+    """`jax.lax.while_loop` with a bound, in the form that Optimistix asks for."""
+
+    def step(carry):
+        count, old = carry
+        # With `jax_enable_x64`, the first error of `optimistix.FixedPointIteration` is float64
+        # whatever the dtype of the state (Optimistix 0.1.0), which is no carry of a loop.
+        new = jax.tree.map(lambda new, old: new.astype(old.dtype), body_fun(old), old)
+        return count + 1, new
+
+    goes_on = lambda carry: cond_fun(carry[1])
+    if max_steps is not None:
+        goes_on = lambda carry: cond_fun(carry[1]) & (carry[0] < max_steps)
+    return jax.lax.while_loop(goes_on, step, (jnp.array(0), init_val))[1]
+
+
+def plain_iteration(y: PyTree) -> optx.FixedPointIteration:
+    """The plain iteration, to eps^(3/4) of the coarsest dtype, 6e-6 in single precision.
+
+    An iteration that contracts slowly stops at a multiple of eps that depends on the function.
+    """
+    eps = [float(jnp.finfo(jnp.result_type(x)).eps) for x in jax.tree.leaves(y)]
+    tolerance = max(eps, default=0.0) ** 0.75
+    return optx.FixedPointIteration(rtol=tolerance, atol=tolerance)
+
+
+def check_solver(solver: Any) -> None:
+    known = (
+        optx.AbstractFixedPointSolver,
+        optx.AbstractRootFinder,
+        optx.AbstractLeastSquaresSolver,
+        optx.AbstractMinimiser,
+    )
+    if not isinstance(solver, known):
+        raise rule_error(
+            "`fixed_point` was given a `solver` that is not one of Optimistix.",
+            f"it is {solver!r:.60}",
+            do="Give an instance, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)` or "
+            "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)`.",
+        )
+
+
+class OneStepAdjoint(AbstractFixedPointAdjoint):
+    r"""The derivative of one step of the iteration at the fixed point.
+
+    The Jacobian-free backpropagation of [Fung et al.,
+    2021](https://arxiv.org/abs/2103.12803). One VJP of the function, without a loop.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward="one_step").value
+        assert jax.grad(solve)(3.0) == 1.0
+        ```
+
+    **Derivative:**
+
+    An approximation, in both modes: $t = b$ in place of $(I - J)^{-1} b$, and $u = g$. It is
+    exact where $J = 0$. To second order, that of this approximation, in which the derivative
+    of the fixed point is approximated as well.
+    """
+
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del linear_map, tags
+        return b
+
+
+class NeumannAdjoint(AbstractFixedPointAdjoint):
+    r"""The first terms of the Neumann series of $(I - J)^{-1}$.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        from eqx_grads import solvers
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        backward = solvers.NeumannAdjoint(3)
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward=backward).value
+        assert jax.grad(solve)(3.0) == 1 + 1 / 2 + 1 / 4 + 1 / 8
+        ```
+
+    **Arguments:**
+
+    - `k`: the highest power of $J$, an integer. Zero is
+        [`eqx_grads.solvers.OneStepAdjoint`][].
+
+    **Derivative:**
+
+    An approximation, in both modes: $t = \sum_{i=0}^k J^i b$, and in reverse mode
+    $u = \sum_{i=0}^k (J^T)^i g$, at the cost of $k$ JVPs or VJPs of the function. Where $f$ is
+    a contraction with the factor $L$, the relative error of $t$ and $u$ falls with $L^{k+1}$;
+    where an eigenvalue of $J$ is at least one in modulus, the series does not converge. To
+    second order, that of this approximation, in which the derivative of the fixed point is
+    approximated as well.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `k` is not an integer, or is negative.
+    """
+
+    k: int = eqx.field(static=True)
+
+    def __init__(self, k: Any = 5):
+        self.k = _number_of_terms("NeumannAdjoint", k, smallest=0)
+
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del tags
+        return _damped_steps(linear_map, b, self.k + 1, 1.0)
+
+
+class PhantomAdjoint(AbstractFixedPointAdjoint):
+    r"""Some damped steps of the iteration for the tangent, or the cotangent.
+
+    The phantom gradient of [Geng et al., 2021](https://arxiv.org/abs/2111.05177), in the form
+    of a Neumann series. At a fixed point, it is the gradient of `k` steps
+    $y \leftarrow (1 - \tau)\,y + \tau f(y, \theta)$ that start there.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        from eqx_grads import solvers
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        backward = solvers.PhantomAdjoint(2, tau=0.5)
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward=backward).value
+        assert jax.grad(solve)(3.0) == 0.5 * (1 + 0.75)
+        ```
+
+    **Arguments:**
+
+    - `k`: how many steps, a positive integer.
+    - `tau`: the damping $\tau$, at most one, where
+        [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1` has the same derivative.
+
+    **Derivative:**
+
+    An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
+    $t = \tau \sum_{i=0}^{k-1} B^i b$, and in reverse mode
+    $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost of $k - 1$ JVPs or
+    VJPs of the function. To second order, that of this approximation, in which the derivative
+    of the fixed point is approximated as well.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `k` is not a positive integer, or `tau` is not a number above
+    zero that is at most one.
+    """
+
+    k: int = eqx.field(static=True)
+    tau: float = eqx.field(static=True)
+
+    def __init__(self, k: Any = 5, tau: Any = 0.5):
+        if not (isinstance(tau, float | int) and 0 < tau <= 1):
+            raise rule_error(
+                "The `tau` of `PhantomAdjoint` is not a damping.",
+                f"it is {tau!r:.60}",
+                do="Give a number above zero that is at most one.",
+            )
+        self.k = _number_of_terms("PhantomAdjoint", k, smallest=1)
+        self.tau = float(tau)
+
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del tags
+        return _damped_steps(linear_map, b, self.k, self.tau)
+
+
+def _number_of_terms(adjoint, k, *, smallest):
+    number = as_integer(k)
+    if number is None or number < smallest:
+        raise rule_error(
+            f"The `k` of `{adjoint}` is not an integer of at least {smallest}.",
+            f"it is {k!r:.60}",
+            do="Give the number of terms, an integer of Python or NumPy.",
+        )
+    return number
+
+
+def _damped_steps(linear_map, b, steps, tau):
+    """So many steps t <- t + tau (b + (J - I) t) from zero on, of which the first is tau b."""
+    scaled = b if tau == 1 else jax.tree.map(lambda b: tau * b, b)
+
+    def step(t, _):
+        change = linear_map(t)
+        return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
+
+    t, _ = jax.lax.scan(step, scaled, None, length=steps - 1)
+    return t
+
+
+class FixedPointAdjoint(AbstractFixedPointAdjoint):
+    r"""Iterate the linear equation of the tangent, or of the cotangent, to convergence.
+
+    Costs about as many VJPs as the iteration has steps, and the memory of one.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward="fixed_point").value
+        assert jnp.allclose(jax.grad(solve)(3.0), 2.0)
+        ```
+
+    **Arguments:**
+
+    - `solver`: an Optimistix solver for fixed points, which is applied to $u = J^T u + g$ with
+        $g$ divided by its largest entry. By default, the plain iteration, to
+        a relative change of eps^(3/4), which is 6e-6 in single precision.
+    - `max_steps`: the largest number of steps.
+    - `throw`: whether an iteration that does not converge is an error. Otherwise the derivative
+        is the last iterate.
+
+    The number of steps and the residual of a backward pass are not available: it returns
+    cotangents, and nothing else. `throw` says if it failed.
+
+    **Derivative:**
+
+    $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. All orders and both modes,
+    each by an iteration of its own. The plain iteration converges where all eigenvalues of
+    $J$ are below one in modulus: where the plain iteration for the fixed point converges from
+    all starts nearby.
+
+    **Raises:**
+
+    A run-time error where `throw` is true and the iteration does not converge.
+    """
+
+    solver: Any = None
+    max_steps: int = 256
+    throw: bool = True
+
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        del tags
+        matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
+        solve = ft.partial(_iterate, self)
+        return jax.lax.custom_linear_solve(matvec, b, solve, solve)
+
+
+def _iterate(adjoint, matvec, b):
+    """Solve `matvec(t) = b` by t <- t + b - matvec(t)."""
+    # A cotangent may be as small as a loss is. So that no absolute tolerance is larger, it is
+    # divided by its norm, and the solution multiplied.
+    norm = optx.max_norm(b)
+    scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
+    unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
+    step = lambda t, _: jax.tree.map(lambda t, b, a: t + (b - a), t, unit, matvec(t))
+    solver = plain_iteration(b) if adjoint.solver is None else adjoint.solver
+    solution = optx.fixed_point(
+        step,
+        solver,
+        unit,
+        max_steps=adjoint.max_steps,
+        throw=False,
+        adjoint=WithoutDerivative(_while_loop),
+    )
+    t = jax.tree.map(lambda t: t * scale.astype(t.dtype), solution.value)
+    if adjoint.throw:
+        t = eqx.error_if(t, solution.result != optx.RESULTS.successful, _DIVERGED)
+    return t
+
+
+_DIVERGED = (
+    "The derivative of a fixed point did not converge: `FixedPointAdjoint` was still iterating "
+    "after `max_steps`, or became infinite.\n"
+    "  The function is no contraction at its fixed point, or a slow one.\n"
+    "Use the adjoint `eqx_grads.solvers.ImplicitAdjoint`, which is a linear solve; or raise "
+    "`max_steps`, or give a `solver` such as `eqx_grads.solvers.Anderson`."
+)
+
+
+class ImplicitAdjoint(AbstractFixedPointAdjoint):
+    r"""Solve the linear equation of the tangent, or of the cotangent, by `lineax`.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+        import lineax as lx
+        from eqx_grads import solvers
+
+        halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
+        backward = solvers.ImplicitAdjoint(lx.GMRES(rtol=1e-6, atol=1e-6))
+        solve = lambda x: eqg.fixed_point(halfway, jnp.zeros(3), x, backward=backward).value
+        assert jnp.allclose(jax.jacobian(solve)(jnp.ones(3)), 2 * jnp.eye(3))
+        ```
+
+    **Arguments:**
+
+    - `linear_solver`: a solver of `lineax`. By default, that which the `tags` of the fixed
+        point call for; otherwise LU of the dense Jacobian for up to 256 unknowns, and GMRES,
+        which only needs products with the Jacobian, beyond. (The default of
+        `optimistix.ImplicitAdjoint` forms the dense Jacobian in all sizes.)
+
+    **Derivative:**
+
+    $t = (I - J)^{-1} b$ in forward mode, $u = (I - J)^{-T} g$ in reverse mode. All orders and
+    both modes. It exists where no eigenvalue of $J$ is one: $f$ need not be a contraction.
+
+    **Raises:**
+
+    A run-time error if the linear solve fails, for example where $I - J$ is singular.
+    """
+
+    linear_solver: Any = None
+
+    def solve_tangent(
+        self,
+        linear_map: Callable[[PyTree], PyTree],
+        b: PyTree,
+        tags: frozenset[object] = frozenset(),
+    ) -> PyTree:
+        """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
+        minus_b = jax.tree.map(jnp.negative, b)
+        solver, user = self.linear_solver, "ImplicitAdjoint"
+        return linear_solve(linear_map, minus_b, b, solver=solver, tags=tags, user=user)
+
+
+class WithoutDerivative(optx.AbstractAdjoint):
+    """Runs a solver in this loop, where another adjoint sees to the derivative."""
+
+    while_loop: Callable[..., Any]
+
+    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
+        del rewrite_fn, tags
+        return primal_fn((*inputs, self.while_loop))
+
+
+_BACKWARD: dict[str, Callable[[], optx.AbstractAdjoint]] = {
+    "implicit": ImplicitAdjoint,
+    "fixed_point": FixedPointAdjoint,
+    "neumann": NeumannAdjoint,
+    "phantom": PhantomAdjoint,
+    "one_step": OneStepAdjoint,
+}
+
+
+def as_adjoint(backward: Any) -> optx.AbstractAdjoint:
+    """The adjoint that `backward` is, or is the name of."""
+    if isinstance(backward, str) and backward in _BACKWARD:
+        return _BACKWARD[backward]()
+    if isinstance(backward, optx.AbstractAdjoint):
+        return backward
+    raise rule_error(
+        "`fixed_point` was given an unknown `backward`.",
+        f"it is {backward!r:.60}",
+        do=f"Give one of {', '.join(map(repr, _BACKWARD))}, or an adjoint such as "
+        "`eqx_grads.solvers.NeumannAdjoint(5)`.",
+    )

@@ -1,0 +1,190 @@
+"""Anderson acceleration as a solver of Optimistix, which has none (0.1.0)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .._errors import rule_error
+from .._rules.float_args import as_integer
+from .._tangent_spaces import promote
+
+
+class _State(eqx.Module):
+    """The last step, and differences between consecutive steps, the oldest of which is
+    overwritten."""
+
+    step: Int[Array, ""]
+    f: PyTree[Array]  # the value of the function
+    g: PyTree[Array]  # the value minus the argument
+    delta_f: PyTree[Array]  # with an axis of `history` in front
+    delta_g: PyTree[Array]
+    relative_error: Float[Array, ""]
+
+
+class Anderson(optx.AbstractFixedPointSolver):
+    r"""Anderson acceleration of a fixed-point iteration, as a solver of Optimistix.
+
+    Of all combinations of the last steps, with weights that sum to one, each step takes the one
+    whose linearized residual $g(y) = f(y) - y$ is the smallest. It needs one evaluation of the
+    function for a step, and few steps also where the plain iteration contracts slowly, or
+    diverges in a few directions. The type II of [Walker and Ni,
+    2011](https://doi.org/10.1137/10078356X).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax.numpy as jnp
+        from eqx_grads import solvers
+
+        slow = lambda y, x: 0.99 * jnp.sin(y) + x
+        anderson = solvers.Anderson(rtol=1e-5, atol=1e-5)
+        solution = eqg.fixed_point(slow, jnp.zeros(3), jnp.arange(3.0) / 100, solver=anderson)
+        assert jnp.all(abs(slow(solution.value, jnp.arange(3.0) / 100) - solution.value) < 1e-5)
+        assert solution.stats["num_steps"] < 40
+        ```
+
+    **Arguments:**
+
+    - `rtol`, `atol`: the iteration ends where $|f(y) - y|$ is less than `atol + rtol |f(y)|`.
+    - `norm`: of a PyTree, for this comparison.
+    - `history`: how many differences of steps are kept, each as large as `y`.
+    - `mixing`: the damping $\beta$ of the residual, in $y + \beta g(y)$. One is none.
+    - `ridge`: added to the diagonal of the normal equations, whose columns are normalized.
+
+    One least-squares problem is solved for the whole of `y`. Use `jax.vmap` for a batch of
+    fixed points that do not depend on each other.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `history` is not a positive integer.
+    """
+
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Array] = optx.max_norm
+    history: Any = eqx.field(default=5, static=True)
+    mixing: float = 1.0
+    ridge: float = 1e-5
+
+    def __check_init__(self):
+        if (as_integer(self.history) or 0) < 1:
+            raise rule_error(
+                "The `history` of `Anderson` is not a positive integer.",
+                f"it is {self.history!r:.60}",
+                do="Give the number of differences to keep, such as 5. "
+                "`optimistix.FixedPointIteration` keeps none.",
+            )
+
+    def init(
+        self,
+        fn: Callable[..., Any],
+        y: PyTree[Array],
+        args: PyTree,
+        options: dict[str, Any],
+        f_struct: PyTree,
+        aux_struct: PyTree,
+        tags: frozenset[object],
+    ) -> _State:
+        """As for `optimistix.AbstractIterativeSolver`."""
+        del fn, args, options, f_struct, aux_struct, tags
+        zeros = jax.tree.map(jnp.zeros_like, y)
+        history = jax.tree.map(lambda y: jnp.zeros((self.history, *y.shape), y.dtype), y)
+        return _State(jnp.array(0), zeros, zeros, history, history, jnp.array(jnp.inf))
+
+    def step(
+        self,
+        fn: Callable[..., Any],
+        y: PyTree[Array],
+        args: PyTree,
+        options: dict[str, Any],
+        state: _State,
+        tags: frozenset[object],
+    ) -> tuple[PyTree[Array], _State, Any]:
+        """As for `optimistix.AbstractIterativeSolver`."""
+        del options, tags
+        f, aux = fn(y, args)
+        g = jax.tree.map(jnp.subtract, f, y)
+        delta_f = _push(state.delta_f, f, state.f, state.step)
+        delta_g = _push(state.delta_g, g, state.g, state.step)
+        gamma = _least_squares(delta_g, g, self.ridge)
+        best_f = _minus_combination(f, delta_f, gamma)
+        best_g = _minus_combination(g, delta_g, gamma)
+        new_y = jax.tree.map(lambda f, g: f - (1 - self.mixing) * g, best_f, best_g)
+        scaled = jax.tree.map(lambda f, g: g / (self.atol + self.rtol * jnp.abs(f)), f, g)
+        error = self.norm(scaled).astype(state.relative_error.dtype)
+        # At the end, the differences are as small as their rounding errors.
+        new_y = jax.tree.map(lambda f, new: jnp.where(error < 1, f, new), f, new_y)
+        return new_y, _State(state.step + 1, f, g, delta_f, delta_g, error), aux
+
+    def terminate(
+        self,
+        fn: Callable[..., Any],
+        y: PyTree[Array],
+        args: PyTree,
+        options: dict[str, Any],
+        state: _State,
+        tags: frozenset[object],
+    ) -> tuple[Bool[Array, ""], Any]:
+        """As for `optimistix.AbstractIterativeSolver`."""
+        del fn, y, args, options, tags
+        return state.relative_error < 1, optx.RESULTS.successful
+
+    def postprocess(
+        self,
+        fn: Callable[..., Any],
+        y: PyTree[Array],
+        aux: Any,
+        args: PyTree,
+        options: dict[str, Any],
+        state: _State,
+        tags: frozenset[object],
+        result: Any,
+    ) -> tuple[PyTree[Array], Any, dict[str, Any]]:
+        """As for `optimistix.AbstractIterativeSolver`."""
+        del fn, args, options, state, tags, result
+        return y, aux, {}
+
+
+def _push(history, new, old, step):
+    """Replace the oldest difference by the newest, if there is a step before this one."""
+
+    def leaf(history, new, old):
+        delta = jnp.where(step > 0, new - old, jnp.zeros_like(new))
+        # In the first step, zeros are written where the second step writes.
+        return history.at[jnp.maximum(step - 1, 0) % len(history)].set(delta)
+
+    return jax.tree.map(leaf, history, new, old)
+
+
+def _inner(xs, ys):
+    """Inner products over all leaves of two stacks: real, and in single precision at least."""
+
+    def leaf(xs, ys):
+        dtype = promote([xs, jnp.zeros((), jnp.float32)])
+        xs, ys = (z.reshape(len(z), -1).astype(dtype) for z in (xs, ys))
+        return jnp.real(xs.conj() @ ys.T)
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(leaf, xs, ys))
+
+
+def _least_squares(columns, target, ridge):
+    """The coefficients of the combination of columns that is nearest to the target."""
+    gram = _inner(columns, columns)
+    right = _inner(columns, jax.tree.map(lambda x: x[None], target))[:, 0]
+    squares = jnp.diagonal(gram)
+    scale = jnp.where(squares > 0, jax.lax.rsqrt(squares), 0)  # no difference there, so far
+    gram = gram * scale[:, None] * scale[None] + ridge * jnp.eye(len(gram), dtype=gram.dtype)
+    operator = lx.MatrixLinearOperator(gram, lx.positive_semidefinite_tag)
+    return lx.linear_solve(operator, right * scale, lx.Cholesky(), throw=False).value * scale
+
+
+def _minus_combination(x, columns, coefficients):
+    combine = lambda c: jnp.tensordot(coefficients.astype(c.dtype), c, axes=1)
+    return jax.tree.map(lambda x, c: x - combine(c), x, columns)

@@ -1,0 +1,275 @@
+"""`fixed_point`: the solution of y = f(y), and its derivative by choice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._tangent_spaces import dtype_of
+from .optional_import import optional_import
+from .solution_tangent import constant
+
+
+def fixed_point(
+    fn: Callable[..., Any],
+    y0: PyTree,
+    *args: Any,
+    solver: Any = None,
+    backward: Any = "implicit",
+    max_steps: int | None = 256,
+    throw: bool = True,
+    has_aux: bool = False,
+    options: dict[str, Any] | None = None,
+    tags: frozenset[object] = frozenset(),
+) -> Any:
+    r"""The fixed point $y = f(y, \theta)$ of a function, found by any solver of Optimistix.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def cosine(y, x):
+            return jnp.cos(y) * x
+
+        solution = eqg.fixed_point(cosine, 1.0, 0.9)
+        y, dy = solution.value, jax.grad(lambda x: eqg.fixed_point(cosine, 1.0, x).value)(0.9)
+        assert jnp.allclose(y, jnp.cos(y) * 0.9, atol=1e-5)
+        assert jnp.allclose(dy, jnp.cos(y) / (1 + jnp.sin(y) * 0.9), atol=1e-4)
+        assert solution.stats["num_steps"] < 30 and solution.stats["residual_norm"] < 1e-5
+        ```
+
+    **Arguments:**
+
+    - `fn`: called as `fn(y, *args)`, returns a PyTree with the structure, shapes and dtypes
+        of `y`: a function, or a Module, whose arrays are differentiated as `args` are. So are
+        traced values that it closes over.
+    - `y0`: where the solver starts, a PyTree of floating arrays. It has no influence on the
+        fixed point, and the gradient zero.
+    - `args`: any PyTrees.
+    - `solver`: an Optimistix solver, for fixed points, roots (of $f(y) - y$), least squares or
+        minima, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)`, or
+        [`eqx_grads.solvers.Anderson`][]. By default `optimistix.FixedPointIteration`, the plain
+        iteration, to a change, absolute or relative, of eps^(3/4) of the coarsest dtype in
+        `y0`: 6e-6 in single, 2e-12 in double precision.
+    - `backward`: how the linear equation of the derivative is solved. A name from the table
+        below, or any adjoint of
+        [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or Optimistix.
+        `optimistix.RecursiveCheckpointAdjoint()` differentiates the steps of the solver.
+    - `max_steps`: the largest number of steps of the solver; `None` for no bound.
+    - `throw`: whether a solver that fails is a run-time error. Otherwise, the last iterate is
+        returned, with the failure in `result`.
+    - `has_aux`: whether `fn` returns a pair, of which the second part is any other PyTree.
+    - `options`: for the solver.
+    - `tags`: `lineax` tags of the Jacobian of $f(y) - y$, such as
+        `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
+
+    | `backward` | derivative | cost of reverse mode |
+    |---|---|---|
+    | `"implicit"` | exact, by a linear solve | [`eqx_grads.solvers.ImplicitAdjoint`][] |
+    | `"fixed_point"` | exact, by iterating the linear equation | a VJP for each step |
+    | `"neumann"` | approximate, `NeumannAdjoint(k=5)` | $k$ VJPs |
+    | `"phantom"` | approximate, `PhantomAdjoint(k=5, tau=0.5)` | $k - 1$ VJPs |
+    | `"one_step"` | approximate, `OneStepAdjoint()` | no VJP |
+
+    and one VJP in $\theta$, in each case.
+
+    **Returns:**
+
+    An `optimistix.Solution`:
+
+    - `value`: the fixed point, like `y0`.
+    - `result`: a code, `optimistix.RESULTS.successful` or what went wrong.
+    - `aux`: what `fn` returned besides its value, at the fixed point, or `None`. It is
+        differentiable.
+    - `stats`: a dictionary with `"num_steps"`, `"max_steps"`, `"residual_norm"`, the largest
+        entry of $|f(y) - y|$, and what the solver adds. Not differentiated.
+    - `state`: `None`.
+
+    How many steps a backward pass takes is not among them, since it is not known when this
+    function returns. A backward pass that fails is an error.
+
+    A call is compiled, once for each `fn` as by `equinox.filter_jit`: outside of a `jit`, do
+    not make a new function for each call.
+
+    **Derivative:**
+
+    With $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$ at the
+    fixed point, $t_y = (I - J)^{-1} b$; in reverse mode, $\bar\theta = (\partial
+    f/\partial\theta)^T u$ with $u = (I - J)^{-T} g$. Exact in both modes and to all orders
+    with `"implicit"` and `"fixed_point"`, up to the tolerances of the solvers. The others
+    replace $(I - J)^{-1}$ by the approximation that their adjoint documents, also in forward
+    mode and at higher orders. The steps of the solver are never differentiated, so the memory
+    does not depend on their number.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `fn` returns another structure, shape or dtype than that of
+    `y`, if a leaf of `y0` is not floating, or if `backward` or `solver` is neither known nor
+    of Optimistix; an `ImportError` where Optimistix is not installed; a run-time error if
+    `throw` is true and the solver fails, for example because the plain iteration diverges.
+    """
+    optional_import("optimistix", "fixed_point")
+    from . import adjoints
+
+    y0 = _as_arrays(fn, y0)
+    if solver is None:
+        solver = adjoints.plain_iteration(y0)
+    adjoints.check_solver(solver)
+    adjoint = adjoints.as_adjoint(backward)
+    return _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
+
+
+@eqx.filter_jit
+def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags):
+    import optimistix as optx
+
+    # Traced once, here, and the tracers that it closes over become leaves of the result.
+    converted = eqx.filter_closure_convert(_SameType(fn, has_aux), y0, args)
+    inputs = (converted, solver, y0, args, options, max_steps)
+    value, (result, stats) = adjoint.apply(_run, _residual, inputs, tags)
+    if has_aux:
+        out, aux = converted(value, args)
+    else:
+        out, aux = constant(converted)(constant(value), constant(args))
+    residual = jax.tree.map(jnp.subtract, constant(out), constant(value))
+    norm = optx.max_norm(residual)
+    stats = {**stats, "max_steps": max_steps, "residual_norm": norm}
+    if throw:
+        value = _raise_if_failed(fn, value, result)
+    return optx.Solution(value=value, result=result, aux=aux, stats=stats, state=None)
+
+
+def _run(inputs):
+    """Run the solver in the loop that the adjoint appended to the inputs."""
+    import optimistix as optx
+
+    from .adjoints import WithoutDerivative
+
+    fn, solver, y0, args, options, max_steps, while_loop = inputs
+    solution = optx.fixed_point(
+        _WithoutAux(fn),
+        solver,
+        y0,
+        args,
+        options,
+        max_steps=max_steps,
+        adjoint=WithoutDerivative(while_loop),
+        throw=False,
+    )
+    stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
+    return solution.value, (solution.result, stats)
+
+
+class _WithoutAux(eqx.Module):
+    """Optimistix would compute the auxiliary output in each step, and needs it to be arrays."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, y, args):
+        return self.fn(y, args)[0]
+
+
+def _residual(y, _, inputs):
+    """The equation that is differentiated, whatever the solver makes of it."""
+    fn, _, _, args, *_ = inputs
+    out, _ = fn(y, args)
+    return jax.tree.map(jnp.subtract, out, y)
+
+
+class _SameType(eqx.Module):
+    """`fn` as Optimistix calls it, with a check of what it returns."""
+
+    fn: Callable[..., Any]
+    has_aux: bool
+
+    def __call__(self, y, args):
+        out, aux = self.fn(y, *args), None
+        if self.has_aux:
+            if not isinstance(out, tuple | list) or len(out) != 2:
+                raise rule_error(
+                    f"`{name_of(self.fn)}` did not return a pair, and `has_aux` is true.",
+                    f"it returned {show_tree(out)}",
+                    place_of(self.fn),
+                    do="Return `y, aux`, or leave `has_aux` out.",
+                )
+            out, aux = out
+        _check_same_type(self.fn, out, y)
+        return jax.tree.map(jnp.asarray, out), aux
+
+
+def _check_same_type(fn, out, y):
+    what = f"`{name_of(fn)}` returned something else than it was given: it has no fixed point."
+    if jax.tree.structure(out) != jax.tree.structure(y):
+        raise rule_error(
+            what,
+            f"it was given y = {show_tree(y)}",
+            f"it returned {show_tree(out)}",
+            place_of(fn),
+            do="Return a PyTree with the structure of `y`, the first argument.",
+        )
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(y), jax.tree.leaves(out), strict=True
+    ):
+        if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
+            raise rule_error(
+                what,
+                f"at y{jax.tree_util.keystr(path)}: it was given {type_of(a)}, and returned "
+                f"{type_of(b)}",
+                place_of(fn),
+                do="Give `y0` the shape and the dtype of what the function returns, or reshape "
+                "and cast what it returns.",
+            )
+
+
+def _as_arrays(fn, y0):
+    """The start as arrays without weak types, which a fixed point does not have."""
+
+    def leaf(path, x):
+        dtype = dtype_of(x)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            raise rule_error(
+                f"`fixed_point` of `{name_of(fn)}` was given a start that is not floating.",
+                f"y0{jax.tree_util.keystr(path)} is {type_of(x)}",
+                do="Give floating-point arrays or numbers, such as `0.0`. What is not iterated "
+                "belongs to the arguments after `y0`.",
+            )
+        x = jnp.asarray(x)
+        return jax.lax.convert_element_type(x, x.dtype)
+
+    if not jax.tree.leaves(y0):
+        raise rule_error(
+            f"`fixed_point` of `{name_of(fn)}` was given a start without arrays.",
+            f"y0 is {show_tree(y0)}",
+            do="Give what is iterated as a PyTree with floating-point arrays.",
+        )
+    return jax.tree_util.tree_map_with_path(leaf, y0)
+
+
+def _raise_if_failed(fn, value, result):
+    import optimistix as optx
+
+    what = f"The fixed point of `{name_of(fn)}` was not found: "
+    where = f"\n  {place_of(fn)}\n"
+    do = (
+        "The function may not be a contraction: give a solver that does not need one, such as "
+        "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)` or "
+        "`optimistix.Newton(rtol=1e-5, atol=1e-5)`"
+    )
+    end = "; or read `result` with `throw=False`."
+    messages = [
+        f"{what}the solver took `max_steps` steps.{where}{do}, or raise `max_steps`{end}",
+        f"{what}the iterates became infinite or NaN.{where}{do}{end}",
+        f"{what}the solver failed.{where}{do}{end}",
+    ]
+    codes = optx.RESULTS
+    # Of a batch, the message with the largest index is shown.
+    in_time = (result == codes.successful) | (result == codes.nonlinear_max_steps_reached)
+    index = jnp.where(in_time, 0, jnp.where(result == codes.nonfinite, 1, 2))
+    return eqx.branched_error_if(value, result != codes.successful, index, messages)

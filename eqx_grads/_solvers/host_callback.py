@@ -1,0 +1,211 @@
+"""The one place that calls NumPy code from a JAX program: dtypes, shapes, exceptions."""
+
+import abc
+import dataclasses
+import functools as ft
+import pathlib
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._errors import rule_error, RuleError, type_of
+from .._jaxprs.current_trace import is_staged, outside_of_linearization
+from .._rules.closure_convert import Opaque
+
+
+VMAP_METHODS = (
+    "sequential",
+    "sequential_unrolled",
+    "expand_dims",
+    "broadcast_all",
+    "legacy_vectorized",
+)
+
+
+class AbstractHostOp(Opaque, abc.ABC):
+    """A function of a list of NumPy arrays that returns a list of NumPy arrays.
+
+    It is hashed and compared by what it is made of, as JAX keeps compiled programs by it. The
+    arrays may have more axes in front than `in_types` say: those of `vmap`.
+    """
+
+    call: Any  # the `PrimalOp` that this is, or is derived from
+    in_types: Any  # tuples of `jax.ShapeDtypeStruct`s
+    out_types: Any
+
+    # Compared at each call, for which the comparison of lists is quickest.
+
+    @ft.cached_property
+    def in_ranks(self) -> list[int]:
+        return [len(t.shape) for t in self.in_types]
+
+    @ft.cached_property
+    def out_shapes(self) -> list[Any]:
+        return [(t.shape, np.dtype(t.dtype)) for t in self.out_types]
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What the user calls the function that runs."""
+
+    @property
+    @abc.abstractmethod
+    def place(self) -> str:
+        """Its file and line."""
+
+    @property
+    @abc.abstractmethod
+    def vmap_method(self) -> str: ...
+
+    @abc.abstractmethod
+    def out_path(self, i: int) -> str:
+        """Where output number `i` is, in the user's words."""
+
+    @abc.abstractmethod
+    def run(self, leaves: Sequence[np.ndarray]) -> list[Any]:
+        """The outputs as the user's code returned them: nothing is cast yet, so that
+        differences of them can be taken."""
+
+
+def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
+    """The outputs of `op`, of the types that it promises.
+
+    Where the values are known, `op` is simply called, so that an exception arrives as it was
+    raised. In a program that is being traced the call is a `jax.pure_callback`.
+    """
+    if any(isinstance(x, Tracer) for x in leaves) or is_staged(leaves):
+        out = jax.pure_callback(
+            _Callback(op), op.out_types, *leaves, vmap_method=op.vmap_method
+        )
+        return list(out)
+    try:
+        out = _run(op, [np.asarray(x) for x in leaves])
+    except Exception as error:
+        error.add_note(
+            f"This was raised on the host, by `{op.name}`, called with {_given(op)}."
+        )
+        raise
+    with outside_of_linearization(()):
+        # A copy: the function may write to its array again.
+        return [jnp.array(x) for x in out]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Callback:
+    """What JAX keeps of a callback, and calls."""
+
+    op: AbstractHostOp
+
+    def __call__(self, *leaves):
+        try:
+            return tuple(_run(self.op, [np.asarray(x) for x in leaves]))
+        except RuleError:
+            raise
+        except Exception as error:
+            # All that leaves a compiled program is the text of the last exception.
+            raise RuntimeError(_describe(self.op, error)) from error
+
+
+def _describe(op, error) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)]
+    lines = "".join(traceback.format_list(own or frames))
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    return (
+        f"`{op.name}` raised an exception on the host.\n"
+        f"  {op.place}\n  called with {_given(op)}\n{lines}{text}\n"
+        "The program is compiled, and so can't raise the exception itself. Call the function "
+        "outside of `jax.jit` and `jax.vmap` to catch it, or to debug it."
+    )
+
+
+_LIBRARY = str(pathlib.Path(__file__).parents[1])
+
+
+def _given(op) -> str:
+    return ", ".join(type_of(t) for t in op.in_types) or "no arrays"
+
+
+def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """The axes of `vmap` in front of the arrays."""
+    if [x.ndim for x in leaves] == op.in_ranks:
+        return ()
+    pairs = zip(leaves, op.in_ranks, strict=True)
+    return np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in pairs))
+
+
+def _run(op, leaves) -> list[np.ndarray]:
+    batch = batch_shape(op, leaves)
+    out = [x if isinstance(x, np.ndarray) else np.asarray(x) for x in op.run(leaves)]
+    if not batch and [(x.shape, x.dtype) for x in out] == op.out_shapes:
+        return out
+    return [
+        _cast(op, i, check_shape(op, i, x, batch), t.dtype)
+        for i, (x, t) in enumerate(zip(out, op.out_types, strict=True))
+    ]
+
+
+def check_shape(op: AbstractHostOp, i: int, x: Any, batch: tuple[int, ...]) -> np.ndarray:
+    """Output number `i` as an array with the axes of `vmap`; raises if it has another shape
+    than was promised."""
+    x = np.asarray(x)
+    shape = op.out_types[i].shape
+    if x.shape == batch + shape:
+        return x
+    # An output that does not depend on a batched argument need not have the axes of `vmap`.
+    own = x.shape[: x.ndim - len(shape)]
+    missing = (1,) * (len(batch) - len(own))
+    fits = all(n in (1, m) for n, m in zip(missing + own, batch, strict=False))
+    if batch and len(own) <= len(batch) and x.shape[len(own) :] == shape and fits:
+        return np.broadcast_to(x.reshape(missing + x.shape), batch + shape)
+    promised = jax.ShapeDtypeStruct(batch + shape, op.out_types[i].dtype)
+    do = "Return an array of the promised shape, or promise another one."
+    if batch:
+        do += (
+            f" With `vmap_method={op.vmap_method!r}` the function is given the axes of "
+            "`jax.vmap` in front, and returns them; with `'sequential'` it is not."
+        )
+    raise _misfit(op, i, "shape", x, promised, do)
+
+
+def _cast(op, i, x, dtype) -> np.ndarray:
+    if x.dtype == dtype:
+        return x
+    kinds = _kind(x.dtype), _kind(dtype)
+    if kinds in (("float", "float"), ("complex", "complex"), ("float", "complex")):
+        with np.errstate(over="ignore"):  # as JAX: what float32 can't hold is infinite
+            return x.astype(dtype)
+    if kinds == ("integer", "integer"):
+        cast = x.astype(dtype)
+        if np.array_equal(cast, x):
+            return cast
+    promised = jax.ShapeDtypeStruct(x.shape, dtype)
+    do = (
+        "Floats are cast to the promised precision, and integers that fit to the promised "
+        "width. Nothing else is: return what was promised, or promise what is returned."
+    )
+    raise _misfit(op, i, "dtype", x, promised, do)
+
+
+def _kind(dtype) -> str:
+    for name, kind in _KINDS.items():
+        if jnp.issubdtype(dtype, kind):
+            return name
+    return str(dtype)
+
+
+_KINDS = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.integer}
+
+
+def _misfit(op, i, what, got, promised, do) -> RuleError:
+    return rule_error(
+        f"`{op.name}` returned another {what} than was promised.",
+        f"at {op.out_path(i)}: promised was {type_of(promised)}, returned was {type_of(got)}",
+        op.place,
+        do=do,
+    )

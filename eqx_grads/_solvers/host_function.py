@@ -1,0 +1,271 @@
+"""`host_function`: a NumPy, SciPy, C or PyTorch function in a JAX program, differentiable."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .._errors import name_of, place_of, rule_error, type_of
+from .._rules.rule import Rule
+from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
+from .host_callback import VMAP_METHODS
+from .host_derivative import host_call
+from .host_ops import HostCode
+from .host_spec import check_captures, check_hashable, primal_op
+from .residual_cache import ResidualCache
+
+
+class HostFunction(eqx.Module):
+    """A function that runs on the host. Made by [`eqx_grads.host_function`][]."""
+
+    _code: HostCode = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._code.fn
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: any PyTrees. The function is given NumPy arrays for all arrays and
+            floats, which can't be written to; everything else as it is.
+
+        **Returns:**
+
+        What the function returned, as JAX arrays of the promised types.
+        """
+        op, operands = primal_op(self._code, args, kwargs)
+        check_hashable(op)
+        check_captures(self._code, operands, op.statics)
+        return jax.tree.unflatten(op.out_treedef, host_call(op, operands))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else jax.tree_util.Partial(self, instance)
+
+    def __reduce__(self):
+        return reduce_by_name(self, self._code.fn)
+
+    def __repr__(self):
+        return f"<eqx_grads.host_function of {self._code.name}>"
+
+    def def_fwd(
+        self,
+        rule: Callable[..., Any] | None = None,
+        *,
+        residuals: PyTree | Callable[..., PyTree] = None,
+        keep: int = 8,
+    ) -> Callable[..., Any]:
+        """Give the rule for the forward pass, which runs on the host. Use it as a decorator,
+        with or without options. Without this rule, the residuals are the tuple of the
+        arguments.
+
+        **Arguments:**
+
+        - `rule`: called as `rule(*args, **kwargs)`, like the function. Returns
+            `out, residuals`.
+        - `residuals`: the types of the residuals, in the forms of `out` of
+            [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
+            backward pass. By default they may be anything (a factorization, a graph), and stay
+            on the host: those of the last `keep` calls, which are found by a digest of the
+            arguments. The backward pass of an earlier call computes them again.
+        - `keep`: how many.
+
+        **Returns:**
+
+        `rule`.
+        """
+        if rule is None:
+            return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
+        if keep < 0:
+            raise rule_error(
+                "`def_fwd` was told to keep a negative number of residuals.",
+                f"keep={keep}",
+                place_of(rule),
+                do="Give the number of calls whose residuals stay on the host; 0 for none.",
+            )
+        self._code.fwd = Rule(rule)
+        self._code.residuals = residuals
+        self._code.kept = ResidualCache(keep)
+        return rule
+
+    def def_bwd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the rule for the backward pass, which runs on the host.
+
+        **Arguments:**
+
+        - `rule`: called as `rule(residuals, ct)`, where `ct` is like the output, with `None`
+            for all leaves that are not floating or complex. Returns a tuple with one cotangent
+            for each positional argument, each like the argument, with `None` for any part
+            that is zero. It may ask by name, with keyword-only parameters, for the function's
+            keyword-only arguments, and for `perturbed`: the tuple of trees of bools that says
+            which leaves are being differentiated. It may be called more than once for the same
+            residuals, and must leave them as they are.
+
+        **Returns:**
+
+        `rule`.
+        """
+        self._code.bwd = Rule(rule)
+        return rule
+
+    def def_jvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the forward rule, which runs on the host.
+
+        **Arguments:**
+
+        - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of all
+            positional arguments, `tangents` that of their tangents: arrays where the
+            primal is floating or complex, `None` for all other leaves. Returns `out, t_out`,
+            the second with `None` for any part that is zero.
+
+        **Returns:**
+
+        `rule`.
+        """
+        self._code.jvp = Rule(rule)
+        return rule
+
+
+def host_function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    out: PyTree | Callable[..., PyTree] = None,
+    example: Any = None,
+    finite_difference: str | None = None,
+    step: PyTree = None,
+    max_rule_calls: int = 256,
+    vmap_method: str = "sequential",
+) -> Any:
+    r"""A function that JAX can't trace (NumPy, SciPy, C by `ctypes`, PyTorch), with a
+    derivative.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+        from scipy.integrate import solve_ivp
+
+        @eqg.host_function(out=lambda rate, start: start, finite_difference="central")
+        def decay(rate, start):
+            solution = solve_ivp(
+                lambda t, y: -rate * y, (0.0, 1.0), start, rtol=1e-10, atol=1e-10
+            )
+            return solution.y[:, -1]
+
+        end = lambda rate: decay(rate, jnp.array([2.0]))[0]
+        with jax.enable_x64(True):
+            assert jnp.allclose(jax.jit(jax.grad(end))(0.5), -2 * jnp.exp(-0.5))
+
+        # Or with a rule, which runs on the host as well.
+        @decay.def_bwd
+        def decay_bwd(residuals, ct):
+            rate, start = residuals  # the arguments, as there is no `def_fwd`
+            end = decay.__wrapped__(rate, start)
+            return -(ct * end).sum(), ct * end / start
+
+        assert jnp.allclose(jax.grad(end)(0.5), -2 * jnp.exp(-0.5))
+        ```
+
+    **Arguments:**
+
+    - `fn`: the function, which must be pure. Without it, a decorator. Its arguments may be any
+        PyTrees, Modules included; it is given NumPy arrays. A traced value that it closes over
+        is an error.
+    - `out`: what it returns: a tree of `jax.ShapeDtypeStruct`s or arrays, or a function of the
+        arguments that returns such a tree. It is called with the arguments that the caller
+        gave, and `jax.ShapeDtypeStruct`s in the place of arrays.
+    - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
+        function is first used. It is not made at zeros or ones, where a solver may fail, or
+        never end. The shapes of all later calls are those of the example.
+    - `finite_difference`: for the modes and the orders of derivative without a rule:
+        `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
+        real function that computes with complex numbers throughout.
+    - `step`: the relative step of central differences. An element $x$ is moved by
+        $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
+        argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$
+        the resolution of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
+        function is less precise than its dtype (an adaptive solver), it should be the third
+        root of its relative error; if it computes in float64 for float32 arguments, it may be
+        1e-5.
+    - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
+    - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
+        `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in
+        front, and have to return them.
+
+    **Returns:**
+
+    An [`eqx_grads.HostFunction`][]. Its methods `def_fwd`, `def_bwd` and `def_jvp` take rules,
+    which are like those of [`eqx_grads.custom_vjp`][] and [`eqx_grads.custom_jvp`][], but run
+    on the host. Floats are cast to the promised precision.
+
+    **Derivative:**
+
+    The reverse rule is `def_bwd`'s and the forward rule `def_jvp`'s. A mode without a rule is
+    that of the Jacobian: by finite differences, if they are asked for, which takes two calls of
+    `fn` (complex steps: one) for each element of the arguments; otherwise by one call of the
+    other rule for each element of the outputs (`def_bwd`) or of the arguments (`def_jvp`). Both
+    modes; higher orders take finite differences of the rules, or of differences.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a derivative is needed that nothing above gives, and if the
+    function returns another structure, shape or kind of dtype than was promised. An exception
+    of `fn` arrives as it is where JAX runs eagerly. In a compiled program it becomes a
+    `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.
+    """
+    options = {
+        "out": out,
+        "example": example,
+        "finite_difference": finite_difference,
+        "step": step,
+        "max_rule_calls": max_rule_calls,
+        "vmap_method": vmap_method,
+    }
+    if fn is None:
+        return ft.partial(host_function, **options)
+    fn, _ = unwrap_method(fn)
+    _check_options(fn, options)
+    function = HostFunction(HostCode(fn, **options))
+    set_metadata(function, fn)
+    return function
+
+
+def _check_options(fn, options) -> None:
+    def fail(what, do):
+        return rule_error(f"`host_function` {what}.", place_of(fn), do=do)
+
+    out, example = options["out"], options["example"]
+    if (out is None) == (example is None):
+        raise fail(
+            f"has to know what `{name_of(fn)}` returns, and was given "
+            + ("neither `out` nor `example`" if out is None else "both `out` and `example`"),
+            "Give `out`: the types, or a function of the arguments that returns them "
+            "(`out=lambda x: x` for those of `x`); or `example`, the arguments of one call.",
+        )
+    if example is not None and not isinstance(example, tuple):
+        raise fail(
+            f"was given an example that is a `{type(example).__name__}`",
+            "Give a tuple, also for a single argument: `example=(x,)`.",
+        )
+    if options["finite_difference"] not in (None, "central", "complex"):
+        raise fail(
+            f"has no finite difference {options['finite_difference']!r}",
+            "Use `'central'` or `'complex'`.",
+        )
+    if options["vmap_method"] not in VMAP_METHODS:
+        raise fail(
+            f"has no `vmap_method` {options['vmap_method']!r}",
+            f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
+        )
+    if options["step"] is not None and options["finite_difference"] is None:
+        raise fail("was given a step and no finite difference", "Say `'central'`, too.")
+    for step in jax.tree.leaves(options["step"]):
+        if not isinstance(step, float | int) or not step > 0:
+            raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")

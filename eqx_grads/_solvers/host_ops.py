@@ -1,0 +1,165 @@
+"""A host function as a function of a flat list of NumPy arrays."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import name_of, place_of, rule_error, show_tree
+from .._rules.closure_convert import Opaque
+from .._rules.flatten_call import Signature
+from .._rules.rule import Rule
+from .host_callback import AbstractHostOp
+from .residual_cache import ResidualCache
+
+
+Types = tuple[jax.ShapeDtypeStruct, ...]
+
+
+class HostCode(Opaque):
+    """The user's function, its rules and its options. Static data for JAX: compared by
+    identity. A rule may be given, or replaced, at any time."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        vmap_method: str,
+        out: Any = None,
+        example: Any = None,
+        finite_difference: str | None = None,
+        step: Any = None,
+        max_rule_calls: int = 0,
+        is_linear: bool = False,
+    ):
+        self.fn = fn
+        self.out = out
+        self.example = example
+        self.finite_difference = finite_difference
+        self.step = step
+        self.max_rule_calls = max_rule_calls
+        self.vmap_method = vmap_method
+        self.is_linear = is_linear  # in its first argument, which has its derivative elsewhere
+        self.name = name_of(fn)
+        self.place = place_of(fn)
+        self.signature = Signature(fn)
+        self.fwd: Rule | None = None
+        self.bwd: Rule | None = None
+        self.jvp: Rule | None = None
+        self.residuals: Any = None  # what `def_fwd` was told of them
+        self.kept = ResidualCache(0)
+        self.example_out: Any = None
+
+
+def is_inexact(t: Any) -> bool:
+    return jnp.issubdtype(t.dtype, jnp.inexact)
+
+
+def is_complex(t: Any) -> bool:
+    return jnp.issubdtype(t.dtype, jnp.complexfloating)
+
+
+def is_array_leaf(x: Any) -> bool:
+    """What is an operand: all but Python's integers, strings, functions and the like."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrimalOp(AbstractHostOp):
+    """A call of the user's function.
+
+    - `treedef`, `statics`: the tree `(args, kwargs)`, and its leaves that are no arrays, with
+        `None` in the place of the arrays.
+    - `n_args`: how many of the arrays are in `args`, and can be differentiated.
+    """
+
+    code: HostCode
+    treedef: Any
+    statics: tuple[Any, ...]
+    n_args: int
+    in_types: Types
+    out_treedef: Any
+    out_types: Types
+    steps: tuple[float | None, ...]
+
+    @property
+    def call(self):
+        return self
+
+    @property
+    def name(self):
+        return self.code.name
+
+    @property
+    def place(self):
+        return self.code.place
+
+    @property
+    def vmap_method(self):
+        return self.code.vmap_method
+
+    def out_path(self, i):
+        return path_of_leaf(self.out_treedef, i)
+
+    def run(self, leaves):
+        args, kwargs = self.arguments(leaves)
+        return self.flatten_out(self.code.fn(*args, **kwargs), self.code.name, self.code.place)
+
+    @ft.cached_property
+    def arrays(self) -> list[int]:
+        """Which leaves of `(args, kwargs)` are arrays."""
+        return [i for i, x in enumerate(self.statics) if x is None]
+
+    @ft.cached_property
+    def out_inexact(self) -> tuple[int, ...]:
+        return tuple(i for i, t in enumerate(self.out_types) if is_inexact(t))
+
+    def arguments(self, leaves: Sequence[Any], statics: Any = None) -> Any:
+        """`(args, kwargs)` with these arrays."""
+        full = list(self.statics if statics is None else statics)
+        for i, x in zip(self.arrays, leaves, strict=True):
+            full[i] = x
+        return self.treedef.unflatten(full)
+
+    def tangents(self, ts: Sequence[Any]) -> Any:
+        """A tree like `args` with `ts` (`None`: zero) for its arrays, and `None` elsewhere."""
+        full = [*ts, *[None] * (len(self.in_types) - self.n_args)]
+        return self.arguments(full, [None] * len(self.statics))[0]
+
+    def in_path(self, i: int) -> str:
+        """Array number `i`, as the user would write it."""
+        paths = jax.tree_util.tree_leaves_with_path(
+            self.arguments(range(len(self.in_types)), [None] * len(self.statics))
+        )
+        (part, first, *rest), _ = paths[i]
+        if part.idx == 0:
+            return (
+                f"`{self.code.signature.names[first.idx]}{jax.tree_util.keystr(tuple(rest))}`"
+            )
+        return f"`{first.key}{jax.tree_util.keystr(tuple(rest))}`"
+
+    def flatten_out(self, out: Any, name: str, place: str) -> list[Any]:
+        """The leaves of what the function, or its forward rule, returned."""
+        leaves, treedef = jax.tree.flatten(out)
+        if treedef != self.out_treedef:
+            promised = jax.tree.unflatten(self.out_treedef, self.out_types)
+            raise rule_error(
+                f"`{name}` returned another structure than was promised.",
+                f"promised was {show_tree(promised)}",
+                f"returned was {show_tree(out)}",
+                place,
+                do="Return the promised structure, or promise another one in `out`.",
+            )
+        return leaves
+
+
+def path_of_leaf(treedef: Any, i: int) -> str:
+    """Where leaf number `i` of an output is."""
+    paths = jax.tree_util.tree_leaves_with_path(
+        jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    )
+    return "out" + jax.tree_util.keystr(paths[i][0])

@@ -1,0 +1,188 @@
+"""What a host function returns: the types that its user promised, or those of one example."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._errors import rule_error, show_tree, type_of
+from .._jaxprs.current_trace import is_eager
+from .._rules.closure_convert import check_no_tracers
+from .host_ops import HostCode, is_array_leaf, PrimalOp
+from .host_rule_ops import ForwardOp
+
+
+def primal_op(
+    code: HostCode, args: Any, kwargs: Any, out: Any = None
+) -> tuple[PrimalOp, list[jax.Array]]:
+    """A call of the user's function, and its operands. `out` replaces what was promised."""
+    # What the caller gave: who promises the type of `np.cumsum(x)` need not know of its `axis`.
+    args, kwargs, filled = code.signature.bind(args, kwargs, False)
+    kwargs = {name: x for name, x in kwargs.items() if name not in filled}
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    operands = [
+        x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves if is_array_leaf(x)
+    ]
+    statics = tuple(None if is_array_leaf(x) else x for x in leaves)
+    n_args = sum(map(is_array_leaf, jax.tree.leaves(args)))
+    op = PrimalOp(
+        code=code,
+        treedef=treedef,
+        statics=statics,
+        n_args=n_args,
+        in_types=tuple(_struct(x) for x in operands),
+        out_treedef=None,
+        out_types=(),
+        steps=(),
+    )
+    for i, x in enumerate(operands):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise rule_error(
+                f"`{op.name}` runs on the host, and was given a random key.",
+                f"at {op.in_path(i)}: {type_of(x)}",
+                op.place,
+                do="Pass `jax.random.key_data(key)`, an array of integers.",
+            )
+    out_types, out_treedef = _promised(op, code.out if out is None else out)
+    op = dataclasses.replace(
+        op, out_types=out_types, out_treedef=out_treedef, steps=_steps(code, args, n_args)
+    )
+    return op, operands
+
+
+def check_hashable(op: PrimalOp) -> None:
+    for i, x in enumerate(op.statics):
+        try:
+            hash(x)
+        except TypeError:
+            tree = jax.tree.unflatten(op.treedef, range(len(op.statics)))
+            path = jax.tree_util.tree_leaves_with_path(tree)[i][0][1:]
+            raise rule_error(
+                f"`{op.name}` was given an argument that is no array and has no hash.",
+                f"at argument {jax.tree_util.keystr(path)}: {type_of(x)}",
+                op.place,
+                do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
+                "give the object's class `__hash__` and `__eq__`.",
+            ) from None
+
+
+def check_captures(code: HostCode, operands: Sequence[Any], others: Sequence[Any]) -> None:
+    """Raise if the user's code, or one of `others`, holds a traced value, which NumPy can't
+    compute with."""
+    if is_eager() and not any(isinstance(x, Tracer) for x in operands):
+        return
+    rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
+
+    def fail(i, name):
+        return rule_error(
+            f"`{code.name}` runs on the host, and closes over a traced value.",
+            f"at {name}",
+            code.place,
+            do="Pass the value as an argument: then the function is given its NumPy array, "
+            "and has a derivative with respect to it.",
+        )
+
+    check_no_tracers([code.fn, *rules, *others], fail)
+
+
+def _struct(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def forward_op(call: PrimalOp) -> ForwardOp:
+    """The call of the forward rule that belongs to a call of the function."""
+    spec = call.code.residuals
+    if spec is None:
+        return ForwardOp(call, None, ())
+    types, treedef = _types(call, spec, "residuals")
+    return ForwardOp(call, treedef, types)
+
+
+def _promised(op: PrimalOp, out: Any):
+    if op.code.example is None:
+        return _types(op, out, "out")
+    _check_like_example(op)
+    if op.code.example_out is None:
+        # One call, at arguments that the user chose: a solver may never end at others.
+        out = op.code.fn(*jax.tree.map(_to_numpy, op.code.example))
+        op.code.example_out = jax.tree.map(_promise, out)
+    leaves, treedef = jax.tree.flatten(op.code.example_out)
+    return tuple(leaves), treedef
+
+
+def _to_numpy(x):
+    return np.asarray(x) if is_array_leaf(x) else x
+
+
+def _check_like_example(op) -> None:
+    args = op.arguments(op.in_types)[0]
+    example = op.code.example
+    shapes = lambda tree: [np.shape(x) for x in jax.tree.leaves(tree) if _has_shape(x)]
+    if shapes(args) != shapes(example):
+        raise rule_error(
+            f"`{op.name}` was called with other shapes than those of its example.",
+            f"the arguments are {show_tree(args)}",
+            f"the example is {show_tree(jax.tree.map(_to_numpy, example))}",
+            op.place,
+            do="What it returns is known for the shapes of the example only. Give "
+            "`out=`, a function of the arguments, in place of `example=`.",
+        )
+
+
+def _has_shape(x):
+    return is_array_leaf(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _types(op: PrimalOp, spec: Any, what: str):
+    """The promised types, flat. A spec is a tree of types or arrays, or a function of the
+    arguments that returns one."""
+    if callable(spec) and not isinstance(spec, eqx.Module):
+        args, kwargs = op.arguments(op.in_types)
+        spec = spec(*args, **kwargs)
+    leaves, treedef = jax.tree.flatten(spec)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
+        if not _has_shape(leaf):
+            raise rule_error(
+                f"`{what}` of `{op.name}` does not say what is returned.",
+                f"at {what}{jax.tree_util.keystr(path)}: {type_of(leaf)}",
+                op.place,
+                do="Give a tree of `jax.ShapeDtypeStruct`s or arrays, or a function of the "
+                "arguments' types that returns one.",
+            )
+    return tuple(map(_promise, leaves)), treedef
+
+
+def _promise(x) -> jax.ShapeDtypeStruct:
+    """The type of `x`, in 32 bits unless JAX is told to use 64."""
+    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _steps(code: HostCode, args, n_args) -> tuple[float | None, ...]:
+    """The relative step of each array among the positional arguments."""
+    step = code.step
+    if step is None or isinstance(step, float | int):
+        return (step,) * n_args
+    steps: list[float | None] = []
+
+    def fill(step, arg):
+        steps.extend([step] * sum(map(is_array_leaf, jax.tree.leaves(arg))))
+
+    is_leaf = lambda x: x is None or isinstance(x, float | int)
+    try:
+        jax.tree.map(fill, tuple(step), tuple(args), is_leaf=is_leaf)
+    except (ValueError, TypeError) as error:
+        raise rule_error(
+            f"`step` of `{code.name}` does not fit the arguments.",
+            f"the steps are {show_tree(step)}",
+            f"the arguments are {show_tree(args)}",
+            code.place,
+            do="Give one number, or a tuple with one entry for each argument: a number or "
+            "`None` for all of it, or a tree of them.",
+        ) from error
+    return tuple(steps)

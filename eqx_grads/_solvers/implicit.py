@@ -1,0 +1,230 @@
+"""`implicit`: the derivative of any solver, from the equation that it solves."""
+
+import functools as ft
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._errors import name_of, place_of, rule_error, show_tree
+from .._jaxprs.current_trace import is_eager
+from .._rules.closure_convert import contains_tracer, lift_tracers
+from .._rules.flatten_call import as_arrays, Signature
+from .._rules.nondifferentiable import nondifferentiable
+from .._rules.without_tangents import call_without_tangents
+from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
+from .equation import Equation
+from .solution_tangent import differentiable_solution
+
+
+def implicit(
+    residual: Callable[..., Any],
+    *,
+    solver: Any = None,
+    tags: object | Collection[object] = (),
+    has_aux: bool = False,
+    tolerance: float | None = 1e-2,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    r"""The derivative of any solver, from the equation that it solves.
+
+    A decorator. What it decorates may be a `while_loop`, an optimizer, a call of Optimistix, or
+    of SciPy in a callback: it is called for the value, and never differentiated.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        def residual(y, a):
+            return y**3 + y - a
+
+        @eqg.implicit(residual)
+        def solve(a):
+            def halve(_, bracket):
+                low, high = bracket
+                middle = (low + high) / 2
+                above = residual(middle, a) > 0
+                return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+            low, high = jax.lax.fori_loop(0, 40, halve, (-10.0, 10.0))
+            return (low + high) / 2
+
+        assert jnp.allclose(solve(2.0), 1.0)
+        assert jnp.allclose(jax.grad(solve)(2.0), 1 / 4)
+        assert jnp.allclose(jax.hessian(solve)(2.0), -6 / 4**3)
+        ```
+
+    **Arguments:**
+
+    - `residual`: called as `residual(y, *args)`, with the solution `y` and the positional
+        arguments of the solver; zero at the solution. It returns a tree like `y`, with one
+        equation for each unknown: for each element of each floating or complex leaf of `y`.
+        For a minimum, `eqx.filter_grad(objective)`.
+    - `solver`: a `lineax` solver for the linear system. By default a division if the residual
+        is seen to act on each element by itself, LU up to 256 unknowns, and beyond that GMRES,
+        which does not form the matrix. With `lineax.SVD()` and other least-squares solvers
+        the system need not be square, nor regular, and the residual of any structure.
+    - `tags`: the `lineax` tags of $\partial F/\partial y$. With
+        `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
+        used in place of LU and GMRES.
+    - `has_aux`: whether the solver returns `y, aux`.
+    - `tolerance`: how large the residual may be at the solution: as large as its change when
+        each element of the solution changes by this fraction of itself (of $10^{-3}$ if it
+        is smaller than that). At least 16 roundings are allowed, for half precision. A larger
+        residual raises when the derivative is computed. `None`: no check.
+
+    The decorated function:
+
+    - Its positional parameters are given to the residual too, also if they are passed by
+        keyword. They, `self` included, and what the residual closes over can be
+        differentiated.
+    - Its keyword-only parameters are for what the solution does not depend on: a first guess,
+        a bracket, a number of steps, a key. They are not given to the residual, and their
+        derivative is zero. Those that the residual has a parameter for are given to it:
+        they are configuration, as of any rule, and differentiating one is an error.
+    - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. What can't be differentiated
+        in `y` is not solved for. The derivative of `aux` is zero.
+
+    What the residual does not see can't move the solution. So a first guess that depends on
+    parameters (the last solution, in a scan) needs no `stop_gradient`, and the solver may close
+    over anything.
+
+    **Returns:**
+
+    A decorator.
+
+    **Derivative:**
+
+    With the residual $F(y, a) = 0$, the implicit function theorem says that
+    $\frac{\partial F}{\partial y}\,\dot y = -\frac{\partial F}{\partial a}\,\dot a$. The
+    forward rule solves this system. The reverse rule, its transpose, solves
+    $\left(\frac{\partial F}{\partial y}\right)^\top \lambda = -\bar y$ and returns
+    $\bar a = \left(\frac{\partial F}{\partial a}\right)^\top \lambda$. Both modes and all
+    orders: the derivative of a rule applies the rule again. The residual has to be
+    differentiable in forward mode. Several solutions, or none nearby, are a singular
+    system, which is an error, except for a least-squares solver: then $\dot y$ is the
+    smallest of the least-squares solutions.
+
+    A function that is not holomorphic may have complex unknowns: they are solved for as pairs
+    of real ones.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or is not
+    like the solution. When it runs, as everything of `lineax` and Equinox does (see
+    `equinox.error_if`): if the residual is not small at the solution, or the linear solve
+    fails.
+
+    ??? cite
+
+        Blondel, M. et al. (2022). Efficient and modular implicit differentiation. *Advances in
+        Neural Information Processing Systems* 35.
+    """
+    tags = frozenset(tags) if isinstance(tags, Collection) else frozenset([tags])
+    return ft.partial(
+        ImplicitFunction,
+        residual=residual,
+        solver=solver,
+        tags=tags,
+        has_aux=has_aux,
+        tolerance=tolerance,
+    )
+
+
+class ImplicitFunction(AbstractWrapper[P, T]):
+    """A function that solves an equation, with the derivative of the solution."""
+
+    fn: Callable[..., Any]
+    residual: Callable[..., Any]
+    _binding: str = eqx.field(static=True)
+    _solver: Any = eqx.field(static=True)
+    _tags: frozenset[object] = eqx.field(static=True)
+    _has_aux: bool = eqx.field(static=True)
+    _tolerance: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        fn: Callable[P, T] | staticmethod | classmethod,
+        *,
+        residual: Callable[..., Any],
+        solver: Any,
+        tags: frozenset[object],
+        has_aux: bool,
+        tolerance: float | None,
+    ):
+        self.fn, self._binding = unwrap_method(fn)
+        self.residual = residual
+        self._solver = solver
+        self._tags = tags
+        self._has_aux = has_aux
+        self._tolerance = tolerance
+        set_metadata(self, self.fn)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(*Signature(self.fn).bind(args, kwargs, True)[:2])
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Numbers inside of an argument stay as they are: a module may scan over its arrays.
+        args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
+        if is_eager() and not contains_tracer(self.fn, args, kwargs):
+            return as_arrays(self.fn(*args, **kwargs))
+        out = call_without_tangents(self.fn, args, kwargs)
+        y, aux = _split_aux(self.fn, out) if self._has_aux else (out, None)
+        y = self._with_tangent(y, args, kwargs)
+        return (y, aux) if self._has_aux else y
+
+    def _with_tangent(self, y, args, kwargs):
+        name = name_of(self.fn)
+        config = _config(self.residual, args, kwargs, name)
+        # The derivative of whatever is traced: the arguments, and what the residual or a
+        # function among the arguments closes over.
+        template, operands = lift_tracers([self.residual, args, config])
+        if not operands:
+            return y
+        equation = Equation(template, self._solver, self._tags, self._tolerance, name)
+        return differentiable_solution(
+            y, operands, residual=equation.residual, solve=equation.solve_tangent
+        )
+
+
+def _split_aux(fn, out):
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise rule_error(
+            f"`{name_of(fn)}` did not return a pair, as `has_aux=True` says.",
+            f"it returned {show_tree(out)}",
+            place_of(fn),
+            do="Return `y, aux`: the solution and anything else.",
+        )
+    return out
+
+
+def _config(residual, args, kwargs, solve):
+    """The keyword-only arguments that the residual has a parameter for."""
+    try:
+        signature = inspect.signature(residual)
+    except ValueError:  # a builtin that does not say
+        return {}
+    parameters = signature.parameters.values()
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind != p.POSITIONAL_ONLY}
+    config = {k: v for k, v in kwargs.items() if takes_all or k in named}
+    try:
+        signature.bind(None, *args, **config)
+    except TypeError as mismatch:
+        raise rule_error(
+            f"The residual `{name_of(residual)}` can't be called with the solution and the "
+            f"arguments of `{solve}`: {mismatch}.",
+            f"positional arguments of `{solve}`, with those that have a default: {len(args)}",
+            place_of(residual),
+            do="Give it the parameters `(y, *args)`, where `args` are the positional "
+            "parameters of the function that it decorates. A first guess, and what else the "
+            "solution does not depend on, is a keyword-only parameter of that function.",
+        ) from None
+    return {
+        k: nondifferentiable(v, f"The keyword-only argument `{k}` of `{solve}`")
+        for k, v in config.items()
+    }

@@ -1,0 +1,193 @@
+"""`linear_host_function`: a linear map that runs on the host, with its adjoint."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._errors import place_of, rule_error, type_of
+from .._rules.linear_primitive import linear_call, LinearMap
+from .._rules.wrapper import reduce_by_name, set_metadata
+from .host_callback import VMAP_METHODS
+from .host_derivative import dense, host_call, tangent_type
+from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp
+from .host_spec import check_captures, check_hashable, primal_op
+
+
+class LinearHostFunction(eqx.Module):
+    """A linear map that runs on the host. Made by [`eqx_grads.linear_host_function`][]."""
+
+    _matvec: HostCode = eqx.field(static=True)
+    _rmatvec: HostCode = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._matvec.fn
+
+    def __call__(self, x: PyTree, /, *args: Any) -> Any:
+        """Apply the map.
+
+        **Arguments:**
+
+        - `x`: a PyTree of floating or complex arrays, in which the map is linear.
+        - `args`: parameters: any PyTrees, which both functions are given.
+
+        **Returns:**
+
+        What `matvec` returned, as JAX arrays of the promised types.
+        """
+        _check_inexact(self._matvec, x)
+        out = _like if self._matvec.out is None else self._matvec.out
+        op, operands = primal_op(self._matvec, (x, *args), {}, out)
+        check_hashable(op)
+        check_captures(self._matvec, operands, [self._rmatvec.fn, *op.statics])
+        leaves, treedef = jax.tree.flatten(x)
+        n = len(leaves)
+        pair = _Pair(op, self._rmatvec, n, treedef, len(args))
+        return jax.tree.unflatten(op.out_treedef, pair.apply(operands[n:], operands[:n]))
+
+    def __reduce__(self):
+        return reduce_by_name(self, self._matvec.fn)
+
+    def __repr__(self):
+        return f"<eqx_grads.linear_host_function of {self._matvec.name}>"
+
+
+def _like(x, *args):
+    del args
+    return x
+
+
+def _check_inexact(code: HostCode, x: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not (is_array_leaf(leaf) and is_inexact(jnp.asarray(leaf))):
+            raise rule_error(
+                f"`{code.name}` is linear in its first argument, which has to be floating or "
+                "complex.",
+                f"at `{code.signature.names[0]}{jax.tree_util.keystr(path)}`: {type_of(leaf)}",
+                code.place,
+                do="Cast it, or pass it as one of the parameters behind the first argument.",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A linear map and its transpose, each of which is the transpose of the other.
+
+    `n` is the number of arrays in the first argument, of structure `treedef`. The arrays behind
+    these are the parameters, residuals of both maps; they are in `n_args` arguments.
+    """
+
+    op: PrimalOp
+    rmatvec: HostCode
+    n: int
+    treedef: Any
+    n_args: int
+
+    def apply(self, parameters, xs):
+        types = [tangent_type(t) for t in self.op.out_types]
+        matvec = LinearMap(self.op.name, self._matvec, self._transpose, types)
+        return list(linear_call(matvec, parameters, xs))
+
+    def _matvec(self, parameters, xs):
+        return host_call(self.op, [*xs, *parameters])
+
+    def _transpose(self, parameters, cts):
+        types = [tangent_type(t) for t in self.op.in_types[: self.n]]
+        rmatvec = LinearMap(self.rmatvec.name, self._rmatvec, self._matvec_again, types)
+        return list(linear_call(rmatvec, parameters, dense(cts, self.op.out_types)))
+
+    def _rmatvec(self, parameters, cts):
+        """The transpose, which is the conjugate of the adjoint of the conjugate."""
+        types = self.op.in_types[: self.n]
+        args = self.op.arguments([*types, *parameters])[0]
+        ct = jax.tree.unflatten(self.op.out_treedef, [jnp.conj(ct) for ct in cts])
+        given = (ct, *args[1 : 1 + self.n_args])
+        adjoint, operands = primal_op(
+            self.rmatvec, given, {}, jax.tree.unflatten(self.treedef, types)
+        )
+        return [jnp.conj(x) for x in host_call(adjoint, operands)]
+
+    def _matvec_again(self, parameters, ts):
+        return self.apply(parameters, dense(ts, self.op.in_types[: self.n]))
+
+
+def linear_host_function(
+    matvec: Any,
+    rmatvec: Any,
+    *,
+    out: PyTree | Callable[..., PyTree] = None,
+    vmap_method: str = "sequential",
+) -> LinearHostFunction:
+    r"""A linear map that JAX can't trace, given by two functions: itself and its adjoint.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+        from scipy.fft import dct
+
+        cosine = eqg.linear_host_function(
+            lambda x: dct(x, norm="ortho"), lambda y: dct(y, type=3, norm="ortho")
+        )
+        loss = lambda x: jnp.sum(cosine(x) ** 4)
+        x = jnp.array([1.0, -2.0, 0.5])
+        hessian = jax.hessian(loss)(x)
+        matrix = jax.jacfwd(cosine)(x)
+        assert jnp.allclose(
+            hessian, matrix.T @ jnp.diag(12 * cosine(x) ** 2) @ matrix, atol=1e-4
+        )
+        ```
+
+    **Arguments:**
+
+    - `matvec`: called as `matvec(x, *args)` with NumPy arrays; linear in `x`, which is any tree
+        of floating or complex arrays. The other arguments are parameters.
+    - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns what is
+        like `x`. For a complex map it is the adjoint, $A^H y$, and not the transpose, as the
+        method of that name of `scipy.sparse.linalg.LinearOperator`. For a symmetric map, give
+        `matvec` again.
+    - `out`, `vmap_method`: as for [`eqx_grads.host_function`][]. By default the output is like
+        `x`.
+
+    **Returns:**
+
+    A function of `x` and the parameters.
+
+    **Derivative:**
+
+    With respect to `x`, the forward rule is $\dot y = A \dot x$ and the reverse rule
+    $ar x = A^T ar y$. Both modes and all orders; it is also linear for `jax.linear_transpose`,
+    and so can be applied to the tangents in a rule. There is no derivative with respect to the
+    parameters.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is not floating or complex, and if a parameter is
+    differentiated; the errors of [`eqx_grads.host_function`][].
+    """
+    for fn in (matvec, rmatvec):
+        if not callable(fn):
+            raise rule_error(
+                "`linear_host_function` takes two functions.",
+                f"one of them is {type_of(fn)}",
+                do="Give the map and its adjoint; a symmetric map twice.",
+            )
+    if vmap_method not in VMAP_METHODS:
+        raise rule_error(
+            f"`linear_host_function` has no `vmap_method` {vmap_method!r}.",
+            place_of(matvec),
+            do=f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
+        )
+    function = LinearHostFunction(
+        HostCode(matvec, out=out, vmap_method=vmap_method, is_linear=True),
+        HostCode(rmatvec, vmap_method=vmap_method, is_linear=True),
+    )
+    set_metadata(function, matvec)
+    return function

@@ -1,0 +1,121 @@
+"""Solve a linear system that is given as a function, by `lineax`."""
+
+import functools as ft
+from collections.abc import Callable, Collection
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .._errors import rule_error, show_tree
+from .._jaxprs.diagonal import has_diagonal_jacobian
+from .optional_import import optional_import
+from .real_view import RealView, working_dtype
+
+
+# A dense factorization is more robust, and up to here not slower than an iteration.
+DENSE_UP_TO = 256
+
+
+def linear_solve(
+    matvec: Callable[[PyTree[Array]], PyTree[Array]],
+    rhs: PyTree[Array],
+    like: PyTree[Any],
+    *,
+    solver: Any = None,
+    tags: Collection[object] = (),
+    user: str = "linear_solve",
+) -> PyTree[Array]:
+    """`x` with `matvec(x) = rhs`.
+
+    - `matvec`: a linear function of trees like `like`. It may close over what is being
+        differentiated.
+    - `rhs`, `like`: trees with arrays of floats for leaves, and `None`. Of `like` only shapes
+        and dtypes matter.
+    - `solver`: a `lineax` solver. By default the solver that the tags call for. Without tags, a
+        division if the function is seen to be elementwise, LU up to `DENSE_UP_TO` unknowns,
+        and GMRES beyond.
+    - `tags`: `lineax` tags of the matrix.
+    - `user`: what the user called, for errors.
+
+    Differentiable in all modes and orders with respect to `rhs` and to what `matvec` closes
+    over, by the rules of `lineax`. A solve that fails raises when it runs, as all of `lineax`
+    and Equinox does.
+    """
+    lx = optional_import("lineax", user)
+    dtype = working_dtype(rhs, like)
+    domain, codomain = RealView(like, dtype), RealView(rhs, dtype)
+    tags = frozenset(tags)
+    _check_tags(lx, tags, like, domain, user)
+    if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
+        # An array and not a function, as `lineax` compiles once more for each new function.
+        ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
+        operator = lx.DiagonalLinearOperator(codomain.to_vector(matvec(ones)))
+        solver = lx.Diagonal(well_posed=True)
+    else:
+        operator = lx.FunctionLinearOperator(
+            lambda x: codomain.to_vector(matvec(domain.from_vector(x))),
+            domain.vector_type,
+            tags=tags,
+        )
+        if solver is None:
+            solver = _choose(lx, domain.vector_type.size, tags, dtype)
+    vector = _batched_like(operator, codomain.to_vector(rhs))
+    return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
+
+
+def _is_elementwise(matvec, domain, codomain) -> bool:
+    if domain.vector_type.size == 1 == codomain.vector_type.size:
+        return True
+
+    def of_arrays(arrays):
+        return codomain.to_arrays(matvec(domain.from_arrays(arrays)))
+
+    return has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(domain.types))
+
+
+def _batched_like(operator, vector):
+    """`vector`, with a batch axis if the operator has one.
+
+    Without it, `grad(vmap(...))` of `lineax.linear_solve` raises: Equinox does not sum the
+    cotangents of an unbatched operand of `vmap` (Equinox 0.13.8, Lineax 0.1.1; no upstream
+    issue was found). The compiler removes the selection.
+    """
+    arrays = jax.tree.leaves(eqx.filter(operator, eqx.is_array))
+    first = [jnp.reshape(x, -1)[:1] for x in arrays]
+    predicate = ft.reduce(jnp.logical_and, [jnp.all(x == x) for x in first], jnp.array(True))
+    return jax.lax.select(jnp.broadcast_to(predicate, vector.shape), vector, vector)
+
+
+def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
+    if lx.diagonal_tag in tags:
+        return lx.Diagonal(well_posed=True)
+    structured = {lx.tridiagonal_tag, lx.lower_triangular_tag, lx.upper_triangular_tag}
+    if n <= DENSE_UP_TO or tags & structured:
+        return lx.AutoLinearSolver(well_posed=True)
+    from .relative_tolerance import RelativeTolerance
+
+    tolerance = float(jnp.finfo(dtype).eps) ** 0.6
+    definite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
+    if tags & definite:
+        solver = lx.CG(rtol=0.1 * tolerance, atol=0.1 * tolerance)
+    else:
+        # It stops where the residual no longer falls, and not after 20 more cycles.
+        solver = lx.GMRES(rtol=0.1 * tolerance, atol=0.1 * tolerance, stagnation_iters=3)
+    return RelativeTolerance(solver, tolerance)
+
+
+def _check_tags(lx, tags, like, domain, user):
+    shapes = {lx.diagonal_tag, lx.tridiagonal_tag}
+    shapes |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
+    if domain.has_complex and tags & shapes:
+        raise rule_error(
+            f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
+            "unknowns.",
+            f"the unknowns are {show_tree(like)}",
+            do="A complex unknown is solved for as two real ones. Leave the tag out.",
+        )

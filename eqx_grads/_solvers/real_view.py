@@ -1,0 +1,69 @@
+"""PyTrees of floats, complex ones and half precision included, as real vectors.
+
+A linear solver works in one real dtype. A complex function need not be holomorphic, and then
+its derivative is linear over the real numbers only: a complex element is two real ones.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+
+class RealView:
+    """To and from real vectors of this dtype, for trees of these shapes and dtypes."""
+
+    def __init__(self, like: PyTree[Any], dtype: np.dtype):
+        leaves, self._treedef = jax.tree.flatten(like)
+        self._dtypes = [x.dtype for x in leaves]
+        self._dtype = dtype
+        self.types = [
+            jax.ShapeDtypeStruct(x.shape, dtype)
+            for x in leaves
+            for _ in range(2 if _is_complex(x.dtype) else 1)
+        ]
+        self._sizes = [math.prod(x.shape) for x in self.types]
+        self.vector_type = jax.ShapeDtypeStruct((sum(self._sizes),), dtype)
+
+    @property
+    def has_complex(self) -> bool:
+        return any(map(_is_complex, self._dtypes))
+
+    def to_arrays(self, tree: PyTree[Array]) -> list[Array]:
+        """The leaves, with the imaginary part after the real part."""
+        arrays = []
+        for x in jax.tree.leaves(tree):
+            parts = (jnp.real(x), jnp.imag(x)) if _is_complex(x.dtype) else (x,)
+            arrays += [part.astype(self._dtype) for part in parts]
+        return arrays
+
+    def from_arrays(self, arrays: list[Array]) -> PyTree[Array]:
+        rest = iter(arrays)
+        leaves = []
+        for dtype in self._dtypes:
+            x = next(rest)
+            x = jax.lax.complex(x, next(rest)) if _is_complex(dtype) else x
+            leaves.append(x.astype(dtype))
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def to_vector(self, tree: PyTree[Array]) -> Float[Array, " n"]:
+        arrays = [x.reshape(-1) for x in self.to_arrays(tree)]
+        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+    def from_vector(self, vector: Float[Array, " n"]) -> PyTree[Array]:
+        parts = jnp.split(vector, np.cumsum(self._sizes[:-1]))
+        pairs = zip(parts, self.types, strict=True)
+        return self.from_arrays([x.reshape(t.shape) for x, t in pairs])
+
+
+def _is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def working_dtype(*trees: PyTree[Any]) -> np.dtype:
+    """Single precision, or double if any leaf is double."""
+    bits = [jnp.finfo(x.dtype).bits for x in jax.tree.leaves(trees)]
+    return np.dtype(np.float64 if max(bits, default=32) > 32 else np.float32)

@@ -1,0 +1,79 @@
+"""Is a residual as small as it should be at a solution?
+
+The implicit function theorem holds where the residual is zero, and the formula gives some other
+number elsewhere. What is small depends on the units of the residual, which nobody knows but the
+user. So the residual is compared with its own derivative: it is small if it changes by as much
+when each element of the solution changes by a small fraction of itself. The derivative in one
+direction estimates that change.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+# An element that is smaller than this counts as this large, as a root may be zero.
+_SMALLEST = 1e-3
+
+
+def one_if_small(
+    residual: PyTree[Array],
+    matvec: Callable[[PyTree[Array]], PyTree[Array]],
+    y: PyTree[Array],
+    tolerance: float,
+    name: str,
+    solve: str,
+) -> Array:
+    """One, to multiply a derivative by; raises when it is computed if `residual` is not small.
+
+    A factor, as the compiler removes a check of a value that nothing depends on: the derivative
+    of a linear equation does not depend on its solution.
+
+    - `matvec`: the derivative of the residual at `y`.
+    - `name`, `solve`: the residual and the solver, for the message.
+    """
+    change = matvec(jax.tree.map(_direction, y))
+    leaves = jax.tree_util.tree_leaves_with_path(residual)
+    is_large = [
+        ~(_size(r) <= _at_least_rounding(tolerance, r.dtype) * _size(c))
+        for (_, r), c in zip(leaves, jax.tree.leaves(change), strict=True)
+    ]
+    is_large = jnp.stack(is_large)
+    messages = [
+        _message(name, solve, jax.tree_util.keystr(path), tolerance) for path, _ in leaves
+    ]
+    one = jnp.ones((), jnp.float32)
+    return eqx.branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
+
+
+def _at_least_rounding(tolerance, dtype):
+    """Half precision can't do better than some roundings."""
+    return max(tolerance, 16 * float(jnp.finfo(dtype).eps))
+
+
+def _direction(x):
+    """`x` times what looks like noise, so that no row of a matrix is orthogonal to it."""
+    real = jnp.finfo(x.dtype).dtype  # of complex `x`
+    noise = jnp.cos(jnp.square(jnp.arange(x.size, dtype=jnp.float32))).reshape(x.shape)
+    size = jnp.maximum(jnp.abs(x), jnp.asarray(_SMALLEST, real))
+    return (size * noise.astype(real)).astype(x.dtype)
+
+
+def _size(x: Array) -> Array:
+    x = jnp.abs(jax.lax.stop_gradient(x))
+    x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    return jnp.max(x, initial=0)
+
+
+def _message(name, solve, path, tolerance):
+    return (
+        f"The residual `{name}` of `{solve}` is not small at the solution.\n"
+        f"  at residual{path}: it is larger than its change would be if each element of the "
+        f"solution changed by the fraction tolerance={tolerance:g} of itself\n"
+        f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
+        "work in higher precision, see that the residual is the equation that it solves, or "
+        "pass another `tolerance` to `implicit` (`None`: no check)."
+    )

@@ -1,0 +1,156 @@
+"""A layer whose output is a fixed point of a cell: a deep equilibrium model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
+
+from .._errors import name_of, rule_error
+from .._rules.float_args import check_flags
+from .._solvers.fixed_point import fixed_point
+from .._tangent_spaces import promote
+from ._argument_checks import is_size
+
+
+class FixedPoint(eqx.Module):
+    r"""A layer whose output is the fixed point $z = \mathrm{cell}(x, z)$ of a cell.
+
+    The deep equilibrium model of [Bai et al., 2019](https://arxiv.org/abs/1909.01377): as a
+    network of infinitely many layers that share their weights, in the memory of one.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+
+        class Cell(eqx.Module):
+            of_input: eqx.nn.Linear
+            of_state: eqx.nn.Linear
+
+            def __call__(self, x, z):
+                return jnp.tanh(self.of_input(x) + self.of_state(z))
+
+        key1, key2 = jax.random.split(jax.random.key(0))
+        cell = Cell(eqx.nn.Linear(3, 8, key=key1), eqx.nn.Linear(8, 8, key=key2))
+        layer = eqg.nn.FixedPoint(cell, 8, backward="fixed_point")
+        xs = jnp.ones((5, 3))
+        assert jax.vmap(layer)(xs).shape == (5, 8)
+
+        grads = eqx.filter_grad(lambda layer: jnp.sum(jax.vmap(layer)(xs) ** 2))(layer)
+        assert jnp.any(grads.cell.of_state.weight != 0)
+        assert layer.solve(xs[0]).stats["num_steps"] < 30
+        ```
+
+    A cell is a contraction in `z` if its derivative in `z` is below one everywhere, for
+    example one with a weight of spectral norm below one and a `tanh`. If training leads it
+    elsewhere, the solver fails: see `throw`.
+
+    **Derivative:**
+
+    That of [`eqx_grads.fixed_point`][], in the cell and in `x`, by the choice of `backward`.
+    That in `z0` is zero.
+    """
+
+    cell: Callable[..., Any]
+    shape: tuple[int, ...] = eqx.field(static=True)
+    solver: Any
+    backward: Any
+    max_steps: int | None = eqx.field(static=True)
+    throw: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        cell: Callable[..., Any],
+        shape: Any,
+        *,
+        solver: Any = None,
+        backward: Any = "implicit",
+        max_steps: int | None = 256,
+        throw: Any = True,
+    ):
+        """**Arguments:**
+
+        - `cell`: called as `cell(x, z)`, returns an array like the state `z`: a Module, which
+            is trained with the layer, or a function.
+        - `shape`: the shape of the state, or its size if it has one axis.
+        - `solver`, `backward`, `max_steps`, `throw`: as for [`eqx_grads.fixed_point`][].
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if `shape` does not consist of positive integers.
+        """
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        if not all(map(is_size, sizes)):
+            raise rule_error(
+                "`FixedPoint` was given a shape that does not consist of positive integers.",
+                f"`shape` is {shape!r:.60}",
+                do="Give the shape of the state `z`, without an axis for the batch.",
+            )
+        check_flags("FixedPoint", throw=throw)
+        self.cell = cell
+        self.shape = tuple(int(size) for size in sizes)
+        self.solver = solver
+        self.backward = backward
+        self.max_steps = max_steps
+        self.throw = bool(throw)
+
+    def __call__(
+        self, x: PyTree, z0: PyTree | None = None, *, key: PRNGKeyArray | None = None
+    ) -> PyTree:
+        """**Arguments:**
+
+        - `x`: the input, any PyTree. There is no axis for a batch: use `jax.vmap`, under which
+            each example has its own number of steps, or write a cell for batches.
+        - `z0`: the state to start from, by default zeros in the common dtype of `x` and the
+            cell. Another PyTree of arrays is possible, where the cell takes and returns one.
+        - `key`: ignored.
+
+        **Returns:**
+
+        The fixed point, like `z0`.
+
+        **Raises:**
+
+        As [`eqx_grads.fixed_point`][].
+        """
+        del key
+        return self.solve(x, z0).value
+
+    def solve(self, x: PyTree, z0: PyTree | None = None) -> Any:
+        """As a call, but returns the whole `optimistix.Solution`: the fixed point in `value`,
+        the code in `result`, the number of steps and the norm of the residual in `stats`."""
+        if z0 is None:
+            leaves = jax.tree.leaves(eqx.filter((x, self.cell), eqx.is_inexact_array))
+            z0 = jnp.zeros(self.shape, promote(leaves) if leaves else None)
+        return fixed_point(
+            _OfState(self.cell),
+            z0,
+            x,
+            solver=self.solver,
+            backward=self.backward,
+            max_steps=self.max_steps,
+            throw=self.throw,
+        )
+
+
+class _OfState(eqx.Module):
+    """The cell with its state first, under its own name."""
+
+    cell: Callable[..., Any]
+
+    @property
+    def __name__(self):
+        return name_of(self.cell)
+
+    @property
+    def __wrapped__(self):
+        return self.cell
+
+    def __call__(self, z, x):
+        return self.cell(x, z)

@@ -1,0 +1,755 @@
+"""Fixed points against closed forms, NumPy, and autodiff of the steps written out."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import optimistix as optx
+import pytest
+from eqx_grads import RuleError, solvers
+from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
+from eqx_grads._jaxprs.structure import inner_programs
+
+from .helpers import assert_close, checking_leaks, temp_bytes
+
+
+EXACT = ("implicit", "fixed_point")
+# Enough terms for an exact derivative, where the contraction factor is one half.
+SERIES = solvers.NeumannAdjoint(30)
+APPROXIMATE = {
+    "neumann": solvers.NeumannAdjoint(5),
+    "phantom": solvers.PhantomAdjoint(5, 0.5),
+    "one_step": solvers.OneStepAdjoint(),
+}
+
+
+def tight():
+    """As exact as the precision allows."""
+    tolerance = 2e-7 if jnp.zeros(()).dtype == jnp.float32 else 1e-14
+    return optx.FixedPointIteration(rtol=tolerance, atol=tolerance)
+
+
+def linear(z, w, u, x):
+    return w @ z + u @ x
+
+
+def nonlinear(z, w, u, x):
+    return jnp.tanh(w @ z + u @ x)
+
+
+def problem(getkey, n=5, factor=0.5):
+    w, u = jr.normal(getkey(), (n, n)), jr.normal(getkey(), (n, 3))
+    w = factor * w / jnp.linalg.norm(w, 2)
+    return w, u, jr.normal(getkey(), (3,))
+
+
+def solve(fn, *args, n=5, **options):
+    options = {"solver": tight(), **options}
+    return eqg.fixed_point(fn, jnp.zeros(n), *args, **options).value
+
+
+def steps(fn, *args, n=5, number=60):
+    z = jnp.zeros(n)
+    for _ in range(number):
+        z = fn(z, *args)
+    return z
+
+
+# ---------------------------------------------------------------- the linear case
+
+
+def closed_form(args, ct):
+    """The fixed point of `linear` and the gradients, by NumPy in double precision."""
+    w, u, x = (np.asarray(a, np.float64) for a in args)
+    a = np.eye(len(w)) - w
+    z, v = np.linalg.solve(a, u @ x), np.linalg.solve(a.T, np.asarray(ct, np.float64))
+    return z, (np.outer(v, z), np.outer(v, x), u.T @ v)
+
+
+def relative(got, expected):
+    return np.max(np.abs(np.asarray(got, np.float64) - expected)) / np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("backward", EXACT)
+def test_linear_closed_form(getkey, backward, precision):
+    with jax.enable_x64(precision == "float64"):
+        args = problem(getkey)
+        ct = jr.normal(getkey(), (5,))
+        if backward == "fixed_point":
+            backward = solvers.FixedPointAdjoint(tight())
+        value, pullback = jax.vjp(lambda *args: solve(linear, *args, backward=backward), *args)
+        expected, gradients = closed_form(args, ct)
+        tolerance = 1e-6 if precision == "float32" else 1e-12
+        assert relative(value, expected) < tolerance
+        for got, want in zip(pullback(ct), gradients, strict=True):
+            assert relative(got, want) < tolerance
+
+
+def test_linear_closed_form_with_defaults(getkey):
+    """The default tolerance, 6e-6, is one on the last step: the error is a few times that."""
+    args, ct = problem(getkey), jr.normal(getkey(), (5,))
+    for backward in EXACT:
+        fn = lambda *args, backward=backward: solve(
+            linear, *args, backward=backward, solver=None
+        )
+        _, pullback = jax.vjp(fn, *args)
+        for got, want in zip(pullback(ct), closed_form(args, ct)[1], strict=True):
+            assert relative(got, want) < 3e-5
+
+
+# ---------------------------------------------------------------- exact derivatives
+
+
+@pytest.mark.parametrize("backward", EXACT)
+def test_all_modes_and_second_order(getkey, backward):
+    with jax.enable_x64(True):
+        args = problem(getkey)
+        backward = solvers.FixedPointAdjoint(tight()) if backward == "fixed_point" else backward
+        ours = lambda x: jnp.sum(jnp.sin(solve(nonlinear, *args[:2], x, backward=backward)))
+        unrolled = lambda x: jnp.sum(jnp.sin(steps(nonlinear, *args[:2], x)))
+        x, v = args[2], jr.normal(getkey(), (3,))
+        all_of_it = lambda f: (
+            f(x),
+            jax.jvp(f, (x,), (v,))[1],
+            jax.grad(f)(x),
+            jax.hessian(f)(x),
+            jax.jacrev(jax.grad(f))(x),
+        )
+        assert_close(
+            jax.jit(lambda: all_of_it(ours))(),
+            jax.jit(lambda: all_of_it(unrolled))(),
+            tolerance=1e-11,
+        )
+
+
+def test_third_order():
+    with jax.enable_x64(True):
+        cosine = lambda y, x: jnp.cos(y) * x
+        ours = lambda x: eqg.fixed_point(cosine, 0.5, x, solver=tight()).value
+        third = jax.grad(jax.jacfwd(jax.grad(ours)))(0.7)
+        step, x = 1e-3, 0.7
+        # Differences of second derivatives, which are those of the closed form y = x cos y.
+        slope = jax.hessian(ours)
+        differences = (slope(x + step) - slope(x - step)) / (2 * step)
+        assert_close(third, differences, tolerance=1e-5)
+        y = ours(x)
+        dy = np.cos(y) / (1 + x * np.sin(y))
+        ddy = -(2 * np.sin(y) * dy + x * np.cos(y) * dy**2) / (1 + x * np.sin(y))
+        assert_close(slope(x), ddy, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        optx.Newton(rtol=1e-10, atol=1e-10),
+        pytest.param(optx.Dogleg(rtol=1e-10, atol=1e-10), marks=pytest.mark.slow),
+        optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10),
+        pytest.param(optx.BFGS(rtol=1e-8, atol=1e-8), marks=pytest.mark.slow),
+        solvers.Anderson(rtol=1e-12, atol=1e-12),
+    ],
+    ids=lambda solver: type(solver).__name__,
+)
+def test_any_solver_of_optimistix(getkey, solver):
+    """What is differentiated is always f(y) = y, also where the solver minimizes."""
+    with jax.enable_x64(True):
+        args = problem(getkey, n=4)
+
+        def loss(solve):
+            return lambda w: jnp.sum(solve(nonlinear, w, *args[1:], n=4) ** 2)
+
+        ours = lambda *args, n: solve(*args, n=n, solver=solver, backward=SERIES)
+        got, expected = jax.jit(lambda w: (jax.grad(loss(ours))(w), jax.grad(loss(steps))(w)))(
+            args[0]
+        )
+        assert_close(got, expected, tolerance=1e-6)
+
+
+def test_no_contraction():
+    """The plain iteration diverges, and neither a root finder nor the linear solve does."""
+    away = lambda y, x: 3.0 * y - x  # the fixed point is x / 2
+    newton = optx.Newton(rtol=1e-5, atol=1e-5)
+    ours = lambda x: eqg.fixed_point(away, 1.0, x, solver=newton).value
+    value, slope = jax.value_and_grad(ours)(3.0)
+    assert_close((value, slope), (jnp.array(1.5), jnp.array(0.5)))
+
+
+# ---------------------------------------------------------------- approximate derivatives
+
+
+def in_steps(fn, args, number, tau):
+    """The definition in the papers: damped steps that start at the fixed point, which is taken
+    as a constant."""
+    z = jax.lax.stop_gradient(steps(fn, *args))
+    for _ in range(number):
+        z = (1 - tau) * z + tau * fn(z, *args)
+    return z
+
+
+# Each adjoint, how many steps it is the gradient of, and their damping.
+DEFINITIONS = [
+    (solvers.OneStepAdjoint(), 1, 1.0),
+    (solvers.NeumannAdjoint(0), 1, 1.0),
+    (solvers.NeumannAdjoint(3), 4, 1.0),
+    (solvers.PhantomAdjoint(1, 0.3), 1, 0.3),
+    (solvers.PhantomAdjoint(4, 0.5), 4, 0.5),
+    (solvers.PhantomAdjoint(np.int64(2), 1), 2, 1.0),
+]
+
+
+@pytest.mark.parametrize(("backward", "number", "tau"), DEFINITIONS, ids=str)
+def test_approximate_derivatives_are_the_published_ones(getkey, backward, number, tau):
+    with jax.enable_x64(True):
+        args = problem(getkey)
+        directions = tuple(jr.normal(getkey(), a.shape) for a in args)
+        ours = lambda *args: solve(nonlinear, *args, backward=backward)
+        theirs = lambda *args: in_steps(nonlinear, args, number, tau)
+        ct = jr.normal(getkey(), (5,))
+        both = lambda f: (jax.vjp(f, *args)[1](ct), jax.jvp(f, args, directions)[1])
+        assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
+
+
+def test_second_order_of_an_approximation():
+    """The derivative of x -> df/dx(y, x), in which y has the approximate derivative again."""
+    with jax.enable_x64(True):
+        f = lambda y, x: jnp.cos(y) * x**2
+        ours = lambda x: (
+            eqg.fixed_point(f, 0.5, x, solver=tight(), backward=solvers.NeumannAdjoint(1)).value
+        )
+        y, x = ours(0.6), 0.6
+        of_y, of_x = jax.grad(f, 0), jax.grad(f, 1)
+        slope = lambda y, x: (1 + of_y(y, x)) * of_x(y, x)
+        assert_close(jax.grad(ours)(x), slope(y, x))
+        expected = jax.grad(slope, 1)(y, x) + jax.grad(slope, 0)(y, x) * slope(y, x)
+        assert_close(jax.hessian(ours)(x), expected)
+        assert_close(jax.grad(jax.grad(ours))(x), expected)
+
+
+def test_neumann_converges_at_the_rate_of_the_contraction(getkey):
+    with jax.enable_x64(True):
+        args, ct = problem(getkey), jr.normal(getkey(), (5,))
+        exact = closed_form(args, ct)[1][2]
+        for k in (2, 8, 20):
+            backward = solvers.NeumannAdjoint(k)
+            fn = lambda x, backward=backward: solve(linear, *args[:2], x, backward=backward)
+            (got,) = jax.vjp(fn, args[2])[1](ct)
+            u = args[1]
+            bound = 0.5 ** (k + 1) * np.linalg.norm(u, 2) * np.linalg.norm(ct) / 0.5
+            assert np.linalg.norm(got - exact) <= bound + 1e-12
+
+
+def test_names_are_adjoints(getkey):
+    args = problem(getkey)
+    for name, adjoint in APPROXIMATE.items():
+        gradient = lambda backward: jax.grad(
+            lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward=backward))
+        )(args[0])
+        assert jnp.array_equal(gradient(name), gradient(adjoint))
+
+
+# ---------------------------------------------------------------- transformations
+
+
+@pytest.mark.parametrize(
+    "backward", ["implicit", pytest.param("fixed_point", marks=pytest.mark.slow)]
+)
+def test_transformations(getkey, backward):
+    w, u, _ = problem(getkey)
+    xs = jr.normal(getkey(), (4, 3))
+
+    def gradient(x):
+        loss = lambda w, x: jnp.sum(solve(nonlinear, w, u, x, backward=backward) ** 2)
+        return jax.value_and_grad(loss, (0, 1))(w, x)
+
+    one_by_one = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(jax.jit(gradient), xs))
+    assert_close(jax.vmap(gradient)(xs), one_by_one, tolerance=1e-5)
+    scan = lambda fn: jax.lax.scan(lambda _, x: (None, fn(x)), None, xs)[1]
+    assert_close(scan(gradient), one_by_one, tolerance=1e-5)
+
+    # Of a sum over a scan, with a checkpoint, and batched before differentiation.
+    step = jax.checkpoint(lambda w, x: jnp.sum(solve(nonlinear, w, u, x, backward=backward)))
+    in_scan = lambda w: jax.lax.scan(lambda total, x: (total + step(w, x), None), 0.0, xs)[0]
+    in_vmap = lambda w: jnp.sum(jax.vmap(step, (None, 0))(w, xs))
+    expected = sum(jax.grad(step)(w, x) for x in xs)
+    assert_close(jax.grad(in_scan)(w), expected, tolerance=1e-5)
+    assert_close(jax.grad(in_vmap)(w), expected, tolerance=1e-5)
+
+
+def test_closed_over_values_and_trees(getkey):
+    w, u, x = problem(getkey)
+
+    def loss(w, x):
+        def fn(state):  # over `w` and `x`, tracers of two levels
+            h = jnp.tanh(w @ state["h"] + u @ x)
+            return {"h": h, "mean": (jnp.mean(h), None)}
+
+        start = {"h": jnp.zeros(5), "mean": (0.0, None)}
+        solution = eqg.fixed_point(fn, start, solver=tight())
+        return jnp.sum(solution.value["h"]) + solution.value["mean"][0]
+
+    plain = lambda w, x: (lambda h: jnp.sum(h) + jnp.mean(h))(steps(nonlinear, w, u, x))
+    got = jax.jit(jax.grad(loss, (0, 1)))(w, x)
+    assert_close(got, jax.jit(jax.grad(plain, (0, 1)))(w, x), tolerance=1e-5)
+
+
+def test_no_leaks(getkey):
+    args = problem(getkey)
+    loss = lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward="one_step"))
+    with checking_leaks():
+        jax.jit(jax.grad(loss))(args[0])
+
+
+def test_one_fixed_point_inside_another():
+    """y = x cos(z) with z = y sin(z) / 2 + 1: both levels are differentiated."""
+    with jax.enable_x64(True):
+        inner = lambda y: (
+            eqg.fixed_point(lambda z, y: y * jnp.sin(z) / 2 + 1, 0.5, y, solver=tight()).value
+        )
+        outer = lambda x: (
+            eqg.fixed_point(lambda y, x: x * jnp.cos(inner(y)), 0.5, x, solver=tight()).value
+        )
+        step = 1e-5
+        differences = (outer(0.4 + step) - outer(0.4 - step)) / (2 * step)
+        assert_close(jax.grad(outer)(0.4), differences, tolerance=1e-8)
+        assert_close(jax.jvp(outer, (0.4,), (1.0,))[1], differences, tolerance=1e-8)
+
+
+def test_the_start_has_no_gradient(getkey):
+    args = problem(getkey)
+    fn = lambda z0: jnp.sum(eqg.fixed_point(nonlinear, z0, *args).value)
+    assert jnp.array_equal(jax.grad(fn)(jnp.ones(5)), jnp.zeros(5))
+
+
+def test_an_argument_without_influence():
+    for backward in (*EXACT, "phantom"):
+        fn = lambda x, backward=backward: (
+            eqg.fixed_point(lambda y, x: 0.5 * y, 1.0, x, backward=backward).value
+        )
+        assert jax.grad(fn)(1.0) == 0.0
+        assert jax.jvp(fn, (1.0,), (1.0,))[1] == 0.0
+
+
+@pytest.mark.cost
+@pytest.mark.parametrize("backward", [*EXACT, *APPROXIMATE])
+def test_memory_does_not_depend_on_the_number_of_steps(backward):
+    fn = lambda z, x: 0.9 * jnp.tanh(jnp.sin(z)) + x
+    x = jnp.linspace(0, 1, 1000)
+
+    def gradient(number):
+        z0 = jnp.zeros(1000)
+        if number is None:
+            find = lambda x: jax.lax.scan(lambda z, _: (fn(z, x), None), z0, None, 100)[0]
+        else:
+            solver = optx.FixedPointIteration(rtol=0.0, atol=1e-30)  # takes all steps
+            options = {"solver": solver, "backward": backward, "throw": False}
+            find = lambda x: eqg.fixed_point(fn, z0, x, max_steps=number, **options).value
+        return temp_bytes(jax.grad(lambda x: jnp.sum(find(x))), x)
+
+    few, many = gradient(10), gradient(100)
+    assert few == many
+    assert many < 0.2 * gradient(None)
+
+
+# ---------------------------------------------------------------- in Optimistix
+
+
+@pytest.mark.parametrize("adjoint", [solvers.ImplicitAdjoint(), SERIES], ids=str)
+def test_adjoints_in_optimistix(getkey, adjoint):
+    args = problem(getkey)
+    fn = lambda z, args: nonlinear(z, *args)
+    minus = lambda z, args: nonlinear(z, *args) - z
+    newton = optx.Newton(rtol=1e-6, atol=1e-6)
+    z0 = jnp.zeros(5)
+    finders = (
+        lambda args: optx.fixed_point(fn, tight(), z0, args, adjoint=adjoint),
+        lambda args: optx.fixed_point(fn, newton, z0, args, adjoint=adjoint),
+        lambda args: optx.root_find(minus, newton, z0, args, adjoint=adjoint, max_steps=None),
+    )
+    ours = jax.grad(lambda args: jnp.sum(solve(nonlinear, *args, backward=adjoint)))(args)
+    for find in finders:
+        got = jax.grad(lambda args, find=find: jnp.sum(find(args).value))(args)
+        assert_close(got, ours, tolerance=1e-5)
+
+
+def test_adjoints_where_optimistix_minimizes(getkey):
+    args = problem(getkey)
+    fn = lambda z, args: nonlinear(z, *args)
+    solver = optx.LevenbergMarquardt(rtol=1e-6, atol=1e-6)
+
+    def gradient(adjoint):
+        find = lambda args: optx.fixed_point(fn, solver, jnp.zeros(5), args, adjoint=adjoint)
+        return jax.grad(lambda args: jnp.sum(find(args).value))(args)
+
+    expected = jax.grad(lambda args: jnp.sum(steps(nonlinear, *args)))(args)
+    assert_close(gradient(solvers.ImplicitAdjoint()), expected, tolerance=1e-4)
+    for adjoint in (solvers.FixedPointAdjoint(), *APPROXIMATE.values()):
+        with pytest.raises(RuleError, match="together with a solver that minimizes"):
+            gradient(adjoint)
+
+
+def test_adjoints_of_optimistix(getkey):
+    args = problem(getkey)
+    gradient = lambda backward: jax.grad(
+        lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward=backward))
+    )(args[0])
+    ours = gradient("implicit")
+    assert_close(gradient(optx.RecursiveCheckpointAdjoint()), ours, tolerance=1e-5)
+    gmres = lx.GMRES(rtol=1e-6, atol=1e-6)
+    assert_close(gradient(solvers.ImplicitAdjoint(gmres)), ours, tolerance=1e-5)
+
+
+def test_tags_reach_the_linear_solve(getkey):
+    w, u, x = problem(getkey)
+    w = -w @ w.T  # so that w - 1 is negative definite
+    tags = frozenset([lx.negative_semidefinite_tag])
+    cholesky = solvers.ImplicitAdjoint(lx.Cholesky())
+    loss = lambda w, **options: jnp.sum(solve(linear, w, u, x, **options))
+    got = jax.grad(loss)(w, backward=cholesky, tags=tags)
+    assert_close(got, jax.grad(loss)(w), tolerance=1e-5)
+    with pytest.raises(ValueError, match="Cholesky"):
+        jax.grad(loss)(w, backward=cholesky)
+
+
+# ---------------------------------------------------------------- what is returned
+
+
+def test_solution(getkey):
+    args = problem(getkey)
+    solution = eqg.fixed_point(nonlinear, jnp.zeros(5), *args)
+    assert solution.result == optx.RESULTS.successful
+    assert 5 < solution.stats["num_steps"] < 40
+    assert solution.stats["max_steps"] == 256
+    residual = nonlinear(solution.value, *args) - solution.value
+    assert_close(solution.stats["residual_norm"], jnp.max(jnp.abs(residual)), eps=2)
+    assert solution.stats["residual_norm"] < 1e-5
+    norm = lambda x: eqg.fixed_point(nonlinear, jnp.zeros(5), *args[:2], x).stats[
+        "residual_norm"
+    ]
+    assert jnp.array_equal(jax.grad(norm)(args[2]), jnp.zeros(3))
+
+
+def test_each_example_of_a_batch_has_its_own_count():
+    solution = jax.vmap(lambda x: eqg.fixed_point(lambda y, x: x * y + 1, 0.0, x))
+    counts = solution(jnp.array([0.1, 0.5, 0.9])).stats["num_steps"]
+    assert counts[0] < counts[1] < counts[2]
+
+
+def test_aux_is_that_of_the_fixed_point_and_differentiable():
+    with jax.enable_x64(True):
+
+        def fn(y, x):
+            return jnp.cos(y) * x, {"twice": 2 * y, "name": "cosine"}
+
+        solution = eqg.fixed_point(fn, 0.5, 0.7, solver=tight(), has_aux=True)
+        assert_close(solution.aux["twice"], 2 * solution.value)
+        assert solution.aux["name"] == "cosine"
+        aux = lambda x: eqg.fixed_point(fn, 0.5, x, solver=tight(), has_aux=True).aux["twice"]
+        y = solution.value
+        expected = 2 * jnp.cos(y) / (1 + 0.7 * jnp.sin(y))
+        assert_close(jax.grad(aux)(0.7), expected, tolerance=1e-12)
+
+
+def conjugating(z, c):
+    return 0.3 * z * jnp.conj(z) + 0.2j * jnp.conj(z) + c
+
+
+@pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
+@pytest.mark.parametrize("backward", EXACT)
+def test_complex(backward):
+    """Of a function that is not holomorphic: its derivative is linear over the reals only."""
+    with jax.enable_x64(True):
+
+        def loss(z):
+            return jnp.real(z) + 2 * jnp.imag(z)
+
+        ours = lambda c: loss(eqg.fixed_point(conjugating, 0j, c, backward=backward).value)
+        plain = lambda c: loss(
+            jax.lax.scan(lambda z, _: (conjugating(z, c), None), 0j * c, None, length=80)[0]
+        )
+        both = lambda f: (jax.grad(f)(0.3 + 0.4j), jax.jvp(f, (0.3 + 0.4j,), (1 + 2j,))[1])
+        assert_close(both(ours), both(plain), tolerance=1e-9)
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        fn = lambda x: eqg.fixed_point(lambda y, x: 0.5 * y + x, 0.0, x, backward="neumann")
+        assert jax.grad(lambda x: fn(x).value)(1.0) == 63 / 32
+
+
+def double(y, x):
+    return 2 * y + x
+
+
+def test_a_map_that_is_no_contraction(getkey):
+    """A result code or an error, by choice."""
+    solution = eqg.fixed_point(double, 1.0, 1.0, throw=False, max_steps=None)
+    assert solution.result == optx.RESULTS.nonfinite
+    solution = eqg.fixed_point(double, 1.0, 1.0, throw=False, max_steps=10)
+    assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
+    assert solution.stats["num_steps"] == 10
+    assert solution.value == 2047
+    with pytest.raises(eqx.EquinoxRuntimeError, match="fixed point of `double` was not found"):
+        eqg.fixed_point(double, 1.0, 1.0)
+    with pytest.raises(eqx.EquinoxRuntimeError, match=r"`max_steps`[\s\S]*test_fixed_point.py"):
+        eqg.fixed_point(double, 1.0, 1.0, max_steps=10)
+
+
+def test_a_derivative_that_does_not_converge():
+    newton = optx.Newton(rtol=1e-5, atol=1e-5)
+
+    def slope(backward):
+        fn = lambda x: eqg.fixed_point(double, 1.0, x, solver=newton, backward=backward).value
+        return eqx.filter_jit(jax.grad(fn))(1.0)
+
+    with pytest.raises(
+        eqx.EquinoxRuntimeError, match="`FixedPointAdjoint` was still iterating"
+    ):
+        slope("fixed_point")
+    quiet = solvers.FixedPointAdjoint(max_steps=3, throw=False)
+    assert slope(quiet) == 15  # 1 + 2 + 4 + 8
+    anderson = solvers.FixedPointAdjoint(solvers.Anderson(rtol=1e-5, atol=1e-5))
+    assert_close(slope(anderson), jnp.array(-1.0), tolerance=1e-4)
+
+
+def test_a_small_cotangent_is_not_taken_for_zero(getkey):
+    args = problem(getkey)
+    for backward in EXACT:
+        fn = lambda x, scale, backward=backward: (
+            scale * jnp.sum(solve(nonlinear, *args[:2], x, backward=backward))
+        )
+        gradient = jax.jit(jax.grad(fn))
+        small, large = gradient(args[2], 1e-20), gradient(args[2], 1.0)
+        assert_close(small * 1e20, large, tolerance=1e-5)
+        assert jnp.array_equal(gradient(args[2], 0.0), jnp.zeros(3))
+
+
+# ---------------------------------------------------------------- edges and bad input
+
+
+def test_kinds_of_leaves():
+    fn = lambda y, n, x: {"a": y["a"] * 0.5 + x[0], "none": None, "empty": y["empty"]}
+    start = {"a": 1, "none": None, "empty": jnp.zeros((0, 2))}
+    start["a"] = np.float32(1)
+    value = eqg.fixed_point(fn, start, 3, (2.0, "name")).value
+    assert_close(value["a"], jnp.array(4.0, value["a"].dtype), tolerance=1e-4)
+    assert value["empty"].shape == (0, 2)
+    assert value["none"] is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("backward", ["fixed_point", "neumann"])
+def test_half_precision(dtype, backward):
+    fn = lambda y, x: y * 0.5 + x
+    x = jnp.ones(3, dtype)
+    loss = lambda x: eqg.fixed_point(fn, jnp.zeros(3, dtype), x, backward=backward).value.sum()
+    got = jax.grad(loss)(x)
+    assert got.dtype == dtype
+    assert_close(got.astype("float32"), jnp.full(3, 2.0, "float32"), tolerance=0.05)
+
+
+def test_single_precision_with_x64():
+    """Optimistix's plain iteration alone raises an error here (0.1.0)."""
+    with jax.enable_x64(True):
+        solution = eqg.fixed_point(lambda y: jnp.cos(y), jnp.zeros(2, "float32"))
+        assert solution.value.dtype == "float32"
+        assert_close(solution.value, jnp.full(2, 0.739085, "float32"), tolerance=1e-4)
+
+
+def grows(y):
+    return jnp.concatenate([y, y])
+
+
+def casts(y):
+    return y.astype("float16")
+
+
+def nests(y):
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (grows, r"`grows` returned something else[\s\S]*at y: it was given float\d\d\[2\]"),
+        (casts, r"`casts` returned something else[\s\S]*and returned float16\[2\]"),
+        (nests, r"`nests` returned something else[\s\S]*Return a PyTree with the structure"),
+    ],
+)
+def test_a_function_that_changes_its_argument(fn, text):
+    with pytest.raises(RuleError, match=text):
+        eqg.fixed_point(fn, jnp.zeros(2))
+
+
+def test_bad_arguments():
+    identity = lambda y: y
+    with pytest.raises(RuleError, match=r"start that is not floating[\s\S]*y0\['n'\] is int"):
+        eqg.fixed_point(identity, {"n": 0})
+    with pytest.raises(RuleError, match=r"unknown `backward`[\s\S]*'implicit', 'fixed_point'"):
+        eqg.fixed_point(identity, 0.0, backward="newton")
+    with pytest.raises(RuleError, match=r"start without arrays[\s\S]*y0 is \(None,\)"):
+        eqg.fixed_point(identity, (None,))
+    with pytest.raises(RuleError, match="unknown `backward`"):
+        eqg.fixed_point(identity, 0.0, backward=solvers.OneStepAdjoint)
+    with pytest.raises(RuleError, match="`solver` that is not one of Optimistix"):
+        eqg.fixed_point(identity, 0.0, solver="anderson")
+    with pytest.raises(RuleError, match="did not return a pair, and `has_aux` is true"):
+        eqg.fixed_point(identity, 0.0, has_aux=True)
+    for k in (-1, 1.5, True):
+        with pytest.raises(RuleError, match="`k` of `NeumannAdjoint` is not an integer"):
+            solvers.NeumannAdjoint(k)
+    with pytest.raises(
+        RuleError, match="`k` of `PhantomAdjoint` is not an integer of at least"
+    ):
+        solvers.PhantomAdjoint(0)
+    for tau in (0, 1.5, "half"):
+        with pytest.raises(RuleError, match="`tau` of `PhantomAdjoint` is not a damping"):
+            solvers.PhantomAdjoint(2, tau)
+    with pytest.raises(RuleError, match="`history` of `Anderson` is not a positive integer"):
+        solvers.Anderson(rtol=1e-3, atol=1e-3, history=0)
+
+
+def test_without_optimistix(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "optimistix", None)
+    with pytest.raises(ModuleNotFoundError, match="needs `optimistix`"):
+        eqg.fixed_point(lambda y: y, 0.0)
+
+
+# ---------------------------------------------------------------- Anderson acceleration
+
+
+def test_anderson_needs_few_steps(getkey):
+    """With a history as large as the state, a linear problem takes as many steps as it has
+    dimensions, as GMRES does (Walker and Ni, 2011), and the plain iteration takes thousands."""
+    with jax.enable_x64(True):
+        args = problem(getkey, n=8, factor=1.0)
+        w = args[0] * 0.99 / np.max(np.abs(np.linalg.eigvals(np.asarray(args[0]))))
+        anderson = solvers.Anderson(rtol=1e-10, atol=1e-10, history=8)
+        solution = eqg.fixed_point(linear, jnp.zeros(8), w, *args[1:], solver=anderson)
+        assert solution.stats["num_steps"] <= 14
+        expected = np.linalg.solve(np.eye(8) - np.asarray(w), np.asarray(args[1] @ args[2]))
+        assert relative(solution.value, expected) < 1e-8
+        plain = optx.FixedPointIteration(rtol=1e-10, atol=1e-10)
+        slow = eqg.fixed_point(
+            linear, jnp.zeros(8), w, *args[1:], solver=plain, max_steps=300, throw=False
+        )
+        assert slow.result == optx.RESULTS.nonlinear_max_steps_reached
+
+
+def test_anderson_of_trees_in_a_batch(getkey):
+    fn = lambda y, x: (jnp.cos(y[1]) * 0.9 + x, jnp.sin(y[0]).astype(y[1].dtype))
+    start = (jnp.zeros(3), jnp.zeros(3))
+    solver = solvers.Anderson(rtol=1e-6, atol=1e-6, history=3, mixing=0.8)
+    find = lambda x, solver: eqg.fixed_point(fn, start, x, solver=solver).value
+    xs = jr.normal(getkey(), (4, 3))
+    got = jax.vmap(lambda x: find(x, solver))(xs)
+    assert_close(got, jax.vmap(lambda x: find(x, tight()))(xs), tolerance=1e-4)
+
+
+def test_anderson_at_the_fixed_point():
+    """All differences are zero, and the least-squares problem has no information."""
+    solver = solvers.Anderson(rtol=1e-5, atol=1e-5)
+    solution = eqg.fixed_point(lambda y: jnp.ones(3), jnp.ones(3), solver=solver)
+    assert jnp.array_equal(solution.value, jnp.ones(3))
+    assert solution.stats["num_steps"] == 1
+    solution = eqg.fixed_point(lambda y: 0.5 * y + jnp.zeros(3), jnp.ones(3), solver=solver)
+    assert jnp.all(jnp.abs(solution.value) < 1e-5)
+
+
+# ---------------------------------------------------------------- the layer
+
+
+class Cell(eqx.Module):
+    of_input: eqx.nn.Linear
+    of_state: eqx.nn.Linear
+
+    def __init__(self, size, hidden, *, key):
+        key1, key2 = jr.split(key)
+        self.of_input = eqx.nn.Linear(size, hidden, key=key1)
+        of_state = eqx.nn.Linear(hidden, hidden, use_bias=False, key=key2)
+        weight = 0.5 * of_state.weight / jnp.linalg.norm(of_state.weight, 2)
+        self.of_state = eqx.tree_at(lambda layer: layer.weight, of_state, weight)
+
+    def __call__(self, x, z):
+        return jnp.tanh(self.of_input(x) + self.of_state(z))
+
+
+def through_steps(cell, x):
+    return steps(lambda z: cell(x, z), n=4)
+
+
+@pytest.mark.parametrize("backward", EXACT)
+def test_layer_in_a_network(getkey, backward):
+    cell = Cell(3, 4, key=getkey())
+    layer = eqg.nn.FixedPoint(cell, 4, backward=backward, solver=tight())
+    xs = jr.normal(getkey(), (6, 3))
+    loss = lambda layer, xs: jnp.sum(jnp.sin(jax.vmap(layer)(xs)))
+    plain = lambda cell, xs: jnp.sum(jnp.sin(jax.vmap(lambda x: through_steps(cell, x))(xs)))
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(layer, xs)
+    expected = eqx.filter_jit(eqx.filter_grad(plain))(cell, xs)
+    assert_close(jax.tree.leaves(grads.cell), jax.tree.leaves(expected), tolerance=1e-5)
+
+    def body(carry, x):
+        return carry + jnp.sum(layer(x)), None
+
+    in_scan = jax.jit(jax.grad(lambda xs: jax.lax.scan(body, jnp.zeros(()), xs)[0]))(xs)
+    by_hand = jax.vmap(jax.grad(lambda x: jnp.sum(through_steps(cell, x))))(xs)
+    assert_close(in_scan, by_hand, tolerance=1e-5)
+
+
+def test_layer_statistics_and_start(getkey):
+    layer = eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), (4,))
+    x = jr.normal(getkey(), (3,))
+    cold = layer.solve(x)
+    warm = layer.solve(x, cold.value)
+    assert warm.stats["num_steps"] < cold.stats["num_steps"]
+    assert cold.result == optx.RESULTS.successful
+    assert jnp.array_equal(layer(x), cold.value)
+    net = eqx.nn.Sequential([layer, eqx.nn.Linear(4, 2, key=getkey())])
+    assert net(x, key=getkey()).shape == (2,)
+
+
+def test_the_gradient_of_a_batch_can_be_explained(getkey):
+    """The loop of a batch has an array for a condition, which JAX's own function refuses."""
+    layer = eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), 4, backward="fixed_point")
+    xs = jr.normal(getkey(), (5, 3))
+    loss = lambda layer: jnp.sum(jax.vmap(layer)(xs) ** 2)
+    assert not eqg.explain_zero(loss, layer)
+    assert not eqg.explain_nan(loss, layer)
+    # Its program has the tolerance of single precision.
+    assert eqgt.check_gradients(loss, layer, tolerance=1e-4).passed
+
+
+def test_the_evaluator_keeps_the_elements_that_are_done():
+    halve = lambda x: jax.lax.while_loop(
+        lambda c: c[0] > 1.0, lambda c: (c[0] / 2, c[1] + 1), x
+    )
+    args = (jnp.array([0.5, 3.0, 100.0]), jnp.zeros(3, jnp.int32))
+    program = jax.make_jaxpr(lambda *args: jax.vmap(halve)(args))(*args)
+    enter_all = lambda program, values, _=None: evaluate(program, values, hook)
+
+    def hook(eqn, values):
+        return enter(eqn, values, enter_all) if inner_programs(eqn) else bind(eqn, values)
+
+    assert_close(tuple(enter_all(program, args)), jax.vmap(halve)(args))
+
+
+def test_layer_errors(getkey):
+    for shape in (0, 2.5, (3, -1), "four"):
+        with pytest.raises(RuleError, match="`FixedPoint` was given a shape"):
+            eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), shape)
+    with pytest.raises(RuleError, match="`throw` of `FixedPoint` is not a bool"):
+        eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), 4, throw="no")
+    layer = eqg.nn.FixedPoint(lambda x, z: jnp.append(z, x), 4)
+    with pytest.raises(RuleError, match=r"`<lambda>` returned[\s\S]*at y: it was given"):
+        layer(jnp.ones(3))
+    explodes = eqg.nn.FixedPoint(lambda x, z: 2 * z + x, 3)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="fixed point of `<lambda>`"):
+        explodes(jnp.ones(3))
+    quiet = eqg.nn.FixedPoint(lambda x, z: 2 * z + x, 3, throw=False)
+    assert quiet.solve(jnp.ones(3)).result != optx.RESULTS.successful

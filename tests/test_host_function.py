@@ -1,0 +1,949 @@
+"""Functions on the host, against the same functions in JAX and closed forms."""
+
+import concurrent.futures
+import copy
+import ctypes
+import gc
+import pickle
+import shutil
+import subprocess
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.linalg
+from eqx_grads import RuleError
+from eqx_grads._solvers.host_callback import VMAP_METHODS
+from scipy.integrate import solve_ivp
+
+from .helpers import assert_close
+
+
+F64 = {"eps": 1e7}  # of differences in float64: 2e-9
+
+
+def _numpy(x, y):
+    return np.sin(x) * y + np.sum(x, -1, keepdims=True)
+
+
+def _jax(x, y):
+    return jnp.sin(x) * y + jnp.sum(x, -1, keepdims=True)
+
+
+def _like_x(x, y):
+    return x
+
+
+def _bwd(arguments, ct):
+    x, y = arguments
+    return ct * np.cos(x) * y + np.sum(ct, -1, keepdims=True), ct * np.sin(x)
+
+
+def _jvp(primals, tangents):
+    (x, y), (t_x, t_y) = primals, tangents
+    t_out = np.cos(x) * t_x * y + np.sin(x) * t_y + np.sum(t_x, -1, keepdims=True)
+    return _numpy(x, y), t_out
+
+
+def make(*rules, **options):
+    function = eqg.host_function(_numpy, out=_like_x, **options)
+    for name, rule in zip(("def_bwd", "def_jvp"), (_bwd, _jvp), strict=True):
+        if name in rules:
+            getattr(function, name)(rule)
+    return function
+
+
+FORMS = {
+    "both rules": (("def_bwd", "def_jvp"), {}),
+    "def_bwd": (("def_bwd",), {}),
+    "def_jvp": (("def_jvp",), {}),
+    "central": ((), {"finite_difference": "central"}),
+    "complex": ((), {"finite_difference": "complex"}),
+}
+
+
+@pytest.fixture
+def points():
+    with jax.enable_x64(True):
+        return jnp.array([0.5, -1.2, 2.0]), jnp.array([1.5, 0.3, -0.7])
+
+
+def loss(f):
+    return lambda x, y: jnp.sum(f(x, y) ** 3)
+
+
+# ---------------------------------------------------------------- values, modes and orders
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_modes(form, points):
+    rules, options = FORMS[form]
+    f = make(*rules, **options)
+    with jax.enable_x64(True):
+
+        def derivatives(f):
+            return (
+                f(*points),
+                jax.jacfwd(f, (0, 1))(*points),
+                jax.jacrev(f, (0, 1))(*points),
+                jax.jvp(loss(f), points, points),
+                jax.grad(loss(f), (0, 1))(*points),
+            )
+
+        expected = derivatives(_jax)
+        assert_close(derivatives(f), expected, **F64)
+        assert_close(jax.jit(lambda: derivatives(f))(), expected, **F64)
+
+
+def slow(*args):
+    return pytest.param(*args, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "rules", [(), slow(("def_bwd",)), slow(("def_jvp",)), ("def_bwd", "def_jvp")]
+)
+def test_second_order_by_differences_of_the_rules(rules, points):
+    f = make(*rules, finite_difference="central")
+    modes = (jax.jacfwd, jax.jacrev)
+    with jax.enable_x64(True):
+        expected = jax.hessian(loss(_jax), (0, 1))(*points)
+        # Differences of differences are known to 1e-7, those of a rule to 1e-10.
+        for outer in modes:
+            for inner in modes:
+                got = outer(inner(loss(f), (0, 1)), (0, 1))(*points)
+                assert_close(got, expected, tolerance=1e-6 if len(rules) < 2 else 1e-9)
+
+
+def test_third_order_by_differences():
+    f = eqg.host_function(np.exp, out=lambda x: x, finite_difference="central")
+    with jax.enable_x64(True):
+        third = jax.grad(jax.grad(jax.grad(f)))(0.5)
+        assert abs(third / np.exp(0.5) - 1) < 1e-4
+
+
+def test_second_order_of_complex_steps():
+    f = eqg.host_function(np.exp, out=lambda x: x, finite_difference="complex")
+    with jax.enable_x64(True):
+        assert abs(jax.grad(f)(0.5) / np.exp(0.5) - 1) < 1e-15
+        assert abs(jax.hessian(f)(0.5) / np.exp(0.5) - 1) < 1e-9
+
+
+def test_the_step(points):
+    """Float32 arguments of a function that computes in float64: the step may be small."""
+    f = lambda step: eqg.host_function(
+        lambda x: np.exp(np.asarray(x, np.float64)),
+        out=lambda x: x,
+        finite_difference="central",
+        step=step,
+    )
+    x = jnp.float32(0.7)
+    error = lambda step: abs(float(jax.grad(f(step))(x)) / np.exp(np.float64(x)) - 1)
+    assert 1e-6 < error(None) < 1e-4
+    assert error(1e-4) < 1e-7
+    assert error((1e-4,)) == error(1e-4)
+
+
+def test_the_step_of_each_leaf():
+    """The distance between evaluations, seen from inside of the function."""
+    seen = []
+
+    def square(pair, scale):
+        seen.append((float(pair["a"]), float(pair["b"]), float(scale)))
+        return pair["a"] ** 2 + pair["b"] ** 2 + scale**2
+
+    f = eqg.host_function(
+        square,
+        out=lambda pair, scale: scale,
+        finite_difference="central",
+        step=({"a": 0.25, "b": None}, 0.5),
+    )
+    pair = {"a": jnp.float32(4.0), "b": jnp.float32(0.5)}
+    grads = jax.grad(f, (0, 1))(pair, jnp.float32(0.1))
+    expected = {"a": jnp.float32(8.0), "b": jnp.float32(1.0)}, jnp.float32(0.2)
+    assert_close(grads, expected, tolerance=1e-3)
+    a, b, scale = (np.ptp([point[i] for point in seen]) for i in range(3))
+    assert a == 2.0  # relative to 4
+    assert np.isclose(b, 2 * np.finfo(np.float32).eps ** (1 / 3))  # relative to 1
+    assert np.isclose(scale, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_half_precision(dtype):
+    f = eqg.host_function(
+        lambda x: np.asarray(x, np.float32) ** 2,
+        out=lambda x: x,
+        finite_difference="central",
+    )
+    x = jnp.array([1.5, -0.5], dtype)
+    value, grads = f(x), jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x)
+    assert value.dtype == grads.dtype == dtype
+    assert_close(grads, 2 * x)
+
+
+# JAX's convention: the gradient of a real loss is the conjugate of the steepest ascent.
+@pytest.mark.parametrize("form", ["central", "def_bwd", "def_jvp"])
+def test_complex_numbers(form):
+    def numpy(z, x):
+        return z**2 * x, np.abs(z)
+
+    options = {"finite_difference": "central"} if form == "central" else {}
+    f = eqg.host_function(numpy, out=lambda z, x: (z, x), **options)
+
+    @(f.def_bwd if form == "def_bwd" else lambda rule: rule)
+    def f_bwd(arguments, cts):
+        (z, x), (ct, ct_abs) = arguments, cts
+        return ct * 2 * z * x + ct_abs * np.conj(z) / np.abs(z), ct * z**2
+
+    @(f.def_jvp if form == "def_jvp" else lambda rule: rule)
+    def f_jvp(primals, tangents):
+        (z, x), (t_z, t_x) = primals, tangents
+        t_abs = np.real(np.conj(z) * t_z) / np.abs(z)
+        return numpy(z, x), (2 * z * x * t_z + z**2 * t_x, t_abs)
+
+    with jax.enable_x64(True):
+        z, x = jnp.array([1.0 + 2.0j, -0.5j]), jnp.array([0.3, 2.0])
+        witness = lambda z, x: (z**2 * x.astype(z.dtype), jnp.abs(z))
+
+        def derivatives(f):
+            out, pull = jax.vjp(f, z, x)
+            tangent = jax.jvp(f, (z, x), (z * (0.2 - 1.0j), x))
+            return out, pull((z * (0.5 + 1.0j), x)), tangent
+
+        assert_close(derivatives(f), derivatives(witness), **F64)
+
+
+# ---------------------------------------------------------------- arguments and outputs
+
+
+class Model(eqx.Module):
+    weight: jax.Array
+    power: int
+    activation: str = eqx.field(static=True)
+
+
+def test_trees_and_static_leaves():
+    def apply(model, inputs, *, scale):
+        assert isinstance(model, Model)
+        assert isinstance(model.weight, np.ndarray)
+        assert model.power == 2
+        assert model.activation == "square"
+        assert inputs["none"] is None
+        assert inputs["name"] == "x"
+        assert inputs["index"].dtype.kind == "i"
+        value = scale * (model.weight * inputs["x"]) ** model.power
+        return {"value": value, "index": inputs["index"] + 1, "nothing": None}
+
+    f = eqg.host_function(
+        apply,
+        out=lambda model, inputs, *, scale: {
+            "value": inputs["x"],
+            "index": inputs["index"],
+            "nothing": None,
+        },
+        finite_difference="central",
+    )
+    model = Model(jnp.array([2.0, 3.0]), 2, "square")
+    inputs = {"x": jnp.array([1.0, -1.0]), "index": jnp.array(3), "none": None, "name": "x"}
+
+    @eqx.filter_jit
+    @eqx.filter_grad(has_aux=True)
+    def grad(model, inputs):
+        out = f(model, inputs=inputs, scale=0.5)
+        return jnp.sum(out["value"]), out
+
+    grads, out = grad(model, inputs)
+    assert out["index"] == 4
+    assert out["nothing"] is None
+    assert_close(grads.weight, model.weight, tolerance=1e-3)
+    assert jnp.issubdtype(out["index"].dtype, jnp.integer)
+
+
+def test_python_scalars_and_empty_arrays():
+    f = make("def_bwd", "def_jvp")
+    square = eqg.host_function(lambda x: x**2, out=lambda x: x, finite_difference="central")
+    assert square(3.0) == 9.0
+    assert_close(jax.grad(square)(3.0), 6.0, tolerance=1e-4)
+    empty = jnp.zeros((0,))
+    summed = eqg.host_function(
+        lambda x, y: np.sum(x) + y, out=lambda x, y: y, finite_difference="central"
+    )
+    for f in (summed, jax.jit(summed)):
+        assert f(empty, 1.5) == 1.5
+        for jacobian in (jax.jacfwd, jax.jacrev):
+            of_empty, of_y = jacobian(f, (0, 1))(empty, 1.5)
+            assert of_empty.shape == (0,)
+            assert_close(of_y, 1.0, tolerance=1e-4)
+    same = eqg.host_function(lambda x: x, out=lambda x: x)
+    same.def_bwd(lambda arguments, ct: (ct,))
+    assert jax.jacfwd(same)(empty).shape == (0, 0)
+
+
+def test_float64_of_numpy_is_cast_to_what_was_promised():
+    f = eqg.host_function(
+        lambda x: (np.asarray(x, np.float64), np.int64(7)),
+        out=(jnp.zeros(3, jnp.float32), jnp.zeros((), jnp.int32)),
+    )
+    for call in (f, jax.jit(f)):
+        x, n = call(jnp.ones(3, jnp.float32))
+        assert (x.dtype, n.dtype) == (jnp.float32, jnp.int32)
+        assert n == 7
+
+
+def test_the_arrays_can_not_be_written_to():
+    def inplace(x):
+        x += 1
+        return x
+
+    f = eqg.host_function(inplace, out=lambda x: x, finite_difference="central")
+    with pytest.raises(ValueError, match="read-only"):
+        f(jnp.ones(2))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_buffer_that_is_used_again(jit):
+    buffer = np.zeros(1000, np.float32)
+
+    def fill(x):
+        buffer[:] = x
+        return buffer
+
+    f = jit(eqg.host_function(fill, out=lambda x: x))
+    ones, twos = f(jnp.ones(1000, jnp.float32)), f(jnp.full(1000, 2, jnp.float32))
+    assert jnp.all(ones == 1)
+    assert jnp.all(twos == 2)
+
+
+def test_one_example_call():
+    calls = []
+
+    def solve(matrix, b):
+        calls.append(matrix)
+        return np.linalg.solve(matrix, b)
+
+    f = eqg.host_function(solve, example=(np.eye(2), np.ones(2)), finite_difference="central")
+    matrix, b = jnp.array([[2.0, 1.0], [0.0, 4.0]]), jnp.array([3.0, 4.0])
+    shape = jax.eval_shape(f, matrix, b)
+    assert shape.shape == (2,)
+    assert shape.dtype == b.dtype
+    assert len(calls) == 1
+    assert np.array_equal(calls[0], np.eye(2))
+    assert_close(jax.jit(f)(matrix, b), jnp.array([1.0, 1.0]))
+    with pytest.raises(RuleError, match="other shapes than those of its example"):
+        jax.eval_shape(f, jnp.eye(3), jnp.ones(3))
+
+
+# ---------------------------------------------------------------- transformations
+
+
+@pytest.mark.parametrize("method", VMAP_METHODS)
+@pytest.mark.parametrize("form", ["central", "both rules", slow("def_jvp"), slow("def_bwd")])
+def test_vmap_methods(method, form):
+    rules, options = FORMS[form]
+    f = make(*rules, vmap_method=method, **options)
+    xs, y = jnp.array([[0.5, -1.2], [2.0, 0.1], [0.3, 0.7]]), jnp.array([1.5, 0.3])
+
+    @jax.jit
+    def batched(f):
+        # It does not say which axis of `vmap` an argument has, if there are several.
+        nested = f if method != "legacy_vectorized" else jax.tree_util.Partial(_jax)
+        return (
+            jax.vmap(f, (0, None))(xs, y),
+            jax.grad(lambda y: jnp.sum(jax.vmap(f, (0, None))(xs, y) ** 2))(y),
+            jax.vmap(jax.grad(loss(f), (0, 1)), (0, None))(xs, y),
+            jax.vmap(lambda x: jax.jvp(lambda x: f(x, y), (x,), (x,)))(xs),
+            jax.vmap(jax.vmap(nested, (None, 0)), (0, None))(xs, xs),
+        )
+
+    plain = batched(jax.tree_util.Partial(_jax))
+    assert_close(batched(jax.tree_util.Partial(f)), plain, tolerance=2e-3)
+
+
+def test_vectorized_differences_take_as_many_calls_as_one_example():
+    calls = []
+
+    def square(x):
+        calls.append(x.shape)
+        return x**2
+
+    f = eqg.host_function(
+        square, out=lambda x: x, finite_difference="central", vmap_method="expand_dims"
+    )
+    xs = jnp.arange(12.0).reshape(4, 3)
+    grads = jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(f(x)))))(xs)
+    assert_close(grads, 2 * xs, tolerance=1e-3)
+    assert calls == [(4, 3)] * 6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scan_and_checkpoint(form):
+    rules, options = FORMS[form]
+    f = make(*rules, **options)
+    y = jnp.array([0.3, 0.4])
+
+    def run(f, x, y):
+        body = jax.checkpoint(lambda x, y: (jnp.tanh(f(x, y)), None))
+        return jnp.sum(jax.lax.scan(body, x, jnp.stack([y, 2 * y, 3 * y]))[0])
+
+    args = (jnp.array([0.1, -0.2]), y)
+    grad = jax.jit(jax.grad(run, (1, 2)), static_argnums=0)
+    assert_close(grad(f, *args), grad(_jax, *args), tolerance=1e-3)
+
+
+def test_tracing_calls_nothing():
+    f = eqg.host_function(lambda x: 1 / 0, out=lambda x: x, finite_difference="central")
+    jax.make_jaxpr(jax.hessian(lambda x: jnp.sum(f(x))))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "sqrt"}])
+def test_in_a_filter_scan_and_under_zero_safe(options):
+    f = eqg.host_function(np.sin, out=lambda x: x)
+    f.def_bwd(lambda arguments, ct: (ct * np.cos(arguments[0]),))
+
+    def run(f, x):
+        body = lambda x, _: (jnp.where(x > 0, f(x), jnp.sqrt(x)) + 0.1 * x, None)
+        return eqg.filter_scan(body, x, None, length=6, **options)[0]
+
+    got = jax.jit(jax.grad(eqg.zero_safe(lambda x: run(f, x))))(0.3)
+    assert_close(got, jax.grad(eqg.zero_safe(lambda x: run(jnp.sin, x)))(0.3))
+
+
+def test_python_threads():
+    """With residuals on the host, which the threads share."""
+    f = make("def_bwd", "def_jvp")
+    f.def_fwd(lambda x, y: (_numpy(x, y), (x, y)), keep=2)
+    grad, expected = jax.jit(jax.grad(loss(f))), jax.jit(jax.grad(loss(_jax)))
+    y = jnp.ones(3)
+    points = [jnp.full(3, 0.1 * i) for i in range(20)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda x: grad(x, y), points))
+    assert_close(got, [expected(x, y) for x in points], tolerance=1e-4)
+
+
+def test_it_is_compiled_once(points):
+    """The call is equal to the next one, and so found in JAX's caches."""
+    f = make("def_bwd")
+    traced = []
+
+    @jax.jit
+    def step(f, x, y):
+        traced.append(0)
+        return jax.grad(loss(f))(x, y)
+
+    x, y = jnp.ones(2), jnp.ones(2)
+    for _ in range(3):
+        step(f, x, y)
+    assert len(traced) == 1
+
+
+# ---------------------------------------------------------------- residuals
+
+
+def _counting():
+    counts = {"fwd": 0, "bwd": 0}
+    f = eqg.host_function(np.exp, out=lambda x: x)
+
+    def fwd(x):
+        counts["fwd"] += 1
+        out = np.exp(x)
+        return out, {"anything": [out], "not an array": object()}
+
+    @f.def_bwd
+    def bwd(residuals, ct):
+        counts["bwd"] += 1
+        assert type(residuals["not an array"]) is object
+        return (ct * residuals["anything"][0],)
+
+    return f, fwd, counts
+
+
+def test_residuals_stay_on_the_host():
+    f, fwd, counts = _counting()
+    f.def_fwd(fwd)
+    x = jnp.array([0.5, 1.0])
+    grad = jax.value_and_grad(lambda x: jnp.sum(f(x)))
+    for i, call in enumerate((grad, jax.jit(grad)), 1):
+        x = x + 0.5
+        assert_close(call(x)[1], jnp.exp(x))
+        assert counts == {"fwd": i, "bwd": i}
+    # Without the value, the forward pass is dead code, and the backward pass makes up for it.
+    jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x + 1)
+    assert counts == {"fwd": 3, "bwd": 3}
+
+
+def test_residuals_that_are_not_kept_are_computed_again():
+    f, fwd, counts = _counting()
+    f.def_fwd(keep=3)(fwd)
+    xs = jnp.arange(10.0) / 10
+    grad = jax.jit(jax.value_and_grad(lambda xs: jnp.sum(jax.vmap(f)(xs))))
+    assert_close(grad(xs)[1], jnp.exp(xs))
+    # Forward 10; backward in the same order, so that none of those kept is of use.
+    assert counts == {"fwd": 20, "bwd": 10}
+    assert len(f._code.kept) == 3
+
+    scanned = lambda x: jax.lax.scan(lambda x, _: (f(x) / 4, None), x, None, length=10)[0]
+    counts.update(fwd=0, bwd=0)
+    jax.jit(jax.grad(scanned))(0.1)
+    assert counts == {"fwd": 17, "bwd": 10}  # the last three steps are kept
+
+
+def test_forward_passes_without_a_backward_pass_keep_nothing_more():
+    f, fwd, counts = _counting()
+    f.def_fwd(fwd)
+    run = jax.jit(lambda x: jax.vjp(f, x)[0])  # the pullback is dead code
+    for i in range(50):
+        run(i / 50)
+    assert len(f._code.kept) == 8
+    assert counts["bwd"] == 0
+
+
+def test_residuals_are_passed_through():
+    counts = {"fwd": 0}
+    f = eqg.host_function(np.exp, out=lambda x: x, finite_difference="central")
+
+    @f.def_fwd(residuals=lambda x: {"out": x, "count": jax.ShapeDtypeStruct((), jnp.int32)})
+    def f_fwd(x):
+        counts["fwd"] += 1
+        return np.exp(x), {"out": np.exp(x), "count": np.int32(3)}
+
+    @f.def_bwd
+    def f_bwd(residuals, ct):
+        assert residuals["count"] == 3
+        return (ct * residuals["out"],)
+
+    xs = jnp.arange(5.0) / 5
+    grad = jax.jit(jax.grad(lambda xs: jnp.sum(jax.vmap(f)(xs))))
+    assert_close(grad(xs), jnp.exp(xs))
+    assert counts["fwd"] == 5
+    assert len(f._code.kept) == 0
+    # The second derivative is with respect to the argument, not at fixed residuals.
+    assert_close(jax.hessian(f)(0.5), jnp.exp(0.5), tolerance=1e-4)
+
+
+def test_a_backward_rule_may_ask_what_is_perturbed():
+    seen = []
+    f = eqg.host_function(lambda pair, *, power: pair[0] * pair[1] ** power, out=jnp.zeros(()))
+
+    @f.def_bwd
+    def f_bwd(arguments, ct, *, perturbed, power):
+        seen.append(perturbed)
+        ((_, y),) = arguments
+        return ((ct * y**power, None),)
+
+    assert jax.grad(lambda x: f((x, 3.0), power=2))(2.0) == 9.0
+    assert seen == [((True, False),)]
+
+
+# ---------------------------------------------------------------- who calls what
+
+
+def test_scipy_solve_ivp():
+    """The decay of a linear system, against the matrix exponential."""
+
+    def decay(matrix, start):
+        solution = solve_ivp(lambda t, y: matrix @ y, (0, 1), start, rtol=1e-11, atol=1e-12)
+        return solution.y[:, -1]
+
+    f = eqg.host_function(
+        decay, out=lambda matrix, start: start, finite_difference="central", step=2e-4
+    )
+    with jax.enable_x64(True):
+        matrix, start = jnp.array([[-0.5, 0.3], [0.1, -0.9]]), jnp.array([1.0, 2.0])
+        exact = lambda matrix, start: jax.scipy.linalg.expm(matrix) @ start
+        derivatives = lambda f: (
+            jax.jacrev(f, (0, 1))(matrix, start),
+            jax.jvp(f, (matrix, start), (matrix, start)),
+        )
+        assert_close(derivatives(f), derivatives(exact), tolerance=1e-6)
+        hessian = jax.hessian(lambda matrix: jnp.sum(f(matrix, start)))(matrix)
+        expected = jax.hessian(lambda matrix: jnp.sum(exact(matrix, start)))(matrix)
+        assert_close(hessian, expected, tolerance=1e-3)
+
+
+def test_scipy_cho_solve():
+    """The factorization stays on the host, and serves the backward pass."""
+    factorized = []
+
+    @eqg.host_function(out=lambda matrix, b: b)
+    def solve(matrix, b):
+        return scipy.linalg.cho_solve(scipy.linalg.cho_factor(matrix), b)
+
+    @solve.def_fwd
+    def solve_fwd(matrix, b):
+        factorized.append(matrix)
+        factor = scipy.linalg.cho_factor(matrix)
+        x = scipy.linalg.cho_solve(factor, b)
+        return x, (factor, x)
+
+    @solve.def_bwd
+    def solve_bwd(residuals, ct):
+        factor, x = residuals
+        ct_b = scipy.linalg.cho_solve(factor, ct)
+        return -np.outer(ct_b, x), ct_b
+
+    with jax.enable_x64(True):
+        root = jnp.array([[2.0, 0.0, 0.3], [0.1, 1.0, 0.0], [0.2, 0.5, 1.5]])
+        b = jnp.array([1.0, -2.0, 0.5])
+
+        def of_root(solve):
+            return lambda root, b: jnp.sum(solve(root @ root.T, b) ** 2)
+
+        expected = jax.grad(of_root(jnp.linalg.solve), (0, 1))(root, b)
+        assert_close(jax.jit(jax.grad(of_root(solve), (0, 1)))(root, b), expected, eps=1e4)
+        assert len(factorized) == 1
+        batch = jnp.stack([root, 2 * root])
+        got = jax.vmap(jax.grad(of_root(solve), (0, 1)), (0, None))(batch, b)
+        want = jax.vmap(jax.grad(of_root(jnp.linalg.solve), (0, 1)), (0, None))(batch, b)
+        assert_close(got, want, eps=1e4)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_compiled_c_function(tmp_path):
+    source = tmp_path / "logistic.c"
+    source.write_text(
+        """
+        void logistic(const double *x, double rate, int steps, int n, double *out) {
+            for (int i = 0; i < n; i++) {
+                double y = x[i];
+                for (int k = 0; k < steps; k++) y = rate * y * (1 - y);
+                out[i] = y;
+            }
+        }
+        """
+    )
+    library = tmp_path / "logistic.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    c = ctypes.CDLL(str(library)).logistic
+    array = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
+    c.argtypes = [array, ctypes.c_double, ctypes.c_int, ctypes.c_int, array]
+    c.restype = None
+
+    @eqg.host_function(
+        out=lambda x, rate, steps: x, finite_difference="central", vmap_method="broadcast_all"
+    )
+    def logistic(x, rate, steps):
+        x = np.ascontiguousarray(x, np.float64)
+        out = np.empty_like(x)
+        if np.ndim(rate):  # under `vmap`: one rate for each row
+            for row, r, o in zip(x, rate, out, strict=True):
+                c(row, r, steps, row.size, o)
+        else:
+            c(x, rate, steps, x.size, out)
+        return out
+
+    def in_jax(x, rate, steps):
+        for _ in range(steps):
+            x = rate * x * (1 - x)
+        return x
+
+    with jax.enable_x64(True):
+        x, rate = jnp.array([0.1, 0.4, 0.7]), jnp.array([2.5, 3.2])
+
+        def of(f):
+            each = lambda rate: jnp.sum(f(x, rate, 4) ** 2)
+            return jax.jit(lambda rate: (f(x, 2.9, 4), jax.vmap(jax.grad(each))(rate)))(rate)
+
+        assert_close(of(logistic), of(in_jax), tolerance=1e-8)
+
+
+def test_a_pytorch_module():
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    parameters = {name: p.detach().numpy() for name, p in net.named_parameters()}
+
+    def run(parameters, x):
+        tensors = {k: torch.tensor(v, requires_grad=True) for k, v in parameters.items()}
+        x = torch.tensor(x, requires_grad=True)
+        return tensors, x, torch.func.functional_call(net, tensors, (x,))
+
+    @eqg.host_function(out=lambda parameters, x: jnp.zeros(2, x.dtype))
+    def torch_net(parameters, x):
+        return run(parameters, x)[2].detach().numpy()
+
+    @torch_net.def_fwd
+    def torch_net_fwd(parameters, x):
+        tensors, x, out = run(parameters, x)
+        return out.detach().numpy(), (tensors, x, out)
+
+    @torch_net.def_bwd
+    def torch_net_bwd(residuals, ct):
+        tensors, x, out = residuals
+        inputs = [*tensors.values(), x]
+        grads = torch.autograd.grad(out, inputs, torch.tensor(ct), retain_graph=True)
+        return dict(zip(tensors, (g.numpy() for g in grads[:-1]), strict=True)), grads[
+            -1
+        ].numpy()
+
+    def in_jax(parameters, x):
+        h = jnp.tanh(parameters["0.weight"] @ x + parameters["0.bias"])
+        return parameters["2.weight"] @ h + parameters["2.bias"]
+
+    layer = eqg.nn.HostLayer(torch_net, jax.tree.map(jnp.asarray, parameters))
+    x = jnp.array([0.5, -1.0, 2.0], jnp.float32)
+    got = eqx.filter_jit(eqx.filter_grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
+    expected = jax.grad(lambda p: jnp.sum(in_jax(p, x) ** 2))(layer.parameters)
+    assert_close(got.parameters, expected, eps=200)
+
+
+def test_a_host_layer_is_trained():
+    """The filter of a convolution on the host is recovered, behind a layer of JAX."""
+
+    @eqg.host_function(out=lambda weight, x: x, finite_difference="central")
+    def convolve(weight, x):
+        return np.convolve(x, weight, mode="same")
+
+    truth = jnp.array([0.5, 1.0, -0.5], jnp.float32)
+    xs = jnp.sin(jnp.arange(40, dtype=jnp.float32).reshape(4, 10) ** 2)
+    ys = jnp.tanh(jax.vmap(lambda x: jnp.convolve(x, truth, mode="same"))(xs))
+    model = eqx.nn.Sequential(
+        [eqg.nn.HostLayer(convolve, jnp.zeros(3, jnp.float32)), eqx.nn.Lambda(jnp.tanh)]
+    )
+    optimizer = optax.adam(0.1)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model, state):
+        error = lambda model: jnp.mean((jax.vmap(model)(xs) - ys) ** 2)
+        value, grads = eqx.filter_value_and_grad(error)(model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(grads, state)
+        return eqx.apply_updates(model, updates), state, value
+
+    value = jnp.inf
+    for _ in range(100):
+        model, state, value = step(model, state)
+    assert value < 1e-4
+    assert_close(model.layers[0].parameters, truth, tolerance=0.05)
+
+
+# ---------------------------------------------------------------- a decorated function
+
+
+@eqg.host_function(out=lambda x: x, finite_difference="central")
+def named(x):
+    """A docstring."""
+    return 2 * x
+
+
+class Solver(eqx.Module):
+    rate: jax.Array
+
+    @eqg.host_function(out=lambda self, x: x, finite_difference="central")
+    def __call__(self, x):
+        return np.exp(-self.rate) * x
+
+
+def test_it_is_a_good_citizen():
+    assert (named.__name__, named.__doc__) == ("named", "A docstring.")
+    assert repr(named) == "<eqx_grads.host_function of named>"
+    assert named.__wrapped__(3) == 6
+    assert pickle.loads(pickle.dumps(named)) is named
+    local = make("def_bwd")
+    assert copy.copy(local)(jnp.ones(2), jnp.ones(2)).shape == (2,)
+    assert copy.deepcopy(local)(jnp.ones(2), jnp.ones(2)).shape == (2,)
+    assert hash(local) == hash(local)
+    rule = local.def_fwd(_numpy)
+    assert rule is _numpy
+
+
+def test_methods():
+    grads = jax.jit(jax.grad(lambda solver: solver(1.0)))(Solver(jnp.array(0.5)))
+    assert_close(grads.rate, -jnp.exp(-0.5), tolerance=1e-4)
+
+
+def test_nothing_is_kept_alive():
+    """A call in a program that is gone leaves its arrays to the garbage collector."""
+    import weakref
+
+    class Big:
+        pass
+
+    big = Big()
+    f = eqg.host_function(lambda x: x * (big is not None), out=lambda x: x)
+    f.def_bwd(lambda arguments, ct: (ct,))
+    jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(jnp.ones(2))
+    alive = weakref.ref(big)
+    del f, big
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_an_exception_arrives_as_it_was_raised():
+    class NoSolution(Exception):
+        pass
+
+    def solve(x):
+        if np.sum(x) > 1:
+            raise NoSolution("none for this x")  # the line
+        return x
+
+    f = eqg.host_function(solve, out=lambda x: x, finite_difference="central")
+    x = jnp.ones(3)
+    for call in (f, jax.grad(lambda x: jnp.sum(f(x)))):
+        with pytest.raises(NoSolution, match="none for this x") as caught:
+            call(x)
+        assert "by `solve`, called with float" in caught.value.__notes__[0]
+        assert caught.traceback[-1].name == "solve"
+    for call in (jax.jit(f), jax.vmap(f), jax.jit(jax.grad(lambda x: jnp.sum(f(x))))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="on the host") as caught:
+            jax.block_until_ready(call(2 * x))
+        text = str(caught.value)
+        assert "`solve` raised an exception on the host." in text
+        assert "NoSolution: none for this x" in text
+        assert 'raise NoSolution("none for this x")  # the line' in text
+        assert "finite_difference.py" not in text.partition("raised an exception")[2]
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (lambda x: {"a": x[:2]}, r"at out\['a'\]: promised was float\d\d\[3\], returned was f"),
+        (
+            lambda x: {"a": x * 1j},
+            r"at out\['a'\]: promised was float\d\d\[3\], returned was c",
+        ),
+        (lambda x: {"a": x > 0}, "returned another dtype than was promised"),
+        (lambda x: {"a": np.arange(3)}, "returned another dtype than was promised"),
+        (lambda x: {"b": x}, "returned another structure than was promised"),
+        (lambda x: None, "returned another structure than was promised"),
+    ],
+)
+def test_what_was_returned_is_compared_with_what_was_promised(returned, match):
+    def solve(x):
+        return returned(x)
+
+    f = eqg.host_function(solve, out=lambda x: {"a": x})
+    with pytest.raises(RuleError, match=match):
+        f(jnp.ones(3))
+    with pytest.raises(RuleError, match="`solve` returned another"):
+        f(jnp.ones(3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="`solve` returned another"):
+        jax.block_until_ready(jax.jit(f)(jnp.ones(3)))
+
+
+def test_an_integer_that_does_not_fit():
+    f = eqg.host_function(lambda: np.int64(2**40), out=jnp.zeros((), jnp.int32))
+    with pytest.raises(RuleError, match=r"promised was int32\[\], returned was int64\[\]"):
+        f()
+
+
+def test_a_shape_without_the_axes_of_vmap():
+    f = eqg.host_function(lambda x: np.sum(x), out=jnp.zeros(()), vmap_method="expand_dims")
+    g = eqg.host_function(lambda x: x[:2], out=lambda x: x, vmap_method="expand_dims")
+    xs = jnp.ones((4, 3))
+    assert jnp.array_equal(jax.vmap(f)(xs), jnp.full(4, 12.0))  # one result for the whole batch
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the function is given the axes of"):
+        jax.block_until_ready(jax.vmap(g)(xs))
+
+
+def _raises(match, fn, *args):
+    with pytest.raises(RuleError, match=match):
+        fn(*args)
+
+
+def test_no_derivative():
+    f = make()
+    x = jnp.ones(3)
+    for derivative in (jax.jacfwd, jax.jacrev):
+        _raises("`_numpy` was differentiated, and has no derivative", derivative(f), x, x)
+    for rule in ("def_bwd", "def_jvp"):
+        f = make(rule)
+        match = f"The rule `_{rule[4:]}` of `_numpy` was differentiated: a second derivative"
+        _raises(match, jax.hessian(loss(f)), x, x)
+        _raises("With `finite_difference='central'`", jax.hessian(loss(f)), x, x)
+
+
+def test_too_many_calls_of_a_rule():
+    x = jnp.ones(20)
+    f = make("def_bwd", max_rule_calls=19)
+    _raises("takes 20 calls of the rule `_bwd`; `max_rule_calls` is 19", jax.jacfwd(f), x, x)
+    f = make("def_jvp", max_rule_calls=39)
+    _raises("takes 40 calls of the rule `_jvp`", jax.jacrev(f, (0, 1)), x, x)
+    jax.jacrev(f, 0)(x, x)  # one argument is half of them
+
+
+def test_rules_that_do_not_fit():
+    x = jnp.ones(3)
+    grad = lambda f: jax.grad(loss(f))
+
+    def bad(rule, name="def_bwd"):
+        f = make()
+        getattr(f, name)(rule)
+        return f
+
+    f = bad(lambda arguments, ct: ct)
+    _raises("did not return one cotangent for each argument", grad(f), x, x)
+    f = bad(lambda arguments, ct: (ct[:2], ct))
+    _raises(r"at the cotangent of `x`: promised was float\d\d\[3\]", grad(f), x, x)
+    f = bad(lambda arguments, ct: ({"a": ct}, ct))
+    _raises("a cotangent that does not have the structure", grad(f), x, x)
+    f = bad(lambda primals, tangents: primals[0], "def_jvp")
+    jvp = lambda f: lambda x, y: jax.jvp(f, (x, y), (x, y))
+    _raises("did not return a pair", jvp(f), x, x)
+    f = bad(lambda primals, tangents: (primals[0], primals[0][:2]), "def_jvp")
+    _raises("at the tangent of out: promised was", jvp(f), x, x)
+    f = bad(_bwd)
+    f.def_fwd(lambda x, y: x)
+    _raises("did not return a pair", grad(f), x, x)
+    f.def_fwd(lambda x, y: (x, (x,)), residuals=lambda x, y: {"x": x})
+    _raises("residuals of another structure than was promised", grad(f), x, x)
+    f.def_fwd(lambda x, y: (x, {"x": x[:1]}), residuals=lambda x, y: {"x": x})
+    _raises(r"at residuals\['x'\]: promised was", grad(f), x, x)
+    _raises("a negative number of residuals", lambda: f.def_fwd(_numpy, keep=-1))
+    # `None` is zero.
+    f = bad(lambda arguments, ct: (None, ct))
+    assert_close(jax.grad(loss(f), (0, 1))(x, x)[0], jnp.zeros(3))
+
+
+def test_complex_steps_need_a_function_of_complex_numbers():
+    f = eqg.host_function(np.abs, out=lambda x: x, finite_difference="complex")
+    _raises("returned a real array for a complex argument", jax.grad(f), 1.0)
+    f = eqg.host_function(np.conj, out=lambda x: x, finite_difference="complex")
+    _raises("complex steps were asked for", jax.jacrev(f, holomorphic=True), 1.0 + 1.0j)
+
+
+def test_bad_arguments():
+    f = eqg.host_function(
+        lambda x, y=None, *, scale=1.0: x * scale,
+        out=lambda x, *_, **__: x,
+        finite_difference="central",
+    )
+    _raises(
+        "differentiated with respect to a keyword-only argument",
+        jax.grad(lambda s: f(1.0, scale=s)),
+        2.0,
+    )
+    _raises("was given a random key", f, jax.random.key(0))
+    _raises("an argument that is no array and has no hash", f, 1.0, bytearray())
+    closing = lambda a: eqg.host_function(lambda x: a * x, out=lambda x: x)(a)
+    _raises("closes over a traced value", jax.jit(closing), 1.0)
+    closing = lambda a: eqg.host_function(lambda: np.sin(a), out=1.0)()
+    _raises("closes over a traced value", jax.jit(closing), 1.0)
+    f = eqg.host_function(lambda x: x, out=lambda x: "x")
+    _raises("`out` of `<lambda>` does not say what is returned", f, 1.0)
+    f = make(finite_difference="central", step=(1.0,))
+    _raises("`step` of `_numpy` does not fit the arguments", f, jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "was given neither `out` nor `example`"),
+        ({"out": 1.0, "example": (1.0,)}, "was given both `out` and `example`"),
+        ({"example": 1.0}, "an example that is a `float`"),
+        ({"out": 1.0, "finite_difference": "forward"}, "no finite difference 'forward'"),
+        ({"out": 1.0, "vmap_method": "vectorized"}, "no `vmap_method` 'vectorized'"),
+        ({"out": 1.0, "step": 0.1}, "was given a step and no finite difference"),
+        ({"out": 1.0, "finite_difference": "central", "step": -1.0}, "was given the step"),
+    ],
+)
+def test_bad_options(options, match):
+    with pytest.raises(RuleError, match=match):
+        eqg.host_function(**options)(np.sin)

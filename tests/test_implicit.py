@@ -1,0 +1,430 @@
+"""`eqg.implicit`: the derivative of a solver, from the equation that it solves."""
+
+import pickle
+import sys
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_grads import RuleError
+
+from .helpers import assert_close, checking_leaks
+
+
+lx = pytest.importorskip("lineax")
+
+FAILS = (eqx.EquinoxRuntimeError, jax.errors.JaxRuntimeError, RuntimeError)
+
+
+def newton(residual, y, *args, steps=20):
+    """Newton's method with a matrix. Its steps are whole numbers of a `while_loop`, so that it
+    has no reverse mode."""
+    flat, unravel = jax.flatten_util.ravel_pytree(y)
+    fn = lambda x: jax.flatten_util.ravel_pytree(residual(unravel(x), *args))[0]
+
+    def step(state):
+        i, x = state
+        return i + 1, x - jnp.linalg.solve(jax.jacfwd(fn)(x), fn(x))
+
+    return unravel(jax.lax.while_loop(lambda state: state[0] < steps, step, (0, flat))[1])
+
+
+def residual(y, a, b):
+    return {"u": jnp.sinh(y["u"]) - a * b, "v": (y["v"] + y["u"]) ** 3 - b}
+
+
+@eqg.implicit(residual)
+def solve(a, b, *, guess=1.0):
+    """Solve for u and v."""
+    y = {"u": jnp.asarray(guess, a.dtype), "v": jnp.asarray(guess, a.dtype)}
+    return newton(residual, y, a, b)
+
+
+def closed_form(a, b):
+    u = jnp.arcsinh(a * b)
+    return {"u": u, "v": jnp.cbrt(b) - u}
+
+
+def loss_of(solve):
+    def loss(a, b):
+        y = solve(a, b)
+        return jnp.sin(y["u"]) * y["v"] + jnp.cos(y["v"])
+
+    return loss
+
+
+def _sum_of_vmap(f, a, b):
+    return jnp.sum(jax.vmap(f, (0, None))(jnp.stack([a, 2 * a]), b))
+
+
+TRANSFORMS = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "jit of grad": lambda f: jax.jit(jax.grad(f, (0, 1))),
+    "grad of jit": lambda f: jax.grad(jax.jit(f), (0, 1)),
+    "jvp": lambda f: lambda *args: jax.jvp(f, args, args),
+    "hessian": lambda f: jax.jit(jax.hessian(f, (0, 1))),
+    "grad of grad": lambda f: jax.jit(jax.grad(jax.grad(f), 1)),
+    "third order": lambda f: jax.jit(jax.jacfwd(jax.grad(jax.grad(f, 1)))),
+    "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f), (0, 1))),
+    "linearize": lambda f: lambda *args: jax.linearize(f, *args)[1](*args),
+    "vmap of grad": lambda f: lambda *args: jax.vmap(jax.grad(f))(*(x[None] for x in args)),
+    # Here `b` is not batched.
+    "grad of vmap": lambda f: jax.jit(jax.grad(lambda a, b: _sum_of_vmap(f, a, b), (0, 1))),
+    "grad of grad of vmap": lambda f: jax.jit(
+        jax.grad(lambda a, b: jax.grad(lambda b: _sum_of_vmap(f, a, b))(b), (0, 1))
+    ),
+    "filter_jit": lambda f: eqx.filter_jit(eqx.filter_grad(f)),
+    "scan": lambda f: jax.jit(
+        jax.grad(lambda a, b: jax.lax.scan(lambda c, x: (f(c, x), c), a, jnp.stack([b, b]))[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_closed_form(name):
+    args = jnp.array(0.7), jnp.array(1.3)
+    transform = TRANSFORMS[name]
+    got = transform(loss_of(solve))(*args)
+    assert_close(got, transform(loss_of(closed_form))(*args), eps=300)
+
+
+def test_value_and_metadata():
+    assert_close(solve(0.7, 1.3), closed_form(0.7, 1.3))  # Python numbers, eagerly
+    assert_close(jax.grad(loss_of(solve))(0.7, 1.3), jax.grad(loss_of(closed_form))(0.7, 1.3))
+    assert (solve.__name__, solve.__doc__) == ("solve", "Solve for u and v.")
+    assert solve.__wrapped__ is solve.fn
+    assert pickle.loads(pickle.dumps(solve)) is solve
+    assert repr(solve) == "<eqx_grads.ImplicitFunction of solve>"
+    by_keyword = jax.grad(lambda b: loss_of(lambda a, b: solve(a, b=b))(0.7, b))(1.3)
+    assert_close(by_keyword, jax.grad(loss_of(closed_form), 1)(0.7, 1.3), eps=100)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="the leak checker finds fault with `lineax.linear_solve` alone (Lineax 0.1.1)",
+)
+def test_no_tracer_leaks():
+    # Not with LU: from JAX 0.11 on, it finds fault with a `lineax.FunctionLinearOperator`.
+    root = eqg.implicit(lambda y, a, b: y**3 - a * b)(lambda a, b: jnp.cbrt(a * b))
+    with checking_leaks():
+        jax.jit(jax.grad(jax.checkpoint(root)))(0.7, 1.3)
+
+
+class Ridge(eqx.Module):
+    """Fits a linear layer: Modules everywhere."""
+
+    log_penalty: jax.Array
+    name: str = "ridge"
+
+    def objective(self, x, y):
+        def objective(linear):
+            error = jax.vmap(linear)(x) - y
+            penalty = jnp.exp(self.log_penalty) * jnp.sum(linear.weight**2)
+            return jnp.sum(error**2) + penalty
+
+        return objective
+
+    def closed_form(self, x, y):
+        penalty = jnp.exp(self.log_penalty) * jnp.diag(jnp.ones(3).at[2].set(0.0))
+        x = jnp.concatenate([x, jnp.ones((len(x), 1))], 1)
+        return jnp.linalg.solve(x.T @ x + penalty, x.T @ y).T
+
+    @eqg.implicit(
+        lambda linear, self, x, y: eqx.filter_grad(self.objective(x, y))(linear),
+        tags=lx.positive_semidefinite_tag,
+    )
+    def fit(self, x, y):
+        linear = eqx.nn.Linear(2, 2, key=jr.key(0))
+        theta = self.closed_form(x, y)
+        return eqx.tree_at(lambda m: (m.weight, m.bias), linear, (theta[:, :2], theta[:, 2]))
+
+
+def test_modules_and_methods(getkey):
+    x, y = jr.normal(getkey(), (8, 2)), jr.normal(getkey(), (8, 2))
+    ridge = Ridge(jnp.array(0.3))
+    of_fit = lambda ridge, x: jnp.sum(ridge.fit(x, y).weight ** 2)
+    of_closed_form = lambda ridge, x: jnp.sum(ridge.closed_form(x, y)[:, :2] ** 2)
+    for transform in (eqx.filter_grad, lambda f: jax.jacfwd(lambda x: f(ridge, x))):
+        args = (x,) if transform is not eqx.filter_grad else (ridge, x)
+        got = eqx.filter_jit(transform(of_fit))(*args)
+        assert_close(got, eqx.filter_jit(transform(of_closed_form))(*args), eps=100)
+    assert isinstance(ridge.fit(x, y), eqx.nn.Linear)
+    assert repr(Ridge.fit) == "<eqx_grads.ImplicitFunction of Ridge.fit>"
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_closures(order):
+    """What the residual closes over is differentiated. What only the solver closes over can't
+    move the solution."""
+
+    def loss(a, b, solve_with):
+        residual = lambda y, b: jnp.sinh(y) - a * b
+        inner = lambda b: newton(residual, solve_with(a), b)
+        return jnp.sum(eqg.implicit(residual)(inner)(b) ** 2)
+
+    def derivative(f):
+        return jax.grad(f, (0, 1)) if order == 1 else jax.hessian(f, (0, 1))
+
+    args = jnp.array([0.5, 0.8]), jnp.array([1.0, 2.0])
+    expected = jax.jit(derivative(lambda a, b: jnp.sum(jnp.arcsinh(a * b) ** 2)))(*args)
+    for wrap in (jax.jit, jax.checkpoint, lambda f: f):
+        got = wrap(derivative(lambda a, b: loss(a, b, lambda a: 2 * a)))(*args)
+        assert_close(got, expected, eps=200)
+
+
+def test_closures_in_scan_and_vmap():
+    def loss(a):
+        def step(y, x):
+            residual = lambda y: jnp.sinh(y) - a * x  # closes over both
+
+            # The last solution is the first guess, with no `stop_gradient`.
+            return eqg.implicit(residual)(lambda *, guess: newton(residual, guess))(guess=y), y
+
+        return jax.lax.scan(step, a, jnp.array([0.5, 1.0, 1.5]))[0]
+
+    slopes = jax.jit(jax.vmap(jax.grad(loss)))(jnp.array([0.4, 0.8]))
+    expected = jax.vmap(jax.grad(lambda a: jnp.arcsinh(1.5 * a)))(jnp.array([0.4, 0.8]))
+    assert_close(slopes, expected, eps=100)
+
+
+def test_keyword_only():
+    """What the residual does not take has the derivative zero; the rest is configuration."""
+    assert jax.grad(lambda g: solve(0.7, 1.3, guess=g)["u"])(1.0) == 0
+
+    @eqg.implicit(lambda y, a, *, power: y**power - a)
+    def root(a, *, power=2, unused=None):
+        return a ** (1 / jnp.asarray(power, a.dtype))
+
+    assert_close(jax.grad(root)(4.0), 0.25)
+    assert_close(jax.grad(lambda a: root(a, power=3))(8.0), 1 / 12)
+    with pytest.raises(
+        RuleError, match=r"The keyword-only argument `power` of `root` was diff"
+    ):
+        jax.grad(lambda p: root(4.0, power=p))(2.0)
+
+
+def test_aux():
+    @eqg.implicit(lambda y, a: y**2 - a, has_aux=True)
+    def root(a):
+        return jnp.sqrt(a), {"steps": 3, "value": 2 * a, "name": "sqrt"}
+
+    y, aux = root(4.0)
+    assert (y, aux["steps"], aux["value"], aux["name"]) == (2.0, 3, 8.0, "sqrt")
+    value, slope = jax.value_and_grad(lambda a: root(a)[0] + root(a)[1]["value"])(4.0)
+    assert (value, slope) == (10.0, 0.25)
+    wrong = eqg.implicit(lambda y, a: y - a, has_aux=True)(lambda a: a)
+    with pytest.raises(RuleError, match="did not return a pair, as `has_aux=True` says"):
+        jax.grad(wrong)(1.0)
+
+
+def test_leaves_that_are_not_unknowns():
+    """Integers, strings, keys and `None` in the solution and in the arguments."""
+
+    def residual(y, args):
+        n = args["n"].astype(args["a"].dtype)
+        return {**y, "x": y["x"] * n - args["a"], "missing": None}
+
+    @eqg.implicit(residual)
+    def solve(args):
+        x = args["a"] / args["n"].astype(args["a"].dtype)
+        return {"x": x, "n": args["n"], "tag": "t", "missing": None, "key": jr.key(0)}
+
+    args = {"a": jnp.array([1.0, 2.0]), "n": jnp.array(4), "tag": "t", "missing": None}
+    out, gradient = eqx.filter_jit(
+        lambda args: (solve(args), eqx.filter_grad(lambda a: jnp.sum(solve(a)["x"]))(args))
+    )(args)
+    assert (out["n"], out["tag"], out["missing"]) == (4, "t", None)
+    assert_close(gradient["a"], jnp.full(2, 0.25))
+    assert gradient["n"] is None
+
+
+def test_empty():
+    @eqg.implicit(lambda y, a: y - a)
+    def identity(a):
+        return a
+
+    assert jax.grad(lambda a: jnp.sum(identity(a)))(jnp.zeros((0, 2))).shape == (0, 2)
+    nothing = eqg.implicit(lambda y, a: None)(lambda a: None)
+    assert jax.grad(lambda a: a + float(nothing(a) is None))(1.0) == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    @eqg.implicit(lambda y, a: y**3 + y - a)
+    def root(a):
+        y = newton(lambda y, a: y**3 + y - a, jnp.ones(2, "float32"), a.astype("float32"))
+        return y.astype(a.dtype)
+
+    a = jnp.array([2.0, 10.0], dtype)
+    gradient = jax.grad(lambda a: jnp.sum(root(a)))(a)
+    assert gradient.dtype == a.dtype
+    assert_close(gradient, jnp.array([1 / 4, 1 / 13], dtype), eps=4)
+
+
+@pytest.mark.parametrize("holomorphic", [True, False])
+def test_complex(holomorphic):
+    """The derivative of a function that is not holomorphic is linear over the reals only."""
+
+    def residual(z, c):
+        return z**3 + z - c if holomorphic else (z * z.conj()).real.astype(z.dtype) * z + z - c
+
+    def on_reals(xy, c):
+        out = residual(jax.lax.complex(*xy), c)
+        return jnp.stack([out.real, out.imag])
+
+    @eqg.implicit(residual)
+    def root(c):
+        return jax.lax.complex(*newton(on_reals, jnp.ones(2), c))
+
+    def reference(c):
+        # One step of Newton's method at the solution has the derivative of the solution.
+        xy = jnp.stack([root.fn(c).real, root.fn(c).imag])
+        matrix = jax.lax.stop_gradient(jax.jacfwd(on_reals)(xy, c))
+        return jax.lax.complex(*(xy - jnp.linalg.solve(matrix, on_reals(xy, c))))
+
+    c = jnp.asarray(1.2 - 0.7j)
+    tangent = jnp.asarray(0.3 + 0.4j, c.dtype)
+    derivative = lambda f: jax.jit(lambda c: jax.jvp(f, (c,), (tangent,))[1])(c)
+    assert_close(derivative(root), derivative(reference), eps=50)
+    pullback = lambda f: jax.jit(lambda c: jax.vjp(f, c)[1](tangent))(c)
+    pairs = (
+        jnp.vdot(pullback(root)[0].conj(), tangent).real,
+        jnp.vdot(tangent.conj(), derivative(root)).real,
+    )
+    assert_close(pairs[0], pairs[1], eps=50)  # the adjoint identity
+
+
+class TestTheResidualIsSmall:
+    wrong = staticmethod(eqg.implicit(lambda y, a: {"x": y["x"] ** 2 - a, "z": y["z"] - 1.0}))
+
+    @pytest.mark.parametrize("transform", [lambda f: f, eqx.filter_jit, jax.vmap])
+    def test_not_small(self, transform):
+        @self.wrong
+        def unfinished(a):
+            return {"x": 1.2 * jnp.sqrt(a), "z": jnp.ones_like(a)}
+
+        gradient = jax.grad(lambda a: unfinished(a)["x"])
+        with pytest.raises(FAILS, match=r"`unfinished` is not small at the solution"):
+            transform(gradient)(jnp.full((2,) if transform is jax.vmap else (), 4.0))
+
+    def test_the_leaf_is_named(self):
+        unfinished = self.wrong(lambda a: {"x": 1.2 * jnp.sqrt(a), "z": jnp.ones(())})
+        with pytest.raises(FAILS, match=r"at residual\['x'\]: it is larger"):
+            jax.grad(lambda a: unfinished(a)["x"])(4.0)
+
+    def test_nan_is_not_small(self):
+        diverged = eqg.implicit(lambda y, a: y - a)(lambda a: a * jnp.nan)
+        with pytest.raises(FAILS, match="not small"):
+            jax.grad(diverged)(1.0)
+
+    def test_of_a_linear_equation(self):
+        """Its derivative does not depend on the solution, but is checked all the same."""
+        unfinished = eqg.implicit(lambda y, a: 2 * y - a)(lambda a: a)
+        with pytest.raises(FAILS, match="not small"):
+            eqx.filter_jit(jax.grad(unfinished))(1.0)
+
+    def test_tolerance(self):
+        options = {"tolerance": None}, {"tolerance": 1.0}, {"tolerance": 1e-6}
+        rough = lambda a: jnp.sqrt(a) * 1.001
+        first, second, strict = (
+            eqg.implicit(lambda y, a: y**2 - a, **kwargs)(rough) for kwargs in options
+        )
+        assert_close(jax.grad(first)(4.0), 0.25 / 1.001)
+        assert_close(jax.grad(second)(4.0), 0.25 / 1.001)
+        with pytest.raises(FAILS, match="tolerance=1e-06"):
+            jax.grad(strict)(4.0)
+
+    @pytest.mark.parametrize("a", [0.0, 1e-12, 1e12])
+    def test_small_at_all_scales(self, a):
+        """A root at zero, and tiny and huge ones, of a solver with an absolute error."""
+        root = eqg.implicit(lambda y, a: y**3 + y - a)
+        near = root(lambda a: newton(lambda y, a: y**3 + y - a, 1 + a, a, steps=120) + 1e-6)
+        assert jnp.isfinite(jax.jit(jax.grad(near))(a))
+
+
+def test_solvers_of_others():
+    """SciPy, which sees numbers in eager mode and a callback else, and Optimistix."""
+    optimize = pytest.importorskip("scipy.optimize")
+    optx = pytest.importorskip("optimistix")
+    residual = lambda y, a: y**3 + y - a
+    brentq = lambda a: np.asarray(
+        optimize.brentq(residual, -10.0, 10.0, args=(float(a),)), a.dtype
+    )
+    eager = eqg.implicit(residual)(lambda a: jnp.asarray(brentq(a)))
+    assert_close(jax.grad(eager)(2.0), 0.25)
+    assert_close(jax.hessian(eager)(2.0), -6 / 64, eps=50)
+
+    @eqg.implicit(residual)
+    def by_callback(a):
+        return jax.pure_callback(brentq, a, a, vmap_method="sequential")
+
+    slopes = jax.jit(jax.vmap(jax.grad(by_callback)))(jnp.array([2.0, 10.0]))
+    assert_close(slopes, jnp.array([1 / 4, 1 / 13]))
+
+    @eqg.implicit(lambda y, a: residual(y, a), has_aux=True)
+    def by_optimistix(a):
+        solver = optx.Newton(rtol=1e-6, atol=1e-6)
+        solution = optx.root_find(residual, solver, jnp.ones_like(a), a)
+        return solution.value, solution.stats
+
+    assert_close(jax.jit(jax.hessian(lambda a: by_optimistix(a)[0]))(2.0), -6 / 64, eps=50)
+
+
+class TestErrors:
+    def test_structure(self):
+        solve = lambda a: {"x": jnp.ones(2) * a, "y": a, "n": 3}
+        for residual, message in [
+            (
+                lambda y, a: {"x": y["x"] - a},
+                r"at \['y'\]: the solution is float\d\d\[\], the res",
+            ),
+            (lambda y, a: y["x"], r"the residual float\d\d\[2\]"),
+            (
+                lambda y, a: {**y, "x": y["x"][:1]},
+                r"float\d\d\[2\], the residual float\d\d\[1\]",
+            ),
+            (
+                lambda y, a: {**y, "y": 1j * y["y"]},
+                r"float\d\d\[\], the residual complex\d+\[\]",
+            ),
+        ]:
+            decorated = eqg.implicit(residual)(solve)
+            with pytest.raises(RuleError, match=message):
+                jax.grad(lambda a, f=decorated: f(a)["y"])(1.0)
+        containers = eqg.implicit(lambda y, a: [y[0] - a])(lambda a: (a,))
+        with pytest.raises(RuleError, match="the containers differ"):
+            jax.grad(lambda a: containers(a)[0])(1.0)
+        square = eqg.implicit(lambda y, a: jnp.stack([y, y]) - a, solver=lx.LU())(lambda a: a)
+        with pytest.raises(RuleError, match="pass a least-squares solver"):
+            jax.grad(square)(1.0)
+
+    def test_integer_residual(self):
+        rounded = eqg.implicit(lambda y, a: jnp.round(y - a).astype(int))(lambda a: a)
+        with pytest.raises(
+            RuleError, match=r"of `<lambda>` has no derivative.\n  at residual: "
+        ):
+            jax.grad(rounded)(1.0)
+
+    def test_arguments(self):
+        wrong = eqg.implicit(lambda y: y)(lambda a: a)
+        with pytest.raises(
+            RuleError, match=r"too many positional arguments.\n  positional argum"
+        ):
+            jax.grad(wrong)(1.0)
+
+    def test_without_lineax(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "lineax", None)
+        with pytest.raises(
+            ModuleNotFoundError, match=r"Run `pip install eqx-grads\[solvers\]`"
+        ):
+            jax.grad(loss_of(solve))(0.7, 1.3)
+
+
+def test_explain_zero_of_a_guess():
+    loss = lambda w: solve(w["a"], 1.3, guess=w["guess"])["u"]
+    (found,) = eqg.explain_zero(loss, {"a": jnp.array(0.7), "guess": jnp.array(1.0)}).found
+    assert (found.kind, found.leaf) == ("initial guess", "['guess']")

@@ -1,0 +1,155 @@
+"""The linear system of an implicit derivative: which solver, and when it fails."""
+
+import functools as ft
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from eqx_grads import RuleError
+from eqx_grads._jaxprs.diagonal import has_diagonal_jacobian
+
+from .helpers import assert_close
+
+
+lx = pytest.importorskip("lineax")
+
+FAILS = (eqx.EquinoxRuntimeError, jax.errors.JaxRuntimeError, RuntimeError)
+
+
+def _solve(x, matrix):
+    return jnp.linalg.solve(matrix, x)
+
+
+@pytest.mark.parametrize("name", ["QR", "SVD", "LSMR"])
+def test_more_equations_than_unknowns(name, getkey):
+    a = jr.normal(getkey(), (5, 2))
+    options = {"rtol": 1e-6, "atol": 1e-6} if name == "LSMR" else {}
+
+    @eqg.implicit(lambda y, x: [a @ (y - x)], solver=getattr(lx, name)(**options))
+    def consistent(x):
+        return x
+
+    x = jnp.array([1.0, 2.0])
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        assert_close(jax.jit(jacobian(consistent))(x), jnp.eye(2), tolerance=1e-4)
+
+
+def test_fewer_equations_than_unknowns(getkey):
+    """The smallest change, as the pseudo-inverse gives it."""
+    a = jr.normal(getkey(), (2, 4))
+
+    @eqg.implicit(lambda y, x: a @ y - x, solver=lx.SVD())
+    def smallest(x):
+        return jnp.linalg.pinv(a) @ x
+
+    x = jnp.array([1.0, 2.0])
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        assert_close(jax.jit(jacobian(smallest))(x), np.linalg.pinv(a), tolerance=1e-5)
+
+
+def test_singular_matrix():
+    """A translation of the solution is free: `SVD` takes the smallest, LU raises."""
+    laplacian = jnp.array([[1.0, -1.0, 0.0], [-1.0, 2.0, -1.0], [0.0, -1.0, 1.0]])
+    residual = lambda y, x: laplacian @ y - (x - jnp.mean(x))
+    smallest = lambda x: jnp.linalg.pinv(laplacian) @ x
+    x = jnp.array([1.0, 2.0, 4.0])
+    by_svd = eqg.implicit(residual, solver=lx.SVD())(smallest)
+    expected = np.linalg.pinv(laplacian)
+    assert_close(jax.jit(jax.jacrev(by_svd))(x), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("residual", ["scalar", "elementwise", "dense"])
+def test_singular_is_an_error(residual):
+    fns = {
+        "scalar": (lambda y, a: y**2 - a, jnp.array(0.0)),
+        "elementwise": (lambda y, a: y**2 - a, jnp.zeros(3)),
+        "dense": (lambda y, a: jnp.sum(y) * jnp.ones(3) - a, jnp.zeros(3)),
+    }
+    fn, a = fns[residual]
+    root = eqg.implicit(fn)(lambda a: jnp.zeros_like(a))
+    with pytest.raises(FAILS, match="non-finite"):
+        eqx.filter_jit(jax.grad(lambda a: jnp.sum(root(a))))(a)
+
+
+def test_matrix_free(getkey):
+    """Many unknowns: GMRES, or conjugate gradients; also for a tiny cotangent."""
+    n = 300
+    a = jr.normal(getkey(), (n, n)) / n**0.5
+    definite = a @ a.T + jnp.eye(n)
+    x, ct = jr.normal(getkey(), (n,)), 1e-25 * jr.normal(getkey(), (n,))
+    for matrix, tags in (
+        (2 * jnp.eye(n) + a, ()),
+        (definite, lx.positive_semidefinite_tag),
+    ):
+        residual = lambda y, x, matrix: matrix @ y - x
+        solve = ft.partial(eqg.implicit(residual, tags=tags)(_solve), matrix=matrix)
+        got = jax.jit(lambda x, solve=solve: jax.vjp(solve, x)[1](ct)[0])
+        assert_close(got(x) * 1e25, np.linalg.solve(matrix.T, ct * 1e25), tolerance=1e-3)
+
+
+def test_matrix_free_failure_is_an_error(getkey):
+    n = 300
+    a = jr.normal(getkey(), (n, n))
+    solve = eqg.implicit(lambda y, x: a @ y - x)(lambda x: jnp.linalg.solve(a, x))
+    with pytest.raises(FAILS, match="stagnat"):
+        eqx.filter_jit(jax.grad(lambda x: jnp.sum(solve(x))))(jnp.ones(n))
+
+
+def test_elementwise():
+    """A residual that acts on each element by itself needs a division only."""
+    solve = eqg.implicit(lambda y, a: jnp.where(y > 0, y**3, jax.jit(jnp.sinh)(y)) - a)(
+        lambda a: jnp.where(a > 0, jnp.cbrt(a), jnp.arcsinh(a))
+    )
+    a = jnp.linspace(-2, 2, 1000)
+    gradient = jax.grad(lambda a: jnp.sum(solve(a)))
+    program = str(jax.make_jaxpr(gradient)(a))
+    assert "lu" not in program.split()
+    assert "while" not in program
+    expected = jnp.where(a > 0, jnp.abs(a) ** (-2 / 3) / 3, 1 / jnp.sqrt(1 + a**2))
+    assert_close(jax.jit(gradient)(a) / expected, jnp.ones(1000), eps=100)
+
+
+@pytest.mark.parametrize(
+    ("tags", "solver"), [("diagonal_tag", None), ("symmetric_tag", "CG"), (None, "LU")]
+)
+def test_tags_and_solvers(tags, solver):
+    tags = [] if tags is None else [getattr(lx, tags)]
+    if solver == "CG":
+        tags, solver = [lx.positive_semidefinite_tag], lx.CG(rtol=1e-6, atol=1e-6)
+    else:
+        solver = lx.LU() if solver == "LU" else None
+    cube = eqg.implicit(lambda y, a: y**3 - a, tags=tags, solver=solver)(jnp.cbrt)
+    a = jnp.array([1.0, 8.0, 27.0])
+    assert_close(
+        jax.jit(jax.grad(lambda a: jnp.sum(cube(a))))(a), jnp.array([1 / 3, 1 / 12, 1 / 27])
+    )
+
+
+def test_tags_of_complex_unknowns():
+    root = eqg.implicit(lambda z, c: z**2 - c, tags=lx.diagonal_tag)(jnp.sqrt)
+    with pytest.raises(RuleError, match="where the entries of a matrix are, of complex"):
+        jax.jvp(root, (1j,), (1.0 + 0j,))
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x, y: (jnp.sin(x) * 2, jnp.where(y > 0, y, jax.jit(jnp.exp)(y))), True),
+        (lambda x, y: (x * jnp.arange(3.0), jnp.ones(2)), True),
+        (lambda x, y: (jax.checkpoint(jnp.tanh)(x), -y), True),
+        (lambda x, y: (x[::-1], y), False),
+        (lambda x, y: (x * jnp.sum(y), y), False),
+        (lambda x, y: (jnp.cumsum(x), y), False),
+        (lambda x, y: (x + jnp.sum(x), y), False),
+        (lambda x, y: (y, x), False),
+        (lambda x, y: (x * y[0], y), False),
+        (lambda x, y: (x,), False),
+    ],
+)
+def test_what_is_seen_to_be_elementwise(fn, expected):
+    program = jax.make_jaxpr(fn)(jnp.ones(3), jnp.ones(2))
+    assert has_diagonal_jacobian(program) == expected

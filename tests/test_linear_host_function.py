@@ -1,0 +1,186 @@
+"""Linear maps on the host, against the same matrices in JAX."""
+
+import pickle
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from eqx_grads import RuleError
+
+from .helpers import assert_close
+
+
+MATRIX = np.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4]])
+
+
+def like_out(x, *args):
+    return jnp.zeros(2, x.dtype)
+
+
+def matvec(x, scale=1.0):
+    return scale * (MATRIX @ x)
+
+
+def rmatvec(y, scale=1.0):
+    return scale * (MATRIX.T @ y)
+
+
+linear = eqg.linear_host_function(matvec, rmatvec, out=like_out)
+
+
+def in_jax(x, scale=1.0):
+    return scale * (jnp.asarray(MATRIX, x.dtype) @ x)
+
+
+def point():
+    return jnp.array([1.0, -0.5, 2.0])
+
+
+def loss(f):
+    return lambda x: jnp.sum(jnp.sin(f(x, 2.0)) * x[0])
+
+
+ORDERS = {
+    "grad": jax.grad,
+    "hessian": jax.hessian,
+    "reverse over reverse": lambda f: jax.jacrev(jax.grad(f)),
+    "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f)),
+    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
+    "third": lambda f: jax.jacrev(jax.hessian(f)),
+}
+
+
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(o, marks=pytest.mark.slow) if o == "third" else o for o in ORDERS],
+)
+def test_every_order(order):
+    derivative = ORDERS[order]
+    expected = derivative(loss(in_jax))(point())
+    assert_close(jax.jit(derivative(loss(linear)))(point()), expected, eps=100)
+
+
+def test_eagerly():
+    assert_close(jax.hessian(loss(linear))(point()), jax.hessian(loss(in_jax))(point()))
+
+
+def test_vmap_scan_and_checkpoint():
+    xs = jnp.stack([point(), 2 * point(), -point()])
+
+    def run(f):
+        def body(c, x):
+            return jnp.tanh(c + jax.checkpoint(f)(x, c[0])), None
+
+        scanned = lambda xs: jnp.sum(jax.lax.scan(body, xs[0, :2], xs)[0])
+        batched = lambda xs: jnp.sum(jax.vmap(f)(xs, jax.lax.stop_gradient(xs[:, 0])) ** 2)
+        return scanned, batched
+
+    stop = lambda f: lambda x, scale: f(x, jax.lax.stop_gradient(scale))
+    for got, expected in zip(run(stop(linear)), run(stop(in_jax)), strict=True):
+        assert_close(jax.jit(jax.grad(got))(xs), jax.grad(expected)(xs), eps=100)
+    batched, witness = run(linear)[1], run(in_jax)[1]
+    assert_close(jax.jit(jax.hessian(batched))(xs), jax.hessian(witness)(xs), eps=100)
+
+
+@pytest.mark.parametrize("method", ["sequential", "expand_dims", "broadcast_all"])
+def test_vmap_methods(method):
+    f = eqg.linear_host_function(
+        lambda x: np.einsum("ij,...j->...i", MATRIX, x),
+        lambda y: np.einsum("ij,...i->...j", MATRIX, y),
+        out=like_out,
+        vmap_method=method,
+    )
+    xs = jnp.stack([point(), 2 * point()])
+    of = lambda f: jax.jit(jax.vmap(jax.hessian(lambda x: jnp.sum(f(x) ** 3))))(xs)
+    assert_close(of(f), of(in_jax), eps=100)
+
+
+def test_it_is_linear_for_jax():
+    x, y = point(), jnp.array([1.0, 2.0])
+    (back,) = jax.linear_transpose(linear, x)(y)
+    assert_close(back, jnp.asarray(MATRIX.T, y.dtype) @ y)
+    twice = jax.linear_transpose(lambda y: jax.linear_transpose(linear, x)(y)[0], y)
+    assert_close(twice(x)[0], in_jax(x))
+
+
+def test_a_rule_applies_it_to_its_tangents():
+    """jax#30401: a `pure_callback` there fails, here or in the Hessian."""
+
+    def make(f):
+        @jax.custom_jvp
+        def squared(x):
+            return f(x) ** 2
+
+        @squared.defjvp
+        def squared_jvp(primals, tangents):
+            (x,), (t_x,) = primals, tangents
+            return squared(x), 2 * f(x) * f(t_x)
+
+        return lambda x: jnp.sum(jnp.cos(squared(x)))
+
+    got, expected = make(linear), make(in_jax)
+    for derivative in (jax.grad, jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+        assert_close(jax.jit(derivative(got))(point()), derivative(expected)(point()), eps=500)
+    xs = jnp.stack([point(), -point()])
+    scanned = lambda f: (
+        lambda x: jax.lax.scan(lambda c, x: (c + f(x), None), 0.0 * x[0, 0], x)[0]
+    )
+    assert_close(jax.grad(scanned(got))(xs), jax.grad(scanned(expected))(xs), eps=500)
+
+
+def test_complex_maps_are_given_by_their_adjoint():
+    """As SciPy's, whose methods are passed as they are."""
+    with jax.enable_x64(True):
+        matrix = jnp.asarray(MATRIX + 1j * MATRIX[::-1, ::-1])
+        operator = scipy.sparse.linalg.aslinearoperator(np.asarray(matrix))
+        f = eqg.linear_host_function(
+            operator.matvec, operator.rmatvec, out=jnp.zeros(2, jnp.complex128)
+        )
+        z, ct = jnp.array([1.0 + 2.0j, 0.3, -1.0j]), jnp.array([1.0 + 1.0j, 2.0 - 1.0j])
+        witness = lambda z: matrix @ z
+        assert_close(jax.vjp(f, z)[1](ct), jax.vjp(witness, z)[1](ct))
+        norm = lambda f: lambda z: jnp.sum(jnp.abs(f(z)) ** 2)
+        assert_close(jax.grad(norm(f))(z), jax.grad(norm(witness))(z))
+
+
+def test_trees():
+    f = eqg.linear_host_function(
+        lambda x, name: {"sum": x["a"] + x["b"].sum()},
+        lambda y, name: {"a": y["sum"], "b": np.full(2, y["sum"])},
+        out=lambda x, name: {"sum": x["a"]},
+    )
+    x = {"a": jnp.array(1.0), "b": jnp.array([2.0, 3.0])}
+    grads = jax.jit(jax.grad(lambda x: f(x, "name")["sum"] ** 2))(x)
+    assert_close(grads, {"a": 12.0, "b": jnp.array([12.0, 12.0])})
+
+
+def test_pickle_and_name():
+    assert linear.__name__ == "matvec"
+    assert repr(linear) == "<eqx_grads.linear_host_function of matvec>"
+    assert jnp.array_equal(pickle.loads(pickle.dumps(linear))(point()), linear(point()))
+
+
+def test_errors():
+    x = point()
+    with pytest.raises(RuleError, match="was differentiated with respect to a parameter"):
+        jax.grad(lambda scale: jnp.sum(linear(x, scale)))(2.0)
+    with pytest.raises(RuleError, match="the others have no derivative"):
+        jax.jvp(lambda scale: linear(x, scale), (2.0,), (1.0,))
+    with pytest.raises(
+        RuleError, match=r"linear in its first argument.*\n *at `x`: int32\[3\]"
+    ):
+        linear(jnp.arange(3, dtype=jnp.int32))
+    with pytest.raises(RuleError, match=r"`matvec` returned another shape.*\n.*promised was"):
+        eqg.linear_host_function(matvec, rmatvec)(x)  # the output is not like `x`
+    wrong = eqg.linear_host_function(matvec, lambda y: y, out=like_out)
+    with pytest.raises(RuleError, match="`<lambda>` returned another shape"):
+        jax.grad(lambda x: jnp.sum(wrong(x)))(x)
+    with pytest.raises(RuleError, match="takes two functions"):
+        eqg.linear_host_function(matvec, None)
+    with pytest.raises(RuleError, match="has no `vmap_method` 'all'"):
+        eqg.linear_host_function(matvec, rmatvec, vmap_method="all")
+    with pytest.raises(RuleError, match="closes over a traced value"):
+        jax.jit(lambda a: eqg.linear_host_function(lambda x: a * x, lambda y: a * y)(a))(1.0)
