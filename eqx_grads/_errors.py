@@ -42,6 +42,16 @@ def rule_error(what: str, *where: str, do: str) -> RuleError:
     return RuleError("\n".join([what, *("  " + line for line in where), do]))
 
 
+def check_function(fn: Any, argument: str, caller: str) -> None:
+    """Raise an error if an argument of a public function is not a function."""
+    if not callable(fn):
+        raise rule_error(
+            f"The `{argument}` of `{caller}` is not a function.",
+            f"it is {type_of(fn)}",
+            do="Give a function, or a Module that can be called.",
+        )
+
+
 def name_of(fn: Any) -> str:
     """What the user calls `fn`."""
     while isinstance(fn, ft.partial):

@@ -7,8 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
 from .._rules.custom_jvp import custom_jvp
+from .._tangent_spaces import dtype_of, shape_of
 from .trajectory import as_time, Closure, finite, state_at, VectorField
 
 
@@ -115,15 +116,15 @@ def event_time(
             Event-based backpropagation can compute exact gradients for spiking neural
             networks. Scientific Reports 11, 12829.
     """
+    check_function(condition, "condition", "event_time")
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")
     t_event = _event_time(Closure(condition), field, y, time, _as_flag(where))
     return t_event, state_at(field, y, time, t_event)
 
 
 def _as_flag(where):
-    where = jnp.asarray(where)
-    if where.shape == () and where.dtype == bool:
-        return where
+    if dtype_of(where) == jnp.bool_ and shape_of(where) == ():
+        return jnp.asarray(where)
     raise rule_error(
         "`event_time` was given a `where` that is not one boolean.",
         f"`where` is {type_of(where)}",

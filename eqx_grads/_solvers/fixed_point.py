@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
+from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of
 from .optional_import import optional_import
 from .solution_tangent import constant
@@ -118,6 +119,13 @@ def fixed_point(
     optional_import("optimistix", "fixed_point")
     from . import adjoints
 
+    check_function(fn, "fn", "fixed_point")
+    if max_steps is not None and (as_integer(max_steps) or 0) < 1:
+        raise rule_error(
+            f"`fixed_point` of `{name_of(fn)}` was given a `max_steps` that is not positive.",
+            f"it is {max_steps!r:.60}",
+            do="Give the largest number of steps, or `None` for no bound.",
+        )
     y0 = _as_arrays(fn, y0)
     if solver is None:
         solver = adjoints.plain_iteration(y0)

@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import check_function, name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import contains_tracer, lift_tracers
 from .._rules.flatten_call import as_arrays, Signature
@@ -124,6 +124,7 @@ def implicit(
         Blondel, M. et al. (2022). Efficient and modular implicit differentiation. *Advances in
         Neural Information Processing Systems* 35.
     """
+    check_function(residual, "residual", "implicit")
     tags = frozenset(tags) if isinstance(tags, Collection) else frozenset([tags])
     return ft.partial(
         ImplicitFunction,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from .._errors import check_function
 from .trajectory import as_time, state_at, VectorField
 
 
@@ -95,6 +96,8 @@ def jump(
             Saltation Matrices: The Essential Tool for Linearizing Hybrid Dynamical Systems.
             arXiv:2306.06862
     """
+    if reset is not None:
+        check_function(reset, "reset", "jump")
     time = as_time(t, "jump")
     after = y if reset is None else reset(time, y)
     fixed = jax.lax.stop_gradient(time)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import (
@@ -64,6 +64,7 @@ class VectorField(eqx.Module):
     caller: str = eqx.field(static=True)
 
     def __init__(self, f: Callable[..., Any], caller: str):
+        check_function(f, "f", caller)
         self.closure = Closure(f)
         self.caller = caller
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
-from .._errors import name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -95,6 +95,7 @@ def chunked(
     [`eqx_grads.RuleError`][] if no argument is split, if the split axes differ in length, if
     `loss` does not return a real scalar, or for an option that is unknown.
     """
+    check_function(loss, "loss", "losses.chunked")
     name = name_of(loss)
     if (as_integer(chunk) or 0) < 1:
         raise rule_error(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .._errors import name_of, rule_error
+from .._errors import check_function, name_of, rule_error
 from .._rules.float_args import check_flags
 from .._solvers.fixed_point import fixed_point
 from .._tangent_spaces import promote
@@ -85,6 +85,7 @@ class FixedPoint(eqx.Module):
 
         [`eqx_grads.RuleError`][] if `shape` does not consist of positive integers.
         """
+        check_function(cell, "cell", "FixedPoint")
         sizes = shape if isinstance(shape, tuple) else (shape,)
         if not all(map(is_size, sizes)):
             raise rule_error(

@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,10 @@ def norm(
     """
     x = as_inexact("norm", x)
     axes = axes_of("norm", axis, x.ndim)
-    if ord not in (None, 1, 2, math.inf):
+    if ord is not None and not (isinstance(ord, numbers.Real) and ord in (1, 2, math.inf)):
         raise rule_error(
             "`safe.norm` was given an `ord` that it does not have.",
-            f"`ord` is {ord!r}",
+            f"`ord` is {ord!r:.60}",
             do="Pass 1, 2 or `jnp.inf`.",
         )
     if ord is not None and len(axes) > 1:

@@ -1,11 +1,13 @@
 """The standard deviation."""
 
 import functools as ft
+import numbers
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
+from .._errors import rule_error, type_of
 from ._polar import as_pairs, polar
 from ._reduction_arguments import as_inexact, as_mask, axes_of, Axis, in_single, squeeze
 
@@ -52,10 +54,21 @@ def std(
     With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor:
     $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
     Zero where $c$ is, which is the minimum. Both modes and all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
+    a `where` that does not fit, or a `ddof` that is not a number of Python.
     """
     x = as_inexact("std", x)
     mask = None if where is None else as_mask("std", where, x)
     axes = axes_of("std", axis, x.ndim)
+    if not isinstance(ddof, numbers.Real):
+        raise rule_error(
+            "The `ddof` of `safe.std` is not a number.",
+            f"it is {type_of(ddof)}",
+            do="Give a number of Python: 1 for the unbiased variance.",
+        )
     return _std(x, mask, axes=axes, ddof=ddof, keepdims=keepdims)
 
 

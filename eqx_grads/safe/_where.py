@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._tangent_spaces import broadcasts_to, dtype_of, is_differentiable, promote, shape_of
 
 
@@ -74,6 +74,14 @@ def where(
             f"`cond` is {type_of(cond)}",
             do="Give it a comparison: `x > 0`.",
         )
+    check_function(fn, "fn", "safe.where")
+    for argument, value in (("otherwise", otherwise), ("substitute", substitute)):
+        if dtype_of(value) is None:
+            raise rule_error(
+                f"The `{argument}` of `safe.where` is not a number or an array.",
+                f"it is {type_of(value)}",
+                do="Give a number, or an array that broadcasts to the result.",
+            )
     cond = jnp.asarray(cond)
 
     def inside(path, leaf):
