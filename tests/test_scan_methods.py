@@ -473,8 +473,10 @@ def test_nothing_is_kept_alive():
     gc.collect()
     assert step() is None
     assert weight() is None
-    for ours, theirs in zip(growth(eqg.filter_scan), growth(jax.lax.scan), strict=True):
-        assert ours <= theirs
+    # JAX forgets programs of other tests when its caches are full, so theirs is measured twice.
+    before, ours, after = map(growth, (jax.lax.scan, eqg.filter_scan, jax.lax.scan))
+    for count, *theirs in zip(ours, before, after, strict=True):
+        assert count <= max(theirs)
 
 
 def test_a_step_of_a_transformed_function_is_not_kept():
