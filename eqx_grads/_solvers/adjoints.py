@@ -22,12 +22,13 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
 
     Pass one to [`eqx_grads.fixed_point`][], or as `adjoint=` to `optimistix.fixed_point`, with
     any of its solvers for fixed points and roots. It may also be passed to
-    `optimistix.root_find`, where $f(y, \theta) = y + \mathrm{fn}(y, \theta)$ then. Where
-    Optimistix minimizes, the equation is that the gradient of the objective is zero, which is
-    for [`eqx_grads.solvers.ImplicitAdjoint`][] only; any other adjoint is an error there. What
-    Optimistix returns besides the solution, such as `aux`, has the derivative zero.
+    `optimistix.root_find` of a function $g$; then $f(y, \theta) = y + g(y, \theta)$. If the
+    solver minimizes, Optimistix differentiates the equation that the gradient of the objective
+    is zero: this works with [`eqx_grads.solvers.ImplicitAdjoint`][], and is an error with any
+    other adjoint. What Optimistix returns besides the solution, such as `aux`, has the
+    derivative zero.
 
-    To write your own, give a `solve_tangent`.
+    To write an adjoint, implement `solve_tangent`.
     """
 
     def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
@@ -66,7 +67,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
 
 
 def _check_fixed_point(adjoint, solver, rewrite_fn):
-    """Raise if Optimistix differentiates that a gradient is zero, and not that f(y) = y."""
+    """Raise if the equation of Optimistix is that a gradient is zero, and not f(y) = y."""
     finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
     if not finds and rewrite_fn.__module__.startswith("optimistix"):
         name = type(adjoint).__name__
@@ -84,8 +85,8 @@ def _solve(adjoint, tags, linear_map, b, unknowns, value):
 
 
 def _residual(rewrite_fn, y, inputs):
-    # The second argument is what the solver returned besides `y`: no function of Optimistix
-    # reads it.
+    # `None` stands for what the solver returned besides `y`, which no function of Optimistix
+    # reads.
     return rewrite_fn(y, None, inputs)
 
 
@@ -95,7 +96,7 @@ def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
     def step(carry):
         count, old = carry
         # With `jax_enable_x64`, the first error of `optimistix.FixedPointIteration` is float64
-        # whatever the dtype of the state (Optimistix 0.1.0), which is no carry of a loop.
+        # whatever the dtype of the state (Optimistix 0.1.0). A loop rejects such a carry.
         new = jax.tree.map(lambda new, old: new.astype(old.dtype), body_fun(old), old)
         return count + 1, new
 
@@ -152,8 +153,8 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
     **Derivative:**
 
     An approximation, in both modes: $t = b$ in place of $(I - J)^{-1} b$, and $u = g$. It is
-    exact where $J = 0$. To second order, that of this approximation, in which the derivative
-    of the fixed point is approximated as well.
+    exact where $J = 0$. The second derivative is that of this approximation, in which
+    the derivative of the fixed point is approximated as well.
     """
 
     def solve_tangent(
@@ -241,16 +242,16 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     **Arguments:**
 
     - `k`: how many steps, a positive integer.
-    - `tau`: the damping $\tau$, at most one, where
-        [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1` has the same derivative.
+    - `tau`: the damping $\tau$, above zero and at most one. With one, the derivative is that of
+        [`eqx_grads.solvers.NeumannAdjoint`][] with `k - 1`.
 
     **Derivative:**
 
     An approximation, in both modes: with $B = \tau J + (1 - \tau) I$,
     $t = \tau \sum_{i=0}^{k-1} B^i b$, and in reverse mode
     $u = \tau \sum_{i=0}^{k-1} (B^T)^i g$, at the cost of $k - 1$ JVPs or
-    VJPs of the function. To second order, that of this approximation, in which the derivative
-    of the fixed point is approximated as well.
+    VJPs of the function. The second derivative is that of this approximation, in which
+    the derivative of the fixed point is approximated as well.
 
     **Raises:**
 
@@ -294,7 +295,7 @@ def _number_of_terms(adjoint, k, *, smallest):
 
 
 def _damped_steps(linear_map, b, steps, tau):
-    """So many steps t <- t + tau (b + (J - I) t) from zero on, of which the first is tau b."""
+    """`t` after `steps` steps t <- t + tau (b + (J - I) t) from zero; the first gives tau b."""
     scaled = b if tau == 1 else jax.tree.map(lambda b: tau * b, b)
 
     def step(t, _):
@@ -336,7 +337,7 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
 
     **Derivative:**
 
-    $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. All orders and both modes,
+    $t = J t + b$ in forward mode, $u = J^T u + g$ in reverse mode. Both modes and all orders,
     each by an iteration of its own. The plain iteration converges where all eigenvalues of
     $J$ are below one in modulus: where the plain iteration for the fixed point converges from
     all starts nearby.
@@ -365,8 +366,8 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
 
 def _iterate(adjoint, matvec, b):
     """Solve `matvec(t) = b` by t <- t + b - matvec(t)."""
-    # A cotangent may be as small as a loss is. So that no absolute tolerance is larger, it is
-    # divided by its norm, and the solution multiplied.
+    # A cotangent may be of any size, and an absolute tolerance would accept zero for a small
+    # one. So the cotangent is divided by its norm, and the solution is multiplied by it.
     norm = optx.max_norm(b)
     scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
     unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
@@ -415,15 +416,15 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
     **Arguments:**
 
-    - `linear_solver`: a solver of `lineax`. By default, that which the `tags` of the fixed
-        point call for; otherwise LU of the dense Jacobian for up to 256 unknowns, and GMRES,
+    - `linear_solver`: a `lineax` solver. By default, the one that the `tags` of the fixed
+        point call for; without tags, LU of the dense Jacobian for up to 256 unknowns, and GMRES,
         which only needs products with the Jacobian, beyond. (The default of
         `optimistix.ImplicitAdjoint` forms the dense Jacobian in all sizes.)
 
     **Derivative:**
 
-    $t = (I - J)^{-1} b$ in forward mode, $u = (I - J)^{-T} g$ in reverse mode. All orders and
-    both modes. It exists where no eigenvalue of $J$ is one: $f$ need not be a contraction.
+    $t = (I - J)^{-1} b$ in forward mode, $u = (I - J)^{-T} g$ in reverse mode. Both modes and
+    all orders. It exists where no eigenvalue of $J$ is one: $f$ need not be a contraction.
 
     **Raises:**
 

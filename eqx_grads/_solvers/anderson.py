@@ -53,9 +53,10 @@ class Anderson(optx.AbstractFixedPointSolver):
     **Arguments:**
 
     - `rtol`, `atol`: the iteration ends where $|f(y) - y|$ is less than `atol + rtol |f(y)|`.
-    - `norm`: of a PyTree, for this comparison.
+    - `norm`: the norm of a PyTree, for this comparison.
     - `history`: how many differences of steps are kept, each as large as `y`.
-    - `mixing`: the damping $\beta$ of the residual, in $y + \beta g(y)$. One is none.
+    - `mixing`: the damping $\beta$ of the residual, in $y + \beta g(y)$; with one,
+        the residual is not damped.
     - `ridge`: added to the diagonal of the normal equations, whose columns are normalized.
 
     One least-squares problem is solved for the whole of `y`. Use `jax.vmap` for a batch of

@@ -24,10 +24,10 @@ def event_time(
     r"""The time of an event and the state at that time, with their derivatives.
 
     An event is found by comparisons, in a loop, so the time that is found has a wrong
-    derivative: often zero. But the event is where a condition is zero on the trajectory, so
-    its time is an implicit function. Find the event in any way, with whatever has or has no
-    derivative (`diffrax.Event`, a bisection, an interpolation between two steps), and hand
-    over what was found.
+    derivative, often zero. But at the event a condition on the trajectory is zero, so the time
+    is an implicit function. Find the event in any way, with or without a derivative
+    (`diffrax.Event`, a bisection, an interpolation between two steps), and pass the state and
+    the time that were found.
 
     !!! example
 
@@ -82,9 +82,9 @@ def event_time(
     {\partial_t c + \partial_y c\,f(t, y)},\qquad
     \dot y = \dot y_0 + f(t, y)\,(\dot t - \dot t_0).$$
 
-    The tangents have to be those of a point of the trajectory, too. If `t` has a derivative,
-    right or wrong, then `y` is the state at this `t`, and has been computed with it; if `t` has
-    none, then `y` has that of the state at a fixed time. The reverse rule is the transpose.
+    `y` has to be the state at `t` in its derivative as well as in its value. If `t` has a
+    derivative, right or wrong, then `y` has to be computed with this `t`; if `t` has none, then
+    the derivative of `y` has to be that of the state at a fixed time. The reverse rule is the transpose.
     Both modes and all orders: the higher derivatives take into account how `f` changes along
     the trajectory.
 

@@ -60,26 +60,24 @@ def fixed_point(
         iteration, to a change, absolute or relative, of eps^(3/4) of the coarsest dtype in
         `y0`: 6e-6 in single, 2e-12 in double precision.
     - `backward`: how the linear equation of the derivative is solved. A name from the table
-        below, or any adjoint of
+        below, any adjoint of
         [`eqx_grads.solvers`][eqx_grads.solvers.AbstractFixedPointAdjoint] or Optimistix.
         `optimistix.RecursiveCheckpointAdjoint()` differentiates the steps of the solver.
     - `max_steps`: the largest number of steps of the solver; `None` for no bound.
     - `throw`: whether a solver that fails is a run-time error. Otherwise, the last iterate is
         returned, with the failure in `result`.
-    - `has_aux`: whether `fn` returns a pair, of which the second part is any other PyTree.
+    - `has_aux`: whether `fn` returns a pair `y, aux`, where `aux` is any other PyTree.
     - `options`: for the solver.
     - `tags`: `lineax` tags of the Jacobian of $f(y) - y$, such as
         `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
 
-    | `backward` | derivative | cost of reverse mode |
+    | `backward` | derivative | reverse mode, besides one VJP in $\theta$ |
     |---|---|---|
-    | `"implicit"` | exact, by a linear solve | [`eqx_grads.solvers.ImplicitAdjoint`][] |
-    | `"fixed_point"` | exact, by iterating the linear equation | a VJP for each step |
+    | `"implicit"` | exact, [`ImplicitAdjoint()`][eqx_grads.solvers.ImplicitAdjoint] | a linear solve |
+    | `"fixed_point"` | exact, `FixedPointAdjoint()` | a VJP for each step of an iteration |
     | `"neumann"` | approximate, `NeumannAdjoint(k=5)` | $k$ VJPs |
     | `"phantom"` | approximate, `PhantomAdjoint(k=5, tau=0.5)` | $k - 1$ VJPs |
-    | `"one_step"` | approximate, `OneStepAdjoint()` | no VJP |
-
-    and one VJP in $\theta$, in each case.
+    | `"one_step"` | approximate, `OneStepAdjoint()` | nothing |
 
     **Returns:**
 
@@ -93,7 +91,7 @@ def fixed_point(
         entry of $|f(y) - y|$, and what the solver adds. Not differentiated.
     - `state`: `None`.
 
-    How many steps a backward pass takes is not among them, since it is not known when this
+    The number of steps of the backward pass is not in `stats`: it is not known when this
     function returns. A backward pass that fails is an error.
 
     A call is compiled, once for each `fn` as by `equinox.filter_jit`: outside of a `jit`, do
@@ -103,8 +101,8 @@ def fixed_point(
 
     With $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$ at the
     fixed point, $t_y = (I - J)^{-1} b$; in reverse mode, $\bar\theta = (\partial
-    f/\partial\theta)^T u$ with $u = (I - J)^{-T} g$. Exact in both modes and to all orders
-    with `"implicit"` and `"fixed_point"`, up to the tolerances of the solvers. The others
+    f/\partial\theta)^T u$ with $u = (I - J)^{-T} g$. Both modes and all orders. With
+    `"implicit"` and `"fixed_point"`, exact up to the tolerances of the solvers. The others
     replace $(I - J)^{-1}$ by the approximation that their adjoint documents, also in forward
     mode and at higher orders. The steps of the solver are never differentiated, so the memory
     does not depend on their number.
@@ -112,9 +110,10 @@ def fixed_point(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `fn` returns another structure, shape or dtype than that of
-    `y`, if a leaf of `y0` is not floating, or if `backward` or `solver` is neither known nor
-    of Optimistix; an `ImportError` where Optimistix is not installed; a run-time error if
-    `throw` is true and the solver fails, for example because the plain iteration diverges.
+    `y`, if a leaf of `y0` is not floating, if `max_steps` is not positive, or if `backward` or
+    `solver` is neither known nor of Optimistix; a `ModuleNotFoundError` where Optimistix is not
+    installed; a run-time error (see `equinox.error_if`) if `throw` is true and the solver
+    fails, for example because the plain iteration diverges.
     """
     optional_import("optimistix", "fixed_point")
     from . import adjoints
@@ -176,7 +175,8 @@ def _run(inputs):
 
 
 class _WithoutAux(eqx.Module):
-    """Optimistix would compute the auxiliary output in each step, and needs it to be arrays."""
+    """`fn` without its auxiliary output, which Optimistix would compute in each step, and
+    which would have to be arrays."""
 
     fn: Callable[..., Any]
 

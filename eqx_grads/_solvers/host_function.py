@@ -73,7 +73,7 @@ class HostFunction(eqx.Module):
             backward pass. By default they may be anything (a factorization, a graph), and stay
             on the host: those of the last `keep` calls, which are found by a digest of the
             arguments. The backward pass of an earlier call computes them again.
-        - `keep`: how many.
+        - `keep`: of how many calls residuals stay on the host.
 
         **Returns:**
 
@@ -182,17 +182,17 @@ def host_function(
         arguments that returns such a tree. It is called with the arguments that the caller
         gave, and `jax.ShapeDtypeStruct`s in the place of arrays.
     - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
-        function is first used. It is not made at zeros or ones, where a solver may fail, or
-        never end. The shapes of all later calls are those of the example.
+        function is first used. (No call is made at zeros or ones, where a solver may fail,
+        or never end.) The shapes of all later calls are those of the example.
     - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
         real function that computes with complex numbers throughout.
     - `step`: the relative step of central differences. An element $x$ is moved by
         $\pm\mathrm{step}\cdot\max(|x|, 1)$. A number, or a tuple with one entry for each
         argument: a number, or a tree of numbers. By default $\epsilon^{1/3}$, with $\epsilon$
-        the resolution of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
-        function is less precise than its dtype (an adaptive solver), it should be the third
-        root of its relative error; if it computes in float64 for float32 arguments, it may be
+        the machine epsilon of the argument's dtype: 0.005 for float32, 6e-6 for float64. If the
+        function is less precise than its dtype (an adaptive solver), give the cube root
+        of its relative error; if it computes in float64 for float32 arguments, `step` may be
         1e-5.
     - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
     - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
@@ -207,15 +207,15 @@ def host_function(
 
     **Derivative:**
 
-    The reverse rule is `def_bwd`'s and the forward rule `def_jvp`'s. A mode without a rule is
-    that of the Jacobian: by finite differences, if they are asked for, which takes two calls of
-    `fn` (complex steps: one) for each element of the arguments; otherwise by one call of the
-    other rule for each element of the outputs (`def_bwd`) or of the arguments (`def_jvp`). Both
-    modes; higher orders take finite differences of the rules, or of differences.
+    The reverse rule is that of `def_bwd`, the forward rule that of `def_jvp`. A mode without a
+    rule multiplies by the Jacobian. If `finite_difference` is given, the Jacobian takes two
+    calls of `fn` (complex steps: one) for each element of the arguments; otherwise, one call of
+    the other rule for each element of the outputs (`def_bwd`) or of the arguments (`def_jvp`).
+    Both modes; higher orders take finite differences of the rules, or of differences.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if a derivative is needed that nothing above gives, and if the
+    [`eqx_grads.RuleError`][] if a derivative is needed that nothing above gives, or if the
     function returns another structure, shape or kind of dtype than was promised. An exception
     of `fn` arrives as it is where JAX runs eagerly. In a compiled program it becomes a
     `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.

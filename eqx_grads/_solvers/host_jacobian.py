@@ -1,5 +1,5 @@
-"""The Jacobian of a host function: by finite differences, or by one call of a rule for each
-basis vector. And its products with tangents and cotangents, which JAX computes."""
+"""The Jacobian of a host function, by finite differences or by one call of a rule for each
+basis vector, and its products with tangents and cotangents, which JAX computes."""
 
 import abc
 import dataclasses
@@ -47,7 +47,7 @@ def contract_transpose(
 ) -> list[jax.Array]:
     """The cotangents of the inputs, from those of the outputs."""
     forward = ft.partial(contract, jacobian, in_types, out_types)
-    # Both keep their order, and so does the pairing: nothing is conjugated.
+    # The pairing of JAX is `sum(ct * t)`, without a conjugate, also for complex numbers.
     (ct_in,) = jax.linear_transpose(forward, list(in_types))(list(cts))
     return ct_in
 

@@ -209,7 +209,8 @@ class CotangentOp(_AbstractRuleOp):
         if call.code.fwd is None:
             return call.arguments(primals)[0]
         if forward.residual_treedef is None:
-            # Not put there: a backward rule needs them once, or in the order of a scan.
+            # Residuals that are computed again are not put into the cache: a backward rule
+            # needs them once, and in a scan it needs those of other steps next.
             compute = lambda: forward.call_rule(primals)[1]
             return call.code.kept.get(digest_key(call, primals), compute)
         if self.recompute:
@@ -248,7 +249,7 @@ class CotangentOp(_AbstractRuleOp):
         if ct is None:
             return np.zeros(batch + t.shape, t.dtype)
         ct = check_shape(self, k, ct, batch)
-        # As everywhere: the cotangent of a real value is real.
+        # The cotangent of a real value is real, as in all rules of this library.
         return np.real(ct) if np.iscomplexobj(ct) and not is_complex(t) else ct
 
 

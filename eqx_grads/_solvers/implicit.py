@@ -64,18 +64,20 @@ def implicit(
         arguments of the solver; zero at the solution. It returns a tree like `y`, with one
         equation for each unknown: for each element of each floating or complex leaf of `y`.
         For a minimum, `eqx.filter_grad(objective)`.
-    - `solver`: a `lineax` solver for the linear system. By default a division if the residual
-        is seen to act on each element by itself, LU up to 256 unknowns, and beyond that GMRES,
-        which does not form the matrix. With `lineax.SVD()` and other least-squares solvers
-        the system need not be square, nor regular, and the residual of any structure.
+    - `solver`: a `lineax` solver for the linear system. By default a division if the program
+        of the residual acts on each element by itself, LU up to 256 unknowns, and beyond that
+        GMRES, which does not form the matrix. With `lineax.SVD()` and other least-squares
+        solvers the matrix may be singular or not square, and the residual may have any
+        structure.
     - `tags`: the `lineax` tags of $\partial F/\partial y$. With
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
         used in place of LU and GMRES.
     - `has_aux`: whether the solver returns `y, aux`.
-    - `tolerance`: how large the residual may be at the solution: as large as its change when
-        each element of the solution changes by this fraction of itself (of $10^{-3}$ if it
-        is smaller than that). At least 16 roundings are allowed, for half precision. A larger
-        residual raises when the derivative is computed. `None`: no check.
+    - `tolerance`: how large the residual may be at the solution: as large as the change of the
+        residual when each element of the solution changes by this fraction of itself (of
+        $10^{-3}$ if the element is smaller than that). The fraction is at least 16 times the
+        machine epsilon of the residual, which matters in half precision. A larger residual is
+        an error when the derivative is computed. `None`: no check.
 
     The decorated function:
 
@@ -84,12 +86,12 @@ def implicit(
         differentiated.
     - Its keyword-only parameters are for what the solution does not depend on: a first guess,
         a bracket, a number of steps, a key. They are not given to the residual, and their
-        derivative is zero. Those that the residual has a parameter for are given to it:
-        they are configuration, as of any rule, and differentiating one is an error.
+        derivative is zero. One that the residual has a parameter for is given to the
+        residual: it is configuration, as for any rule, and differentiating it is an error.
     - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. What can't be differentiated
         in `y` is not solved for. The derivative of `aux` is zero.
 
-    What the residual does not see can't move the solution. So a first guess that depends on
+    What the residual does not depend on can't change the solution. So a first guess that depends on
     parameters (the last solution, in a scan) needs no `stop_gradient`, and the solver may close
     over anything.
 
@@ -114,10 +116,10 @@ def implicit(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or is not
-    like the solution. When it runs, as everything of `lineax` and Equinox does (see
-    `equinox.error_if`): if the residual is not small at the solution, or the linear solve
-    fails.
+    [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
+    have the structure of the solution; a `ModuleNotFoundError` where Lineax is not installed; a
+    run-time error (see `equinox.error_if`) if the residual is not small at the solution, or the
+    linear solve fails.
 
     ??? cite
 

@@ -18,10 +18,10 @@ def jump(
 ) -> tuple[Float[Array, ""], PyTree]:
     r"""The state after a switch: an impact, a spike, a change of the vector field.
 
-    At an event the state is reset, or goes on by another vector field. What is simulated next
-    starts at a number, the time that was found. But if the parameters change, so does the time
-    of the event, and at this number the new trajectory has been on its way for more or less
-    time. `jump` returns the state with the derivative that accounts for it: that of the new
+    At an event the state is reset, or goes on by another vector field. The next part
+    of the simulation starts at a number, the time that was found. But if the parameters change,
+    the event is earlier or later than this number, and so is the start of the new trajectory.
+    `jump` returns the state with the derivative that accounts for this: that of the new
     trajectory at a fixed time.
 
     !!! example

@@ -1,4 +1,4 @@
-"""Is a residual as small as it should be at a solution?
+"""The check that a residual is small at a solution.
 
 The implicit function theorem holds where the residual is zero, and the formula gives some other
 number elsewhere. What is small depends on the units of the residual, which nobody knows but the

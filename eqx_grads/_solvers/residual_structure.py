@@ -1,4 +1,5 @@
-"""Does a residual fit the solution, and the linear solver that is to solve for it?"""
+"""The check that a residual has the structure of the solution, and one equation for each
+unknown unless the linear solver accepts another number."""
 
 from collections.abc import Callable
 from typing import Any

@@ -121,13 +121,13 @@ def state_at(field, y, t, t_new):
     return y
 
 
-# With `symbolic_zeros`, and arrays for the tangents and cotangents of states that are `None`.
-# Without it, what is known to be zero is dropped from the calls of `state_at` below: the value
-# is zero then, but not the derivative with respect to the times.
+# Both rules take symbolic zeros, and make arrays of those of a state. Otherwise a tangent or
+# cotangent that is known to be zero would be dropped from the calls of `state_at` below: its
+# value is zero then, but not its derivative with respect to the times.
 
 
-# The state is a function of `t`, too: what passes through `y` later is another trajectory. At a
-# fixed time its tangent is `t_y - field(t, y) * t_t`.
+# The state depends on `t` too: a trajectory that passes through `y` at a later time is another
+# one. At a fixed time, the tangent of the state is `t_y - field(t, y) * t_t`.
 @state_at.def_jvp(symbolic_zeros=True)
 def _state_at_jvp(primals, tangents):
     field, y, t, t_new = primals
