@@ -416,8 +416,8 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
     **Arguments:**
 
-    - `linear_solver`: a `lineax` solver. By default, the one that the `tags` of the fixed
-        point call for; without tags, LU of the dense Jacobian for up to 256 unknowns, and GMRES,
+    - `linear_solver`: a `lineax` solver. By default, the one that the `tags` of the fixed point
+        call for; without tags, LU of the dense Jacobian for up to 256 unknowns, and GMRES,
         which only needs products with the Jacobian, beyond. (The default of
         `optimistix.ImplicitAdjoint` forms the dense Jacobian in all sizes.)
 

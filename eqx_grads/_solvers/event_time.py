@@ -84,9 +84,9 @@ def event_time(
 
     `y` has to be the state at `t` in its derivative as well as in its value. If `t` has a
     derivative, right or wrong, then `y` has to be computed with this `t`; if `t` has none, then
-    the derivative of `y` has to be that of the state at a fixed time. The reverse rule is the transpose.
-    Both modes and all orders: the higher derivatives take into account how `f` changes along
-    the trajectory.
+    the derivative of `y` has to be that of the state at a fixed time. The reverse rule is the
+    transpose. Both modes and all orders: the higher derivatives take into account how `f`
+    changes along the trajectory.
 
     If the condition does not cross zero but touches it ($\partial_t c + \partial_y c\,f = 0$, a
     grazing event), the event appears or disappears as the parameters change, the true

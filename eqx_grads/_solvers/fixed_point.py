@@ -73,7 +73,7 @@ def fixed_point(
 
     | `backward` | derivative | reverse mode, besides one VJP in $\theta$ |
     |---|---|---|
-    | `"implicit"` | exact, [`ImplicitAdjoint()`][eqx_grads.solvers.ImplicitAdjoint] | a linear solve |
+    | `"implicit"` | exact, `ImplicitAdjoint()` | a linear solve |
     | `"fixed_point"` | exact, `FixedPointAdjoint()` | a VJP for each step of an iteration |
     | `"neumann"` | approximate, `NeumannAdjoint(k=5)` | $k$ VJPs |
     | `"phantom"` | approximate, `PhantomAdjoint(k=5, tau=0.5)` | $k - 1$ VJPs |

@@ -91,9 +91,9 @@ def implicit(
     - It returns `y`, any PyTree; with `has_aux`, a pair `y, aux`. What can't be differentiated
         in `y` is not solved for. The derivative of `aux` is zero.
 
-    What the residual does not depend on can't change the solution. So a first guess that depends on
-    parameters (the last solution, in a scan) needs no `stop_gradient`, and the solver may close
-    over anything.
+    What the residual does not depend on can't change the solution. So a first guess that
+    depends on parameters (the last solution, in a scan) needs no `stop_gradient`, and the
+    solver may close over anything.
 
     **Returns:**
 

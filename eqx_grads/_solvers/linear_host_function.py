@@ -150,8 +150,8 @@ def linear_host_function(
     - `matvec`: called as `matvec(x, *args)` with NumPy arrays; linear in `x`, which is any tree
         of floating or complex arrays. The other arguments are parameters.
     - `rmatvec`: called as `rmatvec(y, *args)`, where `y` is like the output; returns what is
-        like `x`. For a complex map it is the adjoint, $A^H y$, and not the transpose, as
-        `rmatvec` of `scipy.sparse.linalg.LinearOperator` is. For a symmetric map, give
+        like `x`. For a complex map it is the adjoint $A^H y$, as in
+        `scipy.sparse.linalg.LinearOperator`, and not the transpose. For a symmetric map, give
         `matvec` again.
     - `out`, `vmap_method`: as for [`eqx_grads.host_function`][]. By default the output is like
         `x`.
@@ -162,10 +162,9 @@ def linear_host_function(
 
     **Derivative:**
 
-    With respect to `x`, the forward rule is $\dot y = A \dot x$ and the reverse rule
-    $\bar x = A^T \bar y$. Both modes and all orders; `jax.linear_transpose`
-    accepts the function, so that a rule may apply it to tangents. There is no derivative with respect to the
-    parameters.
+    With respect to `x`, the forward rule is $\dot y = A \dot x$ and the reverse rule $\bar x =
+    A^T \bar y$. Both modes and all orders; `jax.linear_transpose` accepts the function, so that
+    a rule may apply it to tangents. There is no derivative with respect to the parameters.
 
     **Raises:**
 

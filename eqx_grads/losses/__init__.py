@@ -1,4 +1,4 @@
-"""Losses whose backward pass keeps less than that of automatic differentiation."""
+"""Losses whose gradients are formed chunk by chunk."""
 
 from ._chunked import chunked as chunked
 from ._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy

@@ -80,10 +80,10 @@ def chunked(
 
     **Derivative:**
 
-    That of `loss`. The gradients are formed in the forward pass, those of the arguments that
-    are being differentiated only: `jax.value_and_grad` of one chunk after another. They are the
-    residuals, and nothing is computed twice. The tangent is their inner product with the
-    tangents of the arguments; so forward mode too needs a `loss` that has a gradient. Both
+    That of `loss`. The gradients with respect to the arguments that are being differentiated
+    are formed in the forward pass, by `jax.value_and_grad` of one chunk after another. They are
+    the residuals, and nothing is computed twice. The tangent is their inner product with the
+    tangents of the arguments; so forward mode too needs a `loss` that has a reverse mode. Both
     modes, all orders; higher orders compute a chunk again. What `loss` closes over is
     differentiated too.
 
@@ -250,7 +250,7 @@ def _sum_over_chunks(loss, args, kwargs, captured, *, chunks: _Chunks):
 
 
 def _loss_of_chunk(treedef, chunks: _Chunks, whole, parts) -> Array:
-    """Of a chunk, as a term of the sum over all."""
+    """The loss of a chunk, as a term of the sum over all chunks."""
     *call, captured = jax.tree.unflatten(treedef, chunks.join(whole, parts))
     if chunks.closures is not None:
         split, arrays = TreeSplit.split(tuple(call), is_array)

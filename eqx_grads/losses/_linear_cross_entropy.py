@@ -80,19 +80,19 @@ def linear_cross_entropy(
     - `label_smoothing`: a number $\alpha$ from zero to one. The target is $1 - \alpha$ at the
         label plus $\alpha / V$ everywhere.
     - `z_loss`: the factor of the square of the log-partition function $\log \sum_v e^{l_v}$,
-        which is added to the loss of each token (PaLM has $10^{-4}$).
+        which is added to the loss of each token ($10^{-4}$ in PaLM).
     - `reduction`: `"mean"` over the tokens that count (zero if none does), `"sum"` over them,
         or `"none"`: the loss of each token, zero where it does not count.
 
-    `x` and `weight` are brought to their common dtype. In half precision, matrix products are
+    `x` and `weight` are cast to their common dtype. In half precision, matrix products are
     accumulated in single precision, and all else is computed in it.
 
     **Returns:**
 
     A scalar, or an array of shape `(...)` for `"none"`; of single precision if `x` and `weight`
     are of half precision. A label that is neither in the vocabulary nor `ignore_index` makes
-    the loss NaN, and the gradient too: labels are known when the program runs, when no error
-    can be raised. `jax.debug_nans` stops there.
+    the loss NaN, and the gradient too: labels are known only when the program runs, and
+    then no error can be raised. `jax.debug_nans` stops there.
 
     **Derivative:**
 
@@ -121,6 +121,14 @@ def linear_cross_entropy(
 
     [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, or
     for an option that is out of range.
+
+    ??? cite
+
+        The gradient in the forward pass, chunk by chunk: Hsu, P.-L. et al. (2024). Liger
+        Kernel: Efficient Triton kernels for LLM training. arXiv:2410.10989.
+
+        `z_loss`: Chowdhery, A. et al. (2022). PaLM: Scaling language modeling with pathways.
+        arXiv:2204.02311.
     """
     check_options(
         NAME,

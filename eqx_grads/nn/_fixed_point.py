@@ -18,8 +18,8 @@ from ._argument_checks import is_size
 class FixedPoint(eqx.Module):
     r"""A layer whose output is the fixed point $z = \mathrm{cell}(x, z)$ of a cell.
 
-    The deep equilibrium model of [Bai et al., 2019](https://arxiv.org/abs/1909.01377): as a
-    network of infinitely many layers that share their weights, in the memory of one.
+    The deep equilibrium model of [Bai et al., 2019](https://arxiv.org/abs/1909.01377): a
+    network of infinitely many layers that share their weights, in the memory of one layer.
 
     !!! example
 
@@ -47,14 +47,14 @@ class FixedPoint(eqx.Module):
         assert layer.solve(xs[0]).stats["num_steps"] < 30
         ```
 
-    A cell is a contraction in `z` if its derivative in `z` is below one everywhere, for
-    example one with a weight of spectral norm below one and a `tanh`. If training leads it
-    elsewhere, the solver fails: see `throw`.
+    A cell is a contraction in `z` if its Jacobian in `z` has a norm of at most $L < 1$
+    everywhere: for example, a `tanh` after a weight of spectral norm $L$. If the cell is no
+    contraction any more after some training, the solver may fail: see `throw`.
 
     **Derivative:**
 
-    That of [`eqx_grads.fixed_point`][], in the cell and in `x`, by the choice of `backward`.
-    That in `z0` is zero.
+    That of [`eqx_grads.fixed_point`][] with the same `backward`, with respect to the cell and
+    to `x`. The derivative with respect to `z0` is zero.
     """
 
     cell: Callable[..., Any]
@@ -124,8 +124,17 @@ class FixedPoint(eqx.Module):
         return self.solve(x, z0).value
 
     def solve(self, x: PyTree, z0: PyTree | None = None) -> Any:
-        """As a call, but returns the whole `optimistix.Solution`: the fixed point in `value`,
-        the code in `result`, the number of steps and the norm of the residual in `stats`."""
+        """As a call, but returns more than the fixed point.
+
+        **Arguments:**
+
+        - `x`, `z0`: as for a call.
+
+        **Returns:**
+
+        The `optimistix.Solution` of [`eqx_grads.fixed_point`][]: the fixed point in `value`,
+        the code in `result`, the number of steps and the norm of the residual in `stats`.
+        """
         if z0 is None:
             leaves = jax.tree.leaves(eqx.filter((x, self.cell), eqx.is_inexact_array))
             z0 = jnp.zeros(self.shape, promote(leaves) if leaves else None)

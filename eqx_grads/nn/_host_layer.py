@@ -36,7 +36,7 @@ class HostLayer(eqx.Module):
 
     **Derivative:**
 
-    That of `function`.
+    That of `function`, with respect to the parameters and the input.
     """
 
     function: Callable[..., Any]

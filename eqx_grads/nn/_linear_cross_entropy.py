@@ -47,8 +47,7 @@ class LinearCrossEntropy(eqx.Module):
         assert head.logits(embedding(3)).shape == (1000,)
         ```
 
-    The weight of another layer may be used without this one, with
-    [`eqx_grads.losses.linear_cross_entropy`][].
+    For the weight of another layer, call [`eqx_grads.losses.linear_cross_entropy`][] itself.
 
     **Derivative:**
 
@@ -83,6 +82,11 @@ class LinearCrossEntropy(eqx.Module):
         - `out_features`: the size of the vocabulary.
         - `chunk`, `ignore_index`, `label_smoothing`, `z_loss`, `reduction`: as for
             [`eqx_grads.losses.linear_cross_entropy`][].
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] for a size that is not a positive integer, or an option that
+        is out of range.
         """
         in_features, out_features = as_sizes(
             "LinearCrossEntropy", in_features=in_features, out_features=out_features
@@ -136,6 +140,11 @@ class LinearCrossEntropy(eqx.Module):
         **Returns:**
 
         An array of shape `(..., out_features)`.
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if the last axis of `x` does not have the length
+        `in_features`.
         """
         xs = as_floats("LinearCrossEntropy.logits", x)
         if xs.ndim == 0 or xs.shape[-1] != self.weight.shape[1]:
@@ -158,12 +167,21 @@ class LinearCrossEntropy(eqx.Module):
         z_loss: float = 0.0,
         reduction: str = "mean",
     ) -> "LinearCrossEntropy":
-        """The same layer, with a loss.
+        """A linear layer, with the loss added to it.
 
         **Arguments:**
 
-        - `layer`: an `equinox.nn.Linear`, whose weight and bias the result has.
-        - `chunk`, `ignore_index`, `label_smoothing`, `z_loss`, `reduction`: as above.
+        - `layer`: an `equinox.nn.Linear`.
+        - `chunk`, `ignore_index`, `label_smoothing`, `z_loss`, `reduction`: as for
+            [`eqx_grads.losses.linear_cross_entropy`][].
+
+        **Returns:**
+
+        A `LinearCrossEntropy` with the weight and the bias of `layer`.
+
+        **Raises:**
+
+        [`eqx_grads.RuleError`][] if `layer` is not an `equinox.nn.Linear`.
         """
         if not isinstance(layer, eqx.nn.Linear):
             raise rule_error(

@@ -38,6 +38,11 @@ def hypot(x: ArrayLike, y: ArrayLike) -> Array:
 
     With $\phi$ for the angle of $(x, y)$, $\dot h = \cos\phi\,\dot x + \sin\phi\,\dot y$. At
     the origin, the minimum, the derivative is zero. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
+    together.
     """
     return apply("hypot", _hypot, x=x, y=y)
 
@@ -72,6 +77,11 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
     $\dot\phi = (\cos\phi\,\dot y - \sin\phi\,\dot x) / h$. At the origin, where it does not
     exist, the derivative is zero. Both modes, all orders; second derivatives are right where
     $1 / h^2$ is in range.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
+    together.
     """
     return apply("arctan2", _arctan2, y=y, x=x)
 
@@ -158,6 +168,10 @@ def arccos(x: ArrayLike) -> Array:
     $\dot y = -\dot x / \sqrt{(1 - x)(1 + x)}$. At the ends, where it is infinite, the
     derivative is zero: of the angle between vectors, this is a minimum or a maximum. Zero
     outside as well. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("arccos", _arccos, x=x)
 
@@ -187,6 +201,10 @@ def arcsin(x: ArrayLike) -> Array:
 
     $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$, and zero at the ends, where it is infinite, and
     outside. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("arcsin", _arcsin, x=x)
 

@@ -34,13 +34,18 @@ def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[A
 
     **Returns:**
 
-    Numbers from -1 to 1, but for rounding: limit them before you take the angle.
+    Numbers from -1 to 1, up to rounding: clip them before you take the angle.
 
     **Derivative:**
 
     That of [`eqx_grads.safe.normalize`][] of both: zero with respect to a vector that is zero,
     where the function has no limit, and with respect to the other one. Both modes and all
     orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if a number is complex, if the shapes do not broadcast together,
+    or for an axis that the arrays do not have.
     """
     given = {"x": x, "y": y}
     x, y = broadcast("cosine_similarity", given, real_arrays("cosine_similarity", **given))
@@ -72,15 +77,14 @@ def pairwise_distance(
         assert jnp.allclose(grad[0], jnp.array([-1.2, -1.6]))  # JAX: NaN
         ```
 
-    The differences are formed, not the inner products: those lose all digits of a small
-    distance. Outside of `jit`, and in the derivative, this takes memory for all `n * m * d` of
-    them.
+    The differences are formed, as inner products lose all digits of a small distance. Outside
+    of `jit`, and in the derivative, this takes memory for `n * m * d` differences.
 
     **Arguments:**
 
     - `x`: points, `(..., n, d)`, real or complex.
     - `y`: points, `(..., m, d)`; `x` if left out.
-    - `ord`: of the [`eqx_grads.safe.norm`][]: 2, 1 or `jnp.inf`.
+    - `ord`: that of [`eqx_grads.safe.norm`][]: 2, 1 or `jnp.inf`.
 
     **Returns:**
 
@@ -92,7 +96,7 @@ def pairwise_distance(
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the points have different dimensions.
+    [`eqx_grads.RuleError`][] if the points have different dimensions, or for another `ord`.
     """
     x = as_inexact("pairwise_distance", x)
     y = x if y is None else as_inexact("pairwise_distance", y, "y")

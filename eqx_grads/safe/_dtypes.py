@@ -14,7 +14,7 @@ from .._tangent_spaces import dtype_of, promote
 
 def real_arrays(name: str, **xs: Any) -> list[Array]:
     """The arguments of `name` as arrays of one floating dtype, to which they promote as in
-    NumPy: numbers of Python take that of the arrays, and integers alone take the default."""
+    NumPy: Python numbers take that of the arrays, and integers alone take the default."""
     for argument, x in xs.items():
         dtype = dtype_of(x)
         if dtype is None or not jnp.issubdtype(dtype, np.number):

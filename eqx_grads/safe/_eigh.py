@@ -57,15 +57,15 @@ def eigh(
         the lower triangle is read, and the derivative is that of the lower triangle.
     - `tolerance`: how close neighboring eigenvalues may be under differentiation, relative to
         the larger magnitude of both; relative to the norm of the matrix if they differ by less
-        than `n` rounding errors of it. If left out, the root of the machine epsilon, divided by
-        the root of `n`: the epsilon is `2.2e-16` in double and `1.2e-7` in single precision.
+        than `n` rounding errors of it. By default $\sqrt{\epsilon / n}$, with the machine
+        epsilon `2.2e-16` in double and `1.2e-7` in single precision.
 
     **Returns:**
 
     `eigenvalues, eigenvectors`: ascending, `(..., n)`, and in columns, `(..., n, n)`. Those of
     `jnp.linalg.eigh` in a call that is not differentiated. Under differentiation, eigenvalues
     that are closer than the tolerance are moved apart, upwards: of `k` of them, the last by
-    `k - 1` times it at most.
+    `k - 1` times the tolerance at most.
 
     **Derivative:**
 
@@ -73,7 +73,7 @@ def eigh(
     $V^\dagger \dot V = P_{ij} / (\lambda_j - \lambda_i)$ for $i \ne j$; the reverse rule is the
     transpose. Values and derivatives are those at a matrix within the tolerance of `a`, so that
     the derivative of any smooth function of `a` is right to the tolerance and to the machine
-    epsilon divided by it. (To replace infinite quotients by zero would be wrong: the
+    epsilon divided by it. (With zeros in place of the infinite quotients, the
     derivative of $V f(\Lambda) V^\dagger$ would lack the term $f'(\lambda) P_{ij}$ of equal
     eigenvalues.)
 

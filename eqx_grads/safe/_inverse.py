@@ -1,8 +1,8 @@
 """`1 / x` and `x / y`, or zero at a pole: the factors of which the other derivatives are made.
 
 A tangent is multiplied by one factor at a time, so that a zero stays zero where the product of
-the factors overflows. The results are factors of their own derivatives, which are of all
-orders.
+the factors overflows. The derivatives of these functions are made of their results, so that
+they hold at all orders.
 """
 
 import jax

@@ -40,6 +40,10 @@ def log_ndtr(x: ArrayLike) -> Array:
     $\dot y = h\,\dot x$, with $\dot h = -h\,(h + x)\,\dot x$. In the lower tail, $h$ and
     $h + x$ are continued fractions, in which nothing cancels (Laplace 1805). Both are zero at
     $-\infty$. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("log_ndtr", _log_ndtr, x=x)
 

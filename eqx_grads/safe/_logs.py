@@ -1,4 +1,5 @@
-"""Logarithms, of products, hyperbolic cosines and differences of exponentials."""
+"""Logarithms: of a number, and of hyperbolic cosines and differences of exponentials; and
+products with them."""
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ def log(x: ArrayLike) -> Array:
 
     $\dot y = \dot x / x$. At zero, where it is infinite, and below, the derivative is zero.
     Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("log", logarithm, x=x)
 
@@ -70,7 +75,13 @@ def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
-    infinite or undefined, both terms are zero, and so they are below. Both modes, all orders.
+    infinite or undefined, both terms are zero. For a negative `y` they are zero as well. Both
+    modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
+    together.
     """
     return apply("xlogy", _xlogy, x=x, y=y)
 
@@ -116,6 +127,11 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
 
     $\dot z = \log(1 + y)\,\dot x + \frac{x}{1 + y}\dot y$. Both terms are zero where `y` is -1
     or less. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
+    together.
     """
     return apply("xlog1py", _xlog1py, x=x, y=y)
 
@@ -172,6 +188,10 @@ def log_cosh(x: ArrayLike) -> Array:
     $\dot y = \tanh x\,\dot x$. The derivative of the hyperbolic tangent in it is
     $4 e^{-2|x|} / (1 + e^{-2|x|})^2$, which keeps its digits in the tails, where
     `1 - tanh(x)**2` is zero. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("log_cosh", _log_cosh, x=x)
 
@@ -237,6 +257,10 @@ def log_expm1(x: ArrayLike) -> Array:
 
     $\dot y = \dot x / (1 - e^{-x})$. At zero, where it is infinite, and below, the derivative
     is zero. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("log_expm1", _log_expm1, x=x)
 
@@ -266,6 +290,10 @@ def softplus_inverse(x: ArrayLike) -> Array:
     **Derivative:**
 
     As for [`eqx_grads.safe.log_expm1`][].
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("softplus_inverse", _log_expm1, x=x)
 
@@ -330,6 +358,11 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
     With $w = 1 / (1 - e^{y - x})$, $\dot z = w\,\dot x - e^{y - x} w\,\dot y$. Both terms are
     zero where $x \le y$, and the first where `x` is $-\infty$. The second has the relative
     error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` or `y` is complex, or if their shapes do not broadcast
+    together.
     """
     return apply("log_sub_exp", _log_sub_exp, x=x, y=y)
 

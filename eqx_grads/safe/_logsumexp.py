@@ -77,12 +77,12 @@ def logsumexp(
     - `a`: real numbers.
     - `axis`: the axis or axes to reduce; `None` takes all.
     - `b`: factors of the exponentials, which broadcast to `a`. A term whose factor is zero is
-        masked, and may be infinite.
+        left out, and may be infinite.
     - `keepdims`: whether the axes that were reduced are kept, with length one.
     - `return_sign`: whether to return the sign of the sum as well, and the logarithm of its
         absolute value. Otherwise, the logarithm of a negative sum is NaN.
-    - `where`: booleans that broadcast to `a`: which terms to include. Others may be infinite or
-        NaN.
+    - `where`: booleans that broadcast to `a`: which terms to include. The others may be
+        infinite or NaN.
 
     **Returns:**
 
@@ -147,6 +147,10 @@ def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
     **Arguments:**
 
     - `x`, `y`: real numbers that broadcast together.
+
+    **Returns:**
+
+    The values of `jnp.logaddexp`.
 
     **Derivative:**
 
@@ -229,7 +233,7 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
 
 @ft.partial(jax.jit, static_argnames=("axis", "reverse"))
 def _cumlogsumexp(x, *, axis, reverse):
-    # The first sum is its term: without the derivative of one that is minus infinity.
+    # The first sum is the first term itself, which has no derivative if it is minus infinity.
     terms = jnp.where(x == -jnp.inf, -jnp.inf, in_single(x))
     y = jax.lax.associative_scan(_logaddexp, terms, reverse=reverse, axis=axis)
     return y.astype(x.dtype)

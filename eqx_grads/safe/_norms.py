@@ -53,14 +53,16 @@ def norm(
 
     With $y = \lVert x \rVert_2$: $\dot y = x^\top \dot x / y$ and $\bar x = x \bar y / y$. For
     `ord=1`, $\dot y = \sum_i \operatorname{sign}(x_i) \dot x_i$. For `ord=jnp.inf`, the mean of
-    this over the elements of the largest magnitude. Zero at zero, which is the minimum, also
-    that of each $|x_i|$. An infinite element outweighs all finite ones. Both modes and all
-    orders; the derivatives of second order at zero, where there is none, are zero.
+    this over the elements of the largest magnitude. At zero, which is the minimum, the
+    derivative is zero, and so is that of each $|x_i|$ at $x_i = 0$. An infinite element
+    outweighs all finite ones. Both modes and all orders; second derivatives at zero, where they
+    do not exist, are zero.
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `ord` is another one, or is given together with several axes:
-    in NumPy, this is the norm of a matrix.
+    [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
+    if `ord` is another one, or if it is given together with several axes: in NumPy, this is the
+    norm of a matrix.
     """
     x = as_inexact("norm", x)
     axes = axes_of("norm", axis, x.ndim)
@@ -133,6 +135,11 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     With $u$ for the result: $\dot u = (\dot x - u\, u^\top \dot x) / \lVert x \rVert$. The map
     is its own transpose. Zero at the zero vector, where the function jumps. Both modes and all
     orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` does not hold numbers, or for an axis that `x` does not
+    have.
     """
     x = as_inexact("normalize", x)
     return _normalize(x, axes=axes_of("normalize", axis, x.ndim))

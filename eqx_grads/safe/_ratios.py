@@ -14,7 +14,7 @@ from ._dtypes import apply
 def expm1_ratio(x: ArrayLike) -> Array:
     r"""`expm1(x) / x`, which is one at zero: the mean of $e^{s}$ for $s$ between zero and $x$.
 
-    Exponential integrators have it, and the flow of a linear differential equation.
+    It occurs in exponential integrators, and in the solution of a linear differential equation.
 
     !!! example
 
@@ -34,13 +34,17 @@ def expm1_ratio(x: ArrayLike) -> Array:
 
     **Returns:**
 
-    An array like `x`. It does not overflow before the quotient does, which is later than
-    `expm1(x)`.
+    An array like `x`. It overflows where the quotient does, and not already where `expm1(x)`
+    does.
 
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$, and by its series for $|x| < 1$, where
     this difference cancels. Zero at infinity. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("expm1_ratio", _expm1_ratio, x=x)
 
@@ -71,6 +75,10 @@ def log1p_ratio(x: ArrayLike) -> Array:
     $\dot y = \frac{1}{x}\bigl(\frac{1}{1 + x} - y\bigr)\,\dot x$, and by its series for
     $-\frac12 < x < 1$, where this difference cancels. Zero at -1, where it is infinite, below,
     and at infinity. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("log1p_ratio", _log1p_ratio, x=x)
 
@@ -96,13 +104,17 @@ def sinhc(x: ArrayLike) -> Array:
 
     **Returns:**
 
-    An array like `x`. It does not overflow before the quotient does, which is later than
-    `sinh(x)`.
+    An array like `x`. It overflows where the quotient does, and not already where `sinh(x)`
+    does.
 
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(\cosh x - y\bigr)\,\dot x$, and by its series for $|x| < 1$,
     where this difference cancels. Zero at infinity. Both modes, all orders.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `x` is complex.
     """
     return apply("sinhc", _sinhc, x=x)
 

@@ -135,7 +135,7 @@ def _log_probabilities_jvp(primals, tangents, *, axes):
 def entropy(
     p: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None
 ) -> Float[Array, "..."]:
-    r"""$-\sum_i p_i \log p_i$, in which an event of probability zero takes no part.
+    r"""$-\sum_i p_i \log p_i$, in which an event of probability zero contributes nothing.
 
     !!! example
 

@@ -41,8 +41,8 @@ def std(
     - `axis`: the axis or axes to reduce; `None` takes all.
     - `ddof`: the divisor is the number of elements minus `ddof`.
     - `keepdims`: whether the axes that were reduced are kept, with length one.
-    - `where`: booleans that broadcast to `x`: which elements to include. Others may be
-        infinite or NaN.
+    - `where`: booleans that broadcast to `x`: which elements to include. The others may
+        be infinite or NaN.
 
     **Returns:**
 
@@ -58,7 +58,7 @@ def std(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
-    a `where` that does not fit, or a `ddof` that is not a number of Python.
+    a `where` that does not fit, or a `ddof` that is not a Python number.
     """
     x = as_inexact("std", x)
     mask = None if where is None else as_mask("std", where, x)
