@@ -14,8 +14,8 @@ from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .host_callback import VMAP_METHODS
 from .host_derivative import host_call
 from .host_ops import HostCode
+from .host_residual_cache import ResidualCache
 from .host_spec import check_captures, check_hashable, primal_op
-from .residual_cache import ResidualCache
 
 
 class HostFunction(eqx.Module):

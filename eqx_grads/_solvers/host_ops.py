@@ -14,7 +14,7 @@ from .._rules.closure_convert import Opaque
 from .._rules.flatten_call import Signature
 from .._rules.rule import Rule
 from .host_callback import AbstractHostOp
-from .residual_cache import ResidualCache
+from .host_residual_cache import ResidualCache
 
 
 Types = tuple[jax.ShapeDtypeStruct, ...]

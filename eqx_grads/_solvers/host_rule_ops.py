@@ -14,7 +14,7 @@ from .._rules.rule import Rule
 from .._tangent_spaces import is_none, match_leaves
 from .host_callback import AbstractHostOp, batch_shape, check_shape
 from .host_ops import is_complex, is_inexact, path_of_leaf, PrimalOp, Types
-from .residual_cache import digest_key
+from .host_residual_cache import digest_key
 
 
 class _AbstractRuleOp(AbstractHostOp):
