@@ -162,9 +162,10 @@ def linear_host_function(
 
     **Derivative:**
 
-    With respect to `x`, the forward rule is $\dot y = A \dot x$, and the reverse rule is $\bar
-    x = A^T \bar y$. Both modes and all orders; `jax.linear_transpose` accepts the function, so
-    that a rule may apply it to tangents. There is no derivative with respect to the parameters.
+    With respect to `x`, the forward rule is $\dot y = A \dot x$ and the reverse rule
+    $\bar x = A^T \bar y$. Both modes and all orders; `jax.linear_transpose` accepts the
+    function, so that a rule may apply it to tangents. There is no derivative with respect to
+    the parameters.
 
     **Raises:**
 
