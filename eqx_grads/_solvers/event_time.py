@@ -102,19 +102,15 @@ def event_time(
     [`eqx_grads.RuleError`][] if `t` is not a real scalar. When it is differentiated, also if
     `condition` does not return a real scalar, or `f` not a tree like `y`.
 
-    ??? cite "References"
+    ??? cite
 
-        The implicit derivative of an event time in a neural network:
+        The implicit derivative of an event time in a neural network: Chen, R. T. Q., Amos, B.
+        and Nickel, M. (2021). Learning neural event functions for ordinary differential
+        equations. arXiv:2011.03902.
 
-            Ricky T. Q. Chen, Brandon Amos, Maximilian Nickel (2021).
-            Learning Neural Event Functions for Ordinary Differential Equations.
-            arXiv:2011.03902
-
-        and of the time of a spike:
-
-            Timo C. Wunderlich, Christian Pehle (2021).
-            Event-based backpropagation can compute exact gradients for spiking neural
-            networks. Scientific Reports 11, 12829.
+        That of the time of a spike: Wunderlich, T. C. and Pehle, C. (2021). Event-based
+        backpropagation can compute exact gradients for spiking neural networks. *Scientific
+        Reports* 11, 12829.
     """
     check_function(condition, "condition", "event_time")
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")

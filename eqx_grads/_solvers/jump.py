@@ -86,15 +86,13 @@ def jump(
     [`eqx_grads.RuleError`][] if `t` is not a real scalar. When it is differentiated, also if
     `f` does not return a tree like the new state.
 
-    ??? cite "References"
+    ??? cite
 
-            M. A. Aizerman, F. R. Gantmacher (1958).
-            On the stability of periodic motions.
-            Journal of Applied Mathematics and Mechanics 22 (6).
+        Aizerman, M. A. and Gantmacher, F. R. (1958). On the stability of periodic motions.
+        *Journal of Applied Mathematics and Mechanics* 22 (6).
 
-            Nathan J. Kong, J. Joe Payne, James Zhu, Aaron M. Johnson (2023).
-            Saltation Matrices: The Essential Tool for Linearizing Hybrid Dynamical Systems.
-            arXiv:2306.06862
+        Kong, N. J., Payne, J. J., Zhu, J. and Johnson, A. M. (2023). Saltation matrices: The
+        essential tool for linearizing hybrid dynamical systems. arXiv:2306.06862.
     """
     if reset is not None:
         check_function(reset, "reset", "jump")

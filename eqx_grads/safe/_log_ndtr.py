@@ -39,7 +39,7 @@ def log_ndtr(x: ArrayLike) -> Array:
     The hazard $h(x) = \varphi(x) / \Phi(x)$ (also called the inverse Mills ratio):
     $\dot y = h\,\dot x$, with $\dot h = -h\,(h + x)\,\dot x$. In the lower tail, $h$ and
     $h + x$ are continued fractions, in which nothing cancels (Laplace 1805). Both are zero at
-    $-\infty$. Both modes, all orders.
+    $-\infty$. Both modes and all orders.
 
     **Raises:**
 

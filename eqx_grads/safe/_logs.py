@@ -39,7 +39,7 @@ def log(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \dot x / x$. At zero, where it is infinite, and below, the derivative is zero.
-    Both modes, all orders.
+    Both modes and all orders.
 
     **Raises:**
 
@@ -76,7 +76,7 @@ def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
 
     $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
     infinite or undefined, both terms are zero. For a negative `y` they are zero as well. Both
-    modes, all orders.
+    modes and all orders.
 
     **Raises:**
 
@@ -126,7 +126,7 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot z = \log(1 + y)\,\dot x + \frac{x}{1 + y}\dot y$. Both terms are zero where `y` is -1
-    or less. Both modes, all orders.
+    or less. Both modes and all orders.
 
     **Raises:**
 
@@ -187,7 +187,7 @@ def log_cosh(x: ArrayLike) -> Array:
 
     $\dot y = \tanh x\,\dot x$. The derivative of the hyperbolic tangent in it is
     $4 e^{-2|x|} / (1 + e^{-2|x|})^2$, which keeps its digits in the tails, where
-    `1 - tanh(x)**2` is zero. Both modes, all orders.
+    `1 - tanh(x)**2` is zero. Both modes and all orders.
 
     **Raises:**
 
@@ -256,7 +256,7 @@ def log_expm1(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \dot x / (1 - e^{-x})$. At zero, where it is infinite, and below, the derivative
-    is zero. Both modes, all orders.
+    is zero. Both modes and all orders.
 
     **Raises:**
 
@@ -357,7 +357,7 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
 
     With $w = 1 / (1 - e^{y - x})$, $\dot z = w\,\dot x - e^{y - x} w\,\dot y$. Both terms are
     zero where $x \le y$, and the first where `x` is $-\infty$. The second has the relative
-    error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both modes, all orders.
+    error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both modes and all orders.
 
     **Raises:**
 

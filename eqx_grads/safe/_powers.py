@@ -41,7 +41,7 @@ def sqrt(x: ArrayLike) -> Array:
 
     $\dot y = \dot x / 2y$. At zero, where it is infinite, the derivative is zero, as it is of
     a norm, whose minimum this is. (So it is for `sqrt(x) ** 2`, whose true derivative is one.)
-    Below zero it is zero as well. Both modes, all orders.
+    Below zero it is zero as well. Both modes and all orders.
 
     **Raises:**
 
@@ -84,7 +84,7 @@ def reciprocal(x: ArrayLike) -> Array:
 
     **Derivative:**
 
-    $\dot y = -y^2\,\dot x$, and zero at zero. Both modes, all orders.
+    $\dot y = -y^2\,\dot x$, and zero at zero. Both modes and all orders.
 
     **Raises:**
 
@@ -136,7 +136,7 @@ def divide(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     With $q = x / y$, $\dot q = \frac{1}{y}\dot x - \frac{q}{y}\dot y$. Both terms are zero
-    where `y` is zero, and the second also where `x` is infinite. Both modes, all orders; a
+    where `y` is zero, and the second also where `x` is infinite. Both modes and all orders; a
     second derivative with respect to `y` is right where $1 / y^2$ is in range.
 
     **Raises:**
@@ -187,7 +187,7 @@ def power(x: ArrayLike, y: ArrayLike) -> Array:
     $\dot p = y x^{y-1}\,\dot x + x^y \log x\,\dot y$. The first term is zero at $x = 0$ for
     $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
     positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
-    $y < 0$. Both terms are zero where they would be infinite as `x` or `y` is. Both modes,
+    $y < 0$. Both terms are zero where they would be infinite as `x` or `y` is. Both modes and
     all orders. As `y - 1` is rounded, second derivatives have a relative error of
     $\epsilon\,|\log x|$ as well.
 

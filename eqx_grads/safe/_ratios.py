@@ -40,7 +40,7 @@ def expm1_ratio(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$, and by its series for $|x| < 1$, where
-    this difference cancels. Zero at infinity. Both modes, all orders.
+    this difference cancels. Zero at infinity. Both modes and all orders.
 
     **Raises:**
 
@@ -74,7 +74,7 @@ def log1p_ratio(x: ArrayLike) -> Array:
 
     $\dot y = \frac{1}{x}\bigl(\frac{1}{1 + x} - y\bigr)\,\dot x$, and by its series for
     $-\frac12 < x < 1$, where this difference cancels. Zero at -1, where it is infinite, below,
-    and at infinity. Both modes, all orders.
+    and at infinity. Both modes and all orders.
 
     **Raises:**
 
@@ -110,7 +110,7 @@ def sinhc(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \frac{1}{x}\bigl(\cosh x - y\bigr)\,\dot x$, and by its series for $|x| < 1$,
-    where this difference cancels. Zero at infinity. Both modes, all orders.
+    where this difference cancels. Zero at infinity. Both modes and all orders.
 
     **Raises:**
 

@@ -61,7 +61,7 @@ def where(
     That of `fn` where `cond` holds, and that of `otherwise` elsewhere:
     $\dot y = \partial f(x)\,\dot x$ or $\dot y = \dot o$. For `x` this is so whatever
     `substitute` is; for parameters that `fn` closes over, the derivative of `fn` has to be
-    finite at `substitute`. Both modes, all orders that `fn` has.
+    finite at `substitute`. Both modes and all orders that `fn` has.
 
     **Raises:**
 
