@@ -446,7 +446,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
 
 class WithoutDerivative(optx.AbstractAdjoint):
-    """Runs a solver in this loop, where another adjoint sees to the derivative."""
+    """Runs a solver in this loop. The derivative is that of another adjoint around it."""
 
     while_loop: Callable[..., Any]
 

@@ -18,7 +18,7 @@ from .host_residual_cache import digest_key
 
 
 class _AbstractRuleOp(AbstractHostOp):
-    """A call of a rule of the user's."""
+    """A call of one of the user's rules."""
 
     @property
     @abc.abstractmethod

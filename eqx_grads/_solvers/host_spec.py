@@ -1,4 +1,5 @@
-"""What a host function returns: the types that its user promised, or those of one example."""
+"""The call of a host function with given arguments: its operands, and the types that it
+returns, as its user promised them or as one example has them."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -32,8 +32,8 @@ from .._tangent_spaces import (
 
 
 class Closure(eqx.Module):
-    """A function of the user's whose arrays are all leaves: also the traced ones that it closes
-    over, so that it can be differentiated with respect to them."""
+    """A user's function whose arrays are all leaves, also the traced ones that it closes over,
+    so that it can be differentiated with respect to them."""
 
     parts: PyTree
     captured: Sequence[Array]
@@ -42,8 +42,8 @@ class Closure(eqx.Module):
     def __init__(self, fn: Callable[..., Any]):
         arrays, rest = eqx.partition(fn, eqx.is_array)
         template, self.captured = lift_tracers([rest])
-        # Without a template if there is none: it is another one each time, so what is
-        # remembered of earlier calls of the same function would not be found.
+        # A template is kept only if something was captured: each call makes a new one, by
+        # which what JAX caches of an earlier call of the same function would not be found.
         self.parts, self.template = (arrays, template) if self.captured else (fn, None)
 
     @property

@@ -307,7 +307,7 @@ def _sum_over_chunks_jvp(primals, tangents, *, chunks):
 
 @_sum_over_chunks.def_vmap
 def _sum_over_chunks_vmap(axis_size, batched, *args, chunks):
-    """One gradient of what is not batched for all examples, and not one for each."""
+    """One gradient for all examples, of the arguments that are not batched."""
     leaves, treedef = _leaves(args)
     flags, _ = _leaves(batched)
     is_shared = [eqx.is_inexact_array(x) and not b for x, b in zip(leaves, flags, strict=True)]

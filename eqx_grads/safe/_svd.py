@@ -103,8 +103,8 @@ def _thin_jvp(primals, tangents, *, tolerance, rounding):
     (t_a,) = tangents
     u, s, vh = _thin(a, tolerance=tolerance, rounding=rounding)
     v = adjoint(vh)
-    # Zero takes part: `-s` and, if the matrix is not square, zero are eigenvalues too, those of
-    # the Hermitian matrix [[0, a], [a^H, 0]].
+    # Zero is included: `-s`, and zero if the matrix is not square, are eigenvalues too, those
+    # of the Hermitian matrix [[0, a], [a^H, 0]].
     ascending = jnp.concatenate([jnp.zeros_like(s[..., :1]), jnp.flip(s, -1)], -1)
     s = jnp.flip(spread(ascending, tolerance, rounding)[..., 1:], -1)
     t_a_v = matmul(t_a, v)
