@@ -79,7 +79,7 @@ def read(part):
 
 
 def pad(frames):
-    return jnp.pad(jnp.asarray(frames), ((0, FRAMES - len(frames)), (0, 0)))
+    return jnp.pad(jnp.asarray(frames, float), ((0, FRAMES - len(frames)), (0, 0)))
 
 
 # ---------------------------------------------------------------- the model

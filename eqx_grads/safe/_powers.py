@@ -120,9 +120,9 @@ def divide(x: ArrayLike, y: ArrayLike) -> Array:
         f = lambda x, y: jnp.where(y == 0, 0.0, eqg.safe.divide(x, y))
         assert jax.grad(f, argnums=(0, 1))(1.0, 0.0) == (0.0, 0.0)
 
-        slope = jax.grad(eqg.safe.divide, argnums=1)(1e-30, 1e-25)
-        assert jnp.allclose(slope, -1e20, rtol=1e-6)
-        assert jnp.isinf(jax.grad(jnp.divide, argnums=1)(1e-30, 1e-25))
+        x, y = jnp.float32(1e-30), jnp.float32(1e-25)
+        assert jnp.allclose(jax.grad(eqg.safe.divide, argnums=1)(x, y), -1e20, rtol=1e-6)
+        assert jnp.isinf(jax.grad(jnp.divide, argnums=1)(x, y))
         ```
 
     **Arguments:**

@@ -69,7 +69,7 @@ def std(
             f"it is {type_of(ddof)}",
             do="Give a number of Python: 1 for the unbiased variance.",
         )
-    return _std(x, mask, axes=axes, ddof=ddof, keepdims=keepdims)
+    return _std(x, mask, axes=axes, ddof=float(ddof), keepdims=keepdims)
 
 
 @ft.partial(jax.jit, static_argnames=("axes", "ddof", "keepdims"))
