@@ -405,7 +405,7 @@ def test_adjoints_of_optimistix(getkey):
 def test_tags_reach_the_linear_solve(getkey):
     w, u, x = problem(getkey)
     w = -w @ w.T  # so that w - 1 is negative definite
-    tags = frozenset([lx.negative_semidefinite_tag])
+    tags = lx.negative_semidefinite_tag
     cholesky = solvers.ImplicitAdjoint(lx.Cholesky())
     loss = lambda w, **options: jnp.sum(solve(linear, w, u, x, **options))
     got = jax.grad(loss)(w, backward=cholesky, tags=tags)

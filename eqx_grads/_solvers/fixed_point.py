@@ -1,6 +1,6 @@
 """`fixed_point`: the solution of y = f(y), and its derivative by choice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +25,7 @@ def fixed_point(
     throw: bool = True,
     has_aux: bool = False,
     options: dict[str, Any] | None = None,
-    tags: frozenset[object] = frozenset(),
+    tags: object | Collection[object] = (),
 ) -> Any:
     r"""The fixed point $y = f(y, \theta)$ of a function, found by any solver of Optimistix.
 
@@ -68,7 +68,7 @@ def fixed_point(
         returned, with the failure in `result`.
     - `has_aux`: whether `fn` returns a pair `y, aux`, where `aux` is any other PyTree.
     - `options`: for the solver.
-    - `tags`: `lineax` tags of the Jacobian of $f(y) - y$, such as
+    - `tags`: the `lineax` tag or tags of the Jacobian of $f(y) - y$, such as
         `lineax.negative_semidefinite_tag`, for the linear solve of `"implicit"`.
 
     | `backward` | derivative | reverse mode, besides one VJP in $\theta$ |
@@ -130,6 +130,7 @@ def fixed_point(
         solver = adjoints.plain_iteration(y0)
     adjoints.check_solver(solver)
     adjoint = adjoints.as_adjoint(backward)
+    tags = frozenset(tags) if isinstance(tags, Collection) else frozenset([tags])
     return _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
 
 

@@ -69,7 +69,7 @@ def implicit(
         GMRES, which does not form the matrix. With `lineax.SVD()` and other least-squares
         solvers the matrix may be singular or not square, and the residual may have any
         structure.
-    - `tags`: the `lineax` tags of $\partial F/\partial y$. With
+    - `tags`: the `lineax` tag or tags of $\partial F/\partial y$. With
         `lineax.positive_semidefinite_tag` (a minimum), Cholesky and conjugate gradients are
         used in place of LU and GMRES.
     - `has_aux`: whether the solver returns `y, aux`.
