@@ -675,7 +675,10 @@ def test_states_with_other_leaves():
     assert slope == 1.0  # the reset does nothing to x, and the field is the same
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", "float32", "complex64"],
+)
 def test_dtypes(dtype):
     """The state and the time have dtypes of their own."""
 

@@ -127,6 +127,7 @@ def test_all_modes_and_second_order(getkey, backward):
         )
 
 
+@pytest.mark.slow
 def test_third_order():
     with jax.enable_x64(True):
         cosine = lambda y, x: jnp.cos(y) * x
@@ -357,7 +358,11 @@ def test_memory_does_not_depend_on_the_number_of_steps(backward):
 # ---------------------------------------------------------------- in Optimistix
 
 
-@pytest.mark.parametrize("adjoint", [solvers.ImplicitAdjoint(), SERIES], ids=str)
+@pytest.mark.parametrize(
+    "adjoint",
+    [solvers.ImplicitAdjoint(), pytest.param(SERIES, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_adjoints_in_optimistix(getkey, adjoint):
     args = problem(getkey)
     fn = lambda z, args: nonlinear(z, *args)
@@ -714,6 +719,7 @@ def test_layer_statistics_and_start(getkey):
     assert net(x, key=getkey()).shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_batch_can_be_explained(getkey):
     """The loop of a batch has an array for a condition, which JAX's own function refuses."""
     layer = eqg.nn.FixedPoint(Cell(3, 4, key=getkey()), 4, backward="fixed_point")

@@ -162,7 +162,11 @@ def test_leading_dimensions_and_no_bias(shape, getkey):
 
 @pytest.mark.parametrize(
     ("dtype", "reduction"),
-    [(jnp.bfloat16, "mean"), (jnp.bfloat16, "none"), (jnp.float16, "mean")],
+    [
+        (jnp.bfloat16, "mean"),
+        (jnp.bfloat16, "none"),
+        pytest.param(jnp.float16, "mean", marks=pytest.mark.slow),
+    ],
 )
 def test_half_precision(dtype, reduction, getkey):
     """The loss in single precision, and gradients rounded once, or twice in bfloat16."""

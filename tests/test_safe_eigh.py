@@ -91,7 +91,10 @@ def test_functions_of_a_matrix_have_the_right_derivative(spectrum):
                 np.testing.assert_allclose(x, y, rtol=0, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "complex64", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)],
+)
 def test_single_precision(dtype, getkey):
     """To a few times the tolerance, which is 3.5e-4 in single precision."""
     real = "float32" if dtype == "complex64" else dtype
@@ -282,7 +285,9 @@ def test_even_functions_on_the_left():
         np.testing.assert_allclose(*grads, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    "shape", [(3, 3), (4, 2), pytest.param((2, 4), marks=pytest.mark.slow)]
+)
 def test_complex_matrices(shape):
     """The phases of singular vectors are arbitrary."""
     with jax.enable_x64():

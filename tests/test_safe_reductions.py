@@ -79,7 +79,7 @@ def _differences(truth, order, unit):
 # Derivatives are compared in units of the last place of the norm of the row, which is one for
 # the gradient of a norm, and for weights that sum to one.
 
-DTYPES = ("float32", "float64", "float16", "bfloat16")
+DTYPES = ("float32", "float64", pytest.param("float16", marks=pytest.mark.slow), "bfloat16")
 
 
 def _norm_truth(x, y):
