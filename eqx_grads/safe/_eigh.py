@@ -9,8 +9,9 @@ from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
+from ._inverse import inverse
 from ._reduction_arguments import as_inexact, in_single
-from ._spread import adjoint, as_tolerance, default_tolerance, matmul, reciprocal, spread
+from ._spread import adjoint, as_tolerance, default_tolerance, matmul, spread
 
 
 class EighResult(NamedTuple):
@@ -124,5 +125,5 @@ def _of_hermitian_jvp(primals, tangents, *, tolerance, rounding):
     w = spread(w, tolerance, rounding)
     p = matmul(adjoint(v), t_a, v)
     t_w = jnp.real(jnp.diagonal(p, axis1=-2, axis2=-1))
-    inverse_gaps = reciprocal(w[..., None, :] - w[..., :, None]).astype(p.dtype)
+    inverse_gaps = inverse(w[..., None, :] - w[..., :, None]).astype(p.dtype)
     return (w, v), (t_w, matmul(v, p * inverse_gaps))

@@ -46,11 +46,6 @@ def spread(w, tolerance, rounding):
     return w + (lax.cummax(rest, axis=w.ndim - 1) - rest)
 
 
-def reciprocal(x):
-    """`1 / x`, and zero for zero."""
-    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))
-
-
 def matmul(*factors):
     """The product in full precision, also on accelerators."""
     product, *others = factors

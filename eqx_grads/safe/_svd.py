@@ -9,8 +9,9 @@ from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._errors import rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
+from ._inverse import inverse
 from ._reduction_arguments import as_inexact, in_single
-from ._spread import adjoint, as_tolerance, default_tolerance, matmul, reciprocal, spread
+from ._spread import adjoint, as_tolerance, default_tolerance, matmul, spread
 
 
 class SVDResult(NamedTuple):
@@ -109,15 +110,15 @@ def _thin_jvp(primals, tangents, *, tolerance, rounding):
     s = jnp.flip(spread(ascending, tolerance, rounding)[..., 1:], -1)
     t_a_v = matmul(t_a, v)
     p = matmul(adjoint(u), t_a_v)
-    x = (p + adjoint(p)) * (reciprocal(s[..., None, :] - s[..., :, None]) / 2).astype(p.dtype)
-    y = (p - adjoint(p)) * (reciprocal(s[..., None, :] + s[..., :, None]) / 2).astype(p.dtype)
+    x = (p + adjoint(p)) * (inverse(s[..., None, :] - s[..., :, None]) / 2).astype(p.dtype)
+    y = (p - adjoint(p)) * (inverse(s[..., None, :] + s[..., :, None]) / 2).astype(p.dtype)
     t_u, t_v = matmul(u, x + y), matmul(v, x - y)
-    inverse = reciprocal(s)[..., None, :].astype(p.dtype)
+    inverse_s = inverse(s)[..., None, :].astype(p.dtype)
     m, n = a.shape[-2:]
     if m > n:
-        t_u = t_u + (t_a_v - matmul(u, p)) * inverse
+        t_u = t_u + (t_a_v - matmul(u, p)) * inverse_s
     if m < n:
         adjoint_t = matmul(adjoint(t_a), u)
-        t_v = t_v + (adjoint_t - matmul(v, adjoint(p))) * inverse
+        t_v = t_v + (adjoint_t - matmul(v, adjoint(p))) * inverse_s
     t_s = jnp.real(jnp.diagonal(p, axis1=-2, axis2=-1))
     return (u, s, vh), (t_u, t_s, adjoint(t_v))
