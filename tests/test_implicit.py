@@ -105,8 +105,8 @@ def test_value_and_metadata():
 
 @pytest.mark.skipif(
     sys.version_info < (3, 13),
-    reason="`lineax.linear_solve` has a run-time check, which reads `frame.f_locals`, and so the "
-    "leak checker fails: https://github.com/patrick-kidger/equinox/issues/997",
+    reason="`lineax.linear_solve` has a run-time check, which reads `frame.f_locals`, and so "
+    "the leak checker fails: https://github.com/patrick-kidger/equinox/issues/997",
 )
 def test_no_tracer_leaks():
     # Not with LU: from JAX 0.11 on, it finds fault with a `lineax.FunctionLinearOperator`.
