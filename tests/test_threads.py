@@ -261,7 +261,7 @@ def test_a_shared_step(checkpoint):
 
 def test_an_eager_scan_is_compiled_once():
     """In a thread as in the main thread, nothing transforms the call: the body is kept."""
-    run = lambda i: eqg.filter_scan(shared_step, jnp.float32(0.3), jnp.ones(9))[0]
+    run = lambda i: eqg.filter_scan(shared_step, jnp.asarray(0.3), jnp.ones(9))[0]
     assert in_threads(run, rounds=2) == [run(0)] * 2 * N_THREADS
     assert len(eager_bodies._KEPT[shared_step]) >= 1
 
@@ -410,9 +410,8 @@ def test_gradient_ops():
         ops = eqg.clip_gradient(a * jnp.array(x), -0.1 * (i + 1), 0.1 * (i + 1))
         return slope, ops
 
-    assert_close(
-        in_threads(run), [(0.0, np.prod(np.float32(numbers(i)))) for i in range(N_THREADS)]
-    )
+    expected = [(jnp.array(0.0), jnp.array(np.prod(numbers(i)))) for i in range(N_THREADS)]
+    assert_close(in_threads(run), expected)
 
 
 @pytest.mark.slow

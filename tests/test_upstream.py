@@ -40,13 +40,20 @@ COMPILED = (
 )
 
 
+def _marks(title):
+    if title in COMPILED:
+        return pytest.mark.cost
+    return pytest.mark.slow if "subprocess" in FAULTS[title] else ()
+
+
 @pytest.mark.parametrize(
     "title",
-    [pytest.param(t, marks=pytest.mark.cost if t in COMPILED else ()) for t in FAULTS],
+    [pytest.param(t, marks=_marks(t)) for t in FAULTS],
 )
 def test_fault(title):
-    if "lineax" in FAULTS[title]:
-        pytest.importorskip("lineax")
+    for library in ("lineax", "cloudpickle"):
+        if f"import {library}" in FAULTS[title] or f" {library}," in FAULTS[title]:
+            pytest.importorskip(library)
     program = f"{SHARED['python']}\n\n{FAULTS[title]}"
     names = {"__name__": "upstream", "__file__": str(PAGE)}
     gc.freeze()  # the leak checker looks at all objects that there are
