@@ -6,8 +6,8 @@ beside those in a `jax.new_ref`, and a scan beside one whose products have
 time relative to the first of each group; the variants alternate in one process, and "time" is
 the median over rounds.
 
-Measured with JAX 0.12.0 on two loaded cores: logs 0.89 of the time of probes, a ref 0.99 of that
-of a carry, accumulators 0.92 of that of a scan. FLOPs and bytes are equal to a twentieth.
+Measured with JAX 0.12.0 on two loaded cores: logs 0.89 of the time of probes, a ref 0.99 of
+that of a carry, accumulators 0.92 of that of a scan. FLOPs and bytes are equal to a twentieth.
 
     python benchmarks/engines.py [--quick] [--rounds 20]
 """
@@ -104,7 +104,7 @@ def scans(size, steps):
     def with_accumulators(weights, xs):
         refs = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), weights)
         pull_back = jax.vjp(lambda weights: loss(weights, xs, accumulated), weights)[1]
-        pull_back.with_refs(refs)(1.0)
+        pull_back.with_refs(refs)(1.0)  # pyright: ignore
         return jax.tree.map(lambda ref: ref[...], refs)
 
     return {"scan": (plain, weights, xs), "accumulators": (with_accumulators, weights, xs)}
@@ -127,7 +127,7 @@ def main():
         first = next(iter(programs))
         print(group.__doc__)
         for name, (fn, *arrays) in programs.items():
-            flops = jax.jit(fn).lower(*arrays).compile().cost_analysis()["flops"]
+            flops = jax.jit(fn).lower(*arrays).compile().cost_analysis()["flops"]  # pyright: ignore
             taken = 1 / speed(times, name, first)
             used = variants[name].memory
             print(f"  {name:14} {flops:.3g} FLOPs {used:9} bytes, time {taken:.2f}")
