@@ -93,8 +93,8 @@ def census():
 
 
 def growth(step, n):
-    """What is left behind by every step, or by every second one, of `n`. (A few objects that are
-    new in all of them are caches of JAX.)"""
+    """What is left behind by every step, or by every second one, of `n`. (A few new objects are
+    caches of JAX.)"""
     for _ in range(5):
         step()
     before = census()
