@@ -222,8 +222,8 @@ class TestForwardRule:
 
     @pytest.mark.xfail(
         getattr(jax.config, "jax_remat3", False),
-        reason="With the experimental `jax_remat3`, `jax.checkpoint` of a linear function can't "
-        "be transposed (JAX 0.12; `jax.linear_transpose` fails too; no upstream issue found).",
+        reason="With the experimental `jax_remat3`, `jax.checkpoint` of a linear function has "
+        "no transpose (JAX 0.12; `jax.linear_transpose` fails too; no upstream issue found).",
         raises=NotImplementedError,
     )
     def test_checkpoint_in_a_linear_rule(self):

@@ -154,7 +154,9 @@ def test_check_rule():
 def test_a_jax_with_another_way_to_switch(monkeypatch):
     with scan3():
         monkeypatch.setattr(jax.config, "_value_holders", {})
-        with pytest.raises(eqg.RuleError, match=r"can't run with JAX's switch `jax_scan3`"):
+        with pytest.raises(
+            NotImplementedError, match=r"can't run with JAX's switch `jax_scan3`"
+        ):
             eqg.filter_scan(lambda h, x: (h + x, h), jnp.zeros(3), XS)
         monkeypatch.undo()
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import jax
 
-from .._errors import rule_error
-
 
 def lax_scan(f: Callable, init: Any, xs: Any = None, length: Any = None, **options: Any) -> Any:
     with plain_scans():
@@ -36,10 +34,10 @@ def plain_scans() -> Iterator[None]:
     # `jax.config.update` would change it in all threads. There is no public name for this.
     switch = getattr(jax.config, "_value_holders", {}).get("jax_scan3")
     if not callable(switch):
-        raise rule_error(
-            "A loop of `eqx_grads` can't run with JAX's switch `jax_scan3`.",
-            "JAX has not finished it, and has no way to leave it out of one loop",
-            do='Switch it off: `jax.config.update("jax_scan3", False)`.',
+        raise NotImplementedError(
+            "A loop of `eqx_grads` can't run with JAX's switch `jax_scan3`.\n"
+            "  JAX has not finished it, and this JAX can't leave it out of one loop\n"
+            'Switch it off: `jax.config.update("jax_scan3", False)`.'
         )
     warnings.warn(_IS_IGNORED, stacklevel=1)
     with switch(False):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs.plain_scan import lax_scan
+from .._control_flow import lax_scan
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import sum_dtype

@@ -9,8 +9,8 @@ import jax.random as jr
 from jaxtyping import Array, Float, Integer, Key
 
 from ... import ste
+from ..._control_flow import lax_fori_loop
 from ..._errors import rule_error
-from ..._jaxprs.plain_scan import lax_fori_loop
 from ..._rules.float_args import as_floats, check_flags, widen
 from ..._tangent_spaces import promote
 from .._dtypes import layer_dtype
