@@ -139,7 +139,13 @@ def expected(name):
 @pytest.mark.parametrize(
     "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in OPS]
 )
-def test_the_derivative_of_the_rule(name, loop):
+def test_the_derivative_of_the_rule(name, loop, request):
+    recomputes = loop in ("checkpoint=2", "checkpoint='sqrt'")
+    if recomputes and name.endswith("_gradient") and getattr(jax.config, "jax_remat3", False):
+        why = "With the experimental `jax_remat3`, the second derivative of a `jax.checkpoint` is "
+        why += "wrong if a rule in it is not the derivative of its value (JAX 0.12; that of a "
+        why += "`jax.custom_vjp` as well; no upstream issue found)."
+        request.applymarker(pytest.mark.xfail(reason=why, strict=name in EVERY_DAY))
     eqgt.assert_trees_close(second_derivative(LOOPS[loop], OPS[name]), expected(name))
 
 

@@ -32,7 +32,7 @@ def plain_scans() -> Iterator[None]:
         yield
         return
     # `jax.config.update` would change it in all threads. There is no public name for this.
-    switch = getattr(jax.config, "_value_holders", {}).get("jax_scan3")
+    switch: Any = getattr(jax.config, "_value_holders", {}).get("jax_scan3")
     if not callable(switch):
         raise NotImplementedError(
             "A loop of `eqx_grads` can't run with JAX's switch `jax_scan3`.\n"
