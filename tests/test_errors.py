@@ -11,6 +11,8 @@ import pytest
 from eqx_grads import RuleError
 from eqx_grads._rules.wrapper import unwrap_method
 
+from .helpers import fails_with_remat3, REMAT3_HAS_NO_TRANSPOSE
+
 
 HERE = pathlib.Path(__file__).name
 X = jnp.array([1.0, 2.0, 3.0])
@@ -220,13 +222,8 @@ class TestForwardRule:
             jax.jvp(f, (X,), (X,))
             jax.grad(lambda x, f=f: jnp.sum(f(x)))(X)
 
-    @pytest.mark.xfail(
-        getattr(jax.config, "jax_remat3", False),
-        reason="With the experimental `jax_remat3`, `jax.checkpoint` of a linear function has "
-        "no transpose (JAX 0.12; `jax.linear_transpose` fails too; no upstream issue found).",
-        raises=NotImplementedError,
-    )
-    def test_checkpoint_in_a_linear_rule(self):
+    def test_checkpoint_in_a_linear_rule(self, request):
+        fails_with_remat3(request, REMAT3_HAS_NO_TRANSPOSE)
         tangent = lambda x, t: jax.checkpoint(lambda t: x * t)(t)
         f = forward(square, lambda p, ts: (square(*p), tangent(p[0], ts[0])))
         jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)
