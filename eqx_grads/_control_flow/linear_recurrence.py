@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error, type_of
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 
 
@@ -141,7 +142,7 @@ def _recurrence(a, b, s, *, reverse, associative, delayed=False):
         out = a_t * s + b_t
         return out, out
 
-    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+    return lax_scan(step, s, b if constant else (a, b), reverse=reverse)[1]
 
 
 @_recurrence.def_fwd

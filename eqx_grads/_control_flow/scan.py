@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import rule_error, type_of
+from .._jaxprs.plain_scan import plain_scans
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
@@ -167,9 +168,10 @@ def filter_scan(
             names, where = tuple(body.carry_paths()), body.place()
             method = dataclasses.replace(method, names=names, where=where)
         try:
-            chosen, loop = _choose(method, loop, truncate)
-            # Nothing is differentiated in an eager call, and all methods compute the same.
-            carry, ys = (chosen if key is None else Plain()).run(loop)
+            with plain_scans():
+                chosen, loop = _choose(method, loop, truncate)
+                # Nothing is differentiated in an eager call: all methods compute the same.
+                carry, ys = (chosen if key is None else Plain()).run(loop)
         except BecomesArray as found:
             becomes_array |= found.indices
             continue

@@ -12,6 +12,7 @@ import optimistix as optx
 from jaxtyping import PyTree
 
 from .._errors import rule_error
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.float_args import as_integer
 from .linear_solve import linear_solve
 from .solution_tangent import constant, differentiable_solution
@@ -302,7 +303,7 @@ def _damped_steps(linear_map, b, steps, tau):
         change = linear_map(t)
         return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
 
-    t, _ = jax.lax.scan(step, scaled, None, length=steps - 1)
+    t, _ = lax_scan(step, scaled, None, length=steps - 1)
     return t
 
 

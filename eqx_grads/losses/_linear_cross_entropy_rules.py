@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._control_flow import lax_scan
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import sum_dtype
@@ -254,7 +255,7 @@ def _over_chunks(
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    carry, ys = lax_scan(fn, carry, jax.tree.map(split, tuple(tokens)))
     return carry, jax.tree.map(join, ys)
 
 
