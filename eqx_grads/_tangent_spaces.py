@@ -256,6 +256,32 @@ def varying_axes(x: Any) -> frozenset:
     return varying_axes_of_type(jax.typeof(x) if isinstance(x, jax.Array) else x)
 
 
+def vary_alike(xs: Sequence[Any], *like: Any) -> list[Any]:
+    """Inside `shard_map`: arrays, cast to varying over each mesh axis over which one of them,
+    or of the leaves of `like`, varies. The transpose of the cast is a sum over the axis."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return list(xs)
+    axes = frozenset[Any]().union(*map(varying_axes, [*xs, *jax.tree.leaves(like)]))
+    return [vary_over(x, axes) for x in xs] if axes else list(xs)
+
+
+def vary_over(x: Any, axes: frozenset) -> Any:
+    """Cast to varying over these mesh axes too."""
+    missing = axes - varying_axes(x)
+    if not missing:
+        return x
+    return jax.lax.pcast(jnp.asarray(x), tuple(sorted(missing)), to="varying")
+
+
+def varying_types(types: Iterable[Any], *like: Any) -> list[Any]:
+    """Inside `shard_map`: types that vary over each mesh axis over which a leaf of `like` does."""
+    types = list(types)
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return types
+    zeros = lambda: vary_alike([jnp.zeros(t.shape, t.dtype) for t in types], like)
+    return list(jax.make_jaxpr(zeros)().out_avals)
+
+
 def _match_varying(ct, primal):
     """Inside `shard_map`: a replicated value was broadcast over the mesh; sum over it."""
     if jax.sharding.get_abstract_mesh().empty:
@@ -263,6 +289,4 @@ def _match_varying(ct, primal):
     over, under = varying_axes(ct), varying_axes(primal)
     if over - under:
         ct = jax.lax.psum(ct, tuple(sorted(over - under)))
-    if under - over:
-        ct = jax.lax.pcast(ct, tuple(sorted(under - over)), to="varying")
-    return ct
+    return vary_over(ct, under)

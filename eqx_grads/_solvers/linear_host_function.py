@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from .._errors import place_of, rule_error, type_of
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
+from .._tangent_spaces import varying_types
 from .host_callback import VMAP_METHODS
 from .host_derivative import dense, host_call, tangent_type
 from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp
@@ -89,7 +90,7 @@ class _Pair:
     n_args: int
 
     def apply(self, parameters, xs):
-        types = [tangent_type(t) for t in self.op.out_types]
+        types = varying_types(map(tangent_type, self.op.out_types), parameters, xs)
         matvec = LinearMap(self.op.name, self._matvec, self._transpose, types)
         return list(linear_call(matvec, parameters, xs))
 
@@ -97,9 +98,10 @@ class _Pair:
         return host_call(self.op, [*xs, *parameters])
 
     def _transpose(self, parameters, cts):
-        types = [tangent_type(t) for t in self.op.in_types[: self.n]]
+        cts = dense(cts, self.op.out_types)
+        types = varying_types(map(tangent_type, self.op.in_types[: self.n]), parameters, cts)
         rmatvec = LinearMap(self.rmatvec.name, self._rmatvec, self._matvec_again, types)
-        return list(linear_call(rmatvec, parameters, dense(cts, self.op.out_types)))
+        return list(linear_call(rmatvec, parameters, cts))
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._tangent_spaces import sum_dtype, varying_axes
+from .._tangent_spaces import sum_dtype, vary_alike
 
 
 def zero_sum(shape: Sequence[int], dtype: Any, args: Any) -> jax.Array:
@@ -15,9 +15,8 @@ def zero_sum(shape: Sequence[int], dtype: Any, args: Any) -> jax.Array:
     Under `shard_map` it varies over all axes over which one of `args` does, as the sum over
     some chunks will.
     """
-    zeros = jnp.zeros(shape, sum_dtype(dtype))
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(args)))
-    return jax.lax.pcast(zeros, tuple(sorted(axes)), to="varying") if axes else zeros
+    (zeros,) = vary_alike([jnp.zeros(shape, sum_dtype(dtype))], args)
+    return zeros
 
 
 def add(sums: Any, terms: Any) -> Any:
