@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_tree, type_of
-from ._jaxprs.versions import varying_axes as varying_axes_of_type
+from ._jaxprs.varying import vary_over, varying_axes
 
 
 def is_none(x: Any) -> bool:
@@ -249,37 +249,6 @@ def _unbroadcast(ct, shape):
     axes = tuple(i for i, (p, c) in enumerate(zip(padded, ct.shape, strict=True)) if p != c)
     summed = jnp.sum(ct, axes, keepdims=True) if axes else ct
     return jnp.reshape(summed, shape)
-
-
-def varying_axes(x: Any) -> frozenset:
-    """The mesh axes of `shard_map` over which `x` varies, as its type says."""
-    return varying_axes_of_type(jax.typeof(x) if isinstance(x, jax.Array) else x)
-
-
-def vary_alike(xs: Sequence[Any], *like: Any) -> list[Any]:
-    """Inside `shard_map`: arrays, cast to varying over each mesh axis over which one of them,
-    or of the leaves of `like`, varies. The transpose of the cast is a sum over the axis."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return list(xs)
-    axes = frozenset[Any]().union(*map(varying_axes, [*xs, *jax.tree.leaves(like)]))
-    return [vary_over(x, axes) for x in xs] if axes else list(xs)
-
-
-def vary_over(x: Any, axes: frozenset) -> Any:
-    """Cast to varying over these mesh axes too."""
-    missing = axes - varying_axes(x)
-    if not missing:
-        return x
-    return jax.lax.pcast(jnp.asarray(x), tuple(sorted(missing)), to="varying")
-
-
-def varying_types(types: Iterable[Any], *like: Any) -> list[Any]:
-    """Inside `shard_map`: types that vary over each mesh axis over which a leaf of `like` does."""
-    types = list(types)
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return types
-    zeros = lambda: vary_alike([jnp.zeros(t.shape, t.dtype) for t in types], like)
-    return list(jax.make_jaxpr(zeros)().out_avals)
 
 
 def _match_varying(ct, primal):

@@ -8,8 +8,8 @@ from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
+from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.flatten_call import TreeSplit
-from .._tangent_spaces import vary_alike
 from .carry import is_number, same_static, structure_difference
 
 
@@ -83,7 +83,7 @@ def filter_cond(
         return run
 
     types = []
-    if jax.sharding.get_abstract_mesh().manual_axes:
+    if is_in_shard_map():
         # Inside `shard_map`, an output varies if that of either branch does.
         types = [jax.make_jaxpr(branch(fn))().out_avals for fn in (true_fun, false_fun)]
         branches.clear()

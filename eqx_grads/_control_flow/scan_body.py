@@ -9,11 +9,11 @@ from jax.extend.core import ClosedJaxpr, mapped_aval
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.structure import Cond, inner_programs, Scan, ShardMap, structure, While
+from .._jaxprs.varying import is_in_shard_map, vary_alike, varying_carry
 from .._rules.closure_convert import lift_tracers
 from .._rules.flatten_call import TreeSplit
-from .._tangent_spaces import as_array_list, vary_alike
+from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
-from .varying_carry import varying_carry
 
 
 class ScanBody:
@@ -56,7 +56,7 @@ class ScanBody:
     def all_varying(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The same. Inside `shard_map`, they and all that `f` closes over vary alike."""
         carry, xs = self.arrays(init, xs)
-        if not jax.sharding.get_abstract_mesh().manual_axes:
+        if not is_in_shard_map():
             return carry, xs
         closures, captured = lift_tracers([self._f, self._carry_gradient])
         arrays = vary_alike([*carry, *xs, *captured])

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
 from .._jaxprs.dependence import depends, needed, without_unused
@@ -189,23 +188,13 @@ def trace_body(
 def close_body(
     program: ClosedJaxpr, carry: Sequence[Any], x: Sequence[Any]
 ) -> tuple[TracedBody, list[Any]]:
-    """The traced body without constants, and these constants.
-
-    Inside `shard_map`, an array from outside does not vary as the other operands do, and stays
-    a constant.
-    """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    is_fixed = [bool(manual) and not isinstance(x, Tracer) for x in program.consts]
-    fixed = [x for x, flag in zip(program.consts, is_fixed, strict=True) if flag]
+    """The traced body without constants, and these constants."""
 
     def of_consts(consts, carry, x):
-        fixed_left, left = iter(fixed), iter(consts)
-        consts = [next(fixed_left) if flag else next(left) for flag in is_fixed]
         out = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*carry, *x)
         return out[: len(carry)], out[len(carry) :]
 
-    consts = [x for x, flag in zip(program.consts, is_fixed, strict=True) if not flag]
-    consts = as_array_list(consts)
+    consts = as_array_list(program.consts)
     return TracedBody(of_consts, consts, carry, x), consts
 
 

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import name_of
+from .._jaxprs.varying import varying_carry
 from .carry import BecomesArray, Carry
-from .varying_carry import varying_carry
 
 
 def filter_while_loop(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._errors import rule_error, type_of
 from .._gradient_ops.norms import norm
 from .._gradient_ops.value_or_gradient_only import on_backward
+from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import (
@@ -21,7 +22,6 @@ from .._tangent_spaces import (
     is_zero_leaf,
     match_leaves,
     shape_of,
-    vary_alike,
 )
 from ..tangents import add
 

@@ -18,19 +18,14 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .._errors import rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
-from .._tangent_spaces import is_differentiable, vary_alike
+from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
 from .batched_call import BatchedCall
 from .pruned_call import prune
 
 
 def bind_call(call: AbstractCall, operands: Sequence[Any]) -> list[Any]:
-    """Call `call` by way of JAX, so that transformations see its rules.
-
-    Inside `shard_map`, the operands vary alike: a rule then computes the cotangents of one
-    device, and the transpose of the cast sums those of a replicated operand, once.
-    """
-    operands = vary_alike(operands)
+    """Call `call` by way of JAX, so that transformations see its rules."""
     if not is_staged(operands):
         return call_p.bind(*operands, call=call, call_jaxpr=None, n_consts=0)
     # The function is traced here and never again: for its types, for batching, for lowering

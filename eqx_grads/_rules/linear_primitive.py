@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from .._tangent_spaces import as_array_list, is_differentiable, vary_alike
+from .._jaxprs.varying import vary_tracers_alike
+from .._tangent_spaces import as_array_list, is_differentiable
 
 
 class LinearMap:
@@ -70,7 +71,7 @@ def linear_call(
     order = {key: i for i, key in enumerate(operands)}
     places = tuple(order[id(r)] for r in residuals)
     return linear_p.bind(
-        *vary_alike([*operands.values(), *tangents]),
+        *vary_tracers_alike([*operands.values(), *tangents]),
         linear_map=linear_map,
         n_residuals=len(operands),
         places=places,

@@ -15,8 +15,8 @@ from jax.core import Tracer
 
 from .._errors import rule_error, RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
+from .._jaxprs.varying import vary_alike
 from .._rules.closure_convert import Opaque
-from .._tangent_spaces import vary_alike
 
 
 VMAP_METHODS = (

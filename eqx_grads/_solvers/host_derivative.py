@@ -12,10 +12,10 @@ from jax.core import ShapedArray
 
 from .._errors import rule_error
 from .._jaxprs.current_trace import outside_of_linearization
+from .._jaxprs.varying import varying_types
 from .._rules.custom_jvp import custom_jvp
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.rule import Rule
-from .._tangent_spaces import varying_types
 from .host_callback import AbstractHostOp, call_on_host
 from .host_jacobian import (
     contract,

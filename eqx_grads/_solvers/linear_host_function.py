@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import place_of, rule_error, type_of
+from .._jaxprs.varying import varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
-from .._tangent_spaces import varying_types
 from .host_callback import VMAP_METHODS
 from .host_derivative import dense, host_call, tangent_type
 from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp

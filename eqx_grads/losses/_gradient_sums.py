@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._tangent_spaces import sum_dtype, vary_alike
+from .._jaxprs.varying import vary_alike
+from .._tangent_spaces import sum_dtype
 
 
 def zero_sum(shape: Sequence[int], dtype: Any, args: Any) -> jax.Array:
