@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list, is_differentiable
 
 
@@ -62,16 +61,14 @@ _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 def linear_call(
     linear_map: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """Apply `linear_map`. Its transpose is used wherever JAX transposes the call.
-
-    Inside `shard_map`, the operands vary alike, as those of a call do.
-    """
+    """Apply `linear_map`. Its transpose is used wherever JAX transposes the call."""
     # An array that serves twice is passed, and so kept for the backward pass, once.
     operands: dict[int, Any] = {id(r): r for r in residuals}
     order = {key: i for i, key in enumerate(operands)}
     places = tuple(order[id(r)] for r in residuals)
     return linear_p.bind(
-        *vary_tracers_alike([*operands.values(), *tangents]),
+        *operands.values(),
+        *tangents,
         linear_map=linear_map,
         n_residuals=len(operands),
         places=places,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import place_of, rule_error, type_of
-from .._jaxprs.varying import varying_types
+from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .host_callback import VMAP_METHODS
@@ -90,7 +90,11 @@ class _Pair:
     n_args: int
 
     def apply(self, parameters, xs):
-        types = varying_types(map(tangent_type, self.op.out_types), parameters, xs)
+        # Inside `shard_map`, the transpose of the cast sums the cotangents of the devices.
+        n = len(parameters)
+        operands = vary_alike([*parameters, *xs])
+        parameters, xs = operands[:n], operands[n:]
+        types = varying_types(map(tangent_type, self.op.out_types), operands)
         matvec = LinearMap(self.op.name, self._matvec, self._transpose, types)
         return list(linear_call(matvec, parameters, xs))
 

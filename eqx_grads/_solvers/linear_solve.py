@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
-from .._jaxprs.varying import vary_alike, varying_axes
+from .._jaxprs.varying import is_in_shard_map, vary_alike, varying_axes
 from .optional_import import optional_import
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
@@ -53,7 +53,9 @@ def linear_solve(
     _check_tags(lx, tags, like, domain, user)
     if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    if any(map(varying_axes, jax.tree.leaves((rhs, like)))):
+    tracked = any(map(varying_axes, jax.tree.leaves((rhs, like))))
+    is_small = solver is None and domain.vector_type.size <= DENSE_UP_TO
+    if tracked or (is_small and is_in_shard_map()):
         return _solve_in_shard_map(matvec, rhs, like, domain, codomain, solver, user)
     if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
         # An array and not a function, as `lineax` compiles once more for each new function.
@@ -73,8 +75,9 @@ def linear_solve(
 
 
 def _solve_in_shard_map(matvec, rhs, like, domain, codomain, solver, user):
-    """LU, by JAX itself: Lineax forgets which values vary over the mesh (Lineax 0.1.1; no
-    upstream issue was found), and so the gradient of one that does not would be wrong."""
+    """LU, by JAX itself. In the types of its operators, Equinox keeps neither the mesh nor
+    which values vary over it, and the gradient of one that does not would be wrong (Equinox
+    0.13.8, Lineax 0.1.1; no upstream issue was found)."""
     n = domain.vector_type.size
     if solver is not None or n > DENSE_UP_TO:
         raise rule_error(
