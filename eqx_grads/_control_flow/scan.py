@@ -165,7 +165,7 @@ def filter_scan(
         try:
             # A rule is given operands that all vary alike.
             is_call = truncate is not None or isinstance(method, Replayed | Online)
-            arrays = (body.all_varying if is_call else body.varying)(init, xs)
+            arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
             loop = Loop(body, *arrays, steps, reverse, unroll, line)
             if isinstance(method, Online):
                 names, where = tuple(body.carry_paths()), body.place()

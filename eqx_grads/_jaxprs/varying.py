@@ -1,4 +1,4 @@
-"""The mesh axes of `jax.shard_map` over which values vary, and casts to varying.
+"""The mesh axes of `jax.shard_map` over which values vary, and casts of types on a mesh.
 
 With `check_vma=True`, the type of a value says over which axes it differs between devices.
 Operations that JAX's users call cast their operands to vary alike; primitives, loops and what
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import AxisType, reshard
 
 from .versions import varying_axes_of_type
 
@@ -59,22 +60,37 @@ def varying_types(types: Iterable[Any], *like: Any) -> list[Any]:
     return list(jax.make_jaxpr(zeros)().out_avals)
 
 
-def varying_carry(
+def cast_carry(
     step_types: Callable[[Sequence[Any]], Sequence[Any]], init: Sequence[Any]
 ) -> list[Any]:
-    """The first carry of a loop, which varies over an axis if that of any step does.
-    `step_types(carry)` are the types of the next one.
+    """The first carry of a loop, cast to the type that later ones have: inside `shard_map`, it
+    varies over a mesh axis if that of any step does; over explicit axes, a replicated one is
+    distributed as that after the first step. `step_types(carry)` are the types of the next one.
 
     JAX requires the types of all carries to be equal, and asks the user to cast the first one
     (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma). As with weak dtypes, the
     step is traced to see what it returns.
     """
     init = list(init)
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    while any(manual - varying_axes(x) for x in init):
+    mesh = jax.sharding.get_abstract_mesh()
+    manual, is_explicit = frozenset(mesh.manual_axes), AxisType.Explicit in mesh.axis_types
+    is_open = lambda x: bool(manual - varying_axes(x)) or (is_explicit and not _distributed(x))
+    while any(map(is_open, init)):
         new = step_types(init)
-        cast = [vary_over(x, varying_axes(t)) for x, t in zip(init, new, strict=True)]
+        cast = [_cast_to(x, t, is_explicit) for x, t in zip(init, new, strict=True)]
         if all(x is y for x, y in zip(init, cast, strict=True)):
             break
         init = cast
     return init
+
+
+def _cast_to(x, aval, is_explicit):
+    if is_explicit and _distributed(aval) and not _distributed(x) and x.shape == aval.shape:
+        x = reshard(x, aval.sharding.spec)
+    return vary_over(x, varying_axes(aval))
+
+
+def _distributed(x: Any) -> bool:
+    """Whether a dimension is distributed over explicit axes."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return any(part is not None for part in aval.sharding.spec)

@@ -12,7 +12,7 @@ import optimistix as optx
 from jaxtyping import PyTree
 
 from .._errors import rule_error
-from .._jaxprs.varying import varying_carry
+from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .linear_solve import linear_solve
 from .run_time_error import branched_error_if
@@ -107,7 +107,7 @@ def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
         goes_on = lambda carry: cond_fun(carry[1]) & (carry[0] < max_steps)
     leaves, treedef = jax.tree.flatten(init_val)
     types = lambda leaves: jax.make_jaxpr(body_fun)(treedef.unflatten(leaves)).out_avals
-    init_val = treedef.unflatten(varying_carry(types, leaves))
+    init_val = treedef.unflatten(cast_carry(types, leaves))
     return jax.lax.while_loop(goes_on, step, (jnp.array(0), init_val))[1]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
-from .._jaxprs.varying import varying_carry
+from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of
 from .optional_import import optional_import
@@ -143,7 +143,7 @@ def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, ta
     # Inside `shard_map`, the start varies over the mesh as the iterates do.
     start, treedef = jax.tree.flatten(y0)
     step = lambda ys: _SameType(fn, has_aux)(treedef.unflatten(ys), args)[0]
-    y0 = treedef.unflatten(varying_carry(lambda ys: jax.make_jaxpr(step)(ys).out_avals, start))
+    y0 = treedef.unflatten(cast_carry(lambda ys: jax.make_jaxpr(step)(ys).out_avals, start))
     # Traced once, here, and the tracers that it closes over become leaves of the result.
     converted = eqx.filter_closure_convert(_SameType(fn, has_aux), y0, args)
     inputs = (converted, solver, y0, args, options, max_steps)

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
-from .._jaxprs.varying import is_in_shard_map, vary_alike, varying_axes
+from .._jaxprs.varying import vary_alike, varying_axes
 from .optional_import import optional_import
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
@@ -55,8 +55,8 @@ def linear_solve(
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     tracked = any(map(varying_axes, jax.tree.leaves((rhs, like))))
     is_small = solver is None and domain.vector_type.size <= DENSE_UP_TO
-    if tracked or (is_small and is_in_shard_map()):
-        return _solve_in_shard_map(matvec, rhs, like, domain, codomain, solver, user)
+    if tracked or (is_small and _types_have_meshes()):
+        return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user)
     if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
         # An array and not a function, as `lineax` compiles once more for each new function.
         ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
@@ -74,7 +74,12 @@ def linear_solve(
     return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
 
 
-def _solve_in_shard_map(matvec, rhs, like, domain, codomain, solver, user):
+def _types_have_meshes() -> bool:
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
+
+
+def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
     """LU, by JAX itself. In the types of its operators, Equinox keeps neither the mesh nor
     which values vary over it, and the gradient of one that does not would be wrong (Equinox
     0.13.8, Lineax 0.1.1; no upstream issue was found)."""
