@@ -267,8 +267,11 @@ def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **
     if batched_index:
         return NotImplemented
     carried = body.carried(batched_consts, batched_init, batched_xs)
+    flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
+    like = next(x for x, b in zip(flat, flags, strict=True) if b)
+    # By `vmap`, as the batch may be distributed over a mesh.
     init = [
-        jnp.broadcast_to(c[None], (size, *c.shape)) if b and not was else c
+        jax.vmap(lambda _, c=c: c)(like) if b and not was else c
         for c, b, was in zip(init, carried, batched_init, strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]

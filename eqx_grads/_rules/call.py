@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
+from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .abstract_call import AbstractCall
 from .call_primitive import bind_call, invalid_tracer
@@ -34,6 +35,10 @@ def call_with_rules(
     if is_eager() and not _any_tracers(fn, args, kwargs):
         return as_arrays(fn(*as_arrays(args), **kwargs))
     flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
+    if rules.varies_alike:
+        # Inside `shard_map`, a rule then computes the cotangents of one device, and the
+        # transpose of the cast sums those of a replicated operand, once.
+        operands = vary_tracers_alike(operands)
     call = _Call(flat, len(operands))
     arrays = bind_call(call, operands)
     assert call.outputs is not None

@@ -113,6 +113,7 @@ class AbstractRules(Rebuildable, abc.ABC):
 
     def __init__(self):
         self.vmap_rule: Rule | None = None
+        self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
         self.fill_defaults = True  # hand a rule the positional arguments left out, too
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
