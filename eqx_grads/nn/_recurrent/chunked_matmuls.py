@@ -49,10 +49,13 @@ def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
 
 
 def matmul_steps(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`x @ weight + bias` for all steps of a chunk at once."""
-    out = x.reshape(-1, x.shape[-1]) @ weight
-    out = out if bias is None else out + bias[None]
-    return out.reshape(*x.shape[:-1], weight.shape[1])
+    """`x @ weight + bias` for all steps of a chunk at once.
+
+    Steps and examples stay two axes: if the batch is distributed over several devices, one axis
+    of both would have to be gathered on each of them.
+    """
+    out = x @ weight
+    return out if bias is None else out + jnp.expand_dims(bias, range(out.ndim - 1))
 
 
 def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Array | None:
@@ -82,12 +85,12 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
         # XLA calls a library for a matrix product, which takes longer than a small sum, and it
         # is slow at a product with one column.
         return jnp.sum(ct[..., None] * x[..., None, :], (0, 1), dtype=sum_dtype(x.dtype))
-    ct, x = ct.reshape(-1, ct.shape[-1]), x.reshape(-1, x.shape[-1])
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
     # product whose left operand is contracted along its first axis: about half as fast, with
     # JAX 0.10.2. https://github.com/jax-ml/jax/issues/19327 (open) is about such layouts.
-    return jnp.matmul(
-        jax.lax.optimization_barrier(ct.T), x, preferred_element_type=sum_dtype(x.dtype)
+    ct = jax.lax.optimization_barrier(jnp.moveaxis(ct, -1, 0))
+    return jax.lax.dot_general(
+        ct, x, (((1, 2), (0, 1)), ((), ())), preferred_element_type=sum_dtype(x.dtype)
     )
 
 
