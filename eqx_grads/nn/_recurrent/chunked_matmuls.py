@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
+from ..._jaxprs.explicit_sharding import distribute_like, explicit_spec, sharding_like
 from ..._tangent_spaces import sum_dtype
 
 
@@ -66,7 +67,8 @@ def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Arr
     """
     if weight is None or perturbed is not True:
         return None
-    return jnp.zeros_like(hs, shape=weight.shape, dtype=sum_dtype(weight.dtype))
+    zeros = jnp.zeros_like(hs, shape=weight.shape, dtype=sum_dtype(weight.dtype))
+    return distribute_like(zeros, weight, explicit_spec(weight))
 
 
 def add_gradients(
@@ -89,8 +91,16 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     # product whose left operand is contracted along its first axis: about half as fast, with
     # JAX 0.10.2. https://github.com/jax-ml/jax/issues/19327 (open) is about such layouts.
     ct = jax.lax.optimization_barrier(jnp.moveaxis(ct, -1, 0))
+    # Where the batch is distributed over an explicit mesh axis, JAX has to be told that this is
+    # a sum over all devices.
+    spec = explicit_spec(ct)
+    spec = None if spec is None else (spec[0], explicit_spec(x)[-1])
     return jax.lax.dot_general(
-        ct, x, (((1, 2), (0, 1)), ((), ())), preferred_element_type=sum_dtype(x.dtype)
+        ct,
+        x,
+        (((1, 2), (0, 1)), ((), ())),
+        preferred_element_type=sum_dtype(x.dtype),
+        out_sharding=sharding_like(ct, spec),
     )
 
 

@@ -145,7 +145,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         )
         return (cts, sums), matmul_steps(d_gates, w_in) if perturbed_xs else None
 
-    zero = jnp.zeros_like(hs, shape=hs.shape[1:])
+    zero = jnp.zeros_like(first[0])
     cts = tuple(zero if ct is None else ct for ct in (ct_h, ct_c))
     # One product for both weights, also where one of them is frozen, which is rare.
     either = perturbed_in or perturbed_state

@@ -91,7 +91,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         )
         return (d, sums), matmul_steps(ct_a, w_in) if perturbed_xs else None
 
-    d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
+    d = jnp.zeros_like(h_first) if ct_last is None else ct_last
     weights = (w_in, w_state, bias)
     length = chunk_length(xs, hs.shape[-1])
     (d, sums), ct_xs = scan_in_chunks(
