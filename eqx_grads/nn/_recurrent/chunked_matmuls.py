@@ -43,6 +43,20 @@ def is_small(h: jax.Array) -> bool:
     return h.size < 64
 
 
+def matmul_of_step(
+    x: jax.Array, h: jax.Array, w_in: jax.Array, w_state: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """`x @ w_in + h @ w_state + bias`.
+
+    Where a step costs by the operation, this is one product of `[x, h]` with a joint weight. A
+    large step may be distributed over devices by the features of `x` or of `h`, of which
+    `[x, h]` would be all moved.
+    """
+    if x.size + h.size > 2**9:
+        return matmul_steps(x, w_in, bias) + h @ w_state
+    return matmul_steps(jnp.concatenate([x, h], -1), jnp.concatenate([w_in, w_state]), bias)
+
+
 def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
     """One array for each gate. A loop whose body slices one array of all gates takes twice as
     long on a CPU."""

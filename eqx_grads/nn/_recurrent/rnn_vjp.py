@@ -15,6 +15,7 @@ from .chunked_matmuls import (
     bias_gradient,
     chunk_length,
     forward_chunk,
+    matmul_of_step,
     matmul_steps,
     vmap_into_batch,
     weight_gradient,
@@ -29,14 +30,13 @@ _SLOPES = {"tanh": lambda h: 1 - h * h, "relu": lambda h: (h > 0).astype(h.dtype
 @custom_vjp
 def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     """All states, `(time, batch, hidden)`, and the last one. Arguments as in `gru`."""
-    both = jnp.concatenate([w_in, w_state], 1).T
     w_in, w_state = w_in.T, w_state.T
     length = forward_chunk(xs, h.shape[1])
 
     def step(h, inputs):
         x, valid = inputs
         if length is None:
-            argument = matmul_steps(jnp.concatenate([x, h], -1), both, bias)
+            argument = matmul_of_step(x, h, w_in, w_state, bias)
         else:
             argument = x + h @ w_state
         new = ACTIVATIONS[activation](argument)
