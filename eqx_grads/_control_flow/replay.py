@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import rule_error, RuleError
+from .._jaxprs.explicit_sharding import batch_of_copies
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
@@ -266,8 +267,14 @@ def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **
     if batched_index:
         return NotImplemented
     carried = body.carried(batched_consts, batched_init, batched_xs)
+    arrays = [*consts, *init, *xs]
+    of_batch = next(
+        x
+        for x, b in zip(arrays, [*batched_consts, *batched_init, *batched_xs], strict=True)
+        if b
+    )
     init = [
-        jnp.broadcast_to(c[None], (size, *c.shape)) if b and not was else c
+        batch_of_copies(c, size, of_batch) if b and not was else c
         for c, b, was in zip(init, carried, batched_init, strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]

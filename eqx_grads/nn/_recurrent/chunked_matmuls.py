@@ -1,5 +1,6 @@
 """What the backward passes of GRU, LSTM and RNN share: matrix products over chunks of time."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
-from ..._jaxprs.explicit_sharding import distribute_like, explicit_spec, sharding_like
+from ..._jaxprs.explicit_sharding import (
+    batch_of_copies,
+    distribute_like,
+    explicit_spec,
+    sharding_like,
+)
 from ..._tangent_spaces import sum_dtype
 
 
@@ -141,22 +147,29 @@ def vmap_into_batch(
     *weights_batched, xs_batched, state_batched, valid_batched = batched
     if any(b is True for b in jax.tree.leaves(weights_batched)):
         return NotImplemented
+    pairs = zip(
+        jax.tree.leaves((xs, state, valid)),
+        jax.tree.leaves((xs_batched, state_batched, valid_batched)),
+        strict=True,
+    )
+    fold = ft.partial(_fold_batch, axis_size, next(x for x, b in pairs if b))
     hs, last = layer(
         *weights,
-        _fold_batch(axis_size, 1, xs, xs_batched),
-        _fold_batch(axis_size, 0, state, state_batched),
-        _fold_batch(axis_size, 1, valid, valid_batched),
+        fold(1, xs, xs_batched),
+        fold(0, state, state_batched),
+        fold(1, valid, valid_batched),
         **options,
     )
     return (_unfold_batch(axis_size, 1, hs), _unfold_batch(axis_size, 0, last)), True
 
 
-def _fold_batch(size: int, axis: int, tree: Any, batched: Any) -> Any:
-    """Merge a batch dimension in front into the one that is at `axis` without it."""
+def _fold_batch(size: int, of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
+    """Merge a batch dimension in front, which `of_batch` has, into the one that is at `axis`
+    without it."""
 
     def fold(x, is_batched):
         if not is_batched:
-            x = jnp.broadcast_to(x[None], (size, *x.shape))
+            x = batch_of_copies(x, size, of_batch)
         if x.shape[axis + 1] == 1:
             # No reshape, so that XLA cancels this transpose with the one that `vmap` adds.
             return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
