@@ -134,7 +134,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         )
         return (d, sums), matmul_steps(ct_from_x, w_in) if perturbed_xs else None
 
-    d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
+    d = jnp.zeros_like(h_first) if ct_last is None else ct_last
     weights = (w_in, w_state, bias, bias_n)
     length = chunk_length(xs, hs.shape[-1])
     (d, sums), ct_xs = scan_in_chunks(

@@ -107,7 +107,7 @@ def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
         )
         return (cts, sums), matmul_steps(d_gates, w_in) if perturbed_xs else None
 
-    zeros = [jnp.zeros_like(x, shape=x.shape[1:]) for x in (hs, cs)]
+    zeros = jax.tree.map(jnp.zeros_like, first)
     pairs = zip((ct_h, ct_c), zeros, strict=True)
     cts = tuple(zero if ct is None else ct for ct, zero in pairs)
     weights = zip((w_in, w_state, bias, w_out), perturbed_weights, strict=True)

@@ -168,7 +168,7 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
     if membranes is not None:
         entries = entries._replace(membrane=init(membranes, first.membrane))
     carry = (
-        _last_cotangents(dynamics, w_state, ct_last, ys, valid, xs.dtype),
+        _last_cotangents(dynamics, w_state, ct_last, first, valid, xs.dtype),
         _zero_sums((w_in, bias, w_state), dynamics, perturbed, ys),
         jax.tree.map(jnp.zeros_like, eqx.filter(dynamics.surrogate, learned.surrogate)),
     )
@@ -183,10 +183,10 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
     return (*sums[:3], _like(dynamics, sums[3:], ct_surrogate), ct_xs, ct_state, None)
 
 
-def _last_cotangents(d, w_state, ct_last, ys, valid, dtype):
+def _last_cotangents(d, w_state, ct_last, first, valid, dtype):
     """The cotangents of the last state, as the loop carries them. That of spikes is `None` if
     nothing after a step has a gradient with respect to its spikes, but for the output."""
-    zero = jnp.zeros_like(ys, shape=ys.shape[1:], dtype=dtype)
+    zero = jnp.zeros_like(first.membrane, dtype)
     of = lambda ct: zero if ct is None else ct.astype(dtype)
     through_reset = d.reset != "none" and not d.detach_reset
     has_spikes = d.threshold is not None and (
