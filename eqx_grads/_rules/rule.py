@@ -96,11 +96,17 @@ class CheckCache(Opaque):
         key = call.flat.key(call.operands)
         if key is None:
             return compute()
-        if (key, check) not in self._results:
+        # One look-up, as another thread may clear the results at any time. `None` is a result.
+        found = self._results.get((key, check), _MISSING)
+        if found is _MISSING:
+            found = compute()
             if len(self._results) >= self.most:
                 self._results.clear()
-            self._results[(key, check)] = compute()
-        return self._results[(key, check)]
+            self._results[(key, check)] = found
+        return found
+
+
+_MISSING = object()
 
 
 class AbstractRules(Rebuildable, abc.ABC):
