@@ -183,7 +183,7 @@ def copy_of_tree(work: Path) -> Path:
     return tree
 
 
-# ---------------------------------------------------------------- which tests, and in which order
+# ---------------------------------------------------------------- which tests, in which order
 
 
 def record(work: Path, only: list[str]) -> None:
@@ -321,7 +321,9 @@ def report(chosen: list[Mutant], results: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("reached", "run", "report"))
-    parser.add_argument("only", nargs="*", help="names of test files, or parts of paths of source files")
+    parser.add_argument(
+        "only", nargs="*", help="names of test files, or parts of paths of source files"
+    )
     parser.add_argument("--work", type=Path, required=True, help="a folder for the copy")
     parser.add_argument("--results", type=Path, help="by default in that folder")
     parser.add_argument("--number", type=int, default=240)

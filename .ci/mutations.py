@@ -9,7 +9,6 @@ an `if` that only raises: the other branch raises always, which any test notices
 import ast
 import math
 import zlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -57,7 +56,7 @@ def sample(sources: dict[str, bytes], number: int, seed: int) -> list[Mutant]:
     pools = {path: mutants_of(path, source) for path, source in sources.items()}
     total = sum(math.sqrt(len(pool)) for pool in pools.values())
     chosen = []
-    for path, pool in sorted(pools.items()):
+    for _, pool in sorted(pools.items()):
         if pool:
             share = max(1, round(number * math.sqrt(len(pool)) / total))
             chosen += _in_turn(pool, share, seed)
@@ -154,7 +153,9 @@ class _Finder(ast.NodeVisitor):
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt):
             self.statement = node.lineno
-        if isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert):
+        if isinstance(
+            node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert
+        ):
             return
         if isinstance(node, ast.Call) and "error" in self._callee(node).lower():
             return
@@ -353,9 +354,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        joint, other = (
-            (" and ", " or ") if isinstance(node.op, ast.And) else (" or ", " and ")
-        )
+        joint, other = (" and ", " or ") if isinstance(node.op, ast.And) else (" or ", " and ")
         values = [f"({self._text(value)})" for value in node.values]
         self._note("branch", node, f"({other.join(values)})")
         for i in range(len(values)):
