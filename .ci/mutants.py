@@ -1,8 +1,9 @@
 """Counts the mutants of the library that the quick tests notice: `make mutants`.
 
 Each mutant (see `mutations.py`) is written into a copy of the tree, and the quick tests that
-reach the changed statement run on it until one fails: first those of the two files that reach
-most of the mutated file, then the others. The results are lines of JSON, to which the next run
+reach the changed statement run on it until one fails: first one of each test function in the
+two files of tests that reach most of the mutated file, then one of each in the others, as many
+as take some seconds, then the rest. The results are lines of JSON, to which the next run
 adds what is missing. One process at a time: a parent that has imported JAX, and starts nothing
 of it, is forked for each run of pytest.
 
@@ -12,6 +13,7 @@ of it, is forked for each run of pytest.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -53,7 +55,9 @@ MUTATED = (
 IMPORTED = ("jax", "equinox", "beartype", "jaxtyping", "hypothesis", "optax", "optimistix")
 # CPU seconds: of importing the library and collecting the tests, and of one run at most.
 START, LIMIT = 60, 900
+FIRST = 6  # of the first tests of a mutant
 MEMORY = 8 * 2**30
+SURVIVED = ("survived", "not reached")
 
 
 # ---------------------------------------------------------------- one run of pytest
@@ -97,13 +101,20 @@ def in_child(run: Callable[[], Any], cpu_seconds: float, log: Path) -> Any:
     return {"outcome": "timeout" if is_timeout else "crash", "test": "", "message": str(ended)}
 
 
-def pytest_in(tree: Path, args: list[str], plugin: Any) -> int:
+def pytest_in(tree: Path, args: list[str], *plugins: Any) -> int:
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = str(tree)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", QUICK]
+    # Without the checks of types at run time, with which the library takes 3 s to import.
+    options += ["-o", "addopts=--import-mode=importlib --strict-config --strict-markers"]
     options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    return int(pytest.main([*options, *args], plugins=[plugin]))
+    return int(pytest.main([*options, *args], plugins=plugins))
+
+
+def compile_all(tree: Path, files: list[str]) -> None:
+    sys.dont_write_bytecode = False
+    pytest_in(tree, ["--collect-only", *files])
 
 
 class Chosen:
@@ -197,6 +208,7 @@ def record(work: Path, only: list[str]) -> None:
             continue
 
         def run(name: str = path.name) -> dict[str, Any]:
+            sys.dont_write_bytecode = False
             plugin = record_reached(tree, work / "instrumented")
             began = time.process_time()
             pytest_in(tree, [f"tests/{name}"], plugin)
@@ -246,12 +258,27 @@ class Tests:
         if reaching is None and not mutant.within:
             files = [file for file, path in self.breadth if path == mutant.path]
             reaching = [test for file in files for test in self.of_file[file]]
-        by_file: dict[str, list[str]] = {}
-        for test in sorted(reaching or (), key=self.seconds.__getitem__):
-            by_file.setdefault(test.partition("::")[0], []).append(test)
-        files = sorted(by_file, key=lambda file: -self.breadth.get((file, mutant.path), 0))
-        stages = [files[:2], files[2:8], files[8:]]
-        return [[t for file in stage for t in by_file[file]] for stage in stages if stage]
+        cheap = sorted(reaching or (), key=self.seconds.__getitem__)
+        # Of the parameters of a test, the cheapest.
+        of_function: dict[str, str] = {}
+        for test in cheap:
+            of_function.setdefault(test.partition("[")[0], test)
+        first = list(of_function.values())
+        file_of = lambda test: test.partition("::")[0]
+        breadth = lambda file: -self.breadth.get((file, mutant.path), 0)
+        direct = sorted(dict.fromkeys(map(file_of, first)), key=breadth)[:2]
+        stages = [
+            self._within(FIRST, [test for test in first if file_of(test) in direct]),
+            self._within(FIRST, [test for test in first if file_of(test) not in direct]),
+        ]
+        soon = {test for stage in stages for test in stage}
+        stages.append([test for test in cheap if test not in soon])
+        return [stage for stage in stages if stage]
+
+    def _within(self, seconds: float, tests: list[str]) -> list[str]:
+        """The first of the tests, which take so long together."""
+        total = itertools.accumulate(map(self.seconds.__getitem__, tests))
+        return [test for test, until in zip(tests, total, strict=True) if until <= seconds]
 
 
 # ---------------------------------------------------------------- all mutants
@@ -262,23 +289,33 @@ def mutants(number: int, seed: int) -> list[Mutant]:
     return sample({str(p.relative_to(ROOT)): p.read_bytes() for p in paths}, number, seed)
 
 
-def run_all(work: Path, chosen: list[Mutant], results: Path, again: bool, until: float) -> None:
+def run_all(
+    work: Path,
+    chosen: list[Mutant],
+    results: Path,
+    *,
+    again: bool,
+    n_stages: int,
+    until: float,
+) -> None:
     tree, tests = copy_of_tree(work), Tests(work)
+    if not (tree / "eqx_grads" / "__pycache__").exists():
+        in_child(lambda: compile_all(tree, list(tests.of_file)), LIMIT, work / "log")
     known = read_results(results)
     for i, mutant in enumerate(chosen):
         old = known.get(mutant.name)
-        if old is not None and not (again and old["outcome"] == "survived"):
+        if old is not None and not (again and old["outcome"] in SURVIVED):
             continue
         if time.time() > until:
             print("No time is left.")
             return
         source, target = (ROOT / mutant.path).read_bytes(), tree / mutant.path
-        began, n_run, result = time.time(), 0, {"outcome": "not reached"}
+        began, n_run, result = _cpu_of_children(), 0, {"outcome": "not reached"}
         try:
             target.write_bytes(mutant.apply(source))
             # Compiled files are told apart by size and second: no two mutants have the same.
             os.utime(target, (i, i))
-            for stage in tests.stages(mutant):
+            for stage in tests.stages(mutant)[:n_stages]:
                 seconds = sum(map(tests.seconds.__getitem__, stage))
                 result = test_mutant(tree, stage, seconds)
                 n_run += result.get("n_run", 0)
@@ -288,7 +325,7 @@ def run_all(work: Path, chosen: list[Mutant], results: Path, again: bool, until:
             target.write_bytes(source)
             shutil.copystat(ROOT / mutant.path, target)
         result = mutant._asdict() | result
-        result |= {"n_run": n_run, "seconds": round(time.time() - began, 1)}
+        result |= {"n_run": n_run, "seconds": round(_cpu_of_children() - began, 1)}
         with open(results, "a") as file:
             file.write(json.dumps(result) + "\n")
         print(
@@ -296,6 +333,11 @@ def run_all(work: Path, chosen: list[Mutant], results: Path, again: bool, until:
             f"after {n_run} tests: {mutant.path}:{mutant.line}",
             flush=True,
         )
+
+
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def read_results(results: Path) -> dict[str, dict[str, Any]]:
@@ -313,7 +355,7 @@ def report(chosen: list[Mutant], results: Path) -> None:
         print(f"{sum(r['outcome'] == kind for r in run):4} {kind}")
     print(f"{len(chosen) - len(run):4} not run")
     for r in run:
-        if r["outcome"] in ("survived", "not reached"):
+        if r["outcome"] in SURVIVED:
             print(f"{r['outcome']}: {r['path']}:{r['line']} in {r['within']}")
             print(f"    {r['before']}\n -> {r['after']}")
 
@@ -326,11 +368,12 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, required=True, help="a folder for the copy")
     parser.add_argument("--results", type=Path, help="by default in that folder")
-    parser.add_argument("--number", type=int, default=240)
+    parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="also what has survived so far")
+    parser.add_argument("--stages", type=int, default=3, help="how many of the three")
     parser.add_argument("--minutes", type=float, default=600)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.work.mkdir(parents=True, exist_ok=True)
     work = args.work.resolve()
     results = (args.results or work / "results.jsonl").resolve()
@@ -344,7 +387,14 @@ def main() -> None:
         if args.only:
             chosen = [m for m in chosen if any(part in m.path for part in args.only)]
         if args.command == "run":
-            run_all(work, chosen, results, args.again, time.time() + 60 * args.minutes)
+            run_all(
+                work,
+                chosen,
+                results,
+                again=args.again,
+                n_stages=args.stages,
+                until=time.time() + 60 * args.minutes,
+            )
         report(chosen, results)
 
 

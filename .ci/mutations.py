@@ -31,20 +31,22 @@ class Mutant(NamedTuple):
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """All mutants of a file, each of which compiles."""
+    """All mutants of a file, of which some may not compile."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
-    found, names = [], set()
+    found: dict[str, Mutant] = {}
     for mutant in finder.found:
-        if mutant.name in names or mutant.before == mutant.after:
-            continue
-        try:
-            compile(mutant.apply(source), path, "exec", dont_inherit=True)
-        except SyntaxError:
-            continue
-        names.add(mutant.name)
-        found.append(mutant)
-    return found
+        if mutant.before != mutant.after:
+            found.setdefault(mutant.name, mutant)
+    return list(found.values())
+
+
+def _compiles(mutant: Mutant, source: bytes) -> bool:
+    try:
+        compile(mutant.apply(source), mutant.path, "exec", dont_inherit=True)
+    except SyntaxError:
+        return False
+    return True
 
 
 def sample(sources: dict[str, bytes], number: int, seed: int) -> list[Mutant]:
@@ -56,14 +58,14 @@ def sample(sources: dict[str, bytes], number: int, seed: int) -> list[Mutant]:
     pools = {path: mutants_of(path, source) for path, source in sources.items()}
     total = sum(math.sqrt(len(pool)) for pool in pools.values())
     chosen = []
-    for _, pool in sorted(pools.items()):
+    for path, pool in sorted(pools.items()):
         if pool:
             share = max(1, round(number * math.sqrt(len(pool)) / total))
-            chosen += _in_turn(pool, share, seed)
+            chosen += _in_turn(pool, sources[path], share, seed)
     return chosen
 
 
-def _in_turn(pool: list[Mutant], share: int, seed: int) -> list[Mutant]:
+def _in_turn(pool: list[Mutant], source: bytes, share: int, seed: int) -> list[Mutant]:
     by_kind = {kind: [m for m in pool if m.kind == kind] for kind in KINDS}
     for kind in KINDS:
         by_kind[kind].sort(key=lambda m: _hash(f"{seed} {m.name}"), reverse=True)
@@ -73,7 +75,7 @@ def _in_turn(pool: list[Mutant], share: int, seed: int) -> list[Mutant]:
         for kind in kinds:
             while by_kind[kind]:
                 mutant = by_kind[kind].pop()
-                if mutant.line not in lines:
+                if mutant.line not in lines and _compiles(mutant, source):
                     lines.add(mutant.line)
                     chosen.append(mutant)
                     break
@@ -309,7 +311,8 @@ class _Finder(ast.NodeVisitor):
             number = _integer(keyword.value)
             if keyword.arg in ("axis", "axes", "in_axes", "out_axes") and number is not None:
                 self._note("index", keyword.value, str(-1 if number == 0 else 0))
-            self._constant(keyword.value, "branch")
+            if keyword.arg != "strict":  # of `zip`: the lengths are equal
+                self._constant(keyword.value, "branch")
             if keyword.arg is not None and isinstance(keyword.value, ast.Name | ast.Attribute):
                 rest = [self._text(arg) for arg in node.args]
                 rest += [self._text(other) for other in node.keywords if other is not keyword]

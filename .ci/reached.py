@@ -1,8 +1,8 @@
 """Which statements each test reaches, and how long it takes: what `mutants.py` chooses by.
 
 Every statement of `eqx_grads` reports itself: a call is put before it when its file is
-compiled. That is after the import hook of jaxtyping, and with the line numbers of the source,
-so that the tests run as they do otherwise. A statement that runs at import counts for no test.
+compiled, which keeps the line numbers of the source. A statement that runs at import counts for
+no test.
 """
 
 import ast
@@ -21,9 +21,10 @@ def record_reached(root: Path, cache: Path) -> "Reached":
     compile_, package = builtins.compile, str(root / "eqx_grads")
 
     def instrumented(source: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(source, ast.Module) and str(filename).startswith(package):
+        if str(filename).startswith(package):
             path = str(Path(filename).relative_to(root))
-            source = ast.fix_missing_locations(_Instrumented(path).visit(source))
+            tree = _Instrumented(path).visit(ast.parse(source))
+            source = ast.fix_missing_locations(tree)
         return compile_(source, filename, *args, **kwargs)
 
     sys.pycache_prefix = str(cache)

@@ -7,8 +7,95 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from eqx_grads._rules.rule import CheckCache
+from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
 from .helpers import assert_close
+
+
+# ---------------------------------------------------------------- rules
+
+
+def test_a_value_with_something_that_is_no_gradient():
+    f = eqg.custom_gradient(lambda x: (x * x, 2 * x))
+    with pytest.raises(eqg.RuleError, match="did not return a value and a function"):
+        jax.grad(f)(2.0)
+
+
+def test_the_partials_of_an_elementwise_function_may_be_a_list():
+    f = eqg.elementwise(jnp.multiply, lambda out, x, y: [y, x])
+    assert_close(jax.grad(f, (0, 1))(2.0, 3.0), (3.0, 2.0))
+
+
+@pytest.mark.parametrize("decorator", [eqg.custom_jvp, eqg.custom_vjp])
+def test_a_decorated_function_has_the_name_of_the_function(decorator):
+    def cube(x):
+        """x to the third."""
+        return x**3
+
+    decorated = decorator(cube)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(decorated, name) == getattr(cube, name)
+
+
+def test_checks_are_kept_for_so_many_types_of_arguments():
+    f = eqg.custom_jvp(jnp.sin)
+    f.def_jvp(lambda primals, tangents: (f(*primals), jnp.cos(*primals) * tangents[0]))
+    cache = CheckCache()
+    for i in range(CheckCache.most + 1):
+        cache.get(_CallOfType(i), "check", lambda: None)
+    assert 0 < len(cache._results) <= CheckCache.most
+
+
+class _CallOfType:
+    operands = ()
+
+    def __init__(self, i):
+        self.i = i
+
+    @property
+    def flat(self):
+        return self
+
+    def key(self, operands):
+        return self.i
+
+
+def test_the_function_of_a_batching_rule_may_use_the_name_of_the_axis():
+    @eqg.custom_jvp
+    def centered(x):
+        return x - jax.lax.pmean(x, "batch")
+
+    @centered.def_vmap
+    def centered_vmap(size, batched, x):
+        return x - jnp.mean(x, 0), True
+
+    @centered.def_jvp
+    def centered_jvp(primals, tangents):
+        return centered(*primals), tangents[0] - jax.lax.pmean(tangents[0], "batch")
+
+    x = jnp.array([1.0, 2.0, 6.0])
+    assert_close(jax.vmap(centered, axis_name="batch")(x), x - 3.0)
+
+
+def test_checkify_of_a_call_with_an_unused_output_and_a_constant():
+    factor = jnp.array([2.0, 3.0])
+
+    @eqg.custom_jvp
+    def f(x):
+        checkify.check(jnp.all(x > 0), "negative")
+        return factor * x**2, jnp.exp(x)
+
+    @f.def_jvp
+    def f_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        exp = jnp.exp(x)
+        return (factor * x**2, exp), (2 * factor * x * t, exp * t)
+
+    x = jnp.array([1.0, 2.0])
+    value = lambda x: jnp.sum(checkify.checkify(f)(x)[1][0])
+    assert_close(jax.jit(jax.grad(value))(x), 2 * factor * x)
+    assert_close(jax.jvp(jax.jit(value), (x,), (x,))[1], jnp.sum(2 * factor * x * x))
 
 
 # ---------------------------------------------------------------- recurrent layers
