@@ -55,7 +55,7 @@ MUTATED = (
 IMPORTED = ("jax", "equinox", "beartype", "jaxtyping", "hypothesis", "optax", "optimistix")
 # CPU seconds: of importing the library and collecting the tests, and of one run at most.
 START, LIMIT = 60, 900
-FIRST = 6  # of the first tests of a mutant
+FIRST = 4  # of the first tests of a mutant
 MEMORY = 8 * 2**30
 SURVIVED = ("survived", "not reached")
 

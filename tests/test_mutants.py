@@ -1,5 +1,7 @@
 """What no other quick test noticed in a mutant of the library (`make mutants`)."""
 
+import io
+
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.nn as nn
@@ -7,6 +9,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
+from eqx_grads._control_flow import progress
+from eqx_grads._control_flow.carry import same_static
+from eqx_grads._control_flow.chunked_scan import near_divisor
+from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
 from eqx_grads._rules.rule import CheckCache
 from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
@@ -98,6 +104,39 @@ def test_checkify_of_a_call_with_an_unused_output_and_a_constant():
     assert_close(jax.jvp(jax.jit(value), (x,), (x,))[1], jnp.sum(2 * factor * x * x))
 
 
+def test_a_dead_term_in_a_while_loop_is_never_computed():
+    @eqg.custom_jvp
+    def f(x, y):
+        return x + y
+
+    @f.def_jvp
+    def f_jvp(primals, tangents):
+        def step(carry):
+            i, t_x, t_y = carry
+            return i + 1, 0.5 * t_x, jnp.inf * t_y
+
+        t_x, t_y = tangents
+        _, t_x, t_y = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, t_x, t_y))
+        return f(*primals), t_x + t_y
+
+    assert jax.jvp(lambda x: f(x, 1.0), (2.0,), (8.0,))[1] == 1.0
+
+
+def test_evaluation_of_a_batched_while_loop_leaves_what_is_done():
+    def halvings(x):
+        return jax.lax.while_loop(lambda x: x > 1.0, lambda x: x / 2.0, x)
+
+    x = jnp.array([0.5, 3.0, 20.0])
+    program = jax.make_jaxpr(jax.vmap(halvings))(x)
+
+    def hook(eqn, values):
+        if eqn.primitive.name != "while":
+            return bind(eqn, values)
+        return enter(eqn, values, lambda program, values, _: evaluate(program, values))
+
+    assert_close(evaluate(program, [x], hook), [jnp.array([0.5, 0.75, 0.625])])
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -177,3 +216,97 @@ def test_truncation_of_steps_that_run_once_keeps_the_derivative_of_the_first_car
     assert abs(expected) > 0.1
     assert_close(jax.grad(loss)(0.3, True), expected)
     assert_close(jax.grad(loss)(0.3, False), expected)
+
+
+def test_replay_of_a_step_with_several_inputs():
+    def loss(h, xs, checkpoint):
+        def step(h, x):
+            h = jnp.tanh(0.5 * h * x["gain"] + x["shift"] ** 2 + jnp.sin(x["last"]))
+            return h, h
+
+        return jnp.sum(eqg.filter_scan(step, h, xs, checkpoint=checkpoint)[1])
+
+    h = jnp.array([0.1, -0.3])
+    xs = {
+        name: jr.normal(jr.key(i), (5, 2)) for i, name in enumerate(("gain", "shift", "last"))
+    }
+    grad = jax.grad(loss, (0, 1))
+    assert_close(grad(h, xs, "replay"), grad(h, xs, None))
+
+
+def test_a_step_that_comes_to_call_what_can_change():
+    """Its body is kept from call to call while all that it reads can't change in place."""
+
+    class Scaled:
+        def __init__(self):
+            self.scale = 2.0
+
+        def __call__(self, x):
+            return self.scale * x
+
+    activation = jnp.tanh
+
+    def step(h, x):
+        return activation(h + x), None
+
+    run = lambda: eqg.filter_scan(step, jnp.array(0.5), jnp.ones(2))[0]
+    for _ in range(2):
+        assert_close(run(), jnp.tanh(jnp.tanh(1.5) + 1.0))
+    activation = Scaled()
+    assert_close(run(), 2.0 * (2.0 * 1.5 + 1.0))
+    activation.scale = 3.0
+    assert_close(run(), 3.0 * (3.0 * 1.5 + 1.0))
+
+
+def test_a_step_that_returns_three_values():
+    step = lambda h, x: (h, x, None)
+    with pytest.raises(eqg.RuleError, match="a step of `filter_scan`, did not return a pair"):
+        eqg.filter_scan(step, jnp.zeros(2), jnp.ones((3, 2)))
+
+
+def test_online_gradients_of_a_step_with_a_jitted_function():
+    def loss(weight, online):
+        xs = jnp.array([0.3, -0.7, 1.1])
+        step = jax.jit(lambda h, x: (jnp.tanh(weight * h + x), h))
+        return jnp.sum(eqg.filter_scan(step, jnp.array([0.2, -0.4]), xs, online=online)[1])
+
+    weight = jnp.array([0.5, -0.9])
+    assert_close(jax.grad(loss)(weight, True), jax.grad(loss)(weight, False))
+
+
+def test_progress_of_truncated_backpropagation(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", stream)
+    step = lambda h, x: (jnp.tanh(h + x), None)
+    eqg.filter_scan(step, jnp.zeros(()), jnp.ones(20), truncate=5, progress=True)
+    jax.effects_barrier()
+    assert "20/20 steps" in stream.getvalue()
+
+
+def test_static_values_of_two_types_are_not_the_same():
+    assert same_static("a", "a")
+    assert not same_static(1, True)
+    assert not same_static(1, 1.0)
+
+
+def test_a_chunk_may_be_as_long_as_allowed():
+    assert near_divisor(7, 5) == 7
+    assert near_divisor(13, 5) == 5
+
+
+@pytest.mark.parametrize("method", ["scan", "associative"])
+def test_the_method_of_a_linear_recurrence_is_the_one_asked_for(method):
+    run = lambda a, b: eqg.linear_recurrence(a, b, method=method)
+    program = str(jax.make_jaxpr(run)(jnp.ones((4, 2)), jnp.ones((4, 2))))
+    assert ("scan[" in program) == (method == "scan")
+
+
+def test_the_rate_of_progress_is_that_of_this_run(monkeypatch):
+    stream = io.StringIO()
+    line = progress.ProgressLine(100, stream)
+    # The second run of a program begins at the step at which the first one was stopped.
+    for now, done in ((0.0, 10), (100.0, 10), (102.0, 20)):
+        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now)
+        line.show(done)
+    assert stream.getvalue().endswith("\r20/100 steps, 5/s, 0:16 left\x1b[K")
