@@ -9,6 +9,7 @@ of it, is forked for each run of pytest.
 
     python .ci/mutants.py reached    record which test reaches which statement (10 minutes)
     python .ci/mutants.py run        run what has no result yet (an hour)
+    python .ci/mutants.py control    the tests that noticed a mutant pass on what is not one
     python .ci/mutants.py report     print the counts and the survivors
 """
 
@@ -252,13 +253,13 @@ class Tests:
             self.of_file.setdefault(name.partition("::")[0], []).append(name)
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
-        """The tests that reach the statement, the most direct first; where it runs at import
-        only, the tests that reach anything in its file."""
+        """The tests that reach the statement, the most direct first. Where none is seen to, as
+        it runs at import or in a process of its own, the tests that reach its file."""
         reaching = self.reaching.get(f"{mutant.path}:{mutant.line}")
-        if reaching is None and not mutant.within:
+        if reaching is None:
             files = [file for file, path in self.breadth if path == mutant.path]
             reaching = [test for file in files for test in self.of_file[file]]
-        cheap = sorted(reaching or (), key=self.seconds.__getitem__)
+        cheap = sorted(reaching, key=self.seconds.__getitem__)
         # Of the parameters of a test, the cheapest.
         of_function: dict[str, str] = {}
         for test in cheap:
@@ -348,6 +349,15 @@ def read_results(results: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
+def control(work: Path, chosen: list[Mutant], results: Path) -> None:
+    """A test that fails anyway has noticed nothing."""
+    known = read_results(results)
+    tests = sorted({known[m.name].get("test", "") for m in chosen if m.name in known} - {""})
+    # A file that can't be collected has no `::`.
+    result = test_mutant(copy_of_tree(work), [t for t in tests if "::" in t], LIMIT)
+    print("control:", "passed" if result["outcome"] == "survived" else result)
+
+
 def report(chosen: list[Mutant], results: Path) -> None:
     known = read_results(results)
     run = [known[m.name] for m in chosen if m.name in known]
@@ -362,7 +372,7 @@ def report(chosen: list[Mutant], results: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("reached", "run", "report"))
+    parser.add_argument("command", choices=("reached", "run", "control", "report"))
     parser.add_argument(
         "only", nargs="*", help="names of test files, or parts of paths of source files"
     )
@@ -395,6 +405,8 @@ def main() -> None:
                 n_stages=args.stages,
                 until=time.time() + 60 * args.minutes,
             )
+        if args.command == "control":
+            control(work, chosen, results)
         report(chosen, results)
 
 

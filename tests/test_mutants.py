@@ -137,6 +137,19 @@ def test_evaluation_of_a_batched_while_loop_leaves_what_is_done():
     assert_close(evaluate(program, [x], hook), [jnp.array([0.5, 0.75, 0.625])])
 
 
+# ---------------------------------------------------------------- straight-through
+
+
+def test_vector_quantization_with_a_codebook_in_another_precision():
+    with jax.enable_x64(True):
+        z = jnp.array([[0.1, 0.9], [0.8, 0.2]], "float32")
+        codebook = jnp.array([[1.0, 0.0], [0.0, 1.0]], "float64")
+        for a, b in ((z, codebook), (z.astype("float64"), codebook.astype("float32"))):
+            value, index = eqg.ste.vector_quantize(a, b)
+            assert index.tolist() == [1, 0]
+            assert value.dtype == a.dtype
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
