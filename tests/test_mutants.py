@@ -1,5 +1,6 @@
 """What no other quick test noticed in a mutant of the library (`make mutants`)."""
 
+import functools as ft
 import io
 
 import equinox as eqx
@@ -323,3 +324,56 @@ def test_the_rate_of_progress_is_that_of_this_run(monkeypatch):
         monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now)
         line.show(done)
     assert stream.getvalue().endswith("\r20/100 steps, 5/s, 0:16 left\x1b[K")
+
+
+# ---------------------------------------------------------------- linear recurrent layers
+
+LINEAR = {
+    "MinGRU": ft.partial(nn.MinGRU, 3, 4),
+    "MinLSTM": ft.partial(nn.MinLSTM, 3, 4),
+    "LRU": ft.partial(nn.LRU, 3, 4, 5),
+    "S5": ft.partial(nn.S5, 3, 4, 6),
+}
+
+
+@pytest.mark.parametrize("method", ["scan", "associative"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_method_of_a_layer_is_the_one_asked_for(name, method, getkey):
+    layer = LINEAR[name](method=method, key=getkey())
+    program = str(jax.make_jaxpr(layer)(jnp.ones((5, 3))))
+    assert ("scan[" in program) == (method == "scan")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_an_initial_state_is_learned_on_request_only(name, getkey):
+    key = getkey()
+    leaves = lambda **options: jax.tree.leaves(LINEAR[name](key=key, **options))
+    assert len(leaves(learn_initial_state=True)) > len(leaves())
+
+
+def test_the_initial_weights_of_an_lru_have_the_published_spread(getkey):
+    """Orvieto et al., "Resurrecting recurrent neural networks", appendix A."""
+    cell = nn.LRU(128, 64, 96, key=getkey()).cells[0][0]
+    assert jnp.allclose(jnp.std(cell.weight_in), (2 * 128) ** -0.5, rtol=0.05)
+    assert jnp.allclose(jnp.std(cell.weight_out), 96**-0.5, rtol=0.05)
+
+
+def test_the_initial_weights_of_a_weighted_cell_are_those_of_a_linear_layer(getkey):
+    cell = nn.WeightedCell(64, nn.LIFCell(50, 0.9), key=getkey())
+    for x in (cell.weight_ih, cell.bias):
+        assert 0.8 / 8 < jnp.max(jnp.abs(x)) <= 1 / 8
+
+
+# ---------------------------------------------------------------- quantized layers
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_calibration_of_a_convolution_with_a_scale_for_each_index(axis, getkey):
+    layer = eqx.nn.Conv2d(2, 3, 3, key=getkey())
+    images = jr.normal(getkey(), (4, 2, 5, 6)) * jnp.arange(1.0, 7.0)[None, None, None]
+    inputs = nn.FakeQuantize(8, channel_axis=axis, learn_scale=True)
+    rules = {eqx.nn.Conv2d: (nn.LSQ(4), inputs)}
+    quantized, _ = nn.quantize_model(layer, rules, calibrate=images)
+    others = tuple(i for i in range(4) if i != 1 + axis % 3)
+    expected = jnp.max(jnp.abs(images), others, keepdims=True)[0] / 127
+    assert_close(quantized.input_quantizer.scale, expected)
