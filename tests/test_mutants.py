@@ -9,6 +9,7 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import pytest
 from eqx_grads._control_flow import progress
 from eqx_grads._control_flow.carry import same_static
@@ -377,3 +378,33 @@ def test_calibration_of_a_convolution_with_a_scale_for_each_index(axis, getkey):
     others = tuple(i for i in range(4) if i != 1 + axis % 3)
     expected = jnp.max(jnp.abs(images), others, keepdims=True)[0] / 127
     assert_close(quantized.input_quantizer.scale, expected)
+
+
+def test_the_sizes_of_a_quantized_linear_layer(getkey):
+    options = {"weight_quantizer": nn.LSQ(4), "key": getkey()}
+    assert nn.QuantizedLinear("scalar", "scalar", **options)(jnp.ones(())).shape == ()
+    for sizes in ((-1, 3), (3, -1)):
+        with pytest.raises(eqg.RuleError, match=r"`QuantizedLinear`(?s:.)*is -1"):
+            nn.QuantizedLinear(*sizes, **options)
+
+
+@pytest.fixture
+def _without_type_checks():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_without_type_checks")
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (ft.partial(nn.VectorQuantizer, 4, 3, key=jr.key(0)), ["ema"]),
+        (ft.partial(nn.RNNCell, 3, 4, key=jr.key(0)), ["use_bias"]),
+        (ft.partial(nn.Recurrent, nn.LIFCell(3, 0.9)), ["reverse", "time_major"]),
+    ],
+)
+def test_a_flag_that_is_no_bool(make, flags):
+    for flag in flags:
+        with pytest.raises(eqg.RuleError, match=f"The `{flag}` of .* is not a bool"):
+            make(**{flag: "yes"})
