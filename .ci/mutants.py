@@ -1,11 +1,11 @@
 """Counts the mutants of the library that the quick tests notice: `make mutants`.
 
 Each mutant (see `mutations.py`) is written into a copy of the tree, and the quick tests that
-reach the changed statement run on it until one fails: first one of each test function in the
-two files of tests that reach most of the mutated file, then one of each in the others, as many
-as take some seconds, then the rest. The results are lines of JSON, to which the next run
-adds what is missing. One process at a time: a parent that has imported JAX, and starts nothing
-of it, is forked for each run of pytest.
+reach the changed statement (see `reached.py`) run on it until one fails, in four stages: those
+of `tests/test_mutants.py`; one of each test function in the two files of tests that reach most
+of the mutated file; one of each in the others, as many as take some seconds; and the rest. The
+results are lines of JSON, to which the next run adds what is missing. One process at a time: a
+parent that has imported JAX, and starts nothing of it, is forked for each run of pytest.
 
     python .ci/mutants.py reached    record which test reaches which statement (10 minutes)
     python .ci/mutants.py run        run what has no result yet (an hour)
@@ -56,6 +56,7 @@ MUTATED = (
 IMPORTED = ("jax", "equinox", "beartype", "jaxtyping", "hypothesis", "optax", "optimistix")
 # CPU seconds: of importing the library and collecting the tests, and of one run at most.
 START, LIMIT = 60, 900
+FOR_MUTANTS = "tests/test_mutants.py"
 FIRST = 4  # of the first tests of a mutant
 MEMORY = 8 * 2**30
 SURVIVED = ("survived", "not reached")
@@ -264,11 +265,13 @@ class Tests:
         of_function: dict[str, str] = {}
         for test in cheap:
             of_function.setdefault(test.partition("[")[0], test)
-        first = list(of_function.values())
         file_of = lambda test: test.partition("::")[0]
+        written_for_mutants = [test for test in cheap if file_of(test) == FOR_MUTANTS]
+        first = [test for test in of_function.values() if file_of(test) != FOR_MUTANTS]
         breadth = lambda file: -self.breadth.get((file, mutant.path), 0)
         direct = sorted(dict.fromkeys(map(file_of, first)), key=breadth)[:2]
         stages = [
+            written_for_mutants,
             self._within(FIRST, [test for test in first if file_of(test) in direct]),
             self._within(FIRST, [test for test in first if file_of(test) not in direct]),
         ]
@@ -381,7 +384,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="also what has survived so far")
-    parser.add_argument("--stages", type=int, default=3, help="how many of the three")
+    parser.add_argument("--stages", type=int, default=4, help="how many of the four")
     parser.add_argument("--minutes", type=float, default=600)
     args = parser.parse_intermixed_args()
     args.work.mkdir(parents=True, exist_ok=True)
