@@ -33,8 +33,8 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
-    test-newest test-switches test-gpu gpu-report lint format types layers docs wheel clean \
-    _test-versions _report _prune
+    test-newest test-switches test-gpu gpu-report mutants fuzz soak lint format types layers \
+    docs wheel clean _test-versions _report _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
@@ -87,6 +87,10 @@ test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
 
 test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
+
+mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
+	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py reached --work $(VENV)/mutants
+	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py run --work $(VENV)/mutants
 
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py
