@@ -3,15 +3,15 @@
 What they compute has to be what the same chain computes of the undecorated function. A program
 is a call of a random function, or a scan of one; a chain has up to five transformations.
 
-What is counted as a case are a program and a chain. Two cases differ in the structure, shapes and
-dtypes of the arguments and outputs, in the formulas, in the style of the rule, in the options of
-the scan, in the transformations or in what is perturbed, batched or carried in these; cases that
-differ in values only are one. What makes them fast are small shapes, references that the variants
-of a program share, and one compiled program for up to 18 cases: about 700 cases in a minute of one
-CPU, without a compilation cache.
+A program and a chain are counted as a case. Two cases differ in the structure, shapes and
+dtypes of the arguments and outputs, in the formulas, in the style of the rule, in the options
+of the scan, in the transformations or in what is perturbed, batched or carried in these;
+cases that differ in values only are one. What makes them fast are small shapes, references
+that the variants of a program share, and one compiled program for up to 18 cases: about 700
+cases in a minute of one CPU, without a compilation cache.
 
-`make fuzz SEED=7 CASES=1000` runs others. A case that was wrong becomes a test with a name, in the
-file of what was wrong.
+`make fuzz SEED=1000 CASES=500` runs others. A case that was wrong becomes a test with a name,
+in the file of what was wrong.
 """
 
 import dataclasses

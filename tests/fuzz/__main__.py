@@ -17,7 +17,7 @@ def main(start: int, n_cases: int) -> int:
     for batch in fresh_batches(start, n_cases):
         for wrong in judge(batch):
             n_wrong += 1
-            print(f"{wrong.reason}\n{wrong}\n", flush=True)
+            print(f"{wrong}\n", flush=True)
         n_done += len(batch.cases)
         rate = 60 * n_done / (time.process_time() - begin)
         print(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from ..helpers import checking_leaks
 from .chains import Step, transformed
 from .formulas import Formula, Term, UNARY
 from .programs import Function, Leaf, Node
@@ -50,16 +51,19 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Cases that are compiled together, or evaluated eagerly."""
+    """Cases that are compiled together, or evaluated eagerly. `leaks`: looking for tracers that
+    leak."""
 
     cases: tuple[Case, ...]
     x64: bool = False
     eager: bool = False
+    leaks: bool = False
 
 
 # ---------------------------------------------------------------- strategies
 
 SHAPES = ((), (3,), (2, 3), (1, 3), (2, 1), (1,))
+EMPTY_SHAPES = ((), (3,), (0, 3), (0, 1), (1,))
 REAL = ("float32", "float32", "float32", "float16", "bfloat16")
 COEFFICIENTS = (0.5, -0.5, 0.75, 1.0)
 CONTAINERS = ("tuple", "list", "dict", "module")
@@ -74,7 +78,8 @@ def leaves(draw: Any, x64: bool, at_least: int = 1, numbers: bool = True) -> tup
     kinds += ("float", "int") if numbers else ()
     n = draw(st.integers(0, 3))
     found = [main] * at_least + [draw(st.sampled_from(kinds)) for _ in range(n)]
-    shape = lambda dtype: () if dtype in ("float", "int") else draw(st.sampled_from(SHAPES))
+    shapes = EMPTY_SHAPES if draw(st.integers(0, 11)) == 11 else SHAPES
+    shape = lambda dtype: () if dtype in ("float", "int") else draw(st.sampled_from(shapes))
     return tuple(Leaf(dtype, shape(dtype), seed) for seed, dtype in enumerate(found))
 
 
@@ -92,14 +97,16 @@ def subset(indices: Sequence[int], at_least: int = 1) -> st.SearchStrategy[tuple
 def formulas(
     draw: Any, leaves: Sequence[Leaf], dtype: str | None = None, shape: Any = None
 ) -> Formula:
-    """`shape`: that of the output, to which not all leaves need broadcast."""
+    """`dtype` and `shape`: those of a carry, to which not all leaves need broadcast. It stays
+    small, whatever the number of steps."""
+    functions = list(UNARY) if shape is None else ["sin", "tanh"]
     usable = [i for i, leaf in enumerate(leaves) if leaf.is_inexact]
     if shape is not None:
         usable = [i for i in usable if _broadcasts(leaves[i].shape, shape)]
     terms = []
     for _ in range(draw(st.integers(1, 2))):
         indices = draw(st.lists(st.sampled_from(usable), min_size=1, max_size=2, unique=True))
-        names = [draw(st.sampled_from(list(UNARY))) for _ in indices]
+        names = [draw(st.sampled_from(functions)) for _ in indices]
         coefficient = draw(st.sampled_from(COEFFICIENTS))
         terms.append(Term(coefficient, tuple(zip(indices, names, strict=True))))
     used = [leaves[i] for term in terms for i, _ in term.factors]
@@ -168,7 +175,9 @@ def scans(draw: Any, x64: bool) -> Scan:
     outs, passed, order = [], [], []
     for i in carry:
         if found[i].is_inexact:
-            dtype = "float32" if found[i].dtype == "float" else found[i].dtype
+            dtype = found[i].dtype
+            if dtype == "float":
+                dtype = "float64" if x64 else "float32"
             outs.append(draw(formulas(found, dtype, found[i].shape)))
             order.append(("formula", len(outs) - 1))
         else:
@@ -187,7 +196,7 @@ def scans(draw: Any, x64: bool) -> Scan:
         tuple(outs),
         tuple(passed),
     )
-    steps = draw(st.sampled_from((4, 5, 1, 2, 7)))
+    steps = draw(st.sampled_from((4, 5, 1, 2, 7, 0)))
     return Scan(
         function,
         steps,
@@ -219,6 +228,9 @@ def variants(draw: Any, program: Function | Scan) -> Call | Scan:
         method = draw(st.sampled_from(METHODS))
         unroll = 1 if method == "replay" else draw(st.sampled_from((1, 1, 1, 2)))
         return dataclasses.replace(program, function=function, checkpoint=method, unroll=unroll)
+    if not style.startswith("method") and style != "module":
+        by_keyword = draw(st.sampled_from((0, 0, 1, 2)))
+        function = dataclasses.replace(function, by_keyword=min(by_keyword, len(function.args)))
     return Call(function)
 
 
@@ -239,14 +251,14 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
     """The transformations, of which at most three differentiate, one at least."""
     differentiable = program.differentiable
     found = program.leaves
-    names = ["jit", "closure", "checkpoint", "cond", "while", "scan", "vmap"]
+    names = ["jit", "closure", "checkpoint", "first", "stop", "cond", "while", "scan", "vmap"]
     names += ["shard_map"] if devices else []
     derivatives = ["grad", "jvp", "vjp", "linearize", "jacobian"]
     steps: list[Step] = []
     is_reversible, n_derivatives = True, 0
     is_complex = any(leaf.dtype.startswith("complex") for leaf in found)
     n = draw(st.integers(1, longest))
-    budget = 16.0 if isinstance(program, Scan) else 32.0
+    budget = 8.0 if isinstance(program, Scan) else 20.0
     for k in range(n):
         options = [*names, *(derivatives if is_reversible else ("jvp",))]
         if n_derivatives == 3:
@@ -267,10 +279,11 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
     return tuple(steps)
 
 
-# `jacfwd` wants to be told, and `jax.checkpoint` fails if it saves complex residuals (JAX 0.10).
+# `jacfwd` wants to be told, and `jax.checkpoint` can't save complex residuals (JAX 0.10).
 FAIL_IF_COMPLEX = ("jacobian", "checkpoint")
 # By how much a transformation makes a program larger, about.
 COSTS = {
+    **dict.fromkeys(("cond", "vmap"), 1.2),
     **dict.fromkeys(("checkpoint", "while", "scan", "shard_map"), 1.5),
     **dict.fromkeys(("grad", "vjp", "jvp", "linearize"), 2.5),
     "jacobian": 3.0,
@@ -296,7 +309,8 @@ def batches(
             for _ in range(variants_per_chain):
                 variant = draw(variants(program))
                 cases.append(Case(_with_closed(draw, variant, chain), chain))
-    return Batch(tuple(dict.fromkeys(cases)), x64, eager)
+    leaks = draw(st.integers(0, 15)) == 15
+    return Batch(tuple(dict.fromkeys(cases)), x64, eager, leaks)
 
 
 def _with_closed(draw: Any, program: Any, chain: Sequence[Step]) -> Any:
@@ -310,7 +324,8 @@ def _with_closed(draw: Any, program: Any, chain: Sequence[Step]) -> Any:
     args = tuple(a for a in (_pruned(node, closed) for node in function.args) if a is not None)
     if not args or function.style.startswith("elementwise"):
         return program
-    return Call(dataclasses.replace(function, args=args, closed=closed))
+    by_keyword = min(function.by_keyword, len(args))
+    return Call(dataclasses.replace(function, args=args, closed=closed, by_keyword=by_keyword))
 
 
 def _pruned(node: Node, closed: Sequence[int]) -> Node | None:
@@ -326,14 +341,18 @@ def _pruned(node: Node, closed: Sequence[int]) -> Node | None:
 # ---------------------------------------------------------------- judgement
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Wrong:
     """A case that is wrong, or that can't be computed, and why."""
 
     case: Case
-    x64: bool
-    eager: bool
+    batch: Batch
     reason: str
+
+    def __repr__(self) -> str:
+        """What can be pasted into a test, after the reason."""
+        alone = dataclasses.replace(self.batch, cases=(self.case,))
+        return f"{self.reason}\n{alone!r}"
 
 
 # These programs run once: a fifth less time in all.
@@ -346,17 +365,26 @@ QUICKLY = {
 def judge(batch: Batch) -> list[Wrong]:
     """The cases whose outputs differ from those of plain autodiff."""
     with jax.enable_x64(batch.x64):
-        return _judge(batch)
+        leaking = (
+            [w for case in batch.cases for w in _leaks(case, batch)] if batch.leaks else []
+        )
+        return leaking or _wrong(batch)
 
 
-def _judge(batch: Batch) -> list[Wrong]:
+def _leaks(case: Case, batch: Batch) -> list[Wrong]:
+    try:
+        with checking_leaks():
+            jax.eval_shape(lambda leaves: case.outputs(leaves, True), case.values())
+    except Exception as error:
+        return [Wrong(case, batch, f"{type(error).__name__}: {error!s:.300}")]
+    return []
+
+
+def _wrong(batch: Batch) -> list[Wrong]:
     wrong: list[Wrong] = []
-    references: dict[Case, list[Any]] = {}
-
-    def fail(case, reason):
-        wrong.append(Wrong(case, batch.x64, batch.eager, reason))
 
     def outputs(arguments):
+        references: dict[Case, list[Any]] = {}
         found = []
         for case, leaves in zip(batch.cases, arguments, strict=True):
             numbers = case.python_numbers(batch.eager)
@@ -367,21 +395,18 @@ def _judge(batch: Batch) -> list[Wrong]:
             if case.reference not in references:
                 references[case.reference] = case.reference.outputs(leaves, False)
             try:
-                got = case.outputs(leaves, True)
+                found.append(case.outputs(leaves, True))
             except Exception as error:
-                fail(case, f"{type(error).__name__}: {error}")
-                got = None
-            found.append(got)
+                wrong.append(Wrong(case, batch, f"{type(error).__name__}: {error}"))
+                found.append(None)
         return found, [references[case.reference] for case in batch.cases]
 
-    arguments = [case.values() for case in batch.cases]
-    got, expected = (outputs if batch.eager else jax.jit(outputs, compiler_options=QUICKLY))(
-        arguments
-    )
+    run = outputs if batch.eager else jax.jit(outputs, compiler_options=QUICKLY)
+    got, expected = run([case.values() for case in batch.cases])
     for case, one, other in zip(batch.cases, got, expected, strict=True):
         reason = None if one is None else difference(one, other, case)
         if reason is not None:
-            fail(case, reason)
+            wrong.append(Wrong(case, batch, reason))
     return wrong
 
 

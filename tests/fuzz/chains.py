@@ -1,9 +1,10 @@
 """Transformations of a function of leaves, which can follow each other in any order.
 
-Each takes a function `fn(leaves) -> outs` of lists of arrays, and returns such a function of the
-same leaves. Its outputs are sums over what a transformation adds to the shapes, so that chains
-stay small. `step.chosen` are the leaves with respect to which is differentiated, or which are
-batched or carried. `ours`: use the functions of the library in place of those of JAX.
+Each takes a function `fn(leaves) -> outs` of lists of arrays, and returns such a function of
+the same leaves. Its outputs are sums over what a transformation adds to the shapes, so that
+chains stay small. `step.chosen` are the leaves with respect to which is differentiated, or
+which are batched or carried. `ours`: use the functions of the library in place of those of
+JAX.
 """
 
 import dataclasses
@@ -106,6 +107,17 @@ def _checkpoint(fn, step, ours, leaves):
     if step.option == 3 and ours:
         return eqg.filter_checkpoint(fn)(leaves)
     return jax.checkpoint(fn, policy=policies[step.option % 2])(leaves)
+
+
+def _first(fn, step, ours, leaves):
+    """The other outputs are not used: their cotangents are zero."""
+    return fn(leaves)[:1]
+
+
+def _stop(fn, step, ours, leaves):
+    """No derivative in the chosen leaves."""
+    chosen, with_chosen = _split(leaves, step)
+    return fn(with_chosen([jax.lax.stop_gradient(x) for x in chosen]))
 
 
 # ---------------------------------------------------------------- control flow
@@ -246,6 +258,8 @@ TRANSFORMATIONS: dict[str, Callable[..., list[Any]]] = {
     "jit": _jit,
     "closure": _closure,
     "checkpoint": _checkpoint,
+    "first": _first,
+    "stop": _stop,
     "cond": _cond,
     "while": _while,
     "scan": _scan,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -121,6 +121,7 @@ class Function:
     - `style`: what the function is decorated with: a key of `STYLES` in `rules.py`.
     - `nested`: whether the function and its rule call functions with rules.
     - `closed`: the leaves that the function closes over.
+    - `by_keyword`: how many of the last arguments are passed by keyword.
     """
 
     leaves: tuple[Leaf, ...]
@@ -131,6 +132,7 @@ class Function:
     style: str = "jvp"
     nested: bool = False
     closed: tuple[int, ...] = ()
+    by_keyword: int = 0
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -145,6 +147,11 @@ class Function:
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(build(node, leaves) for node in self.args)
+
+    def call(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        args = self.arguments(leaves)
+        n = len(args) - self.by_keyword
+        return fn(*args[:n], **dict(zip("abc"[n:], args[n:], strict=False)))
 
     def leaves_of(self, args: Sequence[Any], closed: Sequence[Any] = ()) -> list[Any]:
         """The leaves of arguments, or of trees like them."""

@@ -31,11 +31,20 @@ def _decorated_once(function: Function):
 def _value(function: Function, closed: Sequence[Any], unary: Any = None):
     unary = unary or (NESTED if function.nested else UNARY)
 
-    def value(*args):
+    def value(args):
         leaves = function.leaves_of(args, closed)
         return function.outputs([f.value(leaves, unary) for f in function.formulas], leaves)
 
-    return value
+    return _with_named_arguments(value, len(function.args))
+
+
+def _with_named_arguments(fn: Callable[..., Any], n: int) -> Callable[..., Any]:
+    return (
+        lambda: fn(()),
+        lambda a: fn((a,)),
+        lambda a, b: fn((a, b)),
+        lambda a, b, c: fn((a, b, c)),
+    )[n]
 
 
 def _tangents(function: Function, closed, value, *, zeros: bool):
@@ -152,8 +161,7 @@ def _reverse_style(function, closed, *, zeros=False, perturbed=False, jvp=False,
 def _custom_gradient(function, closed):
     value = _value(function, closed)
 
-    @eqg.custom_gradient
-    def f(*args):
+    def f(args):
         leaves = function.leaves_of(args, closed)
 
         def gradient(ct):
@@ -162,7 +170,7 @@ def _custom_gradient(function, closed):
 
         return value(*args), gradient
 
-    return f
+    return eqg.custom_gradient(_with_named_arguments(f, len(function.args)))
 
 
 def _elementwise(function, closed, *, how):

@@ -34,14 +34,14 @@ class Call:
     @property
     def plain(self) -> "Call":
         """The program whose derivative this one should have: the key of its reference."""
-        function = dataclasses.replace(self.function, style="", nested=False)
+        function = dataclasses.replace(self.function, style="", nested=False, by_keyword=0)
         return Call(function)
 
     def run(self, leaves: Sequence[Any], ours: bool) -> list[Any]:
         f = self.function
         make = decorated if ours else undecorated
         fn = make(f, [leaves[i] for i in f.closed])
-        return f.numbers(fn(*f.arguments(leaves)))
+        return f.numbers(f.call(fn, leaves))
 
 
 @dataclasses.dataclass(frozen=True)
