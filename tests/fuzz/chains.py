@@ -246,12 +246,11 @@ def _vjp(fn, step, ours, leaves):
 
 
 def _jacobian(fn, step, ours, leaves):
-    """`jacfwd` or `jacrev`, of real leaves: of `total`, in one leaf."""
-    chosen, with_chosen = _split(leaves, step)
-    parts = lambda chosen: [total([x]) for x in fn(with_chosen(chosen))]
-    transform = (jax.jacfwd, jax.jacrev)[step.option % 2]
-    rows = transform(parts)(chosen)
-    return [total(row) for row in rows]
+    """`jacfwd` or `jacrev` of all outputs, in one leaf: Jacobians have one dtype."""
+    (x, *others), with_chosen = _split(leaves, step)
+    sums = lambda x: [total([out]) for out in fn(with_chosen([x, *others]))]
+    rows = (jax.jacfwd, jax.jacrev)[step.option % 2](sums)(x)
+    return [total([row]) for row in rows]
 
 
 TRANSFORMATIONS: dict[str, Callable[..., list[Any]]] = {
