@@ -273,7 +273,13 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
             options = [o for o in options if o not in FAIL_IF_COMPLEX]
         name = draw(st.sampled_from(options))
         of = range(len(found)) if name in ("vmap", "shard_map", "closure") else differentiable
-        steps.append(Step(name, draw(subset(of)), draw(st.integers(0, 4))))
+        chosen = draw(subset(of))
+        if name == "shard_map" and (
+            isinstance(program, Scan) or any(step.name in ("scan", "while") for step in steps)
+        ):
+            # A carry that does not vary over the axis at first has to stay so, says JAX.
+            chosen = tuple(of)
+        steps.append(Step(name, chosen, draw(st.integers(0, 4))))
         budget /= COSTS.get(name, 1.0)
         n_derivatives += name in derivatives
         is_reversible &= name != "while"
