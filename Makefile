@@ -11,6 +11,8 @@ PYTHON ?= python3
 JOBS ?= 2
 # `make test-slow PART=2/3`: the second of three parts of the slow tests.
 PART ?= 1/1
+# `make soak MINUTES=5`: for how long.
+MINUTES ?= 20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
         and print("--xla_cpu_use_fusion_emitters=false")')"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
+.PHONY: help demo test conformance cost test-slow test-x64 soak test-leaks test-oldest \
     test-newest lint format types layers docs wheel clean _test-versions _prune
 
 # One pip at a time in an environment.
@@ -82,6 +84,9 @@ test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
 
 test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
+
+soak: $(VENV)/.tests  ## train every layer for MINUTES (20), and see that nothing grows
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py

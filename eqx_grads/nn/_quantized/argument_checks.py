@@ -12,8 +12,7 @@ from jaxtyping import Array
 
 from ... import ste
 from ..._errors import name_of, rule_error, RuleError, type_of
-from ..._rules.float_args import as_floats, as_integer, is_known
-from .._argument_checks import is_number
+from ..._rules.float_args import as_floats, as_integer, is_known, is_number
 from .._dtypes import default_dtype
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key
 
-from ..._errors import name_of, rule_error
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, name_of, rule_error
 from .._argument_checks import as_sizes
 from .._dtypes import layer_dtype
 from .argument_checks import (

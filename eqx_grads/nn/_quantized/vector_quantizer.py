@@ -9,8 +9,8 @@ import jax.random as jr
 from jaxtyping import Array, Float, Integer, Key
 
 from ... import ste
-from ..._errors import rule_error
-from ..._rules.float_args import as_floats, check_flags, widen
+from ..._errors import check_flags, rule_error
+from ..._rules.float_args import as_floats, widen
 from ..._tangent_spaces import promote
 from .._dtypes import layer_dtype
 from .argument_checks import (

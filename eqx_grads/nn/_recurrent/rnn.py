@@ -8,7 +8,7 @@ import jax.random as jr
 from jaxtyping import Array, Inexact, Key
 
 from ..._diagnosis.layers import cells_are_called
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags
 from .._argument_checks import as_sizes, check_option, check_real, check_stack
 from .._dtypes import common_dtype, layer_dtype
 from .cell_scan import scan_gated_cell

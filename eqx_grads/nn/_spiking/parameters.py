@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..._errors import rule_error, type_of
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, rule_error, type_of
 from ..._rules.replace_gradient import replace_gradient
 from ..._tangent_spaces import broadcasts_to
 from ...surrogates import AbstractSurrogate, atan

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key, Num
 
-from ..._errors import rule_error
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, rule_error
 from .._argument_checks import as_sizes
 from .._dtypes import common_dtype
 
