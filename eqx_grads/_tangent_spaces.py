@@ -241,13 +241,15 @@ def holds_numbers(x: Any) -> bool:
 
 def as_tangent(t: Any) -> Array:
     """A leaf of a tangent, which is not zero, as an array."""
-    if not holds_numbers(t):
-        raise rule_error(
-            "A tangent is not an array of numbers.",
-            f"it is {type_of(t)}",
-            do="The tangent of an array is an array of floats like it, or `None` for zero.",
-        )
-    return t if isinstance(t, jax.Array) else jnp.asarray(t)
+    if is_arraylike(t) and dtype_of(t) == jnp.bool_:
+        t = None
+    return as_numbers(t, "A tangent", "Give an array of floats, or `None` for zero.")
+
+
+def as_numbers(x: Any, what: str, do: str = "Give a number or an array of numbers.") -> Array:
+    if not holds_numbers(x):
+        raise rule_error(f"{what} is not an array of numbers.", f"it is {type_of(x)}", do=do)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def dtype_of(x: Any) -> Any:

@@ -38,8 +38,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
-from ._errors import rule_error, type_of
+from ._errors import check_function, rule_error, type_of
 from ._tangent_spaces import (
+    as_numbers,
     as_tangent,
     broadcasts_to,
     check_shapes,
@@ -180,7 +181,7 @@ def scale(t: PyTree, s: ArrayLike) -> PyTree:
     def scale_leaf(x):
         if is_zero_leaf(x):
             return None
-        x, s_ = as_tangent(x), jnp.asarray(s)
+        x, s_ = as_tangent(x), as_numbers(s, "The factor `s` of a tangent")
         if jnp.iscomplexobj(s_) and not jnp.iscomplexobj(x):
             raise rule_error(
                 "A real tangent was scaled by a complex number.",
@@ -228,6 +229,8 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
 
     The tree of the `fn(leaf, ...)`; `None` where all leaves are zero.
     """
+
+    check_function(fn, "fn", "tangents.linear")
 
     def linear_leaf(*xs):
         indices = [i for i, x in enumerate(xs) if not is_zero_leaf(x)]

@@ -83,13 +83,14 @@ class GradientStatistics(eqx.Module):
 
     def __init__(self, n: int | tuple[int, ...] = ()):
         shape = n if isinstance(n, tuple) else (n,)
-        if any(as_integer(m) is None or m < 0 for m in shape):
+        known = [as_integer(m) for m in shape]
+        if any(m is None or m < 0 for m in known):
             raise rule_error(
                 "The `n` of `GradientStatistics` is not a number of steps.",
                 f"it is {n!r:.60}",
                 do="Give an integer, or a tuple of integers.",
             )
-        self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(n)
+        self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(known)
 
     @property
     def mean_norm(self) -> Float[Array, ""]:

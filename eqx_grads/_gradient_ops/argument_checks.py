@@ -92,9 +92,11 @@ def check_axis(op, axis, x):
         n = len(shape_of(leaf)) if is_differentiable(leaf) else None
         if n is None:
             continue
-        if any(not -n <= a < n for a in axes) or len({a % n for a in axes}) < len(axes):
+        missing = any(not -n <= a < n for a in axes)
+        if missing or len({a % n for a in axes}) < len(axes):
             raise rule_error(
-                f"`{op}` was given an axis that `x` does not have, or has but once.",
+                f"`{op}` was given an axis that `x` "
+                + ("does not have." if missing else "has but once."),
                 f"`axis` is {axis}, x{jax.tree_util.keystr(path)} is {type_of(leaf)}",
                 do="Every floating leaf needs this axis. With `axis=None`, there is one norm "
                 "for all leaves together.",

@@ -350,8 +350,7 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     [`eqx_grads.RuleError`][] if there is no such axis.
     """
     try:
-        if _has_number(axis_name):  # JAX takes it for a position
-            raise TypeError("an axis has a name, and not a number")
+        _check_names(axis_name)
         index = jax.lax.axis_index(axis_name)
     except (NameError, TypeError, ValueError) as error:
         raise rule_error(
@@ -365,13 +364,15 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     return jax.tree.map(ft.partial(_psum_leaf, axis_name, tracked), x)
 
 
-def _has_number(axis_name) -> bool:
+def _check_names(axis_name):
+    hash(axis_name)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return any(isinstance(name, int | float) for name in names)
+    if any(isinstance(name, int | float) for name in names):
+        raise TypeError("JAX takes a number for a position, and not for a name.")
 
 
 def _psum_leaf(axis_name, tracked, x):
-    if not is_differentiable(x):
+    if dtype_of_array(x) is None or not is_differentiable(x):
         return x
     x = jnp.asarray(x)
     replicated = tracked - varying_axes(x)

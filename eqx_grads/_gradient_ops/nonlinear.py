@@ -413,7 +413,7 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise rule_error(
             "`cast_gradient` was given a dtype that is not floating.",
-            f"`dtype` is {dtype!r:.60}",
+            f"`dtype` is {dtype if known is None else known!s:.60}",
             do="Use a floating dtype, such as `jnp.bfloat16`. For a complex gradient, give the "
             "dtype of its real and imaginary part.",
         )

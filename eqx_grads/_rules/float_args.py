@@ -121,6 +121,8 @@ def as_integer(x: Any) -> int | None:
     """`x` as a Python integer, or `None` if it is not an integer. A bool is not."""
     if isinstance(x, bool | np.bool_):
         return None
+    if isinstance(x, jax.Array | np.ndarray) and not jnp.issubdtype(x.dtype, jnp.integer):
+        return None
     try:
         return operator.index(x)
     except TypeError:
@@ -218,7 +220,8 @@ def as_bits(name: str, bits: Any, signed: bool) -> int:
 
 def as_levels(name: str, levels: Any) -> tuple[int, ...]:
     """The numbers of levels of finite scalar quantization."""
-    given = tuple(levels) if hasattr(levels, "__iter__") else ()
+    is_keys = isinstance(levels, jax.Array) and not jnp.issubdtype(levels.dtype, jnp.integer)
+    given = tuple(levels) if hasattr(levels, "__iter__") and not is_keys else ()
     known = tuple(count for count in map(as_integer, given) if count is not None)
     all_known = bool(known) and len(known) == len(given)
     if not all_known or min(known) < 2 or math.prod(known) >= 2**31:

@@ -354,7 +354,7 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     def __check_init__(self):
         if self.solver is not None:
             check_solver(self.solver, "FixedPointAdjoint")
-        if self.max_steps is not None and (as_integer(self.max_steps) or 0) < 1:
+        if self.max_steps is not None and not 1 <= (as_integer(self.max_steps) or 0) < 2**31:
             raise rule_error(
                 "The `max_steps` of `FixedPointAdjoint` is not a positive integer.",
                 f"it is {self.max_steps!r:.60}",

@@ -128,7 +128,7 @@ def fixed_point(
     from . import adjoints
 
     check_function(fn, "fn", "fixed_point")
-    if max_steps is not None and (as_integer(max_steps) or 0) < 1:
+    if max_steps is not None and not 1 <= (as_integer(max_steps) or 0) < 2**31:
         raise rule_error(
             f"`fixed_point` of `{name_of(fn)}` was given a `max_steps` that is not positive.",
             f"`max_steps` is {max_steps!r:.60}",

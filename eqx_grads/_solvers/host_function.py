@@ -234,6 +234,7 @@ def host_function(
         return ft.partial(host_function, **options)
     fn, _ = unwrap_method(fn)
     _check_options(fn, options)
+    options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)
     return function
@@ -264,7 +265,8 @@ def _check_options(fn, options) -> None:
             f"has no `finite_difference` {options['finite_difference']!r}",
             "Use `'central'` or `'complex'`.",
         )
-    if options["vmap_method"] not in VMAP_METHODS:
+    method = options["vmap_method"]
+    if not isinstance(method, str) or method not in VMAP_METHODS:
         raise fail(
             f"has no `vmap_method` {options['vmap_method']!r}",
             f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",

@@ -21,7 +21,7 @@ DENSE_UP_TO = 256
 
 def as_tags(tags: Any, user: str) -> frozenset[object]:
     """The `lineax` tags that `user` was given: one, or a collection of them."""
-    several = isinstance(tags, Collection) and not isinstance(tags, str | bytes)
+    several = isinstance(tags, tuple | list | set | frozenset)
     given = list(tags) if several else [tags]
     if not given:
         return frozenset()

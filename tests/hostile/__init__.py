@@ -11,6 +11,11 @@ from . import (  # noqa: F401  they fill it
     layer_targets,
     op_targets,
 )
-from .judge import Outcome as Outcome, outcome as outcome, outcomes as outcomes
+from .judge import (
+    Outcome as Outcome,
+    outcome as outcome,
+    outcomes as outcomes,
+    some_kinds as some_kinds,
+)
 from .kinds import KINDS as KINDS
 from .targets import NOT_CALLED as NOT_CALLED, TARGETS as TARGETS

@@ -1,6 +1,6 @@
 """Call every public function with every kind of nonsense, and print what became of it.
 
-`python -m tests.hostile [--eager | --traced] [--all] [part of a name ...]`
+`python -m tests.hostile [--eager | --traced] [--all] [--quick] [part of a name ...]`
 """
 
 import collections
@@ -17,7 +17,9 @@ def main(args: list[str]) -> None:
     mode = next((mode for mode in ("eager", "traced") if f"--{mode}" in args), "staged")
     counts = collections.defaultdict(collections.Counter)
     parts = [arg for arg in args if not arg.startswith("--")]
-    by_argument = itertools.groupby(outcomes(parts, mode), lambda found: found[:2])
+    by_argument = itertools.groupby(
+        outcomes(parts, mode, "--quick" in args), lambda found: found[:2]
+    )
     for (target, argument), group in by_argument:
         alike = collections.defaultdict(list)
         for found in group:

@@ -95,6 +95,16 @@ _constants(axis_too_large=99, axis_too_small=-99, axis_twice=(0, 0), axis_in_lis
 
 
 @_kind
+def some_floats(good):
+    return jnp.array([0.5, 2.0])
+
+
+@_kind
+def an_integer_of_JAX(good):
+    return jnp.array(3)
+
+
+@_kind
 def a_module(good):
     return _module()
 

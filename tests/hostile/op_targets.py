@@ -1,4 +1,4 @@
-"""Functions of arrays: gradient ops, straight-through functions, surrogates, `safe`, tangents."""
+"""Functions of arrays: gradient ops, `ste`, surrogates, `safe` and tangents."""
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -410,10 +410,6 @@ TANGENT = (X, optional(shaped(numbers, 3)))
 _tangent = tree_of(numbers)
 
 
-def _list_of_numbers(x):
-    return isinstance(x, list | range) and all(numbers(i) for i in x) and len(x) in (1, 3)
-
-
 def _pair(fn):
     return lambda a, b: fn(a, b)
 
@@ -433,7 +429,7 @@ target(
     eqg.tangents.scale,
     called="tangent",
     t=(X, _tangent),
-    s=(2.0, either(fits(numbers), _list_of_numbers)),
+    s=(2.0, fits(numbers)),
 )
 target(
     "tangents.where",
