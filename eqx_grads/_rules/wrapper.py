@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .._errors import name_of, rule_error
+from .._errors import name_of, rule_error, type_of
 from .call import call_with_rules
 from .rule import AbstractRules, Rule
 
@@ -242,7 +242,7 @@ def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
     if not callable(fn):
         raise rule_error(
             "A rule was asked for something that can't be called.",
-            f"it is a `{type(fn).__qualname__}`",
+            f"`fn` is {type_of(fn)}",
             do="Decorate a function, a method or a callable Module.",
         )
     return fn, "method"
