@@ -25,6 +25,7 @@ import jax.random as jr
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as Spec
 from jaxtyping import Array, Float, Int, Key
 from matplotlib.figure import Figure
@@ -59,18 +60,21 @@ class CharacterModel(eqx.Module):
 
 
 def make_step(static: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
-    # Each device computes the loss of its own rows. All devices have equally many.
     def of_own_rows(params, text):
-        return jax.lax.pmean(eqx.combine(params, static)(text), "batch")
+        """Each device has equally many rows, and its own gradient until the mean over all."""
+        params = jax.lax.pcast(params, "batch", to="varying")
+        loss = lambda params: eqx.combine(params, static)(text)
+        # The mean of one array: on CPUs, one of many arrays takes as many messages.
+        flat, unravel = ravel_pytree(jax.value_and_grad(loss)(params))
+        return unravel(jax.lax.pmean(flat, "batch"))
 
-    loss = jax.shard_map(
-        of_own_rows, mesh=mesh, in_specs=(Spec(), Spec("batch")), out_specs=Spec()
-    )
+    specs = (Spec(), Spec("batch"))
+    value_and_grad = jax.shard_map(of_own_rows, mesh=mesh, in_specs=specs, out_specs=Spec())
 
     @jax.jit
     def step(state, text):
         i, params, optimizer_state, losses = state
-        value, grad = jax.value_and_grad(loss)(params, text)
+        value, grad = value_and_grad(params, text)
         updates, optimizer_state = optimizer.update(grad, optimizer_state)
         params = eqx.apply_updates(params, updates)
         return i + 1, params, optimizer_state, losses.at[i].set(value)
