@@ -1,8 +1,8 @@
-"""No claim: how `roofline.py` reads off the text of a compiled program what the program does.
+"""No claim: how `roofline.py` reads off a compiled program what the program does.
 
-XLA's `cost_analysis` counts the body of a loop once, however often the loop runs, which the text
-says. Bytes are those of the operands and results of all operations, as if no operation found any
-of them in a cache; of an operation in place or on a slice, those of the slice.
+XLA's `cost_analysis` counts the body of a loop once, however often the loop runs, which the
+text of the program says. Bytes are those of the operands and results of all operations, as if
+none of them were in a cache; of an operation in place or on a slice, those of the slice.
 """
 
 import math
@@ -84,7 +84,7 @@ class _Reader:
         if op.kind == "while":
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.rest)
             if trips is None:
-                raise ValueError(f"How often does the loop {op.name} run? The text is silent.")
+                raise ValueError(f"The text does not say how often the loop {op.name} runs.")
             return self.computation(_called(op, "body")).times(int(trips[1]))
         if op.kind == "call":
             return self.computation(_called(op, "to_apply"))
@@ -94,6 +94,8 @@ class _Reader:
         if _COLLECTIVE.match(op.kind):
             sent = sum(_size(inside[name].type) for name in op.operands)
             return Cost(bytes=2 * sent, operations=1, collectives=1, sent=sent)
+        if op.kind == "custom-call":
+            raise ValueError(f"The text does not say what the custom call {op.name} costs.")
         if op.kind == "fusion":
             body = self.computations[_called(op, "calls")]
             flops = sum(_flops(part, body) for part in body.values())

@@ -1,13 +1,16 @@
-"""On 8 GPUs or a pod, data-parallel training of the character model of
-`examples/data_parallel.py`, made larger, spends at most a tenth of a step on the sum of the
-gradients: on paper, from the FLOPs, bytes and collectives of the compiled step.
+"""A larger model of the kind of `examples/data_parallel.py`, trained by 8 GPUs or by a pod,
+spends an eighth of a step or less on the sum of the gradients: on paper, from what the
+compiled step computes, moves and sends.
 
-The step is compiled for eight CPU devices, of which each has `batch` sequences, and nothing is
-run. Products are those of JAX's default precision for float32 on each machine. `bytes` has two
-figures: arguments, results and temporaries once, as if all else were found in a cache, and the
-operands and results of all operations, as if nothing were. The operations come from a program
-for a CPU, and another compiler may have more or fewer. The sum of the gradients is that of a ring:
-each device sends them almost twice; its latency, and any overlap with other work, are left out.
+The step is compiled for eight CPU devices, with equally many sequences for each, and nothing is
+run. A pod has the same program. "bytes" has two figures: arguments, results and temporaries
+once, as if caches held all else, and the operands and results of all operations, as if there
+were no cache. The operations are those of a CPU program, and another compiler may make more or
+fewer of them. The sum is that of a ring, in which each device sends the gradients almost twice,
+without its latency, and nothing else is computed meanwhile. "speed" is that of a device
+relative to one without others: where another limit is larger than both the products and the
+fewest bytes, the speed is nearer to one. "tokens" is how many a device needs for products that
+take as long as the sum.
 """
 
 import argparse
@@ -40,8 +43,8 @@ MACHINES = {
     # "NVIDIA H100 Tensor Core GPU", data sheet, column SXM: TF32 989 TFLOP/s with sparsity, and
     # half of that without; 3.35 TB/s; NVLink 900 GB/s, which counts both directions.
     "8 H100 SXM": Machine(8, 494.5e12, 3.35e12, 450e9, 2e-6),
-    # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s in bfloat16, 819 GB/s, interconnect 1600 Gbit/s.
-    # The operations of a program are not started one by one.
+    # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s in bfloat16, in which JAX multiplies float32 by
+    # default; 819 GB/s; interconnect 1600 Gbit/s. A program's operations are not launched.
     "TPU v5e pod": Machine(256, 197e12, 819e9, 200e9, 0.0),
 }
 
@@ -91,7 +94,7 @@ def times(machine, program):
         "products": total.flops / machine.flops,
         "bytes, least": least / machine.bandwidth,
         "bytes, most": total.bytes / machine.bandwidth,
-        "operations": total.operations * machine.launch,
+        "launches": total.operations * machine.launch,
         "sum": around * total.sent / machine.link,
     }
 
@@ -112,16 +115,14 @@ def main():
         print(f"  operations         {total.operations:12.0f}")
         print(f"  collectives        {total.collectives:12.0f}")
         print(f"  bytes to be summed {total.sent / 1e6:12.3f} MB")
-        print(
-            "  | machine | products, ms | bytes | operations | sum | efficiency | break-even |"
-        )
+        print("  | machine | products, ms | bytes | launches | sum | speed | tokens |")
         for machine_name, machine in MACHINES.items():
             ms = {key: 1e3 * value for key, value in times(machine, program).items()}
             alone = max(ms["products"], ms["bytes, least"])
             tokens = size.batch * size.length * ms["sum"] / ms["products"]
             print(
                 f"  | {machine_name} | {ms['products']:.4f} | {ms['bytes, least']:.4f} to "
-                f"{ms['bytes, most']:.4f} | {ms['operations']:.2f} | {ms['sum']:.4f} | "
+                f"{ms['bytes, most']:.4f} | {ms['launches']:.2f} | {ms['sum']:.4f} | "
                 f"{alone / (alone + ms['sum']):.2f} | {tokens:.0f} |"
             )
 

@@ -162,7 +162,7 @@ def draw(one: Float[np.ndarray, " step"], many: Float[np.ndarray, " step"]) -> F
     left.plot(many, linewidth=0.8, color="C1", label="many")
     left.set(xlabel="step", ylabel="loss")
     left.legend(frameon=False)
-    right.semilogy(abs(many / one - 1), ".", markersize=3, color="C1")
+    right.plot(abs(many / one - 1), ".", markersize=3, color="C1")
     right.set(xlabel="step", ylabel="relative difference of the losses")
     return figure
 

@@ -1,9 +1,11 @@
-"""Two processes on two cores train the character model of `examples/data_parallel.py` about 1.7
-times as fast as one on one core, and the sum of the gradients takes few of their cycles.
+"""Two processes that train the character model of `examples/data_parallel.py` need at most an
+eighth more CPU time than one: so little are the sum of the gradients and the second copy of
+the optimizer.
 
-Strong scaling: 32 sequences for all processes together. Weak scaling: 32 for each. A process has
-one core (four processes share two), and `2 threads` is one process that has both. All wait for
-their turn in the same minutes. On a busy machine the CPU time means more than the wall time.
+Strong scaling: 32 sequences for all processes together. Weak scaling: 32 for each. A process
+has one core, and four processes share two; `2 threads` is one process that has both cores. All
+are measured in turn. Where the machine has other work, as it had when this was written, the
+wall time says little, and only the CPU time bounds what idle cores could gain.
 """
 
 import argparse
