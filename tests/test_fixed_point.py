@@ -1,5 +1,7 @@
 """Fixed points against closed forms, NumPy, and autodiff of the steps written out."""
 
+import importlib
+
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -623,6 +625,8 @@ def test_without_optimistix(monkeypatch):
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match="needs `optimistix`"):
         eqg.fixed_point(lambda y: y, 0.0)
+    with pytest.raises(ModuleNotFoundError, match=r"`eqx_grads.solvers` needs `optimistix`"):
+        importlib.reload(solvers)
 
 
 # ---------------------------------------------------------------- Anderson acceleration
