@@ -184,7 +184,7 @@ _NUMBERING = threading.Lock()
 _KEEPS_TRACEBACKS = contextvars.ContextVar("eqx_grads_keeps_tracebacks", default=False)
 
 
-def varying_axes(aval: Any) -> frozenset[Any]:
+def varying_axes_of_type(aval: Any) -> frozenset[Any]:
     """The mesh axes of `shard_map` over which values of a type vary.
 
     The same in all versions, but an internal attribute: `jax.typeof(x).vma` is gone since JAX
