@@ -44,6 +44,17 @@ def gathered(x: jax.Array) -> jax.Array:
     return x if explicit_spec(x) is None else distribute_like(x, x, (None,) * x.ndim)
 
 
+def batch_of_copies(x: jax.Array, size: int, like: Any) -> jax.Array:
+    """`x` for each of `size` examples, distributed as the first axis of an array of examples,
+    `like`, is."""
+    copies = jnp.broadcast_to(x[None], (size, *x.shape))
+    of_like = explicit_spec(like)
+    if of_like is None:
+        return copies
+    spec = explicit_spec(x) or (None,) * x.ndim
+    return distribute_like(copies, like, (of_like[0], *spec))
+
+
 def rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """`table[index]` for a matrix, distributed as `index` is."""
     of_index = explicit_spec(index)
