@@ -15,6 +15,9 @@ PART ?= 1/1
 SWITCHES ?= jax_custom_vjp3 jax_custom_jvp3 jax_remat3
 # `make CUDA=cuda13 test-gpu`: the extra of JAX that fits the driver.
 CUDA ?= cuda12
+# Of the random cases of `make fuzz`; the tests have the seeds up to 100.
+SEED ?= 1000
+CASES ?= 1000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -91,6 +94,9 @@ test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
 mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
 	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py reached --work $(VENV)/mutants
 	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py run --work $(VENV)/mutants
+
+fuzz: $(VENV)/.tests  ## random cases: SEED=7 CASES=1000
+	$(BIN)/python -m tests.fuzz $(SEED) $(CASES)
 
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py

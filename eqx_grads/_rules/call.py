@@ -87,7 +87,9 @@ class _Call(AbstractCall):
             result = apply_vmap_rule(self._flat, self._primal, axis_data, batched, operands)
         if result is None:
             return None
-        self.outputs, arrays, out_batched = result
+        outputs, arrays, out_batched = result
+        if self.outputs is None:  # otherwise they are those of one example, for the rules
+            self.outputs = outputs
         return arrays, out_batched
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:
