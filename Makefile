@@ -18,6 +18,8 @@ CUDA ?= cuda12
 # Of the random cases of `make fuzz`; the tests have the seeds up to 100.
 SEED ?= 1000
 CASES ?= 1000
+# `make soak MINUTES=5`: for how long.
+MINUTES ?= 20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -97,6 +99,9 @@ mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they notic
 
 fuzz: $(VENV)/.tests  ## random cases: SEED=7 CASES=1000
 	$(BIN)/python -m tests.fuzz $(SEED) $(CASES)
+
+soak: $(VENV)/.tests  ## train every layer for MINUTES (20), and see that nothing grows
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py

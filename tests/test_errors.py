@@ -94,7 +94,7 @@ class TestMissing:
             decorated(1.0)
 
     def test_not_a_function(self):
-        with pytest.raises(RuleError, match=r"can't be called.\n  it is a `int`"):
+        with pytest.raises(RuleError, match=r"can't be called.\n  `fn` is int"):
             unwrap_method(3)  # `custom_jvp(3)`, but for the type check of the tests
 
 

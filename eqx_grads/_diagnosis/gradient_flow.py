@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import place_of, rule_error, show_tree
+from .._errors import check_function, place_of, rule_error, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
@@ -105,6 +105,9 @@ def gradient_flow(
     a layer is called where no slot can be passed: inside a `while_loop`, a `shard_map`, or a
     function with a custom derivative.
     """
+    check_function(loss, "loss", "gradient_flow")
+    if where is not None:
+        check_function(where, "where", "gradient_flow")
     names, marked = _mark_layers(model, where)
     only_cells = _only_cells(model)
     names = [only_cells.get(name, name) for name in names]

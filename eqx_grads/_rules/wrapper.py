@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .._errors import name_of, rule_error
+from .._errors import name_of, rule_error, type_of
 from .call import call_with_rules
 from .rule import AbstractRules, Rule
 
@@ -161,7 +161,9 @@ def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
         found = _find(fn.__module__, fn.__qualname__) if _is_named(fn) else None
     except (KeyError, AttributeError):
         found = None
-    is_same = type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    is_same = (
+        found is not None and type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    )
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
         # In a tree that was rebuilt, a wrapper is another object of the same parts.
         by_name = (fn.__module__, fn.__qualname__)
@@ -242,7 +244,7 @@ def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
     if not callable(fn):
         raise rule_error(
             "A rule was asked for something that can't be called.",
-            f"it is a `{type(fn).__qualname__}`",
+            f"`fn` is {type_of(fn)}",
             do="Decorate a function, a method or a callable Module.",
         )
     return fn, "method"
