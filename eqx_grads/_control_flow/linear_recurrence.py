@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error, type_of
-from .._jaxprs.explicit_sharding import distribute_like, explicit_spec
+from .._jaxprs.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._rules.custom_vjp import custom_vjp
 
 
@@ -123,15 +123,12 @@ def _broadcast(x, shape):
 
 def _distributed_alike(a, b, h0):
     """Over explicit mesh axes, steps and state as the product of `a` and `b` is."""
-    if explicit_spec(a) is None and explicit_spec(b) is None:
+    if not (is_explicit(a) or is_explicit(b)):
         return a, b, h0
-    spec = explicit_spec(a[:1] * b[:1])
-    times = lambda x: explicit_spec(x)[:1]
-    return (
-        distribute_like(a, b, (*times(a), *spec[1:])),
-        distribute_like(b, b, (*times(b), *spec[1:])),
-        distribute_like(h0, b, spec[1:]),
-    )
+    product = a[:1] * b[:1]
+    of_step = explicit_spec(product)[1:]
+    a, b = (distribute_like(x, product, (*explicit_spec(x)[:1], *of_step)) for x in (a, b))
+    return a, b, distribute_like(h0, product, of_step)
 
 
 # The recurrence and its adjoint are one function of `(a, b, s)`:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import rule_error, RuleError
-from .._jaxprs.explicit_sharding import batch_of_copies
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
@@ -267,14 +266,11 @@ def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **
     if batched_index:
         return NotImplemented
     carried = body.carried(batched_consts, batched_init, batched_xs)
-    arrays = [*consts, *init, *xs]
-    of_batch = next(
-        x
-        for x, b in zip(arrays, [*batched_consts, *batched_init, *batched_xs], strict=True)
-        if b
-    )
+    flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
+    like = next(x for x, b in zip(flat, flags, strict=True) if b)
+    # By `vmap`, as the batch may be distributed over a mesh.
     init = [
-        batch_of_copies(c, size, of_batch) if b and not was else c
+        jax.vmap(lambda _, c=c: c)(like) if b and not was else c
         for c, b, was in zip(init, carried, batched_init, strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]

@@ -55,8 +55,7 @@ def scan_gated_cell(
 
 
 def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
-    spec = explicit_spec(x)
-    sharding = None if spec is None else sharding_like(x, spec[1:])
+    sharding = sharding_like(x, explicit_spec(x)[1:])
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
