@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
 from .._jaxprs.explicit_sharding import distribute_like, explicit_spec, is_explicit
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
+from .._tangent_spaces import holds_numbers
 
 
 METHODS = ("auto", "scan", "associative")
@@ -68,10 +70,11 @@ def linear_recurrence(
     [`eqx_grads.RuleError`][] if the shapes do not broadcast, there is no time axis, or the
     method is unknown.
     """
-    if method not in METHODS:
+    check_flags("linear_recurrence", reverse=reverse)
+    if not isinstance(method, str) or method not in METHODS:
         raise rule_error(
             "`linear_recurrence` has no such method.",
-            f"`method` is {method!r}",
+            f"`method` is {method!r:.60}",
             do='Choose one of "auto", "scan" and "associative".',
         )
     if method == "auto":
@@ -86,6 +89,13 @@ def linear_recurrence(
 
 def _fit(a, b, h0):
     """The arguments in one dtype, `a` with a time axis of full length or of length one."""
+    for argument, x in (("a", a), ("b", b), ("h0", h0)):
+        if not (holds_numbers(x) or (x is None and argument == "h0")):
+            raise rule_error(
+                f"The `{argument}` of `linear_recurrence` is not an array of numbers.",
+                f"it is {type_of(x)}",
+                do="Give an array, `jnp.stack(xs)` for a list.",
+            )
     a, b = jnp.asarray(a), jnp.asarray(b)
     h0 = None if h0 is None else jnp.asarray(h0)
     given = [x for x in (a, b, h0) if x is not None]
@@ -152,7 +162,7 @@ def _recurrence(a, b, s, *, reverse, associative, delayed=False):
         out = a_t * s + b_t
         return out, out
 
-    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+    return lax_scan(step, s, b if constant else (a, b), reverse=reverse)[1]
 
 
 @_recurrence.def_fwd

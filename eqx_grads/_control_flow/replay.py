@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .._errors import rule_error, RuleError
 from .._jaxprs.known_zeros import evaluate_with_zeros
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
@@ -99,7 +100,7 @@ def replayed_scan(
 def _run(body, init, xs, step_index, reverse, progress):
     # The step index is sliced too: where there are no `xs`, it says how many steps there are.
     of_slices = lambda carry, x: body(carry, x[1])
-    scan = lambda carry, inputs: jax.lax.scan(of_slices, carry, inputs, reverse=reverse)
+    scan = lambda carry, inputs: lax_scan(of_slices, carry, inputs, reverse=reverse)
     if progress is None:
         return scan(init, (step_index, xs))
 

@@ -57,7 +57,7 @@ def softmax(
     """
     (x,) = real_arrays("softmax", x=x)
     mask = None if where is None else as_mask("softmax", where, x)
-    return _softmax(x, mask, axes=axes_of("softmax", axis, x.ndim))
+    return _softmax(x, mask, axes=axes_of("softmax", axis, x))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
@@ -106,7 +106,7 @@ def log_softmax(
     """
     (x,) = real_arrays("log_softmax", x=x)
     mask = None if where is None else as_mask("log_softmax", where, x)
-    return _log_softmax(x, mask, axes=axes_of("log_softmax", axis, x.ndim))
+    return _log_softmax(x, mask, axes=axes_of("log_softmax", axis, x))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
@@ -179,7 +179,7 @@ def entropy(
     """
     (p,) = real_arrays("entropy", p=p)
     mask = None if where is None else as_mask("entropy", where, p)
-    axes = axes_of("entropy", axis, p.ndim)
+    axes = axes_of("entropy", axis, p, "p")
     return _entropy(p, mask, axes=axes)
 
 
