@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import check_flags, rule_error, type_of
-from .._jaxprs.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
+from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._tangent_spaces import holds_numbers
 
 

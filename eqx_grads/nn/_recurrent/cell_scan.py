@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
-from ..._jaxprs.explicit_sharding import explicit_spec, sharding_like
+from ..._rules.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
 
 

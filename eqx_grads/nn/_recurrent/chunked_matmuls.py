@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
-from ..._jaxprs.explicit_sharding import (
+from ..._rules.explicit_sharding import (
     distribute_like,
     explicit_spec,
     sharding_like,

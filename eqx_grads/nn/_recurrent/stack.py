@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, type_of
-from ..._jaxprs.explicit_sharding import distribute_like, explicit_spec
+from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._tangent_spaces import holds_numbers
 
 
