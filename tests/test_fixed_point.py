@@ -16,7 +16,12 @@ from eqx_grads import RuleError, solvers
 from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
 from eqx_grads._jaxprs.structure import inner_programs
 
-from .helpers import assert_close, checking_leaks, temp_bytes
+from .helpers import (
+    assert_close,
+    checking_leaks,
+    skip_without_checkpointed_loops,
+    temp_bytes,
+)
 
 
 EXACT = ("implicit", "fixed_point")
@@ -399,6 +404,7 @@ def test_adjoints_where_optimistix_minimizes(getkey):
 
 
 def test_adjoints_of_optimistix(getkey):
+    skip_without_checkpointed_loops()
     args = problem(getkey)
     gradient = lambda backward: jax.grad(
         lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward=backward))
