@@ -1,6 +1,7 @@
 """Fixed points against closed forms, NumPy, and autodiff of the steps written out."""
 
 import importlib
+import sys
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -626,13 +627,11 @@ def test_bad_arguments():
 
 
 def test_without_optimistix(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match="needs `optimistix`"):
         eqg.fixed_point(lambda y: y, 0.0)
     with pytest.raises(ModuleNotFoundError, match=r"`eqx_grads.solvers` needs `optimistix`"):
-        importlib.reload(solvers)
+        importlib.reload(sys.modules["eqx_grads._solvers.optimistix"])
 
 
 # ---------------------------------------------------------------- Anderson acceleration

@@ -8,7 +8,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optimistix as optx
 from jaxtyping import PyTree
 
 from .._errors import check_flags, rule_error
@@ -16,6 +15,7 @@ from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer, is_number
 from .linear_solve import check_linear_solver, linear_solve
+from .optimistix import optimistix as optx
 from .run_time_error import branched_error_if
 from .solution_tangent import constant, differentiable_solution
 

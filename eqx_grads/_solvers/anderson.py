@@ -7,12 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._errors import check_function, rule_error
 from .._rules.float_args import as_integer, check_nonnegative_number
 from .._tangent_spaces import promote
+from .optimistix import optimistix as optx
 
 
 class _State(eqx.Module):

@@ -3,14 +3,7 @@
 Import it by name, `from eqx_grads import solvers`: without Optimistix, there is nothing in it.
 """
 
-from .._solvers.optional_import import optional_import
-
-
-# First, as the files below import Optimistix themselves.
-optional_import("optimistix", "eqx_grads.solvers")
-
-# isort: split
-from .._solvers.adjoints import (  # noqa: E402
+from .._solvers.adjoints import (
     AbstractFixedPointAdjoint as AbstractFixedPointAdjoint,
     FixedPointAdjoint as FixedPointAdjoint,
     ImplicitAdjoint as ImplicitAdjoint,
@@ -18,4 +11,4 @@ from .._solvers.adjoints import (  # noqa: E402
     OneStepAdjoint as OneStepAdjoint,
     PhantomAdjoint as PhantomAdjoint,
 )
-from .._solvers.anderson import Anderson as Anderson  # noqa: E402
+from .._solvers.anderson import Anderson as Anderson
