@@ -254,11 +254,13 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
     names = ["jit", "closure", "checkpoint", "first", "stop", "cond", "while", "scan", "vmap"]
     names += ["shard_map"] if devices else []
     derivatives = ["grad", "jvp", "vjp", "linearize", "jacobian"]
+    if any(leaf.dtype == "key" for leaf in found) and jax.__version_info__ < (0, 10, 2):
+        names.remove("cond")  # JAX 0.10.0 can't lower some derivatives of it
     steps: list[Step] = []
     is_reversible, n_derivatives = True, 0
     is_complex = any(leaf.dtype.startswith("complex") for leaf in found)
     n = draw(st.integers(1, longest))
-    budget = 8.0 if isinstance(program, Scan) else 20.0
+    budget = 8.0 if isinstance(program, Scan) else 16.0
     for k in range(n):
         of_derivatives = derivatives if is_reversible else ["jvp"]
         if n_derivatives == 0 and k == n - 1:
