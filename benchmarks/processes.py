@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -74,7 +75,7 @@ def start(processes, cores, steps):
     return [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(processes)]
 
 
-def ask(group, sequences):
+def ask(group: list[Any], sequences: int):
     """The seconds of a step: of the slowest process, and CPU seconds of all together."""
     for worker in group:
         worker.stdin.write(f"{sequences}\n")
@@ -90,7 +91,7 @@ def ask(group, sequences):
 
 
 def measure(names, rounds, steps):
-    groups = {name: start(*GROUPS[name], steps) for name in names}
+    groups: dict[str, Any] = {name: start(*GROUPS[name], steps) for name in names}
     measured = {}
     try:
         for i in range(-1, rounds):  # the first compiles

@@ -104,14 +104,14 @@ class _Reader:
 
 
 def _called(op, attribute):
-    return re.search(rf"\b{attribute}=%([\w.-]+)", op.rest)[1]
+    return re.findall(rf"\b{attribute}=%([\w.-]+)", op.rest)[0]
 
 
 def _flops(op, inside):
     if op.kind != "dot":
         return 0
     (_, result), (_, left) = _shapes(op.type)[0], _shapes(inside[op.operands[0]].type)[0]
-    dims = re.search(r"lhs_contracting_dims={([\d,]*)}", op.rest)[1]
+    dims = re.findall(r"lhs_contracting_dims={([\d,]*)}", op.rest)[0]
     contracted = math.prod(left[int(i)] for i in dims.split(",") if i)
     return 2 * math.prod(result) * contracted
 

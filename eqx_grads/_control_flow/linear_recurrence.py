@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import check_flags, rule_error, type_of
-from .._jaxprs.explicit_sharding import distribute_like, explicit_spec
 from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
+from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._tangent_spaces import holds_numbers
 
 
@@ -133,16 +133,12 @@ def _broadcast(x, shape):
 
 def _distributed_alike(a, b, h0):
     """Over explicit mesh axes, steps and state as the product of `a` and `b` is."""
-    if explicit_spec(a) is None and explicit_spec(b) is None:
+    if not (is_explicit(a) or is_explicit(b)):
         return a, b, h0
-    spec_of = lambda x: explicit_spec(x) or (None,) * x.ndim
     product = a[:1] * b[:1]
-    of_time, of_state = lambda x: spec_of(x)[:1], spec_of(product)[1:]
-    return (
-        distribute_like(a, product, (*of_time(a), *of_state)),
-        distribute_like(b, product, (*of_time(b), *of_state)),
-        distribute_like(h0, product, of_state),
-    )
+    of_step = explicit_spec(product)[1:]
+    a, b = (distribute_like(x, product, (*explicit_spec(x)[:1], *of_step)) for x in (a, b))
+    return a, b, distribute_like(h0, product, of_step)
 
 
 # The recurrence and its adjoint are one function of `(a, b, s)`:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import rule_error, RuleError
-from .._jaxprs.explicit_sharding import batch_of_copies
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
@@ -270,8 +269,9 @@ def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **
     carried = body.carried(batched_consts, batched_init, batched_xs)
     flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
     like = next(x for x, b in zip(flat, flags, strict=True) if b)
+    # By `vmap`, as the batch may be distributed over a mesh.
     init = [
-        batch_of_copies(c, size, like) if b and not was else c
+        jax.vmap(lambda _, c=c: c)(like) if b and not was else c
         for c, b, was in zip(init, carried, batched_init, strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]

@@ -181,7 +181,7 @@ def _find(module: str, qualname: str) -> Any:
     return ft.reduce(getattr, qualname.split("."), sys.modules[module])
 
 
-def _parts(wrapper: eqx.Module) -> list[int]:
+def _parts(wrapper: Any) -> list[int]:
     return [id(getattr(wrapper, field.name)) for field in dataclasses.fields(wrapper)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .._errors import rule_error, type_of
-from .._jaxprs.explicit_sharding import rows
+from .._rules.explicit_sharding import rows
 from .._rules.float_args import as_dtype, as_floats, as_levels, widen
 from .._rules.replace_gradient import replace_gradient
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer, Key
 from ... import ste
 from ..._control_flow import lax_fori_loop
 from ..._errors import check_flags, rule_error
-from ..._jaxprs.explicit_sharding import add_rows, gathered, rows
+from ..._rules.explicit_sharding import add_rows, gathered, rows
 from ..._rules.float_args import as_floats, widen
 from ..._tangent_spaces import promote
 from .._dtypes import layer_dtype

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
-from ..._jaxprs.explicit_sharding import explicit_spec, sharding_like
+from ..._rules.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
 
 
@@ -55,8 +55,7 @@ def scan_gated_cell(
 
 
 def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
-    spec = explicit_spec(x)
-    sharding = None if spec is None else sharding_like(x, spec[1:])
+    sharding = sharding_like(x, explicit_spec(x)[1:])
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
-from ..._jaxprs.explicit_sharding import (
-    batch_of_copies,
+from ..._rules.explicit_sharding import (
     distribute_like,
     explicit_spec,
     sharding_like,
@@ -113,8 +112,7 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     ct = jax.lax.optimization_barrier(jnp.moveaxis(ct, -1, 0))
     # Where the batch is distributed over an explicit mesh axis, JAX has to be told that this is
     # a sum over all devices.
-    of_ct, of_x = explicit_spec(ct), explicit_spec(x)
-    spec = None if of_ct is None or of_x is None else (of_ct[0], of_x[-1])
+    spec = (explicit_spec(ct)[0], explicit_spec(x)[-1])
     return jax.lax.dot_general(
         ct,
         x,
@@ -152,7 +150,7 @@ def vmap_into_batch(
         jax.tree.leaves((xs_batched, state_batched, valid_batched)),
         strict=True,
     )
-    fold = ft.partial(_fold_batch, axis_size, next(x for x, b in pairs if b))
+    fold = ft.partial(_fold_batch, next(x for x, b in pairs if b))
     hs, last = layer(
         *weights,
         fold(1, xs, xs_batched),
@@ -163,13 +161,14 @@ def vmap_into_batch(
     return (_unfold_batch(axis_size, 1, hs), _unfold_batch(axis_size, 0, last)), True
 
 
-def _fold_batch(size: int, of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
+def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
     """Merge a batch dimension in front, which `of_batch` has, into the one that is at `axis`
     without it."""
 
     def fold(x, is_batched):
         if not is_batched:
-            x = batch_of_copies(x, size, of_batch)
+            # By `vmap`, as the batch may be distributed over a mesh.
+            x = jax.vmap(lambda _: x)(of_batch)
         if x.shape[axis + 1] == 1:
             # No reshape, so that XLA cancels this transpose with the one that `vmap` adds.
             return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)

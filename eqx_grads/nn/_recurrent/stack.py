@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, type_of
-from ..._jaxprs.explicit_sharding import distribute_like, explicit_spec
+from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._tangent_spaces import holds_numbers
 
 
@@ -216,8 +216,5 @@ def _varying_like(xs: Array, state: Array) -> Array:
 def _distributed_like(xs: Array, state: Array, axis: int) -> Array:
     """The state, whose batch at `axis` is distributed over explicit mesh axes as that of the
     `xs` is. Elsewhere this is the identity."""
-    of_xs, spec = explicit_spec(xs), explicit_spec(state)
-    if of_xs is None:
-        return state
-    spec = (None,) * state.ndim if spec is None else spec
-    return distribute_like(state, xs, (*spec[:axis], of_xs[1], *spec[axis + 1 :]))
+    spec, of_batch = explicit_spec(state), explicit_spec(xs)[1]
+    return distribute_like(state, xs, (*spec[:axis], of_batch, *spec[axis + 1 :]))

@@ -1,0 +1,62 @@
+"""How arrays are distributed over the explicit axes of a mesh, which is a part of their types.
+
+Where a mesh axis is explicit, JAX does not choose how values are distributed: an operation
+whose operands are distributed in different ways is an error, and so is a loop whose carry
+changes. See https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+Spec = tuple[Any, ...]
+
+
+def is_explicit(x: Any) -> bool:
+    """Whether an axis of the mesh of `x` is explicit. Otherwise the compiler chooses."""
+    return bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def explicit_spec(x: Any) -> Spec:
+    """For each axis of `x`, the explicit mesh axes over which it is distributed, or `None`."""
+    spec = tuple(jax.typeof(x).sharding.spec) if is_explicit(x) else ()
+    return spec + (None,) * (jnp.ndim(x) - len(spec))
+
+
+def sharding_like(x: Any, spec: Spec) -> NamedSharding | None:
+    """The sharding of an array with this `spec`, on the mesh of `x`."""
+    if not is_explicit(x):
+        return None
+    return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+
+
+def distribute_like(x: jax.Array, like: Any, spec: Spec) -> jax.Array:
+    """`x`, distributed by this `spec` over the mesh of `like`, if that has an explicit axis."""
+    sharding = sharding_like(like, spec)
+    if sharding is None or (is_explicit(x) and explicit_spec(x) == spec):
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """`x`, the whole of it on each device."""
+    return distribute_like(x, x, (None,) * x.ndim)
+
+
+def rows(table: jax.Array, index: jax.Array) -> jax.Array:
+    """`table[index]` for a matrix, distributed as `index` is."""
+    if not is_explicit(index):
+        return table[index]
+    spec = (*explicit_spec(index), explicit_spec(table)[1])
+    return table.at[index].get(out_sharding=sharding_like(index, spec))
+
+
+def add_rows(table: jax.Array, index: jax.Array, terms: jax.Array) -> jax.Array:
+    """`table` with terms added to the rows of this `index`: a sum over the devices, if the
+    terms are distributed."""
+    if not is_explicit(index):
+        return table.at[index].add(terms)
+    return table.at[index].add(terms, out_sharding=sharding_like(index, explicit_spec(table)))
