@@ -202,7 +202,7 @@ def scans(draw: Any, x64: bool) -> Scan:
         steps,
         tuple(sliced),
         reverse=draw(st.booleans()),
-        truncate=draw(st.sampled_from((None, None, 2, 3))),
+        truncate=draw(st.sampled_from((None, 2, 3))),
         halves_carry_gradient=draw(st.integers(0, 5)) == 5,
     )
 
@@ -254,11 +254,13 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
     names = ["jit", "closure", "checkpoint", "first", "stop", "cond", "while", "scan", "vmap"]
     names += ["shard_map"] if devices else []
     derivatives = ["grad", "jvp", "vjp", "linearize", "jacobian"]
+    if any(leaf.dtype == "key" for leaf in found) and jax.__version_info__ < (0, 10, 2):
+        names.remove("cond")  # JAX 0.10.0 can't lower some derivatives of it
     steps: list[Step] = []
     is_reversible, n_derivatives = True, 0
     is_complex = any(leaf.dtype.startswith("complex") for leaf in found)
     n = draw(st.integers(1, longest))
-    budget = 8.0 if isinstance(program, Scan) else 20.0
+    budget = 8.0 if isinstance(program, Scan) else 16.0
     for k in range(n):
         of_derivatives = derivatives if is_reversible else ["jvp"]
         if n_derivatives == 0 and k == n - 1:
@@ -312,7 +314,7 @@ def batches(
     eager = not devices and draw(st.integers(0, 7)) == 7
     cases = []
     for _ in range(programs):
-        program = draw(scans(x64)) if draw(st.integers(0, 2)) == 2 else draw(calls(x64))
+        program = draw(scans(x64) if draw(st.booleans()) else calls(x64))
         for _ in range(chains_per_program):
             chain = draw(chains(program, 3 if eager else longest, devices))
             for _ in range(variants_per_chain):

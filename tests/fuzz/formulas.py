@@ -135,7 +135,7 @@ class Formula:
 
 def wide() -> Any:
     """The dtype in which sums of everything are formed."""
-    return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # pyright: ignore
+    return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
 
 
 def sum_of(x: Any) -> Any:

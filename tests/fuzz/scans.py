@@ -9,6 +9,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 
+from .formulas import mul
 from .programs import flatten, Function, Leaf
 from .rules import decorated, undecorated
 
@@ -139,8 +140,21 @@ def _cut(cut: Any, x: Any) -> Any:
     return jnp.where(cut, jax.lax.stop_gradient(x), x) if _is_inexact(x) else x
 
 
+@eqg.custom_jvp
+def _half_gradient(x):
+    return x
+
+
+@_half_gradient.def_jvp
+def _half_gradient_jvp(primals, tangents):
+    # Not `eqg.scale_gradient`, whose second derivative is that of the scaled gradient.
+    (x,), (t_x,) = primals, tangents
+    return _half_gradient(x), mul(t_x, jax.lax.full_like(t_x, 0.5))
+
+
 def _halve(carry: Any) -> Any:
-    return eqg.scale_gradient(carry, 0.5)
+    is_array = lambda x: eqx.is_array(x) and _is_inexact(x)
+    return jax.tree.map(lambda x: _half_gradient(x) if is_array(x) else x, carry)
 
 
 def _plainly_halved(x: Any) -> Any:
