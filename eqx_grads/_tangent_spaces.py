@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_tree, type_of
-from ._jaxprs.versions import varying_axes as varying_axes_of_type
+from ._jaxprs.varying import vary_over, varying_axes
 
 
 def is_none(x: Any) -> bool:
@@ -286,11 +286,6 @@ def _unbroadcast(ct, shape):
     return jnp.reshape(summed, shape)
 
 
-def varying_axes(x: Any) -> frozenset:
-    """The mesh axes of `shard_map` over which `x` varies, as its type says."""
-    return varying_axes_of_type(jax.typeof(x) if isinstance(x, jax.Array) else x)
-
-
 def _match_varying(ct, primal):
     """Inside `shard_map`: a replicated value was broadcast over the mesh; sum over it."""
     if jax.sharding.get_abstract_mesh().empty:
@@ -298,6 +293,4 @@ def _match_varying(ct, primal):
     over, under = varying_axes(ct), varying_axes(primal)
     if over - under:
         ct = jax.lax.psum(ct, tuple(sorted(over - under)))
-    if under - over:
-        ct = jax.lax.pcast(ct, tuple(sorted(under - over)), to="varying")
-    return ct
+    return vary_over(ct, under)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import check_flags, rule_error, type_of
+from .._jaxprs.explicit_sharding import distribute_like, explicit_spec
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import holds_numbers
 
@@ -115,7 +117,7 @@ def _fit(a, b, h0):
     a = _broadcast(a, (a_steps, *shape[1:]))
     b = _broadcast(b.astype(dtype), shape)
     h0 = jnp.zeros(shape[1:], dtype) if h0 is None else h0.astype(dtype)
-    return a, b, _broadcast(h0, shape[1:])
+    return _distributed_alike(a, b, _broadcast(h0, shape[1:]))
 
 
 def _common_shape(*shapes):
@@ -127,6 +129,19 @@ def _common_shape(*shapes):
 
 def _broadcast(x, shape):
     return jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape)
+
+
+def _distributed_alike(a, b, h0):
+    """Over explicit mesh axes, steps and state as the product of `a` and `b` is."""
+    if explicit_spec(a) is None and explicit_spec(b) is None:
+        return a, b, h0
+    spec = explicit_spec(a[:1] * b[:1])
+    times = lambda x: explicit_spec(x)[:1]
+    return (
+        distribute_like(a, b, (*times(a), *spec[1:])),
+        distribute_like(b, b, (*times(b), *spec[1:])),
+        distribute_like(h0, b, spec[1:]),
+    )
 
 
 # The recurrence and its adjoint are one function of `(a, b, s)`:
@@ -150,7 +165,7 @@ def _recurrence(a, b, s, *, reverse, associative, delayed=False):
         out = a_t * s + b_t
         return out, out
 
-    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+    return lax_scan(step, s, b if constant else (a, b), reverse=reverse)[1]
 
 
 @_recurrence.def_fwd

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error, type_of
+from .._jaxprs.plain_scan import plain_scans
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
@@ -167,14 +168,18 @@ def filter_scan(
     while True:
         step = f if key is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
-        loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll, line)
-        if isinstance(method, Online):
-            names, where = tuple(body.carry_paths()), body.place()
-            method = dataclasses.replace(method, names=names, where=where)
         try:
-            chosen, loop = _choose(method, loop, truncate)
-            # Nothing is differentiated in an eager call, and all methods compute the same.
-            carry, ys = (chosen if key is None else Plain()).run(loop)
+            with plain_scans():
+                # A rule is given operands that all vary alike.
+                is_call = truncate is not None or isinstance(method, Replayed | Online)
+                arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
+                loop = Loop(body, *arrays, steps, reverse, unroll, line)
+                if isinstance(method, Online):
+                    names, where = tuple(body.carry_paths()), body.place()
+                    method = dataclasses.replace(method, names=names, where=where)
+                chosen, loop = _choose(method, loop, truncate)
+                # Nothing is differentiated in an eager call, and all methods compute the same.
+                carry, ys = (chosen if key is None else Plain()).run(loop)
         except BecomesArray as found:
             becomes_array |= found.indices
             continue

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of
+from .._jaxprs.varying import cast_carry
 from .carry import BecomesArray, Carry
 
 
@@ -75,4 +76,6 @@ def _while_loop(cond_fun, body_fun, init, carry: Carry):
     )
     body = lambda arrays: carry.arrays(body_fun(carry.tree(arrays)), arrays, body_fun, error)
     cond = lambda arrays: cond_fun(carry.tree(arrays))
-    return carry.tree(jax.lax.while_loop(cond, body, carry.first(init)))
+    types = lambda arrays: jax.make_jaxpr(body)(arrays).out_avals
+    first = cast_carry(types, carry.first(init))
+    return carry.tree(jax.lax.while_loop(cond, body, first))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._errors import check_flags, check_function, rule_error, type_of
 from .._gradient_ops.norms import norm
 from .._gradient_ops.value_or_gradient_only import on_backward
+from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._rules.float_args import as_integer
@@ -23,7 +24,6 @@ from .._tangent_spaces import (
     is_zero_leaf,
     match_leaves,
     shape_of,
-    varying_axes,
 )
 from ..tangents import add
 
@@ -185,19 +185,9 @@ def _match_slots(x, slot):
                 "over slots for the steps, or close over one slot for all steps.",
             )
         elif s is not None:
-            out[i], slots[i] = _cast_to_varying(leaf, s)
+            # Inside `shard_map`, the gradient of a replicated slot is the sum over the devices.
+            out[i], slots[i] = vary_alike([leaf, s])
     return jax.tree.unflatten(treedef, out), slots
-
-
-def _cast_to_varying(*xs):
-    """Inside `shard_map`, cast to varying over the same axes. The gradient of a replicated
-    slot is then the sum over the devices."""
-    axes = frozenset[Any]().union(*map(varying_axes, xs))
-    missing = [tuple(sorted(axes - varying_axes(x))) for x in xs]
-    return [
-        jax.lax.pcast(jnp.asarray(x), m, to="varying") if m else x
-        for x, m in zip(xs, missing, strict=True)
-    ]
 
 
 def _does_not_fit(*where, do):

@@ -16,10 +16,15 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._errors import rule_error, show_tree, type_of
+from .._jaxprs.varying import varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._rules.float_args import check_parameter, is_known
-from .._tangent_spaces import dtype_of_array, is_differentiable, is_none, varying_axes
+from .._tangent_spaces import (
+    dtype_of_array,
+    is_differentiable,
+    is_none,
+)
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 

@@ -103,11 +103,17 @@ class CheckCache(Opaque):
         key = call.flat.key(call.operands)
         if key is None:
             return compute()
-        if (key, check) not in self._results:
+        # One look-up, as another thread may clear the results at any time. `None` is a result.
+        found = self._results.get((key, check), _MISSING)
+        if found is _MISSING:
+            found = compute()
             if len(self._results) >= self.most:
                 self._results.clear()
-            self._results[(key, check)] = compute()
-        return self._results[(key, check)]
+            self._results[(key, check)] = found
+        return found
+
+
+_MISSING = object()
 
 
 class AbstractRules(Rebuildable, abc.ABC):
@@ -120,6 +126,7 @@ class AbstractRules(Rebuildable, abc.ABC):
 
     def __init__(self):
         self.vmap_rule: Rule | None = None
+        self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
         self.fill_defaults = True  # hand a rule the positional arguments left out, too
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()

@@ -12,8 +12,11 @@ import optimistix as optx
 from jaxtyping import PyTree
 
 from .._errors import check_flags, rule_error
+from .._jaxprs.plain_scan import lax_scan
+from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer, is_number
 from .linear_solve import check_linear_solver, linear_solve
+from .run_time_error import branched_error_if
 from .solution_tangent import constant, differentiable_solution
 
 
@@ -103,6 +106,9 @@ def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
     goes_on = lambda carry: cond_fun(carry[1])
     if max_steps is not None:
         goes_on = lambda carry: cond_fun(carry[1]) & (carry[0] < max_steps)
+    leaves, treedef = jax.tree.flatten(init_val)
+    types = lambda leaves: jax.make_jaxpr(body_fun)(treedef.unflatten(leaves)).out_avals
+    init_val = treedef.unflatten(cast_carry(types, leaves))
     return jax.lax.while_loop(goes_on, step, (jnp.array(0), init_val))[1]
 
 
@@ -302,7 +308,7 @@ def _damped_steps(linear_map, b, steps, tau):
         change = linear_map(t)
         return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
 
-    t, _ = jax.lax.scan(step, scaled, None, length=steps - 1)
+    t, _ = lax_scan(step, scaled, None, length=steps - 1)
     return t
 
 
@@ -394,7 +400,8 @@ def _iterate(adjoint, matvec, b):
     )
     t = jax.tree.map(lambda t: t * scale.astype(t.dtype), solution.value)
     if adjoint.throw:
-        t = eqx.error_if(t, solution.result != optx.RESULTS.successful, _DIVERGED)
+        failed = solution.result != optx.RESULTS.successful
+        t = branched_error_if(t, failed, 0, [_DIVERGED])
     return t
 
 

@@ -17,10 +17,12 @@ from .._errors import (
     show_tree,
     type_of,
 )
+from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of
 from .linear_solve import as_tags
 from .optional_import import optional_import
+from .run_time_error import branched_error_if
 from .solution_tangent import constant
 
 
@@ -154,6 +156,10 @@ def fixed_point(
 def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags):
     import optimistix as optx
 
+    # Inside `shard_map`, the start varies over the mesh as the iterates do.
+    start, treedef = jax.tree.flatten(y0)
+    step = lambda ys: _SameType(fn, has_aux)(treedef.unflatten(ys), args)[0]
+    y0 = treedef.unflatten(cast_carry(lambda ys: jax.make_jaxpr(step)(ys).out_avals, start))
     # Traced once, here, and the tracers that it closes over become leaves of the result.
     converted = eqx.filter_closure_convert(_SameType(fn, has_aux), y0, args)
     inputs = (converted, solver, y0, args, options, max_steps)
@@ -297,4 +303,4 @@ def _raise_if_failed(fn, value, result):
     # Of a batch, the message with the largest index is shown.
     in_time = (result == codes.successful) | (result == codes.nonlinear_max_steps_reached)
     index = jnp.where(in_time, 0, jnp.where(result == codes.nonfinite, 1, 2))
-    return eqx.branched_error_if(value, result != codes.successful, index, messages)
+    return branched_error_if(value, result != codes.successful, index, messages)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_function, place_of, rule_error, type_of
+from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .host_callback import VMAP_METHODS
@@ -89,7 +90,11 @@ class _Pair:
     n_args: int
 
     def apply(self, parameters, xs):
-        types = [tangent_type(t) for t in self.op.out_types]
+        # Inside `shard_map`, the transpose of the cast sums the cotangents of the devices.
+        n = len(parameters)
+        operands = vary_alike([*parameters, *xs])
+        parameters, xs = operands[:n], operands[n:]
+        types = varying_types(map(tangent_type, self.op.out_types), operands)
         matvec = LinearMap(self.op.name, self._matvec, self._transpose, types)
         return list(linear_call(matvec, parameters, xs))
 
@@ -97,9 +102,10 @@ class _Pair:
         return host_call(self.op, [*xs, *parameters])
 
     def _transpose(self, parameters, cts):
-        types = [tangent_type(t) for t in self.op.in_types[: self.n]]
+        cts = dense(cts, self.op.out_types)
+        types = varying_types(map(tangent_type, self.op.in_types[: self.n]), parameters, cts)
         rmatvec = LinearMap(self.rmatvec.name, self._rmatvec, self._matvec_again, types)
-        return list(linear_call(rmatvec, parameters, dense(cts, self.op.out_types)))
+        return list(linear_call(rmatvec, parameters, cts))
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .._errors import rule_error, type_of
+from .._jaxprs.explicit_sharding import rows
 from .._rules.float_args import as_dtype, as_floats, as_levels, widen
 from .._rules.replace_gradient import replace_gradient
 
@@ -76,7 +77,7 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
             do="Give it `z` of shape `(..., size)` and a codebook of shape `(entries, size)`.",
         )
     index = _nearest(jax.lax.stop_gradient(z), jax.lax.stop_gradient(codebook))
-    entries = jax.lax.stop_gradient(codebook)[index]
+    entries = rows(jax.lax.stop_gradient(codebook), index)
     return replace_gradient(entries.astype(z.dtype), z), index
 
 

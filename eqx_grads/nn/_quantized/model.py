@@ -386,8 +386,8 @@ class _Walk:
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer of `model` is an `equinox.nn.Linear` or an `equinox.nn.Conv`. "
-                "Rules name it by its type or path, or by those of a node that contains it. Paths are "
-                "written as in Python: `encoder.layers[0]`.",
+                "Rules name it by its type or path, or by those of a node that contains it. "
+                "Paths are written as in Python: `encoder.layers[0]`.",
             )
 
     def _near(self, rule):

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, type_of
+from ..._jaxprs.explicit_sharding import distribute_like, explicit_spec
 from ..._tangent_spaces import holds_numbers
 
 
@@ -183,7 +184,7 @@ def first_states(
         )
     if not is_batch:
         state = add_batch(state)
-    state = jax.tree.map(lambda s: _varying_like(xs, s), state)
+    state = jax.tree.map(lambda s: _varying_like(xs, _distributed_like(xs, s, axis)), state)
     if n_cells == 1:
         return [state]
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
@@ -210,3 +211,13 @@ def _varying_like(xs: Array, state: Array) -> Array:
     if jax.typeof(never) == jax.typeof(jnp.zeros((), bool)):
         return state
     return jnp.where(never, jnp.zeros_like(state), state)
+
+
+def _distributed_like(xs: Array, state: Array, axis: int) -> Array:
+    """The state, whose batch at `axis` is distributed over explicit mesh axes as that of the
+    `xs` is. Elsewhere this is the identity."""
+    of_xs, spec = explicit_spec(xs), explicit_spec(state)
+    if of_xs is None:
+        return state
+    spec = (None,) * state.ndim if spec is None else spec
+    return distribute_like(state, xs, (*spec[:axis], of_xs[1], *spec[axis + 1 :]))
