@@ -59,7 +59,10 @@ def skip_without_checkpointed_loops():
 
 # Both with JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails as well, and the second
 # derivative is as wrong with a `jax.custom_vjp`. No upstream issues were found.
-REMAT3_HAS_NO_TRANSPOSE = "With the experimental `jax_remat3`, `jax.checkpoint` of a linear function has no transpose."
+REMAT3_HAS_NO_TRANSPOSE = (
+    "With the experimental `jax_remat3`, `jax.checkpoint` of a linear function has no "
+    "transpose."
+)
 REMAT3_HAS_NO_SECOND_ORDER = (
     "With the experimental `jax_remat3`, the second derivative of a `jax.checkpoint` is wrong "
     "if a rule in it is not the derivative of its value."
