@@ -119,7 +119,8 @@ def _after_linear(layer):
     return lambda key: eqx.nn.Sequential([eqx.nn.Linear(IN, IN, key=key), layer])
 
 
-# One function: JAX keeps the structure of a Module with another static field, in a bounded cache.
+# One function: of a Module with another static field, JAX keeps the structure (in a bounded
+# cache).
 _SCALED = eqg.host_function(lambda scale, x: scale * x, out=lambda scale, x: x)
 
 
@@ -239,7 +240,7 @@ class Training:
 
 
 def laps(layers: dict[str, Any], sizes: tuple[int, ...]) -> Iterator[None]:
-    """Train all layers on all sizes. In each lap one layer is new, and in the first all are made
+    """Train all layers on all sizes. In each lap one layer is new. In the first, all are made
     twice: of some, a cache of JAX or Equinox keeps the last one."""
     trainings = {name: Training(make, call, 0) for name, (make, call) in layers.items()}
     names = itertools.cycle(layers)
