@@ -32,8 +32,10 @@ def is_arraylike(x) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return _is_numeric(x.dtype) and not isinstance(x, np.ma.MaskedArray)
     if isinstance(x, int):
-        bound = 2**63 if jax.config.jax_enable_x64 else 2**31
-        return -bound <= x < bound
+        if -(2**31) <= x < 2**31:
+            return True
+        of_integers = jnp.iinfo(jnp.result_type(int))
+        return of_integers.min <= x <= of_integers.max
     return isinstance(x, jax.Array | float | complex)
 
 

@@ -60,7 +60,7 @@ def skip_without_checkpointed_loops():
 # Both with JAX 0.12. `jax.linear_transpose` of a `jax.checkpoint` fails as well, and the second
 # derivative is as wrong with a `jax.custom_vjp`. No upstream issues were found.
 REMAT3_HAS_NO_TRANSPOSE = (
-    "With the experimental `jax_remat3`, `jax.checkpoint` of a linear function has no "
+    "With the experimental `jax_remat3`, a `jax.checkpoint` of a linear function has no "
     "transpose."
 )
 REMAT3_HAS_NO_SECOND_ORDER = (

@@ -135,12 +135,13 @@ def _distributed_alike(a, b, h0):
     """Over explicit mesh axes, steps and state as the product of `a` and `b` is."""
     if explicit_spec(a) is None and explicit_spec(b) is None:
         return a, b, h0
-    spec = explicit_spec(a[:1] * b[:1])
-    times = lambda x: explicit_spec(x)[:1]
+    spec_of = lambda x: explicit_spec(x) or (None,) * x.ndim
+    product = a[:1] * b[:1]
+    of_time, of_state = lambda x: spec_of(x)[:1], spec_of(product)[1:]
     return (
-        distribute_like(a, b, (*times(a), *spec[1:])),
-        distribute_like(b, b, (*times(b), *spec[1:])),
-        distribute_like(h0, b, spec[1:]),
+        distribute_like(a, product, (*of_time(a), *of_state)),
+        distribute_like(b, product, (*of_time(b), *of_state)),
+        distribute_like(h0, product, of_state),
     )
 
 

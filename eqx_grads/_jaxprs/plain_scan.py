@@ -32,8 +32,10 @@ def plain_scans() -> Iterator[None]:
         yield
         return
     # `jax.config.update` would change it in all threads. There is no public name for this.
-    switch: Any = getattr(jax.config, "_value_holders", {}).get("jax_scan3")
-    if not callable(switch):
+    switch: Callable[[bool], Any] | None = getattr(jax.config, "_value_holders", {}).get(
+        "jax_scan3"
+    )
+    if switch is None:
         raise NotImplementedError(
             "A loop of `eqx_grads` can't run with JAX's switch `jax_scan3`.\n"
             "  JAX has not finished it, and this JAX can't leave it out of one loop\n"

@@ -161,7 +161,9 @@ def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
         found = _find(fn.__module__, fn.__qualname__) if _is_named(fn) else None
     except (KeyError, AttributeError):
         found = None
-    is_same = type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    is_same = (
+        found is not None and type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    )
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
         # In a tree that was rebuilt, a wrapper is another object of the same parts.
         by_name = (fn.__module__, fn.__qualname__)
@@ -179,7 +181,7 @@ def _find(module: str, qualname: str) -> Any:
     return ft.reduce(getattr, qualname.split("."), sys.modules[module])
 
 
-def _parts(wrapper: eqx.Module) -> list[int]:
+def _parts(wrapper: Any) -> list[int]:
     return [id(getattr(wrapper, field.name)) for field in dataclasses.fields(wrapper)]
 
 

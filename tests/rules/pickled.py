@@ -126,14 +126,14 @@ class Layer(eqx.Module):
     @apply.def_bwd
     def _apply_bwd(residuals, ct):
         self, _ = residuals
-        return eqg.tangents.of(self, weight=jnp.full(3, 11 * ct)), 13 * ct
+        return eqg.tangents.of(self, weight=jnp.full(3, 11 * ct, ct.dtype)), 13 * ct
 
     def __call__(self, x):
         return self.activation(self.apply(x))
 
 
 def layer():
-    return Layer(jnp.array([1.0, 2.0, 3.0]))
+    return Layer(jnp.array([1.0, 2.0, 3.0], jnp.float32))
 
 
 FUNCTIONS = {

@@ -113,8 +113,8 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     ct = jax.lax.optimization_barrier(jnp.moveaxis(ct, -1, 0))
     # Where the batch is distributed over an explicit mesh axis, JAX has to be told that this is
     # a sum over all devices.
-    spec = explicit_spec(ct)
-    spec = None if spec is None else (spec[0], explicit_spec(x)[-1])
+    of_ct, of_x = explicit_spec(ct), explicit_spec(x)
+    spec = None if of_ct is None or of_x is None else (of_ct[0], of_x[-1])
     return jax.lax.dot_general(
         ct,
         x,
