@@ -198,7 +198,7 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if not is_sqrt and not _is_positive_integer(checkpoint):
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
-            f"`checkpoint` is {checkpoint!r:.60}",
+            f"it is {checkpoint!r:.60}",
             do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
         )
     if not isinstance(steps, int):

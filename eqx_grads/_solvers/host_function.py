@@ -262,7 +262,7 @@ def _check_options(fn, options) -> None:
         and options["finite_difference"] in ("central", "complex")
     ):
         raise fail(
-            f"has no `finite_difference` {options['finite_difference']!r}",
+            f"has no finite difference {options['finite_difference']!r}",
             "Use `'central'` or `'complex'`.",
         )
     method = options["vmap_method"]
@@ -275,7 +275,7 @@ def _check_options(fn, options) -> None:
         raise fail("was given a step and no finite difference", "Say `'central'`, too.")
     for step in jax.tree.leaves(options["step"]):
         if not is_number(step) or not 0 < step < math.inf:
-            raise fail(f"was given the `step` {type_of(step)}", "A step is a positive number.")
+            raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")
     if as_integer(options["max_rule_calls"]) is None or options["max_rule_calls"] < 0:
         raise fail(
             f"was given the `max_rule_calls` {options['max_rule_calls']!r:.60}",

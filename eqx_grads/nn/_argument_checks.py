@@ -37,7 +37,7 @@ def check_numbers(layer: str, **numbers: Any) -> None:
     for name, number in numbers.items():
         if not is_number(number) or not abs(float(number)) < _LARGEST:
             raise rule_error(
-                f"The `{name}` of `{layer}` is not a finite number.",
+                f"The `{name}` of `{layer}` is not a number that is finite.",
                 f"it is {number!r:.60}",
                 do="Give a real number.",
             )

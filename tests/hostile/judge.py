@@ -13,6 +13,8 @@ from .targets import arrays, call, Target, TARGETS
 
 
 FUNCTIONS = (
+    "carry_gradient",
+    "setup",
     "where",
     "reference",
     "activation",
