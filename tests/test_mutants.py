@@ -16,6 +16,7 @@ from eqx_grads._control_flow.carry import same_static
 from eqx_grads._control_flow.chunked_scan import near_divisor
 from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
 from eqx_grads._rules.rule import CheckCache
+from eqx_grads._rules.without_tangents import call_without_tangents
 from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
 from .helpers import assert_close
@@ -28,6 +29,13 @@ def test_a_value_with_something_that_is_no_gradient():
     f = eqg.custom_gradient(lambda x: (x * x, 2 * x))
     with pytest.raises(eqg.RuleError, match="did not return a value and a function"):
         jax.grad(f)(2.0)
+
+
+def test_a_call_without_tangents():
+    f = lambda x, y: x * jnp.sin(y)
+    value = lambda x: call_without_tangents(f, (x,), {"y": x}) + 3 * x
+    assert_close(jax.grad(value)(2.0), 3.0)
+    assert_close(value(2.0), 2.0 * jnp.sin(2.0) + 6.0)
 
 
 def test_the_partials_of_an_elementwise_function_may_be_a_list():
