@@ -416,3 +416,12 @@ def test_a_flag_that_is_no_bool(make, flags):
     for flag in flags:
         with pytest.raises(eqg.RuleError, match=f"The `{flag}` of .* is not a bool"):
             make(**{flag: "yes"})
+
+
+# ---------------------------------------------------------------- spiking layers
+
+
+def test_the_step_that_does_not_fit_the_neurons_is_shown():
+    layer = nn.LIF.from_cell(nn.LIFCell(3, 0.9))
+    with pytest.raises(eqg.RuleError, match=r"a step of `xs` is float\d+\[5\]"):
+        layer(jnp.ones((2, 7, 5)))
