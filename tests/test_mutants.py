@@ -425,3 +425,24 @@ def test_the_step_that_does_not_fit_the_neurons_is_shown():
     layer = nn.LIF.from_cell(nn.LIFCell(3, 0.9))
     with pytest.raises(eqg.RuleError, match=r"a step of `xs` is float\d+\[5\]"):
         layer(jnp.ones((2, 7, 5)))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        nn.LIFCell(3, 0.9),
+        nn.ALIFCell(3, 0.9, 0.95),
+        nn.CuBaLIFCell(3, 0.9, 0.95),
+        nn.LICell(3, 0.9),
+    ],
+    ids=lambda cell: type(cell).__name__,
+)
+def test_a_neuron_learns_nothing_by_default(cell):
+    assert not jax.tree.leaves(eqx.filter(cell, eqx.is_array))
+
+
+@pytest.mark.parametrize("make", [ft.partial(nn.LI, 3, 4, 0.9), ft.partial(nn.GRU, 3, 4)])
+def test_an_option_of_a_layer_is_not_a_leaf(make, getkey):
+    layer = make(key=getkey())
+    assert isinstance(layer.keep, str)
+    assert not any(isinstance(leaf, str) for leaf in jax.tree.leaves(layer))
