@@ -123,11 +123,11 @@ def test_a_dead_term_in_a_while_loop_is_never_computed():
     def f_jvp(primals, tangents):
         def step(carry):
             i, t_x, t_y = carry
-            return i + 1, 0.5 * t_x, jnp.inf * t_y
+            return i + 1, 0.5 * t_x + jnp.inf * t_y, t_y
 
         t_x, t_y = tangents
-        _, t_x, t_y = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, t_x, t_y))
-        return f(*primals), t_x + t_y
+        _, t_out, _ = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, t_x, t_y))
+        return f(*primals), t_out
 
     assert jax.jvp(lambda x: f(x, 1.0), (2.0,), (8.0,))[1] == 1.0
 
