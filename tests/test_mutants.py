@@ -38,6 +38,16 @@ def test_a_call_without_tangents():
     assert_close(value(2.0), 2.0 * jnp.sin(2.0) + 6.0)
 
 
+@pytest.mark.parametrize(
+    "result", [lambda x, t: (x, t, t), lambda x, t: t], ids=["three", "one"]
+)
+def test_a_forward_rule_that_does_not_return_a_pair(result):
+    f = eqg.custom_jvp(jnp.sin)
+    f.def_jvp(lambda primals, tangents: result(*primals, *tangents))
+    with pytest.raises(eqg.RuleError, match="did not return a pair"):
+        jax.grad(f)(1.0)
+
+
 def test_the_partials_of_an_elementwise_function_may_be_a_list():
     f = eqg.elementwise(jnp.multiply, lambda out, x, y: [y, x])
     assert_close(jax.grad(f, (0, 1))(2.0, 3.0), (3.0, 2.0))
@@ -148,6 +158,13 @@ def test_evaluation_of_a_batched_while_loop_leaves_what_is_done():
 
 
 # ---------------------------------------------------------------- straight-through
+
+
+def test_a_tree_is_rounded_leaf_by_leaf_and_an_integer_array_is_refused():
+    tree = {"a": jnp.array([-0.3, 2.0]), "b": 3, "c": jnp.array(1)}
+    assert_close(eqg.ste.sign(tree), {"a": jnp.array([-1.0, 1.0]), "b": 3, "c": jnp.array(1)})
+    with pytest.raises(eqg.RuleError, match=r"`ste.sign`(?s:.)*is int"):
+        eqg.ste.sign(jnp.array([1, 2]))
 
 
 def test_vector_quantization_with_a_codebook_in_another_precision():
