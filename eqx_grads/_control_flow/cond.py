@@ -7,8 +7,10 @@ import jax
 from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.flatten_call import TreeSplit
+from .._tangent_spaces import holds_numbers, shape_of
 from .carry import is_number, same_static, structure_difference
 
 
@@ -66,20 +68,30 @@ def filter_cond(
     [`eqx_grads.RuleError`][] if the branches return different structures, shapes, dtypes or
     static leaves.
     """
+    check_function(true_fun, "true_fun", "filter_cond")
+    check_function(false_fun, "false_fun", "filter_cond")
+    _check_predicate(pred)
     branches: list[_Branch] = []
 
-    def branch(fn):
+    def branch(fn, like=()):
         def run():
             out = fn(*operands)
             split, arrays = TreeSplit.split(out, is_number)
             branches.append(_Branch(fn, out, split, arrays))
             if len(branches) == 2:
                 _check_same_types(*branches)
-            return arrays
+            return [
+                vary_alike([x], like_x)[0] for x, *like_x in zip(arrays, *like, strict=True)
+            ]
 
         return run
 
-    arrays = jax.lax.cond(pred, branch(true_fun), branch(false_fun))
+    types = []
+    if is_in_shard_map():
+        # Inside `shard_map`, an output varies if that of either branch does.
+        types = [jax.make_jaxpr(branch(fn))().out_avals for fn in (true_fun, false_fun)]
+        branches.clear()
+    arrays = jax.lax.cond(pred, branch(true_fun, types), branch(false_fun, types))
     first = branches[0]
     for i, number in enumerate(first.python_numbers):
         # A Python number that both branches return does not become an array.
@@ -88,6 +100,16 @@ def filter_cond(
         ):
             arrays[i] = number
     return first.split.tree(arrays)
+
+
+def _check_predicate(pred: Any) -> None:
+    if not holds_numbers(pred) or shape_of(pred) != ():
+        raise rule_error(
+            "The `pred` of `filter_cond` is not one boolean or number.",
+            f"it is {type_of(pred)}",
+            do="Give it a comparison of two numbers: `loss < 1`. For one choice for each "
+            "element, use `jax.vmap` or `jnp.where`.",
+        )
 
 
 class _Branch:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, mapped_aval
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.structure import Cond, inner_programs, Scan, ShardMap, structure, While
+from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
+from .._rules.closure_convert import lift_tracers
 from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
@@ -40,6 +42,27 @@ class ScanBody:
     def arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays that the loop starts from, and those that it slices."""
         return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
+
+    def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The same, with the first carry cast to the type on the mesh that later ones have."""
+        carry, xs = self.arrays(init, xs)
+
+        def step_types(carry):
+            one = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
+            return jax.make_jaxpr(self)(carry, one).out_avals[: len(carry)]
+
+        return cast_carry(step_types, carry), xs
+
+    def varying_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The same. Inside `shard_map`, they and all that `f` closes over vary alike."""
+        if not is_in_shard_map():
+            return self.cast_arrays(init, xs)
+        carry, xs = self.arrays(init, xs)
+        closures, captured = lift_tracers([self._f, self._carry_gradient])
+        arrays = vary_alike([*carry, *xs, *captured])
+        n, m = len(carry), len(carry) + len(xs)
+        (self._f, self._carry_gradient), _ = closures.substitute(arrays[m:])
+        return arrays[:n], arrays[n:m]
 
     def static_outputs(self) -> list[Any]:
         """The static leaves of `y`."""

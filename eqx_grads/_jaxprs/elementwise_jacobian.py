@@ -26,6 +26,7 @@ from jaxtyping import Array
 
 from .evaluate import bind, evaluate
 from .structure import Call, CallWithRule, Checkpoint, structure
+from .varying import vary_alike, varying_types
 
 
 class View:
@@ -58,7 +59,7 @@ class View:
 
     def transpose(self, ct: Array) -> Array:
         """The cotangent of the input, given that of its view."""
-        x = jax.ShapeDtypeStruct(self.of.shape, ct.dtype)
+        (x,) = varying_types([jax.ShapeDtypeStruct(self.of.shape, ct.dtype)], ct)
         return jax.linear_transpose(self.apply, x)(ct)[0]
 
 
@@ -210,7 +211,7 @@ def _bind_columns(eqn: Any, operands: Sequence[Any], k: int, x: Array) -> Array:
     operands = [jnp.broadcast_to(y, shape) for y in operands]
 
     def of_column(column):
-        return bind(eqn, [*operands[:k], column, *operands[k + 1 :]])[0]
+        return bind(eqn, vary_alike([*operands[:k], column, *operands[k + 1 :]]))[0]
 
     return jax.vmap(of_column, -1, -1)(x)
 
@@ -244,7 +245,7 @@ def _move_columns(eqn: Any, k: int, j: int, x: Array) -> Array:
             column if i == k else jnp.zeros(v.aval.shape, x.dtype)
             for i, v in enumerate(eqn.invars)
         ]
-        return bind(eqn, values)[j]
+        return bind(eqn, vary_alike(values))[j]
 
     return jax.vmap(of_column, -1, -1)(x)
 

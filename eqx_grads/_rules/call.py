@@ -15,10 +15,12 @@ from jax.core import Tracer
 
 from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
+from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .abstract_call import AbstractCall
 from .call_primitive import bind_call, invalid_tracer
 from .flatten_call import as_arrays, FlatCall, OutputSpec
+from .matmul_precision import in_precision, matmul_precision
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
 from .vmap_rule import apply_vmap_rule
 
@@ -33,6 +35,10 @@ def call_with_rules(
     if is_eager() and not _any_tracers(fn, args, kwargs):
         return as_arrays(fn(*as_arrays(args), **kwargs))
     flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
+    if rules.varies_alike:
+        # Inside `shard_map`, a rule then computes the cotangents of one device, and the
+        # transpose of the cast sums those of a replicated operand, once.
+        operands = vary_tracers_alike(operands)
     call = _Call(flat, len(operands))
     arrays = bind_call(call, operands)
     assert call.outputs is not None
@@ -54,6 +60,7 @@ class _Call(AbstractCall):
         self.rules_key = flat.rules.cache  # shared by copies with other tracers
         self.outputs: OutputSpec | None = None
         self._flat = flat
+        self._precision = matmul_precision()
 
     # Whichever of these runs first, depending on the transformation, sets `outputs`; the
     # others are checked against it.
@@ -65,7 +72,8 @@ class _Call(AbstractCall):
     def jvp(self, primals, tangents):
         call = self._rule_call(as_array_list(primals), tangents)
         try:
-            outputs, arrays, t_arrays = call.rules.differentiate(call)
+            with in_precision(self._precision):
+                outputs, arrays, t_arrays = call.rules.differentiate(call)
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(self) from error
         rule = call.rules.primal_rule()
@@ -75,10 +83,13 @@ class _Call(AbstractCall):
         return arrays, t_arrays
 
     def vmap(self, axis_data, batched, operands):
-        result = apply_vmap_rule(self._flat, self._primal, axis_data, batched, operands)
+        with in_precision(self._precision):
+            result = apply_vmap_rule(self._flat, self._primal, axis_data, batched, operands)
         if result is None:
             return None
-        self.outputs, arrays, out_batched = result
+        outputs, arrays, out_batched = result
+        if self.outputs is None:  # otherwise they are those of one example, for the rules
+            self.outputs = outputs
         return arrays, out_batched
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:

@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from .._errors import rule_error, RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
+from .._jaxprs.varying import vary_alike
 from .._rules.closure_convert import Opaque
 
 
@@ -82,7 +83,8 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         out = jax.pure_callback(
             _Callback(op), op.out_types, *leaves, vmap_method=op.vmap_method
         )
-        return list(out)
+        # Its type does not say that it varies over a mesh as the arguments do.
+        return vary_alike(list(out), leaves)
     try:
         out = _run(op, [np.asarray(x) for x in leaves])
     except Exception as error:

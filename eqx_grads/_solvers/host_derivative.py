@@ -12,6 +12,7 @@ from jax.core import ShapedArray
 
 from .._errors import rule_error
 from .._jaxprs.current_trace import outside_of_linearization
+from .._jaxprs.varying import varying_types
 from .._rules.custom_jvp import custom_jvp
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.rule import Rule
@@ -102,14 +103,13 @@ class _Derivative:
             self.op.name,
             self.tangents,
             self.cotangents,
-            [tangent_type(t) for t in self.targets],
+            varying_types(map(tangent_type, self.targets), operands, ts),
         )
         return list(linear_call(forward, operands, ts))
 
     def pull_back(self, operands: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-        backward = LinearMap(
-            self.op.name, self._pull, self._push_dense, [tangent_type(t) for t in self.sources]
-        )
+        types = varying_types(map(tangent_type, self.sources), operands, cts)
+        backward = LinearMap(self.op.name, self._pull, self._push_dense, types)
         return list(linear_call(backward, operands, cts))
 
     def tangents(self, operands, ts):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import rule_error
+from .._jaxprs.varying import vary_alike, varying_types
 from .finite_difference import central_differences, complex_steps, NotComplex
 from .host_callback import AbstractHostOp, batch_shape, check_shape
 from .host_ops import is_complex, is_inexact, Types
@@ -48,7 +49,8 @@ def contract_transpose(
     """The cotangents of the inputs, from those of the outputs."""
     forward = ft.partial(contract, jacobian, in_types, out_types)
     # The pairing of JAX is `sum(ct * t)`, without a conjugate, also for complex numbers.
-    (ct_in,) = jax.linear_transpose(forward, list(in_types))(list(cts))
+    types = varying_types(in_types, jacobian, cts)
+    (ct_in,) = jax.linear_transpose(forward, types)(vary_alike(cts, types))
     return ct_in
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import place_of, rule_error, type_of
+from .._errors import check_function, place_of, rule_error, type_of
+from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .host_callback import VMAP_METHODS
@@ -89,7 +90,11 @@ class _Pair:
     n_args: int
 
     def apply(self, parameters, xs):
-        types = [tangent_type(t) for t in self.op.out_types]
+        # Inside `shard_map`, the transpose of the cast sums the cotangents of the devices.
+        n = len(parameters)
+        operands = vary_alike([*parameters, *xs])
+        parameters, xs = operands[:n], operands[n:]
+        types = varying_types(map(tangent_type, self.op.out_types), operands)
         matvec = LinearMap(self.op.name, self._matvec, self._transpose, types)
         return list(linear_call(matvec, parameters, xs))
 
@@ -97,9 +102,10 @@ class _Pair:
         return host_call(self.op, [*xs, *parameters])
 
     def _transpose(self, parameters, cts):
-        types = [tangent_type(t) for t in self.op.in_types[: self.n]]
+        cts = dense(cts, self.op.out_types)
+        types = varying_types(map(tangent_type, self.op.in_types[: self.n]), parameters, cts)
         rmatvec = LinearMap(self.rmatvec.name, self._rmatvec, self._matvec_again, types)
-        return list(linear_call(rmatvec, parameters, dense(cts, self.op.out_types)))
+        return list(linear_call(rmatvec, parameters, cts))
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""
@@ -172,14 +178,9 @@ def linear_host_function(
     [`eqx_grads.RuleError`][] if `x` is not floating or complex, or if a parameter is
     differentiated; and the errors of [`eqx_grads.host_function`][].
     """
-    for fn in (matvec, rmatvec):
-        if not callable(fn):
-            raise rule_error(
-                "`linear_host_function` takes two functions.",
-                f"one of them is {type_of(fn)}",
-                do="Give the map and its adjoint; a symmetric map twice.",
-            )
-    if vmap_method not in VMAP_METHODS:
+    check_function(matvec, "matvec", "linear_host_function")
+    check_function(rmatvec, "rmatvec", "linear_host_function")
+    if not isinstance(vmap_method, str) or vmap_method not in VMAP_METHODS:
         raise rule_error(
             f"`linear_host_function` has no `vmap_method` {vmap_method!r}.",
             place_of(matvec),

@@ -11,12 +11,44 @@ from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
+from .._jaxprs.varying import vary_alike, varying_axes
 from .optional_import import optional_import
 from .real_view import RealView, working_dtype
+from .run_time_error import branched_error_if
 
 
 # A dense factorization is more robust, and up to here not slower than an iteration.
 DENSE_UP_TO = 256
+
+
+def as_tags(tags: Any, user: str) -> frozenset[object]:
+    """The `lineax` tags that `user` was given: one, or a collection of them."""
+    several = isinstance(tags, tuple | list | set | frozenset)
+    given = list(tags) if several else [tags]
+    if not given:
+        return frozenset()
+    lx = optional_import("lineax", user)
+    for tag in given:
+        if not isinstance(tag, type(lx.symmetric_tag)):
+            raise rule_error(
+                f"The `tags` of `{user}` are not tags of Lineax.",
+                f"one of them is {tag!r:.60}",
+                do="Give one, such as `lineax.symmetric_tag`, or a tuple of them.",
+            )
+    return frozenset(given)
+
+
+def check_linear_solver(solver: Any, argument: str, user: str) -> None:
+    """Raise if a solver is given that is not one of Lineax."""
+    if solver is None:
+        return
+    lx = optional_import("lineax", user)
+    if not isinstance(solver, lx.AbstractLinearSolver):
+        raise rule_error(
+            f"The `{argument}` of `{user}` is not a linear solver.",
+            f"it is {solver!r:.60}",
+            do="Give one of Lineax, such as `lineax.GMRES(rtol=1e-5, atol=1e-5)`, or `None`.",
+        )
 
 
 def linear_solve(
@@ -51,6 +83,10 @@ def linear_solve(
     _check_tags(lx, tags, like, domain, user)
     if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    tracked = any(map(varying_axes, jax.tree.leaves((rhs, like))))
+    is_small = solver is None and domain.vector_type.size <= DENSE_UP_TO
+    if tracked or (is_small and _types_have_meshes()):
+        return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user)
     if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
         # An array and not a function, as `lineax` compiles once more for each new function.
         ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
@@ -66,6 +102,44 @@ def linear_solve(
             solver = _choose(lx, domain.vector_type.size, tags, dtype)
     vector = _batched_like(operator, codomain.to_vector(rhs))
     return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
+
+
+def _types_have_meshes() -> bool:
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
+
+
+def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
+    """LU, by JAX itself. In the types of its operators, Equinox keeps neither the mesh nor
+    which values vary over it, and the gradient of one that does not would be wrong (Equinox
+    0.13.8, Lineax 0.1.1; no upstream issue was found)."""
+    n = domain.vector_type.size
+    if solver is not None or n > DENSE_UP_TO:
+        raise rule_error(
+            f"`{user}` can't solve a linear system by `lineax` where `jax.shard_map` tracks "
+            "which values vary over the mesh.",
+            f"there are {n} unknowns, the solver is {solver!r:.60}",
+            do="Pass `check_vma=False` to `jax.shard_map`; or, for up to "
+            f"{DENSE_UP_TO} unknowns, leave the solver out.",
+        )
+    flat = lambda tree: vary_alike([codomain.to_vector(tree)], rhs, like)[0]
+
+    def column(x):
+        leaves, treedef = jax.tree.flatten(domain.from_vector(x))
+        return flat(matvec(treedef.unflatten(vary_alike(leaves, rhs, like))))
+
+    matrix = jax.vmap(column, out_axes=1)(jnp.eye(n, dtype=domain.vector_type.dtype))
+    factors, order = jax.scipy.linalg.lu_factor(matrix)
+    pivots = jnp.diagonal(jax.lax.stop_gradient(factors))
+    message = (
+        f"The linear solve for the derivative of `{user}` failed.\n"
+        "  The matrix is singular, or not finite.\n"
+        "Look at the solution, at which the equation may have no derivative."
+    )
+    is_singular = ~jnp.all(jnp.isfinite(pivots) & (pivots != 0))
+    # A factor, as the right-hand side may be a tangent.
+    one = branched_error_if(jnp.ones((), matrix.dtype), is_singular, 0, [message])
+    return domain.from_vector(jax.scipy.linalg.lu_solve((factors, order), one * flat(rhs)))
 
 
 def _is_elementwise(matvec, domain, codomain) -> bool:

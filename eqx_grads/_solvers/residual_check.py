@@ -9,10 +9,11 @@ direction estimates that change.
 
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
+
+from .run_time_error import branched_error_if
 
 
 # An element that is smaller than this counts as this large, as a root may be zero.
@@ -46,7 +47,7 @@ def one_if_small(
         _message(name, solve, jax.tree_util.keystr(path), tolerance) for path, _ in leaves
     ]
     one = jnp.ones((), jnp.float32)
-    return eqx.branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
+    return branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
 
 
 def _at_least_rounding(tolerance, dtype):

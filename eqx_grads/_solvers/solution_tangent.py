@@ -62,3 +62,5 @@ def _differentiable_solution_jvp(primals, tangents, *, residual, solve):
 # Linear, as `solve` is: there is nothing to check.
 _rule = Rule(_differentiable_solution_jvp, symbolic_zeros=True, surely_linear=True)
 differentiable_solution._rules.set_jvp(_rule)
+# The residual may have been traced already, for operands that vary as they do.
+differentiable_solution._rules.varies_alike = False

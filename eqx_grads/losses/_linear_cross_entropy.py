@@ -1,8 +1,11 @@
 """The cross-entropy of a linear layer: the head of a language model, without its logits."""
 
+import functools as ft
 import math
+from collections.abc import Hashable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
@@ -10,7 +13,14 @@ from jaxtyping import Array, ArrayLike
 from .._errors import rule_error, type_of
 from .._rules.float_args import as_floats, as_integer
 from .._tangent_spaces import dtype_of, promote, sum_dtype
-from ._linear_cross_entropy_rules import Options, summed_loss, token_losses
+from ._explicit_axes import on_explicit_axes
+from ._linear_cross_entropy_rules import (
+    Options,
+    summed_loss,
+    token_losses,
+    vary_over_tokens,
+    vocabulary_size,
+)
 
 
 NAME = "losses.linear_cross_entropy"
@@ -28,6 +38,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    axis_name: Hashable = None,
 ) -> Array:
     r"""The softmax cross-entropy of the logits $W x + b$ with integer labels, which never holds
     the logits of all tokens in memory.
@@ -84,6 +95,11 @@ def linear_cross_entropy(
     - `reduction`: `"mean"` over the tokens that count (zero if none does), `"sum"` over them,
         or `"none"`: the loss of each token, zero where it does not count.
 
+    - `axis_name`: inside `jax.shard_map`, the name of the mesh axis over which the vocabulary
+        is distributed, or a tuple of names. Each device then gives its rows of `weight` and
+        `bias`, all tokens, and labels that count the rows of all devices. The loss is the same
+        on all of them.
+
     `x` and `weight` are cast to their common dtype. In half precision, matrix products are
     accumulated in single precision, and all else is computed in it.
 
@@ -113,14 +129,15 @@ def linear_cross_entropy(
     differentiated as a whole, `"mean"` and `"sum"` keep one gradient of `weight` for each step:
     take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
 
-    Under `jax.jit`, the batch or the vocabulary may be distributed over devices. With a
-    distributed vocabulary, each device has its columns of the logits only. If the axes of the
-    mesh are explicit, call this function in `jax.sharding.auto_axes`.
+    The batch or the vocabulary may be distributed over devices, or both: under `jax.jit`, over
+    explicit axes of the mesh, or inside `jax.shard_map` with `axis_name`. With a distributed
+    vocabulary, each device has its columns of the logits only. See
+    [Many devices](../guides/many-devices.md).
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, or
-    for an option that is out of range.
+    [`eqx_grads.RuleError`][] if shapes do not fit together, if `labels` are not integers, for
+    an option that is out of range, or if there is no axis of the name `axis_name`.
 
     ??? cite
 
@@ -139,17 +156,40 @@ def linear_cross_entropy(
         reduction=reduction,
     )
     x, weight, labels, bias = _as_arrays(x, weight, labels, bias)
+    options = Options(
+        None if chunk is None else int(chunk),
+        float(label_smoothing),
+        float(z_loss),
+        _as_axes(axis_name),
+    )
+    is_sum = reduction != "none"
+    fn = ft.partial(_sum if is_sum else _of_each_token, ignore_index=ignore_index)
+    losses = on_explicit_axes(fn, x, weight, bias, labels, options=options, is_sum=is_sum)
+    if reduction != "mean":
+        return losses
+    count = jnp.sum(_is_counted(labels, ignore_index))
+    return losses / jnp.maximum(count, 1).astype(losses.dtype)
+
+
+def _sum(x, weight, bias, labels, *, ignore_index, options):
+    tokens = _as_tokens(x, weight, bias, labels, ignore_index, options)
+    return summed_loss(*tokens, options=options)
+
+
+def _of_each_token(x, weight, bias, labels, *, ignore_index, options):
+    tokens = _as_tokens(x, weight, bias, labels, ignore_index, options)
+    return token_losses(*tokens, options=options).reshape(labels.shape)
+
+
+def _as_tokens(x, weight, bias, labels, ignore_index, options):
+    """The arguments of a loss of tokens in one dimension."""
     is_counted = _is_counted(labels, ignore_index)
-    in_range = (labels >= 0) & (labels < weight.shape[0])
+    in_range = (labels >= 0) & (labels < vocabulary_size(weight.shape[0], options))
     # An ignored token has the factor zero, and zero times NaN would be NaN.
     x = jnp.where(is_counted[..., None], x, 0)
     # Zero by zero is NaN, where a label is out of range. A constant would stop `debug_nans`.
-    dtype = sum_dtype(x.dtype)
-    is_valid = in_range.astype(dtype)
+    is_valid = in_range.astype(sum_dtype(x.dtype))
     scale = jnp.where(is_counted, is_valid / jnp.where(is_counted, is_valid, 1), 0)
-    options = Options(
-        None if chunk is None else int(chunk), float(label_smoothing), float(z_loss)
-    )
     tokens = (
         x.reshape(labels.size, x.shape[-1]),
         weight,
@@ -157,12 +197,23 @@ def linear_cross_entropy(
         jnp.where(is_counted & in_range, labels, 0).reshape(-1),
         scale.reshape(-1),
     )
-    if reduction == "none":
-        return token_losses(*tokens, options=options).reshape(labels.shape)
-    total = summed_loss(*tokens, options=options)
-    if reduction == "sum":
-        return total
-    return total / jnp.maximum(jnp.sum(is_counted), 1).astype(dtype)
+    return vary_over_tokens(tokens, options)
+
+
+def _as_axes(axis_name) -> tuple[Hashable, ...]:
+    if axis_name is None:
+        return ()
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    try:
+        jax.lax.axis_index(axes)
+    except NameError:
+        raise rule_error(
+            f"`{NAME}` was given the name of an axis that does not exist here.",
+            f"`axis_name` is {axis_name!r}",
+            do="Call it inside a `jax.shard_map` over a mesh with this axis, which distributes "
+            "the rows of `weight`. Elsewhere, leave `axis_name` out.",
+        ) from None
+    return axes
 
 
 def _as_arrays(x, weight, labels, bias):

@@ -5,12 +5,14 @@ of tokens are the largest.
 """
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .._control_flow import lax_scan
+from .._jaxprs.varying import vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import sum_dtype
@@ -23,6 +25,16 @@ class Options(NamedTuple):
     chunk: int | None
     label_smoothing: float
     z_loss: float
+    # The mesh axes over which the rows of the weight are distributed, in `jax.shard_map`.
+    axes: tuple[Hashable, ...] = ()
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices, of which each has a part of the vocabulary."""
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def first_label(self, n: int) -> Any:
+        """The label of the first of the `n` rows of the weight that this device has."""
+        return n * jax.lax.axis_index(self.axes) if self.axes else 0
 
 
 # Of one token with the logits l = W x + b, the label y and the target q, which is
@@ -47,7 +59,7 @@ def summed_loss(x, weight, bias, labels, scale, *, options: Options):
 
     args = (x, weight, bias, labels, scale)
     return _over_chunks(
-        chunk, zero_sum((), x.dtype, args), (x, labels, scale), weight, options
+        chunk, zero_sum((), x.dtype, args, options.axes), (x, labels, scale), weight, options
     )[0]
 
 
@@ -68,12 +80,12 @@ def _summed_loss_jvp(primals, tangents, *, options):
         loss, ct_x, *cts = of_chunk(*tokens, weight, bias)
         return add(sums, (loss, *cts)), ct_x
 
-    zeros = (zero_sum((), x.dtype, primals), *_zero_gradients(primals, live))
+    zeros = (zero_sum((), x.dtype, primals, options.axes), *_zero_gradients(primals, live))
     (loss, ct_weight_t, ct_bias), ct_x = _over_chunks(
         chunk, zeros, (x, labels, scale), weight, options
     )
     cts = (ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias)
-    return loss, inner_product(cts, tangents[:3])
+    return loss, options.total(inner_product(cts, tangents[:3]))
 
 
 def _loss_and_gradients(x, labels, scale, weight, bias, *, live, options):
@@ -131,6 +143,10 @@ def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
         ct_x, *cts = of_chunk(*tokens, weight, bias)
         return add(sums, tuple(cts)), ct_x
 
+    if options.axes:
+        # The loss is a sum of parts, of which each device has one.
+        (part,) = vary_alike([jnp.zeros(ct.shape, ct.dtype)], ct, weight)
+        (ct,) = jax.linear_transpose(options.total, part)(ct)
     # A token that is ignored has the factor zero, whatever its cotangent is.
     scale = jnp.where(scale == 0, 0, scale * ct)
     zeros = _zero_gradients((*residuals, ct), live)
@@ -138,6 +154,17 @@ def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
         chunk, zeros, (x, labels, scale, normalizer), weight, options
     )
     return ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias, None, None
+
+
+# Labels and losses do not vary over the axes of the vocabulary: `vary_over_tokens` casts.
+summed_loss._rules.varies_alike = token_losses._rules.varies_alike = False
+
+
+def vary_over_tokens(args: Sequence[Any], options: Options) -> list[Any]:
+    """Inside `shard_map`: arrays, cast to vary over each axis over which one of them does, but
+    for the axes of the vocabulary. The transpose of the cast sums the cotangents, once."""
+    axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(args)))
+    return [None if x is None else vary_over(x, axes - set(options.axes)) for x in args]
 
 
 @token_losses.def_vmap
@@ -175,15 +202,32 @@ def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normal
     """The loss of each token, and the logarithm of its sum of exponentials."""
     # The result does not depend on what is subtracted.
     highest = jax.lax.stop_gradient(jnp.max(logits, 1))
-    log_sum = jnp.log(jnp.sum(jnp.exp(logits - highest[:, None]), 1))
-    label_logit = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0] - highest
+    if options.axes:
+        highest = jax.lax.pmax(highest, options.axes)
+    log_sum = jnp.log(options.total(jnp.sum(jnp.exp(logits - highest[:, None]), 1)))
+    label_logit = _label_logit(logits - highest[:, None], labels, options)
     losses = log_sum - label_logit
     if options.label_smoothing != 0:
-        mean = jnp.mean(logits - highest[:, None], 1)
+        total = options.total(jnp.sum(logits - highest[:, None], 1))
+        mean = total / vocabulary_size(logits.shape[1], options)
         losses = losses + options.label_smoothing * (label_logit - mean)
     if options.z_loss != 0:
         losses = losses + options.z_loss * (highest + log_sum) ** 2
     return jnp.where(scale == 0, 0, scale * losses), _Normalizer(highest, log_sum)
+
+
+def _label_logit(logits, labels, options: Options) -> jax.Array:
+    n = logits.shape[1]
+    index = labels - options.first_label(n)
+    at_label = jnp.take_along_axis(logits, jnp.clip(index, 0, n - 1)[:, None], 1)[:, 0]
+    if not options.axes:
+        return at_label
+    return options.total(jnp.where((index >= 0) & (index < n), at_label, 0))
+
+
+def vocabulary_size(n: int, options: Options) -> int:
+    """Of all devices, of which each has `n` rows of the weight."""
+    return n * jax.lax.psum(1, options.axes) if options.axes else n
 
 
 def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options) -> jax.Array:
@@ -191,15 +235,16 @@ def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options)
     # The barrier keeps XLA from writing `logits - highest`, which the loss needs too, to
     # memory.
     highest, log_sum = jax.lax.optimization_barrier(normalizer)
-    vocabulary = logits.shape[1]
     d = jnp.exp((logits - highest[:, None]) - log_sum[:, None])
     if options.z_loss != 0:
         d = d * (1 + 2 * options.z_loss * (highest + log_sum))[:, None]
     # No array of constants is as large as the logits: it would be moved out of the loop.
-    is_label = jnp.arange(vocabulary, dtype=labels.dtype)[None] == labels[:, None]
+    n = logits.shape[1]
+    index = labels - options.first_label(n)
+    is_label = jnp.arange(n, dtype=labels.dtype)[None] == index[:, None]
     d = d - is_label.astype(d.dtype) * (1 - options.label_smoothing)
     if options.label_smoothing != 0:
-        d = d - options.label_smoothing / vocabulary
+        d = d - options.label_smoothing / vocabulary_size(logits.shape[1], options)
     return scale[:, None] * d
 
 
@@ -241,7 +286,7 @@ def _over_chunks(
     """
     size, vocabulary = tokens[0].shape[0], weight.shape[0]
     chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
-    n = -(-size // chunk)
+    n = _number_of_chunks(size, chunk)
     if n <= 1:
         return fn(carry, tokens)
     rows = -(-size // n)
@@ -254,8 +299,20 @@ def _over_chunks(
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    carry, ys = lax_scan(fn, carry, jax.tree.map(split, tuple(tokens)))
     return carry, jax.tree.map(join, ys)
+
+
+def _number_of_chunks(size: int, chunk: int) -> int:
+    """So many that none has more than `chunk` tokens, and at most twice as many as needed.
+
+    All are equally long if possible, and their length is divisible by a power of two, so that
+    devices have equal parts of each chunk. Otherwise the tokens of all would be gathered.
+    """
+    fewest = -(-size // chunk)
+    equal = [n for n in range(fewest, 2 * fewest + 1) if n > 0 and size % n == 0]
+    power_of_two = lambda n: (size // n) & -(size // n)
+    return max(equal, key=power_of_two, default=fewest)
 
 
 def _zero_gradients(args, live):
