@@ -313,7 +313,8 @@ def run_all(
         if time.time() > until:
             print("No time is left.")
             return
-        source, target = (ROOT / mutant.path).read_bytes(), tree / mutant.path
+        target = tree / mutant.path
+        source, stat = target.read_bytes(), target.stat()
         began, n_run, result = _cpu_of_children(), 0, {"outcome": "not reached"}
         try:
             target.write_bytes(mutant.apply(source))
@@ -327,7 +328,7 @@ def run_all(
                     break
         finally:
             target.write_bytes(source)
-            shutil.copystat(ROOT / mutant.path, target)
+            os.utime(target, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         result = mutant._asdict() | result
         result |= {"n_run": n_run, "seconds": round(_cpu_of_children() - began, 1)}
         with open(results, "a") as file:

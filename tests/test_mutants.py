@@ -16,6 +16,7 @@ from eqx_grads._control_flow.carry import same_static
 from eqx_grads._control_flow.chunked_scan import near_divisor
 from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
 from eqx_grads._rules.rule import CheckCache
+from eqx_grads._rules.without_tangents import call_without_tangents
 from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
 from .helpers import assert_close
@@ -28,6 +29,23 @@ def test_a_value_with_something_that_is_no_gradient():
     f = eqg.custom_gradient(lambda x: (x * x, 2 * x))
     with pytest.raises(eqg.RuleError, match="did not return a value and a function"):
         jax.grad(f)(2.0)
+
+
+def test_a_call_without_tangents():
+    f = lambda x, y: x * jnp.sin(y)
+    value = lambda x: call_without_tangents(f, (x,), {"y": x}) + 3 * x
+    assert_close(jax.grad(value)(2.0), 3.0)
+    assert_close(value(2.0), 2.0 * jnp.sin(2.0) + 6.0)
+
+
+@pytest.mark.parametrize(
+    "result", [lambda x, t: (x, t, t), lambda x, t: t], ids=["three", "one"]
+)
+def test_a_forward_rule_that_does_not_return_a_pair(result):
+    f = eqg.custom_jvp(jnp.sin)
+    f.def_jvp(lambda primals, tangents: result(*primals, *tangents))
+    with pytest.raises(eqg.RuleError, match="did not return a pair"):
+        jax.grad(f)(1.0)
 
 
 def test_the_partials_of_an_elementwise_function_may_be_a_list():
@@ -115,11 +133,11 @@ def test_a_dead_term_in_a_while_loop_is_never_computed():
     def f_jvp(primals, tangents):
         def step(carry):
             i, t_x, t_y = carry
-            return i + 1, 0.5 * t_x, jnp.inf * t_y
+            return i + 1, 0.5 * t_x + jnp.inf * t_y, t_y
 
         t_x, t_y = tangents
-        _, t_x, t_y = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, t_x, t_y))
-        return f(*primals), t_x + t_y
+        _, t_out, _ = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, t_x, t_y))
+        return f(*primals), t_out
 
     assert jax.jvp(lambda x: f(x, 1.0), (2.0,), (8.0,))[1] == 1.0
 
@@ -140,6 +158,13 @@ def test_evaluation_of_a_batched_while_loop_leaves_what_is_done():
 
 
 # ---------------------------------------------------------------- straight-through
+
+
+def test_a_tree_is_rounded_leaf_by_leaf_and_an_integer_array_is_refused():
+    tree = {"a": jnp.array([-0.3, 2.0]), "b": 3, "c": jnp.array(1)}
+    assert_close(eqg.ste.sign(tree), {"a": jnp.array([-1.0, 1.0]), "b": 3, "c": jnp.array(1)})
+    with pytest.raises(eqg.RuleError, match=r"`ste.sign`(?s:.)*is int"):
+        eqg.ste.sign(jnp.array([1, 2]))
 
 
 def test_vector_quantization_with_a_codebook_in_another_precision():
@@ -408,3 +433,33 @@ def test_a_flag_that_is_no_bool(make, flags):
     for flag in flags:
         with pytest.raises(eqg.RuleError, match=f"The `{flag}` of .* is not a bool"):
             make(**{flag: "yes"})
+
+
+# ---------------------------------------------------------------- spiking layers
+
+
+def test_the_step_that_does_not_fit_the_neurons_is_shown():
+    layer = nn.LIF.from_cell(nn.LIFCell(3, 0.9))
+    with pytest.raises(eqg.RuleError, match=r"a step of `xs` is float\d+\[5\]"):
+        layer(jnp.ones((2, 7, 5)))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        nn.LIFCell(3, 0.9),
+        nn.ALIFCell(3, 0.9, 0.95),
+        nn.CuBaLIFCell(3, 0.9, 0.95),
+        nn.LICell(3, 0.9),
+    ],
+    ids=lambda cell: type(cell).__name__,
+)
+def test_a_neuron_learns_nothing_by_default(cell):
+    assert not jax.tree.leaves(eqx.filter(cell, eqx.is_array))
+
+
+@pytest.mark.parametrize("make", [ft.partial(nn.LI, 3, 4, 0.9), ft.partial(nn.GRU, 3, 4)])
+def test_an_option_of_a_layer_is_not_a_leaf(make, getkey):
+    layer = make(key=getkey())
+    assert isinstance(layer.keep, str)
+    assert not any(isinstance(leaf, str) for leaf in jax.tree.leaves(layer))
