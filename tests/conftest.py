@@ -12,7 +12,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 4)  # for `shard_map`
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
