@@ -11,6 +11,15 @@ PYTHON ?= python3
 JOBS ?= 2
 # `make test-slow PART=2/3`: the second of three parts of the slow tests.
 PART ?= 1/1
+# `make test-switches SWITCHES=jax_remat3`: with some of JAX's experimental switches on.
+SWITCHES ?= jax_custom_vjp3 jax_custom_jvp3 jax_remat3
+# `make CUDA=cuda13 test-gpu`: the extra of JAX that fits the driver.
+CUDA ?= cuda12
+# Of the random cases of `make fuzz`; the tests have the seeds up to 100.
+SEED ?= 1000
+CASES ?= 1000
+# `make soak MINUTES=5`: for how long.
+MINUTES ?= 20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,13 +38,14 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
-    test-newest lint format types layers docs wheel clean _test-versions _prune
+    test-newest test-switches test-gpu gpu-report mutants fuzz soak lint format types layers \
+    docs wheel clean _test-versions _report _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
 
 help:  ## this list
-	@awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 
 # ---------------------------------------------------------------- set-up
 # `.venv/.tests` is a stamp: younger than pyproject.toml while the group `tests` is
@@ -83,6 +93,16 @@ test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
 test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
 
+mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
+	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py reached --work $(VENV)/mutants
+	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py run --work $(VENV)/mutants
+
+fuzz: $(VENV)/.tests  ## random cases: SEED=7 CASES=1000
+	$(BIN)/python -m tests.fuzz $(SEED) $(CASES)
+
+soak: $(VENV)/.tests  ## train every layer for MINUTES (20), and see that nothing grows
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
+
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py
 
@@ -104,11 +124,38 @@ test-newest:  ## the quick tests, on the newest JAX and Python
 	        _test-versions; \
 	fi
 
+test-switches:  ## the quick tests on the newest JAX, with SWITCHES on (all three)
+	@switches="$(SWITCHES)" $(MAKE) --no-print-directory test-newest
+
+# JAX reads a switch from the environment: `JAX_REMAT3=1`.
 _test-versions: $(VENV)/.tests _prune
 	@$(BIN)/python -c "import equinox, jax, numpy, sys; \
 	    print('Python', sys.version.split()[0], 'JAX', jax.__version__, \
 	    'Equinox', equinox.__version__, 'NumPy', numpy.__version__)"
+	@for switch in $$switches; do \
+	    export "$$(echo "$$switch" | tr a-z A-Z)=1"; \
+	    $(BIN)/python -c "import jax; assert jax.config.$$switch" || exit 1; \
+	    echo "JAX's switch $$switch is on."; \
+	done; \
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
+
+# ---------------------------------------------------------------- on a GPU
+
+test-gpu:  ## the quick tests on a GPU
+	@$(MAKE) --no-print-directory ONLY=tests gpu-report
+
+ONLY := tests benchmarks
+
+gpu-report:  ## tests and benchmarks on a GPU, in gpu-report.md
+	@if nvidia-smi -L 2>/dev/null; then \
+	    $(MAKE) --no-print-directory VENV=.venv-gpu _report; \
+	else \
+	    echo "No GPU here (nvidia-smi finds none), so nothing was run on one."; \
+	fi
+
+_report: $(VENV)/.tests
+	$(BIN)/python -m pip install --quiet "jax[$(CUDA)]"
+	$(BIN)/python benchmarks/report.py --only $(ONLY) --jobs $(JOBS) --out gpu-report.md
 
 # ---------------------------------------------------------------- checks
 
@@ -149,6 +196,6 @@ endef
 export WHEEL_CHECK
 
 clean:  ## remove all that these commands made
-	rm -rf .venv .venv-oldest .venv-newest dist build site .hypothesis \
+	rm -rf .venv .venv-oldest .venv-newest .venv-gpu gpu-report.md dist build site .hypothesis \
 	    .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,14 +13,13 @@ the median over rounds of its ratio to the bare callback in the same round.
 
 import argparse
 import statistics
-import time
 
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.fft
-from timing import in_turn
+from timing import busy_time, in_turn
 
 
 def sin_bwd(x, ct):
@@ -104,7 +103,7 @@ def main():
             runs = {
                 maker.__name__: repeated(program(maker(fn, bwd)), x, times) for maker in makers
             }
-            seconds = in_turn(runs, rounds, clock=time.process_time)
+            seconds = in_turn(runs, rounds, clock=busy_time)
             for variant, ts in seconds.items():
                 pairs = zip(ts, seconds["bare"], strict=True)
                 ratio = statistics.median(a / b if b else 1.0 for a, b in pairs)

@@ -18,7 +18,6 @@ precision, relative to the largest entry of a leaf. "Eager" is a gradient withou
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import optimistix as optx
-from timing import compiled, in_turn, speed
+from timing import busy_time, compiled, in_turn, speed
 
 
 def roots_residual(y, args):
@@ -188,9 +187,9 @@ def gradients(p: Problem):
 
 def eager_seconds(gradient, args):
     jax.block_until_ready(gradient(args))
-    start = time.process_time()
+    start = busy_time()
     jax.block_until_ready(gradient(args))
-    return time.process_time() - start
+    return busy_time() - start
 
 
 def relative_error(p, gradient):
@@ -214,8 +213,8 @@ def measure(p: Problem, rounds):
     first_order = {name: compiled(fn, p.args) for name, fn in by_name.items()}
     second_order = {name: compiled(fn, p.args) for name, fn in second.items()}
     runs = lambda programs: {name: program.run for name, program in programs.items()}
-    times = in_turn(runs(first_order), rounds, time.process_time)
-    times_second = in_turn(runs(second_order), rounds, time.process_time)
+    times = in_turn(runs(first_order), rounds, busy_time)
+    times_second = in_turn(runs(second_order), rounds, busy_time)
     print(f"\n{p.name}")
     columns = ("ms", "gradient", "second", "bytes", "error", "eager")
     print(f"{'':18}", *(f"{column:>{_WIDTH[column]}}" for column in columns))

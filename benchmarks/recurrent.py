@@ -9,7 +9,7 @@ are the temporary memory of the compiled program. The column "floor" has the six
 that every implementation needs, each timed alone at its own shape, for all steps at once or
 step by step.
 
-Flax and PyTorch are measured if they are installed.
+Flax and PyTorch are measured if they are installed, and on a GPU the LSTM of cuDNN.
 
     python benchmarks/recurrent.py [--quick] [--shapes 0 3] [--rounds 9] [--out table.md]
 """
@@ -93,26 +93,45 @@ def floor(gates, steps, batch, hidden, size, key):
     }
 
 
+def has_peer(peer, name):
+    if peer == "cuDNN":  # of JAX; PyTorch uses it as well, if it finds a GPU
+        return name == "LSTM" and jax.default_backend() == "gpu"
+    return importlib.util.find_spec({"PyTorch": "torch", "Flax": "flax"}[peer]) is not None
+
+
 def peers(name, shape):
-    """Training steps of the libraries that are installed, as functions without arguments."""
-    found = {"PyTorch": ("torch", in_torch), "Flax": ("flax", in_flax)}
-    return {
-        peer: make(name, *shape)
-        for peer, (module, make) in found.items()
-        if importlib.util.find_spec(module) is not None
-    }
+    """Training steps of the libraries that are there, as functions without arguments."""
+    return {peer: make(name, *shape) for peer, make in PEERS.items() if has_peer(peer, name)}
 
 
 def in_torch(name, steps, batch, hidden, size):
     torch = importlib.import_module("torch")
-    net = getattr(torch.nn, name)(size, hidden)
-    x = torch.randn(steps, batch, size, requires_grad=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net = getattr(torch.nn, name)(size, hidden, device=device)
+    x = torch.randn(steps, batch, size, device=device, requires_grad=True)
 
     def run():
         net.zero_grad()
         net(x)[0].sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return run
+
+
+def in_cudnn(name, steps, batch, hidden, size):
+    """The LSTM of cuDNN in `jax.experimental`, which may change. It has two biases."""
+    del name
+    rnn = importlib.import_module("jax.experimental.rnn")
+    weights = rnn.init_lstm_weight(jr.key(0), size, hidden, 1, False)
+    x, zero = jnp.ones((batch, steps, size)), jnp.zeros((1, batch, hidden))
+    lengths = jnp.full(batch, steps, "int32")
+
+    def total(weights, x):
+        ys, *_ = rnn.lstm(x, zero, zero, weights, lengths, size, hidden, 1, 0.0, False)
+        return jnp.sum(ys)
+
+    return compiled(jax.value_and_grad(total, (0, 1)), weights, x).run
 
 
 def in_flax(name, steps, batch, hidden, size):
@@ -126,6 +145,9 @@ def in_flax(name, steps, batch, hidden, size):
     grad = jax.jit(jax.value_and_grad(total, (0, 1)))
     x = jnp.ones((steps, batch, size))
     return lambda: jax.block_until_ready(grad(params, x))
+
+
+PEERS = {"Flax": in_flax, "PyTorch": in_torch, "cuDNN": in_cudnn}
 
 
 def measure(name, shape, rounds):
@@ -163,14 +185,15 @@ def row(name, shape, times, memory, seconds):
         cells.append(f"{memory[inside] / memory['plain']:.2f}")
     cells.append(f"{seconds['gates, inside'] / seconds['plain']:.2f}")
     cells.append(f"{faster('floor'):.2f}")
-    cells.extend(f"{faster(peer):.2f}" for peer in ("Flax", "PyTorch") if peer in times)
+    shown = [peer for peer in PEERS if any(has_peer(peer, layer) for layer in CELLS)]
+    cells.extend(f"{faster(peer):.2f}" if peer in times else "" for peer in shown)
     return "| " + " | ".join(cells) + " |"
 
 
-def header(has_peer):
+def header():
     names = ["layer", "T, B, H, I", "plain, ms", "gates kept", "bytes", "states kept", "bytes"]
     names += ["compile", "floor"]
-    names += [peer for peer in ("Flax", "PyTorch") if has_peer(peer)]
+    names += [peer for peer in PEERS if any(has_peer(peer, layer) for layer in CELLS)]
     return "| " + " | ".join(names) + " |\n|" + " --- |" * len(names)
 
 
@@ -232,7 +255,7 @@ def main():
         for shape in shapes:
             times, memory, seconds = measure(name, shape, rounds)
             if not lines:
-                lines.append(header(times.__contains__))
+                lines.append(header())
                 print(lines[0])
             lines.append(row(name, shape, times, memory, seconds))
             print(lines[-1], flush=True)

@@ -15,7 +15,6 @@ import argparse
 import functools as ft
 import os
 import statistics
-import time
 
 
 FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -26,6 +25,7 @@ import eqx_grads as eqg  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import jax.random as jr  # noqa: E402
+from timing import busy_time  # noqa: E402
 
 
 # T, B, H, I
@@ -53,18 +53,18 @@ class Program:
     """A compiled program with its arguments, and its temporary bytes."""
 
     def __init__(self, fn, args):
-        start = time.process_time()
+        start = busy_time()
         self._run = jax.jit(fn).lower(*args).compile()
-        self.seconds = time.process_time() - start
+        self.seconds = busy_time() - start
         self._args = args
         analysis = self._run.memory_analysis()
         self.memory = 0 if analysis is None else analysis.temp_size_in_bytes
 
     def time(self, times):
-        start = time.process_time()
+        start = busy_time()
         outs = [self._run(*self._args) for _ in range(times)]
         jax.block_until_ready(outs)
-        return (time.process_time() - start) / times
+        return (busy_time() - start) / times
 
 
 def speed(plain, ours, rounds):

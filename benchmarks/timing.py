@@ -26,6 +26,12 @@ def compiled(fn, *args) -> Compiled:
     return Compiled(lambda: jax.block_until_ready(program(*args)), memory, seconds)
 
 
+def busy_time() -> float:
+    """Seconds of CPU time, which leave out other processes. They also leave out what runs on an
+    accelerator: with one, seconds of wall time."""
+    return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
+
+
 def in_turn(variants, rounds, clock=time.perf_counter):
     """The seconds of each variant in each round. The order alternates from round to round."""
     times = {name: [] for name in variants}

@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 
 class RuleError(TypeError, ValueError):
@@ -50,6 +51,17 @@ def check_function(fn: Any, argument: str, caller: str) -> None:
             f"it is {type_of(fn)}",
             do="Give a function, or a Module that can be called.",
         )
+
+
+def check_flags(name: str, **flags: Any) -> None:
+    """Raise unless each option is a bool. Any other object would count as true, `"no"` too."""
+    for option, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise rule_error(
+                f"The `{option}` of `{name}` is not a bool.",
+                f"it is {flag!r:.60}",
+                do="Give `True` or `False`.",
+            )
 
 
 def name_of(fn: Any) -> str:

@@ -1,5 +1,6 @@
 """Tangent spaces: check tangents, sum and cast cotangents to the types of their primals."""
 
+import functools as ft
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +28,20 @@ def is_zero_leaf(t: Any) -> bool:
 
 
 def is_arraylike(x) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    """Whether JAX takes `x` for an array: of NumPy's dtypes and Python's integers, not all."""
+    if isinstance(x, np.ndarray | np.generic):
+        return _is_numeric(x.dtype) and not isinstance(x, np.ma.MaskedArray)
+    if isinstance(x, int):
+        if -(2**31) <= x < 2**31:
+            return True
+        of_integers = jnp.iinfo(jnp.result_type(int))
+        return of_integers.min <= x <= of_integers.max
+    return isinstance(x, jax.Array | float | complex)
+
+
+@ft.lru_cache
+def _is_numeric(dtype) -> bool:
+    return dtype in (jnp.bool_, jax.dtypes.float0) or jnp.issubdtype(dtype, jnp.number)
 
 
 def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:
@@ -217,8 +231,31 @@ def shape_of(x: Any) -> tuple[Any, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 
+def dtype_of_array(x: Any) -> Any:
+    """The dtype that JAX gives to an array; `None` for all else, the type of an array too."""
+    return dtype_of(x) if is_arraylike(x) else None
+
+
+def holds_numbers(x: Any) -> bool:
+    """Whether `x` is a number or an array of numbers. A bool is zero or one."""
+    return is_arraylike(x) and _is_numeric(dtype_of(x))
+
+
+def as_tangent(t: Any) -> Array:
+    """A leaf of a tangent, which is not zero, as an array."""
+    if is_arraylike(t) and dtype_of(t) == jnp.bool_:
+        t = None
+    return as_numbers(t, "A tangent", "Give an array of floats, or `None` for zero.")
+
+
+def as_numbers(x: Any, what: str, do: str = "Give a number or an array of numbers.") -> Array:
+    if not holds_numbers(x):
+        raise rule_error(f"{what} is not an array of numbers.", f"it is {type_of(x)}", do=do)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def dtype_of(x: Any) -> Any:
-    """The dtype that JAX gives to a leaf; `None` for what is not an array."""
+    """The dtype that JAX gives to a leaf, or to its type; `None` for what is not an array."""
     if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
         return x.dtype
     return jnp.asarray(x).dtype if is_arraylike(x) else None

@@ -38,10 +38,15 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
-from ._errors import rule_error, type_of
+from ._errors import check_function, rule_error, type_of
 from ._tangent_spaces import (
+    as_numbers,
+    as_tangent,
+    broadcasts_to,
     check_shapes,
+    dtype_of_array,
     is_arraylike,
+    is_differentiable,
     is_none,
     is_zero_leaf,
     project_leaves,
@@ -111,7 +116,7 @@ def add(*ts: PyTree) -> PyTree:
 
 
 def _add_leaves(*ts):
-    ts = [jnp.asarray(t) for t in ts if not is_zero_leaf(t)]
+    ts = [as_tangent(t) for t in ts if not is_zero_leaf(t)]
     if not ts:
         return None
     check_shapes(ts)
@@ -142,7 +147,7 @@ def neg(t: PyTree) -> PyTree:
 
     `-t`; `None` where it is zero.
     """
-    return jax.tree.map(lambda x: None if is_zero_leaf(x) else -jnp.asarray(x), t)
+    return jax.tree.map(lambda x: None if is_zero_leaf(x) else -as_tangent(x), t)
 
 
 def scale(t: PyTree, s: ArrayLike) -> PyTree:
@@ -176,7 +181,7 @@ def scale(t: PyTree, s: ArrayLike) -> PyTree:
     def scale_leaf(x):
         if is_zero_leaf(x):
             return None
-        x, s_ = jnp.asarray(x), jnp.asarray(s)
+        x, s_ = as_tangent(x), as_numbers(s, "The factor `s` of a tangent")
         if jnp.iscomplexobj(s_) and not jnp.iscomplexobj(x):
             raise rule_error(
                 "A real tangent was scaled by a complex number.",
@@ -184,7 +189,7 @@ def scale(t: PyTree, s: ArrayLike) -> PyTree:
                 do="The result would not be a tangent of a real value. "
                 "Take the real part of the number, or of the product.",
             )
-        if np.broadcast_shapes(x.shape, s_.shape) != x.shape:
+        if not broadcasts_to(s_.shape, x.shape):
             raise rule_error(
                 "Scaling a tangent would change its shape.",
                 f"the tangent is {type_of(x)}, the factor {type_of(s_)}",
@@ -225,11 +230,13 @@ def linear(fn: Callable[..., Array], *ts: PyTree) -> PyTree:
     The tree of the `fn(leaf, ...)`; `None` where all leaves are zero.
     """
 
+    check_function(fn, "fn", "tangents.linear")
+
     def linear_leaf(*xs):
         indices = [i for i, x in enumerate(xs) if not is_zero_leaf(x)]
         if not indices:
             return None
-        nonzero = [jnp.asarray(xs[i]) for i in indices]
+        nonzero = [as_tangent(xs[i]) for i in indices]
         if len(nonzero) == len(xs):
             return fn(*nonzero)
 
@@ -271,7 +278,7 @@ def dot(a: PyTree, b: PyTree) -> Array | None:
     def dot_leaf(x, y):
         if is_zero_leaf(x) or is_zero_leaf(y):
             return None
-        x, y = jnp.asarray(x), jnp.asarray(y)
+        x, y = as_tangent(x), as_tangent(y)
         check_shapes([x, y])
         dtype = promote([x, y])
         return jnp.real(jnp.vdot(x.astype(dtype), y.astype(dtype)))
@@ -305,11 +312,18 @@ def where(condition: ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     def where_leaf(x, y):
         if is_zero_leaf(x) and is_zero_leaf(y):
             return None
-        x = jnp.zeros_like(y) if is_zero_leaf(x) else jnp.asarray(x)
-        y = jnp.zeros_like(x) if is_zero_leaf(y) else jnp.asarray(y)
+        x = jnp.zeros_like(y) if is_zero_leaf(x) else as_tangent(x)
+        y = jnp.zeros_like(x) if is_zero_leaf(y) else as_tangent(y)
         check_shapes([x, y])
         dtype = promote([x, y])
-        mask = jnp.broadcast_to(jnp.asarray(condition, bool), x.shape)
+        is_bool = dtype_of_array(condition) == jnp.bool_
+        if not is_bool or not broadcasts_to(jnp.shape(condition), x.shape):
+            raise rule_error(
+                "The `condition` of `tangents.where` is not booleans that broadcast to it.",
+                f"`condition` is {type_of(condition)}, the tangent {type_of(x)}",
+                do="Give it a comparison, such as `x > 0`.",
+            )
+        mask = jnp.broadcast_to(jnp.asarray(condition), x.shape)
         return jnp.where(mask, x.astype(dtype), y.astype(dtype))
 
     return zip_trees(where_leaf, (a, b))
@@ -346,10 +360,13 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
     def materialize_leaf(x, dx):
         if not is_arraylike(x):
             return None
-        dtype = x.dtype if hasattr(x, "dtype") else jnp.asarray(x).dtype
-        if not jnp.issubdtype(dtype, jnp.inexact):
+        if not is_differentiable(x):
             return np.zeros(np.shape(x), jax.dtypes.float0)
-        return jnp.zeros_like(jnp.asarray(x)) if is_zero_leaf(dx) else jnp.asarray(dx)
+        if is_zero_leaf(dx):
+            return jnp.zeros_like(jnp.asarray(x))
+        dx = as_tangent(dx)
+        check_shapes([jnp.asarray(x), dx])
+        return dx
 
     if t is None:
         return jax.tree.map(lambda x: materialize_leaf(x, None), primal)
@@ -419,7 +436,7 @@ def of(module: Any, **fields: PyTree) -> Any:
     else:
         raise rule_error(
             "`tangents.of` was given something that has no fields.",
-            f"it is a `{type(module).__qualname__}`",
+            f"`module` is a `{type(module).__qualname__}`",
             do="Give it an `eqx.Module`, a dataclass or a named tuple.",
         )
     kind = type(module).__qualname__

@@ -13,6 +13,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
+def test_every_claim_says_where_it_was_measured():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for path in BENCHMARKS:
+        if (ast.get_docstring(ast.parse(path.read_text())) or "").startswith("Claim"):
+            assert f"| `benchmarks/{path.name}`, " in page, "Add a row to the table."
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
 def test_benchmark_runs(path, tmp_path):

@@ -283,4 +283,4 @@ def test_nothing_is_kept_alive():
                 vector()
             )
         )(model().weight)
-    assert traced() == before
+    assert traced() <= before

@@ -225,3 +225,31 @@ def test_applied_to_a_tangent_by_its_own_rule():
         assert jax.grad(f, argnums)(2.0, 3.0) == expected
         assert jax.jit(jax.grad(f, argnums))(2.0, 3.0) == expected
     assert jax.linear_transpose(lambda x: f(2.0, x), 1.0)(5.0) == (10.0,)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+@pytest.mark.parametrize("scan", [jax.lax.scan, eqg.filter_scan])
+def test_declined_for_the_second_trace_of_a_loop(scan, kind):
+    """The carry is not batched at first. The rule makes it so, and declines the next trace,
+    whose derivative rule was compared with the batched output of the first."""
+    plain = lambda h, w: jnp.sin(h) * w
+    if kind == "jvp":
+        f = eqg.custom_jvp(plain)
+        f.def_jvp(lambda p, t: (f(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]))
+    else:
+        f = eqg.custom_vjp(plain)
+        f.def_fwd(lambda h, w: (f(h, w), (h, w)))
+        f.def_bwd(lambda r, ct: (jnp.cos(r[0]) * r[1] * ct, jnp.sum(jnp.sin(r[0]) * ct)))
+
+    @f.def_vmap
+    def batched(axis_size, batched, h, w):
+        if all(batched):
+            return NotImplemented
+        return jax.vmap(plain, [0 if b else None for b in batched])(h, w), True
+
+    def loss(f, scan):
+        one = lambda w: scan(lambda h, _: (f(h, w), None), jnp.ones(3), None, 2)[0]
+        return lambda ws: jnp.sum(jax.vmap(one)(ws))
+
+    ws = jnp.array([0.3, 0.5])
+    assert_close(jax.grad(loss(f, scan))(ws), jax.grad(loss(plain, jax.lax.scan))(ws))

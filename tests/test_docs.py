@@ -16,6 +16,8 @@ import types
 import jax
 import pytest
 
+from .helpers import skip_without_checkpointed_loops
+
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -47,7 +49,8 @@ def _blocks(text: str, first_line: int = 1) -> str:
 def _programs():
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
-        if not OUTPUTS.title_of(text):  # the test below runs those
+        # The test below runs those with outputs, and `test_upstream` the faults of others.
+        if not OUTPUTS.title_of(text) and path.name != "upstream.md":
             yield path, "", _blocks(text)
     for path in sorted((ROOT / "eqx_grads").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -74,6 +77,8 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("path", "program"), PROGRAMS)
 def test_code_blocks_run(path, program, monkeypatch):
+    if path == ROOT / "docs" / "guides" / "events.md":  # a loop of Diffrax, differentiated
+        skip_without_checkpointed_loops()
     # A module of its own, as a script has: classes look theirs up, and so does pickle.
     module = types.ModuleType("code_blocks")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 from . import nan_causes
+from .helpers import skip_without_checkpointed_loops
 from .nan_causes import HEALTHY, PLANTED, Planted, scanned, SCANS, ten_poisons
 
 
@@ -204,6 +205,7 @@ def test_rule():
 
 def test_line_in_a_function_that_a_solver_calls():
     """Diffrax differentiates its loop by a rule, in which it calls the vector field."""
+    skip_without_checkpointed_loops()
     diffrax = pytest.importorskip("diffrax")
 
     def drain(p):

@@ -1,5 +1,7 @@
 """Fixed points against closed forms, NumPy, and autodiff of the steps written out."""
 
+import importlib
+
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -14,7 +16,12 @@ from eqx_grads import RuleError, solvers
 from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
 from eqx_grads._jaxprs.structure import inner_programs
 
-from .helpers import assert_close, checking_leaks, temp_bytes
+from .helpers import (
+    assert_close,
+    checking_leaks,
+    skip_without_checkpointed_loops,
+    temp_bytes,
+)
 
 
 EXACT = ("implicit", "fixed_point")
@@ -397,6 +404,7 @@ def test_adjoints_where_optimistix_minimizes(getkey):
 
 
 def test_adjoints_of_optimistix(getkey):
+    skip_without_checkpointed_loops()
     args = problem(getkey)
     gradient = lambda backward: jax.grad(
         lambda w: jnp.sum(solve(nonlinear, w, *args[1:], backward=backward))
@@ -623,6 +631,8 @@ def test_without_optimistix(monkeypatch):
     monkeypatch.setitem(sys.modules, "optimistix", None)
     with pytest.raises(ModuleNotFoundError, match="needs `optimistix`"):
         eqg.fixed_point(lambda y: y, 0.0)
+    with pytest.raises(ModuleNotFoundError, match=r"`eqx_grads.solvers` needs `optimistix`"):
+        importlib.reload(solvers)
 
 
 # ---------------------------------------------------------------- Anderson acceleration

@@ -1,7 +1,8 @@
 """Recurrent layers against their cells in a loop written out, and autodiff of it.
 
 Written out, as XLA 0.10.2 for CPUs gets the gradient of `jax.lax.scan` of `eqx.nn.GRUCell`
-wrong in double precision for some odd sizes (its fusion emitters; hidden size 5, batch 4).
+wrong in double precision for some odd sizes (its fusion emitters; hidden size 5, batch 4):
+https://github.com/jax-ml/jax/issues/39103. With JAX 0.11 as the oldest version, scan.
 """
 
 import functools as ft

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 
+from .helpers import fails_with_remat3, REMAT3_HAS_NO_SECOND_ORDER
+
 
 X = jnp.array([0.7, -1.3, 2.2])
 STEPS = 4
@@ -139,7 +141,9 @@ def expected(name):
 @pytest.mark.parametrize(
     "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in OPS]
 )
-def test_the_derivative_of_the_rule(name, loop):
+def test_the_derivative_of_the_rule(name, loop, request):
+    if loop in ("checkpoint=2", "checkpoint='sqrt'") and name.endswith("_gradient"):
+        fails_with_remat3(request, REMAT3_HAS_NO_SECOND_ORDER, strict=name in EVERY_DAY)
     eqgt.assert_trees_close(second_derivative(LOOPS[loop], OPS[name]), expected(name))
 
 
@@ -171,7 +175,9 @@ def test_windows(name, checkpoint):
 
 @pytest.mark.parametrize("name", EVERY_DAY)
 @pytest.mark.parametrize("checkpoint", [None, 2, "replay", "auto"])
-def test_what_the_steps_close_over(name, checkpoint):
+def test_what_the_steps_close_over(name, checkpoint, request):
+    if checkpoint == 2 and name.endswith("_gradient"):
+        fails_with_remat3(request, REMAT3_HAS_NO_SECOND_ORDER)
     scan = ft.partial(eqg.filter_scan, checkpoint=checkpoint)
     loop = lambda scan: lambda op, w: weighted(scan, op, w)
     eqgt.assert_trees_close(

@@ -559,7 +559,7 @@ class TestErrors:
         for wrong in (lambda v: None, lambda v: v * (1 + 1j), lambda v: (v, v)):
             with pytest.raises(RuleError, match="does not fit `v`"):
                 jax.grad(lambda v, wrong=wrong: spike(v, wrong))(1.0)
-        with pytest.raises(RuleError, match=r"surrogate `atan` does not fit(?s:.)*A slope"):
+        with pytest.raises(RuleError, match=r"`slope` of `surrogates.atan` does not broadcast"):
             jax.grad(spike)(1.0, atan(jnp.ones(2)))
 
     def test_a_function_can_not_be_learned(self):

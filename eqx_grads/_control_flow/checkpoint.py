@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .._errors import check_flags, check_function
 from .._rules.flatten_call import is_array, TreeSplit
 
 
@@ -55,6 +56,10 @@ def filter_checkpoint(
 
     That of `fn`, in both modes, to all orders.
     """
+    check_function(fn, "fn", "filter_checkpoint")
+    check_flags("filter_checkpoint", prevent_cse=prevent_cse)
+    if policy is not None:
+        check_function(policy, "policy", "filter_checkpoint")
     return eqx.module_update_wrapper(_Checkpoint(fn, prevent_cse, policy))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs.plain_scan import lax_scan
+
 
 def scan_in_chunks(
     fn: Callable[..., tuple[Any, Any]],
@@ -52,7 +54,7 @@ def scan_in_chunks(
         full_inits = inits if remainder == 0 else jax.tree.map(lambda e: e[:n], inits)
         # The name tells `explain_nan` how the steps are numbered, and so does that below.
         with jax.named_scope(f"eqg_chunks_of_{chunk}"):
-            carry, ys = jax.lax.scan(one, carry, (full, full_inits), reverse=reverse)
+            carry, ys = lax_scan(one, carry, (full, full_inits), reverse=reverse)
         return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
     if remainder == 0:

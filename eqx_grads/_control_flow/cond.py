@@ -7,9 +7,10 @@ import jax
 from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.flatten_call import TreeSplit
+from .._tangent_spaces import holds_numbers, shape_of
 from .carry import is_number, same_static, structure_difference
 
 
@@ -67,6 +68,9 @@ def filter_cond(
     [`eqx_grads.RuleError`][] if the branches return different structures, shapes, dtypes or
     static leaves.
     """
+    check_function(true_fun, "true_fun", "filter_cond")
+    check_function(false_fun, "false_fun", "filter_cond")
+    _check_predicate(pred)
     branches: list[_Branch] = []
 
     def branch(fn, like=()):
@@ -96,6 +100,16 @@ def filter_cond(
         ):
             arrays[i] = number
     return first.split.tree(arrays)
+
+
+def _check_predicate(pred: Any) -> None:
+    if not holds_numbers(pred) or shape_of(pred) != ():
+        raise rule_error(
+            "The `pred` of `filter_cond` is not one boolean or number.",
+            f"it is {type_of(pred)}",
+            do="Give it a comparison of two numbers: `loss < 1`. For one choice for each "
+            "element, use `jax.vmap` or `jnp.where`.",
+        )
 
 
 class _Branch:

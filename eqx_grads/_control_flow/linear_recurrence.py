@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
+from .._jaxprs.explicit_sharding import distribute_like, explicit_spec
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
+from .._tangent_spaces import holds_numbers
 
 
 METHODS = ("auto", "scan", "associative")
@@ -67,10 +70,11 @@ def linear_recurrence(
     [`eqx_grads.RuleError`][] if the shapes do not broadcast, there is no time axis, or the
     method is unknown.
     """
-    if method not in METHODS:
+    check_flags("linear_recurrence", reverse=reverse)
+    if not isinstance(method, str) or method not in METHODS:
         raise rule_error(
             "`linear_recurrence` has no such method.",
-            f"`method` is {method!r}",
+            f"`method` is {method!r:.60}",
             do='Choose one of "auto", "scan" and "associative".',
         )
     if method == "auto":
@@ -85,6 +89,13 @@ def linear_recurrence(
 
 def _fit(a, b, h0):
     """The arguments in one dtype, `a` with a time axis of full length or of length one."""
+    for argument, x in (("a", a), ("b", b), ("h0", h0)):
+        if not (holds_numbers(x) or (x is None and argument == "h0")):
+            raise rule_error(
+                f"The `{argument}` of `linear_recurrence` is not an array of numbers.",
+                f"it is {type_of(x)}",
+                do="Give an array, `jnp.stack(xs)` for a list.",
+            )
     a, b = jnp.asarray(a), jnp.asarray(b)
     h0 = None if h0 is None else jnp.asarray(h0)
     given = [x for x in (a, b, h0) if x is not None]
@@ -106,7 +117,7 @@ def _fit(a, b, h0):
     a = _broadcast(a, (a_steps, *shape[1:]))
     b = _broadcast(b.astype(dtype), shape)
     h0 = jnp.zeros(shape[1:], dtype) if h0 is None else h0.astype(dtype)
-    return a, b, _broadcast(h0, shape[1:])
+    return _distributed_alike(a, b, _broadcast(h0, shape[1:]))
 
 
 def _common_shape(*shapes):
@@ -118,6 +129,20 @@ def _common_shape(*shapes):
 
 def _broadcast(x, shape):
     return jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape)
+
+
+def _distributed_alike(a, b, h0):
+    """Over explicit mesh axes, steps and state as the product of `a` and `b` is."""
+    if explicit_spec(a) is None and explicit_spec(b) is None:
+        return a, b, h0
+    spec_of = lambda x: explicit_spec(x) or (None,) * x.ndim
+    product = a[:1] * b[:1]
+    of_time, of_state = lambda x: spec_of(x)[:1], spec_of(product)[1:]
+    return (
+        distribute_like(a, product, (*of_time(a), *of_state)),
+        distribute_like(b, product, (*of_time(b), *of_state)),
+        distribute_like(h0, product, of_state),
+    )
 
 
 # The recurrence and its adjoint are one function of `(a, b, s)`:
@@ -141,7 +166,7 @@ def _recurrence(a, b, s, *, reverse, associative, delayed=False):
         out = a_t * s + b_t
         return out, out
 
-    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+    return lax_scan(step, s, b if constant else (a, b), reverse=reverse)[1]
 
 
 @_recurrence.def_fwd

@@ -32,6 +32,7 @@ from jax.extend.core import Var
 
 from .._errors import rule_error, type_of
 from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import vary_alike
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
@@ -158,7 +159,7 @@ def _online_scan_bwd(
     state = (sums, plan.first_traces(), plan.first_products())
     zeros, treedef = jax.tree.flatten(state)
     state = (init, *jax.tree.unflatten(treedef, vary_alike(zeros, consts, init, xs, cts)))
-    state, _ = jax.lax.scan(one, state, (xs, ct_ys), **options)
+    state, _ = lax_scan(one, state, (xs, ct_ys), **options)
     _, sums, traces, products = state
     products = plan.with_products(products, traces, dict(enumerate(ct_last)))
     return *plan.cotangents(products, sums, len(consts), len(init)), None, None
@@ -207,9 +208,7 @@ def _online_scan_jvp(
     *tangents, _ = tangents
     options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
     if not approximate:
-        scan = lambda consts, init, xs: jax.lax.scan(
-            ft.partial(body, consts), init, xs, **options
-        )
+        scan = lambda consts, init, xs: lax_scan(ft.partial(body, consts), init, xs, **options)
         return _jvp(scan, primals, tangents)
     (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
     nothing = [False] * len(consts), [False] * len(init)
@@ -226,7 +225,7 @@ def _online_scan_jvp(
         inputs, tangents = (consts, carry, x, new), (t_consts, t_carry, t_x, t_new)
         return (new, t_new), _jvp(ft.partial(_outputs, body), inputs, tangents)
 
-    (last, t_last), (ys, t_ys) = jax.lax.scan(step, (init, t_init), (xs, t_xs), **options)
+    (last, t_last), (ys, t_ys) = lax_scan(step, (init, t_init), (xs, t_xs), **options)
     return (last, ys), (t_last, t_ys)
 
 

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import rule_error, RuleError
+from .._jaxprs.explicit_sharding import batch_of_copies
 from .._jaxprs.known_zeros import evaluate_with_zeros
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
@@ -99,7 +101,7 @@ def replayed_scan(
 def _run(body, init, xs, step_index, reverse, progress):
     # The step index is sliced too: where there are no `xs`, it says how many steps there are.
     of_slices = lambda carry, x: body(carry, x[1])
-    scan = lambda carry, inputs: jax.lax.scan(of_slices, carry, inputs, reverse=reverse)
+    scan = lambda carry, inputs: lax_scan(of_slices, carry, inputs, reverse=reverse)
     if progress is None:
         return scan(init, (step_index, xs))
 
@@ -268,9 +270,8 @@ def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **
     carried = body.carried(batched_consts, batched_init, batched_xs)
     flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
     like = next(x for x, b in zip(flat, flags, strict=True) if b)
-    # By `vmap`, as the batch may be distributed over a mesh.
     init = [
-        jax.vmap(lambda _, c=c: c)(like) if b and not was else c
+        batch_of_copies(c, size, like) if b and not was else c
         for c, b, was in zip(init, carried, batched_init, strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, check_function, rule_error, type_of
+from .._jaxprs.plain_scan import plain_scans
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
@@ -146,6 +147,11 @@ def filter_scan(
     replayed and `checkpoint` is `"replay"`, or if their derivative can't be computed online and
     `online` is given. The error says why.
     """
+    check_function(f, "f", "filter_scan")
+    check_flags("filter_scan", reverse=reverse, progress=progress)
+    if carry_gradient is not None:
+        check_function(carry_gradient, "carry_gradient", "filter_scan")
+    _check_unroll(unroll)
     steps = common_length(xs, length)
     _check_window(truncate)
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
@@ -163,16 +169,17 @@ def filter_scan(
         step = f if key is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
         try:
-            # A rule is given operands that all vary alike.
-            is_call = truncate is not None or isinstance(method, Replayed | Online)
-            arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
-            loop = Loop(body, *arrays, steps, reverse, unroll, line)
-            if isinstance(method, Online):
-                names, where = tuple(body.carry_paths()), body.place()
-                method = dataclasses.replace(method, names=names, where=where)
-            chosen, loop = _choose(method, loop, truncate)
-            # Nothing is differentiated in an eager call, and all methods compute the same.
-            carry, ys = (chosen if key is None else Plain()).run(loop)
+            with plain_scans():
+                # A rule is given operands that all vary alike.
+                is_call = truncate is not None or isinstance(method, Replayed | Online)
+                arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
+                loop = Loop(body, *arrays, steps, reverse, unroll, line)
+                if isinstance(method, Online):
+                    names, where = tuple(body.carry_paths()), body.place()
+                    method = dataclasses.replace(method, names=names, where=where)
+                chosen, loop = _choose(method, loop, truncate)
+                # Nothing is differentiated in an eager call, and all methods compute the same.
+                carry, ys = (chosen if key is None else Plain()).run(loop)
         except BecomesArray as found:
             becomes_array |= found.indices
             continue
@@ -191,7 +198,7 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if not is_sqrt and not _is_positive_integer(checkpoint):
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
-            f"it is {checkpoint!r:.60}",
+            f"`checkpoint` is {checkpoint!r:.60}",
             do='Give a number of steps, "sqrt", "replay", "auto" or `None`.',
         )
     if not isinstance(steps, int):
@@ -345,6 +352,16 @@ def _check_window(truncate: Any) -> None:
             "`filter_scan` was given a `truncate` that is not a number of steps.",
             f"it is {truncate!r:.60}",
             do="Give a positive integer, or `None`.",
+        )
+
+
+def _check_unroll(unroll: Any) -> None:
+    is_flag = isinstance(unroll, bool)  # whether to write out the whole loop
+    if not is_flag and not _is_positive_integer(unroll):
+        raise rule_error(
+            "`filter_scan` was given an `unroll` that is not a number of steps.",
+            f"it is {unroll!r:.60}",
+            do="Give a positive integer, or a bool.",
         )
 
 

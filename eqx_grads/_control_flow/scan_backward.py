@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from .._jaxprs.plain_scan import lax_scan
 from .chunked_scan import near_divisor, scan_in_chunks
 from .progress import ProgressLine
 from .traced_body import close_body, trace_body, TracedBody
@@ -55,7 +56,7 @@ class Loop:
         # Where there are slices, they say how many: a symbolic number can't be given.
         steps = None if jax.tree.leaves(inputs) else steps
         options = {"reverse": self.reverse, "unroll": self.unroll}
-        return jax.lax.scan(self.body, carry, inputs, steps, **options)
+        return lax_scan(self.body, carry, inputs, steps, **options)
 
     @property
     def x_types(self) -> list[Any]:

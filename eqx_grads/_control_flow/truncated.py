@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .progress import ProgressLine
@@ -118,7 +119,7 @@ def truncated_scan(
 
     remainder = step_index.shape[0] % method.window
     windows, last = _split((step_index, xs), method.window, remainder, reverse)
-    carry, ys = jax.lax.scan(one, init, windows, reverse=reverse)
+    carry, ys = lax_scan(one, init, windows, reverse=reverse)
     if last is None:
         return carry, _join(ys, None, reverse)
     carry, last_ys = one(carry, last)
@@ -206,7 +207,7 @@ def _truncated_scan_bwd(
     perturbed_values = select(perturbed_args, (consts, init, xs))
     sums = [jnp.zeros_like(c, sum_dtype(c.dtype)) for c in perturbed_values[0]]
     start = (init, sums, jax.tree.map(jnp.zeros_like, perturbed_values[1]))
-    (carry, sums, ct_init), ct_xs = jax.lax.scan(one, start, windows, reverse=reverse)
+    (carry, sums, ct_init), ct_xs = lax_scan(one, start, windows, reverse=reverse)
     last_ct_x = None
     if last is not None:
         index, x, ct_y = last

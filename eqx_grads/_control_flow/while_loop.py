@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import name_of
+from .._errors import check_function, name_of
 from .._jaxprs.varying import cast_carry
 from .carry import BecomesArray, Carry
 
@@ -59,6 +59,8 @@ def filter_while_loop(
     [`eqx_grads.RuleError`][] if the carry that a step returns differs from the one it was
     given in structure, shapes, dtypes or static leaves.
     """
+    check_function(cond_fun, "cond_fun", "filter_while_loop")
+    check_function(body_fun, "body_fun", "filter_while_loop")
     becomes_array: frozenset[int] = frozenset()
     while True:
         try:

@@ -17,8 +17,9 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import place_of, rule_error, show_tree
+from .._errors import check_function, place_of, rule_error, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._tangent_spaces import is_differentiable
 from .layers import (
@@ -104,6 +105,9 @@ def gradient_flow(
     a layer is called where no slot can be passed: inside a `while_loop`, a `shard_map`, or a
     function with a custom derivative.
     """
+    check_function(loss, "loss", "gradient_flow")
+    if where is not None:
+        check_function(where, "where", "gradient_flow")
     names, marked = _mark_layers(model, where)
     only_cells = _only_cells(model)
     names = [only_cells.get(name, name) for name in names]
@@ -116,7 +120,7 @@ def gradient_flow(
         return check_scalar("gradient_flow", loss, loss(model, *args, **kwargs))
 
     # So that the marks in the steps of `filter_scan` and of recurrent layers are found.
-    with visible_steps(), called_cells():
+    with visible_steps(), called_cells(), plain_scans():
         program = jax.make_jaxpr(flat_loss)(values)
     sites = _sites(program, names)
     called = {index for index, _ in sites}

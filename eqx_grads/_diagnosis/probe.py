@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, check_function, rule_error, type_of
 from .._gradient_ops.norms import norm
 from .._gradient_ops.value_or_gradient_only import on_backward
 from .._jaxprs.varying import vary_alike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
+from .._rules.float_args import as_integer
 from .._tangent_spaces import (
+    dtype_of_array,
     is_differentiable,
     is_none,
     is_zero_leaf,
@@ -80,7 +82,15 @@ class GradientStatistics(eqx.Module):
     steps: Float[Array, "*n"]
 
     def __init__(self, n: int | tuple[int, ...] = ()):
-        self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(n)
+        shape = n if isinstance(n, tuple) else (n,)
+        known = [as_integer(m) for m in shape]
+        if any(m is None or m < 0 for m in known):
+            raise rule_error(
+                "The `n` of `GradientStatistics` is not a number of steps.",
+                f"it is {n!r:.60}",
+                do="Give an integer, or a tuple of integers.",
+            )
+        self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(known)
 
     @property
     def mean_norm(self) -> Float[Array, ""]:
@@ -279,6 +289,8 @@ def tap_gradient(
     called; under `vmap`, it is called for each example. JAX does not wait for callbacks: call
     `jax.effects_barrier()` to wait for them.
     """
+    check_function(callback, "callback", "tap_gradient")
+    check_flags("tap_gradient", ordered=ordered)
     return on_backward(x, ft.partial(_tap, callback, ordered, args))
 
 
@@ -337,6 +349,20 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
     the backward pass waits for the check, so that no later point is named first. The host is
     called only if the gradient is not finite; under `vmap`, for every example.
     """
+    if not isinstance(name, str):
+        raise rule_error(
+            "The `name` of `watch_gradient` is not a string.",
+            f"it is {name!r:.60}",
+            do="Name the point, as the error should.",
+        )
+    dtype = dtype_of_array(step)
+    is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    if step is not None and not (is_integer and shape_of(step) == ()):
+        raise rule_error(
+            "The `step` of `watch_gradient` is not an integer.",
+            f"it is {type_of(step)}",
+            do="Give it the index of the step, which may be traced.",
+        )
     return on_backward(x, ft.partial(_watch, name, step))
 
 

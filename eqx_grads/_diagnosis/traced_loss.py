@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import check_function, name_of, place_of, rule_error, show_tree
+from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .layers import wrap_layers
@@ -62,6 +63,7 @@ def trace_loss(
     - `steps_are_visible`: whether the steps of `filter_scan` are equations of the program, and
         not calls with a rule.
     """
+    check_function(loss, "loss", caller)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
     if not paths:
@@ -86,7 +88,7 @@ def trace_loss(
         return check_scalar(caller, loss, loss(model, *args, **kwargs))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible, keeping_tracebacks():
+    with visible, keeping_tracebacks(), plain_scans():
         try:
             program = jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
         except Exception:

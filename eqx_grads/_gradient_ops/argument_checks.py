@@ -6,12 +6,12 @@ import numpy as np
 
 from .._errors import rule_error, type_of
 from .._rules.float_args import as_integer, is_known
-from .._tangent_spaces import broadcasts_to, is_arraylike, is_differentiable, shape_of
+from .._tangent_spaces import broadcasts_to, holds_numbers, is_differentiable, shape_of
 
 
 def check_broadcasts(op, argument, value, x):
     """Raise unless `value` broadcasts to every floating leaf, and is real where that is."""
-    if not is_arraylike(value):
+    if not holds_numbers(value):
         raise rule_error(
             f"`{op}` was given a `{argument}` that is not a number.",
             f"`{argument}` is {type_of(value)}",
@@ -42,7 +42,7 @@ def check_bounds(op, min, max, x):
     for argument, bound in (("min", min), ("max", max)):
         if bound is None:
             continue
-        if jnp.iscomplexobj(bound):
+        if holds_numbers(bound) and jnp.iscomplexobj(bound):
             raise rule_error(
                 f"`{op}` was given a complex bound.",
                 f"`{argument}` is {type_of(bound)}",
@@ -59,16 +59,20 @@ def check_bounds(op, min, max, x):
 
 
 def check_not_negative(op, argument, value, scalar=True):
-    if scalar and (not is_arraylike(value) or np.shape(value) != ()):
+    if scalar and (not holds_numbers(value) or np.shape(value) != ()):
         raise rule_error(
             f"The `{argument}` of `{op}` is not a scalar.",
             f"`{argument}` is {type_of(value)}",
             do="Use one number for all, or `jax.vmap` for one number each.",
         )
-    if jnp.iscomplexobj(value) or (is_known(value) and not np.all(np.asarray(value) >= 0)):
+    if (
+        not holds_numbers(value)
+        or jnp.iscomplexobj(value)
+        or (is_known(value) and not np.all(np.asarray(value) >= 0))
+    ):
         raise rule_error(
             f"The `{argument}` of `{op}` is not a non-negative number.",
-            f"`{argument}` is {value}",
+            f"`{argument}` is {value!r:.80}",
             do="Give it a real number that is zero or positive.",
         )
 
@@ -86,9 +90,13 @@ def check_axis(op, axis, x):
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         n = len(shape_of(leaf)) if is_differentiable(leaf) else None
-        if n is not None and any(not -n <= a < n for a in axes):
+        if n is None:
+            continue
+        missing = any(not -n <= a < n for a in axes)
+        if missing or len({a % n for a in axes}) < len(axes):
             raise rule_error(
-                f"`{op}` was given an axis that `x` does not have.",
+                f"`{op}` was given an axis that `x` "
+                + ("does not have." if missing else "has but once."),
                 f"`axis` is {axis}, x{jax.tree_util.keystr(path)} is {type_of(leaf)}",
                 do="Every floating leaf needs this axis. With `axis=None`, there is one norm "
                 "for all leaves together.",

@@ -20,7 +20,11 @@ from .._jaxprs.varying import varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._rules.float_args import check_parameter, is_known
-from .._tangent_spaces import is_arraylike, is_differentiable, is_none
+from .._tangent_spaces import (
+    dtype_of_array,
+    is_differentiable,
+    is_none,
+)
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 
@@ -293,7 +297,7 @@ def _mask_of_each_leaf(mask, x) -> list[Any]:
             "or a prefix of it.",
         )
     for m, (path, leaf) in zip(masks, leaves, strict=True):
-        if not (is_arraylike(m) and jnp.asarray(m).dtype == bool):
+        if dtype_of_array(m) != jnp.bool_:
             raise rule_error(
                 "`mask_gradient` was given a `mask` that is not boolean.",
                 f"for x{jax.tree_util.keystr(path)}: `mask` is {type_of(m)}",
@@ -351,11 +355,12 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     [`eqx_grads.RuleError`][] if there is no such axis.
     """
     try:
+        _check_names(axis_name)
         index = jax.lax.axis_index(axis_name)
-    except NameError as error:
+    except (NameError, TypeError, ValueError) as error:
         raise rule_error(
             "`psum_gradient` was given the name of an axis that does not exist here.",
-            f"`axis_name` is {axis_name!r}",
+            f"`axis_name` is {axis_name!r:.60}",
             do="Call it inside a `jax.shard_map` over a mesh with this axis, or inside a "
             "`jax.vmap` with this `axis_name`.",
         ) from error
@@ -364,8 +369,15 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
     return jax.tree.map(ft.partial(_psum_leaf, axis_name, tracked), x)
 
 
+def _check_names(axis_name):
+    hash(axis_name)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if any(isinstance(name, int | float) for name in names):
+        raise TypeError("JAX takes a number for a position, and not for a name.")
+
+
 def _psum_leaf(axis_name, tracked, x):
-    if not is_differentiable(x):
+    if dtype_of_array(x) is None or not is_differentiable(x):
         return x
     x = jnp.asarray(x)
     replicated = tracked - varying_axes(x)

@@ -15,6 +15,7 @@ from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
 from .._errors import rule_error
 from .._rules.custom_vjp import custom_vjp
+from .._rules.float_args import as_dtype, check_key
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
 from ..tangents import scale
@@ -346,6 +347,7 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
     Source: Neelakantan et al., [Adding gradient noise improves learning for very deep
     networks](https://arxiv.org/abs/1511.06807), 2015.
     """
+    check_key("noise_gradient", key)
     check_not_negative("noise_gradient", "stddev", stddev, scalar=False)
     check_broadcasts("noise_gradient", "stddev", stddev, x)
     return _noise_gradient(x, stddev, key)
@@ -407,20 +409,15 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
 
     [`eqx_grads.RuleError`][] if `dtype` is not a floating one.
     """
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        is_floating = False
-    else:
-        is_floating = jnp.issubdtype(dtype, jnp.floating)
-    if not is_floating:
+    known = as_dtype(dtype)
+    if known is None or not jnp.issubdtype(known, jnp.floating):
         raise rule_error(
             "`cast_gradient` was given a dtype that is not floating.",
-            f"`dtype` is {dtype}",
+            f"`dtype` is {dtype if known is None else known!s:.60}",
             do="Use a floating dtype, such as `jnp.bfloat16`. For a complex gradient, give the "
             "dtype of its real and imaginary part.",
         )
-    return _cast_gradient(x, dtype=dtype)
+    return _cast_gradient(x, dtype=known)
 
 
 @custom_vjp

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._rules.nondifferentiable import nondifferentiable
@@ -59,6 +59,7 @@ def on_backward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
     [`eqx_grads.RuleError`][] if `fn` returns another structure or shape, or a complex array
     for a real leaf.
     """
+    check_function(fn, "fn", "on_backward")
     identity = custom_vjp(_on_backward)
     identity.def_fwd(_on_backward_fwd)
     # `fn` is part of the rule and not an argument, so that it may close over values that are
@@ -158,6 +159,7 @@ def on_forward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
     [`eqx_grads.RuleError`][] if `fn` returns another structure or shape, or if an array
     that `fn` holds or closes over is differentiated: there is no rule for that.
     """
+    check_function(fn, "fn", "on_forward")
     return _on_forward(x, nondifferentiable(fn, "An array in the `fn` of `on_forward`"))
 
 

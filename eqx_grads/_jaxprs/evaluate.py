@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from .plain_scan import lax_scan
 from .structure import (
     Call,
     CallWithRule,
@@ -121,7 +122,7 @@ def _run_scan(scan: Scan, values: list[Any], run: Run, extra: Any) -> list[Any]:
         out = list(run(*scan.programs, [*consts, *carry, *xs], extra))
         return with_fixed_dtypes(out[: scan.n_carry]), out[scan.n_carry :]
 
-    carry, ys = jax.lax.scan(
+    carry, ys = lax_scan(
         body,
         with_fixed_dtypes(rest[: scan.n_carry]),
         (rest[scan.n_carry :], extra),

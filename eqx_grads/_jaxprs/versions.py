@@ -6,6 +6,7 @@ Each function says which JAX lets us delete it, or which of its cases.
 import contextlib
 import contextvars
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -169,15 +170,17 @@ def _name_of_traceback(eqn: Any) -> str:
     if traceback is None:
         return ""
     # The names may outlive the context, as JAX keeps what it traced, and so do the numbers.
-    number = _NUMBERS.setdefault(traceback, len(_TRACEBACKS))
-    if number == len(_TRACEBACKS):
-        _TRACEBACKS.append(traceback)
+    with _NUMBERING:  # or two threads give the same number
+        number = _NUMBERS.setdefault(traceback, len(_TRACEBACKS))
+        if number == len(_TRACEBACKS):
+            _TRACEBACKS.append(traceback)
     return f"eqg_traceback_{number}"
 
 
 _TRACEBACK = r"eqg_traceback_(\d+)"
 _TRACEBACKS: list[Any] = []
 _NUMBERS: dict[Any, int] = {}
+_NUMBERING = threading.Lock()
 _KEEPS_TRACEBACKS = contextvars.ContextVar("eqx_grads_keeps_tracebacks", default=False)
 
 

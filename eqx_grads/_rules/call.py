@@ -20,6 +20,7 @@ from .._tangent_spaces import as_array_list
 from .abstract_call import AbstractCall
 from .call_primitive import bind_call, invalid_tracer
 from .flatten_call import as_arrays, FlatCall, OutputSpec
+from .matmul_precision import in_precision, matmul_precision
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
 from .vmap_rule import apply_vmap_rule
 
@@ -59,6 +60,7 @@ class _Call(AbstractCall):
         self.rules_key = flat.rules.cache  # shared by copies with other tracers
         self.outputs: OutputSpec | None = None
         self._flat = flat
+        self._precision = matmul_precision()
 
     # Whichever of these runs first, depending on the transformation, sets `outputs`; the
     # others are checked against it.
@@ -70,7 +72,8 @@ class _Call(AbstractCall):
     def jvp(self, primals, tangents):
         call = self._rule_call(as_array_list(primals), tangents)
         try:
-            outputs, arrays, t_arrays = call.rules.differentiate(call)
+            with in_precision(self._precision):
+                outputs, arrays, t_arrays = call.rules.differentiate(call)
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(self) from error
         rule = call.rules.primal_rule()
@@ -80,10 +83,13 @@ class _Call(AbstractCall):
         return arrays, t_arrays
 
     def vmap(self, axis_data, batched, operands):
-        result = apply_vmap_rule(self._flat, self._primal, axis_data, batched, operands)
+        with in_precision(self._precision):
+            result = apply_vmap_rule(self._flat, self._primal, axis_data, batched, operands)
         if result is None:
             return None
-        self.outputs, arrays, out_batched = result
+        outputs, arrays, out_batched = result
+        if self.outputs is None:  # otherwise they are those of one example, for the rules
+            self.outputs = outputs
         return arrays, out_batched
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:

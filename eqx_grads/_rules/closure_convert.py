@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -72,7 +71,10 @@ _CLOSED = (
 # It leads to the original, and so to the tracers that were taken out.
 _NOT_COPIED = ("__wrapped__",)
 _CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
-_PLAIN = {type(None), str, bytes, bool, int, float, complex, np.ndarray, type(jnp.zeros(()))}
+# Without an array at hand: to make one starts JAX, after which there is no
+# `jax.distributed.initialize`. Tracers are no subclasses of `jax.Array`.
+_ARRAYS = (np.ndarray, *jax.Array.__subclasses__())
+_PLAIN = {type(None), str, bytes, bool, int, float, complex, *_ARRAYS}
 # Objects of these modules hold no tracers of the user's, except in the types named here.
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
 # A search ends here. Nobody means to capture so many objects, and it takes about a second.

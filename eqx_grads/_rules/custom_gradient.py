@@ -4,7 +4,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import check_function, name_of, place_of, rule_error, show_tree
 from .custom_vjp import custom_vjp
 from .rule import Rule
 
@@ -47,6 +47,8 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
 
     Reverse mode calls `gradient`. Forward mode differentiates `out` as it is computed.
     """
+
+    check_function(fn, "fn", "custom_gradient")
 
     @ft.wraps(fn)
     def value(*args, **kwargs):

@@ -140,12 +140,9 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any
 
 
 def _run(rule, call, indices, given):
-    """The rule, with `given` for the tangents at these indices."""
+    """The rule, with `given` for the tangents at these indices: all that there can be, unless
+    the rule knows of symbolic zeros."""
     ts: list[Any] = [None] * len(call.tangents)
-    if not rule.symbolic_zeros:
-        for i, x in enumerate(call.operands[: len(ts)]):
-            if is_inexact(x):
-                ts[i] = jnp.zeros_like(x)
     for i, t in zip(indices, given, strict=True):
         ts[i] = t
     t_args = call.flat.args.dynamic_tree(ts)

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
 from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
 from .custom_jvp import custom_jvp
@@ -87,6 +87,15 @@ def elementwise(
     if fn is None:
         return lambda fn: elementwise(fn, derivative, setup=setup)
     decorated = custom_jvp(fn)
+    if setup is not None:
+        check_function(setup, "setup", "elementwise")
+    several = isinstance(derivative, tuple | list)
+    if not several and not callable(derivative):
+        raise rule_error(
+            "The `derivative` of `elementwise` is not a function.",
+            f"it is {type_of(derivative)}",
+            do="Give a function `derivative(out, *args)`, or a tuple of such.",
+        )
     if callable(derivative):
         partials = Rule(derivative)
     else:
@@ -130,6 +139,7 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
         raise rule_error(
             f"`{name_of(decorated.__wrapped__)}` has {len(primals)} arguments, and was given "
             f"{len(partials)} partial derivatives.",
+            "they are its `derivative`, or what that returned",
             place_of(decorated.__wrapped__),
             do="Return one partial for each argument; `None` is zero.",
         )

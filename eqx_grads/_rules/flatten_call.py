@@ -248,11 +248,8 @@ class FlatCall:
         return key
 
     def path(self, i: int) -> str:
-        """The operand number `i`, as the user would write it."""
-        if i < self.n_args:
-            tree = self.args.dynamic_tree(range(self.n_args))
-            path = jax.tree_util.tree_leaves_with_path(tree)[i][0]
-            return f"`{self.names[path[0].idx]}{jax.tree_util.keystr(path[1:])}`"
+        """The operand number `i`, which is of no positional argument, as the user would write
+        it."""
         i -= self.n_args
         if i < self.n_kwargs:
             tree = self.kwargs.dynamic_tree(range(self.n_kwargs))

@@ -2,8 +2,8 @@
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .._errors import rule_error, type_of
-from .._tangent_spaces import broadcasts_to, dtype_of
+from .._tangent_spaces import broadcasts_to, dtype_of_array, holds_numbers
 from .nondifferentiable import nondifferentiable
 
 
@@ -47,7 +47,7 @@ def as_floats(name: str, x: Any, argument: str = "x") -> Array:
 
 
 def _is(x, kind):
-    dtype = dtype_of(x)
+    dtype = dtype_of_array(x)
     return dtype is not None and jnp.issubdtype(dtype, kind)
 
 
@@ -93,8 +93,8 @@ def is_known(x: Any) -> bool:
 
 
 def check_parameter(name: str, what: str, x: Any) -> None:
-    """Raise if a parameter is not a number, or an array of numbers. A bool is not."""
-    if not _is(x, jnp.inexact) and not _is(x, jnp.integer):
+    """Raise if a parameter is not a real number, or an array of them. A bool is not."""
+    if not _is(x, jnp.floating) and not _is(x, jnp.integer):
         raise rule_error(
             f"The {what} of `{name}` is not a number.",
             f"it is {type_of(x)}",
@@ -102,37 +102,106 @@ def check_parameter(name: str, what: str, x: Any) -> None:
         )
 
 
-def check_positive(name: str, what: str, x: Any) -> None:
+def check_positive(name: str, what: str, x: Any, *, or_zero: bool = False) -> None:
     """Raise if a parameter is not positive. Traced arrays have no value to look at."""
     check_parameter(name, what, x)
-    is_real = not jnp.iscomplexobj(x)  # a complex one is refused where it is broadcast
-    if is_real and is_known(x) and not np.all(np.asarray(x) > 0):
+    if not is_known(x):
+        return
+    values = np.asarray(x)
+    if not np.all(values >= 0 if or_zero else values > 0):
+        kind = "positive or zero" if or_zero else "positive"
         raise rule_error(
-            f"The {what} of `{name}` is not positive.",
+            f"The {what} of `{name}` is not {kind}.",
             f"it is {x!r:.80}",
-            do=f"Give it a positive {what}.",
+            do=f"Give it a {what} that is {kind}.",
         )
-
-
-def check_flags(name: str, **flags: Any) -> None:
-    """Raise unless each option is a bool. Any other object would count as true, `"no"` too."""
-    for option, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise rule_error(
-                f"The `{option}` of `{name}` is not a bool.",
-                f"it is {flag!r:.60}",
-                do="Give `True` or `False`.",
-            )
 
 
 def as_integer(x: Any) -> int | None:
     """`x` as a Python integer, or `None` if it is not an integer. A bool is not."""
     if isinstance(x, bool | np.bool_):
         return None
+    if isinstance(x, jax.Array | np.ndarray) and not jnp.issubdtype(x.dtype, jnp.integer):
+        return None
     try:
         return operator.index(x)
     except TypeError:
         return None
+
+
+def as_axes(name: str, axis: Any, x: Array, argument: str = "x") -> tuple[int, ...]:
+    """The axes of `x` as a tuple of numbers from zero up; `None` is all of them."""
+    if axis is None:
+        return tuple(range(x.ndim))
+    is_several = isinstance(axis, Sequence) and not isinstance(axis, str | bytes)
+    given = tuple(axis) if is_several else (axis,)
+    known = [i for i in map(as_integer, given) if i is not None]
+    if len(known) < len(given):
+        raise rule_error(
+            f"`{name}` was given an axis that is not an integer.",
+            f"`axis` is {axis!r:.60}",
+            do="Give an integer, a tuple of integers, or `None` for all axes.",
+        )
+    axes = tuple(i + x.ndim if i < 0 else i for i in known)
+    if any(not 0 <= i < x.ndim for i in axes) or len(set(axes)) < len(axes):
+        raise rule_error(
+            f"`{name}` was given an axis that the array does not have, or has but once.",
+            f"`axis` is {axis}, `{argument}` is {type_of(x)}",
+            do="Number the axes from zero up, or from minus one down.",
+        )
+    return axes
+
+
+def as_axis(name: str, axis: Any, x: Array, argument: str = "x") -> int:
+    """One axis of `x`, as a number from zero up."""
+    if as_integer(axis) is None:
+        raise rule_error(
+            f"`{name}` was not given one axis.",
+            f"`axis` is {axis!r:.60}",
+            do="Give one integer.",
+        )
+    return as_axes(name, axis, x, argument)[0]
+
+
+def as_dtype(x: Any) -> Any:
+    """`x` as a dtype, or `None` if it is not one: NumPy would take `None` for float64."""
+    try:
+        return None if x is None else jnp.dtype(x)
+    except Exception:  # an error of any kind: it depends on the object
+        return None
+
+
+def check_key(name: str, key: Any) -> None:
+    """Raise unless `key` is one random key, of either kind."""
+    dtype = dtype_of_array(key)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        is_key = key.shape == ()
+    else:
+        is_key = dtype == jnp.uint32 and np.shape(key) in ((2,), (4,))
+    if not is_key:
+        raise rule_error(
+            f"The `key` of `{name}` is not a random key.",
+            f"it is {type_of(key)}",
+            do="Give it `jax.random.key(0)`, or one key of what `jax.random.split` returns.",
+        )
+
+
+def is_number(x: Any) -> TypeGuard[int | float]:
+    """Whether `x` is a real number of Python or NumPy. A bool is not."""
+    numbers = int | float | np.integer | np.floating
+    return isinstance(x, numbers) and not isinstance(x, bool)
+
+
+def check_nonnegative_number(name: str, **numbers: Any) -> None:
+    """Raise unless each is one real number, zero or positive, or an array that is traced."""
+    for argument, x in numbers.items():
+        if not (is_number(x) or (holds_numbers(x) and np.shape(x) == ())):
+            raise rule_error(
+                f"The `{argument}` of `{name}` is not a number.",
+                f"it is {type_of(x)}",
+                do="Give a real number.",
+            )
+        check_positive(name, f"`{argument}`", x, or_zero=True)
 
 
 def as_bits(name: str, bits: Any, signed: bool) -> int:
@@ -151,7 +220,8 @@ def as_bits(name: str, bits: Any, signed: bool) -> int:
 
 def as_levels(name: str, levels: Any) -> tuple[int, ...]:
     """The numbers of levels of finite scalar quantization."""
-    given = tuple(levels) if hasattr(levels, "__iter__") else ()
+    is_keys = isinstance(levels, jax.Array) and not jnp.issubdtype(levels.dtype, jnp.integer)
+    given = tuple(levels) if hasattr(levels, "__iter__") and not is_keys else ()
     known = tuple(count for count in map(as_integer, given) if count is not None)
     all_known = bool(known) and len(known) == len(given)
     if not all_known or min(known) < 2 or math.prod(known) >= 2**31:

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
 from .._tangent_spaces import as_array_list, is_differentiable
+from .matmul_precision import in_precision, matmul_precision
 
 
 class LinearMap:
@@ -36,9 +37,18 @@ class LinearMap:
         out_types: Sequence[Any],
     ):
         self.name = name
-        self.forward = forward
-        self.transpose = transpose
         self.out_types = tuple(out_types)
+        self._forward = forward
+        self._transpose = transpose
+        self._precision = matmul_precision()
+
+    def forward(self, residuals: list[Any], tangents: list[Any]) -> Sequence[Any]:
+        with in_precision(self._precision):
+            return self._forward(residuals, tangents)
+
+    def transpose(self, residuals: list[Any], cotangents: list[Any]) -> Sequence[Any]:
+        with in_precision(self._precision):
+            return self._transpose(residuals, cotangents)
 
     def __repr__(self):  # what a jaxpr shows
         return self.name

@@ -36,6 +36,12 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
     None, in any mode: [`eqx_grads.RuleError`][] while tracing, which names the leaf. Where
     `x` is not being differentiated, nothing happens.
     """
+    if not isinstance(name, str):
+        raise rule_error(
+            "The `name` of `nondifferentiable` is not a string.",
+            f"it is {name!r:.60}",
+            do="Name the value, as the error should.",
+        )
     return _nondifferentiable(x, name=name)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import name_of, rule_error, show_tree, type_of
+from .._errors import check_function, name_of, rule_error, show_tree, type_of
 from .._tangent_spaces import tangents_match
 from .custom_jvp import custom_jvp
 from .flatten_call import as_arrays
@@ -140,6 +140,8 @@ def with_gradient_of(
 
     As [`eqx_grads.replace_gradient`][].
     """
+    check_function(fn, "fn", "with_gradient_of")
+    check_function(surrogate_fn, "surrogate_fn", "with_gradient_of")
     wrapped = _WithGradientOf(fn, surrogate_fn)
     set_metadata(wrapped, fn)
     return wrapped

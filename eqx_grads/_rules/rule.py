@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
 from .closure_convert import check_no_tracers, Opaque, Rebuildable
 from .flatten_call import FlatCall, OutputSpec, Signature
 
@@ -32,6 +32,13 @@ class Rule(Rebuildable):
         source: Callable[..., Any] | None = None,
     ):
         self.fn = fn.__func__ if isinstance(fn, staticmethod) else fn
+        if not callable(self.fn):
+            raise rule_error(
+                "A `rule` is not a function.",
+                f"it is {type_of(self.fn)}",
+                do=_CONVENTIONS,
+            )
+        check_flags("the rule", symbolic_zeros=symbolic_zeros)
         # For errors: what the user calls the rule, and the function of the user's it is in.
         self.name = name_of(self.fn) if name is None else name
         self.place = place_of(self.fn if source is None else source)
@@ -96,11 +103,17 @@ class CheckCache(Opaque):
         key = call.flat.key(call.operands)
         if key is None:
             return compute()
-        if (key, check) not in self._results:
+        # One look-up, as another thread may clear the results at any time. `None` is a result.
+        found = self._results.get((key, check), _MISSING)
+        if found is _MISSING:
+            found = compute()
             if len(self._results) >= self.most:
                 self._results.clear()
-            self._results[(key, check)] = compute()
-        return self._results[(key, check)]
+            self._results[(key, check)] = found
+        return found
+
+
+_MISSING = object()
 
 
 class AbstractRules(Rebuildable, abc.ABC):

@@ -1,7 +1,9 @@
 """The Module that a decorator returns: metadata, methods, copies, pickles (clause 9)."""
 
 import abc
+import dataclasses
 import functools as ft
+import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 
-from .._errors import name_of, rule_error
+from .._errors import name_of, rule_error, type_of
 from .call import call_with_rules
 from .rule import AbstractRules, Rule
 
@@ -155,15 +157,32 @@ def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
     Like a function: by reference where it has a name to refer to. The function itself can't be
     pickled in any other way, as its name leads to the wrapper.
     """
-    module = sys.modules.get(fn.__module__) if _is_named(fn) else None
     try:
-        found = ft.reduce(getattr, fn.__qualname__.split("."), module)
-    except AttributeError:
+        found = _find(fn.__module__, fn.__qualname__) if _is_named(fn) else None
+    except (KeyError, AttributeError):
         found = None
-    if found is wrapper and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
-        return fn.__qualname__
+    is_same = (
+        found is not None and type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    )
+    if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
+        # In a tree that was rebuilt, a wrapper is another object of the same parts.
+        by_name = (fn.__module__, fn.__qualname__)
+        return fn.__qualname__ if found is wrapper else (_import, by_name)
     # The state comes after the object, as the function may refer to it.
     return _empty, (type(wrapper),), dict(vars(wrapper))
+
+
+def _import(module: str, qualname: str) -> Any:
+    importlib.import_module(module)
+    return _find(module, qualname)
+
+
+def _find(module: str, qualname: str) -> Any:
+    return ft.reduce(getattr, qualname.split("."), sys.modules[module])
+
+
+def _parts(wrapper: eqx.Module) -> list[int]:
+    return [id(getattr(wrapper, field.name)) for field in dataclasses.fields(wrapper)]
 
 
 def _empty(cls):
@@ -225,7 +244,7 @@ def unwrap_method(fn: Any) -> tuple[Callable[..., Any], str]:
     if not callable(fn):
         raise rule_error(
             "A rule was asked for something that can't be called.",
-            f"it is a `{type(fn).__qualname__}`",
+            f"`fn` is {type_of(fn)}",
             do="Decorate a function, a method or a callable Module.",
         )
     return fn, "method"

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import PyTree
 
-from .._errors import rule_error
+from .._errors import check_flags, rule_error
+from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import cast_carry
-from .._rules.float_args import as_integer
-from .linear_solve import linear_solve
+from .._rules.float_args import as_integer, is_number
+from .linear_solve import check_linear_solver, linear_solve
 from .run_time_error import branched_error_if
 from .solution_tangent import constant, differentiable_solution
 
@@ -121,7 +122,7 @@ def plain_iteration(y: PyTree) -> optx.FixedPointIteration:
     return optx.FixedPointIteration(rtol=tolerance, atol=tolerance)
 
 
-def check_solver(solver: Any) -> None:
+def check_solver(solver: Any, user: str) -> None:
     known = (
         optx.AbstractFixedPointSolver,
         optx.AbstractRootFinder,
@@ -130,7 +131,7 @@ def check_solver(solver: Any) -> None:
     )
     if not isinstance(solver, known):
         raise rule_error(
-            "`fixed_point` was given a `solver` that is not one of Optimistix.",
+            f"`{user}` was given a `solver` that is not one of Optimistix.",
             f"it is {solver!r:.60}",
             do="Give an instance, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)` or "
             "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)`.",
@@ -268,7 +269,7 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
     tau: float = eqx.field(static=True)
 
     def __init__(self, k: Any = 5, tau: Any = 0.5):
-        if not (isinstance(tau, float | int) and 0 < tau <= 1):
+        if not (is_number(tau) and 0 < tau <= 1):
             raise rule_error(
                 "The `tau` of `PhantomAdjoint` is not a damping.",
                 f"it is {tau!r:.60}",
@@ -307,7 +308,7 @@ def _damped_steps(linear_map, b, steps, tau):
         change = linear_map(t)
         return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
 
-    t, _ = jax.lax.scan(step, scaled, None, length=steps - 1)
+    t, _ = lax_scan(step, scaled, None, length=steps - 1)
     return t
 
 
@@ -353,8 +354,19 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     """
 
     solver: Any = None
-    max_steps: int = 256
+    max_steps: int | None = 256
     throw: bool = True
+
+    def __check_init__(self):
+        if self.solver is not None:
+            check_solver(self.solver, "FixedPointAdjoint")
+        if self.max_steps is not None and not 1 <= (as_integer(self.max_steps) or 0) < 2**31:
+            raise rule_error(
+                "The `max_steps` of `FixedPointAdjoint` is not a positive integer.",
+                f"it is {self.max_steps!r:.60}",
+                do="Give the largest number of steps, or `None` for no bound.",
+            )
+        check_flags("FixedPointAdjoint", throw=self.throw)
 
     def solve_tangent(
         self,
@@ -438,6 +450,9 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
     """
 
     linear_solver: Any = None
+
+    def __check_init__(self):
+        check_linear_solver(self.linear_solver, "linear_solver", "ImplicitAdjoint")
 
     def solve_tangent(
         self,

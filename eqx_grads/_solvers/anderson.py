@@ -10,8 +10,8 @@ import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .._errors import rule_error
-from .._rules.float_args import as_integer
+from .._errors import check_function, rule_error
+from .._rules.float_args import as_integer, check_nonnegative_number
 from .._tangent_spaces import promote
 
 
@@ -75,6 +75,10 @@ class Anderson(optx.AbstractFixedPointSolver):
     ridge: float = 1e-5
 
     def __check_init__(self):
+        check_nonnegative_number(
+            "Anderson", rtol=self.rtol, atol=self.atol, mixing=self.mixing, ridge=self.ridge
+        )
+        check_function(self.norm, "norm", "Anderson")
         if (as_integer(self.history) or 0) < 1:
             raise rule_error(
                 "The `history` of `Anderson` is not a positive integer.",

@@ -8,10 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
+from .._errors import (
+    check_flags,
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    show_tree,
+    type_of,
+)
 from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of
+from .linear_solve import as_tags
 from .optional_import import optional_import
 from .run_time_error import branched_error_if
 from .solution_tangent import constant
@@ -121,18 +130,25 @@ def fixed_point(
     from . import adjoints
 
     check_function(fn, "fn", "fixed_point")
-    if max_steps is not None and (as_integer(max_steps) or 0) < 1:
+    if max_steps is not None and not 1 <= (as_integer(max_steps) or 0) < 2**31:
         raise rule_error(
             f"`fixed_point` of `{name_of(fn)}` was given a `max_steps` that is not positive.",
-            f"it is {max_steps!r:.60}",
+            f"`max_steps` is {max_steps!r:.60}",
             do="Give the largest number of steps, or `None` for no bound.",
         )
     y0 = _as_arrays(fn, y0)
     if solver is None:
         solver = adjoints.plain_iteration(y0)
-    adjoints.check_solver(solver)
+    adjoints.check_solver(solver, "fixed_point")
     adjoint = adjoints.as_adjoint(backward)
-    tags = frozenset(tags) if isinstance(tags, Collection) else frozenset([tags])
+    check_flags("fixed_point", throw=throw, has_aux=has_aux)
+    if options is not None and not isinstance(options, dict):
+        raise rule_error(
+            "The `options` of `fixed_point` are not a dictionary.",
+            f"they are {options!r:.60}",
+            do="Give the options of the solver as a dictionary, or `None`.",
+        )
+    tags = as_tags(tags, "fixed_point")
     return _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
 
 

@@ -1,6 +1,7 @@
 """`host_function`: a NumPy, SciPy, C or PyTorch function in a JAX program, differentiable."""
 
 import functools as ft
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import name_of, place_of, rule_error, type_of
+from .._rules.float_args import as_integer, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .host_callback import VMAP_METHODS
@@ -232,6 +234,7 @@ def host_function(
         return ft.partial(host_function, **options)
     fn, _ = unwrap_method(fn)
     _check_options(fn, options)
+    options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)
     return function
@@ -254,12 +257,16 @@ def _check_options(fn, options) -> None:
             f"was given an example that is a `{type(example).__name__}`",
             "Give a tuple, also for a single argument: `example=(x,)`.",
         )
-    if options["finite_difference"] not in (None, "central", "complex"):
+    if options["finite_difference"] is not None and not (
+        isinstance(options["finite_difference"], str)
+        and options["finite_difference"] in ("central", "complex")
+    ):
         raise fail(
-            f"has no finite difference {options['finite_difference']!r}",
+            f"has no `finite_difference` {options['finite_difference']!r}",
             "Use `'central'` or `'complex'`.",
         )
-    if options["vmap_method"] not in VMAP_METHODS:
+    method = options["vmap_method"]
+    if not isinstance(method, str) or method not in VMAP_METHODS:
         raise fail(
             f"has no `vmap_method` {options['vmap_method']!r}",
             f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
@@ -267,5 +274,10 @@ def _check_options(fn, options) -> None:
     if options["step"] is not None and options["finite_difference"] is None:
         raise fail("was given a step and no finite difference", "Say `'central'`, too.")
     for step in jax.tree.leaves(options["step"]):
-        if not isinstance(step, float | int) or not step > 0:
-            raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")
+        if not is_number(step) or not 0 < step < math.inf:
+            raise fail(f"was given the `step` {type_of(step)}", "A step is a positive number.")
+    if as_integer(options["max_rule_calls"]) is None or options["max_rule_calls"] < 0:
+        raise fail(
+            f"was given the `max_rule_calls` {options['max_rule_calls']!r:.60}",
+            "Give a number of calls, an integer.",
+        )

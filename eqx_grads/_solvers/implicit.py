@@ -8,14 +8,24 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._errors import check_function, name_of, place_of, rule_error, show_tree
+from .._errors import (
+    check_flags,
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    show_tree,
+    type_of,
+)
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import contains_tracer, lift_tracers
 from .._rules.flatten_call import as_arrays, Signature
+from .._rules.float_args import is_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 from .equation import Equation
+from .linear_solve import as_tags, check_linear_solver
 from .solution_tangent import differentiable_solution
 
 
@@ -127,7 +137,16 @@ def implicit(
         Neural Information Processing Systems* 35.
     """
     check_function(residual, "residual", "implicit")
-    tags = frozenset(tags) if isinstance(tags, Collection) else frozenset([tags])
+    check_flags("implicit", has_aux=has_aux)
+    check_linear_solver(solver, "solver", "implicit")
+    if tolerance is not None:
+        if not (is_number(tolerance) and tolerance >= 0):
+            raise rule_error(
+                "The `tolerance` of `implicit` is not a number from zero.",
+                f"it is {type_of(tolerance)}",
+                do="Give a number such as `1e-2`, or `None` for no check.",
+            )
+    tags = as_tags(tags, "implicit")
     return ft.partial(
         ImplicitFunction,
         residual=residual,

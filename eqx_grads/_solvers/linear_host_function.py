@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import place_of, rule_error, type_of
+from .._errors import check_function, place_of, rule_error, type_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
@@ -178,14 +178,9 @@ def linear_host_function(
     [`eqx_grads.RuleError`][] if `x` is not floating or complex, or if a parameter is
     differentiated; and the errors of [`eqx_grads.host_function`][].
     """
-    for fn in (matvec, rmatvec):
-        if not callable(fn):
-            raise rule_error(
-                "`linear_host_function` takes two functions.",
-                f"one of them is {type_of(fn)}",
-                do="Give the map and its adjoint; a symmetric map twice.",
-            )
-    if vmap_method not in VMAP_METHODS:
+    check_function(matvec, "matvec", "linear_host_function")
+    check_function(rmatvec, "rmatvec", "linear_host_function")
+    if not isinstance(vmap_method, str) or vmap_method not in VMAP_METHODS:
         raise rule_error(
             f"`linear_host_function` has no `vmap_method` {vmap_method!r}.",
             place_of(matvec),

@@ -21,6 +21,36 @@ from .run_time_error import branched_error_if
 DENSE_UP_TO = 256
 
 
+def as_tags(tags: Any, user: str) -> frozenset[object]:
+    """The `lineax` tags that `user` was given: one, or a collection of them."""
+    several = isinstance(tags, tuple | list | set | frozenset)
+    given = list(tags) if several else [tags]
+    if not given:
+        return frozenset()
+    lx = optional_import("lineax", user)
+    for tag in given:
+        if not isinstance(tag, type(lx.symmetric_tag)):
+            raise rule_error(
+                f"The `tags` of `{user}` are not tags of Lineax.",
+                f"one of them is {tag!r:.60}",
+                do="Give one, such as `lineax.symmetric_tag`, or a tuple of them.",
+            )
+    return frozenset(given)
+
+
+def check_linear_solver(solver: Any, argument: str, user: str) -> None:
+    """Raise if a solver is given that is not one of Lineax."""
+    if solver is None:
+        return
+    lx = optional_import("lineax", user)
+    if not isinstance(solver, lx.AbstractLinearSolver):
+        raise rule_error(
+            f"The `{argument}` of `{user}` is not a linear solver.",
+            f"it is {solver!r:.60}",
+            do="Give one of Lineax, such as `lineax.GMRES(rtol=1e-5, atol=1e-5)`, or `None`.",
+        )
+
+
 def linear_solve(
     matvec: Callable[[PyTree[Array]], PyTree[Array]],
     rhs: PyTree[Array],

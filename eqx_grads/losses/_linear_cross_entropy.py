@@ -171,8 +171,9 @@ def linear_cross_entropy(
     return losses / jnp.maximum(count, 1).astype(losses.dtype)
 
 
-def _sum(*args, ignore_index, options):
-    return summed_loss(*_as_tokens(*args, ignore_index, options), options=options)
+def _sum(x, weight, bias, labels, *, ignore_index, options):
+    tokens = _as_tokens(x, weight, bias, labels, ignore_index, options)
+    return summed_loss(*tokens, options=options)
 
 
 def _of_each_token(x, weight, bias, labels, *, ignore_index, options):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._control_flow import lax_scan
 from .._jaxprs.varying import vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -285,7 +286,7 @@ def _over_chunks(
     """
     size, vocabulary = tokens[0].shape[0], weight.shape[0]
     chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
-    n = -(-size // chunk)
+    n = _number_of_chunks(size, chunk)
     if n <= 1:
         return fn(carry, tokens)
     rows = -(-size // n)
@@ -298,8 +299,20 @@ def _over_chunks(
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    carry, ys = lax_scan(fn, carry, jax.tree.map(split, tuple(tokens)))
     return carry, jax.tree.map(join, ys)
+
+
+def _number_of_chunks(size: int, chunk: int) -> int:
+    """So many that none has more than `chunk` tokens, and at most twice as many as needed.
+
+    All are equally long if possible, and their length is divisible by a power of two, so that
+    devices have equal parts of each chunk. Otherwise the tokens of all would be gathered.
+    """
+    fewest = -(-size // chunk)
+    equal = [n for n in range(fewest, 2 * fewest + 1) if n > 0 and size % n == 0]
+    power_of_two = lambda n: (size // n) & -(size // n)
+    return max(equal, key=power_of_two, default=fewest)
 
 
 def _zero_gradients(args, live):

@@ -1,16 +1,15 @@
 """Checks of arguments that layers of several kinds have."""
 
-import math
 from collections.abc import Collection
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._errors import rule_error, type_of
-from .._rules.float_args import check_flags
+from .._errors import check_flags, rule_error, type_of
+from .._rules.float_args import is_number
 
 
 def is_size(x: Any) -> bool:
@@ -18,10 +17,8 @@ def is_size(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= 1)
 
 
-def is_number(x: Any) -> TypeGuard[int | float]:
-    """Whether `x` is a real number of Python or NumPy."""
-    numbers = int | float | np.integer | np.floating
-    return isinstance(x, numbers) and not isinstance(x, bool)
+# In single precision, larger numbers are infinite.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def as_sizes(layer: str, **sizes: Any) -> list[int]:
@@ -38,9 +35,9 @@ def as_sizes(layer: str, **sizes: Any) -> list[int]:
 
 def check_numbers(layer: str, **numbers: Any) -> None:
     for name, number in numbers.items():
-        if not is_number(number) or math.isnan(number):
+        if not is_number(number) or not abs(float(number)) < _LARGEST:
             raise rule_error(
-                f"The `{name}` of `{layer}` is not a number.",
+                f"The `{name}` of `{layer}` is not a finite number.",
                 f"it is {number!r:.60}",
                 do="Give a real number.",
             )

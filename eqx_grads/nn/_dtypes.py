@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._errors import rule_error
+from .._rules.float_args import as_dtype
 from .._tangent_spaces import promote
 
 
@@ -16,10 +17,7 @@ def default_dtype(dtype: Any = None) -> Any:
 
 def layer_dtype(layer: str, dtype: Any) -> Any:
     """The dtype of the parameters of a layer, checked to be a real floating one."""
-    try:
-        known = default_dtype() if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        known = None
+    known = default_dtype() if dtype is None else as_dtype(dtype)
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise rule_error(
             f"The `dtype` of `{layer}` is not a real floating one.",

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .._errors import check_function, name_of, rule_error
-from .._rules.float_args import check_flags
+from .._errors import check_flags, check_function, name_of, rule_error
 from .._solvers.fixed_point import fixed_point
 from .._tangent_spaces import promote
 from ._argument_checks import is_size

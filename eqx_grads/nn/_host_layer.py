@@ -6,6 +6,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 
+from .._errors import check_function
+
 
 class HostLayer(eqx.Module):
     r"""A layer that is computed by a host function of its parameters.
@@ -41,6 +43,9 @@ class HostLayer(eqx.Module):
 
     function: Callable[..., Any]
     parameters: PyTree
+
+    def __check_init__(self):
+        check_function(self.function, "function", "HostLayer")
 
     def __call__(self, *args: Any, key: PRNGKeyArray | None = None) -> Any:
         """**Arguments:**

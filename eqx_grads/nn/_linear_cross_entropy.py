@@ -6,8 +6,8 @@ import equinox as eqx
 import jax.random as jr
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from .._errors import rule_error, type_of
-from .._rules.float_args import as_floats, check_flags
+from .._errors import check_flags, rule_error, type_of
+from .._rules.float_args import as_floats
 from ..losses import linear_cross_entropy
 from ..losses._linear_cross_entropy import check_options
 from ._argument_checks import as_sizes

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._errors import rule_error, type_of
+from .._tangent_spaces import promote
 from ._dtypes import broadcast, real_arrays
-from ._norms import norm, normalize
+from ._norms import check_order, norm, normalize
 from ._reduction_arguments import as_inexact, axes_of, Axis, in_single
 
 
@@ -49,7 +50,7 @@ def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[A
     """
     given = {"x": x, "y": y}
     x, y = broadcast("cosine_similarity", given, real_arrays("cosine_similarity", **given))
-    return _cosine(x, y, axes=axes_of("cosine_similarity", axis, x.ndim))
+    return _cosine(x, y, axes=axes_of("cosine_similarity", axis, x))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
@@ -106,7 +107,8 @@ def pairwise_distance(
             f"`x` is {type_of(x)}, `y` is {type_of(y)}",
             do="Pass arrays `(..., n, d)` and `(..., m, d)`.",
         )
-    dtype = jnp.result_type(x, y)
+    check_order("pairwise_distance", ord)
+    dtype = promote([x, y])
     pairs = [x.astype(dtype)[..., :, None, :], y.astype(dtype)[..., None, :, :]]
     return _distance(*broadcast("pairwise_distance", {"x": x, "y": y}, pairs), ord=ord)
 

@@ -9,14 +9,14 @@ from jaxtyping import Array
 
 from .._errors import rule_error, type_of
 from .._rules.float_args import widen
-from .._tangent_spaces import dtype_of, promote
+from .._tangent_spaces import dtype_of_array, promote
 
 
 def real_arrays(name: str, **xs: Any) -> list[Array]:
     """The arguments of `name` as arrays of one floating dtype, to which they promote as in
     NumPy: Python numbers take that of the arrays, and integers alone take the default."""
     for argument, x in xs.items():
-        dtype = dtype_of(x)
+        dtype = dtype_of_array(x)
         if dtype is None or not jnp.issubdtype(dtype, np.number):
             raise rule_error(
                 f"`safe.{name}` was given something that is not an array of numbers.",

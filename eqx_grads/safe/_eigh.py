@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Inexact
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from ._inverse import inverse
 from ._reduction_arguments import as_inexact, in_single
@@ -91,6 +91,7 @@ def eigh(
     [`eqx_grads.RuleError`][] if the matrices are not square, or if `tolerance` is not a
     finite number from zero.
     """
+    check_flags("safe.eigh", symmetrize_input=symmetrize_input)
     a = as_inexact("eigh", a, "a")
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
         raise rule_error(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import broadcasts_to
 from ._dtypes import apply, real_arrays
@@ -99,6 +99,7 @@ def logsumexp(
 
     [`eqx_grads.RuleError`][] if a number is complex.
     """
+    check_flags("safe.logsumexp", keepdims=keepdims, return_sign=return_sign)
     if b is None:
         (x,) = real_arrays("logsumexp", a=a)
     else:
@@ -111,7 +112,7 @@ def logsumexp(
             )
         b = jnp.broadcast_to(b, x.shape)
     mask = None if where is None else as_mask("logsumexp", where, x)
-    axes = axes_of("logsumexp", axis, x.ndim)
+    axes = axes_of("logsumexp", axis, x, "a")
     out, sign = _logsumexp(x, b, mask, axes=axes, keepdims=keepdims, signed=return_sign)
     return (out, sign) if return_sign else out
 
@@ -161,7 +162,7 @@ def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
 
     [`eqx_grads.RuleError`][] if a number is complex.
     """
-    return _add(x, y)
+    return _add(*real_arrays("logaddexp", x=x, y=y))
 
 
 @jax.jit
@@ -220,14 +221,15 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
 
     [`eqx_grads.RuleError`][] if a number is complex.
     """
+    check_flags("safe.cumlogsumexp", reverse=reverse)
     (x,) = real_arrays("cumlogsumexp", x=x)
     if isinstance(axis, Sequence) or axis is None:
         raise rule_error(
             "`safe.cumlogsumexp` was not given one axis.",
-            f"the axis is {axis!r:.60}",
+            f"`axis` is {axis!r:.60}",
             do="Give one integer: a cumulative sum runs along one axis.",
         )
-    (axis,) = axes_of("cumlogsumexp", axis, x.ndim)
+    (axis,) = axes_of("cumlogsumexp", axis, x)
     return _cumlogsumexp(x, axis=axis, reverse=reverse)
 
 

@@ -3,13 +3,14 @@
 import functools as ft
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
 from ._polar import as_pairs, polar
 from ._reduction_arguments import as_inexact, axes_of, Axis, in_single, squeeze
 
@@ -64,14 +65,10 @@ def norm(
     if `ord` is another one, or if it is given together with several axes: in NumPy, this is the
     norm of a matrix.
     """
+    check_flags("safe.norm", keepdims=keepdims)
     x = as_inexact("norm", x)
-    axes = axes_of("norm", axis, x.ndim)
-    if ord is not None and not (isinstance(ord, numbers.Real) and ord in (1, 2, math.inf)):
-        raise rule_error(
-            "`safe.norm` was given an `ord` that it does not have.",
-            f"`ord` is {ord!r:.60}",
-            do="Pass 1, 2 or `jnp.inf`.",
-        )
+    axes = axes_of("norm", axis, x)
+    check_order("norm", ord)
     if ord is not None and len(axes) > 1:
         raise rule_error(
             "`safe.norm` was given an `ord` and several axes, which is the norm of a matrix "
@@ -81,6 +78,16 @@ def norm(
             "For norms of rows, pass `axis=-1`.",
         )
     return _norm(x, ord=2 if ord is None else ord, axes=axes, keepdims=keepdims)
+
+
+def check_order(name: str, ord: Any) -> None:
+    is_number = isinstance(ord, numbers.Real) and not isinstance(ord, bool)
+    if ord is not None and not (is_number and ord in (1, 2, math.inf)):
+        raise rule_error(
+            f"`safe.{name}` was given an `ord` that it does not have.",
+            f"`ord` is {ord!r:.60}",
+            do="Pass 1, 2 or `jnp.inf`.",
+        )
 
 
 @ft.partial(jax.jit, static_argnames=("ord", "axes", "keepdims"))
@@ -142,7 +149,7 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
     have.
     """
     x = as_inexact("normalize", x)
-    return _normalize(x, axes=axes_of("normalize", axis, x.ndim))
+    return _normalize(x, axes=axes_of("normalize", axis, x))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))

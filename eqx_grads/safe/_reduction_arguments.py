@@ -1,6 +1,5 @@
 """Arguments of the reductions: arrays that may be complex, axes and masks, or an error."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -8,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._errors import rule_error, type_of
-from .._rules.float_args import widen
-from .._tangent_spaces import broadcasts_to, dtype_of
+from .._rules.float_args import as_axes, widen
+from .._tangent_spaces import broadcasts_to, dtype_of_array, holds_numbers
 
 
 Axis: TypeAlias = int | Sequence[int] | None
@@ -17,42 +16,24 @@ Axis: TypeAlias = int | Sequence[int] | None
 
 def as_inexact(name: str, x: Any, argument: str = "x") -> Array:
     """`x` as an array of floats or complex numbers; integers become floats, as in NumPy."""
-    dtype = dtype_of(x)
-    if dtype != jnp.bool_ and (dtype is None or not jnp.issubdtype(dtype, jnp.number)):
+    if not holds_numbers(x):
         raise rule_error(
             f"`safe.{name}` was given something that is not an array of numbers.",
             f"`{argument}` is {type_of(x)}",
             do="Pass an array of numbers.",
         )
     x = jnp.asarray(x)
-    return x if jnp.issubdtype(dtype, jnp.inexact) else x.astype(jnp.result_type(float))
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(float))
 
 
-def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    """The axes as a tuple of numbers from zero up; `None` is all of them."""
-    if axis is None:
-        return tuple(range(ndim))
-    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    try:
-        axes = tuple(i + ndim if i < 0 else i for i in map(operator.index, given))
-    except TypeError:
-        raise rule_error(
-            f"`safe.{name}` was given an axis that is not an integer.",
-            f"the axis is {axis!r:.60}",
-            do="Give an integer, a tuple of integers, or `None` for all axes.",
-        ) from None
-    if any(not 0 <= i < ndim for i in axes) or len(set(axes)) < len(axes):
-        raise rule_error(
-            f"`safe.{name}` was given an axis that the array does not have, or has but once.",
-            f"the axis is {axis}, the array has {ndim} dimensions",
-            do="Number the axes from zero up, or from minus one down.",
-        )
-    return axes
+def axes_of(name: str, axis: Axis, x: Array, argument: str = "x") -> tuple[int, ...]:
+    """The axes of `x` as a tuple of numbers from zero up; `None` is all of them."""
+    return as_axes(f"safe.{name}", axis, x, argument)
 
 
 def as_mask(name: str, where: Any, x: Array) -> Array:
     """`where` with the shape of the array."""
-    if dtype_of(where) != jnp.bool_ or not broadcasts_to(jnp.shape(where), x.shape):
+    if dtype_of_array(where) != jnp.bool_ or not broadcasts_to(jnp.shape(where), x.shape):
         raise rule_error(
             f"The `where` of `safe.{name}` has to be booleans that broadcast to the array.",
             f"the array is {type_of(x)}, `where` is {type_of(where)}",

@@ -57,7 +57,7 @@ def softmax(
     """
     (x,) = real_arrays("softmax", x=x)
     mask = None if where is None else as_mask("softmax", where, x)
-    return _softmax(x, mask, axes=axes_of("softmax", axis, x.ndim))
+    return _softmax(x, mask, axes=axes_of("softmax", axis, x))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
@@ -106,30 +106,34 @@ def log_softmax(
     """
     (x,) = real_arrays("log_softmax", x=x)
     mask = None if where is None else as_mask("log_softmax", where, x)
-    return _log_softmax(x, mask, axes=axes_of("log_softmax", axis, x.ndim))
+    return _log_softmax(x, mask, axes=axes_of("log_softmax", axis, x))
 
 
 @ft.partial(jax.jit, static_argnames=("axes",))
 def _log_softmax(x, mask, *, axes):
-    return _log_probabilities(_masked(x, mask), axes=axes).astype(x.dtype)
+    return _log_probabilities(_masked(x, mask), axes=axes)[0].astype(x.dtype)
 
 
 @custom_jvp
 def _log_probabilities(x, *, axes):
+    """The logarithms of the probabilities, and the probabilities, of which the derivative
+    consists: it reduces over the axes once, as it would be written by hand."""
     shifted = shift(x, jnp.max(x, axes, keepdims=True, initial=-jnp.inf))
-    total = jnp.sum(jnp.exp(shifted), axes, keepdims=True)
-    return shifted - jnp.log(jnp.where(total == 0, 1, total))
+    e = jnp.exp(shifted)
+    total = jnp.sum(e, axes, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    return shifted - jnp.log(total), e / total
 
 
 @_log_probabilities.def_jvp
 def _log_probabilities_jvp(primals, tangents, *, axes):
     (x,) = primals
     (t_x,) = tangents
-    out = _log_probabilities(x, axes=axes)
-    _, _, p = log_weights(x, None, axes=axes)
+    out, p = _log_probabilities(x, axes=axes)
     t_x = jnp.where(x == -jnp.inf, 0, t_x)
     t_out = t_x - jnp.sum(p * t_x, axes, keepdims=True)
-    return out, jnp.where(out == -jnp.inf, 0, t_out)
+    t_out = jnp.where(out == -jnp.inf, 0, t_out)
+    return (out, p), (t_out, p * t_out)
 
 
 def entropy(
@@ -175,7 +179,7 @@ def entropy(
     """
     (p,) = real_arrays("entropy", p=p)
     mask = None if where is None else as_mask("entropy", where, p)
-    axes = axes_of("entropy", axis, p.ndim)
+    axes = axes_of("entropy", axis, p, "p")
     return _entropy(p, mask, axes=axes)
 
 

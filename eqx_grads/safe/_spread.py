@@ -17,7 +17,8 @@ def default_tolerance(a):
 
 def as_tolerance(name, tolerance):
     """The tolerance that the caller of `name` gave."""
-    is_number = isinstance(tolerance, int | float | np.number)
+    is_number = isinstance(tolerance, int | float | np.integer | np.floating)
+    is_number = is_number and not isinstance(tolerance, bool)
     if is_number and 0 <= tolerance < math.inf:
         return float(tolerance)
     raise rule_error(

@@ -1,13 +1,14 @@
 """The standard deviation."""
 
 import functools as ft
+import math
 import numbers
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from .._errors import rule_error, type_of
+from .._errors import check_flags, rule_error, type_of
 from ._polar import as_pairs, polar
 from ._reduction_arguments import as_inexact, as_mask, axes_of, Axis, in_single, squeeze
 
@@ -60,10 +61,12 @@ def std(
     [`eqx_grads.RuleError`][] if `x` does not hold numbers, for an axis that `x` does not have,
     a `where` that does not fit, or a `ddof` that is not a Python number.
     """
+    check_flags("safe.std", keepdims=keepdims)
     x = as_inexact("std", x)
     mask = None if where is None else as_mask("std", where, x)
-    axes = axes_of("std", axis, x.ndim)
-    if not isinstance(ddof, numbers.Real):
+    axes = axes_of("std", axis, x)
+    is_number = isinstance(ddof, numbers.Real) and not isinstance(ddof, bool)
+    if not is_number or not math.isfinite(ddof):
         raise rule_error(
             "The `ddof` of `safe.std` is not a number.",
             f"it is {type_of(ddof)}",

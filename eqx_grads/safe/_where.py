@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, type_of
-from .._tangent_spaces import broadcasts_to, dtype_of, is_differentiable, promote, shape_of
+from .._tangent_spaces import (
+    broadcasts_to,
+    dtype_of_array,
+    holds_numbers,
+    is_differentiable,
+    promote,
+    shape_of,
+)
 
 
 def where(
@@ -68,7 +75,7 @@ def where(
     [`eqx_grads.RuleError`][] if `cond` does not hold booleans, if it would broadcast a leaf
     of `x` or the result to another shape, or if `fn` does not return one array.
     """
-    if dtype_of(cond) != jnp.bool_:
+    if dtype_of_array(cond) != jnp.bool_:
         raise rule_error(
             "The condition of `safe.where` does not hold booleans.",
             f"`cond` is {type_of(cond)}",
@@ -76,7 +83,7 @@ def where(
         )
     check_function(fn, "fn", "safe.where")
     for argument, value in (("otherwise", otherwise), ("substitute", substitute)):
-        if dtype_of(value) is None:
+        if not holds_numbers(value):
             raise rule_error(
                 f"The `{argument}` of `safe.where` is not a number or an array.",
                 f"it is {type_of(value)}",
@@ -88,10 +95,16 @@ def where(
         if not is_differentiable(leaf):
             return leaf
         name = "x" + jax.tree_util.keystr(path)
+        if jnp.iscomplexobj(substitute) and not jnp.iscomplexobj(leaf):
+            raise rule_error(
+                "The `substitute` of `safe.where` is complex, and `x` is not.",
+                f"`substitute` is {type_of(substitute)}, {name} is {type_of(leaf)}",
+                do="Give a real number in the domain of the function.",
+            )
         return _select(cond, leaf, substitute, name, "substitute", promote([leaf]))
 
     out = fn(jax.tree_util.tree_map_with_path(inside, x))
-    if dtype_of(out) is None:
+    if not holds_numbers(out):
         raise rule_error(
             "The function of `safe.where` did not return one array.",
             f"it returned {type_of(out)}",

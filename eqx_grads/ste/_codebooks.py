@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .._errors import rule_error, type_of
-from .._rules.float_args import as_floats, as_levels, widen
+from .._jaxprs.explicit_sharding import rows
+from .._rules.float_args import as_dtype, as_floats, as_levels, widen
 from .._rules.replace_gradient import replace_gradient
 
 
@@ -76,7 +77,7 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
             do="Give it `z` of shape `(..., size)` and a codebook of shape `(entries, size)`.",
         )
     index = _nearest(jax.lax.stop_gradient(z), jax.lax.stop_gradient(codebook))
-    entries = jax.lax.stop_gradient(codebook)[index]
+    entries = rows(jax.lax.stop_gradient(codebook), index)
     return replace_gradient(entries.astype(z.dtype), z), index
 
 
@@ -197,6 +198,13 @@ def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
     None: it is a constant.
     """
     levels = as_levels("ste.fsq_codebook", levels)
+    known = as_dtype(float if dtype is None else dtype)
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise rule_error(
+            "The `dtype` of `ste.fsq_codebook` is not a floating one.",
+            f"it is {dtype!r:.60}",
+            do="Give one such as `jnp.float32`.",
+        )
     index = jnp.arange(math.prod(levels), dtype=jnp.int32)[:, None]
     count = np.asarray(levels, np.int32)[None]
     digits = index // _place_values(levels, 2) % count

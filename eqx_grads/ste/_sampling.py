@@ -6,17 +6,19 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._errors import rule_error
+from .._errors import check_flags, rule_error
 from .._rules.float_args import (
+    as_axis,
     as_floats,
     broadcast_parameter,
-    check_flags,
+    check_key,
     check_positive,
     constant,
     is_known,
     widen,
 )
 from .._rules.replace_gradient import replace_gradient
+from ._sign_and_step import one_hot_of_largest
 
 
 def gumbel_softmax(
@@ -75,16 +77,14 @@ def gumbel_softmax(
     """
     check_positive("ste.gumbel_softmax", "temperature", temperature)
     check_flags("ste.gumbel_softmax", hard=hard)
+    check_key("ste.gumbel_softmax", key)
     logits = as_floats("ste.gumbel_softmax", logits, "logits")
+    axis = as_axis("ste.gumbel_softmax", axis, logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
     tau = broadcast_parameter("ste.gumbel_softmax", "temperature", temperature, wide)
     soft = jax.nn.softmax(noisy / tau, axis).astype(logits.dtype)
-    return replace_gradient(_one_hot_argmax(noisy, soft, axis), soft) if hard else soft
-
-
-def _one_hot_argmax(x, like, axis):
-    return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=like.dtype, axis=axis)
+    return replace_gradient(one_hot_of_largest(noisy, soft, axis), soft) if hard else soft
 
 
 def gumbel_sigmoid(
@@ -130,6 +130,7 @@ def gumbel_sigmoid(
     """
     check_positive("ste.gumbel_sigmoid", "temperature", temperature)
     check_flags("ste.gumbel_sigmoid", hard=hard)
+    check_key("ste.gumbel_sigmoid", key)
     logits = as_floats("ste.gumbel_sigmoid", logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.logistic(key, wide.shape, wide.dtype)
@@ -252,10 +253,12 @@ def reinmax(
     part of the constant.
     """
     check_positive("ste.reinmax", "temperature", temperature)
+    check_key("ste.reinmax", key)
     logits = as_floats("ste.reinmax", logits, "logits")
+    axis = as_axis("ste.reinmax", axis, logits, "logits")
     wide = widen(logits)
     noisy = wide + jr.gumbel(key, wide.shape, wide.dtype)
-    sample = _one_hot_argmax(noisy, wide, axis)
+    sample = one_hot_of_largest(noisy, wide, axis)
     temperature = constant("ste.reinmax", "temperature", temperature)
     tau = broadcast_parameter("ste.reinmax", "temperature", temperature, wide)
     middle = 0.5 * (sample + jax.nn.softmax(wide / tau, axis))

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 from .._errors import rule_error
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
+    as_axis,
     as_floats,
     broadcast_parameter,
     check_parameter,
@@ -142,7 +143,7 @@ def heaviside(
 
     As [`eqx_grads.ste.round`][].
     """
-    check_parameter("ste.heaviside", "value at zero", at_zero)
+    check_parameter("ste.heaviside", "`at_zero`", at_zero)
     at_zero = constant("ste.heaviside", "value at zero", at_zero)
     step = ft.partial(wrap(_heaviside, backward=backward), at_zero=at_zero)
     return map_floats("ste.heaviside", step, x)
@@ -150,7 +151,7 @@ def heaviside(
 
 def _heaviside(x, *, at_zero):
     # Not `jnp.heaviside`, which on JAX 0.10.0 does not propagate NaN.
-    at_zero = jnp.asarray(at_zero).astype(x.dtype)
+    at_zero = broadcast_parameter("ste.heaviside", "value at zero", at_zero, x)
     step = jnp.where(x == 0, at_zero, (x > 0).astype(x.dtype))
     return jnp.where(jnp.isnan(x), x, step)
 
@@ -199,7 +200,7 @@ def ternary(
     As [`eqx_grads.ste.round`][], and if the threshold is differentiated.
     """
     if not isinstance(threshold, str):
-        check_parameter("ste.ternary", "threshold", threshold)
+        check_positive("ste.ternary", "threshold", threshold, or_zero=True)
         threshold = constant("ste.ternary", "threshold", threshold)
     elif threshold != "mean":
         raise rule_error(
@@ -332,8 +333,15 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
     """
     check_positive("ste.one_hot_argmax", "temperature", temperature)
     x = as_floats("ste.one_hot_argmax", x)
+    axis = as_axis("ste.one_hot_argmax", axis, x)
     wide = widen(x)
     tau = broadcast_parameter("ste.one_hot_argmax", "temperature", temperature, wide)
     soft = jax.nn.softmax(wide / tau, axis).astype(x.dtype)
-    hard = jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=x.dtype, axis=axis)
-    return replace_gradient(hard, soft)
+    return replace_gradient(one_hot_of_largest(x, soft, axis), soft)
+
+
+def one_hot_of_largest(x: Array, like: Array, axis: int) -> Array:
+    """One at the first of the largest elements along an axis, which may be empty."""
+    if x.size == 0:
+        return jnp.zeros_like(like)
+    return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=like.dtype, axis=axis)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from .._errors import rule_error
+from .._errors import check_flags, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
+    as_axes,
     as_bits,
     as_floats,
     as_integer,
     broadcast_parameter,
-    check_flags,
     check_parameter,
     check_positive,
     is_known,
@@ -204,7 +204,8 @@ def absmax_scale(
     """
     _, high = _integer_range("ste.absmax_scale", bits, signed)
     x = jax.lax.stop_gradient(as_floats("ste.absmax_scale", x))
-    largest = jnp.max(jnp.abs(x), axis, keepdims=axis is not None, initial=0)
+    axes = as_axes("ste.absmax_scale", axis, x)
+    largest = jnp.max(jnp.abs(x), axes, keepdims=axis is not None, initial=0)
     exact = widen(largest) / high
     scale = exact.astype(x.dtype)
     # In half precision, round up: with a smaller scale, the largest element would be clipped.
@@ -274,6 +275,12 @@ def lsq(
     check_positive("ste.lsq", "step", step)
     if gradient_scale is not None:
         check_positive("ste.lsq", "gradient scale", gradient_scale)
+        if np.shape(gradient_scale) != ():
+            raise rule_error(
+                "The gradient scale of `ste.lsq` is not one number.",
+                f"`gradient_scale` is {type_of(gradient_scale)}",
+                do="Give one number for all steps.",
+            )
     x, step = as_floats("ste.lsq", x), jnp.asarray(step)
     if gradient_scale is None:
         sharing = max(x.size, 1) / max(step.size, 1)
@@ -350,16 +357,16 @@ def dorefa(x: ArrayLike, *, bits: int = 2, mode: str = "weights") -> Array:
     _, levels = _integer_range("ste.dorefa", bits, signed=False)
     x = as_floats("ste.dorefa", x)
     wide = widen(x)
-    if mode == "activations":
-        inside = (wide >= 0) & (wide <= 1)  # the derivative of `jnp.clip` at 0 and 1 is 1/2
-        unit = jnp.where(inside, wide, jnp.clip(jax.lax.stop_gradient(wide), 0, 1))
-        return _round_straight_through(unit, levels).astype(x.dtype)
-    if mode != "weights":
+    if not isinstance(mode, str) or mode not in ("weights", "activations"):
         raise rule_error(
             "`ste.dorefa` got an unknown `mode`.",
             f"it is {mode!r:.80}",
             do='Give it "weights" or "activations".',
         )
+    if mode == "activations":
+        inside = (wide >= 0) & (wide <= 1)  # the derivative of `jnp.clip` at 0 and 1 is 1/2
+        unit = jnp.where(inside, wide, jnp.clip(jax.lax.stop_gradient(wide), 0, 1))
+        return _round_straight_through(unit, levels).astype(x.dtype)
     squashed = jnp.tanh(wide)
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(squashed)), initial=0)
     largest = jnp.maximum(largest, jnp.finfo(wide.dtype).tiny)

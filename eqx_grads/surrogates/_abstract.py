@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from .._errors import rule_error, type_of
 from .._rules import float_args
+from .._tangent_spaces import broadcasts_to
 from ._spike import AbstractSurrogate
 
 
@@ -39,6 +41,14 @@ def _widen(surrogate, v):
     """`v` as an array; the surrogate and `v` in the precision of the computation."""
     v = float_args.as_floats(_name(surrogate), v, "v")
     wide = float_args.widen(v)
+    for field in dataclasses.fields(surrogate):
+        x = getattr(surrogate, field.name)
+        if not broadcasts_to(jnp.shape(x), v.shape):
+            raise rule_error(
+                f"The `{field.name}` of `{_name(surrogate)}` does not broadcast to `v`.",
+                f"`v` is {type_of(v)}, `{field.name}` is {type_of(x)}",
+                do="Give it a number, or an array with ones for the axes that share it.",
+            )
     fields = jax.tree.map(lambda x: jnp.asarray(x).astype(wide.dtype), surrogate)
     return v, fields, wide
 

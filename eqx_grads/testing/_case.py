@@ -11,6 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._argument_checks import (
+    as_names,
+    check_integer,
+    check_options,
+    check_sequence,
+    check_tolerance,
+)
 from ._compare import as_real, difference, norm, tolerance_of
 from ._compiled import Program
 from ._eager import EagerCalls
@@ -39,6 +46,17 @@ class Options:
     at: Sequence[Any] = ()
     max_residual_bytes: int | None = None
     tolerance: float | None = None
+
+    def __post_init__(self):
+        functions = ("reference", "expected_tangent", "expected_cotangent")
+        given = {name: getattr(self, name) for name in functions}
+        check_options("check_rule", given, nonlinear=self.nonlinear)
+        check_tolerance("check_rule", tolerance=self.tolerance)
+        check_integer("check_rule", "order", self.order, 1)
+        check_sequence("check_rule", "at", self.at)
+        as_names("check_rule", "nondifferentiable", self.nondifferentiable)
+        if self.max_residual_bytes is not None:
+            check_integer("check_rule", "max_residual_bytes", self.max_residual_bytes, 0)
 
 
 class Precision:

@@ -13,6 +13,7 @@ from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
+from ._argument_checks import as_names, as_seed, check_options, check_tolerance
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_faults import ALL, CALLER, faults_of_leaves, faults_of_value
 from ._gradient_report import (
@@ -128,6 +129,10 @@ def check_gradients(
     without inexact arrays, an operation that JAX can't differentiate, and options that make no
     sense.
     """
+    check_options(CALLER, {}, raises=raises)
+    check_tolerance(CALLER, tolerance=tolerance)
+    as_names(CALLER, "skip", skip)
+    as_seed(CALLER, seed)
     with showing_progress(CALLER):
         report = _report(loss, model, args, kwargs, skip, tolerance, seed)
     if raises:

@@ -5,6 +5,7 @@ from typing import Any
 
 from .._diagnosis.progress import doing, showing_progress
 from .._errors import rule_error
+from ._argument_checks import as_names, as_seeds, check_options
 from ._case import Case, Options
 from ._checks.derivative import forward, reverse
 from ._checks.leaks import leaks
@@ -152,6 +153,7 @@ def check_rule(
     [`eqx_grads.testing.RuleCheckError`][], an `AssertionError` with the report; an
     `eqx_grads.RuleError` for options that make no sense.
     """
+    check_options("check_rule", {"fn": fn}, raises=raises)
     names = _chosen(checks, skip)
     options = Options(
         reference=reference,
@@ -166,7 +168,7 @@ def check_rule(
         max_residual_bytes=max_residual_bytes,
         tolerance=tolerance,
     )
-    seeds = [seed] if isinstance(seed, int) else list(seed)
+    seeds = as_seeds("check_rule", seed)
     case = Case(fn, args, kwargs, options, seeds[0])
     if not case.subject.leaves:
         raise rule_error(
@@ -210,13 +212,13 @@ def _run(name: str, case: Case) -> list[Finding]:
 
 
 def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[str]:
-    as_names = lambda names: (names,) if isinstance(names, str) else tuple(names)
-    wanted = tuple(CHECKS) if checks is None else as_names(checks)
-    for name in (*wanted, *as_names(skip)):
+    wanted = tuple(CHECKS) if checks is None else as_names("check_rule", "checks", checks)
+    left_out = as_names("check_rule", "skip", skip)
+    for name in (*wanted, *left_out):
         if name not in CHECKS:
             raise rule_error(
                 f"There is no check `{name}`.",
                 f"there are {', '.join(f'`{check}`' for check in CHECKS)}",
                 do="Choose among these in `checks=` and `skip=`.",
             )
-    return [name for name in CHECKS if name in wanted and name not in as_names(skip)]
+    return [name for name in CHECKS if name in wanted and name not in left_out]

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._rules.float_args import check_nonnegative_number
+from ._argument_checks import check_options, check_tolerance
+
 
 # The relative error that rounding explains, by the dtype of lowest precision.
 _TOLERANCE = {"float64": 1e-7, "float32": 3e-5, "float16": 2e-2, "bfloat16": 8e-2}
@@ -163,6 +166,9 @@ def assert_trees_close(
 
     `AssertionError`, with the path of the worst leaf.
     """
+    check_options("assert_trees_close", {}, entrywise=entrywise)
+    check_tolerance("assert_trees_close", tolerance=tolerance)
+    check_nonnegative_number("assert_trees_close", scale=scale)
     flat_got, def_got = jax.tree_util.tree_flatten_with_path(got)
     flat_expected, def_expected = jax.tree_util.tree_flatten_with_path(expected)
     if def_got != def_expected:

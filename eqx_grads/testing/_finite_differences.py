@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import check_function
 from ._compare import as_real, norm
 from ._flat_function import double_precision, FlatFunction
 
@@ -92,6 +93,7 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
     A `TypeError` if a leaf is complex, or if `fn` does not return one array.
     """
+    check_function(fn, "fn", "numerical_jacobian")
     with double_precision():
         subject = FlatFunction(fn, args, kwargs).in_float64()
         out = jax.tree.leaves(subject.call(subject.leaves))

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._tangent_spaces import is_arraylike, is_differentiable
+from ._argument_checks import as_seed
 
 
 def random_tangent(primal: PyTree, *, seed: int = 0) -> PyTree:
@@ -35,7 +36,7 @@ def random_tangent(primal: PyTree, *, seed: int = 0) -> PyTree:
 
     A tree like `primal`, with arrays of the same shapes and dtypes for floating-point leaves.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(as_seed("random_tangent", seed))
 
     def random(x):
         if not (is_arraylike(x) and is_differentiable(x)):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..._errors import check_flags
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.peak_memory import peak_bytes
@@ -106,6 +107,7 @@ def explain_memory(
     [`eqx_grads.RuleError`][] if the loss does not return a real scalar or can't be traced, or
     if there is no inexact array in `model`.
     """
+    check_flags("explain_memory", compiled=compiled)
     doing("tracing the loss and its gradient")
     traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
     numbered = NumberedLoss(traced)

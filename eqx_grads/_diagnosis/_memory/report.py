@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from ..._errors import rule_error
 from ..layers import group_of
 from ..progress import doing, showing_progress
 from ..report import AbstractRecord, AbstractReport, cells, COLUMNS, count, Table
@@ -99,6 +100,13 @@ class MemoryReport(AbstractReport):
         Each advice is applied to the program of the loss, and its gradient is compiled; so is
         the gradient as it is, if that was not done. Nothing is computed.
         """
+        if not self._measure:
+            raise rule_error(
+                "`verify` was called of a copy of a report.",
+                "the program of the loss can't be copied or pickled, and so is not",
+                do="Call `verify` of the report that `explain_memory` returned, and copy or "
+                "pickle what `verify` returns.",
+            )
         measure_plain, *measures = self._measure
         doing("compiling the gradient")
         compiled = measure_plain() if self.compiled is None else self.compiled
@@ -113,6 +121,9 @@ class MemoryReport(AbstractReport):
             advice=advice,
             measure=self._measure,
         )
+
+    def __getstate__(self):
+        return {**vars(self), "_measure": []}
 
     def plot(self, *, axes: Any = None) -> Any:
         """Draw the layers, lines and arrays in columns. The height of a box is its bytes.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.evaluate import bind, evaluate, with_fixed_dtypes
+from ..._jaxprs.plain_scan import lax_fori_loop
 from ..._jaxprs.record import AbstractRecorder, record, record_inner, record_while
 from ..._jaxprs.structure import Cond, Scan, structure, While
 from ..progress import doing
@@ -240,4 +241,4 @@ def _carry_after(node: Node, i: int, recorder: _BadCotangents, values, n_steps):
         return with_fixed_dtypes(record(body, inputs, recorder)[0][:n_carry])
 
     init = with_fixed_dtypes(values[known.n_before_carry :][:n_carry])
-    return jax.lax.fori_loop(0, n_steps, advance, init)
+    return lax_fori_loop(0, n_steps, advance, init)

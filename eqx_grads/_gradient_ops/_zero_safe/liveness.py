@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
+from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import Call, Checkpoint, Scan
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
@@ -391,7 +392,7 @@ def scan_masks(
         out = evaluate(body.program, [*consts, *carry, *x])
         return out[: scan.n_carry], carry
 
-    scanned = ft.partial(jax.lax.scan, length=scan.length)
+    scanned = ft.partial(lax_scan, length=scan.length)
     _, carries = scanned(record, init, xs, reverse=scan.reverse)
     wanted = [i in moving for i in range(len(types))]
     per_step = {i: y for i, y in enumerate(outs[scan.n_carry :]) if not isinstance(y, bool)}

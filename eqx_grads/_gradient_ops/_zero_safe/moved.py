@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
@@ -224,7 +225,7 @@ def moved_scan(
         return (out[: scan.n_carry], after), (of_carry, of_ys)
 
     first = {i: dense(ins[i], types[i].shape) for i in tracked}
-    (_, last), (before, of_ys) = jax.lax.scan(
+    (_, last), (before, of_ys) = lax_scan(
         step,
         (values[n:m], first),
         (values[m:], sliced),

@@ -8,9 +8,10 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from ..._errors import name_of, place_of, rule_error
+from ..._errors import check_function, name_of, place_of, rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
+from ..._jaxprs.plain_scan import plain_scans
 from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
 from .analysis import analyze
 from .ranges import Range
@@ -103,10 +104,11 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     [`eqx_grads.RuleError`][] for a policy that there is not, and when the function is called if
     it can't be traced.
     """
-    if policy not in _POLICIES:
+    check_function(fn, "fn", "zero_safe")
+    if not isinstance(policy, str) or policy not in _POLICIES:
         raise rule_error(
             "`zero_safe` was given a policy that it does not have.",
-            f"it is {policy!r}",
+            f"`policy` is {policy!r:.60}",
             do=f"Use one of {', '.join(map(repr, _POLICIES))}.",
         )
     return eqx.module_update_wrapper(ZeroSafe(fn, policy))
@@ -148,7 +150,8 @@ class ZeroSafe(eqx.Module):
 
 def _trace(fn, run, arrays) -> ClosedJaxpr:
     try:
-        return jax.make_jaxpr(run)(arrays)
+        with plain_scans():
+            return jax.make_jaxpr(run)(arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise rule_error(
             f"`zero_safe` can't trace `{name_of(fn)}`.",

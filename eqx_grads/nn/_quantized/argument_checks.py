@@ -12,8 +12,9 @@ from jaxtyping import Array
 
 from ... import ste
 from ..._errors import name_of, rule_error, RuleError, type_of
-from ..._rules.float_args import as_floats, as_integer, is_known
-from .._argument_checks import is_number
+from ..._rules.float_args import as_floats, as_integer, is_known, is_number
+from ..._tangent_spaces import dtype_of_array, holds_numbers
+from .._argument_checks import as_sizes, is_size
 from .._dtypes import default_dtype
 
 
@@ -118,7 +119,8 @@ def check_vectors(layer: str, z: Array, axis: int, size: int) -> None:
 
 
 def check_indices(layer: str, indices: Any, axis: int) -> None:
-    integers = jnp.issubdtype(jnp.result_type(indices), jnp.integer)
+    dtype = dtype_of_array(indices)
+    integers = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
     if integers and jnp.ndim(indices) + 1 >= -axis:
         return
     raise rule_error(
@@ -167,7 +169,7 @@ def check_input(name: str, layer: eqx.nn.Linear, x: Any) -> None:
     if jnp.shape(x) != shape:
         raise rule_error(
             f"`{name}` was given an input of the wrong size.",
-            f"the input is {type_of(x)}, `in_features` is {layer.in_features!r}",
+            f"`x` is {type_of(x)}, `in_features` is {layer.in_features!r}",
             do=f"Give it {'a scalar' if scalar else f'a vector of shape {shape}'}, and use "
             "`jax.vmap` for a batch.",
         )
@@ -175,3 +177,35 @@ def check_input(name: str, layer: eqx.nn.Linear, x: Any) -> None:
 
 def _refused(layer, what, x, do):
     return rule_error(f"`{layer}` can't be made with this `{what}`.", f"it is {x!r:.80}", do=do)
+
+
+def check_convolution(
+    num_spatial_dims: Any, groups: Any, padding_mode: Any, **sizes: Any
+) -> None:
+    """Check what Equinox does not of the arguments of a convolution."""
+    as_sizes("QuantizedConv", num_spatial_dims=num_spatial_dims, groups=groups)
+    for name, given in sizes.items():
+        each = given if isinstance(given, tuple | list) else (given,)
+        if not each or not all(map(is_size, each)):
+            raise rule_error(
+                f"The `{name}` of `QuantizedConv` is not of positive integers.",
+                f"it is {given!r:.60}",
+                do="Give a positive integer, or one for each spatial dimension.",
+            )
+    if not isinstance(padding_mode, str):
+        raise rule_error(
+            "The `padding_mode` of `QuantizedConv` is not the name of one.",
+            f"it is {padding_mode!r:.60}",
+            do="Give one such as `'ZEROS'`, as to `equinox.nn.Conv`.",
+        )
+
+
+def check_image(name: str, layer: eqx.nn.Conv, x: Any) -> None:
+    """Check that an input has the axes and the channels that a convolution takes."""
+    axes = layer.num_spatial_dims + 1
+    if not holds_numbers(x) or jnp.ndim(x) != axes or jnp.shape(x)[0] != layer.in_channels:
+        raise rule_error(
+            f"`{name}` was given an input of the wrong shape.",
+            f"`x` is {type_of(x)}, `in_channels` is {layer.in_channels}",
+            do=f"Give it {axes} axes, the channels first, and use `jax.vmap` for a batch.",
+        )

@@ -11,7 +11,8 @@ import jax.random as jr
 from jaxtyping import Array, Float, Key
 
 from ... import ste
-from ..._rules.float_args import check_flags, widen
+from ..._errors import check_flags
+from ..._rules.float_args import widen
 from .argument_checks import as_threshold, check_backward
 from .layers import (
     AbstractQuantizedLinear,

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key
 
-from ..._errors import name_of, rule_error
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, name_of, rule_error
 from .._argument_checks import as_sizes
 from .._dtypes import layer_dtype
 from .argument_checks import (
+    check_convolution,
+    check_image,
     check_input,
     check_layer,
     check_quantized,
@@ -67,6 +68,8 @@ class AbstractQuantizedLayer(eqx.Module):
         del key
         if isinstance(self.layer, eqx.nn.Linear):
             check_input(type(self).__name__, self.layer, x)
+        else:
+            check_image(type(self).__name__, self.layer, x)
         weight = self.quantized_weight()
         if self.input_quantizer is not None:
             x = _quantized("input", self.input_quantizer, x)
@@ -240,6 +243,8 @@ class QuantizedConv(AbstractQuantizedLayer):
             "QuantizedConv", in_channels=in_channels, out_channels=out_channels
         )
         check_flags("QuantizedConv", use_bias=use_bias)
+        sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        check_convolution(num_spatial_dims, groups, padding_mode, **sizes)
         layer = eqx.nn.Conv(
             num_spatial_dims,
             in_channels,

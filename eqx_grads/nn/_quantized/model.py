@@ -383,7 +383,7 @@ class _Walk:
                     "before.",
                 )
             raise rule_error(
-                f"A rule of `quantize_model` matches no layer: {rule.name}.",
+                f"A rule of `quantize_model` matches no layer of the `model`: {rule.name}.",
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer is an `equinox.nn.Linear` or an `equinox.nn.Conv`. Rules name it "
                 "by its type or path, or by the type or path of a node that contains it. Paths "

@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
 
 from ... import ste
-from ..._errors import rule_error, type_of
-from ..._rules.float_args import as_bits, as_floats, as_levels, check_flags, widen
-from .._argument_checks import is_number
+from ..._errors import check_flags, rule_error, type_of
+from ..._rules.float_args import as_bits, as_floats, as_levels, is_number, widen
 from .argument_checks import (
     as_axis,
     as_channel_axis,

@@ -9,8 +9,10 @@ import jax.random as jr
 from jaxtyping import Array, Float, Integer, Key
 
 from ... import ste
-from ..._errors import rule_error
-from ..._rules.float_args import as_floats, check_flags, widen
+from ..._control_flow import lax_fori_loop
+from ..._errors import check_flags, rule_error
+from ..._jaxprs.explicit_sharding import add_rows, gathered, rows
+from ..._rules.float_args import as_floats, widen
 from ..._tangent_spaces import promote
 from .._dtypes import layer_dtype
 from .argument_checks import (
@@ -172,7 +174,7 @@ class VectorQuantizer(eqx.Module):
         moved = jnp.moveaxis(z, self.axis, -1)
         value, indices = ste.vector_quantize(moved, self.codebook)
         wide = promote([widen(z), widen(self.codebook)])
-        near, entry = moved.astype(wide), self.codebook[indices].astype(wide)
+        near, entry = moved.astype(wide), rows(self.codebook, indices).astype(wide)
         # Not in half precision, in which squares overflow.
         dtype = widen(z).dtype
         distance = lambda a, b: (
@@ -224,7 +226,7 @@ class VectorQuantizer(eqx.Module):
             return _moved(z, index_of(carry[0]), *carry, decay=0.0, ema=True)
 
         carry = jax.lax.stop_gradient((start, self.usage))
-        return self._with(*jax.lax.fori_loop(0, _LLOYD_ITERATIONS, step, carry))
+        return self._with(*lax_fori_loop(0, _LLOYD_ITERATIONS, step, carry))
 
     def updated(
         self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
@@ -264,7 +266,7 @@ class VectorQuantizer(eqx.Module):
             finite = jnp.all(jnp.isfinite(z), axis=1)
             dead = (usage * len(usage) < self.dead_below) & jnp.any(finite)
             drawn = _draw(key, finite, len(usage))
-            codebook = jnp.where(dead[:, None], z[drawn], codebook)
+            codebook = jnp.where(dead[:, None], rows(z, drawn), codebook)
             usage = jnp.where(dead, 1 / len(usage), usage)
         return self._with(codebook, usage)
 
@@ -291,15 +293,15 @@ def _moved(z, index, codebook, usage, *, decay, ema):
     finite = jnp.all(jnp.isfinite(z), axis=1)
     count = jnp.sum(finite, dtype=usage.dtype)
     weight = finite.astype(count.dtype) / jnp.maximum(count, 1)
-    share = jnp.zeros_like(usage).at[index].add(weight)
+    share = add_rows(jnp.zeros_like(usage), index, weight)
     usage = jnp.where(count > 0, decay * usage + (1 - decay) * share, usage)
     if not ema:
         return codebook, usage
     # As a sum of differences, which is exactly zero for an entry that is not used.
     wide = widen(codebook)
     weight = weight[:, None].astype(wide.dtype)
-    pull = jnp.where(weight > 0, widen(z) - wide[index], 0) * weight
-    pull = jnp.zeros_like(wide).at[index].add(pull)
+    pull = jnp.where(weight > 0, widen(z) - rows(wide, index), 0) * weight
+    pull = add_rows(jnp.zeros_like(wide), index, pull)
     # The usage of an entry that was used is positive; for the others, `pull` is zero.
     divisor = jnp.where(usage > 0, usage, 1).astype(wide.dtype)[:, None]
     return (wide + (1 - decay) * pull / divisor).astype(codebook.dtype), usage
@@ -307,6 +309,7 @@ def _moved(z, index, codebook, usage, *, decay, ema):
 
 def _draw(key, usable, number):
     """Random indices of usable vectors. All occur once before any occurs again."""
+    usable = gathered(usable)
     order = jr.permutation(jr.key(0) if key is None else key, len(usable))
     order = order[jnp.argsort(~usable[order])]  # a stable sort
     return order[jnp.arange(number) % jnp.maximum(jnp.sum(usable), 1)]

@@ -7,8 +7,7 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from ..._control_flow.scan import named_method
-from ..._errors import rule_error, RuleError
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, check_function, rule_error, RuleError
 from .._argument_checks import check_callable, check_features
 from .cell_scan import scan_cell
 from .layer import AbstractRecurrent, zero_hidden
@@ -79,7 +78,7 @@ class Recurrent(AbstractRecurrent):
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
         check_flags("Recurrent", reverse=reverse, time_major=time_major)
-        check_callable("Recurrent", "cell", cell)
+        check_function(cell, "cell", "Recurrent")
         check_callable("Recurrent", "output", output)
         self.cells = ((cell,),)
         self.initial_state = initial_state

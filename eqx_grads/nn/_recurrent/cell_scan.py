@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
+from ..._jaxprs.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
 
 
@@ -53,12 +54,17 @@ def scan_gated_cell(
     return scan_cell(cell, xs.astype(dtype), state, valid, reverse)
 
 
+def _type_of_step(x: Array) -> jax.ShapeDtypeStruct:
+    spec = explicit_spec(x)
+    sharding = None if spec is None else sharding_like(x, spec[1:])
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+
 def _first_state(
     cell: Callable[..., Any], step: Callable[..., Any], state: PyTree, inputs: PyTree
 ) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-    new, _ = jax.eval_shape(step, state, one)
+    new, _ = jax.eval_shape(step, state, jax.tree.map(_type_of_step, inputs))
     shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
     same_tree = jax.tree.structure(new) == jax.tree.structure(state)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,5 +1,6 @@
 """What the backward passes of GRU, LSTM and RNN share: matrix products over chunks of time."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
+from ..._jaxprs.explicit_sharding import (
+    batch_of_copies,
+    distribute_like,
+    explicit_spec,
+    sharding_like,
+)
 from ..._tangent_spaces import sum_dtype
 
 
@@ -42,6 +49,20 @@ def is_small(h: jax.Array) -> bool:
     return h.size < 64
 
 
+def matmul_of_step(
+    x: jax.Array, h: jax.Array, w_in: jax.Array, w_state: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """`x @ w_in + h @ w_state + bias`.
+
+    Where a step costs by the operation, this is one product of `[x, h]` with a joint weight. A
+    large step may be distributed over devices by the features of `x` or of `h`, of which
+    `[x, h]` would be all moved.
+    """
+    if x.size + h.size > 2**9:
+        return matmul_steps(x, w_in, bias) + h @ w_state
+    return matmul_steps(jnp.concatenate([x, h], -1), jnp.concatenate([w_in, w_state]), bias)
+
+
 def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
     """One array for each gate. A loop whose body slices one array of all gates takes twice as
     long on a CPU."""
@@ -49,10 +70,13 @@ def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
 
 
 def matmul_steps(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`x @ weight + bias` for all steps of a chunk at once."""
-    out = x.reshape(-1, x.shape[-1]) @ weight
-    out = out if bias is None else out + bias[None]
-    return out.reshape(*x.shape[:-1], weight.shape[1])
+    """`x @ weight + bias` for all steps of a chunk at once.
+
+    Steps and examples stay two axes: if the batch is distributed over several devices, one axis
+    of both would have to be gathered on each of them.
+    """
+    out = x @ weight
+    return out if bias is None else out + jnp.expand_dims(bias, range(out.ndim - 1))
 
 
 def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Array | None:
@@ -63,7 +87,8 @@ def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Arr
     """
     if weight is None or perturbed is not True:
         return None
-    return jnp.zeros_like(hs, shape=weight.shape, dtype=sum_dtype(weight.dtype))
+    zeros = jnp.zeros_like(hs, shape=weight.shape, dtype=sum_dtype(weight.dtype))
+    return distribute_like(zeros, weight, explicit_spec(weight))
 
 
 def add_gradients(
@@ -82,12 +107,20 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
         # XLA calls a library for a matrix product, which takes longer than a small sum, and it
         # is slow at a product with one column.
         return jnp.sum(ct[..., None] * x[..., None, :], (0, 1), dtype=sum_dtype(x.dtype))
-    ct, x = ct.reshape(-1, ct.shape[-1]), x.reshape(-1, x.shape[-1])
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
     # product whose left operand is contracted along its first axis: about half as fast, with
     # JAX 0.10.2. https://github.com/jax-ml/jax/issues/19327 (open) is about such layouts.
-    return jnp.matmul(
-        jax.lax.optimization_barrier(ct.T), x, preferred_element_type=sum_dtype(x.dtype)
+    ct = jax.lax.optimization_barrier(jnp.moveaxis(ct, -1, 0))
+    # Where the batch is distributed over an explicit mesh axis, JAX has to be told that this is
+    # a sum over all devices.
+    of_ct, of_x = explicit_spec(ct), explicit_spec(x)
+    spec = None if of_ct is None or of_x is None else (of_ct[0], of_x[-1])
+    return jax.lax.dot_general(
+        ct,
+        x,
+        (((1, 2), (0, 1)), ((), ())),
+        preferred_element_type=sum_dtype(x.dtype),
+        out_sharding=sharding_like(ct, spec),
     )
 
 
@@ -114,22 +147,29 @@ def vmap_into_batch(
     *weights_batched, xs_batched, state_batched, valid_batched = batched
     if any(b is True for b in jax.tree.leaves(weights_batched)):
         return NotImplemented
+    pairs = zip(
+        jax.tree.leaves((xs, state, valid)),
+        jax.tree.leaves((xs_batched, state_batched, valid_batched)),
+        strict=True,
+    )
+    fold = ft.partial(_fold_batch, axis_size, next(x for x, b in pairs if b))
     hs, last = layer(
         *weights,
-        _fold_batch(axis_size, 1, xs, xs_batched),
-        _fold_batch(axis_size, 0, state, state_batched),
-        _fold_batch(axis_size, 1, valid, valid_batched),
+        fold(1, xs, xs_batched),
+        fold(0, state, state_batched),
+        fold(1, valid, valid_batched),
         **options,
     )
     return (_unfold_batch(axis_size, 1, hs), _unfold_batch(axis_size, 0, last)), True
 
 
-def _fold_batch(size: int, axis: int, tree: Any, batched: Any) -> Any:
-    """Merge a batch dimension in front into the one that is at `axis` without it."""
+def _fold_batch(size: int, of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
+    """Merge a batch dimension in front, which `of_batch` has, into the one that is at `axis`
+    without it."""
 
     def fold(x, is_batched):
         if not is_batched:
-            x = jnp.broadcast_to(x[None], (size, *x.shape))
+            x = batch_of_copies(x, size, of_batch)
         if x.shape[axis + 1] == 1:
             # No reshape, so that XLA cancels this transpose with the one that `vmap` adds.
             return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)

@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
 from ..._diagnosis.layers import AbstractCellLayer
-from ..._errors import name_of, rule_error, type_of
+from ..._errors import check_flags, name_of, rule_error, type_of
+from ..._rules.float_args import check_key
 from .stack import first_states, last_states, Stack, valid_steps, zero_states
 
 
@@ -100,12 +101,16 @@ class AbstractRecurrent(AbstractCellLayer):
                 f"`xs` is {type_of(xs)}",
                 do="Pass `(time, in)` or a batch of sequences, and `jax.vmap` for more axes.",
             )
+        if inference is not None:
+            check_flags(name, inference=inference)
+        if len(self.cells) > 1 and self.stack.drops(inference):
+            check_key(name, key)
         is_batch = xs.ndim == 3
         xs = self.stack.time_first(xs)
         valid = valid_steps(name, lengths, xs, is_batch)
         if valid is not None:
             # The padding may hold anything, NaN included.
-            xs = jnp.where(valid[:, :, None], xs, 0)
+            xs = jnp.where(valid[:, :, None], xs, jnp.zeros((), xs.dtype))
         learned = self.initial_state
         default = self._zero_states() if learned is None else learned
         n_cells = sum(map(len, self.cells))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -17,6 +18,7 @@ from .chunked_matmuls import (
     chunk_length,
     forward_chunk,
     is_small,
+    matmul_of_step,
     matmul_steps,
     split_gates,
     vmap_into_batch,
@@ -40,7 +42,6 @@ def lstm(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
 
 
 def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
-    both = jnp.concatenate([w_in, w_state], 1).T
     w_in, w_state = w_in.T, w_state.T
     length = forward_chunk(xs, state[0].shape[1])
 
@@ -48,8 +49,8 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
         h_before, c_before = state
         x, valid = inputs
         if length is None:
-            x_and_h = jnp.concatenate([x, h_before], -1)
-            i, f, g, o = _gates(split_gates(matmul_steps(x_and_h, both, bias), 4))
+            both = matmul_of_step(x, h_before, w_in, w_state, bias)
+            i, f, g, o = _gates(split_gates(both, 4))
         else:
             i, f, g, o = _gates(_add(x, split_gates(h_before @ w_state, 4)))
         c = f * c_before + i * g
@@ -63,10 +64,10 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
     def chunk(state, inputs, _):
         x, valid = inputs
         from_x = split_gates(matmul_steps(x, w_in, bias), 4)
-        return jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
+        return lax_scan(step, state, (from_x, valid), reverse=reverse)
 
     if length is None:
-        last, (hs, *kept) = jax.lax.scan(step, state, (xs, valid), reverse=reverse)
+        last, (hs, *kept) = lax_scan(step, state, (xs, valid), reverse=reverse)
     else:
         last, (hs, *kept) = scan_in_chunks(
             chunk, state, (xs, valid), chunk=length, reverse=reverse
@@ -118,7 +119,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, xs, first, valid, hs, (cs, *gates) = residuals
     ct_hs, (ct_h, ct_c) = cts
     w_in_t, w_state_t = w_in.T, w_state.T
-    perturbed_in, perturbed_state, perturbed_bias, perturbed_xs = perturbed[:4]
+    *perturbed_weights, perturbed_xs = perturbed[:4]
     factors_first = is_small(first[0])
     step = ft.partial(_backward_step, w_state, factors_first=factors_first)
 
@@ -136,37 +137,35 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         operands: Any = (c, c_after, of_chunk)
         if factors_first:
             operands = _factors(*operands)
-        cts, out = jax.lax.scan(step, cts, (operands, ct, valid), reverse=not reverse)
+        cts, out = lax_scan(step, cts, (operands, ct, valid), reverse=not reverse)
         d_gates: Any = out
         if factors_first:
             d_gates = _cotangents(out[0], out[1], operands, valid)
         sums = add_gradients(
-            sums, (_joint_weight_gradient, d_gates, x, h), (bias_gradient, d_gates)
+            sums,
+            (weight_gradient, d_gates, x),
+            (weight_gradient, d_gates, h),
+            (bias_gradient, d_gates),
         )
         return (cts, sums), matmul_steps(d_gates, w_in) if perturbed_xs else None
 
-    zero = jnp.zeros_like(hs, shape=hs.shape[1:])
+    zero = jnp.zeros_like(first[0])
     cts = tuple(zero if ct is None else ct for ct in (ct_h, ct_c))
-    # One product for both weights, also where one of them is frozen, which is rare.
-    either = perturbed_in or perturbed_state
-    both = jnp.concatenate([w_in, w_state], 1) if either else None
+    weights = (w_in, w_state, bias)
     length = chunk_length(xs, hs.shape[-1])
     entries = [
         chunk_init(after, before_all, chunk=length, reverse=reverse)
         for after, before_all in zip((hs, cs), first, strict=True)
     ]
-    (cts, (ct_both, ct_bias)), ct_xs = scan_in_chunks(
+    (cts, sums), ct_xs = scan_in_chunks(
         chunk,
-        (cts, [zero_sum(both, True, hs), zero_sum(bias, perturbed_bias, hs)]),
+        (cts, [zero_sum(w, p, hs) for w, p in zip(weights, perturbed_weights, strict=True)]),
         (xs, hs, cs, ct_hs, gates, valid),
         entries,
         chunk=length,
         reverse=not reverse,
     )
-    ct_in, ct_state = (
-        (None, None) if ct_both is None else jnp.split(ct_both, [w_in.shape[1]], 1)
-    )
-    return ct_in, ct_state, ct_bias, ct_xs, cts, None
+    return (*sums, ct_xs, cts, None)
 
 
 def _factors(c, c_after, gates):
@@ -197,10 +196,6 @@ def _backward_step(w_state, cts, inputs, *, factors_first) -> tuple[Any, Any]:
         v = valid[:, None]
         ct_h, ct_c = jnp.where(v, ct_h, d_h), jnp.where(v, ct_c, d_c)
     return (ct_h, ct_c), (d_h, d) if factors_first else d_gates
-
-
-def _joint_weight_gradient(ct, x, h):
-    return weight_gradient(ct, jnp.concatenate([x, h], -1))
 
 
 @lstm.def_vmap

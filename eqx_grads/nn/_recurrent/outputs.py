@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, Num
 
-from ..._errors import rule_error
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, rule_error
 from .layer import AbstractRecurrent
 
 

@@ -9,6 +9,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
+from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -51,7 +52,7 @@ def _forward(w_in, w_state, bias, w_out, xs, state, valid, reverse):
     def chunk(state, inputs, _):
         x, valid = inputs
         from_x = split_gates(matmul_steps(x, w_in, bias), 4)
-        return jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
+        return lax_scan(step, state, (from_x, valid), reverse=reverse)
 
     last, (hs, kept) = scan_in_chunks(
         chunk, state, (xs, valid), chunk=_chunk_length(xs), reverse=reverse
@@ -94,7 +95,7 @@ def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
         k = o * (1 - tanh_c * tanh_c)
         if valid is not None:
             j = [jnp.where(valid[:, :, None], j_gate, 0) for j_gate in j]
-        cts, (d_h, d_gates) = jax.lax.scan(step, cts, (j, k, f, ct, valid), reverse=not reverse)
+        cts, (d_h, d_gates) = lax_scan(step, cts, (j, k, f, ct, valid), reverse=not reverse)
         if valid is not None:
             d_h = jnp.where(valid[:, :, None], d_h, 0)
         sums = add_gradients(
@@ -106,7 +107,7 @@ def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
         )
         return (cts, sums), matmul_steps(d_gates, w_in) if perturbed_xs else None
 
-    zeros = [jnp.zeros_like(x, shape=x.shape[1:]) for x in (hs, cs)]
+    zeros = jax.tree.map(jnp.zeros_like, first)
     pairs = zip((ct_h, ct_c), zeros, strict=True)
     cts = tuple(zero if ct is None else ct for ct, zero in pairs)
     weights = zip((w_in, w_state, bias, w_out), perturbed_weights, strict=True)

@@ -8,6 +8,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
+from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -15,6 +16,7 @@ from .chunked_matmuls import (
     bias_gradient,
     chunk_length,
     forward_chunk,
+    matmul_of_step,
     matmul_steps,
     vmap_into_batch,
     weight_gradient,
@@ -29,14 +31,13 @@ _SLOPES = {"tanh": lambda h: 1 - h * h, "relu": lambda h: (h > 0).astype(h.dtype
 @custom_vjp
 def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     """All states, `(time, batch, hidden)`, and the last one. Arguments as in `gru`."""
-    both = jnp.concatenate([w_in, w_state], 1).T
     w_in, w_state = w_in.T, w_state.T
     length = forward_chunk(xs, h.shape[1])
 
     def step(h, inputs):
         x, valid = inputs
         if length is None:
-            argument = matmul_steps(jnp.concatenate([x, h], -1), both, bias)
+            argument = matmul_of_step(x, h, w_in, w_state, bias)
         else:
             argument = x + h @ w_state
         new = ACTIVATIONS[activation](argument)
@@ -45,10 +46,10 @@ def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
 
     def chunk(h, inputs, _):
         x, valid = inputs
-        return jax.lax.scan(step, h, (matmul_steps(x, w_in, bias), valid), reverse=reverse)
+        return lax_scan(step, h, (matmul_steps(x, w_in, bias), valid), reverse=reverse)
 
     if length is None:
-        last, hs = jax.lax.scan(step, h, (xs, valid), reverse=reverse)
+        last, hs = lax_scan(step, h, (xs, valid), reverse=reverse)
     else:
         last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=length, reverse=reverse)
     return hs, last
@@ -81,7 +82,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         slope = _SLOPES[activation](h_after)
         if valid is not None:
             slope = jnp.where(valid[:, :, None], slope, 0)
-        d, ct_a = jax.lax.scan(step, d, (slope, ct, valid), reverse=not reverse)
+        d, ct_a = lax_scan(step, d, (slope, ct, valid), reverse=not reverse)
         h = shift_in(h_after, h_entry, reverse=reverse)
         sums = add_gradients(
             sums,
@@ -91,7 +92,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         )
         return (d, sums), matmul_steps(ct_a, w_in) if perturbed_xs else None
 
-    d = jnp.zeros_like(hs, shape=hs.shape[1:]) if ct_last is None else ct_last
+    d = jnp.zeros_like(h_first) if ct_last is None else ct_last
     weights = (w_in, w_state, bias)
     length = chunk_length(xs, hs.shape[-1])
     (d, sums), ct_xs = scan_in_chunks(

@@ -12,6 +12,8 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, type_of
+from ..._jaxprs.explicit_sharding import distribute_like, explicit_spec
+from ..._tangent_spaces import holds_numbers
 
 
 class Stack(eqx.Module):
@@ -30,6 +32,11 @@ class Stack(eqx.Module):
         self.dropout = eqx.nn.Dropout(dropout)
         self.reverse = bool(reverse)
         self.time_major = bool(time_major)
+
+    def drops(self, inference: bool | None) -> bool:
+        """Whether there is dropout in a call with this `inference`."""
+        is_off = self.dropout.inference if inference is None else inference
+        return not is_off and self.dropout.p != 0
 
     def time_first(self, xs: Array) -> Array:
         """One sequence or a batch of them as `(time, batch, in)`."""
@@ -103,7 +110,7 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
     if lengths is None:
         return None
     if not isinstance(lengths, Tracer):
-        lengths = np.asarray(lengths)
+        lengths = _as_numpy(lengths)
     steps, batch = xs.shape[:2]
     expected = (batch,) if is_batch else ()
     if lengths.shape != expected or not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -122,6 +129,14 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
             )
     times = jnp.arange(steps)[:, None]
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
+
+
+def _as_numpy(x: Any) -> np.ndarray:
+    """A list of integers or an array. What is neither becomes an array of an object."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError):
+        return np.asarray(None)
 
 
 def _zero_padding(ys: Array, valid: Array) -> Array:
@@ -152,6 +167,13 @@ def first_states(
     expected = jax.tree.map(jnp.asarray, default)
     if is_batch:
         expected = jax.tree.map(repeat, add_batch(expected))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not holds_numbers(leaf):
+            raise rule_error(
+                f"`{layer}` was given a `state` that is not of arrays.",
+                f"state{jax.tree_util.keystr(path)} is {type_of(leaf)}",
+                do="Pass what an earlier call returned, or `None`.",
+            )
     state = expected if state is None else jax.tree.map(jnp.asarray, state)
     shapes = lambda tree: jax.tree.map(jnp.shape, tree)
     if shapes(state) != shapes(expected):
@@ -162,7 +184,7 @@ def first_states(
         )
     if not is_batch:
         state = add_batch(state)
-    state = jax.tree.map(lambda s: _varying_like(xs, s), state)
+    state = jax.tree.map(lambda s: _varying_like(xs, _distributed_like(xs, s, axis)), state)
     if n_cells == 1:
         return [state]
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
@@ -189,3 +211,13 @@ def _varying_like(xs: Array, state: Array) -> Array:
     if jax.typeof(never) == jax.typeof(jnp.zeros((), bool)):
         return state
     return jnp.where(never, jnp.zeros_like(state), state)
+
+
+def _distributed_like(xs: Array, state: Array, axis: int) -> Array:
+    """The state, whose batch at `axis` is distributed over explicit mesh axes as that of the
+    `xs` is. Elsewhere this is the identity."""
+    of_xs, spec = explicit_spec(xs), explicit_spec(state)
+    if of_xs is None:
+        return state
+    spec = (None,) * state.ndim if spec is None else spec
+    return distribute_like(state, xs, (*spec[:axis], of_xs[1], *spec[axis + 1 :]))

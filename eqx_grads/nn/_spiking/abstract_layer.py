@@ -10,8 +10,7 @@ import jax.random as jr
 from jaxtyping import Array, Inexact, PyTree
 
 from ..._diagnosis.layers import cells_are_called
-from ..._errors import rule_error, type_of
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, rule_error, type_of
 from .._argument_checks import as_sizes, check_features, check_option, check_stack
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import scan_cell

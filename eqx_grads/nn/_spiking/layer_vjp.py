@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from ...surrogates import spike
@@ -68,7 +69,7 @@ def _forward(w_in, bias, w_state, dynamics, xs, state, valid, reverse, keep):
 
     def chunk(state, inputs, _):
         x, valid = inputs
-        last, (ys, membranes) = jax.lax.scan(
+        last, (ys, membranes) = lax_scan(
             one, state, (_from_inputs(w_in, bias, x), valid), reverse=reverse
         )
         entry = state._replace(spikes=None, membrane=None if keeps_all else state.membrane)
@@ -147,7 +148,7 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
             # One array for the loop to read, not two.
             slope, ct_output = None if ct_y is None else slope * ct_y, None
         inputs = (_for_reset(dynamics, before), slope, ct_output, valid)
-        ct_state, cts = jax.lax.scan(jax.vmap(back), ct_state, inputs, reverse=not reverse)
+        ct_state, cts = lax_scan(jax.vmap(back), ct_state, inputs, reverse=not reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, cts.x, x),
@@ -167,7 +168,7 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
     if membranes is not None:
         entries = entries._replace(membrane=init(membranes, first.membrane))
     carry = (
-        _last_cotangents(dynamics, w_state, ct_last, ys, valid, xs.dtype),
+        _last_cotangents(dynamics, w_state, ct_last, first, valid, xs.dtype),
         _zero_sums((w_in, bias, w_state), dynamics, perturbed, ys),
         jax.tree.map(jnp.zeros_like, eqx.filter(dynamics.surrogate, learned.surrogate)),
     )
@@ -182,10 +183,10 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
     return (*sums[:3], _like(dynamics, sums[3:], ct_surrogate), ct_xs, ct_state, None)
 
 
-def _last_cotangents(d, w_state, ct_last, ys, valid, dtype):
+def _last_cotangents(d, w_state, ct_last, first, valid, dtype):
     """The cotangents of the last state, as the loop carries them. That of spikes is `None` if
     nothing after a step has a gradient with respect to its spikes, but for the output."""
-    zero = jnp.zeros_like(ys, shape=ys.shape[1:], dtype=dtype)
+    zero = jnp.zeros_like(first.membrane, dtype)
     of = lambda ct: zero if ct is None else ct.astype(dtype)
     through_reset = d.reset != "none" and not d.detach_reset
     has_spikes = d.threshold is not None and (
@@ -315,7 +316,7 @@ def _membranes(w_in, bias, w_state, d, x, y, entry, valid, *, reverse):
         new = _next_state(d, x, state, valid)._replace(spikes=y)
         return new, new.membrane
 
-    return jax.lax.scan(one, entry, (currents, y, valid), reverse=reverse)[1]
+    return lax_scan(one, entry, (currents, y, valid), reverse=reverse)[1]
 
 
 def _states_of_chunk(d, y, membrane, entry, first_current, valid, dtype, reverse):
@@ -364,7 +365,7 @@ def _adaptations(d, spikes, first, valid, reverse):
         new = new if valid is None else jnp.where(valid[:, None], new, a)
         return new, new
 
-    return jax.lax.scan(one, first, (spikes, valid), reverse=reverse)[1]
+    return lax_scan(one, first, (spikes, valid), reverse=reverse)[1]
 
 
 def _slopes(d, after, valid):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..._errors import rule_error, type_of
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, rule_error, type_of
+from ..._rules.float_args import as_dtype
 from ..._rules.replace_gradient import replace_gradient
-from ..._tangent_spaces import broadcasts_to
+from ..._tangent_spaces import broadcasts_to, holds_numbers, is_arraylike
 from ...surrogates import AbstractSurrogate, atan
 from .._argument_checks import is_size
 from .._dtypes import default_dtype
@@ -134,7 +134,7 @@ def _numbers(cell, name, value) -> Any:
         # Tracers, and lists of several lengths, can't become an array of NumPy.
         with contextlib.suppress(TypeError, ValueError):
             numbers = np.asarray(value)
-    if _is_array(numbers):
+    if _is_array(numbers) and is_arraylike(numbers):
         kinds = (jnp.floating, jnp.integer)
         real = any(jnp.issubdtype(numbers.dtype, kind) for kind in kinds)
     else:
@@ -212,10 +212,10 @@ def check_number(cell: str, hidden_size: Any) -> None:
 
 def check_reset(cell: str, reset: Any, detach_reset: Any) -> None:
     check_flags(cell, detach_reset=detach_reset)
-    if reset not in RESETS:
+    if not isinstance(reset, str) or reset not in RESETS:
         raise rule_error(
             f"`{cell}` was given an unknown way to reset.",
-            f"`reset` is {reset!r}",
+            f"`reset` is {reset!r:.60}",
             do='Choose one of "subtract", "zero" and "none".',
         )
 
@@ -236,10 +236,7 @@ def known_surrogate(cell: str, surrogate: Any) -> Surrogate:
 
 
 def float_dtype(cell: str, dtype: Any) -> Any:
-    try:
-        known = jnp.dtype(default_dtype(dtype))
-    except TypeError:
-        known = None
+    known = as_dtype(default_dtype(dtype))
     if known is None or not jnp.issubdtype(known, jnp.floating):
         raise rule_error(
             f"`{cell}` was given a dtype that is not one of real floats.",
@@ -264,7 +261,7 @@ def check_inputs(cell: str, hidden_size: Any, x: Any, state: Any, expected: type
     for field in dataclasses.fields(expected):
         arrays[f"state.{field.name}"] = getattr(state, field.name)
     for argument, array in arrays.items():
-        if not _is_array(array):
+        if not (_is_array(array) and holds_numbers(array)):
             raise rule_error(
                 f"`{cell}` was given something that is not an array.",
                 f"`{argument}` is {type_of(array)}",

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key, Num
 
-from ..._errors import rule_error
-from ..._rules.float_args import check_flags
+from ..._errors import check_flags, rule_error, type_of
+from ..._tangent_spaces import holds_numbers
 from .._argument_checks import as_sizes
 from .._dtypes import common_dtype
 
@@ -99,6 +99,12 @@ class WeightedCell(eqx.Module):
 
         The next state of the cell.
         """
+        if not holds_numbers(x) or jnp.shape(x) != (self.weight_ih.shape[1],):
+            raise rule_error(
+                "`WeightedCell` was given an input of the wrong size.",
+                f"`x` is {type_of(x)}, and has to be of shape {(self.weight_ih.shape[1],)}",
+                do="A cell takes one step of one example: use `jax.vmap` for a batch.",
+            )
         x, weight, bias = common_dtype(x, self.weight_ih, self.bias)
         current = weight @ x
         return self.cell(current if bias is None else current + bias, state)

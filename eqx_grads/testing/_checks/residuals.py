@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from ..._jaxprs.plain_scan import lax_scan
 from ..._rules.custom_vjp import custom_vjp
 from .._case import Case
 from .._findings import broke, failed, passed, skipped
@@ -112,7 +113,7 @@ def _per_step(fn, leaves) -> int:
     """The bytes for each step of a scan over `_STEPS` copies of the leaves."""
 
     def scanned(*xs):
-        return jax.lax.scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
+        return lax_scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
 
     copies = [jnp.stack([x] * _STEPS) for x in leaves]
     return residuals_of(scanned, copies).total // _STEPS

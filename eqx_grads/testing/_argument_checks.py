@@ -1,0 +1,78 @@
+"""Checks of the options of checks: seeds, tolerances, flags and names."""
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from .._errors import check_flags, check_function, rule_error
+from .._rules.float_args import as_integer, is_number
+
+
+def as_seeds(name: str, seed: Any) -> list[int]:
+    """One seed or several, as a list."""
+    several = isinstance(seed, Iterable) and not isinstance(seed, str | bytes)
+    given = list(seed) if several and as_integer(seed) is None else [seed]
+    seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
+    if not seeds or len(seeds) < len(given):
+        raise rule_error(
+            f"The `seed` of `{name}` is not a seed.",
+            f"it is {seed!r:.60}",
+            do="Give an integer that is not negative, or where several are taken, a list.",
+        )
+    return seeds
+
+
+def as_seed(name: str, seed: Any) -> int:
+    if as_integer(seed) is None:
+        seed = -1 if isinstance(seed, Iterable) else seed
+    return as_seeds(name, seed)[0]
+
+
+def check_tolerance(name: str, **numbers: Any) -> None:
+    """Raise unless each is a finite number, zero or positive, or `None`."""
+    for argument, number in numbers.items():
+        if number is not None and not (is_number(number) and 0 <= number < math.inf):
+            raise rule_error(
+                f"The `{argument}` of `{name}` is not a finite number from zero.",
+                f"it is {number!r:.60}",
+                do="Give a number such as `1e-5`, or leave it out.",
+            )
+
+
+def as_names(name: str, argument: str, names: Any) -> tuple[str, ...]:
+    """A name or a collection of names."""
+    given = (names,) if isinstance(names, str) else names
+    if not isinstance(given, Collection) or not all(isinstance(n, str) for n in given):
+        raise rule_error(
+            f"The `{argument}` of `{name}` are not names.",
+            f"they are {names!r:.60}",
+            do="Give a name, or a tuple of names.",
+        )
+    return tuple(given)
+
+
+def check_options(name: str, functions: dict[str, Any], **flags: Any) -> None:
+    """Raise unless these are functions, where they are given, and those are bools."""
+    check_flags(name, **flags)
+    for argument, fn in functions.items():
+        if fn is not None:
+            check_function(fn, argument, name)
+
+
+def check_integer(name: str, argument: str, x: Any, smallest: int) -> None:
+    known = as_integer(x)
+    if known is None or known < smallest:
+        raise rule_error(
+            f"The `{argument}` of `{name}` is not an integer from {smallest}.",
+            f"it is {x!r:.60}",
+            do="Give an integer.",
+        )
+
+
+def check_sequence(name: str, argument: str, x: Any) -> None:
+    if not isinstance(x, tuple | list):
+        raise rule_error(
+            f"The `{argument}` of `{name}` is not a list.",
+            f"it is {x!r:.60}",
+            do="Give a list of tuples of arguments.",
+        )

@@ -1,0 +1,272 @@
+"""Transformations of a function of leaves, which can follow each other in any order.
+
+Each takes a function `fn(leaves) -> outs` of lists of arrays, and returns such a function of
+the same leaves. Its outputs are sums over what a transformation adds to the shapes, so that
+chains stay small. `step.chosen` are the leaves with respect to which is differentiated, or
+which are batched or carried. `ours`: use the functions of the library in place of those of
+JAX.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as Spec
+
+from .formulas import add, mul, total, wide
+
+
+Fn = Callable[[list[Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A transformation, and the leaves that it is of. `option` is one of several variants."""
+
+    name: str
+    chosen: tuple[int, ...] = ()
+    option: int = 0
+
+
+def transformed(fn: Fn, chain: Sequence[Step], ours: bool) -> Fn:
+    """`fn` in the chain, whose first step is the innermost."""
+    for step in chain:
+        fn = ft.partial(TRANSFORMATIONS[step.name], fn, step, ours)
+    return fn
+
+
+def _split(leaves: Sequence[Any], step: Step, keeps_numbers: bool = False):
+    """The chosen leaves, and a function that puts others in their place."""
+
+    def with_chosen(chosen):
+        new = dict(zip(step.chosen, chosen, strict=True))
+        return [new.get(i, x) for i, x in enumerate(leaves)]
+
+    chosen = [leaves[i] for i in step.chosen]
+    # Equinox does not differentiate Python numbers, and a loop has arrays in its carry.
+    return chosen if keeps_numbers else list(map(_as_array, chosen)), with_chosen
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, int | float) else x
+
+
+def _amount(leaves: Sequence[Any]) -> Any:
+    """A number that depends on all leaves."""
+    return total([x for x in leaves if _is_inexact(x)])
+
+
+def _is_inexact(x: Any) -> bool:
+    """`eqx.is_inexact_array_like` fails for tracers of keys (Equinox 0.13.8)."""
+    if isinstance(x, int | float):
+        return isinstance(x, float)
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _contract(outs: Sequence[Any]) -> list[Any]:
+    """Sums over the leading axis, with a weight for each slice."""
+
+    def contract(x):
+        weights = 1 / (1 + np.arange(x.shape[0])).reshape(-1, *[1] * (x.ndim - 1))
+        weights = np.broadcast_to(weights, x.shape).astype(x.dtype)
+        return jax.lax.reduce_sum(mul(x, weights), (0,))
+
+    return [contract(x) for x in outs]
+
+
+def _moved(x: Any, amount: Any) -> Any:
+    """A leaf that depends on a number, small enough for loops of it to stay finite."""
+    amount = jax.lax.convert_element_type(jax.lax.tanh(amount), x.dtype)
+    half = jax.lax.full_like(x, 0.5)
+    return mul(half, add(x, jnp.broadcast_to(amount, x.shape)))
+
+
+# ---------------------------------------------------------------- staging
+
+
+def _jit(fn, step, ours, leaves):
+    return (jax.jit, eqx.filter_jit)[step.option % 2](fn)(leaves)
+
+
+def _closure(fn, step, ours, leaves):
+    """Inside `jit`, all leaves but the chosen are closed over."""
+    chosen, with_chosen = _split(leaves, step, True)
+    return jax.jit(lambda chosen: fn(with_chosen(chosen)))(chosen)
+
+
+def _checkpoint(fn, step, ours, leaves):
+    policies = (None, jax.checkpoint_policies.everything_saveable)
+    if step.option == 2:
+        return eqx.filter_checkpoint(fn)(leaves)
+    if step.option == 3 and ours:
+        return eqg.filter_checkpoint(fn)(leaves)
+    return jax.checkpoint(fn, policy=policies[step.option % 2])(leaves)
+
+
+def _first(fn, step, ours, leaves):
+    """The other outputs are not used: their cotangents are zero."""
+    return fn(leaves)[:1]
+
+
+def _stop(fn, step, ours, leaves):
+    """No derivative in the chosen leaves."""
+    chosen, with_chosen = _split(leaves, step)
+    return fn(with_chosen([jax.lax.stop_gradient(x) for x in chosen]))
+
+
+# ---------------------------------------------------------------- control flow
+
+
+def _cond(fn, step, ours, leaves):
+    pred = _amount(leaves) > (-100.0 if step.option % 2 else 100.0)
+    one, other = lambda leaves: total(fn(leaves)), _amount
+    if step.option % 3 == 0:
+        one, other = other, one
+    cond = eqg.filter_cond if ours and step.option >= 2 else jax.lax.cond
+    return [cond(pred, one, other, leaves)]
+
+
+def _while(fn, step, ours, leaves):
+    chosen, with_chosen = _split(leaves, step)
+
+    def body(state):
+        i, chosen = state
+        amount = total(fn(with_chosen(chosen)))
+        return i + 1, [_moved(x, amount) for x in chosen]
+
+    loop = eqg.filter_while_loop if ours and step.option % 2 else jax.lax.while_loop
+    init = (jnp.zeros((), jnp.int32), chosen)
+    return loop(lambda state: state[0] < 2, body, init)[1]
+
+
+def _scan(fn, step, ours, leaves):
+    chosen, with_chosen = _split(leaves, step)
+
+    def body(carry, t):
+        outs = fn(with_chosen(carry))
+        amount = total(outs) + t
+        return [_moved(x, amount) for x in carry], outs
+
+    times = jnp.linspace(0.0, 1.0, 3, dtype=wide())
+    init = chosen
+    if ours and step.option:
+        method = (None, 2, "sqrt", "auto", "replay")[step.option % 5]
+        carry, outs = eqg.filter_scan(body, init, times, checkpoint=method)
+    else:
+        carry, outs = jax.lax.scan(body, init, times)
+    return [*_contract(outs), total(carry)]
+
+
+# ---------------------------------------------------------------- batching
+
+
+def _stacked(x: Any) -> Any:
+    x = _as_array(x)
+    other = (0.7 * x).astype(x.dtype) if _is_inexact(x) else x
+    return jnp.stack([x, other])
+
+
+def _vmap(fn, step, ours, leaves):
+    in_axes = [0 if i in step.chosen else None for i in range(len(leaves))]
+    leaves = [_stacked(x) if i in step.chosen else x for i, x in enumerate(leaves)]
+    if step.option % 2:
+        return _contract(eqx.filter_vmap(fn, in_axes=(in_axes,))(leaves))
+    return _contract(jax.vmap(fn, in_axes=(in_axes,))(leaves))
+
+
+def _shard_map(fn, step, ours, leaves):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    is_chosen = [i in step.chosen for i in range(len(leaves))]
+    leaves = [
+        _stacked(x) if c else _as_array(x) for x, c in zip(leaves, is_chosen, strict=True)
+    ]
+
+    def local(leaves):
+        own = [x[0] if c else x for x, c in zip(leaves, is_chosen, strict=True)]
+        return [x[None] for x in fn(own)]
+
+    specs = [Spec("i") if c else Spec() for c in is_chosen]
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=Spec("i"))
+    return _contract(sharded(leaves))
+
+
+# ---------------------------------------------------------------- differentiation
+
+
+def _grad(fn, step, ours, leaves):
+    chosen, with_chosen = _split(leaves, step, step.option % 2 == 0)
+    loss = lambda chosen: total(fn(with_chosen(chosen)))
+    transform = (jax.value_and_grad, eqx.filter_value_and_grad)[step.option % 2]
+    value, grads = transform(loss)(chosen)
+    return [*map(jnp.asarray, grads), value]
+
+
+def _tangents_of(chosen: Sequence[Any]) -> list[Any]:
+    return [
+        0.5 + 0.25 * k if isinstance(x, float) else jnp.full_like(x, 0.5 + 0.25 * k)
+        for k, x in enumerate(chosen)
+    ]
+
+
+def _jvp(fn, step, ours, leaves):
+    chosen, with_chosen = _split(leaves, step, step.option % 2 == 0)
+    of_chosen = lambda chosen: fn(with_chosen(chosen))
+    transform = (jax.jvp, eqx.filter_jvp)[step.option % 2]
+    outs, tangents = transform(of_chosen, (chosen,), (_tangents_of(chosen),))
+    return _both(outs, tangents)
+
+
+def _both(outs: Any, tangents: Any) -> list[Any]:
+    def both(x, t):
+        t = jnp.zeros_like(x) if t is None else t  # `filter_jvp` has `None` for a zero
+        return add(x, mul(t, jax.lax.full_like(t, 0.25)))
+
+    return [both(x, t) for x, t in zip(outs, tangents, strict=True)]
+
+
+def _linearize(fn, step, ours, leaves):
+    chosen, with_chosen = _split(leaves, step, True)
+    outs, linear = jax.linearize(lambda chosen: fn(with_chosen(chosen)), chosen)
+    return _both(outs, linear(_tangents_of(chosen)))
+
+
+def _vjp(fn, step, ours, leaves):
+    chosen, with_chosen = _split(leaves, step, step.option % 2 == 0)
+    of_chosen = lambda chosen: fn(with_chosen(chosen))
+    transform = (jax.vjp, eqx.filter_vjp)[step.option % 2]
+    outs, pull_back, *_ = transform(of_chosen, chosen)
+    (cts,) = pull_back([mul(x, jax.lax.full_like(x, 1.5)) for x in outs])
+    return [jnp.asarray(ct) for ct in cts]
+
+
+def _jacobian(fn, step, ours, leaves):
+    """`jacfwd` or `jacrev` of all outputs, in one leaf: Jacobians have one dtype."""
+    (x, *others), with_chosen = _split(leaves, step)
+    sums = lambda x: [total([out]) for out in fn(with_chosen([x, *others]))]
+    rows = (jax.jacfwd, jax.jacrev)[step.option % 2](sums)(x)
+    return [total([row]) for row in rows]
+
+
+TRANSFORMATIONS: dict[str, Callable[..., list[Any]]] = {
+    "jit": _jit,
+    "closure": _closure,
+    "checkpoint": _checkpoint,
+    "first": _first,
+    "stop": _stop,
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "vmap": _vmap,
+    "shard_map": _shard_map,
+    "grad": _grad,
+    "jvp": _jvp,
+    "linearize": _linearize,
+    "vjp": _vjp,
+    "jacobian": _jacobian,
+}

@@ -1,0 +1,205 @@
+"""Random functions of random PyTrees, and what they are decorated with."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .formulas import Formula
+
+
+# What is in a tree: ("leaf", index), ("none",), ("text",), ("function",), or a container of
+# nodes: ("tuple", *nodes), ("list", *nodes), ("dict", *nodes), ("module", *nodes).
+Node = tuple
+
+INEXACT = ("float16", "bfloat16", "float32", "float64", "complex64", "float")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An argument. Its dtype may also be that of a Python number, "float" or "int", or "key".
+
+    `seed`: of the value.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def is_inexact(self) -> bool:
+        return self.dtype in INEXACT
+
+    def value(self) -> Any:
+        return _value(self)
+
+    @property
+    def kind(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def _value(leaf: Leaf) -> Any:
+    rng = np.random.default_rng([leaf.seed, zlib.crc32(leaf.kind.encode())])
+    draw = lambda: rng.uniform(0.2, 0.9, leaf.shape) * rng.choice([-1, 1], leaf.shape)
+    if leaf.dtype == "key":
+        keys = jax.random.split(jax.random.key(leaf.seed), int(np.prod(leaf.shape)))
+        return keys.reshape(leaf.shape)
+    if leaf.dtype == "int":
+        return int(rng.integers(1, 5))
+    if leaf.dtype == "float":
+        return float(draw())
+    if leaf.dtype.startswith("int"):
+        return jnp.asarray(rng.integers(1, 5, leaf.shape), leaf.dtype)
+    if leaf.dtype.startswith("complex"):
+        return jnp.asarray(draw() + 1j * draw(), leaf.dtype)
+    return jnp.asarray(draw(), leaf.dtype)
+
+
+class Holder(eqx.Module):
+    parts: tuple[Any, ...]
+    label: str = eqx.field(static=True, default="holder")
+
+
+def build(node: Node, values: Sequence[Any]) -> Any:
+    """The tree of a node."""
+    kind, *rest = node
+    if kind == "leaf":
+        return values[rest[0]]
+    if kind == "none":
+        return None
+    if kind == "text":
+        return "text"
+    if kind == "function":
+        return jnp.exp
+    parts = [build(part, values) for part in rest]
+    if kind == "dict":
+        return {chr(ord("a") + i): part for i, part in enumerate(parts)}
+    if kind == "module":
+        return Holder(tuple(parts))
+    return {"tuple": tuple, "list": list}[kind](parts)
+
+
+def flatten(node: Node, tree: Any) -> list[tuple[int, Any]]:
+    """The leaves of a tree like that of the node, with their indices. A part that is `None`
+    holds `None` for each of its leaves. Other parts have to be those of the node."""
+    kind, *rest = node
+    if kind == "leaf":
+        return [(rest[0], tree)]
+    if kind in ("none", "text", "function"):
+        # `False` in trees of flags.
+        assert tree is None or tree is False or tree is build(node, ()), (node, tree)
+        return []
+    if tree is None:
+        parts = [None] * len(rest)
+    elif kind == "dict":
+        assert isinstance(tree, dict)
+        assert list(tree) == [chr(ord("a") + i) for i in range(len(rest))]
+        parts = tree.values()
+    elif kind == "module":
+        assert isinstance(tree, Holder)
+        parts = tree.parts
+    else:
+        assert type(tree) is {"tuple": tuple, "list": list}[kind]
+        parts = tree
+    pairs = zip(rest, parts, strict=True)
+    return [pair for node, part in pairs for pair in flatten(node, part)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of PyTrees: which leaves are where, and the formulas of its outputs.
+
+    - `args`: the trees of its positional arguments.
+    - `out`: the tree of its outputs. Its leaf `k` is the `k`-th of `formulas`, and after
+        these the leaf `passed[k - len(formulas)]` of the arguments, plus one if it is an
+        integer.
+    - `style`: what the function is decorated with: a key of `STYLES` in `rules.py`.
+    - `nested`: whether the function and its rule call functions with rules.
+    - `closed`: the leaves that the function closes over.
+    - `by_keyword`: how many of the last arguments are passed by keyword.
+    """
+
+    leaves: tuple[Leaf, ...]
+    args: tuple[Node, ...]
+    out: Node
+    formulas: tuple[Formula, ...]
+    passed: tuple[int, ...] = ()
+    style: str = "jvp"
+    nested: bool = False
+    closed: tuple[int, ...] = ()
+    by_keyword: int = 0
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        inexact = (i for i, leaf in enumerate(self.leaves) if leaf.is_inexact)
+        return tuple(i for i in inexact if i not in self.closed)
+
+    @property
+    def kind(self) -> "Function":
+        """The same for functions that differ in nothing but values."""
+        leaves = tuple(dataclasses.replace(leaf, seed=0) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(build(node, leaves) for node in self.args)
+
+    def call(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        args = self.arguments(leaves)
+        n = len(args) - self.by_keyword
+        return fn(*args[:n], **dict(zip("abc"[n:], args[n:], strict=False)))
+
+    def leaves_of(self, args: Sequence[Any], closed: Sequence[Any] = ()) -> list[Any]:
+        """The leaves of arguments, or of trees like them."""
+        leaves: list[Any] = [None] * len(self.leaves)
+        for i, x in zip(self.closed, closed, strict=bool(closed)):
+            leaves[i] = x
+        for node, arg in zip(self.args, args, strict=True):
+            for i, x in flatten(node, arg):
+                leaves[i] = x
+        return leaves
+
+    def cotangents(self, cts: Sequence[Any]) -> tuple[Any, ...]:
+        """Trees like the arguments, with `None` for what has no cotangent."""
+        return tuple(_without_static(node, cts) for node in self.args)
+
+    def outputs(self, formulas: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        passed = [leaves[i] for i in self.passed]
+        types = [self.leaves[i].dtype for i in self.passed]
+        passed = [x if t == "key" else x + 1 for x, t in zip(passed, types, strict=True)]
+        return build(self.out, [*formulas, *passed])
+
+    def tangents_out(self, tangents: Sequence[Any]) -> Any:
+        return _without_static(self.out, [*tangents, *[None] * len(self.passed)])
+
+    def formula_leaves(self, out: Any) -> list[Any]:
+        """The outputs, or cotangents like them, of the formulas."""
+        found = dict(flatten(self.out, out))
+        return [found[k] for k in range(len(self.formulas))]
+
+    def numbers(self, out: Any) -> list[Any]:
+        """All outputs as arrays that can be compared."""
+        found = dict(flatten(self.out, out))
+        values = [found[k] for k in sorted(found)]
+        types = [self.leaves[i].dtype for i in self.passed]
+        formulas = values[: len(self.formulas)]
+        others = values[len(self.formulas) :]
+        others = [_as_float(x, dtype) for x, dtype in zip(others, types, strict=True)]
+        return formulas + others
+
+
+def _as_float(x: Any, dtype: str) -> Any:
+    data = jax.random.key_data(x) % 97 if dtype == "key" else jnp.asarray(x)
+    return data.astype("float32")
+
+
+def _without_static(node: Node, values: Sequence[Any]) -> Any:
+    return jax.tree.map(
+        lambda x: x if eqx.is_array_like(x) else None,
+        build(node, values),
+        is_leaf=lambda x: x is None,
+    )

@@ -1,0 +1,21 @@
+"""Every public function and layer, called with arguments that it was not made for.
+
+`TARGETS` holds calls with good arguments, and what each argument may be (`domains.py`). `KINDS`
+are the wrong ones. `outcome` replaces one argument of a call, and says what became of it.
+`tests/test_hostile_input.py` runs them, and `python -m tests.hostile` prints the table.
+"""
+
+from .. import conftest as conftest  # the settings that all tests have, before JAX is used
+from . import (  # noqa: F401  they fill it
+    diagnosis_targets,
+    layer_targets,
+    op_targets,
+)
+from .judge import (
+    Outcome as Outcome,
+    outcome as outcome,
+    outcomes as outcomes,
+    some_kinds as some_kinds,
+)
+from .kinds import KINDS as KINDS
+from .targets import NOT_CALLED as NOT_CALLED, TARGETS as TARGETS

@@ -1,0 +1,114 @@
+"""What became of a call with one argument replaced by nonsense."""
+
+import re
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from .kinds import KINDS, NotApplicable
+from .targets import arrays, call, Target, TARGETS
+
+
+FUNCTIONS = (
+    "where",
+    "reference",
+    "activation",
+    "backward",
+    "call",
+    "input_quantizer",
+    "output",
+    "surrogate",
+)
+ENDLESS = ("beyond int32", "beyond int64")
+
+
+class Outcome(NamedTuple):
+    """`verdict`: "right", "clear" (an error that names the argument), "unclear" (another error)
+    or "silent". `text` is the error, or what was returned."""
+
+    target: str
+    argument: str
+    kind: str
+    verdict: str
+    text: str
+
+
+def names(argument: str, error: BaseException) -> bool:
+    """Whether the text of an error names an argument, or a leaf in it.
+
+    A short name is a word of English or mathematics as well, so it has to be marked as a name.
+    """
+    text = str(error)
+    name = re.escape(argument).replace("_", "[ _]")
+    if re.search(rf"[`'\"]{name}\b|\b{name}(\[|\.\w|=)", text):
+        return True
+    return len(argument) > 2 and re.search(rf"\b{name}\b", text) is not None
+
+
+def outcome(target: str, argument: str, kind: str, mode: str = "staged") -> Outcome | None:
+    """Of `mode` "eager", "staged" (inside a trace, its arguments being constants) or "traced"
+    (the argument being a tracer, if it is an array). `None` where it does not apply."""
+    given = TARGETS[target]
+    try:
+        value = KINDS[kind](given.args[argument])
+    except NotApplicable:
+        return None
+    if mode == "traced" and not isinstance(value, jax.Array):
+        return None
+    if callable(value) and (callable(given.args[argument]) or argument in FUNCTIONS):
+        return None  # what it does is seen when it is called, and its errors are its own
+    if kind in ENDLESS and argument in ("num_layers", "num_spatial_dims", "state_size"):
+        return None  # it makes them
+    return Outcome(target, argument, kind, *_judge(given, argument, value, mode))
+
+
+def _judge(given: Target, argument: str, value: Any, mode: str) -> tuple[str, str]:
+    is_documented = []
+
+    def run(value):
+        is_documented.append(given.domains[argument](value))
+        return arrays(call(given, **{argument: value}))
+
+    try:
+        # As users run it. The tests are stricter.
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            if mode == "eager" or given.is_eager:
+                out = run(value)
+            elif mode == "staged":
+                out = jax.eval_shape(lambda: run(value))
+            else:
+                out = jax.eval_shape(run, value)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        is_clear = isinstance(error, TypeError | ValueError) and (
+            names(argument, error) or (given.called and given.called in str(error).lower())
+        )
+        return ("clear" if is_clear else "unclear"), text
+    return ("right" if is_documented[0] else "silent"), f"{out!r:.200}"
+
+
+def some_kinds(target: str, argument: str, n: int = 3) -> list[str]:
+    """Some kinds, by a hash: the same in every run, and others for the next argument."""
+    order = lambda kind: zlib.crc32(f"{target}({argument}): {kind}".encode())
+    return sorted(KINDS, key=order)[:n]
+
+
+def outcomes(
+    parts: list[str], mode: str = "staged", is_quick: bool = False
+) -> Iterator[Outcome]:
+    """All of the targets whose names have one of these parts."""
+    for target, given in TARGETS.items():
+        if parts and not any(part in target for part in parts):
+            continue
+        for argument in given.args:
+            for kind in some_kinds(target, argument) if is_quick else KINDS:
+                found = outcome(target, argument, kind, mode)
+                if found is not None:
+                    yield found

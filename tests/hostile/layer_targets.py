@@ -1,0 +1,545 @@
+"""Layers: how they are made, and how they are called."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from .domains import (
+    anything,
+    axes,
+    between,
+    broadcasting_to,
+    either,
+    ending,
+    finite_positive,
+    flag,
+    float_dtype,
+    floats,
+    function,
+    integer,
+    integers,
+    is_none,
+    key,
+    no_floats,
+    not_nan,
+    not_negative,
+    number,
+    numbers,
+    one_of,
+    optional,
+    ranked,
+    reals,
+    scalar,
+    shaped,
+    sine,
+    size,
+)
+from .op_targets import BACKWARD, BITS, FLAG, REAL, TREE, X
+from .targets import target
+
+
+nn = eqg.nn
+KEY = jr.key(0)
+YES = (True, flag)
+SIZE = (3, size)
+MAKE = {"key": (KEY, key)}
+DTYPE = {"dtype": ("float32", float_dtype)}
+XS = jr.normal(KEY, (4, 2))
+BATCH = jr.normal(KEY, (5, 4, 2))
+LINEAR = eqx.nn.Linear(3, 2, key=KEY)
+
+
+def of_type(*types):
+    return lambda x: isinstance(x, types)
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+STACK = {
+    "num_layers": (2, size),
+    "bidirectional": FLAG,
+    "dropout": (0.1, number(0, 1)),
+    "learn_initial_state": FLAG,
+    "reverse": FLAG,
+    "time_major": FLAG,
+}
+SIZES = {"input_size": (2, size), "hidden_size": SIZE}
+OUTPUT_SIZES = {"input_size": (2, size), "output_size": SIZE, "state_size": (4, size)}
+METHOD = {"method": ("auto", one_of("auto", "scan", "associative"))}
+KEEP = {"keep": ("gates", one_of("gates", "states"))}
+BIAS = {"use_bias": YES}
+ACTIVATION = ("tanh", one_of("tanh", "relu"))
+FUNCTION = (None, optional(sine))
+MADE = {**STACK, **DTYPE, **MAKE}
+
+target("nn.GRU", nn.GRU, **SIZES, **BIAS, **KEEP, **MADE)
+target(
+    "nn.LSTM", nn.LSTM, **SIZES, proj_size=(2, optional(integer(1, 2))), **BIAS, **KEEP, **MADE
+)
+target("nn.RNN", nn.RNN, **SIZES, activation=ACTIVATION, **BIAS, **MADE)
+target("nn.RNNCell", nn.RNNCell, **SIZES, activation=ACTIVATION, **BIAS, **DTYPE, **MAKE)
+target("nn.MinGRU", nn.MinGRU, **SIZES, **BIAS, **METHOD, **MADE)
+target("nn.MinLSTM", nn.MinLSTM, **SIZES, **BIAS, **METHOD, **MADE)
+target(
+    "nn.LRU",
+    nn.LRU,
+    **OUTPUT_SIZES,
+    r_min=(0.1, number(0, 0.9)),
+    r_max=(0.9, number(0.1, 1)),
+    max_phase=(6.0, number(0, 2 * np.pi)),
+    activation=FUNCTION,
+    **METHOD,
+    **MADE,
+)
+target(
+    "nn.S5",
+    nn.S5,
+    input_size=(2, size),
+    output_size=SIZE,
+    state_size=(4, lambda x: size(x) and x % 2 == 0),
+    blocks=(1, integer(1, 2)),
+    min_step=(0.01, number(1e-30, 0.1)),
+    max_step=(0.1, number(0.01, 1e30)),
+    activation=FUNCTION,
+    **METHOD,
+    **MADE,
+)
+target(
+    "nn.Recurrent",
+    nn.Recurrent,
+    cell=(nn.RNNCell(2, 3, key=KEY), of_type(nn.RNNCell)),
+    initial_state=(jnp.zeros(3), anything),
+    output=FUNCTION,
+    checkpoint=(
+        "auto",
+        either(one_of(None, "auto", "sqrt", "replay"), integer(1)),
+    ),
+    reverse=FLAG,
+    time_major=FLAG,
+)
+target("nn.Outputs", nn.Outputs, layer=(nn.GRU(2, 3, key=KEY), of_type(nn.GRU)), last=FLAG)
+
+LENGTHS = (
+    jnp.array([4, 2, 3, 1, 0]),
+    optional(
+        lambda x: integers(x) and np.shape(x) in ((), (5,)) and between(0, 4, integers)(x)
+    ),
+)
+CALLED = {
+    "xs": (BATCH, shaped(REAL, None, None, 2)),
+    "state": (None, is_none),
+    "lengths": LENGTHS,
+    "key": (KEY, anything),
+    "inference": (None, optional(flag)),
+}
+LAYERS = {
+    "GRU": nn.GRU(2, 3, num_layers=2, dropout=0.5, key=KEY),
+    "LSTM": nn.LSTM(2, 3, key=KEY),
+    "RNN": nn.RNN(2, 3, key=KEY),
+    "Recurrent": nn.Recurrent(nn.RNNCell(2, 3, key=KEY)),
+    "LRU": nn.LRU(2, 2, 3, key=KEY),
+    "S5": nn.S5(2, 1, 4, key=KEY),
+    "MinGRU": nn.MinGRU(2, 3, key=KEY),
+    "MinLSTM": nn.MinLSTM(2, 3, key=KEY),
+    "LIF": nn.LIF(2, 3, 0.9, key=KEY),
+    "ALIF": nn.ALIF(2, 3, 0.9, 0.8, key=KEY),
+    "CuBaLIF": nn.CuBaLIF(2, 3, 0.5, 0.9, key=KEY),
+    "LI": nn.LI(2, 3, 0.9, key=KEY),
+    "RLIF": nn.RLIF(2, 3, 0.9, key=KEY),
+    "RALIF": nn.RALIF(2, 3, 0.9, 0.8, key=KEY),
+    "RCuBaLIF": nn.RCuBaLIF(2, 3, 0.5, 0.9, key=KEY),
+}
+for _name, _layer in LAYERS.items():
+    target(f"nn.{_name}()", _layer, **CALLED)
+
+
+def _from_state(layer, xs, state):
+    return layer(xs, state)
+
+
+target(
+    "nn.GRU() from a state",
+    lambda xs, state: nn.GRU(2, 3, key=KEY)(xs, state),
+    xs=(XS, shaped(REAL, None, 2)),
+    state=(jnp.zeros(3), optional(shaped(reals, 3))),
+)
+target(
+    "nn.Outputs()",
+    nn.Outputs(nn.GRU(2, 3, key=KEY)),
+    xs=(XS, lambda x: ranked(REAL, 2, 3)(x) and np.shape(x)[-1] == 2),
+    key=(KEY, anything),
+)
+target(
+    "nn.RNNCell()",
+    nn.RNNCell(2, 3, key=KEY),
+    x=(jnp.ones(2), shaped(numbers, 2)),
+    h=(jnp.ones(3), shaped(numbers, 3)),
+)
+_CELLS = {
+    "GRU": eqx.nn.GRUCell(2, 3, key=KEY),
+    "LSTM": eqx.nn.LSTMCell(2, 3, key=KEY),
+    "RNN": nn.RNNCell(2, 3, key=KEY),
+}
+for _name, _cell in _CELLS.items():
+    target(
+        f"nn.{_name}.from_cell",
+        getattr(nn, _name).from_cell,
+        cell=(_cell, of_type(type(_cell))),
+        reverse=FLAG,
+        time_major=FLAG,
+        learn_initial_state=FLAG,
+    )
+
+# ---------------------------------------------------------------- spiking
+
+DECAY = (0.9, lambda x: _neurons(x) and (isinstance(x, jax.Array) or _is_decay(x)))
+PARAMETER = (1.0, lambda x: _neurons(x))
+
+
+def _is_decay(x):
+    return between(0, 1)(np.asarray(x) if isinstance(x, list | tuple) else x)
+
+
+def _neurons(x):
+    """One real number for all of three neurons or one for each; a list becomes an array."""
+    if isinstance(x, list | tuple):
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            return False
+    # Of an array of JAX, only the shape and the dtype are checked.
+    is_real = reals(x) if isinstance(x, jax.Array) else not_nan(x)
+    return is_real and np.shape(x) in ((), (3,), (1,))
+
+
+NEURONS = {
+    "threshold": PARAMETER,
+    "reset": ("subtract", one_of("subtract", "zero", "none")),
+    "learn_beta": FLAG,
+    "learn_threshold": FLAG,
+    "detach_reset": YES,
+    "surrogate": (
+        eqg.surrogates.atan(),
+        optional(either(function, of_type(eqg.surrogates.AbstractSurrogate))),
+    ),
+}
+DECAYS = {
+    "LIF": {"beta": DECAY},
+    "ALIF": {"beta": DECAY, "rho": DECAY},
+    "CuBaLIF": {"alpha": DECAY, "beta": DECAY},
+    "LI": {"beta": DECAY},
+}
+EXTRA = {
+    "LIF": NEURONS,
+    "ALIF": {"strength": PARAMETER, "learn_rho": FLAG, **NEURONS},
+    "CuBaLIF": {"learn_alpha": FLAG, **NEURONS},
+    "LI": {"learn_beta": FLAG},
+}
+SHAPE = (
+    3,
+    lambda x: size(x) or (isinstance(x, tuple) and len(x) > 0 and all(size(n) for n in x)),
+)
+_MEMBRANES = {"keep": ("membranes", one_of("membranes", "states", "slopes"))}
+for _name, _decays in DECAYS.items():
+    _neuron = {**_decays, **EXTRA[_name]}
+    _keep = {} if _name == "LI" else _MEMBRANES
+    target(
+        f"nn.{_name}Cell", getattr(nn, f"{_name}Cell"), hidden_size=SHAPE, **_neuron, **DTYPE
+    )
+    target(
+        f"nn.{_name}",
+        getattr(nn, _name),
+        **SIZES,
+        **_neuron,
+        use_input_weight=YES,
+        **BIAS,
+        **_keep,
+        **MADE,
+    )
+    if _name != "LI":
+        target(
+            f"nn.R{_name}Cell",
+            getattr(nn, f"R{_name}Cell"),
+            hidden_size=SIZE,
+            **_neuron,
+            **DTYPE,
+            **MAKE,
+        )
+        target(
+            f"nn.R{_name}",
+            getattr(nn, f"R{_name}"),
+            **SIZES,
+            **_neuron,
+            use_input_weight=YES,
+            **BIAS,
+            **_keep,
+            **MADE,
+        )
+_SPIKING_CELLS = {
+    "LIFCell": nn.LIFCell(3, 0.9),
+    "ALIFCell": nn.ALIFCell(3, 0.9, 0.8),
+    "CuBaLIFCell": nn.CuBaLIFCell(3, 0.5, 0.9),
+    "LICell": nn.LICell(3, 0.9),
+    "RLIFCell": nn.RLIFCell(3, 0.9, key=KEY),
+    "RALIFCell": nn.RALIFCell(3, 0.9, 0.8, key=KEY),
+    "RCuBaLIFCell": nn.RCuBaLIFCell(3, 0.5, 0.9, key=KEY),
+}
+for _name, _cell in _SPIKING_CELLS.items():
+    _state = _cell.initial_state()
+    target(
+        f"nn.{_name}()", _cell, x=(X, shaped(REAL, 3)), state=(_state, of_type(type(_state)))
+    )
+target(
+    "nn.WeightedCell",
+    nn.WeightedCell,
+    input_size=(2, size),
+    cell=(nn.LIFCell(3, 0.9), of_type(nn.LIFCell)),
+    use_bias=YES,
+    **MAKE,
+)
+_weighted = nn.WeightedCell(2, nn.LIFCell(3, 0.9), key=KEY)
+target(
+    "nn.WeightedCell()",
+    _weighted,
+    x=(jnp.ones(2), shaped(numbers, 2)),
+    state=(_weighted.initial_state(), of_type(nn.LIFState)),
+)
+
+# ---------------------------------------------------------------- gradient layers
+
+_fits = lambda domain: broadcasting_to(domain, 3)
+
+
+def _gradient_layer(name, **args):
+    """Made, and called at once: a layer checks some arguments when it is called."""
+
+    def run(x, **args):
+        return getattr(nn, name)(**args)(x)
+
+    target(f"nn.{name}", run, called="`s`", x=TREE, **args)
+
+
+_gradient_layer("GradientScale", scale=(2.0, _fits(reals)))
+_gradient_layer("GradientReversal", strength=(0.5, _fits(reals)))
+_gradient_layer(
+    "GradientClip",
+    min=(-0.5, optional(_fits(between(-jnp.inf, 1.0)))),
+    max=(1.0, optional(_fits(between(-0.5, jnp.inf)))),
+)
+_gradient_layer("GradientNormClip", max_norm=(0.7, scalar(not_negative)), axis=(-1, axes(1)))
+
+
+def _gradient_probe(x, slot):
+    return nn.GradientProbe(slot)(x)
+
+
+target(
+    "nn.GradientProbe",
+    _gradient_probe,
+    called="slot",
+    x=(X, either(shaped(floats, 3), no_floats)),
+    slot=(jnp.zeros(3), optional(shaped(numbers, 3))),
+)
+
+# ---------------------------------------------------------------- quantization
+
+SCALE = (0.2, optional(lambda x: finite_positive(x)))
+CHANNEL = (0, optional(integer()))
+BACK_AXIS = (-1, integer(-(2**31), -1))
+QUANTIZER = (nn.FakeQuantize(4), function)
+NO_QUANTIZER = (None, optional(function))
+LEVELS = ((5, 5, 5), (5, 5, 5).__eq__)
+target("nn.StraightThrough", nn.StraightThrough, fn=(jnp.sin, function), backward=BACKWARD)
+target(
+    "nn.FakeQuantize",
+    nn.FakeQuantize,
+    bits=BITS,
+    scale=SCALE,
+    learn_scale=FLAG,
+    signed=YES,
+    narrow=FLAG,
+    channel_axis=(None, optional(integer())),
+)
+target(
+    "nn.LSQ",
+    nn.LSQ,
+    bits=BITS,
+    scale=SCALE,
+    signed=YES,
+    channel_axis=(None, optional(integer())),
+    gradient_scale=(None, optional(number(0, 1e30))),
+)
+target("nn.FSQ", nn.FSQ, levels=LEVELS, axis=BACK_AXIS)
+for _name, _layer in {
+    "FakeQuantize": nn.FakeQuantize(4),
+    "LSQ": nn.LSQ(4, scale=0.2),
+    "FSQ": nn.FSQ((5, 5, 5)),
+}.items():
+    _x = {"z": (X, ending(floats, 3))} if _name == "FSQ" else {"x": (X, floats)}
+    target(f"nn.{_name}()", _layer, **_x, key=(None, anything))
+    if hasattr(_layer, "fit"):
+        target(
+            f"nn.{_name}.fit",
+            _layer.fit,
+            x=(X, lambda x: floats(x) and np.size(x) > 0 and between(-1e38, 1e38)(x)),
+        )
+target("nn.FSQ.decode", nn.FSQ((5, 5, 5)).decode, indices=(jnp.array(7), integers))
+target(
+    "nn.VectorQuantizer",
+    nn.VectorQuantizer,
+    num_entries=(4, size),
+    size=SIZE,
+    commitment=(0.25, number(0, 1e30)),
+    ema=YES,
+    decay=(0.99, number(0, 1)),
+    dead_below=(0.1, number(0, 1)),
+    axis=BACK_AXIS,
+    **DTYPE,
+    **MAKE,
+)
+_VQ = nn.VectorQuantizer(4, 3, key=KEY)
+_Z = jr.normal(KEY, (6, 3))
+_z = (_Z, ending(floats, 3))
+target("nn.VectorQuantizer()", _VQ, z=_z, key=(None, anything))
+target("nn.VectorQuantizer.quantize", _VQ.quantize, z=_z)
+target("nn.VectorQuantizer.updated", _VQ.updated, z=_z, key=(KEY, optional(key)))
+target("nn.VectorQuantizer.decode", _VQ.decode, indices=(jnp.array([1, 2]), integers))
+target(
+    "nn.VectorQuantizer.fit",
+    _VQ.fit,
+    z=(_Z, lambda x: ending(floats, 3)(x) and np.size(x) > 12),
+    key=(KEY, optional(key)),
+)
+FEATURES = {
+    "in_features": (3, either(size, one_of("scalar"))),
+    "out_features": (2, either(size, one_of("scalar"))),
+    "use_bias": YES,
+}
+_BINARY = {"scale": YES, "backward": BACKWARD, "input_quantizer": NO_QUANTIZER}
+_THRESHOLD = {"threshold": ("mean", either(one_of("mean"), number(0, 1e300)))}
+_WEIGHT = {"weight_quantizer": QUANTIZER, "input_quantizer": NO_QUANTIZER}
+_INPUT = {"x": (X, shaped(numbers, 3)), "key": (None, anything)}
+for _name, _options in {
+    "BinaryLinear": _BINARY,
+    "TernaryLinear": {**_THRESHOLD, **_BINARY},
+    "QuantizedLinear": _WEIGHT,
+}.items():
+    _type = getattr(nn, _name)
+    target(f"nn.{_name}", _type, **FEATURES, **DTYPE, **_options, **MAKE)
+    target(
+        f"nn.{_name}.from_layer",
+        _type.from_layer,
+        layer=(LINEAR, of_type(eqx.nn.Linear)),
+        **_options,
+    )
+    _weight = {"weight_quantizer": nn.FakeQuantize(4)} if _name == "QuantizedLinear" else {}
+    target(f"nn.{_name}()", _type(3, 2, key=KEY, **_weight), **_INPUT)
+ONE_SIZE = lambda x: size(x) or (isinstance(x, tuple | list) and len(x) == 1 and size(x[0]))
+target(
+    "nn.QuantizedConv",
+    nn.QuantizedConv,
+    num_spatial_dims=(1, integer(1, 8)),
+    in_channels=(2, size),
+    out_channels=(2, size),
+    kernel_size=(2, ONE_SIZE),
+    stride=(1, ONE_SIZE),
+    padding=(0, anything),
+    dilation=(1, ONE_SIZE),
+    groups=(1, integer(1, 2)),
+    use_bias=YES,
+    padding_mode=("ZEROS", one_of("ZEROS", "REFLECT", "REPLICATE", "CIRCULAR")),
+    **DTYPE,
+    **_WEIGHT,
+    **MAKE,
+)
+_CONV = nn.QuantizedConv(1, 2, 2, 2, weight_quantizer=nn.FakeQuantize(4), key=KEY)
+target(
+    "nn.QuantizedConv()",
+    _CONV,
+    x=(jnp.ones((2, 5)), lambda x: shaped(numbers, 2, None)(x) and np.shape(x)[1] >= 2),
+    key=(None, anything),
+)
+target(
+    "nn.QuantizedConv.from_layer",
+    nn.QuantizedConv.from_layer,
+    layer=(eqx.nn.Conv1d(2, 2, 2, key=KEY), of_type(eqx.nn.Conv)),
+    **_WEIGHT,
+)
+target(
+    "nn.quantize_model",
+    nn.quantize_model,
+    model=({"a": LINEAR}, anything),
+    rules=(
+        {eqx.nn.Linear: nn.FakeQuantize(4)},
+        lambda x: isinstance(x, dict | list | tuple) and (not len(x) or eqx.nn.Linear in x),
+    ),
+    calibrate=(None, is_none),
+    call=(None, optional(function)),
+)
+
+# ---------------------------------------------------------------- losses and other layers
+
+LOSS = {
+    "chunk": (2, optional(size)),
+    "ignore_index": (-100, optional(integer())),
+    "label_smoothing": (0.1, number(0, 1)),
+    "z_loss": (0.01, number(0)),
+    "reduction": ("mean", one_of("mean", "sum", "none")),
+}
+_LABELS = jnp.array([0, 3, -100, 1, 2])
+_FIVE = jr.normal(KEY, (5, 2))
+target(
+    "losses.linear_cross_entropy",
+    eqg.losses.linear_cross_entropy,
+    x=(_FIVE, shaped(floats, 5, 2)),
+    weight=(jr.normal(KEY, (4, 2)), shaped(floats, None, 2)),
+    labels=(_LABELS, shaped(between(-100, 3, integers), 5)),
+    bias=(jnp.ones(4), optional(shaped(floats, 4))),
+    **LOSS,
+)
+
+
+def _squares(weight, xs, ys):
+    return jnp.sum(jnp.tanh(xs @ weight - ys) ** 2)
+
+
+def _chunked(loss, axis, chunk, reduction):
+    fn = eqg.losses.chunked(loss, axis, chunk, reduction=reduction)
+    return fn(jnp.ones(2), _FIVE, jnp.ones(5))
+
+
+target(
+    "losses.chunked",
+    _chunked,
+    loss=(_squares, lambda x: x is _squares),
+    axis=(0, integer(0, 0)),
+    chunk=(2, size),
+    reduction=("sum", one_of("sum", "mean")),
+)
+target(
+    "nn.LinearCrossEntropy",
+    nn.LinearCrossEntropy,
+    in_features=(2, size),
+    out_features=(4, size),
+    use_bias=YES,
+    **DTYPE,
+    **LOSS,
+    **MAKE,
+)
+_HEAD = nn.LinearCrossEntropy(2, 4, chunk=2, key=KEY)
+target(
+    "nn.LinearCrossEntropy()",
+    _HEAD,
+    x=(_FIVE, shaped(floats, 5, 2)),
+    labels=(_LABELS, shaped(between(-100, 3, integers), 5)),
+)
+target("nn.LinearCrossEntropy.logits", _HEAD.logits, x=(_FIVE, ending(floats, 2)))
+target(
+    "nn.LinearCrossEntropy.from_layer",
+    nn.LinearCrossEntropy.from_layer,
+    layer=(LINEAR, of_type(eqx.nn.Linear)),
+    **LOSS,
+)

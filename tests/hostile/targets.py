@@ -1,0 +1,63 @@
+"""How a public function is entered: a call with good arguments, and what each may be."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from .domains import Domain
+
+
+class Target(NamedTuple):
+    """`fn(**args)` is a good call. `is_eager`: it is not made to be traced. `spreads_nan`: a
+    NaN in an argument is one in the result, except in the arguments named in `hides_nan`.
+    `called`: another word for its arguments, in errors."""
+
+    fn: Callable[..., Any]
+    args: dict[str, Any]
+    domains: dict[str, Domain]
+    is_eager: bool = False
+    hides_nan: tuple[str, ...] = ()
+    called: str = ""
+
+
+def arrays(tree: Any) -> list[jax.Array]:
+    """What a traced function may return of a tree."""
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+TARGETS: dict[str, Target] = {}
+# Public, and not called by users with arguments of their own: records and reports, which the
+# library makes, and what a solver of Optimistix has for Optimistix.
+NOT_CALLED: set[str] = set()
+
+
+def target(
+    name: str,
+    fn: Callable[..., Any],
+    /,
+    *,
+    is_eager: bool = False,
+    hides_nan: tuple[str, ...] = (),
+    called: str = "",
+    **args: tuple[Any, Domain],
+) -> None:
+    """Enter a call; each argument is `(a good value, what it may be)`."""
+    assert name not in TARGETS, name
+    values = {argument: value for argument, (value, _) in args.items()}
+    domains = {argument: domain for argument, (_, domain) in args.items()}
+    for argument, value in values.items():
+        assert domains[argument](value), f"{name}: the good `{argument}` is not in its domain"
+    TARGETS[name] = Target(fn, values, domains, is_eager, hides_nan, called)
+
+
+def call(given: Target, **replaced: Any) -> Any:
+    """The call with some arguments replaced. Those that are positional only come first."""
+    args = {**given.args, **replaced}
+    try:
+        parameters = inspect.signature(given.fn).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    first = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    return given.fn(*(args.pop(name) for name in first), **args)

@@ -1,0 +1,336 @@
+"""What is pickled: of each kind an object, and what can be seen of it in another process.
+
+`python -m tests.rules.pickled FILE` reads a file that another process has written.
+"""
+
+import pathlib
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.nn as nn
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from eqx_grads import ste, surrogates
+
+
+# ------------------------------------------------------------------ functions with rules
+
+
+@eqg.custom_jvp
+def forward(x):
+    return jnp.sin(x)
+
+
+@forward.def_jvp
+def _forward_jvp(primals, tangents):
+    return forward(*primals), 7 * tangents[0]
+
+
+@eqg.custom_vjp
+def reverse(x):
+    return jnp.sin(x)
+
+
+@reverse.def_fwd
+def _reverse_fwd(x):
+    return reverse(x), None
+
+
+@reverse.def_bwd
+def _reverse_bwd(residuals, ct):
+    return (5 * ct,)
+
+
+@reverse.def_vmap
+def _reverse_vmap(size, batched, x):
+    return reverse(x), batched[0]
+
+
+@eqg.custom_gradient
+def by_gradient(x):
+    return jnp.sin(x), _threefold
+
+
+def _threefold(ct):
+    return 3 * ct
+
+
+@eqg.elementwise(lambda out, x: 2 * jnp.ones_like(x))
+def elementwise(x):
+    return jnp.sin(x)
+
+
+@eqg.host_function(out=lambda x: x)
+def on_host(x):
+    return np.sin(x)
+
+
+@on_host.def_fwd(keep=2)
+def _on_host_fwd(x):
+    return np.sin(x), np.cos(x)
+
+
+@on_host.def_bwd
+def _on_host_bwd(cos, ct):
+    return (cos * ct,)
+
+
+@eqg.host_function(out=lambda scale, x: x)
+def _scaled_on_host(scale, x):
+    return scale * np.sin(x)
+
+
+@_scaled_on_host.def_jvp
+def _scaled_on_host_jvp(primals, tangents):
+    scale, x = primals
+    return scale * np.sin(x), scale * np.cos(x) * tangents[1]
+
+
+def _twice(x):
+    return 2 * x
+
+
+def _itself(x):
+    return x
+
+
+linear_on_host = eqg.linear_host_function(_twice, _twice, out=_itself)
+
+
+@eqg.implicit(lambda y, x: y**3 - x)
+def root(x):
+    return jnp.cbrt(x)
+
+
+class Layer(eqx.Module):
+    """With a method that has a rule, and a bound method and functions with rules in fields."""
+
+    weight: jax.Array
+    activation: Callable[..., Any] = forward
+
+    @eqg.custom_vjp
+    def apply(self, x):
+        return jnp.sum(self.weight) * x
+
+    @apply.def_fwd
+    def _apply_fwd(self, x):
+        return self.apply(x), (self, x)
+
+    @apply.def_bwd
+    def _apply_bwd(residuals, ct):
+        self, _ = residuals
+        return eqg.tangents.of(self, weight=jnp.full(3, 11 * ct)), 13 * ct
+
+    def __call__(self, x):
+        return self.activation(self.apply(x))
+
+
+def layer():
+    return Layer(jnp.array([1.0, 2.0, 3.0]))
+
+
+FUNCTIONS = {
+    "forward": lambda: forward,
+    "reverse": lambda: reverse,
+    "by_gradient": lambda: by_gradient,
+    "elementwise": lambda: elementwise,
+    "on_host": lambda: on_host,
+    "root": lambda: root,
+    "linear_on_host": lambda: linear_on_host,
+    "a layer": layer,
+    "a bound method": lambda: layer().apply,
+    "a method": lambda: jax.tree_util.Partial(Layer.apply, layer()),
+    "a layer that was rebuilt": lambda: jax.tree.map(lambda x: x, layer()),
+    "a rule in a layer that was rebuilt": lambda: jax.tree.map(lambda x: x, reverse),
+    "a function on the host in a tree": lambda: jax.tree.map(lambda x: x, on_host),
+    "gradient op": lambda: jax.tree_util.Partial(eqg.scale_gradient, s=3.0),
+    "checkpoint": lambda: eqg.filter_checkpoint(reverse),
+}
+
+
+# ------------------------------------------------------------------ layers
+
+
+def _round(x):  # JAX's own jitted functions have no pickle (docs/upstream.md)
+    return jnp.round(x)
+
+
+def _options():
+    return {"key": jr.key(0), "dtype": jnp.float32}
+
+
+LAYERS = {
+    "ALIF": lambda: nn.ALIF(3, 2, 0.9, 0.8, **_options()),
+    "ALIFCell": lambda: nn.ALIFCell(2, 0.9, 0.8),
+    "ALIFState": lambda: nn.ALIFState(*jnp.ones((3, 2), jnp.float32)),
+    "BinaryLinear": lambda: nn.BinaryLinear(3, 2, **_options()),
+    "CuBaLIF": lambda: nn.CuBaLIF(3, 2, 0.5, 0.9, **_options()),
+    "CuBaLIFCell": lambda: nn.CuBaLIFCell(2, 0.5, 0.9),
+    "CuBaLIFState": lambda: nn.CuBaLIFState(*jnp.ones((3, 2), jnp.float32)),
+    "FSQ": lambda: nn.FSQ((5, 5, 5)),
+    "FakeQuantize": lambda: nn.FakeQuantize(4, scale=0.2, learn_scale=True),
+    "FixedPoint": lambda: nn.FixedPoint(eqx.nn.GRUCell(3, 2, **_options()), 2),
+    "GRU": lambda: nn.GRU(3, 2, dropout=0.5, num_layers=2, **_options()),
+    "GradientClip": lambda: nn.GradientClip(-0.5, 1.0),
+    "GradientNormClip": lambda: nn.GradientNormClip(0.7),
+    "GradientProbe": lambda: nn.GradientProbe(jnp.zeros(3, jnp.float32)),
+    "GradientReversal": lambda: nn.GradientReversal(0.5),
+    "GradientScale": lambda: nn.GradientScale(3.0),
+    "HostLayer": lambda: nn.HostLayer(_scaled_on_host, 2.0),
+    "LI": lambda: nn.LI(3, 2, 0.9, **_options()),
+    "LICell": lambda: nn.LICell(2, 0.9),
+    "LIF": lambda: nn.LIF(3, 2, 0.9, surrogate=surrogates.atan(), **_options()),
+    "LIFCell": lambda: nn.LIFCell(2, 0.9, surrogate=surrogates.superspike(10.0)),
+    "LIFState": lambda: nn.LIFState(*jnp.ones((2, 2), jnp.float32)),
+    "LIState": lambda: nn.LIState(jnp.ones(2, jnp.float32)),
+    "LRU": lambda: nn.LRU(3, 2, 2, bidirectional=True, **_options()),
+    "LSQ": lambda: nn.LSQ(4, scale=0.2),
+    "LSTM": lambda: nn.LSTM(3, 2, learn_initial_state=True, **_options()),
+    "LinearCrossEntropy": lambda: nn.LinearCrossEntropy(3, 5, **_options()),
+    "MinGRU": lambda: nn.MinGRU(3, 2, **_options()),
+    "MinLSTM": lambda: nn.MinLSTM(3, 2, **_options()),
+    "Outputs": lambda: nn.Outputs(nn.GRU(3, 2, **_options())),
+    "QuantizedConv": lambda: nn.QuantizedConv(
+        1, 2, 2, 3, weight_quantizer=nn.FakeQuantize(4, scale=0.2), **_options()
+    ),
+    "QuantizedLinear": lambda: nn.QuantizedLinear(
+        3, 2, weight_quantizer=nn.FakeQuantize(4, scale=0.2), **_options()
+    ),
+    "QuantizationReport": lambda: nn.quantize_model(
+        eqx.nn.Linear(3, 2, **_options()), {eqx.nn.Linear: (nn.FakeQuantize(4), None)}
+    )[1],
+    "RALIF": lambda: nn.RALIF(3, 2, 0.9, 0.8, **_options()),
+    "RALIFCell": lambda: nn.RALIFCell(2, 0.9, 0.8, **_options()),
+    "RCuBaLIF": lambda: nn.RCuBaLIF(3, 2, 0.5, 0.9, **_options()),
+    "RCuBaLIFCell": lambda: nn.RCuBaLIFCell(2, 0.5, 0.9, **_options()),
+    "RLIF": lambda: nn.RLIF(3, 2, 0.9, **_options()),
+    "RLIFCell": lambda: nn.RLIFCell(2, 0.9, **_options()),
+    "RNN": lambda: nn.RNN(3, 2, activation="relu", **_options()),
+    "RNNCell": lambda: nn.RNNCell(3, 2, **_options()),
+    "Recurrent": lambda: nn.Recurrent(eqx.nn.GRUCell(3, 2, **_options())),
+    "S5": lambda: nn.S5(3, 2, 2, **_options()),
+    "StraightThrough": lambda: nn.StraightThrough(_round, backward="hard_tanh"),
+    "TernaryLinear": lambda: nn.TernaryLinear(3, 2, **_options()),
+    "VectorQuantizer": lambda: nn.VectorQuantizer(4, 3, **_options()),
+    "WeightedCell": lambda: nn.WeightedCell(3, nn.LICell(2, 0.9), key=jr.key(0)),
+}
+# Called with a sequence of five steps of three features, or with three features.
+SEQUENCES = ("ALIF", "GRU", "LIF", "LRU", "LSTM", "MinGRU", "RLIF", "RNN", "S5", "Recurrent")
+VECTORS = ("BinaryLinear", "FakeQuantize", "GradientScale", "HostLayer", "QuantizedLinear")
+
+SURROGATES = {
+    f"surrogates.{name}": getattr(surrogates, name)
+    for name in dir(surrogates)
+    if isinstance(getattr(surrogates, name), type) and not name.startswith("Abstract")
+}
+STE = {
+    "ste.wrap": lambda: ste.wrap(_round, backward="hard_tanh"),
+    "ste.round": lambda: ste.round,
+}
+
+
+# ------------------------------------------------------------------ reports and errors
+
+
+def _model():
+    return Layer(jnp.zeros(3, jnp.float32))
+
+
+def _error():
+    f = eqg.custom_jvp(lambda x: x)
+    f.def_jvp(lambda primals, tangents: (f(*primals), jnp.ones(2)))
+    try:
+        jax.grad(f)(1.0)
+    except eqg.RuleError as error:
+        return error
+    raise AssertionError
+
+
+REPORTS = {
+    "NaNReport": lambda: eqg.explain_nan(
+        lambda m: jnp.sum(jnp.where(m.weight > 0, jnp.sqrt(m.weight), 0.0)), _model()
+    ),
+    "ZeroReport": lambda: eqg.explain_zero(lambda m: jnp.sum(jnp.round(m.weight)), _model()),
+    "MemoryReport": lambda: eqg.explain_memory(lambda m: jnp.sum(jnp.sin(m.weight)), _model()),
+    "GradientReport": lambda: eqgt.check_gradients(lambda m: jnp.sum(m.weight), _model()),
+    "Report": lambda: eqgt.check_rule(forward, 0.3, checks=("primal",), raises=False),
+    "GradientStatistics": lambda: eqg.GradientStatistics(3),
+    "RuleError": _error,
+}
+
+OBJECTS = {**FUNCTIONS, **LAYERS, **SURROGATES, **STE, **REPORTS}
+
+
+# ------------------------------------------------------------------ what can be seen
+
+
+def seen(name: str, x: Any) -> Any:
+    """Numbers and texts, which are the same in another process."""
+    if name in REPORTS and name != "GradientStatistics":
+        return str(x)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(x) if eqx.is_array_like(leaf)]
+    return leaves, _derivative(name, x)
+
+
+def _derivative(name, x):
+    if name in FUNCTIONS or name in SURROGATES or name in STE:
+        if name in SURROGATES:
+            f = lambda v: surrogates.spike(v, x)
+        else:
+            f = x
+        value, gradient = jax.value_and_grad(f)(jnp.float32(0.3))
+        return np.asarray(value), np.asarray(gradient)
+    if name in SEQUENCES or name in VECTORS:
+        model = eqx.nn.inference_mode(x)
+        arg = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
+
+        def loss(arg):
+            out = model(arg if name in SEQUENCES else arg[0])
+            return sum(jnp.sum(jnp.real(y)) for y in jax.tree.leaves(out))
+
+        return np.asarray(jax.grad(loss)(jnp.asarray(arg)))
+    return None
+
+
+def write(names, module=pickle) -> bytes:
+    made = {name: OBJECTS[name]() for name in names}
+    records = {name: (module.dumps(x), seen(name, x)) for name, x in made.items()}
+    return pickle.dumps(records)
+
+
+def read(data: bytes) -> dict[str, str]:
+    """Which objects are not what they were, and how."""
+    wrong = {}
+    for name, (pickled, expected) in pickle.loads(data).items():
+        try:
+            got = seen(name, pickle.loads(pickled))
+            same = jax.tree.map(lambda a, b: np.shape(a) == np.shape(b), got, expected)
+            if isinstance(got, str):
+                assert got == expected, got
+            else:
+                assert all(jax.tree.leaves(same))
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+                    got,
+                    expected,
+                )
+        except Exception as error:
+            wrong[name] = f"{type(error).__name__}: {error}"
+    return wrong
+
+
+if __name__ == "__main__":
+    # The module's own name, as that is where its functions are found.
+    from tests.rules import pickled
+
+    wrong = pickled.read(pathlib.Path(sys.argv[1]).read_bytes())
+    for name, error in wrong.items():
+        print(f"{name}: {error}")
+    sys.exit(bool(wrong))

@@ -1,0 +1,355 @@
+"""Train every layer for a long time, and see that nothing grows: `python -m tests.soak`.
+
+A lap trains each layer on batches of several sizes, and makes one of the layers anew, with a
+train step of its own, which takes the place of the old one: its programs have to be freed.
+After each lap are counted the arrays, the tracers, the traced programs (jaxprs), the functions,
+the compiled programs, and the resident memory. Every lap does the same, so after the first
+laps the counts have to stay the same.
+
+Memory levels off where JAX's own caches are full. Those of a plain Equinox layer in
+`jax.lax.scan`, made anew as often in a process of its own, are measured beside, as reference.
+
+The criterion, of the second half of the laps:
+
+- a count: the line through it rises by less than `COUNT` over these laps;
+- memory: the line through it rises by less than `MEMORY` of what is in use, or by no more than
+  twice as much for each lap as that of the reference.
+"""
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import functools as ft
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+COUNT = 1.0  # objects
+MEMORY = 0.02
+SIZES = (1, 3, 8)  # of batches
+TIME, IN, OUT = 6, 3, 4
+COUNTED = {
+    "arrays": jax.Array,
+    "tracers": jax.core.Tracer,
+    "jaxprs": (Jaxpr, ClosedJaxpr),
+    "functions": types.FunctionType,
+}
+nn = eqg.nn
+
+
+# ---------------------------------------------------------------- layers
+
+
+class Trained(eqx.Module):
+    """A layer, and how it is called with a sequence of vectors."""
+
+    layer: Any
+    call: Callable[[Any, jax.Array], Any] = eqx.field(static=True)
+
+    def __call__(self, xs):
+        return self.call(self.layer, xs)
+
+
+def _sequence(layer, xs):
+    return layer(xs)[0]
+
+
+def _each_step(layer, xs):
+    return jax.vmap(layer)(xs)
+
+
+def _whole(layer, xs):
+    return layer(xs)
+
+
+def _cell(cell, xs):
+    step = lambda state, x: ((new := cell(x, state)), jax.tree.leaves(new)[0])
+    return eqg.filter_scan(step, cell.initial_state(), xs)[1]
+
+
+def _rnn_cell(cell, xs):
+    step = lambda h, x: ((new := cell(x, h)), new)
+    return eqg.filter_scan(step, jnp.zeros(OUT), xs)[1]
+
+
+def _image(layer, xs):
+    return layer(xs.T)
+
+
+def _cross_entropy(head, xs):
+    return head(xs, jnp.arange(TIME) % OUT)
+
+
+def _quantized(layer, xs):
+    return layer.quantize(xs)[0]
+
+
+def _equinox(cell, xs):
+    """What Equinox's users write: the reference."""
+    step = lambda h, x: ((new := cell(x, h)), new)
+    return jax.lax.scan(step, jnp.zeros(OUT), xs)[1]
+
+
+def _in_and_out(make):
+    return lambda key: make(IN, OUT, key=key)
+
+
+def _spiking(name, *decays):
+    return lambda key: getattr(nn, name)(IN, OUT, *decays, learn_beta=True, key=key)
+
+
+def _after_linear(layer):
+    return lambda key: eqx.nn.Sequential([eqx.nn.Linear(IN, IN, key=key), layer])
+
+
+def _host_layer(key):
+    function = eqg.host_function(lambda scale, x: scale * x, out=lambda scale, x: x)
+    function.def_bwd(lambda residuals, ct: (np.sum(ct * residuals[1]), ct * residuals[0]))
+    return nn.HostLayer(function, jnp.ones(()))
+
+
+def _fixed_point(key):
+    linear = eqx.nn.Linear(IN, OUT, key=key)
+    return nn.FixedPoint(eqx.Partial(_fixed_point_cell, linear), OUT)
+
+
+def _fixed_point_cell(linear, x, z):
+    return jnp.tanh(0.3 * z + linear(x))
+
+
+def _weighted(key):
+    return nn.WeightedCell(IN, nn.LIFCell(OUT, 0.9), key=key)
+
+
+LAYERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, jax.Array], Any]]] = {
+    "GRU": (_in_and_out(nn.GRU), _sequence),
+    "LSTM": (_in_and_out(nn.LSTM), _sequence),
+    "RNN": (_in_and_out(nn.RNN), _sequence),
+    "RNNCell": (_in_and_out(nn.RNNCell), _rnn_cell),
+    "Recurrent": (lambda key: nn.Recurrent(eqx.nn.GRUCell(IN, OUT, key=key)), _sequence),
+    "Outputs": (lambda key: nn.Outputs(nn.GRU(IN, OUT, key=key)), _whole),
+    "LRU": (lambda key: nn.LRU(IN, OUT, 4, key=key), _sequence),
+    "S5": (lambda key: nn.S5(IN, OUT, 4, key=key), _sequence),
+    "MinGRU": (_in_and_out(nn.MinGRU), _sequence),
+    "MinLSTM": (_in_and_out(nn.MinLSTM), _sequence),
+    "LIF": (_spiking("LIF", 0.9), _sequence),
+    "ALIF": (_spiking("ALIF", 0.9, 0.8), _sequence),
+    "CuBaLIF": (_spiking("CuBaLIF", 0.5, 0.9), _sequence),
+    "LI": (_spiking("LI", 0.9), _sequence),
+    "RLIF": (_spiking("RLIF", 0.9), _sequence),
+    "RALIF": (_spiking("RALIF", 0.9, 0.8), _sequence),
+    "RCuBaLIF": (_spiking("RCuBaLIF", 0.5, 0.9), _sequence),
+    "LIFCell": (lambda key: nn.LIFCell(IN, 0.9, learn_beta=True), _cell),
+    "ALIFCell": (lambda key: nn.ALIFCell(IN, 0.9, 0.8, learn_beta=True), _cell),
+    "CuBaLIFCell": (lambda key: nn.CuBaLIFCell(IN, 0.5, 0.9, learn_beta=True), _cell),
+    "LICell": (lambda key: nn.LICell(IN, 0.9, learn_beta=True), _cell),
+    "RLIFCell": (lambda key: nn.RLIFCell(IN, 0.9, key=key), _cell),
+    "RALIFCell": (lambda key: nn.RALIFCell(IN, 0.9, 0.8, key=key), _cell),
+    "RCuBaLIFCell": (lambda key: nn.RCuBaLIFCell(IN, 0.5, 0.9, key=key), _cell),
+    "WeightedCell": (_weighted, _cell),
+    "GradientReversal": (_after_linear(nn.GradientReversal(0.5)), _each_step),
+    "GradientScale": (_after_linear(nn.GradientScale(2.0)), _each_step),
+    "GradientClip": (_after_linear(nn.GradientClip(-0.1, 0.1)), _each_step),
+    "GradientNormClip": (_after_linear(nn.GradientNormClip(0.1)), _each_step),
+    "GradientProbe": (_after_linear(nn.GradientProbe(jnp.zeros(IN))), _each_step),
+    "StraightThrough": (_after_linear(nn.StraightThrough(jnp.round)), _each_step),
+    "FakeQuantize": (_after_linear(nn.FakeQuantize(4)), _each_step),
+    "LSQ": (_after_linear(nn.LSQ(4, scale=0.2)), _each_step),
+    "FSQ": (_after_linear(nn.FSQ((5, 5, 5))), _each_step),
+    "VectorQuantizer": (
+        lambda key: nn.VectorQuantizer(4, IN, ema=False, key=key),
+        _quantized,
+    ),
+    "BinaryLinear": (_in_and_out(nn.BinaryLinear), _each_step),
+    "TernaryLinear": (_in_and_out(nn.TernaryLinear), _each_step),
+    "QuantizedLinear": (
+        lambda key: nn.QuantizedLinear(IN, OUT, weight_quantizer=nn.FakeQuantize(4), key=key),
+        _each_step,
+    ),
+    "QuantizedConv": (
+        lambda key: nn.QuantizedConv(
+            1, IN, OUT, 2, weight_quantizer=nn.FakeQuantize(4), key=key
+        ),
+        _image,
+    ),
+    "LinearCrossEntropy": (_in_and_out(nn.LinearCrossEntropy), _cross_entropy),
+    "FixedPoint": (_fixed_point, _each_step),
+    "HostLayer": (_host_layer, _each_step),
+}
+REFERENCE = {"eqx.nn.GRUCell": (_in_and_out(eqx.nn.GRUCell), _equinox)}
+
+
+# ---------------------------------------------------------------- training
+
+
+class Training:
+    """A layer in training, with a compiled step of its own.
+
+    By `jax.jit`: `eqx.filter_jit` keeps every function that it was ever given (Equinox 0.13.8).
+    """
+
+    def __init__(self, make, call, seed: int):
+        optimizer = optax.adam(1e-3)
+        self.params, static = eqx.partition(
+            Trained(make(jr.key(seed)), call), eqx.is_inexact_array
+        )
+        self.state = optimizer.init(self.params)
+
+        def loss(params, batch):
+            model = eqx.combine(params, static)
+            return jnp.mean(jnp.square(jax.vmap(model)(batch) - 0.5))
+
+        @jax.jit
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, state = optimizer.update(grads, state)
+            return eqx.apply_updates(params, updates), state, value
+
+        self.step = step
+
+    def train(self, batch):
+        self.params, self.state, loss = self.step(self.params, self.state, batch)
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"The loss of {self.params.layer} is {loss}.")
+
+
+def laps(layers: dict[str, Any], sizes: tuple[int, ...]) -> Iterator[None]:
+    """Train all layers on all sizes; in each lap, one layer is new."""
+    trainings = {name: Training(make, call, 0) for name, (make, call) in layers.items()}
+    names = itertools.cycle(layers)
+    for seed in itertools.count():
+        name = next(names)
+        trainings[name] = Training(*layers[name], seed)
+        for training in trainings.values():
+            for size in sizes:
+                training.train(jr.normal(jr.key(seed), (size, TIME, IN)))
+        yield
+
+
+# ---------------------------------------------------------------- what is there
+
+
+@ft.cache
+def _counted_as(kind: type) -> tuple[str, ...]:
+    return tuple(name for name, kinds in COUNTED.items() if issubclass(kind, kinds))
+
+
+def census() -> dict[str, float]:
+    gc.collect()
+    _return_freed_memory()
+    counts = collections.Counter(dict.fromkeys(COUNTED, 0))
+    for obj in gc.get_objects():
+        counts.update(_counted_as(type(obj)))
+    counts["arrays"] = len(jax.live_arrays())
+    counts["compiled"] = len(jax.devices()[0].client.live_executables())
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+    return {**counts, "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20}
+
+
+def _return_freed_memory():
+    """To the system: what glibc keeps of it depends on where it was."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def slopes(records: list[dict[str, float]]) -> dict[str, float]:
+    """By how much each count rises in a lap, on the line through the second half."""
+    half = records[len(records) // 2 :]
+    at = np.arange(len(half))
+    return {
+        name: float(np.polyfit(at, [record[name] for record in half], 1)[0])
+        if len(half) > 1
+        else 0.0
+        for name in records[0]
+    }
+
+
+def rising(records: list[dict[str, float]], reference: dict[str, float]) -> dict[str, float]:
+    """What does not level off, and by how much it rises in the second half."""
+    n = len(records) - len(records) // 2
+    found = {}
+    for name, slope in slopes(records).items():
+        if name == "MiB":
+            most = max(MEMORY * records[-1]["MiB"], 2 * n * reference.get("MiB", 0.0))
+        else:
+            most = COUNT
+        if slope * n >= most:
+            found[name] = slope * n
+    return found
+
+
+def soak(
+    minutes: float, least: int, layers: dict[str, Any], sizes: tuple[int, ...]
+) -> list[dict[str, float]]:
+    """Run laps for so long, and so many at least. Count after each, and print a line."""
+    end, records = time.monotonic() + 60 * minutes, []
+    for lap, _ in enumerate(laps(layers, sizes)):
+        records.append(census())
+        if lap == 0:
+            print(f"{'lap':>5}" + "".join(f"{name:>11}" for name in records[0]))
+        print(f"{lap:5}" + "".join(f"{n:11.0f}" for n in records[-1].values()), flush=True)
+        if time.monotonic() > end and len(records) >= least:
+            return records
+    raise AssertionError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--laps", type=int, help="so many laps, and no minutes")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th layer")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many batch sizes")
+    parser.add_argument("--reference", action="store_true", help="the reference only")
+    args = parser.parse_args()
+    sizes = SIZES[: args.sizes]
+    minutes = args.minutes if args.laps is None else 0.0
+    least = 8 if args.laps is None else args.laps
+    if args.reference:
+        records = soak(minutes, least, REFERENCE, sizes)
+        print("slopes", *(f"{name}={x:.4f}" for name, x in slopes(records).items()))
+        return
+    # The reference runs in a process of its own, for a tenth of the time.
+    command = [sys.executable, "-m", "tests.soak", "--reference"]
+    command += ["--minutes", str(minutes / 10), "--sizes", str(args.sizes)]
+    command += [] if args.laps is None else ["--laps", str(args.laps)]
+    print("Reference:", *REFERENCE)
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print("\n".join([*output.splitlines()[:3], "  ...", *output.splitlines()[-2:]]))
+    words = output.splitlines()[-1].split()[1:]
+    reference = {name: float(x) for name, x in (word.split("=") for word in words)}
+    layers = dict(list(LAYERS.items())[:: args.every])
+    print("Layers:", *layers)
+    records = soak(minutes * 9 / 10, least, layers, sizes)
+    print(f"\n{len(records)} laps, {len(layers)} layers, batches of {sizes}")
+    n = len(records) - len(records) // 2
+    for name, slope in slopes(records).items():
+        first, middle, last = (records[i][name] for i in (0, len(records) // 2, -1))
+        print(
+            f"{name:>11}: {first:9.0f} {middle:9.0f} {last:9.0f}, rises by {slope * n:8.2f} in "
+            f"the last {n} laps (for each lap {slope:.4f}, reference {reference[name]:.4f})"
+        )
+    found = rising(records, reference)
+    print("Does not level off:" if found else "All level off.", *found)
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

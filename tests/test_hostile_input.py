@@ -1,0 +1,157 @@
+"""Every public function and layer, called with nonsense for each of its arguments.
+
+The outcome is an error that names the argument, or a right answer: `tests/hostile` says for
+each argument what it may be. The quick test takes some kinds of nonsense for each argument,
+and not the same for all; the slow ones take all of them, in each of three ways to call.
+"""
+
+import eqx_grads as eqg
+import eqx_grads.solvers
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from .hostile import KINDS, NOT_CALLED, outcome, some_kinds, TARGETS
+from .hostile.kinds import NotApplicable
+from .hostile.targets import arrays, call
+
+
+# What is not a clear error: `(target, argument)` to why.
+KNOWN: dict[tuple[str, str], str] = {}
+PARTS = 8
+
+
+@pytest.fixture(autouse=True)
+def _no_type_checks():
+    """As users run it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def _faults(targets, kinds_of, mode="staged"):
+    found = []
+    for target in targets:
+        for argument in TARGETS[target].args:
+            if (target, argument) in KNOWN:
+                continue
+            for kind in kinds_of(target, argument):
+                result = outcome(target, argument, kind, mode)
+                if result is not None and result.verdict in ("silent", "unclear"):
+                    found.append(f"{target}({argument}): {kind}: {result[3:]}")
+    return "\n".join(found)
+
+
+def _part(i):
+    return list(TARGETS)[i::PARTS]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_some_nonsense(part):
+    quick = [target for target in _part(part) if not TARGETS[target].is_eager]
+    assert not _faults(quick, some_kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["staged", "traced"])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_nonsense(part, mode):
+    assert not _faults(_part(part), lambda *_: KINDS, mode)
+
+
+# A size that is too large takes memory without end.
+HUGE = ("beyond int32", "beyond int64", "axis too large")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_eager_calls_have_the_same_verdict(part):
+    different = []
+    for target in _part(part):
+        for argument in TARGETS[target].args:
+            for kind in KINDS:
+                if kind in HUGE or (target, argument) in KNOWN:
+                    continue
+                verdicts = [outcome(target, argument, kind, m) for m in ("eager", "staged")]
+                if None not in verdicts and verdicts[0].verdict != verdicts[1].verdict:
+                    different.append(verdicts)
+    assert not different
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith(("safe.", "ste."))])
+def test_nan_in_nan_out(target):
+    """Of the functions of arrays. Masks, keys and codes have none."""
+    given = TARGETS[target]
+    for argument, good in given.args.items():
+        if argument in given.hides_nan or not isinstance(good, jax.Array):
+            continue
+        if not jnp.issubdtype(good.dtype, jnp.inexact):
+            continue
+        value = KINDS["nan in array"](good)
+        out = arrays(call(given, **{argument: value}))
+        floats = [x for x in out if jnp.issubdtype(x.dtype, jnp.inexact)]
+        assert any(np.isnan(x).any() for x in floats), argument
+
+
+SAME = ("read only", "not contiguous", "number of NumPy", "double of NumPy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAME)
+def test_arrays_of_numpy_are_arrays(kind):
+    """The answer is that for the same array of JAX."""
+    for target, given in TARGETS.items():
+        for argument, good in given.args.items():
+            try:
+                value = KINDS[kind](good)
+            except NotApplicable:
+                continue
+            found = outcome(target, argument, kind, "eager")
+            if found is None or found.verdict != "right" or not isinstance(good, jax.Array):
+                continue
+            got, want = (
+                arrays(call(given, **{argument: x})) for x in (value, jnp.asarray(value))
+            )
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(x, y, err_msg=f"{target}({argument})")
+
+
+def test_every_public_name_is_called():
+    spaces = {
+        "": eqg,
+        "losses.": eqg.losses,
+        "nn.": eqg.nn,
+        "safe.": eqg.safe,
+        "solvers.": eqx_grads.solvers,
+        "ste.": eqg.ste,
+        "surrogates.": eqg.surrogates,
+        "tangents.": eqg.tangents,
+        "testing.": eqgt,
+    }
+    public = {
+        prefix + name
+        for prefix, space in spaces.items()
+        for name, x in vars(space).items()
+        if not name.startswith("_")
+        and callable(x)
+        and x.__module__.startswith(space.__name__ if prefix == "tangents." else "eqx_grads")
+    }
+    called = {target.partition("(")[0].partition(" ")[0] for target in TARGETS}
+    assert public - called == NOT_CALLED
+    assert not NOT_CALLED & called
+
+
+@pytest.mark.parametrize("way", ["too few", "too many", "unknown"])
+def test_the_wrong_number_of_arguments(way):
+    """Python's own errors, also of functions with rules."""
+    f = eqg.custom_jvp(lambda x, y: x * y)
+    f.def_jvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    calls = {"too few": ((1.0,), {}), "too many": ((1.0,) * 9, {}), "unknown": ((), {"q": 1.0})}
+    args, kwargs = calls[way]
+    for fn in (f, jax.grad(f), eqg.scale_gradient, eqg.safe.power, eqg.ste.pact, eqg.nn.GRU):
+        with pytest.raises(TypeError, match="argument"):
+            fn(*args, **kwargs)

@@ -1,0 +1,410 @@
+"""What no other quick test noticed in a mutant of the library (`make mutants`)."""
+
+import functools as ft
+import io
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.nn as nn
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import pytest
+from eqx_grads._control_flow import progress
+from eqx_grads._control_flow.carry import same_static
+from eqx_grads._control_flow.chunked_scan import near_divisor
+from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
+from eqx_grads._rules.rule import CheckCache
+from jax.experimental import checkify  # noqa: TID251  an interpreter of others
+
+from .helpers import assert_close
+
+
+# ---------------------------------------------------------------- rules
+
+
+def test_a_value_with_something_that_is_no_gradient():
+    f = eqg.custom_gradient(lambda x: (x * x, 2 * x))
+    with pytest.raises(eqg.RuleError, match="did not return a value and a function"):
+        jax.grad(f)(2.0)
+
+
+def test_the_partials_of_an_elementwise_function_may_be_a_list():
+    f = eqg.elementwise(jnp.multiply, lambda out, x, y: [y, x])
+    assert_close(jax.grad(f, (0, 1))(2.0, 3.0), (3.0, 2.0))
+
+
+@pytest.mark.parametrize("decorator", [eqg.custom_jvp, eqg.custom_vjp])
+def test_a_decorated_function_has_the_name_of_the_function(decorator):
+    def cube(x):
+        """x to the third."""
+        return x**3
+
+    decorated = decorator(cube)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(decorated, name) == getattr(cube, name)
+
+
+def test_checks_are_kept_for_so_many_types_of_arguments():
+    f = eqg.custom_jvp(jnp.sin)
+    f.def_jvp(lambda primals, tangents: (f(*primals), jnp.cos(*primals) * tangents[0]))
+    cache = CheckCache()
+    for i in range(CheckCache.most + 1):
+        cache.get(_CallOfType(i), "check", lambda: None)
+    assert 0 < len(cache._results) <= CheckCache.most
+
+
+class _CallOfType:
+    operands = ()
+
+    def __init__(self, i):
+        self.i = i
+
+    @property
+    def flat(self):
+        return self
+
+    def key(self, operands):
+        return self.i
+
+
+def test_the_function_of_a_batching_rule_may_use_the_name_of_the_axis():
+    @eqg.custom_jvp
+    def centered(x):
+        return x - jax.lax.pmean(x, "batch")
+
+    @centered.def_vmap
+    def centered_vmap(size, batched, x):
+        return x - jnp.mean(x, 0), True
+
+    @centered.def_jvp
+    def centered_jvp(primals, tangents):
+        return centered(*primals), tangents[0] - jax.lax.pmean(tangents[0], "batch")
+
+    x = jnp.array([1.0, 2.0, 6.0])
+    assert_close(jax.vmap(centered, axis_name="batch")(x), x - 3.0)
+
+
+def test_checkify_of_a_call_with_an_unused_output_and_a_constant():
+    factor = jnp.array([2.0, 3.0])
+
+    @eqg.custom_jvp
+    def f(x):
+        checkify.check(jnp.all(x > 0), "negative")
+        return factor * x**2, jnp.exp(x)
+
+    @f.def_jvp
+    def f_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        exp = jnp.exp(x)
+        return (factor * x**2, exp), (2 * factor * x * t, exp * t)
+
+    x = jnp.array([1.0, 2.0])
+    value = lambda x: jnp.sum(checkify.checkify(f)(x)[1][0])
+    assert_close(jax.jit(jax.grad(value))(x), 2 * factor * x)
+    assert_close(jax.jvp(jax.jit(value), (x,), (x,))[1], jnp.sum(2 * factor * x * x))
+
+
+def test_a_dead_term_in_a_while_loop_is_never_computed():
+    @eqg.custom_jvp
+    def f(x, y):
+        return x + y
+
+    @f.def_jvp
+    def f_jvp(primals, tangents):
+        def step(carry):
+            i, t_x, t_y = carry
+            return i + 1, 0.5 * t_x, jnp.inf * t_y
+
+        t_x, t_y = tangents
+        _, t_x, t_y = jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, t_x, t_y))
+        return f(*primals), t_x + t_y
+
+    assert jax.jvp(lambda x: f(x, 1.0), (2.0,), (8.0,))[1] == 1.0
+
+
+def test_evaluation_of_a_batched_while_loop_leaves_what_is_done():
+    def halvings(x):
+        return jax.lax.while_loop(lambda x: x > 1.0, lambda x: x / 2.0, x)
+
+    x = jnp.array([0.5, 3.0, 20.0])
+    program = jax.make_jaxpr(jax.vmap(halvings))(x)
+
+    def hook(eqn, values):
+        if eqn.primitive.name != "while":
+            return bind(eqn, values)
+        return enter(eqn, values, lambda program, values, _: evaluate(program, values))
+
+    assert_close(evaluate(program, [x], hook), [jnp.array([0.5, 0.75, 0.625])])
+
+
+# ---------------------------------------------------------------- straight-through
+
+
+def test_vector_quantization_with_a_codebook_in_another_precision():
+    with jax.enable_x64(True):
+        z = jnp.array([[0.1, 0.9], [0.8, 0.2]], "float32")
+        codebook = jnp.array([[1.0, 0.0], [0.0, 1.0]], "float64")
+        for a, b in ((z, codebook), (z.astype("float64"), codebook.astype("float32"))):
+            value, index = eqg.ste.vector_quantize(a, b)
+            assert index.tolist() == [1, 0]
+            assert value.dtype == a.dtype
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "mapped"),
+    [
+        *[(nn.GRU, batch, name) for batch in (None, 2) for name in ("xs", "state", "lengths")],
+        (nn.LSTM, 2, "state"),
+        (nn.RNN, 2, "state"),
+    ],
+)
+def test_vmap_over_one_argument_of_a_recurrent_layer(make, batch, mapped, getkey):
+    """The arguments that are not mapped are the same for every example."""
+    layer = make(3, 4, key=getkey())
+    sizes = () if batch is None else (batch,)
+    xs = jr.normal(getkey(), (*sizes, 5, 3))
+    state = jax.tree.map(lambda s: jr.normal(getkey(), s.shape), layer(xs)[1])
+    lengths = jnp.full(sizes, 4)
+    several = lambda x: jnp.stack([x, x + 0.3, -x])
+    args = {"xs": xs, "state": state, "lengths": lengths}
+    args[mapped] = jax.tree.map(several, args[mapped])
+    if mapped == "lengths":
+        args["lengths"] = jnp.stack([lengths, lengths - 2, lengths - 4])
+    axes = {name: 0 if name == mapped else None for name in args}
+
+    def call(layer, xs, state, lengths):
+        return layer(xs, state, lengths=lengths)
+
+    def vmapped(layer, xs, state):
+        axes_of_args = (None, *axes.values())
+        return eqx.filter_vmap(call, in_axes=axes_of_args)(layer, xs, state, args["lengths"])
+
+    def one_by_one(layer, xs, state):
+        given = {"xs": xs, "state": state, "lengths": args["lengths"]}
+        example = lambda i: given | {mapped: jax.tree.map(lambda x: x[i], given[mapped])}
+        outs = [call(layer, **example(i)) for i in range(3)]
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
+
+    def both(f):
+        def loss(inputs):
+            out = f(*inputs)
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out)), out
+
+        run = eqx.filter_value_and_grad(loss, has_aux=True)
+        return eqx.filter_jit(run)((layer, args["xs"], args["state"]))
+
+    assert_close(both(vmapped), both(one_by_one), tolerance=1e-5)
+
+
+# ---------------------------------------------------------------- scans
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_truncation_of_steps_that_run_once_keeps_the_derivative_of_the_first_carry(reverse):
+    """A step with an effect is not run again, so its own loop is cut: at every window but the
+    first, which the first carry enters."""
+    xs = jnp.linspace(-1.0, 1.0, 7)
+
+    def loss(h, effect):
+        def step(h, x):
+            if effect:
+                jax.debug.callback(lambda: None)
+            h = jnp.tanh(0.7 * h + x)
+            return h, h
+
+        return jnp.sum(eqg.filter_scan(step, h, xs, truncate=3, reverse=reverse)[1])
+
+    def first_window(h):
+        steps = xs[::-1] if reverse else xs
+        total = 0.0
+        for x in steps[:3]:
+            h = jnp.tanh(0.7 * h + x)
+            total += h
+        return total
+
+    expected = jax.grad(first_window)(0.3)
+    assert abs(expected) > 0.1
+    assert_close(jax.grad(loss)(0.3, True), expected)
+    assert_close(jax.grad(loss)(0.3, False), expected)
+
+
+def test_replay_of_a_step_with_several_inputs():
+    def loss(h, xs, checkpoint):
+        def step(h, x):
+            h = jnp.tanh(0.5 * h * x["gain"] + x["shift"] ** 2 + jnp.sin(x["last"]))
+            return h, h
+
+        return jnp.sum(eqg.filter_scan(step, h, xs, checkpoint=checkpoint)[1])
+
+    h = jnp.array([0.1, -0.3])
+    xs = {
+        name: jr.normal(jr.key(i), (5, 2)) for i, name in enumerate(("gain", "shift", "last"))
+    }
+    grad = jax.grad(loss, (0, 1))
+    assert_close(grad(h, xs, "replay"), grad(h, xs, None))
+
+
+def test_a_step_that_comes_to_call_what_can_change():
+    """Its body is kept from call to call while all that it reads can't change in place."""
+
+    class Scaled:
+        def __init__(self):
+            self.scale = 2.0
+
+        def __call__(self, x):
+            return self.scale * x
+
+    activation = jnp.tanh
+
+    def step(h, x):
+        return activation(h + x), None
+
+    run = lambda: eqg.filter_scan(step, jnp.array(0.5), jnp.ones(2))[0]
+    for _ in range(2):
+        assert_close(run(), jnp.tanh(jnp.tanh(1.5) + 1.0))
+    activation = Scaled()
+    assert_close(run(), 2.0 * (2.0 * 1.5 + 1.0))
+    activation.scale = 3.0
+    assert_close(run(), 3.0 * (3.0 * 1.5 + 1.0))
+
+
+def test_a_step_that_returns_three_values():
+    step = lambda h, x: (h, x, None)
+    with pytest.raises(eqg.RuleError, match="a step of `filter_scan`, did not return a pair"):
+        eqg.filter_scan(step, jnp.zeros(2), jnp.ones((3, 2)))
+
+
+def test_online_gradients_of_a_step_with_a_jitted_function():
+    def loss(weight, online):
+        xs = jnp.array([0.3, -0.7, 1.1])
+        step = jax.jit(lambda h, x: (jnp.tanh(weight * h + x), h))
+        return jnp.sum(eqg.filter_scan(step, jnp.array([0.2, -0.4]), xs, online=online)[1])
+
+    weight = jnp.array([0.5, -0.9])
+    assert_close(jax.grad(loss)(weight, True), jax.grad(loss)(weight, False))
+
+
+def test_progress_of_truncated_backpropagation(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", stream)
+    step = lambda h, x: (jnp.tanh(h + x), None)
+    eqg.filter_scan(step, jnp.zeros(()), jnp.ones(20), truncate=5, progress=True)
+    jax.effects_barrier()
+    assert "20/20 steps" in stream.getvalue()
+
+
+def test_static_values_of_two_types_are_not_the_same():
+    assert same_static("a", "a")
+    assert not same_static(1, True)
+    assert not same_static(1, 1.0)
+
+
+def test_a_chunk_may_be_as_long_as_allowed():
+    assert near_divisor(7, 5) == 7
+    assert near_divisor(13, 5) == 5
+
+
+@pytest.mark.parametrize("method", ["scan", "associative"])
+def test_the_method_of_a_linear_recurrence_is_the_one_asked_for(method):
+    run = lambda a, b: eqg.linear_recurrence(a, b, method=method)
+    program = str(jax.make_jaxpr(run)(jnp.ones((4, 2)), jnp.ones((4, 2))))
+    assert ("scan[" in program) == (method == "scan")
+
+
+def test_the_rate_of_progress_is_that_of_this_run(monkeypatch):
+    stream = io.StringIO()
+    line = progress.ProgressLine(100, stream)
+    # The second run of a program begins at the step at which the first one was stopped.
+    for now, done in ((0.0, 10), (100.0, 10), (102.0, 20)):
+        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now)
+        line.show(done)
+    assert stream.getvalue().endswith("\r20/100 steps, 5/s, 0:16 left\x1b[K")
+
+
+# ---------------------------------------------------------------- linear recurrent layers
+
+LINEAR = {
+    "MinGRU": ft.partial(nn.MinGRU, 3, 4),
+    "MinLSTM": ft.partial(nn.MinLSTM, 3, 4),
+    "LRU": ft.partial(nn.LRU, 3, 4, 5),
+    "S5": ft.partial(nn.S5, 3, 4, 6),
+}
+
+
+@pytest.mark.parametrize("method", ["scan", "associative"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_method_of_a_layer_is_the_one_asked_for(name, method, getkey):
+    layer = LINEAR[name](method=method, key=getkey())
+    program = str(jax.make_jaxpr(layer)(jnp.ones((5, 3))))
+    assert ("scan[" in program) == (method == "scan")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_an_initial_state_is_learned_on_request_only(name, getkey):
+    key = getkey()
+    leaves = lambda **options: jax.tree.leaves(LINEAR[name](key=key, **options))
+    assert len(leaves(learn_initial_state=True)) > len(leaves())
+
+
+def test_the_initial_weights_of_an_lru_have_the_published_spread(getkey):
+    """Orvieto et al., "Resurrecting recurrent neural networks", appendix A."""
+    cell = nn.LRU(128, 64, 96, key=getkey()).cells[0][0]
+    assert jnp.allclose(jnp.std(cell.weight_in), (2 * 128) ** -0.5, rtol=0.05)
+    assert jnp.allclose(jnp.std(cell.weight_out), 96**-0.5, rtol=0.05)
+
+
+def test_the_initial_weights_of_a_weighted_cell_are_those_of_a_linear_layer(getkey):
+    cell = nn.WeightedCell(64, nn.LIFCell(50, 0.9), key=getkey())
+    for x in (cell.weight_ih, cell.bias):
+        assert 0.8 / 8 < jnp.max(jnp.abs(x)) <= 1 / 8
+
+
+# ---------------------------------------------------------------- quantized layers
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_calibration_of_a_convolution_with_a_scale_for_each_index(axis, getkey):
+    layer = eqx.nn.Conv2d(2, 3, 3, key=getkey())
+    images = jr.normal(getkey(), (4, 2, 5, 6)) * jnp.arange(1.0, 7.0)[None, None, None]
+    inputs = nn.FakeQuantize(8, channel_axis=axis, learn_scale=True)
+    rules = {eqx.nn.Conv2d: (nn.LSQ(4), inputs)}
+    quantized, _ = nn.quantize_model(layer, rules, calibrate=images)
+    others = tuple(i for i in range(4) if i != 1 + axis % 3)
+    expected = jnp.max(jnp.abs(images), others, keepdims=True)[0] / 127
+    assert_close(quantized.input_quantizer.scale, expected)
+
+
+def test_the_sizes_of_a_quantized_linear_layer(getkey):
+    options = {"weight_quantizer": nn.LSQ(4), "key": getkey()}
+    assert nn.QuantizedLinear("scalar", "scalar", **options)(jnp.ones(())).shape == ()
+    for sizes in ((-1, 3), (3, -1)):
+        with pytest.raises(eqg.RuleError, match=r"`QuantizedLinear`(?s:.)*is -1"):
+            nn.QuantizedLinear(*sizes, **options)
+
+
+@pytest.fixture
+def _without_type_checks():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_without_type_checks")
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (ft.partial(nn.VectorQuantizer, 4, 3, key=jr.key(0)), ["ema"]),
+        (ft.partial(nn.RNNCell, 3, 4, key=jr.key(0)), ["use_bias"]),
+        (ft.partial(nn.Recurrent, nn.LIFCell(3, 0.9)), ["reverse", "time_major"]),
+    ],
+)
+def test_a_flag_that_is_no_bool(make, flags):
+    for flag in flags:
+        with pytest.raises(eqg.RuleError, match=f"The `{flag}` of .* is not a bool"):
+            make(**{flag: "yes"})

@@ -1,0 +1,175 @@
+"""Pickles between processes, and between versions of Python and JAX; cloudpickles between
+processes. (cloudpickle stores bytecode, which another version of Python does not understand.)
+"""
+
+import copy
+import inspect
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.nn as nn
+import jax.numpy as jnp
+import pytest
+
+from .rules.pickled import FUNCTIONS, LAYERS, OBJECTS, read, REPORTS, seen, SURROGATES, write
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Environments beside this one, or where `make` has them.
+PLACES = {pathlib.Path(sys.prefix).parent, ROOT}
+
+
+def run(python, *args):
+    """The output of a process, which computes in single precision."""
+    process = subprocess.run(
+        [python, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def another_python():
+    """An interpreter of another version, in an environment that `make` has made."""
+    asks = "import sys; print(*sys.version_info[:2])"
+    mine = f"{sys.version_info[0]} {sys.version_info[1]}"
+    for place in PLACES:
+        for python in sorted(place.glob(".venv*/bin/python")):
+            found = subprocess.run(
+                [python, "-c", asks], capture_output=True, text=True, check=False
+            )
+            if found.returncode == 0 and found.stdout.strip() != mine:
+                return python
+    return None
+
+
+def test_every_layer_is_here():
+    """A new class of `nn` needs an entry."""
+    classes = [n for n in dir(nn) if inspect.isclass(getattr(nn, n)) and n[0] != "_"]
+    assert sorted(c for c in classes if not c.startswith("Abstract")) == sorted(LAYERS)
+
+
+def test_in_this_process():
+    assert read(write([*FUNCTIONS, *REPORTS])) == {}
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *SURROGATES])
+def test_leaves_and_structure(name):
+    x = OBJECTS[name]()
+    assert eqx.tree_equal(pickle.loads(pickle.dumps(x)), x)
+
+
+@pytest.mark.parametrize("name", ["a layer", "GRU", "MemoryReport", "RuleError"])
+def test_copies(name):
+    x = OBJECTS[name]()
+    assert str(seen(name, copy.deepcopy(x))) == str(seen(name, x))
+
+
+def test_a_copy_of_a_memory_report_has_no_program():
+    report = OBJECTS["MemoryReport"]()
+    assert report.verify().compiled is not None
+    again = pickle.loads(pickle.dumps(report))
+    assert (again.total, str(again)) == (report.total, str(report))
+    with pytest.raises(eqg.RuleError, match="of a copy of a report"):
+        again.verify()
+
+
+@pytest.mark.slow
+def test_in_another_process(tmp_path):
+    _write_here_read_there(sys.executable, tmp_path)
+
+
+@pytest.mark.slow
+def test_in_another_version(tmp_path):
+    """Written here and read there; where both versions run the tests, both directions."""
+    python = another_python()
+    if python is None:
+        pytest.skip("there is no environment with another version of Python")
+    _write_here_read_there(python, tmp_path)
+
+
+def _write_here_read_there(python, tmp_path):
+    file = tmp_path / "objects"
+    # In a process of its own, too: the tests change promotion and precision.
+    writes = "import pathlib, sys; from tests.rules.pickled import OBJECTS, write; "
+    writes += "pathlib.Path(sys.argv[1]).write_bytes(write(OBJECTS))"
+    run(sys.executable, "-c", writes, str(file))
+    run(python, "-m", "tests.rules.pickled", str(file))
+
+
+BY_VALUE = """
+    import pathlib, pickle, sys
+    import cloudpickle, eqx_grads as eqg, jax, jax.numpy as jnp, numpy as np
+
+    def make(scale):
+        f = eqg.custom_vjp(lambda x: scale * x)
+        f.def_fwd(lambda x: (f(x), None))
+        f.def_bwd(lambda residuals, ct: (7 * ct,))
+        f.def_jvp(lambda primals, tangents: (f(*primals), 7 * tangents[0]))
+        f.def_vmap(lambda size, batched, x: (f(x), batched[0]))
+        return f
+
+    @eqg.custom_gradient
+    def by_gradient(x):
+        return x, lambda ct: 3 * ct
+
+    class Scale:  # not a Module: cloudpickle loses the fields of these (docs/upstream.md)
+        @eqg.custom_jvp
+        def __call__(self, x):
+            return 2 * x
+
+        @__call__.def_jvp
+        def _jvp(primals, tangents):
+            self, x = primals
+            return self(x), 9 * tangents[1]
+
+    on_host = eqg.host_function(lambda x: np.sin(x), out=lambda x: x)
+    on_host.def_fwd(lambda x: (np.sin(x), None))
+    on_host.def_bwd(lambda residuals, ct: (4 * ct,))
+    elementwise = eqg.elementwise(lambda x: x * x, lambda out, x: 6 * jnp.ones_like(x))
+    objects = make(2.0), by_gradient, Scale().__call__, on_host, elementwise
+    pathlib.Path(sys.argv[1]).write_bytes(cloudpickle.dumps(objects))
+"""
+LOADS = """
+    import pathlib, pickle, sys
+    import jax
+
+    objects = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+    for f, slope in zip(objects, (7, 3, 9, 4, 6), strict=True):
+        assert jax.grad(f)(0.5) == slope, (f, slope)
+        assert jax.jit(jax.grad(f))(0.5) == slope, (f, slope)
+    assert jax.jvp(objects[0], (0.5,), (2.0,)) == (1.0, 14.0)
+"""
+
+
+@pytest.mark.slow
+def test_cloudpickles_of_what_is_in_main(tmp_path):
+    """Local functions and those of `__main__`, with their rules, which are stored by value."""
+    pytest.importorskip("cloudpickle")
+    file = str(tmp_path / "objects")
+    run(sys.executable, "-c", textwrap.dedent(BY_VALUE), file)
+    run(sys.executable, "-c", textwrap.dedent(LOADS), file)
+
+
+@pytest.mark.slow
+def test_cloudpickles():
+    cloudpickle = pytest.importorskip("cloudpickle")
+    assert read(write(OBJECTS, cloudpickle)) == {}
+
+
+def test_a_rule_that_is_added_later_is_in_the_pickle_of_its_name():
+    """A pickle of a function of a module is its name, as that of any function is."""
+    data = pickle.dumps(OBJECTS["forward"]())
+    assert b"tests.rules.pickled" in data
+    assert len(data) < 200
+    assert jnp.sin(0.3) == pickle.loads(data)(0.3)

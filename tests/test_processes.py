@@ -1,0 +1,184 @@
+"""Training by several processes, as `examples/data_parallel.py` does, also if one is killed."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
+
+from .helpers import assert_close
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def _python(*args, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _train(out, *args, **environment):
+    script = ROOT / "examples" / "data_parallel.py"
+    return _python(script, "--out", out, *args, cwd=out.parent, **environment)
+
+
+def _trained(out, processes, steps):
+    return np.load(out / f"{steps}-steps-{processes}-processes" / "trained.npz")
+
+
+# `jax.distributed.initialize` has the same condition as this option: it comes before JAX's
+# backend starts, which an array does.
+IMPORT = """
+import eqx_grads as eqg
+import eqx_grads.nn, eqx_grads.testing, pytest_eqx_grads
+import jax
+
+@eqg.custom_vjp
+def f(x):
+    return x
+
+@f.def_fwd
+def f_fwd(x):
+    return f(x), None
+
+@f.def_bwd
+def f_bwd(_, ct):
+    return (ct,)
+
+g = eqg.elementwise(jax.numpy.sin, jax.numpy.cos)
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3 and jax.grad(f)(2.0) == 1
+"""
+
+
+def test_neither_the_import_nor_a_decorator_starts_jax(tmp_path):
+    result = _python("-c", IMPORT, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert result.returncode == 0, result.stderr
+
+
+def _step_on(devices, example, units=8):
+    """Of a small model: the compiled step, the state, and the text of a batch."""
+    mesh = jax.make_mesh((devices,), ("batch",), axis_types=(AxisType.Auto,))
+    model = example.CharacterModel(11, units, layers=1, key=jr.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+    optimizer = optax.sgd(0.1)
+    state = (jnp.int32(0), params, optimizer.init(params), jnp.zeros(3))
+    text = np.asarray(jr.randint(jr.key(1), (8, 7), 0, 11, "int32"))
+    state = jax.device_put(state, NamedSharding(mesh, Spec()))
+    text = jax.device_put(text, NamedSharding(mesh, Spec("batch")))
+    step = example.make_step(static, optimizer, mesh)
+    return step.lower(state, text).compile(), state, text
+
+
+def test_devices_that_share_a_batch_sum_the_gradients_once(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("data_parallel")
+    ends = []
+    for devices in (1, 4):
+        step, state, text = _step_on(devices, example)
+        for _ in range(3):
+            state = step(state, text)
+        ends.append(jax.device_get(state))
+    # After the backward pass, in no loop.
+    everywhere, outside = (
+        re.findall(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", text)
+        for text in (step.as_text(), step.as_text().split("\nENTRY ")[1])
+    )
+    assert everywhere == outside
+    assert set(everywhere) == {"all-reduce"}
+    assert_close(ends[1], ends[0])
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one(tmp_path):
+    for x64, rounding in (("0", 1e-6), ("1", 1e-14)):
+        out = tmp_path / x64
+        result = _train(out, "--quick", JAX_ENABLE_X64=x64)
+        assert result.returncode == 0, result.stderr
+        one, two = (_trained(out, n, 6)["losses"] for n in (1, 2))
+        assert one.dtype == ("float64" if x64 == "1" else "float32")
+        assert one[-1] < 0.9 * one[0]
+        np.testing.assert_allclose(two, one, rtol=rounding)
+        assert json.loads((out / "result.json").read_text())["difference"] < rounding
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_goes_on_ends_with_the_same_bits(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert _train(whole, "--steps", "12").returncode == 0
+    shutil.copytree(whole / "12-steps-1-processes", killed / "12-steps-1-processes")
+    # Checkpoints are of steps 2, 4, ..., and may still be written one step later: the save of
+    # step 6 waits for that of step 4.
+    result = _train(killed, "--steps", "12", "--kill", "7")
+    assert result.returncode == 1
+    assert re.search(
+        r"Of 2 processes,.* process 1 ended with SIGKILL; the others were stopped\. "
+        r"The same command goes on from the last checkpoint in ",
+        result.stderr,
+    )
+    folder = killed / "12-steps-2-processes"
+    assert not (folder / "trained.npz").exists()
+    assert (folder / "checkpoints" / "4").exists()
+    result = _train(killed, "--steps", "12")
+    assert result.returncode == 0, result.stderr
+    expected, found = _trained(whole, 2, 12), _trained(killed, 2, 12)
+    assert expected.files == found.files
+    for name in found.files:
+        assert found[name].tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_shared_equally(tmp_path):
+    result = _train(tmp_path / "out", "--processes", "3")
+    assert result.returncode == 2
+    assert "3 processes can't have equally many of 32 sequences." in result.stderr
+
+
+@pytest.mark.cost
+def test_what_a_compiled_step_costs(monkeypatch):
+    """As `benchmarks/roofline.py` reads it: with loops, against a count by hand."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    example = importlib.import_module("data_parallel")
+    programs = importlib.import_module("programs")
+    step, (_, params, _, _), text = _step_on(4, example, units=64)
+    cost = programs.cost(step.as_text())
+    tokens = text.shape[0] // 4 * (text.shape[1] - 1)
+    # Each weight of the layer and of the head is in three products: forward, and two backward.
+    weights = 2 * 3 * 64 * 64 + 11 * 64
+    assert cost.flops == 6 * tokens * weights
+    floats = sum(leaf.size for leaf in jax.tree.leaves(params)) + 1  # the loss
+    assert (cost.collectives, cost.sent) == (1, 4 * floats)
+
+
+@pytest.mark.cost
+def test_a_loop_costs_as_much_as_its_steps(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    programs = importlib.import_module("programs")
+    weight = jnp.ones((16, 16))
+    product = lambda x: jax.lax.optimization_barrier(x @ weight)
+    loop = lambda x: jax.lax.scan(lambda x, _: (product(x), None), x, length=7)[0]
+    once, seven = (jax.jit(f).lower(jnp.ones((4, 16))).compile() for f in (product, loop))
+    alone = programs.cost(once.as_text())
+    assert alone.flops == once.cost_analysis()["flops"] == 2 * 4 * 16 * 16
+    assert alone.bytes == once.cost_analysis()["bytes accessed"]
+    assert programs.cost(seven.as_text()).flops == 7 * alone.flops
+    assert programs.cost(seven.as_text()).bytes >= 7 * alone.bytes
