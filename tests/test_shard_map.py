@@ -1,10 +1,13 @@
 """Rules inside `shard_map`, eager and jitted, with replicated and with sharded arguments."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import pytest
 from jax.sharding import AxisType, PartitionSpec as Spec
 
@@ -101,6 +104,135 @@ def test_vmap_inside():
     loss = loss_of(jax.vmap(product, (None, 0)), True, REPLICATED)
     plain = lambda weight, x: jnp.sum(jnp.sin(x @ weight))
     assert_close(jax.jit(jax.grad(loss, (0, 1)))(weight, x), jax.grad(plain, (0, 1))(weight, x))
+
+
+@eqg.custom_vjp
+def both(x, y):
+    return jnp.sin(x), x * y
+
+
+both.def_fwd(lambda x, y: (both(x, y), (x, y)))
+
+
+@both.def_bwd
+def _both_bwd(residuals, cts):
+    x, y = residuals
+    return cts[0] * jnp.cos(x) + cts[1] * y, cts[1] * x
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_output_of_replicated_arguments_only(check_vma):
+    """Its cotangent was counted once for each device."""
+
+    def loss(fn):
+        def local(x, y):
+            a, b = fn(x, y)
+            return jax.lax.psum(jnp.sum(b), "i") + 0.25 * jax.lax.psum(jnp.sum(a), "i")
+
+        specs = {"in_specs": (Spec(), Spec("i")), "out_specs": Spec(), "check_vma": check_vma}
+        return jax.grad(jax.shard_map(local, mesh=MESH, **specs), (0, 1))
+
+    x, y = jnp.array([0.5, 1.0]), jnp.linspace(1.0, 2.0, 8)
+    plain = lambda x, y: (jnp.sin(x), x * y)
+    args = (x, y)
+    got, expected = jax.jit(lambda *args: [loss(f)(*args) for f in (both, plain)])(*args)
+    assert_close(got, expected)
+
+
+def test_chunked_loss_of_a_replicated_weight():
+    """The rule differentiates the loss with respect to the weight, and the sum over the devices
+    was taken there, and once more outside."""
+    loss = lambda weight, x: jnp.sum(jnp.tanh(x @ weight) ** 2)
+    chunked = eqg.losses.chunked(loss, chunk=1)
+
+    def derivatives(fn):
+        local = lambda w, x: jax.lax.psum(fn(w, x), "i")
+        whole = jax.shard_map(local, mesh=MESH, in_specs=REPLICATED, out_specs=Spec())
+        return jax.grad(whole, (0, 1))(WEIGHT, X), jax.jvp(whole, (WEIGHT, X), (WEIGHT, X))[1]
+
+    got, expected = jax.jit(lambda: [derivatives(chunked), derivatives(loss)])()
+    assert_close(got, expected)
+
+
+def test_another_scale_on_each_device():
+    scale = lambda x, s: eqg.scale_gradient(x, s[0])
+    loss = loss_of(scale, True, REPLICATED)
+    assert_close(
+        jax.jit(jax.grad(loss))(jnp.ones(2), jnp.arange(4.0)), 6 * jnp.cos(jnp.ones(2))
+    )
+
+
+OPTIONS = ({}, {"checkpoint": 2}, {"checkpoint": "replay"}, {"checkpoint": "auto"})
+OPTIONS = (*OPTIONS, {"truncate": 3}, {"truncate": 2, "checkpoint": "replay"})
+XS = jnp.linspace(-1.0, 1.0, 6 * 8 * 3).reshape(6, 8, 3)
+SQUARE = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
+
+
+def scan_loss(options, n, reduce, weight, xs):
+    step = lambda h, x: (jnp.tanh(h @ weight + x), h)
+    last, hs = eqg.filter_scan(step, jnp.zeros((n, 3)), xs, **options)
+    return reduce(jnp.sum(jnp.sin(hs)) + jnp.sum(last))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_scan_from_zeros(options, check_vma):
+    """The first carry is the same everywhere, and no later one is."""
+    local = ft.partial(scan_loss, options, 2, lambda x: jax.lax.psum(x, "i"))
+    specs = {"in_specs": (Spec(), Spec(None, "i")), "out_specs": Spec()}
+    whole = jax.shard_map(local, mesh=MESH, check_vma=check_vma, **specs)
+    window = {"truncate": options["truncate"]} if "truncate" in options else {}
+    plain = ft.partial(scan_loss, window, 8, lambda x: x)
+    args = (SQUARE, XS)
+    got, expected = jax.jit(lambda *a: [jax.grad(f, (0, 1))(*a) for f in (whole, plain)])(*args)
+    assert_close(got, expected, eps=500)
+
+
+def test_one_sum_over_the_devices_for_a_replayed_scan():
+    """Of the cotangent of the weight, after the loop."""
+    local = ft.partial(scan_loss, {"checkpoint": "replay"}, 2, lambda x: jax.lax.psum(x, "i"))
+    specs = {"in_specs": (Spec(), Spec(None, "i")), "out_specs": Spec()}
+    whole = jax.shard_map(local, mesh=MESH, **specs)
+    program = str(jax.make_jaxpr(jax.grad(whole))(SQUARE, XS))
+    assert program.count("psum_invariant") <= 2  # and of the loss
+
+
+def test_cond_and_while_loop():
+    def local(x, y):
+        out = eqg.filter_cond(jnp.sum(x) > 0, lambda: jnp.zeros(2), lambda: y)
+        count, total = eqg.filter_while_loop(
+            lambda state: state[0] < 3, lambda state: (state[0] + 1, state[1] + y), (0, out)
+        )
+        return jnp.zeros(2, y.dtype) + count.astype(y.dtype) + total
+
+    whole = jax.shard_map(local, mesh=MESH, in_specs=REPLICATED, out_specs=Spec("i"))
+    x, y = jnp.ones(3), jnp.arange(8.0)
+    assert_close(jax.jit(whole)(x, y), 3 + 3 * y)
+    t_out = jax.jvp(lambda y: whole(-x, y), (y,), (jnp.ones(8),))[1]
+    assert_close(t_out, jnp.full(8, 4.0))
+
+
+def test_errors_of_solvers():
+    whole = lambda f: jax.shard_map(f, mesh=MESH, in_specs=Spec("i"), out_specs=Spec("i"))
+    grow = lambda x: eqg.fixed_point(lambda y, x: 2 * y + x, x, x, max_steps=20).value
+    with pytest.raises(Exception, match="The fixed point of `<lambda>` was not found"):
+        jax.block_until_ready(jax.jit(whole(grow))(jnp.ones(8)))
+
+    @eqg.implicit(lambda y, x: y**2 - x)
+    def root(x):
+        return jnp.sqrt(x)
+
+    # At zero, the matrix is zero.
+    grad = jax.jit(jax.grad(lambda x: jnp.sum(whole(root)(x))))
+    with pytest.raises(Exception, match="linear solve for the derivative of `implicit` failed"):
+        jax.block_until_ready(grad(jnp.zeros(8)))
+
+    @eqg.implicit(lambda y, x: y**2 - x, solver=lx.GMRES(1e-5, 1e-5))
+    def by_gmres(x):
+        return jnp.sqrt(x)
+
+    with pytest.raises(eqg.RuleError, match=r"`check_vma=False`(?s:.*)leave the solver out"):
+        jax.jit(jax.grad(lambda x: jnp.sum(whole(by_gmres)(x))))(jnp.ones(8))
 
 
 LAYERS = {

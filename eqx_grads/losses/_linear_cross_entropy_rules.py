@@ -32,9 +32,9 @@ class Options(NamedTuple):
         """The sum over the devices, of which each has a part of the vocabulary."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
-    def first_label(self, n: int) -> Any:
+    def first_label(self, n: int, dtype: Any) -> Any:
         """The label of the first of the `n` rows of the weight that this device has."""
-        return n * jax.lax.axis_index(self.axes) if self.axes else 0
+        return n * jax.lax.axis_index(self.axes).astype(dtype) if self.axes else 0
 
 
 # Of one token with the logits l = W x + b, the label y and the target q, which is
@@ -218,7 +218,7 @@ def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normal
 
 def _label_logit(logits, labels, options: Options) -> jax.Array:
     n = logits.shape[1]
-    index = labels - options.first_label(n)
+    index = labels - options.first_label(n, labels.dtype)
     at_label = jnp.take_along_axis(logits, jnp.clip(index, 0, n - 1)[:, None], 1)[:, 0]
     if not options.axes:
         return at_label
@@ -240,7 +240,7 @@ def _cotangent(logits, normalizer: _Normalizer, labels, scale, options: Options)
         d = d * (1 + 2 * options.z_loss * (highest + log_sum))[:, None]
     # No array of constants is as large as the logits: it would be moved out of the loop.
     n = logits.shape[1]
-    index = labels - options.first_label(n)
+    index = labels - options.first_label(n, labels.dtype)
     is_label = jnp.arange(n, dtype=labels.dtype)[None] == index[:, None]
     d = d - is_label.astype(d.dtype) * (1 - options.label_smoothing)
     if options.label_smoothing != 0:

@@ -102,23 +102,30 @@ def add_gradients(
 
 def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     """The sum over all steps and examples of the outer products of `ct` and `x`."""
-    if x.shape[-1] == 1 or ct.size * x.shape[-1] <= 2**12:
-        # XLA calls a library for a matrix product, which takes longer than a small sum, and it
-        # is slow at a product with one column.
+    if x.shape[-1] == 1:
+        # XLA:CPU is slow at a product with one column, and fast at one with one row.
+        return _sum_of_products(x, ct, (0, 1)).T
+    if ct.size * x.shape[-1] <= 2**12:
+        # XLA calls a library for a matrix product, which takes longer than a small sum.
         return jnp.sum(ct[..., None] * x[..., None, :], (0, 1), dtype=sum_dtype(x.dtype))
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
     # product whose left operand is contracted along its first axis: about half as fast, with
     # JAX 0.10.2. https://github.com/jax-ml/jax/issues/19327 (open) is about such layouts.
     ct = jax.lax.optimization_barrier(jnp.moveaxis(ct, -1, 0))
+    return _sum_of_products(ct, x, (1, 2))
+
+
+def _sum_of_products(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Contract these axes of `a`, the steps and the examples, with the first two of `b`."""
     # Where the batch is distributed over an explicit mesh axis, JAX has to be told that this is
     # a sum over all devices.
-    spec = (explicit_spec(ct)[0], explicit_spec(x)[-1])
+    spec = (explicit_spec(a)[2 if axes == (0, 1) else 0], explicit_spec(b)[-1])
     return jax.lax.dot_general(
-        ct,
-        x,
-        (((1, 2), (0, 1)), ((), ())),
-        preferred_element_type=sum_dtype(x.dtype),
-        out_sharding=sharding_like(ct, spec),
+        a,
+        b,
+        ((axes, (0, 1)), ((), ())),
+        preferred_element_type=sum_dtype(b.dtype),
+        out_sharding=sharding_like(a, spec),
     )
 
 

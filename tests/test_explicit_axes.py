@@ -1,0 +1,91 @@
+"""Explicit axes of a mesh: types go through loops and rules, and each cotangent has the
+sharding of its primal, as JAX's own would have."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
+
+from .helpers import assert_close
+from .ops import sin_times, sin_times_elementwise, sin_times_jvp, sin_times_vjp
+from .test_shard_map import OPTIONS, product, scan_loss, SQUARE, WEIGHT, X, XS
+
+
+MESH = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,))
+
+
+def check(fn, plain, specs, *args, eps=20.0):
+    """The gradients in all arguments, and where they are."""
+    argnums = tuple(range(len(args)))
+    expected = jax.grad(plain, argnums)(*args)
+    with jax.set_mesh(MESH):
+        placed = [
+            jax.device_put(x, NamedSharding(MESH, spec))
+            for x, spec in zip(args, specs, strict=True)
+        ]
+        got = jax.jit(jax.grad(fn, argnums))(*placed)
+    assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in expected], eps=eps)
+    for grad, x in zip(got, placed, strict=True):
+        assert grad.sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+RULES = (sin_times_jvp, sin_times_vjp, sin_times_elementwise)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(rule):
+    loss = lambda fn: lambda x, y: jnp.sum(jnp.sin(fn(x, y)))
+    args = (jnp.linspace(0.0, 1.0, 8), jnp.linspace(1.0, 3.0, 8))
+    check(loss(rule), loss(sin_times), (Spec("i"), Spec("i")), *args)
+
+
+def test_replicated_weight():
+    """Each example has the weight: the sum over the batch is one over the devices."""
+    loss = lambda fn: lambda w, x: jnp.sum(jnp.sin(jax.vmap(fn, (None, 0))(w, x)))
+    check(loss(product), loss(lambda w, x: x @ w), (Spec(), Spec("i")), WEIGHT, X[:, None])
+
+
+@pytest.mark.parametrize(
+    "op", [lambda x: eqg.clip_gradient(x, -0.1, 0.1), eqg.normalize_gradient], ids=str
+)
+def test_gradient_ops(op):
+    loss = lambda x: jnp.sum(jnp.sin(op(x)))
+    check(loss, loss, (Spec("i"),), X)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_scan_from_zeros(options):
+    fn = lambda weight, xs: scan_loss(options, 8, lambda x: x, weight, xs)
+    window = {"truncate": options["truncate"]} if "truncate" in options else {}
+    plain = lambda weight, xs: scan_loss(window, 8, lambda x: x, weight, xs)
+    check(fn, plain, (Spec(), Spec(None, "i")), SQUARE, XS, eps=500)
+
+
+@pytest.mark.parametrize("checkpoint", ["replay", None])
+def test_batch_of_scans(checkpoint):
+    cell = eqx.nn.GRUCell(3, 3, key=jr.key(0))
+    layer = eqg.nn.Recurrent(cell, checkpoint=checkpoint)
+    params, static = eqx.partition(layer, eqx.is_inexact_array)
+    arrays, treedef = jax.tree.flatten(params)
+
+    def loss(xs, *arrays):
+        layer = eqx.combine(treedef.unflatten(arrays), static)
+        return jnp.sum(jax.vmap(lambda x: layer(x)[0])(xs) ** 2)
+
+    xs = jnp.moveaxis(XS, 0, 1)
+    check(loss, loss, (Spec("i"), *(Spec() for _ in arrays)), xs, *arrays, eps=500)
+
+
+def test_implicit():
+    @eqg.implicit(lambda y, a, b: y**2 - a * b)
+    def root(a, b):
+        return jnp.sqrt(a * b)
+
+    loss = lambda fn: lambda a, b: jnp.sum(jnp.sin(jax.vmap(fn, (0, None))(a, b)))
+    args = jnp.linspace(1.0, 2.0, 8), jnp.array(3.0)
+    plain = loss(lambda a, b: jnp.sqrt(a * b))
+    check(loss(root), plain, (Spec("i"), Spec()), *args, eps=100)
