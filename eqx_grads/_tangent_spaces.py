@@ -232,24 +232,33 @@ def shape_of(x: Any) -> tuple[Any, ...]:
 
 
 def dtype_of_array(x: Any) -> Any:
-    """The dtype that JAX gives to an array; `None` for all else, the type of an array too."""
-    return dtype_of(x) if is_arraylike(x) else None
+    """The dtype that JAX gives to an array, or to an object that JAX can convert to one; `None`
+    for all else, the type of an array too."""
+    return dtype_of(x) if is_arraylike(x) or hasattr(x, "__jax_array__") else None
 
 
 def holds_numbers(x: Any) -> bool:
     """Whether `x` is a number or an array of numbers. A bool is zero or one."""
-    return is_arraylike(x) and _is_numeric(dtype_of(x))
+    dtype = dtype_of_array(x)
+    return dtype is not None and _is_numeric(dtype)
 
 
 def as_tangent(t: Any) -> Array:
     """A leaf of a tangent, which is not zero, as an array."""
-    if is_arraylike(t) and dtype_of(t) == jnp.bool_:
-        t = None
-    return as_numbers(t, "A tangent", "Give an array of floats, or `None` for zero.")
+    do = "Give an array of floats, or `None` for zero."
+    return as_numbers(t, "A tangent", do, or_bools=False)
 
 
-def as_numbers(x: Any, what: str, do: str = "Give a number or an array of numbers.") -> Array:
-    if not holds_numbers(x):
+def as_numbers(
+    x: Any,
+    what: str,
+    do: str = "Give a number or an array of numbers.",
+    *,
+    or_bools: bool = True,
+) -> Array:
+    if hasattr(x, "__jax_array__"):
+        x = jnp.asarray(x)
+    if not holds_numbers(x) or (dtype_of(x) == jnp.bool_ and not or_bools):
         raise rule_error(f"{what} is not an array of numbers.", f"it is {type_of(x)}", do=do)
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 

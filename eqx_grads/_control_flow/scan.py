@@ -356,7 +356,7 @@ def _check_window(truncate: Any) -> None:
 
 
 def _check_unroll(unroll: Any) -> None:
-    is_flag = isinstance(unroll, bool)  # whether to write out the whole loop
+    is_flag = isinstance(unroll, bool | np.bool_)  # whether to write out the whole loop
     if not is_flag and not _is_positive_integer(unroll):
         raise rule_error(
             "`filter_scan` was given an `unroll` that is not a number of steps.",

@@ -84,12 +84,13 @@ def constant(name: str, what: str, x: Any) -> Any:
 
 
 def is_known(x: Any) -> bool:
-    """Whether a parameter can be compared in Python: it is given, not traced, and not spread
-    over several processes."""
+    """Whether a parameter can be compared in Python: it is given, not traced, not spread over
+    several processes, and of no class that only JAX can convert."""
     is_elsewhere = isinstance(x, jax.Array) and not (
         isinstance(x, Tracer) or x.is_fully_addressable
     )
-    return x is not None and not isinstance(x, Tracer) and not is_elsewhere
+    is_unknown = isinstance(x, Tracer) or hasattr(x, "__jax_array__")
+    return x is not None and not is_unknown and not is_elsewhere
 
 
 def check_parameter(name: str, what: str, x: Any) -> None:
@@ -190,6 +191,18 @@ def is_number(x: Any) -> TypeGuard[int | float]:
     """Whether `x` is a real number of Python or NumPy. A bool is not."""
     numbers = int | float | np.integer | np.floating
     return isinstance(x, numbers) and not isinstance(x, bool)
+
+
+def as_number(x: Any) -> int | float | None:
+    """`x` as a number of Python, or `None` if it is not one real number whose value is known. A
+    bool is not."""
+    if isinstance(x, int | float):
+        return None if isinstance(x, bool) else x
+    dtype = dtype_of_array(x)
+    is_real = dtype is not None and any(
+        jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    return float(x) if is_real and is_known(x) and np.shape(x) == () else None
 
 
 def check_nonnegative_number(name: str, **numbers: Any) -> None:

@@ -20,7 +20,7 @@ from .._errors import (
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import contains_tracer, lift_tracers
 from .._rules.flatten_call import as_arrays, Signature
-from .._rules.float_args import is_number
+from .._rules.float_args import as_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
@@ -140,12 +140,14 @@ def implicit(
     check_flags("implicit", has_aux=has_aux)
     check_linear_solver(solver, "solver", "implicit")
     if tolerance is not None:
-        if not (is_number(tolerance) and tolerance >= 0):
+        known = as_number(tolerance)
+        if known is None or not known >= 0:
             raise rule_error(
                 "The `tolerance` of `implicit` is not a number from zero.",
                 f"it is {type_of(tolerance)}",
                 do="Give a number such as `1e-2`, or `None` for no check.",
             )
+        tolerance = known
     tags = as_tags(tags, "implicit")
     return ft.partial(
         ImplicitFunction,

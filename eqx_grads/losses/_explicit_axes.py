@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec, reshard
 
+from .._rules.explicit_sharding import gathered
 from ._linear_cross_entropy_rules import Options
 
 
@@ -35,7 +36,8 @@ def on_explicit_axes(
     rows = _axes_by_dimension(weight, explicit)[0]
     vocabulary = tuple(name for name in rows if name not in of_tokens)
     if not of_tokens and not vocabulary:
-        return fn(x, weight, bias, labels, options=options)
+        args = [None if arg is None else gathered(arg) for arg in (x, weight, bias, labels)]
+        return fn(*args, options=options)
     specs = (
         PartitionSpec(*batch, None),
         PartitionSpec(vocabulary, None),

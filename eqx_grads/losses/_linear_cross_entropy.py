@@ -205,14 +205,17 @@ def _as_axes(axis_name) -> tuple[Hashable, ...]:
         return ()
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
+        are_different = len(set(axes)) == len(axes)
         jax.lax.axis_index(axes)
-    except NameError:
+    except (NameError, KeyError, TypeError, ValueError):
+        are_different = False
+    if not are_different:
         raise rule_error(
             f"`{NAME}` was given the name of an axis that does not exist here.",
-            f"`axis_name` is {axis_name!r}",
+            f"`axis_name` is {axis_name!r:.60}",
             do="Call it inside a `jax.shard_map` over a mesh with this axis, which distributes "
             "the rows of `weight`. Elsewhere, leave `axis_name` out.",
-        ) from None
+        )
     return axes
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from .._errors import check_flags, check_function, rule_error
-from .._rules.float_args import as_integer, is_number
+from .._rules.float_args import as_integer, as_number
 
 
 def as_seeds(name: str, seed: Any) -> list[int]:
@@ -23,15 +23,21 @@ def as_seeds(name: str, seed: Any) -> list[int]:
 
 
 def as_seed(name: str, seed: Any) -> int:
+    seeds = as_seeds(name, seed)
     if as_integer(seed) is None:
-        seed = -1 if isinstance(seed, Iterable) else seed
-    return as_seeds(name, seed)[0]
+        raise rule_error(
+            f"The `seed` of `{name}` is not one seed.",
+            f"it is {seed!r:.60}",
+            do="Give an integer that is not negative.",
+        )
+    return seeds[0]
 
 
 def check_tolerance(name: str, **numbers: Any) -> None:
     """Raise unless each is a finite number, zero or positive, or `None`."""
     for argument, number in numbers.items():
-        if number is not None and not (is_number(number) and 0 <= number < math.inf):
+        known = 0 if number is None else as_number(number)
+        if known is None or not 0 <= known < math.inf:
             raise rule_error(
                 f"The `{argument}` of `{name}` is not a finite number from zero.",
                 f"it is {number!r:.60}",

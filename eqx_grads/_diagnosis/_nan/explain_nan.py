@@ -12,7 +12,7 @@ from ..._errors import rule_error, RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
-from ..._rules.float_args import is_number
+from ..._rules.float_args import as_number
 from .._zero.structure import loss_structure
 from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
@@ -101,12 +101,15 @@ def explain_nan(
     [`eqx_grads.RuleError`][] if the loss is not a real scalar or can't be traced, if JAX can't
     differentiate an operation of it, or if the model has no inexact array.
     """
-    if threshold is not None and not (is_number(threshold) and threshold > 0):
-        raise rule_error(
-            "The `threshold` of `explain_nan` is not a positive number.",
-            f"it is {threshold!r:.60}",
-            do="Give the size from which a gradient is too large, or `None`.",
-        )
+    if threshold is not None:
+        known = as_number(threshold)
+        if known is None or not known > 0:
+            raise rule_error(
+                "The `threshold` of `explain_nan` is not a positive number.",
+                f"it is {threshold!r:.60}",
+                do="Give the size from which a gradient is too large, or `None`.",
+            )
+        threshold = known
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
         return report
