@@ -29,14 +29,20 @@ def is_zero_leaf(t: Any) -> bool:
 
 def is_arraylike(x) -> bool:
     """Whether JAX takes `x` for an array: of NumPy's dtypes and Python's integers, not all."""
-    if isinstance(x, np.ndarray | np.generic):
+    # In this order, as eager calls ask it of each argument.
+    if isinstance(x, jax.Array):
+        return True
+    if isinstance(x, _NUMPY):
         return _is_numeric(x.dtype) and not isinstance(x, np.ma.MaskedArray)
     if isinstance(x, int):
         if -(2**31) <= x < 2**31:
             return True
         of_integers = jnp.iinfo(jnp.result_type(int))
         return of_integers.min <= x <= of_integers.max
-    return isinstance(x, jax.Array | float | complex)
+    return isinstance(x, float | complex)
+
+
+_NUMPY = (np.ndarray, np.generic)
 
 
 @ft.lru_cache
@@ -234,13 +240,17 @@ def shape_of(x: Any) -> tuple[Any, ...]:
 def dtype_of_array(x: Any) -> Any:
     """The dtype that JAX gives to an array, or to an object that JAX can convert to one; `None`
     for all else, the type of an array too."""
+    if isinstance(x, jax.Array):
+        return x.dtype
     return dtype_of(x) if is_arraylike(x) or hasattr(x, "__jax_array__") else None
 
 
 def holds_numbers(x: Any) -> bool:
     """Whether `x` is a number or an array of numbers. A bool is zero or one."""
-    dtype = dtype_of_array(x)
-    return dtype is not None and _is_numeric(dtype)
+    if isinstance(x, jax.Array) or hasattr(x, "__jax_array__"):
+        dtype = dtype_of(x)
+        return dtype is not None and _is_numeric(dtype)
+    return is_arraylike(x)
 
 
 def as_tangent(t: Any) -> Array:
@@ -256,11 +266,12 @@ def as_numbers(
     *,
     or_bools: bool = True,
 ) -> Array:
-    if hasattr(x, "__jax_array__"):
+    is_array = isinstance(x, jax.Array)
+    if not is_array and hasattr(x, "__jax_array__"):
         x = jnp.asarray(x)
-    if not holds_numbers(x) or (dtype_of(x) == jnp.bool_ and not or_bools):
+    if not holds_numbers(x) or (not or_bools and dtype_of(x) == jnp.bool_):
         raise rule_error(f"{what} is not an array of numbers.", f"it is {type_of(x)}", do=do)
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return x if is_array else jnp.asarray(x)
 
 
 def dtype_of(x: Any) -> Any:

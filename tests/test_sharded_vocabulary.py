@@ -134,7 +134,9 @@ def test_features_over_an_explicit_axis(reduction):
 
     for x_spec, weight_spec in ((Spec(), Spec(None, "i")), (Spec(None, "i"), Spec())):
         with jax.set_mesh(mesh):
-            got = gradients(jax.sharding.reshard(x, x_spec), jax.sharding.reshard(weight, weight_spec))
+            got = gradients(
+                jax.sharding.reshard(x, x_spec), jax.sharding.reshard(weight, weight_spec)
+            )
         assert_close(jax.tree.map(np.asarray, got), gradients(x, weight))
 
 

@@ -120,6 +120,8 @@ def check_positive(name: str, what: str, x: Any, *, or_zero: bool = False) -> No
 
 def as_integer(x: Any) -> int | None:
     """`x` as a Python integer, or `None` if it is not an integer. A bool is not."""
+    if type(x) is int:
+        return x
     if isinstance(x, bool | np.bool_):
         return None
     if isinstance(x, jax.Array | np.ndarray) and not jnp.issubdtype(x.dtype, jnp.integer):

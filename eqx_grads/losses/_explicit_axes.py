@@ -31,6 +31,8 @@ def on_explicit_axes(
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
+        return fn(x, weight, bias, labels, options=options)
     batch = _axes_by_dimension(x, explicit)[:-1]
     of_tokens = tuple(name for names in batch for name in names)
     rows = _axes_by_dimension(weight, explicit)[0]

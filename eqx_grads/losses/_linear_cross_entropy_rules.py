@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .._control_flow import lax_scan
-from .._jaxprs.varying import vary_alike, vary_over, varying_axes
+from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import sum_dtype
@@ -163,6 +163,8 @@ summed_loss._rules.varies_alike = token_losses._rules.varies_alike = False
 def vary_over_tokens(args: Sequence[Any], options: Options) -> list[Any]:
     """Inside `shard_map`: arrays, cast to vary over each axis over which one of them does, but
     for the axes of the vocabulary. The transpose of the cast sums the cotangents, once."""
+    if not is_in_shard_map():
+        return list(args)
     axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(args)))
     return [None if x is None else vary_over(x, axes - set(options.axes)) for x in args]
 
