@@ -51,8 +51,8 @@ def names(argument: str, error: BaseException) -> bool:
 
 
 def outcome(target: str, argument: str, kind: str, mode: str = "staged") -> Outcome | None:
-    """What happens in a call with this kind of argument. `None` if the kind or the mode does not
-    apply.
+    """What happens in a call with this kind of argument. `None` if the kind or the mode does
+    not apply.
 
     The `mode` is "eager", "staged" (inside a trace, with arguments that are constants) or
     "traced" (the argument is a tracer, if it is an array).
