@@ -90,4 +90,4 @@ def test_the_error_shows_what_was_given():
     with pytest.raises(eqg.RuleError, match=r"it is bool\[2,3\]"):
         eqg.tangents.neg(X > 1)
     with pytest.raises(eqg.RuleError, match=r"it is \[1, 2\]"):
-        eqgt.random_tangent(X, seed=[1, 2])  # pyright: ignore
+        eqgt.random_tangent(X, seed=[1, 2])
