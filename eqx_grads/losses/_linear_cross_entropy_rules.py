@@ -219,11 +219,11 @@ def _losses(logits, labels, scale, options: Options) -> tuple[jax.Array, _Normal
 
 
 def _label_logit(logits, labels, options: Options) -> jax.Array:
+    if not options.axes:
+        return jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
     n = logits.shape[1]
     index = labels - options.first_label(n, labels.dtype)
     at_label = jnp.take_along_axis(logits, jnp.clip(index, 0, n - 1)[:, None], 1)[:, 0]
-    if not options.axes:
-        return at_label
     return options.total(jnp.where((index >= 0) & (index < n), at_label, 0))
 
 
