@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import pytest
+from eqx_grads._jaxprs.varying import cast_carry
 from jax.sharding import AxisType, PartitionSpec as Spec
 
 from .helpers import assert_close
@@ -186,6 +187,18 @@ def test_scan_from_zeros(options, check_vma):
     args = (SQUARE, XS)
     got, expected = jax.jit(lambda *a: [jax.grad(f, (0, 1))(*a) for f in (whole, plain)])(*args)
     assert_close(got, expected, eps=500)
+
+
+def test_a_first_carry_that_varies_already_needs_no_trace_of_the_step():
+    def step_types(carry):
+        raise AssertionError("the step was traced")
+
+    def fn(x):
+        (carry,) = cast_carry(step_types, [x])
+        return carry
+
+    run = jax.shard_map(fn, mesh=MESH, in_specs=Spec("i"), out_specs=Spec("i"))
+    assert_close(run(X), X)
 
 
 def test_one_sum_over_the_devices_for_a_replayed_scan():
