@@ -51,7 +51,9 @@ def test_replicated_weight():
 
 
 @pytest.mark.parametrize(
-    "op", [lambda x: eqg.clip_gradient(x, -0.1, 0.1), eqg.normalize_gradient], ids=str
+    "op",
+    [lambda x: eqg.clip_gradient(x, -0.1, 0.1), eqg.normalize_gradient],
+    ids=["clip_gradient", "normalize_gradient"],
 )
 def test_gradient_ops(op):
     loss = lambda x: jnp.sum(jnp.sin(op(x)))

@@ -173,7 +173,7 @@ def integer(low: int = -(2**31), high: int = 2**31 - 1) -> Domain:
     def holds(x):
         if isinstance(x, bool | np.bool_) or not isinstance(x, int | np.integer):
             return isinstance(x, jax.Array) and _known_integer(x, low, high)
-        return low <= x <= high
+        return bool(low <= x <= high)
 
     return holds
 
@@ -193,7 +193,7 @@ def number(low: float = -np.inf, high: float = np.inf) -> Domain:
 
     def holds(x):
         is_number = isinstance(x, int | float | np.integer | np.floating)
-        return is_number and not isinstance(x, bool) and low <= x <= high
+        return is_number and not isinstance(x, bool) and bool(low <= x <= high)
 
     return holds
 
