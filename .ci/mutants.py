@@ -1,15 +1,20 @@
-"""Counts the mutants of the library that the quick tests notice: `make mutants`.
+"""Count the mutants of the library that the quick tests notice: `make mutants`.
 
-Each mutant (see `mutations.py`) is written into a copy of the tree, and the quick tests that
-reach the changed statement (see `reached.py`) run on it until one fails, in four stages: those
-of `tests/test_mutants.py`; one of each test function in the two files of tests that reach most
-of the mutated file; one of each in the others, as many as take some seconds; and the rest. The
-results are lines of JSON, to which the next run adds what is missing. One process at a time: a
-parent that has imported JAX, and starts nothing of it, is forked for each run of pytest.
+Each mutant (see `mutations.py`) is written into a copy of the tree. The quick tests that reach
+the changed statement (see `reached.py`) run on it until one fails, in four stages:
+
+- those of `tests/test_mutants.py`;
+- one case of each test function in the two test files that reach most of the mutated file;
+- one case of each test function in the other files, as many as take some seconds;
+- the rest.
+
+The results are lines of JSON. The next run adds what is missing. To save imports, a process
+that has imported JAX, but not started its backend, is forked for each run of pytest, one at a
+time.
 
     python .ci/mutants.py reached    record which test reaches which statement (10 minutes)
-    python .ci/mutants.py run        run what has no result yet (an hour)
-    python .ci/mutants.py control    the tests that noticed a mutant pass on what is not one
+    python .ci/mutants.py run        run the mutants that have no result yet (an hour)
+    python .ci/mutants.py control    check that the tests that failed pass on the library itself
     python .ci/mutants.py report     print the counts and the survivors
 """
 
@@ -52,7 +57,7 @@ MUTATED = (
     "nn/_spiking/*.py",
     "nn/_quantized/*.py",
 )
-# Imported before the fork, as each takes a while. Never `eqx_grads`, which is what changes.
+# Imported before the fork, to save time. Never `eqx_grads`, which differs between mutants.
 IMPORTED = ("jax", "equinox", "beartype", "jaxtyping", "hypothesis", "optax", "optimistix")
 # CPU seconds: of importing the library and collecting the tests, and of one run at most.
 START, LIMIT = 60, 900
@@ -66,7 +71,7 @@ SURVIVED = ("survived", "not reached")
 
 
 def in_child(run: Callable[[], Any], cpu_seconds: float, log: Path) -> Any:
-    """What `run` returns in a fork of this process, or how the process ended."""
+    """The result of `run` in a fork of this process, or how the process ended."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX has started no threads so far
@@ -173,8 +178,8 @@ def test_mutant(tree: Path, tests: list[str], seconds: float) -> dict[str, Any]:
 
 
 def copy_of_tree(work: Path) -> Path:
-    """Of what git knows or would add; what is there already and the same is left alone, so that
-    its compiled files stay good."""
+    """Copy all files that git tracks or would add. Files that have not changed are not written,
+    so that their compiled files stay valid."""
     tree = work / "tree"
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -200,7 +205,8 @@ def copy_of_tree(work: Path) -> Path:
 
 
 def record(work: Path, only: list[str]) -> None:
-    """One process for each file of tests, as what is traced for one is not traced again."""
+    """Run each test file in a process of its own: a program that another file has traced before
+    would not be traced again."""
     tree, results = copy_of_tree(work), work / "reached"
     results.mkdir(exist_ok=True)
     paths = [ROOT / "tests" / f"{name}.py" for name in only]
@@ -230,7 +236,7 @@ def record(work: Path, only: list[str]) -> None:
 
 
 class Tests:
-    """What was recorded: which tests reach a statement."""
+    """The recorded tests that reach each statement."""
 
     def __init__(self, work: Path):
         self.seconds: dict[str, float] = {}
@@ -254,8 +260,8 @@ class Tests:
             self.of_file.setdefault(name.partition("::")[0], []).append(name)
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
-        """The tests that reach the statement, the most direct first. Where none is seen to, as
-        it runs at import or in a process of its own, the tests that reach its file."""
+        """The tests that reach the statement, the most direct first. If none is recorded, since
+        the statement runs at import or in another process, those that reach its file."""
         reaching = self.reaching.get(f"{mutant.path}:{mutant.line}")
         if reaching is None:
             files = [file for file, path in self.breadth if path == mutant.path]
@@ -280,7 +286,7 @@ class Tests:
         return [stage for stage in stages if stage]
 
     def _within(self, seconds: float, tests: list[str]) -> list[str]:
-        """The first of the tests, which take so long together."""
+        """The first tests, which together take this many seconds."""
         total = itertools.accumulate(map(self.seconds.__getitem__, tests))
         return [test for test, until in zip(tests, total, strict=True) if until <= seconds]
 
@@ -346,7 +352,7 @@ def _cpu_of_children() -> float:
 
 
 def read_results(results: Path) -> dict[str, dict[str, Any]]:
-    """The last of each mutant."""
+    """The last result of each mutant."""
     if not results.exists():
         return {}
     lines = [json.loads(line) for line in results.read_text().splitlines()]
@@ -354,7 +360,7 @@ def read_results(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def control(work: Path, chosen: list[Mutant], results: Path) -> None:
-    """A test that fails anyway has noticed nothing."""
+    """Check that the tests that failed on mutants pass on the library itself."""
     known = read_results(results)
     tests = sorted({known[m.name].get("test", "") for m in chosen if m.name in known} - {""})
     # A file that can't be collected has no `::`.

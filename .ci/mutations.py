@@ -2,8 +2,8 @@
 
 A mutant has another sign, factor or index, lacks a term, or takes the other branch. A test
 suite that passes on a mutant does not test what was changed (`mutants.py` counts those).
-Texts of errors, docstrings and annotations are left as they are, and so is the condition of
-an `if` that only raises: the other branch raises always, which any test notices.
+Texts of errors, docstrings and annotations are not changed. Neither is the condition of an `if`
+that only raises: that mutant would always raise, which any test notices.
 """
 
 import ast
@@ -50,10 +50,10 @@ def _compiles(mutant: Mutant, source: bytes) -> bool:
 
 
 def sample(sources: dict[str, bytes], number: int, seed: int) -> list[Mutant]:
-    """About `number` mutants: from every file, from large ones more (in proportion to the
-    square root of how many there are), of all kinds in turn, and at most one of a statement.
+    """About `number` mutants, in proportion to the square root of how many each file has. The
+    kinds alternate, and no two mutants change the same statement.
 
-    What is taken from a file depends on that file only.
+    The choice from a file depends on that file only.
     """
     pools = {path: mutants_of(path, source) for path, source in sources.items()}
     total = sum(math.sqrt(len(pool)) for pool in pools.values())

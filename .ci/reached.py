@@ -1,8 +1,8 @@
-"""Which statements each test reaches, and how long it takes: what `mutants.py` chooses by.
+"""Record which statements each test reaches, and how long the test takes, for `mutants.py`.
 
-Every statement of `eqx_grads` reports itself: a call is put before it when its file is
-compiled, which keeps the line numbers of the source. A statement that runs at import counts for
-no test.
+When a file of `eqx_grads` is compiled, a call that records the statement is inserted before
+each statement; the line numbers stay those of the source. A statement that runs at import
+counts for no test.
 """
 
 import ast

@@ -1,13 +1,15 @@
-"""Claim: the ways of JAX 0.12 to return logs and to sum gradients save an eighth at most.
+"""Claim: the new ways of JAX 0.12 to log and to accumulate gradients save at most an eighth of
+the time.
 
-Probes beside `jax.custom_vjp.defvjp_with_logs`, sums of weight gradients in the carry of a loop
-beside those in a `jax.new_ref`, and a scan beside one whose products have
-`jax.custom_vjp.defvjp_with_accums`. FLOPs (those of a loop count once), temporary bytes and CPU
-time relative to the first of each group; the variants alternate in one process, and "time" is
-the median over rounds.
+Three groups are compared: probes with `jax.custom_vjp.defvjp_with_logs`; sums of weight
+gradients in the carry of a loop with sums in a `jax.new_ref`; and a scan with one whose
+products have `jax.custom_vjp.defvjp_with_accums`. Printed are FLOPs (those of a loop count
+once), temporary bytes, and the CPU time relative to the first of each group. The variants
+alternate in one process, and "time" is the median over rounds.
 
-Measured with JAX 0.12.0 on two loaded cores: logs 0.89 of the time of probes, a ref 0.99 of
-that of a carry, accumulators 0.92 of that of a scan. FLOPs and bytes are equal to a twentieth.
+Measured with JAX 0.12.0 on two loaded cores: logs take 0.89 of the time of probes, a ref 0.99
+of that of a carry, and accumulators 0.92 of that of a scan. FLOPs and bytes differ by at most a
+twentieth.
 
     python benchmarks/engines.py [--quick] [--rounds 20]
 """

@@ -1,11 +1,11 @@
-"""Two processes that train the character model of `examples/data_parallel.py` need at most an
-eighth more CPU time than one: so little are the sum of the gradients and the second copy of
-the optimizer.
+"""Claim: two processes that train the character model of `examples/data_parallel.py` need at
+most an eighth more CPU time than one, for the sum of the gradients and the second copy of the
+optimizer.
 
 Strong scaling: 32 sequences for all processes together. Weak scaling: 32 for each. A process
-has one core, and four processes share two; `2 threads` is one process that has both cores. All
-are measured in turn. Where the machine has other work, as it had when this was written, the
-wall time says little, and only the CPU time bounds what idle cores could gain.
+has one core, and four processes share two; `2 threads` is one process that has both cores. The
+variants alternate. If the machine also runs other programs, as it did when this was written,
+the wall time says little; the CPU time bounds the speed on idle cores.
 """
 
 import argparse
@@ -36,7 +36,7 @@ GROUPS = {"1": (1, 1), "2 threads": (1, 2), "2": (2, 1), "4": (4, 1)}  # process
 
 
 def work(args):
-    """Answer each number of sequences from the parent with the seconds of a step."""
+    """For each number of sequences that the parent sends, answer with the seconds of a step."""
     cores = sorted(os.sched_getaffinity(0))
     mine = [cores[(args.process + i) % len(cores)] for i in range(args.cores)]
     os.sched_setaffinity(0, mine)
@@ -76,13 +76,13 @@ def start(processes, cores, steps):
 
 
 def ask(group: list[Any], sequences: int):
-    """The seconds of a step: of the slowest process, and CPU seconds of all together."""
+    """Of a step: the seconds of the slowest process, and the CPU seconds of all together."""
     for worker in group:
         worker.stdin.write(f"{sequences}\n")
         worker.stdin.flush()
     answers = []
     for worker in group:
-        # The lines between are those of the library for collectives.
+        # Gloo, the library of collectives, prints lines of its own.
         while not (line := worker.stdout.readline()).startswith("{"):
             if not line:
                 sys.exit("A process ended before its answer.")

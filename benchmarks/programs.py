@@ -1,8 +1,8 @@
-"""No claim: how `roofline.py` reads off a compiled program what the program does.
+"""No claim: count the operations of a compiled program from its text, for `roofline.py`.
 
-XLA's `cost_analysis` counts the body of a loop once, however often the loop runs, which the
-text of the program says. Bytes are those of the operands and results of all operations, as if
-none of them were in a cache; of an operation in place or on a slice, those of the slice.
+XLA's `cost_analysis` counts the body of a loop once, however often it runs; the text of the
+program says how often. Bytes are those of the operands and results of all operations, as if
+there were no cache. An operation in place or on a slice counts the bytes of the slice.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Cost(NamedTuple):
     flops: float = 0  # of matrix products
     bytes: float = 0
-    operations: float = 0  # one after the other
-    collectives: float = 0  # that there are
+    operations: float = 0
+    collectives: float = 0
     sent: float = 0  # bytes of the operands of collectives
 
     def __add__(self, other):
@@ -50,7 +50,7 @@ def _size(text):
 
 
 def _computations(text):
-    """By name, the operations of each computation, and under the name `ENTRY` the main one."""
+    """The operations of each computation, by its name. `ENTRY` is the main one."""
     found, current = {}, None
     for line in text.splitlines():
         if header := re.match(r"^(ENTRY )?%(\S+) .*{$", line):
@@ -66,7 +66,7 @@ def _computations(text):
 
 
 def cost(text: str) -> Cost:
-    """That of one run of a program, on one device."""
+    """The cost of one run of a program, on one device."""
     return _Reader(_computations(text)).computation("ENTRY")
 
 

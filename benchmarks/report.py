@@ -1,14 +1,14 @@
-"""No claim: the tests and every benchmark on the device that JAX finds, in one report.
+"""No claim: run the tests and every benchmark on the device that JAX finds, and write a report.
 
-On a GPU the tests run with `jax_default_matmul_precision` "highest": by default, JAX multiplies
-float32 matrices in TF32 there, with 10 of 23 bits, and the tolerances of the tests are those of
-float32. The benchmarks run as users run them. Nothing needs a GPU: without one the figures are
-those of a CPU, and the report says so.
+The tests run with `jax_default_matmul_precision` "highest", as their tolerances are those of
+float32: on a GPU, JAX by default multiplies float32 matrices in TF32, with 10 of 23 bits. The
+benchmarks run in the default precision. Without a GPU, the figures are those of a CPU, and the
+report says so.
 
     python benchmarks/report.py [--quick] [--only tests benchmarks] [--out report.md]
 
-A benchmark that fails, or takes more than an hour, is in the report with the end of its output.
-The exit status is 1 if anything failed.
+Of a benchmark that fails, or takes more than an hour, the report has the end of the output. The
+exit status is 1 if anything failed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from typing import NamedTuple
 
 
-# Several processes use the GPU, and each would take most of its memory.
+# Several processes use the GPU, and JAX would reserve most of its memory for each.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax

@@ -1,16 +1,18 @@
-"""A larger model of the kind of `examples/data_parallel.py`, trained by 8 GPUs or by a pod,
-spends an eighth of a step or less on the sum of the gradients: on paper, from what the
-compiled step computes, moves and sends.
+"""Claim: a larger model of the kind of `examples/data_parallel.py`, trained by 8 GPUs or by a
+pod, spends an eighth of a step or less on the sum of the gradients. This is an estimate, from
+what the compiled step computes, reads and writes, and sends.
 
 The step is compiled for eight CPU devices, with equally many sequences for each, and nothing is
-run. A pod has the same program. "bytes" has two figures: arguments, results and temporaries
-once, as if caches held all else, and the operands and results of all operations, as if there
-were no cache. The operations are those of a CPU program, and another compiler may make more or
-fewer of them. The sum is that of a ring, in which each device sends the gradients almost twice,
-without its latency, and nothing else is computed meanwhile. "speed" is that of a device
-relative to one without others: where another limit is larger than both the products and the
-fewest bytes, the speed is nearer to one. "tokens" is how many a device needs for products that
-take as long as the sum.
+run. A pod has the same program.
+
+- "bytes" has two figures: arguments, results and temporaries once, as if caches held everything
+  else; and the operands and results of all operations, as if there were no cache.
+- "launches" are the operations of the CPU program. Another compiler may make more or fewer.
+- "sum" is the time of a ring, in which each device sends the gradients almost twice. It has no
+  latency, and nothing else is computed meanwhile.
+- "speed" is that of a device relative to one that trains alone, if everything else takes as
+  long as the products or the fewest bytes. If it takes longer, the speed is nearer to one.
+- "tokens" is the number for each device at which the products take as long as the sum.
 """
 
 import argparse
@@ -83,8 +85,8 @@ def compiled(size):
 
 
 def times(machine, program):
-    """Of a step, in seconds: the products, the bytes at least and at most, the start of the
-    operations, and the sum of the gradients."""
+    """The seconds of a step for the products, for the fewest and the most bytes, to launch the
+    operations, and for the sum of the gradients."""
     memory = program.memory_analysis()
     least = memory.argument_size_in_bytes + memory.output_size_in_bytes
     least += 2 * memory.temp_size_in_bytes  # written and read

@@ -2,7 +2,7 @@
 
 One command starts the processes, which find each other on this machine as they would on a
 cluster. The losses of both runs agree up to rounding. If a process is killed, the same command
-goes on from the last checkpoint, and ends with the same bits.
+resumes from the last checkpoint, and ends with the same bits.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def make_step(static: Any, optimizer: optax.GradientTransformation, mesh: Mesh) 
         """Each device has equally many rows, and its own gradient until the mean over all."""
         params = jax.lax.pcast(params, "batch", to="varying")
         loss = lambda params: eqx.combine(params, static)(text)
-        # The mean of one array: on CPUs, one of many arrays takes as many messages.
+        # One array is communicated: on CPUs, each array takes a message of its own.
         flat, unravel = ravel_pytree(jax.value_and_grad(loss)(params))
         return unravel(jax.lax.pmean(flat, "batch"))
 
@@ -108,7 +108,7 @@ def work(args: argparse.Namespace) -> None:
         state = treedef.unflatten(leaves)
     every = max(1, args.steps // CHECKPOINTS)
     first, last = jax.process_index() == 0, jax.process_index() == jax.process_count() - 1
-    # The bar is that of the first process. `None`: no bar where there is no terminal.
+    # Only the first process has a bar. `None`: no bar where there is no terminal.
     disable = None if first else True
     for i in trange(start, args.steps, initial=start, total=args.steps, disable=disable):
         # Every process draws all rows of the batch, and its devices are given their own.
@@ -125,7 +125,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def launch(processes: int, args: argparse.Namespace) -> Float[np.ndarray, " step"]:
-    """Start the processes on this machine. The losses, or an exit if one of them fails."""
+    """Start the processes on this machine, and return the losses. Exit if a process fails."""
     out = args.out / f"{args.steps}-steps-{processes}-processes"
     if not (out / "trained.npz").exists():
         out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def launch(processes: int, args: argparse.Namespace) -> Float[np.ndarray, " step
         command = [sys.executable, __file__, "--worker", "--coordinator", coordinator]
         command += ["--processes", processes, "--steps", args.steps, "--out", out]
         command += ["--kill", args.kill if processes > 1 else 0, "--process"]
-        env = {**os.environ, "JAX_PLATFORMS": "cpu"}  # of which each process has its own
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}  # each process has a CPU device of its own
         workers = [
             subprocess.Popen([*map(str, command), str(i)], env=env) for i in range(processes)
         ]

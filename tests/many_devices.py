@@ -19,7 +19,7 @@ EXPLICIT_MESH = jax.make_mesh((N_DEVICES,), ("i",), axis_types=(AxisType.Explici
 
 
 def put(tree: Any, spec: Spec, mesh: jax.sharding.Mesh = MESH) -> Any:
-    """The arrays of a tree, distributed over the devices."""
+    """The arrays of a tree, sharded over the devices."""
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
@@ -93,11 +93,11 @@ def normals(seed: int, like: Sequence[Any]) -> list[jax.Array]:
 
 
 class Setting:
-    """A function of arrays at distributed arguments.
+    """A function of arrays, and its sharded arguments.
 
     - `fn`: from arrays to a list of arrays.
-    - `leaves`, `specs`: its arguments, and how they are distributed.
-    - `out_spec`: that of an output, and of its cotangent.
+    - `leaves`, `specs`: its arguments, and their shardings.
+    - `out_spec`: the sharding of an output, and of its cotangent.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ def over_batch(fn: Callable[..., Any], leaves: Sequence[Any], kept: Collection[i
 
 
 def over_features(fn: Callable[..., Any], leaves: Sequence[Any]) -> Setting:
-    """Vectors that are eight times as long, an eighth on each device."""
+    """Vectors that are eight times as long, of which each device has an eighth."""
     specs = [Spec("i") if x.ndim == 1 else Spec() for x in leaves]
     long = [jnp.tile(x, N_DEVICES) if x.ndim == 1 else x for x in leaves]
     is_long = lambda y: y.ndim == 1 and y.shape[0] % N_DEVICES == 0

@@ -1,19 +1,19 @@
-"""Train every layer for a long time, and see that nothing grows: `python -m tests.soak`.
+"""Train every layer for a long time, and check that nothing grows: `python -m tests.soak`.
 
-A lap trains each layer on batches of several sizes, and makes one of the layers anew, with a
-train step of its own, which takes the place of the old one: its programs have to be freed.
-After each lap are counted the arrays, the tracers, the traced programs (jaxprs), the functions,
-the compiled programs, and the resident memory. Every lap does the same, so after the first
-laps the counts have to stay the same.
+A lap trains each layer on batches of several sizes. It also replaces one of the layers, and its
+train step, by new ones: the programs of the old step have to be freed. After each lap, the
+arrays, the tracers, the traced programs (jaxprs), the functions and the compiled programs are
+counted, and the resident memory is measured. Every lap does the same, so the counts have to
+stay the same after the first laps.
 
-Memory levels off where JAX's own caches are full. Those of a plain Equinox layer in
-`jax.lax.scan`, made anew as often in a process of its own, are measured beside, as reference.
+Memory levels off when JAX's own caches are full. As a reference, another process does the same
+with a plain Equinox layer in `jax.lax.scan`, which is replaced as often.
 
-The criterion, of the second half of the laps:
+In the second half of the laps,
 
-- a count: the line through it rises by less than `COUNT` over these laps;
-- memory: the line through it rises by less than `MEMORY` of what is in use, or by no more than
-  twice as much for each lap as that of the reference.
+- the line through each count has to rise by less than `COUNT`;
+- the line through the memory has to rise by less than `MEMORY` of what is in use, or for each
+  lap by at most twice as much as that of the reference.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def _quantized(layer, xs):
 
 
 def _equinox(cell, xs):
-    """What Equinox's users write: the reference."""
+    """A layer of Equinox in a `jax.lax.scan`: the reference."""
     step = lambda h, x: ((new := cell(x, h)), new)
     return jax.lax.scan(step, jnp.zeros(OUT), xs)[1]
 
@@ -211,7 +211,8 @@ REFERENCE = {"eqx.nn.GRUCell": (_in_and_out(eqx.nn.GRUCell), _equinox)}
 class Training:
     """A layer in training, with a compiled step of its own.
 
-    By `jax.jit`: `eqx.filter_jit` keeps every function that it was ever given (Equinox 0.13.8).
+    The step is compiled by `jax.jit`, as `eqx.filter_jit` keeps every function that it was
+    given (Equinox 0.13.8).
     """
 
     def __init__(self, make, call, seed: int):
@@ -240,8 +241,8 @@ class Training:
 
 
 def laps(layers: dict[str, Any], sizes: tuple[int, ...]) -> Iterator[None]:
-    """Train all layers on all sizes. In each lap one layer is new. In the first, all are made
-    twice: of some, a cache of JAX or Equinox keeps the last one."""
+    """Train all layers on all sizes. Each lap replaces one layer. The first lap replaces all of
+    them, as caches of JAX or Equinox keep the last one of some layers."""
     trainings = {name: Training(make, call, 0) for name, (make, call) in layers.items()}
     names = itertools.cycle(layers)
     for seed in itertools.count():
@@ -283,7 +284,7 @@ def _return_freed_memory():
 
 
 def slopes(records: list[dict[str, float]]) -> dict[str, float]:
-    """By how much each count rises in a lap, on the line through the second half."""
+    """How much each count rises in a lap, on the line through the second half of the laps."""
     half = records[len(records) // 2 :]
     at = np.arange(len(half))
     return {
@@ -295,7 +296,7 @@ def slopes(records: list[dict[str, float]]) -> dict[str, float]:
 
 
 def rising(records: list[dict[str, float]], reference: dict[str, float]) -> dict[str, float]:
-    """What does not level off, and by how much it rises in the second half."""
+    """The counts that do not level off, and how much they rise in the second half."""
     n = len(records) - len(records) // 2
     found = {}
     for name, slope in slopes(records).items():
@@ -311,7 +312,7 @@ def rising(records: list[dict[str, float]], reference: dict[str, float]) -> dict
 def soak(
     minutes: float, least: int, layers: dict[str, Any], sizes: tuple[int, ...]
 ) -> list[dict[str, float]]:
-    """Run laps for so long, and so many at least. Count after each, and print a line."""
+    """Run laps for some minutes, and `least` at least. Count after each, and print a line."""
     end, records = time.monotonic() + 60 * minutes, []
     for lap, _ in enumerate(laps(layers, sizes)):
         records.append(census())

@@ -117,7 +117,7 @@ def _fit(a, b, h0):
     a = _broadcast(a, (a_steps, *shape[1:]))
     b = _broadcast(b.astype(dtype), shape)
     h0 = jnp.zeros(shape[1:], dtype) if h0 is None else h0.astype(dtype)
-    return _distributed_alike(a, b, _broadcast(h0, shape[1:]))
+    return _sharded_alike(a, b, _broadcast(h0, shape[1:]))
 
 
 def _common_shape(*shapes):
@@ -131,8 +131,8 @@ def _broadcast(x, shape):
     return jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape)
 
 
-def _distributed_alike(a, b, h0):
-    """Over explicit mesh axes, steps and state as the product of `a` and `b` is."""
+def _sharded_alike(a, b, h0):
+    """Over explicit mesh axes: steps and state, sharded as the product of `a` and `b` is."""
     if not (is_explicit(a) or is_explicit(b)):
         return a, b, h0
     product = a[:1] * b[:1]

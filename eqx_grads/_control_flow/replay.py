@@ -269,7 +269,7 @@ def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **
     carried = body.carried(batched_consts, batched_init, batched_xs)
     flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
     like = next(x for x, b in zip(flat, flags, strict=True) if b)
-    # By `vmap`, as the batch may be distributed over a mesh.
+    # By `vmap`, as the batch may be sharded over a mesh.
     init = [
         jax.vmap(lambda _, c=c: c)(like) if b and not was else c
         for c, b, was in zip(init, carried, batched_init, strict=True)

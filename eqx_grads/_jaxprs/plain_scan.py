@@ -1,9 +1,9 @@
 """`jax.lax.scan` and `jax.lax.fori_loop`, as they are without JAX's switch `jax_scan3`.
 
-With that switch, which is off by default, JAX 0.12 runs a scan with `reverse=True` forward and
-without an error, and a scan has neither a reverse mode nor a batching rule
+With that switch, which is off by default, JAX 0.10 to 0.12 runs a scan with `reverse=True`
+forward, without an error, and a scan has neither a reverse mode nor a batching rule
 (https://github.com/jax-ml/jax/blob/main/jax/_src/lax/control_flow/loops.py, `Scan3`).
-Delete this file when the oldest JAX has that switch finished, or no switch.
+Delete this file when the oldest JAX has finished that switch, or does not have it.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ def lax_fori_loop(lower: Any, upper: Any, body: Callable, init: Any) -> Any:
 
 @contextlib.contextmanager
 def plain_scans() -> Iterator[None]:
-    """Trace the scans in this context, those of the user's code included, as without the switch
-    `jax_scan3`; and say so if it is on."""
+    """Trace the scans in this context, also those of the user's code, without the switch
+    `jax_scan3`. If it is on, a warning says so."""
     if not getattr(jax.config, "jax_scan3", False):
         yield
         return
-    # `jax.config.update` would change it in all threads. There is no public name for this.
+    # `jax.config.update` would change it in all threads. No public name changes it in one.
     switch: Callable[[bool], Any] | None = getattr(jax.config, "_value_holders", {}).get(
         "jax_scan3"
     )

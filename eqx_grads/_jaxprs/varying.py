@@ -1,8 +1,9 @@
-"""The mesh axes of `jax.shard_map` over which values vary, and casts of types on a mesh.
+"""The mesh axes of `jax.shard_map` over which values vary, and casts to types that vary.
 
 With `check_vma=True`, the type of a value says over which axes it differs between devices.
-Operations that JAX's users call cast their operands to vary alike; primitives, loops and what
-an interpreter evaluates do not. The transpose of the cast is the sum over the devices.
+JAX's public functions cast their operands to vary over the same axes. Primitives and loops do
+not, and neither does an interpreter of jaxprs. The transpose of the cast is the sum over the
+devices.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,8 +44,8 @@ def vary_alike(xs: Sequence[Any], *like: Any) -> list[Any]:
 
 
 def vary_tracers_alike(xs: Sequence[Any]) -> list[Any]:
-    """`vary_alike`, but for arrays from outside of the program: they are the same everywhere,
-    and are not differentiated, and a program that was traced before took them as they are."""
+    """`vary_alike` of tracers only. Other arrays are replicated and not differentiated, and a
+    program that was traced before was given them without a cast."""
     if not is_in_shard_map():
         return list(xs)
     cast = iter(vary_alike([x for x in xs if isinstance(x, Tracer)]))
@@ -63,19 +64,21 @@ def varying_types(types: Iterable[Any], *like: Any) -> list[Any]:
 def cast_carry(
     step_types: Callable[[Sequence[Any]], Sequence[Any]], init: Sequence[Any]
 ) -> list[Any]:
-    """The first carry of a loop, cast to the type that later ones have: inside `shard_map`, it
-    varies over a mesh axis if that of any step does; over explicit axes, a replicated one is
-    distributed as that after the first step. `step_types(carry)` are the types of the next one.
+    """The first carry of a loop, cast to the type of the later ones.
+
+    Inside `shard_map`, it is cast to vary over each mesh axis over which a later carry does.
+    Over explicit axes, a replicated carry is sharded as the carry after the first step is.
+    `step_types(carry)` returns the types of the next carry: as for weak dtypes, the step is
+    traced to get them.
 
     JAX requires the types of all carries to be equal, and asks the user to cast the first one
-    (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma). As with weak dtypes, the
-    step is traced to see what it returns.
+    (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma).
     """
     init = list(init)
     mesh = jax.sharding.get_abstract_mesh()
     manual, is_explicit = frozenset(mesh.manual_axes), AxisType.Explicit in mesh.axis_types
-    is_open = lambda x: bool(manual - varying_axes(x)) or (is_explicit and not _distributed(x))
-    while any(map(is_open, init)):
+    may_change = lambda x: bool(manual - varying_axes(x)) or (is_explicit and not _sharded(x))
+    while any(map(may_change, init)):
         new = step_types(init)
         cast = [_cast_to(x, t, is_explicit) for x, t in zip(init, new, strict=True)]
         if all(x is y for x, y in zip(init, cast, strict=True)):
@@ -85,12 +88,12 @@ def cast_carry(
 
 
 def _cast_to(x, aval, is_explicit):
-    if is_explicit and _distributed(aval) and not _distributed(x) and x.shape == aval.shape:
+    if is_explicit and _sharded(aval) and not _sharded(x) and x.shape == aval.shape:
         x = reshard(x, aval.sharding.spec)
     return vary_over(x, varying_axes(aval))
 
 
-def _distributed(x: Any) -> bool:
-    """Whether a dimension is distributed over explicit axes."""
+def _sharded(x: Any) -> bool:
+    """Whether a dimension is sharded over explicit axes."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     return any(part is not None for part in aval.sharding.spec)

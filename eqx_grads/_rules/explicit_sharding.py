@@ -1,8 +1,8 @@
-"""How arrays are distributed over the explicit axes of a mesh, which is a part of their types.
+"""The sharding of arrays over the explicit axes of a mesh, which is part of their types.
 
-Where a mesh axis is explicit, JAX does not choose how values are distributed: an operation
-whose operands are distributed in different ways is an error, and so is a loop whose carry
-changes. See https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html.
+Where a mesh axis is explicit, JAX does not choose shardings: an operation whose operands have
+shardings that do not fit together is an error, and so is a loop that changes the sharding of
+its carry. See https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def is_explicit(x: Any) -> bool:
 
 
 def explicit_spec(x: Any) -> Spec:
-    """For each axis of `x`, the explicit mesh axes over which it is distributed, or `None`."""
+    """For each axis of `x`, the explicit mesh axes over which it is sharded, or `None`."""
     spec = tuple(jax.typeof(x).sharding.spec) if is_explicit(x) else ()
     return spec + (None,) * (jnp.ndim(x) - len(spec))
 
@@ -34,7 +34,7 @@ def sharding_like(x: Any, spec: Spec) -> NamedSharding | None:
 
 
 def distribute_like(x: jax.Array, like: Any, spec: Spec) -> jax.Array:
-    """`x`, distributed by this `spec` over the mesh of `like`, if that has an explicit axis."""
+    """`x`, sharded by this `spec` over the mesh of `like`, if that has an explicit axis."""
     sharding = sharding_like(like, spec)
     if sharding is None or (is_explicit(x) and explicit_spec(x) == spec):
         return x
@@ -42,12 +42,12 @@ def distribute_like(x: jax.Array, like: Any, spec: Spec) -> jax.Array:
 
 
 def gathered(x: jax.Array) -> jax.Array:
-    """`x`, the whole of it on each device."""
+    """`x`, replicated on each device."""
     return distribute_like(x, x, (None,) * x.ndim)
 
 
 def rows(table: jax.Array, index: jax.Array) -> jax.Array:
-    """`table[index]` for a matrix, distributed as `index` is."""
+    """`table[index]` for a matrix, sharded as `index` is."""
     if not is_explicit(index):
         return table[index]
     spec = (*explicit_spec(index), explicit_spec(table)[1])
@@ -56,7 +56,7 @@ def rows(table: jax.Array, index: jax.Array) -> jax.Array:
 
 def add_rows(table: jax.Array, index: jax.Array, terms: jax.Array) -> jax.Array:
     """`table` with terms added to the rows of this `index`: a sum over the devices, if the
-    terms are distributed."""
+    terms are sharded."""
     if not is_explicit(index):
         return table.at[index].add(terms)
     return table.at[index].add(terms, out_sharding=sharding_like(index, explicit_spec(table)))

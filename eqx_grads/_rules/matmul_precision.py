@@ -1,9 +1,10 @@
-"""A rule runs later than the function: in the precision of matrix products of the function.
+"""Trace a rule with the precision of matrix products that its function was called with.
 
 `jax.default_matmul_precision` holds while a program is traced, and JAX keeps it in each matrix
-product. But a rule is traced where JAX differentiates, outside a context that the function was
-in. (JAX's own custom rules run in the precision that holds there: on a GPU, a gradient of a
-function "in float32" has products in TF32. No upstream issue was found.)
+product. But a rule is traced where JAX differentiates, which may be outside of the context in
+which the function was called. JAX's own rules get the precision that holds there: on a GPU,
+the gradient of a function in "highest" precision has products in TF32. (No upstream issue was
+found; `docs/upstream.md` has a reproduction.)
 """
 
 import contextlib

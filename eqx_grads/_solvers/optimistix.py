@@ -1,5 +1,5 @@
-"""Optimistix, for the files that define its solvers and adjoints, or an error that says how to
-install it."""
+"""Import Optimistix, for the files that define solvers and adjoints for it, or raise an error
+that says how to install it."""
 
 from .optional_import import optional_import
 

@@ -16,11 +16,11 @@ from .._jaxprs.varying import varying_axes
 def branched_error_if(
     x: PyTree, is_error: jax.Array, index: Any, messages: Sequence[str]
 ) -> PyTree:
-    """`x`; raises `messages[index]` when it is computed if `is_error`.
+    """`x`, or the error `messages[index]` at run time if `is_error`.
 
-    Where `shard_map` tracks what varies over the mesh, one branch of Equinox's own function
-    varies and the other does not, which JAX rejects (Equinox 0.13.8; no upstream issue was
-    found). There it is a callback, which looks at `is_error` each time.
+    Inside a `shard_map` with `check_vma=True`, one branch of `eqx.branched_error_if` varies and
+    the other does not, which JAX rejects (Equinox 0.13.8; no upstream issue was found). There,
+    a callback is called each time, and looks at `is_error`.
     """
     if not any(map(varying_axes, jax.tree.leaves((x, is_error)))):
         return eqx.branched_error_if(x, is_error, index, messages)
@@ -31,7 +31,7 @@ def branched_error_if(
         index,
         vmap_method="expand_dims",
     )
-    # The compiler removes a check of a value that nothing depends on.
+    # The compiler would remove a callback whose result is not used.
     add_zero = lambda x: x + zero.astype(x.dtype) if eqx.is_inexact_array(x) else x
     return jax.tree.map(add_zero, x)
 

@@ -1,4 +1,4 @@
-"""A loss of tokens whose arguments are distributed over the explicit axes of a mesh."""
+"""A loss of tokens whose arguments are sharded over the explicit axes of a mesh."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +22,10 @@ def on_explicit_axes(
     """`fn(x, weight, bias, labels, options=options)`: the sum over tokens, or an array with an
     element for each.
 
-    If `x` or `weight` is distributed over explicit axes, as its type says, each device calls
-    `fn` on its tokens and its part of the vocabulary, in a `jax.shard_map`. So the gradient of
-    the weight is summed over the devices once, and not once for each chunk. An axis that
-    distributes both has the tokens, and features are gathered.
+    If the type of `x` or of `weight` is sharded over explicit axes, each device calls `fn` on
+    its tokens and its part of the vocabulary, in a `jax.shard_map`. So the gradient of the
+    weight is summed over the devices once, and not once for each chunk. Along an axis that
+    shards both the tokens and the vocabulary, the weight is gathered. So are features.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -54,7 +54,7 @@ def on_explicit_axes(
 
 
 def _axes_by_dimension(x: jax.Array, explicit: set[Any]) -> list[tuple[Any, ...]]:
-    """The explicit axes of the mesh over which each dimension of `x` is distributed."""
+    """The explicit axes of the mesh over which each dimension of `x` is sharded."""
     spec = jax.typeof(x).sharding.spec
     entries = [*spec, *([None] * (x.ndim - len(spec)))]
     as_tuple = lambda e: e if isinstance(e, tuple) else () if e is None else (e,)

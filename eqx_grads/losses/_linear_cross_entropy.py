@@ -96,7 +96,7 @@ def linear_cross_entropy(
         or `"none"`: the loss of each token, zero where it does not count.
 
     - `axis_name`: inside `jax.shard_map`, the name of the mesh axis over which the vocabulary
-        is distributed, or a tuple of names. Each device then gives its rows of `weight` and
+        is sharded, or a tuple of names. Each device then passes its rows of `weight` and
         `bias`, all tokens, and labels that count the rows of all devices. The loss is the same
         on all of them.
 
@@ -129,10 +129,10 @@ def linear_cross_entropy(
     differentiated as a whole, `"mean"` and `"sum"` keep one gradient of `weight` for each step:
     take the gradient inside the loop, or wrap the step in [`eqx_grads.filter_checkpoint`][].
 
-    The batch or the vocabulary may be distributed over devices, or both: under `jax.jit`, over
-    explicit axes of the mesh, or inside `jax.shard_map` with `axis_name`. With a distributed
-    vocabulary, each device has its columns of the logits only. See
-    [Many devices](../guides/many-devices.md).
+    The batch, the vocabulary or both may be sharded over devices: under `jax.jit`, over
+    explicit axes of the mesh, or inside `jax.shard_map` with `axis_name`. With a sharded
+    vocabulary, each device computes its columns of the logits only. See
+    [Many devices](../guides/many-devices.md#a-sharded-vocabulary).
 
     **Raises:**
 

@@ -25,11 +25,11 @@ class Options(NamedTuple):
     chunk: int | None
     label_smoothing: float
     z_loss: float
-    # The mesh axes over which the rows of the weight are distributed, in `jax.shard_map`.
+    # The mesh axes over which the rows of the weight are sharded, in `jax.shard_map`.
     axes: tuple[Hashable, ...] = ()
 
     def total(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices, of which each has a part of the vocabulary."""
+        """The sum over the devices, each of which has a part of the vocabulary."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
     def first_label(self, n: int, dtype: Any) -> Any:
@@ -144,7 +144,7 @@ def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
         return add(sums, tuple(cts)), ct_x
 
     if options.axes:
-        # The loss is a sum of parts, of which each device has one.
+        # The loss is a sum over the devices.
         (part,) = vary_alike([jnp.zeros(ct.shape, ct.dtype)], ct, weight)
         (ct,) = jax.linear_transpose(options.total, part)(ct)
     # A token that is ignored has the factor zero, whatever its cotangent is.
@@ -161,8 +161,8 @@ summed_loss._rules.varies_alike = token_losses._rules.varies_alike = False
 
 
 def vary_over_tokens(args: Sequence[Any], options: Options) -> list[Any]:
-    """Inside `shard_map`: arrays, cast to vary over each axis over which one of them does, but
-    for the axes of the vocabulary. The transpose of the cast sums the cotangents, once."""
+    """Inside `shard_map`: arrays, cast to vary over each axis over which one of them does,
+    except the axes of the vocabulary. The transpose of the cast sums the cotangents, once."""
     axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(args)))
     return [None if x is None else vary_over(x, axes - set(options.axes)) for x in args]
 
@@ -226,7 +226,7 @@ def _label_logit(logits, labels, options: Options) -> jax.Array:
 
 
 def vocabulary_size(n: int, options: Options) -> int:
-    """Of all devices, of which each has `n` rows of the weight."""
+    """The number of rows of the weight on all devices, each of which has `n`."""
     return n * jax.lax.psum(1, options.axes) if options.axes else n
 
 
@@ -281,8 +281,8 @@ def _over_chunks(
 ) -> tuple[Any, Any]:
     """`fn(carry, tokens) -> carry, ys` for one chunk of tokens after another.
 
-    The tokens of a chunk are not adjacent: of `n` chunks, each takes every `n`-th token. So a
-    chunk of tokens that are distributed over several devices is distributed in the same way.
+    The tokens of a chunk are not adjacent: of `n` chunks, each takes every `n`-th token. So
+    each chunk of sharded tokens is sharded as all of them are.
     """
     size, vocabulary = tokens[0].shape[0], weight.shape[0]
     chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
@@ -304,10 +304,10 @@ def _over_chunks(
 
 
 def _number_of_chunks(size: int, chunk: int) -> int:
-    """So many that none has more than `chunk` tokens, and at most twice as many as needed.
+    """A number of chunks of at most `chunk` tokens, and at most twice as many as needed.
 
-    All are equally long if possible, and their length is divisible by a power of two, so that
-    devices have equal parts of each chunk. Otherwise the tokens of all would be gathered.
+    If possible, all are equally long, and their length is divisible by the largest power of
+    two. So devices have equal parts of each chunk; unequal parts would be gathered.
     """
     fewest = -(-size // chunk)
     equal = [n for n in range(fewest, 2 * fewest + 1) if n > 0 and size % n == 0]

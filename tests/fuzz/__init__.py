@@ -1,1 +1,1 @@
-"""Random programs with random rules, under random chains of transformations: `test_fuzz.py`."""
+"""Random programs with random rules, in random chains of transformations: `test_fuzz.py`."""

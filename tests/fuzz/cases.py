@@ -1,4 +1,4 @@
-"""Random cases, and the judgement of many of them in one compiled program."""
+"""Random cases, and the comparison of many of them with autodiff in one compiled program."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from .scans import Call, Scan
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program in a chain of transformations. The first is the innermost."""
+    """A program in a chain of transformations, of which the first is the innermost."""
 
     program: Call | Scan
     chain: tuple[Step, ...] = ()
 
     @property
     def kind(self) -> "Case":
-        """What is counted: cases that differ in values only are one."""
+        """Cases that differ in values only have the same kind, and count as one."""
         return Case(self.program.kind, self.chain)
 
     @property
@@ -51,8 +51,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Cases that are compiled together, or evaluated eagerly. `leaks`: looking for tracers that
-    leak."""
+    """Cases that are compiled together, or evaluated eagerly, or run under the leak checker."""
 
     cases: tuple[Case, ...]
     x64: bool = False
@@ -97,8 +96,8 @@ def subset(indices: Sequence[int], at_least: int = 1) -> st.SearchStrategy[tuple
 def formulas(
     draw: Any, leaves: Sequence[Leaf], dtype: str | None = None, shape: Any = None
 ) -> Formula:
-    """`dtype` and `shape`: those of a carry, to which not all leaves need broadcast. It stays
-    small, whatever the number of steps."""
+    """With the `dtype` and `shape` of a carry, a formula has only leaves that broadcast to it,
+    and bounded functions, so that the carry stays small in any number of steps."""
     functions = list(UNARY) if shape is None else ["sin", "tanh"]
     usable = [i for i, leaf in enumerate(leaves) if leaf.is_inexact]
     if shape is not None:
@@ -164,7 +163,7 @@ def scans(draw: Any, x64: bool) -> Scan:
     found = draw(leaves(x64, at_least=2))
     n = len(found)
     n_carry = draw(st.integers(1, n - 1))
-    # A Python integer that a step returns plus one is another story: it becomes an array.
+    # No Python integer: a step returns it plus one, which is an array.
     carry = [i for i in range(n_carry) if found[i].dtype != "int"]
     rest = [i for i in range(n) if i not in carry]
     sliced = [i for i in rest if found[i].dtype not in ("int", "float")]
@@ -248,7 +247,7 @@ def _suits(style: str, function: Function) -> bool:
 
 @st.composite
 def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, ...]:
-    """The transformations, of which at most three differentiate, one at least."""
+    """The transformations, of which one to three differentiate."""
     differentiable = program.differentiable
     found = program.leaves
     names = ["jit", "closure", "checkpoint", "first", "stop", "cond", "while", "scan", "vmap"]
@@ -266,7 +265,7 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
         if n_derivatives == 0 and k == n - 1:
             options = of_derivatives
         else:
-            # What is left over has to do for one derivative.
+            # What is left has to suffice for one derivative.
             most = budget if n_derivatives else budget / COSTS["jvp"]
             options = [o for o in names if COSTS.get(o, 1.0) <= most]
             if n_derivatives < 3:
@@ -292,7 +291,7 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
 
 # `jacfwd` wants to be told, and `jax.checkpoint` can't save complex residuals (JAX 0.10).
 FAIL_IF_COMPLEX = ("jacobian", "checkpoint")
-# By how much a transformation makes a program larger, about.
+# About how many times larger each transformation makes a program.
 COSTS = {
     **dict.fromkeys(("cond", "vmap"), 1.2),
     **dict.fromkeys(("checkpoint", "while", "scan", "shard_map"), 1.5),
@@ -354,14 +353,14 @@ def _pruned(node: Node, closed: Sequence[int]) -> Node | None:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Wrong:
-    """A case that is wrong, or that can't be computed, and why."""
+    """A case that is wrong or raises an error, and the reason."""
 
     case: Case
     batch: Batch
     reason: str
 
     def __repr__(self) -> str:
-        """What can be pasted into a test, after the reason."""
+        """The reason, and the case in a form that can be pasted into a test."""
         alone = dataclasses.replace(self.batch, cases=(self.case,))
         return f"{self.reason}\n{alone!r}"
 
@@ -374,7 +373,7 @@ QUICKLY = {
 
 
 def judge(batch: Batch) -> list[Wrong]:
-    """The cases whose outputs differ from those of plain autodiff."""
+    """The cases whose outputs differ from those of autodiff of the undecorated function."""
     with jax.enable_x64(batch.x64):
         leaking = (
             [w for case in batch.cases for w in _leaks(case, batch)] if batch.leaks else []

@@ -1,10 +1,9 @@
 """Transformations of a function of leaves, which can follow each other in any order.
 
 Each takes a function `fn(leaves) -> outs` of lists of arrays, and returns such a function of
-the same leaves. Its outputs are sums over what a transformation adds to the shapes, so that
-chains stay small. `step.chosen` are the leaves with respect to which is differentiated, or
-which are batched or carried. `ours`: use the functions of the library in place of those of
-JAX.
+the same leaves. It sums the outputs over the axes that it adds, so that arrays stay small.
+`step.chosen` are the leaves that are differentiated, batched or carried. With `ours`, the
+functions of the library take the place of those of JAX.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ Fn = Callable[[list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A transformation, and the leaves that it is of. `option` is one of several variants."""
+    """A transformation, and the leaves that it acts on. `option` is one of several variants."""
 
     name: str
     chosen: tuple[int, ...] = ()
@@ -42,7 +41,7 @@ def transformed(fn: Fn, chain: Sequence[Step], ours: bool) -> Fn:
 
 
 def _split(leaves: Sequence[Any], step: Step, keeps_numbers: bool = False):
-    """The chosen leaves, and a function that puts others in their place."""
+    """The chosen leaves, and a function that replaces them."""
 
     def with_chosen(chosen):
         new = dict(zip(step.chosen, chosen, strict=True))
@@ -95,7 +94,7 @@ def _jit(fn, step, ours, leaves):
 
 
 def _closure(fn, step, ours, leaves):
-    """Inside `jit`, all leaves but the chosen are closed over."""
+    """A `jit` of the chosen leaves, which closes over all others."""
     chosen, with_chosen = _split(leaves, step, True)
     return jax.jit(lambda chosen: fn(with_chosen(chosen)))(chosen)
 
@@ -110,12 +109,12 @@ def _checkpoint(fn, step, ours, leaves):
 
 
 def _first(fn, step, ours, leaves):
-    """The other outputs are not used: their cotangents are zero."""
+    """Only the first output is used: the cotangents of the others are zero."""
     return fn(leaves)[:1]
 
 
 def _stop(fn, step, ours, leaves):
-    """No derivative in the chosen leaves."""
+    """The chosen leaves are not differentiated."""
     chosen, with_chosen = _split(leaves, step)
     return fn(with_chosen([jax.lax.stop_gradient(x) for x in chosen]))
 

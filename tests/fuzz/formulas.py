@@ -91,7 +91,7 @@ class Formula:
         return jnp.broadcast_to(x.astype(self.dtype), self.shape)
 
     def _products(self, leaves: Sequence[Any], unary: Any, index: int | None):
-        """The terms, or their partial derivatives in a leaf."""
+        """The terms, or their partial derivatives with respect to a leaf."""
         for term in self.terms:
             if index is not None and all(i != index for i, _ in term.factors):
                 continue
@@ -117,7 +117,7 @@ class Formula:
         return any(i == index for term in self.terms for i, _ in term.factors)
 
     def tangent(self, leaves: Any, tangents: Any, unary: Any = UNARY) -> Any:
-        """`None` stands for a zero, among the tangents and as the result."""
+        """`None` is a zero tangent, among the arguments and as the result."""
         live = [i for i, t in enumerate(tangents) if t is not None and self.depends_on(i)]
         if not live:
             return None
@@ -127,19 +127,19 @@ class Formula:
         return sum_of(out) if self.is_sum else out
 
     def cotangent(self, leaves: Any, index: int, ct: Any, unary: Any = UNARY) -> Any:
-        """With all axes along which the leaf was broadcast."""
+        """The cotangent of a leaf, before the sum over axes along which it was broadcast."""
         if ct is None or not self.depends_on(index):
             return None
         return mul(self.partial(leaves, index, unary), jnp.broadcast_to(ct, self.shape))
 
 
 def wide() -> Any:
-    """The dtype in which sums of everything are formed."""
+    """The dtype in which sums are computed."""
     return jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
 
 
 def sum_of(x: Any) -> Any:
-    # Not `jnp.sum`, which has sums in half precision in single precision.
+    # Not `jnp.sum`, which computes sums of half precision in single precision.
     return jax.lax.reduce_sum(x, tuple(range(x.ndim)))
 
 

@@ -1,4 +1,4 @@
-"""Random functions of random PyTrees, and what they are decorated with."""
+"""Random functions of random PyTrees."""
 
 import dataclasses
 import zlib
@@ -66,7 +66,7 @@ class Holder(eqx.Module):
 
 
 def build(node: Node, values: Sequence[Any]) -> Any:
-    """The tree of a node."""
+    """The PyTree that a node describes."""
     kind, *rest = node
     if kind == "leaf":
         return values[rest[0]]
@@ -141,7 +141,7 @@ class Function:
 
     @property
     def kind(self) -> "Function":
-        """The same for functions that differ in nothing but values."""
+        """The same for functions that differ in values only."""
         leaves = tuple(dataclasses.replace(leaf, seed=0) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
 
@@ -154,7 +154,7 @@ class Function:
         return fn(*args[:n], **dict(zip("abc"[n:], args[n:], strict=False)))
 
     def leaves_of(self, args: Sequence[Any], closed: Sequence[Any] = ()) -> list[Any]:
-        """The leaves of arguments, or of trees like them."""
+        """The leaves of arguments, or of trees of the same structure."""
         leaves: list[Any] = [None] * len(self.leaves)
         for i, x in zip(self.closed, closed, strict=bool(closed)):
             leaves[i] = x
@@ -164,7 +164,7 @@ class Function:
         return leaves
 
     def cotangents(self, cts: Sequence[Any]) -> tuple[Any, ...]:
-        """Trees like the arguments, with `None` for what has no cotangent."""
+        """Trees like the arguments, with `None` for leaves without a cotangent."""
         return tuple(_without_static(node, cts) for node in self.args)
 
     def outputs(self, formulas: Sequence[Any], leaves: Sequence[Any]) -> Any:
@@ -177,12 +177,12 @@ class Function:
         return _without_static(self.out, [*tangents, *[None] * len(self.passed)])
 
     def formula_leaves(self, out: Any) -> list[Any]:
-        """The outputs, or cotangents like them, of the formulas."""
+        """Those outputs that formulas compute, or their cotangents."""
         found = dict(flatten(self.out, out))
         return [found[k] for k in range(len(self.formulas))]
 
     def numbers(self, out: Any) -> list[Any]:
-        """All outputs as arrays that can be compared."""
+        """All outputs, as arrays that can be compared."""
         found = dict(flatten(self.out, out))
         values = [found[k] for k in sorted(found)]
         types = [self.leaves[i].dtype for i in self.passed]

@@ -1,4 +1,4 @@
-"""The styles in which a random function is given its derivative."""
+"""The ways to give a random function its derivative: every kind of rule."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -71,14 +71,14 @@ def _pull_back(function: Function, leaves: Any, cts: Any, wanted: Any = None):
         for formula, ct in zip(function.formulas, cts, strict=True):
             part = formula.cotangent(leaves, i, ct, unary)
             if part is not None:
-                part = _landed(part, function.leaves[i])
+                part = _to_leaf(part, function.leaves[i])
                 found[i] = part if found[i] is None else found[i] + part
     return found
 
 
-def _landed(ct: Any, leaf: Any) -> Any:
-    """In the shape of the leaf, so that cotangents of outputs of other shapes can be added.
-    The dtype is that of the widest."""
+def _to_leaf(ct: Any, leaf: Any) -> Any:
+    """The cotangent in the shape and dtype of the leaf, so that those of several outputs can be
+    added."""
     extra = ct.ndim - len(leaf.shape)
     ct = jnp.sum(ct, axis=tuple(range(extra)))
     axes = tuple(i for i, n in enumerate(leaf.shape) if n == 1 and ct.shape[i] != 1)
@@ -114,8 +114,8 @@ class _Residuals(eqx.Module):
 
 
 def _batched(function: Function, closed, *, decline: bool):
-    """A batching rule: `jax.vmap` of the function without its rules. `decline`: not of a batch
-    of everything."""
+    """A batching rule: `jax.vmap` of the function without its rules. With `decline`, it returns
+    `NotImplemented` if all arguments are batched."""
     plain = _value(function, closed, UNARY)
     of_args = [i for i in range(len(function.leaves)) if i not in function.closed]
 

@@ -1,4 +1,4 @@
-"""So many random cases from a seed: the same ones in every run, and none twice."""
+"""A number of random cases from a seed: the same in every run, and none twice."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _BATCHES = 25
 
 
 def fresh_batches(start: int, n_cases: int) -> Iterator[Batch]:
-    """Batches with `n_cases` cases in all, which differ in more than values."""
+    """Batches with `n_cases` cases in all, no two of which differ in values only."""
     seen: set[Case] = set()
     n_round = 0
     while len(seen) < n_cases:
@@ -48,5 +48,5 @@ def _drawn(number: int) -> list[Batch]:
 
 
 def wrong_cases(start: int, n_cases: int) -> list[Wrong]:
-    """Those among so many cases that differ from autodiff of the undecorated function."""
+    """Of `n_cases` cases, those that differ from autodiff of the undecorated function."""
     return [wrong for batch in fresh_batches(start, n_cases) for wrong in judge(batch)]

@@ -34,7 +34,7 @@ class Call:
 
     @property
     def plain(self) -> "Call":
-        """The program whose derivative this one should have: the key of its reference."""
+        """The program whose derivative this one has to have. It is the key of the reference."""
         function = dataclasses.replace(self.function, style="", nested=False, by_keyword=0)
         return Call(function)
 
@@ -166,7 +166,7 @@ def _plainly_halved(x: Any) -> Any:
 
 
 def is_carry_like(function: Function) -> bool:
-    """Whether a function can be the step of a scan: its carry comes back as it was."""
+    """Whether a function can be the step of a scan: the carry keeps its structure and types."""
     carry = [k for k, _ in flatten(function.args[0], None)]
     kept = [k for k, _ in flatten(function.out[1], None)]
     return len(carry) == len(kept)

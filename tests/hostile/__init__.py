@@ -1,7 +1,7 @@
-"""Every public function and layer, called with arguments that it was not made for.
+"""Call every public function and layer with one wrong argument, which has to be an error.
 
 `TARGETS` holds calls with good arguments, and what each argument may be (`domains.py`). `KINDS`
-are the wrong ones. `outcome` replaces one argument of a call, and says what became of it.
+makes wrong ones. `outcome` replaces one argument of a call, and says what happened.
 `tests/test_hostile_input.py` runs them, and `python -m tests.hostile` prints the table.
 """
 

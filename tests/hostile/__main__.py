@@ -1,4 +1,4 @@
-"""Call every public function with every kind of nonsense, and print what became of it.
+"""Call every public function with every kind of wrong argument, and print what happened.
 
 `python -m tests.hostile [--eager | --traced] [--all] [--quick] [part of a name ...]`
 """

@@ -42,7 +42,7 @@ YES = (True, flag)
 
 
 def good(fn):
-    """A function as an argument: of the kinds, none will do but one."""
+    """An argument that has to be this function: no other kind will do."""
     return fn, lambda x: x is fn
 
 
@@ -54,7 +54,7 @@ def _sum_of_sines(x):
 
 
 def _made(decorator):
-    """A decorator that may take any function; it is called, and its rule given, later."""
+    """A decorator, which takes any function: that is called, and given a rule, later."""
 
     def run(fn):
         return eqx.filter(decorator(fn), False)
@@ -124,7 +124,7 @@ target("with_gradient_of", _with_gradient_of, fn=(jnp.sin, sine), surrogate_fn=(
 
 
 def _step(carry, x):
-    return carry, None  # whatever they are
+    return carry, None  # takes anything
 
 
 def _four_steps(x):
@@ -516,8 +516,8 @@ for _name in ("check_forward", "check_linear"):
         is_eager=True,
     )
 
-# Records and reports, which the library makes, errors, abstract classes; `fit` and the like of
-# them; what a solver has for Optimistix. And the states of cells: the cell looks at them.
+# Records, reports and states of cells, which the library makes; errors; abstract classes; and
+# what Optimistix calls.
 NOT_CALLED |= {
     *("RuleError", "HostFunction", "LinearHostFunction", "MemoryAdvice", "MemoryReport"),
     *("NaNReport", "NonFinite", "Residual", "ZeroGradient", "ZeroReport"),
@@ -527,8 +527,8 @@ NOT_CALLED |= {
     *("testing.GradientCheckError", "testing.GradientFault", "testing.GradientReport"),
     *("testing.LeafVerdict", "testing.Report", "testing.RuleCheckError"),
     *("solvers.AbstractFixedPointAdjoint", "solvers.OneStepAdjoint"),
-    # The same arguments as `check_forward`, and seconds each.
+    # They have the arguments of `check_forward`, and each call takes seconds.
     *("testing.check_adjoint", "testing.check_leaks", "testing.check_residuals"),
     *("testing.check_reverse", "testing.check_transforms"),
-    "plot_gradient_flow",  # Matplotlib's errors
+    "plot_gradient_flow",  # raises Matplotlib's errors
 }

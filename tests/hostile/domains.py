@@ -18,7 +18,7 @@ Domain = Callable[[Any], bool]
 
 
 def _dtype(x):
-    """The dtype of a number or an array of numbers, as JAX has it; of others `None`."""
+    """The dtype that JAX gives to a number or an array of numbers; `None` for all else."""
     if isinstance(x, np.ma.MaskedArray):
         return None
     if isinstance(x, jax.Array):
@@ -265,7 +265,7 @@ def float_tree(x: Any) -> bool:
 
 
 def sine(x: Any) -> bool:
-    """A function that maps an array to another: that of the functions among the kinds."""
+    """The one function among the kinds that maps an array to an array."""
     return x is jnp.sin
 
 

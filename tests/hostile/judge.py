@@ -1,4 +1,4 @@
-"""What became of a call with one argument replaced by nonsense."""
+"""What happens in a call with one wrong argument."""
 
 import re
 import warnings
@@ -51,8 +51,12 @@ def names(argument: str, error: BaseException) -> bool:
 
 
 def outcome(target: str, argument: str, kind: str, mode: str = "staged") -> Outcome | None:
-    """Of `mode` "eager", "staged" (inside a trace, its arguments being constants) or "traced"
-    (the argument being a tracer, if it is an array). `None` where it does not apply."""
+    """What happens in a call with this kind of argument. `None` if the kind or the mode does
+    not apply.
+
+    The `mode` is "eager", "staged" (inside a trace, with arguments that are constants) or
+    "traced" (the argument is a tracer, if it is an array).
+    """
     given = TARGETS[target]
     try:
         value = KINDS[kind](given.args[argument])
@@ -61,9 +65,9 @@ def outcome(target: str, argument: str, kind: str, mode: str = "staged") -> Outc
     if mode == "traced" and not isinstance(value, jax.Array):
         return None
     if callable(value) and (callable(given.args[argument]) or argument in FUNCTIONS):
-        return None  # what it does is seen when it is called, and its errors are its own
+        return None  # a function is only called later, and raises errors of its own
     if kind in ENDLESS and argument in ("num_layers", "num_spatial_dims", "state_size"):
-        return None  # it makes them
+        return None  # it would make as many
     return Outcome(target, argument, kind, *_judge(given, argument, value, mode))
 
 
@@ -97,7 +101,7 @@ def _judge(given: Target, argument: str, value: Any, mode: str) -> tuple[str, st
 
 
 def some_kinds(target: str, argument: str, n: int = 3) -> list[str]:
-    """Some kinds, by a hash: the same in every run, and others for the next argument."""
+    """Some kinds, chosen by a hash: the same in every run, and others for other arguments."""
     order = lambda kind: zlib.crc32(f"{target}({argument}): {kind}".encode())
     return sorted(KINDS, key=order)[:n]
 
@@ -105,7 +109,7 @@ def some_kinds(target: str, argument: str, n: int = 3) -> list[str]:
 def outcomes(
     parts: list[str], mode: str = "staged", is_quick: bool = False
 ) -> Iterator[Outcome]:
-    """All of the targets whose names have one of these parts."""
+    """The outcomes of all targets whose names contain one of these parts."""
     for target, given in TARGETS.items():
         if parts and not any(part in target for part in parts):
             continue

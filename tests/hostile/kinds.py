@@ -1,4 +1,4 @@
-"""The kinds of nonsense. Each makes a value to put in the place of a good argument."""
+"""The kinds of wrong arguments. Each makes a value that replaces a good argument."""
 
 import decimal
 import types
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class NotApplicable(Exception):
-    """This kind is made from a good argument of another kind."""
+    """This kind can't be made from this good argument."""
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {}
@@ -34,7 +34,7 @@ def _module():
 
 
 def _array(good):
-    """The good argument as an array of NumPy."""
+    """The good argument as a NumPy array."""
     if isinstance(good, bool) or not isinstance(good, jax.Array | np.ndarray | float | int):
         raise NotApplicable
     if isinstance(good, jax.Array) and jnp.issubdtype(good.dtype, jax.dtypes.prng_key):

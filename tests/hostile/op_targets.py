@@ -65,7 +65,7 @@ BACKWARD = (
 
 
 def fits(domain):
-    """What belongs to a leaf of `x` broadcasts to it."""
+    """An argument for each element of `x`, which has to broadcast to it."""
     return broadcasting_to(domain, 3)
 
 
@@ -80,7 +80,7 @@ FACTOR = fits(REAL)
 
 
 def graded(op):
-    """The gradient of an op, if its argument has one: some options matter to it alone."""
+    """The gradient of an op, if its argument has one: some options only matter there."""
 
     def run(x, **options):
         out = op(x, **options)

@@ -1,4 +1,4 @@
-"""How a public function is entered: a call with good arguments, and what each may be."""
+"""The table of public functions: a call with good arguments, and what each may be."""
 
 import inspect
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from .domains import Domain
 
 
 class Target(NamedTuple):
-    """`fn(**args)` is a good call. `is_eager`: it is not made to be traced. `spreads_nan`: a
-    NaN in an argument is one in the result, except in the arguments named in `hides_nan`.
-    `called`: another word for its arguments, in errors."""
+    """`fn(**args)` is a good call. `is_eager`: it can't be traced. `hides_nan`: the arguments
+    whose NaNs need not be NaNs in the result. `called`: another word for the arguments, which
+    errors may use."""
 
     fn: Callable[..., Any]
     args: dict[str, Any]
@@ -23,13 +23,13 @@ class Target(NamedTuple):
 
 
 def arrays(tree: Any) -> list[jax.Array]:
-    """What a traced function may return of a tree."""
+    """The leaves of a tree that a traced function may return."""
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 TARGETS: dict[str, Target] = {}
-# Public, and not called by users with arguments of their own: records and reports, which the
-# library makes, and what a solver of Optimistix has for Optimistix.
+# Public, but not called by users: records and reports, which the library makes, and methods of
+# solvers that Optimistix calls.
 NOT_CALLED: set[str] = set()
 
 
@@ -43,7 +43,7 @@ def target(
     called: str = "",
     **args: tuple[Any, Domain],
 ) -> None:
-    """Enter a call; each argument is `(a good value, what it may be)`."""
+    """Add a call to the table. Each argument is `(a good value, what it may be)`."""
     assert name not in TARGETS, name
     values = {argument: value for argument, (value, _) in args.items()}
     domains = {argument: domain for argument, (_, domain) in args.items()}

@@ -78,7 +78,8 @@ class Recurrent(AbstractRecurrent):
         - `time_major`: whether a batch is `(time, batch, in)`.
         """
         check_flags("Recurrent", reverse=reverse, time_major=time_major)
-        check_function(cell, "cell", "Recurrent")
+        check_function(cell, "cell", "Recurrent")  # which `None` is not
+        check_callable("Recurrent", "cell", cell)
         check_callable("Recurrent", "output", output)
         self.cells = ((cell,),)
         self.initial_state = initial_state

@@ -53,9 +53,9 @@ def matmul_of_step(
 ) -> jax.Array:
     """`x @ w_in + h @ w_state + bias`.
 
-    Where a step costs by the operation, this is one product of `[x, h]` with a joint weight. A
-    large step may be distributed over devices by the features of `x` or of `h`, of which
-    `[x, h]` would be all moved.
+    In a small step, where each operation costs time, this is one product of `[x, h]` with a
+    joint weight. In a large step, the features of `x` or of `h` may be sharded over devices,
+    and all of `[x, h]` would be moved between them.
     """
     if x.size + h.size > 2**9:
         return matmul_steps(x, w_in, bias) + h @ w_state
@@ -71,8 +71,8 @@ def split_gates(x: jax.Array, n: int) -> list[jax.Array]:
 def matmul_steps(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """`x @ weight + bias` for all steps of a chunk at once.
 
-    Steps and examples stay two axes: if the batch is distributed over several devices, one axis
-    of both would have to be gathered on each of them.
+    Steps and examples stay two axes: a sharded batch would have to be gathered on each device
+    to merge them into one axis.
     """
     out = x @ weight
     return out if bias is None else out + jnp.expand_dims(bias, range(out.ndim - 1))
@@ -117,8 +117,8 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
 
 def _sum_of_products(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """Contract these axes of `a`, the steps and the examples, with the first two of `b`."""
-    # Where the batch is distributed over an explicit mesh axis, JAX has to be told that this is
-    # a sum over all devices.
+    # If the batch is sharded over an explicit mesh axis, JAX asks for the sharding of the
+    # result, which is a sum over all devices.
     spec = (explicit_spec(a)[2 if axes == (0, 1) else 0], explicit_spec(b)[-1])
     return jax.lax.dot_general(
         a,
@@ -174,7 +174,7 @@ def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
 
     def fold(x, is_batched):
         if not is_batched:
-            # By `vmap`, as the batch may be distributed over a mesh.
+            # By `vmap`, as the batch may be sharded over a mesh.
             x = jax.vmap(lambda _: x)(of_batch)
         if x.shape[axis + 1] == 1:
             # No reshape, so that XLA cancels this transpose with the one that `vmap` adds.

@@ -184,7 +184,7 @@ def first_states(
         )
     if not is_batch:
         state = add_batch(state)
-    state = jax.tree.map(lambda s: _varying_like(xs, _distributed_like(xs, s, axis)), state)
+    state = jax.tree.map(lambda s: _varying_like(xs, _sharded_like(xs, s, axis)), state)
     if n_cells == 1:
         return [state]
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
@@ -213,8 +213,8 @@ def _varying_like(xs: Array, state: Array) -> Array:
     return jnp.where(never, jnp.zeros_like(state), state)
 
 
-def _distributed_like(xs: Array, state: Array, axis: int) -> Array:
-    """The state, whose batch at `axis` is distributed over explicit mesh axes as that of the
-    `xs` is. Elsewhere this is the identity."""
+def _sharded_like(xs: Array, state: Array, axis: int) -> Array:
+    """The state, whose batch at `axis` is sharded over explicit mesh axes as that of the `xs`.
+    Elsewhere this is the identity."""
     spec, of_batch = explicit_spec(state), explicit_spec(xs)[1]
     return distribute_like(state, xs, (*spec[:axis], of_batch, *spec[axis + 1 :]))
