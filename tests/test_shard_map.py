@@ -239,6 +239,11 @@ def test_errors_of_solvers():
     grad = jax.jit(jax.grad(lambda x: jnp.sum(whole(root)(x))))
     with pytest.raises(Exception, match="linear solve for the derivative of `implicit` failed"):
         jax.block_until_ready(grad(jnp.zeros(8)))
+    # `jax.effects_barrier` raises once more what the last new program with a callback on each
+    # device raised, also in another test.
+    same = lambda x: jax.pure_callback(lambda x: x, x, x)
+    jax.block_until_ready(jax.jit(lambda x: whole(same)(x))(jnp.ones(8)))
+    jax.effects_barrier()
 
     @eqg.implicit(lambda y, x: y**2 - x, solver=lx.GMRES(1e-5, 1e-5))
     def by_gmres(x):
