@@ -715,6 +715,22 @@ def test_a_pruned_call_with_constants():
     eqgt.assert_trees_close(second(f), second(jnp.cos), tolerance=1e-4)
 
 
+def test_a_pruned_call_that_was_checked_keeps_what_only_the_tangent_needs():
+    table = jnp.array([1.0, 2.0, 3.0])
+
+    def fn(x, y):
+        checkify.check(jnp.all(x > 0), "negative")
+        return table * x, y
+
+    f = eqg.custom_jvp(fn)
+    # The value does not depend on `y`, as that of an estimator does not, and its tangent does.
+    f.def_jvp(lambda p, t: ((table * p[0], p[1]), (table * (t[0] + 7 * t[1]), t[1])))
+    jaxpr, used = pruned(lambda x, y: checkify.checkify(f)(x, y)[1][0], [True], X, Y)
+    assert used == [True, True]
+    run = lambda x, y: jnp.sum(jax.core.eval_jaxpr(jaxpr, (table,), x, y)[0])
+    eqgt.assert_trees_close(jax.grad(run, (0, 1))(X, Y), (table, 7 * table))
+
+
 def test_rules_that_nobody_asked_for_do_not_raise():
     both = lambda x, y: eqg.nondifferentiable((x, y))
     assert jax.jit(lambda x, y: both(x, y)[0])(1.0, 2.0) == 1.0

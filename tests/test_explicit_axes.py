@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from eqx_grads._jaxprs.in_float64 import evaluate_in_float64
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
 from .helpers import assert_close
@@ -91,3 +92,29 @@ def test_implicit():
     args = jnp.linspace(1.0, 2.0, 8), jnp.array(3.0)
     plain = loss(lambda a, b: jnp.sqrt(a * b))
     check(loss(root), plain, (Spec("i"), Spec()), *args, eps=100)
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
+def test_first_states_of_several_cells(options):
+    """They are distributed as the batch is."""
+    layer = eqg.nn.RNN(3, 3, time_major=True, **options, key=jr.key(0))
+    state = jnp.ones((2, XS.shape[1], 3))
+    loss = lambda xs, state: jnp.sum(layer(xs, state)[0] ** 2)
+    check(loss, loss, (Spec(None, "i"), Spec(None, "i")), XS, state, eps=500)
+    expected = layer(XS)[0]
+    with jax.set_mesh(MESH):
+        ys, last = layer(jax.device_put(XS, NamedSharding(MESH, Spec(None, "i"))))
+        assert jax.typeof(last).sharding.spec == Spec(None, "i", None)
+    assert_close(np.asarray(ys), np.asarray(expected), eps=100)
+
+
+def test_in_float64_a_conversion_that_moves_an_array_moves_it():
+    x = np.arange(8.0, dtype=np.float32)
+    with jax.set_mesh(MESH):
+        moved = lambda x: x.astype(jnp.float32, device=NamedSharding(MESH, Spec("i")))
+        program = jax.make_jaxpr(moved)(x)
+        with jax.enable_x64(True):
+            (got,) = evaluate_in_float64(program, [jnp.asarray(x)])
+        assert jax.typeof(got).sharding.spec == Spec("i")
+    assert got.dtype == np.float64
+    assert_close(np.asarray(got), np.arange(8.0))

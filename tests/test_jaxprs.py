@@ -42,6 +42,7 @@ from eqx_grads._jaxprs.structure import (
     While,
 )
 from eqx_grads._jaxprs.vectorize import why_not_vectorizable
+from eqx_grads._jaxprs.versions import as_closed
 from eqx_grads.testing import assert_trees_close
 from jax.extend.core import jaxpr_as_fun, Primitive
 from jax.interpreters import mlir
@@ -493,6 +494,16 @@ class TestStructure:
                 assert_trees_close(cos_for_sin(program, [x]), [PROGRAMS[name](jnp.cos, x)])
         finally:
             jax.config.update(flag, False)
+
+
+def test_constants_without_values_become_inputs_without_names():
+    constant = jnp.arange(3.0)
+    program = as_closed(jax.make_jaxpr(lambda x: constant * x)(x).jaxpr)
+    names = program.jaxpr.debug_info.arg_names
+    assert names is None or len(names) == len(program.in_avals)
+    with jax.enable_checks(True):  # JAX counts the names
+        args = [constant, x][-len(program.in_avals) :]  # JAX 0.11 leaves them where they are
+        assert_trees_close(jaxpr_as_fun(program)(*args), [constant * x])
 
 
 class TestOpaque:

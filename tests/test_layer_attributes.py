@@ -1,5 +1,6 @@
 """Attributes and leaves of layers, and errors that layers share with functions."""
 
+import functools as ft
 import pickle
 
 import equinox as eqx
@@ -51,6 +52,20 @@ def test_leaves_of_recurrent_layers(name):
     leaves = jax.tree.leaves(layer)
     assert len(leaves) == len(expected)
     assert all(a is b for a, b in zip(leaves, expected, strict=True))
+
+
+PROJECTED = {"LSTM, projected": lambda **options: nn.LSTM(3, 4, proj_size=2, **options)}
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *PROJECTED])
+def test_weights_are_drawn_from_keys_of_their_own(name):
+    """Two arrays of one key begin with the same numbers."""
+    make = ft.partial((RECURRENT | PROJECTED)[name], num_layers=2, bidirectional=True)
+    one, other = (jax.tree.leaves(make(key=jr.key(seed)).cells) for seed in (0, 1))
+    drawn = [np.ravel(w)[:2] for w, v in zip(one, other, strict=True) if np.any(w != v)]
+    assert len(drawn) >= 8
+    # Two limits may differ in their scale.
+    assert len({tuple(start / abs(start[0])) for start in drawn}) == len(drawn)
 
 
 def test_parameters_of_neurons():

@@ -554,6 +554,15 @@ def test_L10_recurrent_layers_in_sequential(name, reverse, getkey):
     assert any(jnp.any(g != 0) for g in jax.tree.leaves(grads[0]))
 
 
+@pytest.mark.parametrize("time_major", [False, True])
+def test_L10_the_last_outputs_of_a_batch(time_major, getkey):
+    layer = nn.GRU(3, 4, time_major=time_major, key=getkey())
+    xs = jr.normal(getkey(), (6, 2, 3) if time_major else (2, 6, 3))
+    ys, _ = layer(xs)
+    last = nn.Outputs(layer, last=True)(xs)
+    np.testing.assert_array_equal(last, ys[-1] if time_major else ys[:, -1])
+
+
 def test_L10_errors_name_the_adapter(getkey):
     stack = eqx.nn.Sequential([nn.GRU(3, 4, key=getkey()), nn.GRU(4, 4, key=getkey())])
     with raises("(?s)`xs` is a `tuple`.*`equinox.nn.Sequential`.*`eqx_grads.nn.Outputs`"):

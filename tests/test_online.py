@@ -10,7 +10,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from .helpers import checking_leaks, temp_bytes
+from .helpers import assert_close, checking_leaks, temp_bytes
 
 
 IN, HIDDEN, STEPS = 3, 4, 12
@@ -388,6 +388,31 @@ def test_parameters_that_cannot_be_followed():
     )[0].sum()
     with pytest.raises(eqg.RuleError, match=r"an array float\d\d\[5,3\] enters it by `"):
         jax.grad(f)(table)
+
+
+@jax.jit
+def _tangent_of_tanh(x, t):
+    return (1 - jnp.tanh(x) ** 2) * t
+
+
+@eqg.custom_jvp
+def _tanh(x):
+    return jnp.tanh(x)
+
+
+@_tanh.def_jvp
+def _tanh_jvp(primals, tangents):
+    return _tanh(*primals), _tangent_of_tanh(*primals, *tangents)
+
+
+def test_a_rule_that_calls_a_jitted_function():
+    def loss(weight, online):
+        step = lambda h, x: (_tanh(weight * h + x), h)
+        xs = jnp.array([0.3, -0.7, 1.1])
+        return jnp.sum(eqg.filter_scan(step, jnp.array([0.2, -0.4]), xs, online=online)[1])
+
+    weight = jnp.array([0.5, -0.9])
+    assert_close(jax.grad(loss)(weight, True), jax.grad(loss)(weight, False))
 
 
 def test_inputs_are_not_differentiated():

@@ -161,6 +161,25 @@ def test_cloudpickles_of_what_is_in_main(tmp_path):
     run(sys.executable, "-c", textwrap.dedent(LOADS), file)
 
 
+def test_who_stores_functions_of_main_gets_what_to_store(monkeypatch):
+    """A wrapper asks its callers who they are: cloudpickle stores such functions whole, and
+    pickle their names."""
+
+    def fn(x):
+        return x
+
+    fn.__module__, fn.__qualname__ = "__main__", "eqg_function_of_main"
+    f = eqg.custom_jvp(fn)
+    monkeypatch.setattr(sys.modules["__main__"], fn.__qualname__, f, raising=False)
+    asks = "def reduce(x): return x.__reduce__()"
+    for module in ("pickle", "cloudpickled", "cloudpickle", "cloudpickle.fast", "dill._dill"):
+        exec(asks, caller := {"__name__": module})
+        reduced = caller["reduce"](f)
+        stores = module.partition(".")[0] in ("cloudpickle", "dill")
+        assert isinstance(reduced, tuple) == stores, module
+        assert (reduced[2]["fn"] is fn) if stores else (reduced == fn.__qualname__)
+
+
 @pytest.mark.slow
 def test_cloudpickles():
     cloudpickle = pytest.importorskip("cloudpickle")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from eqx_grads import RuleError
+from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
 from eqx_grads.nn._recurrent import gru_vjp, lstm_vjp, rnn_vjp
 
 from .helpers import assert_close, checking_leaks
@@ -494,6 +495,19 @@ class TestErrors:
             RuleError, match=r"`LSTM` was given a size(?s:.)*`hidden_size` is -1"
         ):
             nn.LSTM(3, -1, key=getkey())
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize(("hidden", "in_chunks"), [(4, False), (256, True)])
+def test_the_backward_pass_has_chunks_if_the_states_do_not_fit_in_the_cache(
+    layer, hidden, in_chunks
+):
+    params, static = eqx.partition(layer(3, hidden, key=jr.key(0)), eqx.is_inexact_array)
+    of_params = lambda params, xs: jnp.sum(eqx.combine(params, static)(xs)[0] ** 2)
+    program = jax.make_jaxpr(jax.grad(of_params))(params, jnp.zeros((300, 3)))
+    loops = [eqn for eqn in equations(program) if isinstance(structure(eqn), Scan)]
+    assert len(loops) == (3 if in_chunks else 2)
+    assert any(holds(inner_programs(eqn)[0], Scan) for eqn in loops) == in_chunks
 
 
 def test_is_exported():

@@ -29,8 +29,7 @@ def as_closed(jaxpr: Any) -> ClosedJaxpr:
         return jaxpr
     if jaxpr.constvars:
         inputs = [*jaxpr.constvars, *jaxpr.invars]
-        names = jaxpr.debug_info.with_unknown_names()
-        jaxpr = jaxpr.replace(constvars=(), invars=inputs, debug_info=names)
+        jaxpr = jaxpr.replace(constvars=(), invars=inputs)
     return ClosedJaxpr(jaxpr, ())
 
 
