@@ -369,6 +369,26 @@ def test_layouts(getkey):
     assert_close(one, jax.tree.map(lambda y: y[0], layer(xs, state)), tolerance=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("layer", "cell"), [(nn.GRU, eqx.nn.GRUCell), (nn.LSTM, eqx.nn.LSTMCell)]
+)
+def test_one_input_column(layer, cell, getkey):
+    """The gradient of its weight is a matrix product of its own."""
+    cell = cell(1, 4, key=getkey())
+    xs = jr.normal(getkey(), (3, 5, 1))
+
+    def plain(cell, xs):
+        h = jnp.zeros(4)
+        is_lstm = isinstance(cell, eqx.nn.LSTMCell)
+        step = lambda s, x: ((new := cell(x, s)), new[0] if is_lstm else new)
+        return jax.lax.scan(step, (h, h) if is_lstm else h, xs)[1]
+
+    total = lambda run: jnp.sum(jnp.sin(run))
+    expected = eqx.filter_grad(lambda c: total(jax.vmap(ft.partial(plain, c))(xs)))(cell)
+    grad = eqx.filter_grad(lambda c: total(layer.from_cell(c)(xs)[0]))(cell)
+    assert_close(grad.weight_ih, expected.weight_ih)
+
+
 def test_learned_initial_state_and_dropout(getkey):
     layer = nn.GRU(
         3, 4, num_layers=2, dropout=0.5, learn_initial_state=True, key=getkey(), use_bias=False
