@@ -12,6 +12,7 @@ from .._errors import (
     check_flags,
     check_function,
     name_of,
+    optional_import,
     place_of,
     rule_error,
     show_tree,
@@ -21,7 +22,6 @@ from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of
 from .linear_solve import as_tags
-from .optional_import import optional_import
 from .run_time_error import branched_error_if
 from .solution_tangent import constant
 

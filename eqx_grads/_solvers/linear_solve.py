@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import rule_error, show_tree
+from .._errors import optional_import, rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
-from .optional_import import optional_import
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
 
