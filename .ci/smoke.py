@@ -103,5 +103,9 @@ a_wrong_rule_is_found()
 a_scan()
 a_layer()
 extras_are_named_where_they_are_absent()
-versions = {"Python": sys.version.split()[0], "JAX": jax.__version__, "Equinox": eqx.__version__}
+versions = {
+    "Python": sys.version.split()[0],
+    "JAX": jax.__version__,
+    "Equinox": eqx.__version__,
+}
 print("It works with", ", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -1,4 +1,4 @@
-"""A release: its version is the same everywhere, and the workflows run the steps of `.ci/run`."""
+"""A release: one version everywhere, and workflows that run the steps of `.ci/run`."""
 
 import pathlib
 import re
