@@ -167,9 +167,11 @@ def as_axis(name: str, axis: Any, x: Array, argument: str = "x") -> int:
 
 
 def as_dtype(x: Any) -> Any:
-    """`x` as a dtype, or `None` if it is not one: NumPy would take `None` for float64."""
+    """`x` as a dtype, or `None` if it is not one: NumPy would take `None` for float64, and an
+    array for its dtype."""
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     try:
-        return None if x is None else jnp.dtype(x)
+        return None if x is None or isinstance(x, arrays) else jnp.dtype(x)
     except Exception:  # an error of any kind: it depends on the object
         return None
 
@@ -195,11 +197,11 @@ def is_number(x: Any) -> TypeGuard[int | float]:
     return isinstance(x, numbers) and not isinstance(x, bool)
 
 
-def as_number(x: Any) -> int | float | None:
-    """`x` as a number of Python, or `None` if it is not one real number whose value is known. A
-    bool is not."""
+def as_number(x: Any) -> float | None:
+    """`x` as a float, or `None` if it is not one real number whose value is known. A bool is
+    not."""
     if isinstance(x, int | float):
-        return None if isinstance(x, bool) else x
+        return None if isinstance(x, bool) else float(x)
     dtype = dtype_of_array(x)
     is_real = dtype is not None and any(
         jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
@@ -236,7 +238,8 @@ def as_bits(name: str, bits: Any, signed: bool) -> int:
 def as_levels(name: str, levels: Any) -> tuple[int, ...]:
     """The numbers of levels of finite scalar quantization."""
     is_keys = isinstance(levels, jax.Array) and not jnp.issubdtype(levels.dtype, jnp.integer)
-    given = tuple(levels) if hasattr(levels, "__iter__") and not is_keys else ()
+    is_several = hasattr(levels, "__iter__") and getattr(levels, "ndim", 1) > 0
+    given = tuple(levels) if is_several and not is_keys else ()
     known = tuple(count for count in map(as_integer, given) if count is not None)
     all_known = bool(known) and len(known) == len(given)
     if not all_known or min(known) < 2 or math.prod(known) >= 2**31:

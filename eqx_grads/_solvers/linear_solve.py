@@ -126,8 +126,8 @@ def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
             return domain.from_arrays(quotients)
     if solver is not None or n > DENSE_UP_TO:
         raise rule_error(
-            f"`{user}` can't solve a linear system by `lineax` where the types of arrays say how "
-            "they differ between the devices of a mesh.",
+            f"`{user}` can't solve a linear system by `lineax` where the types of arrays say "
+            "how they differ between the devices of a mesh.",
             f"there are {n} unknowns, the solver is {solver!r:.60}",
             do="Pass `check_vma=False` to `jax.shard_map`, or use `jax.sharding.auto_axes` for "
             f"explicit axes; or, for up to {DENSE_UP_TO} unknowns, leave the solver out.",

@@ -192,11 +192,11 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
 def _check_probabilities(p):
     if not is_known(p):
         return
-    values = np.asarray(widen(p))
+    values = np.asarray(p).astype(np.float64)  # not by JAX, which would trace it in `jit`
     slack = 8 * float(jnp.finfo(p.dtype).eps)  # a sum of a softmax may exceed one
     if np.any((values < -slack) | (values > 1 + slack)):
         raise rule_error(
-            "`ste.bernoulli` was given probabilities that are not from zero to one.",
+            "`ste.bernoulli` was given probabilities `p` that are not from zero to one.",
             f"the smallest is {np.nanmin(values)}, the largest {np.nanmax(values)}",
             do="Give it probabilities: for logits, their `jax.nn.sigmoid`.",
         )
