@@ -132,10 +132,17 @@ def as_integer(x: Any) -> int | None:
         return None
 
 
-def as_axes(name: str, axis: Any, x: Array, argument: str = "x") -> tuple[int, ...]:
+def as_axes(
+    name: str,
+    axis: Any,
+    x: Any,
+    argument: str = "x",
+    do: str = "Number the axes from zero up, or from minus one down.",
+) -> tuple[int, ...]:
     """The axes of `x` as a tuple of numbers from zero up; `None` is all of them."""
+    ndim = np.ndim(x)
     if axis is None:
-        return tuple(range(x.ndim))
+        return tuple(range(ndim))
     is_several = isinstance(axis, Sequence) and not isinstance(axis, str | bytes)
     given = tuple(axis) if is_several else (axis,)
     known = [i for i in map(as_integer, given) if i is not None]
@@ -145,12 +152,14 @@ def as_axes(name: str, axis: Any, x: Array, argument: str = "x") -> tuple[int, .
             f"`axis` is {axis!r:.60}",
             do="Give an integer, a tuple of integers, or `None` for all axes.",
         )
-    axes = tuple(i + x.ndim if i < 0 else i for i in known)
-    if any(not 0 <= i < x.ndim for i in axes) or len(set(axes)) < len(axes):
+    is_missing = any(not -ndim <= i < ndim for i in known)
+    axes = tuple(i + ndim if i < 0 else i for i in known)
+    if is_missing or len(set(axes)) < len(axes):
         raise rule_error(
-            f"`{name}` was given an axis that the array does not have, or has but once.",
+            f"`{name}` was given an axis that `{argument}` "
+            + ("does not have." if is_missing else "has but once."),
             f"`axis` is {axis}, `{argument}` is {type_of(x)}",
-            do="Number the axes from zero up, or from minus one down.",
+            do=do,
         )
     return axes
 
@@ -216,7 +225,7 @@ def check_nonnegative_number(name: str, **numbers: Any) -> None:
             raise rule_error(
                 f"The `{argument}` of `{name}` is not a number.",
                 f"it is {type_of(x)}",
-                do="Give a real number.",
+                do="Give one real number: under `jax.vmap`, one for each example.",
             )
         check_positive(name, f"`{argument}`", x, or_zero=True)
 

@@ -331,9 +331,7 @@ _gradient_layer(
     min=(-0.5, optional(_fits(between(-jnp.inf, 1.0, REAL)))),
     max=(1.0, optional(_fits(between(-0.5, jnp.inf, REAL)))),
 )
-_gradient_layer(
-    "GradientNormClip", max_norm=(0.7, scalar(between(0, jnp.inf, REAL))), axis=(-1, axes(1))
-)
+_gradient_layer("GradientNormClip", max_norm=(0.7, scalar(not_negative)), axis=(-1, axes(1)))
 
 
 def _gradient_probe(x, slot):

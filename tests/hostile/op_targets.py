@@ -105,7 +105,7 @@ target(
     "clip_gradient_norm",
     graded(eqg.clip_gradient_norm),
     x=TREE,
-    max_norm=(0.7, scalar(between(0, jnp.inf, REAL))),
+    max_norm=(0.7, scalar(not_negative)),
     axis=AXES,
 )
 target(
@@ -113,7 +113,7 @@ target(
     graded(eqg.normalize_gradient),
     x=TREE,
     axis=AXES,
-    eps=(0.1, scalar(between(0, jnp.inf, REAL))),
+    eps=(0.1, scalar(not_negative)),
 )
 target("zero_nonfinite_gradient", graded(eqg.zero_nonfinite_gradient), x=TREE)
 target(
@@ -121,7 +121,7 @@ target(
     graded(eqg.noise_gradient),
     x=TREE,
     key=(KEY, key),
-    stddev=(0.5, fits(between(0, jnp.inf, REAL))),
+    stddev=(0.5, fits(not_negative)),
 )
 target(
     "cast_gradient", graded(eqg.cast_gradient), x=TREE, dtype=("float16", dtype(jnp.floating))
