@@ -25,6 +25,7 @@ from .domains import (
     key,
     no_floats,
     not_nan,
+    not_negative,
     number,
     numbers,
     one_of,
