@@ -14,7 +14,7 @@ from .._rules.float_args import is_number
 
 def is_size(x: Any) -> bool:
     """Whether `x` is a positive integer that can be the size of an axis."""
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and 1 <= x < 2**31
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and 1 <= int(x) < 2**31
 
 
 # In single precision, larger numbers are infinite.
