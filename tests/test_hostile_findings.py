@@ -58,7 +58,7 @@ REFUSED = {
     ),
     "a scale that is not a number": (
         lambda: eqg.nn.FakeQuantize(4, scale=float("nan")),
-        "a `scale` that is not positive and finite",
+        "a scale that is not positive and finite",
     ),
     "nothing to fit a scale to": (
         lambda: eqg.nn.LSQ(4).fit(jnp.zeros(0)),

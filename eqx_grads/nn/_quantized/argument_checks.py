@@ -41,7 +41,7 @@ def as_scale(layer: str, scale: Any) -> Array | None:
     values = np.asarray(given, np.float64) if is_known(given) else np.ones(())
     if not np.all((values > 0) & np.isfinite(values)):
         raise rule_error(
-            f"`{layer}` was given a `scale` that is not positive and finite.",
+            f"`{layer}` was given a scale that is not positive and finite.",
             f"the smallest is {np.min(values)}, the largest {np.max(values)}",
             do="Give it a positive scale.",
         )
