@@ -65,6 +65,8 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
     mode returns what the rule returns.
     """
 
+    _rules: ForwardRules
+
     def __init__(
         self,
         fun: Callable[P, T],

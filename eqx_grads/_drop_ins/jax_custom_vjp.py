@@ -79,6 +79,8 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
     derivative of `fun` itself. Higher orders differentiate your rules.
     """
 
+    _rules: ReverseRules
+
     def __init__(
         self,
         fun: Callable[P, T],
@@ -218,8 +220,8 @@ class _BwdRule(Rebuildable):
             return None
         if isinstance(ct, SymbolicZero) and ct.shape != type_.shape:
             raise rule_error(
-                f"The backward rule `{name_of(self._bwd)}` returned a zero that does not fit its "
-                "argument.",
+                f"The backward rule `{name_of(self._bwd)}` returned a zero that does not "
+                "fit its argument.",
                 f"the zero is {type_of(ct)}, the argument is {type_of(type_)}",
                 place_of(self._bwd),
                 do="Return `None` for zero. Are two cotangents in the wrong order?",

@@ -85,7 +85,7 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
 
 
 class WithNondiff(Rebuildable):
-    """A function of the arguments that can be differentiated, and of the others as `nondiff`."""
+    """A function of the arguments that are differentiated, and of the others as `nondiff`."""
 
     captures = ("_fun",)
 
@@ -115,7 +115,7 @@ def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     for i in argnums:
         if not isinstance(i, int) or i < 0:
             raise rule_error(
-                f"`nondiff_argnums` of `{type(decorated).__name__}` is not a tuple of positions.",
+                f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions.",
                 f"it holds {i!r:.60}",
                 place_of(decorated.fun),
                 do="Count the positional arguments from 0.",
@@ -124,8 +124,8 @@ def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     for name in argnames:
         if name not in names:
             raise rule_error(
-                f"`nondiff_argnames` of `{type(decorated).__name__}` names what is not a "
-                f"positional parameter of `{name_of(decorated.fun)}`.",
+                f"The `nondiff_argnames` of `{name_of(decorated.fun)}` are not positional "
+                "parameters.",
                 f"it holds {name!r:.60}; the parameters are {', '.join(names)}",
                 place_of(decorated.fun),
                 do="Name parameters that can be passed by position.",
