@@ -621,11 +621,11 @@ def forward(jvp):
         (lambda: product.defvjp(len, len, False, 1), r"`optimize_remat` .* is not a bool"),
         (
             lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnums=(-1,)),
-            r"`nondiff_argnums` of `sine` are not positions\.\n  it holds -1",
+            r"`nondiff_argnums` of `sine` are not positions\.\n  they hold -1",
         ),
         (
             lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnames="z"),
-            r"`nondiff_argnames` of `sine` .*\n  it holds 'z'; the parameters are x",
+            r"`nondiff_argnames` of `sine` .*\n  they hold 'z'; the parameters are x",
         ),
         (lambda: reverse(fwd=lambda x, y: x * y), r"forward rule .* did not return a pair"),
         (lambda: reverse(fwd=lambda x, y: (x, (x, y, 1))), r"unpack|too many"),

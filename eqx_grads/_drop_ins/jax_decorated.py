@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
+import numpy as np
+
 from .._errors import check_function, name_of, place_of, rule_error
 from .._rules.call import call_as_given
 from .._rules.closure_convert import Rebuildable
@@ -110,27 +112,35 @@ def merge(args: Sequence[Any], argnums: Sequence[int], nondiff: Any) -> list[Any
 
 def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     """The positions that `nondiff_argnums` and `nondiff_argnames` name, in ascending order."""
-    argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    argnames = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    argnums, argnames = _as_tuple(argnums), _as_tuple(argnames)
     for i in argnums:
-        if not isinstance(i, int) or i < 0:
+        if isinstance(i, bool) or not isinstance(i, int | np.integer) or i < 0:
             raise rule_error(
                 f"The `nondiff_argnums` of `{name_of(decorated.fun)}` are not positions.",
-                f"it holds {i!r:.60}",
+                f"they hold {i!r:.60}",
                 place_of(decorated.fun),
                 do="Count the positional arguments from 0.",
             )
     names = _names_by_position(decorated.fun) if argnames else []
     for name in argnames:
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise rule_error(
                 f"The `nondiff_argnames` of `{name_of(decorated.fun)}` are not positional "
                 "parameters.",
-                f"it holds {name!r:.60}; the parameters are {', '.join(names)}",
+                f"they hold {name!r:.60}; the parameters are {', '.join(names)}",
                 place_of(decorated.fun),
                 do="Name parameters that can be passed by position.",
             )
-    return tuple(sorted({*argnums, *map(names.index, argnames)}))
+    return tuple(sorted({*map(int, argnums), *map(names.index, argnames)}))
+
+
+def _as_tuple(x) -> tuple[Any, ...]:
+    if isinstance(x, str):
+        return (x,)
+    try:
+        return tuple(x)
+    except TypeError:  # one position, or an error
+        return (x,)
 
 
 def _names_by_position(fun) -> list[str]:
