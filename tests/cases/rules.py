@@ -78,6 +78,16 @@ def _():
     return sin_times, vectors()
 
 
+@case("filter_custom_jvp")
+def _():
+    return ops.sin_times_filter_jvp, vectors()
+
+
+@case("filter_custom_vjp")
+def _():
+    return ops.sin_times_filter_vjp, vectors()
+
+
 @case("nondifferentiable", nondifferentiable=("y",))
 def _():
     return lambda x, y: x * eqg.nondifferentiable(y), vectors()
