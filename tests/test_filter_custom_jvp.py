@@ -19,7 +19,7 @@ import optax
 import pytest
 from jax.test_util import check_grads
 
-from .helpers import assert_close, checking_leaks
+from .helpers import assert_close, checking_leaks, skip_without_checkpointed_loops
 
 
 X, Y = jnp.array([0.3, -1.2, 2.0]), jnp.array([1.5, 0.4, -0.7])
@@ -158,6 +158,12 @@ def test_python_numbers_without_a_transformation(filter_custom_jvp):
     f = with_rule(filter_custom_jvp, lambda x, p: x * p, lambda p, t: (p[0] * p[1], 7 * t[0]))
     assert type(f(2.0, 3.0)) is float
     assert isinstance(f(np.float32(2.0), 3.0), np.floating)
+
+
+def test_jvp_of_python_numbers_returns_python_numbers():
+    """As with Equinox's, without JAX's switch `jax_custom_jvp3`. Equinox's tests ask for it."""
+    rule = lambda primals, tangents: (primals[0] * primals[1], 7 * tangents[0])
+    f = with_rule(eqg.filter_custom_jvp, lambda x, p: x * p, rule)
     out, t_out = jax.jvp(lambda x: f(x, 3.0), (2.0,), (1.0,))
     assert (out, t_out) == (6.0, 7.0)
     assert isinstance(out, float)
@@ -329,6 +335,7 @@ def test_equinox_964_state_of_an_optimizer(zeros):
     """https://github.com/patrick-kidger/equinox/issues/964: the rule of an inner optimization,
     whose state has an integer, and whose losses have more outputs. With Equinox the tangent of
     the integer must not be an integer."""
+    skip_without_checkpointed_loops()
     optimizer = optax.adam(0.1)
 
     def loss(params):
