@@ -120,7 +120,12 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         """
         check_function(fwd, "fwd", "defvjp")
         check_function(bwd, "bwd", "defvjp")
-        check_flags("defvjp", optimize_remat=optimize_remat, generic_batching=generic_batching)
+        check_flags(
+            "defvjp",
+            symbolic_zeros=symbolic_zeros,
+            optimize_remat=optimize_remat,
+            generic_batching=generic_batching,
+        )
         fwd_rule = _FwdRule(fwd, self.nondiff_argnums, symbolic_zeros)
         bwd_rule = _BwdRule(bwd, symbolic_zeros)
         self._rules.fwd_rule = Rule(fwd_rule, name=name_of(fwd), source=fwd)

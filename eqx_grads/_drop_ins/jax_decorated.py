@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
+import jax
 import numpy as np
 
 from .._errors import check_function, name_of, place_of, rule_error
@@ -135,7 +136,7 @@ def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
 
 
 def _as_tuple(x) -> tuple[Any, ...]:
-    if isinstance(x, str):
+    if isinstance(x, str | jax.Array):
         return (x,)
     try:
         return tuple(x)

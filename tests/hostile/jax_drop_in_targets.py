@@ -1,6 +1,9 @@
 """The decorators with JAX's calling conventions, and how rules are given to them."""
 
+from collections.abc import Iterator
+
 import eqx_grads as eqg
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,8 +19,10 @@ def _one_or_some(is_one):
     """What an iterable of values may be, or one of them."""
 
     def domain(x):
-        if isinstance(x, str):
+        if isinstance(x, str | jax.Array):
             return is_one(x)
+        if isinstance(x, Iterator):  # used up before it is checked here
+            return True
         try:
             return all(map(is_one, tuple(x)))
         except TypeError:
