@@ -14,7 +14,7 @@ import argparse
 import ast
 import pathlib
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ SECTIONS = {
     "JAX 0.12": ("engines",),
 }
 BLUE, LIGHT_BLUE, ORANGE, RED, GRAY = "#3d85c6", "#8fbce6", "#e07b1a", "#c0504d", "#888888"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "eqx_grads",
     "font.size": 9,
@@ -78,7 +78,7 @@ def table_of(result: Result) -> list[dict[str, str]]:
 
 
 def first_number(cell: str) -> float:
-    return float(re.match(r"[\d.]+", cell.replace(",", ""))[0])
+    return float(cell.replace(",", "").split()[0])
 
 
 def page() -> str:
@@ -140,9 +140,8 @@ def memory(result: Result) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.minorticks_off()
     figure.axes[0].set_ylabel("MB")
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
-    )
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

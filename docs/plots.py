@@ -9,7 +9,7 @@ line is a smooth step (surrogates), or the derivative in another parameter (`lsq
 
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import eqx_grads as eqg
 import jax
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 FOLDER = pathlib.Path(__file__).parent / "images" / "plots"
 # Readable on white and on black.
 BLUE, ORANGE, GRAY = "#3d85c6", "#e07b1a", "#888888"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "eqx_grads",  # the names of clip paths, which are random otherwise
     "path.simplify_threshold": 0.2,
@@ -39,7 +39,7 @@ class Lines(NamedTuple):
     """What is drawn over `x`. Two axes in `value` are the points of a plane."""
 
     x: jax.Array
-    value: jax.Array | None = None
+    value: jax.Array
     slope: jax.Array | None = None
     dashed: jax.Array | None = None
 
@@ -241,18 +241,22 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
 }
 
 
+def _rounded(y: jax.Array | None) -> np.ndarray:
+    """On another processor, the last digits differ."""
+    return np.zeros(0) if y is None else np.round(np.asarray(y), 4)
+
+
 def draw(call: str, lines: Lines) -> Figure:
-    # Regenerated on another processor, the last digits differ.
-    x, value, slope, dashed = (None if y is None else np.round(np.asarray(y), 4) for y in lines)
+    x, value, slope, dashed = map(_rounded, lines)
     figure = Figure(figsize=(2.15, 1.45))
     axes = figure.add_axes((0.13, 0.15, 0.84, 0.7))
-    if value is not None and value.ndim == 2:
+    if value.ndim == 2:
         axes.plot(value[:, 0], value[:, 1], ".", color=BLUE)
     else:
         axes.plot(x, value, color=BLUE)
-    if dashed is not None:
+    if lines.dashed is not None:
         axes.plot(x, dashed, color=GRAY, linestyle="--", linewidth=0.8)
-    if slope is not None:
+    if lines.slope is not None:
         axes.plot(x, slope, color=ORANGE)
     axes.set_title(call, family="monospace", size=7, pad=4)
     axes.locator_params(nbins=4)
