@@ -1,8 +1,7 @@
 """Train a character model with one process, and with many that share every batch.
 
 One command starts the processes, which find each other on this machine as they would on a
-cluster. The losses of both runs agree up to rounding. If a process is killed, the same command
-resumes from the last checkpoint, and ends with the same bits.
+cluster. If one is killed, the same command resumes, and ends with the same bits.
 """
 
 import argparse
@@ -11,10 +10,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pydoc_data.topics import topics
 
 import equinox as eqx
@@ -27,6 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as Spec
+from launchers.local import launch
 from matplotlib.figure import Figure
 from tqdm import trange
 
@@ -91,15 +87,13 @@ def work(args):  # what each process does
     if start := checkpoints.latest_step() or 0:
         leaves = checkpoints.restore(start, args=ocp.args.StandardRestore(leaves))
         state = treedef.unflatten(leaves)
-    every = max(1, args.steps // CHECKPOINTS)
     first, last = jax.process_index() == 0, jax.process_index() == jax.process_count() - 1
-    bar = {"initial": start, "total": args.steps, "disable": None if first else True}
-    for i in trange(start, args.steps, **bar):
-        # Every process draws all rows of the batch, and its devices are given their own.
+    # Only the first process has a bar. Every process draws all rows of a batch.
+    for i in trange(start, args.steps, disable=None if first else True):
         starts = np.random.default_rng(i).integers(len(text) - LENGTH, size=(BATCH, 1))
         batch = text[starts + np.arange(LENGTH + 1)]
         state = step(state, jax.make_array_from_callback(batch.shape, rows, batch.__getitem__))
-        if (i + 1) % every == 0:
+        if (i + 1) % max(1, args.steps // CHECKPOINTS) == 0:
             checkpoints.save(i + 1, args=ocp.args.StandardSave(jax.tree.leaves(state)))
         if i + 1 == args.kill and last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -108,37 +102,18 @@ def work(args):  # what each process does
         np.savez(args.out / "trained.npz", *jax.tree.leaves(state), losses=state[-1])
 
 
-def launch(processes, args):
-    """Start the processes on this machine, and return the losses. Exit if a process fails."""
+def train(processes, args):  # the losses of a run on this machine
     out = args.out / f"{args.steps}-steps-{processes}-processes"
-    if (out / "trained.npz").exists():
-        return np.load(out / "trained.npz")["losses"]
-    out.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, __file__, "--worker", "--coordinator", coordinator, "--out", out]
-    command += ["--processes", processes, "--steps", args.steps]
-    command += ["--kill", args.kill if processes > 1 else 0, "--process"]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}  # each process has a CPU device of its own
-    commands = [[*map(str, command), str(i)] for i in range(processes)]
-    workers = [subprocess.Popen(command, env=env) for command in commands]
-    while None in (codes := [w.poll() for w in workers]) and not any(codes):
-        time.sleep(0.05)
-    for worker in workers:
-        worker.kill()
-        worker.wait()
-    name = lambda code: signal.Signals(-code).name if code < 0 else f"status {code}"
-    if ended := [f"process {i} ended with {name(c)}" for i, c in enumerate(codes) if c]:
-        sys.exit(
-            f"Of {processes} processes, {' and '.join(ended)}; the others were stopped. "
-            f"The same command goes on from the last checkpoint in {out}."
-        )
+    if not (out / "trained.npz").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        kill = args.kill if processes > 1 else 0
+        program = [__file__, "--steps", args.steps, "--out", out, "--kill", kill]
+        launch(program, processes, resume=out)
     return np.load(out / "trained.npz")["losses"]
 
 
 def draw(one, many, difference):
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
+    axes = (figure := Figure(figsize=(7, 3.5), layout="constrained")).subplots()
     axes.plot(one, linewidth=3, color="0.75", label="one process")
     axes.plot(many, linewidth=0.8, color="C1", label=f"many: at most {difference:.1e} apart")
     axes.legend(frameon=False)
@@ -163,12 +138,11 @@ def main():
     if BATCH % (processes := args.processes or 2):
         parser.error(f"{processes} processes can't have equally many of {BATCH} sequences.")
     args.steps = CHECKPOINTS if args.quick else args.steps
-    one, many = launch(1, args), launch(processes, args)
+    one, many = train(1, args), train(processes, args)
     difference = float(abs(many / one - 1).max())
     print(f"The last losses: {one[-1]:.6f} and {many[-1]:.6f}; at most {difference:.1e} apart")
     (args.out / "result.json").write_text(json.dumps({"difference": difference}))
-    picture = args.out / "data-parallel.png"
-    draw(one, many, difference).savefig(picture, dpi=150)
+    draw(one, many, difference).savefig(picture := args.out / "data-parallel.png", dpi=150)
     print(f"The picture is {picture}.")
 
 

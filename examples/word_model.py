@@ -42,14 +42,12 @@ class WordModel(eqx.Module):
     def __init__(self, vocabulary: int, *, key: Key[Array, ""]):
         keys = jr.split(key, 3)
         embedding = eqx.nn.Embedding(vocabulary, FEATURES, key=keys[0])
-        head = eqg.nn.LinearCrossEntropy(
-            FEATURES, vocabulary, ignore_index=UNKNOWN, key=keys[1]
-        )
+        options = {"ignore_index": UNKNOWN, "key": keys[1]}
+        head = eqg.nn.LinearCrossEntropy(FEATURES, vocabulary, **options)
         # The weight of the head is drawn for a head: an embedding begins with larger numbers.
         embedding = eqx.tree_at(lambda e: e.weight, embedding, head.weight)
-        self.ends = eqx.nn.Shared(
-            (embedding, head), lambda ends: ends[1].weight, lambda ends: ends[0].weight
-        )
+        weights = (lambda ends: ends[1].weight, lambda ends: ends[0].weight)
+        self.ends = eqx.nn.Shared((embedding, head), *weights)
         self.gru = eqg.nn.GRU(FEATURES, FEATURES, key=keys[2])
 
     def features(self, words: Int[Array, "*batch time"]):
