@@ -39,7 +39,7 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
     test-newest test-switches test-gpu gpu-report mutants fuzz soak lint format types layers \
-    docs wheel clean _test-versions _report _prune
+    docs notebooks wheel clean _test-versions _report _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
@@ -176,6 +176,9 @@ layers: $(VENV)/.lint  ## which file may import which
 docs: $(VENV)/.docs  ## build the documentation, in site/
 	$(BIN)/mkdocs build --strict
 
+notebooks: $(VENV)/.notebooks  ## an executed notebook of each example, in notebooks/
+	$(BIN)/python docs/notebooks.py
+
 wheel: $(VENV)/.build  ## build the wheel, and use it outside the checkout
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -196,6 +199,6 @@ endef
 export WHEEL_CHECK
 
 clean:  ## remove all that these commands made
-	rm -rf .venv .venv-oldest .venv-newest .venv-gpu gpu-report.md dist build site .hypothesis \
+	rm -rf .venv .venv-oldest .venv-newest .venv-gpu gpu-report.md dist build site notebooks .hypothesis \
 	    .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -134,8 +134,8 @@ def main():
     digits = networks["implicit"][0], test_images[:BATCH], test_labels[:BATCH]
     exact, norm = gradient(*digits, "implicit"), jnp.linalg.norm
     error = lambda x: float(norm(x - exact) / norm(exact))
-    neumann = [solvers.NeumannAdjoint(n) for n in numbers]
-    adjoints = {"neumann": neumann, "phantom": [solvers.PhantomAdjoint(n + 1) for n in numbers]}
+    phantom = [solvers.PhantomAdjoint(n + 1, 0.5) for n in numbers]
+    adjoints = {"neumann": map(solvers.NeumannAdjoint, numbers), "phantom": phantom}
     wrong = {name: [error(gradient(*digits, x)) for x in xs] for name, xs in adjoints.items()}
     wrong["fixed_point"] = len(numbers) * [error(gradient(*digits, "fixed_point"))]
     args.out.mkdir(parents=True, exist_ok=True)

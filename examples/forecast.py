@@ -3,7 +3,7 @@
 A linear recurrent unit (`eqg.nn.LRU`), a minGRU (`eqg.nn.MinGRU`) and a plain recurrent network
 (`eqg.nn.RNN`) read the yearly numbers since 1700 and predict the next one. As in Weigend,
 Huberman and Rumelhart (1990), they are trained on the years up to 1920 and tested on 1921 to
-1955; the error is the mean square divided by 1535, the variance. Theirs was 0.086.
+1955. The error is the mean square divided by the variance of these 35 numbers.
 
 The numbers, `sunspots.csv`, are those of the National Geophysical Data Center (public domain).
 """
@@ -27,7 +27,7 @@ from tqdm import trange
 DATA = pathlib.Path(__file__).with_name("sunspots.csv")
 UNITS, SEEDS, STEPS, LEARNING_RATE, WEIGHT_DECAY = 16, 8, 200, 1e-2, 0.1
 FIRST, TRAINED, TESTED = 1700, 1921, 1956  # the years up to which
-VARIANCE, SCALE = 1535, 100
+SCALE = 100
 LAYERS = {
     "LRU": lambda key: eqg.nn.LRU(
         1, UNITS, UNITS, r_min=0.5, activation=jnp.tanh, num_layers=2, key=key
@@ -105,8 +105,10 @@ def main():
     forecasts["the number of this year"] = numbers[:-1]
     years, errors = np.arange(TRAINED, TESTED), {}
     for name, forecast in forecasts.items():
-        wrong = SCALE * (forecast[years - FIRST - 1] - numbers[years - FIRST])
-        errors[name] = float(np.mean(wrong**2)) / VARIANCE
+        right = numbers[years - FIRST]
+        errors[name] = float(
+            np.mean((forecast[years - FIRST - 1] - right) ** 2) / np.var(right)
+        )
         print(f"{name}: {errors[name]:.3f}")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "result.json").write_text(json.dumps(errors))
