@@ -6,6 +6,7 @@ and classes, a cell; and the call of `main` the last cell, which also shows the 
 
 import argparse
 import ast
+import os
 import pathlib
 from typing import Any
 
@@ -57,6 +58,7 @@ def notebook(path: pathlib.Path, out: pathlib.Path, *, quick: bool) -> Any:
     import nbformat.v4 as v4
 
     title, _, text = cells(path.read_text())[0].partition("\n")
+    out = pathlib.Path(os.path.relpath(out, path.parent))  # the notebook names no machine
     argv = [path.name, *(["--quick"] if quick else []), "--out", str(out)]
     picture = out / f"{path.stem.replace('_', '-')}.png"
     made = v4.new_notebook()

@@ -133,7 +133,7 @@ def main():
     wrong = jnp.mean(jnp.sign(plain) != jnp.sign(exact))
     print(f"With `event_time` and `jump`, the gradient is {error:.1e} from the closed form.")
     print(f"Without them, it has the wrong sign for {wrong:.0%} of the throws.")
-    throws = {"first throw": FIRST_THROW}
+    throws: dict = {"first throw": FIRST_THROW}
     result = {"error": float(error), "wrong_sign": float(wrong)}
     for name, with_events in (("jax.grad", False), ("event_time and jump", True)):
         throws[name], result[name] = train(updates, name, with_events=with_events)

@@ -11,6 +11,7 @@ The numbers, `sunspots.csv`, are those of the National Geophysical Data Center (
 import argparse
 import json
 import pathlib
+from collections.abc import Callable
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -38,7 +39,7 @@ LAYERS = {
 
 
 class Network(eqx.Module):
-    layer: eqx.Module
+    layer: Callable
     readout: eqx.nn.Linear
 
     def __init__(self, name: str, *, key):
@@ -101,7 +102,7 @@ def main():
     args = parser.parse_args()
     steps, seeds = (20, 2) if args.quick else (STEPS, SEEDS)
     numbers = np.loadtxt(DATA, "float32", delimiter=",", skiprows=1)[:, 1] / SCALE
-    forecasts = {name: train(name, jnp.asarray(numbers), steps, seeds) for name in LAYERS}
+    forecasts: dict = {name: train(name, jnp.asarray(numbers), steps, seeds) for name in LAYERS}
     forecasts["the number of this year"] = numbers[:-1]
     years, errors = np.arange(TRAINED, TESTED), {}
     for name, forecast in forecasts.items():

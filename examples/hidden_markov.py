@@ -10,7 +10,7 @@ if minus infinity does not turn them into NaN, as it does with `jax.nn.logsumexp
 import argparse
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import eqx_grads as eqg
 import jax
@@ -34,13 +34,13 @@ class Utterances(NamedTuple):
 
 def load(split):
     """The utterances that sktime ships, standardized by those for training."""
-    training, _ = load_japanese_vowels(split="TRAIN", return_type="pd-multiindex")
-    table, speakers = load_japanese_vowels(split=split, return_type="pd-multiindex")
+    read: Any = load_japanese_vowels
+    training, _ = read(split="TRAIN", return_type="pd-multiindex")
+    table, speakers = read(split=split, return_type="pd-multiindex")
     which, frame = (table.index.get_level_values(i) for i in (0, 1))
     frames = np.zeros((len(speakers), FRAMES, CEPSTRA), "float32")
     frames[which, frame] = (table - training.mean()) / training.std(ddof=0)
-    arrays = frames, np.bincount(which), speakers.astype(int) - 1
-    return Utterances(*map(jnp.asarray, arrays))
+    return Utterances(*map(jnp.array, (frames, np.bincount(which), speakers.astype(int) - 1)))
 
 
 class Model(NamedTuple):

@@ -115,7 +115,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
     args = parser.parse_args()
     steps, simulations = (8, 4) if args.quick else (STEPS, SIMULATIONS)
-    passengers = load_airline().to_numpy()
+    passengers = np.asarray(load_airline())
     y = jnp.log(passengers[:-HELD_OUT])
     first = Growth(jnp.log(120.0), jnp.log(0.15), jnp.log(1000.0))
     model = calibrate(Passengers(first, jnp.zeros(11)), y, steps)

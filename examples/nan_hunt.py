@@ -40,10 +40,9 @@ class Forecast(eqx.Module):
     physics: Float[Array, "5"]  # logarithms of positive parameters
 
     def __call__(self):
-        step = lambda droplets, _: 2 * (self.step(droplets),)
-        return jax.lax.scan(step, self.start, length=STEPS)[1]
+        return jax.lax.scan(self.step, self.start, length=STEPS)[1]
 
-    def step(self, droplets):
+    def step(self, droplets, _):
         drag, attraction, stiffness, mixing, evaporation = jnp.exp(self.physics)
         relative = droplets.velocity - WIND
         squared = jnp.sum(relative**2, axis=1, keepdims=True)
@@ -73,7 +72,8 @@ class Forecast(eqx.Module):
         lost = DT * evaporation * droplets.liquid ** (2 / 3) * deficit
         velocity = droplets.velocity + DT * force
         water = droplets.liquid - lost, droplets.vapor + gained + lost
-        return Droplets(droplets.position + DT * velocity, velocity, *water)
+        droplets = Droplets(droplets.position + DT * velocity, velocity, *water)
+        return droplets, droplets
 
 
 def loss(forecast, observed):

@@ -9,7 +9,7 @@ most spikes. With a surrogate derivative of the spikes, both layers are trained;
 import argparse
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -42,13 +42,13 @@ class Utterances(NamedTuple):
 
 def load(split):
     """The utterances that sktime ships, standardized by those for training."""
-    training, _ = load_japanese_vowels(split="TRAIN", return_type="pd-multiindex")
-    table, speakers = load_japanese_vowels(split=split, return_type="pd-multiindex")
+    read: Any = load_japanese_vowels
+    training, _ = read(split="TRAIN", return_type="pd-multiindex")
+    table, speakers = read(split=split, return_type="pd-multiindex")
     which, frame = (table.index.get_level_values(i) for i in (0, 1))
     frames = np.zeros((len(speakers), FRAMES, CEPSTRA), "float32")
     frames[which, frame] = (table - training.mean()) / training.std(ddof=0)
-    arrays = frames, np.bincount(which), speakers.astype(int) - 1
-    return Utterances(*map(jnp.asarray, arrays))
+    return Utterances(*map(jnp.array, (frames, np.bincount(which), speakers.astype(int) - 1)))
 
 
 class Network(eqx.Module):

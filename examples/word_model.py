@@ -82,12 +82,12 @@ def train(model: WordModel, text: Int[np.ndarray, " words"], steps: int):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
-    @eqx.filter_jit
-    def step(loss, model, state, words) -> Any:
+    def update(loss, model, state, words):
         value, grad = eqx.filter_value_and_grad(loss)(model, words)
         updates, state = optimizer.update(grad, state)
         return eqx.apply_updates(model, updates), state, value
 
+    step: Any = eqx.filter_jit(update)
     first = jnp.zeros((BATCH, LENGTH + 1), "int32")
     runs = {}
     for name, loss in (("all logits", plain_loss), ("in chunks", chunked_loss)):
