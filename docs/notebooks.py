@@ -12,13 +12,14 @@ from typing import Any
 
 
 ROOT = pathlib.Path(__file__).parents[1]
-# More than half a minute on two cores. In a notebook, they run in their quick mode.
+# More than half a minute of CPU time. In a notebook, they run in their quick mode.
 LONG = (
     "binary_network",
     "data_parallel",
     "equilibrium_digits",
     "nan_hunt",
     "speech",
+    "spiking_digits",
     "yin_yang",
 )
 
