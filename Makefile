@@ -39,7 +39,7 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
     test-newest test-nightly test-switches test-gpu gpu-report mutants fuzz soak lint format types \
-    layers docs wheel clean _test-versions _nightly _report _prune
+    layers docs notebooks wheel clean _test-versions _nightly _report _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
@@ -190,6 +190,9 @@ layers: $(VENV)/.lint  ## which file may import which
 docs: $(VENV)/.docs  ## build the documentation, in site/
 	$(BIN)/mkdocs build --strict
 
+notebooks: $(VENV)/.notebooks  ## an executed notebook of each example, in notebooks/
+	$(BIN)/python docs/notebooks.py
+
 wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -203,6 +206,10 @@ wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	.ci/install-and-use "$${python:-$(BIN)/python}" dist/*.tar.gz
 
 clean:  ## remove all that these commands made
+<<<<<<< HEAD
 	rm -rf .venv .venv-oldest .venv-newest .venv-nightly .venv-gpu gpu-report.md dist build site .hypothesis \
+=======
+	rm -rf .venv .venv-oldest .venv-newest .venv-gpu gpu-report.md dist build site notebooks .hypothesis \
+>>>>>>> wt-examples
 	    .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
