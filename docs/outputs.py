@@ -60,7 +60,7 @@ def with_outputs(text: str, folder: pathlib.Path) -> str:
         parts.append(text[end : block.start(3)])
         end = block.end(3)
         if block[1] == "text":
-            parts.append(_output(block[3], printed.getvalue()))
+            parts.append(_output(block[3], printed.getvalue().replace(f"{folder}/", "")))
             printed = io.StringIO()
             continue
         parts.append(block[3])
