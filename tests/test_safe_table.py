@@ -23,6 +23,7 @@ def _without_jax(text):
     return [[cell.strip() for cell in row[:4] + row[5:]] for row in rows]
 
 
+@pytest.mark.slow
 def test_the_table_is_up_to_date(script):
     page = script.PAGE.read_text()
     written = page.split(script.START)[1].split(script.END)[0]

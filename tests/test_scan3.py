@@ -90,9 +90,14 @@ LOSSES = {
 }
 
 
+def _some_are_quick(names):
+    quick = ("replay, reverse", "GRU")
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", _some_are_quick(LOSSES))
 def test_gradients(name):
     grad = eqx.filter_grad(lambda args: LOSSES[name](*args))
     batched = jax.vmap(lambda xs: eqx.filter(grad((CELL, xs)), eqx.is_array))
@@ -101,6 +106,7 @@ def test_gradients(name):
         assert_close(jax.jit(batched)(jnp.stack([XS, 0.5 * XS])), expected, eps=100)
 
 
+@pytest.mark.slow
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
 def test_eager():
@@ -126,7 +132,13 @@ def test_says_so():
 @pytest.mark.filterwarnings(SAYS_SO)
 @pytest.mark.parametrize(
     "explain",
-    [eqg.explain_nan, eqg.explain_zero, eqg.explain_memory, eqg.gradient_flow],
+    [
+        eqg.explain_nan,
+        *(
+            pytest.param(explain, marks=pytest.mark.slow)
+            for explain in (eqg.explain_zero, eqg.explain_memory, eqg.gradient_flow)
+        ),
+    ],
     ids=lambda explain: explain.__name__,
 )
 def test_diagnosis_of_a_scan_of_jax(explain):
@@ -140,6 +152,7 @@ def test_diagnosis_of_a_scan_of_jax(explain):
         assert str(explain(loss, CELL, XS)) == expected
 
 
+@pytest.mark.slow
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
 def test_check_rule():

@@ -147,6 +147,7 @@ def test_the_derivative_of_the_rule(name, loop, request):
     eqgt.assert_trees_close(second_derivative(LOOPS[loop], OPS[name]), expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_in_lax_scan(name):
     eqgt.assert_trees_close(second_derivative(LOOPS["lax.scan"], OPS[name]), expected(name))
@@ -174,7 +175,10 @@ def test_windows(name, checkpoint):
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)
-@pytest.mark.parametrize("checkpoint", [None, 2, "replay", "auto"])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [2, "replay", *(pytest.param(c, marks=pytest.mark.slow) for c in (None, "auto"))],
+)
 def test_what_the_steps_close_over(name, checkpoint, request):
     if checkpoint == 2 and name.endswith("_gradient"):
         fails_with_remat3(request, REMAT3_HAS_NO_SECOND_ORDER)

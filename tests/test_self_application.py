@@ -32,7 +32,10 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize(
+    "argnums",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), (0, 1)],
+)
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_a_rule_that_applies_its_own_function_to_a_tangent(surroundings, argnums, request):
     if surroundings == "checkpoint" and argnums != 1:

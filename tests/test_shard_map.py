@@ -265,7 +265,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("GRU", "LRU") else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS],
+)
 def test_recurrent_layers(name):
     """Each device has a part of the batch, and all have the weights."""
     params, static = eqx.partition(LAYERS[name](jr.key(0)), eqx.is_inexact_array)

@@ -88,6 +88,21 @@ IDS = [f"{kind.__name__}-{'-'.join(map(str, p.values()))}" for kind, p in PARAME
 ALL = list(PUBLISHED)
 each = pytest.mark.parametrize(("kind", "parameters"), PARAMETERS, ids=IDS)
 each_default = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+# For tests that compile a program for each: three are quick.
+some_quick = pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        pytest.param(*p, id=name, marks=pytest.mark.slow if i % 5 else ())
+        for i, (p, name) in enumerate(zip(PARAMETERS, IDS, strict=True))
+    ],
+)
+some_default_quick = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.__name__, marks=pytest.mark.slow if i % 4 else ())
+        for i, kind in enumerate(ALL)
+    ],
+)
 TAIL = [1e3, 1e10, 1e30]
 NEAR = [0.013, 0.11, 0.37, 0.62, 0.93, 1.4, 3.1, 7.9]
 VALUES = [sign * v for v in NEAR + TAIL for sign in (-1.0, 1.0)]
@@ -163,7 +178,7 @@ def test_the_primitive_has_the_derivative(kind, parameters):
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7 * expected.max())
 
 
-@each
+@some_quick
 def test_what_is_learned(kind, parameters):
     """A field moves the value as it moves the primitive."""
     learned = kind(**{name: jnp.array(p) for name, p in parameters.items()})
@@ -340,7 +355,7 @@ def test_stable_far_from_the_threshold(kind):
         assert jnp.isfinite(leaf).all()
 
 
-@each_default
+@some_default_quick
 def test_half_precision_is_single_precision_rounded(kind):
     v = jnp.array([-0.9, -0.013, 0.0, 0.2, 3.0])
     for dtype in ("float16", "bfloat16"):

@@ -411,6 +411,7 @@ def test_diffrax():
     assert jax.grad(end)(jnp.array(0.0)) == 1.0
 
 
+@pytest.mark.slow
 def test_diffrax_keeps_its_bits():
     """Where nothing is dead, `zero_safe` changes no bit of a compiled gradient."""
     dfx = pytest.importorskip("diffrax")
