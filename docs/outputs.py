@@ -38,7 +38,8 @@ def has_outputs(text: str) -> bool:
     return any(block[1] == "text" for block in _blocks(text))
 
 
-PAGES = sorted(page for page in DOCS.rglob("*.md") if has_outputs(page.read_text()))
+_ALL = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in _ALL if has_outputs(page.read_text())]
 
 
 def _output(written: str, printed: str) -> str:
