@@ -1,6 +1,7 @@
 """How this library phrases an error: what happened, where, and what to do."""
 
 import functools as ft
+import importlib
 import inspect
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 
-class RuleError(TypeError, ValueError):
+class RuleError(TypeError, ValueError, RuntimeError):
     """A rule, or a call of a function with a rule, breaks the contract of rules.
 
     The message has three parts: what happened, where (the rule, its file and line, and
@@ -17,8 +18,8 @@ class RuleError(TypeError, ValueError):
     while JAX traces your program, never while a compiled program runs; except that what a
     function on the host returns is not known before.
 
-    It is both a `TypeError`, which is what JAX raises for a wrong rule, and a
-    `ValueError`, which is what Equinox raises.
+    It is a `TypeError`, which is what JAX raises for a wrong rule, and both a
+    `ValueError` and a `RuntimeError`, which are what Equinox raises.
 
     !!! example
 
@@ -62,6 +63,22 @@ def check_flags(name: str, **flags: Any) -> None:
                 f"it is {flag!r:.60}",
                 do="Give `True` or `False`.",
             )
+
+
+def optional_import(module: str, user: str, extra: str = "solvers") -> Any:
+    """A module of one of the extras of this library, which `user` needs, or an error that says
+    how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ModuleNotFoundError(
+            f"`{user}` needs `{module}`, which is not installed.\n"
+            f"  `{module}` belongs to the extra `{extra}` of this library\n"
+            f"Run `pip install eqx-grads[{extra}]`.",
+            name=module,
+        ) from None
 
 
 def name_of(fn: Any) -> str:
