@@ -18,6 +18,8 @@ CUDA ?= cuda12
 # Of the random cases of `make fuzz`; the tests have the seeds up to 100.
 SEED ?= 1000
 CASES ?= 1000
+# `make test-nightly`: the address of the package index with JAX's nightly builds.
+NIGHTLY ?=
 # `make soak MINUTES=5`: for how long.
 MINUTES ?= 20
 
@@ -38,8 +40,8 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
-    test-newest test-switches test-gpu gpu-report mutants fuzz soak lint format types layers \
-    docs wheel clean _test-versions _report _prune
+    test-newest test-nightly test-switches test-gpu gpu-report mutants fuzz soak lint format types \
+    layers docs notebooks wheel clean _test-versions _nightly _report _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
@@ -124,6 +126,20 @@ test-newest:  ## the quick tests, on the newest JAX and Python
 	        _test-versions; \
 	fi
 
+test-nightly:  ## the quick tests, on the last nightly build of JAX, from NIGHTLY
+	@test -n "$(NIGHTLY)" || { echo "make NIGHTLY=index test-nightly: the index is on" \
+	    "https://docs.jax.dev/en/latest/installation.html#nightly-installation" >&2; exit 1; }; \
+	python=$$(.ci/find-python 3.13 3.12); \
+	if [ -z "$$python" ]; then \
+	    echo "No Python 3.13 or 3.12 here, so no nightly build of JAX was tested."; \
+	else \
+	    $(MAKE) --no-print-directory VENV=.venv-nightly PYTHON="$$python" _nightly; \
+	fi
+
+_nightly: $(VENV)/.tests
+	$(BIN)/python -m pip install --quiet --upgrade --pre jax jaxlib --index-url "$(NIGHTLY)"
+	@$(MAKE) --no-print-directory _test-versions
+
 test-switches:  ## the quick tests on the newest JAX, with SWITCHES on (all three)
 	@switches="$(SWITCHES)" $(MAKE) --no-print-directory test-newest
 
@@ -176,26 +192,22 @@ layers: $(VENV)/.lint  ## which file may import which
 docs: $(VENV)/.docs  ## build the documentation, in site/
 	$(BIN)/mkdocs build --strict
 
-wheel: $(VENV)/.build  ## build the wheel, and use it outside the checkout
+notebooks: $(VENV)/.notebooks  ## an executed notebook of each example, in notebooks/
+	$(BIN)/python docs/notebooks.py
+
+wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
-	@set -e; away=$$(mktemp -d); trap 'rm -rf "$$away"' EXIT; \
-	$(BIN)/python -m venv "$$away/venv"; \
-	"$$away/venv/bin/python" -m pip install --quiet dist/*.whl; \
-	cd "$$away"; \
-	venv/bin/python -I -c "$$WHEEL_CHECK"
-
-define WHEEL_CHECK
-import eqx_grads as eqg, jax
-assert "site-packages" in eqg.__file__, eqg.__file__
-f = eqg.custom_jvp(lambda x: x * x)
-f.def_jvp(lambda primals, tangents: (f(*primals), 3.0 * tangents[0]))
-assert jax.grad(f)(2.0) == 3.0
-print("The wheel works.")
-endef
-export WHEEL_CHECK
+	@python=$$(.ci/find-python 3.11); \
+	if [ -z "$$python" ]; then \
+	    echo "No Python 3.11 here, so the package was not used with the oldest versions."; \
+	else \
+	    .ci/install-and-use "$$python" dist/*.whl --constraint .ci/oldest.txt; \
+	fi
+	@python=$$(.ci/find-python 3.13 3.12); \
+	.ci/install-and-use "$${python:-$(BIN)/python}" dist/*.tar.gz
 
 clean:  ## remove all that these commands made
-	rm -rf .venv .venv-oldest .venv-newest .venv-gpu gpu-report.md dist build site .hypothesis \
-	    .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest .venv-nightly .venv-gpu gpu-report.md dist build site \
+	    notebooks .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

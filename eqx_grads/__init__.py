@@ -77,3 +77,7 @@ from ._solvers.linear_host_function import (
     linear_host_function as linear_host_function,
     LinearHostFunction as LinearHostFunction,
 )
+
+
+# `pyproject.toml` reads it here.
+__version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """How this library phrases an error: what happened, where, and what to do."""
 
 import functools as ft
+import importlib
 import inspect
 from typing import Any
 
@@ -62,6 +63,22 @@ def check_flags(name: str, **flags: Any) -> None:
                 f"it is {flag!r:.60}",
                 do="Give `True` or `False`.",
             )
+
+
+def optional_import(module: str, user: str, extra: str = "solvers") -> Any:
+    """A module of one of the extras of this library, which `user` needs, or an error that says
+    how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ModuleNotFoundError(
+            f"`{user}` needs `{module}`, which is not installed.\n"
+            f"  `{module}` belongs to the extra `{extra}` of this library\n"
+            f"Run `pip install eqx-grads[{extra}]`.",
+            name=module,
+        ) from None
 
 
 def name_of(fn: Any) -> str:

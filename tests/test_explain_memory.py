@@ -621,7 +621,7 @@ def test_plot():
 def test_plot_needs_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = report_of(mlp)
-    with pytest.raises(ImportError, match=r"`MemoryReport\.plot` needs Matplotlib"):
+    with pytest.raises(ModuleNotFoundError, match=r"`MemoryReport\.plot` needs `matplotlib`"):
         report.plot()
 
 

@@ -1,6 +1,8 @@
 """Explicit axes of a mesh: types go through loops and rules, and each cotangent has the
 sharding of its primal, as JAX's own would have."""
 
+import functools as ft
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -92,6 +94,71 @@ def test_implicit():
     args = jnp.linspace(1.0, 2.0, 8), jnp.array(3.0)
     plain = loss(lambda a, b: jnp.sqrt(a * b))
     check(loss(root), plain, (Spec("i"), Spec()), *args, eps=100)
+
+
+@eqg.implicit(lambda y, a, b: y**2 - a * b)
+def elementwise_root(a, b):
+    return jnp.sqrt(a * b)
+
+
+@eqg.implicit(lambda y, a, b: y**2 + 0.1 * jnp.mean(y) - a * b)
+def coupled_root(a, b):
+    y = a
+    for _ in range(6):
+        y = y - (y**2 + 0.1 * jnp.mean(y) - a * b) / (2 * y)
+    return y
+
+
+def coupled_fixed_point(a, b, **options):
+    step = lambda y: jnp.cos(0.3 * jnp.mean(y)) + jnp.sin(0.3 * y) * b + a
+    return eqg.fixed_point(step, jnp.zeros_like(a), **options).value
+
+
+def iterated(a, b):
+    step = lambda y, _: (jnp.cos(0.3 * jnp.mean(y)) + jnp.sin(0.3 * y) * b + a, None)
+    return jax.lax.scan(step, jnp.zeros_like(a), length=60)[0]
+
+
+# The first has more unknowns than a dense matrix may have.
+SOLUTIONS = [
+    pytest.param(elementwise_root, lambda a, b: jnp.sqrt(a * b), 320, id="elementwise"),
+    pytest.param(coupled_root, coupled_root.__wrapped__, 8, id="coupled"),
+    pytest.param(coupled_fixed_point, iterated, 8, id="fixed_point", marks=pytest.mark.slow),
+    pytest.param(
+        ft.partial(coupled_fixed_point, backward="fixed_point"),
+        iterated,
+        8,
+        id="iterated backward",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("solve", "plain", "n"), SOLUTIONS)
+def test_solution_that_is_sharded(solve, plain, n):
+    """Each unknown is on one device, and the equation may have them all."""
+    loss = lambda fn: lambda a, b: jnp.sum(jnp.sin(fn(a, b)))
+    args = jnp.linspace(1.0, 2.0, n), jnp.array(1.5)
+    check(loss(solve), loss(plain), (Spec("i"), Spec()), *args, eps=2000)
+
+
+@pytest.mark.slow
+def test_tangent_of_a_solution_that_is_sharded():
+    tangent = lambda a: jax.jvp(lambda a: coupled_root(a, 1.5), (a,), (a,))[1]
+    a = jnp.linspace(1.0, 2.0, 8)
+    expected = jax.jit(tangent)(a)
+    with jax.set_mesh(MESH):
+        got = jax.jit(tangent)(jax.device_put(a, NamedSharding(MESH, Spec("i"))))
+        assert jax.typeof(got).sharding.spec == Spec("i")
+    assert_close(np.asarray(got), np.asarray(expected), eps=100)
+
+
+def test_large_coupled_equation_that_is_sharded():
+    solve = eqg.implicit(lambda y, a: y + jnp.mean(y) - a, tolerance=None)(lambda a: a)
+    with jax.set_mesh(MESH):
+        a = jax.device_put(jnp.linspace(1.0, 2.0, 320), NamedSharding(MESH, Spec("i")))
+        with pytest.raises(eqg.RuleError, match=r"use `jax\.sharding\.auto_axes` for explicit"):
+            jax.grad(lambda a: jnp.sum(solve(a)))(a)
 
 
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)

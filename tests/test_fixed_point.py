@@ -604,7 +604,7 @@ def test_bad_arguments():
         eqg.fixed_point(identity, {"n": 0})
     with pytest.raises(RuleError, match=r"unknown `backward`[\s\S]*'implicit', 'fixed_point'"):
         eqg.fixed_point(identity, 0.0, backward="newton")
-    with pytest.raises(RuleError, match=r"start without arrays[\s\S]*y0 is \(None,\)"):
+    with pytest.raises(RuleError, match=r"start without arrays[\s\S]*`y0` is \(None,\)"):
         eqg.fixed_point(identity, (None,))
     with pytest.raises(RuleError, match="unknown `backward`"):
         eqg.fixed_point(identity, 0.0, backward=solvers.OneStepAdjoint)

@@ -1,9 +1,9 @@
 """Identities with a derivative of their own, against NumPy, Optax and published formulas."""
 
 import functools as ft
+import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -808,10 +808,9 @@ def test_domain_adaptation(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (means,) = re.findall(r"^mean +([0-9.]+)% +([0-9.]+)%", result.stdout, re.MULTILINE)
-    without, with_reversal = map(float, means)
-    assert 74 < without < 81
-    assert with_reversal >= 90
+    without, with_reversal = json.loads((tmp_path / "out" / "result.json").read_text()).values()
+    assert 0.74 < without < 0.81
+    assert with_reversal >= 0.9
 
 
 # ---------------------------------------------------------------- errors
@@ -858,29 +857,29 @@ WRONG = {
     ),
     "norm, negative": (
         lambda: eqg.clip_gradient_norm(X3, -1.0),
-        r"The `max_norm` of `clip_gradient_norm` is not a non-negative number.\n"
-        r"  `max_norm` is -1.0",
+        r"The `max_norm` of `clip_gradient_norm` is not positive or zero.\n"
+        r"  it is -1.0",
     ),
     "norm, NaN": (
         lambda: eqg.clip_gradient_norm(X3, float("nan")),
-        r"The `max_norm` of `clip_gradient_norm` is not a non-negative number",
+        r"The `max_norm` of `clip_gradient_norm` is not positive or zero",
     ),
     "norm, array": (
         lambda: eqg.clip_gradient_norm(X3, np.ones(3)),
-        r"The `max_norm` of `clip_gradient_norm` is not a scalar",
+        r"The `max_norm` of `clip_gradient_norm` is not a number",
     ),
     "norm, axis": (
         lambda: eqg.clip_gradient_norm({**X3, "b": 1.0}, 1.0, -1),
-        r"`clip_gradient_norm` was given an axis that `x` does not have.\n"
-        r"  `axis` is -1, x\['b'\] is float",
+        r"`clip_gradient_norm` was given an axis that `x\['b'\]` does not have.\n"
+        r"  `axis` is -1, `x\['b'\]` is float",
     ),
     "eps, negative": (
         lambda: eqg.normalize_gradient(X3, eps=-1e-3),
-        r"The `eps` of `normalize_gradient` is not a non-negative number",
+        r"The `eps` of `normalize_gradient` is not positive or zero",
     ),
     "normalize, axis": (
         lambda: eqg.normalize_gradient(X3, (0, 2)),
-        r"`normalize_gradient` was given an axis that `x` does not have",
+        r"`normalize_gradient` was given an axis that `x\['.'\]` does not have",
     ),
     "mask, structure": (
         lambda: eqg.mask_gradient(X3, {"v": True}),
@@ -902,7 +901,7 @@ WRONG = {
     ),
     "deviation, negative": (
         lambda: eqg.noise_gradient(X3, key=jr.key(0), stddev=-1.0),
-        r"The `stddev` of `noise_gradient` is not a non-negative number",
+        r"The `stddev` of `noise_gradient` is not positive or zero",
     ),
     "deviation, shape": (
         lambda: eqg.noise_gradient(X3, key=jr.key(0), stddev=np.ones(2)),

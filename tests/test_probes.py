@@ -639,7 +639,7 @@ class TestPlot:
 
     def test_without_matplotlib(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(ImportError, match="needs Matplotlib"):
+        with pytest.raises(ModuleNotFoundError, match=r"`pip install eqx-grads\[plot\]`"):
             eqg.plot_gradient_flow(FLOW)
 
 

@@ -528,8 +528,8 @@ def test_factors_and_signs():
         (lambda: safe.norm(jr.key(0)), "`safe.norm` was given something that is not an array"),
         (lambda: safe.norm(jnp.ones(2), 3), "`safe.norm` was given an `ord` that it does not"),
         (lambda: safe.norm(jnp.ones((2, 2)), 2), "is the norm of a matrix in NumPy"),
-        (lambda: safe.norm(jnp.ones(2), axis=1), "an axis that the array does not have"),
-        (lambda: safe.std(jnp.ones(2), (0, -1)), "an axis that the array does not have"),
+        (lambda: safe.norm(jnp.ones(2), axis=1), "an axis that `x` does not have"),
+        (lambda: safe.std(jnp.ones(2), (0, -1)), "an axis that `x` has but once"),
         (
             lambda: safe.std(jnp.ones(2), where=jnp.ones(2)),
             "The `where` of `safe.std` has to be",

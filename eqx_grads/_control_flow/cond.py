@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
@@ -103,9 +104,9 @@ def filter_cond(
 
 
 def _check_predicate(pred: Any) -> None:
-    if not holds_numbers(pred) or shape_of(pred) != ():
+    if not holds_numbers(pred) or shape_of(pred) != () or jnp.iscomplexobj(pred):
         raise rule_error(
-            "The `pred` of `filter_cond` is not one boolean or number.",
+            "The `pred` of `filter_cond` is not one boolean or real number.",
             f"it is {type_of(pred)}",
             do="Give it a comparison of two numbers: `loss < 1`. For one choice for each "
             "element, use `jax.vmap` or `jnp.where`.",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import ArrayLike
 
-from .._errors import rule_error
+from .._errors import optional_import, rule_error
 
 
 def plot_gradient_flow(
@@ -47,14 +47,13 @@ def plot_gradient_flow(
 
     **Raises:**
 
-    `ImportError` if [Matplotlib](https://matplotlib.org) is not installed.
+    `ModuleNotFoundError` if [Matplotlib](https://matplotlib.org), the extra `plot`, is not
+    installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.colors import LogNorm
-    except ImportError as error:
-        message = "`plot_gradient_flow` needs Matplotlib: `pip install matplotlib`."
-        raise ImportError(message) from error
+    optional_import("matplotlib", "plot_gradient_flow", "plot")
+    import matplotlib as mpl
+    from matplotlib.colors import LogNorm
+
     rows = {name: np.asarray(norms, float).reshape(-1) for name, norms in flow.items()}
     if not rows:
         raise rule_error(

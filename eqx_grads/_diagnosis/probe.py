@@ -84,11 +84,11 @@ class GradientStatistics(eqx.Module):
     def __init__(self, n: int | tuple[int, ...] = ()):
         shape = n if isinstance(n, tuple) else (n,)
         known = [as_integer(m) for m in shape]
-        if any(m is None or m < 0 for m in known):
+        if any(m is None or not 0 <= m < 2**31 for m in known):
             raise rule_error(
                 "The `n` of `GradientStatistics` is not a number of steps.",
                 f"it is {n!r:.60}",
-                do="Give an integer, or a tuple of integers.",
+                do="Give an integer that is not negative, or a tuple of them.",
             )
         self.norm = self.max = self.nonfinite = self.steps = jnp.zeros(known)
 

@@ -1,11 +1,11 @@
-"""Checks of the arguments of gradient ops: factors, bounds, norms and axes."""
+"""Checks of the arguments of gradient ops: factors, bounds and axes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._errors import rule_error, type_of
-from .._rules.float_args import as_integer, is_known
+from .._rules.float_args import as_axes, is_known
 from .._tangent_spaces import broadcasts_to, holds_numbers, is_differentiable, shape_of
 
 
@@ -58,46 +58,13 @@ def check_bounds(op, min, max, x):
         )
 
 
-def check_not_negative(op, argument, value, scalar=True):
-    if scalar and (not holds_numbers(value) or np.shape(value) != ()):
-        raise rule_error(
-            f"The `{argument}` of `{op}` is not a scalar.",
-            f"`{argument}` is {type_of(value)}",
-            do="Use one number for all, or `jax.vmap` for one number each.",
-        )
-    if (
-        not holds_numbers(value)
-        or jnp.iscomplexobj(value)
-        or (is_known(value) and not np.all(np.asarray(value) >= 0))
-    ):
-        raise rule_error(
-            f"The `{argument}` of `{op}` is not a non-negative number.",
-            f"`{argument}` is {value!r:.80}",
-            do="Give it a real number that is zero or positive.",
-        )
-
-
 def check_axis(op, axis, x):
-    if axis is None:
-        return
-    given = axis if isinstance(axis, tuple) else (axis,)
-    axes = [known for known in map(as_integer, given) if known is not None]
-    if len(axes) < len(given):
-        raise rule_error(
-            f"`{op}` was given an axis that is not an integer.",
-            f"`axis` is {axis!r:.60}",
-            do="Give it an integer, a tuple of integers, or `None` for all axes of all leaves.",
-        )
+    """`axis`, with a tuple for a list, or an error if a floating leaf does not have it."""
+    do = (
+        "Every floating leaf needs this axis. With `axis=None`, there is one norm for all "
+        "leaves together."
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        n = len(shape_of(leaf)) if is_differentiable(leaf) else None
-        if n is None:
-            continue
-        missing = any(not -n <= a < n for a in axes)
-        if missing or len({a % n for a in axes}) < len(axes):
-            raise rule_error(
-                f"`{op}` was given an axis that `x` "
-                + ("does not have." if missing else "has but once."),
-                f"`axis` is {axis}, x{jax.tree_util.keystr(path)} is {type_of(leaf)}",
-                do="Every floating leaf needs this axis. With `axis=None`, there is one norm "
-                "for all leaves together.",
-            )
+        if axis is not None and is_differentiable(leaf):
+            as_axes(op, axis, leaf, f"x{jax.tree_util.keystr(path)}", do)
+    return tuple(axis) if isinstance(axis, list) else axis

@@ -15,11 +15,11 @@ from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
 from .._errors import rule_error
 from .._rules.custom_vjp import custom_vjp
-from .._rules.float_args import as_dtype, check_key
+from .._rules.float_args import as_dtype, check_key, check_nonnegative_number, check_positive
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
 from ..tangents import scale
-from .argument_checks import check_axis, check_bounds, check_broadcasts, check_not_negative
+from .argument_checks import check_axis, check_bounds, check_broadcasts
 from .norms import divide, scaled_norm
 
 
@@ -144,8 +144,8 @@ def clip_gradient_norm(
     Source: Pascanu, Mikolov and Bengio, [On the difficulty of training recurrent neural
     networks](https://arxiv.org/abs/1211.5063), 2013.
     """
-    check_not_negative("clip_gradient_norm", "max_norm", max_norm)
-    check_axis("clip_gradient_norm", axis, x)
+    check_nonnegative_number("clip_gradient_norm", max_norm=max_norm)
+    axis = check_axis("clip_gradient_norm", axis, x)
     return _clip_gradient_norm(x, max_norm, axis=axis)
 
 
@@ -220,8 +220,8 @@ def normalize_gradient(
 
     As [`eqx_grads.clip_gradient_norm`][], with `eps` in place of `max_norm`.
     """
-    check_not_negative("normalize_gradient", "eps", eps)
-    check_axis("normalize_gradient", axis, x)
+    check_nonnegative_number("normalize_gradient", eps=eps)
+    axis = check_axis("normalize_gradient", axis, x)
     return _normalize_gradient(x, eps, axis=axis)
 
 
@@ -348,7 +348,7 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
     networks](https://arxiv.org/abs/1511.06807), 2015.
     """
     check_key("noise_gradient", key)
-    check_not_negative("noise_gradient", "stddev", stddev, scalar=False)
+    check_positive("noise_gradient", "`stddev`", stddev, or_zero=True)
     check_broadcasts("noise_gradient", "stddev", stddev, x)
     return _noise_gradient(x, stddev, key)
 

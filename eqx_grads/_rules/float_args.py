@@ -132,10 +132,17 @@ def as_integer(x: Any) -> int | None:
         return None
 
 
-def as_axes(name: str, axis: Any, x: Array, argument: str = "x") -> tuple[int, ...]:
+def as_axes(
+    name: str,
+    axis: Any,
+    x: Any,
+    argument: str = "x",
+    do: str = "Number the axes from zero up, or from minus one down.",
+) -> tuple[int, ...]:
     """The axes of `x` as a tuple of numbers from zero up; `None` is all of them."""
+    ndim = np.ndim(x)
     if axis is None:
-        return tuple(range(x.ndim))
+        return tuple(range(ndim))
     is_several = isinstance(axis, Sequence) and not isinstance(axis, str | bytes)
     given = tuple(axis) if is_several else (axis,)
     known = [i for i in map(as_integer, given) if i is not None]
@@ -145,12 +152,14 @@ def as_axes(name: str, axis: Any, x: Array, argument: str = "x") -> tuple[int, .
             f"`axis` is {axis!r:.60}",
             do="Give an integer, a tuple of integers, or `None` for all axes.",
         )
-    axes = tuple(i + x.ndim if i < 0 else i for i in known)
-    if any(not 0 <= i < x.ndim for i in axes) or len(set(axes)) < len(axes):
+    is_missing = any(not -ndim <= i < ndim for i in known)
+    axes = tuple(i + ndim if i < 0 else i for i in known)
+    if is_missing or len(set(axes)) < len(axes):
         raise rule_error(
-            f"`{name}` was given an axis that the array does not have, or has but once.",
+            f"`{name}` was given an axis that `{argument}` "
+            + ("does not have." if is_missing else "has but once."),
             f"`axis` is {axis}, `{argument}` is {type_of(x)}",
-            do="Number the axes from zero up, or from minus one down.",
+            do=do,
         )
     return axes
 
@@ -167,9 +176,11 @@ def as_axis(name: str, axis: Any, x: Array, argument: str = "x") -> int:
 
 
 def as_dtype(x: Any) -> Any:
-    """`x` as a dtype, or `None` if it is not one: NumPy would take `None` for float64."""
+    """`x` as a dtype, or `None` if it is not one: NumPy would take `None` for float64, and an
+    array for its dtype."""
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     try:
-        return None if x is None else jnp.dtype(x)
+        return None if x is None or isinstance(x, arrays) else jnp.dtype(x)
     except Exception:  # an error of any kind: it depends on the object
         return None
 
@@ -195,11 +206,11 @@ def is_number(x: Any) -> TypeGuard[int | float]:
     return isinstance(x, numbers) and not isinstance(x, bool)
 
 
-def as_number(x: Any) -> int | float | None:
-    """`x` as a number of Python, or `None` if it is not one real number whose value is known. A
-    bool is not."""
+def as_number(x: Any) -> float | None:
+    """`x` as a float, or `None` if it is not one real number whose value is known. A bool is
+    not."""
     if isinstance(x, int | float):
-        return None if isinstance(x, bool) else x
+        return None if isinstance(x, bool) else float(x)
     dtype = dtype_of_array(x)
     is_real = dtype is not None and any(
         jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
@@ -214,7 +225,7 @@ def check_nonnegative_number(name: str, **numbers: Any) -> None:
             raise rule_error(
                 f"The `{argument}` of `{name}` is not a number.",
                 f"it is {type_of(x)}",
-                do="Give a real number.",
+                do="Give one real number: under `jax.vmap`, one for each example.",
             )
         check_positive(name, f"`{argument}`", x, or_zero=True)
 
@@ -236,7 +247,8 @@ def as_bits(name: str, bits: Any, signed: bool) -> int:
 def as_levels(name: str, levels: Any) -> tuple[int, ...]:
     """The numbers of levels of finite scalar quantization."""
     is_keys = isinstance(levels, jax.Array) and not jnp.issubdtype(levels.dtype, jnp.integer)
-    given = tuple(levels) if hasattr(levels, "__iter__") and not is_keys else ()
+    is_several = hasattr(levels, "__iter__") and getattr(levels, "ndim", 1) > 0
+    given = tuple(levels) if is_several and not is_keys else ()
     known = tuple(count for count in map(as_integer, given) if count is not None)
     all_known = bool(known) and len(known) == len(given)
     if not all_known or min(known) < 2 or math.prod(known) >= 2**31:

@@ -69,7 +69,8 @@ def _check_alike(caller, names, value, surrogate):
             do="Both need the same structure.",
         )
     for (path, x), s in zip(leaves, surrogates, strict=True):
-        if not tangents_match(x, s):
+        is_type = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (x, s)]
+        if not tangents_match(x, s) or is_type[0] != is_type[1]:
             raise rule_error(
                 f"{caller} a surrogate that can't stand for the value.",
                 f"at value{jax.tree_util.keystr(path)}: the {names[0]} is {type_of(x)}, "

@@ -12,6 +12,7 @@ from .._errors import (
     check_flags,
     check_function,
     name_of,
+    optional_import,
     place_of,
     rule_error,
     show_tree,
@@ -19,9 +20,8 @@ from .._errors import (
 )
 from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
-from .._tangent_spaces import dtype_of
+from .._tangent_spaces import dtype_of_array
 from .linear_solve import as_tags
-from .optional_import import optional_import
 from .run_time_error import branched_error_if
 from .solution_tangent import constant
 
@@ -263,7 +263,7 @@ def _as_arrays(fn, y0):
     """The start as arrays without weak types, which a fixed point does not have."""
 
     def leaf(path, x):
-        dtype = dtype_of(x)
+        dtype = dtype_of_array(x)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise rule_error(
                 f"`fixed_point` of `{name_of(fn)}` was given a start that is not floating.",
@@ -277,7 +277,7 @@ def _as_arrays(fn, y0):
     if not jax.tree.leaves(y0):
         raise rule_error(
             f"`fixed_point` of `{name_of(fn)}` was given a start without arrays.",
-            f"y0 is {show_tree(y0)}",
+            f"`y0` is {show_tree(y0)}",
             do="Give what is iterated as a PyTree with floating-point arrays.",
         )
     return jax.tree_util.tree_map_with_path(leaf, y0)

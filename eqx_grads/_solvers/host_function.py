@@ -276,7 +276,8 @@ def _check_options(fn, options) -> None:
     for step in jax.tree.leaves(options["step"]):
         if not is_number(step) or not 0 < step < math.inf:
             raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")
-    if as_integer(options["max_rule_calls"]) is None or options["max_rule_calls"] < 0:
+    most = as_integer(options["max_rule_calls"])
+    if most is None or most < 0:
         raise fail(
             f"was given the `max_rule_calls` {options['max_rule_calls']!r:.60}",
             "Give a number of calls, an integer.",

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import rule_error, show_tree
+from .._errors import optional_import, rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
-from .optional_import import optional_import
+from .._rules.explicit_sharding import distribute_like, explicit_spec, gathered
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
 
@@ -83,9 +83,10 @@ def linear_solve(
     _check_tags(lx, tags, like, domain, user)
     if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    tracked = any(map(varying_axes, jax.tree.leaves((rhs, like))))
+    leaves = jax.tree.leaves((rhs, like))
+    on_mesh = any(varying_axes(x) or any(explicit_spec(x)) for x in leaves)
     is_small = solver is None and domain.vector_type.size <= DENSE_UP_TO
-    if tracked or (is_small and _types_have_meshes()):
+    if on_mesh or (is_small and _types_have_meshes()):
         return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user)
     if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
         # An array and not a function, as `lineax` compiles once more for each new function.
@@ -110,36 +111,61 @@ def _types_have_meshes() -> bool:
 
 
 def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
-    """LU, by JAX itself. In the types of its operators, Equinox keeps neither the mesh nor
-    which values vary over it, and the gradient of one that does not would be wrong (Equinox
-    0.13.8, Lineax 0.1.1; no upstream issue was found)."""
+    """Division or LU, by JAX itself. In the types of its operators, Equinox keeps neither the
+    mesh nor which values vary over it, and the gradient of one that does not would be wrong
+    (Equinox 0.13.8, Lineax 0.1.1; no upstream issue was found)."""
     n = domain.vector_type.size
+    if solver is None:
+        arrays = vary_alike(domain.to_arrays(like), rhs, like)
+        of_arrays = lambda arrays: codomain.to_arrays(matvec(domain.from_arrays(arrays)))
+        if has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(arrays)):
+            diagonal = of_arrays([jnp.ones_like(x) for x in arrays])
+            one = _one_if_regular(diagonal, user)
+            right = vary_alike(codomain.to_arrays(rhs), rhs, like)
+            quotients = [one * b / d for b, d in zip(right, diagonal, strict=True)]
+            return domain.from_arrays(quotients)
     if solver is not None or n > DENSE_UP_TO:
         raise rule_error(
-            f"`{user}` can't solve a linear system by `lineax` where `jax.shard_map` tracks "
-            "which values vary over the mesh.",
+            f"`{user}` can't solve a linear system by `lineax` where the types of arrays say "
+            "how they differ between the devices of a mesh.",
             f"there are {n} unknowns, the solver is {solver!r:.60}",
-            do="Pass `check_vma=False` to `jax.shard_map`; or, for up to "
-            f"{DENSE_UP_TO} unknowns, leave the solver out.",
+            do="Pass `check_vma=False` to `jax.shard_map`, or use `jax.sharding.auto_axes` for "
+            f"explicit axes; or, for up to {DENSE_UP_TO} unknowns, leave the solver out.",
         )
-    flat = lambda tree: vary_alike([codomain.to_vector(tree)], rhs, like)[0]
+    flat = lambda tree: vary_alike([codomain.to_vector(_gathered(tree))], rhs, like)[0]
 
     def column(x):
-        leaves, treedef = jax.tree.flatten(domain.from_vector(x))
+        x = jax.tree.map(_sharded_like, domain.from_vector(x), like)
+        leaves, treedef = jax.tree.flatten(x)
         return flat(matvec(treedef.unflatten(vary_alike(leaves, rhs, like))))
 
     matrix = jax.vmap(column, out_axes=1)(jnp.eye(n, dtype=domain.vector_type.dtype))
     factors, order = jax.scipy.linalg.lu_factor(matrix)
-    pivots = jnp.diagonal(jax.lax.stop_gradient(factors))
+    one = _one_if_regular([jnp.diagonal(factors)], user)
+    solution = jax.scipy.linalg.lu_solve((factors, order), one * flat(rhs))
+    return jax.tree.map(_sharded_like, domain.from_vector(solution), like)
+
+
+def _one_if_regular(pivots, user):
+    """One, to multiply the right-hand side by, which may be a tangent; raises when it is
+    computed if a pivot of the matrix is zero or not finite."""
+    pivots = jax.lax.stop_gradient(pivots)
+    are_good = [jnp.all(jnp.isfinite(x) & (x != 0)) for x in pivots]
     message = (
         f"The linear solve for the derivative of `{user}` failed.\n"
         "  The matrix is singular, or not finite.\n"
         "Look at the solution, at which the equation may have no derivative."
     )
-    is_singular = ~jnp.all(jnp.isfinite(pivots) & (pivots != 0))
-    # A factor, as the right-hand side may be a tangent.
-    one = branched_error_if(jnp.ones((), matrix.dtype), is_singular, 0, [message])
-    return domain.from_vector(jax.scipy.linalg.lu_solve((factors, order), one * flat(rhs)))
+    is_singular = ~ft.reduce(jnp.logical_and, are_good)
+    return branched_error_if(jnp.ones((), pivots[0].dtype), is_singular, 0, [message])
+
+
+def _gathered(tree):
+    return jax.tree.map(gathered, tree)
+
+
+def _sharded_like(x, like):
+    return distribute_like(x, like, explicit_spec(like))
 
 
 def _is_elementwise(matvec, domain, codomain) -> bool:

@@ -1,7 +1,7 @@
 """Import Optimistix, for the files that define solvers and adjoints for it, or raise an error
 that says how to install it."""
 
-from .optional_import import optional_import
+from .._errors import optional_import
 
 
 optional_import("optimistix", "eqx_grads.solvers")

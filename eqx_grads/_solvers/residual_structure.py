@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
-from .optional_import import optional_import
+from .._errors import name_of, optional_import, place_of, rule_error, type_of
 
 
 def residual_leaves(

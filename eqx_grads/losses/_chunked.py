@@ -103,7 +103,7 @@ def chunked(
             f"it is {chunk!r:.60}",
             do="Give the length of a chunk.",
         )
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise rule_error(
             f"`losses.chunked` of `{name}` was given an unknown reduction.",
             f"`reduction` is {reduction!r:.60}",

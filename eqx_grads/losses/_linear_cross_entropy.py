@@ -155,6 +155,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         reduction=reduction,
     )
+    ignore_index = None if ignore_index is None else as_integer(ignore_index)
     x, weight, labels, bias = _as_arrays(x, weight, labels, bias)
     options = Options(
         None if chunk is None else int(chunk),
@@ -261,7 +262,7 @@ def _is_counted(labels, ignore_index) -> Array:
     known = jnp.iinfo(labels.dtype)
     if ignore_index is None or not known.min <= ignore_index <= known.max:
         return jnp.ones(labels.shape, bool)
-    return labels != int(ignore_index)
+    return labels != ignore_index
 
 
 def check_options(
@@ -296,7 +297,7 @@ def check_options(
                 f"it is {value!r:.60}",
                 do=f"Give a number from zero{' to one' if most == 1 else ''}.",
             )
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise rule_error(
             f"`{name}` has no such reduction.",
             f"`reduction` is {reduction!r:.60}",

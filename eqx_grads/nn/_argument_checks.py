@@ -13,8 +13,8 @@ from .._rules.float_args import is_number
 
 
 def is_size(x: Any) -> bool:
-    """Whether `x` is a positive integer."""
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= 1)
+    """Whether `x` is a positive integer that can be the size of an axis."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and 1 <= int(x) < 2**31
 
 
 # In single precision, larger numbers are infinite.
@@ -28,7 +28,7 @@ def as_sizes(layer: str, **sizes: Any) -> list[int]:
             raise rule_error(
                 f"`{layer}` was given a size that is not a positive integer.",
                 f"`{name}` is {size!r:.60}",
-                do="Give a positive integer.",
+                do="Give a positive integer, less than 2^31.",
             )
     return [int(size) for size in sizes.values()]
 

@@ -4,9 +4,10 @@ import equinox as eqx
 from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 
 from .._diagnosis.probe import GradientStatistics, probe
-from .._gradient_ops.argument_checks import check_bounds, check_not_negative
+from .._gradient_ops.argument_checks import check_bounds
 from .._gradient_ops.linear import reverse_gradient, scale_gradient
 from .._gradient_ops.nonlinear import clip_gradient, clip_gradient_norm
+from .._rules.float_args import check_nonnegative_number
 
 
 class GradientReversal(eqx.Module):
@@ -174,7 +175,7 @@ class GradientNormClip(eqx.Module):
     axis: int | tuple[int, ...] | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
-        check_not_negative("GradientNormClip", "max_norm", self.max_norm)
+        check_nonnegative_number("GradientNormClip", max_norm=self.max_norm)
 
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         """As for [`eqx_grads.nn.GradientReversal`][]."""

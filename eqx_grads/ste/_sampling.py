@@ -181,22 +181,22 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
     [`eqx_grads.RuleError`][] if `p` is not an array of floats, or is less than zero or greater
     than one by more than rounding (unless it is traced).
     """
-    p = as_floats("ste.bernoulli", p, "p")
-    _check_probabilities(p)
+    given, p = p, as_floats("ste.bernoulli", p, "p")
+    _check_probabilities(given, p.dtype)
     wide = widen(p)
     bit = jr.uniform(key, wide.shape, wide.dtype) < wide
     # Propagate NaN: `uniform < NaN` is false, and the sample would be zero.
     return replace_gradient(jnp.where(jnp.isnan(p), p, bit.astype(p.dtype)), p)
 
 
-def _check_probabilities(p):
+def _check_probabilities(p, dtype):
     if not is_known(p):
         return
-    values = np.asarray(widen(p))
-    slack = 8 * float(jnp.finfo(p.dtype).eps)  # a sum of a softmax may exceed one
+    values = np.asarray(p).astype(np.float64)  # not by JAX, which would trace it in `jit`
+    slack = 8 * float(jnp.finfo(dtype).eps)  # a sum of a softmax may exceed one
     if np.any((values < -slack) | (values > 1 + slack)):
         raise rule_error(
-            "`ste.bernoulli` was given probabilities that are not from zero to one.",
+            "`ste.bernoulli` was given probabilities `p` that are not from zero to one.",
             f"the smallest is {np.nanmin(values)}, the largest {np.nanmax(values)}",
             do="Give it probabilities: for logits, their `jax.nn.sigmoid`.",
         )

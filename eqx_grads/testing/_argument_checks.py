@@ -11,6 +11,7 @@ from .._rules.float_args import as_integer, as_number
 def as_seeds(name: str, seed: Any) -> list[int]:
     """One seed or several, as a list."""
     several = isinstance(seed, Iterable) and not isinstance(seed, str | bytes)
+    several = several and getattr(seed, "ndim", 1) > 0  # not an array without axes
     given = list(seed) if several and as_integer(seed) is None else [seed]
     seeds = [s for s in map(as_integer, given) if s is not None and s >= 0]
     if not seeds or len(seeds) < len(given):
@@ -48,7 +49,9 @@ def check_tolerance(name: str, **numbers: Any) -> None:
 def as_names(name: str, argument: str, names: Any) -> tuple[str, ...]:
     """A name or a collection of names."""
     given = (names,) if isinstance(names, str) else names
-    if not isinstance(given, Collection) or not all(isinstance(n, str) for n in given):
+    is_array = hasattr(given, "ndim")
+    several = isinstance(given, Collection) and not is_array
+    if not several or not all(isinstance(n, str) and n for n in given):
         raise rule_error(
             f"The `{argument}` of `{name}` are not names.",
             f"they are {names!r:.60}",
@@ -76,7 +79,7 @@ def check_integer(name: str, argument: str, x: Any, smallest: int) -> None:
 
 
 def check_sequence(name: str, argument: str, x: Any) -> None:
-    if not isinstance(x, tuple | list):
+    if not isinstance(x, tuple | list) or not all(isinstance(e, tuple | list) for e in x):
         raise rule_error(
             f"The `{argument}` of `{name}` is not a list.",
             f"it is {x!r:.60}",

@@ -132,7 +132,7 @@ def check_gradients(
     check_options(CALLER, {}, raises=raises)
     check_tolerance(CALLER, tolerance=tolerance)
     as_names(CALLER, "skip", skip)
-    as_seed(CALLER, seed)
+    seed = as_seed(CALLER, seed)
     with showing_progress(CALLER):
         report = _report(loss, model, args, kwargs, skip, tolerance, seed)
     if raises:

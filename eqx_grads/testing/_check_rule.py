@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from .._diagnosis.progress import doing, showing_progress
-from .._errors import rule_error
+from .._errors import check_function, rule_error
 from ._argument_checks import as_names, as_seeds, check_options
 from ._case import Case, Options
 from ._checks.derivative import forward, reverse
@@ -153,7 +153,8 @@ def check_rule(
     [`eqx_grads.testing.RuleCheckError`][], an `AssertionError` with the report; an
     `eqx_grads.RuleError` for options that make no sense.
     """
-    check_options("check_rule", {"fn": fn}, raises=raises)
+    check_function(fn, "fn", "check_rule")
+    check_options("check_rule", {}, raises=raises)
     names = _chosen(checks, skip)
     options = Options(
         reference=reference,
@@ -221,4 +222,11 @@ def _chosen(checks: Collection[str] | None, skip: Collection[str]) -> Sequence[s
                 f"there are {', '.join(f'`{check}`' for check in CHECKS)}",
                 do="Choose among these in `checks=` and `skip=`.",
             )
-    return [name for name in CHECKS if name in wanted and name not in left_out]
+    names = [name for name in CHECKS if name in wanted and name not in left_out]
+    if not names:
+        raise rule_error(
+            "`check_rule` was told to check nothing.",
+            f"`checks` is {checks!r:.60}, `skip` is {skip!r:.60}",
+            do="Leave `checks` out to run all of them.",
+        )
+    return names

@@ -246,6 +246,8 @@ def _suits(style: str, function: Function) -> bool:
         len(function.formulas) == 1
         and not function.passed
         and not function.formulas[0].is_sum
+        and function.formulas[0].shape
+        == np.broadcast_shapes(*(leaf.shape for leaf in function.leaves))
         and function.out == ("leaf", 0)
         and all(node[0] == "leaf" for node in function.args)
     )

@@ -138,6 +138,11 @@ def _derivative(out, x):
     return 2 * x
 
 
+def _derivatives(x):
+    """One, or a list with one for each argument; zero is a constant."""
+    return x is _derivative or (isinstance(x, list) and x in ([0], [_derivative]))
+
+
 def _elementwise(fn, derivative, setup):
     return jax.grad(lambda x: jnp.sum(eqg.elementwise(fn, derivative, setup=setup)(x)))(X)
 
@@ -146,7 +151,7 @@ target(
     "elementwise",
     _elementwise,
     fn=(jnp.sin, sine),
-    derivative=(_derivative, lambda x: x in (_derivative, [0], [_derivative])),
+    derivative=(_derivative, _derivatives),
     setup=(None, is_none),
 )
 
@@ -166,7 +171,8 @@ def _step(carry, x):
 
 def _four_steps(x):
     """Arrays with four slices, and other leaves."""
-    given = [leaf for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")]
+    is_array = lambda x: hasattr(x, "dtype") and not isinstance(x, jax.ShapeDtypeStruct)
+    given = [leaf for leaf in jax.tree.leaves(x) if is_array(leaf)]
     return all(
         isinstance(leaf, jax.Array | np.ndarray) and np.shape(leaf)[:1] == (4,)
         for leaf in given
@@ -207,7 +213,7 @@ def _cond(pred, true_fun, false_fun):
 target(
     "filter_cond",
     _cond,
-    pred=(True, scalar(numbers)),
+    pred=(True, scalar(either(reals, bools))),
     true_fun=(jnp.sin, sine),
     false_fun=(jnp.sin, sine),
 )
@@ -521,19 +527,25 @@ target(
 )
 _linear_rule = eqg.custom_jvp(lambda x: 2 * x)
 _linear_rule.def_jvp(lambda primals, tangents: (_linear_rule(*primals), 2 * tangents[0]))
+
+
+def _tuples(x):
+    return isinstance(x, tuple | list) and all(isinstance(args, tuple | list) for args in x)
+
+
 _CHECK = {"fn": (_linear_rule, lambda x: x is _linear_rule)}
 target(
     "testing.check_rule",
     lambda fn, **options: eqgt.check_rule(fn, X, **options),
     **_CHECK,
-    checks=(("primal",), lambda x: x == ("primal",)),
+    checks=(("primal",), lambda x: x is None or (isinstance(x, tuple) and x == ("primal",))),
     skip=((), lambda x: isinstance(x, tuple | list | dict | set) and not len(x)),
     reference=(None, is_none),
     nonlinear=FLAG,
     nondifferentiable=((), lambda x: isinstance(x, tuple | list | dict | set) and not len(x)),
-    order=(2, integer(1, 10)),
-    at=((), lambda x: isinstance(x, tuple | list) and not len(x)),
-    max_residual_bytes=(None, optional(integer(0))),
+    order=(2, size),
+    at=((), _tuples),
+    max_residual_bytes=(None, optional(integer(0, 10**40))),
     tolerance=(None, optional(number(0))),
     seed=(0, _seeds),
     raises=(True, flag),

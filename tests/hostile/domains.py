@@ -189,11 +189,13 @@ size = integer(1, 10**40)
 
 
 def number(low: float = -np.inf, high: float = np.inf) -> Domain:
-    """A real number of Python or NumPy in an interval."""
+    """A real number in an interval, or an array that holds one, if it is known."""
 
     def holds(x):
-        is_number = isinstance(x, int | float | np.integer | np.floating)
-        return is_number and not isinstance(x, bool) and bool(low <= x <= high)
+        if isinstance(x, int):
+            return not isinstance(x, bool) and bool(low <= x <= high)
+        is_known = reals(x) and np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer)
+        return is_known and bool(low <= np.asarray(x) <= high)
 
     return holds
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 
 from .kinds import KINDS, NotApplicable
@@ -25,6 +26,8 @@ FUNCTIONS = (
     "surrogate",
 )
 ENDLESS = ("beyond int32", "beyond int64")
+# A size that is too large takes memory without end, in a call that is not only traced.
+HUGE = (*ENDLESS, "axis too large")
 
 
 class Outcome(NamedTuple):
@@ -66,6 +69,8 @@ def outcome(target: str, argument: str, kind: str, mode: str = "staged") -> Outc
         return None
     if callable(value) and (callable(given.args[argument]) or argument in FUNCTIONS):
         return None  # a function is only called later, and raises errors of its own
+    if kind in HUGE and mode == "eager":
+        return None
     if kind in ENDLESS and argument in ("num_layers", "num_spatial_dims", "state_size"):
         return None  # it would make as many
     return Outcome(target, argument, kind, *_judge(given, argument, value, mode))
@@ -96,6 +101,8 @@ def _judge(given: Target, argument: str, value: Any, mode: str) -> tuple[str, st
         is_clear = isinstance(error, TypeError | ValueError) and (
             names(argument, error) or (given.called and given.called in str(error).lower())
         )
+        # A solver that fails, as documented: its message names the user's function.
+        is_clear = is_clear or isinstance(error, eqx.EquinoxRuntimeError)
         return ("clear" if is_clear else "unclear"), text
     return ("right" if is_documented[0] else "silent"), f"{out!r:.200}"
 

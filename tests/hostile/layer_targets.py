@@ -37,7 +37,7 @@ from .domains import (
     sine,
     size,
 )
-from .op_targets import BACKWARD, BITS, FLAG, REAL, TREE, X
+from .op_targets import BACKWARD, BITS, FLAG, nothing, REAL, TREE, X
 from .targets import target
 
 
@@ -89,7 +89,7 @@ target(
     **OUTPUT_SIZES,
     r_min=(0.1, number(0, 0.9)),
     r_max=(0.9, number(0.1, 1)),
-    max_phase=(6.0, number(0, 2 * np.pi)),
+    max_phase=(6.0, number(1e-30, 1e38)),
     activation=FUNCTION,
     **METHOD,
     **MADE,
@@ -115,7 +115,7 @@ target(
     output=FUNCTION,
     checkpoint=(
         "auto",
-        either(one_of(None, "auto", "sqrt", "replay"), integer(1)),
+        either(one_of(None, "auto", "sqrt", "replay"), size),
     ),
     reverse=FLAG,
     time_major=FLAG,
@@ -153,7 +153,9 @@ LAYERS = {
     "RCuBaLIF": nn.RCuBaLIF(2, 3, 0.5, 0.9, key=KEY),
 }
 for _name, _layer in LAYERS.items():
-    target(f"nn.{_name}()", _layer, **CALLED)
+    # Any cell, also one of complex numbers.
+    xs = {"xs": (BATCH, shaped(numbers, None, None, 2))} if _name == "Recurrent" else {}
+    target(f"nn.{_name}()", _layer, **{**CALLED, **xs})
 
 
 def _from_state(layer, xs, state):
@@ -163,8 +165,9 @@ def _from_state(layer, xs, state):
 target(
     "nn.GRU() from a state",
     lambda xs, state: nn.GRU(2, 3, key=KEY)(xs, state),
+    called="`state`",
     xs=(XS, shaped(REAL, None, 2)),
-    state=(jnp.zeros(3), optional(shaped(reals, 3))),
+    state=(jnp.zeros(3), optional(shaped(REAL, 3))),
 )
 target(
     "nn.Outputs()",
@@ -211,7 +214,7 @@ def _neurons(x):
         except ValueError:
             return False
     # Of an array of JAX, only the shape and the dtype are checked.
-    is_real = reals(x) if isinstance(x, jax.Array) else not_nan(x)
+    is_real = reals(x) if isinstance(x, jax.Array) else number()(x) or not_nan(x)
     return is_real and np.shape(x) in ((), (3,), (1,))
 
 
@@ -322,12 +325,12 @@ def _gradient_layer(name, **args):
     target(f"nn.{name}", run, called="`s`", x=TREE, **args)
 
 
-_gradient_layer("GradientScale", scale=(2.0, _fits(reals)))
-_gradient_layer("GradientReversal", strength=(0.5, _fits(reals)))
+_gradient_layer("GradientScale", scale=(2.0, _fits(REAL)))
+_gradient_layer("GradientReversal", strength=(0.5, _fits(REAL)))
 _gradient_layer(
     "GradientClip",
-    min=(-0.5, optional(_fits(between(-jnp.inf, 1.0)))),
-    max=(1.0, optional(_fits(between(-0.5, jnp.inf)))),
+    min=(-0.5, optional(_fits(between(-jnp.inf, 1.0, REAL)))),
+    max=(1.0, optional(_fits(between(-0.5, jnp.inf, REAL)))),
 )
 _gradient_layer("GradientNormClip", max_norm=(0.7, scalar(not_negative)), axis=(-1, axes(1)))
 
@@ -341,15 +344,14 @@ target(
     _gradient_probe,
     called="slot",
     x=(X, either(shaped(floats, 3), no_floats)),
-    slot=(jnp.zeros(3), optional(shaped(numbers, 3))),
+    slot=(jnp.zeros(3), either(shaped(numbers, 3), nothing)),
 )
 
 # ---------------------------------------------------------------- quantization
 
-SCALE = (0.2, optional(lambda x: finite_positive(x)))
-CHANNEL = (0, optional(integer()))
+SCALE = (0.2, optional(either(finite_positive, number(1e-30, 1e38))))
+ANY_INTEGER = integer(-(10**40), 10**40)
 BACK_AXIS = (-1, integer(-(2**31), -1))
-QUANTIZER = (nn.FakeQuantize(4), function)
 NO_QUANTIZER = (None, optional(function))
 LEVELS = ((5, 5, 5), (5, 5, 5).__eq__)
 target("nn.StraightThrough", nn.StraightThrough, fn=(jnp.sin, function), backward=BACKWARD)
@@ -361,7 +363,7 @@ target(
     learn_scale=FLAG,
     signed=YES,
     narrow=FLAG,
-    channel_axis=(None, optional(integer())),
+    channel_axis=(None, optional(ANY_INTEGER)),
 )
 target(
     "nn.LSQ",
@@ -369,8 +371,8 @@ target(
     bits=BITS,
     scale=SCALE,
     signed=YES,
-    channel_axis=(None, optional(integer())),
-    gradient_scale=(None, optional(number(0, 1e30))),
+    channel_axis=(None, optional(ANY_INTEGER)),
+    gradient_scale=(None, optional(number(0, 1e300))),
 )
 target("nn.FSQ", nn.FSQ, levels=LEVELS, axis=BACK_AXIS)
 for _name, _layer in {
@@ -381,9 +383,10 @@ for _name, _layer in {
     _x = {"z": (X, ending(floats, 3))} if _name == "FSQ" else {"x": (X, floats)}
     target(f"nn.{_name}()", _layer, **_x, key=(None, anything))
     if hasattr(_layer, "fit"):
+        _pending = nn.LSQ(4) if _name == "LSQ" else nn.FakeQuantize(4, learn_scale=True)
         target(
             f"nn.{_name}.fit",
-            _layer.fit,
+            _pending.fit,
             x=(X, lambda x: floats(x) and np.size(x) > 0 and between(-1e38, 1e38)(x)),
         )
 target("nn.FSQ.decode", nn.FSQ((5, 5, 5)).decode, indices=(jnp.array(7), integers))
@@ -392,10 +395,10 @@ target(
     nn.VectorQuantizer,
     num_entries=(4, size),
     size=SIZE,
-    commitment=(0.25, number(0, 1e30)),
+    commitment=(0.25, number(0, 1e300)),
     ema=YES,
     decay=(0.99, number(0, 1)),
-    dead_below=(0.1, number(0, 1)),
+    dead_below=(0.1, number(0, 1e300)),
     axis=BACK_AXIS,
     **DTYPE,
     **MAKE,
@@ -410,7 +413,7 @@ target("nn.VectorQuantizer.decode", _VQ.decode, indices=(jnp.array([1, 2]), inte
 target(
     "nn.VectorQuantizer.fit",
     _VQ.fit,
-    z=(_Z, lambda x: ending(floats, 3)(x) and np.size(x) > 12),
+    z=_z,
     key=(KEY, optional(key)),
 )
 FEATURES = {
@@ -420,7 +423,10 @@ FEATURES = {
 }
 _BINARY = {"scale": YES, "backward": BACKWARD, "input_quantizer": NO_QUANTIZER}
 _THRESHOLD = {"threshold": ("mean", either(one_of("mean"), number(0, 1e300)))}
-_WEIGHT = {"weight_quantizer": QUANTIZER, "input_quantizer": NO_QUANTIZER}
+_WEIGHT = {
+    "weight_quantizer": (nn.FakeQuantize(4), optional(function)),
+    "input_quantizer": NO_QUANTIZER,
+}
 _INPUT = {"x": (X, shaped(numbers, 3)), "key": (None, anything)}
 for _name, _options in {
     "BinaryLinear": _BINARY,
@@ -441,7 +447,7 @@ ONE_SIZE = lambda x: size(x) or (isinstance(x, tuple | list) and len(x) == 1 and
 target(
     "nn.QuantizedConv",
     nn.QuantizedConv,
-    num_spatial_dims=(1, integer(1, 8)),
+    num_spatial_dims=(1, size),
     in_channels=(2, size),
     out_channels=(2, size),
     kernel_size=(2, ONE_SIZE),
@@ -484,7 +490,7 @@ target(
 
 LOSS = {
     "chunk": (2, optional(size)),
-    "ignore_index": (-100, optional(integer())),
+    "ignore_index": (-100, optional(ANY_INTEGER)),
     "label_smoothing": (0.1, number(0, 1)),
     "z_loss": (0.01, number(0)),
     "reduction": ("mean", one_of("mean", "sum", "none")),
@@ -496,7 +502,7 @@ target(
     eqg.losses.linear_cross_entropy,
     x=(_FIVE, shaped(floats, 5, 2)),
     weight=(jr.normal(KEY, (4, 2)), shaped(floats, None, 2)),
-    labels=(_LABELS, shaped(between(-100, 3, integers), 5)),
+    labels=(_LABELS, shaped(integers, 5)),  # also out of range: the loss is NaN
     bias=(jnp.ones(4), optional(shaped(floats, 4))),
     **LOSS,
 )
@@ -534,7 +540,7 @@ target(
     "nn.LinearCrossEntropy()",
     _HEAD,
     x=(_FIVE, shaped(floats, 5, 2)),
-    labels=(_LABELS, shaped(between(-100, 3, integers), 5)),
+    labels=(_LABELS, shaped(integers, 5)),
 )
 target("nn.LinearCrossEntropy.logits", _HEAD.logits, x=(_FIVE, ending(floats, 2)))
 target(

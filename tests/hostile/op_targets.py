@@ -69,7 +69,7 @@ def fits(domain):
     return broadcasting_to(domain, 3)
 
 
-def _nothing(x):
+def nothing(x):
     return x is None or isinstance(x, jax.ShapeDtypeStruct)  # its values are ignored
 
 
@@ -105,7 +105,7 @@ target(
     "clip_gradient_norm",
     graded(eqg.clip_gradient_norm),
     x=TREE,
-    max_norm=(0.7, scalar(between(0, jnp.inf, REAL))),
+    max_norm=(0.7, scalar(not_negative)),
     axis=AXES,
 )
 target(
@@ -113,7 +113,7 @@ target(
     graded(eqg.normalize_gradient),
     x=TREE,
     axis=AXES,
-    eps=(0.1, scalar(between(0, jnp.inf, REAL))),
+    eps=(0.1, scalar(not_negative)),
 )
 target("zero_nonfinite_gradient", graded(eqg.zero_nonfinite_gradient), x=TREE)
 target(
@@ -121,7 +121,7 @@ target(
     graded(eqg.noise_gradient),
     x=TREE,
     key=(KEY, key),
-    stddev=(0.5, fits(between(0, jnp.inf, REAL))),
+    stddev=(0.5, fits(not_negative)),
 )
 target(
     "cast_gradient", graded(eqg.cast_gradient), x=TREE, dtype=("float16", dtype(jnp.floating))
@@ -132,8 +132,9 @@ target("nondifferentiable", eqg.nondifferentiable, x=TREE, name=("x", text))
 target(
     "probe",
     graded(eqg.probe),
+    called="slot",
     x=(X, either(shaped(floats, 3), no_floats)),
-    slot=(jnp.zeros(3), either(shaped(floats, 3), _nothing)),
+    slot=(jnp.zeros(3), either(shaped(floats, 3), nothing)),
 )
 target(
     "tap_gradient", graded(eqg.tap_gradient), x=TREE, callback=(jnp.sin, function), ordered=FLAG
@@ -168,7 +169,12 @@ def _psum_gradient(x, axis_name):
     return jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)()
 
 
-target("psum_gradient", _psum_gradient, x=TREE, axis_name=("i", lambda x: x in ("i", ())))
+target(
+    "psum_gradient",
+    _psum_gradient,
+    x=TREE,
+    axis_name=("i", lambda x: isinstance(x, str | tuple) and x in ("i", ())),
+)
 
 
 def _zero_safe(fn, policy):
@@ -369,7 +375,7 @@ target(
     return_sign=FLAG,
     where=MASK,
 )
-ORD = (2, lambda x: x is None or (number()(x) and x in (1, 2, jnp.inf)))
+ORD = (2, lambda x: x is None or (number()(x) and float(x) in (1, 2, jnp.inf)))
 target("safe.norm", safe.norm, x=(X, at_least(numbers, 1)), ord=ORD, axis=AXES, keepdims=FLAG)
 target("safe.normalize", safe.normalize, x=(X, at_least(numbers, 1)), axis=AXES)
 target(

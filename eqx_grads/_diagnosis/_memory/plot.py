@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..._errors import optional_import
 from ..report import show_place
 from .residuals import is_recomputable, Residual
 from .show_bytes import show_bytes
@@ -17,11 +18,7 @@ _LEAST_BOX = 0.004
 
 def plot_memory(residuals: Sequence[Residual], *, axes: Any = None) -> Any:
     """Draw an icicle: each column divides the boxes of the one to the left."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        message = "`MemoryReport.plot` needs Matplotlib: `pip install matplotlib`."
-        raise ImportError(message) from error
+    mpl = optional_import("matplotlib", "MemoryReport.plot", "plot")
     if axes is None:
         from matplotlib import pyplot
 

@@ -138,7 +138,8 @@ class MemoryReport(AbstractReport):
 
         **Raises:**
 
-        `ImportError` if [Matplotlib](https://matplotlib.org) is not installed.
+        `ModuleNotFoundError` if [Matplotlib](https://matplotlib.org), the extra `plot`, is
+        not installed.
         """
         return plot_memory(self.found, axes=axes)
 

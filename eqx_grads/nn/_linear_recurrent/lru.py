@@ -205,7 +205,7 @@ class LRU(AbstractDiagonal):
             output_size=output_size,
             state_size=state_size,
             ring=(r_min, r_max),
-            max_phase=max_phase,
+            max_phase=float(max_phase),
             dtype=dtype,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)

@@ -218,7 +218,7 @@ class S5(AbstractDiagonal):
             output_size=output_size,
             state_size=state_size,
             blocks=blocks,
-            steps=(min_step, max_step),
+            steps=(float(min_step), float(max_step)),
             dtype=dtype,
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array
 
 from ... import ste
@@ -36,12 +35,10 @@ def as_number(layer: str, what: str, x: Any, *, positive: bool = False) -> float
 def as_scale(layer: str, scale: Any) -> Array | None:
     if scale is None:
         return None
-    if is_number(scale):
-        scale = jnp.asarray(scale, default_dtype())
+    # What is given and not what JAX makes of it, which inside of `jit` is traced.
+    given, scale = scale, jnp.asarray(scale, default_dtype()) if is_number(scale) else scale
     scale = as_floats(layer, scale, "scale")
-    if isinstance(scale, Tracer):
-        return scale
-    values = np.asarray(scale)
+    values = np.asarray(given, np.float64) if is_known(given) else np.ones(())
     if not np.all((values > 0) & np.isfinite(values)):
         raise rule_error(
             f"`{layer}` was given a scale that is not positive and finite.",
@@ -51,12 +48,19 @@ def as_scale(layer: str, scale: Any) -> Array | None:
     return scale
 
 
-def check_fitted(layer: str, scale: Array) -> None:
-    """Check a scale that was computed from numbers, unless they are traced."""
-    if is_known(scale) and not np.all(np.isfinite(np.asarray(scale))):
+def check_examples(layer: str, x: Any, dtype: Any) -> None:
+    """Check that a scale can be computed from numbers, as far as these are known."""
+    largest = float(jnp.finfo(dtype).max)
+    if np.size(x) == 0:
+        raise rule_error(
+            f"`{layer}.fit` was given nothing to fit a scale to.",
+            f"`x` is {type_of(x)}",
+            do="Give it numbers like those that it will quantize.",
+        )
+    if is_known(x) and not np.all(np.abs(np.asarray(x)) <= largest):
         raise rule_error(
             f"`{layer}.fit` was given numbers that are not finite.",
-            f"the scale would be {np.max(np.asarray(scale))}",
+            f"`x` is {type_of(x)}, and its largest number is {np.max(np.asarray(x))}",
             do="Fit it to finite numbers. `eqx_grads.explain_nan` finds the origin of others.",
         )
 
@@ -162,11 +166,18 @@ def check_quantized(what: str, quantizer: Any, x: Any, out: Any) -> None:
         )
 
 
+def as_features(layer: str, argument: str, size: Any) -> Any:
+    """The size of an input or output, or `"scalar"`."""
+    if isinstance(size, str) and size == "scalar":
+        return size
+    return as_sizes(layer, **{argument: size})[0]
+
+
 def check_input(name: str, layer: eqx.nn.Linear, x: Any) -> None:
     """Check that an input has the size that a linear layer takes."""
     scalar = layer.in_features == "scalar"
     shape = () if scalar else (layer.in_features,)
-    if jnp.shape(x) != shape:
+    if not holds_numbers(x) or jnp.shape(x) != shape:
         raise rule_error(
             f"`{name}` was given an input of the wrong size.",
             f"`x` is {type_of(x)}, `in_features` is {layer.in_features!r}",
@@ -208,4 +219,14 @@ def check_image(name: str, layer: eqx.nn.Conv, x: Any) -> None:
             f"`{name}` was given an input of the wrong shape.",
             f"`x` is {type_of(x)}, `in_channels` is {layer.in_channels}",
             do=f"Give it {axes} axes, the channels first, and use `jax.vmap` for a batch.",
+        )
+
+
+def check_dtypes(name: str, x: Array, weight: Array) -> None:
+    """Check that a convolution is given operands of one dtype, as it does not cast them."""
+    if x.dtype != weight.dtype:
+        raise rule_error(
+            f"`{name}` was given an input of another dtype than its weight.",
+            f"`x` is {type_of(x)}, the weight {type_of(weight)}",
+            do=f"Pass `x.astype(jnp.{weight.dtype})`.",
         )

@@ -14,7 +14,9 @@ from ..._errors import check_flags, name_of, rule_error
 from .._argument_checks import as_sizes
 from .._dtypes import layer_dtype
 from .argument_checks import (
+    as_features,
     check_convolution,
+    check_dtypes,
     check_image,
     check_input,
     check_layer,
@@ -73,6 +75,8 @@ class AbstractQuantizedLayer(eqx.Module):
         weight = self.quantized_weight()
         if self.input_quantizer is not None:
             x = _quantized("input", self.input_quantizer, x)
+        if isinstance(self.layer, eqx.nn.Conv):
+            check_dtypes(type(self).__name__, x, weight)
         return eqx.tree_at(lambda layer: layer.weight, self.layer, weight)(x)
 
 
@@ -293,10 +297,8 @@ def make_linear(
     name: str, in_features: Size, out_features: Size, use_bias: bool, dtype: Any, *, key: Array
 ) -> eqx.nn.Linear:
     """The linear layer of a quantized one, its arguments checked."""
-    if in_features != "scalar":
-        (in_features,) = as_sizes(name, in_features=in_features)
-    if out_features != "scalar":
-        (out_features,) = as_sizes(name, out_features=out_features)
+    in_features = as_features(name, "in_features", in_features)
+    out_features = as_features(name, "out_features", out_features)
     check_flags(name, use_bias=use_bias)
     dtype = layer_dtype(name, dtype)
     return eqx.nn.Linear(in_features, out_features, bool(use_bias), dtype, key=key)

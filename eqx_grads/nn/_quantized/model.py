@@ -227,7 +227,8 @@ class _Rule:
         if callable(how) and not isinstance(how, type):
             return how
         raise rule_error(
-            f"A rule of `quantize_model` does not say how to quantize: {self.name}.",
+            "One of the `rules` of `quantize_model` does not say how to quantize: "
+            f"{self.name}.",
             f"it is {how!r:.80}",
             do="Give it a quantizer, a pair of them for weights and inputs, a layer with "
             "`from_layer`, a function of the layer, or `None` to leave it.",

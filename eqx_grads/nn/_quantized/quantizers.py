@@ -19,7 +19,7 @@ from .argument_checks import (
     as_number,
     as_scale,
     check_backward,
-    check_fitted,
+    check_examples,
     check_function,
     check_indices,
     check_vectors,
@@ -195,9 +195,10 @@ class FakeQuantize(AbstractQuantizer):
         If the scale is learned and was not given, this quantizer with the scale at which the
         largest of `x` is the largest integer. Otherwise this quantizer, unchanged.
         """
-        x = as_floats("FakeQuantize.fit", x)
+        given, x = x, as_floats("FakeQuantize.fit", x)
         if not self.needs_fit:
             return self
+        check_examples("FakeQuantize", given, x.dtype)
         return _with_scale(self, self._absmax(x).astype(x.dtype))
 
     def __call__(
@@ -306,9 +307,10 @@ class LSQ(AbstractQuantizer):
         This quantizer with the scale $2\,\operatorname{mean}|x| / \sqrt{q_\max}$, as
         published. If it has a scale already, this quantizer, unchanged.
         """
-        x = as_floats("LSQ.fit", x)
+        given, x = x, as_floats("LSQ.fit", x)
         if not self.needs_fit:
             return self
+        check_examples("LSQ", given, x.dtype)
         axes = _other_axes("LSQ", self.channel_axis, x)
         size = jnp.abs(widen(jax.lax.stop_gradient(x)))
         total = jnp.sum(size, axes, keepdims=axes is not None)
@@ -432,7 +434,6 @@ def _largest(bits, signed):
 
 
 def _with_scale(quantizer, scale):
-    check_fitted(type(quantizer).__name__, scale)
     return eqx.tree_at(lambda q: q.scale, quantizer, scale, is_leaf=lambda x: x is None)
 
 

@@ -159,7 +159,7 @@ def _check_decay(cell, name, value):
 
 
 def _check_parameter(cell, name, value, shape):
-    if _is_known(value) and np.any(np.isnan(value)):
+    if _is_known(value) and np.any(np.isnan(np.asarray(value, np.float64))):
         raise rule_error(
             f"`{cell}` was given a `{name}` that is not a number.",
             f"`{name}` is {value!r:.80}",

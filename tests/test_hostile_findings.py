@@ -1,0 +1,140 @@
+"""What the calls of `tests/hostile` found: arguments that were taken silently, or refused in
+the words of others."""
+
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import numpy as np
+import pytest
+
+
+X = jnp.array([0.5, -1.2, 2.0])
+KEY = jr.key(0)
+DOUBLE = eqg.custom_jvp(lambda x: 2 * x)
+DOUBLE.def_jvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+
+
+@pytest.fixture(autouse=True)
+def _no_type_checks():
+    """As users run it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def conv(x):
+    quantizer = eqg.nn.FakeQuantize(4)
+    return eqg.nn.QuantizedConv(1, 2, 2, 2, weight_quantizer=quantizer, key=KEY)(x)
+
+
+def linear(x):
+    return eqg.nn.BinaryLinear(3, 2, key=KEY)(x)
+
+
+REFUSED = {
+    "an array for a dtype": (lambda: eqg.cast_gradient(X, X), "a dtype that is not floating"),
+    "an array for the dtype of a cell": (
+        lambda: eqg.nn.LIFCell(3, 0.9, dtype=X),
+        "`LIFCell` was given a dtype that is not one of real floats",
+    ),
+    "a type for a value": (
+        lambda: eqg.replace_gradient(jax.ShapeDtypeStruct((3,), "float32"), X),
+        "a surrogate that can't stand for the value",
+    ),
+    "a type for a start": (
+        lambda: eqg.fixed_point(jnp.cos, jax.ShapeDtypeStruct((3,), "float32")),
+        "a start that is not floating",
+    ),
+    "an array of no axes for levels": (
+        lambda: eqg.ste.fsq(X, jnp.array(5)),
+        "`ste.fsq` can't quantize to these levels",
+    ),
+    "a complex predicate": (
+        lambda: eqg.filter_cond(1 + 2j, jnp.sin, jnp.cos, X),
+        "`pred` of `filter_cond` is not one boolean or real number",
+    ),
+    "a scale that is not a number": (
+        lambda: eqg.nn.FakeQuantize(4, scale=float("nan")),
+        "a scale that is not positive and finite",
+    ),
+    "nothing to fit a scale to": (
+        lambda: eqg.nn.LSQ(4).fit(jnp.zeros(0)),
+        "`LSQ.fit` was given nothing to fit a scale to",
+    ),
+    "numbers without a scale": (
+        lambda: eqg.nn.LSQ(4).fit(float("inf")),
+        "`LSQ.fit` was given numbers that are not finite",
+    ),
+    "a convolution in another dtype": (
+        lambda: conv(jnp.ones((2, 5), jnp.float16)),
+        "an input of another dtype than its weight",
+    ),
+    "a range for an input": (lambda: linear(range(3)), "an input of the wrong size"),
+    "an array of a size": (
+        lambda: eqg.nn.BinaryLinear(np.zeros(2, [("a", "f4")]), 2, key=KEY),
+        "`BinaryLinear` was given a size that is not a positive integer",
+    ),
+    "a size beyond memory": (
+        lambda: eqg.nn.GRU(2, 2**40, key=KEY),
+        "`GRU` was given a size(?s:.*)less than 2\\^31",
+    ),
+    "statistics beyond memory": (
+        lambda: eqg.GradientStatistics(2**40),
+        "`n` of `GradientStatistics` is not a number of steps",
+    ),
+    "an array for a reduction": (
+        lambda: eqg.losses.linear_cross_entropy(
+            jnp.ones((1, 2)), jnp.ones((3, 2)), jnp.zeros(1, int), reduction=np.ones(2)
+        ),
+        "has no such reduction",
+    ),
+    "too many calls of a rule": (
+        lambda: eqg.host_function(np.sin, out=lambda x: x, max_rule_calls=jnp.array(-1)),
+        "was given the `max_rule_calls`",
+    ),
+    "no checks": (
+        lambda: eqgt.check_rule(DOUBLE, X, checks=()),
+        "`check_rule` was told to check nothing",
+    ),
+    "nothing to check": (lambda: eqgt.check_rule(None, X), "`fn` of `check_rule` is not a"),
+    "an array for names": (
+        lambda: eqgt.check_rule(DOUBLE, X, skip=jnp.array(3)),
+        "`skip` of `check_rule` are not names",
+    ),
+    "a key for a seed": (
+        lambda: eqgt.check_rule(DOUBLE, X, seed=KEY),
+        "`seed` of `check_rule` is not a seed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, match = REFUSED[name]
+    with pytest.raises(eqg.RuleError, match=match):
+        # Where JAX makes tracers, also of constants.
+        jax.eval_shape(lambda: jax.tree.leaves(call()))
+
+
+def test_half_precision_in_a_trace():
+    """A constant was converted by JAX, which made a tracer of it."""
+    p = jnp.array([0.2, 0.9], jnp.float16)
+    assert jax.jit(lambda: eqg.ste.bernoulli(p, key=KEY))().dtype == jnp.float16
+
+
+@pytest.mark.parametrize("large", [2**40, 10**30])
+def test_large_integers_are_numbers(large):
+    """JAX takes no Python integer beyond those of its own."""
+    root = eqg.implicit(lambda y, a: y**2 - a, tolerance=large)(jnp.sqrt)
+    layer = lambda: jax.tree.leaves(eqg.nn.S5(2, 1, 4, max_step=large, key=KEY))
+    assert jax.eval_shape(lambda: (jax.grad(root)(4.0), layer()))
+
+
+def test_option_in_an_array():
+    x, weight, labels = jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.array([0, 1, 2])
+    loss = lambda i: eqg.losses.linear_cross_entropy(x, weight, labels, ignore_index=i)
+    one = jnp.array(1)  # known, and not a tracer
+    assert jax.jit(lambda: loss(one) - loss(1))() == 0
