@@ -40,9 +40,9 @@ class Forecast(eqx.Module):
     physics: Float[Array, "5"]  # logarithms of positive parameters
 
     def __call__(self):
-        return jax.lax.scan(self.step, self.start, length=STEPS)[1]
+        return jax.lax.scan(lambda now, _: self.step(now), self.start, length=STEPS)[1]
 
-    def step(self, droplets, _):
+    def step(self, droplets):
         drag, attraction, stiffness, mixing, evaporation = jnp.exp(self.physics)
         relative = droplets.velocity - WIND
         squared = jnp.sum(relative**2, axis=1, keepdims=True)

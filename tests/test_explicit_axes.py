@@ -103,10 +103,8 @@ def elementwise_root(a, b):
 
 @eqg.implicit(lambda y, a, b: y**2 + 0.1 * jnp.mean(y) - a * b)
 def coupled_root(a, b):
-    y = a
-    for _ in range(6):
-        y = y - (y**2 + 0.1 * jnp.mean(y) - a * b) / (2 * y)
-    return y
+    newton = lambda y, _: (y - (y**2 + 0.1 * jnp.mean(y) - a * b) / (2 * y), None)
+    return jax.lax.scan(newton, a, length=16)[0]
 
 
 def coupled_fixed_point(a, b, **options):
