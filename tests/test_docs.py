@@ -30,7 +30,9 @@ def _outputs():
 
 
 OUTPUTS = _outputs()
-FENCE = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r'^( *)```python(?: title="[^"\n]*")?\n(.*?)^\1```', re.MULTILINE | re.DOTALL
+)
 
 
 def _blocks(text: str, first_line: int = 1) -> str:
