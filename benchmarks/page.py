@@ -32,7 +32,7 @@ SECTIONS = {
     "Solvers": ("fixed_point", "implicit", "events"),
     "Safe mathematics": ("safe", "safe_reductions"),
     "Quantization": ("quantization",),
-    "Rules": ("overhead", "checkers"),
+    "Rules": ("overhead", "drop_ins", "jax_drop_ins", "checkers"),
     "Host functions": ("host",),
     "Many devices": ("processes", "roofline"),
     "JAX 0.12": ("engines",),
