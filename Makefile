@@ -18,6 +18,8 @@ CUDA ?= cuda12
 # Of the random cases of `make fuzz`; the tests have the seeds up to 100.
 SEED ?= 1000
 CASES ?= 1000
+# `make test-nightly`: the address of the package index with JAX's nightly builds.
+NIGHTLY ?=
 # `make soak MINUTES=5`: for how long.
 MINUTES ?= 20
 
@@ -39,7 +41,7 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 .DEFAULT_GOAL := help
 .PHONY: help demo test conformance cost test-slow test-x64 test-leaks test-oldest \
     test-newest test-nightly test-switches test-gpu gpu-report mutants fuzz soak lint format types \
-    layers docs wheel clean _test-versions _nightly _report _prune
+    layers docs notebooks wheel clean _test-versions _nightly _report _prune
 
 # One pip at a time in an environment.
 .NOTPARALLEL:
@@ -124,18 +126,18 @@ test-newest:  ## the quick tests, on the newest JAX and Python
 	        _test-versions; \
 	fi
 
-test-nightly:  ## the quick tests, on the last nightly build of JAX
-	@python=$$(.ci/find-python 3.13 3.12); \
+test-nightly:  ## the quick tests, on the last nightly build of JAX, from NIGHTLY
+	@test -n "$(NIGHTLY)" || { echo "make NIGHTLY=index test-nightly: the index is on" \
+	    "https://docs.jax.dev/en/latest/installation.html#nightly-installation" >&2; exit 1; }; \
+	python=$$(.ci/find-python 3.13 3.12); \
 	if [ -z "$$python" ]; then \
 	    echo "No Python 3.13 or 3.12 here, so no nightly build of JAX was tested."; \
 	else \
 	    $(MAKE) --no-print-directory VENV=.venv-nightly PYTHON="$$python" _nightly; \
 	fi
 
-# https://docs.jax.dev/en/latest/installation.html#nightly-installation
 _nightly: $(VENV)/.tests
-	$(BIN)/python -m pip install --quiet --upgrade --pre jax jaxlib \
-	    --index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/
+	$(BIN)/python -m pip install --quiet --upgrade --pre jax jaxlib --index-url "$(NIGHTLY)"
 	@$(MAKE) --no-print-directory _test-versions
 
 test-switches:  ## the quick tests on the newest JAX, with SWITCHES on (all three)
@@ -190,6 +192,9 @@ layers: $(VENV)/.lint  ## which file may import which
 docs: $(VENV)/.docs  ## build the documentation, in site/
 	$(BIN)/mkdocs build --strict
 
+notebooks: $(VENV)/.notebooks  ## an executed notebook of each example, in notebooks/
+	$(BIN)/python docs/notebooks.py
+
 wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -203,6 +208,6 @@ wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	.ci/install-and-use "$${python:-$(BIN)/python}" dist/*.tar.gz
 
 clean:  ## remove all that these commands made
-	rm -rf .venv .venv-oldest .venv-newest .venv-nightly .venv-gpu gpu-report.md dist build site .hypothesis \
-	    .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest .venv-nightly .venv-gpu gpu-report.md dist build site \
+	    notebooks .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@ times the speed of plain scan, with at most 1.00 of its temporary bytes.
 
 157 of the 160 programs (the batch is inside of the scan or outside of it) have at least 0.97 of
 the speed. The cells are those of `judged_cells.py`: the cost model was made with those of
-`calibration_cells.py`. `docs/guides/fast-recurrence.md` has the table.
+`calibration_cells.py`. `docs/benchmarks.md` has the table.
 
 Value and gradient of a sum over all outputs, with respect to all parameters, in single
 precision, on one thread. The speed is the median over alternating rounds of the ratio to

@@ -2,7 +2,7 @@
 times the speed of plain scan (median 1.36), with 0.09 to 0.39 of the temporary bytes.
 
 A GRU over 4096 steps trains in 1/50 of the bytes with `checkpoint="sqrt"`, at 0.97 to 0.99 of
-the speed. `docs/guides/fast-recurrence.md` has the table.
+the speed. `docs/benchmarks.md` has the table.
 
 Value and gradient of a sum over all outputs (for the long sequence, over the last state), with
 respect to all parameters and the inputs, in single precision. The variants alternate in one

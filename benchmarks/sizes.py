@@ -2,7 +2,7 @@
 plain scan or more, up to 3.4 times.
 
 The layers run at 47 shapes from 8 steps of one sequence with 4 units to 256 steps of 128
-sequences with 512 units. `docs/guides/fast-recurrence.md` has the ranges and the exception.
+sequences with 512 units. `docs/benchmarks.md` has the ranges and the exception.
 
 Value and gradient of a sum over all outputs, with respect to all parameters, in single
 precision, on one thread. The speed is the median over alternating rounds of the ratio to

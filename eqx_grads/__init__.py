@@ -31,6 +31,10 @@ from ._diagnosis.probe import (
     tap_gradient as tap_gradient,
     watch_gradient as watch_gradient,
 )
+from ._drop_ins.filter_custom_jvp import filter_custom_jvp as filter_custom_jvp
+from ._drop_ins.filter_custom_vjp import filter_custom_vjp as filter_custom_vjp
+from ._drop_ins.jax_custom_jvp import jax_custom_jvp as jax_custom_jvp
+from ._drop_ins.jax_custom_vjp import jax_custom_vjp as jax_custom_vjp
 from ._errors import RuleError as RuleError
 from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.linear import (

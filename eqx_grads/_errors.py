@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 
-class RuleError(TypeError, ValueError):
+class RuleError(TypeError, ValueError, RuntimeError):
     """A rule, or a call of a function with a rule, breaks the contract of rules.
 
     The message has three parts: what happened, where (the rule, its file and line, and
@@ -18,8 +18,8 @@ class RuleError(TypeError, ValueError):
     while JAX traces your program, never while a compiled program runs; except that what a
     function on the host returns is not known before.
 
-    It is both a `TypeError`, which is what JAX raises for a wrong rule, and a
-    `ValueError`, which is what Equinox raises.
+    It is a `TypeError`, which is what JAX raises for a wrong rule, and both a
+    `ValueError` and a `RuntimeError`, which are what Equinox raises.
 
     !!! example
 

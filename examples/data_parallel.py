@@ -1,21 +1,16 @@
 """Train a character model with one process, and with many that share every batch.
 
 One command starts the processes, which find each other on this machine as they would on a
-cluster. The losses of both runs agree up to rounding. If a process is killed, the same command
-resumes from the last checkpoint, and ends with the same bits.
+cluster. If one is killed, the same command resumes, and ends with the same bits.
 """
 
 import argparse
+import functools as ft
 import json
 import os
 import pathlib
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pydoc_data.topics import topics
-from typing import Any
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -27,49 +22,41 @@ import optax
 import orbax.checkpoint as ocp
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as Spec
-from jaxtyping import Array, Float, Int, Key
+from launchers.local import launch
 from matplotlib.figure import Figure
 from tqdm import trange
 
 
-CHARACTERS = 128  # of ASCII
-UNITS = 128
-LENGTH = 128  # characters in a sequence
-BATCH = 32  # sequences, of all processes together
-STEPS = 300
-CHECKPOINTS = 6
-LEARNING_RATE = 2e-3
+CHARACTERS, UNITS = 128, 128  # all of ASCII
+BATCH, LENGTH = 32, 128  # sequences, of all processes together, and their characters
+STEPS, CHECKPOINTS, LEARNING_RATE = 300, 6, 2e-3
 
 
 class CharacterModel(eqx.Module):
-    """The loss of predicting each next character."""
-
     embedding: eqx.nn.Embedding
     gru: eqg.nn.GRU
     head: eqg.nn.LinearCrossEntropy
 
-    def __init__(self, characters: int, units: int, layers: int, *, key: Key[Array, ""]):
+    def __init__(self, characters: int, units: int, layers: int, *, key):
         keys = jr.split(key, 3)
         self.embedding = eqx.nn.Embedding(characters, units, key=keys[0])
         self.gru = eqg.nn.GRU(units, units, num_layers=layers, key=keys[1])
         self.head = eqg.nn.LinearCrossEntropy(units, characters, key=keys[2])
 
-    def __call__(self, text: Int[Array, "batch time"]) -> Float[Array, ""]:
+    def __call__(self, text):  # the loss of predicting each next character
         features, _ = self.gru(self.embedding.weight[text[:, :-1]])
         return self.head(features, text[:, 1:])
 
 
-def make_step(static: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
-    def of_own_rows(params, text):
+def make_step(static, optimizer: optax.GradientTransformation, mesh: Mesh):
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=(Spec(), Spec("batch")), out_specs=Spec())
+    def value_and_grad(params, text):
         """Each device has equally many rows, and its own gradient until the mean over all."""
         params = jax.lax.pcast(params, "batch", to="varying")
         loss = lambda params: eqx.combine(params, static)(text)
         # One array is communicated: on CPUs, each array takes a message of its own.
         flat, unravel = ravel_pytree(jax.value_and_grad(loss)(params))
         return unravel(jax.lax.pmean(flat, "batch"))
-
-    specs = (Spec(), Spec("batch"))
-    value_and_grad = jax.shard_map(of_own_rows, mesh=mesh, in_specs=specs, out_specs=Spec())
 
     @jax.jit
     def step(state, text):
@@ -82,40 +69,31 @@ def make_step(static: Any, optimizer: optax.GradientTransformation, mesh: Mesh) 
     return step
 
 
-def work(args: argparse.Namespace) -> None:
-    """What each process does."""
+def work(args):  # what each process does
     # On a cluster that JAX knows, no arguments are given: `initialize` asks the cluster.
     jax.distributed.initialize(args.coordinator, args.processes, args.process)
     mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(AxisType.Auto,))
-    same, rows = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("batch"))
     text = "".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore")
     text = np.frombuffer(text, "uint8").astype("int32")
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
     model = CharacterModel(CHARACTERS, UNITS, layers=1, key=jr.key(0))
     params, static = eqx.partition(model, eqx.is_array)
     state = (jnp.int32(0), params, optimizer.init(params), jnp.zeros(args.steps))
-    state = jax.device_put(state, same)
-    step = make_step(static, optimizer, mesh)
-
+    state = jax.device_put(state, NamedSharding(mesh, Spec()))
+    step, rows = make_step(static, optimizer, mesh), NamedSharding(mesh, Spec("batch"))
     # A checkpoint is a list of all arrays. All processes save and restore it together.
-    checkpoints = ocp.CheckpointManager(
-        args.out.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    )
+    checkpoints = ocp.CheckpointManager(args.out.absolute() / "checkpoints")
     leaves, treedef = jax.tree.flatten(state)
-    start = checkpoints.latest_step() or 0
-    if start:
+    if start := checkpoints.latest_step() or 0:
         leaves = checkpoints.restore(start, args=ocp.args.StandardRestore(leaves))
         state = treedef.unflatten(leaves)
-    every = max(1, args.steps // CHECKPOINTS)
     first, last = jax.process_index() == 0, jax.process_index() == jax.process_count() - 1
-    # Only the first process has a bar. `None`: no bar where there is no terminal.
-    disable = None if first else True
-    for i in trange(start, args.steps, initial=start, total=args.steps, disable=disable):
-        # Every process draws all rows of the batch, and its devices are given their own.
+    # Only the first process has a bar. Every process draws all rows of a batch.
+    for i in trange(start, args.steps, disable=None if first else True):
         starts = np.random.default_rng(i).integers(len(text) - LENGTH, size=(BATCH, 1))
         batch = text[starts + np.arange(LENGTH + 1)]
         state = step(state, jax.make_array_from_callback(batch.shape, rows, batch.__getitem__))
-        if (i + 1) % every == 0:
+        if (i + 1) % max(1, args.steps // CHECKPOINTS) == 0:
             checkpoints.save(i + 1, args=ocp.args.StandardSave(jax.tree.leaves(state)))
         if i + 1 == args.kill and last:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -124,58 +102,32 @@ def work(args: argparse.Namespace) -> None:
         np.savez(args.out / "trained.npz", *jax.tree.leaves(state), losses=state[-1])
 
 
-def launch(processes: int, args: argparse.Namespace) -> Float[np.ndarray, " step"]:
-    """Start the processes on this machine, and return the losses. Exit if a process fails."""
+def train(processes, args):  # the losses of a run on this machine
     out = args.out / f"{args.steps}-steps-{processes}-processes"
     if not (out / "trained.npz").exists():
         out.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, __file__, "--worker", "--coordinator", coordinator]
-        command += ["--processes", processes, "--steps", args.steps, "--out", out]
-        command += ["--kill", args.kill if processes > 1 else 0, "--process"]
-        env = {**os.environ, "JAX_PLATFORMS": "cpu"}  # each process has a CPU device of its own
-        workers = [
-            subprocess.Popen([*map(str, command), str(i)], env=env) for i in range(processes)
-        ]
-        try:
-            while None in (codes := [w.poll() for w in workers]) and not any(codes):
-                time.sleep(0.05)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        name = lambda code: signal.Signals(-code).name if code < 0 else f"status {code}"
-        if ended := [f"process {i} ended with {name(c)}" for i, c in enumerate(codes) if c]:
-            sys.exit(
-                f"Of {processes} processes, {' and '.join(ended)}; the others were stopped. "
-                f"The same command goes on from the last checkpoint in {out}."
-            )
+        kill = args.kill if processes > 1 else 0
+        program = [__file__, "--steps", args.steps, "--out", out, "--kill", kill]
+        launch(program, processes, resume=out)
     return np.load(out / "trained.npz")["losses"]
 
 
-def draw(one: Float[np.ndarray, " step"], many: Float[np.ndarray, " step"]) -> Figure:
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(one, linewidth=3, color="0.75", label="one process")
-    left.plot(many, linewidth=0.8, color="C1", label="many")
-    left.set(xlabel="step", ylabel="loss")
-    left.legend(frameon=False)
-    right.plot(abs(many / one - 1), ".", markersize=3, color="C1")
-    right.set(xlabel="step", ylabel="relative difference of the losses")
+def draw(one, many, difference):
+    axes = (figure := Figure(figsize=(7, 3.5), layout="constrained")).subplots()
+    axes.plot(one, linewidth=3, color="0.75", label="one process")
+    axes.plot(many, linewidth=0.8, color="C1", label=f"many: at most {difference:.1e} apart")
+    axes.legend(frameon=False)
+    axes.set(xlabel="step", ylabel="loss")
     return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description="Train with one process, and with many.")
+    parser.add_argument("--quick", action="store_true", help="a few steps")
+    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
     parser.add_argument("--processes", type=int, help="how many (2)")
     parser.add_argument("--steps", type=int, default=STEPS, help="(%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument(
-        "--kill", type=int, default=0, help="kill the last process after this step"
-    )
-    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
+    parser.add_argument("--kill", type=int, default=0, help="kill the last one after this step")
     parser.add_argument("--worker", action="store_true", help="be one process, on a cluster")
     parser.add_argument("--coordinator", help="for a worker: host and port of process 0")
     parser.add_argument("--process", type=int, help="for a worker: its number")
@@ -183,17 +135,14 @@ def main():
     if args.worker:
         work(args)
         return
-    processes = args.processes or 2
-    if BATCH % processes:
+    if BATCH % (processes := args.processes or 2):
         parser.error(f"{processes} processes can't have equally many of {BATCH} sequences.")
     args.steps = CHECKPOINTS if args.quick else args.steps
-    one, many = launch(1, args), launch(processes, args)
+    one, many = train(1, args), train(processes, args)
     difference = float(abs(many / one - 1).max())
-    print(f"The last losses are {one[-1]:.6f} and {many[-1]:.6f}.")
-    print(f"The losses of a step differ by at most {difference:.1e} of their value.")
+    print(f"The last losses: {one[-1]:.6f} and {many[-1]:.6f}; at most {difference:.1e} apart")
     (args.out / "result.json").write_text(json.dumps({"difference": difference}))
-    picture = args.out / "data-parallel.png"
-    draw(one, many).savefig(picture, dpi=150)
+    draw(one, many, difference).savefig(picture := args.out / "data-parallel.png", dpi=150)
     print(f"The picture is {picture}.")
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 from matplotlib.figure import Figure
+from tqdm import trange
 
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
@@ -96,7 +97,7 @@ def train(steps: int):
         memory = step.compiled.memory_analysis().temp_size_in_bytes
         runs[name] = {"step": step, "memory": memory, "losses": [], "seconds": []}
         runs[name]["at"] = (speller, state)
-    for _ in range(steps):
+    for _ in trange(steps, leave=False, disable=None):
         starts = rng.integers(len(text) - LENGTH, size=(BATCH, 1))
         batch = jnp.asarray(text[starts + window])
         for run in runs.values():

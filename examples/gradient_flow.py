@@ -1,15 +1,14 @@
 """Vanishing and exploding gradients, and clipping at every step of the backward pass.
 
 A recurrent network is trained to repeat, at each of 1000 steps, its input of three steps
-before. The gradient shrinks or grows at every step of the backward pass. With small recurrent
-weights it vanishes within some dozens of steps. With large weights it overflows, and an
-optimizer that clips afterwards receives NaN. If it is clipped at every step, it stays finite
-and the network learns.
+before. With small recurrent weights, the gradient vanishes within some dozens of steps. With
+large weights it overflows, and an optimizer that clips afterwards receives NaN. If it is
+clipped at every step, it stays finite and the network learns.
 """
 
 import argparse
+import json
 import pathlib
-import time
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -17,21 +16,16 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import matplotlib
-import numpy as np
 import optax
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
+from tqdm import trange
 
 
-TICKS = 1000
-DELAY = 3
-NEURONS = 32
+TICKS, DELAY, NEURONS = 1000, 3, 32
 SMALL, LARGE = 0.8, 2.5  # scale of the recurrent weights
 MAX_NORM = 0.01  # of the gradient at one step
-STEPS = 150
-LEARNING_RATE = 5e-3
-
-# ---------------------------------------------------------------- the network
+STEPS, LEARNING_RATE = 150, 5e-3
 
 
 class Cell(eqx.Module):
@@ -76,14 +70,6 @@ class Network(eqx.Module):
         return jax.lax.scan(tick, (silence, silence), xs)[1]
 
 
-# ---------------------------------------------------------------- training
-
-
-def make_task(ticks, *, key):
-    heard = jr.normal(key, (ticks, 1), jnp.float32)
-    return heard, jnp.roll(heard, DELAY, axis=0).at[:DELAY].set(0)
-
-
 def loss(network, xs, ys):
     return jnp.mean((network(xs) - ys) ** 2)
 
@@ -93,104 +79,69 @@ def loss_at_the_end(network, xs, ys):
     return jnp.mean((network(xs)[-1] - ys[-1]) ** 2)
 
 
-@eqx.filter_jit
-def train(network, xs, ys, optimizer, steps):
-    """Train the network, and return the loss at every training step."""
-    weights, rest = eqx.partition(network, eqx.is_array)
+def train(network, xs, ys, steps, name):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
 
-    def update(state, _):
-        weights, opt_state = state
-        of_weights = lambda weights: loss(eqx.combine(weights, rest), xs, ys)
-        value, grads = jax.value_and_grad(of_weights)(weights)
-        with jax.numpy_dtype_promotion("standard"):  # Optax fails where it is "strict"
-            updates, opt_state = optimizer.update(grads, opt_state)
-        return (eqx.apply_updates(weights, updates), opt_state), value
+    @eqx.filter_jit
+    def update(network, state):
+        value, grads = eqx.filter_value_and_grad(loss)(network, xs, ys)
+        updates, state = optimizer.update(grads, state)
+        return eqx.apply_updates(network, updates), state, value
 
-    start = (weights, optimizer.init(weights))
-    return jax.lax.scan(update, start, None, length=steps)[1]
-
-
-# ---------------------------------------------------------------- the picture
+    state, losses = optimizer.init(eqx.filter(network, eqx.is_array)), []
+    for _ in trange(steps, desc=name, leave=False, disable=None):
+        network, state, value = update(network, state)
+        losses.append(float(value))
+    return losses
 
 
-INK, GRAY, TEAL, RUST = "#2b2b2b", "#c4c4c4", "#00798c", "#c8553d"
-STYLE: dict = {
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GRAY),
-    **dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor"), INK),
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-}
-
-
-@matplotlib.rc_context(STYLE)
+@matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False})
 def draw(flows, losses):
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     panels = figure.subplot_mosaic([[title, "loss"] for title in flows], width_ratios=(1.6, 1))
     for title, flow in flows.items():
         eqg.plot_gradient_flow(flow, axes=panels[title], limits=(1e-36, 1e36))
         panels[title].set(title=title)
-    draw_losses(panels["loss"], losses)
+    for (name, values), color in zip(losses.items(), ("#c8553d", "#00798c"), strict=True):
+        panels["loss"].plot(values, ".-", color=color, label=name)  # NaN is not drawn
+    panels["loss"].set(title="Training loss with the large weights", xlabel="training step")
+    panels["loss"].set(ylim=(0, 1.5 * max(values[0] for values in losses.values())))
+    panels["loss"].legend(frameon=False)
     return figure
 
 
-def draw_losses(panel, losses):
-    for (name, values), color in zip(losses.items(), (RUST, TEAL), strict=True):
-        finite = values[np.isfinite(values)]
-        if len(finite) < len(values):
-            name = f"{name}: NaN"
-            panel.plot(len(finite) - 1, finite[-1], "x", color=color)
-        panel.plot(finite, color=color, label=name)
-    panel.spines[["right", "top"]].set_visible(False)
-    panel.set(title="Training loss with the large weights", xlabel="training step")
-    panel.set(ylim=(0, 1.5 * max(values[0] for values in losses.values())))
-    panel.legend(frameon=False, loc="upper left")
-
-
-# ---------------------------------------------------------------- all of it
-
-
 def main():
-    root = pathlib.Path(__file__).parents[1]
     parser = argparse.ArgumentParser(description="Look at the gradients of recurrent networks.")
     parser.add_argument("--quick", action="store_true", help="few ticks, a few steps")
-    parser.add_argument("--out", type=pathlib.Path, default=root / "docs" / "images")
+    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder (%(default)s)")
     args = parser.parse_args()
     ticks, steps = (50, 3) if args.quick else (TICKS, STEPS)
-
-    start = time.perf_counter()
     key1, key2 = jr.split(jr.key(0))
-    xs, ys = make_task(ticks, key=key1)
+    xs = jr.normal(key1, (ticks, 1))
+    ys = jnp.roll(xs, DELAY, axis=0).at[:DELAY].set(0)
     networks = {
-        f"Small weights: the gradient of step {ticks} vanishes": Network(SMALL, key=key2),
+        "Small weights: the gradient of the last step vanishes": Network(SMALL, key=key2),
         "Large weights: it explodes": Network(LARGE, key=key2),
         "Clipped at every step: it stays": Network(LARGE, MAX_NORM, key=key2),
     }
     layers = lambda network: (network.first, network.second)
-    flows = {
-        title: eqg.gradient_flow(loss_at_the_end, network, xs, ys, where=layers)
-        for title, network in networks.items()
-    }
-    print("norm of the gradient      at the end   half-way   at the start")
-    for title, flow in flows.items():
-        first = flow["first"]
-        norms = (first[-1], first[len(first) // 2], first[0])
-        print(
-            f"{title.split(':')[0]:<24} " + " ".join(f"{float(norm):11.2g}" for norm in norms)
-        )
-
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+    flows, norms, losses = {}, {}, {}
+    print("The norm of the gradient at the end, half-way and at the start")
+    for title, network in networks.items():
+        flows[title] = eqg.gradient_flow(loss_at_the_end, network, xs, ys, where=layers)
+        first = flows[title]["first"]
+        norms[title] = [float(norm) for norm in (first[-1], first[len(first) // 2], first[0])]
+        print(f"{title}:", *(f"{norm:.2g}" for norm in norms[title]))
     _, large, clipped = networks.values()
-    losses = {
-        "Clipped by the optimizer only": np.asarray(train(large, xs, ys, optimizer, steps)),
-        "Clipped at every step, too": np.asarray(train(clipped, xs, ys, optimizer, steps)),
-    }
-    for name, values in losses.items():
-        print(f"{name}: the loss goes from {values[0]:.2f} to {values[-1]:.2f}")
-
+    for name, network in {"By the optimizer": large, "At every step, too": clipped}.items():
+        losses[name] = train(network, xs, ys, steps, name)
+        first, *_, last = losses[name]
+        print(f"Clipped: {name.lower()}: the loss goes from {first:.2f} to {last:.2f}")
     args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "result.json").write_text(json.dumps({"norms": norms, "losses": losses}))
     picture = args.out / "gradient-flow.png"
     draw(flows, losses).savefig(picture, dpi=150)
-    print(f"The picture is {picture}, after {time.perf_counter() - start:.0f} s.")
+    print(f"The picture is {picture}.")
 
 
 if __name__ == "__main__":

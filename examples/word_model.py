@@ -9,6 +9,7 @@ agree up to rounding; memory and time differ.
 
 import argparse
 import collections
+import functools as ft
 import json
 import pathlib
 import re
@@ -19,21 +20,17 @@ from typing import Any
 
 import equinox as eqx
 import eqx_grads as eqg
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 from matplotlib.figure import Figure
+from tqdm import trange
 
 
-FEATURES = 128
-LENGTH = 64  # words in a sequence
-BATCH = 32
-STEPS = 100
-LEARNING_RATE = 3e-3
-UNKNOWN = 0
+FEATURES, UNKNOWN = 128, 0
+BATCH, LENGTH, STEPS, LEARNING_RATE = 32, 64, 100, 3e-3  # LENGTH: words in a sequence
 
 
 class WordModel(eqx.Module):
@@ -45,19 +42,15 @@ class WordModel(eqx.Module):
     def __init__(self, vocabulary: int, *, key: Key[Array, ""]):
         keys = jr.split(key, 3)
         embedding = eqx.nn.Embedding(vocabulary, FEATURES, key=keys[0])
-        head = eqg.nn.LinearCrossEntropy(
-            FEATURES, vocabulary, ignore_index=UNKNOWN, key=keys[1]
-        )
+        options = {"ignore_index": UNKNOWN, "key": keys[1]}
+        head = eqg.nn.LinearCrossEntropy(FEATURES, vocabulary, **options)
         # The weight of the head is drawn for a head: an embedding begins with larger numbers.
         embedding = eqx.tree_at(lambda e: e.weight, embedding, head.weight)
-        self.ends = eqx.nn.Shared(
-            (embedding, head), lambda ends: ends[1].weight, lambda ends: ends[0].weight
-        )
+        weights = (lambda ends: ends[1].weight, lambda ends: ends[0].weight)
+        self.ends = eqx.nn.Shared((embedding, head), *weights)
         self.gru = eqg.nn.GRU(FEATURES, FEATURES, key=keys[2])
 
-    def features(
-        self, words: Int[Array, "*batch time"]
-    ) -> Float[Array, "*batch time features"]:
+    def features(self, words: Int[Array, "*batch time"]):
         embedding, _ = self.ends()
         return self.gru(FEATURES**0.5 * embedding.weight[words])[0]
 
@@ -84,30 +77,26 @@ def load() -> tuple[list[str], Int[np.ndarray, " words"]]:
     return vocabulary, np.array([index.get(word, UNKNOWN) for word in words], "int32")
 
 
-def train(vocabulary: list[str], text: Int[np.ndarray, " words"], steps: int):
+def train(model: WordModel, text: Int[np.ndarray, " words"], steps: int):
     """Train both models in alternation, so that other load on the machine affects both."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
-    model = WordModel(len(vocabulary), key=jr.key(0))
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
-    def make_step(loss) -> Any:
-        @eqx.filter_jit
-        def step(model, state, words):
-            value, grad = eqx.filter_value_and_grad(loss)(model, words)
-            updates, state = optimizer.update(grad, state)
-            return eqx.apply_updates(model, updates), state, value
+    def update(loss, model, state, words):
+        value, grad = eqx.filter_value_and_grad(loss)(model, words)
+        updates, state = optimizer.update(grad, state)
+        return eqx.apply_updates(model, updates), state, value
 
-        return step
-
+    step: Any = eqx.filter_jit(update)
     first = jnp.zeros((BATCH, LENGTH + 1), "int32")
     runs = {}
     for name, loss in (("all logits", plain_loss), ("in chunks", chunked_loss)):
-        step = make_step(loss).lower(model, state, first).compile()
-        memory = step.compiled.memory_analysis().temp_size_in_bytes
-        runs[name] = {"step": step, "memory": memory, "losses": [], "seconds": []}
-        runs[name]["at"] = (model, state)
+        compiled = step.lower(loss, model, state, first).compile()
+        memory = compiled.compiled.memory_analysis().temp_size_in_bytes
+        runs[name] = {"step": ft.partial(compiled, loss), "memory": memory}
+        runs[name] |= {"at": (model, state), "losses": [], "seconds": []}
     rng = np.random.default_rng(0)
-    for _ in range(steps):
+    for _ in trange(steps, leave=False, disable=None):
         starts = rng.integers(len(text) - LENGTH, size=(BATCH, 1))
         batch = jnp.asarray(text[starts + np.arange(LENGTH + 1)])
         for run in runs.values():
@@ -117,23 +106,6 @@ def train(vocabulary: list[str], text: Int[np.ndarray, " words"], steps: int):
             run["losses"].append(float(value))
             run["seconds"].append(time.perf_counter() - start)
     return runs
-
-
-@eqx.filter_jit
-def write(model: WordModel, words: Int[Array, " time"], n: int, *, key: Key[Array, ""]):
-    """Draw the next `n` words, each from the logits of the one before."""
-    _, head = model.ends()
-    _, state = model.gru(model.ends()[0].weight[words[:-1]][None] * FEATURES**0.5)
-
-    def step(carry, key):
-        word, state = carry
-        x = model.ends()[0].weight[word] * FEATURES**0.5
-        features, state = model.gru(x[None, None], state)
-        logits = head.logits(features[0, 0]).at[UNKNOWN].set(-jnp.inf)
-        word = jr.categorical(key, logits / 0.7).astype(word.dtype)
-        return (word, state), word
-
-    return jax.lax.scan(step, (words[-1], state), jr.split(key, n))[1]
 
 
 def draw(runs: dict[str, Any]) -> Figure:
@@ -156,19 +128,17 @@ def main():
     args = parser.parse_args()
     vocabulary, text = load()
     print(f"{len(text)} words, of a vocabulary of {len(vocabulary)}")
-    runs = train(vocabulary, text, 2 if args.quick else STEPS)
+    model = WordModel(len(vocabulary), key=jr.key(0))
+    runs = train(model, text, 2 if args.quick else STEPS)
     result: dict[str, Any] = {"vocabulary": len(vocabulary)}
-    print("               ms per step    temporary MB    last loss")
     for name, run in runs.items():
-        milliseconds = 1e3 * statistics.median(run["seconds"])
-        megabytes = run["memory"] / 1e6
-        print(f"{name:14} {milliseconds:11.2f} {megabytes:15.2f} {run['losses'][-1]:12.6f}")
+        milliseconds, megabytes = 1e3 * statistics.median(run["seconds"]), run["memory"] / 1e6
+        print(
+            f"{name}: {milliseconds:.1f} ms per step, {megabytes:.1f} MB temporary memory, ",
+            end="",
+        )
+        print(f"last loss {run['losses'][-1]:.6f}")
         result[name] = {"ms": milliseconds, "MB": megabytes, "losses": run["losses"]}
-    model, _ = runs["in chunks"]["at"]
-    start = ["The", "value", "of"]
-    prompt = jnp.array([vocabulary.index(word) for word in start])
-    words = write(model, prompt, 3 if args.quick else 30, key=jr.key(1))
-    print(" ".join([*start, *(vocabulary[word] for word in words)]))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "result.json").write_text(json.dumps(result))
     picture = args.out / "word-model.png"

@@ -78,6 +78,38 @@ def _sin_times_three_jvp(primals, tans):
     return sin_times_three(*primals), sin_times_tangent(*primals, *tans)
 
 
+# In Equinox's calling conventions.
+sin_times_filter_jvp = eqg.filter_custom_jvp(sin_times)
+
+
+@sin_times_filter_jvp.def_jvp
+def _sin_times_filter_jvp(primals, tans):
+    x, y = primals
+    t_x, t_y = tans
+    from_x, from_y = tangents.scale(t_x, jnp.cos(x) * y), tangents.scale(t_y, jnp.sin(x))
+    return sin_times_filter_jvp(x, y), tangents.add(from_x, from_y)
+
+
+@eqg.filter_custom_vjp
+def _filter_vjp(xy):
+    return sin_times(*xy)
+
+
+@_filter_vjp.def_fwd
+def _sin_times_filter_fwd(perturbed, xy):
+    return _filter_vjp(xy), None
+
+
+@_filter_vjp.def_bwd
+def _sin_times_filter_bwd(residuals, ct, perturbed, xy):
+    cts = sin_times_cotangents(*xy, ct)
+    return tuple(c if flag else None for c, flag in zip(cts, perturbed, strict=True))
+
+
+def sin_times_filter_vjp(x, y):
+    return _filter_vjp((x, y))
+
+
 @eqg.custom_gradient
 def sin_times_closure(x, y):
     sin, cos = jnp.sin(x), jnp.cos(x)
@@ -185,6 +217,8 @@ PAIRS = {
     "vjp, inlined": (sin_times_inlined, sin_times),
     "vjp and jvp": (sin_times_three, sin_times),
     "vjp and vmap": (sin_times_vmap, sin_times),
+    "filter_custom_jvp": (sin_times_filter_jvp, sin_times),
+    "filter_custom_vjp": (sin_times_filter_vjp, sin_times),
     "custom_gradient": (sin_times_closure, sin_times),
     "method": (layer, layer_plain),
     "tree, jvp": (_flat(two_outputs_jvp), _two_outputs_plain),

@@ -1,6 +1,6 @@
 """The rules of other systems, written here: functions of one number or two.
 
-`docs/coming-from.md` shows both versions side by side; `test_ports_trees.py` has the rest.
+`docs/coming-from/` shows both versions side by side; `test_ports_trees.py` has the rest.
 """
 
 import eqx_grads as eqg

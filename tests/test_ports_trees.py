@@ -1,6 +1,6 @@
 """The rules of other systems, written here: layers, several arguments and outputs.
 
-`docs/coming-from.md` shows both versions side by side. Where the other system is Equinox, its
+`docs/coming-from/` shows both versions side by side. Where the other system is Equinox, its
 version is run as well; all others are held to closed forms.
 """
 

@@ -64,7 +64,8 @@ def test_the_workflows_run_the_steps_that_are_reported():
     assert slow["strategy"]["matrix"] == {"part": all_parts}
     assert _commands(slow) == ["make test-slow PART=${{ matrix.part }}"]
     reported = re.findall(r"^reported \d+ ([\w-]+)", RUN, re.MULTILINE)
-    assert reported == ["test-switches", "test-slow"]
+    assert reported == ["test-switches", "test-slow", "notebooks"]
+    assert _commands(_jobs("weekly")["notebooks"]) == ["make notebooks"]
 
 
 def test_what_is_published_was_built_and_tested():

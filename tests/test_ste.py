@@ -974,7 +974,7 @@ def test_a_network_of_bits_learns_and_only_straight_through(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["straight_through"] >= 0.965
-    assert result["plain_sign"] <= 0.3  # guessing: 0.1
-    assert result["two_bits"] >= 0.975
+    assert result["straight-through"] >= 0.965
+    assert result["plain sign"] <= 0.3  # guessing: 0.1
+    assert result["two bits"] >= 0.975
     assert (tmp_path / "binary-network.png").read_bytes().startswith(b"\x89PNG")

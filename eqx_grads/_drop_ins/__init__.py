@@ -1,1 +1,1 @@
-"""Decorators with the calling conventions of Equinox and of JAX, on the rules of this library."""
+"""Decorators with the calling conventions of Equinox and JAX, on the rules of this library."""

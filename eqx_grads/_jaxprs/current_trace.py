@@ -40,6 +40,9 @@ def is_staged(operands: Sequence[Any]) -> bool:
     JAX 0.10 to 0.12). An equation of a call that was thought not to be staged has no jaxpr of
     the function, which other interpreters need.
     """
+    # `jax.ensure_compile_time_eval` evaluates that of which nothing is traced.
+    if jax.config.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
+        return False
     # Partial evaluation hands on what it knows.
     owners = {
         id(x._trace)

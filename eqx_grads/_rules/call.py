@@ -34,7 +34,24 @@ def call_with_rules(
     args, kwargs, filled = signature.bind(args, kwargs, rules.fill_defaults)
     if is_eager() and not _any_tracers(fn, args, kwargs):
         return as_arrays(fn(*as_arrays(args), **kwargs))
-    flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
+    return _call_traced(fn, rules, args, kwargs, filled, signature.names)
+
+
+def call_as_given(
+    fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """As `call_with_rules`, but the arguments stay as they were given: those passed by keyword
+    are passed on by keyword, no default value is filled in, and without a transformation no
+    number is made an array."""
+    rules.check_complete(fn)
+    if is_eager() and not _any_tracers(fn, args, kwargs):
+        return fn(*args, **kwargs)
+    names = rules.signature(fn).names
+    return _call_traced(fn, rules, args, kwargs, frozenset(), names)
+
+
+def _call_traced(fn, rules, args, kwargs, filled, names):
+    flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, names)
     if rules.varies_alike:
         # Inside `shard_map`, a rule then computes the cotangents of one device, and the
         # transpose of the cast sums those of a replicated operand, once.
@@ -77,9 +94,12 @@ class _Call(AbstractCall):
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(self) from error
         rule = call.rules.primal_rule()
+        rules = self._flat.rules
         check_static_outputs(rule.fn, outputs)
         check_outputs(call, rule, outputs, self.outputs)
         self.outputs = outputs
+        if rules.returns_numbers and all(isinstance(x, float | complex) for x in primals):
+            return _as_numbers(arrays), _as_numbers(t_arrays)
         return arrays, t_arrays
 
     def vmap(self, axis_data, batched, operands):
@@ -94,7 +114,7 @@ class _Call(AbstractCall):
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:
         fn, _, args, kwargs = self._flat.restore(as_array_list(operands))
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs))
+        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), self._flat.rules.operands)
         check_static_outputs(fn, outputs)
         return outputs, arrays
 
@@ -110,15 +130,21 @@ class _Call(AbstractCall):
         return RuleCall(rules, fn, args, kwargs, operands, ts[: flat.n_args], flat)
 
 
+def _as_numbers(arrays):
+    """Python's numbers again, of what an eager rule computed from them."""
+    is_number = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.weak_type
+    return [x.item() if is_number(x) and x.ndim == 0 else x for x in arrays]
+
+
 def _not_differentiable(fn, flat, i):
     name, leaf = name_of(fn), flat.path(i)
     if i < flat.n_args + flat.n_kwargs:
+        kind, way_out = flat.rules.configuration
         return rule_error(
-            f"`{name}` was differentiated with respect to a keyword-only argument.",
+            f"`{name}` was differentiated with respect to {kind}.",
             f"at {leaf}",
             place_of(fn),
-            do="Keyword-only arguments are configuration. Make it a positional parameter "
-            "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
+            do=way_out,
         )
     return rule_error(
         f"`{name}` was differentiated with respect to a value that it closes over.",

@@ -60,13 +60,13 @@ class custom_jvp(AbstractDecorated[P, T]):
     """
 
     fn: Callable[..., Any]
-    _rules: "_ForwardRules" = eqx.field(static=True)
+    _rules: "ForwardRules" = eqx.field(static=True)
     _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_jvp", options)
         self.fn, self._binding = unwrap_method(fn)
-        self._rules = _ForwardRules()
+        self._rules = ForwardRules()
         set_metadata(self, self.fn)
 
     def def_jvp(
@@ -96,7 +96,7 @@ class custom_jvp(AbstractDecorated[P, T]):
         return rule
 
 
-class _ForwardRules(AbstractRules):
+class ForwardRules(AbstractRules):
     is_reverse = False
     captures = ("jvp_rule", "vmap_rule")
 
@@ -221,7 +221,7 @@ def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
             do="Return `out, t_out`: the value and its tangent.",
         )
     out, t_out = result
-    outputs, arrays = OutputSpec.of(out)
+    outputs, arrays = OutputSpec.of(out, call.rules.operands)
 
     def fail(*where, do):
         # A tangent that fits the function does not fit a wrong value: say that first.

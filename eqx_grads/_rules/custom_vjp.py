@@ -67,13 +67,13 @@ class custom_vjp(AbstractDecorated[P, T]):
     """
 
     fn: Callable[..., Any]
-    _rules: "_ReverseRules" = eqx.field(static=True)
+    _rules: "ReverseRules" = eqx.field(static=True)
     _binding: str = eqx.field(static=True)
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod, **options: Any):
         check_options("custom_vjp", options)
         self.fn, self._binding = unwrap_method(fn)
-        self._rules = _ReverseRules()
+        self._rules = ReverseRules()
         set_metadata(self, self.fn)
 
     def def_fwd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class custom_vjp(AbstractDecorated[P, T]):
         return rule
 
 
-class _ReverseRules(AbstractRules):
+class ReverseRules(AbstractRules):
     is_reverse = True
     captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
 
@@ -218,7 +218,7 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
             rule.place,
             do="Return `out, residuals`: the value, and what the backward pass needs.",
         )
-    outputs, arrays = OutputSpec.of(result[0])
+    outputs, arrays = OutputSpec.of(result[0], call.rules.operands)
     return outputs, arrays, result[1]
 
 
@@ -259,8 +259,8 @@ class _VjpSpec:
             full = list(operands)
             for i, x in zip(self.perturbed, xs, strict=True):
                 full[i] = x
-            fn, _, args, kwargs = self.flat.restore(full)
-            _, arrays = OutputSpec.of(fn(*args, **kwargs))
+            fn, rules, args, kwargs = self.flat.restore(full)
+            _, arrays = OutputSpec.of(fn(*args, **kwargs), rules.operands)
             return [arrays[i] for i in self.out_indices]
 
         primals = [operands[i] for i in self.perturbed]

@@ -9,13 +9,13 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tangent_spaces import as_array_list, dtype_of
+from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
 from .closure_convert import (
     ClosureTemplate,
     contains_tracer,
@@ -146,6 +146,13 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
+def is_numeric_array(x: Any) -> bool:
+    """JAX arrays, and the NumPy arrays that JAX can take. No Python numbers."""
+    if isinstance(x, jax.Array):
+        return True
+    return isinstance(x, np.ndarray | np.generic) and holds_numbers(x)
+
+
 def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -155,6 +162,15 @@ def as_arrays(tree: Any) -> Any:
     if all(isinstance(x, jax.Array) or not is_dynamic(x) for x in jax.tree.leaves(tree)):
         return tree
     return jax.tree.map(lambda x: jnp.asarray(x) if is_dynamic(x) else x, tree)
+
+
+class Operands(NamedTuple):
+    """Which leaves of the positional arguments, the keyword-only arguments and the outputs are
+    arrays, and so operands. The others are static."""
+
+    args: Callable[[Any], bool] = is_dynamic
+    kwargs: Callable[[Any], bool] = is_array
+    outputs: Callable[[Any], bool] = is_dynamic
 
 
 class FlatCall:
@@ -193,8 +209,8 @@ class FlatCall:
         names: ParameterNames,
     ) -> tuple["FlatCall", list[jax.Array]]:
         """The call and its operands."""
-        args_split, arrays = TreeSplit.split(args, is_dynamic)
-        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, is_array)
+        args_split, arrays = TreeSplit.split(args, rules.operands.args)
+        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, rules.operands.kwargs)
         if rules.fill_defaults:
             # The default values are arguments by now, and may be differentiated as such.
             fn = without_traced_defaults(fn)
@@ -266,8 +282,8 @@ class OutputSpec:
     types: tuple[jax.ShapeDtypeStruct, ...]
 
     @staticmethod
-    def of(tree: Any) -> tuple["OutputSpec", list[Any]]:
-        split, arrays = TreeSplit.split(tree, is_dynamic)
+    def of(tree: Any, operands: Operands) -> tuple["OutputSpec", list[Any]]:
+        split, arrays = TreeSplit.split(tree, operands.outputs)
         types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
         return OutputSpec(split, types), arrays
 

@@ -11,7 +11,7 @@ import jax
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
 from .closure_convert import check_no_tracers, Opaque, Rebuildable
-from .flatten_call import FlatCall, OutputSpec, Signature
+from .flatten_call import FlatCall, Operands, OutputSpec, Signature
 
 
 class Rule(Rebuildable):
@@ -30,13 +30,15 @@ class Rule(Rebuildable):
         surely_linear: bool = False,
         name: str | None = None,
         source: Callable[..., Any] | None = None,
+        conventions: str | None = None,
     ):
         self.fn = fn.__func__ if isinstance(fn, staticmethod) else fn
+        self._conventions = _CONVENTIONS if conventions is None else conventions
         if not callable(self.fn):
             raise rule_error(
                 "A `rule` is not a function.",
                 f"it is {type_of(self.fn)}",
-                do=_CONVENTIONS,
+                do=self._conventions,
             )
         check_flags("the rule", symbolic_zeros=symbolic_zeros)
         # For errors: what the user calls the rule, and the function of the user's it is in.
@@ -64,7 +66,7 @@ class Rule(Rebuildable):
                     f"The rule `{self.name}` can't be called as rules are: {mismatch}.",
                     f"it was given {', '.join(given)}",
                     self.place,
-                    do=_CONVENTIONS,
+                    do=self._conventions,
                 ) from error
             raise
 
@@ -128,6 +130,14 @@ class AbstractRules(Rebuildable, abc.ABC):
         self.vmap_rule: Rule | None = None
         self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
         self.fill_defaults = True  # hand a rule the positional arguments left out, too
+        self.operands = Operands()
+        self.returns_numbers = False  # to `jax.jvp` of Python numbers, as `jax.custom_jvp` does
+        # For errors: what can't be differentiated, and the way out.
+        self.configuration: tuple[str, str] = (
+            "a keyword-only argument",
+            "Keyword-only arguments are configuration. Make it a positional parameter to give "
+            "it a derivative, or pass `jax.lax.stop_gradient` of it.",
+        )
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
         self._signature: Signature | None = None
@@ -224,7 +234,7 @@ def _outputs(call: RuleCall) -> OutputSpec | None:
 
     def primal(*operands):
         fn, _, args, kwargs = call.flat.restore(operands)
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs))
+        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.operands)
         found.append(outputs)
         return arrays
 

@@ -151,7 +151,7 @@ def _bind(decorated, instance):
     return bound
 
 
-def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
+def reduce_by_name(wrapper: Any, fn: Any) -> Any:
     """What `__reduce__` returns for a wrapper of the function `fn`.
 
     Like a function: by reference where it has a name to refer to. The function itself can't be
@@ -161,8 +161,10 @@ def reduce_by_name(wrapper: eqx.Module, fn: Any) -> Any:
         found = _find(fn.__module__, fn.__qualname__) if _is_named(fn) else None
     except (KeyError, AttributeError):
         found = None
-    is_same = (
-        found is not None and type(found) is type(wrapper) and _parts(found) == _parts(wrapper)
+    is_same = found is wrapper or (
+        type(found) is type(wrapper)
+        and isinstance(found, eqx.Module)
+        and _parts(found) == _parts(wrapper)
     )
     if is_same and not (fn.__module__ == "__main__" and _is_pickled_by_value()):
         # In a tree that was rebuilt, a wrapper is another object of the same parts.

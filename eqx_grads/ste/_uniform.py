@@ -35,7 +35,7 @@ def fake_quantize(
 ) -> Array:
     r"""Quantize to the grid of an integer with a few bits and back, straight through.
 
-    $$q = \operatorname{clip}(\operatorname{round}(x / s) + z,\ q_\min,\ q_\max),
+    $$q = \operatorname{clip}(\operatorname{round}(x / s) + z,\ q_{\min},\ q_{\max}),
     \qquad y = (q - z)\,s$$
 
     !!! example
@@ -163,7 +163,7 @@ def absmax_scale(
 ) -> Array:
     r"""The scale that maps the largest magnitude in an array to the largest integer.
 
-    $$s = \max |x| / q_\max$$
+    $$s = \max |x| / q_{\max}$$
 
     !!! example
 
@@ -250,7 +250,7 @@ def lsq(
     - `step`: positive, a number or an array that broadcasts to `x`.
     - `bits`, `signed`: as for [`eqx_grads.ste.fake_quantize`][]; two bits or more, or one if
         not `signed`.
-    - `gradient_scale`: $g$ below. By default $1 / \sqrt{N q_\max}$, where $N$ is how many
+    - `gradient_scale`: $g$ below. By default $1 / \sqrt{N q_{\max}}$, where $N$ is how many
         elements of `x` share a step. The paper does not count the batch in $N$: if `x` is a
         batch of activations, give `gradient_scale`.
 
@@ -260,11 +260,11 @@ def lsq(
 
     **Derivative:**
 
-    With $u = x / s$: where $q_\min < u < q_\max$,
+    With $u = x / s$: where $q_{\min} < u < q_{\max}$,
     $\dot y = \dot x + (\operatorname{round}(u) - u)\,g\,\dot s$; elsewhere
-    $\dot y = q\,g\,\dot s$ with $q$ the nearer of $q_\min$ and $q_\max$. The reverse rule
-    is the transpose. As published, $u = q_\min$ and $u = q_\max$ count as clipped, and so do
-    the $u$ outside that would be rounded to them. Forward mode has the factor $g$ too. Both
+    $\dot y = q\,g\,\dot s$ with $q$ the nearer of $q_{\min}$ and $q_{\max}$. The reverse rule
+    is the transpose. As published, $u = q_{\min}$ and $u = q_{\max}$ count as clipped, and so
+    do the $u$ outside that would be rounded to them. Forward mode has the factor $g$ too. Both
     modes and all orders, the higher ones being zero.
 
     **Raises:**

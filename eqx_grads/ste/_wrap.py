@@ -48,13 +48,13 @@ def wrap(
         of `fn`, and returns the same structure and shapes as `fn`. Or one of these names,
         for a function that acts elementwise:
 
-    - `"identity"`: the derivative is one (Bengio et al. 2013).
-    - `"hard_tanh"`: one where $|x| \le 1$, zero elsewhere (Courbariaux et al. 2016; Larq's
-        `ste_sign`).
-    - `"approx_sign"`: $2 - 2|x|$ where $|x| \le 1$, zero elsewhere (Liu et al. 2018, Bi-Real
-        Net).
-    - `"swish_sign"`: $\beta\,(2 - \beta x \tanh(\beta x / 2)) / (1 + \cosh \beta x)$ with
-        $\beta = 5$ (Darabi et al. 2018, BNN+).
+        - `"identity"`: the derivative is one (Bengio et al. 2013).
+        - `"hard_tanh"`: one where $|x| \le 1$, zero elsewhere (Courbariaux et al. 2016; Larq's
+            `ste_sign`).
+        - `"approx_sign"`: $2 - 2|x|$ where $|x| \le 1$, zero elsewhere (Liu et al. 2018,
+            Bi-Real Net).
+        - `"swish_sign"`: $\beta\,(2 - \beta x \tanh(\beta x / 2)) / (1 + \cosh \beta x)$ with
+            $\beta = 5$ (Darabi et al. 2018, BNN+).
 
     Without `fn`, `wrap` is a decorator.
 

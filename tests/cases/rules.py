@@ -55,6 +55,39 @@ def _():
     return square, (vectors()[0],)
 
 
+@case("jax_custom_jvp")
+def _():
+    @eqg.jax_custom_jvp
+    def sin_times(x, y):
+        return jnp.sin(x) * y
+
+    sin_times.defjvps(
+        lambda t, out, x, y: jnp.cos(x) * y * t, lambda t, out, x, y: jnp.sin(x) * t
+    )
+    return sin_times, vectors()
+
+
+@case("jax_custom_vjp")
+def _():
+    @eqg.jax_custom_vjp
+    def sin_times(x, y):
+        return jnp.sin(x) * y
+
+    fwd = lambda x, y: (sin_times(x, y), (x, y))
+    sin_times.defvjp(fwd, lambda res, ct: (jnp.cos(res[0]) * res[1] * ct, jnp.sin(res[0]) * ct))
+    return sin_times, vectors()
+
+
+@case("filter_custom_jvp")
+def _():
+    return ops.sin_times_filter_jvp, vectors()
+
+
+@case("filter_custom_vjp")
+def _():
+    return ops.sin_times_filter_vjp, vectors()
+
+
 @case("nondifferentiable", nondifferentiable=("y",))
 def _():
     return lambda x, y: x * eqg.nondifferentiable(y), vectors()

@@ -8,6 +8,7 @@ makes wrong ones. `outcome` replaces one argument of a call, and says what happe
 from .. import conftest as conftest  # the settings that all tests have, before JAX is used
 from . import (  # noqa: F401  they fill it
     diagnosis_targets,
+    jax_drop_in_targets,
     layer_targets,
     op_targets,
 )

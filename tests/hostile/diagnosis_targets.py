@@ -62,7 +62,14 @@ def _made(decorator):
     return run
 
 
-for _name in ("custom_jvp", "custom_vjp", "custom_gradient", "filter_checkpoint"):
+for _name in (
+    "custom_jvp",
+    "custom_vjp",
+    "custom_gradient",
+    "filter_checkpoint",
+    "filter_custom_jvp",
+    "filter_custom_vjp",
+):
     target(_name, _made(getattr(eqg, _name)), fn=(jnp.sin, callable))
 
 
@@ -95,6 +102,36 @@ def _def_bwd(fwd, bwd, symbolic_zeros):
 
 
 target("custom_vjp.def_bwd", _def_bwd, fwd=good(_fwd), bwd=good(_bwd), symbolic_zeros=FLAG)
+
+
+def _filter_def_jvp(fn_jvp):
+    f = eqg.filter_custom_jvp(lambda x: jnp.sin(x))
+    f.def_jvp(fn_jvp)
+    return jax.grad(f)(0.3)
+
+
+def _filter_def_bwd(fn_fwd, fn_bwd):
+    f = eqg.filter_custom_vjp(lambda x: jnp.sin(x))
+    f.def_fwd(fn_fwd)
+    f.def_bwd(fn_bwd)
+    return jax.grad(f)(0.3)
+
+
+def _filter_fwd(perturbed, x):
+    return jnp.sin(x), None
+
+
+def _filter_bwd(residuals, grad_out, perturbed, x):
+    return 2 * grad_out
+
+
+target("filter_custom_jvp.def_jvp", _filter_def_jvp, fn_jvp=good(_rule))
+target(
+    "filter_custom_vjp.def_bwd",
+    _filter_def_bwd,
+    fn_fwd=good(_filter_fwd),
+    fn_bwd=good(_filter_bwd),
+)
 
 
 def _derivative(out, x):

@@ -179,6 +179,8 @@ def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[
     """The leaves with a bad gradient, and the error that the gradient raises, if it does."""
     try:
         _, *grads = evaluate(derivative.root.program, values, bind)
+    except RuleError:  # which is a `RuntimeError` too
+        raise
     except RuntimeError as error:
         # A check in the program, such as `eqx.error_if`, found the non-finite value.
         lines = [line for line in str(error).splitlines() if "Error: " in line]

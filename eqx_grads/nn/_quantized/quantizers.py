@@ -304,7 +304,7 @@ class LSQ(AbstractQuantizer):
 
         **Returns:**
 
-        This quantizer with the scale $2\,\operatorname{mean}|x| / \sqrt{q_\max}$, as
+        This quantizer with the scale $2\,\operatorname{mean}|x| / \sqrt{q_{\max}}$, as
         published. If it has a scale already, this quantizer, unchanged.
         """
         given, x = x, as_floats("LSQ.fit", x)

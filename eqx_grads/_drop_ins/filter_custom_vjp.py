@@ -1,0 +1,226 @@
+"""`filter_custom_vjp`: a reverse rule in Equinox's calling convention."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+
+from .._errors import name_of, place_of, rule_error
+from .._rules.call import call_as_given
+from .._rules.closure_convert import Rebuildable
+from .._rules.custom_vjp import ReverseRules
+from .._rules.flatten_call import is_numeric_array, Operands, ParameterNames
+from .._rules.rule import Rule
+from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
+
+
+class filter_custom_vjp(AbstractWrapper[P, T]):
+    """`equinox.filter_custom_vjp`, on the rules of this library: change the import, and
+    nothing else.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.filter_custom_vjp
+        def clip_gradient(x, limit):
+            return x
+
+        @clip_gradient.def_fwd
+        def clip_gradient_fwd(perturbed, x, limit):
+            return x, None
+
+        @clip_gradient.def_bwd
+        def clip_gradient_bwd(residuals, grad_out, perturbed, x, limit):
+            return jnp.clip(grad_out, -limit, limit)
+
+        assert jax.grad(lambda x: 10 * clip_gradient(x, 1.0))(2.0) == 1.0
+        assert jax.jvp(lambda x: clip_gradient(x, 1.0), (2.0,), (1.0,))[1] == 1.0
+        ```
+
+    A new rule is shorter with [`eqx_grads.custom_vjp`][], which differentiates all
+    arguments that are passed by position.
+
+    **Arguments:**
+
+    - `fn`: a function, a method, or any callable PyTree, called as
+        `fn(vjp_arg, *args, **kwargs)`. The arrays of floats or complex numbers in `vjp_arg`,
+        any PyTree, can be differentiated. Differentiating with respect to any other argument
+        is an error. Python numbers are static: the function gets them as they are, under
+        `jit` too, and so does the caller if the function returns them.
+
+    Unlike Equinox's, the function has forward mode too, may be a method, and may close over
+    traced values, as its rules may. See [Change one import](../guides/change-one-import.md).
+
+    **Derivative:**
+
+    The reverse rule is yours (see `def_fwd` and `def_bwd`). It need not be linear. Forward
+    mode is the derivative of `fn` itself. Higher orders differentiate your rules.
+    """
+
+    fn: Callable[..., Any]
+    _rules: ReverseRules = eqx.field(static=True)
+    _binding: str = eqx.field(static=True)
+    _has_rules: ClassVar[bool] = True
+
+    def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
+        self.fn, self._binding = unwrap_method(fn)
+        self._rules = ReverseRules()
+        self._rules.fill_defaults = False
+        self._rules.operands = Operands(is_numeric_array, is_numeric_array, is_numeric_array)
+        self._rules.configuration = ("an argument that was passed by keyword", _WAY_OUT)
+        set_metadata(self, self.fn)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not args:
+            raise rule_error(
+                f"`{name_of(self)}` was called without an argument by position.",
+                f"it was given {', '.join(f'`{name}`' for name in kwargs) or 'nothing'}",
+                place_of(self.fn),
+                do="Pass the argument that is differentiated first, and by position.",
+            )
+        return call_as_given(self.fn, self._rules, args, kwargs)
+
+    def def_fwd(self, fn_fwd: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the rule for the forward pass. Use it as a decorator.
+
+        **Arguments:**
+
+        - `fn_fwd`: called as `fn_fwd(perturbed, vjp_arg, *args, **kwargs)`. `perturbed` is
+            like `vjp_arg`, with a Python bool for each leaf: whether it is being
+            differentiated. Returns `out, residuals`, where `residuals` is any PyTree.
+
+        **Returns:**
+
+        `fn_fwd`.
+        """
+        return self._set_fwd(fn_fwd, _FORWARD, with_perturbed=True)
+
+    def def_bwd(self, fn_bwd: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the rule for the backward pass. Use it as a decorator.
+
+        **Arguments:**
+
+        - `fn_bwd`: called as `fn_bwd(residuals, grad_out, perturbed, vjp_arg, *args,
+            **kwargs)`. `grad_out` is like the output, with `None` for each leaf that is not
+            an array of floats, or is not used. Returns the cotangent of `vjp_arg`, which is
+            like it, with `None` for any part that is zero.
+
+        **Returns:**
+
+        `fn_bwd`.
+        """
+        return self._set_bwd(fn_bwd, _BACKWARD, with_perturbed=True)
+
+    def defvjp(self, fn_fwd: Callable[..., Any], fn_bwd: Callable[..., Any]) -> None:
+        """Give both rules, without `perturbed`: `fn_fwd(vjp_arg, *args, **kwargs)` and
+        `fn_bwd(residuals, grad_out, vjp_arg, *args, **kwargs)`, where the cotangents of all
+        arrays of floats are arrays. Equinox deprecated this method in its version 0.10.7, and
+        warns of it, as is done here."""
+        warnings.warn(
+            "`filter_custom_vjp.defvjp` is deprecated, as it is in Equinox. Use `def_fwd` and "
+            "`def_bwd`, whose rules also get `perturbed`, and `None` for the cotangent of an "
+            "output that is not used; or `eqx_grads.custom_vjp`.",
+            stacklevel=2,
+        )
+        self._set_fwd(fn_fwd, _DEPRECATED_FORWARD, with_perturbed=False)
+        self._set_bwd(fn_bwd, _DEPRECATED_BACKWARD, with_perturbed=False)
+
+    def _set_fwd(self, fn_fwd, conventions, with_perturbed):
+        rule = Rule(fn_fwd, conventions=conventions)
+        names = self._rules.signature(self.fn).names
+        fwd = _Forward(rule, with_perturbed, name_of(self.fn), place_of(self.fn), names)
+        self._rules.fwd_rule = Rule(fwd, name=rule.name, source=rule.fn)
+        return fn_fwd
+
+    def _set_bwd(self, fn_bwd, conventions, with_perturbed):
+        rule = Rule(fn_bwd, conventions=conventions)
+        self._rules.bwd_rule = Rule(
+            _Backward(rule, with_perturbed),
+            symbolic_zeros=with_perturbed,
+            name=rule.name,
+            source=rule.fn,
+        )
+        return fn_bwd
+
+
+class _Forward(Rebuildable):
+    """A user's rule for the forward pass, called as `custom_vjp` calls one."""
+
+    captures = ("rule",)
+
+    def __init__(
+        self, rule: Rule, with_perturbed: bool, name: str, place: str, names: ParameterNames
+    ):
+        self.rule = rule
+        self.with_perturbed = with_perturbed
+        self.name = name
+        self.place = place
+        self.names = names
+
+    def __call__(self, /, *args: Any, perturbed: tuple[Any, ...], **kwargs: Any) -> Any:
+        self._check_first_only(perturbed)
+        first = perturbed[:1] if self.with_perturbed else ()
+        result = self.rule(*first, *args, **kwargs)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            return result
+        out, residuals = result
+        return out, (residuals, args, kwargs)
+
+    def _check_first_only(self, perturbed):
+        others = jax.tree_util.tree_leaves_with_path(perturbed[1:])
+        where = [
+            f"at `{self.names[path[0].idx + 1]}{jax.tree_util.keystr(path[1:])}`"
+            for path, is_perturbed in others
+            if is_perturbed
+        ]
+        if where:
+            raise rule_error(
+                f"`{self.name}` was differentiated with respect to an argument other than "
+                "its first.",
+                *where,
+                self.place,
+                do=_WAY_OUT,
+            )
+
+
+class _Backward(Rebuildable):
+    """A user's rule for the backward pass, called as `custom_vjp` calls one."""
+
+    captures = ("rule",)
+
+    def __init__(self, rule: Rule, with_perturbed: bool):
+        self.rule = rule
+        self.with_perturbed = with_perturbed
+
+    def __call__(self, residuals: Any, ct: Any, *, perturbed: tuple[Any, ...]) -> Any:
+        residuals, args, kwargs = residuals
+        first = perturbed[:1] if self.with_perturbed else ()
+        ct_first = self.rule(residuals, ct, *first, *args, **kwargs)
+        return ct_first, *(None for _ in args[1:])
+
+
+_WAY_OUT = (
+    "`filter_custom_vjp` gives derivatives with respect to its first argument, which may be a "
+    "tuple: put the value into it, or pass `jax.lax.stop_gradient` of the value."
+)
+_FORWARD = (
+    "The rule of `filter_custom_vjp.def_fwd` is called as "
+    "`fwd(perturbed, vjp_arg, *args, **kwargs)`."
+)
+_BACKWARD = (
+    "The rule of `filter_custom_vjp.def_bwd` is called as "
+    "`bwd(residuals, grad_out, perturbed, vjp_arg, *args, **kwargs)`."
+)
+_DEPRECATED_FORWARD = (
+    "The first rule of `filter_custom_vjp.defvjp` is called as `fwd(vjp_arg, *args, **kwargs)`."
+)
+_DEPRECATED_BACKWARD = (
+    "The second rule of `filter_custom_vjp.defvjp` is called as "
+    "`bwd(residuals, grad_out, vjp_arg, *args, **kwargs)`."
+)

@@ -1,0 +1,182 @@
+"""`jax_custom_jvp`: called as `jax.custom_jvp` is, on the rules of this library."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.custom_derivatives import zero_from_primal
+
+from .. import tangents
+from .._errors import check_function, name_of, place_of, rule_error
+from .._rules.closure_convert import Rebuildable
+from .._rules.custom_jvp import ForwardRules
+from .._rules.rule import Rule
+from .._rules.wrapper import P, T
+from .._tangent_spaces import is_arraylike, is_none
+from .jax_decorated import AbstractJaxDecorated
+
+
+class jax_custom_jvp(AbstractJaxDecorated[P, T]):
+    """`jax.custom_jvp`, with the rules of this library: change `jax.custom_jvp` to
+    `eqg.jax_custom_jvp`, and leave the rest as it is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.jax_custom_jvp
+        def f(x, y):
+            return jnp.sin(x) * y
+
+        @f.defjvp
+        def f_jvp(primals, tangents):
+            x, y = primals
+            t_x, t_y = tangents
+            return f(x, y), jnp.cos(x) * y * t_x + jnp.sin(x) * t_y
+
+        assert jax.grad(f)(0.0, 3.0) == 3.0
+        ```
+
+    What works with `jax.custom_jvp` works as it does there, but for these:
+
+    - The terms of arguments that are not being differentiated are not computed. In JAX they
+        are multiplied by zeros, which is NaN where the factor is.
+    - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
+
+    And these work too: traced values that the function, its rules or the arguments of
+    `nondiff_argnums` close over; arguments with leaves that are not arrays, such as an
+    `eqx.Module`, whose tangents are `None` there; the flag `jax_custom_jvp3`.
+
+    **Arguments:**
+
+    - `fun`: a function. As in JAX, it does not bind as a method.
+    - `nondiff_argnums`, `nondiff_argnames`: the positions, or the names, of arguments that
+        are not differentiated. A rule is given them first. Their derivative is zero.
+
+    **Derivative:**
+
+    The forward rule is yours (see `defjvp`). The reverse rule is its transpose. Both modes and
+    all orders are available, the higher ones by differentiating your rule. A rule that is not
+    linear in its tangents is not rejected, unlike one of [`eqx_grads.custom_jvp`][]; forward
+    mode returns what the rule returns.
+    """
+
+    _rules: ForwardRules
+
+    def __init__(
+        self,
+        fun: Callable[P, T],
+        nondiff_argnums: int | Iterable[int] = (),
+        nondiff_argnames: str | Iterable[str] = (),
+    ):
+        rules = ForwardRules()
+        AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
+        self.jvp: Callable[..., Any] | None = None
+        self.symbolic_zeros = False
+
+    def defjvp(
+        self, jvp: Callable[..., Any], symbolic_zeros: bool = False
+    ) -> Callable[..., Any]:
+        """Give the forward rule, as for `jax.custom_jvp.defjvp`.
+
+        **Arguments:**
+
+        - `jvp`: called as `jvp(*nondiff, primals, tangents)`; returns `out, t_out`. The
+            tangent of an integer is of the dtype `jax.dtypes.float0`. `None` is zero as well,
+            for any part of `t_out`.
+        - `symbolic_zeros`: whether the tangents of arguments that are not being
+            differentiated are `jax.custom_derivatives.SymbolicZero`s.
+
+        **Returns:**
+
+        `jvp`.
+        """
+        check_function(jvp, "jvp", "defjvp")
+        rule = _ForwardRule(jvp, symbolic_zeros)
+        forward = Rule(rule, symbolic_zeros, surely_linear=True, name=name_of(jvp), source=jvp)
+        self._rules.set_jvp(forward)
+        self.jvp, self.symbolic_zeros = jvp, symbolic_zeros
+        return jvp
+
+    def defjvps(self, *jvps: Callable[..., Any] | None) -> None:
+        """Give one function for each argument, as for `jax.custom_jvp.defjvps`.
+
+        **Arguments:**
+
+        - `*jvps`: called as `jvp(t, out, *primals)`, where `t` is the tangent of one
+            argument; each returns a term of the tangent of the output. `None` is zero.
+        """
+        if self.nondiff_argnums:
+            raise rule_error(
+                f"`{name_of(self.fun)}` has `nondiff_argnums`, and was given `defjvps`.",
+                place_of(self.fun),
+                do="Use `defjvp`.",
+            )
+        for jvp in jvps:
+            if jvp is not None:
+                check_function(jvp, "jvps", "defjvps")
+        self.defjvp(_SumOfTerms(self, jvps))
+
+    def _check_complete(self):
+        if self.jvp is None:
+            raise rule_error(
+                f"`{name_of(self.fun)}` has no forward rule.",
+                place_of(self.fun),
+                do=f"Define one with `@{name_of(self.fun)}.defjvp`.",
+            )
+
+    def _nondiff(self, value):
+        stop = lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x
+        return jax.tree.map(stop, value)
+
+
+class _ForwardRule(Rebuildable):
+    """A rule of JAX's form as one of this library's."""
+
+    captures = ("_jvp",)
+
+    def __init__(self, jvp: Callable[..., Any], symbolic_zeros: bool):
+        self._jvp = jvp
+        self._symbolic_zeros = symbolic_zeros
+
+    def __call__(self, primals, tangents, *, nondiff=None):
+        values = () if nondiff is None else nondiff.values()
+        leaves, treedef = jax.tree.flatten(primals, is_leaf=is_none)
+        ts = [
+            zero_from_primal(x, self._symbolic_zeros) if t is None and is_array(x) else t
+            for x, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=is_none), strict=True)
+        ]
+        return self._jvp(*values, primals, jax.tree.unflatten(treedef, ts))
+
+
+def is_array(x: Any) -> bool:
+    """Whether JAX has a tangent type for `x`: all arrays, and numbers of Python."""
+    return isinstance(x, jax.Array) or is_arraylike(x)
+
+
+class _SumOfTerms(Rebuildable):
+    """The rule of `defjvps`."""
+
+    captures = ("_fn", "_jvps")
+
+    def __init__(self, fn: jax_custom_jvp, jvps: tuple[Callable[..., Any] | None, ...]):
+        self._fn = fn
+        self._jvps = jvps
+        self.__qualname__ = f"{name_of(fn)}.defjvps"
+
+    def __call__(self, primals, ts):
+        if len(self._jvps) != len(primals):
+            raise rule_error(
+                f"`{self.__qualname__}` was not given one function for each argument.",
+                f"it was given {len(self._jvps)}, and there are {len(primals)} arguments",
+                place_of(self._fn.fun),
+                do="Give `None` for an argument whose derivative is zero.",
+            )
+        out = self._fn(*primals)
+        pairs = zip(self._jvps, ts, strict=True)
+        terms = [jvp(t, out, *primals) for jvp, t in pairs if jvp is not None]
+        return out, tangents.add(*terms) if terms else None

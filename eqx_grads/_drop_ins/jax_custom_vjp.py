@@ -1,0 +1,234 @@
+"""`jax_custom_vjp`: called as `jax.custom_vjp` is, on the rules of this library."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.interpreters import ad
+
+from .._errors import (
+    check_flags,
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    RuleError,
+    type_of,
+)
+from .._rules.closure_convert import Opaque, Rebuildable
+from .._rules.custom_vjp import ReverseRules
+from .._rules.rule import Rule
+from .._rules.wrapper import P, T
+from .._tangent_spaces import is_differentiable, is_none
+from .jax_custom_jvp import is_array
+from .jax_decorated import AbstractJaxDecorated, merge
+
+
+class jax_custom_vjp(AbstractJaxDecorated[P, T]):
+    """`jax.custom_vjp`, with the rules of this library: change `jax.custom_vjp` to
+    `eqg.jax_custom_vjp`, and leave the rest as it is.
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.jax_custom_vjp
+        def f(x, y):
+            return jnp.sin(x) * y
+
+        def f_fwd(x, y):
+            return f(x, y), (jnp.cos(x), jnp.sin(x), y)
+
+        def f_bwd(residuals, ct):
+            cos_x, sin_x, y = residuals
+            return cos_x * ct * y, sin_x * ct
+
+        f.defvjp(f_fwd, f_bwd)
+
+        assert jax.grad(f)(0.0, 3.0) == 3.0
+        assert jax.jvp(f, (0.0, 3.0), (1.0, 0.0))[1] == 3.0  # an error with `jax.custom_vjp`
+        ```
+
+    What works with `jax.custom_vjp` works as it does there, but for these:
+
+    - The terms of outputs that are not used are not computed, if the backward rule is linear.
+        In JAX they are multiplied by zeros, which is NaN where the factor is.
+    - Python and NumPy integers stay what they are; in JAX they are arrays under `jit`.
+    - A cotangent is summed over the axes along which its argument would have broadcast. In
+        JAX its shape is an error.
+
+    And these work too: forward mode; traced values that the function, its rules or the
+    arguments of `nondiff_argnums` close over; traced values as arguments of `nondiff_argnums`;
+    arguments with leaves that are not arrays, such as an `eqx.Module`; the flag
+    `jax_custom_vjp3`.
+
+    **Arguments:**
+
+    - `fun`: a function. As in JAX, it does not bind as a method.
+    - `nondiff_argnums`, `nondiff_argnames`: the positions, or the names, of arguments that
+        are not differentiated. The backward rule is given them first. Differentiating one is
+        an error.
+
+    **Derivative:**
+
+    The reverse rule is yours (see `defvjp`). It need not be linear. Forward mode is the
+    derivative of `fun` itself. Higher orders differentiate your rules.
+    """
+
+    _rules: ReverseRules
+
+    def __init__(
+        self,
+        fun: Callable[P, T],
+        nondiff_argnums: int | Iterable[int] = (),
+        nondiff_argnames: str | Iterable[str] = (),
+    ):
+        rules = ReverseRules()
+        AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
+        self.fwd: Callable[..., Any] | None = None
+        self.bwd: Callable[..., Any] | None = None
+        self.symbolic_zeros = False
+        self.optimize_remat = False
+
+    def defvjp(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        symbolic_zeros: bool = False,
+        optimize_remat: bool = False,
+        generic_batching: bool = False,
+    ) -> None:
+        """Give the reverse rule, as for `jax.custom_vjp.defvjp`.
+
+        **Arguments:**
+
+        - `fwd`: called as `fwd(*args)`, like the function; returns `out, residuals`, where
+            `residuals` is any PyTree.
+        - `bwd`: called as `bwd(*nondiff, residuals, ct)`; returns one cotangent for each of
+            the other arguments, with `None` for any part that is zero.
+        - `symbolic_zeros`: whether each leaf of the arguments of `fwd` is a
+            `jax.custom_derivatives.CustomVJPPrimal`, and the cotangents of outputs that are
+            not used are `jax.custom_derivatives.SymbolicZero`s.
+        - `optimize_remat`: accepted, and without an effect: under `jax.checkpoint`, `fwd` is
+            called in both passes, as in JAX without the option.
+        - `generic_batching`: accepted, and without an effect: an output that is shared by a
+            batch has the right gradient in any case.
+        """
+        check_function(fwd, "fwd", "defvjp")
+        check_function(bwd, "bwd", "defvjp")
+        check_flags(
+            "defvjp",
+            symbolic_zeros=symbolic_zeros,
+            optimize_remat=optimize_remat,
+            generic_batching=generic_batching,
+        )
+        fwd_rule = _FwdRule(fwd, self.nondiff_argnums, symbolic_zeros)
+        bwd_rule = _BwdRule(bwd, symbolic_zeros)
+        self._rules.fwd_rule = Rule(fwd_rule, name=name_of(fwd), source=fwd)
+        self._rules.bwd_rule = Rule(bwd_rule, symbolic_zeros, name=name_of(bwd), source=bwd)
+        self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
+        self.optimize_remat = optimize_remat
+
+    def _check_complete(self):
+        if self.fwd is None:
+            raise rule_error(
+                f"`{name_of(self.fun)}` has no reverse rule.",
+                place_of(self.fun),
+                do=f"Define one with `{name_of(self.fun)}.defvjp(fwd, bwd)`.",
+            )
+
+    def _nondiff(self, value):
+        return value
+
+
+class _Types(Opaque):
+    """The types of the cotangents of a call: trees like the arguments, with `False` for a leaf
+    that can't have one, and like the output, with `None`."""
+
+    def __init__(self, ct_args: tuple[Any, ...], ct_out: Any):
+        self.ct_args = ct_args
+        self.ct_out = ct_out
+
+
+class _Residuals(NamedTuple):
+    residuals: Any
+    types: _Types
+
+
+class _FwdRule(Rebuildable):
+    """A forward pass of JAX's form as one of this library's."""
+
+    captures = ("_fwd",)
+
+    def __init__(self, fwd: Callable[..., Any], argnums: Sequence[int], symbolic_zeros: bool):
+        self._fwd = fwd
+        self._argnums = argnums
+        self._symbolic_zeros = symbolic_zeros
+
+    def __call__(self, *args, perturbed, nondiff=None):
+        values = (
+            jax.tree.map(CustomVJPPrimal, args, perturbed) if self._symbolic_zeros else args
+        )
+        if nondiff is not None:
+            values = merge(values, self._argnums, nondiff)
+        result = self._fwd(*values)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            return result  # an error
+        out, residuals = result
+        ct_args = jax.tree.map(lambda x: is_differentiable(x) and _ct_type(x), args)
+        return out, _Residuals(residuals, _Types(ct_args, jax.tree.map(_ct_type, out)))
+
+
+def _ct_type(x):
+    return jax.typeof(x).to_tangent_aval() if is_array(x) else None
+
+
+class _BwdRule(Rebuildable):
+    """A backward rule of JAX's form as one of this library's."""
+
+    captures = ("_bwd",)
+
+    def __init__(self, bwd: Callable[..., Any], symbolic_zeros: bool):
+        self._bwd = bwd
+        self._zero = SymbolicZero if symbolic_zeros else ad.zeros_like_aval
+
+    def __call__(self, kept, ct, *, nondiff=None):
+        values = () if nondiff is None else nondiff.values()
+        types, treedef = jax.tree.flatten(kept.types.ct_out, is_leaf=is_none)
+        cts = [
+            self._zero(t) if ct is None and t is not None else ct
+            for t, ct in zip(types, jax.tree.leaves(ct, is_leaf=is_none), strict=True)
+        ]
+        result = self._bwd(*values, kept.residuals, jax.tree.unflatten(treedef, cts))
+        args = kept.types.ct_args
+        if not isinstance(result, tuple | list) or len(result) != len(args):
+            return result  # an error
+        return tuple(map(self._expand, result, args))
+
+    def _expand(self, ct, types):
+        """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a
+        part of the argument, and what is returned for an integer is dropped."""
+        to_all = lambda c, part: jax.tree.map(lambda t: self._leaf(c, t), part)
+        try:
+            return jax.tree.map(to_all, ct, types, is_leaf=is_none)
+        except RuleError:
+            raise
+        except ValueError:  # another structure, which is an error
+            return ct
+
+    def _leaf(self, ct, type_):
+        if type_ is False:
+            return None
+        if isinstance(ct, SymbolicZero) and ct.shape != type_.shape:
+            raise rule_error(
+                f"The backward rule `{name_of(self._bwd)}` returned a zero that does not "
+                "fit its argument.",
+                f"the zero is {type_of(ct)}, the argument is {type_of(type_)}",
+                place_of(self._bwd),
+                do="Return `None` for zero. Are two cotangents in the wrong order?",
+            )
+        return ct
