@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 
-from .._errors import name_of, place_of, rule_error
+from .._errors import check_function, name_of, place_of, rule_error
 from .._rules.call import call_as_given
 from .._rules.custom_jvp import ForwardRules
 from .._rules.flatten_call import is_dynamic, is_numeric_array, Operands
@@ -95,6 +95,7 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
 
         `fn_jvp`.
         """
+        check_function(fn_jvp, "fn_jvp", "def_jvp")
         self._rules.set_jvp(Rule(fn_jvp, symbolic_zeros=True, surely_linear=True))
         return fn_jvp
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 
-from .._errors import name_of, place_of, rule_error
+from .._errors import check_function, name_of, place_of, rule_error
 from .._rules.call import call_as_given
 from .._rules.closure_convert import Rebuildable
 from .._rules.custom_vjp import ReverseRules
@@ -132,6 +132,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
         self._set_bwd(fn_bwd, _DEPRECATED_BACKWARD, with_perturbed=False)
 
     def _set_fwd(self, fn_fwd, conventions, with_perturbed):
+        check_function(fn_fwd, "fn_fwd", "def_fwd")
         rule = Rule(fn_fwd, conventions=conventions)
         names = self._rules.signature(self.fn).names
         fwd = _Forward(rule, with_perturbed, name_of(self.fn), place_of(self.fn), names)
@@ -139,6 +140,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
         return fn_fwd
 
     def _set_bwd(self, fn_bwd, conventions, with_perturbed):
+        check_function(fn_bwd, "fn_bwd", "def_bwd")
         rule = Rule(fn_bwd, conventions=conventions)
         self._rules.bwd_rule = Rule(
             _Backward(rule, with_perturbed),
