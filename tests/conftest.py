@@ -27,14 +27,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+N_FILES_FROZEN = 16
+_n_files = 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _frozen():
     """Garbage collection looks at what the tests of one file make, and not each time at all
-    that was imported, traced and compiled before. The leak checker collects at each trace."""
+    that was imported, traced and compiled before. The leak checker collects at each trace.
+
+    What the caches of JAX hold at the end of a file is looked at again only after every 16th
+    file: it is millions of objects, at which a collection takes seconds.
+    """
+    global _n_files
+    _n_files += 1
+    if _n_files % N_FILES_FROZEN == 0:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
