@@ -225,7 +225,7 @@ def test_scales_of_lsq(getkey):
         np.testing.assert_allclose(of_channels.scale[0, i, 0], alone.scale, rtol=1e-6)
         assert_close(of_channels(x)[:, i], alone(x[:, i]), tolerance=1e-6)
     assert nn.LSQ(2).fit(jnp.zeros((3, 2))).scale > 0
-    with pytest.raises(eqg.RuleError, match="nothing to fit a scale to"):
+    with pytest.raises(RuleError, match="nothing to fit a scale to"):
         nn.LSQ(2).fit(jnp.zeros((0, 2)))
 
 
