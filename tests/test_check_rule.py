@@ -331,3 +331,20 @@ def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
     text = progress.sys.stderr.getvalue()
     assert "check_rule: the check `transforms`, 2 of 2 (" in text
     assert text.endswith("\r\x1b[K")  # it is taken back
+
+
+def test_a_function_whose_autodiff_is_wrong_in_single_precision():
+    """The derivative of a solver's loop is zero, of which only the rule says otherwise."""
+
+    @eqg.implicit(lambda y, a: y**3 + y - a)
+    def root(a):
+        newton = lambda i, y: y - (y**3 + y - a) / (3 * y**2 + 1)
+        return jax.lax.stop_gradient(jax.lax.fori_loop(0, 30, newton, jnp.zeros_like(a)))
+
+    eqgt.check_rule(root, jnp.array(3.3, "float32"))
+    halved = eqg.custom_jvp(root)
+    halved.def_jvp(
+        lambda primals, tangents: (root(*primals), 0.5 * jax.jvp(root, primals, tangents)[1])
+    )
+    report = eqgt.check_rule(halved, jnp.array(3.3, "float32"), raises=False)
+    assert "forward" in {failure.check for failure in report.failures}
