@@ -348,3 +348,37 @@ def test_a_function_whose_autodiff_is_wrong_in_single_precision():
     )
     report = eqgt.check_rule(halved, jnp.array(3.3, "float32"), raises=False)
     assert "forward" in {failure.check for failure in report.failures}
+
+
+def test_an_error_of_a_rule_is_not_called_a_leak():
+    """JAX's leak checker reports the tracers in the traceback of the error."""
+
+    @eqg.custom_jvp
+    def square(x):
+        return x**2
+
+    @square.def_jvp
+    def square_jvp(primals, tangents):
+        raise ValueError("no formula yet")
+
+    report = eqgt.check_rule(square, jnp.array(3.0), raises=False)
+    assert {failure.check for failure in report.failures} >= {"forward", "leaks"}
+    for failure in report.failures:
+        assert "no formula yet" in failure.text
+        assert "keeps a tracer" not in failure.text
+
+
+def test_an_error_on_the_host_is_shown_without_the_traceback():
+    @eqg.host_function(out=lambda x: x)
+    def root(x):
+        return np.sqrt(x)
+
+    @root.def_bwd
+    def root_bwd(residuals, ct):
+        raise ValueError("no formula on the host yet")
+
+    root.def_fwd(lambda x: (np.sqrt(x), x))
+    report = eqgt.check_rule(root, jnp.array(3.0), raises=False, checks=("reverse",))
+    (failure,) = report.failures
+    assert "no formula on the host yet" in failure.text
+    assert "  File " not in failure.text

@@ -84,7 +84,7 @@ def skipped(check: str, why: str) -> Finding:
 def broke(check: str, where: str, error: BaseException, cause: str = "") -> Finding:
     """A failed finding from an exception: its message, and the innermost line of the user's
     code in its traceback."""
-    message = str(error).strip().splitlines() or [type(error).__name__]
+    message = _without_traceback(str(error).strip().splitlines()) or [type(error).__name__]
     if isinstance(error, RuleError) or len(message) <= 12:
         shown = message
     else:
@@ -99,6 +99,15 @@ def broke(check: str, where: str, error: BaseException, cause: str = "") -> Find
         *place,
     ]
     return Finding(check, FAILED, float("inf"), 0.0, where, "\n".join(lines))
+
+
+def _without_traceback(lines: list[str]) -> list[str]:
+    """What comes after the traceback that an error of a callback has in its message."""
+    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
+    if not frames:
+        return lines
+    rest = range(frames[-1] + 1, len(lines))
+    return lines[next((i for i in rest if not lines[i].startswith(" ")), frames[-1]) :]
 
 
 _LIBRARIES = (

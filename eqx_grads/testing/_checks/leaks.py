@@ -75,7 +75,10 @@ def _leak(run) -> Exception | None:
         with jax.checking_leaks():
             run()
     except Exception as e:
-        return e
+        # The checker reports a leak in the place of an error whose traceback holds tracers.
+        own = e.__context__
+        hides_own = isinstance(own, Exception) and _is_leak(e) and not _is_leak(own)
+        return own if hides_own else e
     return None
 
 
