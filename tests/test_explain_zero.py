@@ -964,3 +964,11 @@ def test_a_gather_of_which_the_gradient_cancels():
 
     (record,) = eqg.explain_zero(loss, jnp.array([0.5])).found
     assert record.kind == "canceled"
+
+
+def test_a_gradient_that_zero_safe_makes_finite():
+    loss = lambda m: jnp.where(m["x"] > 0, jnp.sqrt(m["x"]), 0.0) * m["w"] + m["t"] * 0.0
+    model = {name: jnp.array(x) for name, x in {"w": 2.0, "t": 0.5, "x": 0.0}.items()}
+    assert "['x'] is not finite" in str(eqg.explain_zero(loss, model))
+    report = str(eqg.explain_zero(eqg.zero_safe(loss), model))
+    assert "Without `zero_safe`, the gradient of ['x'] would not be finite." in report

@@ -100,19 +100,20 @@ def explain_zero(
     arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
     differentiate an operation. If the derivative of the loss raises, so does this.
     """
-    if isinstance(loss, ZeroSafe):
+    is_zero_safe = isinstance(loss, ZeroSafe)
+    if is_zero_safe:
         # What it puts in the program is not the user's, and has no line.
         loss = loss.__wrapped__
     doing("tracing the loss")
     numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
-    return _Explanation(numbered, loss).report()
+    return _Explanation(numbered, loss, is_zero_safe).report()
 
 
 class _Explanation:
     """What is found of one loss."""
 
-    def __init__(self, numbered: NumberedLoss, loss: Callable[..., Any]):
-        self._numbered, self._loss = numbered, loss
+    def __init__(self, numbered: NumberedLoss, loss: Callable[..., Any], is_zero_safe: bool):
+        self._numbered, self._loss, self._is_zero_safe = numbered, loss, is_zero_safe
         self._leaves = numbered.traced.leaves
         values = numbered.traced.values[: len(self._leaves)]
         self._shapes = [value.shape for value in values]
@@ -145,7 +146,10 @@ class _Explanation:
                     found[i] = self._by_values(i, derivative)
                 else:
                     partly.extend(self._dead_units(i, derivative, gradient))
-        if not_finite:
+        if not_finite and self._is_zero_safe:
+            names = show_list(not_finite, 8)
+            remarks.append(f"Without `zero_safe`, the gradient of {names} would not be finite.")
+        elif not_finite:
             remarks.append(
                 f"The gradient of {show_list(not_finite, 8)} is not finite: "
                 "`eqg.explain_nan` says where it becomes so."
