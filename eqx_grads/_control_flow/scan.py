@@ -112,7 +112,7 @@ def filter_scan(
     |---|---|---|---|---|
     | `None` | the residuals of all steps | nothing | $T r$ | where it fits |
     | `k` | every `k`-th carry | all steps, `k` at a time | $T c / k + k r$ | long scans |
-    | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | least memory |
+    | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | little memory, without tuning |
     | `"replay"` | all carries | all steps, 16 to 64 at once | $T c + 64 r$ | small batches |
     | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
 
@@ -121,6 +121,9 @@ def filter_scan(
     that. `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more
     memory. The estimate is that of a CPU: if JAX has another default backend, `"auto"` is
     `None`.
+
+    If a step keeps more than its carry, $k = \sqrt{T c / r}$ needs less than `"sqrt"`;
+    [`eqx_grads.explain_memory`][] finds it.
 
     An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
     and reaches no object that can be changed in place (a list, an object of a class of your
