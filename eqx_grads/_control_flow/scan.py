@@ -112,7 +112,7 @@ def filter_scan(
     |---|---|---|---|---|
     | `None` | the residuals of all steps | nothing | $T r$ | where it fits |
     | `k` | every `k`-th carry | all steps, `k` at a time | $T c / k + k r$ | long scans |
-    | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | little memory, without tuning |
+    | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | no tuning |
     | `"replay"` | all carries | all steps, 16 to 64 at once | $T c + 64 r$ | small batches |
     | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
 
