@@ -140,7 +140,12 @@ def test_cures_of_formulas(name):
 
 
 def test_every_function_of_the_cures_exists():
-    for texts in (cures._OF_KINDS, cures._OF_PRIMITIVES, cures._OF_FORMULAS):
+    for texts in (
+        cures._OF_KINDS,
+        cures._OF_PRIMITIVES,
+        cures._OF_FORMULAS,
+        cures._OF_EMPTY_ROWS,
+    ):
         for text in texts.values():
             for name in re.findall(r"`eqg\.([\w.]+)", text):
                 assert callable(operator.attrgetter(name)(eqg)), name

@@ -90,6 +90,17 @@ _OF_FORMULAS = {
     "sinh(x) / x": "Use `eqg.safe.sinhc(x)` in place of `sinh(x) / x`.",
 }
 
+# For formulas of a row whose entries are all `-inf`.
+_OF_EMPTY_ROWS = {
+    "shift of softmax": "A softmax is not defined where all entries are `-inf`. Use "
+    "`eqg.safe.softmax(x)`, which is zero there.",
+    "shift of log_softmax": "The logarithm of a softmax is not defined where all entries are "
+    "`-inf`. Use `eqg.safe.log_softmax(x)`, which is `-inf` there, with the derivative zero.",
+    "log of shifted sum": "The sum of `exp(x)` is zero where all entries are `-inf`. Use "
+    "`eqg.safe.logsumexp(x)`, whose derivative is zero there. Its value is `-inf`, which a "
+    "`jnp.where` on the result can replace.",
+}
+
 
 def cure_of(kind: str, primitive: str, formula: str, *, is_value: bool) -> str:
     """What to do at an operation of the loss.
@@ -102,6 +113,7 @@ def cure_of(kind: str, primitive: str, formula: str, *, is_value: bool) -> str:
         at_pole = kind in (SINGULARITY, INDETERMINATE)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
         text = _OF_FORMULAS.get(formula, text)
+        text = _OF_EMPTY_ROWS.get(formula, text) if at_pole else text
     return text.format(op=primitive)
 
 

@@ -48,6 +48,8 @@ class Formulas:
                 return self._formula_of_sqrt(origin)
             case "cosh" | "expm1" | "sinh":
                 return self._formula_of_growth(origin)
+            case "sub":
+                return self._formula_of_shift(origin) if self._is_shifted(origin) else ""
             case "div":
                 above = self._made_by(origin, 0)
                 if above is not None and above.primitive in ("expm1", "log1p", "sinh"):
@@ -108,6 +110,11 @@ class Formulas:
         made = self._made_by(log, 0)
         if made is None:
             return ""
+        if made.primitive == "abs":  # `jax.nn.logsumexp` is also for numbers with a sign
+            total = self._made_by(made, 0)
+            exp = self._made_by(total, 0) if total and total.primitive == "reduce_sum" else None
+            shift = self._made_by(exp, 0) if exp and exp.primitive == "exp" else None
+            return "log of shifted sum" if shift and self._is_shifted(shift) else ""
         if made.primitive == "logistic":
             return "log of sigmoid"
         if made.primitive not in ("div", "reduce_sum"):
@@ -116,6 +123,28 @@ class Formulas:
         if below is None or below.primitive != "exp":
             return ""
         return "log of softmax" if made.primitive == "div" else "logsumexp"
+
+    def _formula_of_shift(self, shift: Origin) -> str:
+        """What an `x - max(x)` is a part of."""
+        users = self._users[shift.number]
+        exps = [user for user in users if user.primitive == "exp"]
+        if exps and any(
+            user.primitive == "sub" and self._made_by(user, 0) is shift for user in users
+        ):
+            return "shift of log_softmax"
+        quotients = [user for exp in exps for user in self._users[exp.number]]
+        is_softmax = any(user.primitive == "div" for user in quotients)
+        return "shift of softmax" if is_softmax else ""
+
+    def _is_shifted(self, shift: Origin) -> bool:
+        """Whether it is `x - max(x)`, as in `jax.nn.softmax` and `jax.nn.logsumexp`."""
+        top = self._made_by(shift, 1) if shift.primitive == "sub" else None
+        if top is not None and top.primitive == "select_n":  # zero if the maximum is infinite
+            top = self._made_by(top, 2)
+        if top is not None and top.primitive == "max":  # with -inf, for an empty axis
+            top = self._made_by(top, 1)
+        is_maximum = top is not None and top.primitive == "reduce_max"
+        return is_maximum and self._source(top, 0) == self._source(shift, 0)
 
     def _formula_of_sqrt(self, sqrt: Origin) -> str:
         total = self._made_by(sqrt, 0)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error
+from ..._jaxprs.plain_scan import lax_scan
 from .quantizers import AbstractQuantizer
 
 
@@ -49,7 +50,9 @@ def fit_to_inputs(
 
 @eqx.filter_jit
 def _call_over_batch(model, batch):
-    return jax.vmap(model)(batch)
+    # A `vmap` of a callback is one callback for each example, and compile time grows with them.
+    _, outputs = lax_scan(lambda carry, x: (carry, model(x)), None, batch)
+    return outputs
 
 
 class _Gathered:

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import rule_error, type_of
+from ..._errors import rule_error, RuleError, type_of
 from ..._tangent_spaces import is_differentiable
 from .calibration import fit_to_inputs, Uncalibrated
 from .layers import (
@@ -124,7 +124,8 @@ def quantize_model(
         [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
         batch are kept in memory until then: a few hundred examples are enough.
     - `call`: called as `call(model, calibrate)` to run the model. The default is
-        `jax.vmap(model)(calibrate)`.
+        `jax.lax.map(model, calibrate)`, one example after the other: with `jax.vmap`, the time
+        to compile grows with the batch.
 
     Which layers:
 
@@ -336,16 +337,13 @@ class _Walk:
             else:
                 new = rule.swap(layer)
         except Exception as error:
+            if not isinstance(rule.swap, tuple) and not isinstance(error, RuleError):
+                raised = f"raised {type(error).__name__}: {error}"
+                raise _no_layer(rule, layer, path, raised) from error
             error.add_note(f"It was to take the place of {_place(path)} by {rule.name}.")
             raise
         if type(new) is type(layer) or not callable(new):
-            raise rule_error(
-                f"A rule of `quantize_model` did not return a quantized layer: {rule.name}.",
-                f"for {_place(path)}, a `{type(layer).__name__}`, it returned "
-                f"{type(new).__name__}",
-                do="A function as a rule is given the layer, not its weight. For a function of "
-                "the weight, write `(fn, None)`.",
-            )
+            raise _no_layer(rule, layer, path, f"returned {type(new).__name__}")
         return new
 
     def _quantize(self, layer, path, weight_quantizer, input_quantizer):
@@ -396,6 +394,15 @@ class _Walk:
         if isinstance(rule.which, str):
             paths = difflib.get_close_matches(rule.which, paths, n=5, cutoff=0.4) or paths
         return paths[:10]
+
+
+def _no_layer(rule, layer, path, happened):
+    return rule_error(
+        f"A rule of `quantize_model` did not return a quantized layer: {rule.name}.",
+        f"for {_place(path)}, a `{type(layer).__name__}`, it {happened}",
+        do="A function as a rule is given the layer, not its weight. For a function of the "
+        "weight, write `(fn, None)`.",
+    )
 
 
 def _place(path):
