@@ -1,4 +1,4 @@
-"""Errors, cures and costs that newcomers met: calibration, rules of a quantization, empty rows."""
+"""Reports of newcomers: calibration, rules of a quantization, rows that are all `-inf`."""
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -71,8 +71,8 @@ def test_a_function_of_the_weight_without_a_pair(fn, getkey):
     model = [eqx.nn.Linear(2, 2, key=getkey())]
     with pytest.raises(
         eqg.RuleError,
-        match=r"did not return a quantized layer: rule 0, Linear(?s:.)*for `\[0\]`, a `Linear`, "
-        r"it raised TypeError: (?s:.)*write `\(fn, None\)`",
+        match=r"did not return a quantized layer: rule 0, Linear(?s:.)*for `\[0\]`, a "
+        r"`Linear`, it raised TypeError: (?s:.)*write `\(fn, None\)`",
     ) as caught:
         nn.quantize_model(model, {eqx.nn.Linear: fn})
     assert type(caught.value.__cause__) is TypeError
