@@ -143,8 +143,9 @@ class Formulas:
             top = self._made_by(top, 2)
         if top is not None and top.primitive == "max":  # with -inf, for an empty axis
             top = self._made_by(top, 1)
-        is_maximum = top is not None and top.primitive == "reduce_max"
-        return is_maximum and self._source(top, 0) == self._source(shift, 0)
+        if top is None or top.primitive != "reduce_max":
+            return False
+        return self._source(top, 0) == self._source(shift, 0)
 
     def _formula_of_sqrt(self, sqrt: Origin) -> str:
         total = self._made_by(sqrt, 0)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ..._control_flow import lax_scan
 from ..._errors import rule_error
-from ..._jaxprs.plain_scan import lax_scan
 from .quantizers import AbstractQuantizer
 
 
