@@ -77,8 +77,9 @@ def _leak(run) -> Exception | None:
     except Exception as e:
         # The checker reports a leak in the place of an error whose traceback holds tracers.
         own = e.__context__
-        hides_own = isinstance(own, Exception) and _is_leak(e) and not _is_leak(own)
-        return own if hides_own else e
+        if isinstance(own, Exception) and _is_leak(e) and not _is_leak(own):
+            return own
+        return e
     return None
 
 
