@@ -41,7 +41,8 @@ def is_staged(operands: Sequence[Any]) -> bool:
     the function, which other interpreters need.
     """
     # `jax.ensure_compile_time_eval` evaluates that of which nothing is traced.
-    if jax.config.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
+    config: Any = jax.config  # the flag is not in the declarations of types
+    if config.eager_constant_folding and not any(isinstance(x, Tracer) for x in operands):
         return False
     # Partial evaluation hands on what it knows.
     owners = {
