@@ -16,7 +16,7 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-from timing import busy_time, in_turn
+from timing import busy_time, in_turn, repeated
 
 
 def forward(package: Any):
@@ -59,14 +59,6 @@ PROGRAMS = {
     "eager gradient": grad,
     "tracing a gradient": lambda f: lambda *args: jax.make_jaxpr(grad(f))(*args).consts,
 }
-
-
-def repeated(program, args, times):
-    def run():
-        for _ in range(times):
-            jax.block_until_ready(program(*args))
-
-    return run
 
 
 def main():

@@ -15,7 +15,7 @@ from typing import Any
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
-from timing import busy_time, in_turn
+from timing import busy_time, in_turn, repeated
 
 
 def forward(custom_jvp: Callable[..., Any]):
@@ -56,14 +56,6 @@ DECORATORS = {
     "custom_jvp": (forward, jax.custom_jvp, eqg.jax_custom_jvp),
     "custom_vjp": (reverse, jax.custom_vjp, eqg.jax_custom_vjp),
 }
-
-
-def repeated(program, args, times):
-    def run():
-        for _ in range(times):
-            jax.block_until_ready(program(*args))
-
-    return run
 
 
 def main():

@@ -26,6 +26,16 @@ def compiled(fn, *args) -> Compiled:
     return Compiled(lambda: jax.block_until_ready(program(*args)), memory, seconds)
 
 
+def repeated(program, args, times: int) -> Callable[[], None]:
+    """A program that is run several times, for those that take microseconds."""
+
+    def run():
+        for _ in range(times):
+            jax.block_until_ready(program(*args))
+
+    return run
+
+
 def busy_time() -> float:
     """Seconds of CPU time, which leave out other processes. They also leave out what runs on an
     accelerator: with one, seconds of wall time."""
