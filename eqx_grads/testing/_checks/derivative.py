@@ -6,6 +6,7 @@ NaN of plain autodiff), the rule has to agree with one of them.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -382,6 +383,8 @@ def _against_references(mode: _AbstractMode, got: _Arrays) -> Finding:
         why = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:100]
     else:
         by_autodiff = _compare(mode, exact, got)
+        if by_autodiff.verdict == FAILED and not any(map(np.any, exact)):
+            by_autodiff = _of_steps(case, by_autodiff)
     try:
         steps = mode.differences()
         have = steps.in_form(mode.rule)
@@ -427,6 +430,18 @@ def _against_what_was_asked_for(mode: _AbstractMode, got: _Arrays) -> Finding:
         if witness.is_binding:
             failures.append(finding)
     return failures[0] if failures else skipped(mode.check, "nothing was said about this mode")
+
+
+def _of_steps(case: Case, finding: Finding) -> Finding:
+    """A failure where plain autodiff is zero, with another cause if the function changes."""
+    if not case.changes_at_a_distance():
+        return finding
+    text = (
+        "  likely cause: plain autodiff is zero, but the function changes: it is piecewise\n"
+        "  constant, as rounding is, and a solver that stops at a tolerance. Give the derivative\n"
+        "  that is meant (`reference=`), or check the solver with a tolerance near rounding"
+    )
+    return dataclasses.replace(finding, text=text)
 
 
 def _compare(mode: _AbstractMode, want: _Arrays, got: _Arrays) -> Finding:
