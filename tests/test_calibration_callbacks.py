@@ -61,9 +61,9 @@ def test_members_of_an_ensemble_have_inputs_of_their_own(getkey):
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))
     layers = make(jr.split(getkey(), 3))
     run = lambda layer, x: layer(x)
-    call = lambda layers, xs: jax.vmap(lambda x: eqx.filter_vmap(run, in_axes=(0, 0))(layers, x))(
-        xs
-    )
+    call = lambda layers, xs: jax.vmap(
+        lambda x: eqx.filter_vmap(run, in_axes=(0, 0))(layers, x)
+    )(xs)
     scales = jnp.array([1.0, 10.0, 100.0])[None, :, None]
     batch = jr.normal(getkey(), (5, 3, 2)) * scales
     rules = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4))}

@@ -1,13 +1,12 @@
 """`to_integers`: what is stored of a trained weight gives the layer's weight to the bit."""
 
 import equinox as eqx
+import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-
-import eqx_grads as eqg
 
 
 QUANTIZERS = [
@@ -33,14 +32,16 @@ def test_the_product_is_the_output_of_the_quantizer(quantizer, dtype, getkey):
     assert integers.dtype.kind == kind
     assert integers.dtype.itemsize == (1 if bits <= 8 else 2 if bits <= 16 else 4)
     low = -(2 ** (bits - 1)) if quantizer.signed else 0
-    assert low <= int(integers.min()) and int(integers.max()) < low + 2**bits
+    assert low <= int(integers.min())
+    assert int(integers.max()) < low + 2**bits
 
 
 def test_a_negative_scale_and_an_ensemble(getkey):
     x = jr.normal(getkey(), (5, 7))
     negative = eqx.tree_at(lambda q: q.scale, eqg.nn.LSQ(4, scale=0.2), jnp.array(-0.2))
     integers, scale = negative.to_integers(x)
-    assert scale > 0 and jnp.array_equal(integers.astype(scale.dtype) * scale, negative(x))
+    assert scale > 0
+    assert jnp.array_equal(integers.astype(scale.dtype) * scale, negative(x))
 
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(jr.split(getkey(), 4))
     layers = eqg.nn.QuantizedLinear.from_layer(layers, weight_quantizer=eqg.nn.LSQ(4))

@@ -1,7 +1,7 @@
 """Calibration: run a model on a batch, gather the inputs of its layers, fit quantizers to them.
 
-A layer is called inside `vmap`, `scan` or `jit`, so its inputs are gathered by a callback: one for
-all examples and tokens that a `vmap` runs at once.
+A layer is called inside `vmap`, `scan` or `jit`, so its inputs are gathered by a callback:
+one for all examples and tokens that a `vmap` runs at once.
 """
 
 import functools as ft
