@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
 _SHOWN = 4  # places where a failure happens again
-_WIDEST = 100  # characters of an exception in the table
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 
@@ -112,7 +111,7 @@ class Report:
                 where += f" (and {n - 1} more)" if n > 1 else ""
                 if row.raised:
                     error = "raised"
-                    where += f": {row.raised:.{_WIDEST}}"
+                    where += f": {row.raised.partition(':')[0]}"
             yield f"{check:<14}{row.verdict:<10}{error:<20}{where}".rstrip()
 
 
