@@ -27,7 +27,8 @@ _OF_KINDS = {
     f"that point (`x + eps`), or {_ZERO_POLICY}",
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
-    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument.",
+    LARGE: "Use `eqg.clip_gradient_norm(x, max_norm)` or `eqg.clip_gradient(x, min, max)` on its "
+    "argument.",
 }
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.
@@ -67,7 +68,8 @@ _OF_PRIMITIVES = {
 
 # For formulas, see `formulas.py`.
 _OF_FORMULAS = {
-    "log of softmax": "Use `jax.nn.log_softmax(x)` in place of the logarithm of a softmax.",
+    "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a softmax, and "
+    "only then choose or mask its entries.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of a sigmoid.",
     "softplus": "Use `jax.nn.softplus(x)` in place of `log(1 + exp(x))`.",
     "logaddexp": "Use `jnp.logaddexp(x, y)` in place of `log(exp(x) + exp(y))`.",

@@ -249,7 +249,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
         rule="" if is_inside else _rule_of(cause),
         shape=tuple(shape),
-        is_batched=origin is not None and _is_batched(derivative, origin),
+        is_batched=origin is not None and derivative.numbered.is_batched(origin),
         operands=tuple(map(_number, operands_of(derivative, root, cause))),
         cotangent=_cotangent_of(cause),
         count=count,
@@ -266,11 +266,6 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
     if cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
     return cure_of(cause.kind, primitive, formula, is_value=cause.forward)
-
-
-def _is_batched(derivative: Derivative, origin: Origin) -> bool:
-    origins = [origin, *(derivative.numbered.origins[i] for i in origin.enclosing)]
-    return any("vmap(" in str(o.eqn.source_info.name_stack) for o in origins)
 
 
 # How the user calls the operations that do not select an element.
