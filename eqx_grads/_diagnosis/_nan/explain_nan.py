@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import rule_error, RuleError
-from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
+from ..._gradient_ops._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.float_args import as_number
@@ -26,7 +28,14 @@ from .cause import (
     first_of_rule,
     operands_of,
 )
-from .cures import cure_of, cure_of_input, DEAD_BRANCH
+from .cures import (
+    cure_of,
+    cure_of_input,
+    DEAD_BRANCH,
+    INDETERMINATE,
+    OF_ZERO_POLICY,
+    SINGULARITY,
+)
 from .derivative_program import Derivative, differentiate
 from .formulas import Formulas
 from .replay import Frame, is_bad, is_inexact
@@ -112,13 +121,35 @@ def explain_nan(
         threshold = known
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
-        return report
+        return _with_zero_policy(report, loss, model, args, kwargs)
     # Its equations are not on the lines of the function that it differentiates. This one's are.
     below = _explain(loss.__wrapped__, model, args, kwargs, threshold)
     drops_all = not report.bad_leaves
     dropped = [r for r in below.found if drops_all or r.kind == DEAD_BRANCH]
     found = [r for r in below.found if r not in dropped]
     return dataclasses.replace(report, found=found, dropped=dropped)
+
+
+def _with_zero_policy(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
+    """The report, and whether `zero_safe` makes the gradient finite, which is tried."""
+    is_pole = lambda r: r.kind in (SINGULARITY, INDETERMINATE) and not r.is_forward
+    if not (report.is_reverse and np.isfinite(report.loss) and any(map(is_pole, report.found))):
+        return report
+    doing("trying `zero_safe`")
+    safe = zero_safe(loss, policy="zero")
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    of_arrays = lambda arrays: safe(eqx.combine(arrays, rest), *args, **kwargs)
+    try:
+        grads = jax.grad(of_arrays)(arrays)
+    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
+        return report
+    if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(grads)):
+        return report
+    found = [
+        dataclasses.replace(r, cure=r.cure + OF_ZERO_POLICY) if is_pole(r) else r
+        for r in report.found
+    ]
+    return dataclasses.replace(report, found=found)
 
 
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
