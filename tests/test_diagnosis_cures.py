@@ -217,7 +217,23 @@ def test_logarithm_of_something_else_is_no_softmax():
     assert "softmax" not in record.cure
 
 
-# ---------------------------------------------------------------- functions of several operations
+def test_zero_times_infinity_of_a_mask():
+    weights = jnp.array([1.0, 0.0, 1.0])
+    masked = lambda x: jnp.where(MASK, x, -jnp.inf)
+    (record,) = eqg.explain_nan(lambda x: jnp.sum(weights * masked(x)), X).found
+    assert (record.primitive, record.is_forward) == ("mul", True)
+    assert "`jnp.where(mask, y, 0.0)`" in record.cure
+    assert not eqg.explain_nan(lambda x: jnp.sum(jnp.where(MASK, masked(x), 0.0)), X)
+
+
+def test_logarithm_of_one_minus_a_sigmoid():
+    x = jnp.array([1e3])
+    (record,) = eqg.explain_nan(lambda x: jnp.sum(jnp.log(1 - jax.nn.sigmoid(x))), x).found
+    assert "`jax.nn.log_sigmoid(-x)`" in record.cure
+    assert not eqg.explain_nan(lambda x: jnp.sum(jax.nn.log_sigmoid(-x)), x)
+
+
+# ---------------------------------------------------------------- functions of JAX
 
 
 def test_trunc_is_one_record():

@@ -33,8 +33,9 @@ class TracedLoss:
     output is the loss. `leaves` are the paths of the inexact arrays of the model, and `inputs`
     names all inputs of the program. `values` are the inputs.
 
-    `layers` are the paths of the layers of the model, and `types` their types. The name stack of an equation has
-    `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see `layer_calls`.
+    `layers` are the paths of the layers of the model, and `types` their types. The name stack
+    of an equation has `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see
+    `layer_calls`.
     """
 
     program: ClosedJaxpr

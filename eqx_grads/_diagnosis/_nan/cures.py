@@ -33,11 +33,11 @@ _OF_KINDS = {
     "that point (`x + eps`).",
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
-    INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the loss. Mask "
-    "what is computed from it once more: `jnp.where(mask, y, 0.0)`. Or use a large finite "
-    "number: `jnp.finfo(x.dtype).min`.",
-    LARGE: "Use `eqg.clip_gradient_norm(x, max_norm)` or `eqg.clip_gradient(x, min, max)` on its "
-    "argument.",
+    INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the "
+    "loss. Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`. Or use a "
+    "large finite number: `jnp.finfo(x.dtype).min`.",
+    LARGE: "Use `eqg.clip_gradient_norm(x, max_norm)` or `eqg.clip_gradient(x, min, max)` "
+    "on its argument.",
 }
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.
@@ -47,6 +47,11 @@ _OF_VALUES = {
     INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
     "with a `where` around the arguments.",
 }
+
+_MASKED_INFINITY = (
+    "Zero times infinity is NaN. If the zero is that of a mask, use `jnp.where(mask, y, "
+    "0.0)` in place of the product."
+)
 
 # For singular points of certain operations.
 _CLIPPED = (
@@ -77,9 +82,11 @@ _OF_PRIMITIVES = {
 
 # For formulas, see `formulas.py`.
 _OF_FORMULAS = {
-    "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a softmax, and "
-    "only then choose or mask its entries.",
+    "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a "
+    "softmax, and only then choose or mask its entries.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of a sigmoid.",
+    "log of 1 - sigmoid": "Use `jax.nn.log_sigmoid(-x)` in place of the logarithm of one "
+    "minus a sigmoid.",
     "softplus": "Use `jax.nn.softplus(x)` in place of `log(1 + exp(x))`.",
     "logaddexp": "Use `jnp.logaddexp(x, y)` in place of `log(exp(x) + exp(y))`.",
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
@@ -127,6 +134,8 @@ def cure_of(kind: str, primitive: str, formula: str, *, is_value: bool) -> str:
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
         text = _OF_FORMULAS.get(formula, text)
         text = _OF_EMPTY_ROWS.get(formula, text) if at_pole else text
+    if is_value and kind == INDETERMINATE and primitive == "mul":
+        text = _MASKED_INFINITY
     return text.format(op=primitive)
 
 

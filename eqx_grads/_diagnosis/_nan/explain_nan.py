@@ -94,14 +94,17 @@ def explain_nan(
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
     underflows), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`,
-    `"exceeds the threshold"`, `"NaN in the input"` and `"inf in the input"`.
+    `"constant infinity"` (of a `where`), `"exceeds the threshold"`, `"NaN in the input"` and
+    `"inf in the input"`.
 
     Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
 
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
-    This evaluates loss and gradient once, and once more if something is bad. Outside of loops
+    This evaluates loss and gradient once, and once more if something is bad. If there is a
+    singularity, the gradient of `zero_safe(loss, policy="zero")` is evaluated as well: the cure
+    names it where that is finite. Outside of loops
     operations are evaluated one by one, which is slower than the compiled program and keeps all
     intermediate values. Loops are compiled, and those with a bad step run a few times more.
 

@@ -126,6 +126,10 @@ class Formulas:
             return "log of shifted sum" if shift and self._is_shifted(shift) else ""
         if made.primitive == "logistic":
             return "log of sigmoid"
+        if made.primitive == "sub" and self._is_one(made, 0):
+            below = self._made_by(made, 1)
+            is_sigmoid = below is not None and below.primitive == "logistic"
+            return "log of 1 - sigmoid" if is_sigmoid else ""
         if made.primitive not in ("div", "reduce_sum"):
             return ""
         below = self._made_by(made, 0)

@@ -8,8 +8,8 @@ _ROUNDING = (
     "Other derivatives: `eqg.ste.wrap(fn)`, `eqg.surrogates`."
 )
 _STEP = (
-    "For a value such as a spike or a gate, use `eqg.surrogates.spike(x, eqg.surrogates.atan())` "
-    "or `eqg.ste.heaviside(x)`. "
+    "For a value such as a spike or a gate, use `eqg.surrogates.spike(x, "
+    "eqg.surrogates.atan())` or `eqg.ste.heaviside(x)`. "
     "For a switch, use a smooth one such as `jax.nn.sigmoid(x)`, or split the integral at the "
     "time of the switch with `eqg.event_time` and `eqg.jump`."
 )
@@ -25,8 +25,8 @@ CURES: Mapping[str, str] = {
     "or for a value that is overwritten.",
     "closed over": "The loss uses this array, but one that it closes over or finds in a global "
     "variable. Use the model that is the argument of the loss.",
-    "argmax": "Use `eqg.ste.one_hot_argmax(logits)` and multiply by it in place of indexing, or "
-    "`eqg.ste.gumbel_softmax(logits, key=key)`.",
+    "argmax": "Use `eqg.ste.one_hot_argmax(logits)` and multiply by it in place of "
+    "indexing, or `eqg.ste.gumbel_softmax(logits, key=key)`.",
     "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)` or "
     "`eqg.ste.reinmax(logits, key=key)`, which sample with an estimate of the gradient.",
     "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)` or `eqg.ste.gumbel_sigmoid(logits, "
@@ -39,8 +39,8 @@ CURES: Mapping[str, str] = {
     "comparison": _STEP,
     "comparison in a while_loop": f"{_SEARCH} {_STEP}",
     "predicate of a while_loop": _SEARCH,
-    "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or `eqg.ste.trunc(x)`, and "
-    "keep the value a float.",
+    "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or "
+    "`eqg.ste.trunc(x)`, and keep the value a float.",
     "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",
     "rule without a derivative": "The rule of this function returns zero for it. Change the "
     "rule, or use `eqg.replace_gradient(value, surrogate)`.",
