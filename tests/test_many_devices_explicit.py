@@ -1,5 +1,5 @@
 """`vmap` over an explicit mesh axis: loops whose condition differs between examples, and rows
-that are looked up by sharded indices."""
+that are looked up by sharded indices. And recurrent layers with sharded weights."""
 
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -10,6 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from .many_devices import EXPLICIT_MESH, put
+from .test_many_devices import _arguments, _of_layer, _programs, LAYERS, LINEAR_LAYERS
+
+
+EVERY_LAYER = {**LAYERS, **LINEAR_LAYERS}
 
 
 def _check(fn, *args):
@@ -45,9 +49,7 @@ def test_implicit_with_a_loop():
     _check(root, jnp.linspace(0.5, 4.0, 8))
 
 
-@pytest.mark.parametrize(
-    "is_shared", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("is_shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_vector_quantize(is_shared):
     codebook = jr.normal(jr.key(0), (5, 3))
     z = jr.normal(jr.key(1), (8, 2, 3))
@@ -56,3 +58,26 @@ def test_vector_quantize(is_shared):
     else:
         codebooks = jr.normal(jr.key(2), (8, 5, 3))
         _check(lambda z, c: eqg.ste.vector_quantize(z, c)[0], z, codebooks)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "GRU" else pytest.param(n, marks=pytest.mark.slow) for n in EVERY_LAYER],
+)
+def test_weights_over_an_explicit_axis(name, axis):
+    """They are gathered, and their gradients are sharded as they are."""
+    (params, xs, ct), _, static = _arguments(EVERY_LAYER[name], "batch")
+    forward, reverse = _programs(static, _of_layer)
+    expected = reverse(params, xs, ct), forward(params, xs, ct)
+    is_wide = lambda x: x.ndim > axis and x.shape[axis] % 8 == 0
+    spec_of = lambda x: Spec(*(None,) * axis, "i") if is_wide(x) else Spec()
+    with jax.set_mesh(EXPLICIT_MESH):
+        weights = jax.tree.map(lambda x: put(x, spec_of(x), EXPLICIT_MESH), params)
+        batch = Spec(None, "i")
+        many = weights, put(xs, batch, EXPLICIT_MESH), put(ct, batch, EXPLICIT_MESH)
+        got = reverse(*many), forward(*many)
+    eqgt.assert_trees_close(got, expected, tolerance=1e-5)
+    grads, _ = got[0][1]
+    for grad, weight in zip(jax.tree.leaves(grads), jax.tree.leaves(weights), strict=True):
+        assert grad.sharding.is_equivalent_to(weight.sharding, weight.ndim)

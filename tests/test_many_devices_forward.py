@@ -16,7 +16,9 @@ from .test_many_devices import _arguments, _layer, _of_layer, _programs, _withou
 LAYERS = ("GRU", "LSTM", "RNN")
 
 
-@pytest.mark.parametrize("setting", ["features", pytest.param("hidden", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "setting", ["features", pytest.param("hidden", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_jvp_communicates_no_more_than_without_the_rule(name, setting):
     one, many, static = _arguments(_layer(name), setting)
@@ -63,7 +65,7 @@ def _tangent_of(run, args, which):
     ],
 )
 def test_some_tangents_are_zero(name, which, reverse):
-    """Of parameters, inputs and first state; in several chunks, the last of which is shorter."""
+    """Of parameters, inputs and first state; in chunks, the last of which is shorter."""
     make = getattr(eqg.nn, name)
     layer = make(3, 40, reverse=reverse, time_major=True, key=jr.key(0))
     params, static = eqx.partition(layer, eqx.is_inexact_array)

@@ -258,6 +258,7 @@ class _VjpSpec:
             if t_out is NotImplemented:
                 return self._forward_of_function(operands, live_ts)
             return jax.tree.leaves(t_out)
+        assert rules.jvp_rule is not None
         call = RuleCall(rules, fn, args, kwargs, operands, ts, self.flat)
         _, arrays, t_out = apply_forward_rule(rules.jvp_rule, call)
         return [

@@ -46,6 +46,14 @@ def gathered(x: jax.Array) -> jax.Array:
     return distribute_like(x, x, (None,) * x.ndim)
 
 
+def gathered_leaves(tree: Any) -> Any:
+    """A tree whose arrays are replicated over explicit axes. The cotangent of each array has
+    the sharding that the array had."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return tree
+    return jax.tree.map(lambda x: gathered(x) if isinstance(x, jax.Array) else x, tree)
+
+
 def rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """`table[index]` for a matrix, sharded as `index` is."""
     return _explicit_rows(table, index) if is_explicit(index) else table[index]

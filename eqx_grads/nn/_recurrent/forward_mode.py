@@ -1,8 +1,9 @@
 """What forward mode of GRU, LSTM and RNN shares.
 
 All states are known then. So the terms of a tangent that do not depend on the tangent of the
-state are matrix products over chunks of time, as in the backward pass, and the loop is left with
-one product for each step. It computes no value, and so does not repeat what devices exchange.
+state are matrix products over chunks of time, as in the backward pass, and the loop is left
+with one product for each step. It computes no value, and so does not repeat what devices
+exchange.
 """
 
 from collections.abc import Callable

@@ -179,8 +179,8 @@ def _backward_step(w_state, d, inputs, *, factors_first) -> tuple[jax.Array, Any
     return d * factors[-1] + cts[0] @ w_state, d if factors_first else cts
 
 
-# Forward mode. With t the tangent of the state and t_* those of the gates' arguments, the tangent
-# of h' is, with the same factors,
+# Forward mode. With t the tangent of the state and t_* those of the gates' arguments, the
+# tangent of h' is, with the same factors,
 #
 #     z t + c_r t_r + c_z t_z + c_x (of x_n) + c_n (of h_n).
 def _gru_tangents(residuals, tangents, *, reverse, keep):

@@ -116,8 +116,8 @@ def _backward_step(w_state, d, inputs):
     return ct_h if valid is None else jnp.where(valid[:, None], ct_h, d), ct_a
 
 
-# Forward mode. With t the tangent of h, that of h' is s (V t + the tangent of W x + V h + b with
-# h fixed).
+# Forward mode. With t the tangent of h, that of h' is s (V t + the tangent of W x + V h + b
+# with h fixed).
 def _rnn_tangents(residuals, tangents, *, reverse, activation):
     w_in, w_state, _, xs, h_first, valid, hs = residuals
     t_in, t_state, t_bias, t_xs, t_first, _ = tangents
