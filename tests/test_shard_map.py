@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import numpy as np
 import pytest
 from eqx_grads._jaxprs.varying import cast_carry
 from jax.sharding import AxisType, PartitionSpec as Spec
@@ -169,8 +170,12 @@ XS = jnp.linspace(-1.0, 1.0, 6 * 8 * 3).reshape(6, 8, 3)
 SQUARE = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
 
 
+# NumPy's: a constant, which becomes a tracer where it is made an array of JAX.
+SCALE = np.linspace(0.5, 1.5, 3).astype(np.float32)
+
+
 def scan_loss(options, n, reduce, weight, xs):
-    step = lambda h, x: (jnp.tanh(h @ weight + x), h)
+    step = lambda h, x: (jnp.tanh(h @ weight * SCALE[None] + x), h)
     last, hs = eqg.filter_scan(step, jnp.zeros((n, 3)), xs, **options)
     return reduce(jnp.sum(jnp.sin(hs)) + jnp.sum(last))
 
@@ -187,6 +192,25 @@ def test_scan_from_zeros(options, check_vma):
     args = (SQUARE, XS)
     got, expected = jax.jit(lambda *a: [jax.grad(f, (0, 1))(*a) for f in (whole, plain)])(*args)
     assert_close(got, expected, eps=500)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[5]], ids=str)
+def test_constants_of_a_scan_inside_two_derivatives(options, jit):
+    """A body that was traced for a replicated constant got one that varies (the fuzz tests)."""
+
+    def loss(x):
+        step = lambda h, x: (jnp.sin(h * x * SCALE), h)
+        return jnp.sum(eqg.filter_scan(step, x, jnp.array([0.5, 1.0, 1.5]), **options)[1])
+
+    def derivatives(x):
+        grads, linear = jax.linearize(jax.grad(loss), x)
+        return grads + linear(jnp.ones_like(x))
+
+    one = lambda x: derivatives(x[0])[None]
+    whole = jax.shard_map(one, mesh=MESH, in_specs=Spec("i"), out_specs=Spec("i"))
+    x = jnp.linspace(0.1, 0.9, 12).reshape(4, 3)
+    assert_close(jit(whole)(x), jax.vmap(derivatives)(x), eps=50)
 
 
 def test_a_first_carry_that_varies_already_needs_no_trace_of_the_step():

@@ -102,6 +102,10 @@ def online_scan(
     return Plain().run(Loop(step, init, xs, steps, reverse, unroll, progress))
 
 
+# `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
+online_scan._rules.varies_alike = False
+
+
 @online_scan.def_fwd
 def _online_scan_fwd(
     consts, init, xs, step_index, *, body, perturbed: tuple[Any, ...], **options

@@ -113,6 +113,10 @@ def _run(body, init, xs, step_index, reverse, progress):
     return scan_in_chunks(one_chunk, init, (step_index, xs), chunk=chunk, reverse=reverse)
 
 
+# `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
+replayed_scan._rules.varies_alike = False
+
+
 @replayed_scan.def_fwd
 def _replayed_scan_fwd(
     consts,

@@ -167,6 +167,10 @@ def _join(full, last, reverse):
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *parts)
 
 
+# `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
+truncated_scan._rules.varies_alike = False
+
+
 @truncated_scan.def_fwd
 def _truncated_scan_fwd(
     consts, init, xs, step_index, *, body, perturbed: tuple[Any, ...], **options

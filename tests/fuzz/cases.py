@@ -288,7 +288,10 @@ def chains(draw: Any, program: Any, longest: int, devices: bool) -> tuple[Step, 
         ):
             # A carry that does not vary over the axis at first has to stay so, says JAX.
             chosen = tuple(of)
-        steps.append(Step(name, chosen, draw(st.integers(0, 4))))
+        option = draw(st.integers(0, 4))
+        if name == "scan" and {"while", "cond"} <= {step.name for step in steps}:
+            option = 0  # a replay of a loop in a branch is an error
+        steps.append(Step(name, chosen, option))
         budget /= COSTS.get(name, 1.0)
         n_derivatives += name in derivatives
         is_reversible &= name != "while"
