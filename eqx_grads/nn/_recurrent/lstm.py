@@ -59,7 +59,8 @@ class LSTM(AbstractRecurrent):
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
     matrix product for a chunk. With `proj_size`, $P^T \bar h'$ takes the place of $\bar h'$.
     Both modes, all orders. Forward mode is as for [`eqx_grads.nn.GRU`][], and plain
-    differentiation with `proj_size`. `jax.vmap` of the layer computes one gradient for the batch.
+    differentiation with `proj_size`. `jax.vmap` of the layer computes one gradient for the
+    batch.
     """
 
     cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]
