@@ -41,14 +41,14 @@ from reached import record_reached
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "not (slow or conformance or cost)"
-# The rule core, the scans and the layers, with the ops that are rules themselves.
+# The rule core, the scans, the layers and the solvers, with the ops that are rules themselves.
 MUTATED = (
     "_rules/*.py",
     "_tangent_spaces.py",
     "tangents.py",
     "_jaxprs/*.py",
     "_control_flow/*.py",
-    "_gradient_ops/*.py",
+    "_gradient_ops/**/*.py",
     "ste/*.py",
     "surrogates/*.py",
     "nn/_gradient_layers.py",
@@ -56,6 +56,11 @@ MUTATED = (
     "nn/_linear_recurrent/*.py",
     "nn/_spiking/*.py",
     "nn/_quantized/*.py",
+    "losses/*.py",
+    "safe/*.py",
+    "_solvers/*.py",
+    "solvers/*.py",
+    "_drop_ins/*.py",
 )
 # Imported before the fork, to save time. Never `eqx_grads`, which differs between mutants.
 IMPORTED = ("jax", "equinox", "beartype", "jaxtyping", "hypothesis", "optax", "optimistix")

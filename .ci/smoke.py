@@ -7,6 +7,7 @@ tool. The numbers are small: that they are right everywhere is what the tests sh
 import importlib.metadata
 import importlib.util
 import pathlib
+import re
 import sys
 
 import equinox as eqx
@@ -94,6 +95,10 @@ def the_package_is_complete() -> None:
     assert "site-packages" in package.parts, package
     assert (package / "py.typed").exists()
     assert importlib.metadata.version("eqx-grads") == eqg.__version__
+    readme = str(importlib.metadata.metadata("eqx-grads"))
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert links, readme
+    assert all(link.startswith("https://") for link in links), links
     plugins = importlib.metadata.entry_points(group="pytest11", name="eqx_grads")
     assert [importlib.util.find_spec(plugin.value) is None for plugin in plugins] == [False]
 

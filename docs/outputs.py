@@ -1,14 +1,15 @@
-"""Run the pages that show what they print, and write what they print into their `text` blocks.
+"""Run the pages and docstrings that show what they print, and write their `text` blocks.
 
-A page is one program. Its file has the title of the page's first block, as in
+A page, or a docstring, is one program. Its file has the title of the first block, as in
 `python title="ball.py"`, and the blocks follow each other in it. A `text` block has what the
 blocks between it and the one before print. `...` in it stands for any text, and a block with it
 is written by hand. A `text` block above all code is no output, and neither is one with a title.
 
-    python docs/outputs.py              # all pages
-    python docs/outputs.py docs/index.md
+    python docs/outputs.py              # all pages, and all docstrings
+    python docs/outputs.py docs/index.md eqx_grads/ste/_wrap.py
 """
 
+import ast
 import contextlib
 import doctest
 import io
@@ -16,30 +17,52 @@ import pathlib
 import re
 import sys
 import tempfile
+import textwrap
 import types
 
 
-DOCS = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
 _BLOCK = re.compile(
-    r'^```(python|text)(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL
+    r'^(?P<indent> *)```(?P<kind>python|text)(?: title="(?P<title>[^"\n]*)")?\n'
+    r"(?P<text>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
 )
 
 
 def _blocks(text: str) -> list[re.Match]:
     """The programs of a page, and its outputs."""
-    blocks = [block for block in _BLOCK.finditer(text) if not (block[1] == "text" and block[2])]
-    while blocks and blocks[0][1] == "text":
+    blocks = [b for b in _BLOCK.finditer(text) if not (b["kind"] == "text" and b["title"])]
+    while blocks and blocks[0]["kind"] == "text":
         blocks.pop(0)
     # An example that is included is run by its own test, and so is a page that includes one.
-    return [] if any(block[3].startswith("--8<--") for block in blocks) else blocks
+    return [] if any(b["text"].startswith("--8<--") for b in blocks) else blocks
 
 
 def has_outputs(text: str) -> bool:
-    return any(block[1] == "text" for block in _blocks(text))
+    return any(block["kind"] == "text" for block in _blocks(text))
 
 
-_ALL = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+_ALL = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in _ALL if has_outputs(page.read_text())]
+
+
+def docstrings(source: str) -> dict[str, tuple[int, int]]:
+    """The first line and the end of each docstring with outputs, by what it documents."""
+    lines, found = source.splitlines(keepends=True), {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
+            if ast.get_docstring(node) is not None:
+                first, end = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+                if has_outputs("".join(lines[first:end])):
+                    found[getattr(node, "name", "")] = first, end
+    return found
+
+
+FILES = [
+    file
+    for file in sorted((ROOT / "eqx_grads").rglob("*.py"))
+    if "```text" in file.read_text() and docstrings(file.read_text())
+]
 
 
 def _output(written: str, printed: str) -> str:
@@ -50,29 +73,43 @@ def _output(written: str, printed: str) -> str:
 
 
 def with_outputs(text: str, folder: pathlib.Path) -> str:
-    """Run a page, in a file in `folder`, and return the page with what it prints."""
+    """Run a page or a docstring, in a file in `folder`, and return it with what it prints."""
     blocks = _blocks(text)
-    file = folder / (blocks[0][2] or "page.py")
-    file.write_text("\n".join(block[3] for block in blocks if block[1] == "python"))
+    codes = [textwrap.dedent(block["text"]) for block in blocks]
+    file = folder / (blocks[0]["title"] or "page.py")
+    programs = [c for b, c in zip(blocks, codes, strict=True) if b["kind"] == "python"]
+    file.write_text("\n".join(programs))
     # Classes look their module up, and so does pickle.
     module = sys.modules["code_blocks"] = types.ModuleType("code_blocks")
     parts, end, first_line, printed = [], 0, 0, io.StringIO()
-    for block in blocks:
-        parts.append(text[end : block.start(3)])
-        end = block.end(3)
-        if block[1] == "text":
-            parts.append(_output(block[3], printed.getvalue().replace(f"{folder}/", "")))
+    for block, code in zip(blocks, codes, strict=True):
+        parts.append(text[end : block.start("text")])
+        end = block.end("text")
+        if block["kind"] == "text":
+            output = _output(code, printed.getvalue().replace(f"{folder}/", ""))
+            parts.append(textwrap.indent(output, block["indent"]))
             printed = io.StringIO()
             continue
-        parts.append(block[3])
-        code = compile("\n" * first_line + block[3], str(file), "exec")
+        parts.append(block["text"])
+        program = compile("\n" * first_line + code, str(file), "exec")
         with contextlib.redirect_stdout(printed):
-            exec(code, vars(module))
-        first_line += block[3].count("\n") + 1
+            exec(program, vars(module))
+        first_line += code.count("\n") + 1
     return "".join([*parts, text[end:]])
 
 
-if __name__ == "__main__":
-    for page in [pathlib.Path(name) for name in sys.argv[1:]] or PAGES:
+def _of_file(source: str) -> str:
+    """The source of a module, whose docstrings show what they print."""
+    lines = source.splitlines(keepends=True)
+    for first, end in sorted(docstrings(source).values(), reverse=True):
         with tempfile.TemporaryDirectory() as folder:
-            page.write_text(with_outputs(page.read_text(), pathlib.Path(folder)))
+            lines[first:end] = [with_outputs("".join(lines[first:end]), pathlib.Path(folder))]
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    for path in [pathlib.Path(name) for name in sys.argv[1:]] or [*PAGES, *FILES]:
+        with tempfile.TemporaryDirectory() as folder:
+            text, folder = path.read_text(), pathlib.Path(folder)
+            text = _of_file(text) if path.suffix == ".py" else with_outputs(text, folder)
+            path.write_text(text)

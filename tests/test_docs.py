@@ -51,14 +51,14 @@ def _blocks(text: str, first_line: int = 1) -> str:
 def _programs():
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
-        # The test below runs those with outputs, and `test_upstream` the faults of others.
+        # The tests below run those with outputs, and `test_upstream` the faults of others.
         if path not in OUTPUTS.PAGES and path.name != "upstream.md":
             yield path, "", _blocks(text)
     for path in sorted((ROOT / "eqx_grads").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
                 doc = ast.get_docstring(node, clean=False)
-                if doc is not None:
+                if doc is not None and not OUTPUTS.has_outputs(doc):
                     name = "" if isinstance(node, ast.Module) else node.name
                     yield path, name, _blocks(doc, node.body[0].lineno)
 
@@ -79,8 +79,6 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("path", "program"), PROGRAMS)
 def test_code_blocks_run(path, program, monkeypatch):
-    if path == ROOT / "docs" / "guides" / "events.md":  # a loop of Diffrax, differentiated
-        skip_without_checkpointed_loops()
     # A module of its own, as a script has: classes look theirs up, and so does pickle.
     module = types.ModuleType("code_blocks")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -95,6 +93,8 @@ WITH_OUTPUTS = [
 
 @pytest.mark.parametrize("path", WITH_OUTPUTS, ids=lambda path: path.name)
 def test_pages_print_what_they_say(path, monkeypatch, tmp_path):
+    if path == ROOT / "docs" / "guides" / "events.md":  # a loop of Diffrax, differentiated
+        skip_without_checkpointed_loops()
     monkeypatch.setitem(sys.modules, "code_blocks", None)  # restored after the test
     text = path.read_text()
     printed = OUTPUTS.with_outputs(text, tmp_path)
@@ -102,3 +102,18 @@ def test_pages_print_what_they_say(path, monkeypatch, tmp_path):
     is_exact = path.parent.name != "my-gradient-is" and " MB" not in text
     if not jax.config.jax_enable_x64 and (is_exact or jax.__version_info__ < (0, 11)):
         assert printed == text, f"Run `python docs/outputs.py {path.relative_to(ROOT)}`."
+
+
+def _docstrings_with_outputs():
+    for path in OUTPUTS.FILES:
+        source = path.read_text()
+        for name, (first, end) in OUTPUTS.docstrings(source).items():
+            text = "".join(source.splitlines(keepends=True)[first:end])
+            yield pytest.param(path, text, id=f"{path.relative_to(ROOT)}:{name}")
+
+
+@pytest.mark.parametrize(("path", "text"), list(_docstrings_with_outputs()))
+def test_docstrings_print_what_they_say(path, text, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "code_blocks", None)
+    printed = OUTPUTS.with_outputs(text, tmp_path)
+    assert printed == text, f"Run `python docs/outputs.py {path.relative_to(ROOT)}`."

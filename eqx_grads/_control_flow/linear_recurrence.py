@@ -35,9 +35,14 @@ def linear_recurrence(
         import jax.numpy as jnp
 
         b = jnp.array([1.0, 2.0, 3.0])
-        assert jnp.array_equal(eqg.linear_recurrence(0.5, b), jnp.array([1.0, 2.5, 4.25]))
+        print(eqg.linear_recurrence(0.5, b))
         last = lambda b: eqg.linear_recurrence(0.5, b)[-1]
-        assert jnp.array_equal(jax.grad(last)(b), jnp.array([0.25, 0.5, 1.0]))
+        print(jax.grad(last)(b))
+        ```
+
+        ```text
+        [1.   2.5  4.25]
+        [0.25 0.5  1.  ]
         ```
 
     **Arguments:**

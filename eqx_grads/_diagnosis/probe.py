@@ -45,8 +45,8 @@ class GradientStatistics(eqx.Module):
             return jnp.sum(jax.lax.scan(step, h, slots)[0])
 
         statistics = jax.grad(loss)(eqg.GradientStatistics(3), jnp.ones(4))
-        assert jnp.array_equal(statistics.norm, jnp.array([8.0, 4.0, 2.0]))  # one per step
-        assert statistics.mean_norm == 14 / 3
+        print(statistics.norm)  # one per step
+        print(f"{statistics.mean_norm:.3f}")
 
         # One slot for all steps: the statistics of the steps are summed.
         def loss_of_one(slot, h):
@@ -54,8 +54,15 @@ class GradientStatistics(eqx.Module):
             return loss(slots, h)
 
         statistics = jax.grad(loss_of_one)(eqg.GradientStatistics(), jnp.ones(4))
-        assert (statistics.norm, statistics.steps) == (14.0, 3.0)
-        assert statistics.mean_norm == 14 / 3
+        print(statistics.norm, statistics.steps)
+        print(f"{statistics.mean_norm:.3f}")
+        ```
+
+        ```text
+        [8. 4. 2.]
+        4.667
+        14.0 3.0
+        4.667
         ```
 
     **Arguments:**
@@ -126,9 +133,11 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
 
             return jax.lax.scan(step, h, slots)[0]
 
-        assert jnp.array_equal(
-            jax.grad(loss)(jnp.zeros(3), 1.0), jnp.array([4.0, 2.0, 1.0])
-        )
+        print(jax.grad(loss)(jnp.zeros(3), 1.0))
+        ```
+
+        ```text
+        [4. 2. 1.]
         ```
 
     **Arguments:**
@@ -265,7 +274,11 @@ def tap_gradient(
 
         jax.jit(jax.grad(loss))(1.0)
         jax.effects_barrier()
-        assert seen == [(2, 1.0), (1, 2.0), (0, 4.0)]  # in the order of the backward pass
+        print(seen)  # in the order of the backward pass
+        ```
+
+        ```text
+        [(2, 1.0), (1, 2.0), (0, 4.0)]
         ```
 
     **Arguments:**

@@ -39,8 +39,13 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
         def clip_gradient_bwd(residuals, grad_out, perturbed, x, limit):
             return jnp.clip(grad_out, -limit, limit)
 
-        assert jax.grad(lambda x: 10 * clip_gradient(x, 1.0))(2.0) == 1.0
-        assert jax.jvp(lambda x: clip_gradient(x, 1.0), (2.0,), (1.0,))[1] == 1.0
+        print(jax.grad(lambda x: 10 * clip_gradient(x, 1.0))(2.0))
+        print(jax.jvp(lambda x: clip_gradient(x, 1.0), (2.0,), (1.0,))[1])
+        ```
+
+        ```text
+        1.0
+        1.0
         ```
 
     A new rule is shorter with [`eqx_grads.custom_vjp`][], which differentiates all

@@ -49,8 +49,13 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
 
         f.defvjp(f_fwd, f_bwd)
 
-        assert jax.grad(f)(0.0, 3.0) == 3.0
-        assert jax.jvp(f, (0.0, 3.0), (1.0, 0.0))[1] == 3.0  # an error with `jax.custom_vjp`
+        print(jax.grad(f)(0.0, 3.0))
+        print(jax.jvp(f, (0.0, 3.0), (1.0, 0.0))[1])  # an error with `jax.custom_vjp`
+        ```
+
+        ```text
+        3.0
+        3.0
         ```
 
     What works with `jax.custom_vjp` works as it does there, but for these:

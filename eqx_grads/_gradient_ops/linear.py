@@ -38,7 +38,11 @@ def scale_gradient(x: PyTree, s: ArrayLike) -> PyTree:
         import eqx_grads as eqg
         import jax
 
-        assert jax.grad(lambda x: eqg.scale_gradient(x, 0.5) ** 2)(3.0) == 3.0
+        print(jax.grad(lambda x: eqg.scale_gradient(x, 0.5) ** 2)(3.0))
+        ```
+
+        ```text
+        3.0
         ```
 
     **Arguments:**
@@ -91,8 +95,13 @@ def reverse_gradient(x: PyTree, strength: ArrayLike = 1.0) -> PyTree:
         import eqx_grads as eqg
         import jax
 
-        assert jax.grad(lambda x: eqg.reverse_gradient(x) ** 2)(3.0) == -6.0
-        assert jax.grad(lambda x: eqg.reverse_gradient(x, 0.5) ** 2)(3.0) == -3.0
+        print(jax.grad(lambda x: eqg.reverse_gradient(x) ** 2)(3.0))
+        print(jax.grad(lambda x: eqg.reverse_gradient(x, 0.5) ** 2)(3.0))
+        ```
+
+        ```text
+        -6.0
+        -3.0
         ```
 
     **Arguments:**
@@ -151,15 +160,20 @@ def reversal_schedule(
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
-        assert eqg.reversal_schedule(0.0) == 0.0
-        assert jnp.allclose(eqg.reversal_schedule(0.1), 0.462117)
+        print(eqg.reversal_schedule(0.0))
+        print(f"{eqg.reversal_schedule(0.1):.3f}")
 
         def loss(x, step):
             return eqg.reverse_gradient(x, eqg.reversal_schedule(step / 1000)) ** 2
 
-        assert jnp.allclose(jax.grad(loss)(1.0, 100), -0.924234)
+        print(f"{jax.grad(loss)(1.0, 100):.3f}")
+        ```
+
+        ```text
+        0.0
+        0.462
+        -0.924
         ```
 
     **Arguments:**
@@ -223,11 +237,15 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
 
         mask = jnp.array([True, False])
         loss = lambda x: jnp.sum(eqg.mask_gradient(x, mask) ** 2)
-        assert jnp.array_equal(jax.grad(loss)(jnp.array([3.0, 4.0])), jnp.array([6.0, 0.0]))
+        print(jax.grad(loss)(jnp.array([3.0, 4.0])))
 
         # A tree of bools freezes parts of a model.
         loss = lambda x: sum(eqg.mask_gradient(x, {"a": True, "b": False}).values()) ** 2
         assert jax.grad(loss)({"a": 1.0, "b": 2.0}) == {"a": 6.0, "b": 0.0}
+        ```
+
+        ```text
+        [6. 0.]
         ```
 
     **Arguments:**
@@ -329,7 +347,11 @@ def psum_gradient(x: PyTree, axis_name: Any) -> PyTree:
         # On four devices, this would be a `jax.shard_map`.
         xs = jnp.array([1.0, 2.0, 3.0, 4.0])
         grads = jax.vmap(gradient, in_axes=(None, 0), axis_name="batch")(2.0, xs)
-        assert jnp.array_equal(grads, jnp.full(4, 10.0))
+        print(grads)
+        ```
+
+        ```text
+        [10. 10. 10. 10.]
         ```
 
     **Arguments:**

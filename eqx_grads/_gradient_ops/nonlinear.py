@@ -112,7 +112,11 @@ def clip_gradient_norm(
         import jax.numpy as jnp
 
         loss = lambda x: jnp.sum(eqg.clip_gradient_norm(x, 1.0) ** 2)
-        assert jnp.allclose(jax.grad(loss)(jnp.array([3.0, 4.0])), jnp.array([0.6, 0.8]))
+        print(jax.grad(loss)(jnp.array([3.0, 4.0])).round(3))
+        ```
+
+        ```text
+        [0.6 0.8]
         ```
 
     **Arguments:**
@@ -195,7 +199,11 @@ def normalize_gradient(
         import jax.numpy as jnp
 
         loss = lambda x: 1e-30 * jnp.sum(eqg.normalize_gradient(x) ** 2)
-        assert jnp.allclose(jax.grad(loss)(jnp.array([3.0, 4.0])), jnp.array([0.6, 0.8]))
+        print(jax.grad(loss)(jnp.array([3.0, 4.0])).round(3))
+        ```
+
+        ```text
+        [0.6 0.8]
         ```
 
     **Arguments:**
@@ -267,7 +275,11 @@ def zero_nonfinite_gradient(x: PyTree) -> PyTree:
         import jax.numpy as jnp
 
         loss = lambda x: jnp.sum(jnp.sqrt(eqg.zero_nonfinite_gradient(x)))
-        assert jnp.array_equal(jax.grad(loss)(jnp.array([0.0, 4.0])), jnp.array([0.0, 0.25]))
+        print(jax.grad(loss)(jnp.array([0.0, 4.0])))
+        ```
+
+        ```text
+        [0.   0.25]
         ```
 
     **Arguments:**
@@ -315,8 +327,11 @@ def noise_gradient(x: PyTree, *, key: PRNGKeyArray, stddev: ArrayLike) -> PyTree
             return jnp.sum(eqg.noise_gradient(x, key=key, stddev=0.1))
 
         noisy = jax.grad(loss)(jnp.zeros(10_000), jax.random.key(0))
-        assert abs(jnp.mean(noisy) - 1.0) < 0.01
-        assert abs(jnp.std(noisy) - 0.1) < 0.01
+        print(f"mean {jnp.mean(noisy):.2f}, standard deviation {jnp.std(noisy):.2f}")
+        ```
+
+        ```text
+        mean 1.00, standard deviation 0.10
         ```
 
     **Arguments:**
@@ -385,7 +400,11 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
         import jax.numpy as jnp
 
         loss = lambda x: 1.2345678 * eqg.cast_gradient(x, jnp.float16)
-        assert jax.grad(loss)(1.0) == float(jnp.float16(1.2345678))
+        print(jax.grad(loss)(1.0))
+        ```
+
+        ```text
+        1.234375
         ```
 
     **Arguments:**

@@ -32,7 +32,11 @@ def on_backward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
         import jax
         import jax.numpy as jnp
 
-        assert jax.grad(lambda x: eqg.on_backward(x, jnp.sign) ** 2)(3.0) == 1.0
+        print(jax.grad(lambda x: eqg.on_backward(x, jnp.sign) ** 2)(3.0))
+        ```
+
+        ```text
+        1.0
         ```
 
     **Arguments:**
@@ -135,8 +139,13 @@ def on_forward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
         import jax
         import jax.numpy as jnp
 
-        assert eqg.on_forward(jnp.array(0.7), jnp.round) == 1.0
-        assert jax.grad(lambda x: eqg.on_forward(x, jnp.round) ** 2)(0.7) == 2.0
+        print(eqg.on_forward(jnp.array(0.7), jnp.round))
+        print(jax.grad(lambda x: eqg.on_forward(x, jnp.round) ** 2)(0.7))
+        ```
+
+        ```text
+        1.0
+        2.0
         ```
 
     **Arguments:**

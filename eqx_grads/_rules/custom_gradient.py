@@ -31,7 +31,11 @@ def custom_gradient(fn: Callable[..., Any]) -> Any:
 
             return jnp.log(1 + e), gradient
 
-        assert jax.grad(log1pexp)(100.0) == 1.0
+        print(jax.grad(log1pexp)(100.0))
+        ```
+
+        ```text
+        1.0
         ```
 
     **Arguments:**

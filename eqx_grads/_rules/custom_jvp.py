@@ -38,8 +38,13 @@ class custom_jvp(AbstractDecorated[P, T]):
             (t_x,) = tangents
             return log1pexp(x), jax.nn.sigmoid(x) * t_x
 
-        assert jax.grad(log1pexp)(0.0) == 0.5
-        assert jax.hessian(log1pexp)(0.0) == 0.25
+        print(jax.grad(log1pexp)(0.0))
+        print(jax.hessian(log1pexp)(0.0))
+        ```
+
+        ```text
+        0.5
+        0.25
         ```
 
     **Arguments:**

@@ -50,8 +50,13 @@ class custom_vjp(AbstractDecorated[P, T]):
         def clip_gradient_bwd(limit, ct):
             return jnp.clip(ct, -limit, limit), None  # `None` is zero
 
-        assert jax.grad(lambda x: 10 * clip_gradient(x, 1.0))(2.0) == 1.0
-        assert jax.jvp(lambda x: clip_gradient(x, 1.0), (2.0,), (1.0,))[1] == 1.0
+        print(jax.grad(lambda x: 10 * clip_gradient(x, 1.0))(2.0))
+        print(jax.jvp(lambda x: clip_gradient(x, 1.0), (2.0,), (1.0,))[1])
+        ```
+
+        ```text
+        1.0
+        1.0
         ```
 
     **Arguments:**

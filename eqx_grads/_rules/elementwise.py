@@ -34,8 +34,8 @@ def elementwise(
             lambda v: (v > 0).astype(v.dtype),
             lambda out, v: 1 / (1 + 10 * jnp.abs(v)) ** 2,
         )
-        assert spike(jnp.array(0.3)) == 1.0
-        assert jnp.allclose(jax.grad(spike)(0.3), 1 / 16)
+        print(spike(jnp.array(0.3)))
+        print(f"{jax.grad(spike)(0.3):.4f}")
 
         # As a decorator. Two arguments, two partials, which share what `setup` computes.
         @eqg.elementwise(
@@ -45,7 +45,13 @@ def elementwise(
         def hypot(x, y):
             return jnp.hypot(x, y)
 
-        assert jnp.allclose(jax.grad(hypot)(3.0, 4.0), 0.6)
+        print(f"{jax.grad(hypot)(3.0, 4.0):.3f}")
+        ```
+
+        ```text
+        1.0
+        0.0625
+        0.600
         ```
 
     **Arguments:**

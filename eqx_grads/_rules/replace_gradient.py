@@ -29,8 +29,13 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
         import jax.numpy as jnp
 
         straight_through_round = lambda x: eqg.replace_gradient(jnp.round(x), x)
-        assert straight_through_round(jnp.array(0.7)) == 1.0
-        assert jax.grad(straight_through_round)(0.7) == 1.0
+        print(straight_through_round(jnp.array(0.7)))
+        print(jax.grad(straight_through_round)(0.7))
+        ```
+
+        ```text
+        1.0
+        1.0
         ```
 
     **Arguments:**
@@ -117,8 +122,13 @@ def with_gradient_of(
         import jax.numpy as jnp
 
         step = eqg.with_gradient_of(lambda x: jnp.heaviside(x, 0.0), jax.nn.sigmoid)
-        assert step(jnp.array(2.0)) == 1.0
-        assert jax.grad(step)(0.0) == 0.25
+        print(step(jnp.array(2.0)))
+        print(jax.grad(step)(0.0))
+        ```
+
+        ```text
+        1.0
+        0.25
         ```
 
     **Arguments:**

@@ -46,8 +46,12 @@ def event_time(
             t, y = eqg.event_time(lambda t, y: y[0], y, fall, t)
             return t
 
-        # The derivative of sqrt(2 * h / 9.8).
-        assert jnp.allclose(jax.grad(time_to_fall)(10.0), 1 / jnp.sqrt(2 * 9.8 * 10.0))
+        # The derivative of sqrt(2 * h / 9.8), which is 1 / 14 here.
+        print(f"{jax.grad(time_to_fall)(10.0):.3f}")
+        ```
+
+        ```text
+        0.071
         ```
 
     **Arguments:**

@@ -52,9 +52,12 @@ def fixed_point(
 
         solution = eqg.fixed_point(cosine, 1.0, 0.9)
         y, dy = solution.value, jax.grad(lambda x: eqg.fixed_point(cosine, 1.0, x).value)(0.9)
-        assert jnp.allclose(y, jnp.cos(y) * 0.9, atol=1e-5)
-        assert jnp.allclose(dy, jnp.cos(y) / (1 + jnp.sin(y) * 0.9), atol=1e-4)
+        print(f"{y:.3f}, with the slope {dy:.3f}")
         assert solution.stats["num_steps"] < 100 and solution.stats["residual_norm"] < 1e-5
+        ```
+
+        ```text
+        0.693, with the slope 0.489
         ```
 
     **Arguments:**

@@ -163,7 +163,7 @@ def host_function(
 
         end = lambda rate: decay(rate, jnp.array([2.0]))[0]
         with jax.enable_x64(True):
-            assert jnp.allclose(jax.jit(jax.grad(end))(0.5), -2 * jnp.exp(-0.5))
+            print(f"{jax.jit(jax.grad(end))(0.5):.3f}")
 
         # Or with a rule, which runs on the host as well.
         @decay.def_bwd
@@ -172,7 +172,12 @@ def host_function(
             end = decay.__wrapped__(rate, start)
             return -(ct * end).sum(), ct * end / start
 
-        assert jnp.allclose(jax.grad(end)(0.5), -2 * jnp.exp(-0.5))
+        print(f"{jax.grad(end)(0.5):.3f}")
+        ```
+
+        ```text
+        -1.213
+        -1.213
         ```
 
     **Arguments:**

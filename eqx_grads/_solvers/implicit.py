@@ -63,9 +63,15 @@ def implicit(
             low, high = jax.lax.fori_loop(0, 40, halve, (-10.0, 10.0))
             return (low + high) / 2
 
-        assert jnp.allclose(solve(2.0), 1.0)
-        assert jnp.allclose(jax.grad(solve)(2.0), 1 / 4)
-        assert jnp.allclose(jax.hessian(solve)(2.0), -6 / 4**3)
+        print(f"{solve(2.0):.3f}")
+        print(f"{jax.grad(solve)(2.0):.3f}")
+        print(f"{jax.hessian(solve)(2.0):.3f}")
+        ```
+
+        ```text
+        1.000
+        0.250
+        -0.094
         ```
 
     **Arguments:**

@@ -42,9 +42,12 @@ def jump(
             t, y = eqg.jump(lambda t, y: (y[0], -0.8 * y[1]), y, fall, t)
             return y[0] + y[1] * (1.0 - t) - 4.9 * (1.0 - t) ** 2
 
-        # It rises for less time, but faster. Without the two calls, the gradient is +1.
-        s = jnp.sqrt(2 * 3.0 / 9.8)
-        assert jnp.allclose(jax.grad(height_after_a_second)(3.0), 0.8 * (1 / s - 2) + 1 / s - 1)
+        # It rises for less time, but faster. Without the two calls, the gradient is 1.
+        print(f"{jax.grad(height_after_a_second)(3.0):.3f}")
+        ```
+
+        ```text
+        -0.300
         ```
 
     **Arguments:**

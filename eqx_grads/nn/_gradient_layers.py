@@ -76,7 +76,11 @@ class GradientScale(eqx.Module):
         import jax
 
         slowly = eqg.nn.GradientScale(0.1)
-        assert jax.grad(lambda x: slowly(x) ** 2)(5.0) == 1.0
+        print(jax.grad(lambda x: slowly(x) ** 2)(5.0))
+        ```
+
+        ```text
+        1.0
         ```
 
     **Arguments:**
@@ -108,7 +112,11 @@ class GradientClip(eqx.Module):
         import jax
 
         clip = eqg.nn.GradientClip(-1.0, 1.0)
-        assert jax.grad(lambda x: clip(x) ** 2)(5.0) == 1.0
+        print(jax.grad(lambda x: clip(x) ** 2)(5.0))
+        ```
+
+        ```text
+        1.0
         ```
 
     **Arguments:**
@@ -152,7 +160,11 @@ class GradientNormClip(eqx.Module):
 
         clip = eqg.nn.GradientNormClip(1.0)
         grad = jax.grad(lambda x: jnp.sum(clip(x) ** 2))(jnp.array([3.0, 4.0]))
-        assert jnp.allclose(grad, jnp.array([0.6, 0.8]))
+        print(grad.round(3))
+        ```
+
+        ```text
+        [0.6 0.8]
         ```
 
     **Arguments:**
@@ -211,10 +223,14 @@ class GradientProbe(eqx.Module):
 
         # In the gradient flow of a whole model, a probe is a layer.
         flow = eqg.gradient_flow(loss, model, jnp.ones((5, 2)))
-        assert list(flow) == ["layers[0]", "layers[1]", "layers[2]"]
+        print(list(flow))
 
         # The record is no gradient to train with: give zeros to the optimizer.
         grads = eqx.tree_at(lambda m: m.layers[1].slot, grads, model.layers[1].slot)
+        ```
+
+        ```text
+        ['layers[0]', 'layers[1]', 'layers[2]']
         ```
 
     **Arguments:**

@@ -22,8 +22,13 @@ def hypot(x: ArrayLike, y: ArrayLike) -> Array:
         import jax.numpy as jnp
 
         slopes = jax.grad(eqg.safe.hypot, argnums=(0, 1))
-        assert slopes(0.0, 0.0) == (0.0, 0.0)
-        assert jnp.allclose(jnp.stack(slopes(3e30, 4e30)), jnp.array([0.6, 0.8]))
+        print(*slopes(0.0, 0.0))
+        print(jnp.stack(slopes(3e30, 4e30)).round(3))
+        ```
+
+        ```text
+        0.0 0.0
+        [0.6 0.8]
         ```
 
     **Arguments:**
@@ -60,7 +65,11 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
 
         slopes = jax.grad(eqg.safe.arctan2, argnums=(0, 1))
         assert slopes(0.0, 0.0) == (0.0, 0.0)
-        assert jnp.allclose(jnp.stack(slopes(1e30, 1e30)) * 1e30, jnp.array([0.5, -0.5]))
+        print((1e30 * jnp.stack(slopes(1e30, 1e30))).round(3))
+        ```
+
+        ```text
+        [ 0.5 -0.5]
         ```
 
     **Arguments:**
@@ -185,8 +194,13 @@ def arcsin(x: ArrayLike) -> Array:
         import eqx_grads as eqg
         import jax
 
-        assert jax.grad(eqg.safe.arcsin)(0.6) == 1.25
-        assert jax.grad(eqg.safe.arcsin)(1.0) == 0.0
+        print(jax.grad(eqg.safe.arcsin)(0.6))
+        print(jax.grad(eqg.safe.arcsin)(1.0))
+        ```
+
+        ```text
+        1.25
+        0.0
         ```
 
     **Arguments:**

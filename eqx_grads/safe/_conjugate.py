@@ -29,7 +29,11 @@ def conjugate_gradient(x: PyTree) -> PyTree:
         z = jnp.array(0.0 + 0.0j)
         for _ in range(20):
             z = z - 0.2 * jax.grad(loss)(z)
-        assert jnp.allclose(z, target, atol=1e-3)
+        print(z.round(2))
+        ```
+
+        ```text
+        (1+2j)
         ```
 
     **Arguments:**

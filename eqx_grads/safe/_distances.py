@@ -24,8 +24,13 @@ def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[A
         import jax.numpy as jnp
 
         x, y = jnp.array([1e30, 0.0]), jnp.array([1e-30, 1e-30])
-        assert jnp.allclose(eqg.safe.cosine_similarity(x, y), jnp.sqrt(0.5))
-        assert (jax.grad(eqg.safe.cosine_similarity)(jnp.zeros(2), y) == 0).all()
+        print(f"{eqg.safe.cosine_similarity(x, y):.3f}")
+        print(jax.grad(eqg.safe.cosine_similarity)(jnp.zeros(2), y))
+        ```
+
+        ```text
+        0.707
+        [0. 0.]
         ```
 
     **Arguments:**
@@ -73,9 +78,14 @@ def pairwise_distance(
 
         points = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
         distances = eqg.safe.pairwise_distance(points)
-        assert jnp.allclose(distances[0], jnp.array([0.0, 5.0, 0.0]))
+        print(distances[0].round(3))
         grad = jax.grad(lambda x: eqg.safe.pairwise_distance(x).sum())(points)
-        assert jnp.allclose(grad[0], jnp.array([-1.2, -1.6]))  # JAX: NaN
+        print(grad[0].round(3))  # JAX: NaN
+        ```
+
+        ```text
+        [0. 5. 0.]
+        [-1.2 -1.6]
         ```
 
     The differences are formed, as inner products lose all digits of a small distance. Outside

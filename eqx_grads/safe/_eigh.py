@@ -43,7 +43,11 @@ def eigh(
         a = jnp.diag(jnp.array([1.0, 1.0, 2.0]))
         t_a = jnp.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
         _, t_out = jax.jvp(exponential, (a,), (t_a,))
-        assert jnp.allclose(t_out[0, 1], jnp.e, rtol=1e-3)  # JAX: NaN
+        print(f"{t_out[0, 1]:.1f}")  # JAX: NaN
+        ```
+
+        ```text
+        2.7
         ```
 
     An eigenvector of equal eigenvalues is arbitrary, and has no derivative. But functions of

@@ -19,11 +19,15 @@ def log_ndtr(x: ArrayLike) -> Array:
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
         slope = jax.grad(eqg.safe.log_ndtr)
-        assert jnp.allclose(slope(-1e5), 1e5)
-        assert jnp.allclose(jax.grad(slope)(-1e5), -1.0)
+        print(f"{slope(-1e5):.3g}")
+        print(f"{jax.grad(slope)(-1e5):.3f}")
+        ```
+
+        ```text
+        1e+05
+        -1.000
         ```
 
     **Arguments:**

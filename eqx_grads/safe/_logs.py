@@ -24,8 +24,13 @@ def log(x: ArrayLike) -> Array:
 
         # A mask on the result is enough.
         f = lambda x: jnp.where(x > 0, eqg.safe.log(x), 0.0)
-        assert jax.grad(f)(0.0) == jax.grad(f)(-1.0) == 0.0
-        assert jax.grad(f)(2.0) == 0.5
+        print(jax.grad(f)(0.0), jax.grad(f)(-1.0))
+        print(jax.grad(f)(2.0))
+        ```
+
+        ```text
+        0.0 0.0
+        0.5
         ```
 
     **Arguments:**
@@ -111,8 +116,13 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
         import jax
 
         slopes = jax.grad(eqg.safe.xlog1py, argnums=(0, 1))
-        assert slopes(0.0, -1.0) == (0.0, 0.0)
-        assert slopes(3.0, 0.0) == (0.0, 3.0)
+        print(*slopes(0.0, -1.0))
+        print(*slopes(3.0, 0.0))
+        ```
+
+        ```text
+        0.0 0.0
+        0.0 3.0
         ```
 
     **Arguments:**
@@ -168,11 +178,16 @@ def log_cosh(x: ArrayLike) -> Array:
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
-        assert jnp.allclose(eqg.safe.log_cosh(100.0), 100.0 - jnp.log(2.0))
-        assert jnp.allclose(eqg.safe.log_cosh(1e-3), 5e-7, atol=0.0)
-        assert jax.grad(eqg.safe.log_cosh)(100.0) == 1.0
+        print(f"{eqg.safe.log_cosh(100.0):.3f}")
+        print(f"{eqg.safe.log_cosh(1e-3):.1e}")
+        print(jax.grad(eqg.safe.log_cosh)(100.0))
+        ```
+
+        ```text
+        99.307
+        5.0e-07
+        1.0
         ```
 
     **Arguments:**
@@ -240,8 +255,13 @@ def log_expm1(x: ArrayLike) -> Array:
         import eqx_grads as eqg
         import jax
 
-        assert eqg.safe.log_expm1(200.0) == 200.0
-        assert jax.grad(eqg.safe.log_expm1)(200.0) == 1.0
+        print(eqg.safe.log_expm1(200.0))
+        print(jax.grad(eqg.safe.log_expm1)(200.0))
+        ```
+
+        ```text
+        200.0
+        1.0
         ```
 
     **Arguments:**
@@ -273,10 +293,13 @@ def softplus_inverse(x: ArrayLike) -> Array:
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
         raw = eqg.safe.softplus_inverse(0.01)
-        assert jnp.allclose(jax.nn.softplus(raw), 0.01)
+        print(f"{jax.nn.softplus(raw):.3f}")
+        ```
+
+        ```text
+        0.010
         ```
 
     **Arguments:**
@@ -338,11 +361,14 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
         import jax
         import jax.numpy as jnp
 
-        expected = 1000 + jnp.log(1 - jnp.exp(-1.0))
-        assert jnp.allclose(eqg.safe.log_sub_exp(1000.0, 999.0), expected)
+        print(f"{eqg.safe.log_sub_exp(1000.0, 999.0):.3f}")
         slopes = jax.grad(eqg.safe.log_sub_exp, argnums=(0, 1))
         assert slopes(3.0, -jnp.inf) == (1.0, 0.0)
         assert slopes(-jnp.inf, -jnp.inf) == (0.0, 0.0)
+        ```
+
+        ```text
+        999.541
         ```
 
     **Arguments:**

@@ -65,8 +65,13 @@ def logsumexp(
         import jax.numpy as jnp
 
         impossible = jnp.full(2, -jnp.inf)
-        assert eqg.safe.logsumexp(impossible) == -jnp.inf
-        assert (jax.grad(eqg.safe.logsumexp)(impossible) == 0).all()  # JAX: NaN
+        print(eqg.safe.logsumexp(impossible))
+        print(jax.grad(eqg.safe.logsumexp)(impossible))  # JAX: NaN
+        ```
+
+        ```text
+        -inf
+        [0. 0.]
         ```
 
     `jax.nn.logsumexp` is right where one term at least is finite and none is $+\infty$, and
@@ -140,9 +145,15 @@ def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
         import jax
         import jax.numpy as jnp
 
-        assert eqg.safe.logaddexp(-jnp.inf, -jnp.inf) == -jnp.inf
-        assert jax.grad(eqg.safe.logaddexp)(-jnp.inf, -jnp.inf) == 0  # JAX: NaN
-        assert jax.grad(eqg.safe.logaddexp)(1.0, 1.0) == 0.5
+        print(eqg.safe.logaddexp(-jnp.inf, -jnp.inf))
+        print(jax.grad(eqg.safe.logaddexp)(-jnp.inf, -jnp.inf))  # JAX: NaN
+        print(jax.grad(eqg.safe.logaddexp)(1.0, 1.0))
+        ```
+
+        ```text
+        -inf
+        0.0
+        0.5
         ```
 
     **Arguments:**
@@ -199,7 +210,11 @@ def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float
 
         x = jnp.array([-jnp.inf, -jnp.inf, 0.0, 0.0])
         grad = jax.grad(lambda x: eqg.safe.cumlogsumexp(x)[-1])(x)
-        assert jnp.allclose(grad, jnp.array([0.0, 0.0, 0.5, 0.5]))  # JAX: NaN
+        print(grad.round(3))  # JAX: NaN
+        ```
+
+        ```text
+        [0.  0.  0.5 0.5]
         ```
 
     **Arguments:**

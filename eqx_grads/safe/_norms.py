@@ -31,11 +31,17 @@ def norm(
         import jax
         import jax.numpy as jnp
 
-        assert (jax.grad(eqg.safe.norm)(jnp.zeros(2)) == 0).all()  # JAX: NaN
+        print(jax.grad(eqg.safe.norm)(jnp.zeros(2)))  # JAX: NaN
 
         large = jnp.array([3e30, 4e30])  # the squares overflow
-        assert jnp.allclose(eqg.safe.norm(large), 5e30)
-        assert jnp.allclose(jax.grad(eqg.safe.norm)(large), jnp.array([0.6, 0.8]))
+        print(f"{eqg.safe.norm(large):.1e}")
+        print(jax.grad(eqg.safe.norm)(large).round(3))
+        ```
+
+        ```text
+        [0. 0.]
+        5.0e+30
+        [0.6 0.8]
         ```
 
     **Arguments:**
@@ -123,8 +129,13 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
 
         x = jnp.array([[3e-30, 4e-30], [0.0, 0.0]])
         unit = eqg.safe.normalize(x)
-        assert jnp.allclose(unit, jnp.array([[0.6, 0.8], [0.0, 0.0]]))
+        print(unit.round(3))
         assert jnp.isfinite(jax.jacobian(eqg.safe.normalize)(x)).all()
+        ```
+
+        ```text
+        [[0.6 0.8]
+         [0.  0. ]]
         ```
 
     **Arguments:**

@@ -22,11 +22,16 @@ def sqrt(x: ArrayLike) -> Array:
         import jax.numpy as jnp
 
         length = lambda x: eqg.safe.sqrt(jnp.sum(x**2))
-        assert jnp.array_equal(jax.grad(length)(jnp.zeros(2)), jnp.zeros(2))
+        print(jax.grad(length)(jnp.zeros(2)))
 
         # A mask on the result is enough.
         drag = lambda v: jnp.where(v > 0, eqg.safe.sqrt(v), 0.0)
-        assert jax.grad(drag)(0.0) == jax.grad(drag)(-1.0) == 0.0
+        print(jax.grad(drag)(0.0), jax.grad(drag)(-1.0))
+        ```
+
+        ```text
+        [0. 0.]
+        0.0 0.0
         ```
 
     **Arguments:**
@@ -71,7 +76,11 @@ def reciprocal(x: ArrayLike) -> Array:
 
         f = lambda x: jnp.where(x == 0, 0.0, eqg.safe.reciprocal(x))
         assert jax.grad(f)(0.0) == 0.0
-        assert jax.grad(f)(2.0) == -0.25
+        print(jax.grad(f)(2.0))
+        ```
+
+        ```text
+        -0.25
         ```
 
     **Arguments:**
@@ -121,8 +130,13 @@ def divide(x: ArrayLike, y: ArrayLike) -> Array:
         assert jax.grad(f, argnums=(0, 1))(1.0, 0.0) == (0.0, 0.0)
 
         x, y = jnp.float32(1e-30), jnp.float32(1e-25)
-        assert jnp.allclose(jax.grad(eqg.safe.divide, argnums=1)(x, y), -1e20, rtol=1e-6)
-        assert jnp.isinf(jax.grad(jnp.divide, argnums=1)(x, y))
+        print(f"{jax.grad(eqg.safe.divide, argnums=1)(x, y):.1e}")
+        print(jax.grad(jnp.divide, argnums=1)(x, y))  # the square of `y` underflows
+        ```
+
+        ```text
+        -1.0e+20
+        -inf
         ```
 
     **Arguments:**
@@ -169,9 +183,15 @@ def power(x: ArrayLike, y: ArrayLike) -> Array:
         import jax
 
         root = lambda x: eqg.safe.power(x, 0.5)
-        assert jax.grad(root)(0.0) == 0.0
-        assert jax.grad(root)(4.0) == 0.25
-        assert jax.hessian(lambda x: eqg.safe.power(x, 2.0))(0.0) == 2.0
+        print(jax.grad(root)(0.0))
+        print(jax.grad(root)(4.0))
+        print(jax.hessian(lambda x: eqg.safe.power(x, 2.0))(0.0))
+        ```
+
+        ```text
+        0.0
+        0.25
+        2.0
         ```
 
     **Arguments:**

@@ -23,9 +23,15 @@ def expm1_ratio(x: ArrayLike) -> Array:
         import jax
         import jax.numpy as jnp
 
-        assert eqg.safe.expm1_ratio(0.0) == 1.0
-        assert jax.grad(eqg.safe.expm1_ratio)(0.0) == 0.5
-        assert jnp.isnan(jax.grad(lambda x: jnp.expm1(x) / x)(0.0))
+        print(eqg.safe.expm1_ratio(0.0))
+        print(jax.grad(eqg.safe.expm1_ratio)(0.0))
+        print(jax.grad(lambda x: jnp.expm1(x) / x)(0.0))
+        ```
+
+        ```text
+        1.0
+        0.5
+        nan
         ```
 
     **Arguments:**
@@ -58,8 +64,13 @@ def log1p_ratio(x: ArrayLike) -> Array:
         import eqx_grads as eqg
         import jax
 
-        assert eqg.safe.log1p_ratio(0.0) == 1.0
-        assert jax.grad(eqg.safe.log1p_ratio)(0.0) == -0.5
+        print(eqg.safe.log1p_ratio(0.0))
+        print(jax.grad(eqg.safe.log1p_ratio)(0.0))
+        ```
+
+        ```text
+        1.0
+        -0.5
         ```
 
     **Arguments:**
@@ -91,11 +102,16 @@ def sinhc(x: ArrayLike) -> Array:
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
-        assert eqg.safe.sinhc(0.0) == 1.0
-        assert jax.grad(eqg.safe.sinhc)(0.0) == 0.0
-        assert jnp.allclose(jax.hessian(eqg.safe.sinhc)(0.0), 1 / 3)
+        print(eqg.safe.sinhc(0.0))
+        print(jax.grad(eqg.safe.sinhc)(0.0))
+        print(f"{jax.hessian(eqg.safe.sinhc)(0.0):.3f}")
+        ```
+
+        ```text
+        1.0
+        0.0
+        0.333
         ```
 
     **Arguments:**

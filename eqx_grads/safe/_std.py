@@ -30,8 +30,13 @@ def std(
         import jax
         import jax.numpy as jnp
 
-        assert (jax.grad(eqg.safe.std)(jnp.full(3, 0.1)) == 0).all()  # JAX: NaN or noise
-        assert jnp.allclose(eqg.safe.std(jnp.array([-1e30, 1e30])), 1e30)  # JAX: inf
+        print(jax.grad(eqg.safe.std)(jnp.full(3, 0.1)))  # JAX: NaN or noise
+        print(f"{eqg.safe.std(jnp.array([-1e30, 1e30])):.1e}")  # JAX: inf
+        ```
+
+        ```text
+        [0. 0. 0.]
+        1.0e+30
         ```
 
     The variance needs no such function: the derivative of `jnp.var` is right.

@@ -38,7 +38,11 @@ def svd(a: ArrayLike, *, tolerance: float | None = None) -> SVDResult:
 
         t_a = jnp.array([[0.0, 1.0], [1.0, 0.0]])
         _, t_out = jax.jvp(cube, (jnp.eye(2),), (t_a,))
-        assert jnp.allclose(t_out, 3 * t_a, atol=1e-2)  # JAX: NaN
+        print(f"{t_out[0, 1]:.1f}")  # JAX: NaN
+        ```
+
+        ```text
+        3.0
         ```
 
     As for [`eqx_grads.safe.eigh`][], this is for functions of all of the result that do not

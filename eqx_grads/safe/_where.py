@@ -42,11 +42,16 @@ def where(
 
         x = jnp.array([0.0, 1.0, -jnp.inf])
         f = lambda x: eqg.safe.where(x > 0, jnp.log, x, 0.0)
-        assert jnp.array_equal(jax.vmap(jax.grad(f))(x), jnp.array([0.0, 1.0, 0.0]))
+        print(jax.vmap(jax.grad(f))(x))
 
         # Of several arguments.
         divide = lambda x, y: eqg.safe.where(y != 0, lambda xy: xy[0] / xy[1], (x, y), 0.0)
-        assert jax.grad(divide, argnums=1)(1.0, 0.0) == 0.0
+        print(jax.grad(divide, argnums=1)(1.0, 0.0))
+        ```
+
+        ```text
+        [0. 1. 0.]
+        0.0
         ```
 
     **Arguments:**

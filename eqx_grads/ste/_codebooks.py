@@ -29,10 +29,9 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
         codebook = jnp.array([[0.1, 0.0], [1.0, 1.0], [0.0, 2.0]])
         z = jnp.array([0.8, 0.7])
         quantized, index = eqg.ste.vector_quantize(z, codebook)
-        assert index == 1
-        assert jnp.array_equal(quantized, codebook[1])
+        print(index, quantized)
         grad = jax.grad(lambda z: eqg.ste.vector_quantize(z, codebook)[0].sum())(z)
-        assert jnp.array_equal(grad, jnp.ones(2))
+        print(grad)
 
         # The codebook and the commitment are trained by separate losses.
         def vq_loss(z, codebook, commitment=0.25):
@@ -42,7 +41,15 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
             to_entry = jnp.mean((z - jax.lax.stop_gradient(entry)) ** 2)
             return to_z + commitment * to_entry
 
-        assert jax.grad(vq_loss, argnums=1)(z, codebook)[1, 0] > 0
+        print(jax.grad(vq_loss, argnums=1)(z, codebook).round(3))
+        ```
+
+        ```text
+        1 [1. 1.]
+        [1. 1.]
+        [[0.  0. ]
+         [0.2 0.3]
+         [0.  0. ]]
         ```
 
     **Arguments:**
@@ -111,9 +118,13 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
         levels = (8, 5, 5)
         z = jnp.array([0.3, -2.0, 0.1])
         code, index = eqg.ste.fsq(z, levels)
-        assert jnp.array_equal(code, jnp.array([0.25, -1.0, 0.0]))
+        print(code, index)
         assert jnp.array_equal(code, eqg.ste.fsq_codebook(levels)[index])
         assert jax.grad(lambda z: eqg.ste.fsq(z, levels)[0].sum())(z).min() > 0
+        ```
+
+        ```text
+        [ 0.25 -1.    0.  ] 85
         ```
 
     **Arguments:**
@@ -176,11 +187,18 @@ def fsq_codebook(levels: Sequence[int], dtype: DTypeLike = float) -> Array:
 
         ```python
         import eqx_grads as eqg
-        import jax.numpy as jnp
 
         codebook = eqg.ste.fsq_codebook((3, 2))
-        assert jnp.array_equal(codebook[:3], jnp.array([[-1.0, -1], [0, -1], [1, -1]]))
-        assert jnp.array_equal(codebook[3:], jnp.array([[-1.0, 0], [0, 0], [1, 0]]))
+        print(codebook)
+        ```
+
+        ```text
+        [[-1. -1.]
+         [ 0. -1.]
+         [ 1. -1.]
+         [-1.  0.]
+         [ 0.  0.]
+         [ 1.  0.]]
         ```
 
     **Arguments:**

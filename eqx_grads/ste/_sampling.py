@@ -159,7 +159,11 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
         sample = eqg.ste.bernoulli(p, key=jax.random.key(0))
         assert (sample[0], sample[2]) == (0.0, 1.0)
         loss = lambda p: 3 * eqg.ste.bernoulli(p, key=jax.random.key(0)).sum()
-        assert jnp.array_equal(jax.grad(loss)(p), jnp.array([3.0, 3.0, 3.0]))
+        print(jax.grad(loss)(p))
+        ```
+
+        ```text
+        [3. 3. 3.]
         ```
 
     **Arguments:**

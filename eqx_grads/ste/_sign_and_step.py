@@ -36,9 +36,14 @@ def sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
         import jax.numpy as jnp
 
         x = jnp.array([-0.3, 0.0, 2.0])
-        assert jnp.array_equal(eqg.ste.sign(x), jnp.array([-1.0, 0.0, 1.0]))
+        print(eqg.ste.sign(x))
         grad = jax.grad(lambda x: eqg.ste.sign(x).sum())(x)
-        assert jnp.array_equal(grad, jnp.array([1.0, 1.0, 0.0]))  # zero where |x| > 1
+        print(grad)  # zero where |x| > 1
+        ```
+
+        ```text
+        [-1.  0.  1.]
+        [1. 1. 0.]
         ```
 
     **Arguments:**
@@ -73,14 +78,21 @@ def binary_sign(x: PyTree, *, backward: Backward = "hard_tanh") -> PyTree:
         import jax.numpy as jnp
 
         x = jnp.array([-0.3, 0.0, 2.0])
-        assert jnp.array_equal(eqg.ste.binary_sign(x), jnp.array([-1.0, 1.0, 1.0]))
+        print(eqg.ste.binary_sign(x))
         grad = jax.grad(lambda x: eqg.ste.binary_sign(x).sum())(x)
-        assert jnp.array_equal(grad, jnp.array([1.0, 1.0, 0.0]))
+        print(grad)
 
         # Weights as in XNOR-Net: scaled to their mean magnitude.
         weight = jnp.array([[0.1, -0.2], [0.3, 0.4]])
         binary = eqg.ste.binary_sign(weight) * jnp.mean(jnp.abs(weight))
-        assert jnp.allclose(binary, jnp.array([[0.25, -0.25], [0.25, 0.25]]))
+        print(binary.round(3))
+        ```
+
+        ```text
+        [-1.  1.  1.]
+        [1. 1. 0.]
+        [[ 0.25 -0.25]
+         [ 0.25  0.25]]
         ```
 
     **Arguments:**
@@ -119,9 +131,15 @@ def heaviside(
         import eqx_grads as eqg
         import jax
 
-        assert eqg.ste.heaviside(-0.5) == 0.0
-        assert jax.grad(eqg.ste.heaviside)(-0.5) == 1.0
-        assert jax.grad(lambda x: eqg.ste.heaviside(x, backward=jax.nn.sigmoid))(0.0) == 0.25
+        print(eqg.ste.heaviside(-0.5))
+        print(jax.grad(eqg.ste.heaviside)(-0.5))
+        print(jax.grad(lambda x: eqg.ste.heaviside(x, backward=jax.nn.sigmoid))(0.0))
+        ```
+
+        ```text
+        0.0
+        1.0
+        0.25
         ```
 
     **Arguments:**
@@ -174,9 +192,14 @@ def ternary(
         import jax.numpy as jnp
 
         x = jnp.array([-0.3, 0.02, 2.0])
-        assert jnp.array_equal(eqg.ste.ternary(x), jnp.array([-1.0, 0.0, 1.0]))
+        print(eqg.ste.ternary(x))
         grad = jax.grad(lambda x: eqg.ste.ternary(x).sum())(x)
-        assert jnp.array_equal(grad, jnp.array([1.0, 1.0, 0.0]))
+        print(grad)
+        ```
+
+        ```text
+        [-1.  0.  1.]
+        [1. 1. 0.]
         ```
 
     **Arguments:**
@@ -231,9 +254,15 @@ def clip(x: PyTree, min: ArrayLike | None = None, max: ArrayLike | None = None) 
         import eqx_grads as eqg
         import jax
 
-        assert eqg.ste.clip(3.0, 0.0, 1.0) == 1.0
-        assert jax.grad(eqg.ste.clip)(3.0, 0.0, 1.0) == 1.0
-        assert jax.grad(eqg.ste.clip, argnums=2)(3.0, 0.0, 1.0) == 1.0
+        print(eqg.ste.clip(3.0, 0.0, 1.0))
+        print(jax.grad(eqg.ste.clip)(3.0, 0.0, 1.0))
+        print(jax.grad(eqg.ste.clip, argnums=2)(3.0, 0.0, 1.0))
+        ```
+
+        ```text
+        1.0
+        1.0
+        1.0
         ```
 
     **Arguments:**
@@ -306,9 +335,14 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
         import jax.numpy as jnp
 
         x = jnp.array([1.0, 3.0, 2.0])
-        assert jnp.array_equal(eqg.ste.one_hot_argmax(x), jnp.array([0.0, 1.0, 0.0]))
+        print(eqg.ste.one_hot_argmax(x))
         grad = jax.grad(lambda x: eqg.ste.one_hot_argmax(x)[1])(x)
-        assert jnp.allclose(grad, jax.grad(lambda x: jax.nn.softmax(x)[1])(x))
+        print(grad.round(3))  # that of `softmax`
+        ```
+
+        ```text
+        [0. 1. 0.]
+        [-0.06   0.223 -0.163]
         ```
 
     **Arguments:**

@@ -47,13 +47,19 @@ def fake_quantize(
 
         x = jnp.array([0.3, -0.9, 5.0])
         y = eqg.ste.fake_quantize(x, 0.25, bits=3)
-        assert jnp.array_equal(y, jnp.array([0.25, -1.0, 0.75]))
+        print(y)
 
         # A clipped element has no gradient; it contributes to that of the scale instead.
         loss = lambda x, scale: eqg.ste.fake_quantize(x, scale, bits=3).sum()
         ct_x, ct_scale = jax.grad(loss, (0, 1))(x, 0.25)
-        assert jnp.array_equal(ct_x, jnp.array([1.0, 1.0, 0.0]))
-        assert jnp.allclose(ct_scale, (1 - 1.2) + (-4 + 3.6) + 3)
+        print(ct_x)
+        print(f"{ct_scale:.3f}")
+        ```
+
+        ```text
+        [ 0.25 -1.    0.75]
+        [1. 1. 0.]
+        2.400
         ```
 
     **Arguments:**
@@ -174,11 +180,18 @@ def absmax_scale(
 
         weight = jnp.array([[0.5, -1.0, 0.1], [3.0, 2.0, 1.0]])
         scale = eqg.ste.absmax_scale(weight, bits=3, axis=1)  # one for each row
-        assert jnp.allclose(scale, jnp.array([[1 / 3], [1.0]]))
+        print(scale.round(3))
 
         quantize = lambda w: eqg.ste.fake_quantize(w, eqg.ste.absmax_scale(w))
         assert jnp.allclose(quantize(weight), weight, atol=0.02)
-        assert jnp.array_equal(jax.grad(lambda w: quantize(w).sum())(weight), jnp.ones((2, 3)))
+        print(jax.grad(lambda w: quantize(w).sum())(weight))
+        ```
+
+        ```text
+        [[0.333]
+         [1.   ]]
+        [[1. 1. 1.]
+         [1. 1. 1.]]
         ```
 
     **Arguments:**
@@ -236,12 +249,18 @@ def lsq(
         import jax.numpy as jnp
 
         x = jnp.array([0.3, -0.9, 5.0])
-        assert jnp.array_equal(eqg.ste.lsq(x, 0.25, bits=3), jnp.array([0.25, -1.0, 0.75]))
+        print(eqg.ste.lsq(x, 0.25, bits=3))
 
         loss = lambda x, step: eqg.ste.lsq(x, step, bits=3).sum()
         ct_x, ct_step = jax.grad(loss, (0, 1))(x, 0.25)
-        assert jnp.array_equal(ct_x, jnp.array([1.0, 1.0, 0.0]))
-        assert jnp.allclose(ct_step, ((1 - 1.2) + (-4 + 3.6) + 3) / jnp.sqrt(3 * 3.0))
+        print(ct_x)
+        print(f"{ct_step:.3f}")
+        ```
+
+        ```text
+        [ 0.25 -1.    0.75]
+        [1. 1. 0.]
+        0.800
         ```
 
     **Arguments:**
@@ -327,11 +346,16 @@ def dorefa(x: ArrayLike, *, bits: int = 2, mode: str = "weights") -> Array:
 
         weight = jnp.array([0.3, -0.9, 0.01, 2.0])
         values = eqg.ste.dorefa(weight, bits=2)
-        assert set((3 * values).round().tolist()) <= {-3.0, -1.0, 1.0, 3.0}
+        print((3 * values).round())
         assert jax.grad(lambda w: eqg.ste.dorefa(w, bits=2).sum())(weight).min() > 0
 
         activation = lambda x: eqg.ste.dorefa(x, bits=2, mode="activations")
-        assert (jax.grad(activation)(0.5), jax.grad(activation)(1.5)) == (1.0, 0.0)
+        print(jax.grad(activation)(0.5), jax.grad(activation)(1.5))
+        ```
+
+        ```text
+        [ 1. -3.  1.  3.]
+        1.0 0.0
         ```
 
     **Arguments:**
@@ -402,10 +426,16 @@ def pact(x: ArrayLike, alpha: ArrayLike, *, bits: int = 8) -> Array:
 
         x = jnp.array([-1.0, 0.4, 3.0])
         y = eqg.ste.pact(x, 1.5, bits=2)
-        assert jnp.array_equal(y, jnp.array([0.0, 0.5, 1.5]))
+        print(y)
         ct_x, ct_alpha = jax.grad(lambda *a: eqg.ste.pact(*a, bits=2).sum(), (0, 1))(x, 1.5)
-        assert jnp.array_equal(ct_x, jnp.array([0.0, 1.0, 0.0]))
-        assert ct_alpha == 1.0
+        print(ct_x)
+        print(ct_alpha)
+        ```
+
+        ```text
+        [0.  0.5 1.5]
+        [0. 1. 0.]
+        1.0
         ```
 
     **Arguments:**

@@ -34,11 +34,17 @@ def wrap(
         def to_grid(x, step=0.25):
             return jnp.round(x / step) * step
 
-        assert to_grid(0.3) == 0.25
-        assert jax.grad(to_grid)(0.3) == 1.0
+        print(to_grid(0.3))
+        print(jax.grad(to_grid)(0.3))
 
         step = eqg.ste.wrap(lambda x: jnp.heaviside(x, 0.0), backward=jax.nn.sigmoid)
-        assert jax.grad(step)(0.0) == 0.25
+        print(jax.grad(step)(0.0))
+        ```
+
+        ```text
+        0.25
+        1.0
+        0.25
         ```
 
     **Arguments:**

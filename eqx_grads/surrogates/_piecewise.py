@@ -24,9 +24,15 @@ class triangle(AbstractFormula):
         import jax
 
         triangle = eqg.surrogates.triangle(peak=0.5)
-        assert jax.grad(eqg.surrogates.spike)(0.0, triangle) == 0.5
-        assert jax.grad(eqg.surrogates.spike)(0.5, triangle) == 0.25
-        assert jax.grad(eqg.surrogates.spike)(2.0, triangle) == 0.0
+        print(jax.grad(eqg.surrogates.spike)(0.0, triangle))
+        print(jax.grad(eqg.surrogates.spike)(0.5, triangle))
+        print(jax.grad(eqg.surrogates.spike)(2.0, triangle))
+        ```
+
+        ```text
+        0.5
+        0.25
+        0.0
         ```
 
     **Arguments:**
@@ -69,8 +75,13 @@ class piecewise_quadratic(AbstractFormula):
         import jax
 
         piecewise_quadratic = eqg.surrogates.piecewise_quadratic(slope=2.0)
-        assert jax.grad(eqg.surrogates.spike)(0.0, piecewise_quadratic) == 2.0
-        assert piecewise_quadratic.primitive(0.5) == 1.0
+        print(jax.grad(eqg.surrogates.spike)(0.0, piecewise_quadratic))
+        print(piecewise_quadratic.primitive(0.5))
+        ```
+
+        ```text
+        2.0
+        1.0
         ```
 
     **Arguments:**
@@ -111,8 +122,13 @@ class rectangle(AbstractFormula):
         import jax
 
         rectangle = eqg.surrogates.rectangle(width=2.0, peak=0.5)
-        assert jax.grad(eqg.surrogates.spike)(0.9, rectangle) == 0.5
-        assert jax.grad(eqg.surrogates.spike)(1.1, rectangle) == 0.0
+        print(jax.grad(eqg.surrogates.spike)(0.9, rectangle))
+        print(jax.grad(eqg.surrogates.spike)(1.1, rectangle))
+        ```
+
+        ```text
+        0.5
+        0.0
         ```
 
     **Arguments:**
@@ -154,8 +170,13 @@ class leaky(AbstractFormula):
         import jax
 
         leaky = eqg.surrogates.leaky(leak=0.25)
-        assert jax.grad(eqg.surrogates.spike)(3.0, leaky) == 1.0
-        assert jax.grad(eqg.surrogates.spike)(-3.0, leaky) == 0.25
+        print(jax.grad(eqg.surrogates.spike)(3.0, leaky))
+        print(jax.grad(eqg.surrogates.spike)(-3.0, leaky))
+        ```
+
+        ```text
+        1.0
+        0.25
         ```
 
     **Arguments:**

@@ -21,8 +21,13 @@ class superspike(AbstractFormula):
         import jax
 
         superspike = eqg.surrogates.superspike(slope=10.0)
-        assert jax.grad(eqg.surrogates.spike)(0.0, superspike) == 1.0
-        assert jax.grad(eqg.surrogates.spike)(0.1, superspike) == 0.25
+        print(jax.grad(eqg.surrogates.spike)(0.0, superspike))
+        print(jax.grad(eqg.surrogates.spike)(0.1, superspike))
+        ```
+
+        ```text
+        1.0
+        0.25
         ```
 
     **Arguments:**
@@ -64,8 +69,13 @@ class atan(AbstractFormula):
         import jax
 
         atan = eqg.surrogates.atan()
-        assert jax.grad(eqg.surrogates.spike)(0.0, atan) == 1.0
-        assert atan.primitive(0.0) == 0.5
+        print(jax.grad(eqg.surrogates.spike)(0.0, atan))
+        print(atan.primitive(0.0))
+        ```
+
+        ```text
+        1.0
+        0.5
         ```
 
     **Arguments:**
@@ -104,8 +114,13 @@ class sigmoid(AbstractFormula):
         import jax
 
         sigmoid = eqg.surrogates.sigmoid()
-        assert jax.grad(eqg.surrogates.spike)(0.0, sigmoid) == 1.0
-        assert sigmoid.derivative(-1e30) == 0.0
+        print(jax.grad(eqg.surrogates.spike)(0.0, sigmoid))
+        print(sigmoid.derivative(-1e30))
+        ```
+
+        ```text
+        1.0
+        0.0
         ```
 
     **Arguments:**
@@ -142,10 +157,13 @@ class erf(AbstractFormula):
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
         erf = eqg.surrogates.erf()
-        assert jnp.allclose(jax.grad(eqg.surrogates.spike)(0.0, erf), 2 / jnp.sqrt(jnp.pi))
+        print(f"{jax.grad(eqg.surrogates.spike)(0.0, erf):.3f}")
+        ```
+
+        ```text
+        1.128
         ```
 
     **Arguments:**
@@ -184,11 +202,14 @@ class gaussian(AbstractFormula):
         ```python
         import eqx_grads as eqg
         import jax
-        import jax.numpy as jnp
 
         gaussian = eqg.surrogates.gaussian(sigma=1.0)
         slope = jax.grad(eqg.surrogates.spike)(0.0, gaussian)
-        assert jnp.allclose(slope, 1 / jnp.sqrt(2 * jnp.pi))
+        print(f"{slope:.3f}")
+        ```
+
+        ```text
+        0.399
         ```
 
     **Arguments:**
@@ -229,8 +250,13 @@ class multi_gaussian(AbstractFormula):
         import jax
 
         multi_gaussian = eqg.surrogates.multi_gaussian()
-        assert jax.grad(eqg.surrogates.spike)(0.0, multi_gaussian) > 0.87
-        assert jax.grad(eqg.surrogates.spike)(2.0, multi_gaussian) < 0.0
+        print(f"{jax.grad(eqg.surrogates.spike)(0.0, multi_gaussian):.2f}")
+        print(f"{jax.grad(eqg.surrogates.spike)(2.0, multi_gaussian):.2f}")
+        ```
+
+        ```text
+        0.88
+        -0.03
         ```
 
     **Arguments:**

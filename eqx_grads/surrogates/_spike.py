@@ -40,8 +40,14 @@ class AbstractSurrogate(eqx.Module):
                 return jnp.where(v < 0, tail, 1 - tail)
 
         surrogate = exponential(jnp.array(2.0))
-        assert jax.grad(eqg.surrogates.spike)(0.0, surrogate) == 1.0
-        assert jax.grad(eqg.surrogates.spike, argnums=1)(0.5, surrogate).slope > 0
+        print(jax.grad(eqg.surrogates.spike)(0.0, surrogate))
+        by_slope = jax.grad(eqg.surrogates.spike, argnums=1)(0.5, surrogate).slope
+        print(f"{by_slope:.3f}")
+        ```
+
+        ```text
+        1.0
+        0.092
         ```
     """
 
@@ -88,15 +94,22 @@ def spike(v: ArrayLike, surrogate: AbstractSurrogate | Callable[..., Any]) -> Ar
 
         spike, atan = eqg.surrogates.spike, eqg.surrogates.atan
         v = jnp.array([-0.1, 0.0, 0.1])
-        assert jnp.array_equal(spike(v, atan()), jnp.array([0.0, 0.0, 1.0]))
-        assert jax.grad(spike)(0.0, atan()) == 1.0
+        print(spike(v, atan()))
+        print(jax.grad(spike)(0.0, atan()))
 
         # Any function can be the derivative, ...
-        assert jax.grad(spike)(0.0, lambda v: 0.3 * jnp.exp(-jnp.abs(v))) == 0.3
+        print(jax.grad(spike)(0.0, lambda v: 0.3 * jnp.exp(-jnp.abs(v))))
 
         # ... and the slope of a surrogate can be learned.
         learnable = atan(slope=jnp.array(2.0))
-        assert jax.grad(spike, argnums=1)(0.1, learnable).slope > 0
+        print(f"{jax.grad(spike, argnums=1)(0.1, learnable).slope:.3f}")
+        ```
+
+        ```text
+        [0. 0. 1.]
+        1.0
+        0.3
+        0.046
         ```
 
     **Arguments:**

@@ -73,8 +73,12 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         import jax.numpy as jnp
 
         jacobian = eqgt.numerical_jacobian(jnp.sin, jnp.array([0.0, 1.0]))
-        assert jacobian.shape == (2, 2)
-        assert abs(jacobian[0, 0] - 1.0) < 1e-9
+        print(jacobian.round(3))
+        ```
+
+        ```text
+        [[1.   0.  ]
+         [0.   0.54]]
         ```
 
     **Arguments:**

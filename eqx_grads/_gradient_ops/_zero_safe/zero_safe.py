@@ -39,8 +39,13 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
             return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
 
         x = jnp.array([0.0, 4.0])
-        assert jnp.isnan(jax.grad(drag)(x)[0])
-        assert jnp.all(jax.grad(eqg.zero_safe(drag))(x) == jnp.array([0.0, 0.25]))
+        print(jax.grad(drag)(x))
+        print(jax.grad(eqg.zero_safe(drag))(x))
+        ```
+
+        ```text
+        [ nan 0.25]
+        [0.   0.25]
         ```
 
     **Arguments:**

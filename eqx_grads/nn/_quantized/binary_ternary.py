@@ -41,7 +41,11 @@ class BinaryLinear(AbstractQuantizedLinear):
         layer = eqg.nn.BinaryLinear(
             64, 10, scale=False, input_quantizer=eqg.ste.binary_sign, key=jax.random.key(0)
         )
-        assert jnp.array_equal(jnp.unique(layer.quantized_weight()), jnp.array([-1.0, 1.0]))
+        print(jnp.unique(layer.quantized_weight()))
+        ```
+
+        ```text
+        [-1.  1.]
         ```
 
     **Derivative:**
@@ -132,7 +136,11 @@ class TernaryLinear(AbstractQuantizedLinear):
 
         layer = eqg.nn.TernaryLinear(64, 10, scale=False, key=jax.random.key(0))
         values = jnp.unique(layer.quantized_weight())
-        assert jnp.array_equal(values, jnp.array([-1.0, 0.0, 1.0]))
+        print(values)
+        ```
+
+        ```text
+        [-1.  0.  1.]
         ```
 
     **Derivative:**

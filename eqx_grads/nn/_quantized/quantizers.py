@@ -121,10 +121,15 @@ class FakeQuantize(AbstractQuantizer):
         assert jnp.allclose(dynamic(x), x, atol=0.01)
 
         given = eqg.nn.FakeQuantize(bits=3, scale=0.25)
-        assert jnp.array_equal(given(x), jnp.array([0.25, -1.0, 0.75]))
+        print(given(x))
 
         learned = eqg.nn.FakeQuantize(bits=3, learn_scale=True).fit(x)
-        assert jnp.allclose(learned.scale, 2 / 3)
+        print(f"{learned.scale:.3f}")
+        ```
+
+        ```text
+        [ 0.25 -1.    0.75]
+        0.667
         ```
 
     **Derivative:**

@@ -38,7 +38,11 @@ class Recurrent(AbstractRecurrent):
             ys, _ = layer(jnp.ones((3, 2)))
             return jnp.sum(ys[-1])
 
-        assert gradient(layer).cells[0][0].decay == 4.0  # 2 (1 + 2 decay)
+        print(gradient(layer).cells[0][0].decay)  # 2 (1 + 2 decay)
+        ```
+
+        ```text
+        4.0
         ```
 
     **Derivative:**

@@ -194,7 +194,11 @@ class ALIFCell(AbstractSpikingNeurons):
 
         layer = eqg.nn.Recurrent(eqg.nn.ALIFCell(1, beta=0.9, rho=0.99))
         spikes, state = layer(jnp.full((50, 1), 0.5))
-        assert jnp.sum(spikes[:10]) > jnp.sum(spikes[-10:])  # it adapts
+        print(spikes[:10].sum(), spikes[-10:].sum())  # it adapts
+        ```
+
+        ```text
+        2.0 1.0
         ```
 
     **Derivative:**
@@ -312,10 +316,16 @@ class CuBaLIFCell(AbstractSpikingNeurons):
 
         cell = eqg.nn.CuBaLIFCell(1, alpha=0.5, beta=0.5, threshold=0.9)
         state = cell(jnp.array([0.8]), cell.initial_state())
-        assert state.spikes == 0
+        print(state.spikes)
         state = cell(jnp.array([0.5]), state)  # 0.8 are 0.4 in the current, 0.4 in the membrane
-        assert jnp.allclose(state.membrane, 1.3)
-        assert state.spikes == 1
+        print(f"{state.membrane[0]:.1f}")
+        print(state.spikes)
+        ```
+
+        ```text
+        [0.]
+        1.3
+        [1.]
         ```
 
     **Derivative:**
@@ -412,7 +422,11 @@ class LICell(AbstractNeurons):
 
         layer = eqg.nn.Recurrent(eqg.nn.LICell(1, beta=0.5))
         membranes, _ = layer(jnp.ones((3, 1)))
-        assert jnp.array_equal(membranes[:, 0], jnp.array([1.0, 1.5, 1.75]))
+        print(membranes[:, 0])
+        ```
+
+        ```text
+        [1.   1.5  1.75]
         ```
 
     **Derivative:**
