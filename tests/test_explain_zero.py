@@ -335,18 +335,9 @@ def test_straight_through_is_not_reported():
 
 def test_the_cure_mends_it():
     report = check(lambda w: jnp.sum(jnp.round(w) * X), X)
-    name = only(report).cure.partition("`eqg.ste.")[2].partition("`")[0]
-    mended = lambda w: jnp.sum(getattr(eqg.ste, name)(w) * X)
+    code = only(report).cure.partition("`")[2].partition("`")[0]  # as someone pastes it
+    mended = lambda w: jnp.sum(eval(code, {"eqg": eqg, "x": w}) * X)
     assert not check(mended, X)
-
-
-def test_every_name_in_the_cures_exists():
-    from eqx_grads._diagnosis._zero.cures import CURES
-
-    for text in CURES.values():
-        for name in ("eqg." + part.partition("`")[0] for part in text.split("`eqg.")[1:]):
-            if "{" not in name:
-                eval(name)
 
 
 # ---------------------------------------------------------------- threads

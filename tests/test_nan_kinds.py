@@ -76,8 +76,8 @@ def softmax(x):
 # Of which the exponential is just out of range.
 LARGE = float(jnp.log(jnp.finfo(jnp.ones(()).dtype).max)) + 1.3
 FORMULAS = {
-    "log of softmax": (lambda x: jnp.log(jax.nn.softmax(x))[1], [9e3, 0.0], "nn.log_softmax"),
-    "by hand": (lambda x: jnp.log(softmax(x))[1], [5.0, -2e3], "nn.log_softmax"),
+    "log of softmax": (lambda x: jnp.log(jax.nn.softmax(x))[1], [9e3, 0.0], "safe.log_softmax"),
+    "by hand": (lambda x: jnp.log(softmax(x))[1], [5.0, -2e3], "safe.log_softmax"),
     "log1p of exp": (lambda x: jnp.sum(jnp.log1p(jnp.exp(x))), [9e3], "nn.softplus"),
     "log of 1 + exp": (lambda x: jnp.sum(jnp.log(1 + jnp.exp(x))), [9e3], "nn.softplus"),
     "logsumexp": (lambda x: jnp.log(jnp.sum(jnp.exp(x))), [9e3, 0.0], "nn.logsumexp"),

@@ -83,6 +83,11 @@ class NumberedLoss:
         numbers = re.findall(r"eqg_equation_(\d+)", str(eqn.source_info.name_stack))
         return self.origins[int(numbers[-1])] if numbers else None
 
+    def is_batched(self, origin: Origin) -> bool:
+        """Whether an equation of the loss, or one around it, is in a function under `vmap`."""
+        around = [origin, *(self.origins[i] for i in origin.enclosing)]
+        return any("vmap(" in str(o.eqn.source_info.name_stack) for o in around)
+
     def _number(self, program, path, loops, enclosing) -> _Numbered:
         numbers, inner = [], []
         for eqn in program.eqns:

@@ -12,6 +12,7 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
+from .._jaxprs.structure import Call, structure
 from .._jaxprs.versions import function_file, function_name, traceback_of
 
 
@@ -99,6 +100,12 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
         f.file_name == file and f.function_name.endswith(name)
         for f in (traceback.frames if traceback else ())
     )
+
+
+def is_of_jax(eqn: Any) -> bool:
+    """Whether an equation is a call of a jitted function that JAX defines."""
+    known = structure(eqn)
+    return isinstance(known, Call) and function_file(*known.programs).startswith(_JAX)
 
 
 def rule_line(eqn: Any) -> SourceLine:

@@ -33,8 +33,9 @@ class TracedLoss:
     output is the loss. `leaves` are the paths of the inexact arrays of the model, and `inputs`
     names all inputs of the program. `values` are the inputs.
 
-    `layers` are the paths of the layers of the model. The name stack of an equation has
-    `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see `layer_calls`.
+    `layers` are the paths of the layers of the model, and `types` their types. The name stack
+    of an equation has `eqg_layer_2_call_17` where the equation is in a call of `layers[2]`; see
+    `layer_calls`.
     """
 
     program: ClosedJaxpr
@@ -42,6 +43,7 @@ class TracedLoss:
     leaves: Sequence[str]
     inputs: Sequence[str]
     layers: Sequence[str]
+    types: Sequence[type]
 
     def leaf_of(self, i: int) -> str:
         """The path of input `i` of the program in the model, or empty."""
@@ -78,13 +80,19 @@ def trace_loss(
     _check_concrete(caller, values)
     other_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(others)]
     layers: list[str] = []
+    types: list[type] = []
+
+    def select(layer):
+        types.append(type(layer))
+        return True
 
     def flat_loss(values, wrap):
         arrays, others = jax.tree.unflatten(treedef, values)
         rest, args, kwargs = eqx.combine(others, static)
         model = eqx.combine(arrays, rest)
         if wrap:
-            layers[:], model = wrap_layers(model, lambda layer: True, _call_named)
+            types.clear()
+            layers[:], model = wrap_layers(model, select, _call_named)
         return check_scalar(caller, loss, loss(model, *args, **kwargs))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
@@ -103,6 +111,7 @@ def trace_loss(
         [f"model{jax.tree_util.keystr(path)}" for path in paths]
         + [_name_of_other(path) for path in other_paths],
         layers,
+        types if layers else [],
     )
 
 

@@ -49,6 +49,7 @@ class _Value:
     producer: "_Operation | None" = None
     is_read_by_product: bool = False
     is_read_in_memory: bool = False  # by another operation that is not fused
+    is_read_by_loop: bool = False
     n_uses: int = 0
     is_written: bool = True
     is_expensive: bool = False
@@ -132,7 +133,8 @@ class _Flat:
             written = [i for i in operation.outputs if self.values[i].is_written]
             taken_over = sum(size(i) for i in set(operation.carried) if last.get(i) == t)
             alive += sum(map(size, written))
-            peak = max(peak, alive - taken_over + operation.inside)
+            copied = sum(size(i) for i in written if self._is_copied(self.values[i]))
+            peak = max(peak, alive - taken_over + operation.inside + copied)
             ended = {r for i in operation.operands for r in self.values[i].roots}
             ended = {r for r in ended if last.get(r) == t}
             ended.update(i for i in written if i not in last)
@@ -148,6 +150,7 @@ class _Flat:
                     value.is_read_by_product = True
                 elif not operation.is_fused and not _reads_fused(operation.eqn):
                     value.is_read_in_memory = True
+                    value.is_read_by_loop |= isinstance(structure(operation.eqn), Scan | While)
         for i in outputs:
             self.values[i].is_read_in_memory = True
 
@@ -182,6 +185,18 @@ class _Flat:
             return False
         source = self.values[operation.operands[0]]
         return source.is_written or self._is_view(source, keeps_memory)
+
+    def _is_copied(self, value: _Value) -> bool:
+        """Whether the value is an array for a loop that is reshaped and then transposed. XLA
+        changes the layout only, and copies it to that of the loop (on a CPU, JAX 0.10)."""
+        operation = value.producer if value.is_read_by_loop else None
+        is_transposed = False
+        while operation and operation.operands and is_view_in_product(operation.eqn):
+            if is_transposed and operation.eqn.primitive.name == "reshape":
+                return True
+            is_transposed |= operation.eqn.primitive.name == "transpose"
+            operation = self.values[operation.operands[0]].producer
+        return False
 
     def _in_memory_of(self, outputs: Iterable[int]) -> set[int]:
         """The outputs, and what they are reshaped from."""

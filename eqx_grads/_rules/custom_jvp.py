@@ -151,7 +151,8 @@ def _run(rule, call, indices, given):
     for i, t in zip(indices, given, strict=True):
         ts[i] = t
     t_args = call.flat.args.dynamic_tree(ts)
-    return _take_result(call, rule, rule(call.args, t_args, **call.keywords(rule)))
+    result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
+    return _take_result(call, rule, result)
 
 
 def _without_dead_terms(rule, call, run, inexact):

@@ -312,7 +312,7 @@ class _VjpSpec:
     def _run_bwd(self, fn, rule, kwargs, kept, ct):
         if "perturbed" in rule.keyword_only:
             kwargs = {"perturbed": _perturbed_tree(self.flat, self.perturbed), **kwargs}
-        result = rule(kept, ct, **rule.asked_for(kwargs))
+        result = rule.of_tangents(kept, ct, **rule.asked_for(kwargs))
         args = self.flat.args.tree(self.arg_types)
         if not isinstance(result, tuple | list) or len(result) != len(args):
             raise rule_error(

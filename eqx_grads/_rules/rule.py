@@ -70,6 +70,20 @@ class Rule(Rebuildable):
                 ) from error
             raise
 
+    def of_tangents(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the rule with tangents or cotangents. If it fails because of a `None` among
+        them, the error says what `None` stands for."""
+        try:
+            return self(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if "NoneType" in str(error):
+                error.add_note(
+                    f"In the rule `{self.name}`, `None` is the tangent or cotangent of a leaf "
+                    "that can't be differentiated (an integer, a key), and with "
+                    "`symbolic_zeros=True` of any leaf for which it is zero."
+                )
+            raise
+
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
         """The keyword-only arguments of the function: all that were given, and of those
         that have their default value the ones that this rule has a parameter for."""

@@ -152,7 +152,13 @@ def _run(op, leaves) -> list[np.ndarray]:
     ]
 
 
-def check_shape(op: AbstractHostOp, i: int, x: Any, batch: tuple[int, ...]) -> np.ndarray:
+def check_shape(
+    op: AbstractHostOp,
+    i: int,
+    x: Any,
+    batch: tuple[int, ...],
+    do: str = "Return an array of the promised shape, or promise another one.",
+) -> np.ndarray:
     """Output number `i` as an array with the axes of `vmap`; raises if it has another shape
     than was promised."""
     x = np.asarray(x)
@@ -166,7 +172,6 @@ def check_shape(op: AbstractHostOp, i: int, x: Any, batch: tuple[int, ...]) -> n
     if batch and len(own) <= len(batch) and x.shape[len(own) :] == shape and fits:
         return np.broadcast_to(x.reshape(missing + x.shape), batch + shape)
     promised = jax.ShapeDtypeStruct(batch + shape, op.out_types[i].dtype)
-    do = "Return an array of the promised shape, or promise another one."
     if batch:
         do += (
             f" With `vmap_method={op.vmap_method!r}` the function is given the axes of "

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._errors import rule_error, RuleError, show_tree
 from .._rules.rule import Rule
-from .._tangent_spaces import is_none, match_leaves
+from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
 from .host_callback import AbstractHostOp, batch_shape, check_shape
 from .host_ops import is_complex, is_inexact, path_of_leaf, PrimalOp, Types
 from .host_residual_cache import digest_key
@@ -129,7 +129,7 @@ class TangentOp(_AbstractRuleOp):
             for i, x in enumerate(primals[: call.n_args])
         ]
         args, kwargs = call.arguments(primals)
-        result = self.rule(args, call.tangents(ts), **kwargs)
+        result = self.rule.of_tangents(args, call.tangents(ts), **kwargs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
                 f"The forward rule `{self.name}` of `{call.name}` did not return a pair.",
@@ -199,7 +199,8 @@ class CotangentOp(_AbstractRuleOp):
             kwargs = self.rule.asked_for({"perturbed": call.tangents(flags), **kwargs})
         else:
             kwargs = {}
-        result = self.rule(residuals, jax.tree.unflatten(call.out_treedef, ct), **kwargs)
+        ct = jax.tree.unflatten(call.out_treedef, ct)
+        result = self.rule.of_tangents(residuals, ct, **kwargs)
         cts = self._flatten(result, args)
         batch = batch_shape(self, leaves)
         return [self._fit(k, i, cts[i], batch) for k, i in enumerate(self.live)]
@@ -248,9 +249,27 @@ class CotangentOp(_AbstractRuleOp):
         t = self.call.in_types[i]
         if ct is None:
             return np.zeros(batch + t.shape, t.dtype)
-        ct = check_shape(self, k, ct, batch)
+        do = "Return a cotangent of the shape of its argument, or of one that the argument "
+        do += "broadcasts to. Did a sum drop an axis, or is a transpose missing?"
+        ct = check_shape(self, k, _summed(np.asarray(ct), batch, t.shape), batch, do)
         # The cotangent of a real value is real, as in all rules of this library.
         return np.real(ct) if np.iscomplexobj(ct) and not is_complex(t) else ct
+
+
+def _summed(ct: np.ndarray, batch: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """A cotangent summed over the axes that its argument was broadcast over. The axes of `vmap`
+    are in front of these, unless the cotangent is already as it should be."""
+    own = ct.shape[len(batch) :]
+    if ct.shape[ct.ndim - len(shape) :] == shape and ct.ndim <= len(batch) + len(shape):
+        return ct
+    if not broadcasts_to(shape, own) or not is_inexact(ct):
+        return ct
+    padded = (1,) * (len(own) - len(shape)) + shape
+    axes = tuple(
+        len(batch) + i for i, (p, n) in enumerate(zip(padded, own, strict=True)) if p != n
+    )
+    total = np.sum(ct, axes, dtype=sum_dtype(ct.dtype), keepdims=True).astype(ct.dtype)
+    return total.reshape(ct.shape[: len(batch)] + shape)
 
 
 def _misfit(op, what) -> Callable[..., RuleError]:

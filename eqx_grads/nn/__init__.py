@@ -17,6 +17,7 @@ from ._quantized.binary_ternary import (
     BinaryLinear as BinaryLinear,
     TernaryLinear as TernaryLinear,
 )
+from ._quantized.finite_scalar import FSQ as FSQ
 from ._quantized.layers import (
     QuantizedConv as QuantizedConv,
     QuantizedLinear as QuantizedLinear,
@@ -28,7 +29,6 @@ from ._quantized.model import (
 from ._quantized.quantizers import (
     AbstractQuantizer as AbstractQuantizer,
     FakeQuantize as FakeQuantize,
-    FSQ as FSQ,
     LSQ as LSQ,
     StraightThrough as StraightThrough,
 )

@@ -259,6 +259,14 @@ class Case:
             found.append(DirectionalDerivative(name, tangents, tangents_out, error))
         return found
 
+    def changes_at_a_distance(self) -> bool:
+        """Whether the function without its rule has other values at some distance."""
+        p, leaves = self.precision, list(map(np.asarray, self.precision.subject.leaves))
+        moved = [x + t / 8 for x, t in zip(leaves, self.scaled_tangents(), strict=True)]
+        with p.context():
+            values = p.plain.value_at(p.like_leaves(moved)), p.plain.value_at(leaves)
+        return any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(*values, strict=True))
+
     def scaled_tangents(self) -> list[Any]:
         """Random tangents in proportion to the entries of the leaves, so that a finite
         difference takes a small step in each."""

@@ -118,7 +118,8 @@ def check_rule(
         Use `functools.partial` if a parameter of `fn` has one of the names below.
     - `checks`, `skip`: the names of the checks to run, by default all, and of those to skip.
     - `reference`: a function of the same arguments whose autodiff is the expected derivative,
-        for a rule that is wrong on purpose (straight-through, surrogate, reversal).
+        for a rule that is wrong on purpose (straight-through, surrogate, reversal), and for
+        that of a solver that stops at a tolerance, of which differences are too noisy.
     - `expected_tangent`: instead of `reference`, the expected derivative itself,
         `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples.
     - `expected_cotangent`: the same for reverse mode,

@@ -92,13 +92,16 @@ def broke(check: str, where: str, error: BaseException, cause: str = "") -> Find
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not _is_of_library(f.filename)]
     place = [f"  raised below {users[-1].filename}:{users[-1].lineno}"] if users else []
+    raised = f"{type(error).__name__}: {shown[0]}"
+    # JAX adds a note to each exception that says how to see its own frames.
+    notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
     lines = [
         *([f"  likely cause: {cause}"] if cause else []),
-        f"  it raised {type(error).__name__}: {shown[0]}",
-        *(f"    {line}" for line in shown[1:]),
+        f"  it raised {raised}",
+        *(f"    {line}" for line in (*shown[1:], *notes)),
         *place,
     ]
-    return Finding(check, FAILED, float("inf"), 0.0, where, "\n".join(lines))
+    return Finding(check, FAILED, None, None, where, "\n".join(lines), raised)
 
 
 def _without_traceback(lines: list[str]) -> list[str]:

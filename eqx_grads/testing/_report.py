@@ -20,6 +20,7 @@ class Finding:
         the check measures no error.
     - `where`: the leaf, mode or transformation, in the names of the user's parameters.
     - `text`: the description of a failure, or the reason why a check was skipped.
+    - `raised`: the type and the first line of an exception, if the failure is one.
     """
 
     check: str
@@ -28,6 +29,7 @@ class Finding:
     tolerance: float | None = None
     where: str = ""
     text: str = ""
+    raised: str = ""
 
 
 class RuleCheckError(AssertionError):
@@ -41,7 +43,7 @@ class Report:
     each failure.
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
-        `error`, `tolerance`, `where` and `text`.
+        `error`, `tolerance`, `where`, `text` and `raised`.
     - `numbers`: a dictionary with the `"seed"`, and the names of the perturbed leaves as
         `"leaves"`.
     """
@@ -107,12 +109,16 @@ class Report:
             elif row.verdict == FAILED:
                 n = len([finding for finding in self[check] if finding.verdict == FAILED])
                 where += f" (and {n - 1} more)" if n > 1 else ""
+                if row.raised:
+                    error = "raised"
+                    where += f": {row.raised.partition(':')[0]}"
             yield f"{check:<14}{row.verdict:<10}{error:<20}{where}".rstrip()
 
 
 def _worst(findings: Sequence[Finding]) -> Finding:
     def badness(finding):
         error = finding.error if finding.error is not None else 0.0
+        error = float("inf") if finding.raised else error
         ratio = error / finding.tolerance if finding.tolerance else error
         return ([SKIPPED, PASSED, FAILED].index(finding.verdict), ratio)
 

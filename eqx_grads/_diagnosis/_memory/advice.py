@@ -13,13 +13,10 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from ..._control_flow.chunked_scan import near_divisor
-from ..._control_flow.scan import named_method
-from ..._control_flow.scan_backward import Loop
 from ..._jaxprs.dependence import free_variables, variables
 from ..._jaxprs.evaluate import (
     bind,
     enter,
-    evaluate,
     evaluate_equations,
 )
 from ..._jaxprs.peak_memory import bytes_of
@@ -36,6 +33,7 @@ from ..._jaxprs.versions import assigns_shardings
 from ..layers import group_of
 from ..origins import NumberedLoss, Origin
 from ..traced_loss import layer_calls, TracedLoss
+from .loop_with_checkpoints import run_loop
 from .residuals import Residual, Source
 
 
@@ -48,6 +46,8 @@ class Candidate:
     - `covers`: the indices of the residuals that are computed there.
     - `gain`: about the bytes of these that are not alive at the same time any more.
     - `origin`: the `scan` of the traced program, and `checkpoint` for `filter_scan`.
+    - `vmap_is_outside`: whether the loop stays in a `vmap`. `moves_vmap`: whether that is to be
+        moved into its step.
     - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is to be a
       checkpoint.
     """
@@ -60,6 +60,8 @@ class Candidate:
     gain: float
     origin: Origin | None = None
     checkpoint: int | str | None = None
+    vmap_is_outside: bool = False
+    moves_vmap: bool = False
     layers: frozenset[int] = frozenset()
 
     def call_of(self, eqn: Any) -> int | None:
@@ -91,10 +93,10 @@ def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate
         n_runs = _executions(numbered, origin.loops)
         carry = bytes_of(*scan.programs[0].out_avals[: scan.n_carry])
         checkpoint, kept = _best_checkpoint(scan.length, carry, covered // n_runs)
-        yield Candidate(
+        run = f"`eqg.filter_scan(..., checkpoint={checkpoint!r})`"
+        candidate = Candidate(
             "loop",
-            f"Run the loop at {origin.source} by "
-            f"`eqg.filter_scan(..., checkpoint={checkpoint!r})`.",
+            f"Run the loop at {origin.source} by {run}.",
             origin.path,
             True,
             covers,
@@ -102,6 +104,24 @@ def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate
             origin,
             checkpoint,
         )
+        if not numbered.is_batched(origin):
+            yield candidate
+            continue
+        has_outputs = len(scan.programs[0].out_avals) > scan.n_carry
+        cure = candidate.cure + _OUTPUTS_ARE_COPIED * has_outputs
+        yield dataclasses.replace(candidate, cure=cure, vmap_is_outside=True)
+        cure = _VMAP_INSIDE.format(source=origin.source, run=run)
+        yield dataclasses.replace(candidate, cure=cure, moves_vmap=True)
+
+
+_OUTPUTS_ARE_COPIED = (
+    " The `vmap` around it transposes its outputs, which XLA may copy more often than is "
+    "estimated: `report.verify()` measures it."
+)
+_VMAP_INSIDE = (
+    "Put the `vmap` that is around the loop at {source} into its step, pass `xs` with the time "
+    "axis first and the batch axis second, and run the loop by {run}."
+)
 
 
 def _best_checkpoint(steps: int, carry: int, residuals: int) -> tuple[int | str, float]:
@@ -124,7 +144,7 @@ def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidat
         covers: set[int] = set()
         largest = 0.0
         for layer in layers:
-            inside = {i for i, (_, r) in enumerate(pairs) if _is_within(r.path, paths[layer])}
+            inside = {i for i, (_, r) in enumerate(pairs) if is_within(r.path, paths[layer])}
             if layer == 0 and _is_whole_model(numbered.traced):
                 inside = {i for i, (_, r) in enumerate(pairs) if r.path}
             covers |= inside
@@ -160,13 +180,13 @@ def _executions(numbered: NumberedLoss, loops: Sequence[int]) -> int:
     return math.prod(max(scan.length, 1) for scan in known if isinstance(scan, Scan))
 
 
-def _is_within(path: str, layer: str) -> bool:
+def is_within(path: str, layer: str) -> bool:
     return path == layer or path.startswith((layer + ".", layer + "["))
 
 
 def _is_whole_model(traced: TracedLoss) -> bool:
     """Whether the first layer is the model itself. Its path is then the name of its class."""
-    return not any(_is_within(leaf, traced.layers[0]) for leaf in traced.leaves)
+    return not any(is_within(leaf, traced.layers[0]) for leaf in traced.leaves)
 
 
 # ---------------------------------------------------------------- applying a candidate
@@ -232,7 +252,7 @@ def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
     known = structure(eqn)
     is_loop = candidate.origin is not None and eqn is candidate.origin.eqn
     if is_loop and isinstance(known, Scan):
-        return _run_scan(known, values, candidate.checkpoint)
+        return run_loop(known, values, candidate.checkpoint, candidate.vmap_is_outside)
     is_entered = isinstance(known, Call | Checkpoint | Scan | Cond) and any(
         _concerns(inner, candidate) for inner in inner_programs(eqn)
     )
@@ -246,22 +266,3 @@ def _concerns(program: ClosedJaxpr, candidate: Candidate) -> bool:
     return any(
         eqn is wanted or candidate.call_of(eqn) is not None for eqn in equations(program)
     )
-
-
-def _run_scan(scan: Scan, values: Sequence[Any], checkpoint: int | str | None) -> list[Any]:
-    (program,) = scan.programs
-    consts, rest = values[: scan.n_consts], values[scan.n_consts :]
-
-    def body(carry, xs):
-        outs = evaluate(program, [*consts, *carry, *xs])
-        return _with_strong_types(outs[: scan.n_carry]), outs[scan.n_carry :]
-
-    init = _with_strong_types(list(rest[: scan.n_carry]))
-    loop = Loop(body, init, list(rest[scan.n_carry :]), scan.length, scan.reverse, scan.unroll)
-    carry, ys = named_method(checkpoint, scan.length).run(loop)
-    return [*carry, *ys]
-
-
-def _with_strong_types(carry: list[Any]) -> list[Any]:
-    """A carry that is a Python number before the first step is not weakly typed after it."""
-    return [x.astype(x.dtype) if getattr(x, "weak_type", False) else x for x in carry]

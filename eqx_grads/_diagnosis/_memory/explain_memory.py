@@ -19,6 +19,7 @@ from ..progress import doing, showing_progress
 from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss, TracedLoss
 from .advice import Candidate, candidates, Pairs, with_checkpoints
+from .remarks import remarks_on_loops
 from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient, Residual
 
@@ -118,6 +119,7 @@ def explain_memory(
     advice = _advice(numbered, pairs, estimated)
     n_equations = sum(1 for _ in equations(gradient.gradient))
     is_large = compiled and n_equations > _MOST_COMPILED
+    left = min([estimated, *(one.predicted for one, _ in advice)])
     doing("compiling the gradient")
     functions = [plain, *(with_checkpoints(traced, candidate) for _, candidate in advice)]
     return MemoryReport(
@@ -126,7 +128,8 @@ def explain_memory(
         compiled=_compiled_bytes(plain, traced) if compiled and not is_large else None,
         advice=[advice for advice, _ in advice],
         measure=[ft.partial(_compiled_bytes, fn, traced) for fn in functions],
-        remarks=[_NOT_COMPILED.format(n_equations)] if is_large else [],
+        remarks=remarks_on_loops(numbered, pairs, left),
+        not_compiled=_NOT_COMPILED.format(n_equations) if is_large else "",
     )
 
 
@@ -160,7 +163,18 @@ def _advice(
                 is_undone=is_undone,
             )
             found.append((advice, candidate))
+    found = [(one, c) for one, c in found if not _is_no_better(one, c, found)]
     return sorted(found, key=lambda pair: -pair[0].saves)
+
+
+def _is_no_better(advice: MemoryAdvice, candidate: Candidate, found) -> bool:
+    """Whether to move a `vmap` into a loop saves little that the loop in it would not."""
+    return candidate.moves_vmap and any(
+        other.origin is candidate.origin
+        and other.vmap_is_outside
+        and one.predicted < 1.1 * advice.predicted
+        for one, other in found
+    )
 
 
 def _with_cures(

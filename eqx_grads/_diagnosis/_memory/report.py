@@ -74,6 +74,7 @@ class MemoryReport(AbstractReport):
         advice: Sequence[MemoryAdvice],
         measure: Sequence[Callable[[], int | None]],
         remarks: Sequence[str] = (),
+        not_compiled: str = "",
     ):
         residuals = sorted(residuals, key=lambda r: -r.bytes)
         self.found = [r for r in residuals if r.kind != "input"]
@@ -82,7 +83,8 @@ class MemoryReport(AbstractReport):
         self.estimated = estimated
         self.compiled = compiled
         self.advice = list(advice)
-        self.remarks = list(remarks)
+        self.remarks = [*remarks, not_compiled] if not_compiled else list(remarks)
+        self._lasting_remarks = list(remarks)
         self._measure = list(measure)  # the gradient as it is, and then with each advice
 
     def by_path(self) -> dict[str, int]:
@@ -120,6 +122,7 @@ class MemoryReport(AbstractReport):
             compiled=compiled,
             advice=advice,
             measure=self._measure,
+            remarks=self._lasting_remarks,
         )
 
     def __getstate__(self):

@@ -15,6 +15,7 @@ from .cures import (
     DEAD_BRANCH,
     DOMAIN,
     INDETERMINATE,
+    INFINITE_CONSTANT,
     INFINITE_INPUT,
     INPUT,
     LARGE,
@@ -226,6 +227,8 @@ def _kind_of_source(source: Spot) -> str:
     """Why an element is not finite although all that it depends on is."""
     name = source.eqn.primitive.name
     value = source.value
+    if name == "select_n" and np.isinf(value):
+        return INFINITE_CONSTANT
     if name in _SOLVES:
         return SINGULARITY
     if name not in ELEMENTWISE:

@@ -10,8 +10,13 @@ OVERFLOW = "overflow"
 LARGE = "exceeds the threshold"
 INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
+INFINITE_CONSTANT = "constant infinity"
 
-_ZERO_POLICY = 'define the derivative as zero with `eqg.zero_safe(loss, policy="zero")`.'
+# What follows the cure where `zero_safe` was tried, and the gradient is finite with it.
+OF_ZERO_POLICY = (
+    ' In code that you can\'t edit, `eqg.zero_safe(loss, policy="zero")` makes this gradient '
+    "finite: it takes the derivative to be zero there."
+)
 
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
@@ -20,14 +25,19 @@ _OF_KINDS = {
     MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)` in place of the product.",
     ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection makes "
     "the cotangent zero: terms of it cancel, or a product underflows. Keep the argument of "
-    f"`{{op}}` away from that point (`x + eps`), or {_ZERO_POLICY}",
+    "`{op}` away from that point (`x + eps`), or define the derivative as zero with "
+    '`eqg.zero_safe(loss, policy="zero")`.',
     SINGULARITY: "The derivative of `{op}` is infinite there. Keep its argument away from that "
-    f"point (`x + eps`), or {_ZERO_POLICY}",
+    "point (`x + eps`).",
     INDETERMINATE: "The derivative of `{op}` is not defined there. Keep its argument away from "
-    f"that point (`x + eps`), or {_ZERO_POLICY}",
+    "that point (`x + eps`).",
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
-    LARGE: "Use `eqg.clip_gradient_norm` or `eqg.clip_gradient` on its argument.",
+    INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the "
+    "loss. Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`. Or use a "
+    "large finite number: `jnp.finfo(x.dtype).min`.",
+    LARGE: "Use `eqg.clip_gradient_norm(x, max_norm)` or `eqg.clip_gradient(x, min, max)` "
+    "on its argument.",
 }
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.
@@ -37,6 +47,11 @@ _OF_VALUES = {
     INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
     "with a `where` around the arguments.",
 }
+
+_MASKED_INFINITY = (
+    "Zero times infinity is NaN. If the zero is that of a mask, use `jnp.where(mask, y, "
+    "0.0)` in place of the product."
+)
 
 # For singular points of certain operations.
 _CLIPPED = (
@@ -67,8 +82,11 @@ _OF_PRIMITIVES = {
 
 # For formulas, see `formulas.py`.
 _OF_FORMULAS = {
-    "log of softmax": "Use `jax.nn.log_softmax(x)` in place of the logarithm of a softmax.",
+    "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a "
+    "softmax, and only then choose or mask its entries.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of a sigmoid.",
+    "log of 1 - sigmoid": "Use `jax.nn.log_sigmoid(-x)` in place of the logarithm of one "
+    "minus a sigmoid.",
     "softplus": "Use `jax.nn.softplus(x)` in place of `log(1 + exp(x))`.",
     "logaddexp": "Use `jnp.logaddexp(x, y)` in place of `log(exp(x) + exp(y))`.",
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
@@ -109,11 +127,15 @@ def cure_of(kind: str, primitive: str, formula: str, *, is_value: bool) -> str:
     """
     cures = {**_OF_KINDS, **_OF_VALUES} if is_value else _OF_KINDS
     text = cures[kind] if kind in cures else _of_constant(kind)
+    if kind == DEAD_BRANCH and formula == "log of softmax":
+        text = _OF_FORMULAS[formula]
     if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
         at_pole = kind in (SINGULARITY, INDETERMINATE)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
         text = _OF_FORMULAS.get(formula, text)
         text = _OF_EMPTY_ROWS.get(formula, text) if at_pole else text
+    if is_value and kind == INDETERMINATE and primitive == "mul":
+        text = _MASKED_INFINITY
     return text.format(op=primitive)
 
 

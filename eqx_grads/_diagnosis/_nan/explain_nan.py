@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import rule_error, RuleError
-from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
+from ..._gradient_ops._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.float_args import as_number
@@ -26,7 +28,14 @@ from .cause import (
     first_of_rule,
     operands_of,
 )
-from .cures import cure_of, cure_of_input, DEAD_BRANCH
+from .cures import (
+    cure_of,
+    cure_of_input,
+    DEAD_BRANCH,
+    INDETERMINATE,
+    OF_ZERO_POLICY,
+    SINGULARITY,
+)
 from .derivative_program import Derivative, differentiate
 from .formulas import Formulas
 from .replay import Frame, is_bad, is_inexact
@@ -85,14 +94,17 @@ def explain_nan(
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
     underflows), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`,
-    `"exceeds the threshold"`, `"NaN in the input"` and `"inf in the input"`.
+    `"constant infinity"` (of a `where`), `"exceeds the threshold"`, `"NaN in the input"` and
+    `"inf in the input"`.
 
     Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
 
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
-    This evaluates loss and gradient once, and once more if something is bad. Outside of loops
+    This evaluates loss and gradient once, and once more if something is bad. If there is a
+    singularity, the gradient of `zero_safe(loss, policy="zero")` is evaluated as well: the cure
+    names it where that is finite. Outside of loops
     operations are evaluated one by one, which is slower than the compiled program and keeps all
     intermediate values. Loops are compiled, and those with a bad step run a few times more.
 
@@ -112,13 +124,35 @@ def explain_nan(
         threshold = known
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
-        return report
+        return _with_zero_policy(report, loss, model, args, kwargs)
     # Its equations are not on the lines of the function that it differentiates. This one's are.
     below = _explain(loss.__wrapped__, model, args, kwargs, threshold)
     drops_all = not report.bad_leaves
     dropped = [r for r in below.found if drops_all or r.kind == DEAD_BRANCH]
     found = [r for r in below.found if r not in dropped]
     return dataclasses.replace(report, found=found, dropped=dropped)
+
+
+def _with_zero_policy(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
+    """The report, and whether `zero_safe` makes the gradient finite, which is tried."""
+    is_pole = lambda r: r.kind in (SINGULARITY, INDETERMINATE) and not r.is_forward
+    if not (report.is_reverse and np.isfinite(report.loss) and any(map(is_pole, report.found))):
+        return report
+    doing("trying `zero_safe`")
+    safe = zero_safe(loss, policy="zero")
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    of_arrays = lambda arrays: safe(eqx.combine(arrays, rest), *args, **kwargs)
+    try:
+        grads = jax.grad(of_arrays)(arrays)
+    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
+        return report
+    if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(grads)):
+        return report
+    found = [
+        dataclasses.replace(r, cure=r.cure + OF_ZERO_POLICY) if is_pole(r) else r
+        for r in report.found
+    ]
+    return dataclasses.replace(report, found=found)
 
 
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
@@ -249,7 +283,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
         rule="" if is_inside else _rule_of(cause),
         shape=tuple(shape),
-        is_batched=origin is not None and _is_batched(derivative, origin),
+        is_batched=origin is not None and derivative.numbered.is_batched(origin),
         operands=tuple(map(_number, operands_of(derivative, root, cause))),
         cotangent=_cotangent_of(cause),
         count=count,
@@ -266,11 +300,6 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
     if cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
     return cure_of(cause.kind, primitive, formula, is_value=cause.forward)
-
-
-def _is_batched(derivative: Derivative, origin: Origin) -> bool:
-    origins = [origin, *(derivative.numbered.origins[i] for i in origin.enclosing)]
-    return any("vmap(" in str(o.eqn.source_info.name_stack) for o in origins)
 
 
 # How the user calls the operations that do not select an element.

@@ -20,6 +20,10 @@ _LAYOUT = frozenset(
 )
 
 
+# What may choose between the entries of a softmax before the logarithm.
+_SELECTIONS = ("select_n", "gather", "slice", "dynamic_slice")
+
+
 class Formulas:
     """The operations of a loss, and which of them compute their operands, also across calls."""
 
@@ -108,6 +112,11 @@ class Formulas:
 
     def _formula_of_log(self, log: Origin) -> str:
         made = self._made_by(log, 0)
+        while made is not None and made.primitive in _SELECTIONS:
+            # Of a `where`, the branch that is computed. The other one is mostly a constant.
+            branches = range(1, 3) if made.primitive == "select_n" else range(1)
+            chosen = (self._made_by(made, k) for k in branches)
+            made = next(filter(None, chosen), None)
         if made is None:
             return ""
         if made.primitive == "abs":  # `jax.nn.logsumexp` is also for numbers with a sign
@@ -117,6 +126,10 @@ class Formulas:
             return "log of shifted sum" if shift and self._is_shifted(shift) else ""
         if made.primitive == "logistic":
             return "log of sigmoid"
+        if made.primitive == "sub" and self._is_one(made, 0):
+            below = self._made_by(made, 1)
+            is_sigmoid = below is not None and below.primitive == "logistic"
+            return "log of 1 - sigmoid" if is_sigmoid else ""
         if made.primitive not in ("div", "reduce_sum"):
             return ""
         below = self._made_by(made, 0)

@@ -27,6 +27,7 @@ _BY_DERIVATIVE = JOINTLY_LINEAR | frozenset(
     reduce_window_max reduce_window_min
     """.split()  # noqa: SIM905
 )
+_LAYOUT = ("broadcast_in_dim", "convert_element_type", "reshape")
 _LIMIT = 400  # elements that are looked at
 
 
@@ -261,11 +262,15 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
             for at in found_at
         ):
             first_nans.setdefault(_key(place), place)
+        # A constant is put into the layout of what uses it.
+        used_by = user if user and place.eqn.primitive.name in _LAYOUT else place
         for k, elements in operands:
             # A NaN and an infinity may have different causes.
             values = np.asarray(place.operands[k])
             chosen = {bool(np.isnan(values[at])): at for at in elements[::-1]}
-            todo.extend((place.frame, place.eqn.invars[k], at, place) for at in chosen.values())
+            todo.extend(
+                (place.frame, place.eqn.invars[k], at, used_by) for at in chosen.values()
+            )
     return list((found or first_nans or users).values())
 
 

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 
 _ROUNDING = (
-    "Use `eqg.ste.{name}`: it has this value and the derivative of the identity. "
-    "Other derivatives: `eqg.ste.wrap`, `eqg.surrogates`."
+    "Use `eqg.ste.{name}(x)`: it has this value and the derivative of the identity. "
+    "Other derivatives: `eqg.ste.wrap(fn)`, `eqg.surrogates`."
 )
 _STEP = (
-    "For a value such as a spike or a gate, use `eqg.surrogates.spike` or `eqg.ste.heaviside`. "
-    "For a switch, use a smooth one such as `jax.nn.sigmoid`, or split the integral at the "
+    "For a value such as a spike or a gate, use `eqg.surrogates.spike(x, "
+    "eqg.surrogates.atan())` or `eqg.ste.heaviside(x)`. "
+    "For a switch, use a smooth one such as `jax.nn.sigmoid(x)`, or split the integral at the "
     "time of the switch with `eqg.event_time` and `eqg.jump`."
 )
 _SEARCH = (
@@ -24,39 +25,39 @@ CURES: Mapping[str, str] = {
     "or for a value that is overwritten.",
     "closed over": "The loss uses this array, but one that it closes over or finds in a global "
     "variable. Use the model that is the argument of the loss.",
-    "argmax": "Use `eqg.ste.one_hot_argmax` and multiply by it in place of indexing, or "
-    "`eqg.ste.gumbel_softmax`.",
-    "sampled category": "Use `eqg.ste.gumbel_softmax` or `eqg.ste.reinmax`, which sample with "
-    "an estimate of the gradient.",
-    "sampled bits": "Use `eqg.ste.bernoulli` or `eqg.ste.gumbel_sigmoid`, which sample with an "
-    "estimate of the gradient.",
-    "order": "Indices have no derivative. Use the sorted values, or `eqg.ste.one_hot_argmax` "
-    "and `eqg.ste.gumbel_softmax` to choose.",
+    "argmax": "Use `eqg.ste.one_hot_argmax(logits)` and multiply by it in place of "
+    "indexing, or `eqg.ste.gumbel_softmax(logits, key=key)`.",
+    "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)` or "
+    "`eqg.ste.reinmax(logits, key=key)`, which sample with an estimate of the gradient.",
+    "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)` or `eqg.ste.gumbel_sigmoid(logits, "
+    "key=key)`, which sample with an estimate of the gradient.",
+    "order": "Indices have no derivative. Use the sorted values, or "
+    "`eqg.ste.one_hot_argmax(logits)` and `eqg.ste.gumbel_softmax(logits, key=key)` to choose.",
     "rounding": _ROUNDING,
-    "sign": "Use `eqg.ste.sign` or `eqg.ste.binary_sign`, or a surrogate of "
-    "`eqg.surrogates.spike`.",
+    "sign": "Use `eqg.ste.sign(x)` or `eqg.ste.binary_sign(x)`, or another surrogate: "
+    "`2 * eqg.surrogates.spike(x, eqg.surrogates.atan()) - 1`.",
     "comparison": _STEP,
     "comparison in a while_loop": f"{_SEARCH} {_STEP}",
     "predicate of a while_loop": _SEARCH,
-    "cast to an integer": "Use `eqg.ste.round`, `eqg.ste.floor` or `eqg.ste.trunc`, and keep "
-    "the value a float.",
+    "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or "
+    "`eqg.ste.trunc(x)`, and keep the value a float.",
     "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",
     "rule without a derivative": "The rule of this function returns zero for it. Change the "
-    "rule, or `eqg.replace_gradient` it.",
+    "rule, or use `eqg.replace_gradient(value, surrogate)`.",
     "initial guess": "An implicit derivative is zero in the initial guess, and in all else "
     "that only the solver sees: the solution does not depend on it. For the derivative of "
     "the iterations, use `optimistix.RecursiveCheckpointAdjoint`, or take `eqg.implicit` away.",
     "no derivative": "JAX defines the derivative of this operation as zero. "
-    "`eqg.replace_gradient` or `eqg.custom_jvp` gives it another one.",
+    "`eqg.replace_gradient(value, surrogate)` or `eqg.custom_jvp(fn)` gives it another one.",
     "multiplied by zero": "Give the factor other values, or correct what makes it zero.",
-    "dead units": "Use `jax.nn.leaky_relu` or `jax.nn.gelu`, a smaller learning rate or "
-    "another initialization of the bias; `eqg.ste.clip` for a clip.",
+    "dead units": "Use `jax.nn.leaky_relu(x)` or `jax.nn.gelu(x)`, a smaller learning rate or "
+    "another initialization of the bias; `eqg.ste.clip(x, min, max)` for a clip.",
     "masked": "The mask takes nothing of it for these arguments. Check the mask.",
     "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
-    "example `optax.losses.sigmoid_binary_cross_entropy`).",
+    "example `optax.losses.sigmoid_binary_cross_entropy(logits, labels)`).",
     "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
     "underflow": "The product is too small for its dtype: the gradient vanishes. Scale the "
-    "loss, or see with `eqg.gradient_flow` at which layers and steps it vanishes.",
+    "loss, or see with `eqg.gradient_flow(loss, model)` at which layers and steps it vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments. Check the indices.",
     "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",

@@ -17,14 +17,16 @@ from .cures import cure_of
 from .derivative import AbstractDerivative, derivative_of
 from .kinds import (
     factor_name,
+    function_of,
     is_gate,
     is_truncation,
     kind_of_cut,
     kind_of_end,
+    kind_of_function,
     use_of_cut,
 )
 from .report import ZeroGradient, ZeroReport
-from .structure import loss_structure
+from .structure import Cut, loss_structure
 from .walk import End
 
 
@@ -177,13 +179,15 @@ class _Explanation:
             is_closed_over = any(x is value for x in self._numbered.traced.program.consts)
             kind = "closed over" if is_closed_over else "never used"
             return [self._record(leaf, kind, None, by_structure=True)]
-        records = (
-            self._record(
-                leaf, kind_of_cut(cut), cut.origin, detail=use_of_cut(cut), by_structure=True
-            )
-            for cut in cuts
+        return list(dict.fromkeys(self._of_cut(leaf, cut) for cut in cuts))
+
+    def _of_cut(self, leaf: int, cut: Cut) -> ZeroGradient:
+        function = function_of(cut.origin, self._numbered.origins)
+        if function is not None:
+            return self._record(leaf, kind_of_function(function), function, by_structure=True)
+        return self._record(
+            leaf, kind_of_cut(cut), cut.origin, detail=use_of_cut(cut), by_structure=True
         )
-        return list(dict.fromkeys(records))
 
     def _by_values(self, leaf: int, derivative: AbstractDerivative) -> list[ZeroGradient]:
         records = [self._of_end(leaf, end) for end in derivative.ends(leaf)]
@@ -221,6 +225,9 @@ class _Explanation:
         origin_of = self._numbered.origin_of
         origins = [origin_of(eqn) for eqn in (end.eqn, *reversed(end.enclosing))]
         origin = next((o for o in origins if o is not None), None)
+        function = origin and function_of(origin, self._numbered.origins)
+        if function is not None:
+            return self._record(leaf, kind_of_function(function), function, step=end.step)
         decides = self._structure.decided_by.get(origin.number, ()) if origin else ()
         kind = kind_of_end(end, origin, set(decides), leaf)
         around = (self._numbered.origins[i] for i in (origin.enclosing if origin else ()))

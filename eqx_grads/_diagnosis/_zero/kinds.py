@@ -1,6 +1,6 @@
 """What kind of zero it is: from a cut in the structure, or from where a derivative ends."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from ..._control_flow.truncated import TRUNCATION
@@ -8,6 +8,7 @@ from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import CallWithRule, Cond, structure, While
 from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin
+from ..source_lines import is_of_jax
 from .structure import Cut
 from .walk import End
 
@@ -38,6 +39,20 @@ _PRODUCTS = (*MULTILINEAR, "div", "eqg_linear")
 
 def is_gate(origin: Origin) -> bool:
     return origin.primitive in _GATES
+
+
+# Functions of JAX that consist of several operations, and their kinds.
+_FUNCTIONS = {"trunc": "rounding", "heaviside": "comparison"}
+
+
+def function_of(origin: Origin, origins: Sequence[Origin]) -> Origin | None:
+    """The call of such a function that an equation is in, or `None`."""
+    around = (origins[number] for number in origin.enclosing)
+    return next((o for o in around if o.primitive in _FUNCTIONS and is_of_jax(o.eqn)), None)
+
+
+def kind_of_function(call: Origin) -> str:
+    return _FUNCTIONS[call.primitive]
 
 
 def kind_of_cut(cut: Cut) -> str:

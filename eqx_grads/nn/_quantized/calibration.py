@@ -1,8 +1,10 @@
 """Calibration: run a model on a batch, gather the inputs of its layers, fit quantizers to them.
 
-A layer is called inside `vmap`, `scan` or `jit`, so its inputs are gathered by a callback.
+A layer is called inside `vmap`, `scan` or `jit`, so its inputs are gathered by a callback:
+one for all examples and tokens that a `vmap` runs at once.
 """
 
+import functools as ft
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from jaxtyping import Array, PyTree
 
 from ..._control_flow import lax_scan
 from ..._errors import rule_error
+from ..._rules.custom_jvp import custom_jvp
 from .quantizers import AbstractQuantizer
 
 
@@ -50,19 +53,45 @@ def fit_to_inputs(
 
 @eqx.filter_jit
 def _call_over_batch(model, batch):
-    # A `vmap` of a callback is one callback for each example, and compile time grows with them.
+    # One example after another, which needs the memory of one.
     _, outputs = lax_scan(lambda carry, x: (carry, model(x)), None, batch)
     return outputs
 
 
 class _Gathered:
-    """The inputs of each layer and each member of it, on the host."""
+    """The inputs of each layer and each member of it, on the host: a list of stacks of them."""
 
     def __init__(self):
         self.inputs: dict[tuple[int, int], list[np.ndarray]] = {}
 
-    def add(self, key: int, member: Any, x: Any) -> None:
-        self.inputs.setdefault((key, int(member)), []).append(np.asarray(x))
+    def add(self, key: int, rank: int, members: Any, xs: Any) -> None:
+        """Inputs of `rank` axes, behind the axes of `vmap`, which the members have too."""
+        members, xs = np.ravel(members), np.asarray(xs)
+        xs = xs.reshape(-1, *xs.shape[xs.ndim - rank :])
+        for member in np.unique(members):
+            chunks = self.inputs.setdefault((key, int(member)), [])
+            chunks.append(xs[members == member])
+
+
+@custom_jvp
+def _gather(member, x, *, gathered, key, rank):
+    jax.debug.callback(ft.partial(gathered.add, key, rank), member, x)
+
+
+@_gather.def_jvp
+def _gather_jvp(primals, tangents, *, gathered, key, rank):
+    del tangents
+    return _gather(*primals, gathered=gathered, key=key, rank=rank), None
+
+
+@_gather.def_vmap
+def _gather_vmap(axis_size, batched, *args, gathered, key, rank):
+    # JAX would call back once for each example, and the program would grow with their number.
+    stacked = [
+        x if is_batched else jnp.broadcast_to(x, (axis_size, *jnp.shape(x)))
+        for x, is_batched in zip(args, batched, strict=True)
+    ]
+    return _gather(*stacked, gathered=gathered, key=key, rank=rank), None
 
 
 class _Recorder(eqx.Module):
@@ -74,8 +103,8 @@ class _Recorder(eqx.Module):
     _eqg_gathered: _Gathered = eqx.field(static=True)
 
     def __call__(self, x, **kwargs):
-        key, gathered = self._eqg_key, self._eqg_gathered
-        jax.debug.callback(lambda m, x: gathered.add(key, m, x), self._eqg_member, x)
+        options = {"gathered": self._eqg_gathered, "key": self._eqg_key}
+        _gather(self._eqg_member, x, rank=jnp.ndim(x), **options)
         return self._eqg_layer(x, **kwargs)
 
     def __getattr__(self, name):
@@ -114,12 +143,12 @@ def _fit_members(key, uncalibrated, inputs):
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stacked)
 
 
-def _fit(quantizer, examples):
+def _fit(quantizer, stacks):
     """The quantizer with a scale for these inputs, in the layout of one of them."""
     axis = getattr(quantizer, "channel_axis", None)
     if axis is None:
-        return quantizer.fit(jnp.asarray(np.concatenate([x.ravel() for x in examples])))
-    stacked = np.stack(examples)
+        return quantizer.fit(jnp.asarray(np.concatenate([x.ravel() for x in stacks])))
+    stacked = np.concatenate(stacks)
     ndim = stacked.ndim - 1
     if ndim == 1:
         fitted = quantizer.fit(jnp.asarray(stacked if axis < 0 else stacked.T))

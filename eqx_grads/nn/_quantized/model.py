@@ -132,8 +132,8 @@ def quantize_model(
         [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, without a scale). All inputs of the
         batch are kept in memory until then: a few hundred examples are enough.
     - `call`: called as `call(model, calibrate)` to run the model. The default is
-        `jax.lax.map(model, calibrate)`, one example after the other: with `jax.vmap`, the time
-        to compile grows with the batch.
+        `jax.lax.map(model, calibrate)`, one example after the other, which needs the memory of
+        one. `jax.vmap(model)(calibrate)` is faster where that is enough.
 
     Which layers:
 

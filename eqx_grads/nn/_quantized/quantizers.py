@@ -1,28 +1,32 @@
 """Quantizers as layers, whose scale is given, computed in each call, or learned."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
+from jaxtyping import Array, ArrayLike, Float, Integer, Key
 
 from ... import ste
 from ..._errors import check_flags, rule_error, type_of
-from ..._rules.float_args import as_bits, as_floats, as_levels, is_number, widen
+from ..._rules.float_args import (
+    as_bits,
+    as_floats,
+    broadcast_parameter,
+    is_known,
+    is_number,
+    widen,
+)
 from .argument_checks import (
-    as_axis,
     as_channel_axis,
     as_number,
     as_scale,
     check_backward,
     check_examples,
     check_function,
-    check_indices,
-    check_vectors,
 )
 
 
@@ -219,14 +223,34 @@ class FakeQuantize(AbstractQuantizer):
         An array like `x` with at most $2^b$ different values for each scale.
         """
         del key
+        return self._quantize(x, self._scale_of(x))
+
+    def to_integers(
+        self, x: Float[ArrayLike, "..."]
+    ) -> tuple[Integer[Array, "..."], Float[Array, "..."]]:
+        """The integers that represent a quantized array, and their scale: what to store of a
+        weight that is trained, `quantizer.to_integers(layer.weight)`.
+
+        **Arguments:**
+
+        - `x`: floats of any shape.
+
+        **Returns:**
+
+        - Integers in the shape of `x`, in the smallest dtype that has as many bits.
+        - The scale, which broadcasts to them. Their product is this quantizer's output, up to
+            the dtype: that of a half-precision `x` is the product rounded to half precision.
+        """
+        return _to_integers("FakeQuantize", self, x)
+
+    def _scale_of(self, x):
         if self.needs_fit:
             raise _has_no_scale("FakeQuantize", x)
         if self.scale is None:
-            scale = self._absmax(as_floats("FakeQuantize", x))
-        elif self.learn_scale:
-            scale = _positive(self._scale)
-        else:
-            scale = jax.lax.stop_gradient(self.scale)
+            return self._absmax(as_floats("FakeQuantize", x))
+        return _positive(self._scale) if self.learn_scale else jax.lax.stop_gradient(self.scale)
+
+    def _quantize(self, x, scale):
         return ste.fake_quantize(
             x, scale, bits=self.bits, signed=self.signed, narrow=self.narrow
         )
@@ -336,102 +360,46 @@ class LSQ(AbstractQuantizer):
         An array like `x` with at most $2^b$ different values for each scale.
         """
         del key
+        return self._quantize(x, self._scale_of(x))
+
+    def to_integers(
+        self, x: Float[ArrayLike, "..."]
+    ) -> tuple[Integer[Array, "..."], Float[Array, "..."]]:
+        """The integers that represent a quantized array, and their scale, as
+        [`eqx_grads.nn.FakeQuantize.to_integers`][]. The scale is positive, also where training
+        has made that of this quantizer negative."""
+        return _to_integers("LSQ", self, x)
+
+    def _scale_of(self, x):
         if self.scale is None:
             raise _has_no_scale("LSQ", x)
+        return _positive(self.scale)
+
+    def _quantize(self, x, scale):
         return ste.lsq(
             x,
-            _positive(self.scale),
+            scale,
             bits=self.bits,
             signed=self.signed,
             gradient_scale=self.gradient_scale,
         )
 
 
-class FSQ(eqx.Module):
-    """Finite scalar quantization: a codebook that needs no training.
-
-    [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
-
-    !!! example
-
-        ```python
-        import eqx_grads as eqg
-        import jax
-        import jax.numpy as jnp
-
-        fsq = eqg.nn.FSQ((8, 5, 5))
-        z = jax.random.normal(jax.random.key(0), (100, 3))
-        codes, indices = fsq.quantize(z)
-        assert jnp.array_equal(codes, fsq(z))
-        assert jnp.array_equal(codes, fsq.decode(indices))
-        assert indices.max() < fsq.num_codes == 200
-        ```
-
-    **Derivative:**
-
-    That of [`eqx_grads.ste.fsq`][].
-    """
-
-    levels: tuple[int, ...] = eqx.field(static=True)
-    axis: int = eqx.field(static=True)
-
-    def __init__(self, levels: Sequence[int], *, axis: int = -1):
-        """**Arguments:**
-
-        - `levels`: the number of levels for each number of a vector, as for
-            [`eqx_grads.ste.fsq`][].
-        - `axis`: the axis of the vectors, counted from the end: -3 for images with channels
-            first, with or without a batch axis.
-        """
-        self.levels = as_levels("FSQ", levels)
-        self.axis = as_axis("FSQ", axis)
-
-    def __call__(
-        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, "..."]:
-        """**Arguments:**
-
-        - `z`: floats, with `len(levels)` of them along `axis`.
-        - `key`: ignored.
-
-        **Returns:**
-
-        The codes: an array like `z`, of numbers from -1 to 1.
-        """
-        del key
-        return self.quantize(z)[0]
-
-    def quantize(
-        self, z: Float[Array, "..."]
-    ) -> tuple[Float[Array, "..."], Integer[Array, "..."]]:
-        """The codes, and their indices, in the shape of `z` without its `axis`."""
-        z = as_floats("FSQ", z, "z")
-        check_vectors("FSQ", z, self.axis, len(self.levels))
-        codes, indices = ste.fsq(jnp.moveaxis(z, self.axis, -1), self.levels)
-        return jnp.moveaxis(codes, -1, self.axis), indices
-
-    def decode(
-        self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float
-    ) -> Float[Array, "..."]:
-        """The codes of some indices; NaN where there is no such code."""
-        check_indices("FSQ", indices, self.axis)
-        codes = entries(ste.fsq_codebook(self.levels, dtype), indices)
-        return jnp.moveaxis(codes, -1, self.axis)
-
-    @property
-    def num_codes(self) -> int:
-        """The size of the codebook, the product of `levels`."""
-        return int(np.prod(self.levels))
-
-
-def entries(codebook: Array, indices: ArrayLike) -> Array:
-    """Rows of a codebook; NaN for indices out of range."""
-    indices = jnp.asarray(indices)
-    if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
-        indices = indices.astype(jnp.int32)
-    # JAX counts negative indices from the end, so they are not out of range for it.
-    indices = jnp.where(indices < 0, len(codebook), indices)
-    return codebook.at[indices].get(mode="fill", fill_value=jnp.nan)
+def _to_integers(name, quantizer, x):
+    """In the scale one, the quantizer's output is the integers, by the same arithmetic."""
+    floats = as_floats(f"{name}.to_integers", x)
+    if is_known(floats) and np.any(np.isnan(np.asarray(floats))):
+        raise rule_error(
+            f"`{name}.to_integers` was given numbers of which some are NaN.",
+            f"`x` is {type_of(x)}",
+            do="No integer represents NaN. `eqx_grads.explain_nan` finds its origin.",
+        )
+    wide = widen(floats)
+    scale = jnp.asarray(quantizer._scale_of(floats)).astype(wide.dtype)
+    steps = broadcast_parameter(f"{name}.to_integers", "scale", scale, wide)
+    levels = quantizer._quantize(wide / steps, jnp.ones((), wide.dtype))
+    bits = next(n for n in (8, 16, 32) if quantizer.bits <= n)
+    return levels.astype(f"{'' if quantizer.signed else 'u'}int{bits}"), scale
 
 
 def _largest(bits, signed):

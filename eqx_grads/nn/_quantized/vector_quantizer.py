@@ -22,7 +22,7 @@ from .argument_checks import (
     check_vectors,
     integer_option,
 )
-from .quantizers import entries
+from .finite_scalar import entries
 
 
 class VectorQuantized(NamedTuple):

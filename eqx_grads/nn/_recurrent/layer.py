@@ -72,7 +72,8 @@ class AbstractRecurrent(AbstractCellLayer):
             batch costs the same.
         - `state`: where to start, like the state returned. The default is
             `initial_state`, which is zero unless it is learned.
-        - `lengths`: the number of steps that count, for each example of the batch. After them,
+        - `lengths`: the number of steps that count, for each example of the batch: of a mask
+            that is true at these steps, `mask.sum(-1)`. After them,
             outputs are zero, the state does not change, and no gradient passes; a cell that
             runs backward in time begins at the last step that counts. Under `jit`, where
             their values are not known, a length greater than the number of steps counts as

@@ -1,0 +1,92 @@
+"""What else saves memory in a loop, beside a checkpoint. It is not measured."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+
+from ..._jaxprs.dependence import variables
+from ..._jaxprs.structure import Scan, structure
+from ..origins import NumberedLoss
+from ..traced_loss import layer_calls
+from .advice import is_within, Pairs
+from .residuals import Residual
+from .show_bytes import show_bytes
+
+
+# With fewer numbers in all states, such a layer computes the gates of all steps at once.
+_LEAST_STATES = 2**16
+# What is smaller is not worth a remark.
+_LEAST_SHARE = 0.1
+# The figures are those of `benchmarks/recurrent.py`.
+_LAYERS = {
+    eqx.nn.GRUCell: "GRU",
+    eqx.nn.LSTMCell: "LSTM",
+}
+_USE_LAYER = (
+    "The loop at {place} runs an `eqx.nn.{cell}`: `eqg.nn.{layer}.from_cell({path}, "
+    'keep="states")(xs)` runs the same cell over a sequence, or a batch of them. In ten '
+    "benchmarks on a CPU it needs 0.13 to 0.37 of the memory of such a loop without "
+    "checkpoints, at 1.00 to 2.08 times the speed."
+)
+_TRANSPOSED = (
+    "The loop at {place} keeps `{name}` a second time, transposed ({size}), as a scan has the "
+    "time axis first. Pass it with the time axis first, with `in_axes=1` of the `vmap`. Of a "
+    "loop with a `checkpoint`, put the `vmap` into the step as well."
+)
+
+
+def remarks_on_loops(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> list[str]:
+    """Sentences for a report.
+
+    - `least`: the temporary bytes that are left with the best advice.
+    """
+    least *= _LEAST_SHARE
+    return [*_cells(numbered, pairs, least), *_transposed(numbered, pairs, least)]
+
+
+def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
+    traced = numbered.traced
+    for origin in numbered.origins:
+        scan = structure(origin.eqn)
+        if not isinstance(scan, Scan) or scan.n_carry == 0:
+            continue
+        if scan.length * scan.programs[0].out_avals[0].size <= _LEAST_STATES:
+            continue
+        inside = [o for o in numbered.origins if o.loops[-1:] == (origin.number,)]
+        calls = {call[0] for o in inside for call in layer_calls(o.eqn)}
+        cells = [i for i in calls if traced.types[i] in _LAYERS]
+        kept = [r for s, r in pairs if origin.number in s.loops and s.kept_by_loop]
+        if len(cells) != 1 or sum(r.bytes for r in kept) < least:
+            continue
+        path, cell = traced.layers[cells[0]], traced.types[cells[0]]
+        # A step that does more than call the cell can't be replaced.
+        if all(is_within(r.path, path) for r in kept):
+            yield _USE_LAYER.format(
+                place=origin.source, cell=cell.__name__, layer=_LAYERS[cell], path=_shown(path)
+            )
+
+
+def _shown(path: str) -> str:
+    """The path of a layer, or `cell` for the name of a class: the cell is the model itself."""
+    return "cell" if path in ("GRUCell", "LSTMCell") else path
+
+
+def _transposed(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
+    program = numbered.traced.program
+    names = dict(zip(program.jaxpr.invars, numbered.traced.inputs, strict=True))
+    made: dict[Any, tuple[Residual, str]] = {}
+    for source, residual in pairs:
+        origin = source.origin
+        if origin is not None and origin.primitive == "transpose" and not origin.enclosing:
+            for v in variables(origin.eqn.invars):
+                if v in names and residual.bytes >= least:
+                    made[origin.eqn.outvars[0]] = residual, names[v]
+    for loop in numbered.origins:
+        known = structure(loop.eqn)
+        if isinstance(known, Scan) and not loop.enclosing:
+            for v in variables(loop.eqn.invars[known.n_consts + known.n_carry :]):
+                if v in made:
+                    residual, name = made[v]
+                    size = show_bytes(residual.bytes)
+                    yield _TRANSPOSED.format(place=loop.source, name=name, size=size)

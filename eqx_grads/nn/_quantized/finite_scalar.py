@@ -1,0 +1,99 @@
+"""Finite scalar quantization as a layer, and the entries of a codebook."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Integer, Key
+
+from ... import ste
+from ..._rules.float_args import as_floats, as_levels
+from .argument_checks import as_axis, check_indices, check_vectors
+
+
+class FSQ(eqx.Module):
+    """Finite scalar quantization: a codebook that needs no training.
+
+    [Mentzer et al. (2024)](https://arxiv.org/abs/2309.15505).
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        fsq = eqg.nn.FSQ((8, 5, 5))
+        z = jax.random.normal(jax.random.key(0), (100, 3))
+        codes, indices = fsq.quantize(z)
+        assert jnp.array_equal(codes, fsq(z))
+        assert jnp.array_equal(codes, fsq.decode(indices))
+        assert indices.max() < fsq.num_codes == 200
+        ```
+
+    **Derivative:**
+
+    That of [`eqx_grads.ste.fsq`][].
+    """
+
+    levels: tuple[int, ...] = eqx.field(static=True)
+    axis: int = eqx.field(static=True)
+
+    def __init__(self, levels: Sequence[int], *, axis: int = -1):
+        """**Arguments:**
+
+        - `levels`: the number of levels for each number of a vector, as for
+            [`eqx_grads.ste.fsq`][].
+        - `axis`: the axis of the vectors, counted from the end: -3 for images with channels
+            first, with or without a batch axis.
+        """
+        self.levels = as_levels("FSQ", levels)
+        self.axis = as_axis("FSQ", axis)
+
+    def __call__(
+        self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "..."]:
+        """**Arguments:**
+
+        - `z`: floats, with `len(levels)` of them along `axis`.
+        - `key`: ignored.
+
+        **Returns:**
+
+        The codes: an array like `z`, of numbers from -1 to 1.
+        """
+        del key
+        return self.quantize(z)[0]
+
+    def quantize(
+        self, z: Float[Array, "..."]
+    ) -> tuple[Float[Array, "..."], Integer[Array, "..."]]:
+        """The codes, and their indices, in the shape of `z` without its `axis`."""
+        z = as_floats("FSQ", z, "z")
+        check_vectors("FSQ", z, self.axis, len(self.levels))
+        codes, indices = ste.fsq(jnp.moveaxis(z, self.axis, -1), self.levels)
+        return jnp.moveaxis(codes, -1, self.axis), indices
+
+    def decode(
+        self, indices: Integer[Array, "..."], *, dtype: DTypeLike = float
+    ) -> Float[Array, "..."]:
+        """The codes of some indices; NaN where there is no such code."""
+        check_indices("FSQ", indices, self.axis)
+        codes = entries(ste.fsq_codebook(self.levels, dtype), indices)
+        return jnp.moveaxis(codes, -1, self.axis)
+
+    @property
+    def num_codes(self) -> int:
+        """The size of the codebook, the product of `levels`."""
+        return int(np.prod(self.levels))
+
+
+def entries(codebook: Array, indices: ArrayLike) -> Array:
+    """Rows of a codebook; NaN for indices out of range."""
+    indices = jnp.asarray(indices)
+    if jnp.iinfo(indices.dtype).bits < 32:  # the size may be too large for their dtype
+        indices = indices.astype(jnp.int32)
+    # JAX counts negative indices from the end, so they are not out of range for it.
+    indices = jnp.where(indices < 0, len(codebook), indices)
+    return codebook.at[indices].get(mode="fill", fill_value=jnp.nan)

@@ -1,0 +1,72 @@
+"""Calibration calls back once for all that a `vmap` runs at once, inside of the model too."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from eqx_grads import nn
+from eqx_grads.nn._quantized import calibration
+
+
+class _Tokens(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, tokens):
+        return jax.vmap(jax.vmap(self.layer))(tokens)
+
+
+def test_a_vmap_inside_of_a_model_is_one_callback(getkey, monkeypatch):
+    calls = []
+    add = calibration._Gathered.add
+
+    def spy(self, key, rank, members, xs):
+        calls.append(np.shape(xs))
+        add(self, key, rank, members, xs)
+
+    monkeypatch.setattr(calibration._Gathered, "add", spy)
+    model = _Tokens(eqx.nn.Linear(2, 3, key=getkey()))
+    rules = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4, channel_axis=-1))}
+    batch = jr.normal(getkey(), (4, 5, 6, 2))
+    want = 2 * jnp.mean(jnp.abs(batch), (0, 1, 2)) / 7**0.5
+
+    got, _ = nn.quantize_model(model, rules, calibrate=batch)
+    np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
+    assert calls == [(5, 6, 2)] * 4
+    calls.clear()
+    call = lambda model, batch: jax.vmap(model)(batch)
+    got, _ = nn.quantize_model(model, rules, calibrate=batch, call=call)
+    np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
+    assert calls == [(4, 5, 6, 2)]
+
+
+class _Energy(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        energy = lambda x: jnp.sum(jnp.tanh(self.layer(x)))
+        return jax.grad(energy)(x)
+
+
+def test_calibration_of_a_model_that_differentiates(getkey):
+    model = _Energy(eqx.nn.Linear(2, 3, key=getkey()))
+    rules = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4))}
+    batch = jr.normal(getkey(), (7, 2))
+    got, _ = nn.quantize_model(model, rules, calibrate=batch)
+    want = 2 * jnp.mean(jnp.abs(batch)) / 7**0.5
+    np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
+
+
+def test_members_of_an_ensemble_have_inputs_of_their_own(getkey):
+    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))
+    layers = make(jr.split(getkey(), 3))
+    run = lambda layer, x: layer(x)
+    call = lambda layers, xs: jax.vmap(
+        lambda x: eqx.filter_vmap(run, in_axes=(0, 0))(layers, x)
+    )(xs)
+    scales = jnp.array([1.0, 10.0, 100.0])[None, :, None]
+    batch = jr.normal(getkey(), (5, 3, 2)) * scales
+    rules = {eqx.nn.Linear: (nn.LSQ(4), nn.LSQ(4))}
+    got, _ = nn.quantize_model(layers, rules, calibrate=batch, call=call)
+    want = 2 * jnp.mean(jnp.abs(batch), (0, 2)) / 7**0.5
+    np.testing.assert_allclose(got.input_quantizer.scale, want, rtol=1e-5)

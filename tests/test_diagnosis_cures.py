@@ -1,0 +1,260 @@
+"""The cures of the diagnosis: they are code that runs, and cure what they are for."""
+
+import ast
+import inspect
+import re
+
+import diffrax
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import optax
+import optimistix
+import pytest
+from eqx_grads._diagnosis._memory import advice, remarks
+from eqx_grads._diagnosis._nan import cures as nan_cures
+from eqx_grads._diagnosis._zero import cures as zero_cures
+
+from .nan_causes import PLANTED
+from .test_nan_kinds import FORMULAS
+
+
+# ---------------------------------------------------------------- the texts
+
+
+def texts():
+    """The cures of `explain_nan`, `explain_zero` and `explain_memory`."""
+    nan = [
+        text
+        for name, table in vars(nan_cures).items()
+        if name.startswith("_OF_")
+        for text in table.values()
+    ]
+    memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, remarks._USE_LAYER]
+    return [*nan, *zero_cures.CURES.values(), *memory]
+
+
+FILLED = {
+    "op": "sqrt",
+    "name": "round",
+    "place": "f.py:1",
+    "source": "f.py:1",
+    "run": "`eqg.filter_scan(..., checkpoint=8)`",
+    "cell": "GRUCell",
+    "layer": "GRU",
+    "path": "cell",
+}
+SNIPPETS = sorted(
+    {code for text in texts() for code in re.findall("`([^`]*)`", text.format(**FILLED))}
+)
+PACKAGES = {
+    "eqg": eqg,
+    "jax": jax,
+    "jnp": jnp,
+    "optax": optax,
+    "optimistix": optimistix,
+    "diffrax": diffrax,
+    "eqx": __import__("equinox"),
+}
+
+
+def resolve(node):
+    """The object that `package.name` is, or `None` for a name of the user's."""
+    if isinstance(node, ast.Name):
+        return PACKAGES.get(node.id)
+    owner = resolve(node.value) if isinstance(node, ast.Attribute) else None
+    return None if owner is None else getattr(owner, node.attr)
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_code_in_a_cure_can_be_pasted(code):
+    """Names exist, and each call has the arguments that the function needs."""
+    if code in ("def_fwd", "while_loop"):
+        return
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            resolve(node)  # raises `AttributeError`
+        if not isinstance(node, ast.Call) or (fn := resolve(node.func)) is None:
+            continue
+        signature = inspect.signature(fn)
+        keywords = {keyword.arg: None for keyword in node.keywords}
+        if any(isinstance(x, ast.Constant) and x.value is ... for x in node.args):
+            signature.bind_partial(**keywords)
+        else:
+            signature.bind(*node.args, **keywords)
+
+
+def test_functions_of_one_array_are_calls_in_cures():
+    """Someone pastes `eqg.surrogates.spike(x)`, which lacks its surrogate."""
+    for code in SNIPPETS:
+        if re.fullmatch(r"eqg\.(ste|safe|surrogates)\.\w+", code):
+            raise AssertionError(code)
+    assert any("eqg.surrogates.spike(x, eqg.surrogates.atan())" in code for code in SNIPPETS)
+
+
+# ---------------------------------------------------------------- zero_safe, for other's code
+
+
+def cured_by_zero_safe():
+    for name, (loss, x, _) in FORMULAS.items():
+        yield pytest.param(lambda loss=loss, x=x: (loss, jnp.array(x)), id=name)
+    for planted in PLANTED:
+        if planted.kind in ("0/0", "true singularity", "zero times infinity"):
+            yield pytest.param(planted.make, id=planted.name)
+
+
+def names_zero_safe(record):
+    return 'eqg.zero_safe(loss, policy="zero")` makes this gradient' in record.cure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", list(cured_by_zero_safe()))
+def test_zero_safe_cures_what_names_it(make):
+    loss, *args = make()
+    report = eqg.explain_nan(loss, *args)
+    if any(map(names_zero_safe, report.found)):
+        assert not eqg.explain_nan(eqg.zero_safe(loss, policy="zero"), *args).bad_leaves
+
+
+@pytest.mark.parametrize(
+    ("loss", "x", "is_cured"),
+    [
+        (jnp.linalg.norm, jnp.zeros(3), True),
+        (jnp.std, jnp.ones(3), True),
+        (lambda x: jnp.sum(jnp.sqrt(x) ** 2), jnp.zeros(2), True),
+        # These are infinite, or not made of a factor that is zero.
+        (lambda x: jnp.sum(jnp.sqrt(x)), jnp.zeros(2), False),
+        (lambda x: jnp.arctan2(x[0], x[1]), jnp.zeros(2), False),
+    ],
+    ids=["norm", "deviation", "square of a root", "root", "arctan2"],
+)
+def test_zero_safe_is_named_where_it_helps(loss, x, is_cured):
+    (record,) = eqg.explain_nan(loss, x).found
+    assert names_zero_safe(record) == is_cured
+    gradient = jax.grad(eqg.zero_safe(loss, policy="zero"))(x)
+    assert bool(jnp.all(gradient == 0)) == is_cured
+
+
+def test_zero_safe_is_not_named_for_a_value():
+    report = eqg.explain_nan(lambda x: jnp.sum(x / x), jnp.zeros(2))
+    assert report.found[0].is_forward
+    assert not any(map(names_zero_safe, report.found))
+
+
+# ---------------------------------------------------------------- masks
+
+
+MASK = jnp.array([True, False, True])
+X = jnp.array([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: jnp.sum(jnp.where(MASK, x, -jnp.inf)),
+        lambda x: jnp.sum(x + jnp.where(MASK, 0.0, -jnp.inf)),
+        lambda x: -jnp.mean(jax.nn.log_softmax(jnp.where(MASK, x, -jnp.inf))),
+        lambda x: jnp.sum(jnp.where(MASK, x, jnp.full(3, -jnp.inf))),
+    ],
+    ids=["sum", "added", "log_softmax", "array"],
+)
+def test_infinity_of_a_mask_is_no_overflow(loss):
+    (record,) = eqg.explain_nan(loss, X).found
+    assert (record.kind, record.primitive) == ("constant infinity", "select_n")
+    assert record.index == (1,)
+    assert "selects a constant infinity" in record.cure
+
+
+def test_cure_of_an_infinity_of_a_mask():
+    def loss(x):
+        y = jax.nn.log_softmax(jnp.where(MASK, x, -jnp.inf))
+        return -jnp.sum(jnp.where(MASK, y, 0.0))
+
+    assert jnp.isfinite(loss(X))
+    assert not eqg.explain_nan(loss, X)
+
+
+FAR = jnp.array([1.0, -2e3, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("loss", "cured"),
+    [
+        (
+            lambda x: -jnp.log(jnp.where(MASK, 1.0, jax.nn.softmax(x))).sum(),
+            lambda x: -jnp.where(MASK, 0.0, eqg.safe.log_softmax(x)).sum(),
+        ),
+        (
+            lambda x: -jnp.where(MASK, jnp.log(jax.nn.softmax(x)), 0.0).sum(),
+            lambda x: -jnp.where(MASK, eqg.safe.log_softmax(x), 0.0).sum(),
+        ),
+        (
+            lambda x: -jnp.log(jax.nn.softmax(x)[1]),
+            lambda x: -eqg.safe.log_softmax(x)[1],
+        ),
+        (
+            lambda x: -jnp.sum(jnp.log(jax.nn.softmax(x))),
+            lambda x: -jnp.sum(eqg.safe.log_softmax(x)),
+        ),
+        (
+            lambda x: -jnp.log(jnp.take_along_axis(jax.nn.softmax(x), jnp.array([1]), 0))[0],
+            lambda x: -jnp.take_along_axis(eqg.safe.log_softmax(x), jnp.array([1]), 0)[0],
+        ),
+    ],
+    ids=["where inside", "where outside", "index", "all", "take_along_axis"],
+)
+def test_logarithm_of_a_softmax(loss, cured):
+    (record,) = eqg.explain_nan(loss, FAR).found
+    assert record.primitive == "log"
+    assert "`eqg.safe.log_softmax(x)`" in record.cure
+    assert not eqg.explain_nan(cured, FAR)
+    assert jnp.any(jax.grad(cured)(FAR))
+
+
+def test_logarithm_of_something_else_is_no_softmax():
+    loss = lambda x: jnp.sum(jnp.log(jnp.where(MASK, x, 1.0)))
+    (record,) = eqg.explain_nan(loss, jnp.zeros(3)).found
+    assert "softmax" not in record.cure
+
+
+def test_zero_times_infinity_of_a_mask():
+    weights = jnp.array([1.0, 0.0, 1.0])
+    masked = lambda x: jnp.where(MASK, x, -jnp.inf)
+    (record,) = eqg.explain_nan(lambda x: jnp.sum(weights * masked(x)), X).found
+    assert (record.primitive, record.is_forward) == ("mul", True)
+    assert "`jnp.where(mask, y, 0.0)`" in record.cure
+    assert not eqg.explain_nan(lambda x: jnp.sum(jnp.where(MASK, masked(x), 0.0)), X)
+
+
+def test_logarithm_of_one_minus_a_sigmoid():
+    x = jnp.array([1e3])
+    (record,) = eqg.explain_nan(lambda x: jnp.sum(jnp.log(1 - jax.nn.sigmoid(x))), x).found
+    assert "`jax.nn.log_sigmoid(-x)`" in record.cure
+    assert not eqg.explain_nan(lambda x: jnp.sum(jax.nn.log_sigmoid(-x)), x)
+
+
+# ---------------------------------------------------------------- functions of JAX
+
+
+def test_trunc_is_one_record():
+    (record,) = eqg.explain_zero(lambda x: jnp.sum(jnp.trunc(x) ** 2), X).found
+    assert (record.kind, record.primitive) == ("rounding", "trunc")
+    assert "`eqg.ste.trunc(x)`" in record.cure
+    assert jnp.any(jax.grad(lambda x: jnp.sum(eqg.ste.trunc(x) ** 2))(X))
+
+
+def test_heaviside_is_a_comparison():
+    (record,) = eqg.explain_zero(lambda x: jnp.sum(jnp.heaviside(x, 0.5)), X).found
+    assert (record.kind, record.primitive) == ("comparison", "heaviside")
+    assert "dead" not in record.cure
+    spike = lambda x: jnp.sum(eqg.surrogates.spike(x, eqg.surrogates.atan()))
+    assert jnp.all(jax.grad(spike)(X) > 0)
+
+
+def test_a_function_of_the_users_of_that_name_is_not_meant():
+    @jax.jit
+    def trunc(x):
+        return jnp.floor(x)
+
+    (record,) = eqg.explain_zero(lambda x: jnp.sum(trunc(x)), X).found
+    assert record.primitive == "floor"
