@@ -286,7 +286,8 @@ def check_none(ct: Any, primal: Any) -> None:
     if is_zero_leaf(ct) or ct is primal:
         return
     if dtype_of(primal) is not None and is_arraylike(ct):
-        if shape_of(ct) == shape_of(primal):
+        # A float may be meant as a derivative, which would be dropped.
+        if shape_of(ct) == shape_of(primal) and not is_differentiable(ct):
             return
     if dtype_of(primal) is None and not eqx.is_array(ct) and type(ct) is type(primal):
         return

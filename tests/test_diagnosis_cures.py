@@ -258,3 +258,17 @@ def test_a_function_of_the_users_of_that_name_is_not_meant():
 
     (record,) = eqg.explain_zero(lambda x: jnp.sum(trunc(x)), X).found
     assert record.primitive == "floor"
+
+
+@pytest.mark.parametrize("bound", [lambda h: h, jnp.tanh], ids=["unbounded", "cured"])
+def test_overflow_in_a_growing_loop(bound):
+    def loss(x):
+        step = lambda h, _: (bound(10.0 * h * h + 1.0), None)
+        return jnp.sum(jax.lax.scan(step, x, length=12)[0])
+
+    found = eqg.explain_nan(loss, X).found
+    if bound is jnp.tanh:
+        assert not found
+    else:
+        assert (found[0].kind, found[0].primitive) == ("overflow", "mul")
+        assert "bound the state at each step" in found[0].cure

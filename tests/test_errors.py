@@ -342,6 +342,16 @@ class TestReverseRule:
         fn = lambda x, name: x
         self.check(bwd, r"at name: (?s:.)*can't be differentiated: return `None`", fn, (X, "n"))
 
+    def test_float_cotangent_of_an_integer(self):
+        """It would be dropped, and could be other than zero."""
+
+        def bwd(residuals, ct):
+            return ct, ct
+
+        fn = lambda x, n: x
+        n = jnp.arange(3)
+        self.check(bwd, r"at n: (?s:.)*can't be differentiated: return `None`", fn, (X, n))
+
     def test_module_leaf(self):
         mlp = eqx.nn.MLP(3, 1, 2, 1, key=jax.random.key(0))
 

@@ -48,6 +48,13 @@ _OF_VALUES = {
     "with a `where` around the arguments.",
 }
 
+_PRODUCTS = ("mul", "square", "integer_pow", "dot_general", "reduce_prod", "cumprod")
+_TOO_LARGE_A_PRODUCT = (
+    "The result of `{op}` is too large for its dtype. Scale its arguments down, or add "
+    "logarithms; in a loop, bound the state at each step (`jnp.clip`, `jnp.tanh`, or a "
+    "normalization)."
+)
+
 _MASKED_INFINITY = (
     "Zero times infinity is NaN. If the zero is that of a mask, use `jnp.where(mask, y, "
     "0.0)` in place of the product."
@@ -127,6 +134,8 @@ def cure_of(kind: str, primitive: str, formula: str, *, is_value: bool) -> str:
     """
     cures = {**_OF_KINDS, **_OF_VALUES} if is_value else _OF_KINDS
     text = cures[kind] if kind in cures else _of_constant(kind)
+    if kind == OVERFLOW and primitive in _PRODUCTS:
+        text = _TOO_LARGE_A_PRODUCT
     if kind == DEAD_BRANCH and formula == "log of softmax":
         text = _OF_FORMULAS[formula]
     if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
