@@ -1,6 +1,7 @@
 """`vmap` over an explicit mesh axis: loops whose condition differs between examples, and rows
 that are looked up by sharded indices. And recurrent layers with sharded weights."""
 
+import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
@@ -85,3 +86,22 @@ def test_weights_over_an_explicit_axis(name, axis):
     grads, _ = got[0][1]
     for grad, weight in zip(jax.tree.leaves(grads), jax.tree.leaves(weights), strict=True):
         assert grad.sharding.is_equivalent_to(weight.sharding, weight.ndim)
+
+
+@pytest.mark.parametrize(
+    "name", ["MinGRU", *(pytest.param(n, marks=pytest.mark.slow) for n in ("MinLSTM", "LRU"))]
+)
+def test_units_over_an_explicit_axis(name):
+    """With a batch that is not sharded, nothing is gathered: each device has some units."""
+    (params, xs, _), _, static = _arguments(LINEAR_LAYERS[name], "batch")
+    run = lambda params, xs: _of_layer(eqx.combine(params, static))(xs)
+    loss = lambda params, xs: jnp.sum(jnp.sin(run(params, xs)))
+    both = jax.jit(lambda *args: (run(*args), jax.grad(loss, (0, 1))(*args)))
+    expected = both(params, xs)
+    is_wide = lambda x: x.ndim > 0 and x.shape[0] % 8 == 0
+    spec_of = lambda x: Spec("i") if is_wide(x) else Spec()
+    with jax.set_mesh(EXPLICIT_MESH):
+        weights = jax.tree.map(lambda x: put(x, spec_of(x), EXPLICIT_MESH), params)
+        got = both(weights, put(xs, Spec(), EXPLICIT_MESH))
+    assert got[0].sharding.spec == Spec(None, None, "i")
+    eqgt.assert_trees_close(got, expected, tolerance=1e-5)
