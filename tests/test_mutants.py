@@ -6,10 +6,12 @@ import io
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.nn as nn
+import eqx_grads.solvers as eqg_solvers
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jaxtyping
+import numpy as np
 import pytest
 from eqx_grads._control_flow import progress
 from eqx_grads._control_flow.carry import same_static
@@ -17,6 +19,7 @@ from eqx_grads._control_flow.chunked_scan import near_divisor
 from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
 from eqx_grads._rules.rule import CheckCache
 from eqx_grads._rules.without_tangents import call_without_tangents
+from eqx_grads._solvers import relative_tolerance
 from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
 from .helpers import assert_close
@@ -463,3 +466,166 @@ def test_an_option_of_a_layer_is_not_a_leaf(make, getkey):
     layer = make(key=getkey())
     assert isinstance(layer.keep, str)
     assert not any(isinstance(leaf, str) for leaf in jax.tree.leaves(layer))
+
+
+# ---------------------------------------------------------------- zero_safe
+
+
+def _root_of_positive(x):
+    """Its derivative at zero is NaN in plain JAX, and zero where `zero_safe` sees it dead."""
+    return jnp.where(x > 0, jnp.sqrt(x), 0.0)
+
+
+def test_zero_safe_of_a_product_of_matrices():
+    """Of the product, some rows are used: other rows of the left factor have no derivative."""
+    w = jnp.arange(1.0, 7.0).reshape(3, 2)
+
+    def loss(x):
+        out = jnp.sqrt(x) @ w
+        return jnp.sum(jnp.where(jnp.arange(4)[:, None] < 2, out, 0.0))
+
+    x = jnp.ones((4, 3)).at[2:].set(0.0)
+    grads = jax.grad(eqg.zero_safe(loss))(x)
+    expected = jax.grad(lambda x: jnp.sum(jnp.sqrt(x[:2]) @ w))(x[:2])
+    assert_close(grads, jnp.concatenate([expected, jnp.zeros((2, 3))]))
+
+
+def test_zero_safe_of_the_second_part_of_a_carry():
+    def loss(x):
+        def step(carry, x):
+            count, kept = carry
+            return (count + 1.0, jnp.where(x > 0, kept + _root_of_positive(x), kept)), None
+
+        (count, kept), _ = jax.lax.scan(step, (jnp.zeros(2), jnp.zeros(2)), x)
+        return jnp.sum(jnp.where(kept > 0, jnp.sqrt(kept), 0.0)) + jnp.sum(count)
+
+    x = jnp.array([[4.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    grads = jax.grad(eqg.zero_safe(loss))(x)
+    shared = 0.5 / jnp.sqrt(3.0)
+    assert_close(grads, jnp.array([[0.25 * shared, 0.0], [0.5 * shared, 0.0], [0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_zero_safe_of_a_branch_with_two_operands(is_first):
+    def loss(x, y):
+        branches = (lambda x, y: jnp.sum(_root_of_positive(x)) + jnp.sum(y),) * 2
+        return jax.lax.cond(jnp.sum(y) > 0, *branches, x, _root_of_positive(y))
+
+    x, y = jnp.array([4.0, 0.0]), jnp.array([0.0, 1.0])
+    args = (x, y) if is_first else (y, x)
+    grads = jax.grad(eqg.zero_safe(loss), (0, 1))(*args)
+    slopes = {0.0: 0.0, 1.0: 0.5, 4.0: 0.25}
+    assert_close(grads, tuple(jnp.array([slopes[float(v)] for v in arg]) for arg in args))
+
+
+# ---------------------------------------------------------------- solvers and host functions
+
+
+def test_the_size_of_an_error_has_no_sign():
+    assert relative_tolerance._size([jnp.array([-3.0, 1.0]), jnp.zeros(0)]) == 3.0
+
+
+def test_a_solution_may_be_some_roundings_off_in_half_precision():
+    eps = float(jnp.finfo(jnp.float16).eps)
+
+    @eqg.implicit(lambda y, x: y - x, tolerance=1e-6)
+    def identity(x):
+        return x * jnp.asarray(1 + 4 * eps, x.dtype)
+
+    x = jnp.ones(3, jnp.float16)
+    assert_close(jax.grad(lambda x: jnp.sum(identity(x)))(x), x)
+
+
+def test_anderson_of_small_differences():
+    """Four differences span the space, however small they are."""
+    matrix = jnp.diag(jnp.array([0.99, 0.95, 0.9, 0.5]))
+    fn = lambda y, x: matrix @ y + x
+    x = 1e-3 * jnp.ones(4)
+    solver = eqg_solvers.Anderson(rtol=1e-5, atol=1e-7)
+    solution = eqg.fixed_point(fn, jnp.zeros(4), x, solver=solver, max_steps=100)
+    assert solution.stats["num_steps"] < 20
+    assert_close(solution.value, x / (1 - jnp.diagonal(matrix)), eps=1e4)
+
+
+def test_the_types_of_residuals_of_a_host_function():
+    n_calls = []
+
+    @ft.partial(eqg.host_function, out=lambda x: x)
+    def cube(x):
+        return x**3
+
+    @cube.def_fwd(residuals=lambda x: x, keep=0)
+    def _fwd(x):
+        n_calls.append(x)
+        return x**3, 3 * x**2
+
+    @cube.def_bwd
+    def _bwd(slope, ct):
+        return (ct * slope,)
+
+    assert_close(jax.jit(jax.grad(cube))(2.0), 12.0)
+    assert len(n_calls) == 1  # JAX keeps the residuals, and they are not computed again
+
+
+def test_a_host_function_that_returns_the_inner_axis_of_two_vmaps():
+    @ft.partial(eqg.host_function, out=lambda x: x, vmap_method="broadcast_all")
+    def first(x):
+        return np.asarray(x)[0] if np.ndim(x) == 3 else np.asarray(x)
+
+    x = jnp.arange(24.0).reshape(2, 4, 3)
+    out = jax.vmap(jax.vmap(first))(x)
+    assert_close(out, jnp.broadcast_to(x[0], (2, 4, 3)))
+
+
+def test_calls_of_a_rule_for_complex_numbers():
+    @ft.partial(eqg.host_function, out=lambda x: x, max_rule_calls=5)
+    def square(x):
+        return x * x
+
+    @square.def_jvp
+    def _jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return x * x, 2 * x * t
+
+    loss = lambda x: jnp.sum(jnp.abs(square(x)))
+    with pytest.raises(eqg.RuleError, match="takes 6 calls of the rule `_jvp`"):
+        jax.grad(loss)(jnp.ones(3, jnp.complex64))
+
+
+# ---------------------------------------------------------------- layers and drop-ins
+
+
+@pytest.mark.parametrize("cell", [nn.MinGRU, nn.MinLSTM])
+def test_the_first_weights_of_gates_differ(cell):
+    """Uniform between the bounds, as those of `equinox.nn.Linear` are."""
+    layer = cell(16, 64, key=jr.key(0))
+    weights = [x for x in jax.tree.leaves(layer) if eqx.is_inexact_array(x)]
+    assert weights
+    for x in weights:
+        assert jnp.min(x) < -0.2
+        assert jnp.max(x) > 0.2
+        assert abs(jnp.std(x) - 0.25 / 3**0.5) < 0.03
+
+
+def test_a_rule_of_a_drop_in_is_a_function():
+    with pytest.raises(TypeError, match="def_jvp"):
+        eqg.filter_custom_jvp(jnp.sin).def_jvp(3)
+
+
+def test_errors_of_drop_ins_name_the_place_of_the_rule():
+    def fwd(perturbed, x):
+        return x
+
+    forward = eqg.filter_custom_vjp(lambda x: x)
+    forward.def_fwd(fwd)
+    forward.def_bwd(lambda residuals, ct, perturbed, x: ct)
+    with pytest.raises(TypeError, match=r"`fwd`, file .*test_mutants.py"):
+        jax.grad(forward)(1.0)
+
+    def jvp(primals, tangents):
+        return primals[0]
+
+    forward = eqg.jax_custom_jvp(lambda x: x)
+    forward.defjvp(jvp)
+    with pytest.raises(TypeError, match=r"`jvp`, file .*test_mutants.py"):
+        jax.grad(forward)(1.0)
