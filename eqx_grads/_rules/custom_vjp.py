@@ -142,13 +142,18 @@ class custom_vjp(AbstractDecorated[P, T]):
 
 class ReverseRules(AbstractRules):
     is_reverse = True
-    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
+    captures = ("fwd_rule", "bwd_rule", "jvp_rule", "tangent_rule", "vmap_rule")
 
     def __init__(self):
         AbstractRules.__init__(self)
         self.fwd_rule: Rule | None = None
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None
+        # Forward mode from the residuals, so that the value is not computed twice. Called as
+        # `rule(residuals, tangents, **kwargs)`; a tangent that is zero is `None`. Returns the
+        # tangents of all outputs, or `NotImplemented` for those of the function. For this
+        # library's own rules: nothing is checked.
+        self.tangent_rule: Rule | None = None
 
     def primal_rule(self):
         assert self.fwd_rule is not None
@@ -247,11 +252,18 @@ class _VjpSpec:
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
         operands = residuals[: self.n_operands]
         fn, rules, args, kwargs = self.flat.restore(operands)
-        if rules.jvp_rule is None:
+        if rules.jvp_rule is None and rules.tangent_rule is None:
             return self._forward_of_function(operands, live_ts)
         ts: list[Any] = [None] * self.flat.n_args
         for i, t in zip(self.perturbed, live_ts, strict=True):
             ts[i] = t
+        if rules.tangent_rule is not None:
+            t_args = self.flat.args.dynamic_tree(ts)
+            t_out = rules.tangent_rule(self._kept(residuals), t_args, **kwargs)
+            if t_out is NotImplemented:
+                return self._forward_of_function(operands, live_ts)
+            return jax.tree.leaves(t_out)
+        assert rules.jvp_rule is not None
         call = RuleCall(rules, fn, args, kwargs, operands, ts, self.flat)
         _, arrays, t_out = apply_forward_rule(rules.jvp_rule, call)
         return [
@@ -277,9 +289,7 @@ class _VjpSpec:
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
         fn, rules, _, kwargs = self.flat.restore(residuals[: self.n_operands])
-        end = self.n_operands + self.n_residuals
-        static, _ = self.res_closures.substitute(residuals[end:])
-        kept = self.res_split.tree(residuals[self.n_operands : end], static)
+        kept = self._kept(residuals)
 
         def pull_back(*cts):
             full: list[Any] = [None] * len(self.out_types)
@@ -292,6 +302,12 @@ class _VjpSpec:
         return _without_dead_terms(
             pull_back, cts, [self.out_types[i] for i in self.out_indices]
         )
+
+    def _kept(self, residuals):
+        """What the forward rule returned for the backward pass."""
+        end = self.n_operands + self.n_residuals
+        static, _ = self.res_closures.substitute(residuals[end:])
+        return self.res_split.tree(residuals[self.n_operands : end], static)
 
     def _run_bwd(self, fn, rule, kwargs, kept, ct):
         if "perturbed" in rule.keyword_only:

@@ -49,8 +49,10 @@ class GRU(AbstractRecurrent):
     $a = (1 - z)(1 - n^2)\,\bar h'$, the cotangents of the gates' arguments are
     $\bar n = a$, $\bar r = a\,(V_n h + c_n)\,r\,(1 - r)$ and
     $\bar z = (h - n)\,z\,(1 - z)\,\bar h'$. The gradient of each weight is one matrix product
-    for a chunk, and is not computed for frozen weights. Both modes (forward mode by plain
-    differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
+    for a chunk, and is not computed for frozen weights. Both modes, all orders.
+    Given the states and the gates, forward mode is a loop with one matrix product for each
+    step; with `keep="states"` it is plain differentiation, which needs less memory. `jax.vmap`
+    of the layer computes one gradient for the batch.
     """
 
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
+from ..._rules.rule import Rule
 from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
@@ -27,6 +28,7 @@ from .chunked_matmuls import (
     weight_gradient,
     zero_sum,
 )
+from .forward_mode import scan_tangents, tangent_of_products
 
 
 @custom_vjp
@@ -175,6 +177,51 @@ def _backward_step(w_state, d, inputs, *, factors_first) -> tuple[jax.Array, Any
     factors = operands if factors_first else _factors(*operands)
     cts = _cotangents(d, factors)
     return d * factors[-1] + cts[0] @ w_state, d if factors_first else cts
+
+
+# Forward mode. With t the tangent of the state and t_* those of the gates' arguments, the
+# tangent of h' is, with the same factors,
+#
+#     z t + c_r t_r + c_z t_z + c_x (of x_n) + c_n (of h_n).
+def _gru_tangents(residuals, tangents, *, reverse, keep):
+    if keep == "states":
+        return NotImplemented
+    w_in, w_state, _, _, xs, h_first, valid, hs, gates = residuals
+    t_in, t_state, t_bias, t_bias_n, t_xs, t_first, _ = tangents
+    w_state_t = w_state.T
+
+    def chunk(t, inputs, h, _):
+        x, t_x, gates, valid = inputs
+        c_r, c_z, c_x, c_n, z = _factors(h, gates, valid)
+        terms = jnp.zeros_like(h)
+        from_x = tangent_of_products(x, t_x, w_in, t_in, t_bias)
+        if from_x is not None:
+            terms = terms + _dot((c_r, c_z, c_x), split_gates(from_x, 3))
+        from_state = tangent_of_products(h, None, w_state, t_state)
+        if from_state is not None:
+            terms = terms + _dot((c_r, c_z, c_n), split_gates(from_state, 3))
+        if t_bias_n is not None:
+            terms = terms + c_n * jnp.expand_dims(t_bias_n, range(c_n.ndim - 1))
+
+        def step(t, inputs):
+            terms, z, factors = inputs
+            t = terms + z * t + _dot(factors, split_gates(t @ w_state_t, 3))
+            return t, t
+
+        return lax_scan(step, t, (terms, z, (c_r, c_z, c_n)), reverse=reverse)
+
+    t_last, t_hs = scan_tangents(
+        chunk, t_first, xs, (xs, t_xs, gates, valid), hs, h_first, reverse=reverse
+    )
+    return t_hs, t_last
+
+
+def _dot(factors, xs) -> jax.Array:
+    first, *products = (c * x for c, x in zip(factors, xs, strict=True))
+    return sum(products, first)
+
+
+gru._rules.tangent_rule = Rule(_gru_tangents)
 
 
 @gru.def_vmap

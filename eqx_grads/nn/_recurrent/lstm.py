@@ -58,8 +58,9 @@ class LSTM(AbstractRecurrent):
     arguments are $d\,g\,i\,(1 - i)$, $d\,c\,f\,(1 - f)$, $d\,i\,(1 - g^2)$ and
     $\bar h' \tanh(c')\,o\,(1 - o)$, and $\bar c = d\,f$. The gradients of the weights are one
     matrix product for a chunk. With `proj_size`, $P^T \bar h'$ takes the place of $\bar h'$.
-    Both modes (forward mode by plain differentiation), all orders; `jax.vmap` of the layer
-    computes one gradient for the batch.
+    Both modes, all orders. Forward mode is as for [`eqx_grads.nn.GRU`][], and plain
+    differentiation with `proj_size`. `jax.vmap` of the layer computes one gradient for the
+    batch.
     """
 
     cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
+from ..._rules.rule import Rule
 from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
@@ -25,6 +26,7 @@ from .chunked_matmuls import (
     weight_gradient,
     zero_sum,
 )
+from .forward_mode import scan_tangents, sum_of, tangent_of_products
 
 
 @custom_vjp
@@ -196,6 +198,48 @@ def _backward_step(w_state, cts, inputs, *, factors_first) -> tuple[Any, Any]:
         v = valid[:, None]
         ct_h, ct_c = jnp.where(v, ct_h, d_h), jnp.where(v, ct_c, d_c)
     return (ct_h, ct_c), (d_h, d) if factors_first else d_gates
+
+
+# Forward mode. With t_* the tangents of the gates' arguments and t_c that of c, and the same
+# factors, those of the next state are
+#
+#     t_c' = f t_c + j_i t_i + j_f t_f + j_g t_g      t_h' = k t_c' + j_o t_o.
+def _lstm_tangents(residuals, tangents, *, reverse, keep):
+    if keep == "states":
+        return NotImplemented
+    w_in, w_state, _, xs, first, valid, hs, (cs, gates) = residuals
+    t_in, t_state, t_bias, t_xs, t_first, _ = tangents
+    w_state_t = w_state.T
+
+    def chunk(t, inputs, before, after):
+        x, t_x, gates, valid = inputs
+        (h, c), (_, c_after) = before, after
+        factors = _factors(c, c_after, gates)
+        terms = tangent_of_products(x, t_x, w_in, t_in, t_bias)
+        terms = sum_of(terms, tangent_of_products(h, None, w_state, t_state))
+        step = ft.partial(_forward_step, w_state_t)
+        return lax_scan(step, t, (terms, factors, valid), reverse=reverse)
+
+    t_last, t_hs = scan_tangents(
+        chunk, t_first, xs, (xs, t_xs, gates, valid), (hs, cs), first, reverse=reverse
+    )
+    return t_hs, t_last
+
+
+def _forward_step(w_state_t, t_state, inputs) -> tuple[Any, Any]:
+    t_h, t_c = t_state
+    terms, (j, k, f), valid = inputs
+    t_gates = sum_of(t_h @ w_state_t, terms)
+    t_i, t_f, t_g, t_o = (a * t for a, t in zip(j, split_gates(t_gates, 4), strict=True))
+    new_c = f * t_c + t_i + t_f + t_g
+    new_h = k * new_c + t_o
+    if valid is not None:
+        v = valid[:, None]
+        new_h, new_c = jnp.where(v, new_h, t_h), jnp.where(v, new_c, t_c)
+    return (new_h, new_c), new_h
+
+
+lstm._rules.tangent_rule = Rule(_lstm_tangents)
 
 
 @lstm.def_vmap

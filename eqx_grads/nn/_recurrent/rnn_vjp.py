@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
+from ..._rules.rule import Rule
 from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
@@ -22,6 +23,7 @@ from .chunked_matmuls import (
     weight_gradient,
     zero_sum,
 )
+from .forward_mode import scan_tangents, sum_of, tangent_of_products
 
 
 ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu}
@@ -112,6 +114,36 @@ def _backward_step(w_state, d, inputs):
     ct_a = d * slope
     ct_h = ct_a @ w_state
     return ct_h if valid is None else jnp.where(valid[:, None], ct_h, d), ct_a
+
+
+# Forward mode. With t the tangent of h, that of h' is s (V t + the tangent of W x + V h + b
+# with h fixed).
+def _rnn_tangents(residuals, tangents, *, reverse, activation):
+    w_in, w_state, _, xs, h_first, valid, hs = residuals
+    t_in, t_state, t_bias, t_xs, t_first, _ = tangents
+    w_state_t = w_state.T
+
+    def chunk(t, inputs, h, h_after):
+        x, t_x, valid = inputs
+        from_x = tangent_of_products(x, t_x, w_in, t_in, t_bias)
+        terms = sum_of(from_x, tangent_of_products(h, None, w_state, t_state))
+
+        def step(t, inputs):
+            terms, slope, valid = inputs
+            new = slope * sum_of(t @ w_state_t, terms)
+            t = new if valid is None else jnp.where(valid[:, None], new, t)
+            return t, t
+
+        slope = _SLOPES[activation](h_after)
+        return lax_scan(step, t, (terms, slope, valid), reverse=reverse)
+
+    t_last, t_hs = scan_tangents(
+        chunk, t_first, xs, (xs, t_xs, valid), hs, h_first, reverse=reverse
+    )
+    return t_hs, t_last
+
+
+rnn._rules.tangent_rule = Rule(_rnn_tangents)
 
 
 @rnn.def_vmap
