@@ -44,6 +44,24 @@ def test_fixed_point():
     _check(solve, jr.normal(jr.key(0), (8, 3)))
 
 
+@pytest.mark.parametrize("online", [True, "e-prop"])
+def test_gradient_of_an_online_scan(online):
+    """The sums of the gradients start from constants."""
+
+    def loss(w, xs):
+        step = lambda h, x: (jnp.tanh(h * w + x), h * h)
+        h, ys = eqg.filter_scan(step, jnp.zeros(3), xs, online=online)
+        return jnp.sum(ys) + jnp.sum(h)
+
+    w, xs = jnp.linspace(0.1, 0.9, 3), jr.normal(jr.key(0), (8, 5, 3))
+    gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    expected = gradient(w, xs)
+    with jax.set_mesh(EXPLICIT_MESH):
+        got = gradient(w, put(xs, Spec("i"), EXPLICIT_MESH))
+        assert jax.typeof(got).sharding.spec[0] == "i"
+    eqgt.assert_trees_close(got, expected, tolerance=1e-5)
+
+
 def test_implicit_with_a_loop():
     @eqg.implicit(lambda y, x: y**2 - x)
     def root(x):
