@@ -947,3 +947,10 @@ def test_bad_arguments():
 def test_bad_options(options, match):
     with pytest.raises(RuleError, match=match):
         eqg.host_function(**options)(np.sin)
+
+
+def test_out_with_other_parameters_than_the_function():
+    f = eqg.host_function(lambda x, n=3: x * n, out=lambda x, n: x)
+    _raises("`out` of `<lambda>` has other parameters(?s:.)*argument: 'n'", f, jnp.ones(2))
+    f = eqg.host_function(lambda x, n=3: x * n, out=lambda x, n=3: x)
+    assert_close(f(jnp.ones(2)), jnp.full(2, 3.0))

@@ -2,6 +2,7 @@
 returns, as its user promised them or as one example has them."""
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,11 +140,28 @@ def _has_shape(x):
     return is_array_leaf(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
+def _check_binds(op, spec, what, args, kwargs) -> None:
+    try:
+        signature = inspect.signature(spec)
+    except ValueError:  # of some functions written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise rule_error(
+            f"`{what}` of `{op.name}` has other parameters than the function.",
+            f"`{what}` is called with the same arguments: {error}",
+            op.place,
+            do="Give it the parameters of the function, with the same default values.",
+        ) from None
+
+
 def _types(op: PrimalOp, spec: Any, what: str):
     """The promised types, flat. A spec is a tree of types or arrays, or a function of the
     arguments that returns one."""
     if callable(spec) and not isinstance(spec, eqx.Module):
         args, kwargs = op.arguments(op.in_types)
+        _check_binds(op, spec, what, args, kwargs)
         spec = spec(*args, **kwargs)
     leaves, treedef = jax.tree.flatten(spec)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
