@@ -429,3 +429,18 @@ def test_explain_zero_of_a_guess():
     loss = lambda w: solve(w["a"], 1.3, guess=w["guess"])["u"]
     (found,) = eqg.explain_zero(loss, {"a": jnp.array(0.7), "guess": jnp.array(1.0)}).found
     assert (found.kind, found.leaf) == ("initial guess", "['guess']")
+
+
+def test_a_residual_of_a_method_with_its_parameters_in_another_order():
+    class Root(eqx.Module):
+        a: jax.Array
+
+        @eqg.implicit(lambda self, y, b: self.a * y**2 - b)
+        def __call__(self, b):
+            return jnp.sqrt(b / self.a)
+
+    with pytest.raises(AttributeError, match="no attribute 'a'") as error:
+        jax.grad(Root(jnp.array(2.0)))(3.0)
+    (note,) = [note for note in error.value.__notes__ if "residual" in note]
+    assert "is called with the solution of `" in note
+    assert "begin with `self`" in note

@@ -41,7 +41,15 @@ class Equation(Opaque):
     def residual(self, y: PyTree, operands: Sequence[Any]) -> PyTree:
         """The inexact arrays of the residual, `operands` being the tracers."""
         (residual, args, config), _ = self._template.substitute(operands)
-        out = residual(y, *args, **config)
+        try:
+            out = residual(y, *args, **config)
+        except (TypeError, AttributeError) as error:
+            error.add_note(
+                f"The residual `{self.residual_name}` is called with the solution of "
+                f"`{self.solve}` first, and then with its arguments. Of a method, these begin "
+                "with `self`."
+            )
+            raise
         return residual_leaves(out, y, residual=residual, solve=self.solve, solver=self.solver)
 
     def solve_tangent(self, matvec, b, unknowns, value):
