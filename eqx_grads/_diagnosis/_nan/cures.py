@@ -12,11 +12,15 @@ INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
 INFINITE_CONSTANT = "constant infinity"
 
-# What follows the cure where `zero_safe` was tried, and the gradient is finite with it.
-OF_ZERO_POLICY = (
-    ' In code that you can\'t edit, `eqg.zero_safe(loss, policy="zero")` makes this gradient '
-    "finite: it takes the derivative to be zero there."
-)
+# The calls that are tried where there is a singularity, with a remark on the gradient that each
+# makes finite. The first drops only what is not selected, so what it gives is the derivative.
+TRIALS = {
+    "selected": ("`eqg.zero_safe(loss)`", "makes this gradient finite."),
+    "zero": (
+        '`eqg.zero_safe(loss, policy="zero")`',
+        "makes this gradient finite: it takes zero times an infinite derivative to be zero.",
+    ),
+}
 
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
