@@ -300,8 +300,8 @@ def sources_of_zero(
     """The equations that make an element of a cotangent zero, for which not all that it depends
     on is. In the order in which they are found.
 
-    - `is_selection`: whether an equation is the derivative of an operation that selects, such as
-        a maximum. It makes zeros of what it does not select also where zeros arrive.
+    - `is_selection`: whether an equation is the derivative of an operation that selects, such
+        as a maximum. It makes zeros of what it does not select also where zeros arrive.
     """
     todo, seen, found = [(frame, atom, index)], set(), []
     while todo and len(seen) < _LIMIT:
