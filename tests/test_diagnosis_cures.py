@@ -184,7 +184,8 @@ def test_zero_safe_is_not_named_for_a_value():
 
 
 def test_what_a_maximum_does_not_select_is_a_dead_branch_also_where_zeros_arrive():
-    """The cotangent of the maximum is `-sum(x) / eps**2`, which is zero at zero. It was reported as 0/0, with the weaker `policy="zero"`."""
+    """The cotangent of the maximum is `-sum(x) / eps**2`, which is zero at zero. It was
+    reported as 0/0, with the weaker `policy="zero"`."""
     x = jnp.zeros(3)
     (record,) = eqg.explain_nan(of_length, x).found
     assert (record.kind, record.mask) == ("dead branch", "maximum")

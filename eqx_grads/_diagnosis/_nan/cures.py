@@ -12,16 +12,6 @@ INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
 INFINITE_CONSTANT = "constant infinity"
 
-# The calls that are tried where there is a singularity, with a remark on the gradient that each
-# makes finite. The first drops only what is not selected, so what it gives is the derivative.
-TRIALS = {
-    "selected": ("`eqg.zero_safe(loss)`", "makes this gradient finite."),
-    "zero": (
-        '`eqg.zero_safe(loss, policy="zero")`',
-        "makes this gradient finite: it takes zero times an infinite derivative to be zero.",
-    ),
-}
-
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
     DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)` in place of "

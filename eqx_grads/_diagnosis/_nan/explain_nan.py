@@ -34,7 +34,6 @@ from .cures import (
     DEAD_BRANCH,
     INDETERMINATE,
     SINGULARITY,
-    TRIALS,
 )
 from .derivative_program import Derivative, differentiate
 from .formulas import Formulas
@@ -44,6 +43,16 @@ from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
 _MOST_CAUSES = 100
+
+# The calls that are tried where there is a singularity, with a remark on the gradient that each
+# makes finite. The first drops only what is not selected, so what it gives is the derivative.
+_TRIALS = {
+    "selected": ("`eqg.zero_safe(loss)`", "makes this gradient finite."),
+    "zero": (
+        '`eqg.zero_safe(loss, policy="zero")`',
+        "makes this gradient finite: it takes zero times an infinite derivative to be zero.",
+    ),
+}
 
 
 @showing_progress("explain_nan")
@@ -140,7 +149,7 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     if not (report.is_reverse and np.isfinite(report.loss) and any(map(is_pole, report.found))):
         return report
     doing("trying `zero_safe`")
-    for policy, (call, remark) in TRIALS.items():
+    for policy, (call, remark) in _TRIALS.items():
         if not _is_finite_with(policy, loss, model, args, kwargs):
             continue
         cure = f" In code that you can't edit, use {call}."
