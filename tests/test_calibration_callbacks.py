@@ -1,10 +1,13 @@
-"""Calibration calls back once for all that a `vmap` runs at once, inside of the model too."""
+"""Calibration: one callback for all that a `vmap` runs at once; a warning of negative inputs."""
+
+import warnings
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import pytest
 from eqx_grads import nn
 from eqx_grads.nn._quantized import calibration
 
@@ -70,3 +73,16 @@ def test_members_of_an_ensemble_have_inputs_of_their_own(getkey):
     got, _ = nn.quantize_model(layers, rules, calibrate=batch, call=call)
     want = 2 * jnp.mean(jnp.abs(batch), (0, 2)) / 7**0.5
     np.testing.assert_allclose(got.input_quantizer.scale, want, rtol=1e-5)
+
+
+def test_negative_inputs_of_an_unsigned_quantizer():
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jr.key(0))
+    unsigned = nn.LSQ(bits=4, signed=False)
+    rules = {eqx.nn.Linear: (nn.LSQ(bits=4), unsigned)}
+    batch = jr.normal(jr.key(1), (20, 4))
+    with pytest.warns(UserWarning, match=r"of `layers\[0\]` is unsigned, and 5\d% of") as found:
+        nn.quantize_model(model, rules, calibrate=batch)
+    assert len(found) == 1  # not of the layer behind the `relu`
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.quantize_model(model, rules, calibrate=jnp.abs(batch))

@@ -262,6 +262,12 @@ def test_checkpoint_is_like_the_function():
 
     net = Net(vector())
     assert_close(eqx.filter_grad(lambda n: n(vector()))(net).weight, vector(), eps=500)
+    wrapped = eqg.filter_checkpoint(model())  # in place of a layer whose attributes are read
+    assert_close(wrapped.weight, model().weight)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = wrapped.no_such
+    with pytest.raises(AttributeError, match="_private"):
+        _ = wrapped._private
     layers = [eqg.filter_checkpoint(model())]  # a PyTree
     grads = eqx.filter_grad(lambda layers: jnp.sum(layers[0](vector())))(layers)
     expected = eqx.filter_grad(lambda m: jnp.sum(m(vector())))(model())

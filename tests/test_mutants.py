@@ -607,6 +607,42 @@ def test_the_first_weights_of_gates_differ(cell):
         assert abs(jnp.std(x) - 0.25 / 3**0.5) < 0.03
 
 
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        *((nn.RNN, 6), (nn.GRU, 6), (nn.LSTM, 6), (ft.partial(nn.LSTM, proj_size=8), 6)),
+        # Several chunks of the forward and of the backward pass.
+        *((nn.RNN, 1100), (ft.partial(nn.LSTM, proj_size=8), 130)),
+    ],
+)
+def test_a_reversed_layer_with_wide_inputs(make, steps):
+    """The forward pass computes the products with the inputs of all steps at once."""
+    layer = lambda reverse: make(32, 64, reverse=reverse, key=jr.key(0))
+    xs = 0.5 * jr.normal(jr.key(1), (1, steps, 32))
+
+    def loss(layer, xs, flip):
+        ys, _ = layer(flip(xs))
+        ys = flip(ys)
+        return jnp.sum(ys * jnp.cos(jnp.arange(ys.size)).reshape(ys.shape)), ys
+
+    of = eqx.filter_value_and_grad(lambda args, flip: loss(*args, flip), has_aux=True)
+    (_, got), grads = eqx.filter_jit(of)((layer(True), xs), lambda x: x)
+    (_, want), expected = eqx.filter_jit(of)((layer(False), xs), lambda x: x[:, ::-1])
+    assert_close(got, want, eps=100)
+    assert_close(jax.tree.leaves(grads), jax.tree.leaves(expected), eps=2000)
+
+
+def test_the_state_space_of_s5_starts_from_unit_variance():
+    """Real and imaginary parts of as many weights as there are states, in conjugate pairs."""
+    layer = nn.S5(32, 16, 64, key=jr.key(0))
+    is_cell = lambda x: hasattr(x, "weight_in")
+    (cell,) = filter(is_cell, jax.tree.leaves(layer, is_leaf=is_cell))
+    assert cell.log_decay.shape == cell.frequency.shape == cell.log_step.shape == (32,)
+    scale = lambda x, n: float(jnp.mean(x[0] ** 2 + x[1] ** 2)) * n
+    assert 0.8 < scale(cell.weight_in, 32) < 1.2
+    assert 0.8 < scale(cell.weight_out, 64) < 1.2
+
+
 def test_a_rule_of_a_drop_in_is_a_function():
     with pytest.raises(TypeError, match="def_jvp"):
         eqg.filter_custom_jvp(jnp.sin).def_jvp(3)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from eqx_grads import RuleError
 
+from .helpers import assert_close
+
 
 VALUES = [0.0, -0.0, 1e-45, 1e30, -1e30, np.inf, -np.inf, np.nan, 0.1]
 
@@ -96,3 +98,24 @@ class TestWithGradientOf:
     def test_errors(self):
         with pytest.raises(RuleError, match="can't stand for the value"):
             eqg.with_gradient_of(jnp.sin, lambda x: jnp.stack([x, x]))(jnp.array(1.0))
+
+
+def test_methods_in_the_body_of_a_class():
+    class Step(eqx.Module):
+        slope: jax.Array
+
+        def hard(self, x):
+            return jnp.heaviside(x, 0.0)
+
+        def smooth(self, x):
+            return jax.nn.sigmoid(self.slope * x)
+
+        __call__ = eqg.with_gradient_of(hard, smooth)
+        apply = eqg.with_gradient_of(hard, smooth)
+
+    step, x = Step(jnp.array(2.0)), jnp.array(0.5)
+    for call in (lambda args: args[0](args[1]), lambda args: args[0].apply(args[1])):
+        assert call((step, x)) == 1.0
+        got = eqx.filter_grad(call)((step, x))
+        expected = eqx.filter_grad(lambda args: args[0].smooth(args[1]))((step, x))
+        assert_close(jax.tree.leaves(got), jax.tree.leaves(expected))

@@ -49,8 +49,8 @@ def filter_checkpoint(
 
     **Returns:**
 
-    A function with the signature of `fn`. It is a PyTree with the leaves of `fn`, and so can be
-    a layer of a model.
+    A function with the signature of `fn`. It is a PyTree with the leaves of `fn`, and has its
+    public attributes, and so can be a layer of a model.
 
     **Derivative:**
 
@@ -71,6 +71,13 @@ class _Checkpoint(eqx.Module):
     @property
     def __wrapped__(self):
         return self._fn
+
+    def __getattr__(self, name):
+        # A model may read `self.cell.hidden_size`.
+        fn = self.__dict__.get("_fn")
+        if fn is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(fn, name)
 
     def __call__(self, /, *args, **kwargs):
         call, arrays = TreeSplit.split((self._fn, args, kwargs), is_array)

@@ -33,7 +33,7 @@ from jax.extend.core import Var
 from .._errors import rule_error, type_of
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.plain_scan import lax_scan
-from .._jaxprs.varying import vary_alike
+from .._jaxprs.varying import on_explicit_mesh, vary_alike
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .eligibility_traces import put, StepJacobian
@@ -161,7 +161,7 @@ def _online_scan_bwd(
 
     sums = [jnp.zeros(c.shape, sum_dtype(c.dtype)) for c in jacobian.select(consts)]
     state = (sums, plan.first_traces(), plan.first_products())
-    zeros, treedef = jax.tree.flatten(state)
+    zeros, treedef = jax.tree.flatten(jax.tree.map(on_explicit_mesh, state))
     state = (init, *jax.tree.unflatten(treedef, vary_alike(zeros, consts, init, xs, cts)))
     state, _ = lax_scan(one, state, (xs, ct_ys), **options)
     _, sums, traces, products = state

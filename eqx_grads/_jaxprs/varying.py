@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, reshard
+from jax.sharding import AxisType, PartitionSpec, reshard
 
 from .versions import varying_axes_of_type
 
@@ -74,8 +74,8 @@ def cast_carry(
     JAX requires the types of all carries to be equal, and asks the user to cast the first one
     (https://docs.jax.dev/en/latest/notebooks/shard_map.html#scan-vma).
     """
-    init = list(init)
     mesh = jax.sharding.get_abstract_mesh()
+    init = list(map(on_explicit_mesh, init))
     manual, is_explicit = frozenset(mesh.manual_axes), AxisType.Explicit in mesh.axis_types
     may_change = lambda x: bool(manual - varying_axes(x)) or (is_explicit and not _sharded(x))
     while any(map(may_change, init)):
@@ -85,6 +85,18 @@ def cast_carry(
             break
         init = cast
     return init
+
+
+def on_explicit_mesh(x: Any) -> Any:
+    """Where axes are explicit: `x`, with a type that says that it is replicated over them.
+
+    The type of a constant has no mesh. If it is the carry of a `while_loop`, or an operand of a
+    `cond`, `jax.vmap` over an explicit axis fails there (JAX 0.10 to 0.12).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes or jax.typeof(x).sharding.mesh.axis_names:
+        return x
+    return reshard(x, PartitionSpec(*(None,) * jnp.ndim(x)))
 
 
 def _cast_to(x, aval, is_explicit):

@@ -46,12 +46,37 @@ def gathered(x: jax.Array) -> jax.Array:
     return distribute_like(x, x, (None,) * x.ndim)
 
 
+def gathered_leaves(tree: Any) -> Any:
+    """A tree whose arrays are replicated over explicit axes. The cotangent of each array has
+    the sharding that the array had."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return tree
+    return jax.tree.map(lambda x: gathered(x) if isinstance(x, jax.Array) else x, tree)
+
+
 def rows(table: jax.Array, index: jax.Array) -> jax.Array:
     """`table[index]` for a matrix, sharded as `index` is."""
-    if not is_explicit(index):
-        return table[index]
+    return _explicit_rows(table, index) if is_explicit(index) else table[index]
+
+
+@jax.custom_batching.custom_vmap
+def _explicit_rows(table, index):
     spec = (*explicit_spec(index), explicit_spec(table)[1])
     return table.at[index].get(out_sharding=sharding_like(index, spec))
+
+
+# JAX asks for an `out_sharding` here, although one was given (JAX 0.10 to 0.12).
+@_explicit_rows.def_vmap
+def _explicit_rows_vmap(axis_size, batched, table, index):
+    table_batched, index_batched = batched
+    if not table_batched:
+        return _explicit_rows(table, index), True
+    if not index_batched:
+        index = jnp.broadcast_to(index[None], (axis_size, *index.shape))
+    # As rows of all tables, one after another.
+    take = jax.vmap(lambda table, index: jnp.take_along_axis(table, index.reshape(-1, 1), 0))
+    out = take(table, index)
+    return out.reshape(*index.shape, table.shape[-1]), True
 
 
 def add_rows(table: jax.Array, index: jax.Array, terms: jax.Array) -> jax.Array:

@@ -136,7 +136,8 @@ def with_gradient_of(
     - `fn`: gives the value. It is never differentiated, so it may be a host callback.
     - `surrogate_fn`: takes the same arguments and returns the same structure and shapes.
 
-    Either may be a Module; the parameters of `surrogate_fn` are differentiated.
+    Either may be a Module; the parameters of `surrogate_fn` are differentiated. In the body of
+    a class, both may be methods.
 
     **Returns:**
 
@@ -173,6 +174,9 @@ class _WithGradientOf(eqx.Module):
         names = [f"value of `{name_of(f)}`" for f in (self.fn, self.surrogate_fn)]
         _check_alike("`with_gradient_of` was given", names, value, surrogate)
         return _replace_gradient(value, surrogate)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else eqx.Partial(self, instance)
 
     @property
     def __wrapped__(self):

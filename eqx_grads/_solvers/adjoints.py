@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .._errors import check_flags, rule_error
 from .._jaxprs.plain_scan import lax_scan
-from .._jaxprs.varying import cast_carry
+from .._jaxprs.varying import cast_carry, on_explicit_mesh
 from .._rules.float_args import as_integer, is_number
 from .linear_solve import check_linear_solver, linear_solve
 from .optimistix import optimistix as optx
@@ -109,7 +109,8 @@ def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
     leaves, treedef = jax.tree.flatten(init_val)
     types = lambda leaves: jax.make_jaxpr(body_fun)(treedef.unflatten(leaves)).out_avals
     init_val = treedef.unflatten(cast_carry(types, leaves))
-    return jax.lax.while_loop(goes_on, step, (jnp.array(0), init_val))[1]
+    count = on_explicit_mesh(jnp.array(0))
+    return jax.lax.while_loop(goes_on, step, (count, init_val))[1]
 
 
 def plain_iteration(y: PyTree) -> optx.FixedPointIteration:

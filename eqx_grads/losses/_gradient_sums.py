@@ -1,6 +1,6 @@
 """Gradients that are summed over chunks, and their inner product with tangents."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,16 +10,14 @@ from .._jaxprs.varying import vary_over, varying_axes
 from .._tangent_spaces import sum_dtype
 
 
-def zero_sum(
-    shape: Sequence[int], dtype: Any, args: Any, summed: Sequence[Hashable] = ()
-) -> jax.Array:
+def zero_sum(shape: Sequence[int], dtype: Any, args: Any) -> jax.Array:
     """The sum over no chunks, in single precision for a half.
 
     Under `shard_map` it varies over all axes over which one of `args` does, as the sum over
-    some chunks will, but for the axes over which each chunk is `summed`.
+    some chunks will.
     """
     axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(args)))
-    return vary_over(jnp.zeros(shape, sum_dtype(dtype)), axes - frozenset(summed))
+    return vary_over(jnp.zeros(shape, sum_dtype(dtype)), axes)
 
 
 def add(sums: Any, terms: Any) -> Any:

@@ -52,15 +52,7 @@ def summed_loss(x, weight, bias, labels, scale, *, options: Options):
     """The sum over tokens. `x` is `(tokens, features)`, `labels` is in range everywhere, and
     `scale` is a factor of each token: zero for one that is ignored."""
 
-    def chunk(total, tokens):
-        x, labels, scale = tokens
-        losses, _ = _losses(_logits(x, weight, bias), labels, scale, options)
-        return total + jnp.sum(losses), None
-
-    args = (x, weight, bias, labels, scale)
-    return _over_chunks(
-        chunk, zero_sum((), x.dtype, args, options.axes), (x, labels, scale), weight, options
-    )[0]
+    return jnp.sum(_forward(x, weight, bias, labels, scale, options)[0])
 
 
 # The derivative of a sum over tokens is a sum over tokens. So the gradients are formed with the
@@ -73,26 +65,26 @@ def _summed_loss_jvp(primals, tangents, *, options):
     live = [t is not None for t in tangents[:3]]
     # For the second derivative of a chunk, its logits are computed again.
     of_chunk = jax.checkpoint(
-        ft.partial(_loss_and_gradients, live=live, options=options), prevent_cse=False
+        ft.partial(_losses_and_gradients, live=live, options=options), prevent_cse=False
     )
 
     def chunk(sums, tokens):
-        loss, ct_x, *cts = of_chunk(*tokens, weight, bias)
-        return add(sums, (loss, *cts)), ct_x
+        losses, ct_x, *cts = of_chunk(*tokens, weight, bias)
+        return add(sums, tuple(cts)), (losses, ct_x)
 
-    zeros = (zero_sum((), x.dtype, primals, options.axes), *_zero_gradients(primals, live))
-    (loss, ct_weight_t, ct_bias), ct_x = _over_chunks(
-        chunk, zeros, (x, labels, scale), weight, options
+    # The losses are summed after the loop: of sharded tokens, that is one sum over the devices.
+    (ct_weight_t, ct_bias), (losses, ct_x) = _over_chunks(
+        chunk, _zero_gradients(primals, live), (x, labels, scale), weight, options
     )
     cts = (ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias)
-    return loss, options.total(inner_product(cts, tangents[:3]))
+    return jnp.sum(losses), options.total(inner_product(cts, tangents[:3]))
 
 
-def _loss_and_gradients(x, labels, scale, weight, bias, *, live, options):
+def _losses_and_gradients(x, labels, scale, weight, bias, *, live, options):
     logits = _logits(x, weight, bias)
     losses, normalizer = _losses(logits, labels, scale, options)
     d = _cotangent(logits, normalizer, labels, scale, options)
-    return jnp.sum(losses), *_pull_back(d, x, weight, live)
+    return losses, *_pull_back(d, x, weight, live)
 
 
 @summed_loss.def_vmap

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Complex, Float
 
+from ..._rules.explicit_sharding import gathered
 from ..._tangent_spaces import promote
 from .._argument_checks import check_real
 from .._recurrent.layer import AbstractRecurrent
@@ -59,7 +60,7 @@ class AbstractDiagonal(AbstractRecurrent):
         dtype = promote([xs, cell.weight_in])
         wide = promote([dtype, jnp.float32, jnp.real(state)])
         a, scale, factor = cell.factors(wide)
-        weight_in = cell.weight_in.reshape(-1, cell.input_size).astype(dtype)
+        weight_in = gathered(cell.weight_in).reshape(-1, cell.input_size).astype(dtype)
         drive = matmul_f32(xs.astype(dtype), weight_in).astype(wide)
         drive = jax.lax.complex(*jnp.split(drive, 2, -1))
         hs, last = run_recurrence(

@@ -6,6 +6,7 @@ one for all examples and tokens that a `vmap` runs at once.
 
 import functools as ft
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -139,8 +140,20 @@ def _fit_members(key, uncalibrated, inputs):
                 "it: `call=lambda model, batch: ...`. Calibrate outside of `jit` and `vmap`.",
             )
         fitted.append(_fit(quantizer, inputs[key, member]))
+        if not getattr(quantizer, "signed", True):
+            _warn_of_negative(path, inputs[key, member])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *fitted)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stacked)
+
+
+def _warn_of_negative(path, stacks):
+    share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
+    if share > 0.01:
+        warnings.warn(
+            f"The input quantizer of `{path}` is unsigned, and {share:.0%} of its inputs were "
+            "negative: they become zero. Give this layer a signed one, by a rule of its own.",
+            stacklevel=6,
+        )
 
 
 def _fit(quantizer, stacks):

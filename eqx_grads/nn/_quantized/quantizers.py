@@ -237,7 +237,8 @@ class FakeQuantize(AbstractQuantizer):
 
         **Returns:**
 
-        - Integers in the shape of `x`, in the smallest dtype that has as many bits.
+        - Integers in the shape of `x`: `int8` or `uint8` for up to 8 bits, 16 or 32 bits for
+            more.
         - The scale, which broadcasts to them. Their product is this quantizer's output, up to
             the dtype: that of a half-precision `x` is the product rounded to half precision.
         """

@@ -13,6 +13,7 @@ from jaxtyping import Array, Inexact, Integer, Key, Num, PyTree
 
 from ..._diagnosis.layers import AbstractCellLayer
 from ..._errors import check_flags, name_of, rule_error, type_of
+from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
 from .stack import first_states, last_states, Stack, valid_steps, zero_states
 
@@ -112,12 +113,15 @@ class AbstractRecurrent(AbstractCellLayer):
         if valid is not None:
             # The padding may hold anything, NaN included.
             xs = jnp.where(valid[:, :, None], xs, jnp.zeros((), xs.dtype))
-        learned = self.initial_state
+        learned, cells = gathered_leaves(self.initial_state), self.cells
+        if any(explicit_spec(xs)):
+            # The mesh axis of the batch can't be that of the units as well.
+            cells = gathered_leaves(cells)
         default = self._zero_states() if learned is None else learned
         n_cells = sum(map(len, self.cells))
         states = first_states(name, state, default, n_cells, xs, is_batch)
         ys, states = self.stack.run(
-            self._run_cell, self.cells, xs, states, valid, key=key, inference=inference
+            self._run_cell, cells, xs, states, valid, key=key, inference=inference
         )
         return self.stack.as_given(ys, is_batch), last_states(states, is_batch)
 

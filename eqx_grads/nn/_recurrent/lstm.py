@@ -7,6 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Inexact, Key
 
 from ..._diagnosis.layers import cells_are_called
+from ..._rules.explicit_sharding import gathered_leaves
 from .._argument_checks import as_sizes, check_option, check_real, check_stack
 from .._dtypes import common_dtype, layer_dtype
 from .cell_scan import scan_gated_cell
@@ -127,6 +128,7 @@ class LSTM(AbstractRecurrent):
         check_real("LSTM", cell, xs, *state)
         if cells_are_called():
             return scan_gated_cell(cell, xs, state, valid, reverse)
+        cell = gathered_leaves(cell)
         if isinstance(cell, ProjectedLSTMCell):
             xs, h, c, w_in, w_state, bias, w_out = common_dtype(
                 xs, *state, cell.weight_ih, cell.weight_hh, cell.bias, cell.weight_hr

@@ -10,6 +10,7 @@ from jaxtyping import Array, Inexact, Key
 
 from ..._diagnosis.layers import cells_are_called
 from ..._errors import check_flags, rule_error, type_of
+from ..._rules.explicit_sharding import gathered_leaves
 from ..._tangent_spaces import holds_numbers
 from .._argument_checks import as_sizes, check_option, check_real, check_stack
 from .._dtypes import common_dtype, layer_dtype
@@ -167,6 +168,7 @@ class RNN(AbstractRecurrent):
         check_real("RNN", cell, xs, state)
         if cells_are_called():
             return scan_gated_cell(cell, xs, state, valid, reverse)
+        cell = gathered_leaves(cell)
         xs, h, w_in, w_state, bias = common_dtype(
             xs, state, cell.weight_ih, cell.weight_hh, cell.bias
         )

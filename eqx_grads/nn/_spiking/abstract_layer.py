@@ -11,6 +11,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from ..._diagnosis.layers import cells_are_called
 from ..._errors import check_flags, rule_error, type_of
+from ..._rules.explicit_sharding import gathered_leaves
 from .._argument_checks import as_sizes, check_features, check_option, check_stack
 from .._dtypes import common_dtype
 from .._recurrent.cell_scan import scan_cell
@@ -40,6 +41,7 @@ class AbstractSpiking(AbstractRecurrent):
         _check_inputs(name, cell, xs)
         if cells_are_called():
             return scan_cell(cell, xs, state, valid, reverse)
+        cell = gathered_leaves(cell)
         w_in = bias = None
         if isinstance(cell, WeightedCell):
             w_in, bias, cell = cell.weight_ih, cell.bias, cell.cell
