@@ -1,4 +1,4 @@
-"""Calibration: one callback for all that a `vmap` runs at once; a warning of negative inputs."""
+"""Calibration: one callback for all that a `vmap` runs at once; a warning."""
 
 import warnings
 
@@ -80,7 +80,7 @@ def test_negative_inputs_of_an_unsigned_quantizer():
     unsigned = nn.LSQ(bits=4, signed=False)
     rules = {eqx.nn.Linear: (nn.LSQ(bits=4), unsigned)}
     batch = jr.normal(jr.key(1), (20, 4))
-    with pytest.warns(UserWarning, match=r"of `layers\[0\]` is unsigned, and 5\d% of") as found:
+    with pytest.warns(UserWarning, match=r"of `layers\[0\]` is unsigned") as found:
         nn.quantize_model(model, rules, calibrate=batch)
     assert len(found) == 1  # not of the layer behind the `relu`
     with warnings.catch_warnings():

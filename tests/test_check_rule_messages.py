@@ -1,4 +1,5 @@
-"""What `check_rule` says of a rule that raised, and of a solver that stops at a tolerance."""
+"""What `check_rule` says of a rule that raised, of a solver that stops at a tolerance, and of a
+clip."""
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -79,3 +80,106 @@ def test_a_function_that_is_constant():
     constant.def_jvp(lambda primals, tangents: (constant(*primals), tangents[0]))
     report = eqgt.check_rule(constant, jnp.array(2.0), checks=("forward",), raises=False)
     assert "it should be zero: `x` has no influence here" in str(report)
+
+
+def _identity(bwd):
+    rule = eqg.custom_vjp(lambda x: x)
+    rule.def_fwd(lambda x: (x, None))
+    rule.def_bwd(bwd)
+    return rule
+
+
+def _clip(bound):
+    """A backward rule, and also the formula that is expected of one."""
+    return lambda _, ct: (jnp.clip(ct, -bound, bound),)
+
+
+def _unclipped(_, ct):
+    return (ct,)
+
+
+_CLIP_X = jnp.array([0.5, 3.0, -1.0], dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"expected_cotangent": _clip(5.0)}, {"reference": _identity(_clip(5.0))}],
+    ids=["formula", "reference"],
+)
+def test_a_clip_that_was_forgotten(options):
+    options = {**options, "nonlinear": True, "checks": "reverse", "raises": False}
+    report = eqgt.check_rule(_identity(_unclipped), _CLIP_X, **options)
+    (finding,) = [f for f in report["reverse"] if f.verdict == "FAILED"]
+    assert finding.where == "of 4096 times the cotangent, `x`"
+    assert "wrong for 4096 times larger ones" in finding.text
+    assert eqgt.check_rule(_identity(_clip(5.0)), _CLIP_X, **options).passed
+
+
+def test_a_threshold_that_was_forgotten():
+    def shrunk(_, ct):
+        return (jnp.where(jnp.abs(ct) < 1e-2, 0.0, ct),)
+
+    options = {"expected_cotangent": shrunk, "nonlinear": True, "checks": "reverse"}
+    with pytest.raises(eqgt.RuleCheckError, match="wrong for 4096 times smaller ones"):
+        eqgt.check_rule(_identity(_unclipped), _CLIP_X, **options)
+    eqgt.check_rule(_identity(shrunk), _CLIP_X, **options)
+
+
+def test_a_norm_in_half_precision_stays_in_its_range():
+    def by_norm(_, ct):
+        return (ct / jnp.sqrt(jnp.sum(ct * ct)),)
+
+    # For float16 only: there is no comparison in float64.
+    def narrow(x):
+        if x.dtype != jnp.float16:
+            raise ValueError("float16 only")
+        return x
+
+    rule = eqg.custom_vjp(narrow)
+    rule.def_fwd(lambda x: (narrow(x), None))
+    rule.def_bwd(by_norm)
+    options = {"expected_cotangent": by_norm, "nonlinear": True, "checks": "reverse"}
+    report = eqgt.check_rule(rule, _CLIP_X.astype("float16"), **options)
+    places = [finding.where for finding in report["reverse"]]
+    assert "of 16 times the cotangent" in places
+    with pytest.raises(eqgt.RuleCheckError, match="at `x`"):
+        eqgt.check_rule(_identity(_unclipped), _CLIP_X.astype("float16"), **options)
+
+
+def test_precision_is_blamed_only_if_float64_is_right_along_the_same_cotangent():
+    """With some of these seeds, only the cotangent that is drawn last is larger than 1."""
+    rule = _identity(_clip(1.0))
+    options = {"reference": lambda x: x, "checks": "reverse", "seed": range(12)}
+    report = eqgt.check_rule(rule, jnp.array(0.5, "float32"), raises=False, **options)
+    assert "right in float64" not in str(report)
+    found = [f for f in report["reverse"] if f.where.startswith("of another direction")]
+    assert found
+    assert all("autodiff of `reference`" in f.text for f in found)
+
+    def rounded(_, ct):
+        return (ct * 1.5 if ct.dtype == jnp.float32 else ct,)
+
+    with pytest.raises(eqgt.RuleCheckError, match="right in float64, wrong in float32"):
+        eqgt.check_rule(_identity(rounded), jnp.array(0.5, "float32"), **options)
+
+
+def _straight_through(x):
+    return eqg.clip_gradient(eqg.with_gradient_of(jnp.round, lambda x: x)(x), -0.5, 0.5)
+
+
+def test_higher_orders_of_a_cotangent_that_is_not_linear_have_no_reference():
+    options = {"reference": lambda x: x, "checks": ("reverse", "order"), "nonlinear": True}
+    report = eqgt.check_rule(
+        _straight_through, _CLIP_X, expected_cotangent=_clip(0.5), order=3, **options
+    )
+    assert [(f.verdict, f.text) for f in report["order"]] == [
+        ("skipped", "no reference for a non-linear `expected_cotangent`")
+    ]
+
+
+def test_the_reference_of_higher_orders_is_named():
+    double = eqg.with_gradient_of(jnp.sin, lambda x: 2 * jnp.sin(x))
+    options = {"checks": "order", "order": 3, "raises": False}
+    report = eqgt.check_rule(double, _CLIP_X, reference=jnp.sin, **options)
+    assert "expected: autodiff of `reference`" in str(report)
+    assert "without the rule" not in str(report)

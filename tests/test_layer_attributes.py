@@ -57,6 +57,11 @@ def test_leaves_of_recurrent_layers(name):
 PROJECTED = {"LSTM, projected": lambda **options: nn.LSTM(3, 4, proj_size=2, **options)}
 
 
+def test_leaves_of_a_projected_cell_are_arrays():
+    cell = PROJECTED["LSTM, projected"](key=jr.key(0)).to_cell()
+    assert all(map(eqx.is_array, jax.tree.leaves(cell)))
+
+
 @pytest.mark.parametrize("name", [*RECURRENT, *PROJECTED])
 def test_weights_are_drawn_from_keys_of_their_own(name):
     """Two arrays of one key begin with the same numbers."""

@@ -505,6 +505,21 @@ def test_zero_safe_of_the_second_part_of_a_carry():
     assert_close(grads, jnp.array([[0.25 * shared, 0.0], [0.5 * shared, 0.0], [0.0, 0.0]]))
 
 
+@pytest.mark.parametrize("constant", [0.0, 1.0])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_zero_safe_of_a_selection_of_a_constant(is_first, constant):
+    """Neither a zero nor a one is the predicate."""
+
+    def loss(x):
+        cases = (jnp.sqrt(x), jnp.full_like(x, constant))
+        return jnp.sum(
+            jnp.where(x > 0, *cases) if is_first else jnp.where(x <= 0, *cases[::-1])
+        )
+
+    grads = jax.grad(eqg.zero_safe(loss))(jnp.array([4.0, 0.0, 1.0]))
+    assert_close(grads, jnp.array([0.25, 0.0, 0.5]))
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_zero_safe_of_a_branch_with_two_operands(is_first):
     def loss(x, y):
@@ -563,7 +578,7 @@ def test_the_types_of_residuals_of_a_host_function():
     def _bwd(slope, ct):
         return (ct * slope,)
 
-    assert_close(jax.jit(jax.grad(cube))(2.0), 12.0)
+    assert_close(jax.jit(jax.value_and_grad(cube))(2.0), (8.0, 12.0))
     assert len(n_calls) == 1  # JAX keeps the residuals, and they are not computed again
 
 

@@ -123,11 +123,12 @@ def check_rule(
     - `expected_tangent`: instead of `reference`, the expected derivative itself,
         `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples.
     - `expected_cotangent`: the same for reverse mode,
-        `(primals, cotangent) -> tuple of cotangents`. If one of the two is given, the other
-        mode has to be its transpose, or the derivative of the function.
+        `(primals, cotangent) -> tuple of cotangents`. It is compared at cotangents near one,
+        and at 4096 times larger and smaller ones. If one of the two is given, the other mode
+        has to be its transpose, or the derivative of the function.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
-        clipping is. Skips `adjoint`, the part of `linear` about cotangents and, without a
-        `reference`, `order`.
+        clipping is. Skips `adjoint`, the part of `linear` about cotangents and, with an
+        `expected_cotangent` or without a `reference`, `order`.
     - `nondifferentiable`: names of positional parameters that are not to be perturbed.
     - `tangents`, `cotangents`: additional directions, trees like `args` and like the output.
     - `order`: the highest order of derivatives to check.

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._case import Case
@@ -20,6 +21,7 @@ from .._report import FAILED, Finding, PASSED, SKIPPED
 
 
 _TRUSTED = 1e-3  # the largest estimated error of finite differences that are a reference
+_MUCH_LARGER = 12  # two to this power: cotangents much larger than those that are drawn
 
 _Arrays = list[Any]
 
@@ -53,7 +55,12 @@ def _check(mode: AbstractMode) -> Iterator[Finding]:
     finding = _against_references(mode, got)
     yield finding
     is_unknown = finding.verdict == SKIPPED and mode.case.is_wrong_on_purpose
-    if mode.precision is mode.case.own or finding.verdict == FAILED or is_unknown:
+    if finding.verdict == FAILED or is_unknown:
+        return
+    of_sizes = _at_other_sizes(mode)
+    yield from of_sizes
+    is_wrong = any(finding.verdict == FAILED for finding in of_sizes)
+    if mode.precision is mode.case.own or is_wrong:
         return
     direction = mode.random_direction()
     have = mode.rule(mode.case.own, direction)
@@ -122,6 +129,41 @@ def _against_what_was_asked_for(mode: AbstractMode, got: _Arrays) -> Finding:
     return failures[0] if failures else skipped(mode.check, "nothing was said about this mode")
 
 
+def _at_other_sizes(mode: AbstractMode) -> list[Finding]:
+    """Where the cotangent that was asked for need not be linear in the one that comes in: at
+    much larger and much smaller ones, as a bound may lie far from those that are drawn."""
+    p, options = mode.precision, mode.case.options
+    is_formula = options.expected_cotangent is not None
+    is_declared = options.nonlinear and options.reference is not None
+    if mode.check != "reverse" or not (is_formula or is_declared):
+        return []
+    # Their squares stay in the range of float16, too: a rule may compute a norm.
+    exponents = [int(jnp.finfo(x.dtype).maxexp) // 2 - 4 for x in p.outputs]
+    larger = 2.0 ** min(_MUCH_LARGER, *exponents)
+    return [
+        *_at_another_size(mode, larger, f"{larger:g} times larger"),
+        *_at_another_size(mode, 1 / larger, f"{larger:g} times smaller"),
+    ]
+
+
+def _at_another_size(mode: AbstractMode, factor: float, size: str) -> Iterator[Finding]:
+    p = mode.precision
+    scaled = lambda w: [(x * factor).astype(x.dtype) for x in w]
+    want = mode.along_directions(lambda w: mode.expected(p, scaled(w)))
+    if not _are_finite(want):
+        return
+    have = mode.along_directions(lambda w: mode.rule(p, scaled(w)))
+    cause = (
+        f"right for cotangents near one, wrong for {size} ones,\n"
+        "  as if a bound were missing or had another value"
+    )
+    yield compare(
+        mode.check, f"of {factor:g} times the cotangent", want, have, mode.names,
+        mode.case.tolerance(p), cause=cause, reference=mode.witness.name,
+        along=mode.along, directions=mode.directions, primals=mode.primals,
+    )  # fmt: skip
+
+
 def _of_steps(case: Case, finding: Finding) -> Finding:
     """A failure where plain autodiff is zero, with another cause if the function changes."""
     if not case.changes_at_a_distance():
@@ -177,7 +219,24 @@ def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> 
         if finding.verdict == PASSED:
             return finding
         failure = failure or finding
-    return failure or skipped(mode.check, "no reference in your own precision")
+    if failure is None:
+        return skipped(mode.check, "no reference in your own precision")
+    return _along_the_same_direction(mode, direction) or failure
+
+
+def _along_the_same_direction(mode: AbstractMode, direction: _Arrays) -> Finding | None:
+    """The failure in float64, if there is one along this direction too: then the mistake has
+    nothing to do with the precision, and the other directions did not show it."""
+    wide = mode.precision
+    along = mode.convert(wide, direction)
+    want = None if mode.autodiff_is_refuted else _finite(lambda: mode.expected(wide, along))
+    if want is None:
+        return None
+    finding = compare(
+        mode.check, "of another direction", want, mode.rule(wide, along), mode.names_out,
+        mode.case.tolerance(wide), reference=mode.witness.name,
+    )  # fmt: skip
+    return finding if finding.verdict == FAILED else None
 
 
 def _finite(derivative: Callable[[], _Arrays]) -> _Arrays | None:
@@ -186,4 +245,8 @@ def _finite(derivative: Callable[[], _Arrays]) -> _Arrays | None:
         arrays = derivative()
     except Exception:
         return None
-    return arrays if all(np.all(np.isfinite(as_real(x))) for x in arrays) else None
+    return arrays if _are_finite(arrays) else None
+
+
+def _are_finite(arrays: _Arrays) -> bool:
+    return all(np.all(np.isfinite(as_real(x))) for x in arrays)

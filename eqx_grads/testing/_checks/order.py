@@ -19,6 +19,9 @@ def order(case: Case) -> Iterator[Finding]:
     """Derivatives of order 2 and more, of a scalar loss of the outputs."""
     options = case.options
     explicit = options.expected_tangent or options.expected_cotangent
+    if options.expected_cotangent and options.nonlinear:
+        yield skipped("order", "no reference for a non-linear `expected_cotangent`")
+        return
     if options.reference is None and (explicit or options.nonlinear):
         yield skipped("order", "no reference: give `reference=` for higher derivatives")
         return
@@ -42,7 +45,8 @@ def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
             continue  # a `jax.custom_vjp` has no forward mode
         finding = None
         if by_autodiff is not None:
-            reference = "autodiff without the rule"
+            is_given = case.options.reference is not None
+            reference = "autodiff of `reference`" if is_given else "autodiff without the rule"
             finding = _compare(case, p, where, by_autodiff, got, reference, t, w)
         if finding is None or finding.verdict == FAILED:
             # The check of the first derivative has its own reference, so finite differences of
