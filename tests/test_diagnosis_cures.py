@@ -103,42 +103,116 @@ def cured_by_zero_safe():
             yield pytest.param(planted.make, id=planted.name)
 
 
-def names_zero_safe(record):
-    return 'eqg.zero_safe(loss, policy="zero")` makes this gradient' in record.cure
+PLAIN = "`eqg.zero_safe(loss)`"
+BY_ZERO = '`eqg.zero_safe(loss, policy="zero")`'
+
+
+def named_zero_safe(report):
+    """The call of `zero_safe` that makes the gradient finite, or `None`."""
+    named = [call for call in (PLAIN, BY_ZERO) for x in report.remarks if x.startswith(call)]
+    assert len(named) <= 1
+    in_cures = {
+        call for call in (PLAIN, BY_ZERO) for r in report.found if f"use {call}" in r.cure
+    }
+    assert in_cures == set(named)
+    return named[0] if named else None
+
+
+def policy_of(call):
+    return "selected" if call == PLAIN else "zero"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", list(cured_by_zero_safe()))
 def test_zero_safe_cures_what_names_it(make):
     loss, *args = make()
-    report = eqg.explain_nan(loss, *args)
-    if any(map(names_zero_safe, report.found)):
-        assert not eqg.explain_nan(eqg.zero_safe(loss, policy="zero"), *args).bad_leaves
+    named = named_zero_safe(eqg.explain_nan(loss, *args))
+    if named:
+        safe = eqg.zero_safe(loss, policy=policy_of(named))
+        assert not eqg.explain_nan(safe, *args).bad_leaves
+
+
+def of_length(x):
+    return jnp.sum(x / jnp.maximum(jnp.linalg.norm(x), 1e-6))
+
+
+def clamped_and_of_length(x):
+    return jnp.sum(jnp.sqrt(jnp.maximum(x, 0.0))) + of_length(x + 1)
 
 
 @pytest.mark.parametrize(
-    ("loss", "x", "is_cured"),
+    ("loss", "x", "named"),
     [
-        (jnp.linalg.norm, jnp.zeros(3), True),
-        (jnp.std, jnp.ones(3), True),
-        (lambda x: jnp.sum(jnp.sqrt(x) ** 2), jnp.zeros(2), True),
+        (jnp.linalg.norm, jnp.zeros(3), BY_ZERO),
+        (jnp.std, jnp.ones(3), BY_ZERO),
+        (lambda x: jnp.sum(jnp.sqrt(x) ** 2), jnp.zeros(2), BY_ZERO),
+        (lambda x: jnp.linalg.norm(x) + of_length(x), jnp.zeros(2), BY_ZERO),
+        # Nothing but what a maximum does not select depends on the argument of the root.
+        (lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 0.0))), -jnp.ones(2), PLAIN),
+        (clamped_and_of_length, -jnp.ones(2), PLAIN),
         # These are infinite, or not made of a factor that is zero.
-        (lambda x: jnp.sum(jnp.sqrt(x)), jnp.zeros(2), False),
-        (lambda x: jnp.arctan2(x[0], x[1]), jnp.zeros(2), False),
+        (lambda x: jnp.sum(jnp.sqrt(x)), jnp.zeros(2), None),
+        (lambda x: jnp.arctan2(x[0], x[1]), jnp.zeros(2), None),
     ],
-    ids=["norm", "deviation", "square of a root", "root", "arctan2"],
+    ids=[
+        "norm",
+        "deviation",
+        "square of a root",
+        "norm and maximum",
+        "root of a maximum",
+        "two causes",
+        "root",
+        "arctan2",
+    ],
 )
-def test_zero_safe_is_named_where_it_helps(loss, x, is_cured):
-    (record,) = eqg.explain_nan(loss, x).found
-    assert names_zero_safe(record) == is_cured
-    gradient = jax.grad(eqg.zero_safe(loss, policy="zero"))(x)
-    assert bool(jnp.all(gradient == 0)) == is_cured
+def test_zero_safe_is_named_where_it_helps(loss, x, named):
+    report = eqg.explain_nan(loss, x)
+    assert named_zero_safe(report) == named
+    is_finite = lambda policy: bool(
+        jnp.all(jnp.isfinite(jax.grad(eqg.zero_safe(loss, policy=policy))(x)))
+    )
+    assert is_finite("selected") == (named == PLAIN)
+    assert is_finite("zero") == (named is not None)
+    if named:
+        assert str(report).count("makes this gradient finite") == 1
 
 
 def test_zero_safe_is_not_named_for_a_value():
     report = eqg.explain_nan(lambda x: jnp.sum(x / x), jnp.zeros(2))
     assert report.found[0].is_forward
-    assert not any(map(names_zero_safe, report.found))
+    assert named_zero_safe(report) is None
+
+
+def test_what_a_maximum_does_not_select_is_a_dead_branch_also_where_zeros_arrive():
+    """The cotangent of the maximum is `-sum(x) / eps**2`, which is zero at zero. It was
+    reported as 0/0, with the weaker `policy="zero"`."""
+    x = jnp.zeros(3)
+    (record,) = eqg.explain_nan(of_length, x).found
+    assert (record.kind, record.mask) == ("dead branch", "maximum")
+    assert PLAIN in record.cure
+    # Near zero the function is `sum(x) / eps`.
+    gradient = jax.grad(eqg.zero_safe(of_length))(x)
+    assert jnp.allclose(gradient, 1e6, rtol=1e-5)
+    assert jnp.any(jax.grad(eqg.zero_safe(of_length, policy="zero"))(x))
+
+
+@pytest.mark.parametrize("select", [jnp.abs, lambda x: jnp.maximum(x, 0.0)])
+def test_what_is_used_is_no_dead_branch(select):
+    """`abs` uses its operand at zero, and a maximum both at a tie."""
+    loss = lambda x: jnp.sum(select(jnp.sqrt(x)) ** 2)
+    (record,) = eqg.explain_nan(loss, jnp.zeros(2)).found
+    assert record.kind != "dead branch"
+
+
+def test_zero_safe_is_not_tried_for_branches(monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        "eqx_grads._diagnosis._nan.explain_nan._is_finite_with", lambda *_: tried.append(1)
+    )
+    loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+    assert eqg.explain_nan(loss, jnp.zeros(2))
+    assert not eqg.explain_nan(loss, jnp.ones(2))
+    assert not tried
 
 
 # ---------------------------------------------------------------- masks

@@ -1,6 +1,7 @@
 """Why an element is not finite: the kind of cause, and what to do."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,7 +179,8 @@ _SELECTORS = frozenset(
 
 def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
     k, index = zero
-    made = sources_of_zero(spot.frame, spot.eqn.invars[k], index)
+    is_selection = ft.partial(_is_selection, derivative)
+    made = sources_of_zero(spot.frame, spot.eqn.invars[k], index, is_selection)
     causes = [_cause_of_one_zero(derivative, spot, source, origin, each) for each in made]
     if not causes:
         kind = source.kind if isinstance(source, Input) else INDETERMINATE
@@ -187,6 +189,15 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
     is_mask = lambda cause: cause.kind in (DEAD_BRANCH, MASKED_PRODUCT)
     cause = next((cause for cause in causes if not is_mask(cause)), causes[0])
     return dataclasses.replace(cause, cotangent=np.asarray(spot.operands[k])[index])
+
+
+def _is_selection(derivative: Derivative, spot: Spot) -> bool:
+    """Whether an equation is the derivative of an operation that does not use all elements.
+
+    `abs` and `sign` use all of theirs: at zero, their derivative is zero by convention.
+    """
+    origin = derivative.origin(spot.frame.node, spot.position)
+    return origin is not None and origin.primitive in _SELECTORS - {"abs", "sign"}
 
 
 def _cause_of_one_zero(derivative, spot, source, origin, made: Zero) -> Cause:

@@ -12,12 +12,6 @@ INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
 INFINITE_CONSTANT = "constant infinity"
 
-# What follows the cure where `zero_safe` was tried, and the gradient is finite with it.
-OF_ZERO_POLICY = (
-    ' In code that you can\'t edit, `eqg.zero_safe(loss, policy="zero")` makes this gradient '
-    "finite: it takes the derivative to be zero there."
-)
-
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
     DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)` in place of "

@@ -33,7 +33,6 @@ from .cures import (
     cure_of_input,
     DEAD_BRANCH,
     INDETERMINATE,
-    OF_ZERO_POLICY,
     SINGULARITY,
 )
 from .derivative_program import Derivative, differentiate
@@ -44,6 +43,16 @@ from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
 _MOST_CAUSES = 100
+
+# The calls that are tried where there is a singularity, with a remark on the gradient that each
+# makes finite. The first drops only what is not selected, so what it gives is the derivative.
+_TRIALS = {
+    "selected": ("`eqg.zero_safe(loss)`", "makes this gradient finite."),
+    "zero": (
+        '`eqg.zero_safe(loss, policy="zero")`',
+        "makes this gradient finite: it takes zero times an infinite derivative to be zero.",
+    ),
+}
 
 
 @showing_progress("explain_nan")
@@ -103,10 +112,11 @@ def explain_nan(
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
     This evaluates loss and gradient once, and once more if something is bad. If there is a
-    singularity, the gradient of `zero_safe(loss, policy="zero")` is evaluated as well: the cure
-    names it where that is finite. Outside of loops
-    operations are evaluated one by one, which is slower than the compiled program and keeps all
-    intermediate values. Loops are compiled, and those with a bad step run a few times more.
+    singularity, the gradient of `zero_safe(loss)` is evaluated as well, and if that is not
+    finite, that of `zero_safe(loss, policy="zero")`: the cure and `remarks` name the one that
+    is. Outside of loops operations are evaluated one by one, which is slower than the compiled
+    program and keeps all intermediate values. Loops are compiled, and those with a bad step run
+    a few times more.
 
     **Raises:**
 
@@ -124,7 +134,7 @@ def explain_nan(
         threshold = known
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
-        return _with_zero_policy(report, loss, model, args, kwargs)
+        return _with_zero_safe(report, loss, model, args, kwargs)
     # Its equations are not on the lines of the function that it differentiates. This one's are.
     below = _explain(loss.__wrapped__, model, args, kwargs, threshold)
     drops_all = not report.bad_leaves
@@ -133,26 +143,35 @@ def explain_nan(
     return dataclasses.replace(report, found=found, dropped=dropped)
 
 
-def _with_zero_policy(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
+def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     """The report, and whether `zero_safe` makes the gradient finite, which is tried."""
     is_pole = lambda r: r.kind in (SINGULARITY, INDETERMINATE) and not r.is_forward
     if not (report.is_reverse and np.isfinite(report.loss) and any(map(is_pole, report.found))):
         return report
     doing("trying `zero_safe`")
-    safe = zero_safe(loss, policy="zero")
+    for policy, (call, remark) in _TRIALS.items():
+        if not _is_finite_with(policy, loss, model, args, kwargs):
+            continue
+        cure = f" In code that you can't edit, use {call}."
+        found = [
+            dataclasses.replace(r, cure=r.cure + cure) if is_pole(r) else r
+            for r in report.found
+        ]
+        remarks = [*report.remarks, f"{call} {remark}"]
+        return dataclasses.replace(report, found=found, remarks=remarks)
+    return report
+
+
+def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
+    """Whether `zero_safe` with this policy makes the gradient finite."""
+    safe = zero_safe(loss, policy=policy)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     of_arrays = lambda arrays: safe(eqx.combine(arrays, rest), *args, **kwargs)
     try:
         grads = jax.grad(of_arrays)(arrays)
     except RuntimeError:  # of a check in the program, such as `eqx.error_if`
-        return report
-    if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(grads)):
-        return report
-    found = [
-        dataclasses.replace(r, cure=r.cure + OF_ZERO_POLICY) if is_pole(r) else r
-        for r in report.found
-    ]
-    return dataclasses.replace(report, found=found)
+        return False
+    return all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(grads))
 
 
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:

@@ -294,9 +294,15 @@ class Zero:
     why: str
 
 
-def sources_of_zero(frame: Frame, atom: Any, index: Index) -> list[Zero]:
+def sources_of_zero(
+    frame: Frame, atom: Any, index: Index, is_selection: Callable[[Spot], bool]
+) -> list[Zero]:
     """The equations that make an element of a cotangent zero, for which not all that it depends
-    on is. In the order in which they are found."""
+    on is. In the order in which they are found.
+
+    - `is_selection`: whether an equation is the derivative of an operation that selects, such
+        as a maximum. It makes zeros of what it does not select also where zeros arrive.
+    """
     todo, seen, found = [(frame, atom, index)], set(), []
     while todo and len(seen) < _LIMIT:
         frame, atom, index = todo.pop(0)
@@ -314,7 +320,9 @@ def sources_of_zero(frame: Frame, atom: Any, index: Index) -> list[Zero]:
             and is_inexact(x)
             and (depends := elements_of(place, k)).any()
         }
-        if all(is_zero(np.asarray(place.operands[k])[d]).all() for k, d in arrived.items()):
+        if is_selection(place) and _has_zero_factor(place):
+            found.append(Zero(place, NOT_SELECTED))
+        elif all(is_zero(np.asarray(place.operands[k])[d]).all() for k, d in arrived.items()):
             if not arrived:
                 found.append(Zero(place, NOT_SELECTED))
             todo.extend(
@@ -338,6 +346,14 @@ def _why_zero(spot: Spot) -> str | None:
     if not is_product and name != "convert_element_type" and linear_operands(spot.eqn) is None:
         return None
     return CANCELS if _with_operands(spot, jnp.abs) else UNDERFLOWS
+
+
+def _has_zero_factor(spot: Spot) -> bool:
+    """Whether it is a product that is zero for each cotangent."""
+    if spot.eqn.primitive.name != "mul":
+        return False
+    factors = [x for k, x in enumerate(spot.operands) if not spot.is_cotangent(k)]
+    return any(bool(is_zero(np.asarray(x)[index_into(x, spot.index)])) for x in factors)
 
 
 def _with_operands(spot: Spot, change: Callable[[Any], Any]) -> bool:
