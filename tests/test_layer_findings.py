@@ -784,7 +784,7 @@ def test_L10_calibration(getkey):
 @pytest.mark.parametrize("scan", [False, True])
 def test_L10_calibration_of_ensembles_and_scans(scan, getkey):
     """Each member of an ensemble, and each layer of a scan over layers, has its own scale."""
-    x = jr.normal(getkey(), (10, 4))
+    x = jnp.abs(jr.normal(getkey(), (10, 4)))  # `QUANTIZERS` are unsigned
     mlp = eqx.nn.MLP(4, 2, 4, 3, activation=jax.nn.softplus, scan=scan, key=getkey())
     new, _ = nn.quantize_model(mlp, {"*": QUANTIZERS}, calibrate=x)
     got = np.concatenate([np.ravel(layer.input_quantizer.scale) for layer in new.layers])
