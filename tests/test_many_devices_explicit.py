@@ -83,6 +83,24 @@ def test_vector_quantize(is_shared):
         _check(lambda z, c: eqg.ste.vector_quantize(z, c)[0], z, codebooks)
 
 
+def test_gradient_of_the_codebook_of_a_layer():
+    """Its losses take the entries by sharded indices."""
+    layer = eqg.nn.VectorQuantizer(5, 3, ema=False, key=jr.key(0))
+    z = jr.normal(jr.key(1), (8, 3))
+
+    def loss(args):
+        layer, z = args
+        parts = layer.quantize(z)
+        return jnp.sum(jnp.sin(parts.value)) + parts.codebook_loss + parts.commitment_loss
+
+    gradient = eqx.filter_jit(eqx.filter_grad(loss))
+    expected = gradient((layer, z))
+    assert jnp.any(expected[0].codebook != 0)
+    with jax.set_mesh(EXPLICIT_MESH):
+        got = gradient((layer, put(z, Spec("i"), EXPLICIT_MESH)))
+    eqgt.assert_trees_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-5)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     "name",

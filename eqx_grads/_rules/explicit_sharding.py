@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .custom_jvp import custom_jvp
+
 
 Spec = tuple[Any, ...]
 
@@ -59,10 +61,16 @@ def rows(table: jax.Array, index: jax.Array) -> jax.Array:
     return _explicit_rows(table, index) if is_explicit(index) else table[index]
 
 
-@jax.custom_batching.custom_vmap
+@custom_jvp
 def _explicit_rows(table, index):
     spec = (*explicit_spec(index), explicit_spec(table)[1])
     return table.at[index].get(out_sharding=sharding_like(index, spec))
+
+
+@_explicit_rows.def_jvp
+def _explicit_rows_jvp(primals, tangents):
+    _, index = primals
+    return _explicit_rows(*primals), _explicit_rows(tangents[0], index)
 
 
 # JAX asks for an `out_sharding` here, although one was given (JAX 0.10 to 0.12).
