@@ -171,7 +171,7 @@ SQUARE = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
 
 
 # NumPy's: a constant, which becomes a tracer where it is made an array of JAX.
-SCALE = np.linspace(0.5, 1.5, 3).astype(np.float32)
+SCALE = np.linspace(0.5, 1.5, 3, dtype=jnp.result_type(float))
 
 
 def scan_loss(options, n, reduce, weight, xs):
