@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import equinox as eqx
+import jax
 import pytest
 
 
@@ -38,6 +39,11 @@ COMPILED = (
     "Checkpoints are undone",
     "Copies of arrays that have an axis of length one",
 )
+# With this switch, JAX 0.12 raises another error, and does not have the fault.
+OTHERWISE_WITH_CUSTOM_VJP3 = (
+    "Equinox's rules and Python floats",
+    "`jax_remat3`: the second derivative of a checkpoint",
+)
 
 
 def _marks(title):
@@ -51,6 +57,8 @@ def _marks(title):
     [pytest.param(t, marks=_marks(t)) for t in FAULTS],
 )
 def test_fault(title):
+    if title in OTHERWISE_WITH_CUSTOM_VJP3 and getattr(jax.config, "jax_custom_vjp3", False):
+        pytest.skip("the page says what happens without `jax_custom_vjp3`")
     for library in ("lineax", "cloudpickle"):
         if f"import {library}" in FAULTS[title] or f" {library}," in FAULTS[title]:
             pytest.importorskip(library)
