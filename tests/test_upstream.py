@@ -39,11 +39,14 @@ COMPILED = (
     "Checkpoints are undone",
     "Copies of arrays that have an axis of length one",
 )
-# With this switch, JAX 0.12 raises another error, and does not have the fault.
-OTHERWISE_WITH_CUSTOM_VJP3 = (
-    "Equinox's rules and Python floats",
-    "`jax_remat3`: the second derivative of a checkpoint",
-)
+# With a switch of JAX 0.12, there is another error, or none.
+OTHERWISE_WITH = {
+    "jax_custom_vjp3": (
+        "Equinox's rules and Python floats",
+        "`jax_remat3`: the second derivative of a checkpoint",
+    ),
+    "jax_remat3": ("The cache of `filter_checkpoint`",),
+}
 
 
 def _marks(title):
@@ -57,8 +60,9 @@ def _marks(title):
     [pytest.param(t, marks=_marks(t)) for t in FAULTS],
 )
 def test_fault(title):
-    if title in OTHERWISE_WITH_CUSTOM_VJP3 and getattr(jax.config, "jax_custom_vjp3", False):
-        pytest.skip("the page says what happens without `jax_custom_vjp3`")
+    for switch, titles in OTHERWISE_WITH.items():
+        if title in titles and getattr(jax.config, switch, False):
+            pytest.skip(f"the page says what happens without `{switch}`")
     for library in ("lineax", "cloudpickle"):
         if f"import {library}" in FAULTS[title] or f" {library}," in FAULTS[title]:
             pytest.importorskip(library)
