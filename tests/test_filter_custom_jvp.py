@@ -158,9 +158,7 @@ def test_python_numbers_without_a_transformation(filter_custom_jvp):
     f = with_rule(filter_custom_jvp, lambda x, p: x * p, lambda p, t: (p[0] * p[1], 7 * t[0]))
     is_equinox = filter_custom_jvp is eqx.filter_custom_jvp
     if is_equinox and getattr(jax.config, "jax_custom_jvp3", False):
-        pytest.skip(
-            "Equinox's returns a `TypedFloat` with `jax_custom_jvp3` (JAX 0.12, docs/versions.md)"
-        )
+        pytest.skip("Equinox's returns a `TypedFloat` with this switch (docs/versions.md)")
     assert type(f(2.0, 3.0)) is float
     assert isinstance(f(np.float32(2.0), 3.0), np.floating)
 
