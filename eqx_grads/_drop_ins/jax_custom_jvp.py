@@ -14,7 +14,7 @@ from .._rules.custom_jvp import ForwardRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_none
-from .jax_decorated import AbstractJaxDecorated
+from .jax_decorated import AbstractJaxDecorated, missing_rule
 
 
 class jax_custom_jvp(AbstractJaxDecorated[P, T]):
@@ -127,11 +127,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
 
     def _check_complete(self):
         if self.jvp is None:
-            raise rule_error(
-                f"`{name_of(self.fun)}` has no forward rule.",
-                place_of(self.fun),
-                do=f"Define one with `@{name_of(self.fun)}.defjvp`.",
-            )
+            raise missing_rule(self, "JVP", f"Define one with `@{name_of(self.fun)}.defjvp`.")
 
     def _nondiff(self, value):
         stop = lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x

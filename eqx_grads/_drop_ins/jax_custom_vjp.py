@@ -22,7 +22,7 @@ from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_differentiable, is_none
 from .jax_custom_jvp import is_array
-from .jax_decorated import AbstractJaxDecorated, merge
+from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
 
 
 class jax_custom_vjp(AbstractJaxDecorated[P, T]):
@@ -140,11 +140,8 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
 
     def _check_complete(self):
         if self.fwd is None:
-            raise rule_error(
-                f"`{name_of(self.fun)}` has no reverse rule.",
-                place_of(self.fun),
-                do=f"Define one with `{name_of(self.fun)}.defvjp(fwd, bwd)`.",
-            )
+            do = f"Define one with `{name_of(self.fun)}.defvjp(fwd, bwd)`."
+            raise missing_rule(self, "VJP", do)
 
     def _nondiff(self, value):
         return value

@@ -15,13 +15,17 @@ from typing import Any, Generic
 import jax
 import numpy as np
 
-from .._errors import check_function, name_of, place_of, rule_error
+from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_as_given
 from .._rules.closure_convert import Rebuildable
 from .._rules.flatten_call import Operands, Signature
 from .._rules.rule import AbstractRules
 from .._rules.wrapper import P, reduce_by_name, T
 from .._tangent_spaces import is_arraylike
+
+
+class MissingRuleError(RuleError, AttributeError):
+    """The error of a call of a function without rules: JAX raises an `AttributeError`."""
 
 
 class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
@@ -183,21 +187,42 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
         values, by_keyword, filled = signature.bind(args, kwargs, True)
     except TypeError as error:
         raise rule_error(
-            f"`{name_of(fun)}` can't be called with these arguments: {error}.",
+            f"{_not_resolved(decorated)}\n{error}",
             place_of(fun),
             do="Call it as the undecorated function is called.",
         ) from error
-    passed = [f"`{name}`" for name in by_keyword if name not in filled]
+    passed = [name for name in by_keyword if name not in filled]
     if passed:
         raise rule_error(
-            f"`{name_of(fun)}` was given an argument that has no position.",
-            f"it is {', '.join(passed)}",
+            f"{_not_resolved(decorated)}\n"
+            "The following keyword arguments could not be resolved to positions: "
+            f"{', '.join(passed)}",
             place_of(fun),
             do="As in JAX, all arguments are passed to the rules by position. Make it a "
             "positional parameter, or use `eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, "
             "where keyword-only parameters are configuration.",
         )
     return values
+
+
+def _in_jax(decorated: AbstractJaxDecorated) -> str:
+    return type(decorated).__name__.removeprefix("jax_")
+
+
+def _not_resolved(decorated: AbstractJaxDecorated) -> str:
+    """The sentence of JAX, which its users search for."""
+    return (
+        f"The input arguments to the {_in_jax(decorated)}-decorated function "
+        f"{name_of(decorated.fun)} could not be resolved to positional-only arguments:"
+    )
+
+
+def missing_rule(decorated: AbstractJaxDecorated, mode: str, do: str) -> MissingRuleError:
+    """The error of a call before `defjvp` or `defvjp`; its first sentence is that of JAX."""
+    name = name_of(decorated.fun)
+    by = f"{_in_jax(decorated)} function {name} using def{mode.lower()}"
+    what = f"No {mode} defined for {by}."
+    return MissingRuleError(f"{what}\n  {place_of(decorated.fun)}\n{do}")
 
 
 def _anything(*args, **kwargs):
