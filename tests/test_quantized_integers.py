@@ -129,7 +129,7 @@ def test_a_model_of_integers_has_the_outputs_of_the_model(dtype, getkey):
     # The biases and the quantizers of inputs are those of the model, the gradient of a weight
     # is none.
     assert stored[0].bias is model[0].bias
-    assert stored[2].input_quantizer == model[2].input_quantizer
+    assert all(stored[i].input_quantizer == model[i].input_quantizer for i in (0, 2))
     grads = eqx.filter_grad(lambda model: jnp.sum(model(xs[0])))(stored)
     assert grads[2].weight is None
     assert jnp.any(grads[6].bias != 0)
@@ -219,6 +219,20 @@ def test_codes_of_four_bits_compress_to_half(getkey):
     file.seek(0)
     with gzip.open(file, "rb") as compressed:
         assert eqx.tree_equal(eqx.tree_deserialise_leaves(compressed, stored), stored)
+
+
+def test_a_shared_weight_is_left(getkey):
+    linear, other = (eqx.nn.Linear(2, 2, key=getkey()) for _ in range(2))
+    model, _ = eqg.nn.quantize_model([linear, other], {"*": eqg.nn.LSQ(2, scale=0.1)})
+    shared = eqx.nn.Shared(model, lambda model: model[1].weight, lambda model: model[0].weight)
+    _, report = eqg.nn.to_integers(shared)
+    assert [row.path for row in report.swapped] == ["pytree[0]"]
+    assert report.left[0].note == "its weight is a `SharedNode`"
+    # In a call, both are arrays.
+    stored, report = eqg.nn.to_integers(shared())
+    assert len(report.swapped) == 2
+    x = jnp.ones(2)
+    assert equal_bits(stored[1](x), shared()[1](x))
 
 
 def test_errors_of_integers_of_a_model(getkey):
