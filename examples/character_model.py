@@ -28,6 +28,8 @@ from tqdm import trange
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 UNITS, BATCH, LENGTH = 128, 16, 128  # LENGTH: characters in a sequence
 STEPS, LEARNING_RATE = 500, 3e-3
+# `nn.quantize_model` replaces linear layers and convolutions. Here, the loss quantizes all
+# matrices, those of the recurrent layers too.
 four_bits = eqg.nn.FakeQuantize(bits=4, channel_axis=0)  # a scale for each row of a matrix
 QUANTIZERS = {
     "float": lambda weight: weight,
@@ -39,29 +41,33 @@ QUANTIZERS = {
 class Model(eqx.Module):
     embedding: Float[Array, "characters units"]
     layers: list[eqg.nn.MinGRU]
-    norms: list[eqx.nn.LayerNorm]
+    norms: list[eqx.nn.LayerNorm]  # one before each layer
+    last_norm: eqx.nn.LayerNorm
     head: Float[Array, "characters units"]
 
     def __init__(self, *, key):
-        keys = jr.split(key, 4)
+        key, _, *layer_keys = jr.split(key, 4)
         shape = (len(CHARACTERS), UNITS)
-        self.embedding, self.head = jr.normal(keys[0], shape), jnp.zeros(shape)
-        self.layers = [eqg.nn.MinGRU(UNITS, UNITS, key=key) for key in keys[2:]]
-        self.norms = [eqx.nn.LayerNorm(UNITS) for _ in keys[1:]]
+        self.embedding, self.head = jr.normal(key, shape), jnp.zeros(shape)
+        self.layers = [eqg.nn.MinGRU(UNITS, UNITS, key=key) for key in layer_keys]
+        self.norms = [eqx.nn.LayerNorm(UNITS) for _ in self.layers]
+        self.last_norm = eqx.nn.LayerNorm(UNITS)
 
     def __call__(self, text):
-        """The loss of predicting each next character, in bits."""
+        """The loss of predicting each next character of a batch of texts, in bits."""
         x = self.embedding[text[:, :-1]]
-        for norm, layer in zip(self.norms, self.layers, strict=False):
-            x = x + layer(jax.vmap(jax.vmap(norm))(x))[0]
-        x = jax.vmap(jax.vmap(self.norms[-1]))(x)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            outputs, _ = layer(jax.vmap(jax.vmap(norm))(x))
+            x = x + outputs
+        x = jax.vmap(jax.vmap(self.last_norm))(x)
         loss = eqg.losses.linear_cross_entropy(x, self.head, text[:, 1:])
         return loss / math.log(2)
 
 
 def loss(model, text, name):
-    matrix = lambda x: eqx.is_inexact_array(x) and x.ndim == 2
-    quantized = jax.tree.map(lambda x: QUANTIZERS[name](x) if matrix(x) else x, model)
+    """The loss of the model with quantized matrices, to be differentiated by the float ones."""
+    quantize, is_matrix = QUANTIZERS[name], lambda x: eqx.is_inexact_array(x) and x.ndim == 2
+    quantized = jax.tree.map(lambda x: quantize(x) if is_matrix(x) else x, model)
     return quantized(text)
 
 
@@ -73,7 +79,7 @@ def load():
 
 
 def train(name, training, test, steps):
-    """The losses, and the bits per character on the test text."""
+    """Train with one of `QUANTIZERS`: the losses, and bits per character of the test text."""
     model, losses = Model(key=jr.key(0)), []
     schedule = optax.cosine_decay_schedule(LEARNING_RATE, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+import re
 import tomllib
 import types
 
@@ -71,11 +72,15 @@ def _relative(path: pathlib.Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+_OUTPUT = re.compile(r"\n\n( *)```text\n.*?\n\1```", re.DOTALL)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=_relative)
 def test_files_are_small_and_say_what_they_are(path):
     text = path.read_text()
     tree = ast.parse(text)
-    assert len(text.splitlines()) <= 500, "Split this file."
+    written = _OUTPUT.sub("", text)  # without what `docs/outputs.py` writes
+    assert len(written.splitlines()) <= 500, "Split this file."
     assert ast.get_docstring(tree), "Say in one line what this file is."
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -457,7 +457,7 @@ def test_L10_one_path_syntax(getkey):
     keystr = lambda path: jax.tree_util.keystr(path).removesuffix(".weight")
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     assert {keystr(path) for path, _ in leaves} == set(rows)
-    assert rows["['[0]']"] == "4 bits"
+    assert rows["['[0]']"] == "4 bits signed"
     with raises(r"(?s)matches no layer: rule 0, 'layers.0'.*`layers\[0\]`.*as in Python"):
         nn.quantize_model(model, {"layers.0": nn.LSQ(2)})
 
@@ -765,7 +765,7 @@ def test_L10_calibration(getkey):
         eqx.nn.Linear: QUANTIZERS,
     }
     quantized, report = nn.quantize_model(model, rules, calibrate=images)
-    assert [row.inputs for row in report.swapped] == ["8 bits", "3 bits", "3 bits"]
+    assert [row.inputs for row in report.swapped] == ["8 bits signed", *2 * ["3 bits unsigned"]]
     one = jax.nn.relu(jax.vmap(first)(images)).reshape(20, -1)
     two = jax.nn.relu(jax.vmap(second)(one))
     scale = lambda i: quantized.layers[i].input_quantizer.scale
@@ -821,5 +821,5 @@ def test_L10_calibration_errors(getkey):
         nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8))}, **some)
     with raises("(?s)a `call`, and no batch"):
         nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)
-    with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` does"):
+    with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
         nn.quantize_model(model, {"*": QUANTIZERS})

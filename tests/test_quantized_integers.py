@@ -1,4 +1,8 @@
-"""`to_integers`: what is stored of a trained weight gives the layer's weight to the bit."""
+"""What is stored of a trained model, and read again, has its weights and outputs to the bit."""
+
+import functools as ft
+import gzip
+import io
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -60,3 +64,265 @@ def test_errors_of_to_integers():
     with pytest.raises(eqg.RuleError, match=r"scale of `LSQ.to_integers` does not broadcast"):
         eqg.nn.LSQ(4, scale=jnp.ones((4, 1))).to_integers(jnp.ones(3))
     assert jax.eval_shape(eqg.nn.FakeQuantize(9).to_integers, jnp.ones(3))[0].dtype == np.int16
+
+
+# ---------------------------------------------------------------- whole models
+
+
+def saved(model, like):
+    """A model written to a file, and read into another one."""
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, model)
+    file.seek(0)
+    return eqx.tree_deserialise_leaves(file, like)
+
+
+def equal_bits(got, want):
+    got, want = np.asarray(got), np.asarray(want)
+    return got.dtype == want.dtype and got.tobytes() == want.tobytes()
+
+
+def make_network(key, dtype=None):
+    """One layer of each kind, with inputs of 6 by 6 pixels; and what quantizes it."""
+    keys = jr.split(key, 6)
+    return eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(1, 3, 3, dtype=dtype, key=keys[0]),
+            eqx.nn.Lambda(lambda x: jax.nn.softplus(jnp.ravel(x))),
+            eqx.nn.Linear(48, 7, dtype=dtype, key=keys[1]),
+            eqx.nn.Linear(7, 6, use_bias=False, dtype=dtype, key=keys[2]),
+            eqx.nn.Linear(6, 6, dtype=dtype, key=keys[3]),
+            eqx.nn.Linear(6, 5, dtype=dtype, key=keys[4]),
+            eqx.nn.Linear(5, 4, dtype=dtype, key=keys[5]),
+        ]
+    )
+
+
+NETWORK_RULES = {
+    "layers[0]": (eqg.nn.LSQ(4, channel_axis=0), eqg.ste.round),
+    "layers[2]": (eqg.nn.FakeQuantize(12, signed=False, scale=0.01), eqg.nn.FakeQuantize(8)),
+    "layers[3]": eqg.nn.BinaryLinear,
+    "layers[4]": eqg.nn.TernaryLinear,
+    "layers[5]": ft.partial(eqg.nn.TernaryLinear.from_layer, scale=False),
+    "layers[6]": eqg.nn.FakeQuantize(3),
+}
+
+
+def make_quantized(key, dtype=None):
+    return eqg.nn.quantize_model(make_network(key, dtype), NETWORK_RULES)[0]
+
+
+@pytest.mark.parametrize("dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_a_model_of_integers_has_the_outputs_of_the_model(dtype, getkey):
+    model = make_quantized(getkey(), dtype)
+    stored, report = eqg.nn.to_integers(model)
+    xs = jr.normal(getkey(), (4, 1, 6, 6)).astype(model[0].weight.dtype)
+    assert equal_bits(jax.vmap(stored)(xs), jax.vmap(model)(xs))
+    for i in (0, 2, 3, 4, 5, 6):
+        assert equal_bits(stored[i].quantized_weight(), model[i].quantized_weight())
+        assert jnp.issubdtype(stored[i].weight.dtype, jnp.integer)
+    # If one is compiled, the other is too.
+    compiled, same_report = eqx.filter_jit(eqg.nn.to_integers)(model)
+    run = eqx.filter_jit(lambda model: jax.vmap(model)(xs))
+    assert equal_bits(run(compiled), run(model))
+    assert same_report == report
+    # The biases and the quantizers of inputs are those of the model, the gradient of a weight
+    # is none.
+    assert stored[0].bias is model[0].bias
+    assert all(stored[i].input_quantizer == model[i].input_quantizer for i in (0, 2))
+    grads = eqx.filter_grad(lambda model: jnp.sum(model(xs[0])))(stored)
+    assert grads[2].weight is None
+    assert jnp.any(grads[6].bias != 0)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_a_model_of_integers_is_read_into_one_that_was_never_made(dtype, getkey):
+    model = make_quantized(getkey(), dtype)
+    stored, _ = eqg.nn.to_integers(model)
+    make = lambda: eqg.nn.to_integers(make_quantized(jr.key(0), dtype))[0]
+    read = saved(stored, eqx.filter_eval_shape(make))
+    x = jr.normal(getkey(), (1, 6, 6)).astype(model[0].weight.dtype)
+    assert equal_bits(read(x), model(x))
+    assert not equal_bits(make()(x), model(x))
+    # Integers of integers are those that they are.
+    again, report = eqg.nn.to_integers(read)
+    assert again[0] is read[0]
+    assert [row.note for row in report.left if row.note == "has integers"] == 6 * [
+        "has integers"
+    ]
+
+
+def test_the_report_of_to_integers(getkey):
+    linear = eqx.nn.Linear(3, 2, dtype="float32", key=getkey())
+    conv = eqx.nn.Conv1d(1, 2, 3, dtype="float32", key=getkey())
+    model = {
+        "a": [linear, linear],
+        "b": conv,
+        "c": eqx.nn.Linear(4, 5, dtype="float32", key=getkey()),
+        "d": eqx.nn.LayerNorm(3, use_bias=False, dtype="float32"),
+        "e": eqx.nn.Linear(1, 1, key=getkey()),
+        "f": eqx.nn.Linear(1, 1, key=getkey()),
+    }
+    rules = {
+        "['a']": eqg.nn.LSQ(4),
+        "['b']": eqg.nn.FakeQuantize(9, channel_axis=0),
+        "['e']": (None, eqg.nn.FakeQuantize(8)),
+        "['f']": (eqg.ste.binary_sign, None),
+    }
+    model, _ = eqg.nn.quantize_model(model, rules)
+    stored, report = eqg.nn.to_integers(model)
+    assert stored["a"][0] is stored["a"][1]
+    assert stored["c"] is model["c"]
+    lines = str(report).splitlines()
+    assert lines == [
+        "swapped: 3",
+        "  ['a'][0]  QuantizedLinear -> int8  weights 4 bits signed  (2, 3)     "
+        f"{6 + stored['a'][0].weight_quantizer.scale.nbytes} bytes, 28 before",
+        "  ['a'][1]  QuantizedLinear -> int8  weights 4 bits signed  (2, 3)     "
+        "shared with ['a'][0]",
+        "  ['b']     QuantizedConv -> int16   weights 9 bits signed  (2, 1, 3)  "
+        "20 bytes, 24 before",
+        "left: 4",
+        "  ['c']         Linear           (5, 4)  not quantized",
+        "  ['d'].weight  float32[3]       (3,)",
+        "  ['e']         QuantizedLinear  (1, 1)  its weight is not quantized",
+        "  ['f']         QuantizedLinear  (1, 1)  `binary_sign` has no `to_integers`",
+    ]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_integers_of_ensembles_and_scans(scan, getkey):
+    mlp = eqx.nn.MLP(3, 2, 4, 3, scan=scan, key=getkey())
+    rules = {"*": (eqg.nn.FakeQuantize(4, scale=0.1), eqg.nn.LSQ(4, scale=0.2))}
+    model, _ = eqg.nn.quantize_model(mlp, rules)
+    stored, _ = eqg.nn.to_integers(model)
+    x = jr.normal(getkey(), (3,))
+    assert equal_bits(stored(x), model(x))
+
+    make = eqx.filter_vmap(lambda key: eqx.nn.Conv1d(1, 2, 3, key=key))
+    members = make(jr.split(getkey(), 3))
+    model, _ = eqg.nn.quantize_model(members, {"*": eqg.nn.LSQ(3, channel_axis=0)})
+    stored, _ = eqg.nn.to_integers(model)
+    assert stored.weight_quantizer.scale.shape == (3, 2, 1, 1)
+    run = eqx.filter_vmap(lambda conv: conv(jnp.ones((1, 4))))
+    assert equal_bits(run(stored), run(model))
+
+
+def test_codes_of_four_bits_compress_to_half(getkey):
+    linear = eqx.nn.Linear(300, 300, dtype="float32", key=getkey())
+    model, _ = eqg.nn.quantize_model(linear, {"*": eqg.nn.LSQ(4, channel_axis=0)})
+    stored, _ = eqg.nn.to_integers(model)
+    file = io.BytesIO()
+    with gzip.open(file, "wb") as compressed:
+        eqx.tree_serialise_leaves(compressed, stored)
+    assert len(file.getvalue()) < 0.55 * stored.weight.nbytes
+    file.seek(0)
+    with gzip.open(file, "rb") as compressed:
+        assert eqx.tree_equal(eqx.tree_deserialise_leaves(compressed, stored), stored)
+
+
+def test_a_shared_weight_is_left(getkey):
+    linear, other = (eqx.nn.Linear(2, 2, key=getkey()) for _ in range(2))
+    model, _ = eqg.nn.quantize_model([linear, other], {"*": eqg.nn.LSQ(2, scale=0.1)})
+    shared = eqx.nn.Shared(model, lambda model: model[1].weight, lambda model: model[0].weight)
+    _, report = eqg.nn.to_integers(shared)
+    assert [row.path for row in report.swapped] == ["pytree[0]"]
+    assert report.left[0].note == "its weight is a `SharedNode`"
+    # In a call, both are arrays.
+    stored, report = eqg.nn.to_integers(shared())
+    assert len(report.swapped) == 2
+    x = jnp.ones(2)
+    assert equal_bits(stored[1](x), shared()[1](x))
+
+
+def test_errors_of_integers_of_a_model(getkey):
+    model = {"a": eqx.nn.Linear(3, 2, key=getkey())}
+    with pytest.raises(eqg.RuleError, match=r"a model without a quantized layer(?s:.)*`dict`"):
+        eqg.nn.to_integers(model)
+    quantized, _ = eqg.nn.quantize_model(model, {"*": eqg.nn.LSQ(4, scale=0.1)})
+    weight = quantized["a"].weight.at[0, 0].set(jnp.nan)
+    get = lambda model: model["a"].layer.weight
+    with pytest.raises(eqg.RuleError, match=r"some are NaN(?s:.)*the weight of `\['a'\]`"):
+        eqg.nn.to_integers(eqx.tree_at(get, quantized, weight))
+
+
+# ---------------------------------------------------------------- reading a calibrated model
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        eqg.nn.LSQ,
+        ft.partial(eqg.nn.FakeQuantize, learn_scale=True),
+        ft.partial(eqg.nn.LSQ, signed=False, gradient_scale=0.1),
+        ft.partial(eqg.nn.FakeQuantize, learn_scale=True, narrow=True),
+    ],
+    ids=["LSQ", "FakeQuantize", "unsigned", "narrow"],
+)
+@pytest.mark.parametrize(("skeleton", "scan"), [(False, True), (True, False)])
+def test_a_calibrated_model_is_read_without_a_batch(quantizer, skeleton, scan, getkey):
+    rules = lambda scale=None: {"*": (quantizer(4), quantizer(4, scale=scale))}
+    network = lambda key: eqx.nn.MLP(3, 2, 4, 3, jax.nn.softplus, scan=scan, key=key)
+    batch = jr.uniform(getkey(), (10, 3))
+    model, _ = eqg.nn.quantize_model(network(getkey()), rules(), calibrate=batch)
+    make = lambda: eqg.nn.quantize_model(network(jr.key(0)), rules(scale=1.0))[0]
+    read = saved(model, eqx.filter_eval_shape(make) if skeleton else make())
+    assert eqx.tree_equal(read, model)
+    assert equal_bits(read(batch[0]), model(batch[0]))
+
+
+def test_an_ensemble_a_channel_axis_and_half_precision(getkey):
+    """Where a scale is not a number of the default precision, an array like it is given."""
+    key, batch = getkey(), jr.uniform(getkey(), (10, 2, 6)).astype(jnp.bfloat16)
+    conv = lambda key: eqx.nn.Conv1d(2, 3, 3, dtype=jnp.bfloat16, key=key)
+    rules = lambda scale=None: {
+        "*": (eqg.nn.LSQ(4), eqg.nn.LSQ(4, channel_axis=0, scale=scale))
+    }
+    model, _ = eqg.nn.quantize_model(conv(key), rules(), calibrate=batch)
+    assert model.input_quantizer.scale.shape == (2, 1)
+    scale = jnp.ones((2, 1), jnp.bfloat16)
+    make = lambda: eqg.nn.quantize_model(conv(jr.key(0)), rules(scale))[0]
+    assert eqx.tree_equal(saved(model, eqx.filter_eval_shape(make)), model)
+    # Equinox says which leaf has another shape or dtype, and which one it has in the file.
+    wrong = eqg.nn.quantize_model(conv(key), rules(1.0))[0]
+    with pytest.raises(RuntimeError, match=r"input_quantizer.*scale.*from \(\) .*to \(2, 1\)"):
+        saved(model, wrong)
+
+    members = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))
+    rules = lambda scale=None: {"*": (eqg.nn.LSQ(4), eqg.nn.LSQ(4, scale=scale))}
+    call = lambda model, xs: jax.vmap(
+        lambda x: eqx.filter_vmap(lambda m, x: m(x), in_axes=(eqx.if_array(0), None))(model, x)
+    )(xs)
+    batch = jr.uniform(getkey(), (5, 3))
+    layers = members(jr.split(getkey(), 4))
+    model, _ = eqg.nn.quantize_model(layers, rules(), calibrate=batch, call=call)
+    make = lambda: eqg.nn.quantize_model(members(jr.split(key, 4)), rules(1.0))[0]
+    assert eqx.tree_equal(saved(model, eqx.filter_eval_shape(make)), model)
+
+
+def test_a_quantizer_is_read_into_one_with_any_scale(getkey):
+    x = jr.normal(getkey(), (6, 5))
+    for make in (eqg.nn.LSQ, ft.partial(eqg.nn.FakeQuantize, learn_scale=True)):
+        fitted = make(4).fit(x)
+        assert eqx.tree_equal(saved(fitted, make(4, scale=1.0)), fitted)
+        fitted = make(4, channel_axis=0).fit(x)
+        like = make(4, channel_axis=0, scale=jnp.ones((6, 1)))
+        assert eqx.tree_equal(saved(fitted, like), fitted)
+        with pytest.raises(eqg.RuleError, match=r"no scale yet(?s:.)*`scale=1.0` if a file"):
+            make(4)(x)
+
+
+def test_calibration_while_tracing(getkey):
+    model, rules = eqx.nn.Linear(3, 2, key=getkey()), {"*": 2 * (eqg.nn.LSQ(4),)}
+    batch = jr.uniform(getkey(), (5, 3))
+    make = lambda model: eqg.nn.quantize_model(model, rules, calibrate=batch)[0]
+    match = r"can't calibrate while JAX traces(?s:.)*outside of it(?s:.)*`scale=1.0`: the file"
+    for run in (
+        lambda: eqx.filter_eval_shape(make, model),
+        lambda: eqx.filter_eval_shape(lambda: make(model)),
+        lambda: eqx.filter_jit(make)(model),
+    ):
+        with pytest.raises(eqg.RuleError, match=match):
+            run()
+    with pytest.raises(eqg.RuleError, match=r"has no scale.*\n.*made without one(?s:.)*=1.0`"):
+        eqg.nn.quantize_model(model, rules)

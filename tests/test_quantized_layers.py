@@ -678,7 +678,11 @@ def test_rules():
         },
     )
     attention = {
-        f"blocks[{i}].attention.{name}_proj": ("QuantizedLinear", "4 bits", "6 bits")
+        f"blocks[{i}].attention.{name}_proj": (
+            "QuantizedLinear",
+            "4 bits signed",
+            "6 bits signed",
+        )
         for i in (0, 1)
         for name in ("query", "key", "value", "output")
     }
@@ -689,7 +693,7 @@ def test_rules():
         "blocks[1].attention.output_proj": ("BinaryLinear", "1 bit", ""),
         "blocks[1].feed.layers[0]": ("TernaryLinear", "1.58 bits", ""),
         "blocks[1].feed.layers[1]": ("TernaryLinear", "1.58 bits", ""),
-        "heads['b']": ("QuantizedLinear", "8 bits", ""),
+        "heads['b']": ("QuantizedLinear", "8 bits signed", ""),
     }
     norms = {f"blocks[{i}].norm.{name}": "" for i in (0, 1) for name in ("weight", "bias")}
     assert left(report) == {**norms, "heads['a']": "rule 0, \"heads['a']\""}
@@ -711,7 +715,8 @@ def test_the_report_is_a_table():
     _, report = nn.quantize_model(model, [(eqx.nn.Conv, (nn.LSQ(2), nn.FakeQuantize(8)))])
     assert str(report) == (
         "swapped: 1\n"
-        "  [0]  Conv2d -> QuantizedConv  weights 2 bits  inputs 8 bits  (2, 1, 3, 3)\n"
+        "  [0]  Conv2d -> QuantizedConv  weights 2 bits signed  inputs 8 bits signed  "
+        "(2, 1, 3, 3)\n"
         "left: 3\n"
         "  [1]            Linear        (6, 5)  no rule\n"
         "  [2].weight_ih  float32[9,2]  (9, 2)\n"

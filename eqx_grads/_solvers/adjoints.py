@@ -154,7 +154,11 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
 
         halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
         solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward="one_step").value
-        assert jax.grad(solve)(3.0) == 1.0
+        print(jax.grad(solve)(3.0))
+        ```
+
+        ```text
+        1.0
         ```
 
     **Derivative:**
@@ -188,7 +192,11 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
         halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
         backward = solvers.NeumannAdjoint(3)
         solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward=backward).value
-        assert jax.grad(solve)(3.0) == 1 + 1 / 2 + 1 / 4 + 1 / 8
+        print(jax.grad(solve)(3.0))  # 1 + 1/2 + 1/4 + 1/8, of 2
+        ```
+
+        ```text
+        1.875
         ```
 
     **Arguments:**
@@ -243,7 +251,11 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
         halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
         backward = solvers.PhantomAdjoint(2, tau=0.5)
         solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward=backward).value
-        assert jax.grad(solve)(3.0) == 0.5 * (1 + 0.75)
+        print(jax.grad(solve)(3.0))  # 0.5 * (1 + 0.75), of 2
+        ```
+
+        ```text
+        0.875
         ```
 
     **Arguments:**
@@ -327,7 +339,11 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
 
         halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
         solve = lambda x: eqg.fixed_point(halfway, 0.0, x, backward="fixed_point").value
-        assert jnp.allclose(jax.grad(solve)(3.0), 2.0)
+        print(f"{jax.grad(solve)(3.0):.3f}")
+        ```
+
+        ```text
+        2.000
         ```
 
     **Arguments:**
@@ -430,7 +446,11 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
         halfway = lambda y, x: 0.5 * y + x  # the fixed point is 2x
         backward = solvers.ImplicitAdjoint(lx.GMRES(rtol=1e-6, atol=1e-6))
         solve = lambda x: eqg.fixed_point(halfway, jnp.zeros(3), x, backward=backward).value
-        assert jnp.allclose(jax.jacobian(solve)(jnp.ones(3)), 2 * jnp.eye(3))
+        print(jnp.diag(jax.jacobian(solve)(jnp.ones(3))).round(3))
+        ```
+
+        ```text
+        [2. 2. 2.]
         ```
 
     **Arguments:**

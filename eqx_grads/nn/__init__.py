@@ -18,6 +18,7 @@ from ._quantized.binary_ternary import (
     TernaryLinear as TernaryLinear,
 )
 from ._quantized.finite_scalar import FSQ as FSQ
+from ._quantized.integers import to_integers as to_integers
 from ._quantized.layers import (
     QuantizedConv as QuantizedConv,
     QuantizedLinear as QuantizedLinear,

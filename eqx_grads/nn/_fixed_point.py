@@ -39,11 +39,17 @@ class FixedPoint(eqx.Module):
         cell = Cell(eqx.nn.Linear(3, 8, key=key1), eqx.nn.Linear(8, 8, key=key2))
         layer = eqg.nn.FixedPoint(cell, 8, backward="fixed_point")
         xs = jnp.ones((5, 3))
-        assert jax.vmap(layer)(xs).shape == (5, 8)
+        print(jax.vmap(layer)(xs).shape)
 
         grads = eqx.filter_grad(lambda layer: jnp.sum(jax.vmap(layer)(xs) ** 2))(layer)
-        assert jnp.any(grads.cell.of_state.weight != 0)
-        assert layer.solve(xs[0]).stats["num_steps"] < 30
+        print(jnp.any(grads.cell.of_state.weight != 0))
+        print(layer.solve(xs[0]).stats["num_steps"] < 50)
+        ```
+
+        ```text
+        (5, 8)
+        True
+        True
         ```
 
     A cell is a contraction in `z` if its Jacobian in `z` has a norm of at most $L < 1$

@@ -54,6 +54,7 @@ NOT_OPS = {
     "nn.LIState",
     "nn.QuantizationReport",
     "nn.quantize_model",
+    "nn.to_integers",
     "surrogates.AbstractSurrogate",
     "ste.fsq_codebook",
     "safe.EighResult",

@@ -485,6 +485,14 @@ target(
     calibrate=(None, is_none),
     call=(None, optional(function)),
 )
+target(
+    "nn.to_integers",
+    nn.to_integers,
+    model=(
+        {"a": nn.QuantizedLinear(2, 2, weight_quantizer=nn.FakeQuantize(4), key=KEY)},
+        lambda x: isinstance(x, dict) and isinstance(x.get("a"), nn.QuantizedLinear),
+    ),
+)
 
 # ---------------------------------------------------------------- losses and other layers
 

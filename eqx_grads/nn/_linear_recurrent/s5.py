@@ -111,10 +111,15 @@ class S5(AbstractDiagonal):
         @eqx.filter_grad
         def gradient(s5):
             ys, state = s5(xs)
-            assert ys.shape == (5, 20, 3) and state.shape == (5, 8)
+            print(ys.shape, state.shape)
             return jnp.sum(ys**2)
 
-        assert gradient(s5).cells[0][0].log_step.shape == (8,)
+        print(gradient(s5).cells[0][0].log_step.shape)
+        ```
+
+        ```text
+        (5, 20, 3) (5, 8)
+        (8,)
         ```
 
     The parameters of one layer and direction, `cells[layer][direction]`, are `log_decay`

@@ -92,10 +92,15 @@ class BinaryLinear(AbstractQuantizedLinear):
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with: two values for each output."""
+        signs, scale = self.signs_and_scale()
+        return signs * scale
+
+    def signs_and_scale(self) -> tuple[Float[Array, "out in"], Float[Array, "..."]]:
+        """The factors of the quantized weight."""
         signs = ste.binary_sign(self.weight, backward=self.backward)
         if not self.scale:
-            return signs
-        return signs * jnp.mean(jnp.abs(self.weight), axis=1, keepdims=True)
+            return signs, jnp.ones((), signs.dtype)
+        return signs, jnp.mean(jnp.abs(self.weight), axis=1, keepdims=True)
 
     def describe_weight(self) -> str:
         return "1 bit"
@@ -191,6 +196,11 @@ class TernaryLinear(AbstractQuantizedLinear):
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with: three values for each output."""
+        signs, scale = self.signs_and_scale()
+        return signs * scale
+
+    def signs_and_scale(self) -> tuple[Float[Array, "out in"], Float[Array, "..."]]:
+        """The factors of the quantized weight."""
         size = jnp.abs(self.weight)
         threshold = self.threshold
         if threshold == "mean":
@@ -198,11 +208,11 @@ class TernaryLinear(AbstractQuantizedLinear):
             threshold = 0.7 * mean
         signs = ste.ternary(self.weight, threshold=threshold, backward=self.backward)
         if not self.scale:
-            return signs
+            return signs, jnp.ones((), signs.dtype)
         kept = jax.lax.stop_gradient(signs != 0)
         total = jnp.sum(jnp.where(kept, widen(size), 0), axis=1, keepdims=True)
         mean = total / jnp.maximum(jnp.sum(kept, axis=1, keepdims=True), 1).astype(total.dtype)
-        return signs * mean.astype(signs.dtype)
+        return signs, mean.astype(signs.dtype)
 
     def describe_weight(self) -> str:
         return f"{math.log2(3):.2f} bits"

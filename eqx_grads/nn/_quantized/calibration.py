@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._control_flow import lax_scan
@@ -49,6 +50,14 @@ def fit_to_inputs(
     outputs = run(eqx.nn.inference_mode(recording), batch)
     jax.block_until_ready(eqx.filter(outputs, eqx.is_array))
     jax.effects_barrier()
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(outputs))
+    if is_traced and not gathered.inputs:
+        raise rule_error(
+            "`quantize_model` can't calibrate while JAX traces it: no inputs have values yet.",
+            "it is inside of `jax.jit`, `equinox.filter_eval_shape` or the like",
+            do="Calibrate outside of it. To make the model that a file is read into, leave "
+            "`calibrate` out and give the input quantizer `scale=1.0`: the file has the scale.",
+        )
     return {key: _fit_members(key, layer, gathered.inputs) for key, layer in layers.items()}
 
 
@@ -115,20 +124,20 @@ class _Recorder(eqx.Module):
 
 
 def _recorder(layer, gathered):
-    shape = _members_of(layer)
+    shape = members_of(layer)
     members = jnp.arange(math.prod(shape)).reshape(shape)
     return _Recorder(layer, members, id(layer), gathered)
 
 
-def _members_of(layer) -> tuple[int, ...]:
+def members_of(layer: Any) -> tuple[int, ...]:
     """The axes of an ensemble, in front of those of a weight."""
-    kernel = getattr(layer, "num_spatial_dims", 0)
+    kernel = getattr(getattr(layer, "layer", layer), "num_spatial_dims", 0)
     return layer.weight.shape[: layer.weight.ndim - 2 - kernel]
 
 
 def _fit_members(key, uncalibrated, inputs):
     layer, path, quantizer = uncalibrated
-    shape = _members_of(layer)
+    shape = members_of(layer)
     fitted = []
     for member in range(math.prod(shape)):
         if (key, member) not in inputs:
@@ -137,7 +146,7 @@ def _fit_members(key, uncalibrated, inputs):
                 "`quantize_model` has no inputs to calibrate a layer with.",
                 f"{where} is not called when the model is run on `calibrate`",
                 do="Give its input quantizer a scale, or run the part of the model that calls "
-                "it: `call=lambda model, batch: ...`. Calibrate outside of `jit` and `vmap`.",
+                "it: `call=lambda model, batch: ...`.",
             )
         fitted.append(_fit(quantizer, inputs[key, member]))
         if not getattr(quantizer, "signed", True):

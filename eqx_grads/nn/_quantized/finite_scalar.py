@@ -27,9 +27,15 @@ class FSQ(eqx.Module):
         fsq = eqg.nn.FSQ((8, 5, 5))
         z = jax.random.normal(jax.random.key(0), (100, 3))
         codes, indices = fsq.quantize(z)
-        assert jnp.array_equal(codes, fsq(z))
-        assert jnp.array_equal(codes, fsq.decode(indices))
-        assert indices.max() < fsq.num_codes == 200
+        print(jnp.array_equal(codes, fsq(z)))
+        print(jnp.array_equal(codes, fsq.decode(indices)))
+        print(fsq.num_codes, indices.max() < fsq.num_codes)
+        ```
+
+        ```text
+        True
+        True
+        200 True
         ```
 
     **Derivative:**

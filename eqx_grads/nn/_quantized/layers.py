@@ -114,11 +114,15 @@ class QuantizedLinear(AbstractQuantizedLinear):
             input_quantizer=eqg.nn.FakeQuantize(bits=8),
             key=jax.random.key(0),
         )
-        assert len(jnp.unique(layer.quantized_weight())) <= 4
+        print(len(jnp.unique(layer.quantized_weight())) <= 4)
 
         grads = eqx.filter_grad(lambda layer: layer(jnp.ones(64)).sum())(layer)
-        assert jnp.any(grads.weight != 0)
-        assert grads.weight_quantizer.scale != 0
+        print(jnp.any(grads.weight != 0), grads.weight_quantizer.scale != 0)
+        ```
+
+        ```text
+        True
+        True True
         ```
 
     **Derivative:**
@@ -205,8 +209,13 @@ class QuantizedConv(AbstractQuantizedLayer):
             weight_quantizer=eqg.nn.LSQ(bits=4, channel_axis=0),
             key=jax.random.key(0),
         )
-        assert conv(jnp.ones((3, 16, 16))).shape == (8, 16, 16)
-        assert conv.weight_quantizer.scale.shape == (8, 1, 1, 1)
+        print(conv(jnp.ones((3, 16, 16))).shape)
+        print(conv.weight_quantizer.scale.shape)
+        ```
+
+        ```text
+        (8, 16, 16)
+        (8, 1, 1, 1)
         ```
 
     **Derivative:**
@@ -336,7 +345,9 @@ def describe(quantizer: Quantizer | None) -> str:
     bits = getattr(quantizer, "bits", None)
     if bits is None:
         return name_of(quantizer.fn if isinstance(quantizer, _StaticFunction) else quantizer)
-    return f"{bits} bit" + "s" * (bits != 1)
+    text = f"{bits} bit" + "s" * (bits != 1)
+    signed = getattr(quantizer, "signed", None)
+    return text if signed is None else f"{text} {'signed' if signed else 'unsigned'}"
 
 
 def fit_quantizers(
@@ -368,17 +379,20 @@ def _ready_for_input(name, quantizer):
     if isinstance(quantizer, AbstractQuantizer) and quantizer.needs_fit:
         raise rule_error(
             f"The `input_quantizer` of `{name}` has no scale.",
-            f"it is a `{type(quantizer).__name__}`, and there is no input yet to fit it to",
-            do="Give it one, `scale=...`, or fit it to some activations first: "
-            "`input_quantizer=quantizer.fit(x)`. For all layers of a model, "
-            "`quantize_model(..., calibrate=batch)` does.",
+            f"it is a `{type(quantizer).__name__}` that was made without one, and it was not "
+            "fitted to inputs",
+            do="`quantize_model(..., calibrate=batch)` fits those of a model, and "
+            "`input_quantizer=quantizer.fit(x)` fits one. To read a calibrated model from a "
+            "file, no batch is needed: make the same quantizer with `scale=1.0`, and the file "
+            "has the scale.",
         )
     return _without_function_leaf(quantizer)
 
 
 def _without_function_leaf(quantizer: Any) -> Any:
     arrays = [x for x in jax.tree.leaves(quantizer) if eqx.is_array_like(x)]
-    if quantizer is None or isinstance(quantizer, AbstractQuantizer) or arrays:
+    known = AbstractQuantizer | _StaticFunction
+    if quantizer is None or isinstance(quantizer, known) or arrays:
         return quantizer
     return _StaticFunction(quantizer)
 

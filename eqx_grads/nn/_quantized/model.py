@@ -30,7 +30,7 @@ class LayerReport:
 
     - `path`: the path of the layer in the model, `encoder.layers[0]`.
     - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
-    - `weights`, `inputs`: what they are quantized to, for example `"2 bits"`.
+    - `weights`, `inputs`: what they are quantized to, for example `"2 bits signed"`.
     - `shape`: of the weight. An ensemble has more axes in front.
     - `note`: why the layer was left, or with which other layer it is shared.
     """
@@ -46,10 +46,11 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationReport:
-    """The changes that [`eqx_grads.nn.quantize_model`][] made. Printing it gives a table.
+    """The changes that [`eqx_grads.nn.quantize_model`][] or
+    [`eqx_grads.nn.to_integers`][] made. Printing it gives a table.
 
-    - `swapped`: the layers that are quantized now, a list of rows with the fields `path`,
-        `old`, `new`, `weights`, `inputs`, `shape` and `note`.
+    - `swapped`: the layers that are quantized now, or hold integers now, a list of rows with
+        the fields `path`, `old`, `new`, `weights`, `inputs`, `shape` and `note`.
     - `left`: the layers that are not, and all other arrays of floats in the model.
     """
 
@@ -94,25 +95,23 @@ def quantize_model(
         import eqx_grads as eqg
         import equinox as eqx
         import jax
-        import jax.numpy as jnp
 
-        model = eqx.nn.MLP(64, 10, width_size=128, depth=2, key=jax.random.key(0))
+        key1, key2 = jax.random.split(jax.random.key(0))
+        model = [eqx.nn.Linear(64, 32, key=key1), eqx.nn.Linear(32, 10, key=key2)]
         model, report = eqg.nn.quantize_model(
             model,
             {
-                "layers[0]": (eqg.nn.LSQ(bits=8), None),
+                "[0]": eqg.nn.LSQ(bits=8),
                 eqx.nn.Linear: (eqg.nn.LSQ(bits=2), eqg.nn.FakeQuantize(bits=4)),
             },
         )
         print(report)
-        assert model(jnp.ones(64)).shape == (10,)
         ```
 
         ```text
-        swapped: 3
-          layers[0]  Linear -> QuantizedLinear  weights 8 bits                 (128, 64)
-          layers[1]  Linear -> QuantizedLinear  weights 2 bits  inputs 4 bits  (128, 128)
-          layers[2]  Linear -> QuantizedLinear  weights 2 bits  inputs 4 bits  (10, 128)
+        swapped: 2
+          [0]  Linear -> QuantizedLinear  weights 8 bits signed                        (32, 64)
+          [1]  Linear -> QuantizedLinear  weights 2 bits signed  inputs 4 bits signed  (10, 32)
         left: 0
         ```
 

@@ -53,12 +53,18 @@ class VectorQuantizer(eqx.Module):
         vq = vq.fit(z, key=key3)  # before training: the entries are means of clusters
 
         quantized, indices, codebook_loss, commitment_loss = vq.quantize(z)
-        assert jnp.array_equal(quantized, vq.codebook[indices])  # bitwise
-        assert codebook_loss == 0  # the codebook follows moving averages instead
+        print(jnp.array_equal(quantized, vq.codebook[indices]))  # bitwise
+        print(codebook_loss)  # the codebook follows moving averages instead
 
         # The layer has no state: update the codebook after each step of the optimizer.
         vq = vq.updated(z, key=jax.random.key(1))
-        assert vq.perplexity() > 10  # of 16 entries
+        print(vq.perplexity() > 10)  # of 16 entries
+        ```
+
+        ```text
+        True
+        0.0
+        True
         ```
 
     There are two ways to learn the codebook. By moving averages, which is the default (appendix

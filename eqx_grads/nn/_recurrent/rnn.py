@@ -104,7 +104,11 @@ class RNN(AbstractRecurrent):
             ys, _ = rnn(xs, lengths=jnp.array([20, 3, 7, 1, 0]))
             return jnp.sum(ys**2)
 
-        assert gradient(rnn).cells[0][0].weight_ih.shape == (8, 3)
+        print(gradient(rnn).cells[0][0].weight_ih.shape)
+        ```
+
+        ```text
+        (8, 3)
         ```
 
     **Derivative:**

@@ -30,7 +30,11 @@ class RLIF(AbstractSpiking):
         rlif = eqg.nn.RLIF(3, 8, beta=0.9, key=jax.random.key(0))
         xs = jnp.ones((20, 3))
         grads = eqx.filter_grad(lambda rlif: jnp.mean(rlif(xs)[0]))(rlif)
-        assert grads.cells[0][0].cell.weight_hh.shape == (8, 8)
+        print(grads.cells[0][0].cell.weight_hh.shape)
+        ```
+
+        ```text
+        (8, 8)
         ```
 
     **Derivative:**
@@ -145,7 +149,11 @@ class RALIF(AbstractSpiking):
         ralif = eqg.nn.RALIF(3, 8, beta=0.9, rho=0.99, key=jax.random.key(0))
         xs = jnp.ones((20, 3))
         grads = eqx.filter_grad(lambda ralif: jnp.mean(ralif(xs)[0]))(ralif)
-        assert grads.cells[0][0].cell.weight_hh.shape == (8, 8)
+        print(grads.cells[0][0].cell.weight_hh.shape)
+        ```
+
+        ```text
+        (8, 8)
         ```
 
     **Derivative:**
@@ -261,7 +269,11 @@ class RCuBaLIF(AbstractSpiking):
         rcubalif = eqg.nn.RCuBaLIF(3, 8, alpha=0.8, beta=0.9, key=jax.random.key(0))
         xs = jnp.ones((20, 3))
         grads = eqx.filter_grad(lambda rcubalif: jnp.mean(rcubalif(xs)[0]))(rcubalif)
-        assert grads.cells[0][0].cell.weight_hh.shape == (8, 8)
+        print(grads.cells[0][0].cell.weight_hh.shape)
+        ```
+
+        ```text
+        (8, 8)
         ```
 
     **Derivative:**
