@@ -1,5 +1,6 @@
 """Functions on the host, against the same functions in JAX and closed forms."""
 
+import collections
 import concurrent.futures
 import copy
 import ctypes
@@ -7,6 +8,7 @@ import gc
 import pickle
 import shutil
 import subprocess
+import traceback
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -801,6 +803,38 @@ def test_an_exception_arrives_as_it_was_raised():
         assert "finite_difference.py" not in text.partition("raised an exception")[2]
 
 
+def test_a_promise_of_python_numbers():
+    """A float is one number, by itself and in a tree; a class may make the tree."""
+    assert eqg.host_function(lambda x: 2 * float(x), out=0.0)(1.5) == 3.0
+    pair = collections.namedtuple("pair", ["a", "b"])
+    f = eqg.host_function(lambda x, y: pair(x, 2 * y), out=pair)
+    assert f(1.0, 2.0) == pair(1.0, 4.0)
+    count = eqg.host_function(lambda x: int(x.size), out=jax.ShapeDtypeStruct((), int))
+    assert jax.jit(count)(jnp.ones(3)) == 3
+
+
+def test_a_compiled_program_logs_the_exception_once(caplog):
+    """And with no frame of this library but the one that raises it."""
+
+    def solve(x):
+        raise ZeroDivisionError("none")
+
+    for fn, text in (
+        (solve, "ZeroDivisionError: none"),
+        (lambda x: x[:1], "another shape than was"),
+    ):
+        caplog.clear()
+        f = eqg.host_function(fn, out=lambda x: x)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(jax.jit(f)(jnp.ones(3)))
+        logged = [record for record in caplog.records if record.exc_info]
+        for record in logged:
+            shown = "".join(traceback.format_exception(record.exc_info[1]))
+            assert shown.count("host_callback.py") == 1
+            assert shown.count(text) == 1
+        assert logged
+
+
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
@@ -928,6 +962,10 @@ def test_bad_arguments():
     _raises("closes over a traced value", jax.jit(closing), 1.0)
     f = eqg.host_function(lambda x: x, out=lambda x: "x")
     _raises("`out` of `<lambda>` does not say what is returned", f, 1.0)
+    types = (float, int, np.float32, jnp.float32, np.dtype("float32"))
+    for out in (0, (3,), [3], True, *types, lambda x: x.shape, lambda x: x.dtype, [float]):
+        f = eqg.host_function(lambda x: x, out=out)
+        _raises("does not say what is returned(?s:.*)A shape or a dtype alone is not", f, 1.0)
     f = make(finite_difference="central", step=(1.0,))
     _raises("`step` of `_numpy` does not fit the arguments", f, jnp.ones(2), jnp.ones(2))
 
