@@ -18,6 +18,8 @@ import numpy as np
 import optax
 import pytest
 import scipy.linalg
+import scipy.sparse
+import scipy.sparse.linalg
 from eqx_grads import RuleError
 from eqx_grads._solvers.host_callback import VMAP_METHODS
 from scipy.integrate import solve_ivp
@@ -992,3 +994,43 @@ def test_out_with_other_parameters_than_the_function():
     _raises("`out` of `<lambda>` has other parameters(?s:.)*argument: 'n'", f, jnp.ones(2))
     f = eqg.host_function(lambda x, n=3: x * n, out=lambda x, n=3: x)
     assert_close(f(jnp.ones(2)), jnp.full(2, 3.0))
+
+
+# ----------------------------------------------- the errors on the way to a sparse solve
+
+
+class TestASparseSolve:
+    """What a user meets first names what works: `jax.lax.custom_linear_solve`, whose page has
+    an example that is compared with a dense solve."""
+
+    ENTRIES = np.array([2.0, -1.0, -0.5, 2.0, -1.0, -0.5, 2.0])
+    ROWS = np.array([0, 0, 1, 1, 1, 2, 2])
+    COLS = np.array([0, 1, 0, 1, 2, 1, 2])
+    MATCH = '(?s)custom_linear_solve.*"A sparse solve"'
+
+    def solve(self, entries, b, transposed=False):
+        ij = (self.COLS, self.ROWS) if transposed else (self.ROWS, self.COLS)
+        matrix = scipy.sparse.csc_array((np.asarray(entries), ij), shape=(3, 3))
+        return scipy.sparse.linalg.spsolve(matrix, np.asarray(b))
+
+    def test_a_sparse_matrix_as_an_argument(self):
+        matrix = scipy.sparse.csc_array(np.eye(3))
+        f = eqg.host_function(scipy.sparse.linalg.spsolve, out=lambda matrix, b: b)
+        _raises('build it on the host: see "A sparse solve"', f, matrix, jnp.ones(3))
+
+    def test_the_second_derivative_of_a_rule(self):
+        f = eqg.host_function(self.solve, out=lambda entries, b: b)
+        f.def_bwd(lambda residuals, ct: (None, self.solve(residuals[0], ct, transposed=True)))
+        loss = lambda b: jnp.sum(f(self.ENTRIES, b) ** 2)
+        matrix = jax.jacfwd(lambda b: f(self.ENTRIES, b))(jnp.ones(3))
+        assert_close(jax.grad(loss)(jnp.ones(3)), 2 * matrix.T @ matrix @ jnp.ones(3), eps=50)
+        nonlinear = lambda e: jnp.sum(f(e, jnp.ones(3)) ** 2)
+        _raises(self.MATCH, lambda: jax.hessian(nonlinear)(jnp.asarray(self.ENTRIES)))
+
+    def test_the_parameters_of_a_linear_map(self):
+        f = eqg.linear_host_function(
+            lambda b, entries: self.solve(entries, b),
+            lambda ct, entries: self.solve(entries, ct, transposed=True),
+        )
+        loss = lambda e: jnp.sum(f(jnp.ones(3), e) ** 2)
+        _raises(self.MATCH, lambda: jax.grad(loss)(jnp.asarray(self.ENTRIES)))

@@ -69,7 +69,11 @@ def check_hashable(op: PrimalOp) -> None:
                 f"at argument {jax.tree_util.keystr(path)}: {type_of(x)}",
                 op.place,
                 do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
-                "give the object's class `__hash__` and `__eq__`.",
+                "give the object's class `__hash__` and `__eq__`."
+                if not type(x).__module__.startswith("scipy.sparse")
+                else "A sparse matrix of SciPy is no array to JAX. Pass its entries "
+                '(`matrix.data`), and build it on the host: see "A sparse solve" in the guide '
+                '"Host code".',
             ) from None
 
 
