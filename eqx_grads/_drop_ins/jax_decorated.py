@@ -185,7 +185,9 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
         raise rule_error(
             f"`{name_of(fun)}` can't be called with these arguments: {error}.",
             place_of(fun),
-            do="Call it as the undecorated function is called.",
+            do=_NOT_BOUND
+            if _is_method(fun)
+            else "Call it as the undecorated function is called.",
         ) from error
     passed = [f"`{name}`" for name in by_keyword if name not in filled]
     if passed:
@@ -198,6 +200,16 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
             "where keyword-only parameters are configuration.",
         )
     return values
+
+
+_NOT_BOUND = (
+    "As in JAX, a decorated function does not bind as a method: pass `self` as the first "
+    "argument, or use `eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, which bind."
+)
+
+
+def _is_method(fun) -> bool:
+    return next(iter(_names_by_position(fun)), None) == "self"
 
 
 def _anything(*args, **kwargs):
