@@ -107,7 +107,8 @@ def type_of(x: Any) -> str:
     """The type of a leaf as JAX writes it (`float32[3]`), or its Python type."""
     if x is None:
         return "None"
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    # The classes of NumPy's numbers have these attributes, too.
+    if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return f"{type(x).__name__} ({x!r:.60})"
 

@@ -548,7 +548,7 @@ def test_d12_nonlocal():
 
 @pytest.mark.parametrize("name", ["defjvp", "defjvps", "defvjp"])
 def test_d12_names_of_jax(name):
-    with pytest.raises(AttributeError, match=rf"no attribute `{name}`. Use `def_"):
+    with pytest.raises(AttributeError, match=rf"no attribute `{name}`. Use `.*def_"):
         getattr(pair("jvp"), name)
 
 

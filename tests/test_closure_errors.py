@@ -4,7 +4,9 @@ import collections
 import dataclasses
 import functools as ft
 import types
+from collections.abc import Callable
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -244,3 +246,70 @@ def test_a_foreign_object_without_tracers_is_left_alone():
 
     slope = jax.grad(jax.jit(lambda x, a: f_of(a)(x)))(x(), x())
     assert jnp.allclose(slope, jnp.cos(x()) * x() * 4)
+
+
+class Dense(eqx.Module):
+    act: Callable
+    scales: list
+
+    @eqg.custom_jvp
+    def __call__(self, x, *, transform=jnp.negative):
+        return transform(self.act(x) * self.scales[0](x))
+
+    @__call__.def_jvp
+    def _call_jvp(primals, tangents, *, transform):
+        value = lambda self, x: transform(self.act(x) * self.scales[0](x))
+        out, t_out = eqx.filter_jvp(value, primals, tangents)
+        return out, 2 * t_out  # twice the derivative, to be told from autodiff
+
+
+def _by_closure(w):
+    return lambda x: x * w
+
+
+def _by_partial(w):
+    return ft.partial(jnp.multiply, w)
+
+
+def _by_method(w):
+    return Plain(w).method
+
+
+@pytest.mark.parametrize(
+    ("act", "scale", "name"),
+    [
+        (_by_closure, lambda w: jnp.sin, r"`w`, held by `self\.act`"),
+        (_by_partial, lambda w: jnp.sin, r"`args\[0\]`, held by `self\.act`"),
+        (lambda w: jnp.sin, _by_closure, r"`w`, held by `self\.scales\[0\]`"),
+        (
+            lambda w: _by_closure(_by_closure(w)(1.0)),
+            lambda w: jnp.sin,
+            r"`w`, held by `self\.act`",
+        ),
+        (lambda w: jax.jit(_by_closure(w)), lambda w: jnp.sin, r"`w`, held by .*`self\.act`"),
+    ],
+)
+def test_a_field_whose_function_holds_the_value(act, scale, name):
+    """The error names the field. What it says to do works."""
+    loss = lambda w: Dense(act(w), [scale(w)])(3.0)
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        with pytest.raises(
+            eqg.RuleError, match=f"among its arguments closes over.\n  at {name}"
+        ):
+            transform(loss)(2.0)
+
+
+@pytest.mark.parametrize("partial", [eqx.Partial, jax.tree_util.Partial])
+def test_a_partial_that_is_a_tree_is_differentiated(partial):
+    """As the error for a closure says."""
+    loss = lambda w: Dense(partial(jnp.multiply, w), [jnp.cos])(3.0)
+    assert jnp.allclose(jax.grad(loss)(2.0), -2 * 3.0 * jnp.cos(3.0))
+
+
+def test_a_configuration_whose_function_holds_the_value():
+    """Configuration has no derivative, also as a leaf: the error says something else."""
+    loss = lambda w: Dense(jnp.sin, [jnp.cos])(3.0, transform=_by_closure(w))
+    with pytest.raises(eqg.RuleError, match="`w`, held by `transform`") as error:
+        jax.grad(loss)(2.0)
+    assert "Make the value a positional parameter" in str(error.value)
+    assert "eqx.Partial" not in str(error.value)

@@ -435,3 +435,58 @@ def test_wrong_call():
         f(1.0, 2.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
         f(1.0, y=2.0)
+
+
+# ----------------------------------------------------------- conventions of other libraries
+
+
+@pytest.mark.parametrize(
+    ("decorator", "name", "hint"),
+    [
+        (eqg.custom_jvp, "defjvp", "def_jvp`.*method of `eqx_grads.jax_custom_jvp"),
+        (
+            eqg.custom_vjp,
+            "defvjp",
+            "def_fwd` and `def_bwd`.*method of `eqx_grads.jax_custom_vjp",
+        ),
+        (eqg.custom_jvp, "defvjp", "Use `eqx_grads.custom_vjp` with"),
+        (eqg.custom_jvp, "def_fwd", "Use `eqx_grads.custom_vjp`"),
+    ],
+)
+def test_a_method_of_another_decorator(decorator, name, hint):
+    with pytest.raises(AttributeError, match=f"no attribute `{name}`.*{hint}"):
+        getattr(decorator(square), name)
+
+
+@pytest.mark.parametrize("name", ["nondiff_argnums", "nondiff_argnames"])
+@pytest.mark.parametrize("decorator", ["custom_jvp", "custom_vjp"])
+def test_an_option_of_jax(decorator, name):
+    with pytest.raises(RuleError, match=f"JAX's `{name}` .* of `eqx_grads.jax_{decorator}`"):
+        getattr(eqg, decorator)(square, **{name: (0,)})
+
+
+class TestRulesOfEquinox:
+    """`eqx.filter_custom_vjp` passes `perturbed` by position."""
+
+    match = "takes `perturbed` by position, as rules(?s:.*)eqx_grads.filter_custom_vjp"
+
+    @pytest.mark.parametrize("rest", ["", ", scale", ", *args"])
+    def test_fwd(self, rest):
+        f = eqg.custom_vjp(lambda x, scale: x * scale)
+        with pytest.raises(RuleError, match=self.match):
+            f.def_fwd(eval(f"lambda perturbed, x{rest}: (x, None)"))
+
+    @pytest.mark.parametrize("rest", ["", ", x, scale", "=None", ", *args"])
+    def test_bwd(self, rest):
+        f = eqg.custom_vjp(lambda x, scale: x * scale)
+        with pytest.raises(RuleError, match=self.match):
+            f.def_bwd(eval(f"lambda residuals, ct, perturbed{rest}: ct"))
+
+    def test_a_parameter_of_that_name(self):
+        """By keyword it is an option of a rule, and a function may have such an argument."""
+        f = eqg.custom_vjp(lambda perturbed, x: perturbed * x)
+        f.def_fwd(lambda perturbed, x: (perturbed * x, (perturbed, x)))
+        f.def_bwd(
+            lambda residuals, ct, *, perturbed: (ct * residuals[1], 5 * ct * residuals[0])
+        )
+        assert [float(ct) for ct in jax.grad(f, (0, 1))(2.0, 3.0)] == [3.0, 10.0]

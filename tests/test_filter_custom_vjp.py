@@ -423,3 +423,35 @@ def test_errors_name_the_rule_and_say_how_it_is_called():
         f.defvjp(lambda x: (x, None), lambda r, ct, perturbed, x: ct)
     with pytest.raises(eqg.RuleError, match=r"missing(.*\n)*.*`bwd\(residuals, grad_out, vjp_"):
         jax.grad(f)(1.0)
+
+
+def test_a_compiled_function_and_compiled_rules():
+    """`eqx.filter_jit` below each decorator, as programs of Equinox's users have it."""
+
+    def build(decorator):
+        @decorator
+        @eqx.filter_jit
+        def objective(model, scale=None):
+            return jnp.sum(model.weight**2) * (1.0 if scale is None else scale["s"])
+
+        @objective.def_fwd
+        @eqx.filter_jit
+        def objective_fwd(_, model, scale=None):
+            return objective(model, scale), {"model": model, "name": "kept"}
+
+        @objective.def_bwd
+        @eqx.filter_jit
+        def objective_bwd(residuals, grad_out, _, model, scale=None):
+            zeros = jax.tree.map(lambda _: None, eqx.filter(model, eqx.is_inexact_array))
+            ct = 3.0 * grad_out * residuals["model"].weight
+            return eqx.tree_at(lambda m: m.weight, zeros, ct, is_leaf=lambda x: x is None)
+
+        return objective
+
+    model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    ours, theirs = build(eqg.filter_custom_vjp), build(eqx.filter_custom_vjp)
+    for arguments in ((), ({"s": jnp.array(2.0), "name": "static"},)):
+        for jit in (lambda f: f, eqx.filter_jit):
+            grads = [jit(eqx.filter_grad(f))(model, *arguments).weight for f in (ours, theirs)]
+            assert jnp.array_equal(grads[0], 3.0 * model.weight)
+            assert jnp.array_equal(grads[0], grads[1])

@@ -1,5 +1,6 @@
 """Functions on the host, against the same functions in JAX and closed forms."""
 
+import collections
 import concurrent.futures
 import copy
 import ctypes
@@ -7,6 +8,7 @@ import gc
 import pickle
 import shutil
 import subprocess
+import traceback
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -16,6 +18,8 @@ import numpy as np
 import optax
 import pytest
 import scipy.linalg
+import scipy.sparse
+import scipy.sparse.linalg
 from eqx_grads import RuleError
 from eqx_grads._solvers.host_callback import VMAP_METHODS
 from scipy.integrate import solve_ivp
@@ -801,6 +805,38 @@ def test_an_exception_arrives_as_it_was_raised():
         assert "finite_difference.py" not in text.partition("raised an exception")[2]
 
 
+def test_a_promise_of_python_numbers():
+    """A float is one number, by itself and in a tree; a class may make the tree."""
+    assert eqg.host_function(lambda x: 2 * float(x), out=0.0)(1.5) == 3.0
+    pair = collections.namedtuple("pair", ["a", "b"])
+    f = eqg.host_function(lambda x, y: pair(x, 2 * y), out=pair)
+    assert f(1.0, 2.0) == pair(1.0, 4.0)
+    count = eqg.host_function(lambda x: int(x.size), out=jax.ShapeDtypeStruct((), int))
+    assert jax.jit(count)(jnp.ones(3)) == 3
+
+
+def test_a_compiled_program_logs_the_exception_once(caplog):
+    """And with no frame of this library but the one that raises it."""
+
+    def solve(x):
+        raise ZeroDivisionError("none")
+
+    for fn, text in (
+        (solve, "ZeroDivisionError: none"),
+        (lambda x: x[:1], "another shape than was"),
+    ):
+        caplog.clear()
+        f = eqg.host_function(fn, out=lambda x: x)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(jax.jit(f)(jnp.ones(3)))
+        logged = [record for record in caplog.records if record.exc_info]
+        for record in logged:
+            shown = "".join(traceback.format_exception(record.exc_info[1]))
+            assert shown.count("host_callback.py") == 1
+            assert shown.count(text) == 1
+        assert logged
+
+
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
@@ -928,6 +964,10 @@ def test_bad_arguments():
     _raises("closes over a traced value", jax.jit(closing), 1.0)
     f = eqg.host_function(lambda x: x, out=lambda x: "x")
     _raises("`out` of `<lambda>` does not say what is returned", f, 1.0)
+    types = (float, int, np.float32, jnp.float32, np.dtype("float32"))
+    for out in (0, (3,), [3], True, *types, lambda x: x.shape, lambda x: x.dtype, [float]):
+        f = eqg.host_function(lambda x: x, out=out)
+        _raises("not say what is returned(?s:.*)A shape or a dtype alone is", f, jnp.ones(1))
     f = make(finite_difference="central", step=(1.0,))
     _raises("`step` of `_numpy` does not fit the arguments", f, jnp.ones(2), jnp.ones(2))
 
@@ -954,3 +994,43 @@ def test_out_with_other_parameters_than_the_function():
     _raises("`out` of `<lambda>` has other parameters(?s:.)*argument: 'n'", f, jnp.ones(2))
     f = eqg.host_function(lambda x, n=3: x * n, out=lambda x, n=3: x)
     assert_close(f(jnp.ones(2)), jnp.full(2, 3.0))
+
+
+# ----------------------------------------------- the errors on the way to a sparse solve
+
+
+class TestASparseSolve:
+    """What a user meets first names what works: `jax.lax.custom_linear_solve`, whose page has
+    an example that is compared with a dense solve."""
+
+    ENTRIES = np.array([2.0, -1.0, -0.5, 2.0, -1.0, -0.5, 2.0])
+    ROWS = np.array([0, 0, 1, 1, 1, 2, 2])
+    COLS = np.array([0, 1, 0, 1, 2, 1, 2])
+    MATCH = '(?s)custom_linear_solve.*"A sparse solve"'
+
+    def solve(self, entries, b, transposed=False):
+        ij = (self.COLS, self.ROWS) if transposed else (self.ROWS, self.COLS)
+        matrix = scipy.sparse.csc_array((np.asarray(entries), ij), shape=(3, 3))
+        return scipy.sparse.linalg.spsolve(matrix, np.asarray(b))
+
+    def test_a_sparse_matrix_as_an_argument(self):
+        matrix = scipy.sparse.csc_array(np.eye(3))
+        f = eqg.host_function(scipy.sparse.linalg.spsolve, out=lambda matrix, b: b)
+        _raises('build it on the host: see "A sparse solve"', f, matrix, jnp.ones(3))
+
+    def test_the_second_derivative_of_a_rule(self):
+        f = eqg.host_function(self.solve, out=lambda entries, b: b)
+        f.def_bwd(lambda residuals, ct: (None, self.solve(residuals[0], ct, transposed=True)))
+        loss = lambda b: jnp.sum(f(self.ENTRIES, b) ** 2)
+        matrix = jax.jacfwd(lambda b: f(self.ENTRIES, b))(jnp.ones(3))
+        assert_close(jax.grad(loss)(jnp.ones(3)), 2 * matrix.T @ matrix @ jnp.ones(3), eps=50)
+        nonlinear = lambda e: jnp.sum(f(e, jnp.ones(3)) ** 2)
+        _raises(self.MATCH, lambda: jax.hessian(nonlinear)(jnp.asarray(self.ENTRIES)))
+
+    def test_the_parameters_of_a_linear_map(self):
+        f = eqg.linear_host_function(
+            lambda b, entries: self.solve(entries, b),
+            lambda ct, entries: self.solve(entries, ct, transposed=True),
+        )
+        loss = lambda e: jnp.sum(f(jnp.ones(3), e) ** 2)
+        _raises(self.MATCH, lambda: jax.grad(loss)(jnp.asarray(self.ENTRIES)))

@@ -1,6 +1,7 @@
 """`eqg.implicit`: the derivative of a solver, from the equation that it solves."""
 
 import pickle
+import re
 import sys
 
 import equinox as eqx
@@ -316,6 +317,22 @@ class TestTheResidualIsSmall:
         unfinished = self.wrong(lambda a: {"x": 1.2 * jnp.sqrt(a), "z": jnp.ones(())})
         with pytest.raises(FAILS, match=r"at residual\['x'\]: it is larger"):
             jax.grad(lambda a: unfinished(a)["x"])(4.0)
+
+    def test_the_line_of_the_residual_is_named(self):
+        """Also when the program that fails was compiled for an earlier call, of which the error
+        has the stack."""
+
+        def close_to_root(y, a):
+            return y**2 - a
+
+        solve = eqg.implicit(close_to_root)(lambda a: jnp.full_like(a, 2.0))
+        gradient = eqx.filter_jit(jax.grad(solve))
+        assert gradient(4.0) == 0.25
+        code = close_to_root.__code__
+        place = f'in `close_to_root`, file "{code.co_filename}", line {code.co_firstlineno}'
+        for again in (gradient, jax.jit(gradient), jax.grad(solve)):
+            with pytest.raises(FAILS, match=re.escape(place)):
+                again(9.0)
 
     def test_nan_is_not_small(self):
         diverged = eqg.implicit(lambda y, a: y - a)(lambda a: a * jnp.nan)

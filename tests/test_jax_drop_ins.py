@@ -54,6 +54,45 @@ X = np.linspace(0.3, 1.1, 3)
 
 
 @program
+def a_rule_that_asks_for_other_outputs(custom_jvp, custom_vjp):
+    """As attention kernels do: `fwd` calls the function with another static argument, which
+    then returns the residuals, too. Segments are an optional tree of integers."""
+
+    def scores(q, k, segments, scale):
+        s = scale * q @ k.T
+        if segments is None:
+            return s
+        return jnp.where(segments["q"][:, None] == segments["k"][None], s, -1e9)
+
+    @ft.partial(custom_vjp, nondiff_argnums=range(4, 6))
+    def attend(q, k, v, segments, saves, scale):
+        s = scores(q, k, segments, scale)
+        weights = jnp.exp(s - jax.nn.logsumexp(s, axis=-1, keepdims=True))
+        return (weights @ v, weights) if saves else weights @ v
+
+    def attend_fwd(q, k, v, segments, saves, scale):
+        assert not saves
+        out, weights = attend(q, k, v, segments, True, scale)
+        return out, (q, k, v, segments, weights)
+
+    def attend_bwd(saves, scale, residuals, ct):
+        q, k, v, _, weights = residuals
+        ct_weights = ct @ v.T
+        ct_s = weights * (ct_weights - jnp.sum(weights * ct_weights, -1, keepdims=True))
+        return scale * ct_s @ k, scale * ct_s.T @ q, weights.T @ ct, None
+
+    attend.defvjp(attend_fwd, attend_bwd)
+    q, k, v = (jnp.sin(i + jnp.arange(6.0)).reshape(3, 2) for i in range(3))
+    found = []
+    for segments in (None, {"q": jnp.array([0, 0, 1]), "k": jnp.array([0, 1, 1])}):
+        loss = lambda q, k, v, s=segments: jnp.sum(attend(q, k, v, s, False, 0.5) ** 2)
+        grad = jax.grad(loss, (0, 1, 2))
+        over_keys = jax.vmap(grad, in_axes=(None, 0, None))
+        found += [grad(q, k, v), jax.jit(grad)(q, k, v), over_keys(q, k[None], v)]
+    return found
+
+
+@program
 def forward_rule(custom_jvp, custom_vjp):
     @custom_jvp
     def f(x, y=2.0):
@@ -657,3 +696,19 @@ def test_a_missing_rule_is_an_attribute_error_too(call):
 def test_errors(call, text, as_users_run_it):
     with pytest.raises((RuleError, TypeError, ValueError), match=text):
         call()
+
+
+def test_a_method_is_not_bound():
+    """As in JAX, where Python says that an argument is missing. The error says why."""
+
+    class Layer:
+        @ft.partial(eqg.jax_custom_vjp, nondiff_argnums=(0,))
+        def scale(self, x):
+            return 2 * x
+
+        scale.defvjp(lambda self, x: (2 * x, None), lambda self, _, ct: (3 * ct,))
+
+    layer = Layer()
+    with pytest.raises(RuleError, match=r"missing a required argument(?s:.*)does not bind"):
+        jax.grad(lambda x: layer.scale(x))(1.0)
+    assert jax.grad(lambda x: Layer.scale(layer, x))(1.0) == 3.0

@@ -1,6 +1,7 @@
 """`filter_scan(checkpoint="replay")`: every kind of step, against `jax.lax.scan`."""
 
 import functools as ft
+import re
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -487,3 +488,52 @@ def test_a_loop_in_a_branch(checkpoint):
     else:
         gradient = jax.jit(jax.grad(ft.partial(loss, checkpoint)))(0.5)
         assert jnp.allclose(gradient, jax.grad(ft.partial(loss, None))(0.5))
+
+
+class TestTheChoiceOfAuto:
+    """The logger says what `"auto"` chose, and why it is plain scan."""
+
+    def messages(self, caplog, fn, **options):
+        def loss(w):
+            run = lambda h, x: (fn(w, h, x),) * 2
+            return jnp.sum(
+                eqg.filter_scan(run, jnp.zeros(64), jnp.ones((500, 64)), **options)[1]
+            )
+
+        with caplog.at_level("DEBUG", logger="eqx_grads"):
+            jax.make_jaxpr(jax.grad(loss))(0.1 * jnp.ones((64, 64)))
+        return [r.getMessage() for r in caplog.records if r.name == "eqx_grads"]
+
+    @staticmethod
+    def step(w, h, x):
+        return jnp.tanh(w @ h + x)
+
+    @staticmethod
+    def elementwise(w, h, x):
+        return jnp.tanh(jnp.sin(w[0] * h) + x)
+
+    @staticmethod
+    def branches(w, h, x):
+        return jax.lax.cond(jnp.sum(x) > 0, jnp.tanh, jnp.sin, w @ h + x)
+
+    def test_replay(self, caplog):
+        (message,) = set(self.messages(caplog, self.step, checkpoint="auto"))
+        assert "500 steps with the carry float" in message
+        assert re.search(r"\[64\]: a replay, of \d\d steps at once\.$", message)
+
+    def test_the_estimate(self, caplog):
+        (message,) = set(self.messages(caplog, self.elementwise, checkpoint="auto"))
+        assert "plain scan, which is estimated" in message
+
+    def test_a_reason(self, caplog):
+        (message,) = set(self.messages(caplog, self.branches, checkpoint="auto"))
+        assert message.endswith("plain scan, as a step has branches, or is rematerialized.")
+
+    def test_another_platform(self, caplog, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        (message,) = set(self.messages(caplog, self.step, checkpoint="auto"))
+        assert message.endswith("plain scan, as the default backend is not a CPU.")
+
+    @pytest.mark.parametrize("checkpoint", [None, "replay", "sqrt"])
+    def test_nothing_is_chosen(self, caplog, checkpoint):
+        assert self.messages(caplog, self.step, checkpoint=checkpoint) == []

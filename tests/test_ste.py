@@ -869,7 +869,9 @@ class TestErrors:
             eqx.filter_grad(lambda f: f(2.0))(adder)
         gain = lambda x, g: ste.wrap(lambda x: g * jnp.round(x))(x)
         assert jax.jit(jax.grad(gain))(1.0, 2.0) == 1.0
-        with pytest.raises(RuleError, match=r"a value that it closes over.\n  at `g`"):
+        with pytest.raises(
+            RuleError, match=r"a function among its arguments closes over.\n  at `g`"
+        ):
             jax.grad(gain, 1)(1.0, 2.0)
 
     def test_wrapped_outputs(self):

@@ -7,12 +7,14 @@ of many small ones. Only the cotangent of the carry is computed step by step
 """
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._errors import rule_error, RuleError
+from .._errors import rule_error, RuleError, type_of
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
@@ -58,6 +60,16 @@ class Replayed(AbstractMethod):
             only_if_better=self.only_if_better,
             progress=loop.progress,
         )
+
+
+def log_choice(steps: Any, carry: Sequence[Any], choice: str) -> None:
+    """What `"auto"` chose, for those who ask: nothing in the result tells."""
+    logging.getLogger("eqx_grads").debug(
+        '`filter_scan(checkpoint="auto")` of %s steps with the carry %s: %s.',
+        steps,
+        ", ".join(map(type_of, carry)) or "None",
+        choice,
+    )
 
 
 def cannot_replay(reason: str) -> RuleError:
@@ -132,7 +144,12 @@ def _replayed_scan_fwd(
 ):
     *perturbed_args, _ = perturbed
     steps = step_index.shape[0]
-    if only_if_better and not is_replay_better(body, steps, perturbed_args[0]):
+    is_replay = not only_if_better or is_replay_better(body, steps, perturbed_args[0])
+    if only_if_better:
+        replay = f"a replay, of {replay_chunk(body, steps)} steps at once"
+        plain = "plain scan, which is estimated to be as fast, or to need less memory"
+        log_choice(steps, body.carry_types, replay if is_replay else plain)
+    if not is_replay:
         run = lambda consts, init, xs: _run(
             lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse, progress
         )

@@ -20,7 +20,7 @@ from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
 from .online import Online
 from .progress import progress_line
-from .replay import cannot_replay, Replayed
+from .replay import cannot_replay, log_choice, Replayed
 from .replay_cost import PLATFORM
 from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
 from .scan_body import ScanBody
@@ -120,7 +120,9 @@ def filter_scan(
     the weights in a few large matrix products. It is an error if the steps do not allow for
     that. `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more
     memory. The estimate is that of a CPU: if JAX has another default backend, `"auto"` is
-    `None`.
+    `None`. The logger `"eqx_grads"` says at the level `DEBUG` what `"auto"` chose, when the
+    derivative is traced: `logging.basicConfig()`, and then
+    `logging.getLogger("eqx_grads").setLevel(logging.DEBUG)`.
 
     If a step keeps more than its carry, $k = \sqrt{T c / r}$ needs less than `"sqrt"`;
     [`eqx_grads.explain_memory`][] finds it.
@@ -233,16 +235,24 @@ def _choose(
         return visible
     is_auto = isinstance(method, Replayed) and method.only_if_better
     methods: list[AbstractMethod] = [Plain()] if is_auto else []
+    reasons = []
     if not is_auto or jax.default_backend() == PLATFORM:
         methods.insert(0, method)
+    else:
+        reasons.append("the default backend is not a CPU")
     if window is not None:
         methods = [Truncated(inner, window) for inner in methods]
-    reasons = []
+    chosen = None
     for candidate in methods:
         reason = candidate.unsupported(loop)
         if reason is None:
-            return candidate, loop
+            chosen = candidate
+            break
         reasons.append(reason)
+    if is_auto and reasons:
+        log_choice(loop.steps, loop.init, f"plain scan, as {reasons[0]}")
+    if chosen is not None:
+        return chosen, loop
     if isinstance(method, Replayed) and not is_auto:
         raise cannot_replay(reasons[0])
     return visible

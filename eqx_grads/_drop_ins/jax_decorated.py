@@ -189,7 +189,9 @@ def _by_position(decorated, args, kwargs) -> tuple[Any, ...]:
         raise rule_error(
             f"{_not_resolved(decorated)}\n{error}",
             place_of(fun),
-            do="Call it as the undecorated function is called.",
+            do=_NOT_BOUND
+            if _is_method(fun)
+            else "Call it as the undecorated function is called.",
         ) from error
     passed = [name for name in by_keyword if name not in filled]
     if passed:
@@ -223,6 +225,16 @@ def missing_rule(decorated: AbstractJaxDecorated, mode: str, do: str) -> Missing
     by = f"{_in_jax(decorated)} function {name} using def{mode.lower()}"
     what = f"No {mode} defined for {by}."
     return MissingRuleError(f"{what}\n  {place_of(decorated.fun)}\n{do}")
+
+
+_NOT_BOUND = (
+    "As in JAX, a decorated function does not bind as a method: pass `self` as the first "
+    "argument, or use `eqx_grads.custom_jvp` or `eqx_grads.custom_vjp`, which bind."
+)
+
+
+def _is_method(fun) -> bool:
+    return next(iter(_names_by_position(fun)), None) == "self"
 
 
 def _anything(*args, **kwargs):

@@ -146,17 +146,36 @@ def _not_differentiable(fn, flat, i):
             place_of(fn),
             do=way_out,
         )
+    holder = flat.holder(i)
+    if holder is not None:
+        return _held_by_an_argument(fn, leaf, *holder)
     return rule_error(
         f"`{name}` was differentiated with respect to a value that it closes over.",
         f"at {leaf}",
         place_of(fn),
-        do=_MODULE_WAY_OUT
-        if isinstance(fn, eqx.Module)
-        else "A rule gives derivatives with respect to arguments. Make the value a "
-        "positional parameter, or close over `jax.lax.stop_gradient` of it.",
+        do=_MODULE_WAY_OUT if isinstance(fn, eqx.Module) else _WAY_OUT,
     )
 
 
+def _held_by_an_argument(fn, leaf, function, argument, by_position):
+    return rule_error(
+        f"`{name_of(fn)}` was differentiated with respect to a value that a function among "
+        "its arguments closes over.",
+        f"at {leaf}",
+        place_of(function),
+        place_of(fn),
+        do=f"A rule gives derivatives with respect to the leaves of its arguments. Make "
+        f"{argument} an `eqx.Module` or an `eqx.Partial` that has the value as a leaf, or "
+        "close over `jax.lax.stop_gradient` of it."
+        if by_position
+        else _WAY_OUT,
+    )
+
+
+_WAY_OUT = (
+    "A rule gives derivatives with respect to arguments. Make the value a positional "
+    "parameter, or close over `jax.lax.stop_gradient` of it."
+)
 _MODULE_WAY_OUT = (
     "A rule gives derivatives with respect to arguments. Pass the Module as an argument: "
     "decorate a function of it, or its method `__call__`, of which `self` is one."

@@ -108,15 +108,16 @@ class ClosureTemplate:
     """Objects without the tracers that they captured.
 
     - `items`, `holder`: as they were given to `lift_tracers`, free of tracers.
-    - `names`: how the user would name each tracer. The first `n_of_items` of them are
-        reachable from `items`, the others from `holder` only.
+    - `names`: how the user would name each tracer.
+    - `item_of`: the index in `items` of the item that captured it, for the first tracers. The
+        others are reachable from `holder` only.
     """
 
-    def __init__(self, items: list[Any], holder: Any, names: list[str], n_of_items: int):
+    def __init__(self, items: list[Any], holder: Any, names: list[str], item_of: list[int]):
         self.items = items
         self.holder = holder
         self.names = names
-        self.n_of_items = n_of_items
+        self.item_of = item_of
         self._owners: set[int] = set()
 
     def blank(self, tracers: Sequence[Any], owners: set[int]) -> None:
@@ -144,18 +145,19 @@ def lift_tracers(
     """All tracers that are reachable from `items` and `holder`, each once, and the template
     that is left without them."""
     if not contains_tracer(items, holder):
-        return ClosureTemplate(list(items), holder, [], 0), []
+        return ClosureTemplate(list(items), holder, [], []), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
     search.seen[id(holder)] = holder
-    for item in items:
+    item_of: list[int] = []
+    for i, item in enumerate(items):
         search.visit(item, (), None, False)
-    n_of_items = len(search.found)
+        item_of += [i] * (len(search.found) - len(item_of))
     for step, part in _parts(holder) or []:
         search.visit(part, ((holder, step),), holder, False)
     tracers = [captured.value for captured in search.found]
     names = [captured.name for captured in search.found]
-    template = ClosureTemplate(list(items), holder, names, n_of_items)
+    template = ClosureTemplate(list(items), holder, names, item_of)
     if tracers:
         template.blank(tracers, search.owners())
     return template, tracers

@@ -22,7 +22,7 @@ from .._jaxprs.linearity import output_statuses, surely_linear
 from .._tangent_spaces import as_array_list, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
 from .custom_jvp import apply_forward_rule
-from .flatten_call import FlatCall, is_array, OutputSpec, TreeSplit
+from .flatten_call import FlatCall, is_array, OutputSpec, Signature, TreeSplit
 from .linear_primitive import linear_call, LinearMap
 from .rule import AbstractRules, CheckCache, NEEDS_VALUES, Rule, RuleCall
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
@@ -95,7 +95,9 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         `rule`.
         """
-        self._rules.fwd_rule = Rule(rule)
+        fwd_rule = Rule(rule)
+        _check_not_equinox(fwd_rule, self.fn, 0)
+        self._rules.fwd_rule = fwd_rule
         return rule
 
     def def_bwd(
@@ -123,7 +125,9 @@ class custom_vjp(AbstractDecorated[P, T]):
         """
         if rule is None:
             return lambda rule: self.def_bwd(rule, symbolic_zeros=symbolic_zeros)
-        self._rules.bwd_rule = Rule(rule, symbolic_zeros)
+        bwd_rule = Rule(rule, symbolic_zeros)
+        _check_not_equinox(bwd_rule, self.fn, 2)
+        self._rules.bwd_rule = bwd_rule
         return rule
 
     def def_jvp(
@@ -138,6 +142,25 @@ class custom_vjp(AbstractDecorated[P, T]):
         self._rules.jvp_rule = Rule(rule, symbolic_zeros)
         self._rules.cache = CheckCache()
         return rule
+
+
+_PERTURBED = "perturbed"
+
+
+def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
+    """Raise if a rule is given `perturbed` where Equinox passes it."""
+    # It may be the name of an argument of the function, too.
+    if rule.by_position[position : position + 1] == (_PERTURBED,) and (
+        position > 0 or Signature(fn).names[0] != _PERTURBED
+    ):
+        raise rule_error(
+            f"The rule `{rule.name}` of `{name_of(fn)}` takes `perturbed` by position, as "
+            "rules of `equinox.filter_custom_vjp` do.",
+            rule.place,
+            do="Use `eqx_grads.filter_custom_vjp`, which calls rules as Equinox does. Rules of "
+            "`eqx_grads.custom_vjp` are called as `fwd(*args)` and `bwd(residuals, ct)`, and "
+            "are given `perturbed` if it is keyword-only.",
+        )
 
 
 class ReverseRules(AbstractRules):

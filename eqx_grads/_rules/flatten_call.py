@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import name_of
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
 from .closure_convert import (
     ClosureTemplate,
@@ -121,6 +122,11 @@ class TreeSplit:
         for i, x in zip(self.indices, arrays, strict=True):
             leaves[i] = x
         return jax.tree.unflatten(self.treedef, leaves)
+
+    def path(self, i: int) -> Any:
+        """Where the leaf number `i` is in the tree."""
+        tree = jax.tree.unflatten(self.treedef, range(len(self.static)))
+        return jax.tree_util.tree_leaves_with_path(tree)[i][0]
 
     def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays, and `None` for all static leaves."""
@@ -232,7 +238,7 @@ class FlatCall:
     @property
     def n_not_differentiable(self) -> int:
         """How many operands after the positional ones the function itself depends on."""
-        return self.n_kwargs + self._closures.n_of_items
+        return self.n_kwargs + len(self._closures.item_of)
 
     def restore(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """`fn, rules, args, kwargs` with these operands."""
@@ -268,10 +274,31 @@ class FlatCall:
         it."""
         i -= self.n_args
         if i < self.n_kwargs:
-            tree = self.kwargs.dynamic_tree(range(self.n_kwargs))
-            path = jax.tree_util.tree_leaves_with_path(tree)[i][0]
-            return f"`{path[0].key}{jax.tree_util.keystr(path[1:])}`"
-        return self._closures.names[i - self.n_kwargs]
+            return self._keyword_path(self.kwargs.indices[i])
+        i -= self.n_kwargs
+        name, holder = self._closures.names[i], self.holder(i + self.n_args + self.n_kwargs)
+        if holder is None:
+            return name
+        function, leaf, _ = holder
+        return f"{name.removesuffix(f', held by `{name_of(function)}`')}, held by {leaf}"
+
+    def holder(self, i: int) -> tuple[Any, str, bool] | None:
+        """The function among the arguments that captured the operand number `i`, where it is,
+        and whether it was passed by position. `None` if it is the function with the rules that
+        captured the operand."""
+        item = self._closures.item_of[i - self.n_args - self.n_kwargs]
+        if item == 0:
+            return None
+        function, n = self._closures.items[item], len(self.args.static)
+        if item > n:
+            return function, self._keyword_path(item - 1 - n), False
+        path = self.args.path(item - 1)
+        name = f"`{self.names[path[0].idx]}{jax.tree_util.keystr(path[1:])}`"
+        return function, name, True
+
+    def _keyword_path(self, i: int) -> str:
+        path = self.kwargs.path(i)
+        return f"`{path[0].key}{jax.tree_util.keystr(path[1:])}`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,9 +323,7 @@ class OutputSpec:
 
     def static_path(self, i: int) -> str:
         """Where the leaf number `i` is in the tree."""
-        leaves = range(len(self.split.static))
-        tree = jax.tree.unflatten(self.split.treedef, leaves)
-        return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0])
+        return jax.tree_util.keystr(self.split.path(i))
 
     def inexact(self) -> list[int]:
         return [i for i, t in enumerate(self.types) if jnp.issubdtype(dtype_of(t), jnp.inexact)]

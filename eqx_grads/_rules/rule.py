@@ -47,6 +47,7 @@ class Rule(Rebuildable):
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
         parameters = inspect.signature(self.fn).parameters.values()
+        self.by_position = tuple(p.name for p in parameters if p.kind in _BY_POSITION)
         self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
         # `None` is anything.
@@ -97,6 +98,7 @@ class Rule(Rebuildable):
         return {k: v for k, v in offered.items() if k in self.keyword_only}
 
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONVENTIONS = (
     "Rules are called as `jvp(primals, tangents, **kwargs)`, `fwd(*args, **kwargs)`, "
     "`bwd(residuals, ct)` and `vmap(axis_size, batched, *args, **kwargs)`."

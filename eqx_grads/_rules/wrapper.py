@@ -221,10 +221,14 @@ def set_metadata(wrapper: eqx.Module, fn: Callable[..., Any]) -> None:
 
 
 _HINTS = {
-    "defjvp": "Use `def_jvp`.",
-    "defjvps": "Use `def_jvp`, or `eqx_grads.elementwise` for one line per argument.",
-    "defvjp": "Use `def_fwd` and `def_bwd`.",
-    "def_vjp": "Use `def_fwd` and `def_bwd`.",
+    "defjvp": "Use `def_jvp`. JAX's `defjvp` is a method of `eqx_grads.jax_custom_jvp`.",
+    "defjvps": "Use `def_jvp`, or `eqx_grads.elementwise` for one line per argument. JAX's "
+    "`defjvps` is a method of `eqx_grads.jax_custom_jvp`.",
+    "defvjp": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`. JAX's `defvjp` is a "
+    "method of `eqx_grads.jax_custom_vjp`.",
+    "def_vjp": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`.",
+    "def_fwd": "Use `eqx_grads.custom_vjp`.",
+    "def_bwd": "Use `eqx_grads.custom_vjp`.",
     "def_transpose": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`.",
 }
 
@@ -237,7 +241,12 @@ def check_options(decorator: str, options: dict[str, Any]) -> None:
             f"it is `{name}`",
             do="What can't be differentiated (functions, strings, integers, ...) may be passed "
             "as it is; configuration is a keyword-only parameter of the function; "
-            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`.",
+            "`symbolic_zeros` is an option of `def_jvp` and `def_bwd`."
+            + (
+                f" JAX's `{name}` is an option of `eqx_grads.jax_{decorator}`."
+                if name.startswith("nondiff_arg")
+                else ""
+            ),
         )
 
 

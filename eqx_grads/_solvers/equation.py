@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import name_of
+from .._errors import name_of, place_of
 from .._rules.closure_convert import ClosureTemplate, Opaque
 from .linear_solve import linear_solve
 from .residual_check import one_if_small
@@ -36,6 +36,7 @@ class Equation(Opaque):
         self.tolerance = tolerance
         self.solve = solve
         self.residual_name = name_of(template.items[0])
+        self.residual_place = place_of(template.items[0])
         self._template = template
 
     def residual(self, y: PyTree, operands: Sequence[Any]) -> PyTree:
@@ -57,7 +58,13 @@ class Equation(Opaque):
         one = jnp.ones(())
         if self.tolerance is not None:
             one = one_if_small(
-                value, matvec, unknowns, self.tolerance, self.residual_name, self.solve
+                value,
+                matvec,
+                unknowns,
+                self.tolerance,
+                self.residual_name,
+                self.residual_place,
+                self.solve,
             )
         rhs = jax.tree.map(lambda t: -t * one.astype(t.dtype), b)
         return linear_solve(

@@ -106,11 +106,12 @@ class _Callback:
     def __call__(self, *leaves):
         try:
             return tuple(_run(self.op, [np.asarray(x) for x in leaves]))
-        except RuleError:
-            raise
+        except RuleError as error:
+            # The text says it all, and JAX writes the stack in front of it, twice.
+            raise error.with_traceback(None) from None
         except Exception as error:
             # All that leaves a compiled program is the text of the last exception.
-            raise RuntimeError(_describe(self.op, error)) from error
+            raise RuntimeError(_describe(self.op, error)) from None
 
 
 def _describe(op, error) -> str:

@@ -224,7 +224,8 @@ def _no_derivative(op):
             "its first argument, and the others have no derivative.",
             call.place,
             do="Pass `jax.lax.stop_gradient` of the parameter; or use "
-            "`eqx_grads.host_function`, or write the derivative with `eqx_grads.custom_jvp`.",
+            "`eqx_grads.host_function`, or write the derivative with `eqx_grads.custom_jvp`. "
+            f"For the solution of a linear system, {_LINEAR_SOLVE}",
         )
     if op is call:
         return rule_error(
@@ -241,5 +242,12 @@ def _no_derivative(op):
         do="The rule runs on the host, where JAX can't see it. With "
         "`finite_difference='central'` its derivative is taken by differences. Or write "
         "the rule in JAX, with `eqx_grads.custom_vjp` or `eqx_grads.custom_jvp`, and call "
-        "host functions in it that have derivatives of their own.",
+        "host functions in it that have derivatives of their own. For the solution of a linear "
+        f"system, {_LINEAR_SOLVE}",
     )
+
+
+_LINEAR_SOLVE = (
+    '`jax.lax.custom_linear_solve` around a host function has all derivatives: see "A sparse '
+    'solve" in the guide "Host code".'
+)

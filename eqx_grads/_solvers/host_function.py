@@ -187,9 +187,11 @@ def host_function(
     - `fn`: the function, which must be pure. Without it, a decorator. Its arguments may be any
         PyTrees, Modules included; it is given NumPy arrays. A traced value that it closes over
         is an error.
-    - `out`: what it returns: a tree of `jax.ShapeDtypeStruct`s or arrays, or a function of the
+    - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for
+        one number of JAX's default precision), or a tree of these; or a function of the
         arguments that returns such a tree. It is called with the arguments that the caller
-        gave, and `jax.ShapeDtypeStruct`s in the place of arrays.
+        gave, and `jax.ShapeDtypeStruct`s in the place of arrays. An integer, a shape or a
+        dtype is an error: an integer output is `jax.ShapeDtypeStruct((), int)`.
     - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
         function is first used. (No call is made at zeros or ones, where a solver may fail,
         or never end.) The shapes of all later calls are those of the example.

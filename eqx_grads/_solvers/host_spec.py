@@ -69,7 +69,11 @@ def check_hashable(op: PrimalOp) -> None:
                 f"at argument {jax.tree_util.keystr(path)}: {type_of(x)}",
                 op.place,
                 do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
-                "give the object's class `__hash__` and `__eq__`.",
+                "give the object's class `__hash__` and `__eq__`."
+                if not type(x).__module__.startswith("scipy.sparse")
+                else "A sparse matrix of SciPy is no array to JAX. Pass its entries "
+                '(`matrix.data`), and build it on the host: see "A sparse solve" in the guide '
+                '"Host code".',
             ) from None
 
 
@@ -159,21 +163,29 @@ def _check_binds(op, spec, what, args, kwargs) -> None:
 def _types(op: PrimalOp, spec: Any, what: str):
     """The promised types, flat. A spec is a tree of types or arrays, or a function of the
     arguments that returns one."""
-    if callable(spec) and not isinstance(spec, eqx.Module):
+    if callable(spec) and not isinstance(spec, eqx.Module) and not _is_dtype(spec):
         args, kwargs = op.arguments(op.in_types)
         _check_binds(op, spec, what, args, kwargs)
         spec = spec(*args, **kwargs)
     leaves, treedef = jax.tree.flatten(spec)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
-        if not _has_shape(leaf):
+        if _is_dtype(leaf) or not _has_shape(leaf):
             raise rule_error(
                 f"`{what}` of `{op.name}` does not say what is returned.",
                 f"at {what}{jax.tree_util.keystr(path)}: {type_of(leaf)}",
                 op.place,
-                do="Give a tree of `jax.ShapeDtypeStruct`s or arrays, or a function of the "
-                "arguments' types that returns one.",
+                do="A shape or a dtype alone is not enough. Give a "
+                "`jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for one number), or "
+                f"any tree of these; or a function of the arguments that returns one, as "
+                f"`{what}=lambda x: x` for the type of `x`.",
             )
     return tuple(map(_promise, leaves)), treedef
+
+
+def _is_dtype(x) -> bool:
+    """A type of numbers can be called, but does not say what a host function returns."""
+    is_scalar = isinstance(x, type) and issubclass(x, int | float | complex | np.generic)
+    return is_scalar or isinstance(x, np.dtype) or type(x) is type(jnp.float32)
 
 
 def _promise(x) -> jax.ShapeDtypeStruct:

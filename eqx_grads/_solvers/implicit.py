@@ -135,7 +135,8 @@ def implicit(
     [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
     have the structure of the solution; a `ModuleNotFoundError` where Lineax is not installed; a
     run-time error (see `equinox.error_if`) if the residual is not small at the solution, or the
-    linear solve fails.
+    linear solve fails. The stack that a run-time error shows may be that of an earlier call,
+    whose compiled program is used again; the text names the residual, its file and its line.
 
     ??? cite
 

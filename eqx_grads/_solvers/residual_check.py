@@ -26,6 +26,7 @@ def one_if_small(
     y: PyTree[Array],
     tolerance: float,
     name: str,
+    place: str,
     solve: str,
 ) -> Array:
     """One, to multiply a derivative by; raises when it is computed if `residual` is not small.
@@ -34,7 +35,9 @@ def one_if_small(
     of a linear equation does not depend on its solution.
 
     - `matvec`: the derivative of the residual at `y`.
-    - `name`, `solve`: the residual and the solver, for the message.
+    - `name`, `place`, `solve`: the residual, where it is defined, and the solver, for the
+        message. The stack of the error may be that of an earlier call, whose program JAX or
+        Equinox kept.
     """
     change = matvec(jax.tree.map(_direction, y))
     leaves = jax.tree_util.tree_leaves_with_path(residual)
@@ -44,7 +47,8 @@ def one_if_small(
     ]
     is_large = jnp.stack(is_large)
     messages = [
-        _message(name, solve, jax.tree_util.keystr(path), tolerance) for path, _ in leaves
+        _message(name, place, solve, jax.tree_util.keystr(path), tolerance)
+        for path, _ in leaves
     ]
     one = jnp.ones((), jnp.float32)
     return branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
@@ -69,11 +73,12 @@ def _size(x: Array) -> Array:
     return jnp.max(x, initial=0)
 
 
-def _message(name, solve, path, tolerance):
+def _message(name, place, solve, path, tolerance):
     return (
         f"The residual `{name}` of `{solve}` is not small at the solution.\n"
         f"  at residual{path}: it is larger than its change would be if each element of the "
         f"solution changed by the fraction tolerance={tolerance:g} of itself\n"
+        f"  {place}\n"
         f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
         "work in higher precision, see that the residual is the equation that it solves, or "
         "pass another `tolerance` to `implicit` (`None`: no check)."
