@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import show_path
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
 from .closure_convert import (
     ClosureTemplate,
@@ -270,7 +271,7 @@ class FlatCall:
         if i < self.n_kwargs:
             tree = self.kwargs.dynamic_tree(range(self.n_kwargs))
             path = jax.tree_util.tree_leaves_with_path(tree)[i][0]
-            return f"`{path[0].key}{jax.tree_util.keystr(path[1:])}`"
+            return f"`{path[0].key}{show_path(path[1:])}`"
         return self._closures.names[i - self.n_kwargs]
 
 
@@ -298,7 +299,7 @@ class OutputSpec:
         """Where the leaf number `i` is in the tree."""
         leaves = range(len(self.split.static))
         tree = jax.tree.unflatten(self.split.treedef, leaves)
-        return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0])
+        return show_path(jax.tree_util.tree_leaves_with_path(tree)[i][0])
 
     def inexact(self) -> list[int]:
         return [i for i, t in enumerate(self.types) if jnp.issubdtype(dtype_of(t), jnp.inexact)]

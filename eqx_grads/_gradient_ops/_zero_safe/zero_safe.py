@@ -125,15 +125,15 @@ _POLICIES = ("selected", "zero")
 class ZeroSafe(eqx.Module):
     """What `zero_safe` returns."""
 
-    _fn: Callable[..., Any]
+    _eqg_fn: Callable[..., Any]
     _policy: str = eqx.field(static=True)
 
     @property
     def __wrapped__(self):
-        return self._fn
+        return self._eqg_fn
 
     def __call__(self, /, *args, **kwargs):
-        call, arrays = TreeSplit.split((self._fn, args, kwargs), is_array)
+        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         returned: list[TreeSplit] = []
 
         def run(arrays):
@@ -142,7 +142,7 @@ class ZeroSafe(eqx.Module):
             returned[:] = [out]
             return ys
 
-        program = zero_safe_program(_trace(self._fn, run, arrays), arrays)
+        program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
         if self._policy == "zero":
             ys = zero_wins_program(program, arrays)
         else:
