@@ -58,8 +58,11 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     **Returns:**
 
-    A function with the signature and the values of `fn`, bit by bit. It is a PyTree with the
-    leaves of `fn`, and so can be a layer of a model.
+    A function with the signature and the values of `fn`. Under `jax.jit`, these are those of
+    `jax.jit(fn)`, bit by bit. In an eager call they may differ from those of `fn` by rounding:
+    where `fn` calls a jitted function in which something may be dropped, its operations are
+    evaluated one by one, and not fused by XLA. It is a PyTree with the leaves of `fn`, and so
+    can be a layer of a model.
 
     Apply it to the whole loss: a selection outside of `fn` is not seen.
 
