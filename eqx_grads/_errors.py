@@ -3,6 +3,7 @@
 import functools as ft
 import importlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -101,6 +102,16 @@ def place_of(fn: Any) -> str:
     if code is None:
         return f"in `{name}`"
     return f'in `{name}`, file "{code.co_filename}", line {code.co_firstlineno}'
+
+
+# Where a wrapper of this package, or a bound method, has the function that users know.
+_HIDDEN_FIELDS = tuple(jax.tree_util.GetAttrKey(name) for name in ("_eqg_fn", "__self__"))
+
+
+def show_path(path: Sequence[Any]) -> str:
+    """The path of a leaf as the user would write it, such as `.layers[0].weight`, also where
+    `layers[0]` is wrapped in `filter_checkpoint`."""
+    return jax.tree_util.keystr(tuple(key for key in path if key not in _HIDDEN_FIELDS))
 
 
 def type_of(x: Any) -> str:

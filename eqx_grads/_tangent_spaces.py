@@ -11,7 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
-from ._errors import rule_error, RuleError, show_tree, type_of
+from ._errors import rule_error, RuleError, show_path, show_tree, type_of
 from ._jaxprs.varying import vary_over, varying_axes
 
 
@@ -119,7 +119,7 @@ def project_leaves(
             out.append(_project_leaf(c, p))
         except DoesNotFit as misfit:
             paths = jax.tree_util.tree_leaves_with_path(primal, is_leaf=is_none)
-            where = name + jax.tree_util.keystr(paths[i][0])
+            where = name + show_path(paths[i][0])
             raise fail(
                 f"at {where or 'the only leaf'}: the value is {type_of(p)}, "
                 f"the cotangent is {type_of(c)}",
@@ -155,7 +155,7 @@ def match_leaves(
     return [
         leaf
         for (path, part), (_, t_part) in zip(parts, t_parts, strict=True)
-        for leaf in match_leaves(t_part, part, name + jax.tree_util.keystr(path), fail)
+        for leaf in match_leaves(t_part, part, name + show_path(path), fail)
     ]
 
 

@@ -552,6 +552,131 @@ def test_advice_can_be_followed():
     assert not [a for a in followed.advice if "filter_scan" in a.cure]
 
 
+TOKENS, VOCABULARY = (4, 96), 8000
+
+
+class Words(eqx.Module):
+    """The next word, from the last one only."""
+
+    embedding: eqx.nn.Embedding
+    mlp: eqx.nn.MLP
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        self.embedding = eqx.nn.Embedding(VOCABULARY, 32, key=KEY)
+        self.mlp = eqx.nn.MLP(32, 32, 32, 1, key=KEY)
+        self.head = eqx.nn.Linear(32, VOCABULARY, key=KEY)
+
+    def features(self, token):
+        return self.mlp(self.embedding(token))
+
+    def logits(self, tokens):
+        return jax.vmap(jax.vmap(lambda token: self.head(self.features(token))))(tokens)
+
+    def tied(self, tokens):
+        return jax.vmap(jax.vmap(self.features))(tokens) @ self.embedding.weight.T
+
+
+def of_optax(model, tokens):
+    logits = model.logits(tokens)  # product
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()  # loss
+
+
+def by_hand(model, tokens):
+    log_p = jax.nn.log_softmax(model.logits(tokens))
+    return -jnp.mean(jnp.take_along_axis(log_p, tokens[..., None], -1))
+
+
+def masked_and_tied(model, tokens):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model.tied(tokens), tokens)
+    return jnp.sum(losses * (tokens > 3).astype(losses.dtype)) / 100.0
+
+
+def without_logits(model, tokens):
+    x = jax.vmap(jax.vmap(model.features))(tokens)
+    return eqg.losses.linear_cross_entropy(x, model.head.weight, tokens, bias=model.head.bias)
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [
+        (of_optax, "(x, model.head.weight, labels, bias=bias)"),
+        (by_hand, "(x, model.head.weight, labels, bias=bias)"),
+        (masked_and_tied, "(x, model.embedding.weight, labels)"),
+        (eqx.filter_jit(masked_and_tied), "(x, model.embedding.weight, labels)"),
+    ],
+)
+def test_logits(loss, call):
+    tokens = jnp.zeros(TOKENS, int)
+    report = eqg.explain_memory(loss, Words(), tokens, compiled=False)
+    (advice,) = report.advice
+    assert advice.kind == "logits"
+    assert f"`eqg.losses.linear_cross_entropy{call}`" in advice.cure
+    assert "all 384 by 8000 logits" in advice.cure
+    assert not advice.is_undone
+    assert report.found[0].cure == advice.cure
+    assert "\nlogits: Replace the logits and their cross-entropy" in str(report)
+    # It is what a loss written so needs.
+    followed = eqg.explain_memory(without_logits, Words(), tokens)
+    assert followed.estimated == pytest.approx(advice.predicted, rel=0.1)
+    assert not followed.advice
+    (measured,) = report.verify().advice
+    assert measured.measured < report.estimated / 2
+
+
+def test_logits_that_are_computed_and_used_on_two_lines():
+    report = eqg.explain_memory(of_optax, Words(), jnp.zeros(TOKENS, int), compiled=False)
+    (advice,) = report.advice
+    assert f"test_explain_memory.py:{line_of('# loss')}, by" in advice.cure
+    assert advice.line == line_of("# loss")
+    (with_x,) = eqg.explain_memory(
+        lambda w, x, y: optax.softmax_cross_entropy_with_integer_labels(x @ w, y).mean(),
+        jnp.ones((32, VOCABULARY)),
+        jnp.ones((384, 32)),
+        jnp.zeros(384, int),
+        compiled=False,
+    ).advice
+    assert "linear_cross_entropy(x, model.T, labels)" in with_x.cure
+
+
+def soft_capped(model, tokens):
+    logits = 30 * jnp.tanh(model.logits(tokens) / 30)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def with_another_use(model, tokens):
+    logits = model.logits(tokens)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+    return losses.mean() + jnp.mean(logits**2)
+
+
+def probabilities(model, tokens):
+    return jnp.mean(jax.nn.softmax(model.logits(tokens)) ** 2)
+
+
+def soft_labels(model, tokens):
+    p = jnp.full((*TOKENS, VOCABULARY), 1 / VOCABULARY)
+    return optax.softmax_cross_entropy(model.logits(tokens), p).mean()
+
+
+@pytest.mark.parametrize("loss", [soft_capped, with_another_use, probabilities, soft_labels])
+def test_logits_of_another_loss(loss):
+    report = eqg.explain_memory(loss, Words(), jnp.zeros(TOKENS, int), compiled=False)
+    assert all(advice.kind != "logits" for advice in report.advice)
+
+
+def test_few_logits():
+    """`linear_cross_entropy` would hold all of them as well."""
+    head = eqx.nn.Linear(32, 10, key=KEY)
+
+    def loss(head, x, labels):
+        logits = jax.vmap(head)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    x, labels = jnp.ones((128, 32)), jnp.zeros(128, int)
+    assert not eqg.explain_memory(loss, head, x, labels, compiled=False).advice
+
+
 def test_no_advice_where_nothing_is_saved():
     report = report_of(mlp)
     assert not report.advice

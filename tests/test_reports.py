@@ -131,6 +131,63 @@ def test_the_fields_mean_the_same(tool, mark, path):
     assert record.primitive == {"SQRT": "sqrt", "ROUND": "round", "WRONG": "wrong"}[mark]
 
 
+# One line each: what is shown is the part with the operation.
+LONG = {
+    "sqrt": lambda x: jnp.sum(jnp.where(x > 0.0, 1.0 + jax.numpy.sqrt(x), jnp.zeros_like(x))),
+    "div": lambda x: jnp.sum(jnp.where(x > 0.0, jnp.ones_like(x) / (x * 1.0), jnp.zeros(2))),
+    "log": lambda x: jnp.sum(jnp.where(x > 0.0, "é" and 1.0 + jax.lax.log(x), 0.0 * x)),
+}
+SHOWN = {
+    "sqrt": "jax.numpy.sqrt(x)",
+    "div": "(x) / (x * 1.0)",
+    "log": "jax.lax.log(x)",
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_part_of_a_long_line_with_the_operation_is_shown(name):
+    report = eqg.explain_nan(LONG[name], X)
+    (record,) = report.found
+    column = record.code.index({"sqrt": "jax.numpy", "div": " / ", "log": "jax.lax"}[name])
+    assert (record.primitive, record.column) == (name, column)
+    assert SHOWN[name] in str(report)
+
+
+def test_a_long_line_is_cut_on_the_right_if_the_operation_is_on_the_left():
+    def loss(x):
+        root = jnp.sqrt(x) + jnp.ones_like(x) + jnp.ones_like(x) + jnp.ones_like(x)
+        return jnp.sum(root)
+
+    assert "  root = jnp.sqrt(x) + jnp.ones...  " in str(eqg.explain_nan(loss, X))
+
+
+def test_an_operation_on_several_lines():
+    loss = lambda x: (
+        jnp.sum(jnp.where(x > 0.0, jnp.sqrt(x), 0.0) + jnp.zeros_like(x))
+        + jnp.sum(jnp.where(x > 0.0, 1.0 + 1.0 + jnp.log1p(
+            x - 1.0), 0.0))
+    )  # fmt: skip
+    report = eqg.explain_nan(loss, X)
+    assert {r.primitive for r in report.found} == {"sqrt", "log1p"}
+    assert all(r.code[r.column :].startswith("jnp." + r.primitive) for r in report.found)
+
+
+def test_how_many_elements_are_bad():
+    x = jnp.ones((4, 8)).at[1, 2].set(0.0).at[3].set(0.0)
+    loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+    report = eqg.explain_nan(loss, x)
+    (record,) = report.found
+    assert (record.n_bad, record.shape, record.index) == (9, (4, 8), (1, 2))
+    assert "  9 of 32: [1, 2], ...  " in str(report)
+    assert "  1 of 2: [1]  " in str(eqg.explain_nan(loss, X))
+    (record,) = eqg.explain_nan(loss, jnp.full(3, jnp.nan)).found
+    assert (record.n_bad, record.shape) == (3, (3,))
+    # In a loop, in the step that is shown; above a threshold too.
+    scan = lambda x: jax.lax.scan(lambda h, _: (h * x, None), jnp.ones(3), length=9)[0].sum()
+    (record,) = eqg.explain_nan(scan, jnp.array([1.0, 9.0, 9.0]), threshold=1e3).found
+    assert (record.n_bad, record.shape) == (2, (3,))
+
+
 def test_inputs_name_their_leaf():
     report = eqg.explain_nan(loss_of, model_of("wrong")[:1], jnp.array([jnp.nan, 1.0]))
     assert [(r.leaf, r.primitive) for r in report.found] == [("", "args[0]")]

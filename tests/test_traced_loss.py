@@ -5,6 +5,7 @@ import inspect
 
 import equinox as eqx
 import eqx_grads as eqg
+import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import optax
@@ -248,3 +249,47 @@ class TestErrors:
 
         with pytest.raises(KeyError, match="mine"):
             traced(loss, jnp.ones(2))
+
+
+WRAPPED = {
+    "a Module": eqg.filter_checkpoint,
+    "zero_safe": eqg.zero_safe,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_a_wrapped_layer_has_the_path_that_users_know(wrap):
+    # A dead ReLU, then the logarithm of zero.
+    wrapped = Stack([wrap(layer) for layer in MODEL.layers])
+    loss = lambda model, x, *, fn: jnp.sum(fn(model(x)))
+    paths = ["layers[0].weight", "layers[0].bias", "layers[1].weight", "layers[1].bias"]
+    assert traced(loss, wrapped, X, fn=jnp.square).leaves == paths
+    numbered = NumberedLoss(traced(loss, wrapped, X, fn=jnp.square))
+    dots = [o for o in numbered.origins if o.primitive == "dot_general"]
+    assert [o.path for o in dots] == ["layers[0]", "layers[1]"]
+
+    zeros = eqg.explain_zero(loss, wrapped, X, fn=jnp.round)
+    assert [r.leaf for r in zeros.found] == paths
+    flow = eqg.gradient_flow(lambda m: loss(m, X, fn=jnp.square), wrapped)
+    assert list(flow) == ["layers[0]", "layers[1]"]
+    broken = eqx.tree_at(lambda s: jax.tree.leaves(s)[1], wrapped, jnp.full(3, jnp.nan))
+    (found,) = eqg.explain_nan(loss, broken, X, fn=jnp.square).found
+    assert found.leaf == "layers[0].bias"
+    memory = eqg.explain_memory(loss, wrapped, X, fn=jnp.square, compiled=False)
+    assert "_fn" not in str(memory)
+    checked = eqgt.check_gradients(loss, wrapped, X, fn=jnp.square, skip=["layers[1]"])
+    assert [leaf.leaf for leaf in checked.leaves] == paths
+
+
+def test_errors_name_a_wrapped_layer_by_the_path_that_users_know():
+    @eqg.custom_jvp
+    def apply(x, *, model):
+        return model(x)
+
+    @apply.def_jvp
+    def _apply_jvp(primals, tangents, *, model):
+        return model(*primals), tangents[0]
+
+    wrapped = Stack([eqg.filter_checkpoint(layer) for layer in MODEL.layers])
+    with pytest.raises(eqg.RuleError, match=r"`model\.layers\[0\]\.weight`"):
+        eqx.filter_grad(lambda model: jnp.sum(apply(X, model=model)))(wrapped)

@@ -450,3 +450,18 @@ def test_a_number_as_the_factor_of_a_scatter():
     assert_close(
         jax.grad(eqg.zero_safe(f))(jnp.array([0.0, 1.0, 4.0])), jnp.array([0.0, 0.5, 0.0])
     )
+
+
+@pytest.mark.parametrize("policy", ["selected", "zero"])
+def test_values_are_those_of_the_compiled_function(policy):
+    """An eager call differs by rounding, where `fn` calls a compiled function."""
+
+    @jax.jit
+    def inner(x):
+        return jnp.where(x > 0, jnp.sqrt(x) * 1.1 + x * x * 0.3, x)
+
+    x = jax.random.normal(jax.random.key(0), (64, 32))
+    safe = eqg.zero_safe(lambda x: 0.7 * inner(x), policy=policy)
+    plain = jax.jit(lambda x: 0.7 * inner(x))
+    np.testing.assert_array_equal(jax.jit(safe)(x), plain(x))
+    assert_close(safe(x), plain(x))

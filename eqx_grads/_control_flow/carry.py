@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import place_of, rule_error, type_of
+from .._errors import place_of, rule_error, show_path, type_of
 from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list
 
@@ -56,7 +56,7 @@ class Carry:
     def paths(self) -> list[str]:
         """Where each array is, as the user would write it."""
         flat, _ = jax.tree_util.tree_flatten_with_path(self.tree(self._split.indices))
-        return [f"carry{jax.tree_util.keystr(flat[i][0])}" for i in self._split.indices]
+        return [f"carry{show_path(flat[i][0])}" for i in self._split.indices]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         return self._split.tree(as_array_list(arrays))
@@ -77,7 +77,7 @@ class Carry:
                 do="Every step returns a carry of the structure of `init`.",
             )
         paths = jax.tree_util.tree_leaves_with_path(new)
-        where = lambda i: f"carry{jax.tree_util.keystr(paths[i][0])}"
+        where = lambda i: f"carry{show_path(paths[i][0])}"
         dynamic = set(old.indices)
         becomes_array = set()
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
@@ -186,7 +186,7 @@ def structure_difference(a, b) -> tuple[str, str, str]:
     for (path, x), (_, y) in zip(below_a, below_b, strict=True):
         if jax.tree.structure(x) != jax.tree.structure(y):
             below, x_there, y_there = structure_difference(x, y)
-            return jax.tree_util.keystr(path) + below, x_there, y_there
+            return show_path(path) + below, x_there, y_there
     fields = getattr(type(a), "__dataclass_fields__", {})
     for name in fields:
         x, y = getattr(a, name, None), getattr(b, name, None)

@@ -64,23 +64,23 @@ def filter_checkpoint(
 
 
 class _Checkpoint(eqx.Module):
-    _fn: Callable[..., Any]
+    _eqg_fn: Callable[..., Any]
     _prevent_cse: bool = eqx.field(static=True)
     _policy: Callable[..., bool] | None = eqx.field(static=True)
 
     @property
     def __wrapped__(self):
-        return self._fn
+        return self._eqg_fn
 
     def __getattr__(self, name):
         # A model may read `self.cell.hidden_size`.
-        fn = self.__dict__.get("_fn")
+        fn = self.__dict__.get("_eqg_fn")
         if fn is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(fn, name)
 
     def __call__(self, /, *args, **kwargs):
-        call, arrays = TreeSplit.split((self._fn, args, kwargs), is_array)
+        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         returned: list[TreeSplit] = []
 
         # A new function for each call, of which JAX keeps nothing for the next one.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import holds_numbers, shape_of
@@ -144,7 +144,7 @@ def _check_same_types(one: _Branch, other: _Branch) -> None:
         raise fail(*structure_difference(*trees), do="Return the same structure from both.")
     leaves = [jax.tree_util.tree_leaves_with_path(tree) for tree in trees]
     for (path, x), (_, y) in zip(*leaves, strict=True):
-        path = jax.tree_util.keystr(path)
+        path = show_path(path)
         if not (_is_type(x) and _is_type(y)):
             if not same_static(x, y):
                 what = [type_of(z) if _is_type(z) else f"{z!r:.60}" for z in (x, y)]

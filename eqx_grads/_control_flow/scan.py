@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, rule_error, type_of
+from .._errors import check_flags, check_function, rule_error, show_path, type_of
 from .._jaxprs.plain_scan import plain_scans
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
@@ -319,7 +319,7 @@ def common_length(xs: Any, length: int | None) -> Any:
     for path, x in jax.tree_util.tree_leaves_with_path(xs):
         if not is_sliced(x):
             continue
-        name = f"`xs{jax.tree_util.keystr(path)}`"
+        name = f"`xs{show_path(path)}`"
         if jnp.ndim(x) == 0:
             raise rule_error(
                 "`filter_scan` was given an array without a time axis.",

@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import check_function, place_of, rule_error, show_tree
+from .._errors import check_function, place_of, rule_error, show_path, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
@@ -227,7 +227,7 @@ def _only_cells(model: PyTree) -> dict[str, str]:
     runs_cells = lambda node: isinstance(node, AbstractCellLayer)
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=runs_cells)
     single = [path for path, node in nodes if runs_cells(node) and len(cells_of(node)) == 1]
-    paths = [jax.tree_util.keystr(path).removeprefix(".") for path in single]
+    paths = [show_path(path).removeprefix(".") for path in single]
     return {f"{path}.cells[0][0]": path for path in paths if path}
 
 

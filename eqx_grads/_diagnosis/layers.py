@@ -10,6 +10,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .._errors import show_path
+
 
 class _Wrapped(eqx.Module):
     """A layer, of which a call is `around(layer, index, *args, **kwargs)`. Otherwise it behaves
@@ -94,8 +96,7 @@ def wrap_layers(
         if is_selected:
             paths.append(path.removeprefix(".") or type(node).__name__)
         inner = [
-            wrap(part, path + jax.tree_util.keystr(p)) if is_layer(part) else part
-            for p, part in parts
+            wrap(part, path + show_path(p)) if is_layer(part) else part for p, part in parts
         ]
         node = jax.tree.unflatten(treedef, inner)
         return _Wrapped(node, index, around) if is_selected else node

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._errors import check_flags, check_function, rule_error, type_of
+from .._errors import check_flags, check_function, rule_error, show_path, type_of
 from .._gradient_ops.norms import norm
 from .._gradient_ops.value_or_gradient_only import on_backward
 from .._jaxprs.varying import vary_alike
@@ -189,7 +189,7 @@ def _match_slots(x, slot):
             and jnp.iscomplexobj(s) == jnp.iscomplexobj(leaf)
         ):
             raise _does_not_fit(
-                f"x{jax.tree_util.keystr(path)} is {type_of(leaf)}, the slot is {type_of(s)}",
+                f"x{show_path(path)} is {type_of(leaf)}, the slot is {type_of(s)}",
                 do="A slot is an array like `x`, such as `jnp.zeros_like(x)`. In a scan, scan "
                 "over slots for the steps, or close over one slot for all steps.",
             )
@@ -383,7 +383,7 @@ def _watch(name, step, ct):
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(ct)
     if not paths_and_leaves:
         return ct
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in paths_and_leaves)
+    paths = tuple(show_path(path) for path, _ in paths_and_leaves)
     leaves = [leaf for _, leaf in paths_and_leaves]
     sizes = tuple(leaf.size for leaf in leaves)
     # Shape (leaves, 2): how many elements of each leaf are NaN, and how many infinite.

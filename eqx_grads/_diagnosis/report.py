@@ -18,6 +18,7 @@ class AbstractRecord:
     - `primitive`: the operation; the name of the function for a call of a function with a rule,
         and the name of the array for an input of the loss.
     - `file`, `line`, `code`: the line of your code that it is on, and the text of that line.
+        `column`: where the operation is in `code`, from zero, if that is known.
     - `library`: the place in an installed package that this line calls.
     - `path`: the path of the layer that the operation is in.
     - `step`: the step of each loop around the operation, outermost first.
@@ -32,6 +33,7 @@ class AbstractRecord:
     file: str = ""
     line: int = 0
     code: str = ""
+    column: int = dataclasses.field(default=0, compare=False)
     library: str = ""
     path: str = ""
     step: tuple[int, ...] = ()
@@ -44,6 +46,8 @@ COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "librar
 _MOST_ROWS = 12
 _WIDEST_CELL = 42
 _WIDEST_CODE = 32
+# Of a line that is cut on the left, so much is shown on the left of the operation.
+_BEFORE_OPERATION = 8
 _WIDEST_LINE = 96
 
 
@@ -51,17 +55,24 @@ def cells(
     record: AbstractRecord, *, leaf: str = "", kind: str = "", step: str = ""
 ) -> tuple[str, ...]:
     """The cells of a record in `COLUMNS`. A text that is given stands in place of the field."""
-    code = record.code
     return (
         leaf or record.leaf,
         kind or record.kind,
         record.primitive,
         show_place(record.file, record.line),
-        code if len(code) <= _WIDEST_CODE else code[: _WIDEST_CODE - 3] + "...",
+        _cut(record.code, record.column),
         record.path,
         step or ", ".join(map(str, record.step)),
         record.library,
     )
+
+
+def _cut(code: str, column: int) -> str:
+    """The part of a line that has the operation, which begins at a column."""
+    first = min(column - _BEFORE_OPERATION, len(code) - (_WIDEST_CODE - 3))
+    if first > 3 and column > _WIDEST_CODE // 2:
+        code = "..." + code[first:]
+    return code if len(code) <= _WIDEST_CODE else code[: _WIDEST_CODE - 3] + "..."
 
 
 def show_place(file: str, line: int) -> str:

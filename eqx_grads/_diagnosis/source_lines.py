@@ -1,5 +1,6 @@
 """The line of the user's code that an equation of a program comes from."""
 
+import ast
 import dataclasses
 import linecache
 import os
@@ -19,17 +20,28 @@ from .._jaxprs.versions import function_file, function_name, traceback_of
 @dataclasses.dataclass(frozen=True)
 class SourceLine:
     """`file` and `line` are the user's. `library` is the place in an installed package that the
-    user's line called, such as `optax/losses/_regression.py:43`, or empty."""
+    user's line called, such as `optax/losses/_regression.py:43`, or empty. `span` is where the
+    expression is: its first line and column, and the last ones. Columns are in bytes."""
 
     file: str
     line: int
     function: str
     library: str = ""
+    span: tuple[int, int, int, int] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def code(self) -> str:
         """The text of the line; empty if the file can't be read."""
         return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def column(self) -> int:
+        """Where the operation is in `code`; 0 if that is not known."""
+        if self.span is None or self.span[0] != self.line:
+            return 0
+        line = linecache.getline(self.file, self.line)
+        indent = len(line) - len(line.lstrip())
+        return max(0, _column_of_operation(self.file, *self.span) - indent)
 
     def fields(self) -> dict[str, Any]:
         """The fields of a record that say where."""
@@ -37,6 +49,7 @@ class SourceLine:
             "file": self.file,
             "line": self.line,
             "code": self.code,
+            "column": self.column,
             "library": self.library,
         }
 
@@ -74,7 +87,8 @@ def source_line(eqn: Any) -> SourceLine:
     If no frame is the user's, it is the innermost one of another library.
     """
     traceback = traceback_of(eqn)
-    frames = [f for f in (traceback.frames if traceback else ()) if not _is_hidden(f)]
+    every = traceback.frames if traceback else []
+    frames = [f for f in every if not _is_hidden(f)]
     users = [f for f in frames if not f.file_name.startswith(_INSTALLED)]
     first_of_user = frames.index(users[0]) if users else len(frames)
     inside = next((f for f in frames[:first_of_user] if _package_path(f.file_name)), None)
@@ -82,7 +96,7 @@ def source_line(eqn: Any) -> SourceLine:
     if frame is None:
         return UNKNOWN
     library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
-    return SourceLine(frame.file_name, frame.line_num, frame.function_name, library)
+    return _line_at(traceback, every.index(frame), library)
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
@@ -112,12 +126,46 @@ def rule_line(eqn: Any) -> SourceLine:
     """The line of the rule that made an equation of a derivative, if that was a rule of the
     user's: the innermost frame of the user's code below this package's."""
     traceback = eqn.source_info.traceback
-    for f in traceback.frames if traceback else ():
+    for i, f in enumerate(traceback.frames if traceback else ()):
         if f.file_name.startswith(_folder(__file__)):
             break
         if not _is_hidden(f) and not f.file_name.startswith(_INSTALLED):
-            return SourceLine(f.file_name, f.line_num, f.function_name)
+            return _line_at(traceback, i)
     return UNKNOWN
+
+
+def _line_at(traceback: Any, i: int, library: str = "") -> SourceLine:
+    frame = traceback.frames[i]
+    # A frame has no columns.
+    codes, instructions = traceback.raw_frames()
+    span = traceback.code_addr2location(codes[i], instructions[i])
+    return SourceLine(frame.file_name, frame.line_num, frame.function_name, library, span)
+
+
+def _column_of_operation(file: str, first: int, start: int, last: int, end: int) -> int:
+    """The column at which the name or the operator of an expression begins."""
+    lines = [linecache.getline(file, i) for i in range(first, last + 1)]
+    # Python counts bytes in UTF-8.
+    before = lines[0].encode()[:start].decode(errors="replace")
+    text = "".join([*lines[:-1], lines[-1].encode()[:end].decode(errors="replace")])
+    text = text[len(before) :]
+    try:
+        node = ast.parse(f"({text})", mode="eval").body
+    except SyntaxError:  # it is a statement
+        return len(before)
+    match node:
+        case ast.BinOp(left=operand) | ast.Compare(left=operand):
+            after = operand
+        case ast.Call(func=ast.Attribute(value=value)) if not _is_name(value):
+            after = value
+        case ast.Subscript(value=value):
+            after = value
+        case _:
+            return len(before)
+    if after.end_lineno != 1:
+        return len(before)
+    # One byte is the parenthesis.
+    return len(before) + len(f"({text}".encode()[: after.end_col_offset].decode()) - 1
 
 
 def _is_hidden(frame) -> bool:
@@ -131,3 +179,10 @@ def _package_path(file: str) -> str:
         if marker in file:
             return file.rpartition(marker)[2]
     return ""
+
+
+def _is_name(node: ast.expr) -> bool:
+    """Such as `jnp` and `jax.numpy`."""
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Attribute) and _is_name(node.value)
+    )

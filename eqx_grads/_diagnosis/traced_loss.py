@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import check_function, name_of, place_of, rule_error, show_tree
+from .._errors import check_function, name_of, place_of, rule_error, show_path, show_tree
 from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
@@ -108,7 +108,7 @@ def trace_loss(
         program,
         values,
         [_name_of_path(path) for path in paths],
-        [f"model{jax.tree_util.keystr(path)}" for path in paths]
+        [f"model{show_path(path)}" for path in paths]
         + [_name_of_other(path) for path in other_paths],
         layers,
         types if layers else [],
@@ -169,10 +169,10 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
 
 
 def _name_of_path(path) -> str:
-    return jax.tree_util.keystr(path).removeprefix(".") or "model"
+    return show_path(path).removeprefix(".") or "model"
 
 
 def _name_of_other(path) -> str:
     """The name of an array with this path in `(rest, args, kwargs)`."""
     kind = ("model", "args", "kwargs")[path[0].idx]
-    return kind + jax.tree_util.keystr(path[1:])
+    return kind + show_path(path[1:])

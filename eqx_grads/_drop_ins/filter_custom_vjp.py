@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 
-from .._errors import check_function, name_of, place_of, rule_error
+from .._errors import check_function, name_of, place_of, rule_error, show_path
 from .._rules.call import call_as_given
 from .._rules.closure_convert import Rebuildable
 from .._rules.custom_vjp import ReverseRules
@@ -182,7 +182,7 @@ class _Forward(Rebuildable):
     def _check_first_only(self, perturbed):
         others = jax.tree_util.tree_leaves_with_path(perturbed[1:])
         where = [
-            f"at `{self.names[path[0].idx + 1]}{jax.tree_util.keystr(path[1:])}`"
+            f"at `{self.names[path[0].idx + 1]}{show_path(path[1:])}`"
             for path, is_perturbed in others
             if is_perturbed
         ]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import rule_error, type_of
+from .._errors import rule_error, show_path, type_of
 from .._rules.float_args import as_axes, is_known
 from .._tangent_spaces import broadcasts_to, holds_numbers, is_differentiable, shape_of
 
@@ -22,8 +22,7 @@ def check_broadcasts(op, argument, value, x):
         if is_differentiable(leaf) and jnp.iscomplexobj(value) and not jnp.iscomplexobj(leaf):
             raise rule_error(
                 f"`{op}` was given a complex `{argument}` for a real array.",
-                f"`{argument}` is {type_of(value)}, x{jax.tree_util.keystr(path)} is "
-                f"{type_of(leaf)}",
+                f"`{argument}` is {type_of(value)}, x{show_path(path)} is {type_of(leaf)}",
                 do=f"The gradient of a real array is real: give it a real `{argument}`.",
             )
 
@@ -32,8 +31,7 @@ def check_broadcasts_to_leaf(op, argument, value, path, leaf):
     if is_differentiable(leaf) and not broadcasts_to(np.shape(value), shape_of(leaf)):
         raise rule_error(
             f"The `{argument}` of `{op}` does not broadcast to `x`.",
-            f"`{argument}` is {type_of(value)}, x{jax.tree_util.keystr(path)} is "
-            f"{type_of(leaf)}",
+            f"`{argument}` is {type_of(value)}, x{show_path(path)} is {type_of(leaf)}",
             do=f"A gradient has the shape of its value: `{argument}` has to broadcast to it.",
         )
 
@@ -66,5 +64,5 @@ def check_axis(op, axis, x):
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if axis is not None and is_differentiable(leaf):
-            as_axes(op, axis, leaf, f"x{jax.tree_util.keystr(path)}", do)
+            as_axes(op, axis, leaf, f"x{show_path(path)}", do)
     return tuple(axis) if isinstance(axis, list) else axis

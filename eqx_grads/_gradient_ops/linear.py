@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
-from .._errors import rule_error, show_tree, type_of
+from .._errors import rule_error, show_path, show_tree, type_of
 from .._jaxprs.varying import varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -318,7 +318,7 @@ def _mask_of_each_leaf(mask, x) -> list[Any]:
         if dtype_of_array(m) != jnp.bool_:
             raise rule_error(
                 "`mask_gradient` was given a `mask` that is not boolean.",
-                f"for x{jax.tree_util.keystr(path)}: `mask` is {type_of(m)}",
+                f"for x{show_path(path)}: `mask` is {type_of(m)}",
                 do="Give it a comparison, such as `weights > 0`. "
                 "To multiply a gradient by numbers, use `eqx_grads.scale_gradient`.",
             )

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
+from .._errors import (
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    show_path,
+    show_tree,
+    type_of,
+)
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
 from .._rules.nondifferentiable import nondifferentiable
@@ -92,7 +100,7 @@ def _on_backward_bwd(fn, types, ct):
         if not fits or (jnp.iscomplexobj(r) and not jnp.iscomplexobj(c)):
             raise _not_a_gradient(
                 fn,
-                f"at gradient{jax.tree_util.keystr(path)}: it was called with {type_of(c)}, "
+                f"at gradient{show_path(path)}: it was called with {type_of(c)}, "
                 f"and returned {type_of(r)}",
                 do="Return a floating array of the same shape, or `None` for zero.",
             )
@@ -205,7 +213,7 @@ def _check_tangents_fit(fn, x, out):
         if not tangents_match(leaf, y) or (is_differentiable(leaf) and not same_kind):
             raise rule_error(
                 "The `fn` of `on_forward` returned an array of another shape or kind.",
-                f"at x{jax.tree_util.keystr(path)}: it was called with {type_of(leaf)}, "
+                f"at x{show_path(path)}: it was called with {type_of(leaf)}, "
                 f"and returned {type_of(y)}",
                 place_of(fn),
                 do="The gradient passes unchanged: return an array of the same shape, floating "

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error
+from .._errors import name_of, place_of, rule_error, show_path
 
 
 class _Placeholder(NamedTuple):
@@ -311,7 +311,7 @@ def _parts(x) -> list[tuple[Any, Any]] | None:
     if type(x) in _CONTAINERS:
         return [] if set(map(type, x.values())) <= _PLAIN else [((k,), v) for k, v in x.items()]
     children = _children(x)
-    return None if children is None else [(jax.tree_util.keystr(p), v) for p, v in children]
+    return None if children is None else [(show_path(p), v) for p, v in children]
 
 
 def _unjitted(fn):

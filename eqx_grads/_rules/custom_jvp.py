@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
@@ -248,7 +248,7 @@ def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
         try:
             t_leaf = tangent_leaf(t, leaf)
         except DoesNotFit as misfit:
-            where = "out" + jax.tree_util.keystr(path)
+            where = "out" + show_path(path)
             raise fail(
                 f"at {where}: the output is {type_of(leaf)}, the tangent is {type_of(t)}",
                 do=str(misfit),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import name_of
+from .._errors import name_of, show_path
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
 from .closure_convert import (
     ClosureTemplate,
@@ -293,12 +293,12 @@ class FlatCall:
         if item > n:
             return function, self._keyword_path(item - 1 - n), False
         path = self.args.path(item - 1)
-        name = f"`{self.names[path[0].idx]}{jax.tree_util.keystr(path[1:])}`"
+        name = f"`{self.names[path[0].idx]}{show_path(path[1:])}`"
         return function, name, True
 
     def _keyword_path(self, i: int) -> str:
         path = self.kwargs.path(i)
-        return f"`{path[0].key}{jax.tree_util.keystr(path[1:])}`"
+        return f"`{path[0].key}{show_path(path[1:])}`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +323,7 @@ class OutputSpec:
 
     def static_path(self, i: int) -> str:
         """Where the leaf number `i` is in the tree."""
-        return jax.tree_util.keystr(self.split.path(i))
+        return show_path(self.split.path(i))
 
     def inexact(self) -> list[int]:
         return [i for i, t in enumerate(self.types) if jnp.issubdtype(dtype_of(t), jnp.inexact)]

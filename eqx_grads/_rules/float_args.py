@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from .._errors import rule_error, type_of
+from .._errors import rule_error, show_path, type_of
 from .._tangent_spaces import broadcasts_to, dtype_of_array, holds_numbers
 from .nondifferentiable import nondifferentiable
 
@@ -27,7 +27,7 @@ def map_floats(name: str, fn: Callable[..., Any], tree: PyTree) -> PyTree:
 
     def of_leaf(path, x):
         if _is(x, jnp.complexfloating):
-            raise _is_complex(name, f"at x{jax.tree_util.keystr(path)}: it is {type_of(x)}")
+            raise _is_complex(name, f"at x{show_path(path)}: it is {type_of(x)}")
         return fn(jnp.asarray(x)) if _is(x, jnp.floating) else x
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree)

@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import PyTree
 
-from .._errors import rule_error
+from .._errors import rule_error, show_path
 from .custom_jvp import custom_jvp
 
 
@@ -54,10 +54,7 @@ def _nondifferentiable(x, *, name):
 @_nondifferentiable.def_jvp(symbolic_zeros=True)
 def _nondifferentiable_jvp(primals, tangents, *, name):
     del primals
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(tangents[0])
-    ]
+    paths = [show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tangents[0])]
     raise rule_error(
         f"{name} was differentiated, and must not be.",
         *(f"at x{path}" for path in paths if path),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, name_of, rule_error, show_tree, type_of
+from .._errors import check_function, name_of, rule_error, show_path, show_tree, type_of
 from .._tangent_spaces import tangents_match
 from .custom_jvp import custom_jvp
 from .flatten_call import as_arrays
@@ -78,7 +78,7 @@ def _check_alike(caller, names, value, surrogate):
         if not tangents_match(x, s) or is_type[0] != is_type[1]:
             raise rule_error(
                 f"{caller} a surrogate that can't stand for the value.",
-                f"at value{jax.tree_util.keystr(path)}: the {names[0]} is {type_of(x)}, "
+                f"at value{show_path(path)}: the {names[0]} is {type_of(x)}, "
                 f"the {names[1]} {type_of(s)}",
                 do="Both need the same shape and a floating or complex dtype.",
             )

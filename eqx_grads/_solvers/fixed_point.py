@@ -15,6 +15,7 @@ from .._errors import (
     optional_import,
     place_of,
     rule_error,
+    show_path,
     show_tree,
     type_of,
 )
@@ -254,8 +255,7 @@ def _check_same_type(fn, out, y):
         if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
             raise rule_error(
                 what,
-                f"at y{jax.tree_util.keystr(path)}: it was given {type_of(a)}, and returned "
-                f"{type_of(b)}",
+                f"at y{show_path(path)}: it was given {type_of(a)}, and returned {type_of(b)}",
                 place_of(fn),
                 do="Give `y0` the shape and the dtype of what the function returns, or reshape "
                 "and cast what it returns.",
@@ -270,7 +270,7 @@ def _as_arrays(fn, y0):
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise rule_error(
                 f"`fixed_point` of `{name_of(fn)}` was given a start that is not floating.",
-                f"y0{jax.tree_util.keystr(path)} is {type_of(x)}",
+                f"y0{show_path(path)} is {type_of(x)}",
                 do="Give floating-point arrays or numbers, such as `0.0`. What is not iterated "
                 "belongs to the arguments after `y0`.",
             )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import name_of, place_of, rule_error, show_path, show_tree
 from .._rules.closure_convert import Opaque
 from .._rules.flatten_call import Signature
 from .._rules.rule import Rule
@@ -137,10 +137,8 @@ class PrimalOp(AbstractHostOp):
         )
         (part, first, *rest), _ = paths[i]
         if part.idx == 0:
-            return (
-                f"`{self.code.signature.names[first.idx]}{jax.tree_util.keystr(tuple(rest))}`"
-            )
-        return f"`{first.key}{jax.tree_util.keystr(tuple(rest))}`"
+            return f"`{self.code.signature.names[first.idx]}{show_path(tuple(rest))}`"
+        return f"`{first.key}{show_path(tuple(rest))}`"
 
     def flatten_out(self, out: Any, name: str, place: str) -> list[Any]:
         """The leaves of what the function, or its forward rule, returned."""
@@ -162,4 +160,4 @@ def path_of_leaf(treedef: Any, i: int) -> str:
     paths = jax.tree_util.tree_leaves_with_path(
         jax.tree.unflatten(treedef, range(treedef.num_leaves))
     )
-    return "out" + jax.tree_util.keystr(paths[i][0])
+    return "out" + show_path(paths[i][0])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import rule_error, show_tree, type_of
+from .._errors import rule_error, show_path, show_tree, type_of
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import check_no_tracers
 from .host_ops import HostCode, is_array_leaf, PrimalOp
@@ -66,7 +66,7 @@ def check_hashable(op: PrimalOp) -> None:
             path = jax.tree_util.tree_leaves_with_path(tree)[i][0][1:]
             raise rule_error(
                 f"`{op.name}` was given an argument that is no array and has no hash.",
-                f"at argument {jax.tree_util.keystr(path)}: {type_of(x)}",
+                f"at argument {show_path(path)}: {type_of(x)}",
                 op.place,
                 do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
                 "give the object's class `__hash__` and `__eq__`."
@@ -172,7 +172,7 @@ def _types(op: PrimalOp, spec: Any, what: str):
         if _is_dtype(leaf) or not _has_shape(leaf):
             raise rule_error(
                 f"`{what}` of `{op.name}` does not say what is returned.",
-                f"at {what}{jax.tree_util.keystr(path)}: {type_of(leaf)}",
+                f"at {what}{show_path(path)}: {type_of(leaf)}",
                 op.place,
                 do="A shape or a dtype alone is not enough. Give a "
                 "`jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for one number), or "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, place_of, rule_error, type_of
+from .._errors import check_function, place_of, rule_error, show_path, type_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
@@ -69,7 +69,7 @@ def _check_inexact(code: HostCode, x: Any) -> None:
             raise rule_error(
                 f"`{code.name}` is linear in its first argument, which has to be floating or "
                 "complex.",
-                f"at `{code.signature.names[0]}{jax.tree_util.keystr(path)}`: {type_of(leaf)}",
+                f"at `{code.signature.names[0]}{show_path(path)}`: {type_of(leaf)}",
                 code.place,
                 do="Cast it, or pass it as one of the parameters behind the first argument.",
             )

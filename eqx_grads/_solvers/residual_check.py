@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from .._errors import show_path
 from .run_time_error import branched_error_if
 
 
@@ -46,10 +47,7 @@ def one_if_small(
         for (_, r), c in zip(leaves, jax.tree.leaves(change), strict=True)
     ]
     is_large = jnp.stack(is_large)
-    messages = [
-        _message(name, place, solve, jax.tree_util.keystr(path), tolerance)
-        for path, _ in leaves
-    ]
+    messages = [_message(name, place, solve, show_path(path), tolerance) for path, _ in leaves]
     one = jnp.ones((), jnp.float32)
     return branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import name_of, optional_import, place_of, rule_error, type_of
+from .._errors import name_of, optional_import, place_of, rule_error, show_path, type_of
 
 
 def residual_leaves(
@@ -29,7 +29,7 @@ def residual_leaves(
             return None
         raise rule_error(
             f"The residual `{name_of(residual)}` of `{solve}` has no derivative.",
-            f"at residual{jax.tree_util.keystr(path)}: it is {type_of(x)}",
+            f"at residual{show_path(path)}: it is {type_of(x)}",
             place_of(residual),
             do="Return floats, which are zero at the solution, and `None` for what is not "
             "solved for.",
@@ -44,7 +44,7 @@ def residual_leaves(
 def _check_same_structure(residuals, unknowns, residual, solve):
     wants, has = dict(_leaves(unknowns)), dict(_leaves(residuals))
     differences = [
-        f"at {jax.tree_util.keystr(path) or 'the only leaf'}: the solution is "
+        f"at {show_path(path) or 'the only leaf'}: the solution is "
         f"{_type(wants.get(path))}, the residual {_type(has.get(path))}"
         for path in {**wants, **has}
         if _kind(wants.get(path)) != _kind(has.get(path))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import (
@@ -80,7 +80,7 @@ class VectorField(eqx.Module):
             except DoesNotFit as misfit:
                 paths = jax.tree_util.tree_leaves_with_path(y, is_leaf=is_none)
                 raise fail(
-                    f"at y{jax.tree_util.keystr(paths[i][0])}: the state is {type_of(leaf)}, "
+                    f"at y{show_path(paths[i][0])}: the state is {type_of(leaf)}, "
                     f"the derivative is {type_of(rate)}",
                     do=str(misfit),
                 ) from None

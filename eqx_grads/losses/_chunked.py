@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
-from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -173,7 +173,7 @@ class _Chunked(eqx.Module):
         for (path, x), axis in zip(leaves, axes, strict=True):
             if axis is None:
                 continue
-            where = f"args{jax.tree_util.keystr(path)} is {type_of(x)}, its axis is {axis}"
+            where = f"args{show_path(path)} is {type_of(x)}, its axis is {axis}"
             if not -jnp.ndim(x) <= axis < jnp.ndim(x):
                 raise self._error(
                     "an axis that an argument does not have",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._tangent_spaces import (
     broadcasts_to,
     dtype_of_array,
@@ -99,7 +99,7 @@ def where(
     def inside(path, leaf):
         if not is_differentiable(leaf):
             return leaf
-        name = "x" + jax.tree_util.keystr(path)
+        name = "x" + show_path(path)
         if jnp.iscomplexobj(substitute) and not jnp.iscomplexobj(leaf):
             raise rule_error(
                 "The `substitute` of `safe.where` is complex, and `x` is not.",

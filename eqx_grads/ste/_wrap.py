@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import name_of, place_of, rule_error, show_path, show_tree
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
 from .._rules.wrapper import set_metadata
@@ -153,7 +153,7 @@ def _check_unperturbed(fn, tangents):
         raise rule_error(
             f"`{name_of(fn)}` is straight-through, and was differentiated with respect to "
             "something other than its first argument.",
-            *(f"at {path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves),
+            *(f"at {path[0].key}{show_path(path[1:])}" for path, _ in leaves),
             place_of(fn),
             do="The straight-through derivative is that of the first argument only. Pass "
             "`jax.lax.stop_gradient` of the others, or write all derivatives with "

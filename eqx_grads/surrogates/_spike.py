@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from .._errors import name_of, rule_error, type_of
+from .._errors import name_of, rule_error, show_path, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import as_floats
 from .._tangent_spaces import is_arraylike
@@ -189,8 +189,7 @@ def _tangent_of_fields(surrogate, t_surrogate, v):
     """The tangent of the primitive with respect to the fields of the surrogate."""
     if not isinstance(surrogate, AbstractSurrogate):
         paths = [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(t_surrogate)
+            show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(t_surrogate)
         ]
         raise rule_error(
             f"`spike` was differentiated with respect to the arrays in `{name_of(surrogate)}`, "

@@ -1,9 +1,13 @@
 """`check_rule`: all checks of a rule in one call."""
 
+import functools as ft
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from .._diagnosis.progress import doing, showing_progress
+import jax
+import jax.numpy as jnp
+
+from .._diagnosis.progress import doing, is_shown, showing_progress
 from .._errors import check_function, rule_error
 from ._argument_checks import as_names, as_seeds, check_options
 from ._case import Case, Options
@@ -16,6 +20,7 @@ from ._checks.residuals import residuals
 from ._checks.transforms import transforms
 from ._checks.values import deterministic, finite
 from ._checks.zeros import zeros
+from ._compiled import count_equations
 from ._findings import broke, skipped
 from ._report import Finding, Report
 
@@ -144,7 +149,8 @@ def check_rule(
     - `raises`: whether to raise when a check fails.
 
     On a terminal, a line says which check is running if all of them take more than two
-    seconds.
+    seconds, and whether the programs are long, as those of Python loops are: a `jax.lax.scan`
+    in place of a loop is compiled once, and not once for each step.
 
     **Returns:**
 
@@ -181,14 +187,38 @@ def check_rule(
         )
     findings: list[Finding] = []
     with showing_progress("check_rule"):
+        why_slow = _why_slow(case) if is_shown() else ""
         for one, name in _with_seeds(case, names, seeds):
-            doing(f"the check `{name}`,", names.index(name), len(names))
+            what = f"the check `{name}`," if not why_slow else f"`{name}`,"
+            doing(what, names.index(name), len(names), why_slow)
             findings += _run(name, one)
     numbers = {"seed": seed, "leaves": case.names}
     report = Report(case.subject.name, findings, numbers)
     if raises:
         report.raise_if_failed()
     return report
+
+
+# With so many equations, all checks take about 20 seconds. The function and its rule are
+# compiled many times over, and the reference a few times.
+_MANY_OF_RULE = 400
+_MANY_OF_REFERENCE = 2500
+
+
+def _why_slow(case: Case) -> str:
+    """Something to show if the programs are very long, as those of unrolled loops are."""
+    rule, reference = case.own.rule, case.own.reference
+    n = count_equations(ft.partial(_with_backward_pass, rule.fn), rule.leaves)
+    if n < _MANY_OF_RULE:
+        n = count_equations(reference.fn, reference.leaves)
+        if n < _MANY_OF_REFERENCE:
+            return ""
+    return f"compiling {n} operations, a `lax.scan` is faster"
+
+
+def _with_backward_pass(fn, *xs):
+    out, pullback = jax.vjp(fn, *xs)
+    return out, pullback(jax.tree.map(jnp.ones_like, out))
 
 
 # The checks along random directions, which compile nothing new for another direction.

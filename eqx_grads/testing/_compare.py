@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import show_path
 from .._rules.float_args import check_nonnegative_number
 from ._argument_checks import check_options, check_tolerance
 
@@ -177,7 +178,7 @@ def assert_trees_close(
         )
     names, want, have = [], [], []
     for (path, x), (_, y) in zip(flat_got, flat_expected, strict=True):
-        name = jax.tree_util.keystr(path) or "the only leaf"
+        name = show_path(path) or "the only leaf"
         why = unlike(x, y)
         if why:
             raise AssertionError(f"At {name}: {why}.")

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._jaxprs.structure import equations
+
 
 # What the flag `JAX_DISABLE_MOST_OPTIMIZATIONS` asks for, on every platform.
 _UNOPTIMIZED = {
@@ -74,6 +76,15 @@ def _attempt(run, args, eagerly):
             return [np.asarray(x) for x in run(*args)]
     except Exception as e:
         return e
+
+
+def count_equations(fn: Callable[..., Any], args: Sequence[Any]) -> int:
+    """How many equations a function is traced to, those of the step of a loop once. Zero if it
+    can't be traced."""
+    try:
+        return sum(1 for _ in equations(jax.make_jaxpr(fn)(*args)))
+    except Exception:  # a rule may raise anything, and a check says so
+        return 0
 
 
 class Program:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import name_of, rule_error
+from .._errors import name_of, rule_error, show_path
 from .._rules.flatten_call import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable
 
@@ -53,9 +53,9 @@ class FlatFunction:
             if is_arraylike(leaf) and is_differentiable(leaf) and argument not in fixed:
                 self.indices.append(index)
                 self.groups.append(argument)
-                rest = jax.tree_util.keystr(path[2:] if argument >= 0 else path[1:])
+                rest = show_path(path[2:] if argument >= 0 else path[1:])
                 name = signature.names[argument] if argument >= 0 else "self"
-                self.names.append(f"`{name}{rest.replace('.__self__', '')}`")
+                self.names.append(f"`{name}{rest}`")
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
 
     def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -80,7 +80,7 @@ class FlatFunction:
         def run(*leaves):
             flat = jax.tree_util.tree_leaves_with_path(self.call(leaves))
             flat = [(path, x) for path, x in flat if is_output(x)]
-            names[:] = [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
+            names[:] = [f"output{show_path(path)}" for path, _ in flat]
             return [jnp.asarray(x) for _, x in flat]
 
         try:

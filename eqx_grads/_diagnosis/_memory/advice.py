@@ -2,6 +2,7 @@
 
 A candidate is applied to the traced program, not to the user's code: the equations of a scan
 are run by a method of `filter_scan`, and those of each call of a layer under `jax.checkpoint`.
+A cross-entropy is replaced by `losses.linear_cross_entropy`.
 """
 
 import dataclasses
@@ -33,15 +34,17 @@ from ..._jaxprs.versions import assigns_shardings
 from ..layers import group_of
 from ..origins import NumberedLoss, Origin
 from ..traced_loss import layer_calls, TracedLoss
+from .logits import Logits, logits_of, without_logits
 from .loop_with_checkpoints import run_loop
 from .residuals import Residual, Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A loop or layers to checkpoint.
+    """A loop or layers to checkpoint, or logits to do without.
 
-    - `kind`: `"loop"` or `"layer"`. `cure`: what to write. `path`: the path of the layer.
+    - `kind`: `"loop"`, `"layer"` or `"logits"`. `cure`: what to write. `path`: the path of the
+        layer.
     - `is_in_loop`: whether the checkpoint is in a loop, or is one.
     - `covers`: the indices of the residuals that are computed there.
     - `gain`: about the bytes of these that are not alive at the same time any more.
@@ -50,6 +53,7 @@ class Candidate:
         moved into its step.
     - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is to be a
       checkpoint.
+    - `logits`: those that a cross-entropy is computed from.
     """
 
     kind: str
@@ -63,6 +67,7 @@ class Candidate:
     vmap_is_outside: bool = False
     moves_vmap: bool = False
     layers: frozenset[int] = frozenset()
+    logits: Logits | None = None
 
     def call_of(self, eqn: Any) -> int | None:
         """The number of the call that an equation is in, if that is to be a checkpoint."""
@@ -75,7 +80,11 @@ Pairs = Sequence[tuple[Source, Residual]]
 
 def candidates(numbered: NumberedLoss, pairs: Pairs) -> list[Candidate]:
     """What can be checkpointed, most promising first."""
-    found = [*_loop_candidates(numbered, pairs), *_layer_candidates(numbered, pairs)]
+    found = [
+        *_loop_candidates(numbered, pairs),
+        *_layer_candidates(numbered, pairs),
+        *_logits_candidates(numbered, pairs),
+    ]
     return sorted(found, key=lambda c: -c.gain)
 
 
@@ -164,6 +173,32 @@ def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidat
         )
 
 
+def _logits_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
+    traced = numbered.traced
+    origin_of = {id(origin.eqn): origin for origin in numbered.origins}
+    names = dict(zip(traced.program.jaxpr.invars, traced.inputs, strict=True))
+    for logits in logits_of(traced.program, names):
+        covers = frozenset(
+            i
+            for i, (source, _) in enumerate(pairs)
+            if source.var.aval.size == logits.tokens * logits.vocabulary
+        )
+        product, loss = (origin_of[id(e)] for e in (logits.product, logits.users[-1]))
+        lines = " and ".join(dict.fromkeys([str(product.source), str(loss.source)]))
+        yield Candidate(
+            "logits",
+            f"Replace the logits and their cross-entropy, at {lines}, by {logits.call}, where "
+            f"`x` are the inputs of the last layer. It never holds all {logits.tokens} by "
+            f"{logits.vocabulary} logits.",
+            loss.path,
+            True,  # in the loop over these parts
+            covers,
+            float(max(logits.bytes, sum(pairs[i][1].bytes for i in covers))),
+            loss,
+            logits=logits,
+        )
+
+
 def _calls_of_layers(numbered: NumberedLoss) -> dict[int, dict[int, tuple[int, ...]]]:
     """For each layer that is called, the loops that each of its calls is in."""
     found: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -194,6 +229,8 @@ def _is_whole_model(traced: TracedLoss) -> bool:
 
 def with_checkpoints(traced: TracedLoss, candidate: Candidate) -> Callable[..., Any]:
     """The loss, as a function of the inputs of the traced program, with a candidate applied."""
+    if candidate.logits is not None:
+        return without_logits(traced, candidate.logits)
     return lambda *values: _evaluate(traced.program, list(values), candidate)[0]
 
 

@@ -96,9 +96,10 @@ def explain_memory(
     gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
-    four checkpoints that may help. With `compiled=True` one program is compiled, and
-    [`eqx_grads.MemoryReport.verify`][] compiles one for each advice. XLA takes longer than all
-    else here: for a loss of 9000 equations in a row, three quarters of a minute.
+    four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help.
+    With `compiled=True` one program is compiled, and [`eqx_grads.MemoryReport.verify`][]
+    compiles one for each advice. XLA takes longer than all else here: for a loss of 9000
+    equations in a row, three quarters of a minute.
 
     What is kept for a function with a derivative of its own, such as a solver or a
     `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it.

@@ -16,10 +16,10 @@ from .show_bytes import show_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryAdvice(AbstractRecord):
-    """Where a checkpoint saves memory.
+    """Where a checkpoint saves memory, or a loss that does not hold all logits at a time.
 
-    It has the fields of all records. `kind` is `"loop"` or `"layer"`, and `cure` says what to
-    write and where. Also:
+    It has the fields of all records. `kind` is `"loop"`, `"layer"` or `"logits"`, and `cure`
+    says what to write and where. Also:
 
     - `saves`: the temporary bytes of the gradient that it saves, as estimated.
     - `predicted`: the temporary bytes that are left, as estimated.
@@ -53,8 +53,8 @@ class MemoryReport(AbstractReport):
     - `total`: the bytes of `found`.
     - `estimated`: the temporary bytes of the gradient, from its program.
     - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
-    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, the largest
-        saving first.
+    - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, and for
+        logits that need not be held all at a time; the largest saving first.
     - `remarks`: what else there is to know.
 
     Outside of loops, XLA may compute what is `"recomputable"` or `"constant"` again and not
@@ -207,7 +207,11 @@ class MemoryReport(AbstractReport):
             notes.append(("recomputable", text))
         if not self.advice:
             return [*notes, ("checkpoint", "No checkpoint saves a tenth of it.")]
-        return [*notes, *(("checkpoint", str(advice)) for advice in self.advice)]
+        return [*notes, *map(_note, self.advice)]
+
+
+def _note(advice: MemoryAdvice) -> tuple[str, str]:
+    return "logits" if advice.kind == "logits" else "checkpoint", str(advice)
 
 
 _MOST_LINES = 10

@@ -288,7 +288,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     leaf = ""
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
-    shape = np.shape(spot.frame.outputs[spot.position][spot.output]) if spot else ()
+    array = _array_of(root, cause)
     return NonFinite(
         **where.fields(),
         leaf=leaf,
@@ -301,12 +301,20 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
         rule="" if is_inside else _rule_of(cause),
-        shape=tuple(shape),
+        shape=np.shape(array),
+        n_bad=int(is_bad(np.asarray(array), root.threshold).sum()) if is_inexact(array) else 1,
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
         operands=tuple(map(_number, operands_of(derivative, root, cause))),
         cotangent=_cotangent_of(cause),
         count=count,
     )
+
+
+def _array_of(root: Frame, cause: Cause) -> Any:
+    """The array with the element that is not finite."""
+    if cause.spot is not None:
+        return cause.spot.frame.outputs[cause.spot.position][cause.spot.output]
+    return root.inputs[cause.source.number] if isinstance(cause.source, Input) else None
 
 
 def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:

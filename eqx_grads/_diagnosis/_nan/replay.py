@@ -72,7 +72,7 @@ class Frame:
         self.outputs: list[Sequence[Any]] = []
         self.lengths: dict[int, int] = {}
         self.hits: dict[int, Hit] = {}
-        self._threshold = threshold
+        self.threshold = threshold
         self._children: dict[tuple[int, int, int], Frame] = {}
         self.results = evaluate(node.program, values, self._hook)
 
@@ -84,7 +84,7 @@ class Frame:
         out = self._enter(i, eqn, values) if self.node.inner[i] else bind(eqn, values)
         self.outputs.append(out)
         if self.node.is_watched(i):
-            replaced, found = _replaced(self.node, i, out, self._threshold, np)
+            replaced, found = _replaced(self.node, i, out, self.threshold, np)
             if found:
                 self.hits[self.node.numbers[i]] = Hit(1, lambda: self)
                 return [jnp.asarray(x) if is_inexact(x) else x for x in replaced]
@@ -116,7 +116,7 @@ class Frame:
         key = (i, part, iteration)
         if key not in self._children:
             inner = self.node.inner[i][part]
-            self._children[key] = Frame(inner, values, self._threshold, self, steps, iteration)
+            self._children[key] = Frame(inner, values, self.threshold, self, steps, iteration)
         return self._children[key]
 
     def child(self, i: int) -> "Frame":
@@ -126,7 +126,7 @@ class Frame:
     def _compiled(self, run, i):
         key = (run, i)
         if key not in self.node.compiled:
-            run = ft.partial(run, self.node, i, _BadCotangents(self._threshold))
+            run = ft.partial(run, self.node, i, _BadCotangents(self.threshold))
             self.node.compiled[key] = jax.jit(run, compiler_options=_AS_WRITTEN)
         return self.node.compiled[key]
 

@@ -1,6 +1,7 @@
 """What `explain_nan` returns: a record for each place, and how they are shown."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,8 +32,9 @@ class NonFinite(AbstractRecord):
         `mask_file`, `mask_line`: where that is.
     - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
-    - `index`: the element, and `shape` of what. `is_batched`: whether it is under `vmap`, so
-        that one of the axes is that of the batch.
+    - `index`: the first bad element, and `shape` of what. `n_bad`: how many of its elements are
+        bad, in that step. `is_batched`: whether it is under `vmap`, so that one of the axes is
+        that of the batch.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.
     """
@@ -45,6 +47,7 @@ class NonFinite(AbstractRecord):
     is_forward: bool = False
     index: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
+    n_bad: int = 1
     is_batched: bool = False
     operands: tuple[float, ...] = ()
     cotangent: float | None = None
@@ -124,12 +127,11 @@ class NaNReport(AbstractReport):
         return notes
 
 
-_COLUMNS = (*COLUMNS, "rule", "element", "operands", "cotangent")
+_COLUMNS = (*COLUMNS, "rule", "bad elements", "operands", "cotangent")
 
 
 def _row(record: NonFinite) -> tuple[str, ...]:
     step = ", ".join(map(str, record.step))
-    index = f"[{', '.join(map(str, record.index))}]" if record.index else ""
     return (
         *cells(
             record,
@@ -137,11 +139,20 @@ def _row(record: NonFinite) -> tuple[str, ...]:
             step=f"{step} and {record.count - 1} more" if record.count > 1 else step,
         ),
         record.rule,
-        index + " under vmap" * record.is_batched,
+        _show_elements(record),
         ", ".join(f"{x:.3g}" for x in record.operands),
         # Of a dead branch it is zero, as the kind says.
         f"{record.cotangent:.3g}" if record.cotangent else "",
     )
+
+
+def _show_elements(record: NonFinite) -> str:
+    """Such as `3 of 128: [0], ...`; empty for a scalar."""
+    where = " under vmap" * record.is_batched
+    if not record.index:
+        return where.strip()
+    index = f"[{', '.join(map(str, record.index))}]" + ", ..." * (record.n_bad > 1)
+    return f"{record.n_bad} of {math.prod(record.shape)}{where}: {index}"
 
 
 def _describe(record: NonFinite) -> str:

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import evaluate
 from ..origins import NumberedLoss
+from .cancellation import gradients_and_terms, is_rounding
 from .values import Found, WatchedDerivative
 from .walk import End, find_ends, find_gates
 
@@ -24,6 +25,11 @@ class AbstractDerivative(abc.ABC):
     @abc.abstractmethod
     def gradients(self) -> list[np.ndarray]:
         """For each leaf, its gradient or a directional derivative."""
+
+    @abc.abstractmethod
+    def rounding_errors(self) -> list[tuple[int, float, float]]:
+        """The leaves whose gradient is as small as the rounding error of its terms, with the
+        largest element of it and of the sums of the sizes of its terms."""
 
     @abc.abstractmethod
     def ends(self, leaf: int) -> list[End]:
@@ -62,12 +68,23 @@ class _Reverse(AbstractDerivative):
         ct = jnp.ones((), numbered.traced.program.out_avals[0].dtype)
         self._values = (*values, ct)
         program = jax.make_jaxpr(cotangents)(values, ct)
-        self._run = _evaluated(program)
+        self._program = program
         names = [*numbered.traced.inputs, None]
         self._watched = WatchedDerivative(program, names, is_gate)
 
+    @ft.cached_property
+    def _gradients(self) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+        return gradients_and_terms(self._program, self._values)
+
     def gradients(self):
-        return self._run(*self._values)
+        return self._gradients[0]
+
+    def rounding_errors(self):
+        return [
+            (leaf, float(np.max(np.abs(gradient))), float(np.max(np.abs(terms))))
+            for leaf, gradient, terms in zip(self._leaves, *self._gradients, strict=True)
+            if terms is not None and is_rounding(gradient, terms)
+        ]
 
     @ft.cached_property
     def _found(self) -> Found:
@@ -108,6 +125,9 @@ class _Forward(AbstractDerivative):
 
     def ends(self, leaf):
         return find_ends(self._watched.plan, self._watched(*self._inputs(leaf)), 0)
+
+    def rounding_errors(self):
+        return []  # the terms are not known
 
     def gates(self, leaf):
         return []  # the derivative is one number, not one for each unit

@@ -91,6 +91,9 @@ def explain_zero(
     one more that is watched. Loops are compiled. If JAX has no reverse mode for the loss, as it
     has a `while_loop` in it, it is a directional derivative in forward mode for each leaf.
 
+    A gradient that is not exactly zero, but as small as the rounding error of the terms that
+    are summed to it, is named in `remarks`.
+
     An operation that JAX can't differentiate at all is taken to be differentiable, and named in
     `remarks`. The leaves whose gradient passes it are not looked at by values.
 
@@ -148,6 +151,7 @@ class _Explanation:
                     found[i] = self._by_values(i, derivative)
                 else:
                     partly.extend(self._dead_units(i, derivative, gradient))
+            remarks.extend(self._rounding_errors(derivative))
         if not_finite and self._is_zero_safe:
             names = show_list(not_finite, 8)
             remarks.append(f"Without `zero_safe`, the gradient of {names} would not be finite.")
@@ -192,6 +196,18 @@ class _Explanation:
     def _by_values(self, leaf: int, derivative: AbstractDerivative) -> list[ZeroGradient]:
         records = [self._of_end(leaf, end) for end in derivative.ends(leaf)]
         return list(dict.fromkeys(records)) or [self._record(leaf, "zero value", None)]
+
+    def _rounding_errors(self, derivative: AbstractDerivative) -> list[str]:
+        found = derivative.rounding_errors()
+        if not found:
+            return []
+        names = show_list([self._leaves[i] for i, _, _ in found], 8)
+        _, gradient, terms = max(found, key=lambda one: one[1])
+        return [
+            f"The gradient of {names} is not exactly zero, but a rounding error: terms whose "
+            f"sizes add up to {terms:.2g} cancel to {gradient:.2g}. The loss does not depend "
+            "on such a leaf, as on a bias before a BatchNorm, or is stationary in it."
+        ]
 
     def _dead_units(self, leaf, derivative, gradient: np.ndarray) -> list[ZeroGradient]:
         """Units that are dead for all examples, if these are zero slices of a gradient."""

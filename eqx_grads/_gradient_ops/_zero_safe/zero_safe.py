@@ -58,8 +58,11 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     **Returns:**
 
-    A function with the signature and the values of `fn`, bit by bit. It is a PyTree with the
-    leaves of `fn`, and so can be a layer of a model.
+    A function with the signature and the values of `fn`. Under `jax.jit`, these are those of
+    `jax.jit(fn)`, bit by bit. In an eager call they may differ from those of `fn` by rounding:
+    where `fn` calls a jitted function in which something may be dropped, its operations are
+    evaluated one by one, and not fused by XLA. It is a PyTree with the leaves of `fn`, and so
+    can be a layer of a model.
 
     Apply it to the whole loss: a selection outside of `fn` is not seen.
 
@@ -125,15 +128,15 @@ _POLICIES = ("selected", "zero")
 class ZeroSafe(eqx.Module):
     """What `zero_safe` returns."""
 
-    _fn: Callable[..., Any]
+    _eqg_fn: Callable[..., Any]
     _policy: str = eqx.field(static=True)
 
     @property
     def __wrapped__(self):
-        return self._fn
+        return self._eqg_fn
 
     def __call__(self, /, *args, **kwargs):
-        call, arrays = TreeSplit.split((self._fn, args, kwargs), is_array)
+        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
         returned: list[TreeSplit] = []
 
         def run(arrays):
@@ -142,7 +145,7 @@ class ZeroSafe(eqx.Module):
             returned[:] = [out]
             return ys
 
-        program = zero_safe_program(_trace(self._fn, run, arrays), arrays)
+        program = zero_safe_program(_trace(self._eqg_fn, run, arrays), arrays)
         if self._policy == "zero":
             ys = zero_wins_program(program, arrays)
         else:

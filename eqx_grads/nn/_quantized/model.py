@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import rule_error, RuleError, type_of
+from ..._errors import rule_error, RuleError, show_path, type_of
 from ..._tangent_spaces import is_differentiable
 from .calibration import fit_to_inputs, Uncalibrated
 from .layers import (
@@ -417,4 +417,4 @@ def _place(path):
 
 
 def _join(path, keys):
-    return (path + jtu.keystr(keys)).removeprefix(".")
+    return (path + show_path(keys)).removeprefix(".")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from ..._errors import rule_error, type_of
+from ..._errors import rule_error, show_path, type_of
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._tangent_spaces import holds_numbers
 
@@ -171,7 +171,7 @@ def first_states(
         if not holds_numbers(leaf):
             raise rule_error(
                 f"`{layer}` was given a `state` that is not of arrays.",
-                f"state{jax.tree_util.keystr(path)} is {type_of(leaf)}",
+                f"state{show_path(path)} is {type_of(leaf)}",
                 do="Pass what an earlier call returned, or `None`.",
             )
     state = expected if state is None else jax.tree.map(jnp.asarray, state)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from ..._errors import show_path
 from .._case import Case
 from .._compare import is_number, unlike
 from .._eager import Call
@@ -50,7 +51,7 @@ def _same_tree(where, value, other, tolerance) -> Iterator[Finding]:
         return
     names, want, got = [], [], []
     for (path, x), (_, y) in zip(flat, flat_other, strict=True):
-        name = f"output{jax.tree_util.keystr(path)}"
+        name = f"output{show_path(path)}"
         why = unlike(y, x)
         if why:
             kind = "the value" if is_number(x) else "the static leaf"
