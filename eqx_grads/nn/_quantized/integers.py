@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
-from ..._errors import rule_error, RuleError, type_of
+from ..._errors import rule_error, RuleError, show_path, type_of
 from ..._tangent_spaces import is_differentiable
 from .binary_ternary import BinaryLinear, TernaryLinear
 from .calibration import members_of
@@ -85,7 +85,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     new, swapped, left = [], [], []
     done: dict[int, tuple[Any, str]] = {}  # a layer in several places stays one
     for keys, node in nodes:
-        path = jtu.keystr(keys).removeprefix(".")
+        path = show_path(keys).removeprefix(".")
         reason = _reason_to_leave(node)
         if reason is None:
             if id(node) not in done:
