@@ -327,6 +327,54 @@ def test_one_fixed_point_inside_another():
         assert_close(jax.jvp(outer, (0.4,), (1.0,))[1], differences, tolerance=1e-8)
 
 
+class Damped(eqx.Module):
+    weight: jax.Array
+    damping: float = 0.5
+
+    def __call__(self, y, x):
+        # A branch on the number: it has to be static.
+        return self.damping * jnp.tanh(self.weight * y) + x if self.damping > 0 else x
+
+
+@pytest.mark.parametrize("backward", [*EXACT, *APPROXIMATE])
+def test_numbers_of_python_are_static(backward):
+    """In arguments, and in the fields of a Module that is an argument."""
+
+    def solution(weight, x, damping):
+        cell = Damped(weight, damping)
+        fn = lambda y, cell, x: cell(y, x)
+        return eqg.fixed_point(fn, jnp.zeros(2), cell, x, backward=backward).value
+
+    def with_closure(weight, x, damping):
+        fn = lambda y: Damped(weight, damping)(y, x)
+        return eqg.fixed_point(fn, jnp.zeros(2), backward=backward).value
+
+    args = jnp.array([0.3, 0.8]), jnp.array([1.0, -0.5])
+    for transform in (jax.jacrev, jax.jacfwd, jax.hessian):
+        of_fn = lambda fn, transform=transform: jax.jit(
+            transform(lambda *args: fn(*args, 0.5), (0, 1))
+        )(*args)
+        assert_close(of_fn(solution), of_fn(with_closure), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("adjoint", [solvers.ImplicitAdjoint(), SERIES], ids=str)
+def test_numbers_of_python_in_optimistix(adjoint):
+    step = lambda y, args: Damped(args[0], args[1])(y, args[2])
+    weight, x = jnp.array([0.3, 0.8]), jnp.array([1.0, -0.5])
+
+    def solution(weight, damping):
+        args = (weight, damping, x)
+        return optx.fixed_point(step, tight(), jnp.zeros(2), args, adjoint=adjoint).value
+
+    closure = lambda weight: (
+        eqg.fixed_point(
+            lambda y: Damped(weight, 0.5)(y, x), jnp.zeros(2), solver=tight(), backward=adjoint
+        ).value
+    )
+    got = jax.jacrev(solution)(weight, 0.5)
+    assert_close(got, jax.jacrev(closure)(weight), tolerance=1e-5)
+
+
 def test_the_start_has_no_gradient(getkey):
     args = problem(getkey)
     fn = lambda z0: jnp.sum(eqg.fixed_point(nonlinear, z0, *args).value)

@@ -20,7 +20,7 @@ from eqx_grads import RuleError
 from eqx_grads.nn._linear_recurrent.s5 import hippo_normal
 
 from .helpers import assert_close, checking_leaks
-from .rules.recurrent import loss, reference
+from .rules.recurrent import loss, losses_of_one_output, reference
 
 
 LAYERS = {
@@ -127,6 +127,17 @@ def test_values_and_gradients(name, reverse, getkey):
         got = all_of(lambda *args: args[0](*args[1:], lengths=[4, 2]))(*spoiled)
         plain = ft.partial(written_out(name), lengths=[4, 2])
         assert_close(got, all_of(plain)(layer, xs, state), tolerance=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradient_of_one_output(name, getkey):
+    with jax.enable_x64(True):
+        args = make(getkey, name)
+        gradients = lambda run: eqx.filter_jit(
+            lambda args: [eqx.filter_grad(loss)(args) for loss in losses_of_one_output(run)]
+        )
+        assert_close(gradients(call)(args), gradients(written_out(name))(args), tolerance=1e-10)
 
 
 @pytest.mark.slow

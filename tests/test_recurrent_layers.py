@@ -19,7 +19,7 @@ from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, 
 from eqx_grads.nn._recurrent import gru_vjp, lstm_vjp, rnn_vjp
 
 from .helpers import assert_close, checking_leaks
-from .rules.recurrent import loss, reference
+from .rules.recurrent import loss, losses_of_one_output, reference
 
 
 LAYERS = {
@@ -52,6 +52,18 @@ def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
     _, state = layer(xs)
     state = jax.tree.map(lambda s: jr.normal(getkey(), s.shape, dtype), state)
     return layer, xs, state
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradient_of_one_output(name, getkey):
+    with jax.enable_x64(True):
+        args = make(getkey, name)
+        gradients = lambda run: eqx.filter_jit(
+            lambda args: [eqx.filter_grad(loss)(args) for loss in losses_of_one_output(run)]
+        )
+        assert_close(gradients(run)(args), gradients(reference)(args), tolerance=1e-10)
 
 
 @pytest.mark.usefixtures("chunks")

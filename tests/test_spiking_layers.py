@@ -13,7 +13,7 @@ from eqx_grads import RuleError
 from eqx_grads.nn._spiking import layer_vjp
 
 from .helpers import assert_close, checking_leaks, temp_bytes
-from .rules.recurrent import loss, reference
+from .rules.recurrent import loss, losses_of_one_output, reference
 
 
 BETA, RHO, ALPHA = ([0.9, 0.5, 0.3, 0.7], [0.95, 0.8, 0.6, 0.4], [0.2, 0.7, 0.4, 0.5])
@@ -36,6 +36,7 @@ QUICK = {
     ("RCuBaLIF", "subtract", False, True),
     ("ALIF", "none", True, False),
 }
+ONE_OUTPUT = {("LI", "none"), ("LIF", "zero"), ("CuBaLIF", "none")}
 CASES = [
     case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
     for case in [
@@ -116,6 +117,30 @@ def test_leaky_integrators(getkey):
     with jax.enable_x64(True):
         args = make(getkey, "LI", **learned("LI"))
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize(
+    ("name", "reset"),
+    [
+        case if case in ONE_OUTPUT else pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("LI", "none"), *((name, r) for name in OF_SPIKES for r in RESETS)]
+    ],
+)
+def test_gradient_of_one_output(name, reset, getkey):
+    """A state of which one field has a gradient, with and without the gradients of constants:
+    a loop of the backward pass may have nothing to read."""
+    options = {} if name == "LI" else {"reset": reset}
+    with jax.enable_x64(True):
+        layer, *rest = make(getkey, name, **options)
+        gradients = lambda run: eqx.filter_jit(
+            lambda args: [eqx.filter_grad(loss)(args) for loss in losses_of_one_output(run)]
+        )
+        expected = gradients(reference)((layer, *rest))
+        for keep in ("membranes", "spikes") if name != "LI" else (None,):
+            same = layer if keep is None else keeping(keep, layer)
+            got = gradients(run)((same, *rest))
+            assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
 @pytest.mark.usefixtures("chunks")

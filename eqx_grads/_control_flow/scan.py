@@ -62,7 +62,11 @@ def filter_scan(
             )
             return jnp.sum(h)
 
-        assert gradient(cell).weight_hh.shape == (12, 4)
+        print(gradient(cell).weight_hh.shape)
+        ```
+
+        ```text
+        (12, 4)
         ```
 
     **Arguments:**

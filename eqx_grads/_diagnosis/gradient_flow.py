@@ -68,9 +68,13 @@ def gradient_flow(
         loss = lambda network, xs: jnp.sum(network(xs) ** 2)
 
         flow = eqg.gradient_flow(loss, network, jnp.ones((20, 3)))
-        assert list(flow) == ["cell", "readout"]
-        assert flow["cell"].shape == (20,)
-        assert flow["cell"][0] < 0.01 * flow["cell"][-1]  # it vanishes
+        print({path: norms.shape for path, norms in flow.items()})
+        print(flow["cell"][0] < 0.01 * flow["cell"][-1])  # it vanishes
+        ```
+
+        ```text
+        {'cell': (20,), 'readout': (1,)}
+        True
         ```
 
     **Arguments:**

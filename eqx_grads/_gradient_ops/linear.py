@@ -241,11 +241,13 @@ def mask_gradient(x: PyTree, mask: PyTree) -> PyTree:
 
         # A tree of bools freezes parts of a model.
         loss = lambda x: sum(eqg.mask_gradient(x, {"a": True, "b": False}).values()) ** 2
-        assert jax.grad(loss)({"a": 1.0, "b": 2.0}) == {"a": 6.0, "b": 0.0}
+        grad = jax.grad(loss)({"a": 1.0, "b": 2.0})
+        print(grad["a"], grad["b"])
         ```
 
         ```text
         [6. 0.]
+        6.0 0.0
         ```
 
     **Arguments:**

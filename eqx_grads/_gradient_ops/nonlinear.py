@@ -40,7 +40,13 @@ def clip_gradient(x: PyTree, min: ArrayLike | None, max: ArrayLike | None) -> Py
         # The gradient of a squared error, clipped, is that of the Huber loss.
         loss = lambda x: 0.5 * eqg.clip_gradient(x, -1.0, 1.0) ** 2
         for x in (-3.0, 0.5, 2.0):
-            assert jax.grad(loss)(x) == jax.grad(optax.huber_loss)(x)
+            print(jax.grad(loss)(x), jax.grad(optax.huber_loss)(x))
+        ```
+
+        ```text
+        -1.0 -1.0
+        0.5 0.5
+        1.0 1.0
         ```
 
     **Arguments:**

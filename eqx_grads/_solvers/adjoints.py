@@ -43,8 +43,10 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         inputs = (fn, *constant((solver, y0)), args, *constant(options))
         y, rest = primal_fn((*constant(inputs), _while_loop))
         solve = ft.partial(_solve, self, tags)
-        residual = ft.partial(_residual, rewrite_fn)
-        return differentiable_solution(y, inputs, residual=residual, solve=solve), rest
+        # Python numbers are static where Equinox has traced `fn`, and remain so.
+        arrays, static = eqx.partition(inputs, eqx.is_array)
+        residual = ft.partial(_residual, rewrite_fn, static)
+        return differentiable_solution(y, arrays, residual=residual, solve=solve), rest
 
     @abc.abstractmethod
     def solve_tangent(
@@ -87,10 +89,10 @@ def _solve(adjoint, tags, linear_map, b, unknowns, value):
     return adjoint.solve_tangent(linear_map, b, tags)
 
 
-def _residual(rewrite_fn, y, inputs):
+def _residual(rewrite_fn, static, y, arrays):
     # `None` stands for what the solver returned besides `y`, which no function of Optimistix
     # reads.
-    return rewrite_fn(y, None, inputs)
+    return rewrite_fn(y, None, eqx.combine(arrays, static))
 
 
 def _while_loop(cond_fun, body_fun, init_val, *, max_steps):

@@ -54,11 +54,12 @@ def fixed_point(
         solution = eqg.fixed_point(cosine, 1.0, 0.9)
         y, dy = solution.value, jax.grad(lambda x: eqg.fixed_point(cosine, 1.0, x).value)(0.9)
         print(f"{y:.3f}, with the slope {dy:.3f}")
-        assert solution.stats["num_steps"] < 100 and solution.stats["residual_norm"] < 1e-5
+        print(solution.stats["residual_norm"] < 1e-5)
         ```
 
         ```text
         0.693, with the slope 0.489
+        True
         ```
 
     **Arguments:**

@@ -64,11 +64,12 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
         import jax.numpy as jnp
 
         slopes = jax.grad(eqg.safe.arctan2, argnums=(0, 1))
-        assert slopes(0.0, 0.0) == (0.0, 0.0)
+        print(*slopes(0.0, 0.0))
         print((1e30 * jnp.stack(slopes(1e30, 1e30))).round(3))
         ```
 
         ```text
+        0.0 -0.0
         [ 0.5 -0.5]
         ```
 
@@ -161,7 +162,11 @@ def arccos(x: ArrayLike) -> Array:
             return eqg.safe.arccos(jnp.clip(u @ v, -1.0, 1.0))
 
         u = jnp.array([0.6, 0.8])
-        assert jnp.array_equal(jax.grad(angle)(u, u), jnp.zeros(2))
+        print(jax.grad(angle)(u, u))
+        ```
+
+        ```text
+        [-0. -0.]
         ```
 
     **Arguments:**

@@ -65,8 +65,13 @@ def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
 
         entropy = lambda p: -jnp.sum(eqg.safe.xlogy(p, p))
         p = jnp.array([0.0, 1.0])
-        assert entropy(p) == 0.0
-        assert jnp.array_equal(jax.grad(entropy)(p), jnp.array([0.0, -1.0]))
+        print(entropy(p))
+        print(jax.grad(entropy)(p))
+        ```
+
+        ```text
+        -0.0
+        [-0. -1.]
         ```
 
     **Arguments:**
@@ -363,12 +368,14 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
 
         print(f"{eqg.safe.log_sub_exp(1000.0, 999.0):.3f}")
         slopes = jax.grad(eqg.safe.log_sub_exp, argnums=(0, 1))
-        assert slopes(3.0, -jnp.inf) == (1.0, 0.0)
-        assert slopes(-jnp.inf, -jnp.inf) == (0.0, 0.0)
+        print(*slopes(3.0, -jnp.inf))
+        print(*slopes(-jnp.inf, -jnp.inf))
         ```
 
         ```text
         999.541
+        1.0 -0.0
+        0.0 -0.0
         ```
 
     **Arguments:**

@@ -130,12 +130,13 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
         x = jnp.array([[3e-30, 4e-30], [0.0, 0.0]])
         unit = eqg.safe.normalize(x)
         print(unit.round(3))
-        assert jnp.isfinite(jax.jacobian(eqg.safe.normalize)(x)).all()
+        print(jnp.isfinite(jax.jacobian(eqg.safe.normalize)(x)).all())
         ```
 
         ```text
         [[0.6 0.8]
          [0.  0. ]]
+        True
         ```
 
     **Arguments:**

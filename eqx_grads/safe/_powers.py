@@ -75,11 +75,12 @@ def reciprocal(x: ArrayLike) -> Array:
         import jax.numpy as jnp
 
         f = lambda x: jnp.where(x == 0, 0.0, eqg.safe.reciprocal(x))
-        assert jax.grad(f)(0.0) == 0.0
+        print(jax.grad(f)(0.0))
         print(jax.grad(f)(2.0))
         ```
 
         ```text
+        -0.0
         -0.25
         ```
 
@@ -127,7 +128,7 @@ def divide(x: ArrayLike, y: ArrayLike) -> Array:
         import jax.numpy as jnp
 
         f = lambda x, y: jnp.where(y == 0, 0.0, eqg.safe.divide(x, y))
-        assert jax.grad(f, argnums=(0, 1))(1.0, 0.0) == (0.0, 0.0)
+        print(*jax.grad(f, argnums=(0, 1))(1.0, 0.0))
 
         x, y = jnp.float32(1e-30), jnp.float32(1e-25)
         print(f"{jax.grad(eqg.safe.divide, argnums=1)(x, y):.1e}")
@@ -135,6 +136,7 @@ def divide(x: ArrayLike, y: ArrayLike) -> Array:
         ```
 
         ```text
+        0.0 -0.0
         -1.0e+20
         -inf
         ```

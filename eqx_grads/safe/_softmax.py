@@ -28,11 +28,14 @@ def softmax(
 
         masked = jnp.full(3, -jnp.inf)  # attention to nothing
         print(eqg.safe.softmax(masked))  # JAX: NaN
-        assert (jax.jacobian(eqg.safe.softmax)(masked) == 0).all()
+        print(jax.jacobian(eqg.safe.softmax)(masked))
         ```
 
         ```text
         [0. 0. 0.]
+        [[0. 0. 0.]
+         [0. 0. 0.]
+         [0. 0. 0.]]
         ```
 
     `jax.nn.softmax(x, where=mask)` is right too, and zero where all are masked. This function
@@ -88,11 +91,14 @@ def log_softmax(
 
         masked = jnp.full(3, -jnp.inf)
         print(eqg.safe.log_softmax(masked))  # JAX: NaN
-        assert (jax.jacobian(eqg.safe.log_softmax)(masked) == 0).all()
+        print(jax.jacobian(eqg.safe.log_softmax)(masked))
         ```
 
         ```text
         [-inf -inf -inf]
+        [[0. 0. 0.]
+         [0. 0. 0.]
+         [0. 0. 0.]]
         ```
 
     **Arguments:**
@@ -159,8 +165,12 @@ def entropy(
         def of_logits(x):
             return eqg.safe.entropy(eqg.safe.softmax(x))
 
-        grad = jax.grad(of_logits)(jnp.array([0.0, 1.0, -jnp.inf]))
-        assert jnp.isfinite(grad).all()
+        grad = jax.grad(of_logits)(jnp.float32([0.0, 1.0, -jnp.inf]))
+        print(grad.round(3))
+        ```
+
+        ```text
+        [ 0.19700001 -0.19700001  0.        ]
         ```
 
     **Arguments:**

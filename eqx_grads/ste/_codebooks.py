@@ -119,12 +119,14 @@ def fsq(z: ArrayLike, levels: Sequence[int]) -> tuple[Array, Array]:
         z = jnp.array([0.3, -2.0, 0.1])
         code, index = eqg.ste.fsq(z, levels)
         print(code, index)
-        assert jnp.array_equal(code, eqg.ste.fsq_codebook(levels)[index])
-        assert jax.grad(lambda z: eqg.ste.fsq(z, levels)[0].sum())(z).min() > 0
+        print(eqg.ste.fsq_codebook(levels)[index])
+        print(jax.grad(lambda z: eqg.ste.fsq(z, levels)[0].sum())(z).round(3))
         ```
 
         ```text
         [ 0.25 -1.    0.  ] 85
+        [ 0.25 -1.    0.  ]
+        [0.72200006 0.071      0.989     ]
         ```
 
     **Arguments:**

@@ -43,13 +43,18 @@ def gumbel_softmax(
         import jax
         import jax.numpy as jnp
 
-        logits, key = jnp.array([0.1, 1.0, -0.5]), jax.random.key(0)
+        logits, key = jnp.float32([0.1, 1.0, -0.5]), jax.random.key(0)
         sample = eqg.ste.gumbel_softmax(logits, key=key, hard=True)
-        assert sorted(sample.tolist()) == [0.0, 0.0, 1.0]
+        print(sample)
 
         worth = jnp.array([1.0, 2.0, 3.0])
         reward = lambda x: worth @ eqg.ste.gumbel_softmax(x, key=key, hard=True)
-        assert jnp.abs(jax.grad(reward)(logits)).min() > 0
+        print(jax.grad(reward)(logits).round(3))
+        ```
+
+        ```text
+        [0. 1. 0.]
+        [-0.12100001  0.11700001  0.004     ]
         ```
 
     **Arguments:**
@@ -105,10 +110,15 @@ def gumbel_sigmoid(
         ```python
         import eqx_grads as eqg
         import jax
+        import jax.numpy as jnp
 
         bit = lambda x: eqg.ste.gumbel_sigmoid(x, key=jax.random.key(0), hard=True)
-        assert bit(0.3) in (0.0, 1.0)
-        assert jax.grad(bit)(0.3) > 0
+        x = jnp.float32(0.3)
+        print(bit(x), jax.grad(bit)(x).round(3))
+        ```
+
+        ```text
+        1.0 0.038000003
         ```
 
     **Arguments:**
@@ -155,14 +165,15 @@ def bernoulli(p: ArrayLike, *, key: PRNGKeyArray) -> Array:
         import jax
         import jax.numpy as jnp
 
-        p = jnp.array([0.0, 0.5, 1.0])
+        p = jnp.float32([0.0, 0.5, 1.0])
         sample = eqg.ste.bernoulli(p, key=jax.random.key(0))
-        assert (sample[0], sample[2]) == (0.0, 1.0)
+        print(sample)
         loss = lambda p: 3 * eqg.ste.bernoulli(p, key=jax.random.key(0)).sum()
         print(jax.grad(loss)(p))
         ```
 
         ```text
+        [0. 0. 1.]
         [3. 3. 3.]
         ```
 
@@ -226,13 +237,18 @@ def reinmax(
         import jax
         import jax.numpy as jnp
 
-        logits, key = jnp.array([0.1, 1.0, -0.5]), jax.random.key(0)
+        logits, key = jnp.float32([0.1, 1.0, -0.5]), jax.random.key(0)
         sample = eqg.ste.reinmax(logits, key=key)
-        assert sorted(sample.tolist()) == [0.0, 0.0, 1.0]
+        print(sample)
 
         worth = jnp.array([1.0, 2.0, 3.0])
         reward = lambda x: (worth @ eqg.ste.reinmax(x, key=key)) ** 2
-        assert jnp.abs(jax.grad(reward)(logits)).min() > 0
+        print(jax.grad(reward)(logits).round(3))
+        ```
+
+        ```text
+        [0. 1. 0.]
+        [-0.499       0.22500001  0.27400002]
         ```
 
     **Arguments:**

@@ -93,9 +93,15 @@ def check_gradients(
         loss = lambda network, x: jnp.sum(network(x) ** 2)
 
         report = eqgt.check_gradients(loss, network, jnp.ones(3), raises=False)
-        assert [fault.leaf for fault in report.found] == ["encode.weight", "encode.bias"]
-        assert report.found[0].primitive == "square"
-        assert report["decode.weight"].verdict == "right"
+        print([fault.leaf for fault in report.found])
+        print(report.found[0].primitive)
+        print(report["decode.weight"].verdict)
+        ```
+
+        ```text
+        ['encode.weight', 'encode.bias']
+        square
+        right
         ```
 
     **Arguments:**

@@ -69,11 +69,15 @@ def explain_memory(
         loss = lambda network, xs: jnp.mean(jax.vmap(network)(xs) ** 2)
 
         report = eqg.explain_memory(loss, network, jnp.ones((8, 100, 3)))
-        assert report.total > 0.5 * 2**20
-        assert report.found[0].path == "cell"
-        assert report.found[0].n_steps == 100
-        assert "eqg.filter_scan(..., checkpoint=" in report.advice[0].cure
-        assert report.advice[0].predicted < 0.2 * report.compiled
+        print(report.found[0].path, report.found[0].n_steps)
+        print(report.advice[0].cure)
+        print(report.advice[0].predicted < 0.2 * report.compiled)
+        ```
+
+        ```text
+        cell 100
+        Run the loop at page.py:12 by `eqg.filter_scan(..., checkpoint=4)`.
+        True
         ```
 
     **Arguments:**

@@ -75,10 +75,13 @@ def explain_nan(
             return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
 
         report = eqg.explain_nan(loss, jnp.array([1.0, 0.0]))
-        print(report)
-        assert report.found[0].primitive == "sqrt"
-        assert report.found[0].kind == "dead branch"
-        assert not eqg.explain_nan(loss, jnp.array([1.0, 2.0]))
+        print(report.found[0].kind, report.found[0].code, sep=" | ")
+        print(bool(eqg.explain_nan(loss, jnp.array([1.0, 2.0]))))
+        ```
+
+        ```text
+        dead branch | return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+        False
         ```
 
     JAX computes the derivative of a branch that a `where` does not take, and multiplies it by

@@ -148,7 +148,7 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
             # One array for the loop to read, not two.
             slope, ct_output = None if ct_y is None else slope * ct_y, None
         inputs = (_for_reset(dynamics, before), slope, ct_output, valid)
-        ct_state, cts = lax_scan(jax.vmap(back), ct_state, inputs, reverse=not reverse)
+        ct_state, cts = lax_scan(jax.vmap(back), ct_state, inputs, len(x), reverse=not reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, cts.x, x),
