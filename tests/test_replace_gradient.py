@@ -119,3 +119,22 @@ def test_methods_in_the_body_of_a_class():
         got = eqx.filter_grad(call)((step, x))
         expected = eqx.filter_grad(lambda args: args[0].smooth(args[1]))((step, x))
         assert_close(jax.tree.leaves(got), jax.tree.leaves(expected))
+
+
+def test_a_number_in_a_module_is_static():
+    """The surrogate may branch on it, under `jit` too."""
+
+    class Leaky(eqx.Module):
+        weight: jax.Array
+        slope: float = 0.1
+
+        def smooth(self, x):
+            return self.weight * x if self.slope > 0 else x
+
+        __call__ = eqg.with_gradient_of(lambda self, x: jnp.round(self.weight * x), smooth)
+
+    loss = lambda leaky, x: jnp.sum(leaky(x))
+    leaky, x = Leaky(jnp.array(2.0)), jnp.array([0.3, 0.4])
+    grad = eqx.filter_jit(eqx.filter_grad(loss))(leaky, x)
+    assert_close(grad.weight, jnp.sum(x))
+    assert jax.jit(loss, static_argnums=0)(Leaky(2.0), x) == 2.0

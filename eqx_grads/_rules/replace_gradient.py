@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 from .._errors import check_function, name_of, rule_error, show_path, show_tree, type_of
 from .._tangent_spaces import tangents_match
 from .custom_jvp import custom_jvp
-from .flatten_call import as_arrays
 from .wrapper import set_metadata
 
 
@@ -164,7 +163,6 @@ class _WithGradientOf(eqx.Module):
     surrogate_fn: Callable[..., Any]
 
     def __call__(self, *args, **kwargs):
-        args, kwargs = as_arrays((args, kwargs))
         # Not only saves work: what has no derivative at all (a host callback) would raise.
         fn, args_, kwargs_ = jax.tree.map(
             lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x,

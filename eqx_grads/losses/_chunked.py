@@ -143,8 +143,14 @@ class _Chunked(eqx.Module):
         call, arrays = TreeSplit.split((self._loss, args, kwargs), is_array)
         closures, captured = lift_tracers(call.static)
         call.static = closures.items
-        chunks = _Chunks(axes, length, self._chunk, self._mean, closures if captured else None)
-        loss, args, kwargs = call.tree(arrays)
+        leaves, treedef = _leaves(call.tree(arrays))
+        is_number = [isinstance(x, int | float | complex) for x in leaves]
+        numbers = tuple(x if n else None for x, n in zip(leaves, is_number, strict=True))
+        loss, args, kwargs = jax.tree.unflatten(
+            treedef, [None if n else x for x, n in zip(leaves, is_number, strict=True)]
+        )
+        closures = closures if captured else None
+        chunks = _Chunks(axes, numbers, length, self._chunk, self._mean, closures)
         return _sum_over_chunks(loss, args, kwargs, captured, chunks=chunks)
 
     def __get__(self, instance, owner=None):
@@ -200,9 +206,12 @@ class _Chunked(eqx.Module):
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     """How a loss is split. `axes` has an entry for each leaf of the loss and its positional
-    arguments. `closures` is for the tracers that were captured, if any were."""
+    arguments, and `numbers` for each leaf of these and the keywords: a Python number, which
+    would be an array in a rule, or `None`. `closures` is for the tracers that were captured, if
+    any were."""
 
     axes: tuple[int | None, ...]
+    numbers: tuple[int | float | complex | None, ...]
     length: int
     chunk: int
     mean: bool
@@ -222,6 +231,11 @@ class _Chunks:
             x if a is None or part is None else jnp.moveaxis(part, 0, a)
             for x, part, a in zip(whole, parts, axes, strict=True)
         ]
+
+    def with_numbers(self, leaves):
+        """The leaves of the loss, its arguments and what it captured, with the numbers."""
+        numbers = [*self.numbers, *(None for _ in leaves[len(self.numbers) :])]
+        return [x if n is None else n for x, n in zip(leaves, numbers, strict=True)]
 
     def scan(self, fn, sums, parts):
         return scan_in_chunks(fn, sums, parts, chunk=self.chunk, reverse=False)
@@ -251,7 +265,8 @@ def _sum_over_chunks(loss, args, kwargs, captured, *, chunks: _Chunks):
 
 def _loss_of_chunk(treedef, chunks: _Chunks, whole, parts) -> Array:
     """The loss of a chunk, as a term of the sum over all chunks."""
-    *call, captured = jax.tree.unflatten(treedef, chunks.join(whole, parts))
+    leaves = chunks.with_numbers(chunks.join(whole, parts))
+    *call, captured = jax.tree.unflatten(treedef, leaves)
     if chunks.closures is not None:
         split, arrays = TreeSplit.split(tuple(call), is_array)
         call = split.tree(arrays, chunks.closures.substitute(captured)[0])
