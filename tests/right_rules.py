@@ -926,3 +926,20 @@ def difference_of_near_numbers(dtype, key):
     x = 0.05 + 0.05 * jr.uniform(key, (3,), dtype)
     rule = jax_vjp(lambda x: x - jnp.sin(x), lambda x, ct: (2 * jnp.sin(x / 2) ** 2 * ct,))
     return rule, (x,)
+
+
+@right
+def autodiff_of_softplus(dtype, key):
+    """In the rule, JAX has its own zeros: a tangent for the constant of `logaddexp(x, 0.0)`."""
+
+    @eqg.custom_jvp
+    def f(w, x):
+        return w * jax.nn.softplus(x)
+
+    @f.def_jvp
+    def _(primals, tangents):
+        (w, x), (t_w, t_x) = primals, tangents
+        y, t_y = jax.jvp(jax.nn.softplus, (x,), (t_x,))
+        return w * y, t_w * y + w * t_y
+
+    return f, normals(key, dtype, (), (3,))

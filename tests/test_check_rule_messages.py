@@ -183,3 +183,24 @@ def test_the_reference_of_higher_orders_is_named():
     report = eqgt.check_rule(double, _CLIP_X, reference=jnp.sin, **options)
     assert "expected: autodiff of `reference`" in str(report)
     assert "without the rule" not in str(report)
+
+
+@eqg.custom_jvp
+def _square(x):
+    return x * x
+
+
+@_square.def_jvp
+def _square_jvp(primals, tangents):
+    (x,), (t_x,) = primals, tangents
+    return _square(x), 2 * x * t_x
+
+
+def test_further_points():
+    x = jnp.array([1.0, 2.0])
+    check = lambda at: eqgt.check_rule(_square, x, at=at, checks=("finite",))
+    assert "the arguments and 2 further points, under" in str(check([(0 * x,), (x + 1,)]))
+    with pytest.raises(eqg.RuleError, match="is not a list of tuples"):
+        check([x])
+    with pytest.raises(eqg.RuleError, match=r"`at\[1\]` of `check_rule` are not the arguments"):
+        check([(x,), (_square, x)])

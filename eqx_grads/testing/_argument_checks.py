@@ -78,10 +78,18 @@ def check_integer(name: str, argument: str, x: Any, smallest: int) -> None:
         )
 
 
-def check_sequence(name: str, argument: str, x: Any) -> None:
-    if not isinstance(x, tuple | list) or not all(isinstance(e, tuple | list) for e in x):
-        raise rule_error(
-            f"The `{argument}` of `{name}` is not a list.",
-            f"it is {x!r:.60}",
-            do="Give a list of tuples of arguments.",
-        )
+def check_points(name: str, argument: str, x: Any) -> None:
+    given = x if isinstance(x, tuple | list) else [x]
+    wrong = [i for i, point in enumerate(given) if not isinstance(point, tuple | list)]
+    if given is x and not wrong:
+        return
+    where = (
+        f"it is {x!r:.60}"
+        if given is not x
+        else (f"`{argument}[{wrong[0]}]` is {given[wrong[0]]!r:.60}, and no tuple")
+    )
+    raise rule_error(
+        f"The `{argument}` of `{name}` is not a list of tuples.",
+        where,
+        do=f"Give a tuple of the arguments for each point, as in `{argument}=[(x,), (y,)]`.",
+    )

@@ -15,7 +15,7 @@ from ._argument_checks import (
     as_names,
     check_integer,
     check_options,
-    check_sequence,
+    check_points,
     check_tolerance,
 )
 from ._compare import as_real, difference, norm, tolerance_of
@@ -53,7 +53,7 @@ class Options:
         check_options("check_rule", given, nonlinear=self.nonlinear)
         check_tolerance("check_rule", tolerance=self.tolerance)
         check_integer("check_rule", "order", self.order, 1)
-        check_sequence("check_rule", "at", self.at)
+        check_points("check_rule", "at", self.at)
         as_names("check_rule", "nondifferentiable", self.nondifferentiable)
         if self.max_residual_bytes is not None:
             check_integer("check_rule", "max_residual_bytes", self.max_residual_bytes, 0)
@@ -165,6 +165,7 @@ class Case:
         self.subject = FlatFunction(fn, args, kwargs, options.nondifferentiable)
         self.own = Precision(self.subject, options, contextlib.nullcontext)
         self.rng = np.random.default_rng(seed)
+        self.subject.check_points(options.at)
 
     def with_seed(self, seed: int) -> "Case":
         """The same case with other random directions. Compiled programs are shared."""

@@ -58,6 +58,19 @@ class FlatFunction:
                 self.names.append(f"`{name}{rest}`")
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
 
+    def check_points(self, points: Sequence[Sequence[Any]]) -> None:
+        """Raise unless the function can be called with each of them."""
+        for number, args in enumerate(points):
+            try:
+                Signature(self.fn).bind(tuple(args), dict(self.kwargs), False)
+            except TypeError as error:
+                raise rule_error(
+                    f"`at[{number}]` of `check_rule` are not the arguments of `{self.name}`.",
+                    f"{error}",
+                    do="Give a tuple of the arguments for each point, as in `at=[(x,), (y,)]`. "
+                    "A Module that is checked is not one of its arguments.",
+                ) from None
+
     def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The function and its arguments, with their differentiable leaves replaced."""
         flat = list(self._all)

@@ -15,12 +15,17 @@ def finite(case: Case) -> Iterator[Finding]:
     """Value and derivatives are finite, at the arguments and at every point of `at`."""
     points = [("the arguments", case)]
     for number, args in enumerate(case.options.at):
-        args = args if isinstance(args, tuple) else (args,)
         options = Options(nondifferentiable=case.options.nondifferentiable)
         point = Case(case.subject.fn, args, case.subject.kwargs, options)
         points.append((f"at[{number}] = {_short(args)}", point))
-    for where, point in points:
-        yield from _finite(where, point)
+    found = [finding for where, point in points for finding in _finite(where, point)]
+    wrong = [finding for finding in found if finding.verdict != "passed"]
+    if wrong:
+        yield from wrong
+        return
+    further = len(points) - 1
+    points = f" and {further} further point{'s' if further > 1 else ''}" if further else ""
+    yield passed("finite", f"the arguments{points}, under `jax.debug_nans`")
 
 
 def _short(args) -> str:

@@ -11,10 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Literal, Var
 
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from ..._jaxprs.evaluate import bind, evaluate
+from ..._jaxprs.known_zeros import evaluate_with_zeros
+from ..._jaxprs.structure import Call, structure
 from .._case import Case
 from .._compiled import all_at_once, Program
 from .._findings import broke, compare, failed, passed, skipped
@@ -157,15 +161,22 @@ def _dead_work(case: Case) -> Iterator[Finding]:
                 # JAX's own rules (`jax.nn.softplus`) compute dead terms as well.
                 without, enough = _work(p.plain, leaves, i, tangents[i])
                 needed += max(without - enough, 0)
+            if actual > needed and not _knows_zeros(case.subject.fn):
+                # So do they if the rule calls them: to the constant in `logaddexp(x, 0.0)`,
+                # which is `softplus`, JAX gives a tangent of zero.
+                run = _one_perturbed(p.rule, leaves, i)
+                actual = _equations(_without_zero_products(run), leaves, tangents[i])
         except Exception:  # the rule has no second derivative to compare with
             return
         where = f"only {name} perturbed"
         if actual > needed:
+            cause = "a zero tangent (`None`) was made into an array of zeros"
+            if not _knows_zeros(case.subject.fn):
+                cause = "an operation of which it is not known that it maps zero to zero"
             yield failed(
                 "zeros", where,
                 f"the jaxpr has {actual} equations, and needs {needed}: some belong to leaves "
-                "that are not perturbed.\n  likely cause: a zero tangent (`None`) was made "
-                "into an array of zeros",
+                f"that are not perturbed.\n  likely cause: {cause}",
             )  # fmt: skip
         else:
             yield passed("zeros", where)
@@ -180,6 +191,46 @@ def _work(program: Program, leaves, i, tangent) -> tuple[int, int]:
 def _is_dense_by_nature(fn) -> bool:
     """A `jax.custom_jvp` without `symbolic_zeros` receives arrays of zeros from JAX."""
     return isinstance(fn, jax.custom_jvp) and not fn.symbolic_zeros
+
+
+def _knows_zeros(fn) -> bool:
+    """Whether its rule is given `None`, or symbolic zeros, and so can take them for arrays."""
+    rules = getattr(fn, "_rules", None)
+    rule = getattr(rules, "jvp_rule", None)
+    return rule is None or rule.symbolic_zeros
+
+
+def _without_zero_products(run):
+    """The function, in which a product with the literal `0.0` is known to be zero."""
+
+    def folded(*args):
+        leaves = jax.tree.leaves(args)
+        closed = jax.make_jaxpr(run)(*args)
+        closed = jax.make_jaxpr(ft.partial(evaluate, closed, hook=_enter_calls))(leaves)
+        new, equations = [], []
+        for eqn in closed.jaxpr.eqns:
+            is_zero = [isinstance(v, Literal) and np.all(v.val == 0) for v in eqn.invars]
+            if eqn.primitive.name == "mul" and any(is_zero):
+                zeros = [Var(v.aval) for v, z in zip(eqn.invars, is_zero, strict=True) if z]
+                new += zeros
+                invars = [
+                    zeros.pop(0) if z else v for v, z in zip(eqn.invars, is_zero, strict=True)
+                ]
+                eqn = eqn.replace(invars=invars)
+            equations.append(eqn)
+        jaxpr = closed.jaxpr.replace(invars=[*closed.jaxpr.invars, *new], eqns=equations)
+        program = closed.replace(jaxpr=jaxpr)
+        out = evaluate_with_zeros(program, [*leaves, *(None for _ in new)])
+        return [x for x in out if x is not None]
+
+    return folded
+
+
+def _enter_calls(eqn, values):
+    known = structure(eqn)
+    if isinstance(known, Call):
+        return evaluate(*known.programs, values, _enter_calls)
+    return bind(eqn, values)
 
 
 def _one_perturbed(rule: Program, leaves, i):
