@@ -597,9 +597,15 @@ def without_logits(model, tokens):
     return eqg.losses.linear_cross_entropy(x, model.head.weight, tokens, bias=model.head.bias)
 
 
+def of_one_hot(model, tokens):
+    log_p = jax.nn.log_softmax(model.logits(tokens))
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(tokens, VOCABULARY) * log_p, -1))
+
+
 @pytest.mark.parametrize(
     ("loss", "call"),
     [
+        (of_one_hot, "(x, model.head.weight, labels, bias=bias)"),
         (of_optax, "(x, model.head.weight, labels, bias=bias)"),
         (by_hand, "(x, model.head.weight, labels, bias=bias)"),
         (masked_and_tied, "(x, model.embedding.weight, labels)"),
@@ -639,6 +645,50 @@ def test_logits_that_are_computed_and_used_on_two_lines():
     assert "linear_cross_entropy(x, model.T, labels)" in with_x.cure
 
 
+def next_token(model, tokens):
+    log_p = jax.nn.log_softmax(model.logits(tokens)[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1))
+
+
+def next_token_of_optax(model, tokens):
+    logits = model.logits(tokens)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def next_token_of_one_hot(model, tokens):
+    log_p = jax.nn.log_softmax(model.logits(tokens)[:, :-1])
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(tokens[:, 1:], VOCABULARY) * log_p, -1))
+
+
+@pytest.mark.parametrize("loss", [next_token, next_token_of_optax, next_token_of_one_hot])
+def test_logits_of_which_the_last_have_no_label(loss):
+    n, steps = TOKENS
+    tokens = jnp.zeros(TOKENS, int)
+    report = eqg.explain_memory(loss, Words(), tokens, compiled=False)
+    (advice,) = report.advice
+    assert f"the inputs of the last layer for the {n * (steps - 1)} labels" in advice.cure
+    assert "all 384 by 8000 logits" in advice.cure
+
+    def followed(model, tokens):
+        x = jax.vmap(jax.vmap(model.features))(tokens)[:, :-1]
+        return eqg.losses.linear_cross_entropy(
+            x, model.head.weight, tokens[:, 1:], bias=model.head.bias
+        )
+
+    needed = eqg.explain_memory(followed, Words(), tokens, compiled=False).estimated
+    assert needed == pytest.approx(advice.predicted, rel=0.15)
+
+
+def smoothed_labels(model, tokens):
+    labels = optax.smooth_labels(jax.nn.one_hot(tokens, VOCABULARY), 0.1)
+    return optax.softmax_cross_entropy(model.logits(tokens), labels).mean()
+
+
+def first_token_only(model, tokens):
+    logits = model.logits(tokens)[:, :1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, :1]).mean()
+
+
 def soft_capped(model, tokens):
     logits = 30 * jnp.tanh(model.logits(tokens) / 30)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
@@ -659,7 +709,17 @@ def soft_labels(model, tokens):
     return optax.softmax_cross_entropy(model.logits(tokens), p).mean()
 
 
-@pytest.mark.parametrize("loss", [soft_capped, with_another_use, probabilities, soft_labels])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        soft_capped,
+        with_another_use,
+        probabilities,
+        soft_labels,
+        smoothed_labels,
+        first_token_only,
+    ],
+)
 def test_logits_of_another_loss(loss):
     report = eqg.explain_memory(loss, Words(), jnp.zeros(TOKENS, int), compiled=False)
     assert all(advice.kind != "logits" for advice in report.advice)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.evaluate import bind, enter, evaluate
@@ -23,14 +23,17 @@ from ..traced_loss import TracedLoss
 
 
 # What a cross-entropy is made of. With others, such as `tanh` and `dot_general`, it is another
-# loss than `linear_cross_entropy`.
+# loss than `linear_cross_entropy`. Labels are indices, or numbers of which one is one; of a
+# text, the last logits have no label.
 _ALLOWED = frozenset(
     """
     abs add broadcast_in_dim convert_element_type copy div eq exp gather ge gt is_finite log lt
-    max ne neg reduce_max reduce_sum reshape select_n sign squeeze stop_gradient sub transpose
+    max ne neg reduce_max reduce_sum reshape select_n sign slice squeeze stop_gradient sub
+    transpose
     """.split()  # noqa: SIM905
 )
-_REQUIRED = frozenset(["exp", "gather", "log", "reduce_sum"])
+_REQUIRED = frozenset(["exp", "log", "reduce_sum"])
+_LEAST_SHARE = 0.5  # of the logits that have a label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Logits:
     - `product`: the equation that multiplies the inputs of the last layer, operand `inputs`, by
         its weight. `users`: the equations that use an array of the size of the logits.
     - `outputs`: the variables, of one number for each token, that the loss is computed from.
-    - `tokens`, `vocabulary`: the numbers of these.
+    - `tokens`, `vocabulary`: the numbers of these. `labels`: the number of tokens that the loss
+        is computed from.
     - `weight`: the weight of shape `(vocabulary, features)`, as it is in the arguments of the
         loss; `weight` if it is none of these.
     """
@@ -51,6 +55,7 @@ class Logits:
     outputs: Sequence[Any]
     tokens: int
     vocabulary: int
+    labels: int
     weight: str
 
     @property
@@ -114,34 +119,59 @@ def _logits_from(
     (result,) = product.outvars
     if any(batch) or min(free) < 2:
         return None
-    size = result.aval.size
+    smallest, one_hot = result.aval.size, set()
     large, follows, users = {result}, {result}, []
     for eqn in eqns:
         ins = set(variables(eqn.invars))
         if not ins & follows:
+            if _is_one_hot(eqn, one_hot):
+                one_hot.update(eqn.outvars)
             continue
         follows.update(eqn.outvars)
         if ins & large:
             users.append(eqn)
-        large.update(v for v in eqn.outvars if v.aval.size >= size)
-    primitives = {e.primitive.name for eqn in users for e in _leaf_equations(eqn)}
+            if eqn.primitive.name == "slice":
+                size = eqn.outvars[0].aval.size
+                smallest = size if size >= _LEAST_SHARE * result.aval.size else smallest
+        large.update(v for v in eqn.outvars if v.aval.size >= smallest)
     if large & set(variables(outputs)):
         return None
+    of_label = [eqn for eqn in users if _is_product_with(one_hot, eqn)]
+    primitives = {
+        e.primitive.name for u in users if u not in of_label for e in _leaf_equations(u)
+    }
     # Exponentials of logits are divided by their sum, or the logarithm of this sum is used.
     of_tokens = [e for e in eqns if set(variables(e.invars)) & follows and e not in users]
     primitives_after = primitives | {e.primitive.name for e in of_tokens}
     if not primitives <= _ALLOWED or not primitives_after >= _REQUIRED:
         return None
-    small = [v for eqn in users for v in eqn.outvars if v not in large]
-    tokens = {v.aval.size for v in small}
-    if len(tokens) != 1 or not tokens <= set(free):
+    if not of_label and "gather" not in primitives:
         return None
-    n = tokens.pop()
-    inputs = free.index(n)
-    weight = names.get(product.invars[1 - inputs], "weight")
-    if contracted[1 - inputs] == (0,):
+    small = [v for eqn in users for v in eqn.outvars if v not in large]
+    labels = {v.aval.size for v in small}
+    inputs = [
+        i for i in (0, 1) if smallest % free[1 - i] == 0 and labels == {smallest // free[1 - i]}
+    ]
+    if not inputs:
+        return None
+    [i, *_] = inputs
+    weight = names.get(product.invars[1 - i], "weight")
+    if contracted[1 - i] == (0,):
         weight = _transposed(weight)
-    return Logits(product, inputs, users, small, n, free[1 - inputs], weight)
+    return Logits(product, i, users, small, free[i], free[1 - i], labels.pop(), weight)
+
+
+def _is_one_hot(eqn: Any, one_hot: set[Any]) -> bool:
+    """Whether its outputs are comparisons of integers, as numbers, for each token and word."""
+    known = lambda v: not isinstance(v, Literal) and v in one_hot
+    if any(jnp.issubdtype(v.aval.dtype, jnp.inexact) and not known(v) for v in eqn.invars):
+        return False
+    compares = any(e.primitive.name == "eq" for e in _leaf_equations(eqn))
+    return compares or bool(one_hot & set(variables(eqn.invars)))
+
+
+def _is_product_with(one_hot: set[Any], eqn: Any) -> bool:
+    return eqn.primitive.name == "mul" and bool(one_hot & set(variables(eqn.invars)))
 
 
 def _free_sizes(product: Any) -> list[int]:
@@ -185,5 +215,5 @@ def _mean_loss(logits: Logits, values: Sequence[Any]) -> jax.Array:
         features = math.prod(x.shape[i] for i in axes)
         matrices.append(jnp.moveaxis(x, axes, last).reshape(-1, features))
     x, weight = matrices[logits.inputs], matrices[1 - logits.inputs]
-    # The memory does not depend on the labels.
-    return linear_cross_entropy(x, weight, jnp.zeros(logits.tokens, int))
+    # The memory does not depend on the labels, nor on which tokens have one.
+    return linear_cross_entropy(x[: logits.labels], weight, jnp.zeros(logits.labels, int))
