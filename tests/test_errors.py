@@ -281,7 +281,7 @@ class TestReverseRule:
         def fwd(x):
             return square(x)
 
-        match = "forward rule `fwd` of `square` did not return a pair"
+        match = "forward pass `fwd` of `square` did not return a pair"
         fails(reverse(square, fwd, lambda r, ct: (ct,)), X, match=match)
 
     def test_number_of_cotangents(self):
@@ -490,3 +490,33 @@ class TestRulesOfEquinox:
             lambda residuals, ct, *, perturbed: (ct * residuals[1], 5 * ct * residuals[0])
         )
         assert [float(ct) for ct in jax.grad(f, (0, 1))(2.0, 3.0)] == [3.0, 10.0]
+
+
+def test_a_rule_that_differentiates_its_own_function():
+    class Scaled(eqx.Module):
+        weight: jax.Array
+
+        @eqg.custom_jvp
+        def __call__(self, x):
+            return jnp.sin(self.weight * x)
+
+        @__call__.def_jvp
+        def rule(primals, tangents):
+            return eqx.filter_jvp(lambda self, x: self(x), primals, tangents)
+
+    with pytest.raises(RecursionError, match="recursion") as error:
+        jax.grad(Scaled(jnp.array(2.0)))(1.0)
+    [note] = [n for n in error.value.__notes__ if "is called inside itself" in n]
+    assert "move the body into one without a rule" in note
+
+
+def test_a_reverse_rule_of_which_a_half_is_missing():
+    @eqg.custom_vjp
+    def square(x):
+        return x**2
+
+    with pytest.raises(RuleError, match="`square` has no reverse rule"):
+        jax.grad(square)(1.0)
+    square.def_fwd(lambda x: (x**2, x))
+    with pytest.raises(RuleError, match="`square` has `def_fwd`, but no `def_bwd`"):
+        jax.grad(square)(1.0)

@@ -682,7 +682,7 @@ def test_a_missing_rule_is_an_attribute_error_too(call):
             lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnames="z"),
             r"`nondiff_argnames` of `sine` .*\n  they hold 'z'; the parameters are x",
         ),
-        (lambda: reverse(fwd=lambda x, y: x * y), r"forward rule .* did not return a pair"),
+        (lambda: reverse(fwd=lambda x, y: x * y), "forward pass .* did not return a pair"),
         (lambda: reverse(fwd=lambda x, y: (x, (x, y, 1))), r"unpack|too many"),
         (lambda: reverse(bwd=lambda res, ct: ct), r"did not return one cotangent for each"),
         (lambda: reverse(bwd=lambda res, ct: (ct[:1], ct)), r"the cotangent is float..\[1\]"),

@@ -180,15 +180,15 @@ class ReverseRules(AbstractRules):
     def check_complete(self, fn):
         if self.fwd_rule is not None and self.bwd_rule is not None:
             return
-        missing = [
-            f"`@{name_of(fn)}.{name}`"
-            for name, rule in (("def_fwd", self.fwd_rule), ("def_bwd", self.bwd_rule))
-            if rule is None
-        ]
+        name, rules = name_of(fn), {"def_fwd": self.fwd_rule, "def_bwd": self.bwd_rule}
+        missing = [of for of, rule in rules.items() if rule is None]
+        given = [of for of, rule in rules.items() if rule is not None]
         raise rule_error(
-            f"`{name_of(fn)}` has no reverse rule, or half of one.",
+            f"`{name}` has `{given[0]}`, but no `{missing[0]}`."
+            if given
+            else f"`{name}` has no reverse rule.",
             place_of(fn),
-            do=f"Define it with {' and '.join(missing)}.",
+            do=f"Define it with {' and '.join(f'`@{name}.{of}`' for of in missing)}.",
         )
 
     def differentiate(self, call):
@@ -241,7 +241,7 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
     result = rule(*call.args, **keywords)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
-            f"The forward rule `{rule.name}` of `{name_of(call.fn)}` did not return a pair.",
+            f"The forward pass `{rule.name}` of `{name_of(call.fn)}` did not return a pair.",
             f"it returned {show_tree(result)}",
             rule.place,
             do="Return `out, residuals`: the value, and what the backward pass needs.",

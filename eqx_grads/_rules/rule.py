@@ -57,6 +57,15 @@ class Rule(Rebuildable):
         """Call the rule. A call that does not match its parameters is an error that says so."""
         try:
             return self.fn(*args, **kwargs)
+        except RecursionError as error:
+            note = (
+                f"The rule `{self.name}` is called inside itself if it differentiates the "
+                "function that it is the rule of. Differentiate another function: move the "
+                "body into one without a rule."
+            )
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
         except TypeError as error:
             try:
                 inspect.signature(self.fn).bind(*args, **kwargs)

@@ -161,7 +161,8 @@ def _numbers(names, known, n_args, fn_name) -> set[int]:
         raise rule_error(
             f"`nondifferentiable` names `{unknown[0]}`, which is not a positional argument.",
             f"`{fn_name}` was given {', '.join(f'`{name}`' for name in by_name)}",
-            do="Name the arguments that are not to be perturbed.",
+            do="Name the arguments that are not to be perturbed. For a leaf of a Module, check "
+            "a function that closes over it.",
         )
     return {by_name[name] for name in names}
 
