@@ -21,7 +21,7 @@ from .layers import (
     QuantizedConv,
     QuantizedLinear,
 )
-from .quantizers import AbstractQuantizer
+from .quantizers import AbstractQuantizer, FakeQuantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def quantize_model(
         walk = _Walk(known, uncalibrated=uncalibrated)
         walk.visit(model, "", frozenset())
         walk.check_all_used()
-        _check_some(uncalibrated)
+        _check_some(uncalibrated, known)
         fitted = fit_to_inputs(model, uncalibrated, calibrate, call)
     elif call is not None:
         raise rule_error(
@@ -187,14 +187,41 @@ def quantize_model(
     return new, QuantizationReport(walk.swapped, walk.left)
 
 
-def _check_some(uncalibrated):
-    if not uncalibrated:
-        raise rule_error(
-            "`quantize_model` was given a batch, and there is nothing to calibrate.",
-            "each input quantizer has a scale, or computes one in each call",
-            do="Leave `calibrate` out, or give the rules an input quantizer whose scale is "
-            "fitted: `(eqg.nn.LSQ(bits=4), eqg.nn.LSQ(bits=4))`.",
-        )
+def _check_some(uncalibrated, rules):
+    if uncalibrated:
+        return
+    in_each_call = [
+        (rule.name, rule.swap[1])
+        for rule in rules
+        if isinstance(rule.swap, tuple) and _computes_its_scale(rule.swap[1])
+    ]
+    where = [
+        f"{name}, has `{_show(q)}`, which computes its scale in each call"
+        for name, q in in_each_call
+    ]
+    quantizer = _show(in_each_call[0][1], "learn_scale=True") if in_each_call else _FITTED
+    raise rule_error(
+        "`quantize_model` was given a batch, and there is nothing to calibrate.",
+        *(where or ["no rule has an input quantizer whose scale is to be fitted"]),
+        do="Leave `calibrate` out, or give the rules an input quantizer whose scale is fitted: "
+        f"`eqg.nn.{quantizer}`, or an `eqg.nn.LSQ` if you train the model afterwards.",
+    )
+
+
+_FITTED = "FakeQuantize(bits=8, learn_scale=True)"
+
+
+def _computes_its_scale(quantizer):
+    is_known = isinstance(quantizer, FakeQuantize)
+    return is_known and quantizer.scale is None and not quantizer.learn_scale
+
+
+def _show(quantizer, *options):
+    """A `FakeQuantize` without a scale, as it is written, with more options."""
+    named = [("signed", True), ("narrow", False), ("channel_axis", None)]
+    given = [(name, getattr(quantizer, name), default) for name, default in named]
+    texts = [f"{name}={value}" for name, value, default in given if value != default]
+    return f"FakeQuantize({', '.join([f'bits={quantizer.bits}', *texts, *options])})"
 
 
 def _pairs(rules: Any) -> list[tuple[Any, Any]]:
