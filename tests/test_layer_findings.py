@@ -828,5 +828,6 @@ def test_L10_calibration_errors(getkey):
         nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8, scale=0.1))}, **some)
     with raises("(?s)a `call`, and no batch"):
         nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)
-    with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
+    where = r"has no scale\.\n  of `\['a'\]`, by rule 0, '\*'\n"
+    with raises(where + r"(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
         nn.quantize_model(model, {"*": QUANTIZERS})
