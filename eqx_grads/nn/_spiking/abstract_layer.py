@@ -118,12 +118,12 @@ def spiking_cells(
             do="Give it `key=jax.random.key(0)`, or `use_input_weight=False`.",
         )
 
-    def make(input_size, *, key: Any):
-        key1, key2 = (None, None) if key is None else jr.split(key)
-        cell = make_cell(key1)
+    def make(input_size, *, key):
+        subkeys: Any = (None, None) if key is None else jr.split(key)
+        cell = make_cell(subkeys[0])
         if not use_input_weight:
             return cell
-        return WeightedCell(input_size, cell, use_bias=use_bias, key=key2)
+        return WeightedCell(input_size, cell, use_bias=use_bias, key=subkeys[1])
 
     return make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
 
