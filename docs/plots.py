@@ -121,6 +121,10 @@ def _first(fn: Callable) -> Callable:
     return lambda x: fn(jnp.stack([x, jnp.zeros_like(x)]))[0]
 
 
+def _top_2(x: jax.Array) -> jax.Array:
+    return eqg.ste.top_k(jnp.stack([x, jnp.zeros_like(x), jnp.ones_like(x)]), 2)[0]
+
+
 _s, _ste = eqg.surrogates, eqg.ste
 # By page in `docs/api`, and by name: the call, and what is drawn of it.
 PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
@@ -157,6 +161,7 @@ PLOTS: dict[str, dict[str, tuple[str, Callable[[], Lines]]]] = {
             "one_hot_argmax([x, 0])[0]",
             _function(_first(_ste.one_hot_argmax), -4, 4),
         ),
+        "top_k": ("top_k([x, 0, 1], 2)[0]", _function(_top_2, -4, 4)),
         "gumbel_softmax": (
             "gumbel_softmax(..., hard=True)",
             _function(_first(lambda x: _ste.gumbel_softmax(x, key=KEY, hard=True)), -4, 4),

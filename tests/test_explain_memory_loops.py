@@ -131,7 +131,7 @@ def test_what_else_saves_memory_in_a_loop():
     report = eqg.explain_memory(outside(0), model, xs, compiled=False)
     layer, transposed = report.remarks
     assert 'eqg.nn.GRU.from_cell(cell, keep="states")(xs)' in layer
-    assert "keeps `args[0]` a second time, transposed" in transposed
+    assert "keeps `xs` a second time, transposed" in transposed
     # Data with the time axis first is kept once.
     report = eqg.explain_memory(outside(1), model, jnp.swapaxes(xs, 0, 1), compiled=False)
     assert len(report.remarks) == 1

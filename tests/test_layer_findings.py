@@ -817,9 +817,17 @@ def test_L10_calibration_errors(getkey):
         nn.quantize_model(model, {"*": QUANTIZERS}, **some)
     new, _ = nn.quantize_model(model, {"['b']": None, "*": QUANTIZERS}, **some)
     assert new["a"].input_quantizer.scale > 0
-    with raises("(?s)there is nothing to calibrate.*computes one in each call"):
+    in_each_call = r"rule 0, '\*', has `FakeQuantize\(bits=8\)`, which computes its scale in"
+    fitted = r"(?s:.)*`eqg.nn.FakeQuantize\(bits=8, learn_scale=True\)`, or an `eqg.nn.LSQ`"
+    with raises(in_each_call + fitted):
         nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8))}, **some)
+    with raises(r"FakeQuantize\(bits=4, signed=False, channel_axis=0, learn_scale=True\)`"):
+        inputs = nn.FakeQuantize(4, signed=False, channel_axis=0)
+        nn.quantize_model(model, {"*": (nn.LSQ(4), inputs)}, **some)
+    with raises("nothing to calibrate(?s:.)*no rule has an input quantizer whose" + fitted):
+        nn.quantize_model(model, {"*": (nn.LSQ(4), nn.FakeQuantize(8, scale=0.1))}, **some)
     with raises("(?s)a `call`, and no batch"):
         nn.quantize_model(model, {"*": nn.LSQ(4)}, call=call)
-    with raises(r"has no scale(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
+    where = r"has no scale\.\n  of `\['a'\]`, by rule 0, '\*'\n"
+    with raises(where + r"(?s:.)*`quantize_model\(..., calibrate=batch\)` fits"):
         nn.quantize_model(model, {"*": QUANTIZERS})

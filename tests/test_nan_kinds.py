@@ -61,9 +61,9 @@ def test_inputs():
         assert (record.kind, record.leaf) == (f"{name} in the input", "['w']")
         assert record.cure.startswith("The parameter `['w']` holds the")
         (record,) = eqg.explain_nan(loss, {"w": X + 1}, {"x": bad}).found
-        assert (record.kind, record.primitive) == (f"{name} in the input", "args[0]['x']")
+        assert (record.kind, record.primitive) == (f"{name} in the input", "data['x']")
         assert (record.index, record.leaf) == ((1,), "")
-        assert record.cure.startswith("`args[0]['x']` holds the")
+        assert record.cure.startswith("`data['x']` holds the")
         (record,) = eqg.explain_nan(lambda w, bad=bad: jnp.sum(w * bad), X + 1).found
         assert (record.kind, record.primitive) == (f"{name} in the input", "mul")
         assert record.cure.startswith("A constant of the loss holds the")

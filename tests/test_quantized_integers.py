@@ -184,7 +184,7 @@ def test_the_report_of_to_integers(getkey):
         "20 bytes, 24 before",
         "left: 4",
         "  ['c']         Linear           (5, 4)  not quantized",
-        "  ['d'].weight  float32[3]       (3,)",
+        "  ['d'].weight  float32          (3,)    not of a quantized layer",
         "  ['e']         QuantizedLinear  (1, 1)  its weight is not quantized",
         "  ['f']         QuantizedLinear  (1, 1)  `binary_sign` has no `to_integers`",
     ]
@@ -239,6 +239,15 @@ def test_errors_of_integers_of_a_model(getkey):
     model = {"a": eqx.nn.Linear(3, 2, key=getkey())}
     with pytest.raises(eqg.RuleError, match=r"a model without a quantized layer(?s:.)*`dict`"):
         eqg.nn.to_integers(model)
+    for how, reason in [
+        ((eqg.ste.round, None), "`round` has no `to_integers`"),
+        ((None, eqg.nn.FakeQuantize(8)), "its weight is not quantized"),
+    ]:
+        same, _ = eqg.nn.quantize_model(model, {"*": how})
+        with pytest.raises(
+            eqg.RuleError, match=rf"no weight can be .*\n  `\['a'\]`: {reason}\n"
+        ):
+            eqg.nn.to_integers(same)
     quantized, _ = eqg.nn.quantize_model(model, {"*": eqg.nn.LSQ(4, scale=0.1)})
     weight = quantized["a"].weight.at[0, 0].set(jnp.nan)
     get = lambda model: model["a"].layer.weight
@@ -324,5 +333,5 @@ def test_calibration_while_tracing(getkey):
     ):
         with pytest.raises(eqg.RuleError, match=match):
             run()
-    with pytest.raises(eqg.RuleError, match=r"has no scale.*\n.*made without one(?s:.)*=1.0`"):
+    with pytest.raises(eqg.RuleError, match=r"has no scale(?s:.)*made without one(?s:.)*=1.0`"):
         eqg.nn.quantize_model(model, rules)

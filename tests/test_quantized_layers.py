@@ -695,7 +695,8 @@ def test_rules():
         "blocks[1].feed.layers[1]": ("TernaryLinear", "1.58 bits", ""),
         "heads['b']": ("QuantizedLinear", "8 bits signed", ""),
     }
-    norms = {f"blocks[{i}].norm.{name}": "" for i in (0, 1) for name in ("weight", "bias")}
+    reason = "not of a Linear or Conv"
+    norms = {f"blocks[{i}].norm.{name}": reason for i in (0, 1) for name in ("weight", "bias")}
     assert left(report) == {**norms, "heads['a']": "rule 0, \"heads['a']\""}
     # What was not swapped is the object that it was.
     assert new.blocks[0].norm is model.blocks[0].norm
@@ -718,9 +719,9 @@ def test_the_report_is_a_table():
         "  [0]  Conv2d -> QuantizedConv  weights 2 bits signed  inputs 8 bits signed  "
         "(2, 1, 3, 3)\n"
         "left: 3\n"
-        "  [1]            Linear        (6, 5)  no rule\n"
-        "  [2].weight_ih  float32[9,2]  (9, 2)\n"
-        "  [2].weight_hh  float32[9,3]  (9, 3)"
+        "  [1]            Linear   (6, 5)  no rule\n"
+        "  [2].weight_ih  float32  (9, 2)  not of a Linear or Conv\n"
+        "  [2].weight_hh  float32  (9, 3)  not of a Linear or Conv"
     )
     linear = model[1]
     new, report = nn.quantize_model(linear, {"*": nn.LSQ(2)})
@@ -978,7 +979,9 @@ class TestErrors:
     def test_layers(self, getkey):
         key = getkey()
         linear = eqx.nn.Linear(2, 3, key=key)
-        with raises("The `input_quantizer` of `QuantizedLinear` has no scale"):
+        with raises(
+            "`input_quantizer` of `QuantizedLinear` has no scale.\n  it is an `LSQ` that"
+        ):
             nn.QuantizedLinear(2, 3, weight_quantizer=None, input_quantizer=nn.LSQ(2), key=key)
         with raises("The `weight_quantizer` of `QuantizedConv` is not a quantizer"):
             nn.QuantizedConv(1, 2, 3, 2, weight_quantizer=nn.LSQ, key=key)
@@ -998,6 +1001,10 @@ class TestErrors:
             nn.quantize_model(model, {"*": None, "head.a": nn.LSQ(2)})
         with raises("matches no layer: rule 0, Conv(?s:.)*is `blocks.0..attention.query_proj`"):
             nn.quantize_model(model, {eqx.nn.Conv: nn.LSQ(2)})
+        with raises(
+            "matches no layer: rule 0, '\\*'(?s:.)*GRUCell`, call a quantizer in the loss"
+        ):
+            nn.quantize_model(eqx.nn.GRUCell(2, 3, key=getkey()), {"*": nn.LSQ(2)})
         with raises(
             "is never used: rule 1, .heads..a...(?s:.)*The first rule that matches wins"
         ):

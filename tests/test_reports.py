@@ -190,13 +190,13 @@ def test_how_many_elements_are_bad():
 
 def test_inputs_name_their_leaf():
     report = eqg.explain_nan(loss_of, model_of("wrong")[:1], jnp.array([jnp.nan, 1.0]))
-    assert [(r.leaf, r.primitive) for r in report.found] == [("", "args[0]")]
+    assert [(r.leaf, r.primitive) for r in report.found] == [("", "x")]
     bad = [Layer(jnp.array([jnp.nan, 1.0]), "wrong")]
     report = eqg.explain_nan(loss_of, bad, X)
     assert [r.leaf for r in report.found] == ["[0].weight"]
     report = eqg.explain_memory(lambda w, x: jnp.sum(w * w * x), X, X)
     inputs = {(r.leaf, r.primitive) for r in report.inputs}
-    assert inputs == {("model", "model"), ("", "args[0]")}
+    assert inputs == {("model", "model"), ("", "x")}
 
 
 @pytest.mark.parametrize("cls", RECORDS)

@@ -31,6 +31,7 @@ OPS = {
     "ste.heaviside": ste.heaviside,
     "ste.clip": lambda x: ste.clip(x, 0.0, 1.0),
     "ste.one_hot_argmax": ste.one_hot_argmax,
+    "ste.top_k": lambda x: ste.top_k(x, 1),
     "ste.wrap": ste.wrap(jnp.round),
     "ste.gumbel_softmax": lambda x: ste.gumbel_softmax(x, key=jr.key(0), hard=True),
     "ste.gumbel_sigmoid": lambda x: ste.gumbel_sigmoid(x, key=jr.key(0), hard=True),

@@ -416,6 +416,19 @@ class TestErrors:
         with pytest.raises(RuleError, match=f"than a spiking cell of a vector(?s:.)*{where}"):
             nn.WeightedCell(2, cell, key=getkey())
 
+    def test_no_key(self):
+        layers = {"LIF": (0.9,), "ALIF": (0.9, 0.8), "CuBaLIF": (0.5, 0.9), "LI": (0.9,)}
+        xs = jnp.ones((5, 4))
+        for name, decays in layers.items():
+            make = ft.partial(getattr(nn, name), 4, 4, *decays)
+            options = {"use_input_weight": False, "num_layers": 2}
+            layer = make(**options, learn_beta=True, learn_initial_state=True)
+            with_key = make(**options, learn_beta=True, learn_initial_state=True, key=jr.key(1))
+            assert eqx.tree_equal(layer, with_key)
+            assert layer(xs)[0].shape == (5, 4)
+            with pytest.raises(RuleError, match=f"`{name}` was given no random key, and has"):
+                make()
+
     def test_no_input_weights(self, getkey):
         options = {"use_input_weight": False, "key": getkey()}
         expected = r"`LIF` without input weights(?s:.)*are {} inputs and 4 neurons"

@@ -1,5 +1,6 @@
 """Straight-through: values to the bit, gradients against plain autodiff and the papers."""
 
+import functools as ft
 import inspect
 import json
 import os
@@ -164,6 +165,60 @@ def test_one_hot_argmax():
         got, expected = (jax.jit(transform(f))(x, 0.7) for f in (ours, soft))
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _sigmoids(x, t, k):
+    """Sigmoids whose sum along the last axis is `k`; the threshold by Newton's method."""
+    x, start = x / t, jnp.sort(x / t, -1)
+    u = (
+        jax.lax.stop_gradient(start[..., -k - 1 : -k] + start[..., x.shape[-1] - k :][..., :1])
+        / 2
+    )
+    for _ in range(30):
+        y = jax.nn.sigmoid(x - u)
+        u = u + (y.sum(-1, keepdims=True) - k) / (y * (1 - y)).sum(-1, keepdims=True)
+    return jax.nn.sigmoid(x - u)
+
+
+def test_top_k():
+    x = jnp.array([[0.3, -1.0, 0.9, 0.2], [2.0, 2.0, -np.inf, 2.0], [np.inf, 0, 1, -np.inf]])
+    for k in (1, 2, 3, 4):
+        for axis, y in ((-1, x), (0, x.T)):
+            mask = jnp.moveaxis(ste.top_k(y, k, axis=axis), axis, -1)
+            indices = np.sort(jax.lax.top_k(x, k)[1], -1)
+            np.testing.assert_array_equal([np.flatnonzero(row) for row in mask], indices)
+            soft = jax.jvp(ft.partial(ste.top_k, k=k, axis=axis), (y,), (jnp.ones_like(y),))[1]
+            assert np.all(np.isfinite(soft)), (k, axis)
+    np.testing.assert_array_equal(ste.top_k(x, 1), ste.one_hot_argmax(x))
+    assert np.isnan(ste.top_k(x.at[0, 1].set(np.nan), 2)).tolist() == [
+        [True] * 4,
+        [False] * 4,
+        [False] * 4,
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_derivatives_of_top_k(k):
+    weight = jnp.array([[1.0, -2.0, 0.5, 0.1], [0.3, 0.1, 4.0, 2.0]])
+    x = jnp.array([[0.3, -1.0, 0.9, 0.2], [2.0, 2.0, -0.4, 1.0]])
+    ours = lambda x, t: jnp.sum(weight * ste.top_k(x, k, temperature=t))
+    soft = lambda x, t: jnp.sum(weight * _sigmoids(x, t, k))
+    for transform in (lambda f: jax.grad(f, (0, 1)), lambda f: jax.jacfwd(jax.grad(f), (0, 1))):
+        got, expected = (jax.jit(transform(f))(x, 0.7) for f in (ours, soft))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_top_k_of_numbers_far_apart():
+    x = jnp.array([1000.0, 500.0, 0.0])  # where all slopes underflow
+    for k in (1, 2):
+        np.testing.assert_allclose(jax.jacobian(ste.top_k)(x, k), 0, atol=1e-6)
+    assert not np.any(jax.jacobian(ste.top_k)(x, 3))  # of all, exactly
+    for k in (0, 4, True):
+        with pytest.raises(
+            RuleError, match=r"a number of elements that.*\n  `k` is .* has 3\n"
+        ):
+            ste.top_k(x, k)
 
 
 TO_LEAVES = {
@@ -713,6 +768,11 @@ OPS = {
         lambda x: ste.one_hot_argmax(x, temperature=0.5),
         lambda x: (x == x.max(-1, keepdims=True)).astype(x.dtype),
         lambda x: jax.nn.softmax(2 * x, -1),
+    ),
+    "top_k": (
+        lambda x: ste.top_k(x, 1, temperature=0.5),
+        lambda x: (x == x.max(-1, keepdims=True)).astype(x.dtype),
+        lambda x: _sigmoids(x, 0.5, 1),
     ),
     "gumbel_softmax": (
         lambda x: ste.gumbel_softmax(x, key=jr.key(KEY), hard=True),

@@ -1,6 +1,7 @@
 """What all diagnoses stand on: the traced loss, the lines of the user's code, and the number
 of an equation, which its derivatives keep."""
 
+import functools as ft
 import inspect
 
 import equinox as eqx
@@ -121,7 +122,20 @@ def test_names_of_inputs():
     model = {"w": jnp.ones(2), "n": jnp.arange(2), "name": "a model"}
     program = traced(loss, model, {"a": jnp.ones(2)}, 2.0, target=jnp.array(1.0))
     assert program.leaves == ["['w']"]
-    assert program.inputs == ["model['w']", "model['n']", "args[0]['a']", "kwargs['target']"]
+    assert program.inputs == ["model['w']", "model['n']", "xs['a']", "target"]
+    # Through a signature that names fewer of them; and the first argument is the model.
+    w, one = jnp.ones(2), jnp.array(1.0)
+    several = lambda w, *rest, **options: sum(rest, jnp.sum(w)) + options["b"]
+    assert traced(several, w, one, one, b=one).inputs == [
+        "model",
+        "rest[0]",
+        "rest[1]",
+        "options['b']",
+    ]
+    renamed = lambda params, model: jnp.sum(params) * model
+    assert traced(renamed, w, one).inputs == ["model", "args[0]"]
+    partial = ft.partial(lambda scale, w, x: jnp.sum(w) * x * scale, 2.0)
+    assert traced(partial, w, one).inputs == ["model", "x"]
 
 
 def test_lines():

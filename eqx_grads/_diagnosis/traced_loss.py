@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -104,12 +105,13 @@ def trace_loss(
             # layers are not known. An error of the loss itself is raised here once more.
             layers.clear()
             program = _trace_bare(caller, loss, flat_loss, values)
+    names = _names_of_arguments(loss, args, kwargs)
     return TracedLoss(
         program,
         values,
         [_name_of_path(path) for path in paths],
         [f"model{show_path(path)}" for path in paths]
-        + [_name_of_other(path) for path in other_paths],
+        + [_name_of_other(path, names) for path in other_paths],
         layers,
         types if layers else [],
     )
@@ -172,7 +174,32 @@ def _name_of_path(path) -> str:
     return show_path(path).removeprefix(".") or "model"
 
 
-def _name_of_other(path) -> str:
+def _names_of_arguments(
+    loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """The names of all arguments but the model, in the signature of the loss, by `args[0]` and
+    `kwargs['a']`. The model is `model`, whatever the loss calls it."""
+    by_place = [f"args[{i}]" for i in range(len(args))]
+    by_name = {key: f"kwargs[{key!r}]" for key in kwargs}
+    names: dict[str, str] = {name: name for name in (*by_place, *by_name.values())}
+    try:
+        bound = inspect.signature(loss).bind("model", *by_place, **by_name)
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return names
+    for name, given in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            names |= {one: f"{name}[{i}]" for i, one in enumerate(given)}
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            names |= {one: f"{name}[{key!r}]" for key, one in given.items()}
+        elif name != "model":
+            names[given] = name
+    return names
+
+
+def _name_of_other(path, names) -> str:
     """The name of an array with this path in `(rest, args, kwargs)`."""
     kind = ("model", "args", "kwargs")[path[0].idx]
-    return kind + show_path(path[1:])
+    if kind == "model":
+        return kind + show_path(path[1:])
+    return names[kind + show_path(path[1:2])] + show_path(path[2:])

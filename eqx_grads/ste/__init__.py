@@ -20,6 +20,7 @@ from ._sign_and_step import (
     sign as sign,
     ternary as ternary,
 )
+from ._top_k import top_k as top_k
 from ._uniform import (
     absmax_scale as absmax_scale,
     dorefa as dorefa,

@@ -219,6 +219,14 @@ TEMPERATURE = (1.0, fits(positive))
 target(
     "ste.one_hot_argmax", ste.one_hot_argmax, x=(X, floats), axis=AXIS, temperature=TEMPERATURE
 )
+target(
+    "ste.top_k",
+    ste.top_k,
+    x=(X, floats),
+    k=(2, integer(1, 3)),
+    axis=AXIS,
+    temperature=TEMPERATURE,
+)
 
 
 def _wrap(fn, backward):

@@ -35,8 +35,8 @@ class MemoryAdvice(AbstractRecord):
     is_undone: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.cure} It saves about {show_bytes(self.saves)}, and "
-        text += f"{show_bytes(self.predicted)} are left"
+        text = f"{self.cure} By the estimate, it saves {show_bytes(self.saves)}, "
+        text += f"and {show_bytes(self.predicted)} are left"
         if self.measured is not None:
             text += f" (measured: {show_bytes(self.measured)})"
         if self.is_undone:
@@ -194,7 +194,7 @@ class MemoryReport(AbstractReport):
     def notes(self):
         if not self.found:
             return []
-        text = f"The gradient needs about {show_bytes(self.estimated)}"
+        text = f"The gradient needs about {show_bytes(self.estimated)} by an estimate"
         if self.compiled is not None:
             text += f"; compiled, {show_bytes(self.compiled)}"
         notes = [("temporary memory", f"{text}.")]

@@ -44,13 +44,13 @@ class AbstractDerivative(abc.ABC):
 def derivative_of(
     numbered: NumberedLoss, leaves: Sequence[int], is_gate: Callable[[Any], bool]
 ) -> AbstractDerivative:
-    """The derivative in reverse mode, or in forward mode if JAX has no reverse mode."""
+    """The derivative in reverse mode, or in forward mode if that raises."""
     try:
         return _Reverse(numbered, leaves, is_gate)
     except Exception as error:  # JAX has no one type of error for it; the report quotes it
         reverse_error = error
     try:
-        return _Forward(numbered, leaves, is_gate, str(reverse_error).splitlines()[0])
+        return _Forward(numbered, leaves, is_gate, reverse_error)
     except Exception:
         raise reverse_error from None
 
@@ -101,10 +101,11 @@ class _Forward(AbstractDerivative):
     """Along one random direction for each leaf: a derivative that is not zero is zero there
     with probability zero."""
 
-    def __init__(self, numbered, leaves, is_gate, why):
+    def __init__(self, numbered, leaves, is_gate, error):
+        why = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         self.remarks = (
-            f"JAX has no reverse mode for this loss ({why.rstrip('.')}). Directional "
-            "derivatives in forward mode were used.",
+            f"The gradient of this loss raises {why.rstrip('.')}. Directional derivatives in "
+            "forward mode were used.",
         )
         self._leaves = list(leaves)
         self._values = values = numbered.traced.values

@@ -91,8 +91,8 @@ def explain_zero(
 
     What is zero by structure is found by tracing the loss once, without running it. For the
     other leaves, one gradient is evaluated operation by operation, and if one of them is zero,
-    one more that is watched. Loops are compiled. If JAX has no reverse mode for the loss, as it
-    has a `while_loop` in it, it is a directional derivative in forward mode for each leaf.
+    one more that is watched. Loops are compiled. If the gradient raises an error, as that of a
+    `while_loop` does, it is a directional derivative in forward mode for each leaf.
 
     A gradient that is not exactly zero, but as small as the rounding error of the terms that
     are summed to it, is named in `remarks`.
@@ -248,7 +248,8 @@ class _Explanation:
         if function is not None:
             return self._record(leaf, kind_of_function(function), function, step=end.step)
         decides = self._structure.decided_by.get(origin.number, ()) if origin else ()
-        kind = kind_of_end(end, origin, set(decides), leaf)
+        name_of_leaf = self._numbered.traced.inputs[leaf]
+        kind = kind_of_end(end, origin, set(decides), leaf, name_of_leaf)
         around = (self._numbered.origins[i] for i in (origin.enclosing if origin else ()))
         if origin and any(map(is_truncation, (origin, *around))):
             kind = "truncated"

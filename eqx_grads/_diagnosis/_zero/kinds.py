@@ -90,11 +90,14 @@ def is_truncation(origin: Origin) -> bool:
     return TRUNCATION in str(origin.eqn.source_info.name_stack)
 
 
-def kind_of_end(end: End, origin: Origin | None, decides: Set[int], leaf: int) -> str:
+def kind_of_end(
+    end: End, origin: Origin | None, decides: Set[int], leaf: int, name_of_leaf: str
+) -> str:
     """The kind of an equation of a derivative where it becomes zero.
 
     - `origin`: the equation of the loss that this one comes from.
     - `decides`: the leaves that the predicate of that `select_n` depends on.
+    - `name_of_leaf`: that of the leaf among the inputs of the loss.
     """
     name = end.eqn.primitive.name
     if origin is None or isinstance(structure(origin.eqn), While):
@@ -108,13 +111,13 @@ def kind_of_end(end: End, origin: Origin | None, decides: Set[int], leaf: int) -
     if origin.primitive in _GATES:
         return "dead units"
     if name in _PRODUCTS or end.zero_factors:
-        return _kind_of_product(end, origin)
+        return _kind_of_product(end, origin, name_of_leaf)
     if name in _SELECTIONS or origin.primitive in _SELECTIONS:
         return "not selected"
     return "zero value"
 
 
-def _kind_of_product(end: End, origin: Origin) -> str:
+def _kind_of_product(end: End, origin: Origin, name_of_leaf: str) -> str:
     name = end.eqn.primitive.name
     if name == "div" or (end.overlaps and not end.cancels):
         return "underflow"
@@ -124,7 +127,11 @@ def _kind_of_product(end: End, origin: Origin) -> str:
         return "canceled"
     if name not in MULTILINEAR and not end.zero_factors:
         return "zero value"
-    return "multiplied by zero" if origin.primitive in _PRODUCTS else "zero derivative"
+    # A function with a rule, such as a layer, may multiply by its operands.
+    by_input = any(isinstance(x, str) and x != name_of_leaf for x in end.zero_factors)
+    if by_input or origin.primitive in _PRODUCTS:
+        return "multiplied by zero"
+    return "zero derivative"
 
 
 def factor_name(source: Any, origin_of: Any) -> str:

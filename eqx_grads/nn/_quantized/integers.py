@@ -10,12 +10,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Integer, PyTree
 
-from ..._errors import rule_error, RuleError, show_path, type_of
+from ..._errors import rule_error, RuleError, show_path
 from ..._tangent_spaces import is_differentiable
 from .binary_ternary import BinaryLinear, TernaryLinear
 from .calibration import members_of
 from .layers import AbstractQuantizedLayer, QuantizedConv, QuantizedLinear
-from .model import LayerReport, QuantizationReport
+from .model import array_row, LayerReport, QuantizationReport
 
 
 def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
@@ -72,7 +72,8 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if the model has no quantized layer, or if a weight is NaN.
+    [`eqx_grads.RuleError`][] if no layer has a quantized weight that integers represent, or if
+    a weight is NaN.
     """
     is_layer = lambda x: isinstance(x, AbstractQuantizedLayer | eqx.nn.Linear | eqx.nn.Conv)
     nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=is_layer)
@@ -82,6 +83,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
             f"it is a `{type(model).__name__}`",
             do="Give it a model whose layers `eqx_grads.nn.quantize_model` has replaced.",
         )
+    _check_some(nodes)
     new, swapped, left = [], [], []
     done: dict[int, tuple[Any, str]] = {}  # a layer in several places stays one
     for keys, node in nodes:
@@ -103,7 +105,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
             shape = getattr(node.weight, "shape", ())
             left.append(LayerReport(path, type(node).__name__, shape=shape, note=reason))
         elif isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
-            left.append(LayerReport(path, type_of(node), shape=node.shape))
+            left.append(array_row(path, node, "not of a quantized layer"))
     return jax.tree.unflatten(treedef, new), QuantizationReport(swapped, left)
 
 
@@ -117,6 +119,27 @@ class _Product(eqx.Module):
         return (integers.astype(self.scale.dtype) * self.scale).astype(self.dtype)
 
 
+def _check_some(nodes):
+    """Raise if no layer holds integers, now or before: the model would be what it was."""
+    layers = [(keys, node) for keys, node in nodes if isinstance(node, AbstractQuantizedLayer)]
+    reasons = [_reason_to_leave(node) for _, node in layers]
+    if any(reason in (None, _HAS_INTEGERS) for reason in reasons):
+        return
+    names = [show_path(keys).removeprefix(".") for keys, _ in layers]
+    raise rule_error(
+        "`to_integers` was given a model of which no weight can be stored as integers.",
+        *(
+            f"{f'`{name}`' if name else 'the model itself'}: {reason}"
+            for name, reason in zip(names[:8], reasons[:8], strict=True)
+        ),
+        do="Quantize weights by an `eqx_grads.nn.FakeQuantize`, an `eqx_grads.nn.LSQ`, or a "
+        "quantizer of your own with a method `to_integers`.",
+    )
+
+
+_HAS_INTEGERS = "has integers"
+
+
 def _reason_to_leave(node):
     """Why a leaf or a layer keeps its floats; `None` if it does not."""
     if not isinstance(node, AbstractQuantizedLayer):
@@ -127,7 +150,7 @@ def _reason_to_leave(node):
         return None
     quantizer = getattr(node, "weight_quantizer", None)
     if isinstance(quantizer, _Product):
-        return "has integers"
+        return _HAS_INTEGERS
     if quantizer is None:
         return "its weight is not quantized"
     if not hasattr(quantizer, "to_integers"):

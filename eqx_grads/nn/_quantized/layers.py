@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Key
 
-from ..._errors import check_flags, name_of, rule_error
+from ..._errors import check_flags, name_of, rule_error, RuleError
 from .._argument_checks import as_sizes
 from .._dtypes import layer_dtype
 from .argument_checks import (
@@ -377,16 +377,23 @@ def _ready_for_weight(name, quantizer, weight):
 def _ready_for_input(name, quantizer):
     check_quantizer(name, "input", quantizer)
     if isinstance(quantizer, AbstractQuantizer) and quantizer.needs_fit:
-        raise rule_error(
-            f"The `input_quantizer` of `{name}` has no scale.",
-            f"it is a `{type(quantizer).__name__}` that was made without one, and it was not "
-            "fitted to inputs",
-            do="`quantize_model(..., calibrate=batch)` fits those of a model, and "
-            "`input_quantizer=quantizer.fit(x)` fits one. To read a calibrated model from a "
-            "file, no batch is needed: make the same quantizer with `scale=1.0`, and the file "
-            "has the scale.",
-        )
+        raise no_input_scale(name, quantizer)
     return _without_function_leaf(quantizer)
+
+
+def no_input_scale(name: str, quantizer: Any, *where: str) -> RuleError:
+    """The error of a layer, named `name`, whose input quantizer was not fitted."""
+    kind = type(quantizer).__name__
+    article = "an" if kind.startswith(("LSQ", *"AEIOU")) else "a"  # an L is spoken "ell"
+    return rule_error(
+        f"The `input_quantizer` of `{name}` has no scale.",
+        *where,
+        f"it is {article} `{kind}` that was made without one, and it was not fitted to inputs",
+        do="`quantize_model(..., calibrate=batch)` fits those of a model, and "
+        "`input_quantizer=quantizer.fit(x)` fits one. To read a calibrated model from a "
+        "file, no batch is needed: make the same quantizer with `scale=1.0`, and the file "
+        "has the scale.",
+    )
 
 
 def _without_function_leaf(quantizer: Any) -> Any:

@@ -12,16 +12,17 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import rule_error, RuleError, show_path, type_of
+from ..._errors import rule_error, RuleError, show_path
 from ..._tangent_spaces import is_differentiable
 from .calibration import fit_to_inputs, Uncalibrated
 from .layers import (
     AbstractQuantizedLayer,
     describe,
+    no_input_scale,
     QuantizedConv,
     QuantizedLinear,
 )
-from .quantizers import AbstractQuantizer
+from .quantizers import AbstractQuantizer, FakeQuantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,11 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
     for row in cells:
         padded = [f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True) if w]
         yield "  " + "  ".join(padded).rstrip()
+
+
+def array_row(path: str, array: Any, note: str) -> LayerReport:
+    """The row of an array that is in no layer that could be replaced."""
+    return LayerReport(path, str(array.dtype), shape=array.shape, note=note)
 
 
 def quantize_model(
@@ -173,7 +179,7 @@ def quantize_model(
         walk = _Walk(known, uncalibrated=uncalibrated)
         walk.visit(model, "", frozenset())
         walk.check_all_used()
-        _check_some(uncalibrated)
+        _check_some(uncalibrated, known)
         fitted = fit_to_inputs(model, uncalibrated, calibrate, call)
     elif call is not None:
         raise rule_error(
@@ -187,14 +193,41 @@ def quantize_model(
     return new, QuantizationReport(walk.swapped, walk.left)
 
 
-def _check_some(uncalibrated):
-    if not uncalibrated:
-        raise rule_error(
-            "`quantize_model` was given a batch, and there is nothing to calibrate.",
-            "each input quantizer has a scale, or computes one in each call",
-            do="Leave `calibrate` out, or give the rules an input quantizer whose scale is "
-            "fitted: `(eqg.nn.LSQ(bits=4), eqg.nn.LSQ(bits=4))`.",
-        )
+def _check_some(uncalibrated, rules):
+    if uncalibrated:
+        return
+    in_each_call = [
+        (rule.name, rule.swap[1])
+        for rule in rules
+        if isinstance(rule.swap, tuple) and _computes_its_scale(rule.swap[1])
+    ]
+    where = [
+        f"{name}, has `{_show(q)}`, which computes its scale in each call"
+        for name, q in in_each_call
+    ]
+    quantizer = _show(in_each_call[0][1], "learn_scale=True") if in_each_call else _FITTED
+    raise rule_error(
+        "`quantize_model` was given a batch, and there is nothing to calibrate.",
+        *(where or ["no rule has an input quantizer whose scale is to be fitted"]),
+        do="Leave `calibrate` out, or give the rules an input quantizer whose scale is fitted: "
+        f"`eqg.nn.{quantizer}`, or an `eqg.nn.LSQ` if you train the model afterwards.",
+    )
+
+
+_FITTED = "FakeQuantize(bits=8, learn_scale=True)"
+
+
+def _computes_its_scale(quantizer):
+    is_known = isinstance(quantizer, FakeQuantize)
+    return is_known and quantizer.scale is None and not quantizer.learn_scale
+
+
+def _show(quantizer, *options):
+    """A `FakeQuantize` without a scale, as it is written, with more options."""
+    named = [("signed", True), ("narrow", False), ("channel_axis", None)]
+    given = [(name, getattr(quantizer, name), default) for name, default in named]
+    texts = [f"{name}={value}" for name, value, default in given if value != default]
+    return f"FakeQuantize({', '.join([f'bits={quantizer.bits}', *texts, *options])})"
 
 
 def _pairs(rules: Any) -> list[tuple[Any, Any]]:
@@ -249,11 +282,18 @@ class _Rule:
         return isinstance(node, self.which)
 
 
+def _layer_type(layer):
+    return QuantizedLinear if isinstance(layer, eqx.nn.Linear) else QuantizedConv
+
+
 def _quantize(layer, weight_quantizer, input_quantizer):
-    quantizers = {"weight_quantizer": weight_quantizer, "input_quantizer": input_quantizer}
-    if isinstance(layer, eqx.nn.Linear):
-        return QuantizedLinear.from_layer(layer, **quantizers)
-    return QuantizedConv.from_layer(layer, **quantizers)
+    return _layer_type(layer).from_layer(
+        layer, weight_quantizer=weight_quantizer, input_quantizer=input_quantizer
+    )
+
+
+def _needs_fit(quantizer):
+    return isinstance(quantizer, AbstractQuantizer) and quantizer.needs_fit
 
 
 class _Walk:
@@ -298,7 +338,7 @@ class _Walk:
         children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         if jtu.treedef_is_leaf(treedef):
             if isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
-                self.left.append(LayerReport(path, type_of(node), shape=node.shape))
+                self.left.append(array_row(path, node, "not of a Linear or Conv"))
             return node
         layers = len(self.paths)
         new = [self.visit(x, _join(path, key), matching) for key, x in children]
@@ -338,6 +378,9 @@ class _Walk:
         return new
 
     def _new(self, rule, layer, path):
+        if isinstance(rule.swap, tuple) and self._lacks_scale(layer, rule.swap[1]):
+            name = _layer_type(layer).__name__
+            raise no_input_scale(name, rule.swap[1], f"of {_place(path)}, by {rule.name}")
         try:
             if isinstance(rule.swap, tuple):
                 new = self._quantize(layer, path, *rule.swap)
@@ -355,8 +398,7 @@ class _Walk:
 
     def _quantize(self, layer, path, weight_quantizer, input_quantizer):
         fitted = self.fitted.get(id(layer))
-        is_quantizer = isinstance(input_quantizer, AbstractQuantizer)
-        needs_fit = is_quantizer and input_quantizer.needs_fit
+        needs_fit = _needs_fit(input_quantizer)
         if needs_fit and self.uncalibrated is not None:
             self.uncalibrated[id(layer)] = Uncalibrated(layer, path, input_quantizer)
         if needs_fit and (self.uncalibrated is not None or fitted is not None):
@@ -364,6 +406,10 @@ class _Walk:
             get = lambda layer: layer.input_quantizer
             return eqx.tree_at(get, new, fitted, is_leaf=lambda x: x is None)
         return _quantize(layer, weight_quantizer, input_quantizer)
+
+    def _lacks_scale(self, layer, input_quantizer):
+        will_have_one = self.uncalibrated is not None or id(layer) in self.fitted
+        return _needs_fit(input_quantizer) and not will_have_one
 
     def _leave(self, path, layer, note):
         shape = getattr(layer.weight, "shape", ())
@@ -393,7 +439,8 @@ class _Walk:
                 *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
                 do="A layer of `model` is an `equinox.nn.Linear` or an `equinox.nn.Conv`. "
                 "Rules name it by its type or path, or by those of a node that contains it. "
-                "Paths are written as in Python: `encoder.layers[0]`.",
+                "Paths are written as in Python: `encoder.layers[0]`. For the weight of "
+                "another layer, such as an `equinox.nn.GRUCell`, call a quantizer in the loss.",
             )
 
     def _near(self, rule):

@@ -272,7 +272,10 @@ class FakeQuantize(AbstractQuantizer):
 class LSQ(AbstractQuantizer):
     r"""Learned step size quantization: the scale is a parameter.
 
-    [Esser et al. (2020)](https://arxiv.org/abs/1902.08153).
+    [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). The published scale that `fit`
+    chooses is a start for training: with many bits, it uses only some of the integers. Without
+    training, take an [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, whose error at 8 bits
+    is about a sixth for normally distributed numbers.
 
     !!! example
 

@@ -88,11 +88,13 @@ def make_cells(
     output_size: int,
     num_layers: int,
     bidirectional: bool,
-    key: Array,
+    key: Array | None,
 ) -> tuple[tuple[Any, ...], ...]:
-    """`make(input_size, key=key)` for each layer and direction."""
+    """`make(input_size, key=key)` for each layer and direction. If there is no key, `make` is
+    given `None`."""
     directions = 2 if bidirectional else 1
-    keys = iter(jr.split(key, num_layers * directions))
+    n = num_layers * directions
+    keys = iter(n * (None,) if key is None else jr.split(key, n))
     return tuple(
         tuple(
             make(input_size if i == 0 else directions * output_size, key=next(keys))

@@ -81,7 +81,7 @@ def _check_inputs(layer, cell, xs):
 
 def spiking_cells(
     layer: str,
-    make_cell: Callable[[Array], Any],
+    make_cell: Callable[[Any], Any],
     input_size: int,
     hidden_size: int,
     *,
@@ -91,10 +91,11 @@ def spiking_cells(
     keep: str,
     use_input_weight: bool,
     use_bias: bool,
-    key: Array,
+    key: Array | None,
     **flags: bool,
 ) -> tuple[tuple[Any, ...], ...]:
-    """The cells of a layer, each of them `make_cell(key)`, with or without input weights."""
+    """The cells of a layer, each of them `make_cell(key)`, with or without input weights. The
+    key may be `None` where cells draw nothing."""
     input_size, hidden_size = as_sizes(layer, input_size=input_size, hidden_size=hidden_size)
     flags |= {"use_input_weight": use_input_weight, "use_bias": use_bias}
     check_stack(
@@ -110,12 +111,19 @@ def spiking_cells(
             do="Without input weights, each neuron has an input of its own.",
         )
 
+    if key is None and use_input_weight:
+        raise rule_error(
+            f"`{layer}` was given no random key, and has input weights.",
+            "`key` is None, `use_input_weight` is True",
+            do="Give it `key=jax.random.key(0)`, or `use_input_weight=False`.",
+        )
+
     def make(input_size, *, key):
-        key1, key2 = jr.split(key)
-        cell = make_cell(key1)
+        subkeys: Any = (None, None) if key is None else jr.split(key)
+        cell = make_cell(subkeys[0])
         if not use_input_weight:
             return cell
-        return WeightedCell(input_size, cell, use_bias=use_bias, key=key2)
+        return WeightedCell(input_size, cell, use_bias=use_bias, key=subkeys[1])
 
     return make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
 

@@ -77,7 +77,7 @@ class LIF(AbstractSpiking):
         reverse: bool = False,
         time_major: bool = False,
         dtype: Any = None,
-        key: Key[Array, ""],
+        key: Key[Array, ""] | None = None,
         **neurons: Any,
     ):
         """**Arguments:**
@@ -95,7 +95,8 @@ class LIF(AbstractSpiking):
         - `num_layers`, `bidirectional`, `dropout`, `learn_initial_state`, `reverse`,
             `time_major`: as for [`eqx_grads.nn.GRU`][]. All layers of a stack have the same
             constants.
-        - `dtype`, `key`: of weights, learned constants and the initial state.
+        - `dtype`: of weights, learned constants and the initial state.
+        - `key`: for the weights and biases. It may be left out where there are none.
         - `neurons`: all other options of [`eqx_grads.nn.LIFCell`][]: `threshold`, `reset`,
             `learn_beta`, `learn_threshold`, `detach_reset` and `surrogate`.
         """
@@ -208,7 +209,7 @@ class ALIF(AbstractSpiking):
         reverse: bool = False,
         time_major: bool = False,
         dtype: Any = None,
-        key: Key[Array, ""],
+        key: Key[Array, ""] | None = None,
         **neurons: Any,
     ):
         """**Arguments:**
@@ -328,7 +329,7 @@ class CuBaLIF(AbstractSpiking):
         reverse: bool = False,
         time_major: bool = False,
         dtype: Any = None,
-        key: Key[Array, ""],
+        key: Key[Array, ""] | None = None,
         **neurons: Any,
     ):
         """**Arguments:**
@@ -446,7 +447,7 @@ class LI(AbstractSpiking):
         reverse: bool = False,
         time_major: bool = False,
         dtype: Any = None,
-        key: Key[Array, ""],
+        key: Key[Array, ""] | None = None,
     ):
         """**Arguments:**
 
