@@ -1,6 +1,7 @@
 """What a loss keeps, against what JAX keeps, closed forms, and compiled programs."""
 
 import contextlib
+import dataclasses
 import functools as ft
 import io
 import itertools
@@ -631,6 +632,15 @@ def test_logits(loss, call):
     assert not followed.advice
     (measured,) = report.verify().advice
     assert measured.measured < report.estimated / 2
+
+
+def test_a_compiled_figure_that_is_another_one():
+    report = eqg.explain_memory(of_optax, Words(), jnp.zeros(TOKENS, int), compiled=False)
+    for factor, differs in ((0.6, True), (1.0, False), (1.6, True)):
+        compiled = dataclasses.replace(report, compiled=int(factor * report.estimated))
+        assert (
+            "which keeps other arrays than JAX does" in str(compiled).replace("\n  ", " ")
+        ) == differs
 
 
 def test_logits_that_are_computed_and_used_on_two_lines():

@@ -197,7 +197,13 @@ class MemoryReport(AbstractReport):
         text = f"The gradient needs about {show_bytes(self.estimated)} by an estimate"
         if self.compiled is not None:
             text += f"; compiled, {show_bytes(self.compiled)}"
-        notes = [("temporary memory", f"{text}.")]
+        text += "."
+        if self.compiled and not 1 / _MUCH < self.estimated / self.compiled < _MUCH:
+            text += (
+                " The compiled figure is that of the program that XLA runs here, which keeps "
+                "other arrays than JAX does."
+            )
+        notes = [("temporary memory", text)]
         fused = sum(r.bytes for r in self.found if is_recomputable(r) and r.n_steps == 1)
         if fused:
             text = (
@@ -215,6 +221,7 @@ def _note(advice: MemoryAdvice) -> tuple[str, str]:
 
 
 _MOST_LINES = 10
+_MUCH = 1.25  # by which the estimate and the compiled program differ
 
 
 def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
