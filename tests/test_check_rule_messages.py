@@ -98,6 +98,7 @@ def _unclipped(_, ct):
     return (ct,)
 
 
+X = jnp.array([1.0, 2.0])
 _CLIP_X = jnp.array([0.5, 3.0, -1.0], dtype="float32")
 
 
@@ -183,3 +184,42 @@ def test_the_reference_of_higher_orders_is_named():
     report = eqgt.check_rule(double, _CLIP_X, reference=jnp.sin, **options)
     assert "expected: autodiff of `reference`" in str(report)
     assert "without the rule" not in str(report)
+
+
+def _residuals_line(fn, *args):
+    (finding,) = eqgt.check_rule(fn, *args, checks="residuals")["residuals"]
+    return finding.where
+
+
+def _newton(a):
+    step = lambda _, y: y - _residual(y, a) / (3 * y**2 + 1)
+    return jax.lax.fori_loop(0, 40, step, a)
+
+
+class _Cubic(eqx.Module):
+    scale: Array
+
+    @eqg.implicit(lambda y, self, a: _residual(y, self.scale * a))
+    def root(self, a):
+        return _newton(self.scale * a)
+
+
+def test_plain_autodiff_of_an_implicit_function_is_that_of_the_solver():
+    rule = jax.custom_jvp(_newton)
+    rule.defjvp(lambda p, t: (rule(*p), t[0] / (3 * rule(*p) ** 2 + 1)))
+    a = jnp.array([1.0, 2.0])
+    *_, of_solver = _residuals_line(rule, a).partition("(plain autodiff: ")
+    assert int(of_solver.split()[0]) > 40 * a.nbytes
+    line = _residuals_line(eqg.implicit(_residual)(_newton), a)
+    assert line.endswith(f"(plain autodiff: {of_solver}")
+    method = _residuals_line(_Cubic(jnp.array(1.5)).root, a)
+    assert "(plain autodiff: " in method
+    assert "(plain autodiff: 0" not in method
+
+
+def test_nothing_is_said_of_plain_autodiff_where_there_is_none():
+    on_host = eqg.host_function(lambda a: a / 2, out=lambda a: a)
+    assert "plain" not in _residuals_line(eqg.implicit(lambda y, a: 2 * y - a)(on_host), X)
+    assert "plain" not in _residuals_line(eqg.implicit(_residual)(_bisection), X[1])
+    called_inside = eqg.implicit(_residual)(_newton)
+    assert "plain" not in _residuals_line(lambda a: 2 * called_inside(a), X)

@@ -36,7 +36,8 @@ class FlatFunction:
         nondifferentiable: Collection[str] = (),
     ):
         signature = Signature(fn)
-        args, kwargs, filled = signature.bind(tuple(args), dict(kwargs), False)
+        args, kwargs = jax.tree.map(_canonical, (tuple(args), dict(kwargs)))
+        args, kwargs, filled = signature.bind(args, kwargs, False)
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         self.fn = fn
@@ -139,6 +140,15 @@ def double_precision():
     """64-bit arrays, and the promotion of 32-bit constants in the user's code."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _canonical(x):
+    """A NumPy array in the precision in which JAX takes it. Of one in float64 that a function
+    captures, JAX keeps programs in single precision, and takes them for those in double
+    precision after `jax.enable_x64` was changed (JAX 0.10.2)."""
+    if not (isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)):
+        return x
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 def _numbers(names, known, n_args, fn_name) -> set[int]:
