@@ -149,10 +149,10 @@ def check_rule(
     - `raises`: whether to raise when a check fails.
 
     The line of `residuals` has the bytes that are kept from the forward pass for the backward
-    pass, without the arguments themselves: of one call, and of each step where a `scan` calls
-    the function, which keeps nothing for the step that does not depend on it. Beside them are
-    those that autodiff of the function without its rule would keep (of `implicit`, of the
-    solver), if that is a derivative.
+    pass, without the arguments themselves: of one call, and of a `scan` that calls the
+    function, divided by its steps. A constant, which the scan keeps once, hardly counts there.
+    Beside them are the bytes that autodiff of the function without its rule would keep (of
+    `implicit`, that of the solver), if there is such a derivative.
 
     On a terminal, a line says which check is running if all of them take more than two
     seconds, and whether the programs are long, as those of Python loops are: a `jax.lax.scan`

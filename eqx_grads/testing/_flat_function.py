@@ -37,7 +37,10 @@ class FlatFunction:
     ):
         signature = Signature(fn)
         args, kwargs = jax.tree.map(_canonical, (tuple(args), dict(kwargs)))
-        args, kwargs, filled = signature.bind(args, kwargs, False)
+        try:
+            args, kwargs, filled = signature.bind(args, kwargs, False)
+        except TypeError as mismatch:
+            raise _cannot_be_called(name_of(fn), args, kwargs, mismatch) from None
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         self.fn = fn
@@ -140,6 +143,15 @@ def double_precision():
     """64-bit arrays, and the promotion of 32-bit constants in the user's code."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _cannot_be_called(name, args, kwargs, mismatch):
+    by_keyword = ", ".join(f"`{keyword}`" for keyword in kwargs)
+    return rule_error(
+        f"`{name}` can't be called with these arguments: {mismatch}.",
+        f"{len(args)} by position, and by keyword {by_keyword or 'none'}",
+        do=f"Pass them as to the function itself: `check_rule({name}, ..., v=...)`.",
+    )
 
 
 def _canonical(x):
