@@ -78,8 +78,8 @@ def _size(x: Array) -> Array:
 def _message(name, place, solve, path, tolerance, fraction):
     return (
         f"The residual `{name}` of `{solve}` is not small at the solution.\n"
-        f"  at residual{path}: the solution seems to be off by more than {100 * fraction:.3g} % "
-        f"(tolerance={tolerance:g})\n"
+        f"  at residual{path}: the solution seems to be off by more than "
+        f"{100 * fraction:.3g} % (tolerance={tolerance:g})\n"
         f"  {place}\n"
         f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
         "work in higher precision, see that the residual is the equation that it solves, or "

@@ -64,8 +64,8 @@ def _check_same_structure(residuals, unknowns, residual, solve):
             *shown,
             place_of(residual),
             do=f"{objective}Return one equation for each unknown, in a tree like that of the "
-            "solution. For more or fewer equations than unknowns, pass a least-squares solver, such as "
-            "`solver=lineax.SVD()`.",
+            "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
+            "such as `solver=lineax.SVD()`.",
         )
 
 
