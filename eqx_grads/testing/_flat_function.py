@@ -36,11 +36,12 @@ class FlatFunction:
         nondifferentiable: Collection[str] = (),
     ):
         signature = Signature(fn)
-        args, kwargs = jax.tree.map(_canonical, (tuple(args), dict(kwargs)))
+        by_position = tuple(jax.tree.map(_canonical, list(args)))
+        by_keyword = jax.tree.map(_canonical, dict(kwargs))
         try:
-            args, kwargs, filled = signature.bind(args, kwargs, False)
+            args, kwargs, filled = signature.bind(by_position, by_keyword, False)
         except TypeError as mismatch:
-            raise _cannot_be_called(name_of(fn), args, kwargs, mismatch) from None
+            raise _cannot_be_called(name_of(fn), by_position, by_keyword, mismatch) from None
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         self.fn = fn
