@@ -382,3 +382,25 @@ def test_an_error_on_the_host_is_shown_without_the_traceback():
     (failure,) = report.failures
     assert "no formula on the host yet" in failure.text
     assert "  File " not in failure.text
+
+
+def test_a_numpy_array_in_both_precisions_of_one_process():
+    @eqg.custom_jvp
+    def decay(x, times):
+        return jnp.exp(-x * times)
+
+    @decay.def_jvp
+    def decay_jvp(primals, tangents):
+        (x, times), (t_x, t_times) = primals, tangents
+        y = decay(x, times)
+        return y, -y * (times * t_x + x * t_times)
+
+    def by_keyword(x, *, times):
+        return jnp.sin(x * times)
+
+    times = np.array([1.0, 2.0, 3.0])
+    options = {"checks": "transforms", "nondifferentiable": ("times",)}
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            eqgt.check_rule(decay, jnp.array(0.5), times, **options)
+            eqgt.check_rule(by_keyword, jnp.array(0.5), times=times, checks="transforms")

@@ -6,7 +6,9 @@ import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from eqx_grads.testing._likely_cause import likely_cause
 from jaxtyping import Array
 
 
@@ -98,6 +100,7 @@ def _unclipped(_, ct):
     return (ct,)
 
 
+X = jnp.array([1.0, 2.0])
 _CLIP_X = jnp.array([0.5, 3.0, -1.0], dtype="float32")
 
 
@@ -204,3 +207,142 @@ def test_further_points():
         check([x])
     with pytest.raises(eqg.RuleError, match=r"`at\[1\]` of `check_rule` are not the arguments"):
         check([(x,), (_square, x)])
+
+
+def _residuals_line(fn, *args):
+    (finding,) = eqgt.check_rule(fn, *args, checks="residuals")["residuals"]
+    return finding.where
+
+
+def _newton(a):
+    step = lambda _, y: y - _residual(y, a) / (3 * y**2 + 1)
+    return jax.lax.fori_loop(0, 40, step, a)
+
+
+class _Cubic(eqx.Module):
+    scale: Array
+
+    @eqg.implicit(lambda y, self, a: _residual(y, self.scale * a))
+    def root(self, a):
+        return _newton(self.scale * a)
+
+
+def test_plain_autodiff_of_an_implicit_function_is_that_of_the_solver():
+    rule = jax.custom_jvp(_newton)
+    rule.defjvp(lambda p, t: (rule(*p), t[0] / (3 * rule(*p) ** 2 + 1)))
+    a = jnp.array([1.0, 2.0])
+    *_, of_solver = _residuals_line(rule, a).partition("(plain autodiff: ")
+    assert int(of_solver.split()[0]) > 40 * a.nbytes
+    line = _residuals_line(eqg.implicit(_residual)(_newton), a)
+    assert line.endswith(f"(plain autodiff: {of_solver}")
+    method = _residuals_line(_Cubic(jnp.array(1.5)).root, a)
+    assert "(plain autodiff: " in method
+    assert "(plain autodiff: 0" not in method
+
+
+def test_nothing_is_said_of_plain_autodiff_where_there_is_none():
+    on_host = eqg.host_function(lambda a: a / 2, out=lambda a: a)
+    assert "plain" not in _residuals_line(eqg.implicit(lambda y, a: 2 * y - a)(on_host), X)
+    assert "plain" not in _residuals_line(eqg.implicit(_residual)(_bisection), X[1])
+    called_inside = eqg.implicit(_residual)(_newton)
+    assert "plain" not in _residuals_line(lambda a: 2 * called_inside(a), X)
+
+
+def _product(cotangents):
+    rule = eqg.custom_vjp(lambda a, b: a * b)
+    rule.def_fwd(lambda a, b: (a * b, (a, b)))
+    rule.def_bwd(cotangents)
+    return rule
+
+
+_A, _B = jnp.array([1.1, 2.3, -0.7, 0.9]), jnp.array([1.3, 0.37, 2.1, -1.7])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("of", ["residual", "cotangent"])
+def test_a_cast_to_half_precision(dtype, of):
+    def cotangents(residuals, ct):
+        a, b = residuals
+        if of == "cotangent":
+            return ct.astype(dtype).astype(ct.dtype) * b, ct * a
+        return ct * b.astype(dtype).astype(b.dtype), ct * a
+
+    options = {"checks": ("reverse", "linear"), "raises": False}
+    report = eqgt.check_rule(_product(cotangents), _A, _B, **options)
+    causes = [line for line in str(report).splitlines() if "likely cause" in line]
+    assert causes, report
+    assert all(f"precision was lost, as by a cast to {dtype}" in line for line in causes)
+    assert "not the sum" not in str(report)
+
+
+@pytest.mark.parametrize("error", [3e-7, 1.4e-5])
+def test_the_error_of_finite_differences_is_no_half_precision(error):
+    rule = _product(lambda residuals, ct: (_off(ct * residuals[1], error), ct * residuals[0]))
+    options = {"checks": "reverse", "raises": False, "tolerance": 1e-9}
+    with jax.enable_x64(True):
+        report = eqgt.check_rule(rule, np.asarray(_A, float), np.asarray(_B, float), **options)
+    assert "float16" not in str(report)
+    assert "finite differences" in str(report)
+    assert "`step=`" in str(report)
+
+
+def _off(x, error):
+    return x * (1 + error * jnp.cos(jnp.arange(x.size) ** 2))
+
+
+def test_a_factor_of_one_number_is_no_cause():
+    cause = lambda want, have: likely_cause(np.asarray(want), np.asarray(have), "`x`")
+    assert cause(1.3, 0.7084 * 1.3) == ""
+    assert "every entry" not in cause([1.3, 0.0], [0.7084 * 1.3, 0.0])
+    assert cause(1.3, -1.3) == "the sign is wrong: every entry is minus the expected one"
+    assert cause(1.3, 2.6) == "every entry is twice the expected one"
+    assert "0.7084 times" in cause([1.3, 0.4], [0.7084 * 1.3, 0.7084 * 0.4])
+
+
+def test_numbers_have_no_column_of_indices():
+    rule = _product(lambda residuals, ct: (ct * residuals[1], 2 * ct * residuals[0]))
+    report = eqgt.check_rule(rule, 1.5, 0.7, checks=("reverse", "adjoint"), raises=False)
+    assert "entry  " not in str(report)
+    assert "expected: <J v, w> of forward mode" in str(report)
+    assert "divided by" in str(report)
+
+
+def test_one_error_is_one_row():
+    rule = _product(lambda residuals, ct: (jnp.ones(7, ct.dtype), ct * residuals[0]))
+    text = str(eqgt.check_rule(rule, _A, _B, raises=False))
+    assert text.count("does not fit its argument") == 1
+    table = text.partition("\n\n1. ")[0]
+    assert table.count("raised") == 1
+    (row,) = [line for line in table.splitlines() if "the error of 1." in line]
+    assert "adjoint" in row
+    assert "deterministic" in row
+
+
+def test_arguments_that_the_function_does_not_take():
+    def scaled(x, *, v):
+        return v * x
+
+    with pytest.raises(eqg.RuleError, match=r"`scaled` can't be called with .*'v'") as caught:
+        eqgt.check_rule(scaled, _A, kwargs={"v": 1.5})
+    assert "1 by position, and by keyword `kwargs`" in str(caught.value)
+    assert "check_rule(scaled, ..., v=...)" in str(caught.value)
+
+
+def test_a_derivative_that_is_meant():
+    constant = jax.custom_jvp(lambda x: jnp.zeros_like(x))
+    constant.defjvp(lambda p, t: (jnp.zeros_like(p[0]), t[0]))
+    report = eqgt.check_rule(constant, _A, checks="forward", raises=False)
+    assert "if that is meant, as of a straight-through rule, pass `reference=`" in str(report)
+    eqgt.check_rule(constant, _A, checks="forward", reference=lambda x: x)
+
+
+def test_a_rule_of_the_first_order():
+    @eqg.host_function(out=lambda a: a)
+    def square(a):
+        return np.asarray(a) ** 2
+
+    square.def_fwd(lambda a: (np.asarray(a) ** 2, a))
+    square.def_bwd(lambda a, ct: (2 * np.asarray(a) * ct,))
+    with pytest.raises(eqgt.RuleCheckError, match="the first order only, pass `order=1`"):
+        eqgt.check_rule(square, _A, checks="order")
+    eqgt.check_rule(square, _A, checks="order", order=1)

@@ -44,7 +44,7 @@ class Equation(Opaque):
         (residual, args, config), _ = self._template.substitute(operands)
         try:
             out = residual(y, *args, **config)
-        except (TypeError, AttributeError) as error:
+        except Exception as error:
             error.add_note(
                 f"The residual `{self.residual_name}` is called with the solution of "
                 f"`{self.solve}` first, and then with its arguments. Of a method, these begin "
@@ -67,6 +67,14 @@ class Equation(Opaque):
                 self.solve,
             )
         rhs = jax.tree.map(lambda t: -t * one.astype(t.dtype), b)
+        matrix = f"The Jacobian of the residual `{self.residual_name}` ({self.residual_place})"
         return linear_solve(
-            matvec, rhs, unknowns, solver=self.solver, tags=self.tags, user="implicit"
+            matvec,
+            rhs,
+            unknowns,
+            solver=self.solver,
+            tags=self.tags,
+            user="implicit",
+            of=self.solve,
+            matrix=matrix,
         )

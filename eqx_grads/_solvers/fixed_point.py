@@ -226,7 +226,14 @@ class _SameType(eqx.Module):
     has_aux: bool
 
     def __call__(self, y, args):
-        out, aux = self.fn(y, *args), None
+        try:
+            out, aux = self.fn(y, *args), None
+        except Exception as error:
+            error.add_note(
+                f"`{name_of(self.fn)}` is called with `y` first, and then with the {len(args)} "
+                "arguments after `y0`."
+            )
+            raise
         if self.has_aux:
             if not isinstance(out, tuple | list) or len(out) != 2:
                 raise rule_error(

@@ -157,13 +157,26 @@ def implicit(
         tolerance = known
     tags = as_tags(tags, "implicit")
     return ft.partial(
-        ImplicitFunction,
+        _decorated,
         residual=residual,
         solver=solver,
         tags=tags,
         has_aux=has_aux,
         tolerance=tolerance,
     )
+
+
+def _decorated(fn: Any, *, residual: Callable[..., Any], **options: Any) -> Any:
+    if not (callable(fn) or isinstance(fn, staticmethod | classmethod)):
+        raise rule_error(
+            f"`implicit` was given `{name_of(residual)}` as the residual, and no function that "
+            "solves it.",
+            f"what it should decorate is {type_of(fn)}",
+            place_of(residual),
+            do="To decorate a solver, write `@eqg.implicit(residual)`, with the equation that "
+            "it solves.",
+        )
+    return ImplicitFunction(fn, residual=residual, **options)
 
 
 class ImplicitFunction(AbstractWrapper[P, T]):
@@ -202,8 +215,8 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         # Numbers inside of an argument stay as they are: a module may scan over its arrays.
         args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
         if is_eager() and not contains_tracer(self.fn, args, kwargs):
-            return as_arrays(self.fn(*args, **kwargs))
-        out = call_without_tangents(self.fn, args, kwargs)
+            return as_arrays(_checked(self.fn, self.fn(*args, **kwargs), self._has_aux))
+        out = _checked(self.fn, call_without_tangents(self.fn, args, kwargs), self._has_aux)
         y, aux = _split_aux(self.fn, out) if self._has_aux else (out, None)
         y = self._with_tangent(y, args, kwargs)
         return (y, aux) if self._has_aux else y
@@ -220,6 +233,19 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         return differentiable_solution(
             y, operands, residual=equation.residual, solve=equation.solve_tangent
         )
+
+
+def _checked(fn, out, has_aux):
+    """The output of a solver, which may have been left without a `return`."""
+    is_none = out is None or (has_aux and isinstance(out, tuple) and out[:1] == (None,))
+    if is_none:
+        raise rule_error(
+            f"`{name_of(fn)}` returned no solution.",
+            "it returned `None`" if out is None else "the first of what it returned is `None`",
+            place_of(fn),
+            do="Return the solution of the equation: is a `return` missing?",
+        )
+    return out
 
 
 def _split_aux(fn, out):

@@ -59,6 +59,8 @@ def linear_solve(
     solver: Any = None,
     tags: Collection[object] = (),
     user: str = "linear_solve",
+    of: str = "",
+    matrix: str = "The matrix",
 ) -> PyTree[Array]:
     """`x` with `matvec(x) = rhs`.
 
@@ -70,13 +72,15 @@ def linear_solve(
         division if the function is seen to be elementwise, LU up to `DENSE_UP_TO` unknowns,
         and GMRES beyond.
     - `tags`: `lineax` tags of the matrix.
-    - `user`: what the user called, for errors.
+    - `user`: what the user called, for errors; `of`, `matrix`: whose derivative this is for,
+        and what the matrix is to the user, for those of a solve that fails.
 
     Differentiable in all modes and orders with respect to `rhs` and to what `matvec` closes
-    over, by the rules of `lineax`. A solve that fails raises when it runs, as all of `lineax`
-    and Equinox does.
+    over, by the rules of `lineax`. A solve that fails raises when it runs.
     """
     lx = optional_import("lineax", user)
+    from .checked_solver import CheckedSolver  # which imports it
+
     dtype = working_dtype(rhs, like)
     domain, codomain = RealView(like, dtype), RealView(rhs, dtype)
     tags = frozenset(tags)
@@ -84,10 +88,11 @@ def linear_solve(
     if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     leaves = jax.tree.leaves((rhs, like))
+    messages = _messages(of or user, matrix)
     on_mesh = any(varying_axes(x) or any(explicit_spec(x)) for x in leaves)
     is_small = solver is None and domain.vector_type.size <= DENSE_UP_TO
     if on_mesh or (is_small and _types_have_meshes()):
-        return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user)
+        return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages)
     if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
         # An array and not a function, as `lineax` compiles once more for each new function.
         ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
@@ -101,6 +106,7 @@ def linear_solve(
         )
         if solver is None:
             solver = _choose(lx, domain.vector_type.size, tags, dtype)
+    solver = CheckedSolver(solver, *messages)
     vector = _batched_like(operator, codomain.to_vector(rhs))
     return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
 
@@ -110,7 +116,7 @@ def _types_have_meshes() -> bool:
     return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
 
 
-def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
+def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages):
     """Division or LU, by JAX itself. In the types of its operators, Equinox keeps neither the
     mesh nor which values vary over it, and the gradient of one that does not would be wrong
     (Equinox 0.13.8, Lineax 0.1.1; no upstream issue was found)."""
@@ -120,7 +126,7 @@ def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
         of_arrays = lambda arrays: codomain.to_arrays(matvec(domain.from_arrays(arrays)))
         if has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(arrays)):
             diagonal = of_arrays([jnp.ones_like(x) for x in arrays])
-            one = _one_if_regular(diagonal, user)
+            one = _one_if_regular(diagonal, messages)
             right = vary_alike(codomain.to_arrays(rhs), rhs, like)
             quotients = [one * b / d for b, d in zip(right, diagonal, strict=True)]
             return domain.from_arrays(quotients)
@@ -139,25 +145,35 @@ def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user):
         leaves, treedef = jax.tree.flatten(x)
         return flat(matvec(treedef.unflatten(vary_alike(leaves, rhs, like))))
 
-    matrix = jax.vmap(column, out_axes=1)(jnp.eye(n, dtype=domain.vector_type.dtype))
-    factors, order = jax.scipy.linalg.lu_factor(matrix)
-    one = _one_if_regular([jnp.diagonal(factors)], user)
+    columns = jax.vmap(column, out_axes=1)(jnp.eye(n, dtype=domain.vector_type.dtype))
+    factors, order = jax.scipy.linalg.lu_factor(columns)
+    one = _one_if_regular([jnp.diagonal(factors)], messages)
     solution = jax.scipy.linalg.lu_solve((factors, order), one * flat(rhs))
     return jax.tree.map(_sharded_like, domain.from_vector(solution), like)
 
 
-def _one_if_regular(pivots, user):
+def _one_if_regular(pivots, messages):
     """One, to multiply the right-hand side by, which may be a tangent; raises when it is
     computed if a pivot of the matrix is zero or not finite."""
     pivots = jax.lax.stop_gradient(pivots)
     are_good = [jnp.all(jnp.isfinite(x) & (x != 0)) for x in pivots]
-    message = (
-        f"The linear solve for the derivative of `{user}` failed.\n"
-        "  The matrix is singular, or not finite.\n"
-        "Look at the solution, at which the equation may have no derivative."
-    )
     is_singular = ~ft.reduce(jnp.logical_and, are_good)
-    return branched_error_if(jnp.ones((), pivots[0].dtype), is_singular, 0, [message])
+    return branched_error_if(jnp.ones((), pivots[0].dtype), is_singular, 0, messages[:1])
+
+
+def _messages(user, matrix) -> tuple[str, str]:
+    """For a singular matrix, and for an iteration that stopped before its tolerance."""
+    what = f"The linear solve for the derivative of `{user}` failed.\n"
+    return (
+        f"{what}  {matrix} is singular at the solution, or not finite.\n"
+        "Look for a solution with others arbitrarily near, and for equations that repeat one "
+        "another; or pass the solver `lineax.SVD()` for the smallest of the least-squares "
+        "solutions.",
+        f"{what}  {matrix} is singular at the solution, or so nearly singular that the solver "
+        "did not reach its tolerance.\n"
+        "Pass the solver `lineax.LU()`, which takes the memory of the whole matrix, an "
+        "iterative solver with more steps, or the `tags` of the matrix.",
+    )
 
 
 def _gathered(tree):

@@ -47,7 +47,11 @@ def one_if_small(
         for (_, r), c in zip(leaves, jax.tree.leaves(change), strict=True)
     ]
     is_large = jnp.stack(is_large)
-    messages = [_message(name, place, solve, show_path(path), tolerance) for path, _ in leaves]
+    used = [_at_least_rounding(tolerance, r.dtype) for _, r in leaves]
+    messages = [
+        _message(name, place, solve, show_path(path), tolerance, fraction)
+        for (path, _), fraction in zip(leaves, used, strict=True)
+    ]
     one = jnp.ones((), jnp.float32)
     return branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
 
@@ -71,11 +75,11 @@ def _size(x: Array) -> Array:
     return jnp.max(x, initial=0)
 
 
-def _message(name, place, solve, path, tolerance):
+def _message(name, place, solve, path, tolerance, fraction):
     return (
         f"The residual `{name}` of `{solve}` is not small at the solution.\n"
-        f"  at residual{path}: it is larger than its change would be if each element of the "
-        f"solution changed by the fraction tolerance={tolerance:g} of itself\n"
+        f"  at residual{path}: the solution seems to be off by more than "
+        f"{100 * fraction:.3g} % (tolerance={tolerance:g})\n"
         f"  {place}\n"
         f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
         "work in higher precision, see that the residual is the equation that it solves, or "

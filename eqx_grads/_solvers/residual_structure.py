@@ -55,13 +55,17 @@ def _check_same_structure(residuals, unknowns, residual, solve):
             shown.append(f"and {len(differences) - len(shown)} more")
         if not differences:
             shown = ["the containers differ: a tuple and a list, say"]
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(residuals)]
+        objective = ""
+        if shapes == [()]:
+            objective = "Is this an objective? Give `jax.grad` of it, or `eqx.filter_grad`. "
         raise rule_error(
             f"The residual `{name_of(residual)}` of `{solve}` is not like the solution.",
             *shown,
             place_of(residual),
-            do="Return one equation for each unknown, in a tree like that of the solution. For "
-            "more or fewer equations than unknowns, pass a least-squares solver, such as "
-            "`solver=lineax.SVD()`.",
+            do=f"{objective}Return one equation for each unknown, in a tree like that of the "
+            "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
+            "such as `solver=lineax.SVD()`.",
         )
 
 

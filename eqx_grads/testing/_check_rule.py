@@ -148,6 +148,12 @@ def check_rule(
         checks of derivatives are run for each seed, the others for the first one.
     - `raises`: whether to raise when a check fails.
 
+    The line of `residuals` has the bytes that are kept from the forward pass for the backward
+    pass, without the arguments themselves: of one call, and of a `scan` that calls the
+    function, divided by its steps. A constant, which the scan keeps once, hardly counts there.
+    Beside them are the bytes that autodiff of the function without its rule would keep (of
+    `implicit`, that of the solver), if there is such a derivative.
+
     On a terminal, a line says which check is running if all of them take more than two
     seconds, and whether the programs are long, as those of Python loops are: a `jax.lax.scan`
     in place of a loop is compiled once, and not once for each step.

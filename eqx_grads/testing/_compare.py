@@ -240,13 +240,15 @@ def side_by_side(
     gap[_same(want, have).ravel()] = 0.0
     width = max(map(len, (along, *directions)))
     column = lambda text: f"  {text:>{width}}" if directions else ""
-    rows = [f"{column(along)}  {'entry':>14}  {'expected':>24}  {'got':>24}"]
+    is_scalar = worst.expected.ndim == bool(directions)
+    indices = lambda text: "" if is_scalar else f"  {text:>14}"
+    rows = [f"{column(along)}{indices('entry')}  {'expected':>24}  {'got':>24}"]
     for i in np.argsort(-gap, kind="stable")[:n]:
         place = np.unravel_index(i, want.shape)
         direction = column(directions[place[0]]) if directions else ""
         inner = place[1:] if directions else place
-        entry = str([int(k) for k in inner]) if worst.expected.ndim > bool(directions) else ""
-        rows.append(f"{direction}  {entry:>14}  {want[place]!s:>24}  {have[place]!s:>24}")
+        entry = indices(str([int(k) for k in inner]))
+        rows.append(f"{direction}{entry}  {want[place]!s:>24}  {have[place]!s:>24}")
     return "\n".join(rows)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._errors import RuleError
 from ._compare import differences, side_by_side
-from ._likely_cause import Hypothesis, likely_cause
+from ._likely_cause import Hypothesis, likely_cause, NO_INFLUENCE, PRECISION
 from ._report import FAILED, Finding, PASSED, SKIPPED
 
 
@@ -55,6 +55,10 @@ def compare(
     seen = ""
     if diagnose:
         seen = likely_cause(worst.expected, worst.got, worst.name, mistakes, primal, stack)
+    if check == "linear" and PRECISION in seen:
+        cause = ""  # rounding is not linear
+    if check in ("forward", "reverse") and NO_INFLUENCE in seen:
+        seen += "; if that is meant, as of a straight-through rule, pass `reference=`"
     seen = "; ".join(text for text in (cause, seen) if text)
     lines = [
         f"  at {worst.name}: relative error {worst.error:.2g}, admitted {tolerance:.1g}",

@@ -36,7 +36,12 @@ class FlatFunction:
         nondifferentiable: Collection[str] = (),
     ):
         signature = Signature(fn)
-        args, kwargs, filled = signature.bind(tuple(args), dict(kwargs), False)
+        by_position = tuple(jax.tree.map(_canonical, list(args)))
+        by_keyword = jax.tree.map(_canonical, dict(kwargs))
+        try:
+            args, kwargs, filled = signature.bind(by_position, by_keyword, False)
+        except TypeError as mismatch:
+            raise _cannot_be_called(name_of(fn), by_position, by_keyword, mismatch) from None
         # Not the defaults: a reference need not have those parameters.
         self.kwargs = {k: v for k, v in kwargs.items() if k not in filled}
         self.fn = fn
@@ -152,6 +157,24 @@ def double_precision():
     """64-bit arrays, and the promotion of 32-bit constants in the user's code."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _cannot_be_called(name, args, kwargs, mismatch):
+    by_keyword = ", ".join(f"`{keyword}`" for keyword in kwargs)
+    return rule_error(
+        f"`{name}` can't be called with these arguments: {mismatch}.",
+        f"{len(args)} by position, and by keyword {by_keyword or 'none'}",
+        do=f"Pass them as to the function itself: `check_rule({name}, ..., v=...)`.",
+    )
+
+
+def _canonical(x):
+    """A NumPy array in the precision in which JAX takes it. Of one in float64 that a function
+    captures, JAX keeps programs in single precision, and takes them for those in double
+    precision after `jax.enable_x64` was changed (JAX 0.10.2)."""
+    if not (isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)):
+        return x
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 def _numbers(names, known, n_args, fn_name) -> set[int]:

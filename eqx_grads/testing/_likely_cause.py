@@ -17,6 +17,10 @@ class Hypothesis(NamedTuple):
 
 _CLOSE = 1e-3
 _SINGLE = 1e-6  # errors below are those of single precision
+# The relative error of an array whose entries were rounded, and the largest one of an entry.
+_ROUNDED = {"float16": (4e-5, 5e-4, 2.0**-10), "bfloat16": (5e-4, 4e-3, 2.0**-7)}
+PRECISION = "precision was lost"
+NO_INFLUENCE = "has no influence here"
 _WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
 
 
@@ -43,11 +47,13 @@ def likely_cause(
     if not np.all(np.isfinite(as_real(want))):
         return "finite where the expected value is not"
     if norm(as_real(want)) == 0:
-        return f"it should be zero: {name} has no influence here"
+        return f"it should be zero: {name} {NO_INFLUENCE}"
     if norm(as_real(have)) == 0:
         return f"zero everywhere: the term of {name} is missing"
-    if want.size < 2 and _close(want, have):
-        return _precision_lost(want, have)
+    if want.size < 2 and (_close(want, have) or _rounded_to(want, have)):
+        return _slightly_off(want, have)
+    if _rounded_to(want, have) and not _is_multiple(want, have):
+        return _slightly_off(want, have)
     hypotheses = [s for s in hypotheses if not _close(s.array, want)]
     return (
         _factor(want, have)
@@ -74,8 +80,10 @@ def _factor(want, have) -> str:
     if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
         return ""
     if abs(factor - 1) <= _SINGLE:
-        return f"{_precision_lost(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
+        return f"{_slightly_off(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
     if abs(factor.imag) > _CLOSE * abs(factor):
+        if want.size < 2:
+            return ""
         return f"every entry is {factor:.4g} times the expected one"
     factor = factor.real
     if abs(factor + 1) < _CLOSE:
@@ -86,6 +94,8 @@ def _factor(want, have) -> str:
     shown = f"{factor:.4g}"
     if shown == "1":
         shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
+    if np.sum(np.abs(w) > _SINGLE) < 2:  # any number is a multiple of another one
+        return ""
     text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
         if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
@@ -121,21 +131,48 @@ def _some_entries(want, have, name, primal, directions) -> str:
     wrong = np.abs(have - want) > _CLOSE * np.abs(want) + 1e-6 * norm(as_real(want))
     n = int(wrong.sum())
     if n == 0:
-        return _precision_lost(want, have)
+        return _slightly_off(want, have)
     if primal is not None and primal.shape == wrong.shape and not np.iscomplexobj(primal):
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
             if n > 1 and np.all(mask[wrong]) and not np.all(mask):
                 return f"wrong only where {name} is {sign}"
-    if n <= max(1, wrong.size // 4):
+    if wrong.size > 1 and n <= max(1, wrong.size // 4):
         return f"{n} of {wrong.size} entries are wrong: {_indices(wrong, directions)}"
     return ""
 
 
-def _precision_lost(want, have) -> str:
+def _slightly_off(want, have) -> str:
     error = norm(as_real(want - have)) / norm(as_real(want))
-    dtypes = "float16 or bfloat16" if error > 1e-5 else "float32"
     text = f"every entry is a little off ({error:.0e} of its size)"
-    return f"{text}: precision was lost, as by a cast to {dtypes}"
+    dtype = _rounded_to(want, have)
+    if dtype:
+        return f"{text}: {PRECISION}, as by a cast to {dtype}"
+    rest = (
+        "a derivative by finite differences (`step=` of a host function), or a solver that "
+        "stops at a tolerance; if that is meant, pass `tolerance=`"
+    )
+    if error <= _SINGLE:
+        return f"{text}: {PRECISION}, as by a cast to float32; or it is {rest}"
+    return f"{text}, as of {rest}"
+
+
+def _rounded_to(want, have) -> str:
+    """The dtype of half precision whose rounding explains the errors of all entries."""
+    want, have = as_real(want).ravel(), as_real(have).ravel()
+    error = norm(have - want) / norm(want)
+    for dtype, (low, high, largest) in _ROUNDED.items():
+        most = largest * np.abs(want) + 1e-6 * np.max(np.abs(want))
+        if low <= error <= high and np.all(np.abs(have - want) <= most):
+            return dtype
+    return ""
+
+
+def _is_multiple(want, have) -> bool:
+    """Whether the errors of several entries are the same fraction of them."""
+    want, have = as_real(want).ravel(), as_real(have).ravel()
+    kept = np.abs(want) > 1e-6 * np.max(np.abs(want))
+    errors = have[kept] / want[kept] - 1
+    return bool(np.std(errors) < 0.05 * abs(np.mean(errors)))
 
 
 def _not_finite(x):

@@ -93,14 +93,19 @@ class Report:
         exception of the function is raised in most checks."""
         groups: dict[str, list[Finding]] = {}
         for failure in self.failures:
-            text = failure.text.splitlines()
+            # An exception names the arrays of the precision in which it was raised.
+            text = failure.text
+            text = (text.replace("float64", "float32") if failure.raised else text).splitlines()
             key = "\n".join(line for line in text if not line.startswith("  likely cause"))
             groups.setdefault(key, []).append(failure)
         return list(groups.values())
 
     def _table(self) -> Iterator[str]:
         yield f"{'check':<14}{'status':<10}{'worst error':<20}where"
+        repeated = self._repeated()
         for check in dict.fromkeys(finding.check for finding in self.findings):
+            if check in repeated:
+                continue
             row = _worst(self[check])
             error = "" if row.error is None else f"{row.error:.1e} of {row.tolerance:.0e}"
             where = row.where
@@ -113,6 +118,23 @@ class Report:
                     error = "raised"
                     where += f": {row.raised.partition(':')[0]}"
             yield f"{check:<14}{row.verdict:<10}{error:<20}{where}".rstrip()
+        for number in dict.fromkeys(repeated.values()):
+            checks = ", ".join(c for c, n in repeated.items() if n == number)
+            yield f"{'the others':<14}{FAILED:<10}{f'the error of {number}.':<20}{checks}"
+
+    def _repeated(self) -> dict[str, int]:
+        """The checks that have no other failure than an exception of a check above, with its
+        number in the report."""
+        alike = self._alike()
+        number = {id(f): n for n, group in enumerate(alike, start=1) for f in group}
+        repeated = {}
+        for check in dict.fromkeys(failure.check for failure in self.failures):
+            failures = [f for f in self.failures if f.check == check]
+            first = alike[number[id(failures[0])] - 1][0]
+            same = len({number[id(f)] for f in failures}) == 1
+            if same and first.raised and first.check != check:
+                repeated[check] = number[id(failures[0])]
+        return repeated
 
 
 def _worst(findings: Sequence[Finding]) -> Finding:

@@ -27,10 +27,11 @@ def adjoint(case: Case) -> Iterator[Finding]:
         size = max(norm(np.array([norm(x) for x in products])), abs(ahead), abs(back))
         scale = size if size > 0 else 1.0
         cause = "forward and reverse mode are not the same linear map"
+        reference = "<J v, w> of forward mode; both are divided by the size of their terms"
         want, have = np.array(ahead / scale), np.array(back / scale)
         finding = compare(
             "adjoint", "<J v, w> = <v, J' w>", [want], [have], ["the product"],
-            case.tolerance(p) * 10, cause=cause, diagnose=False,
+            case.tolerance(p) * 10, cause=cause, diagnose=False, reference=reference,
         )  # fmt: skip
         yield finding
         if finding.verdict == FAILED:

@@ -12,6 +12,9 @@ from .._report import FAILED, Finding
 
 
 _KINDS = ("forward over reverse", "reverse over reverse", "reverse over forward")
+_FAILS = (
+    "right to first order, fails at the next; to check the first order only, pass `order=1`"
+)
 _TRUSTED = 1e-4  # the largest estimated error of finite differences that are a reference
 
 
@@ -41,7 +44,7 @@ def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
         where = f"order {n}, {kind}"
         if isinstance(got, Exception):
             if not (isinstance(got, TypeError) and "forward-mode" in str(got)):
-                yield broke("order", where, got, "right to first order, fails at the next")
+                yield broke("order", where, got, _FAILS)
             continue  # a `jax.custom_vjp` has no forward mode
         finding = None
         if by_autodiff is not None:

@@ -14,8 +14,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..._jaxprs.plain_scan import lax_scan
 from ..._rules.custom_vjp import custom_vjp
+from ..._solvers.implicit import ImplicitFunction
 from .._case import Case
 from .._findings import broke, failed, passed, skipped
+from .._flat_function import is_output
 from .._report import Finding
 
 
@@ -23,10 +25,12 @@ _STEPS = 7  # no other axis is likely to have this length
 
 
 class Residuals(NamedTuple):
-    """The bytes of the residuals without the arguments, and the residuals never read."""
+    """The bytes of the residuals without the arguments, the residuals never read, and whether
+    the cotangents that come out depend on those that go in."""
 
     total: int
     unread: list[str]
+    is_derivative: bool
 
 
 def residuals(case: Case) -> Iterator[Finding]:
@@ -42,13 +46,7 @@ def residuals(case: Case) -> Iterator[Finding]:
     except Exception as e:
         yield broke("residuals", "the residuals", e)
         return
-    try:
-        plain = residuals_of(case.own.plain.fn, leaves)
-        plain_step = _per_step(case.own.plain.fn, leaves)
-        beside = f" (plain autodiff: {plain.total} per call, {plain_step} per scan step)"
-    except Exception:  # the function has no plain derivative
-        beside = ""
-    where = f"{kept.total} bytes per call, {per_step} per scan step{beside}"
+    where = f"{kept.total} bytes per call, {per_step} per scan step{_beside(case, leaves)}"
     if kept.unread and _has_backward_rule(case.subject.fn):
         text = (
             f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}\n"
@@ -62,6 +60,36 @@ def residuals(case: Case) -> Iterator[Finding]:
         yield failed("residuals", where, text)
         return
     yield passed("residuals", where)
+
+
+def _beside(case: Case, leaves: Sequence[Any]) -> str:
+    """What autodiff of the function without its rule keeps, if that is a derivative at all."""
+    try:
+        fn = _undecorated(case)
+        plain = residuals_of(fn, leaves)
+        if not plain.is_derivative:  # `stop_gradient`, rounding
+            return ""
+        plain_step = _per_step(fn, leaves)
+    except Exception:  # the function has no plain derivative
+        return ""
+    return f" (plain autodiff: {plain.total} per call, {plain_step} per scan step)"
+
+
+def _undecorated(case: Case) -> Any:
+    """The function without its rule. That of `implicit` is the solver, which it never
+    differentiates."""
+    fn = case.subject.fn
+    if not isinstance(getattr(fn, "__func__", fn), ImplicitFunction):
+        return case.own.plain.fn
+
+    def solver(*leaves):
+        fn, args = case.subject.tree(leaves)
+        if not isinstance(fn, ImplicitFunction):  # a method
+            fn, args = fn.__func__, (fn.__self__, *args)
+        out = fn.fn(*args, **case.subject.kwargs)
+        return [jnp.asarray(x) for x in jax.tree.leaves(out) if is_output(x)]
+
+    return solver
 
 
 def _has_backward_rule(fn: Any) -> bool:
@@ -102,7 +130,7 @@ def residuals_of(fn: Any, leaves: Sequence[Any], arguments_count: bool = False) 
             is_argument = id(var) in arguments
             what = " (an argument, which is not in the bytes above)" if is_argument else ""
             unread.append(f"{aval.dtype}{list(aval.shape)}{what}")
-    return Residuals(total, unread)
+    return Residuals(total, unread, any(read[len(kept) :]))
 
 
 def _itemsize(dtype) -> int:

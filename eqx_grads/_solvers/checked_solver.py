@@ -1,0 +1,49 @@
+"""A `lineax` solver whose failures are errors in the names of the user.
+
+The error belongs into the solver, as `lineax` runs it again for derivatives and transposes of a
+solve, whose results nobody sees. Imports `lineax`: to be imported where it is used.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+
+from .run_time_error import branched_error_if
+
+
+class CheckedSolver(lx.AbstractLinearSolver):
+    """`solver`, with an error at run time if it fails.
+
+    - `singular`: the message if the solution is not finite.
+    - `not_converged`: the message if the solver says that it failed.
+    """
+
+    solver: lx.AbstractLinearSolver
+    singular: str = eqx.field(static=True)
+    not_converged: str = eqx.field(static=True)
+
+    def init(self, operator, options):
+        return self.solver.init(operator, options)
+
+    def compute(self, state, vector, options):
+        x, result, stats = self.solver.compute(state, vector, options)
+        # If the right-hand side is not finite, Lineax says so.
+        is_singular = _is_finite(vector) & ~_is_finite(x)
+        has_failed = (result != lx.RESULTS.successful) & _is_finite(vector)
+        index = jnp.where(is_singular, 0, 1)
+        messages = [self.singular, self.not_converged]
+        return branched_error_if(x, is_singular | has_failed, index, messages), result, stats
+
+    def transpose(self, state, options):
+        return self.solver.transpose(state, options)
+
+    def conj(self, state, options):
+        return self.solver.conj(state, options)
+
+    def assume_full_rank(self):
+        return self.solver.assume_full_rank()
+
+
+def _is_finite(tree):
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
