@@ -204,15 +204,41 @@ def test_what_is_used_is_no_dead_branch(select):
     assert record.kind != "dead branch"
 
 
-def test_zero_safe_is_not_tried_for_branches(monkeypatch):
-    tried = []
-    monkeypatch.setattr(
-        "eqx_grads._diagnosis._nan.explain_nan._is_finite_with", lambda *_: tried.append(1)
-    )
+def test_what_zero_safe_does_not_mend_is_not_advised(monkeypatch):
     loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
-    assert eqg.explain_nan(loss, jnp.zeros(2))
-    assert not eqg.explain_nan(loss, jnp.ones(2))
-    assert not tried
+    report = eqg.explain_nan(loss, jnp.zeros(2))
+    assert "Use `eqg.zero_safe(loss)`" in report.found[0].cure
+    assert not report.remarks
+    for name, works in (("zero", True), ("neither", False)):
+        monkeypatch.setattr(
+            "eqx_grads._diagnosis._nan.explain_nan._is_finite_with",
+            lambda policy, *_, name=name: policy == name,
+        )
+        report = eqg.explain_nan(loss, jnp.zeros(2))
+        assert ('`eqg.zero_safe(loss, policy="zero")`' in report.found[0].cure) == works
+        assert ("alone does not make this gradient finite" in str(report.remarks)) != works
+
+
+def halves_times_zero(x, gate):
+    z = jnp.sqrt(x) * jnp.ones(2)
+    return z[0] * gate + z[1] * gate
+
+
+def test_two_slices_of_all_elements_are_no_dead_branch():
+    """What makes the cotangent zero is the factor, which `zero_safe` drops by its policy."""
+    zeros = jnp.zeros(2)
+    x = (zeros[0], zeros[1])
+    report = eqg.explain_nan(halves_times_zero, *x)
+    assert [r.kind for r in report.found] == ["zero mask"]
+    assert report.found[0].cure.endswith('use `eqg.zero_safe(loss, policy="zero")`.')
+    gradient = lambda fn: jax.grad(fn)(*x)
+    assert jnp.isnan(gradient(eqg.zero_safe(halves_times_zero)))
+    assert gradient(eqg.zero_safe(halves_times_zero, policy="zero")) == 0.0
+    # And so it is said of the gradient that is left.
+    report = eqg.explain_nan(eqg.zero_safe(halves_times_zero), *x)
+    assert [r.kind for r in report.found] == ["zero mask"]
+    assert not report.dropped
+    assert 'policy="zero")` makes this gradient finite' in report.remarks[0]
 
 
 # ---------------------------------------------------------------- masks

@@ -42,10 +42,10 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         # The fixed point depends on the function and its arguments only.
         inputs = (fn, *constant((solver, y0)), args, *constant(options))
         y, rest = primal_fn((*constant(inputs), _while_loop))
-        solve = ft.partial(_solve, self, tags)
         # Python numbers are static where Equinox has traced `fn`, and remain so.
         arrays, static = eqx.partition(inputs, eqx.is_array)
         residual = ft.partial(_residual, rewrite_fn, static)
+        solve = ft.partial(_solve, self, tags)
         return differentiable_solution(y, arrays, residual=residual, solve=solve), rest
 
     @abc.abstractmethod
@@ -90,8 +90,7 @@ def _solve(adjoint, tags, linear_map, b, unknowns, value):
 
 
 def _residual(rewrite_fn, static, y, arrays):
-    # `None` stands for what the solver returned besides `y`, which no function of Optimistix
-    # reads.
+    # `None` is for what the solver returned besides `y`; no function of Optimistix reads it.
     return rewrite_fn(y, None, eqx.combine(arrays, static))
 
 

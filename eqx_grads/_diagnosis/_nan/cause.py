@@ -177,6 +177,9 @@ _SELECTORS = frozenset(
 )
 
 
+_MASKS = {MASKED_PRODUCT: 1, DEAD_BRANCH: 2}
+
+
 def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
     k, index = zero
     is_selection = ft.partial(_is_selection, derivative)
@@ -185,9 +188,9 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
     if not causes:
         kind = source.kind if isinstance(source, Input) else INDETERMINATE
         causes = [Cause(kind, origin, spot, source)]
-    # A zero may be a sum of zeros. That of a mask is then not the only one.
-    is_mask = lambda cause: cause.kind in (DEAD_BRANCH, MASKED_PRODUCT)
-    cause = next((cause for cause in causes if not is_mask(cause)), causes[0])
+    # A zero may be a sum of zeros, of which not all are those of a mask, and not all masks are
+    # dead branches: two slices may select all elements.
+    cause = min(causes, key=lambda cause: _MASKS.get(cause.kind, 0))
     return dataclasses.replace(cause, cotangent=np.asarray(spot.operands[k])[index])
 
 

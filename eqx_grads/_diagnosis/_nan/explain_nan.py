@@ -33,6 +33,7 @@ from .cures import (
     cure_of_input,
     DEAD_BRANCH,
     INDETERMINATE,
+    MASKED_PRODUCT,
     SINGULARITY,
 )
 from .derivative_program import Derivative, differentiate
@@ -53,6 +54,11 @@ _TRIALS = {
         "makes this gradient finite: it takes zero times an infinite derivative to be zero.",
     ),
 }
+
+
+_NOT_ALL = (
+    "`eqg.zero_safe(loss)` alone does not make this gradient finite: mend the other places."
+)
 
 
 @showing_progress("explain_nan")
@@ -115,11 +121,11 @@ def explain_nan(
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
     This evaluates loss and gradient once, and once more if something is bad. If there is a
-    singularity, the gradient of `zero_safe(loss)` is evaluated as well, and if that is not
-    finite, that of `zero_safe(loss, policy="zero")`: the cure and `remarks` name the one that
-    is. Outside of loops operations are evaluated one by one, which is slower than the compiled
-    program and keeps all intermediate values. Loops are compiled, and those with a bad step run
-    a few times more.
+    mask or a singularity, the gradient of `zero_safe(loss)` is evaluated as well, and if that
+    is not finite, that of `zero_safe(loss, policy="zero")`: the cure and `remarks` name the one
+    that is. Outside of loops operations are evaluated one by one, which is slower than the
+    compiled program and keeps all intermediate values. Loops are compiled, and those with a bad
+    step run a few times more.
 
     **Raises:**
 
@@ -142,27 +148,45 @@ def explain_nan(
     below = _explain(loss.__wrapped__, model, args, kwargs, threshold)
     drops_all = not report.bad_leaves
     dropped = [r for r in below.found if drops_all or r.kind == DEAD_BRANCH]
+    if not drops_all and len(dropped) == len(below.found):
+        dropped = []  # not all of them, and it is not known which
     found = [r for r in below.found if r not in dropped]
-    return dataclasses.replace(report, found=found, dropped=dropped)
+    report = dataclasses.replace(report, found=found, dropped=dropped)
+    return (
+        report if drops_all else _with_zero_safe(report, loss.__wrapped__, model, args, kwargs)
+    )
 
 
 def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     """The report, and whether `zero_safe` makes the gradient finite, which is tried."""
-    is_pole = lambda r: r.kind in (SINGULARITY, INDETERMINATE) and not r.is_forward
-    if not (report.is_reverse and np.isfinite(report.loss) and any(map(is_pole, report.found))):
+    if not (report.is_reverse and np.isfinite(report.loss)):
+        return report
+    is_dead = lambda r: r.kind == DEAD_BRANCH
+    is_other = lambda r: (
+        r.kind in (SINGULARITY, INDETERMINATE, MASKED_PRODUCT) and not r.is_forward
+    )
+    if not any(is_dead(r) or is_other(r) for r in report.found):
         return report
     doing("trying `zero_safe`")
-    for policy, (call, remark) in _TRIALS.items():
-        if not _is_finite_with(policy, loss, model, args, kwargs):
-            continue
-        cure = f" In code that you can't edit, use {call}."
-        found = [
-            dataclasses.replace(r, cure=r.cure + cure) if is_pole(r) else r
-            for r in report.found
-        ]
-        remarks = [*report.remarks, f"{call} {remark}"]
-        return dataclasses.replace(report, found=found, remarks=remarks)
-    return report
+    policy = next(
+        (p for p in _TRIALS if _is_finite_with(p, loss, model, args, kwargs)), "neither"
+    )
+    if policy == "neither":
+        remarks = [_NOT_ALL] if any(map(is_dead, report.found)) else []
+        return dataclasses.replace(report, remarks=[*report.remarks, *remarks])
+    call, remark = _TRIALS[policy]
+
+    def cure(r):
+        if is_dead(r):  # it names the first of the two
+            return r.cure.replace(_TRIALS["selected"][0], call)
+        return f"{r.cure} In code that you can't edit, use {call}." if is_other(r) else r.cure
+
+    found = [dataclasses.replace(r, cure=cure(r)) for r in report.found]
+    if policy == "selected" and not any(map(is_other, found)):
+        return report  # as its cures say
+    return dataclasses.replace(
+        report, found=found, remarks=[*report.remarks, f"{call} {remark}"]
+    )
 
 
 def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:

@@ -1,6 +1,6 @@
 """The check `residuals`: the arrays that are kept for the backward pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +14,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..._jaxprs.plain_scan import lax_scan
 from ..._rules.custom_vjp import custom_vjp
-from ..._solvers.implicit import ImplicitFunction
 from .._case import Case
 from .._findings import broke, failed, passed, skipped
 from .._flat_function import is_output
@@ -64,32 +63,30 @@ def residuals(case: Case) -> Iterator[Finding]:
 
 def _beside(case: Case, leaves: Sequence[Any]) -> str:
     """What autodiff of the function without its rule keeps, if that is a derivative at all."""
-    try:
-        fn = _undecorated(case)
-        plain = residuals_of(fn, leaves)
-        if not plain.is_derivative:  # `stop_gradient`, rounding
-            return ""
-        plain_step = _per_step(fn, leaves)
-    except Exception:  # the function has no plain derivative
-        return ""
-    return f" (plain autodiff: {plain.total} per call, {plain_step} per scan step)"
+    # Without the rule of `implicit` there is no derivative; of the solver there may be one.
+    for fn in (case.own.plain.fn, _decorated(case)):
+        try:
+            plain = residuals_of(fn, leaves)
+            if plain.is_derivative:  # and not `stop_gradient`, or rounding
+                plain_step = _per_step(fn, leaves)
+                text = f"{plain.total} per call, {plain_step} per scan step"
+                return f" (plain autodiff: {text})"
+        except Exception:  # the function has no plain derivative
+            continue
+    return ""
 
 
-def _undecorated(case: Case) -> Any:
-    """The function without its rule. That of `implicit` is the solver, which it never
-    differentiates."""
-    fn = case.subject.fn
-    if not isinstance(getattr(fn, "__func__", fn), ImplicitFunction):
-        return case.own.plain.fn
+def _decorated(case: Case) -> Callable[..., list[Any]]:
+    """The function that was decorated, called as the one that is checked."""
 
-    def solver(*leaves):
+    def call(*leaves):
         fn, args = case.subject.tree(leaves)
-        if not isinstance(fn, ImplicitFunction):  # a method
+        if hasattr(fn, "__func__"):
             fn, args = fn.__func__, (fn.__self__, *args)
         out = fn.fn(*args, **case.subject.kwargs)
         return [jnp.asarray(x) for x in jax.tree.leaves(out) if is_output(x)]
 
-    return solver
+    return call
 
 
 def _has_backward_rule(fn: Any) -> bool:
