@@ -493,8 +493,7 @@ class WithoutDerivative(optx.AbstractAdjoint):
 
     while_loop: Callable[..., Any]
 
-    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
-        del rewrite_fn, tags
+    def apply(self, primal_fn: Any, _rewrite_fn: Any, inputs: Any, _tags: Any) -> Any:
         return primal_fn((*inputs, self.while_loop))
 
 

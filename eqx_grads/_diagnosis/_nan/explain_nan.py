@@ -177,7 +177,8 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     call, remark = _TRIALS[policy]
 
     def cure(r):
-        if is_dead(r):  # it names the first of the two
+        if is_dead(r) and not any(map(is_other, report.found)):
+            # It names the first of the two, which is right if other places are to blame.
             return r.cure.replace(_TRIALS["selected"][0], call)
         return f"{r.cure} In code that you can't edit, use {call}." if is_other(r) else r.cure
 
