@@ -84,8 +84,7 @@ def _check_fixed_point(adjoint, solver, rewrite_fn):
         )
 
 
-def _solve(adjoint, tags, linear_map, b, unknowns, value):
-    del unknowns, value
+def _solve(adjoint, tags, linear_map, b, *_):
     return adjoint.solve_tangent(linear_map, b, tags)
 
 
@@ -493,7 +492,8 @@ class WithoutDerivative(optx.AbstractAdjoint):
 
     while_loop: Callable[..., Any]
 
-    def apply(self, primal_fn: Any, _rewrite_fn: Any, inputs: Any, _tags: Any) -> Any:
+    def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
+        del rewrite_fn, tags
         return primal_fn((*inputs, self.while_loop))
 
 
