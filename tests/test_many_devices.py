@@ -48,7 +48,7 @@ MORE_SUMS = {
     "jump": 3,
     "nn.RALIFCell": 1,
     # The condition of the loop, and whether and how a solver failed.
-    **{n: 16 for n in CASES if re.match("fixed_point|nn.FixedPoint|implicit", n)},
+    **{n: 22 for n in CASES if re.match("fixed_point|nn.FixedPoint|implicit", n)},
     # A gradient that is summed in each step, as `jax.lax.scan` does.
     "filter_scan": 4,
     "filter_scan: in chunks": 4,

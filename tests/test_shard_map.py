@@ -261,7 +261,7 @@ def test_errors_of_solvers():
 
     # At zero, the matrix is zero.
     grad = jax.jit(jax.grad(lambda x: jnp.sum(whole(root)(x))))
-    with pytest.raises(Exception, match="linear solve for the derivative of `implicit` failed"):
+    with pytest.raises(Exception, match="linear solve for the derivative of `root` failed"):
         jax.block_until_ready(grad(jnp.zeros(8)))
     # `jax.effects_barrier` raises once more what the last new program with a callback on each
     # device raised, also in another test.

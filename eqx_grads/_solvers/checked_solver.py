@@ -29,8 +29,9 @@ class CheckedSolver(lx.AbstractLinearSolver):
     def compute(self, state, vector, options):
         x, result, stats = self.solver.compute(state, vector, options)
         # If the right-hand side is not finite, Lineax says so.
-        is_singular = _is_finite(vector) & ~_is_finite(x)
-        has_failed = (result != lx.RESULTS.successful) & _is_finite(vector)
+        is_known = ~_is_bad(vector)
+        is_singular = is_known & _is_bad(x)
+        has_failed = (result != lx.RESULTS.successful) & is_known
         index = jnp.where(is_singular, 0, 1)
         messages = [self.singular, self.not_converged]
         return branched_error_if(x, is_singular | has_failed, index, messages), result, stats
@@ -45,5 +46,8 @@ class CheckedSolver(lx.AbstractLinearSolver):
         return self.solver.assume_full_rank()
 
 
-def _is_finite(tree):
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+def _is_bad(tree):
+    # As Lineax does it, so that what is the same is computed, and communicated, once.
+    return jnp.any(
+        jnp.stack([jnp.any(jnp.invert(jnp.isfinite(x))) for x in jax.tree.leaves(tree)])
+    )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
+from .._jaxprs.plain_scan import lax_fori_loop
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
     as_axis,
@@ -77,7 +78,7 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
     if count is None or not 1 <= count <= x.shape[axis]:
         raise rule_error(
             "`ste.top_k` was not given a number of elements that the array has.",
-            f"`k` is {k!r:.60}, the axis has {x.shape[axis]}",
+            f"`k` is {k!r:.60}, and `x` has {x.shape[axis]} along its axis",
             do="Give an integer from 1 to the size of the axis.",
         )
     wide = widen(x)
@@ -107,7 +108,7 @@ def _threshold(x, *, k, axis):
         return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
     bounds = lowest - margin, largest + margin
-    return jax.lax.fori_loop(0, _BISECTIONS, halve, bounds)[0]
+    return lax_fori_loop(0, _BISECTIONS, halve, bounds)[0]
 
 
 @_threshold.def_jvp
