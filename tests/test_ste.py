@@ -216,7 +216,7 @@ def test_top_k_of_numbers_far_apart():
     assert not np.any(jax.jacobian(ste.top_k)(x, 3))  # of all, exactly
     for k in (0, 4, True):
         with pytest.raises(
-            RuleError, match=r"a number of elements that.*\n  `k` is .* has 3\n"
+            RuleError, match=r"a number of elements that.*\n  `k` is .* has 3 along its axis\n"
         ):
             ste.top_k(x, k)
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
-from .._jaxprs.plain_scan import lax_fori_loop
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
     as_axis,
@@ -100,15 +99,16 @@ def _threshold(x, *, k, axis):
     largest = jnp.max(x, axis, where=is_finite, initial=0, keepdims=True)
     margin = 100  # beyond it, a sigmoid is zero or one
 
-    def halve(_, bounds):
-        low, high = bounds
+    def halve(state):
+        i, low, high = state
         middle = low + (high - low) / 2
         # The share of the elements, since a sum of many is rounded.
         is_low = jnp.mean(jax.nn.sigmoid(x - middle), axis, keepdims=True) > k / n
-        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+        return i + 1, jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
-    bounds = lowest - margin, largest + margin
-    return lax_fori_loop(0, _BISECTIONS, halve, bounds)[0]
+    # The rule below differentiates it, so it needs no reverse mode of the loop.
+    state = 0, lowest - margin, largest + margin
+    return jax.lax.while_loop(lambda state: state[0] < _BISECTIONS, halve, state)[1]
 
 
 @_threshold.def_jvp
