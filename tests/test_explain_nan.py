@@ -156,6 +156,29 @@ def test_threshold():
     assert "1e+08" in str(eqg.explain_nan(loss, jnp.ones(3), threshold=1e8))
 
 
+def test_threshold_in_the_order_of_the_steps():
+    """In the backward pass of a step, the product with `scale` comes last."""
+
+    def loss(x):
+        def step(carry, scale):
+            a, b = carry
+            a = jnp.sin(a * scale)
+            return (a, 10.0 * b), None
+
+        return sum(jax.lax.scan(step, (x, x), jnp.array([1.0, 1.0, 1.0, 1e4]))[0])
+
+    report = eqg.explain_nan(loss, jnp.array(0.0), threshold=500.0)
+    assert [r.step for r in report.found] == [(3,), (1,)]
+
+
+def test_threshold_in_a_matrix_product():
+    """The operand and the cotangent are those of the largest product, not of the first."""
+    matrix = jnp.array([[0.0, 3.0], [1.0, 0.0]])
+    loss = lambda x: jnp.array([200.0, 500.0]) @ (matrix @ x)
+    (record,) = eqg.explain_nan(loss, jnp.ones(2), threshold=550.0).found
+    assert (record.index, record.operands, record.cotangent) == ((1,), (3,), 200)
+
+
 def test_leaves():
     model = {"good": jnp.ones(2), "bad": jnp.zeros(2), "integer": jnp.arange(2)}
     report = eqg.explain_nan(lambda m: jnp.sum(m["good"]) + jnp.linalg.norm(m["bad"]), model)

@@ -44,7 +44,10 @@ class AbstractRecord:
 COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "library")
 
 _MOST_ROWS = 12
-_WIDEST_CELL = 42
+_WIDEST_CELL, _NARROWEST_CELL = 42, 12
+# The cells of a wider table are wrapped as far as it takes, but for those of these columns.
+_WIDEST_TABLE = 116
+_UNBROKEN = ("code", "bad elements")
 _WIDEST_CODE = 32
 # Of a line that is cut on the left, so much is shown on the left of the operation.
 _BEFORE_OPERATION = 8
@@ -114,12 +117,26 @@ class Table:
 
     def text(self) -> str:
         columns, rows, rest = self._shown()
-        wrapped = [[_wrap(cell, _WIDEST_CELL) for cell in row] for row in rows]
         head = [[[name] for name in columns]]
-        widths = [
-            max(len(text) for row in [*head, *wrapped] for text in row[i])
-            for i in range(len(columns))
-        ]
+
+        def wrap(width):
+            wrapped = [
+                [
+                    [cell] if name in _UNBROKEN else _wrap(cell, width)
+                    for name, cell in zip(columns, row, strict=True)
+                ]
+                for row in rows
+            ]
+            widths = [
+                max(len(text) for row in [*head, *wrapped] for text in row[i])
+                for i in range(len(columns))
+            ]
+            return wrapped, widths
+
+        limits = range(_WIDEST_CELL, _NARROWEST_CELL - 1, -1)
+        fits = (width for width in limits if _total(wrap(width)[1]) <= _WIDEST_TABLE)
+        narrowest = min(limits, key=lambda width: _total(wrap(width)[1]))
+        wrapped, widths = wrap(next(fits, narrowest))
         lines = [self.title] if self.title else []
         for row in [*head, [["-" * w] for w in widths], *wrapped]:
             for k in range(max(map(len, row))):
@@ -138,9 +155,13 @@ class Table:
         return "\n".join([*_paragraph(self.title), table, *_paragraph(rest)])
 
 
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text. Code in backticks is kept on one line."""
-    text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    """The lines of a text. Code in backticks, and a list of units, are kept on one line."""
+    text = re.sub(r"`[^`]*`|\([\d, .]+\)", lambda code: code[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(
         text,
         width,

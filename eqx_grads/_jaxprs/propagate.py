@@ -43,8 +43,9 @@ class AbstractPropagation(abc.ABC):
         a rule."""
 
     @abc.abstractmethod
-    def decide(self, eqn: Any, value: Sources) -> None:
-        """Called with the index of a `cond` or the predicate of a `while_loop`."""
+    def decide(self, eqn: Any, value: Sources) -> Sources:
+        """What the outputs take over from the index of a `cond` or the predicate of a
+        `while_loop`."""
 
 
 def propagate(
@@ -80,9 +81,9 @@ def propagate_equation(
         case While():
             return _while(eqn, known, ins, propagation, inside)
         case Cond():
-            propagation.decide(eqn, ins[0])
+            decision = propagation.decide(eqn, ins[0])
             outs = [propagate(b, ins[1:], propagation, inside) for b in known.programs]
-            return [_union([ins[0], *parts]) for parts in zip(*outs, strict=True)]
+            return [_union([decision, *parts]) for parts in zip(*outs, strict=True)]
     return propagate(*known.programs, ins, propagation, inside)
 
 
@@ -112,9 +113,9 @@ def _while(eqn, loop: While, ins, propagation, inside) -> list[Sources]:
     carry = list(ins[first:])
     while True:
         (predicate,) = propagate(cond, [*ins[:n], *carry], propagation, inside)
-        propagation.decide(eqn, predicate)
+        decision = propagation.decide(eqn, predicate)
         outs = propagate(body, [*ins[n:first], *carry], propagation, inside)
-        grown = [a | b | predicate for a, b in zip(carry, outs, strict=True)]
+        grown = [a | b | decision for a, b in zip(carry, outs, strict=True)]
         if grown == carry:
             return carry
         carry = grown
@@ -134,7 +135,7 @@ class _Dependence(AbstractPropagation):
         return [_union(ins)] * len(eqn.outvars)
 
     def decide(self, eqn, value):
-        pass
+        return value
 
 
 def operands_of_outputs(eqn: Any, selected: Sequence[bool] | None = None) -> list[set[int]]:

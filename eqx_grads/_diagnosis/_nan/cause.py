@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind
+from ..._jaxprs.linearity import MULTILINEAR
 from ..origins import Origin
 from .cures import (
     DEAD_BRANCH,
@@ -159,12 +160,7 @@ def _paired(spot: Spot, k: int, bad_factors) -> Any:
     one where it is bad and zero elsewhere.
     """
     values = [jnp.where(is_nonfinite(x), 1, 0).astype(x.dtype) for x in spot.operands]
-
-    def output(x):
-        return bind(spot.eqn, [*values[:k], x, *values[k + 1 :]])[spot.output]
-
-    out, pullback = jax.vjp(output, values[k])
-    return np.asarray(pullback(jnp.zeros_like(out).at[spot.index].set(1))[0]) != 0
+    return _pullback(spot, values, k) != 0
 
 
 # Operations of which the derivative is a product with zeros for what they do not select.
@@ -275,6 +271,9 @@ def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
     origin, spot, source = cause.origin, cause.spot, cause.source
     if origin is None or spot is None:
         return []
+    if cause.kind == LARGE and origin.primitive not in ELEMENTWISE:
+        product = largest_product(spot)
+        return [] if product is None else [product[0]]
     # The same equation, in the part of the program that computes values.
     for node, position in derivative.places:
         eqn = node.eqns[position]
@@ -296,6 +295,28 @@ def _operands_at(spot: Spot) -> list[Any]:
         if is_inexact(x) and not spot.is_cotangent(k):
             found.extend(np.asarray(x)[elements_of(spot, k)][:1])
     return found
+
+
+def largest_product(spot: Spot) -> tuple[Any, Any] | None:
+    """Of the products that are summed to an element, factor and cotangent of the largest one.
+    `None` if it is no such sum."""
+    cotangents = [k for k in range(len(spot.operands)) if spot.is_cotangent(k)]
+    if spot.eqn.primitive.name not in MULTILINEAR or len(cotangents) != 1:
+        return None
+    factors, (k,) = _pullback(spot, spot.operands, *cotangents), cotangents
+    x = np.asarray(spot.operands[k])
+    largest = np.unravel_index(np.argmax(np.abs(factors * x)), x.shape)
+    return factors[largest], x[largest]
+
+
+def _pullback(spot: Spot, values: Sequence[Any], k: int) -> Any:
+    """The derivative of the element with respect to operand `k` at these operands."""
+
+    def output(x):
+        return bind(spot.eqn, [*values[:k], x, *values[k + 1 :]])[spot.output]
+
+    out, pullback = jax.vjp(output, values[k])
+    return np.asarray(pullback(jnp.zeros_like(out).at[spot.index].set(1))[0])
 
 
 def first_of_rule(spot: Spot) -> Any:

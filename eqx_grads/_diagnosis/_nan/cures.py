@@ -30,8 +30,9 @@ _OF_KINDS = {
     INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the "
     "loss. Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`. Or use a "
     "large finite number: `jnp.finfo(x.dtype).min`.",
-    LARGE: "Use `eqg.clip_gradient_norm(x, max_norm)` or `eqg.clip_gradient(x, min, max)` "
-    "on its argument.",
+    LARGE: "Use `x = eqg.clip_gradient_norm(x, max_norm)` or `x = eqg.clip_gradient(x, min, "
+    "max)`, where `x` is the operand of this operation, or, in a loop, the carry at the start "
+    "of the step.",
 }
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.

@@ -26,6 +26,7 @@ from .cause import (
     causes_of_hit,
     causes_of_value,
     first_of_rule,
+    largest_product,
     operands_of,
 )
 from .cures import (
@@ -33,6 +34,7 @@ from .cures import (
     cure_of_input,
     DEAD_BRANCH,
     INDETERMINATE,
+    LARGE,
     MASKED_PRODUCT,
     SINGULARITY,
 )
@@ -275,16 +277,20 @@ def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[
 
 
 def _find(derivative: Derivative, root: Frame, threshold) -> list[NonFinite]:
-    causes: dict[Any, list[tuple[Cause, int]]] = {}
+    found: list[tuple[Cause, int]] = []
     if not np.isfinite(root.results[0]):
-        for cause in causes_of_value(derivative, root):
-            causes.setdefault(_key(cause), []).append((cause, 1))
+        found += [(cause, 1) for cause in causes_of_value(derivative, root)]
+    in_gradient: list[tuple[Cause, int]] = []
     chosen = sorted(root.hits)[:_MOST_CAUSES]
     for i, number in enumerate(chosen):
         doing("looking for the cause of place", i, len(chosen))
         hit = root.hits[number]
-        for cause in causes_of_hit(derivative, number, hit, threshold):
-            causes.setdefault(_key(cause), []).append((cause, hit.count))
+        causes_here = causes_of_hit(derivative, number, hit, threshold)
+        in_gradient += [(cause, hit.count) for cause in causes_here]
+    in_gradient.sort(key=lambda pair: pair[0].spot.place if pair[0].spot else ())
+    causes: dict[Any, list[tuple[Cause, int]]] = {}
+    for cause, n_steps in found + in_gradient:
+        causes.setdefault(_key(cause), []).append((cause, n_steps))
     return [
         _record(derivative, root, cause, max(count for _, count in same))
         for same in _without_repetitions(causes)
@@ -416,6 +422,9 @@ def _cotangent_of(cause: Cause) -> float | None:
         return None
     if cause.cotangent is not None:
         return float(np.real(cause.cotangent))
+    product = largest_product(spot) if cause.kind == LARGE else None
+    if product is not None:
+        return float(np.real(product[1]))
     for k, x in enumerate(spot.operands):
         if spot.is_cotangent(k) and is_inexact(x):
             values = np.asarray(x)[elements_of(spot, k)]

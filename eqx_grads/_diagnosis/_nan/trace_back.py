@@ -57,6 +57,16 @@ class Spot:
     def value_shape(self) -> Index:
         return np.shape(self.frame.outputs[self.position][self.output])
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """In the order in which the equations run: the position in each program, from the
+        outermost one, and how often the body of the loop was run before."""
+        place, frame = (self.position,), self.frame
+        while frame.parent is not None:
+            place = (frame.node.position, frame.iteration, *place)
+            frame = frame.parent
+        return place
+
     def is_cotangent(self, k: int) -> bool:
         return _is_in(self.eqn.invars[k], self.frame.node.cotangents)
 

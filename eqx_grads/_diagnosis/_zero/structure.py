@@ -22,7 +22,9 @@ from ..._jaxprs.structure import CallWithRule, structure, While
 from ..origins import NumberedLoss, Origin
 
 
-_RANDOM = 1  # bit 0 of `Sources.cut`: the value comes from random bits
+# The bits of `Sources.cut`: the first is set if the value comes from random bits. Two follow
+# for each cut: whether the value depends on it, and whether otherwise than by a decision.
+_RANDOM, _REACHES, _IS_VALUE = 1, 2, 4
 _RANDOM_BITS = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32")
 
 
@@ -30,8 +32,8 @@ _RANDOM_BITS = ("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32
 class Cut:
     """An equation that the derivative does not pass.
 
-    - `use`: what its output decides first: `"while"`, `"cond"`, `"select"`, `"index"`, or
-        empty.
+    - `use`: what its output decides first: `"while"`, `"cond"`, `"select"`, `"index"`. Empty if
+        nothing, or if the loss depends on it otherwise as well.
     - `in_while`: whether the equation is in a `while_loop`.
     - `is_random`: whether random bits decide as well.
     """
@@ -66,9 +68,9 @@ def loss_structure(numbered: NumberedLoss) -> LossStructure:
     ins = [Sources(1 << i) if i < n else NOTHING for i in range(len(traced.values))]
     (loss,) = propagate(traced.program, ins, finder)
     live = members(loss.live)
-    reached = members(loss.cut >> 1)
+    reached = _tokens(loss.cut)
     cuts = {
-        i: [finder.cut(token) for token in sorted(reached) if finder.lost[token] >> i & 1]
+        i: [finder.cut(token, loss) for token in reached if finder.lost[token] >> i & 1]
         for i in range(n)
         if i not in live
     }
@@ -93,33 +95,33 @@ class _CutFinder(AbstractPropagation):
         self._uses: dict[int, str] = {}
         self._predicates: dict[int, int] = {}
 
-    def cut(self, token: int) -> Cut:
+    def cut(self, token: int, loss: Sources) -> Cut:
         origin, in_while = self._places[token]
-        return Cut(origin, self._uses.get(token, ""), in_while, token in self._random)
+        only_decides = not loss.cut & _IS_VALUE << 2 * token
+        use = self._uses.get(token, "") if only_decides else ""
+        return Cut(origin, use, in_while, token in self._random)
 
     def decided_by(self) -> dict[int, set[int]]:
         result = {}
         for number, bits in self._predicates.items():
             leaves = 0
-            for token in members(bits >> 1):
+            for token in _tokens(bits):
                 leaves |= self.lost[token]
             result[number] = members(leaves)
         return result
 
     def decide(self, eqn, value):
-        self._use("while" if isinstance(structure(eqn), While) else "cond", value)
+        return self._use("while" if isinstance(structure(eqn), While) else "cond", value)
 
     def apply(self, eqn, ins, path):
         name = eqn.primitive.name
         key = (*map(id, path), id(eqn))
         if name == "select_n":
-            self._use("select", ins[0])
+            ins = [self._use("select", ins[0]), *ins[1:]]
             number = self._origins[key].number
             self._predicates[number] = self._predicates.get(number, 0) | ins[0].cut
-        elif name in ("gather", "dynamic_slice", "dynamic_update_slice") or "scatter" in name:
-            for variable, value in zip(eqn.invars, ins, strict=True):
-                if not is_inexact(variable):
-                    self._use("index", value)
+        indices = _indices_of(eqn)
+        ins = [self._use("index", x) if k in indices else x for k, x in enumerate(ins)]
         live_operands = frozenset(i for i, value in enumerate(ins) if value.live)
         pairs = self._differentiable_pairs(eqn, key, live_operands)
         reads = operands_of_outputs(eqn)
@@ -139,7 +141,8 @@ class _CutFinder(AbstractPropagation):
             cut = _union(ins[i].cut for i in reads[k] | pairs[k]) | inside[k].cut
             if lost_of_out:
                 cut &= ~self._superseded(cut, lost_of_out)
-                cut |= 2 << self._token(key, path, lost_of_out, bool(cut & _RANDOM))
+                token = self._token(key, path, lost_of_out, bool(cut & _RANDOM))
+                cut |= (_REACHES | _IS_VALUE) << 2 * token
             live = _union(ins[i].live for i in pairs[k])
             outs.append(Sources(live, cut | (name in _RANDOM_BITS)))
         return outs
@@ -148,7 +151,8 @@ class _CutFinder(AbstractPropagation):
         """The tokens of which all leaves are lost here once more. Without this equation, the
         leaves would reach the loss in spite of them: as those of a `softmax` do, which has a
         `stop_gradient` in it."""
-        return _union(2 << t for t in members(cut >> 1) if not self.lost[t] & ~lost)
+        same = (t for t in _tokens(cut) if not self.lost[t] & ~lost)
+        return _union((_REACHES | _IS_VALUE) << 2 * t for t in same)
 
     def _live_inside(self, call: CallWithRule, ins, path, eqn, lost: list[int]) -> int:
         """Which leaves, lost by the rule of a call, its function is differentiable in."""
@@ -157,11 +161,14 @@ class _CutFinder(AbstractPropagation):
         outs = propagate(*call.programs, ins, finder, (*path, eqn))
         return _union(bits & out.live for bits, out in zip(lost, outs, strict=True))
 
-    def _use(self, use: str, value: Sources):
-        for token in members(value.cut >> 1):
+    def _use(self, use: str, value: Sources) -> Sources:
+        """Note that a value decides something. What depends on that has no more than this."""
+        tokens = _tokens(value.cut)
+        for token in tokens:
             # Before an index is used, JAX selects between it and what is counted from the end.
             if self._uses.get(token) in (None, "select" if use == "index" else None):
                 self._uses[token] = use
+        return Sources(value.live, value.cut & ~_union(_IS_VALUE << 2 * t for t in tokens))
 
     def _token(self, key, path, lost: int, is_random: bool) -> int:
         token = self._tokens.setdefault(key, len(self._tokens))
@@ -189,6 +196,21 @@ class _CutFinder(AbstractPropagation):
                 pairs = [set(operands) if is_inexact(v) else set() for v in eqn.outvars]
             self._pairs[kind] = pairs
         return self._pairs[kind]
+
+
+def _indices_of(eqn) -> range:
+    """Which operands of an equation are indices."""
+    name = eqn.primitive.name
+    if name == "gather" or name.startswith("scatter"):
+        return range(1, 2)
+    if name in ("dynamic_slice", "dynamic_update_slice"):
+        return range(1 if name == "dynamic_slice" else 2, len(eqn.invars))
+    return range(0)
+
+
+def _tokens(cut: int) -> list[int]:
+    """The cuts that a value depends on, in the order in which they were found."""
+    return [bit // 2 for bit in sorted(members(cut)) if bit % 2]
 
 
 def _union(sets: Iterable[int]) -> int:
