@@ -44,9 +44,9 @@ class AbstractRecord:
 COLUMNS = ("leaf", "kind", "operation", "line", "code", "layer", "step", "library")
 
 _MOST_ROWS = 12
-_WIDEST_CELL, _NARROWEST_CELL = 42, 12
-# The cells of a wider table are wrapped as far as it takes, but for those of these columns.
-_WIDEST_TABLE = 116
+_WIDEST_CELL, _NARROWEST_CELL = 42, 24
+# The cells of a wider table are wrapped to less, but for those of these columns.
+_WIDEST_TABLE = 120
 _UNBROKEN = ("code", "bad elements")
 _WIDEST_CODE = 32
 # Of a line that is cut on the left, so much is shown on the left of the operation.
