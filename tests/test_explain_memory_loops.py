@@ -158,3 +158,28 @@ def test_a_step_that_does_more_than_its_cell_is_no_layer():
     cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
     report = eqg.explain_memory(loss, cell, jnp.ones((4000, INPUTS)), compiled=False)
     assert not report.remarks
+
+
+def test_a_step_that_does_more_than_its_cell_with_the_inputs_and_outputs():
+    """The state is that of the cell: the rest is computed before and after the layer."""
+
+    def loss(model, xs, keys):
+        def step(h, x):
+            x, key = x
+            h = model.cell(jnp.tanh(x) * jr.uniform(key, x.shape), h)
+            return h, model.readout(h)
+
+        return jnp.mean(eqg.filter_scan(step, jnp.zeros(STATES), (xs, keys))[1] ** 2)
+
+    keys = jr.split(jr.key(0), 4000)
+    xs = jnp.ones((4000, INPUTS))
+    report = eqg.explain_memory(loss, network(), xs, keys, compiled=False)
+    (remark,) = report.remarks
+    assert "from_cell(cell" in remark
+    assert "before and after the layer" in remark
+
+    def uses_state(model, xs):
+        step = lambda h, x: (model.cell(x, h), model.readout(h))
+        return jnp.mean(eqg.filter_scan(step, jnp.zeros(STATES), xs)[1] ** 2)
+
+    assert not eqg.explain_memory(uses_state, network(), xs, compiled=False).remarks
