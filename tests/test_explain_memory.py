@@ -608,11 +608,14 @@ def of_one_hot(model, tokens):
 @pytest.mark.parametrize(
     ("loss", "call"),
     [
-        (of_one_hot, "(x, model.head.weight, labels, bias=bias)"),
-        (of_optax, "(x, model.head.weight, labels, bias=bias)"),
-        (by_hand, "(x, model.head.weight, labels, bias=bias)"),
-        (masked_and_tied, "(x, model.embedding.weight, labels)"),
-        (eqx.filter_jit(masked_and_tied), "(x, model.embedding.weight, labels)"),
+        (of_one_hot, "(x, model.head.weight, labels, bias=model.head.bias)"),
+        (of_optax, "(x, model.head.weight, labels, bias=model.head.bias)"),
+        (by_hand, "(x, model.head.weight, labels, bias=model.head.bias)"),
+        (masked_and_tied, '(x, model.embedding.weight, labels, reduction="none")'),
+        (
+            eqx.filter_jit(masked_and_tied),
+            '(x, model.embedding.weight, labels, reduction="none")',
+        ),
     ],
 )
 def test_logits(loss, call):
@@ -654,6 +657,70 @@ def test_logits_that_are_computed_and_used_on_two_lines():
         compiled=False,
     ).advice
     assert "linear_cross_entropy(x, model.T, labels)" in with_x.cure
+
+
+def losses_of_tokens(model, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(tokens), tokens)
+
+
+NOT_THE_MEAN = {
+    "sum": lambda losses, mask: jnp.sum(losses),
+    "sum over steps": lambda losses, mask: jnp.mean(jnp.sum(losses, 1)),
+    "mask": lambda losses, mask: jnp.sum(losses * mask) / jnp.sum(mask),
+    "where": lambda losses, mask: jnp.mean(jnp.where(mask > 0, losses, 0.0)),
+    "clipped": lambda losses, mask: jnp.mean(jnp.minimum(losses, 9.0)),
+    "selected": lambda losses, mask: jnp.mean(jnp.where(losses > 9, losses, 9.0)),
+    "focal": lambda losses, mask: jnp.mean((1 - jnp.exp(-losses)) ** 2 * losses),
+    "square": lambda losses, mask: jnp.mean(losses**2),
+    "variance": lambda losses, mask: jnp.mean(losses - jnp.mean(losses)),
+    "largest": lambda losses, mask: jnp.max(losses),
+    "shifted": lambda losses, mask: jnp.mean(losses + 1.0),
+}
+
+
+@pytest.mark.parametrize("reduce", NOT_THE_MEAN.values(), ids=NOT_THE_MEAN)
+def test_logits_of_another_function_of_the_losses(reduce):
+    """The advised call has the losses of the tokens: the loss is computed from them."""
+    mask = jnp.ones(TOKENS).at[:, 50:].set(0.0)
+    loss = lambda model, tokens: reduce(losses_of_tokens(model, tokens), mask)
+    model, tokens = Words(), jr.randint(KEY, TOKENS, 0, VOCABULARY)
+    (advice,) = eqg.explain_memory(loss, model, tokens, compiled=False).advice
+    call = re.search(r"`(eqg\.losses\..*?)`", advice.cure)[1]
+    assert call.endswith(', reduction="none")')
+    x = jax.vmap(jax.vmap(model.features))(tokens)
+    names = {"eqg": eqg, "model": model, "x": x, "labels": tokens}
+    losses = eval(call, names)
+    np.testing.assert_allclose(reduce(losses, mask), loss(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+IS_THE_MEAN = {
+    "plain": jnp.mean,
+    "of means": lambda losses: jnp.mean(jnp.mean(losses, 1)),
+    "by hand": lambda losses: jnp.sum(losses) / losses.size,
+    "negative": lambda losses: -jnp.mean(-losses),
+}
+
+
+@pytest.mark.parametrize("reduce", IS_THE_MEAN.values(), ids=IS_THE_MEAN)
+@pytest.mark.parametrize("temperature", [1, 2.5])
+def test_logits_of_the_mean(reduce, temperature):
+    def loss(model, tokens):
+        logits = model.logits(tokens)
+        logits = logits if temperature == 1 else logits / temperature
+        return reduce(optax.softmax_cross_entropy_with_integer_labels(logits, tokens))
+
+    model, tokens = Words(), jr.randint(KEY, TOKENS, 0, VOCABULARY)
+    (advice,) = eqg.explain_memory(loss, model, tokens, compiled=False).advice
+    call = re.search(r"`(eqg\.losses\..*?)`", advice.cure)[1]
+    assert ("/ t" in call) == ("divided by `t`" in advice.cure) == (temperature != 1)
+    assert "reduction" not in call
+    x = jax.vmap(jax.vmap(model.features))(tokens)
+    names = {"eqg": eqg, "model": model, "x": x, "labels": tokens, "t": temperature}
+    np.testing.assert_allclose(eval(call, names), loss(model, tokens), rtol=1e-5)
+    # What is computed of the mean does not matter.
+    more = lambda model, tokens: 0.5 * loss(model, tokens) + 0.1 * jnp.sum(model.head.bias**2)
+    (same,) = eqg.explain_memory(more, model, tokens, compiled=False).advice
+    assert same.cure == advice.cure
 
 
 def next_token(model, tokens):

@@ -185,12 +185,9 @@ def _logits_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candida
         )
         product, loss = (origin_of[id(e)] for e in (logits.product, logits.users[-1]))
         lines = " and ".join(dict.fromkeys([str(product.source), str(loss.source)]))
-        which = f" for the {logits.labels} labels" * (logits.labels < logits.tokens)
         yield Candidate(
             "logits",
-            f"Replace the logits and their cross-entropy, at {lines}, by {logits.call}, where "
-            f"`x` are the inputs of the last layer{which}. It never holds all "
-            f"{logits.tokens} by {logits.vocabulary} logits.",
+            f"Replace the logits and their cross-entropy, at {lines}, by {logits.cure}",
             loss.path,
             True,  # in the loop over these parts
             covers,

@@ -34,6 +34,15 @@ _ALLOWED = frozenset(
 )
 _REQUIRED = frozenset(["exp", "log", "reduce_sum"])
 _LEAST_SHARE = 0.5  # of the logits that have a label
+# What a mean over the tokens consists of, beside a division. With others, such as the product
+# with a mask, the loss is another function of the losses of the tokens.
+_OF_MEAN = frozenset(
+    """
+    abs add broadcast_in_dim convert_element_type copy is_finite log neg reduce_sum reshape
+    select_n sign squeeze stop_gradient sub transpose
+    """.split()  # noqa: SIM905
+)
+_TEMPERATURE = "t"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,9 @@ class Logits:
     - `tokens`, `vocabulary`: the numbers of these. `labels`: the number of tokens that the loss
         is computed from.
     - `weight`: the weight of shape `(vocabulary, features)`, as it is in the arguments of the
-        loss; `weight` if it is none of these.
+        loss; `weight` if it is none of these. `bias`: likewise, or empty.
+    - `is_mean`: whether the loss is the mean over the tokens. `has_temperature`: whether the
+        logits are divided by a number.
     """
 
     product: Any
@@ -57,26 +68,31 @@ class Logits:
     vocabulary: int
     labels: int
     weight: str
+    bias: str
+    is_mean: bool
+    has_temperature: bool
 
     @property
     def bytes(self) -> int:
         return self.tokens * self.vocabulary * self.product.outvars[0].aval.dtype.itemsize
 
     @property
-    def has_bias(self) -> bool:
-        """Whether something is added to the product that is equal for all tokens."""
-        return any(
-            v.aval.size == self.vocabulary
-            for eqn in self.users
-            if eqn.primitive.name == "add"
-            for v in eqn.invars
+    def cure(self) -> str:
+        """What to write in place of the logits and their cross-entropy."""
+        divided = f" / {_TEMPERATURE}" * self.has_temperature
+        arguments = ["x", f"{self.weight}{divided}", "labels"]
+        arguments += [f"bias={self.bias}{divided}"] if self.bias else []
+        arguments += [] if self.is_mean else ['reduction="none"']
+        which = f" for the {self.labels} labels" * (self.labels < self.tokens)
+        text = (
+            f"`eqg.losses.linear_cross_entropy({', '.join(arguments)})`, where `x` are the "
+            f"inputs of the last layer{which}"
         )
-
-    @property
-    def call(self) -> str:
-        """What to write."""
-        bias = ", bias=bias" * self.has_bias
-        return f"`eqg.losses.linear_cross_entropy(x, {self.weight}, labels{bias})`"
+        if self.has_temperature:
+            text += f", and the logits are divided by `{_TEMPERATURE}`"
+        if not self.is_mean:
+            text += ". These are the losses of the tokens: compute the loss from them"
+        return f"{text}. It never holds all {self.tokens} by {self.vocabulary} logits."
 
 
 def logits_of(program: ClosedJaxpr, names: Mapping[Any, str]) -> Iterator[Logits]:
@@ -158,7 +174,87 @@ def _logits_from(
     weight = names.get(product.invars[1 - i], "weight")
     if contracted[1 - i] == (0,):
         weight = _transposed(weight)
-    return Logits(product, i, users, small, free[i], free[1 - i], labels.pop(), weight)
+    n_labels, vocabulary = labels.pop(), free[1 - i]
+    return Logits(
+        product,
+        i,
+        users,
+        small,
+        free[i],
+        vocabulary,
+        n_labels,
+        weight,
+        _bias(eqns, users, vocabulary, names),
+        _is_mean(eqns, users, small, n_labels),
+        any(_is_division_by_number(eqn, large) for eqn in users),
+    )
+
+
+def _bias(eqns, users, vocabulary: int, names: Mapping[Any, str]) -> str:
+    """What is added to the product that is equal for all tokens, or empty."""
+    makers = {eqn.outvars[0]: eqn for eqn in eqns}
+    for eqn in users:
+        for v in variables(eqn.invars) if eqn.primitive.name == "add" else ():
+            if v.aval.size == vocabulary:
+                while v in makers and makers[v].primitive.name in _OF_LAYOUT:
+                    v = makers[v].invars[0]
+                return names.get(v, "bias")
+    return ""
+
+
+_OF_LAYOUT = ("broadcast_in_dim", "reshape", "convert_element_type")
+
+
+def _is_division_by_number(eqn, large: set[Any]) -> bool:
+    """Whether logits are divided by one number."""
+    return (
+        eqn.primitive.name == "div"
+        and bool(large & set(variables(eqn.invars[:1])))
+        and eqn.invars[1].aval.size == 1
+    )
+
+
+def _is_mean(eqns, users, of_tokens, n_labels: int) -> bool:
+    """Whether only the mean of the losses of the tokens is used."""
+    followed, constants = set(of_tokens), set()
+    divisor, is_done = 1.0, False
+    for eqn in eqns:
+        ins = set(variables(eqn.invars))
+        if not ins & followed:
+            constants.update(eqn.outvars if ins <= constants else ())
+            continue
+        if eqn in users:
+            continue
+        # Nothing is added to the losses, and nothing else is computed of them.
+        is_sum = eqn.primitive.name in ("add", "sub")
+        n_literals = sum(isinstance(x, Literal) for x in eqn.invars)
+        if is_done or not ins <= followed | constants or (is_sum and n_literals):
+            return False
+        factor = _divisor(eqn)
+        if factor is None and not all(map(_is_of_mean, _leaf_equations(eqn))):
+            return False
+        divisor *= factor or 1.0
+        is_done = divisor == n_labels and eqn.outvars[0].aval.size == 1
+        followed.update(() if is_done else eqn.outvars)
+    return is_done
+
+
+def _is_of_mean(eqn) -> bool:
+    name, (out,) = eqn.primitive.name, eqn.outvars
+    if name == "gather":  # of the only element along an axis
+        return out.aval.size == eqn.invars[0].aval.size
+    if name == "max":  # that of an empty row
+        return any(isinstance(v, Literal) and v.val == -math.inf for v in eqn.invars)
+    is_of_floats = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
+    return name in _OF_MEAN or not is_of_floats
+
+
+def _divisor(eqn) -> float | None:
+    """The constant that an equation divides by; `None` if it is no division by a constant."""
+    numbers = [x.val for x in eqn.invars if isinstance(x, Literal)]
+    if len(numbers) == 1 and eqn.primitive.name == "div" and isinstance(eqn.invars[1], Literal):
+        return abs(float(numbers[0]))
+    return None
 
 
 def _is_one_hot(eqn: Any, one_hot: set[Any]) -> bool:
