@@ -31,7 +31,7 @@ def texts():
         for text in table.values()
     ]
     memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, remarks._USE_LAYER]
-    return [*nan, *zero_cures.CURES.values(), *memory]
+    return [*nan, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
 
 
 FILLED = {
@@ -334,6 +334,20 @@ def test_logarithm_of_one_minus_a_sigmoid():
 
 
 # ---------------------------------------------------------------- functions of JAX
+
+
+def test_argmin_is_chosen_with_the_opposite_sign():
+    """For an `argmin`, `one_hot_argmax` of the same numbers would choose the largest."""
+    distances = jnp.array([2.0, 0.5, 3.0])
+    values = jnp.array([1.0, 2.0, 4.0])
+    (record,) = eqg.explain_zero(lambda d: values[jnp.argmin(d)], distances).found
+    assert (record.kind, record.primitive) == ("argmax", "argmin")
+    chosen = re.search(r"`(eqg\.ste\.one_hot_argmax\(.*?\))`", record.cure)[1]
+    cured = lambda x: jnp.sum(eval(chosen, {"eqg": eqg, "x": x}) * values)
+    assert cured(distances) == values[jnp.argmin(distances)]
+    assert jnp.any(jax.grad(cured)(distances))
+    (record,) = eqg.explain_zero(lambda x: values[jnp.argmax(x)], distances).found
+    assert "one_hot_argmax(logits)" in record.cure
 
 
 def test_trunc_is_one_record():

@@ -63,6 +63,8 @@ class Signature(Opaque):
         self.names = ParameterNames(names, rest[0] if rest else "args")
         self._simple = len(names) == len(parameters)
         self._by_position = frozenset(names)
+        bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
+        self._call = f"{name_of(fn)}{inspect.Signature(bare)}"
         self._keyword_defaults = {
             p.name: p.default
             for p in parameters
@@ -83,7 +85,10 @@ class Signature(Opaque):
         """
         if self._simple and not kwargs and len(args) == len(self._by_position):
             return args, kwargs, frozenset()
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:  # which does not name the function
+            raise TypeError(f"{error} in the call of `{self._call}`") from None
         if fill_defaults or not self._by_position.isdisjoint(bound.kwargs):
             bound.apply_defaults()
         else:

@@ -212,7 +212,11 @@ class MemoryReport(AbstractReport):
             )
             notes.append(("recomputable", text))
         if not self.advice:
-            return [*notes, ("checkpoint", "No checkpoint saves a tenth of it.")]
+            text = (
+                "No checkpoint saves a tenth of it. If the loss is the mean of many, of tokens "
+                "or of examples, `eqg.losses.chunked` computes a few of them at a time."
+            )
+            return [*notes, ("checkpoint", text)]
         return [*notes, *map(_note, self.advice)]
 
 

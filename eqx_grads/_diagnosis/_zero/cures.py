@@ -25,14 +25,15 @@ CURES: Mapping[str, str] = {
     "or for a value that is overwritten.",
     "closed over": "The loss uses this array, but one that it closes over or finds in a global "
     "variable. Use the model that is the argument of the loss.",
-    "argmax": "Use `eqg.ste.one_hot_argmax(logits)` and multiply by it in place of "
-    "indexing, or `eqg.ste.gumbel_softmax(logits, key=key)`.",
+    "argmax": "Use `eqg.ste.one_hot_argmax(logits)`, or `eqg.ste.gumbel_softmax(logits, "
+    "key=key)`, and multiply by it in place of indexing.",
     "sampled category": "Use `eqg.ste.gumbel_softmax(logits, key=key)` or "
     "`eqg.ste.reinmax(logits, key=key)`, which sample with an estimate of the gradient.",
     "sampled bits": "Use `eqg.ste.bernoulli(p, key=key)` or `eqg.ste.gumbel_sigmoid(logits, "
     "key=key)`, which sample with an estimate of the gradient.",
-    "order": "Indices have no derivative. Use the sorted values, or "
-    "`eqg.ste.one_hot_argmax(logits)` and `eqg.ste.gumbel_softmax(logits, key=key)` to choose.",
+    "order": "Indices have no derivative. Use the sorted values, or to choose, multiply by the "
+    "mask `eqg.ste.top_k(x, k)`, `eqg.ste.one_hot_argmax(logits)` or "
+    "`eqg.ste.gumbel_softmax(logits, key=key)`.",
     "rounding": _ROUNDING,
     "sign": "Use `eqg.ste.sign(x)` or `eqg.ste.binary_sign(x)`, or another surrogate: "
     "`2 * eqg.surrogates.spike(x, eqg.surrogates.atan()) - 1`.",
@@ -65,8 +66,16 @@ CURES: Mapping[str, str] = {
     "zero value": "The derivative is zero for these arguments.",
 }
 
+# Of which the kind is that of `argmax`.
+_ARGMIN = (
+    "Use `eqg.ste.one_hot_argmax(-x)` and multiply by it in place of indexing. For the nearest "
+    "entry of a codebook, use `eqg.ste.vector_quantize(z, codebook)` or "
+    "`eqg.nn.VectorQuantizer`."
+)
 _ROUNDED = {"round": "round", "floor": "floor", "ceil": "ceil"}
 
 
 def cure_of(kind: str, primitive: str = "") -> str:
+    if (kind, primitive) == ("argmax", "argmin"):
+        return _ARGMIN
     return CURES[kind].format(name=_ROUNDED.get(primitive, primitive))
