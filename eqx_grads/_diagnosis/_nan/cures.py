@@ -156,8 +156,8 @@ def cure_of_input(kind: str, name: str, leaf: str) -> str:
     what = "NaN" if kind == INPUT else "infinity"
     if leaf:
         return (
-            f"The parameter `{leaf}` holds the {what} itself. Look at the update that made it, "
-            "with the parameters from before."
+            f"The parameter `{leaf}` holds the {what} itself. Look at the initialization, or "
+            "at the update that made it, with the parameters from before."
         )
     return (
         f"`{name}` holds the {what}. Replace it there before it is used. A `where` on the "

@@ -62,6 +62,9 @@ _NOT_ALL = (
     "`eqg.zero_safe(loss)` alone does not make this gradient finite: mend the other places."
 )
 
+# The value of a library's function, which the cure would have the user edit.
+_IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
+
 
 @showing_progress("explain_nan")
 def explain_nan(
@@ -330,7 +333,8 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=_cure_of(derivative, cause, primitive),
+        cure=_cure_of(derivative, cause, primitive)
+        + _IN_A_LIBRARY * (cause.forward and bool(where.library)),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=spot.index if spot else source.index if isinstance(source, Input) else (),
