@@ -183,3 +183,27 @@ def test_a_step_that_does_more_than_its_cell_with_the_inputs_and_outputs():
         return jnp.mean(eqg.filter_scan(step, jnp.zeros(STATES), xs)[1] ** 2)
 
     assert not eqg.explain_memory(uses_state, network(), xs, compiled=False).remarks
+
+
+def test_auto_that_is_plain_scan():
+    """The loop is a call with a rule, into which no checkpoint is put for a measurement."""
+
+    def loss(checkpoint):
+        def of_sequence(cell, xs):
+            step = lambda h, x: (cell(x, h),) * 2
+            return eqg.filter_scan(step, jnp.zeros(STATES), xs, checkpoint=checkpoint)[1]
+
+        return lambda cell, xs: jnp.mean(jax.vmap(of_sequence, (None, 0))(cell, xs) ** 2)
+
+    cell, xs = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0)), jnp.ones((32, 200, INPUTS))
+    reports = {
+        checkpoint: eqg.explain_memory(loss(checkpoint), cell, xs, compiled=False)
+        for checkpoint in ("auto", "replay", 5)
+    }
+    is_named = lambda report: any('`checkpoint="auto"`' in r for r in report.remarks)
+    is_plain = reports["auto"].estimated > 2 * reports["replay"].estimated
+    assert is_named(reports["auto"]) == is_plain
+    assert not is_named(reports["replay"])
+    assert not is_named(reports[5])
+    if is_plain:
+        assert reports[5].estimated < reports["auto"].estimated / 2

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 
+from ..._control_flow.replay import replayed_scan
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.structure import Scan, structure
 from ..origins import NumberedLoss
@@ -33,6 +34,10 @@ _DOES_MORE = (
     " The step does more than call the cell: compute what is done with its input and its "
     "output for all steps at once, before and after the layer."
 )
+_IS_PLAIN = (
+    'The loop at {place} has `checkpoint="auto"`, which chose plain scan here. A number of '
+    'steps, or `"sqrt"`, keeps less, and computes each step twice.'
+)
 _TRANSPOSED = (
     "The loop at {place} keeps `{name}` a second time, transposed ({size}), as a scan has the "
     "time axis first. Pass it with the time axis first, with `in_axes=1` of the `vmap`. Of a "
@@ -46,7 +51,11 @@ def remarks_on_loops(numbered: NumberedLoss, pairs: Pairs, least: int | float) -
     - `least`: the temporary bytes that are left with the best advice.
     """
     least *= _LEAST_SHARE
-    return [*_cells(numbered, pairs, least), *_transposed(numbered, pairs, least)]
+    return [
+        *_cells(numbered, pairs, least),
+        *_plain_scans(numbered, pairs, least),
+        *_transposed(numbered, pairs, least),
+    ]
 
 
 def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
@@ -88,6 +97,15 @@ def _is_all_of_the_state(scan: Scan, cell: int) -> bool:
 def _shown(path: str) -> str:
     """The path of a layer, or `cell` for the name of a class: the cell is the model itself."""
     return "cell" if path in ("GRUCell", "LSTMCell") else path
+
+
+def _plain_scans(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
+    for origin in numbered.origins:
+        kept = [r for s, r in pairs if s.origin is origin]
+        if origin.primitive != replayed_scan.__name__ or sum(r.bytes for r in kept) < least:
+            continue
+        if any(r.kind == "carry" for r in kept):  # a replay keeps no carry of a scan
+            yield _IS_PLAIN.format(place=origin.source)
 
 
 def _transposed(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:

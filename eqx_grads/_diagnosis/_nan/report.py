@@ -118,7 +118,7 @@ class NaNReport(AbstractReport):
         if self.threshold is not None and any(record.step for record in self.found):
             text = (
                 "`eqg.gradient_flow` shows the norm of the gradient at each call of a layer, "
-                "and so at each step of a loop that calls one; in other loops, `eqg.probe` does."
+                "and so at each step of a loop that calls one; elsewhere, `eqg.probe` does."
             )
             notes.append(("note", text))
         if not self.found and (self.bad_leaves or not np.isfinite(self.loss)):
