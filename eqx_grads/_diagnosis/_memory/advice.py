@@ -162,6 +162,8 @@ def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidat
         if not covers:
             continue
         each = f"each call of `{name}`" if len(layers) > 1 else f"`{paths[layers[0]]}`"
+        if layers == [0] and _is_whole_model(numbered.traced):
+            each = f"the model, an instance of `{name}`,"  # and not the class
         yield Candidate(
             "layer",
             f"Wrap {each} in `eqg.filter_checkpoint`.",

@@ -97,8 +97,8 @@ def explain_memory(
     once. The temporary memory of the gradient is an estimate from its program: the residuals,
     and all other arrays at the peak. On a CPU it is within 8 % of what XLA allocates
     for the eight models of the tests, and within 22 % for convolutions with pooling; of a
-    cross-entropy of many logits it is 0.63 to 1.5 times that. The gradients themselves and the
-    arguments do not count.
+    cross-entropy of many logits it is 0.63 to 1.5 times that, and for programs with checkpoints
+    or in chunks, 0.8 to 2.3 times. The gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
     four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help.

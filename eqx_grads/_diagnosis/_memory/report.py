@@ -97,7 +97,7 @@ class MemoryReport(AbstractReport):
 
     @showing_progress("verify")
     def verify(self) -> "MemoryReport":
-        """The same report, in which all advice is measured.
+        """A new report, in which all advice is measured; this one stays as it is.
 
         Each advice is applied to the program of the loss, and its gradient is compiled; so is
         the gradient as it is, if that was not done. Nothing is computed.

@@ -119,7 +119,8 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
         raise rule_error(
             f"`{layer}` was given `lengths` that do not fit `xs`.",
             f"`lengths` is {type_of(lengths)}",
-            do=f"Pass integers of shape {expected}: one for each example.",
+            do=f"Pass integers of shape {expected}: one for each example. Of a mask with ones "
+            "first and zeros after them, that is `mask.sum(-1)`.",
         )
     if isinstance(lengths, np.ndarray) and lengths.size > 0:
         longest, shortest = int(np.max(lengths)), int(np.min(lengths))
