@@ -70,7 +70,9 @@ def _run(program, values, _):
 
 def _hook(eqn, values):
     known = structure(eqn)
-    is_opaque = isinstance(known, ShardMap) or (isinstance(known, Cond) and known.by_platform)
+    if isinstance(known, Cond) and known.by_platform:
+        return _run(known.programs[_branch_of_platform(eqn)], values[1:], None)
+    is_opaque = isinstance(known, ShardMap)
     if known is not None and not is_opaque:
         return enter(eqn, values, _run)
     if known is None and primal_program(eqn) is not None:
@@ -87,6 +89,15 @@ def _hook(eqn, values):
         return values
     out = eqn.primitive.bind(*map(_widen, values), **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _branch_of_platform(eqn) -> int:
+    """The branch of a `jax.lax.platform_dependent` that runs on the default backend."""
+    platforms = eqn.params["branches_platforms"]
+    names = {jax.default_backend(), jax.devices()[0].platform}
+    names |= {"cuda", "rocm"} if "gpu" in names else set()
+    fits = (i for i, of_branch in enumerate(platforms) if names.intersection(of_branch or ()))
+    return next(fits, len(platforms) - 1)
 
 
 def _looks_at_types(eqn) -> bool:
