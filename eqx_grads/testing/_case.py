@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
+from .._jaxprs.in_float64 import evaluate_in_float64
 from ._argument_checks import (
     as_names,
     check_integer,
@@ -18,13 +20,14 @@ from ._argument_checks import (
     check_points,
     check_tolerance,
 )
-from ._compare import as_real, difference, norm, tolerance_of
+from ._compare import as_real, difference, scale_of, tolerance_of
 from ._compiled import Program
 from ._eager import EagerCalls
 from ._finite_differences import directional
 from ._flat_function import double_precision, FlatFunction
 from ._random_tangents import normal_like, only
 from ._rounding import rounding_error
+from ._same_function import changes_alike, is_same_program
 from ._strip_rules import without_rules
 
 
@@ -66,6 +69,7 @@ class Precision:
     - `plain`: the function without its rule.
     - `reference`: the function whose autodiff is the expected derivative: `plain`, or the
         one given as the option `reference`.
+    - `compared`: the outputs of the function, and those of a given `reference` after them.
     """
 
     def __init__(self, subject: FlatFunction, options: Options, context: Callable[[], Any]):
@@ -77,8 +81,10 @@ class Precision:
         plain = without_rules(subject.arrays, is_decorated)
         self.plain = Program(plain, leaves, context)
         self.reference = self.plain
+        self.compared: Callable[..., list[Any]] = self.rule.fn
         if options.reference is not None:
             self.reference = Program(_reference(subject, options.reference), leaves, context)
+            self.compared = _with_reference(subject, options.reference)
 
     @ft.cached_property
     def _named_outputs(self) -> list[tuple[str, Any]]:
@@ -106,11 +112,19 @@ def _cast(v, dtype):
     return np.asarray(v).astype(dtype)
 
 
+def _outputs_of(subject, reference, leaves):
+    _, args = subject.tree(leaves)
+    out = jax.tree.leaves(reference(*args, **subject.kwargs))
+    return [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+def _with_reference(subject, reference):
+    return lambda *xs: [*subject.arrays(*xs), *_outputs_of(subject, reference, xs)]
+
+
 def _reference(subject, reference):
     def arrays(*leaves):
-        _, args = subject.tree(leaves)
-        out = jax.tree.leaves(reference(*args, **subject.kwargs))
-        out = [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        out = _outputs_of(subject, reference, leaves)
         # The derivatives of the reference with the values of the function, as the second
         # derivative of a loss depends on the values of its arguments.
         values = jax.lax.stop_gradient(subject.arrays(*leaves))
@@ -143,6 +157,11 @@ class DirectionalDerivative(NamedTuple):
 
 
 _STRICT = 1e-9
+# The most that is added to a tolerance for rounding errors: an error as large as the derivative
+# is never one of rounding.
+_MOST_ROUNDING = 0.05
+# Along how many directions two functions are compared.
+_DIRECTIONS = 2
 # With more leaves than this, one direction perturbs all of them together.
 _MAX_LEAVES_ALONE = 6
 
@@ -193,7 +212,40 @@ class Case:
 
     @ft.cached_property
     def wide(self) -> Precision | None:
-        """The same in float64; `None` if the function does not run in float64."""
+        """The same in float64; `None` if the function does not run in float64, or is another
+        function there."""
+        return None if self.is_another_in_float64 else self._in_float64
+
+    @ft.cached_property
+    def is_another_in_float64(self) -> bool:
+        """Whether the function of float64 arguments is another function than the one of the
+        user's arguments: it draws random numbers, or looks at a dtype."""
+        own, wide = self.own, self._in_float64
+        if wide is None or wide is own:
+            return False
+        try:
+            program = jax.make_jaxpr(own.compared)(*own.subject.leaves)
+            with double_precision():
+                other = jax.make_jaxpr(wide.compared)(*wide.subject.leaves)
+        except Exception:  # it looks at values, or can't be traced: a check says so
+            return False
+        if is_same_program(program, other):
+            return False
+        exact, other = self._exact(program), Program(wide.compared, [], double_precision)
+        leaves = [np.asarray(x) for x in wide.subject.leaves]
+        directions = [
+            [scale_of(x) * t for x, t in zip(leaves, normal_like(rng, leaves), strict=True)]
+            for rng in map(np.random.default_rng, range(_DIRECTIONS))
+        ]
+        return not changes_alike(exact.value_at, other.value_at, leaves, directions)
+
+    def _exact(self, program: ClosedJaxpr) -> Program:
+        """What a program that was traced in the user's precision computes, in float64."""
+        run = lambda *xs: evaluate_in_float64(program, xs)
+        return Program(run, [], double_precision)
+
+    @ft.cached_property
+    def _in_float64(self) -> Precision | None:
         if self.is_wide and jax.dtypes.canonicalize_dtype(float) == np.float64:
             return self.own
         try:
@@ -247,13 +299,18 @@ class Case:
     def finite_differences(self) -> list[DirectionalDerivative]:
         """Derivatives without any rule: along each leaf, or along all of them together."""
         p, scaled = self.precision, self.scaled_tangents()
+        value_at, context = p.plain.value_at, p.context
+        if self.is_another_in_float64:
+            # In float64 all the same: the program that was traced in the user's precision.
+            program = jax.make_jaxpr(p.rule.fn)(*p.subject.leaves)
+            value_at, context = self._exact(program).value_at, double_precision
         n = len(scaled)
         together = n > _MAX_LEAVES_ALONE
         found = []
         for kept in [list(range(n))] if together else [[i] for i in range(n)]:
             tangents = only(scaled, kept)
-            with p.context():
-                evaluate = lambda *xs: p.plain.value_at(xs)
+            with context():
+                evaluate = lambda *xs: value_at(xs)
                 leaves = [np.asarray(x) for x in p.subject.leaves]
                 tangents_out, error = directional(evaluate, leaves, tangents)
             name = "all leaves" if together else self.names[kept[0]]
@@ -273,10 +330,8 @@ class Case:
         difference takes a small step in each."""
         out = []
         for x, t in zip(self.precision.subject.leaves, self.tangents(), strict=True):
-            x = np.abs(np.asarray(x))
-            usual = norm(as_real(x)) / max(np.sqrt(x.size), 1) or 1.0
             t = np.clip(as_real(t), -2, 2) if not np.iscomplexobj(t) else np.asarray(t)
-            out.append(np.where(x > 0, x, usual) * t)
+            out.append(scale_of(x) * t)
         return out
 
     # ------------------------------------------------------------ tolerances
@@ -295,7 +350,12 @@ class Case:
         """In the user's precision: the tolerance, and a larger one that takes the rounding
         error of plain autodiff into account, which takes a while to measure."""
         tolerance = self.tolerance(self.own, *arrays)
-        return tolerance, lambda: tolerance + 10 * self.noise
+        return tolerance, lambda: tolerance + min(10 * self.noise, _MOST_ROUNDING)
+
+    def is_rounding(self, error: float) -> bool:
+        """Whether rounding in the user's precision gives plain autodiff errors as large as this
+        one, and larger ones than any tolerance allows for."""
+        return _MOST_ROUNDING < error <= 10 * self.noise
 
     def strict_tolerance(
         self, precision: Precision, witness: Callable[[list[Any]], list[Any]]
@@ -309,6 +369,8 @@ class Case:
         `witness`: what the comparison is with, as a function of the leaves.
         """
         tolerance = self.tolerance(precision)
+        if self.is_another_in_float64:
+            return self.tolerance_with_rounding()
         if self.options.tolerance is not None or tolerance > tolerance_of(np.float64(0)):
             return tolerance, lambda: tolerance
 
@@ -325,19 +387,22 @@ class Case:
     def noise(self) -> float:
         """The relative error that rounding alone gives plain autodiff in the user's
         precision, along the directions of the eager calls."""
-        wide = self.wide
-        if wide is None or wide is self.own:
+        wide, own = self.wide, self.own
+        if wide is own or (wide is None and not self.is_another_in_float64):
             return 0.0
         t, w = self.eager.tangents, self.eager.cotangents
+        if wide is None:
+            runs = (lambda xs: own.plain.vjp(w, xs), lambda xs: own.plain.jvp(t, xs))
+            return max(self._rounding_of(run) for run in runs)
         pairs = (
             (
                 lambda: wide.plain.vjp(wide.like_outputs(w)),
-                lambda: self.own.plain.vjp(w),
+                lambda: own.plain.vjp(w),
                 self.names,
             ),
             (
                 lambda: wide.plain.jvp(wide.like_leaves(t)),
-                lambda: self.own.plain.jvp(t),
+                lambda: own.plain.jvp(t),
                 self.output_names,
             ),
         )
@@ -348,6 +413,12 @@ class Case:
             except Exception:  # the function has no such derivative
                 continue
         return max((error for error in errors if np.isfinite(error)), default=0.0)
+
+    def _rounding_of(self, derivative: Callable[[list[Any]], list[Any]]) -> float:
+        try:
+            return rounding_error(derivative, self.own.subject.leaves)
+        except Exception:  # the function has no such derivative
+            return 0.0
 
 
 def _pull_zeros(precision: Precision) -> None:

@@ -178,8 +178,8 @@ def _programs(loss, model, args, kwargs) -> tuple[LossProgram, LossProgram, list
     remarks = []
     if wide is None:
         remarks.append(
-            f"The loss can't be differentiated in float64 ({why}). Its gradient is in "
-            f"{own.lowest}; the differences are those of its program in float64."
+            f"{why} Its gradient is in {own.lowest}; the differences are those of its program "
+            "in float64."
         )
     elif wide.lowest is not None:
         remarks.append(

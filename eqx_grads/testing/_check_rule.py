@@ -114,7 +114,8 @@ def check_rule(
     Derivatives are computed in float64 if the function runs in float64, and compared with the
     error of [`eqx_grads.testing.assert_trees_close`][], which does not grow with the size of
     an array; then once more in the precision of your arguments, with a tolerance that rounding
-    explains.
+    explains. A function that draws random numbers, or looks at a dtype, is another function in
+    float64. It is compared in the precision of your arguments only.
 
     **Arguments:**
 

@@ -50,6 +50,13 @@ def norm(x: Any) -> float:
         return float(scale * np.linalg.norm((x / scale).ravel()))
 
 
+def scale_of(x: Any) -> np.ndarray:
+    """The sizes of the entries; that of a usual entry for one that is zero."""
+    x = np.abs(np.asarray(x))
+    usual = norm(as_real(x)) / max(np.sqrt(x.size), 1) or 1.0
+    return np.where(x > 0, x, usual)
+
+
 def pairing(xs: Sequence[Any], ys: Sequence[Any]) -> float:
     """JAX's pairing of tangents and cotangents: the real part of the sum of products, without
     conjugation."""

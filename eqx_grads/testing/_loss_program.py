@@ -15,8 +15,10 @@ from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
 from .._tangent_spaces import is_differentiable
-from ._compare import pairing
+from ._compare import pairing, scale_of
 from ._flat_function import double_precision
+from ._random_tangents import normal
+from ._same_function import changes_alike, is_same_program
 from ._slope import Samples
 
 
@@ -229,7 +231,11 @@ def trace_in_both_precisions(
     only_own: bool = False,
     **options: Any,
 ) -> tuple[LossProgram, LossProgram | None, str]:
-    """The program in the user's precision, that in float64, and why there is none if so."""
+    """The program in the user's precision, that in float64, and why there is none if so.
+
+    There is none if the loss can't be differentiated in float64, and if it is another function
+    there, which draws other random numbers.
+    """
     traced = trace_loss(caller, loss, model, args, kwargs, **options)
     own = LossProgram(traced, contextlib.nullcontext)
     if only_own:
@@ -241,9 +247,24 @@ def trace_in_both_precisions(
             wide = LossProgram(traced, double_precision)
             if wide.lowest is not None:
                 wide.check_rules()
-            return own, wide, ""
     except Exception as error:  # the loss is for one precision only, and the report says so
-        return own, None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return own, None, f"The loss can't be differentiated in float64 ({why})."
+    if _is_another(own, wide):
+        return own, None, "In float64 the loss draws other random numbers, or looks at a dtype."
+    return own, wide, ""
+
+
+def _is_another(own: LossProgram, wide: LossProgram) -> bool:
+    """Whether the loss of a model in float64 is another function of it."""
+    if own.lowest is None or is_same_program(own.traced.program, wide.traced.program):
+        return False
+    leaves = [in_float64(x) for x in own.leaves]
+    zeros = [np.zeros_like(x) for x in leaves]
+    rng = np.random.default_rng(0)
+    direction = [scale_of(x) * normal(rng, x.shape, x.dtype) for x in leaves]
+    one, other = ((lambda xs, p=p: [p.samples(xs, zeros)(0.0)]) for p in (own, wide))
+    return not changes_alike(one, other, leaves, [direction])
 
 
 def _in_float64(tree: PyTree) -> PyTree:
