@@ -249,6 +249,41 @@ def test_a_loss_that_is_not_finite():
     assert "explain_nan" in report.found[0].cure
 
 
+@pytest.mark.parametrize("is_chaotic", [False, True])
+def test_a_gradient_that_is_not_finite_in_the_user_s_precision(is_chaotic):
+    """Where the differences are those of float64, or none at all."""
+
+    def loss(model):
+        w = model["w"]
+        softplus = jnp.where(w > 20, w, jnp.log1p(jnp.exp(w)))
+        chaos = jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(9 * y), w / 100)
+        return jnp.sum(softplus) + float(is_chaotic) * jnp.sum(chaos) + model["b"] ** 2
+
+    model = {"w": jnp.array([1.0, 100.0], jnp.float32), "b": jnp.array(2.0, jnp.float32)}
+    assert np.isnan(jax.grad(loss)(model)["w"]).any()
+    report = eqgt.check_gradients(loss, model, raises=False)
+    assert [(f.kind, f.leaf) for f in report.found] == [("not finite", "['w']")]
+    assert "In float32, entries of the gradient are NaN" in report.found[0].detail
+    assert report["['b']"].verdict == "right"
+    model["w"] = jnp.ones(2, jnp.float32)
+    assert not eqgt.check_gradients(loss, model, raises=False).found
+
+
+def test_the_determinant_of_a_matrix():
+    """JAX computes its diagonal by a branch for each platform, also in float64."""
+    w = jr.normal(jr.key(2), (3, 3), jnp.float32)
+    pinned = lambda w: w.astype(jnp.float32)
+    loss = lambda w: pinned(w)[0, 0] * jnp.linalg.slogdet(pinned(w))[1]
+    for seed in range(4):
+        assert eqgt.check_gradients(loss, w, seed=seed)["model"].verdict == "right"
+    wide = np.asarray(w, np.float64)
+    program = jax.make_jaxpr(loss)(w)
+    with jax.enable_x64(True):
+        (value,) = evaluate_in_float64(program, [wide])
+    expected = wide[0, 0] * np.linalg.slogdet(wide)[1]
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("fn", "model", "match"),
     [

@@ -1,5 +1,6 @@
 """`check_gradients`: the gradient of a whole model against finite differences."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ._argument_checks import as_names, as_seed, check_options, check_tolerance
 from ._compare import as_real, norm, tolerance_of
 from ._gradient_faults import ALL, CALLER, faults_of_leaves, faults_of_value
 from ._gradient_report import (
+    GradientFault,
     GradientReport,
     LeafVerdict,
     RIGHT,
@@ -164,6 +166,8 @@ def _report(loss, model, args, kwargs, skip, tolerance, seed) -> GradientReport:
     leaves, together = _judge_all(judge, skipped)
     doing("looking for the rules that are wrong")
     found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
+    leaves, not_finite = _not_finite(own, judge, leaves)
+    found += not_finite
     remarks += [_unsettled(judge), _precision_lost(own, judge, skipped)]
     numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
     return GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
@@ -264,6 +268,37 @@ def _unsettled(judge: Judge) -> str:
 # ---------------------------------------------------------------- precision
 
 
+def _not_finite(
+    own: LossProgram, judge: Judge, leaves: list[LeafVerdict]
+) -> tuple[list[LeafVerdict], list[GradientFault]]:
+    """The verdicts, and faults, of leaves whose gradient has a NaN, or is not finite in the
+    user's precision only, whatever the differences are."""
+    if judge.gradient is None:
+        return leaves, []
+    is_other = own is not judge.program and own.is_compiled
+    verdicts, faults = [], []
+    for leaf, exact, of_user in zip(
+        leaves, judge.gradient, own.gradient if is_other else judge.gradient, strict=True
+    ):
+        exact, of_user = as_real(exact), as_real(of_user)
+        only_own = np.all(np.isfinite(exact)) and not np.all(np.isfinite(of_user))
+        if leaf.verdict not in (SKIPPED, WRONG) and (only_own or np.any(np.isnan(exact))):
+            dtype = own.lowest if only_own else judge.program.lowest or np.dtype(float)
+            what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
+            faults.append(
+                GradientFault(
+                    kind="not finite",
+                    leaf=leaf.leaf,
+                    detail=f"In {dtype}, entries of the gradient are {what}, and the loss is "
+                    "finite.",
+                    cure="`eqg.explain_nan` says where it becomes so.",
+                )
+            )
+            leaf = dataclasses.replace(leaf, verdict=WRONG, reverse=np.nan)
+        verdicts.append(leaf)
+    return verdicts, faults
+
+
 def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
     """A remark on the leaves whose gradient is right in float64, and not in the user's
     precision."""
@@ -282,7 +317,7 @@ def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
         if i in skipped or size == 0 or not np.all(np.isfinite(exact)):
             continue
         error = norm(g - exact) / size
-        if not error <= admitted:
+        if admitted < error < np.inf:  # what is not finite is a fault
             off.append((error, own.names[i]))
     if not off:
         return ""
