@@ -31,7 +31,7 @@ def texts():
         for text in table.values()
     ]
     memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, remarks._USE_LAYER]
-    return [*nan, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
+    return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
 
 
 FILLED = {
@@ -372,6 +372,28 @@ def test_a_function_of_the_users_of_that_name_is_not_meant():
 
     (record,) = eqg.explain_zero(lambda x: jnp.sum(trunc(x)), X).found
     assert record.primitive == "floor"
+
+
+def test_overflow_of_a_cotangent():
+    """No value is large: bounding the state does nothing, and clipping its gradient does."""
+
+    def loss(h, is_clipped):
+        def step(h, _):
+            h = eqg.clip_gradient_norm(h, 1.0) if is_clipped else h
+            return jnp.sin(50.0 * h), None
+
+        return jax.lax.scan(step, h, None, length=40)[0]
+
+    report = eqg.explain_nan(loss, jnp.array(0.0), False)
+    (record,) = report.found
+    assert record.kind == "overflow"
+    assert abs(record.cotangent) < jnp.inf
+    assert "the gradient explodes" in record.cure
+    assert "`x = eqg.clip_gradient_norm(x, max_norm)`" in record.cure
+    assert not eqg.explain_nan(loss, jnp.array(0.0), True)
+    # That of a value is another one.
+    (record,) = eqg.explain_nan(lambda x: jnp.log(jnp.exp(x)), jnp.array(1e3)).found
+    assert "explodes" not in record.cure
 
 
 @pytest.mark.parametrize("bound", [lambda h: h, jnp.tanh], ids=["unbounded", "cured"])

@@ -156,6 +156,66 @@ def test_threshold():
     assert "1e+08" in str(eqg.explain_nan(loss, jnp.ones(3), threshold=1e8))
 
 
+def _masked(x):
+    return jnp.where(x > 5, x, 0.0)
+
+
+def _by_cond(x):
+    return jax.lax.cond(jnp.sum(x) > 5, lambda x: x, lambda x: 0.0 * jnp.sin(x), x)
+
+
+@pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked), _by_cond])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
+    """Its own line is in a note. Witness: the gradient is the same without it."""
+
+    def loss(x, with_norm):
+        norm = jnp.linalg.norm(drop(x)) if with_norm else 0.0  # DROPPED
+        return around(lambda x: norm + jnp.sum(jnp.sqrt(x)))(x)
+
+    def also_singular(x):
+        norm = jnp.linalg.norm(0.0 * x)
+        return norm + jnp.sum(jnp.sqrt(x))
+
+    x = jnp.array([0.0, 1.0])
+    grads = [jax.grad(loss)(x, flag) for flag in (True, False)]
+    report = eqg.explain_nan(loss, x, True)
+    if drop is _by_cond:  # which multiplies the NaN by zero: it does reach the gradient
+        assert np.isnan(grads[0]).all()
+        assert len(report.found) == 2
+        return
+    np.testing.assert_array_equal(*grads)
+    (record,) = report.found
+    assert "jnp.sqrt(x)" in record.code
+    (line,) = [n for n, text in _numbered_lines(loss) if "# DROPPED" in text]
+    assert f"What is not finite at test_explain_nan.py:{line} does not reach" in str(report)
+    # Alone, it makes nothing that is not finite.
+    assert not eqg.explain_nan(lambda x: jnp.linalg.norm(drop(x)), x)
+    assert len(eqg.explain_nan(also_singular, x).found) == 2
+
+
+def _numbered_lines(fn):
+    lines, first = inspect.getsourcelines(fn)
+    return list(enumerate(lines, first))
+
+
+def test_a_buffer_of_infinities():
+    """Solvers keep their results so. The NaN of a step is not that of a constant."""
+
+    def loss(scale, y):
+        def step(carry, i):
+            y, buffer = carry
+            y = y + scale * y / jnp.linalg.norm(y)
+            return (y, buffer.at[i].set(y)), None
+
+        init = y, jnp.full((3, 2), jnp.inf)
+        return jnp.sum(jax.lax.scan(step, init, jnp.arange(3))[0][1] ** 2)
+
+    (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
+    assert (record.kind, record.primitive, record.is_forward) == ("0/0", "div", True)
+    assert (record.step, record.operands) == ((0,), (0, 0))
+
+
 def test_threshold_in_the_order_of_the_steps():
     """In the backward pass of a step, the product with `scale` comes last."""
 

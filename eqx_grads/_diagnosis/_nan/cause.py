@@ -83,7 +83,7 @@ def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
     loss = derivative.root.program.jaxpr.outvars[0]
     return [
         _cause_of_source(derivative, source, forward=True)
-        for source in sources_of_nonfinite(root, loss, ())
+        for source in sources_of_nonfinite(root, loss, (), root.results[0])
     ]
 
 
@@ -116,7 +116,9 @@ def _cause_in_derivative(derivative: Derivative, spot: Spot) -> Cause:
     sources = [
         source
         for k, index in bad_factors
-        for source in sources_of_nonfinite(spot.frame, spot.eqn.invars[k], index)
+        for source in sources_of_nonfinite(
+            spot.frame, spot.eqn.invars[k], index, np.asarray(spot.operands[k])[index]
+        )
     ]
     source = sources[0] if sources else spot
     if isinstance(source, Spot):

@@ -35,6 +35,13 @@ _OF_KINDS = {
     "of the step.",
 }
 
+# Of an overflow in the product of a finite cotangent and a finite derivative.
+_EXPLODES = (
+    "The cotangent that arrives is finite, and its product with the derivative of `{op}` is "
+    "too large: the gradient explodes. `eqg.explain_nan(loss, ..., threshold=1e6)` says where "
+    f"it begins to grow. {_OF_KINDS[LARGE]}"
+)
+
 # For kinds whose cure differs if a value is bad, and not a cotangent.
 _OF_VALUES = {
     SINGULARITY: "`{op}` is not finite there. Keep its argument away from that point "
@@ -122,11 +129,16 @@ _OF_EMPTY_ROWS = {
 }
 
 
-def cure_of(kind: str, primitive: str, formula: str, *, is_value: bool) -> str:
+def cure_of(
+    kind: str, primitive: str, formula: str, *, is_value: bool, explodes: bool = False
+) -> str:
     """What to do at an operation of the loss.
 
     - `formula`: what it is a part of, if that is known; see `formulas.py`.
+    - `explodes`: of an overflow, whether it is that of a product with a finite cotangent.
     """
+    if kind == OVERFLOW and explodes:
+        return _EXPLODES.format(op=primitive)
     cures = {**_OF_KINDS, **_OF_VALUES} if is_value else _OF_KINDS
     text = cures[kind] if kind in cures else _of_constant(kind)
     if kind == OVERFLOW and primitive in _PRODUCTS:

@@ -40,6 +40,7 @@ from .cures import (
 )
 from .derivative_program import Derivative, differentiate
 from .formulas import Formulas
+from .reaches import reaches_gradient
 from .replay import Frame, is_bad, is_inexact
 from .report import NaNReport, NonFinite
 from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
@@ -223,9 +224,11 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
         bad, error = _bad_leaves(derivative, values, names, threshold)
     value = float(root.results[0])
     found: list[NonFinite] = []
-    if bad or not np.isfinite(value):
-        found = _find(derivative, root, threshold)
     remarks = [f"The error of the gradient: {error}"] if error else []
+    if bad or not np.isfinite(value):
+        numbers, dropped = _that_matter(derivative, root, threshold)
+        found = _find(derivative, root, numbers, threshold)
+        remarks += _show_dropped(derivative, dropped, found)
     if not bad and np.isfinite(value) and derivative.is_reverse:
         remarks += _zeros(names, root.results[1:])
     return NaNReport(
@@ -279,14 +282,35 @@ def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[
     return bad, ""
 
 
-def _find(derivative: Derivative, root: Frame, threshold) -> list[NonFinite]:
+def _that_matter(derivative: Derivative, root: Frame, threshold) -> tuple[list[int], list[int]]:
+    """The equations with bad cotangents, and those of them that a later mask makes harmless."""
+    numbers = sorted(root.hits)[:_MOST_CAUSES]
+    if threshold is not None or not np.isfinite(root.results[0]) or len(numbers) == 1:
+        return numbers, []
+    reaching = [n for n in numbers if reaches_gradient(derivative, root, n)]
+    return (reaching, [n for n in numbers if n not in reaching]) if reaching else (numbers, [])
+
+
+def _show_dropped(derivative: Derivative, numbers: list[int], found) -> list[str]:
+    """A remark on places that are none of those that were found."""
+    origins = [derivative.origin(*derivative.places[n]) for n in numbers]
+    known = {(r.file, r.line) for r in found}
+    places = [o.source for o in origins if o and (o.source.file, o.source.line) not in known]
+    if not places:
+        return []
+    shown = show_list(list(dict.fromkeys(map(str, places))), 4)
+    return [f"What is not finite at {shown} does not reach the gradient: a mask drops it."]
+
+
+def _find(
+    derivative: Derivative, root: Frame, numbers: list[int], threshold
+) -> list[NonFinite]:
     found: list[tuple[Cause, int]] = []
     if not np.isfinite(root.results[0]):
         found += [(cause, 1) for cause in causes_of_value(derivative, root)]
     in_gradient: list[tuple[Cause, int]] = []
-    chosen = sorted(root.hits)[:_MOST_CAUSES]
-    for i, number in enumerate(chosen):
-        doing("looking for the cause of place", i, len(chosen))
+    for i, number in enumerate(numbers):
+        doing("looking for the cause of place", i, len(numbers))
         hit = root.hits[number]
         causes_here = causes_of_hit(derivative, number, hit, threshold)
         in_gradient += [(cause, hit.count) for cause in causes_here]
@@ -364,7 +388,13 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
     formula = ""
     if cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
-    return cure_of(cause.kind, primitive, formula, is_value=cause.forward)
+    return cure_of(
+        cause.kind,
+        primitive,
+        formula,
+        is_value=cause.forward,
+        explodes=cause.source is cause.spot and not cause.forward,
+    )
 
 
 # How the user calls the operations that do not select an element.

@@ -237,9 +237,13 @@ def _dependence_by_derivative(spot: Spot, k: int) -> Any:
 # ---------------------------------------------------------------- the two questions
 
 
-def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | Input]:
+def sources_of_nonfinite(
+    frame: Frame, atom: Any, index: Index, value: Any
+) -> list[Spot | Input]:
     """The equations of which all operands are finite and an element is not, or the inputs, that
     an element is non-finite because of. In the order in which they are found.
+
+    - `value`: that of the element.
 
     If there are none because all is made from constants, these are the equations that make a
     NaN of two infinities; and if there are none of these, the ones that use such a constant.
@@ -247,11 +251,14 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
     found: dict[Any, Spot | Input] = {}
     first_nans: dict[Any, Spot] = {}
     users: dict[Any, Spot] = {}
-    todo: list[tuple[Frame, Any, Index, Spot | None]] = [(frame, atom, index, None)]
+    todo: list[tuple[Frame, Any, Index, Spot | None, bool]] = [
+        (frame, atom, index, None, bool(np.isnan(value)))
+    ]
     seen = set()
     while todo and len(seen) < _LIMIT:
-        frame, atom, index, user = todo.pop(0)
-        place = origin_of_value(frame, atom, index, is_nonfinite)
+        frame, atom, index, user, is_nan = todo.pop(0)
+        # A carry that begins with infinities may become NaN later.
+        place = origin_of_value(frame, atom, index, np.isnan if is_nan else is_nonfinite)
         if place is None:
             if user is not None:
                 users.setdefault(_key(user), user)
@@ -279,7 +286,8 @@ def sources_of_nonfinite(frame: Frame, atom: Any, index: Index) -> list[Spot | I
             values = np.asarray(place.operands[k])
             chosen = {bool(np.isnan(values[at])): at for at in elements[::-1]}
             todo.extend(
-                (place.frame, place.eqn.invars[k], at, used_by) for at in chosen.values()
+                (place.frame, place.eqn.invars[k], at, used_by, is_nan)
+                for is_nan, at in chosen.items()
             )
     return list((found or first_nans or users).values())
 
