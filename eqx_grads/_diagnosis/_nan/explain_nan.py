@@ -62,6 +62,11 @@ _TRIALS = {
 _NOT_ALL = (
     "`eqg.zero_safe(loss)` alone does not make this gradient finite: mend the other places."
 )
+_NOT_THESE = (
+    "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
+    "overflows, or what is infinite is used elsewhere too. Keep the arguments of these "
+    "operations in range, as `eqg.safe.where` does."
+)
 
 # The value of a library's function, which the cure would have the user edit.
 _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
@@ -179,7 +184,11 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     )
     if policy == "neither":
         remarks = [_NOT_ALL] if any(map(is_dead, report.found)) else []
-        return dataclasses.replace(report, remarks=[*report.remarks, *remarks])
+        if not all(map(is_dead, report.found)):
+            return dataclasses.replace(report, remarks=[*report.remarks, *remarks])
+        without = lambda r: r.cure.replace(f"{_TRIALS['selected'][0]}, or ", "")
+        found = [dataclasses.replace(r, cure=without(r)) for r in report.found]
+        return dataclasses.replace(report, found=found, remarks=[*report.remarks, _NOT_THESE])
     call, remark = _TRIALS[policy]
 
     def cure(r):
