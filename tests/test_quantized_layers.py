@@ -745,6 +745,16 @@ def test_the_report_is_a_table():
         nn.quantize_model(linear, {"a": nn.LSQ(2)})
 
 
+def test_a_rule_for_an_array(getkey):
+    model = {"pos": jr.normal(getkey(), (3, 2)), "linear": eqx.nn.Linear(2, 2, key=getkey())}
+    for which in ("['pos']", "*pos*"):
+        with pytest.raises(
+            RuleError,
+            match=r"an array, and no layer(?s:.)*pos'.` is float(?s:.)*where the model",
+        ):
+            nn.quantize_model(model, {which: nn.LSQ(4)})
+
+
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_mlp(scan, getkey):
     model = eqx.nn.MLP(3, 2, 4, 3, scan=scan, key=getkey())
