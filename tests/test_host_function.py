@@ -1068,6 +1068,15 @@ def test_bad_arguments():
     _raises("`step` of `_numpy` does not fit the arguments", f, jnp.ones(2), jnp.ones(2))
 
 
+def test_a_python_integer_where_the_type_of_an_argument_is_meant():
+    f = eqg.host_function(np.cos, out=lambda x: x)
+    _raises(r"at out: int \(0\), as the argument (?s:.)*Pass a float or an array", f, 0)
+    f = eqg.host_function(lambda n, x: {"m": x["m"] * n}, out=lambda n, x: x)
+    match = r"at out\['m'\]: int \(1000\), as the argument `x\['m'\]`"
+    _raises(match, f, 2, {"m": 1000})
+    assert f(2, {"m": 0.5})["m"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
