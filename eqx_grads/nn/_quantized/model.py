@@ -120,8 +120,7 @@ def quantize_model(
     if calibrate is not None:
         uncalibrated: dict[int, Uncalibrated] = {}
         walk = _Walk(known, uncalibrated=uncalibrated)
-        walk.visit(model, "", frozenset())
-        walk.check_all_used()
+        walk.run(model)
         _check_some(uncalibrated, known)
         fitted = fit_to_inputs(model, uncalibrated, calibrate, call)
     elif call is not None:
@@ -131,8 +130,7 @@ def quantize_model(
             do="Give it a batch to run the model on, `calibrate=...`, or leave `call` out.",
         )
     walk = _Walk(known, fitted=fitted)
-    new = walk.visit(model, "", frozenset())
-    walk.check_all_used()
+    new = walk.run(model)
     return new, QuantizationReport(walk.swapped, walk.left)
 
 
@@ -267,6 +265,7 @@ class _Walk:
         self.rules = rules
         self.uncalibrated = uncalibrated
         self.fitted = {} if fitted is None else fitted
+        self.of_nodes: set[int] = set()  # the rules that match what may contain layers
         self.matched: set[int] = set()
         self.used: set[int] = set()
         # Of each rule, a layer quantized already, and its path.
@@ -276,6 +275,20 @@ class _Walk:
         self.swapped: list[LayerReport] = []
         self.left: list[LayerReport] = []
         self._done: dict[int, tuple[int | None, Any, str]] = {}
+
+    def run(self, model: Any) -> Any:
+        """The model with its layers swapped."""
+        try:
+            new = self.visit(model, "", frozenset())
+        except Exception as error:
+            # Without the frames of the walk, several for each level of the model.
+            frames = error.__traceback__
+            while frames and frames.tb_frame.f_code.co_name != "_new":
+                frames = frames.tb_next
+            error.__traceback__ = frames or error.__traceback__
+            raise
+        self.check_all_used()
+        return new
 
     def visit(self, node: Any, path: str, matching: frozenset[int]) -> Any:
         """The node with its layers swapped; `matching` are the rules for all layers in it."""
@@ -293,6 +306,7 @@ class _Walk:
                 self.left.append(array_row(path, node, "not of a Linear or Conv"))
                 self.arrays[path] = node
             return node
+        self.of_nodes |= here
         layers = len(self.paths)
         new = [self.visit(x, _join(path, key), matching) for key, x in children]
         if len(self.paths) > layers:
@@ -411,7 +425,7 @@ class _Walk:
                     ),
                 )
             arrays = [path for path in self.arrays if rule.matches(path, None)]
-            if arrays:
+            if arrays and i not in self.of_nodes:
                 raise rule_error(
                     f"A rule of `quantize_model` matches an array, and no layer: {rule.name}.",
                     *(f"{_place(path)} is {type_of(self.arrays[path])}" for path in arrays[:5]),
