@@ -80,9 +80,21 @@ def test_negative_inputs_of_an_unsigned_quantizer():
     unsigned = nn.LSQ(bits=4, signed=False)
     rules = {eqx.nn.Linear: (nn.LSQ(bits=4), unsigned)}
     batch = jr.normal(jr.key(1), (20, 4))
-    with pytest.warns(UserWarning, match=r"of `layers\[0\]` is unsigned") as found:
+    with pytest.warns(UserWarning, match=r"become zero, in `layers\[0\]` \(\d\d%\)\.") as found:
         nn.quantize_model(model, rules, calibrate=batch)
     assert len(found) == 1  # not of the layer behind the `relu`
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nn.quantize_model(model, rules, calibrate=jnp.abs(batch))
+
+
+def test_one_warning_of_negative_inputs():
+    keys = jr.split(jr.key(0), 22)
+    layers = [eqx.nn.Linear(4, 4, key=key) for key in keys]
+    rules = {eqx.nn.Linear: (nn.LSQ(bits=4), nn.LSQ(bits=4, signed=False))}
+    batch = jr.normal(jr.key(1), (20, 4))
+    run = lambda layers, xs: [jax.vmap(layer)(xs) for layer in layers]
+    match = r"`\[0\]` \(\d\d%\), `\[1\]` \(\d\d%\), (?s:.)*`\[19\]` \(\d\d%\) and 2 more"
+    with pytest.warns(UserWarning, match=match) as found:
+        nn.quantize_model(layers, rules, calibrate=batch, call=run)
+    assert len(found) == 1

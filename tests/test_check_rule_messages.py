@@ -1,6 +1,8 @@
 """What `check_rule` says of a rule that raised, of a solver that stops at a tolerance, and of a
 clip."""
 
+import statistics
+
 import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
@@ -39,6 +41,34 @@ def test_a_rule_that_raised():
     assert str(report).count("it raised TypeError: unsupported operand") == 1
     assert "inf of" not in str(report)
     assert "`None` is the tangent or cotangent of a leaf that can't be" in str(report)
+
+
+@pytest.mark.parametrize(
+    "raises", [lambda: statistics.mean([]), lambda: np.reshape(np.ones(3), 2)]
+)
+def test_the_line_that_raised(raises):
+    """It is the user's, not one of Python's or of an installed package."""
+
+    @eqg.custom_jvp
+    def f(x):
+        return x
+
+    @f.def_jvp
+    def f_jvp(primals, tangents):
+        raises()
+        return primals[0], tangents[0]
+
+    report = eqgt.check_rule(f, 1.0, raises=False)
+    line = raises.__code__.co_firstlineno
+    assert f"raised below {__file__}:{line}\n" in str(report)
+
+
+def test_no_line_of_the_users_raised():
+    """`host_function` raises it itself, in a property of Python's `functools`."""
+    sine = eqg.host_function(np.sin, out=lambda x: "float32")
+    report = eqgt.check_rule(eqg.elementwise(sine, lambda out, x: out), 1.0, raises=False)
+    assert "it raised RuleError: `out` of `sin` does not say" in str(report)
+    assert "raised below" not in str(report)
 
 
 def test_the_tangent_of_an_integer_field_is_none():

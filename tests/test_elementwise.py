@@ -3,6 +3,7 @@
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from eqx_grads import RuleError
 
@@ -176,6 +177,16 @@ class TestErrors:
         f = eqg.elementwise(lambda x: (x, x), lambda out, x: 1.0)
         with pytest.raises(RuleError, match="did not return one array of floats"):
             jax.grad(lambda x: f(x)[0])(1.0)
+
+    def test_numpy(self):
+        """It runs eagerly, and in the derivative of an eager call."""
+        f = eqg.elementwise(np.sin, lambda out, x: jnp.cos(x))
+        assert jnp.allclose(jax.grad(f)(1.0), jnp.cos(1.0))
+        error = jax.errors.TracerArrayConversionError
+        with pytest.raises(error, match="traced array") as caught:
+            jax.jit(f)(1.0)
+        notes = caught.value.__notes__
+        assert sum("`eqx_grads.host_function`" in note for note in notes) == 1
 
     def test_complex(self):
         f = eqg.elementwise(jnp.real, lambda out, x: 1.0)

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import copy
 import ctypes
+import functools as ft
 import gc
 import pickle
 import shutil
@@ -20,6 +21,7 @@ import pytest
 import scipy.linalg
 import scipy.sparse
 import scipy.sparse.linalg
+import scipy.special
 from eqx_grads import RuleError
 from eqx_grads._solvers.host_callback import VMAP_METHODS
 from scipy.integrate import solve_ivp
@@ -567,6 +569,100 @@ def test_scipy_solve_ivp():
         assert_close(hessian, expected, tolerance=1e-3)
 
 
+_ellipk = eqg.host_function(scipy.special.ellipk, out=lambda m: m)
+_ellipe = eqg.host_function(scipy.special.ellipe, out=lambda m: m)
+
+
+def _d_ellipk(out, m):
+    return (_ellipe(m) - (1 - m) * out) / (2 * m * (1 - m))
+
+
+def _ellipk_jvp(primals, tangents):
+    out = _ellipk(*primals)
+    return out, _d_ellipk(out, *primals) * tangents[0]
+
+
+def _ellipk_fwd(m):
+    return _ellipk(m), m
+
+
+def _ellipk_bwd(m, ct):
+    return (_d_ellipk(_ellipk(m), m) * ct,)
+
+
+def _of_a_ufunc(way):
+    match way:
+        case "elementwise":
+            return eqg.elementwise(_ellipk, _d_ellipk)
+        case "implicit":
+            equation = eqg.elementwise(_ellipk, _d_ellipk)
+            return eqg.implicit(lambda y, m: y - equation(m))(_ellipk)
+        case "with_gradient_of":
+            return eqg.with_gradient_of(_ellipk, _of_a_ufunc("custom_vjp"))
+        case "ste.wrap":
+            return eqg.ste.wrap(_ellipk, backward=_of_a_ufunc("custom_jvp"))
+        case "jax_custom_vjp":
+            decorated = eqg.jax_custom_vjp(_ellipk)
+            decorated.defvjp(_ellipk_fwd, _ellipk_bwd)
+        case "jax_custom_jvp":
+            decorated = eqg.jax_custom_jvp(_ellipk)
+            decorated.defjvp(_ellipk_jvp)
+        case "custom_vjp":
+            decorated = eqg.custom_vjp(_ellipk)
+            decorated.def_fwd(_ellipk_fwd)
+            decorated.def_bwd(_ellipk_bwd)
+        case "custom_jvp":
+            decorated = eqg.custom_jvp(_ellipk)
+            decorated.def_jvp(_ellipk_jvp)
+    return decorated
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "elementwise",
+        "implicit",
+        "with_gradient_of",
+        "ste.wrap",
+        "jax_custom_vjp",
+        "jax_custom_jvp",
+        "custom_vjp",
+        "custom_jvp",
+    ],
+)
+def test_ufunc(way):
+    """A ufunc has options with default values, of which no rule knows (NumPy 2.4)."""
+    f, m = _of_a_ufunc(way), 0.5
+    value = jnp.asarray(scipy.special.ellipk(m))
+    h = 1e-5
+    difference = scipy.special.ellipk(m + h) - scipy.special.ellipk(m - h)
+    slope = jnp.asarray(difference / (2 * h))
+    tolerance = 1e-6 if slope.dtype == jnp.float32 else 1e-8
+    assert_close(f(m), value)
+    assert_close(jax.jit(f)(m), value)
+    assert_close(jax.grad(f)(m), slope, tolerance=tolerance)
+    assert_close(
+        jax.jit(jax.vmap(jax.grad(f)))(jnp.array([m])), slope[None], tolerance=tolerance
+    )
+
+
+def test_partial_of_a_ufunc():
+    """The rules of `functools.partial` and of NumPy's options: only what the caller gave."""
+    bessel = lambda n: eqg.host_function(ft.partial(scipy.special.jv, n), out=lambda x: x)
+    f = eqg.elementwise(bessel(0), lambda out, x: -bessel(1)(x))
+    assert_close(jax.jit(jax.grad(f))(2.0), jnp.asarray(-scipy.special.jv(1, 2.0)), eps=40)
+    sine = eqg.host_function(np.sin, out=lambda x, dtype: x)
+    f = eqg.elementwise(sine, lambda out, x: jnp.cos(x))
+    assert_close(f(jnp.ones(2), dtype=np.float32), jnp.sin(jnp.ones(2)), tolerance=1e-6)
+
+
+def test_ufunc_as_a_rule():
+    """A rule that does not say what its parameters are (NumPy before 2.4, C)."""
+    divide = eqg.host_function(np.divide, out=lambda out, x: x)
+    cubed = eqg.elementwise(lambda x: 3 * x**3, divide)  # not its derivative
+    assert_close(jax.grad(cubed)(2.0), jnp.asarray(12.0))
+
+
 def test_scipy_cho_solve():
     """The factorization stays on the host, and serves the backward pass."""
     factorized = []
@@ -970,6 +1066,15 @@ def test_bad_arguments():
         _raises("not say what is returned(?s:.*)A shape or a dtype alone is", f, jnp.ones(1))
     f = make(finite_difference="central", step=(1.0,))
     _raises("`step` of `_numpy` does not fit the arguments", f, jnp.ones(2), jnp.ones(2))
+
+
+def test_a_python_integer_where_the_type_of_an_argument_is_meant():
+    f = eqg.host_function(np.cos, out=lambda x: x)
+    _raises(r"at out: int \(0\), as the argument (?s:.)*Pass a float or an array", f, 0)
+    f = eqg.host_function(lambda n, x: {"m": x["m"] * n}, out=lambda n, x: x)
+    match = r"at out\['m'\]: int \(1000\), as the argument `x\['m'\]`"
+    _raises(match, f, 2, {"m": 1000})
+    assert f(2, {"m": 0.5})["m"] == 1.0
 
 
 @pytest.mark.parametrize(

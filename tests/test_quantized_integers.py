@@ -165,7 +165,7 @@ def test_the_report_of_to_integers(getkey):
     }
     rules = {
         "['a']": eqg.nn.LSQ(4),
-        "['b']": eqg.nn.FakeQuantize(9, channel_axis=0),
+        "['b']": (eqg.nn.FakeQuantize(9, channel_axis=0), eqg.nn.FakeQuantize(4)),
         "['e']": (None, eqg.nn.FakeQuantize(8)),
         "['f']": (eqg.ste.binary_sign, None),
     }
@@ -176,18 +176,28 @@ def test_the_report_of_to_integers(getkey):
     lines = str(report).splitlines()
     assert lines == [
         "swapped: 3",
-        "  ['a'][0]  QuantizedLinear -> int8  weights 4 bits signed  (2, 3)     "
+        f"  ['a'][0]  QuantizedLinear -> int8  weights 4 bits signed  {'':20}  (2, 3)     "
         f"{6 + stored['a'][0].weight_quantizer.scale.nbytes} bytes, 28 before",
-        "  ['a'][1]  QuantizedLinear -> int8  weights 4 bits signed  (2, 3)     "
+        f"  ['a'][1]  QuantizedLinear -> int8  weights 4 bits signed  {'':20}  (2, 3)     "
         "shared with ['a'][0]",
-        "  ['b']     QuantizedConv -> int16   weights 9 bits signed  (2, 1, 3)  "
+        "  ['b']     QuantizedConv -> int16   weights 9 bits signed  inputs 4 bits signed  "
+        "(2, 1, 3)  "
         "20 bytes, 24 before",
         "left: 4",
         "  ['c']         Linear           (5, 4)  not quantized",
         "  ['d'].weight  float32          (3,)    not of a quantized layer",
         "  ['e']         QuantizedLinear  (1, 1)  its weight is not quantized",
         "  ['f']         QuantizedLinear  (1, 1)  `binary_sign` has no `to_integers`",
+        f"all arrays: {_nbytes(stored):,} bytes, {_nbytes(model):,} before",
     ]
+    assert report.sizes == (_nbytes(stored), _nbytes(model))
+    assert report.sizes[1] < sum(x.nbytes for x in jax.tree.leaves(model) if eqx.is_array(x))
+
+
+def _nbytes(model):
+    """A layer in several places counts once."""
+    model = {**model, "a": model["a"][0]}
+    return sum(x.nbytes for x in jax.tree.leaves(model) if eqx.is_array(x))
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -2,6 +2,7 @@
 
 import functools as ft
 import io
+import traceback
 
 import equinox as eqx
 import eqx_grads.nn as nn
@@ -743,6 +744,33 @@ def test_the_report_is_a_table():
         nn.quantize_model(OwnCall(2, 3, key=jr.key(0)), {"*": nn.LSQ(2)})
     with raises("there is the model itself, Linear"):
         nn.quantize_model(linear, {"a": nn.LSQ(2)})
+
+
+def test_the_traceback_has_no_frames_of_the_walk(getkey):
+    model = [[[eqx.nn.Linear(2, 2, key=getkey())]]]
+
+    def fails(layer):
+        raise KeyError("mine")
+
+    for rule in ((None, nn.LSQ(4)), fails):
+        with raises("rule 0") as caught:
+            nn.quantize_model(model, {"*": rule})
+        names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert "visit" not in names
+        assert "_new" in names
+    assert isinstance(caught.value.__cause__, KeyError)
+    names = [f.name for f in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+    assert names[-1] == "fails"
+
+
+def test_a_rule_for_an_array(getkey):
+    model = {"pos": jr.normal(getkey(), (3, 2)), "linear": eqx.nn.Linear(2, 2, key=getkey())}
+    for which in ("['pos']", "*pos*"):
+        with pytest.raises(
+            RuleError,
+            match=r"an array, and no layer(?s:.)*pos'.` is float(?s:.)*where the model",
+        ):
+            nn.quantize_model(model, {which: nn.LSQ(4)})
 
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -18,7 +18,7 @@ import numpy as np
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_as_given
 from .._rules.closure_convert import Rebuildable
-from .._rules.flatten_call import Operands, Signature
+from .._rules.flatten_call import Operands, Signature, signature_of
 from .._rules.rule import AbstractRules
 from .._rules.wrapper import P, reduce_by_name, T
 from .._tangent_spaces import is_arraylike
@@ -149,7 +149,7 @@ def _as_tuple(x) -> tuple[Any, ...]:
 
 
 def _names_by_position(fun) -> list[str]:
-    parameters = inspect.signature(fun).parameters.values()
+    parameters = signature_of(fun).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in kinds]
 

@@ -114,7 +114,13 @@ class _Call(AbstractCall):
 
     def _primal(self, operands) -> tuple[OutputSpec, list[Any]]:
         fn, _, args, kwargs = self._flat.restore(as_array_list(operands))
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), self._flat.rules.operands)
+        try:
+            out = fn(*args, **kwargs)
+        except jax.errors.TracerArrayConversionError as error:
+            if _NUMPY_NOTE not in getattr(error, "__notes__", ()):
+                error.add_note(_NUMPY_NOTE)
+            raise
+        outputs, arrays = OutputSpec.of(out, self._flat.rules.operands)
         check_static_outputs(fn, outputs)
         return outputs, arrays
 
@@ -128,6 +134,12 @@ class _Call(AbstractCall):
             if ts[i] is not None:
                 raise _not_differentiable(fn, flat, i)
         return RuleCall(rules, fn, args, kwargs, operands, ts[: flat.n_args], flat)
+
+
+_NUMPY_NOTE = (
+    "NumPy can't compute with a traced array. Use the function of `jax.numpy`, or let NumPy "
+    "run on the host: `eqx_grads.host_function`."
+)
 
 
 def _as_numbers(arrays):

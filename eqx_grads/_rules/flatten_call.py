@@ -6,6 +6,7 @@ holds no tracer, and so may live as long as JAX keeps the program.
 """
 
 import dataclasses
+import functools as ft
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,6 +41,24 @@ class ParameterNames:
         return f"{self._rest}[{i - len(self._names)}]"
 
 
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `fn`: that of `(*args, **kwargs)` for a builtin that does not say, and
+    for a ufunc before NumPy 2.4."""
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _is_ufunc(fn) -> bool:
+    """Whether `inspect.signature(fn)` is that of a ufunc, of NumPy or SciPy."""
+    while True:
+        fn = inspect.unwrap(fn, stop=lambda f: hasattr(f, "__signature__"))
+        if not isinstance(fn, ft.partial):
+            return isinstance(fn, np.ufunc)
+        fn = fn.func
+
+
 class Signature(Opaque):
     """The parameters of a function, in two kinds.
 
@@ -48,10 +67,10 @@ class Signature(Opaque):
     """
 
     def __init__(self, fn: Callable[..., Any]):
-        try:
-            self._signature = inspect.signature(fn)
-        except ValueError:  # a builtin that does not say
-            self._signature = inspect.signature(lambda *args, **kwargs: None)
+        self._signature = signature_of(fn)
+        # A ufunc has many options (`out`, `casting`, `order`, ...), which no rule knows of, and
+        # some of which exclude each other even with their default values.
+        self._has_defaults = not _is_ufunc(fn)
         parameters = self._signature.parameters.values()
         by_position = (
             inspect.Parameter.POSITIONAL_ONLY,
@@ -68,7 +87,7 @@ class Signature(Opaque):
         self._keyword_defaults = {
             p.name: p.default
             for p in parameters
-            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
+            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty and self._has_defaults
         }
 
     def holds_tracer(self) -> bool:
@@ -81,7 +100,8 @@ class Signature(Opaque):
         """The arguments by position, the keyword-only ones, and the names of those among
         the latter that were filled in from defaults.
 
-        Without `fill_defaults`, the last of those by position may be missing.
+        Without `fill_defaults`, the last of those by position may be missing. A ufunc gets
+        only what it was given.
         """
         if self._simple and not kwargs and len(args) == len(self._by_position):
             return args, kwargs, frozenset()
@@ -89,6 +109,8 @@ class Signature(Opaque):
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not name the function
             raise TypeError(f"{error} in the call of `{self._call}`") from None
+        if not self._has_defaults:
+            return bound.args, bound.kwargs, frozenset()
         if fill_defaults or not self._by_position.isdisjoint(bound.kwargs):
             bound.apply_defaults()
         else:

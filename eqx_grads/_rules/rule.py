@@ -11,7 +11,7 @@ import jax
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
 from .closure_convert import check_no_tracers, Opaque, Rebuildable
-from .flatten_call import FlatCall, Operands, OutputSpec, Signature
+from .flatten_call import FlatCall, Operands, OutputSpec, Signature, signature_of
 
 
 class Rule(Rebuildable):
@@ -46,7 +46,7 @@ class Rule(Rebuildable):
         self.place = place_of(self.fn if source is None else source)
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
-        parameters = inspect.signature(self.fn).parameters.values()
+        parameters = signature_of(self.fn).parameters.values()
         self.by_position = tuple(p.name for p in parameters if p.kind in _BY_POSITION)
         self.keyword_only = frozenset(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
         anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -68,7 +68,7 @@ class Rule(Rebuildable):
             raise
         except TypeError as error:
             try:
-                inspect.signature(self.fn).bind(*args, **kwargs)
+                signature_of(self.fn).bind(*args, **kwargs)
             except TypeError as mismatch:
                 given = [f"{len(args)} by position"] if args else []
                 given += [f"`{name}`" for name in kwargs]

@@ -190,8 +190,9 @@ def host_function(
     - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for
         one number of JAX's default precision), or a tree of these; or a function of the
         arguments that returns such a tree. It is called with the arguments that the caller
-        gave, and `jax.ShapeDtypeStruct`s in the place of arrays. An integer, a shape or a
-        dtype is an error: an integer output is `jax.ShapeDtypeStruct((), int)`.
+        gave, and `jax.ShapeDtypeStruct`s in the place of arrays and floats; a Python integer
+        is given as it is. An integer, a shape or a dtype is an error: an integer output is
+        `jax.ShapeDtypeStruct((), int)`.
     - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
         function is first used. (No call is made at zeros or ones, where a solver may fail,
         or never end.) The shapes of all later calls are those of the example.
@@ -205,6 +206,8 @@ def host_function(
         function is less precise than its dtype (an adaptive solver), give the cube root
         of its relative error; if it computes in float64 for float32 arguments, `step` may be
         1e-5.
+        The step has to be small compared with the distance to a pole of the function, and
+        smaller than that to the end of its domain, beyond which the difference is NaN.
     - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
     - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
         `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in

@@ -163,23 +163,51 @@ def _check_binds(op, spec, what, args, kwargs) -> None:
 def _types(op: PrimalOp, spec: Any, what: str):
     """The promised types, flat. A spec is a tree of types or arrays, or a function of the
     arguments that returns one."""
+    given: tuple[Any, Any] = ((), {})
     if callable(spec) and not isinstance(spec, eqx.Module) and not _is_dtype(spec):
-        args, kwargs = op.arguments(op.in_types)
+        args, kwargs = given = op.arguments(op.in_types)
         _check_binds(op, spec, what, args, kwargs)
         spec = spec(*args, **kwargs)
     leaves, treedef = jax.tree.flatten(spec)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
-        if _is_dtype(leaf) or not _has_shape(leaf):
-            raise rule_error(
-                f"`{what}` of `{op.name}` does not say what is returned.",
-                f"at {what}{show_path(path)}: {type_of(leaf)}",
-                op.place,
-                do="A shape or a dtype alone is not enough. Give a "
-                "`jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for one number), or "
-                f"any tree of these; or a function of the arguments that returns one, as "
-                f"`{what}=lambda x: x` for the type of `x`.",
+        if not _is_dtype(leaf) and _has_shape(leaf):
+            continue
+        argument = _name_of_integer(op, *given, leaf)
+        if argument is None:
+            place, do = "", _FORMS.replace("out=", f"{what}=")
+        else:
+            place = f", as the argument {argument}"
+            do = (
+                f"A Python integer is no array, and `{what}` is given it as it is. Pass a "
+                "float or an array for this argument, or return a "
+                "`jax.ShapeDtypeStruct(shape, dtype)`."
             )
+        raise rule_error(
+            f"`{what}` of `{op.name}` does not say what is returned.",
+            f"at {what}{show_path(path)}: {type_of(leaf)}{place}",
+            op.place,
+            do=do,
+        )
     return tuple(map(_promise, leaves)), treedef
+
+
+_FORMS = (
+    "A shape or a dtype alone is not enough. Give a `jax.ShapeDtypeStruct(shape, dtype)`, an "
+    "array, a float (for one number), or any tree of these; or a function of the arguments "
+    "that returns one, as `out=lambda x: x` for the type of `x`."
+)
+
+
+def _name_of_integer(op: PrimalOp, args: Any, kwargs: Any, x: Any) -> str | None:
+    """The argument that is this Python integer, as the user would write it."""
+    if type(x) is not int:
+        return None
+    named = [(op.code.signature.names[i], arg) for i, arg in enumerate(args)]
+    for name, arg in [*named, *kwargs.items()]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+            if leaf is x:
+                return f"`{name}{show_path(path)}`"
+    return None
 
 
 def _is_dtype(x) -> bool:

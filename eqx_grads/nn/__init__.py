@@ -23,16 +23,14 @@ from ._quantized.layers import (
     QuantizedConv as QuantizedConv,
     QuantizedLinear as QuantizedLinear,
 )
-from ._quantized.model import (
-    QuantizationReport as QuantizationReport,
-    quantize_model as quantize_model,
-)
+from ._quantized.model import quantize_model as quantize_model
 from ._quantized.quantizers import (
     AbstractQuantizer as AbstractQuantizer,
     FakeQuantize as FakeQuantize,
     LSQ as LSQ,
     StraightThrough as StraightThrough,
 )
+from ._quantized.report import QuantizationReport as QuantizationReport
 from ._quantized.vector_quantizer import VectorQuantizer as VectorQuantizer
 from ._recurrent.any_cell import Recurrent as Recurrent
 from ._recurrent.gru import GRU as GRU

@@ -1,5 +1,7 @@
 """Findings: made from a comparison of arrays, from an exception, or from a text."""
 
+import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -93,9 +95,8 @@ def broke(check: str, where: str, error: BaseException, cause: str = "") -> Find
         shown = message
     else:
         shown = [*message[:12], "..."]
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [f for f in frames if not _is_of_library(f.filename)]
-    place = [f"  raised below {users[-1].filename}:{users[-1].lineno}"] if users else []
+    line = _users_line(error)
+    place = [f"  raised below {line.filename}:{line.lineno}"] if line else []
     raised = f"{type(error).__name__}: {shown[0]}"
     # JAX adds a note to each exception that says how to see its own frames.
     notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
@@ -117,16 +118,29 @@ def _without_traceback(lines: list[str]) -> list[str]:
     return lines[next((i for i in rest if not lines[i].startswith(" ")), frames[-1]) :]
 
 
-_LIBRARIES = (
-    "/jax/",
-    "/jaxtyping/",
-    "/beartype/",
-    "/jaxlib/",
-    "/equinox/",
-    "/eqx_grads/",
-    "/contextlib.py",
+def _users_line(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code; of an installed package, if that is the only
+    other code; `None` if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if not _is_of_library(f.filename)]
+    users = [f for f in frames if not _is_installed(f.filename)] or frames
+    return users[-1] if users else None
+
+
+_LIBRARIES = ("/jax/", "/jaxtyping/", "/beartype/", "/jaxlib/", "/equinox/", "/eqx_grads/")
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_STANDARD_LIBRARY = tuple(
+    os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")
 )
 
 
 def _is_of_library(filename: str) -> bool:
+    """Whether a file is of Python, of JAX, of this library or the like."""
+    is_pythons = filename.startswith((*_STANDARD_LIBRARY, "<frozen"))
+    if is_pythons and not _is_installed(filename):
+        return True
     return any(part in filename.replace("\\", "/") for part in _LIBRARIES)
+
+
+def _is_installed(filename: str) -> bool:
+    return any(part in filename.replace("\\", "/") for part in _PACKAGES)

@@ -58,7 +58,9 @@ def fit_to_inputs(
             do="Calibrate outside of it. To make the model that a file is read into, leave "
             "`calibrate` out and give the input quantizer `scale=1.0`: the file has the scale.",
         )
-    return {key: _fit_members(key, layer, gathered.inputs) for key, layer in layers.items()}
+    fitted = {key: _fit_members(key, layer, gathered.inputs) for key, layer in layers.items()}
+    _warn_of_negative(layers, gathered.inputs)
+    return fitted
 
 
 @eqx.filter_jit
@@ -149,20 +151,30 @@ def _fit_members(key, uncalibrated, inputs):
                 "it: `call=lambda model, batch: ...`.",
             )
         fitted.append(_fit(quantizer, inputs[key, member]))
-        if not getattr(quantizer, "signed", True):
-            _warn_of_negative(path, inputs[key, member])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *fitted)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stacked)
 
 
-def _warn_of_negative(path, stacks):
-    share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
-    if share > 0.01:
+def _warn_of_negative(layers, inputs):
+    """One warning for all layers whose unsigned quantizer met negative inputs."""
+    names = []
+    for key, (layer, path, quantizer) in layers.items():
+        members = range(math.prod(members_of(layer)))
+        stacks = [x for member in members for x in inputs[key, member]]
+        share = sum(np.sum(x < 0) for x in stacks) / max(1, sum(x.size for x in stacks))
+        if share > 0.01 and not getattr(quantizer, "signed", True):
+            names.append(f"{f'`{path}`' if path else 'the model itself'} ({share:.0%})")
+    if names:
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         warnings.warn(
-            f"The input quantizer of `{path}` is unsigned, and {share:.0%} of its inputs were "
-            "negative: they become zero. Give this layer a signed one, by a rule of its own.",
-            stacklevel=6,
+            "Negative inputs of layers whose input quantizer is unsigned become zero, in "
+            f"{', '.join(names[:_MOST_NAMES])}{more}. Give these layers a signed quantizer, by "
+            "a rule of their own.",
+            stacklevel=4,
         )
+
+
+_MOST_NAMES = 20
 
 
 def _fit(quantizer, stacks):

@@ -14,8 +14,8 @@ from ..._errors import rule_error, RuleError, show_path
 from ..._tangent_spaces import is_differentiable
 from .binary_ternary import BinaryLinear, TernaryLinear
 from .calibration import members_of
-from .layers import AbstractQuantizedLayer, QuantizedConv, QuantizedLinear
-from .model import array_row, LayerReport, QuantizationReport
+from .layers import AbstractQuantizedLayer, describe, QuantizedConv, QuantizedLinear
+from .report import array_row, LayerReport, QuantizationReport
 
 
 def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
@@ -47,7 +47,8 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     layer, `weight` is integers, and `weight_quantizer.scale` the scale. A call multiplies the
     two, and computes with the product in floats: less memory holds the model, and the
     arithmetic stays what it was. The weights before quantization are gone, so keep the given
-    model for further training.
+    model for further training: integers have no gradient, and training the new model changes
+    its scales, biases and other floats only, without an error.
 
     Save it with `equinox.tree_serialise_leaves`. To read it, make the same model and pass it
     through `quantize_model` and `to_integers` inside of `equinox.filter_eval_shape`.
@@ -68,6 +69,7 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
         does op by op, and a weight halfway between two integers becomes the other one.
     - An [`eqx_grads.nn.QuantizationReport`][]: in `swapped` the layers that hold integers now,
         with the bytes of the weight and its scale; in `left` the layers and arrays that hold
+        floats; in `sizes` the bytes of the whole model. Biases and the scales of inputs stay
         floats.
 
     **Raises:**
@@ -93,10 +95,12 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
             if id(node) not in done:
                 done[id(node)] = _with_integers(node, path), path
             result, first = done[id(node)]
-            note = f"{_size(result):,} bytes, {_size(node):,} before"
+            sizes = _size(_weight_and_quantizer(result)), _size(_weight_and_quantizer(node))
+            note = f"{sizes[0]:,} bytes, {sizes[1]:,} before"
             note = note if path == first else f"shared with {first}"
             kinds = type(node).__name__, str(result.weight.dtype)
-            row = LayerReport(path, *kinds, node.describe_weight(), note=note)
+            quantized_to = node.describe_weight(), describe(node.input_quantizer)
+            row = LayerReport(path, *kinds, *quantized_to, note=note)
             swapped.append(dataclasses.replace(row, shape=node.weight.shape))
             new.append(result)
             continue
@@ -106,7 +110,8 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
             left.append(LayerReport(path, type(node).__name__, shape=shape, note=reason))
         elif isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
             left.append(array_row(path, node, "not of a quantized layer"))
-    return jax.tree.unflatten(treedef, new), QuantizationReport(swapped, left)
+    stored = jax.tree.unflatten(treedef, new)
+    return stored, QuantizationReport(swapped, left, (_size(stored), _size(model)))
 
 
 class _Product(eqx.Module):
@@ -184,7 +189,14 @@ def _replace_weight(layer):
     )
 
 
-def _size(layer):
-    """The bytes of a weight and of the parameters of its quantizer."""
-    parts = (layer.weight, getattr(layer, "weight_quantizer", None))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts) if eqx.is_array(x))
+def _weight_and_quantizer(layer):
+    return layer.weight, getattr(layer, "weight_quantizer", None)
+
+
+_ARRAYS = jax.Array | np.ndarray
+
+
+def _size(tree):
+    """The bytes of all arrays, of which one may be in several places."""
+    arrays = {id(x): x for x in jax.tree.leaves(tree) if isinstance(x, _ARRAYS)}
+    return sum(x.size * x.dtype.itemsize for x in arrays.values())

@@ -328,6 +328,14 @@ def replace_layer(
     return new
 
 
+def with_input_quantizer(layer: AbstractQuantizedLayer, input_quantizer: Any) -> Any:
+    """The layer with its own weight and weight quantizer, and another input quantizer."""
+    name = type(layer).__name__
+    _, ready = fit_quantizers(name, layer.layer, None, input_quantizer)
+    get = lambda layer: layer.input_quantizer
+    return eqx.tree_at(get, layer, ready, is_leaf=lambda x: x is None)
+
+
 class _StaticFunction(eqx.Module):
     """A function without arrays as a static field: `jax.lax.scan` over layers, as in
     `equinox.nn.MLP`, takes leaves that are arrays only."""

@@ -1,9 +1,9 @@
-"""`quantize_model`: replace layers selected by patterns, and report the replacements."""
+"""`quantize_model`: replace layers selected by patterns."""
 
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._errors import rule_error, RuleError, show_path
+from ..._errors import rule_error, RuleError, show_path, type_of
 from ..._tangent_spaces import is_differentiable
 from .calibration import fit_to_inputs, Uncalibrated
 from .layers import (
@@ -21,69 +21,10 @@ from .layers import (
     no_input_scale,
     QuantizedConv,
     QuantizedLinear,
+    with_input_quantizer,
 )
 from .quantizers import AbstractQuantizer, FakeQuantize
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerReport:
-    """A row of a `QuantizationReport`.
-
-    - `path`: the path of the layer in the model, `encoder.layers[0]`.
-    - `old`, `new`: the names of the types; `new` is empty where nothing was swapped.
-    - `weights`, `inputs`: what they are quantized to, for example `"2 bits signed"`.
-    - `shape`: of the weight. An ensemble has more axes in front.
-    - `note`: why the layer was left, or with which other layer it is shared.
-    """
-
-    path: str
-    old: str
-    new: str = ""
-    weights: str = ""
-    inputs: str = ""
-    shape: tuple[int, ...] = ()
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizationReport:
-    """The changes that [`eqx_grads.nn.quantize_model`][] or
-    [`eqx_grads.nn.to_integers`][] made. Printing it gives a table.
-
-    - `swapped`: the layers that are quantized now, or hold integers now, a list of rows with
-        the fields `path`, `old`, `new`, `weights`, `inputs`, `shape` and `note`.
-    - `left`: the layers that are not, and all other arrays of floats in the model.
-    """
-
-    swapped: list[LayerReport]
-    left: list[LayerReport]
-
-    def __str__(self) -> str:
-        lines = [f"swapped: {len(self.swapped)}", *_table(self.swapped)]
-        return "\n".join([*lines, f"left: {len(self.left)}", *_table(self.left)])
-
-
-def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
-    cells = [
-        (
-            row.path or "(the model)",
-            f"{row.old} -> {row.new}" if row.new else row.old,
-            f"weights {row.weights}" if row.weights else "",
-            f"inputs {row.inputs}" if row.inputs else "",
-            str(row.shape),
-            row.note,
-        )
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = [f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True) if w]
-        yield "  " + "  ".join(padded).rstrip()
-
-
-def array_row(path: str, array: Any, note: str) -> LayerReport:
-    """The row of an array that is in no layer that could be replaced."""
-    return LayerReport(path, str(array.dtype), shape=array.shape, note=note)
+from .report import array_row, LayerReport, QuantizationReport
 
 
 def quantize_model(
@@ -155,7 +96,9 @@ def quantize_model(
         [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.StraightThrough`][]), or a pair of
         quantizers for weights and inputs, each any function of an array, or `None`. The
         layer becomes an [`eqx_grads.nn.QuantizedLinear`][] or
-        [`eqx_grads.nn.QuantizedConv`][].
+        [`eqx_grads.nn.QuantizedConv`][]. Of a layer that is quantized already, the weights are
+        left as they are: `(None, quantizer)` gives it a quantizer for the inputs, if it has
+        none, and other rules pass over it.
     - [`eqx_grads.nn.BinaryLinear`][] or [`eqx_grads.nn.TernaryLinear`][].
     - a function from the layer to its replacement:
         `functools.partial(eqg.nn.BinaryLinear.from_layer, scale=False)`.
@@ -177,8 +120,7 @@ def quantize_model(
     if calibrate is not None:
         uncalibrated: dict[int, Uncalibrated] = {}
         walk = _Walk(known, uncalibrated=uncalibrated)
-        walk.visit(model, "", frozenset())
-        walk.check_all_used()
+        walk.run(model)
         _check_some(uncalibrated, known)
         fitted = fit_to_inputs(model, uncalibrated, calibrate, call)
     elif call is not None:
@@ -188,8 +130,7 @@ def quantize_model(
             do="Give it a batch to run the model on, `calibrate=...`, or leave `call` out.",
         )
     walk = _Walk(known, fitted=fitted)
-    new = walk.visit(model, "", frozenset())
-    walk.check_all_used()
+    new = walk.run(model)
     return new, QuantizationReport(walk.swapped, walk.left)
 
 
@@ -281,12 +222,23 @@ class _Rule:
             return fnmatch.fnmatchcase(path, self.which.replace("[", "[[]"))
         return isinstance(node, self.which)
 
+    def is_for(self, layer: AbstractQuantizedLayer) -> bool:
+        """Whether the rule can be used for a layer that is quantized already."""
+        if isinstance(self.swap, tuple):
+            is_for_inputs = self.swap[0] is None and self.swap[1] is not None
+            return is_for_inputs and layer.input_quantizer is None
+        return self.swap is None
 
-def _layer_type(layer):
+
+def _layer_type(layer) -> Any:
+    if isinstance(layer, AbstractQuantizedLayer):
+        return type(layer)
     return QuantizedLinear if isinstance(layer, eqx.nn.Linear) else QuantizedConv
 
 
 def _quantize(layer, weight_quantizer, input_quantizer):
+    if isinstance(layer, AbstractQuantizedLayer):
+        return with_input_quantizer(layer, input_quantizer)
     return _layer_type(layer).from_layer(
         layer, weight_quantizer=weight_quantizer, input_quantizer=input_quantizer
     )
@@ -313,23 +265,36 @@ class _Walk:
         self.rules = rules
         self.uncalibrated = uncalibrated
         self.fitted = {} if fitted is None else fitted
+        self.of_nodes: set[int] = set()  # the rules that match what may contain layers
         self.matched: set[int] = set()
         self.used: set[int] = set()
-        self.done_before: dict[int, str] = {}  # of each rule, a layer quantized already
+        # Of each rule, a layer quantized already, and its path.
+        self.done_before: dict[int, tuple[str, AbstractQuantizedLayer]] = {}
         self.paths: dict[str, str] = {}  # of each layer and what contains it, with its type
+        self.arrays: dict[str, Any] = {}  # those of no layer
         self.swapped: list[LayerReport] = []
         self.left: list[LayerReport] = []
         self._done: dict[int, tuple[int | None, Any, str]] = {}
+
+    def run(self, model: Any) -> Any:
+        """The model with its layers swapped."""
+        try:
+            new = self.visit(model, "", frozenset())
+        except Exception as error:
+            # Without the frames of the walk, several for each level of the model.
+            frames = error.__traceback__
+            while frames and frames.tb_frame.f_code.co_name != "_new":
+                frames = frames.tb_next
+            error.__traceback__ = frames or error.__traceback__
+            raise
+        self.check_all_used()
+        return new
 
     def visit(self, node: Any, path: str, matching: frozenset[int]) -> Any:
         """The node with its layers swapped; `matching` are the rules for all layers in it."""
         if isinstance(node, AbstractQuantizedLayer):
             self.paths[path] = type(node).__name__
-            self._leave(path, node, "quantized already")
-            for i, rule in enumerate(self.rules):
-                if i in matching or rule.matches(path, node) or rule.matches(path, node.layer):
-                    self.done_before.setdefault(i, path)
-            return node
+            return self._visit_quantized(node, path, matching)
         here = {i for i, rule in enumerate(self.rules) if rule.matches(path, node)}
         matching = matching | here
         if isinstance(node, eqx.nn.Linear | eqx.nn.Conv):
@@ -339,7 +304,9 @@ class _Walk:
         if jtu.treedef_is_leaf(treedef):
             if isinstance(node, jax.Array | np.ndarray) and is_differentiable(node):
                 self.left.append(array_row(path, node, "not of a Linear or Conv"))
+                self.arrays[path] = node
             return node
+        self.of_nodes |= here
         layers = len(self.paths)
         new = [self.visit(x, _join(path, key), matching) for key, x in children]
         if len(self.paths) > layers:
@@ -347,6 +314,20 @@ class _Walk:
         if all(a is b for a, (_, b) in zip(new, children, strict=True)):
             return node
         return jax.tree.unflatten(treedef, new)
+
+    def _visit_quantized(self, layer, path, matching):
+        every = {
+            i
+            for i, rule in enumerate(self.rules)
+            if i in matching or rule.matches(path, layer) or rule.matches(path, layer.layer)
+        }
+        usable = frozenset(i for i in every if self.rules[i].is_for(layer))
+        for i in every - usable:
+            self.done_before.setdefault(i, (path, layer))
+        if usable:
+            return self._swap(layer, path, usable)
+        self._leave(path, layer, "quantized already")
+        return layer
 
     def _swap(self, layer, path, matching):
         self.matched |= matching
@@ -373,6 +354,8 @@ class _Walk:
         weights, inputs = "", ""
         if isinstance(new, AbstractQuantizedLayer):
             weights, inputs = new.describe_weight(), describe(new.input_quantizer)
+        if isinstance(layer, AbstractQuantizedLayer):
+            note = note or "weights as they were"
         row = LayerReport(path, type(layer).__name__, type(new).__name__, weights, inputs)
         self.swapped.append(dataclasses.replace(row, shape=layer.weight.shape, note=note))
         return new
@@ -392,7 +375,8 @@ class _Walk:
                 raise _no_layer(rule, layer, path, raised) from error
             error.add_note(f"It was to take the place of {_place(path)} by {rule.name}.")
             raise
-        if type(new) is type(layer) or not callable(new):
+        is_same = type(new) is type(layer) and not isinstance(rule.swap, tuple)
+        if is_same or not callable(new):
             raise _no_layer(rule, layer, path, f"returned {type(new).__name__}")
         return new
 
@@ -426,13 +410,28 @@ class _Walk:
                     do="The first rule that matches wins: put this one first, or leave it out.",
                 )
             if i in self.done_before:
-                path = self.done_before[i]
+                path, layer = self.done_before[i]
                 raise rule_error(
                     f"A rule of `quantize_model` matches only layers that are quantized "
                     f"already: {rule.name}.",
-                    f"{_place(path)} is a `{self.paths[path]}`",
+                    f"{_place(path)} is a `{type(layer).__name__}`",
                     do="Leave the rule out, or give `quantize_model` the model that it was "
-                    "before.",
+                    "before."
+                    + (
+                        " To keep the weights and quantize the inputs, write "
+                        "`(None, quantizer)`."
+                        if layer.input_quantizer is None
+                        else ""
+                    ),
+                )
+            arrays = [path for path in self.arrays if rule.matches(path, None)]
+            if arrays and i not in self.of_nodes:
+                raise rule_error(
+                    f"A rule of `quantize_model` matches an array, and no layer: {rule.name}.",
+                    *(f"{_place(path)} is {type_of(self.arrays[path])}" for path in arrays[:5]),
+                    do="Rules replace an `equinox.nn.Linear` or an `equinox.nn.Conv`. Quantize "
+                    "an array where the model uses it: make a quantizer a field of the Module "
+                    "that holds the array, and call it, as in `self.quantizer(self.weight)`.",
                 )
             raise rule_error(
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
