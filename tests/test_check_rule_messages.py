@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqx_grads.testing._compare import Difference, side_by_side
 from eqx_grads.testing._likely_cause import likely_cause
 from jaxtyping import Array
 
@@ -325,7 +326,11 @@ def test_a_factor_of_one_number_is_no_cause():
     assert cause(1.3, 0.7084 * 1.3) == ""
     assert "every entry" not in cause([1.3, 0.0], [0.7084 * 1.3, 0.0])
     assert cause(1.3, -1.3) == "the sign is wrong: every entry is minus the expected one"
-    assert cause(1.3, 2.6) == "every entry is twice the expected one"
+    assert cause(1.3, 2.6) == ""
+    assert cause([1.5, 1.5], [3.0, 3.0]) == ""
+    assert "reversed" not in cause([1.5, 1.5], [1.5 + 1e-4, 1.5 + 1e-4])
+    assert cause([1.5, 0.7], [3.0, 1.4]) == "every entry is twice the expected one"
+    assert cause(2 * np.eye(8), np.eye(8)) == ""  # not: 8 of 64 entries are wrong
     assert "0.7084 times" in cause([1.3, 0.4], [0.7084 * 1.3, 0.7084 * 0.4])
 
 
@@ -376,3 +381,97 @@ def test_a_rule_of_the_first_order():
     with pytest.raises(eqgt.RuleCheckError, match="the first order only, pass `order=1`"):
         eqgt.check_rule(square, _A, checks="order")
     eqgt.check_rule(square, _A, checks="order", order=1)
+
+
+def _of_three(t_of):
+    """`sum(a) * exp(b) + sum(c)`, with another tangent."""
+
+    @eqg.custom_jvp
+    def fn(a, b, c):
+        return jnp.sum(a) * jnp.exp(b) + jnp.sum(c**2)
+
+    fn.def_jvp(lambda primals, tangents: (fn(*primals), t_of(*primals, *tangents)))
+    a, b, c = jnp.arange(3.0), jnp.array(-9.0), jnp.array([50.0, 100.0])
+    return lambda **options: eqgt.check_rule(fn, a, b, c, raises=False, **options)
+
+
+def test_the_relative_error_is_that_of_the_numbers():
+    """The derivative by `b` is a ten-thousandth of that by `c`."""
+    check = _of_three(
+        lambda a, b, c, t_a, t_b, t_c: (
+            jnp.exp(b) * (jnp.sum(t_a) + 201 * jnp.sum(a) * t_b) + 2 * jnp.sum(c * t_c)
+        )
+    )
+    report = check(checks=("forward", "reverse"))
+    for failure in report.failures:
+        assert failure.error == pytest.approx(200, rel=1e-4)
+        assert "at `b`: relative error 2e+02" in failure.text
+        assert "every entry" not in failure.text  # it is one number
+
+
+def test_what_is_missing_comes_first():
+    check = _of_three(
+        lambda a, b, c, t_a, t_b, t_c: jnp.exp(b) * jnp.sum(t_a) + 7 * jnp.sum(c * t_c)
+    )
+    report = check(checks=("forward", "reverse"))
+    assert len(report.failures) == 2
+    for failure in report.failures:
+        assert "at `b`: relative error 1," in failure.text
+        assert "zero everywhere: the term of `b` is missing" in failure.text
+        assert "also wrong: `c` (2.5)" in failure.text
+    check = _of_three(lambda a, b, c, t_a, t_b, t_c: jnp.exp(b) * jnp.sum(t_a))
+    (failure,) = check(checks="reverse").failures
+    assert "also wrong: `c` (missing)" in failure.text or "`b` (missing)" in failure.text
+
+
+def test_a_factor_fits_two_different_numbers():
+    """The derivatives by `a` are one number, and those by all of `x` and `y` are two."""
+
+    def causes(factors):
+        @eqg.custom_vjp
+        def fn(a, x, y):
+            return jnp.sum(a) * 1.5 + 2.0 * x - 0.3 * y
+
+        rates = 1.5, 2.0, -0.3
+        scaled = [factor * rate for factor, rate in zip(factors, rates, strict=True)]
+        fn.def_fwd(lambda a, x, y: (fn(a, x, y), a))
+        fn.def_bwd(
+            lambda a, ct: (jnp.full_like(a, scaled[0]) * ct, *(ct * s for s in scaled[1:]))
+        )
+        args = jnp.arange(4.0), jnp.array(0.5), jnp.array(0.7)
+        report = eqgt.check_rule(fn, *args, checks="reverse", raises=False)
+        return [line for line in str(report).splitlines() if "likely cause" in line]
+
+    assert not causes((7, 1, 1))
+    assert not causes((1, 1, 7))
+    assert not causes((2, 1, 7))
+    (line,) = causes((1, 7, 7))
+    assert "every entry is 7 times the expected one" in line
+
+
+def test_a_backward_rule_that_raises_is_no_wrong_value():
+    rule = _product(lambda residuals, ct: (jnp.ones(7, ct.dtype), ct * residuals[0]))
+    report = eqgt.check_rule(rule, _A, _B, checks=("primal", "reverse"), raises=False)
+    assert {finding.verdict for finding in report["primal"]} == {"passed"}
+    assert [failure.check for failure in report.failures] == ["reverse"]
+
+
+def test_numbers_have_seven_digits_or_those_that_differ():
+    table = lambda *pair: side_by_side(Difference("x", 1.0, *map(np.asarray, pair)))
+    assert table(1 / 3, 2 / 3).split()[-2:] == ["0.3333333", "0.6666667"]
+    assert table(1 / 3, 1 / 3 + 1e-10).split()[-2:] == ["0.333333333333", "0.333333333433"]
+    assert table(np.nan, 2.0).split()[-2:] == ["nan", "2"]
+    assert table(np.float32(0.1), jnp.bfloat16(0.3)).split()[-2:] == ["0.1", "0.3007812"]
+
+
+def test_orders_of_modes_with_the_same_numbers_are_one_finding():
+    @eqg.custom_jvp
+    def fn(x):
+        return jnp.sum(jnp.sin(x) * jnp.exp(x))
+
+    slope = lambda x: jnp.cos(jax.lax.stop_gradient(x)) + jnp.sin(x)
+    fn.def_jvp(lambda p, t: (fn(*p), jnp.sum(jnp.exp(p[0]) * slope(p[0]) * t[0])))
+    x = jnp.array([0.3, 1.1, 0.7])
+    text = str(eqgt.check_rule(fn, x, checks="order", raises=False))
+    assert "2. " not in text
+    assert text.count("at `x`") == 1

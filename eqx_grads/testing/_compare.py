@@ -71,12 +71,36 @@ def _double(x):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where two lists of arrays differ the most, and by how much."""
+    """By how much an array of a list differs from the expected one.
+
+    - `error`: what a tolerance is compared with: relative to the size of the array, and to a
+        small part of that of all arrays, which may have rounding errors of that size.
+    """
 
     name: str
     error: float
     expected: np.ndarray
     got: np.ndarray
+
+    @property
+    def relative_error(self) -> float:
+        """Relative to the size of the expected array alone, if that is not zero."""
+        want, have = as_real(self.expected), as_real(self.got)
+        size = norm(want)
+        if not np.isfinite(self.error) or not np.isfinite(size) or size == 0:
+            return self.error
+        return max(self.error, norm(have - want) / size)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is zero everywhere, and should not be."""
+        return not np.any(self.got) and bool(np.any(self.expected))
+
+
+def worst_first(found: Sequence[Difference]) -> list[Difference]:
+    """What is not finite, then what is missing, then by the relative error."""
+    key = lambda d: (np.isfinite(d.error), not d.is_missing, -d.relative_error)
+    return sorted(found, key=key)
 
 
 def differences(
@@ -249,14 +273,37 @@ def side_by_side(
     column = lambda text: f"  {text:>{width}}" if directions else ""
     is_scalar = worst.expected.ndim == bool(directions)
     indices = lambda text: "" if is_scalar else f"  {text:>14}"
-    rows = [f"{column(along)}{indices('entry')}  {'expected':>24}  {'got':>24}"]
-    for i in np.argsort(-gap, kind="stable")[:n]:
-        place = np.unravel_index(i, want.shape)
+    places = [np.unravel_index(i, want.shape) for i in np.argsort(-gap, kind="stable")[:n]]
+    numbers = [_numbers(want[place], have[place]) for place in places]
+    size = max((len(text) for pair in numbers for text in pair), default=0)
+    size = max(size, _NARROWEST)
+    rows = [f"{column(along)}{indices('entry')}  {'expected':>{size}}  {'got':>{size}}"]
+    for place, (left, right) in zip(places, numbers, strict=True):
         direction = column(directions[place[0]]) if directions else ""
         inner = place[1:] if directions else place
         entry = indices(str([int(k) for k in inner]))
-        rows.append(f"{direction}{entry}  {want[place]!s:>24}  {have[place]!s:>24}")
+        rows.append(f"{direction}{entry}  {left:>{size}}  {right:>{size}}")
     return "\n".join(rows)
+
+
+_NARROWEST = 13  # of a column of numbers
+_DIGITS = (7, 12, 17)
+
+
+def _numbers(want: Any, have: Any) -> tuple[str, str]:
+    """Two numbers, with as many digits as show that they differ."""
+    for digits in _DIGITS:
+        left, right = _short(want, digits), _short(have, digits)
+        if left != right:
+            return left, right
+    return _short(want, _DIGITS[0]), _short(have, _DIGITS[0])
+
+
+def _short(x: Any, digits: int) -> str:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return str(x)
+    # A scalar of `bfloat16` has no format of its own.
+    return f"{complex(x) if np.iscomplexobj(x) else float(x):.{digits}g}"
 
 
 def _same(want, have):

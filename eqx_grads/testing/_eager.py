@@ -46,6 +46,7 @@ class EagerCalls:
         self.tangents = [jnp.asarray(t) for t in normal_like(rng, subject.leaves)]
         self.cotangents = [jnp.asarray(w) for w in normal_like(rng, outputs)]
         self._reverse: list[Call | Exception] = []
+        self._value_of_forward_pass: tuple[Any] | None = None
 
     @ft.cached_property
     def value(self) -> Any:
@@ -55,6 +56,15 @@ class EagerCalls:
     def jvp(self) -> Call:
         """One call in forward mode."""
         return _result(self._forward)
+
+    def value_of_forward_pass(self) -> Any:
+        """The value under `jax.vjp`, whatever becomes of the backward pass."""
+        try:
+            return self.vjp().value
+        except Exception:
+            if self._value_of_forward_pass is None:
+                raise
+            return self._value_of_forward_pass[0]
 
     def vjp(self, number: int = 0) -> Call:
         """The call in reverse mode with this number: calls with two numbers are two calls."""
@@ -74,6 +84,7 @@ class EagerCalls:
     def _vjp(self):
         run = _WithStaticLeaves(self._subject)
         out, pull, rest = jax.vjp(run, *self._subject.leaves, has_aux=True)
+        self._value_of_forward_pass = (run.value(out, rest),)
         w = self.cotangents
         if [(x.shape, x.dtype) for x in out] != [(x.shape, x.dtype) for x in w]:
             # The rule returns another value than the function. The check `primal` reports it.

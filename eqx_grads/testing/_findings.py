@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from .._errors import RuleError
-from ._compare import differences, side_by_side
-from ._likely_cause import Hypothesis, likely_cause, NO_INFLUENCE, PRECISION
+from ._compare import Difference, differences, side_by_side, worst_first
+from ._likely_cause import Compared, Hypothesis, likely_cause, NO_INFLUENCE, PRECISION
 from ._report import FAILED, Finding, PASSED, SKIPPED
 
 
@@ -42,37 +42,48 @@ def compare(
     - `directions`: for each array, the names of the directions if it is a stack of derivatives
         along them; `along` is what these directions are, "tangent" or "cotangent".
     """
-    worst, *others = differences(expected, got, names)
-    if wider is not None and worst.error > tolerance:
+    found = differences(expected, got, names)
+    largest = found[0].error
+    if wider is not None and largest > tolerance:
         tolerance = wider()
-    if worst.error <= tolerance:
-        return Finding(check, PASSED, worst.error, tolerance, where)
+    if largest <= tolerance:
+        return Finding(check, PASSED, largest, tolerance, where)
+    worst, *others = worst_first([d for d in found if not d.error <= tolerance])
     number = list(names).index(worst.name)
     primal = None if primals is None else np.asarray(primals[number])
-    stack = directions[number] if directions else ()
+    stack_of = lambda name: directions[list(names).index(name)] if directions else ()
+    stack = stack_of(worst.name)
     try:
         mistakes = list(hypotheses())
     except Exception:  # the reference lacks the mode that a hypothesis needs
         mistakes = []
     seen = ""
     if diagnose:
-        seen = likely_cause(worst.expected, worst.got, worst.name, mistakes, primal, stack)
+        compared = [Compared(d.expected, d.got, stack_of(d.name)) for d in others]
+        seen = likely_cause(
+            worst.expected, worst.got, worst.name, mistakes, primal, stack, compared
+        )
     if check == "linear" and PRECISION in seen:
         cause = ""  # rounding is not linear
     if check in ("forward", "reverse") and NO_INFLUENCE in seen:
         seen += "; if that is meant, as of a straight-through rule, pass `reference=`"
     seen = "; ".join(text for text in (cause, seen) if text)
+    error = worst.relative_error
     lines = [
-        f"  at {worst.name}: relative error {worst.error:.2g}, admitted {tolerance:.1g}",
+        f"  at {worst.name}: relative error {error:.2g}, admitted {tolerance:.1g}",
         *([f"  expected: {reference}"] if reference else []),
         *([f"  likely cause: {seen}"] if seen else []),
         side_by_side(worst, along=along, directions=stack),
     ]
-    also = [f"{other.name} ({other.error:.2g})" for other in others if other.error > tolerance]
+    also = [f"{other.name} ({_how_wrong(other)})" for other in others]
     if also:
         lines.append(f"  also wrong: {', '.join(dict.fromkeys(also[:6]))}")
     where = f"{where}, {worst.name}" if where else worst.name
-    return Finding(check, FAILED, worst.error, tolerance, where, "\n".join(lines))
+    return Finding(check, FAILED, error, tolerance, where, "\n".join(lines))
+
+
+def _how_wrong(difference: Difference) -> str:
+    return "missing" if difference.is_missing else f"{difference.relative_error:.2g}"
 
 
 def failed(check: str, where: str, text: str) -> Finding:

@@ -15,7 +15,7 @@ from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
 from .._jaxprs.structure import inner_programs
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
-from ._likely_cause import likely_cause
+from ._likely_cause import Compared, likely_cause
 from ._loss_program import along, LossProgram, trace_in_both_precisions
 from ._remove_rules import RuleRemoval, Suspect
 
@@ -128,7 +128,7 @@ def faults_of_leaves(loss, model, args, kwargs, judge, leaves, together) -> list
         in_reverse = [i for i in finite if is_reverse and _kind(leaves[i]) != "modes disagree"]
         mode = "reverse" if in_reverse else "forward"
         reasons = _reasons(loss, model, args, kwargs, judge, in_reverse or finite, mode)
-    return [_fault(judge, leaves[i], i, reasons) for i in wrong]
+    return [_fault(judge, leaves[i], i, reasons, [j for j in finite if j != i]) for i in wrong]
 
 
 class _Reasons(NamedTuple):
@@ -173,7 +173,7 @@ def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
     return _Reasons(by_leaf, reference, is_scan, removal.opaque, around)
 
 
-def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
+def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFault:
     kind, reasons = _kind(leaf), known.by_leaf.get(i, [])
     first = reasons[0] if reasons else None
     parts = []
@@ -182,8 +182,13 @@ def _fault(judge, leaf, i, known: _Reasons) -> GradientFault:
     if leaf.relative_error < _SMALL:
         parts.append(_how_small(leaf))
     if known.reference is not None and judge.gradient is not None:
-        want, have = np.asarray(known.reference[i]), np.asarray(judge.gradient[i])
-        likely = likely_cause(want, have, f"`{leaf.leaf}`", (), judge.leaves[i])
+        reference, gradient = known.reference, judge.gradient
+        compare = lambda j: Compared(np.asarray(reference[j]), np.asarray(gradient[j]))
+        want, have, _ = compare(i)
+        compared = list(map(compare, others))
+        likely = likely_cause(
+            want, have, f"`{leaf.leaf}`", (), judge.leaves[i], others=compared
+        )
         parts += [likely] if likely else []
     return GradientFault(
         **(first.place if first else UNKNOWN).fields(),

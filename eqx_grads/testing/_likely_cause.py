@@ -15,6 +15,14 @@ class Hypothesis(NamedTuple):
     array: Any
 
 
+class Compared(NamedTuple):
+    """Another wrong array, with the names of its directions if it is a stack along them."""
+
+    want: Any
+    have: Any
+    directions: Sequence[str] = ()
+
+
 _CLOSE = 1e-3
 _SINGLE = 1e-6  # errors below are those of single precision
 # The relative error of an array whose entries were rounded, and the largest one of an entry.
@@ -31,11 +39,13 @@ def likely_cause(
     hypotheses: Sequence[Hypothesis] = (),
     primal: Any = None,
     directions: Sequence[str] = (),
+    others: Sequence[Compared] = (),
 ) -> str:
     """The likely cause in one sentence, or an empty string.
 
     - `primal`: the value that the array is a cotangent of.
     - `directions`: the names of the first index, where that is the number of a direction.
+    - `others`: the other arrays that are wrong.
     """
     if want.shape != have.shape:
         return f"the shape is {have.shape}, expected {want.shape}"
@@ -56,10 +66,10 @@ def likely_cause(
         return _slightly_off(want, have)
     hypotheses = [s for s in hypotheses if not _close(s.array, want)]
     return (
-        _factor(want, have)
+        _factor(want, have, directions, others)
         or _rearranged(want, have, len(directions) > 0)
         or next((s.cause for s in hypotheses if _close(s.array, have)), "")
-        or _shifted(want, have)
+        or _shifted(want, have, directions)
         or _some_entries(want, have, name, primal, directions)
     )
 
@@ -69,8 +79,30 @@ def _close(a, b) -> bool:
     return a.shape == b.shape and norm(a - b) <= _CLOSE * norm(a)
 
 
-def _factor(want, have) -> str:
-    """`have` is a multiple of `want`."""
+def _factor(want, have, directions, others) -> str:
+    """`have` is a multiple of `want`: of several numbers, as any number is one of another. If
+    there is one number, the other arrays have to be the same multiple."""
+    factor = _factor_of(want, have)
+    if factor is None:
+        return ""
+    if abs(factor + 1) < _CLOSE:
+        return "the sign is wrong: every entry is minus the expected one"
+    numbers = _independent(want, directions)
+    if _n_different(numbers) < 2:
+        factors = [_factor_of(other.want, other.have) for other in others]
+        if any(other is None or abs(other / factor - 1) > _CLOSE for other in factors):
+            return ""
+        numbers += [x for o in others for x in _independent(o.want, o.directions)]
+        if _n_different(numbers) < 2:
+            return ""
+    return _named_factor(want, have, factor)
+
+
+def _factor_of(want, have) -> complex | None:
+    if want.shape != have.shape or not np.all(np.isfinite(as_real(have))):
+        return None
+    if norm(as_real(want)) == 0 or norm(as_real(have)) == 0:
+        return None
     w, h = want.ravel().astype(complex), have.ravel().astype(complex)
     scale = np.max(np.abs(w))
     w, h = w / scale, h / scale
@@ -78,24 +110,40 @@ def _factor(want, have) -> str:
     # A factor close to one must be larger than the noise to be recognized.
     slack = min(_CLOSE, abs(factor - 1) / 3) if want.size > 1 else _CLOSE
     if norm(as_real(h - factor * w)) > slack * norm(as_real(h)):
-        return ""
+        return None
+    return complex(factor)
+
+
+def _independent(want, directions) -> list[complex]:
+    """The entries that are not multiples of others by the choice of the directions: the
+    derivative of a scalar by a scalar is one number along all of them."""
+    rows = np.asarray(want).astype(complex)
+    if directions:
+        units = [i for i, name in enumerate(directions) if "unit" in name]
+        largest = int(np.argmax([norm(as_real(row)) for row in rows]))
+        rows = rows[units or [largest]]
+    return rows.ravel().tolist()
+
+
+def _n_different(numbers: Sequence[complex]) -> int:
+    """How many numbers there are, up to their signs, besides zero."""
+    sizes = np.sort(np.abs(numbers))
+    sizes = sizes[sizes > _SINGLE * np.max(sizes, initial=0.0)]
+    return int(np.sum(np.diff(sizes) > _CLOSE * sizes[1:])) + 1 if sizes.size else 0
+
+
+def _named_factor(want, have, factor: complex) -> str:
     if abs(factor - 1) <= _SINGLE:
         return f"{_slightly_off(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
     if abs(factor.imag) > _CLOSE * abs(factor):
-        if want.size < 2:
-            return ""
         return f"every entry is {factor:.4g} times the expected one"
     factor = factor.real
-    if abs(factor + 1) < _CLOSE:
-        return "the sign is wrong: every entry is minus the expected one"
     for value, word in _WORDS.items():
         if abs(factor / value - 1) < _CLOSE:
             return f"every entry is {word} the expected one"
     shown = f"{factor:.4g}"
     if shown == "1":
         shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
-    if np.sum(np.abs(w) > _SINGLE) < 2:  # any number is a multiple of another one
-        return ""
     text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
         if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
@@ -104,24 +152,28 @@ def _factor(want, have) -> str:
 
 
 def _rearranged(want, have, is_stacked: bool) -> str:
-    if np.iscomplexobj(want) and _close(np.conj(want), have):
+    # What does not change the expected array explains nothing.
+    fits = lambda array: _close(array, have) and not _close(array, want)
+    if np.iscomplexobj(want) and fits(np.conj(want)):
         return "the complex conjugate of the expected one"
-    if want.ndim >= 2 and _close(np.swapaxes(want, -1, -2), have):
+    if want.ndim >= 2 and fits(np.swapaxes(want, -1, -2)):
         return "transposed: its last two axes are swapped"
     for axis in range(int(is_stacked), want.ndim):
         if want.shape[axis] < 2:
             continue
         number = axis - int(is_stacked)
-        if _close(np.flip(want, axis), have):
+        if fits(np.flip(want, axis)):
             return f"reversed along axis {number}"
         for step in (1, -1):
-            if want.shape[axis] > 2 and _close(np.roll(want, step, axis), have):
+            if want.shape[axis] > 2 and fits(np.roll(want, step, axis)):
                 return f"off by one along axis {number}"
     return ""
 
 
-def _shifted(want, have) -> str:
+def _shifted(want, have, directions) -> str:
     gap = as_real(have - want)
+    if _n_different(_independent(want, directions)) < 2:
+        return ""
     if gap.size > 1 and norm(gap - gap.mean()) <= _CLOSE * norm(gap):
         return f"a constant is added to every entry: {gap.mean():.4g}"
     return ""
@@ -136,7 +188,9 @@ def _some_entries(want, have, name, primal, directions) -> str:
         for sign, mask in (("negative", primal < 0), ("positive", primal > 0)):
             if n > 1 and np.all(mask[wrong]) and not np.all(mask):
                 return f"wrong only where {name} is {sign}"
-    if wrong.size > 1 and n <= max(1, wrong.size // 4):
+    # Of a diagonal, most entries are zero, and right in any rule.
+    n_others = int(np.sum((want != 0) & ~wrong))
+    if wrong.size > 1 and n <= max(1, wrong.size // 4) and (n == 1 or n_others):
         return f"{n} of {wrong.size} entries are wrong: {_indices(wrong, directions)}"
     return ""
 

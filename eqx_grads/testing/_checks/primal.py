@@ -1,6 +1,7 @@
 """The check `primal`: the value with the rule is the value of the function."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 from ..._errors import show_path
 from .._case import Case
 from .._compare import is_number, unlike
-from .._eager import Call
 from .._findings import broke, compare, failed, skipped
 from .._report import Finding
 
@@ -30,12 +30,12 @@ def primal(case: Case) -> Iterator[Finding]:
         yield skipped("primal", f"the rule can't be removed from the function: {e}")
     except Exception as e:
         yield broke("primal", where, e)
-    modes: dict[str, Callable[[], Call]] = {"under `jax.vjp`": case.eager.vjp}
+    modes: dict[str, Callable[[], Any]] = {"under `jax.vjp`": case.eager.value_of_forward_pass}
     if case.offers_forward:
-        modes["under `jax.jvp`"] = case.eager.jvp
-    for where, call in modes.items():
+        modes["under `jax.jvp`"] = lambda: case.eager.jvp().value
+    for where, value_of in modes.items():
         try:
-            other = call().value
+            other = value_of()
         except Exception as e:
             yield broke("primal", where, e)
             continue
