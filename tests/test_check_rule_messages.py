@@ -80,6 +80,24 @@ def test_the_tangent_of_an_integer_field_is_none():
     assert "(an integer, a key)" in note
 
 
+def test_two_tangents_that_were_exchanged():
+    @eqg.custom_jvp
+    def f(line, x):
+        return line.weight * x
+
+    @f.def_jvp
+    def jvp(primals, tangents):
+        (line, x), (t_x, t_line) = primals, tangents
+        return f(line, x), t_line.weight * x + line.weight * t_x
+
+    line = eqx.nn.LayerNorm(())
+    line = eqx.tree_at(lambda m: m.weight, line, jnp.array(2.0))
+    with pytest.raises(AttributeError, match="weight") as caught:
+        jax.grad(lambda x: f(line, x))(1.0)
+    (note,) = [n for n in caught.value.__notes__ if "in the rule `jvp`" in n]
+    assert "jvp(primals, tangents" in note
+
+
 def _residual(y, a):
     return y**3 + y - a
 

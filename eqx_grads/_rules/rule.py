@@ -92,6 +92,8 @@ class Rule(Rebuildable):
                     "that can't be differentiated (an integer, a key), and with "
                     "`symbolic_zeros=True` of any leaf for which it is zero."
                 )
+            elif isinstance(error, AttributeError):  # such as of two that were exchanged
+                error.add_note(f"It was raised in the rule `{self.name}`. {self._conventions}")
             raise
 
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
