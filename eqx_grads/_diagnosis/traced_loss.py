@@ -67,6 +67,13 @@ def trace_loss(
         not calls with a rule.
     """
     check_function(loss, "loss", caller)
+    if "has_aux" in kwargs and not _accepts(loss, "has_aux"):
+        raise rule_error(
+            f"`{caller}` has no option `has_aux`.",
+            f"the loss `{name_of(loss)}` is called with all options, and has no such parameter",
+            place_of(loss),
+            do=f"Pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`, which returns the loss.",
+        )
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
     if not paths:
@@ -168,6 +175,15 @@ def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
             "was decorated with `value_and_grad`, pass the function beneath.",
         )
     return out
+
+
+def _accepts(fn: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError:  # a function in C that does not say
+        return True
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_all or keyword in parameters
 
 
 def _name_of_path(path) -> str:

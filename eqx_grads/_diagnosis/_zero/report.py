@@ -60,7 +60,9 @@ class ZeroReport(AbstractReport):
         return f"The gradient is zero in {n} of {self.n_leaves} leaves: {causes}."
 
     def tables(self):
-        title = "In these leaves, it is zero for some units only."
+        title = (
+            "In these leaves, it is zero for some units, which are dead for these arguments."
+        )
         return [
             Table(COLUMNS, _rows(self.found)),
             Table(COLUMNS, _rows(self.partly), title, "partly"),
