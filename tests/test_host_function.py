@@ -611,7 +611,8 @@ def _of_a_ufunc(way):
             decorated = eqg.custom_vjp(_ellipk)
             decorated.def_fwd(_ellipk_fwd)
             decorated.def_bwd(_ellipk_bwd)
-        case "custom_jvp":
+        case _:
+            assert way == "custom_jvp"
             decorated = eqg.custom_jvp(_ellipk)
             decorated.def_jvp(_ellipk_jvp)
     return decorated
