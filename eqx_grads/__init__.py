@@ -7,6 +7,7 @@ from . import (
     ste as ste,
     surrogates as surrogates,
     tangents as tangents,
+    testing as testing,
 )
 from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
 from ._control_flow.cond import filter_cond as filter_cond
