@@ -522,3 +522,23 @@ def test_a_reverse_rule_of_which_a_half_is_missing():
     square.def_fwd(lambda x: (x**2, x))
     with pytest.raises(RuleError, match="`square` has `def_fwd`, but no `def_bwd`"):
         jax.grad(square)(1.0)
+
+
+@pytest.mark.parametrize(
+    "rules", ["filter_custom_vjp", "jax_custom_vjp", "jax_custom_jvp", "custom_gradient"]
+)
+def test_rules_of_other_conventions_are_not_told_of_those_of_this_library(rules):
+    if rules == "custom_gradient":
+        decorated = eqg.custom_gradient(lambda x: (jnp.sin(x), lambda ct: ct.missing))
+    else:
+        decorated = getattr(eqg, rules)(jnp.sin)
+    if rules == "filter_custom_vjp":
+        decorated.def_fwd(lambda perturbed, x: (jnp.sin(x), x))
+        decorated.def_bwd(lambda residuals, ct, perturbed, x: ct.missing)
+    elif rules == "jax_custom_vjp":
+        decorated.defvjp(lambda x: (jnp.sin(x), x), lambda residuals, ct: (ct.missing,))
+    elif rules == "jax_custom_jvp":
+        decorated.defjvp(lambda primals, tangents: (primals[0], tangents.missing))
+    with pytest.raises(AttributeError, match="missing") as error:
+        jax.grad(decorated)(1.0)
+    assert not [n for n in getattr(error.value, "__notes__", ()) if "called as" in n]

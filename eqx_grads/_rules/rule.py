@@ -44,6 +44,9 @@ class Rule(Rebuildable):
         # For errors: what the user calls the rule, and the function of the user's it is in.
         self.name = name_of(self.fn) if name is None else name
         self.place = place_of(self.fn if source is None else source)
+        # The rules of this library call functions of the user's that have other conventions.
+        module = getattr(self.fn, "__module__", None) or ""
+        self._is_the_users = module.split(".")[0] != __name__.split(".")[0]
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
         parameters = signature_of(self.fn).parameters.values()
@@ -92,7 +95,8 @@ class Rule(Rebuildable):
                     "that can't be differentiated (an integer, a key), and with "
                     "`symbolic_zeros=True` of any leaf for which it is zero."
                 )
-            elif isinstance(error, AttributeError):  # such as of two that were exchanged
+            elif isinstance(error, AttributeError) and self._is_the_users:
+                # Such as of two arguments that were exchanged.
                 error.add_note(f"It was raised in the rule `{self.name}`. {self._conventions}")
             raise
 
