@@ -493,3 +493,29 @@ def test_orders_of_modes_with_the_same_numbers_are_one_finding():
     text = str(eqgt.check_rule(fn, x, checks="order", raises=False))
     assert "2. " not in text
     assert text.count("at `x`") == 1
+
+
+def test_the_primal_is_returned_as_the_cotangent():
+    @eqg.custom_vjp
+    def affine(layer, x):
+        return layer.weight @ x
+
+    @affine.def_fwd
+    def _fwd(layer, x):
+        return affine(layer, x), (layer, x)
+
+    @affine.def_bwd
+    def _bwd(residuals, ct):
+        layer, x = residuals
+        t_layer = eqx.tree_at(lambda m: m.weight, layer, jnp.outer(ct, x))
+        return t_layer, layer.weight.T @ ct
+
+    layer = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    with pytest.raises(eqgt.RuleCheckError, match="FAILED") as caught:
+        eqgt.check_rule(affine, layer, jnp.array([1.0, 2.0, 3.0]))
+    text = str(caught.value)
+    assert text.count("it is the value of `layer.bias`: the rule returns the primal") == 1
+    # One fault, one cause in each check that sees it.
+    assert text.count("in the cotangent: of zero") == 2  # the table and the finding
+    for other in ("it clips", "of a sum it is not", "the sign is wrong"):
+        assert other not in text

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import RuleError
 from ._compare import Difference, differences, side_by_side, worst_first
-from ._likely_cause import Compared, Hypothesis, likely_cause, NO_INFLUENCE, PRECISION
+from ._likely_cause import Compared, FINITE, Hypothesis, likely_cause, NO_INFLUENCE, PRECISION
 from ._report import FAILED, Finding, PASSED, SKIPPED
 
 
@@ -63,8 +63,9 @@ def compare(
         seen = likely_cause(
             worst.expected, worst.got, worst.name, mistakes, primal, stack, compared
         )
-    if check == "linear" and PRECISION in seen:
-        cause = ""  # rounding is not linear
+    if check == "linear":
+        # Rounding is not linear, and other patterns say nothing of a map that is not linear.
+        cause, seen = ("", seen) if PRECISION in seen or FINITE in seen else (cause, "")
     if check in ("forward", "reverse") and NO_INFLUENCE in seen:
         seen += "; if that is meant, as of a straight-through rule, pass `reference=`"
     seen = "; ".join(text for text in (cause, seen) if text)

@@ -27,6 +27,7 @@ _CLOSE = 1e-3
 _SINGLE = 1e-6  # errors below are those of single precision
 # The relative error of an array whose entries were rounded, and the largest one of an entry.
 _ROUNDED = {"float16": (4e-5, 5e-4, 2.0**-10), "bfloat16": (5e-4, 4e-3, 2.0**-7)}
+FINITE = "finite where the expected value is"
 PRECISION = "precision was lost"
 NO_INFLUENCE = "has no influence here"
 _WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
@@ -53,9 +54,16 @@ def likely_cause(
         return "a complex number where a real one is expected, or the reverse"
     if not np.all(np.isfinite(as_real(have))):
         places = _indices(_not_finite(have), directions)
-        return f"not finite where the expected value is: {places}"
+        return f"not {FINITE}: {places}"
     if not np.all(np.isfinite(as_real(want))):
-        return "finite where the expected value is not"
+        return f"{FINITE} not"
+    # Along several cotangents: along one, a gradient may have these numbers by chance.
+    known = primal if len(directions) > 1 else None
+    if known is not None and norm(as_real(known)) > 0 and _close(known, have):
+        return (
+            f"it is the value of {name}: the rule returns the primal, and not its cotangent "
+            "(as `eqx.tree_at` does, which keeps the leaves that it does not replace)"
+        )
     if norm(as_real(want)) == 0:
         return f"it should be zero: {name} {NO_INFLUENCE}"
     if norm(as_real(have)) == 0:
