@@ -60,8 +60,12 @@ def numpy(x):
 
 
 TEXTS = {
-    "a vector": (lambda x: x, X, r"did not return a real scalar.*\n.*it returned float"),
-    "a pair": (lambda x: (jnp.sum(x), x), X, r"did not return a real scalar.*\n.*\(float"),
+    "a vector": (
+        lambda x: x,
+        X,
+        r"real scalar.*\n.*returned float(.*\n)+.*the mean or the sum",
+    ),
+    "a pair": (lambda x: (jnp.sum(x), x), X, r"real scalar.*\n.*\(float(.*\n)+.*: loss\(\*a, "),
     "a string": (lambda x: "loss", X, r"did not return a real scalar.*\n.*it returned 'loss'"),
     "a complex number": (
         lambda x: jax.lax.complex(x[0], x[1]),

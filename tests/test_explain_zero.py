@@ -94,6 +94,10 @@ def found_in_a_table(w):
     return jnp.searchsorted(jnp.linspace(0.0, 1.0, 11), w).astype(w.dtype)  # HERE
 
 
+def digitized(w):
+    return jnp.digitize(w, jnp.linspace(0.0, 1.0, 11)).astype(w.dtype)  # HERE
+
+
 def as_integer(w):
     return w.astype(jnp.int32).astype(w.dtype)  # HERE
 
@@ -192,7 +196,8 @@ CUTS = {
     sign: "sign",
     compared: "comparison",
     switched: "comparison",
-    found_in_a_table: "comparison",
+    found_in_a_table: "number of a bin",
+    digitized: "number of a bin",
     chosen: "sampled category",
     as_integer: "cast to an integer",
     indexed: "cast to an integer",

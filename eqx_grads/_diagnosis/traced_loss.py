@@ -108,6 +108,8 @@ def trace_loss(
         try:
             program = jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
         except Exception:
+            program = None
+        if program is None:
             # The loss may need the very types of its layers. Without the wrappers the paths of
             # layers are not known. An error of the loss itself is raised here once more.
             layers.clear()
@@ -166,13 +168,20 @@ def _check_concrete(caller, values):
 def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:
     """The value of a loss, if that is a real scalar."""
     if not is_differentiable(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
+        name = name_of(loss)
+        called = "loss" if "<" in name else name  # a lambda has no name to call it by
+        do = (
+            "Take the mean or the sum of the array."
+            if is_differentiable(out) and not jnp.iscomplexobj(out)
+            else "If there are other outputs, as with `has_aux=True`, pass "
+            f"`lambda *a, **k: {called}(*a, **k)[0]`; if it was decorated with "
+            "`value_and_grad`, pass the function beneath."
+        )
         raise rule_error(
-            f"The loss `{name_of(loss)}` did not return a real scalar.",
+            f"The loss `{name}` did not return a real scalar.",
             f"it returned {show_tree(out)}",
             place_of(loss),
-            do=f"`{caller}` differentiates one real number. If there are other outputs, as "
-            f"with `has_aux=True`, pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`; if it "
-            "was decorated with `value_and_grad`, pass the function beneath.",
+            do=f"`{caller}` differentiates one real number. {do}",
         )
     return out
 

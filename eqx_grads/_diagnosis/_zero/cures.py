@@ -34,6 +34,9 @@ CURES: Mapping[str, str] = {
     "order": "Indices have no derivative. Use the sorted values, or to choose, multiply by the "
     "mask `eqg.ste.top_k(x, k)`, `eqg.ste.one_hot_argmax(logits)` or "
     "`eqg.ste.gumbel_softmax(logits, key=key)`.",
+    "number of a bin": "In which bin a value is has no derivative. Interpolate between the "
+    "entries of the bins with `jnp.interp(x, bins, entries)`, or take the mean of all entries "
+    "with weights such as `jax.nn.softmax(-((x - centers) / width) ** 2)`.",
     "rounding": _ROUNDING,
     "sign": "Use `eqg.ste.sign(x)` or `eqg.ste.binary_sign(x)`, or another surrogate: "
     "`2 * eqg.surrogates.spike(x, eqg.surrogates.atan()) - 1`.",

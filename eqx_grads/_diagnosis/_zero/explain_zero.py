@@ -189,7 +189,7 @@ class _Explanation:
         return list(dict.fromkeys(self._of_cut(leaf, cut) for cut in cuts))
 
     def _of_cut(self, leaf: int, cut: Cut) -> ZeroGradient:
-        function = function_of(cut.origin, self._numbered.origins)
+        function = function_of(cut.origin, self._numbered.origins, is_random=cut.is_random)
         if function is not None:
             return self._record(leaf, kind_of_function(function), function, by_structure=True)
         return self._record(

@@ -42,11 +42,20 @@ def is_gate(origin: Origin) -> bool:
 
 
 # Functions of JAX that consist of several operations, and their kinds.
-_FUNCTIONS = {"trunc": "rounding", "heaviside": "comparison"}
+_FUNCTIONS = {
+    **dict.fromkeys(("digitize", "searchsorted"), "number of a bin"),
+    "trunc": "rounding",
+    "heaviside": "comparison",
+}
 
 
-def function_of(origin: Origin, origins: Sequence[Origin]) -> Origin | None:
-    """The call of such a function that an equation is in, or `None`."""
+def function_of(
+    origin: Origin, origins: Sequence[Origin], *, is_random: bool = False
+) -> Origin | None:
+    """The call of such a function that an equation is in, or `None`. A search for a random
+    number, as in `jax.random.choice`, is no function of its own, but samples."""
+    if is_random and origin.primitive in _CUTS:
+        return None
     around = (origins[number] for number in origin.enclosing)
     return next((o for o in around if o.primitive in _FUNCTIONS and is_of_jax(o.eqn)), None)
 
