@@ -388,13 +388,14 @@ def test_overflow_of_a_cotangent():
 
         return jax.lax.scan(step, h, None, length=40)[0]
 
-    report = eqg.explain_nan(loss, jnp.array(0.0), False)
+    h = jnp.array(0.0, jnp.float32)
+    report = eqg.explain_nan(loss, h, False)
     (record,) = report.found
     assert record.kind == "overflow"
     assert abs(record.cotangent) < jnp.inf
     assert "the gradient explodes" in record.cure
     assert "`x = eqg.clip_gradient_norm(x, max_norm)`" in record.cure
-    assert not eqg.explain_nan(loss, jnp.array(0.0), True)
+    assert not eqg.explain_nan(loss, h, True)
     # That of a value is another one.
     (record,) = eqg.explain_nan(lambda x: jnp.log(jnp.exp(x)), jnp.array(1e3)).found
     assert "explodes" not in record.cure

@@ -43,7 +43,7 @@ def gumbel_softmax(
         import jax
         import jax.numpy as jnp
 
-        logits, key = jnp.float32([0.1, 1.0, -0.5]), jax.random.key(0)
+        logits, key = jnp.array([0.1, 1.0, -0.5]), jax.random.key(0)
         sample = eqg.ste.gumbel_softmax(logits, key=key, hard=True)
         print(sample)
 
@@ -237,7 +237,7 @@ def reinmax(
         import jax
         import jax.numpy as jnp
 
-        logits, key = jnp.float32([0.1, 1.0, -0.5]), jax.random.key(0)
+        logits, key = jnp.array([0.1, 1.0, -0.5]), jax.random.key(0)
         sample = eqg.ste.reinmax(logits, key=key)
         print(sample)
 
