@@ -860,9 +860,32 @@ def test_ten_lines_and_others():
     assert sum(int(row[size].split()[0]) for row in table.rows) == report.total
 
 
+def test_sizes_of_what_is_kept_in_a_loop():
+    def loss(x):
+        h = jax.lax.scan(lambda h, _: (jnp.sin(h), None), x, length=7)[0]
+        return jnp.sum(jnp.exp(jnp.sin(h)))
+
+    report = eqg.explain_memory(loss, jnp.ones(256), compiled=False)
+    (table,) = report.tables()
+    columns = [table.columns.index(c) for c in ("steps", "per step", "bytes")]
+    sizes = {tuple(row[c] for c in columns) for row in table.rows}
+    assert sizes == {("7", "1 KiB", "7 KiB"), ("", "", "2 KiB")}
+
+
+def test_if_there_are_many_places_the_most_promising_are_tried(monkeypatch):
+    monkeypatch.setattr(explain_memory_module, "_MOST_CANDIDATES", 1)
+
+    def loss(x):
+        h = jax.lax.scan(lambda h, _: (jnp.sin(jnp.sin(h)), None), x, length=40)[0]
+        return jnp.sum(jax.lax.scan(lambda h, _: (jnp.sin(h), None), h, length=400)[0])
+
+    (advice,) = eqg.explain_memory(loss, jnp.ones(64), compiled=False).advice
+    assert "length=400" in advice.code
+
+
 def test_bytes_for_people():
     shown = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB"}
-    shown |= {5 * 2**30: "5 GiB", 1_000_000: "977 KiB", 1_030_000: "0.982 MiB"}
+    shown |= {5 * 2**30: "5 GiB", 1_000_000: "977 KiB", 1000 * 2**10: "0.977 MiB"}
     assert {n: show_bytes(n) for n in shown} == shown
 
 

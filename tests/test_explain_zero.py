@@ -735,6 +735,26 @@ def test_step_of_nested_loops():
     assert (record.step, record.line) == ((2, 3), line_of(loss))
 
 
+@pytest.mark.parametrize("zeros", [(2,), (2, 5), (0,), (8,), (3, 4)])
+def test_steps_of_a_loop_that_runs_backward(zeros):
+    """They are the steps of the loop that runs forward over the reversed input."""
+    gates = jnp.ones(9).at[jnp.array(zeros)].set(0)
+
+    def loss(w, gates, reverse):
+        step = lambda h, gate: (gate * jnp.tanh(h + 1), None)
+        return jax.lax.scan(step, w, gates, reverse=reverse)[0]
+
+    backward = check(loss, jnp.array(0.5), gates, True).found
+    forward = check(loss, jnp.array(0.5), gates[::-1], False).found
+    assert {r.step for r in backward} == {(8 - r.step[0],) for r in forward}
+    assert backward
+
+
+def test_terms_of_a_matrix_product_cancel():
+    loss = lambda x: jnp.sum(jnp.array([[1.0], [-1.0]]) @ x)
+    assert only(check(loss, jnp.ones(1))).kind == "canceled"
+
+
 def test_a_zero_term_beside_another_one_is_no_cause():
     def loss(w, gates):
         step = lambda h, gate: (gate * h + 0.0 * jnp.sin(h), None)
@@ -1087,3 +1107,6 @@ def test_a_rounding_error_is_no_gradient(scale):
         "The gradient of [0].bias is not exactly zero, but a rounding error"
     )
     assert not eqg.explain_zero(loss, model, xs, jnp.tanh).remarks
+    # Of either sign.
+    minus = lambda model, xs, normalize: -loss(model, xs, normalize)
+    assert eqg.explain_zero(minus, model, xs, _normalized).remarks == report.remarks

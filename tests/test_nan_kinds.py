@@ -112,6 +112,16 @@ FORMULAS = {
         [0.0, 0.0],
         "eqg.safe.logaddexp(x, y)",
     ),
+    "softmax of an empty row": (
+        lambda x: jax.nn.softmax(x - jnp.inf)[0],
+        [0.0, 0.0],
+        "eqg.safe.softmax(x)",
+    ),
+    "log_softmax of an empty row": (
+        lambda x: jax.nn.log_softmax(x - jnp.inf)[0],
+        [0.0, 0.0],
+        "eqg.safe.log_softmax(x)",
+    ),
     "eigenvectors": (
         lambda x: jnp.sum(jnp.linalg.eigh(jnp.diag(x))[1]),
         [1.0, 1.0],

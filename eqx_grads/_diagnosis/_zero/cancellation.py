@@ -54,7 +54,7 @@ def is_rounding(gradient: np.ndarray, terms: np.ndarray | None) -> bool:
     if terms is None or not np.any(gradient):
         return False
     eps = jnp.finfo(gradient.dtype).eps
-    return bool(np.all(np.abs(gradient) <= _MANY * float(eps) * np.abs(terms)))
+    return bool(np.all(np.abs(gradient) <= _MANY * float(eps) * terms))
 
 
 def _is_real(x: Any) -> bool:
