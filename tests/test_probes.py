@@ -654,3 +654,25 @@ def test_gradient_flow_of_any_cell_over_time(cell):
         flows.append(flow)
     assert flows[0].shape == (5,)
     assert_close(flows[0], flows[1])
+
+
+class _Parameters(eqx.Module):
+    weight: jax.Array
+    inner: eqx.nn.Linear
+
+
+class _WithParameters(eqx.Module):
+    parameters: _Parameters
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        assert type(self.parameters) is _Parameters
+        return self.out(jnp.tanh(self.parameters.weight * self.parameters.inner(x)))
+
+
+def test_a_module_that_is_not_called_is_no_layer(getkey):
+    parameters = _Parameters(jnp.ones(3), eqx.nn.Linear(3, 3, key=getkey()))
+    model = _WithParameters(parameters, eqx.nn.Linear(3, 1, key=getkey()))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    flow = eqg.gradient_flow(loss, model, jnp.ones((4, 3)))
+    assert list(flow) == ["_WithParameters", "parameters.inner", "out"]
