@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from .._control_flow.scan import visible_steps
 from .._errors import check_function, name_of, place_of, rule_error, show_path, show_tree
+from .._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
@@ -105,13 +106,8 @@ def trace_loss(
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks(), plain_scans():
-        try:
-            program = jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
-        except Exception:
-            program = None
+        program = _trace_wrapped(flat_loss, values)
         if program is None:
-            # The loss may need the very types of its layers. Without the wrappers the paths of
-            # layers are not known. An error of the loss itself is raised here once more.
             layers.clear()
             program = _trace_bare(caller, loss, flat_loss, values)
     names = _names_of_arguments(loss, args, kwargs)
@@ -131,6 +127,15 @@ def layer_calls(eqn: Any) -> list[tuple[int, int]]:
     the number of the call."""
     names = re.findall(r"eqg_layer_(\d+)_call_(\d+)", str(eqn.source_info.name_stack))
     return [(int(layer), int(call)) for layer, call in names]
+
+
+def _trace_wrapped(flat_loss, values) -> ClosedJaxpr | None:
+    """`None` if the loss needs the very types of its layers. Without the wrappers, the paths of
+    layers are not known. An error of the loss itself is raised again without them."""
+    try:
+        return jax.make_jaxpr(lambda values: flat_loss(values, wrap=True))(values)
+    except Exception:
+        return None
 
 
 def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
@@ -163,6 +168,10 @@ def _check_concrete(caller, values):
             do=f"Call `{caller}` outside of `jax.jit`, `jax.grad` and `jax.vmap`: it applies "
             "these itself, and looks at the values.",
         )
+
+
+def is_zero_safe(loss: Any) -> bool:
+    return isinstance(loss, ZeroSafe)
 
 
 def check_scalar(caller: str, loss: Callable[..., Any], out: Any) -> Any:

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from .._diagnosis._zero.structure import loss_structure
 from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
+from .._diagnosis.traced_loss import is_zero_safe
 from .._errors import name_of, rule_error
 from .._jaxprs.structure import equations
 from ._argument_checks import as_names, as_seed, check_options, check_tolerance
@@ -33,6 +34,11 @@ from ._slope import SHORTEST_STEP
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
+_DROPPED = (
+    "`zero_safe` drops the derivative of what a `where` does not take, also on the boundary of "
+    "a mask, such as at `x == 0`, where the function may have another derivative: "
+    "`eqg.explain_nan` of this loss says what is dropped."
+)
 # Directions that perturb all leaves together.
 _N_TOGETHER = 3
 
@@ -169,6 +175,8 @@ def _report(loss, model, args, kwargs, skip, tolerance, seed) -> GradientReport:
     leaves, not_finite = _not_finite(own, judge, leaves)
     found += not_finite
     remarks += [_unsettled(judge), _precision_lost(own, judge, skipped)]
+    if found and is_zero_safe(loss):
+        remarks.append(_DROPPED)
     numbers.update(evaluations=judge.evaluations, tolerance=tolerance)
     return GradientReport(name_of(loss), leaves, found, numbers, list(filter(None, remarks)))
 

@@ -35,6 +35,14 @@ _OF_KINDS = {
     "of the step.",
 }
 
+# Of a dead branch that is 0 / 0, if the mask compares two equal numbers.
+ON_BOUNDARY = (
+    " It is 0 / 0 on the boundary of the mask, where both give the derivative of the branch "
+    "that is taken. If the quotient has a limit, its derivative may be another one: "
+    "`eqg.testing.check_gradients` compares with differences. `eqg.safe.expm1_ratio(x)` and "
+    "others have the limit."
+)
+
 # Of an overflow in the product of a finite cotangent and a finite derivative.
 _EXPLODES = (
     "The cotangent that arrives is finite, and its product with the derivative of `{op}` is "

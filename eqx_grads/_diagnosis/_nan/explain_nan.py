@@ -21,6 +21,7 @@ from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import rule_line, SourceLine, UNKNOWN
 from ..traced_loss import trace_loss
+from .boundary import is_on_boundary
 from .cause import (
     Cause,
     causes_of_hit,
@@ -36,6 +37,7 @@ from .cures import (
     INDETERMINATE,
     LARGE,
     MASKED_PRODUCT,
+    ON_BOUNDARY,
     SINGULARITY,
 )
 from .derivative_program import Derivative, differentiate
@@ -358,7 +360,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     leaf = ""
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
-    array = _array_of(root, cause)
+    array, operands = _array_of(root, cause), operands_of(derivative, root, cause)
     return NonFinite(
         **where.fields(),
         leaf=leaf,
@@ -366,7 +368,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=_cure_of(derivative, cause, primitive)
+        cure=_cure_of(derivative, cause, primitive, operands)
         + _IN_A_LIBRARY * (cause.forward and bool(where.library)),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
@@ -375,7 +377,7 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         shape=np.shape(array),
         n_bad=int(is_bad(np.asarray(array), root.threshold).sum()) if is_inexact(array) else 1,
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
-        operands=tuple(map(_number, operands_of(derivative, root, cause))),
+        operands=tuple(map(_number, operands)),
         cotangent=_cotangent_of(cause),
         count=count,
     )
@@ -388,7 +390,7 @@ def _array_of(root: Frame, cause: Cause) -> Any:
     return root.inputs[cause.source.number] if isinstance(cause.source, Input) else None
 
 
-def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
+def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands) -> str:
     traced, source = derivative.numbered.traced, cause.source
     if isinstance(source, Input) and cause.kind == source.kind:
         return cure_of_input(
@@ -397,13 +399,16 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str) -> str:
     formula = ""
     if cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
-    return cure_of(
+    text = cure_of(
         cause.kind,
         primitive,
         formula,
         is_value=cause.forward,
         explodes=cause.source is cause.spot and not cause.forward,
     )
+    is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
+    on_boundary = is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot)
+    return text + ON_BOUNDARY * on_boundary
 
 
 # How the user calls the operations that do not select an element.

@@ -65,6 +65,10 @@ CURES: Mapping[str, str] = {
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments. Check the indices.",
     "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",
+    "dropped by zero_safe": "It is zero because `zero_safe` drops the derivative of what a "
+    "`where` does not take. `eqg.explain_nan` of this loss says where. On the boundary of a "
+    "mask, such as at `x == 0`, the function may have another derivative: write it with its "
+    "limit, as `eqg.safe.expm1_ratio(x)` and others are.",
     "truncated": "It is only used in steps before the last window. Use a larger `truncate`.",
     "zero value": "The derivative is zero for these arguments.",
 }

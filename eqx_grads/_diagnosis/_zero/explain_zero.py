@@ -1,8 +1,10 @@
 """`explain_zero`: why the gradient of a leaf of a model is zero."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -100,7 +102,8 @@ def explain_zero(
     An operation that JAX can't differentiate at all is taken to be differentiable, and named in
     `remarks`. The leaves whose gradient passes it are not looked at by values.
 
-    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at.
+    Of an [`eqx_grads.zero_safe`][] loss, the function that it differentiates is looked at. If
+    the gradient of a leaf is zero because of `zero_safe`, the kind says so.
 
     **Raises:**
 
@@ -108,20 +111,32 @@ def explain_zero(
     arrays, if the loss can't be traced, or if nothing is zero by structure and JAX can't
     differentiate an operation. If the derivative of the loss raises, so does this.
     """
-    is_zero_safe = isinstance(loss, ZeroSafe)
-    if is_zero_safe:
-        # What it puts in the program is not the user's, and has no line.
-        loss = loss.__wrapped__
+    # What `zero_safe` puts in the program is not the user's, and has no line.
+    below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")
-    numbered = NumberedLoss(trace_loss("explain_zero", loss, model, args, kwargs))
-    return _Explanation(numbered, loss, is_zero_safe).report()
+    numbered = NumberedLoss(trace_loss("explain_zero", below, model, args, kwargs))
+    if below is loss:
+        return _Explanation(numbered, below).report()
+
+    def gradients():
+        arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+        of_arrays = lambda arrays: loss(eqx.combine(arrays, rest), *args, **kwargs)
+        return jax.tree.leaves(jax.grad(of_arrays)(arrays))
+
+    return _Explanation(numbered, below, gradients).report()
 
 
 class _Explanation:
     """What is found of one loss."""
 
-    def __init__(self, numbered: NumberedLoss, loss: Callable[..., Any], is_zero_safe: bool):
-        self._numbered, self._loss, self._is_zero_safe = numbered, loss, is_zero_safe
+    def __init__(
+        self,
+        numbered: NumberedLoss,
+        loss: Callable[..., Any],
+        zero_safe_gradients: Callable[[], Sequence[Any]] | None = None,
+    ):
+        self._numbered, self._loss = numbered, loss
+        self._zero_safe_gradients = zero_safe_gradients
         self._leaves = numbered.traced.leaves
         values = numbered.traced.values[: len(self._leaves)]
         self._shapes = [value.shape for value in values]
@@ -148,19 +163,23 @@ class _Explanation:
             remarks.extend(derivative.remarks)
             for i, gradient in zip(live, derivative.gradients(), strict=True):
                 if not np.all(np.isfinite(gradient)):
-                    not_finite.append(self._leaves[i])
+                    not_finite.append(i)
                 doing("looking at leaf", i, len(self._leaves))
                 if not np.any(gradient):
                     found[i] = self._by_values(i, derivative)
                 else:
                     partly.extend(self._dead_units(i, derivative, gradient))
             remarks.extend(self._rounding_errors(derivative))
-        if not_finite and self._is_zero_safe:
-            names = show_list(not_finite, 8)
+        names = show_list([self._leaves[i] for i in not_finite], 8)
+        if not_finite and self._zero_safe_gradients is not None:
             remarks.append(f"Without `zero_safe`, the gradient of {names} would not be finite.")
+            gradients = self._zero_safe_gradients()
+            for i in not_finite:
+                if not np.any(gradients[i]):
+                    found[i] = [self._record(i, "dropped by zero_safe", None)]
         elif not_finite:
             remarks.append(
-                f"The gradient of {show_list(not_finite, 8)} is not finite: "
+                f"The gradient of {names} is not finite: "
                 "`eqg.explain_nan` says where it becomes so."
             )
         records = [record for i in sorted(found) for record in found[i]]

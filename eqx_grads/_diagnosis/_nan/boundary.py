@@ -1,0 +1,48 @@
+"""Whether a dead branch is that of a point on the boundary of a mask, such as that of
+`where(x == 0, a, f(x))` at zero, where the branch that is taken may have another derivative."""
+
+from typing import Any
+
+import numpy as np
+
+from .trace_back import index_into, origin_of_value, Spot
+
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# What may be between a comparison and the mask.
+_ELEMENTWISE = ("and", "or", "not", "xor", "convert_element_type", "copy")
+
+
+def is_on_boundary(select: Spot) -> bool:
+    """Whether the mask of a `select_n` compares two equal numbers at the element, of which one
+    depends on the model."""
+    if select.eqn.primitive.name != "select_n":
+        return False
+    todo = [(select, 0)]
+    while todo:
+        spot, k = todo.pop()
+        made = _made_by(spot, k)
+        if made is None:
+            continue
+        name = made.eqn.primitive.name
+        if name in _COMPARISONS:
+            x, y = (np.asarray(x)[index_into(x, made.index)] for x in made.operands)
+            if x == y and (made.is_active(0) or made.is_active(1)):
+                return True
+        elif name in _ELEMENTWISE or name == "broadcast_in_dim":
+            todo.extend((made, k) for k in range(len(made.operands)))
+    return False
+
+
+def _made_by(spot: Spot, k: int) -> Spot | None:
+    """The equation that computes what an element needs of operand `k`."""
+    x = np.asarray(spot.operands[k])
+    index = spot.index
+    if spot.eqn.primitive.name == "broadcast_in_dim":
+        index = tuple(index[axis] for axis in spot.eqn.params["broadcast_dimensions"])
+    made = origin_of_value(spot.frame, spot.eqn.invars[k], index_into(x, index), _any)
+    return made if isinstance(made, Spot) else None
+
+
+def _any(x: Any) -> bool:
+    return True
