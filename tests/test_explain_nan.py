@@ -313,6 +313,54 @@ def test_line_in_a_function_that_a_solver_calls():
     assert record.library.startswith("diffrax")
 
 
+def test_a_function_that_a_library_calls_is_the_users():
+    """Diffrax calls the field in a rule. The advice is for a line of this file."""
+    diffrax = pytest.importorskip("diffrax")
+
+    def loss(rate):
+        field = lambda t, y, rate: -rate * jax.grad(jnp.linalg.norm)(y)  # HERE
+        term, solver = diffrax.ODETerm(field), diffrax.Euler()
+        return jnp.sum(diffrax.diffeqsolve(term, solver, 0, 1, 0.25, jnp.zeros(2), rate).ys)
+
+    (record,) = eqg.explain_nan(loss, jnp.array(1.0)).found
+    (line,) = _lines(test_a_function_that_a_library_calls_is_the_users, "HERE")
+    assert (record.file, record.line, record.is_forward) == (__file__, line, True)
+    assert "is in a library" not in record.cure
+
+
+def test_host_function_at_the_edge_of_its_domain():
+    """Differences leave the domain. The operands are those of the element."""
+    fn = lambda nu, x: np.where(x > 0, nu * np.sqrt(np.abs(x)), np.nan).astype(x.dtype)
+    kwargs = {"out": lambda nu, x: x, "finite_difference": "central"}
+    x = jnp.array([[1.0, 2.0, 1e-6], [3.0, 1.5, 0.7]])
+    for vmap_method in ("sequential", "expand_dims"):
+        call = eqg.host_function(fn, **kwargs, vmap_method=vmap_method)
+        rows = jax.vmap(jax.vmap(call, (None, 0)), (None, 0))
+        loss = lambda x, rows=rows: jnp.sum(rows(jnp.array(0.5, x.dtype), x))
+        (record,) = eqg.explain_nan(loss, x).found
+        assert record.operands == (0.5, x[0, 2])
+        assert "within a `step`" in record.cure
+        (record,) = eqg.explain_nan(loss, -x).found
+        assert "The host function returns this" in record.cure
+
+
+def test_the_example_of_which_a_weight_has_a_bad_gradient(getkey):
+    """The gradient of the weight is a sum over examples. The empty one is shown."""
+
+    def head(linear, scores, values, mask):
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+        return jnp.where(jnp.any(mask), linear(weights @ values), 0.0)
+
+    def loss(linear, scores, values, mask):
+        return jnp.sum(jax.vmap(head, (None, 0, 0, 0))(linear, scores, values, mask) ** 2)
+
+    linear = eqx.nn.Linear(3, 2, key=getkey())
+    scores, values = jnp.ones((4, 5)), jnp.ones((4, 5, 3))
+    mask = jnp.ones((4, 5), bool).at[2].set(False)
+    (record,) = eqg.explain_nan(loss, linear, scores, values, mask).found
+    assert (record.shape, record.index, record.n_bad) == ((4, 5), (2, 0), 5)
+
+
 def test_gradient_that_raises():
     @jax.custom_vjp
     def checked(x):

@@ -19,7 +19,7 @@ class AbstractRecord:
         and the name of the array for an input of the loss.
     - `file`, `line`, `code`: the line of your code that it is on, and the text of that line.
         `column`: where the operation is in `code`, from zero, if that is known.
-    - `library`: the place in an installed package that this line calls.
+    - `library`: the place in an installed package that this line calls, or that calls it.
     - `path`: the path of the layer that the operation is in.
     - `step`: the step of each loop around the operation, outermost first.
     - `cure`: what to do, in sentences.

@@ -8,6 +8,14 @@ import numpy as np
 from .trace_back import index_into, origin_of_value, Spot
 
 
+# What is to be said of the cure then.
+ON_BOUNDARY = (
+    " It is 0 / 0 on the boundary of the mask, where both give the derivative of the branch "
+    "that is taken. If the quotient has a limit, its derivative may be another one: "
+    "`eqg.testing.check_gradients` compares with differences. `eqg.safe.expm1_ratio(x)` and "
+    "others have the limit."
+)
+
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # What may be between a comparison and the mask.
 _ELEMENTWISE = ("and", "or", "not", "xor", "convert_element_type", "copy")

@@ -294,8 +294,14 @@ def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
 def _operands_at(spot: Spot) -> list[Any]:
     found = []
     for k, x in enumerate(spot.operands):
-        if is_inexact(x) and not spot.is_cotangent(k):
-            found.extend(np.asarray(x)[elements_of(spot, k)][:1])
+        if not is_inexact(x) or spot.is_cotangent(k):
+            continue
+        x = np.asarray(x)
+        if spot.eqn.primitive.name == "pure_callback" and x.ndim == len(spot.value_shape):
+            # Most of these are functions of numbers, under `vmap`.
+            found.append(x[index_into(x, spot.index)])
+        else:
+            found.extend(x[elements_of(spot, k)][:1])
     return found
 
 

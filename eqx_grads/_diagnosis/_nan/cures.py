@@ -35,19 +35,18 @@ _OF_KINDS = {
     "of the step.",
 }
 
-# Of a dead branch that is 0 / 0, if the mask compares two equal numbers.
-ON_BOUNDARY = (
-    " It is 0 / 0 on the boundary of the mask, where both give the derivative of the branch "
-    "that is taken. If the quotient has a limit, its derivative may be another one: "
-    "`eqg.testing.check_gradients` compares with differences. `eqg.safe.expm1_ratio(x)` and "
-    "others have the limit."
-)
-
 # Of an overflow in the product of a finite cotangent and a finite derivative.
 _EXPLODES = (
     "The cotangent that arrives is finite, and its product with the derivative of `{op}` is "
     "too large: the gradient explodes. `eqg.explain_nan(loss, ..., threshold=1e6)` says where "
     f"it begins to grow. {_OF_KINDS[LARGE]}"
+)
+
+_HOST_VALUE = "The host function returns this. Keep its arguments in its domain."
+_HOST_DERIVATIVE = (
+    "The derivative of the host function is not finite there. Finite differences evaluate it "
+    "within a `step` of its argument, and may leave its domain: give a smaller `step`, with "
+    "code that computes in float64, or a rule (`eqg.elementwise`, `def_bwd`, `def_jvp`)."
 )
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.
@@ -88,7 +87,7 @@ _OF_PRIMITIVES = {
     "Use `eqg.safe.power(x, y)`, whose derivative is zero there, or `(x + eps)**y`. For an "
     "exponent that is always whole, pass a Python `int`.",
     "sqrt": "The derivative of `sqrt` is infinite at zero. Use `eqg.safe.sqrt(x)`, whose "
-    "derivative is zero there, or `jnp.sqrt(x + eps)`.",
+    "derivative is zero there, or `jnp.sqrt(x + eps)`; for a norm, `eqg.safe.norm(x)`.",
     "logaddexp": "`logaddexp` has no derivative where both arguments are infinite. Use "
     "`eqg.safe.logaddexp(x, y)`, whose derivative is zero there.",
     "eigh": _EQUAL % ("eigenvectors", "eigenvalues", "eigh(a)"),
@@ -158,6 +157,8 @@ def cure_of(
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
         text = _OF_FORMULAS.get(formula, text)
         text = _OF_EMPTY_ROWS.get(formula, text) if at_pole else text
+    if primitive == "host_call" and kind in (SINGULARITY, INDETERMINATE, OVERFLOW):
+        text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
     if is_value and kind == INDETERMINATE and primitive == "mul":
         text = _MASKED_INFINITY
     return text.format(op=primitive)

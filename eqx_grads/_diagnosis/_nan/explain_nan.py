@@ -16,12 +16,12 @@ from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.structure import CallWithRule, structure
 from ..._rules.float_args import as_number
 from .._zero.structure import loss_structure
-from ..origins import no_derivative_error, NumberedLoss, Origin
+from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
-from ..source_lines import rule_line, SourceLine, UNKNOWN
+from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss
-from .boundary import is_on_boundary
+from .boundary import is_on_boundary, ON_BOUNDARY
 from .cause import (
     Cause,
     causes_of_hit,
@@ -37,11 +37,11 @@ from .cures import (
     INDETERMINATE,
     LARGE,
     MASKED_PRODUCT,
-    ON_BOUNDARY,
     SINGULARITY,
 )
 from .derivative_program import Derivative, differentiate
 from .formulas import Formulas
+from .lines import rule_of, users_line
 from .reaches import reaches_gradient
 from .replay import Frame, is_bad, is_inexact
 from .report import NaNReport, NonFinite
@@ -352,7 +352,7 @@ def _without_repetitions(causes) -> list[list[tuple[Cause, int]]]:
 def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
     traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
-    where = _users_line(origin, source, spot) if origin else UNKNOWN
+    where = users_line(origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where != origin.source
     if is_inside and isinstance(source, Spot):
@@ -360,7 +360,8 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     leaf = ""
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
-    array, operands = _array_of(root, cause), operands_of(derivative, root, cause)
+    shown = _shown(cause)
+    array, operands = _array_of(root, shown), operands_of(derivative, root, cause)
     return NonFinite(
         **where.fields(),
         leaf=leaf,
@@ -369,11 +370,11 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
         cure=_cure_of(derivative, cause, primitive, operands)
-        + _IN_A_LIBRARY * (cause.forward and bool(where.library)),
+        + _IN_A_LIBRARY * (cause.forward and bool(where.library) and not is_inside),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
-        index=spot.index if spot else source.index if isinstance(source, Input) else (),
-        rule="" if is_inside else _rule_of(cause),
+        index=shown.index if shown else (),
+        rule="" if is_inside else rule_of(cause),
         shape=np.shape(array),
         n_bad=int(is_bad(np.asarray(array), root.threshold).sum()) if is_inexact(array) else 1,
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
@@ -383,11 +384,20 @@ def _record(derivative: Derivative, root: Frame, cause: Cause, count: int) -> No
     )
 
 
-def _array_of(root: Frame, cause: Cause) -> Any:
-    """The array with the element that is not finite."""
-    if cause.spot is not None:
-        return cause.spot.frame.outputs[cause.spot.position][cause.spot.output]
-    return root.inputs[cause.source.number] if isinstance(cause.source, Input) else None
+def _shown(cause: Cause) -> Spot | Input | None:
+    """Whose element is shown: that of the cotangent that is not finite. If it is a sum over
+    examples, as the gradient of a weight is, that of the factor that made it so."""
+    spot, source = cause.spot, cause.source
+    if spot is None:
+        return source if isinstance(source, Input) else None
+    is_sum = spot.eqn.primitive.name in ("dot_general", "conv_general_dilated")
+    return source if is_sum and isinstance(source, Spot) else spot
+
+
+def _array_of(root: Frame, shown: Spot | Input | None) -> Any:
+    if isinstance(shown, Input):
+        return root.inputs[shown.number]
+    return None if shown is None else shown.frame.outputs[shown.position][shown.output]
 
 
 def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands) -> str:
@@ -433,34 +443,13 @@ def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
     primitive = origin.primitive
     if isinstance(structure(origin.eqn), CallWithRule):
         primitive = mask.eqn.primitive.name
-    line = _users_line(origin, mask)
+    line = users_line(origin, mask)
     is_selection = zero.why not in (CANCELS, UNDERFLOWS)
     return {
         "mask": _MASKS.get(primitive, primitive) if is_selection else zero.why,
         "mask_file": line.file,
         "mask_line": line.line,
     }
-
-
-def _users_line(origin: Origin, *spots: Any) -> SourceLine:
-    """The line of the loss. If that calls a library, such as a solver, which called a function
-    of the user's in a rule, the line in this function."""
-    library = origin.source.library
-    for spot in spots:
-        if library and isinstance(spot, Spot):
-            line = _line_in_rule(spot)
-            if line.file:
-                return dataclasses.replace(line, library=library)
-    return origin.source
-
-
-def _line_in_rule(spot: Spot) -> SourceLine:
-    """The line of the rule that made an equation, or one around it: those of `jnp.where` have
-    the line of its first call only."""
-    line, node = rule_line(spot.eqn), spot.frame.node
-    while not line.file and node.parent is not None:
-        line, node = rule_line(node.parent.eqns[node.position]), node.parent
-    return line
 
 
 def _cotangent_of(cause: Cause) -> float | None:
@@ -483,13 +472,3 @@ def _cotangent_of(cause: Cause) -> float | None:
 
 def _number(x) -> float:
     return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
-
-
-def _rule_of(cause: Cause) -> str:
-    """The line of the rule in which the value that is to blame is made, or empty."""
-    for spot in (cause.source, cause.spot):
-        if isinstance(spot, Spot):
-            line = rule_line(spot.eqn)
-            if line.file:
-                return str(line)
-    return ""

@@ -152,7 +152,8 @@ class _Explanation:
         found: dict[int, list[ZeroGradient]] = {
             i: self._by_structure(i) for i in self._sized if i not in self._structure.live
         }
-        partly, not_finite = [], []
+        partly: list[ZeroGradient] = []
+        not_finite: list[int] = []
         live = [i for i in self._sized if i in self._structure.live]
         doing("evaluating the gradient")
         derivative = self._derivative(live, is_needed=not found) if live else None
