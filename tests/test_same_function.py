@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from eqx_grads.testing._same_function import is_same_program
 
+from .helpers import conds_keep_keys
+
 
 X = jnp.array([0.2, -0.4], "float32")
 CHECKS = ("primal", "forward", "reverse")
@@ -160,6 +162,8 @@ def test_the_gradient_of_a_random_loss(seed):
     report = eqgt.check_gradients(Model.loss, Model(X, _reverse(draw, 1.0)), key)
     is_zero = not np.any(draw(key, X))
     assert [leaf.verdict for leaf in report.leaves] == ["zero" if is_zero else "right"]
+    if not conds_keep_keys():
+        return
     wrong = Model(X, _reverse(draw, 7.0))
     report = eqgt.check_gradients(Model.loss, wrong, key, raises=False)
     assert report.passed == is_zero
