@@ -1140,3 +1140,26 @@ class TestASparseSolve:
         )
         loss = lambda e: jnp.sum(f(jnp.ones(3), e) ** 2)
         _raises(self.MATCH, lambda: jax.grad(loss)(jnp.asarray(self.ENTRIES)))
+
+
+def test_an_exception_under_vmap_shows_what_the_code_was_given():
+    fn = lambda p, x: p * x
+    call = eqg.host_function(fn, out=lambda p, x: x, vmap_method="expand_dims")
+    p, x = jnp.arange(3.0), jnp.arange(4.0)
+    with pytest.raises(RuntimeError, match="could not be broadcast") as error:
+        jax.block_until_ready(jax.vmap(call, (0, None))(p, x))
+    dtype = p.dtype
+    assert f"called with {dtype}[3], {dtype}[1,4], under `vmap` of {dtype}[]" in str(
+        error.value
+    )
+    assert "jnp.broadcast_arrays" in str(error.value)
+    cured = jax.vmap(lambda p, x: call(*jnp.broadcast_arrays(p, x)), (0, None))
+    assert_close(cured(p, x), p[:, None] * x[None])
+
+
+@pytest.mark.parametrize("out", [lambda x: x[0], lambda x: x.sum(), lambda x: jnp.sum(x)])
+def test_an_out_that_computes(out):
+    call = eqg.host_function(np.sum, out=out)
+    with pytest.raises(eqg.RuleError, match="`out` of `sum` computes") as error:
+        call(jnp.arange(3.0))
+    assert "jax.ShapeDtypeStruct((), x.dtype)" in str(error.value)

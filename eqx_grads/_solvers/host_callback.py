@@ -89,7 +89,7 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         out = _run(op, [np.asarray(x) for x in leaves])
     except Exception as error:
         error.add_note(
-            f"This was raised on the host, by `{op.name}`, called with {_given(op)}."
+            f"This was raised on the host, by `{op.name}`, called with {_given(op, leaves)}."
         )
         raise
     with outside_of_linearization(()):
@@ -111,27 +111,40 @@ class _Callback:
             raise error.with_traceback(None) from None
         except Exception as error:
             # All that leaves a compiled program is the text of the last exception.
-            raise RuntimeError(_describe(self.op, error)) from None
+            raise RuntimeError(_describe(self.op, leaves, error)) from None
 
 
-def _describe(op, error) -> str:
+def _describe(op, leaves, error) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)]
     lines = "".join(traceback.format_list(own or frames))
     text = "".join(traceback.format_exception_only(error)).rstrip()
-    return (
-        f"`{op.name}` raised an exception on the host.\n"
-        f"  {op.place}\n  called with {_given(op)}\n{lines}{text}\n"
+    do = (
         "The program is compiled, and so can't raise the exception itself. Call the function "
         "outside of `jax.jit` and `jax.vmap` to catch it, or to debug it."
+    )
+    if [np.ndim(x) for x in leaves] != op.in_ranks:
+        do = (
+            f'Under `jax.vmap`, `vmap_method="{op.vmap_method}"` puts the axes of the batch in '
+            "front. If arguments have another number of axes than each other, broadcast them "
+            "before the call, by `jnp.broadcast_arrays`."
+        )
+    return (
+        f"`{op.name}` raised an exception on the host.\n"
+        f"  {op.place}\n  called with {_given(op, leaves)}\n{lines}{text}\n{do}"
     )
 
 
 _LIBRARY = str(pathlib.Path(__file__).parents[1])
 
 
-def _given(op) -> str:
-    return ", ".join(type_of(t) for t in op.in_types) or "no arrays"
+def _given(op, leaves) -> str:
+    """The types of the arrays, and those without the axes of `vmap` if there are any."""
+    given, own = (", ".join(map(type_of, xs)) for xs in (leaves, op.in_types))
+    if not given:
+        return "no arrays"
+    is_batched = [np.ndim(x) for x in leaves] != op.in_ranks
+    return f"{given}, under `vmap` of {own}" if is_batched else given
 
 
 def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, ...]:

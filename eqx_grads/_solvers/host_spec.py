@@ -167,7 +167,19 @@ def _types(op: PrimalOp, spec: Any, what: str):
     if callable(spec) and not isinstance(spec, eqx.Module) and not _is_dtype(spec):
         args, kwargs = given = op.arguments(op.in_types)
         _check_binds(op, spec, what, args, kwargs)
-        spec = spec(*args, **kwargs)
+        try:
+            spec = spec(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if "ShapeDtypeStruct" not in str(error):
+                raise
+            raise rule_error(
+                f"`{what}` of `{op.name}` computes with its arguments.",
+                f"{type(error).__name__}: {error}",
+                op.place,
+                do="It is given shapes and dtypes, and no values. Return a "
+                "`jax.ShapeDtypeStruct`: of one number, like an element of `x`, "
+                "`jax.ShapeDtypeStruct((), x.dtype)`.",
+            ) from None
     leaves, treedef = jax.tree.flatten(spec)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         if not _is_dtype(leaf) and _has_shape(leaf):

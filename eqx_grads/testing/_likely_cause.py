@@ -208,7 +208,10 @@ def _slightly_off(want, have) -> str:
     text = f"every entry is a little off ({error:.0e} of its size)"
     dtype = _rounded_to(want, have)
     if dtype:
-        return f"{text}: {PRECISION}, as by a cast to {dtype}"
+        return (
+            f"{text}: {PRECISION}, as by a cast to {dtype}, or by the finite differences of a "
+            "host function (then pass `tolerance=`)"
+        )
     rest = (
         "a derivative by finite differences (`step=` of a host function), or a solver that "
         "stops at a tolerance; if that is meant, pass `tolerance=`"

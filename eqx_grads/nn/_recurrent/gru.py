@@ -90,8 +90,8 @@ class GRU(AbstractRecurrent):
         - `use_bias`: whether there are biases.
         - `learn_initial_state`: whether the first state is a parameter.
         - `keep`: the residuals of the recurrence. `"gates"`: the states and all gates.
-            `"states"`: the states only; this needs a third of the memory, and the backward
-            pass recomputes the gates.
+            `"states"`: the states only; this needs 0.25 to 0.62 of the memory at the measured
+            shapes, of 128 steps and more, and the backward pass recomputes the gates.
         - `reverse`: run from the last step to the first.
         - `time_major`: whether a batch is `(time, batch, in)`.
         - `dtype`, `key`: as for `equinox.nn.GRUCell`.
