@@ -519,3 +519,20 @@ def test_the_primal_is_returned_as_the_cotangent():
     assert text.count("in the cotangent: of zero") == 2  # the table and the finding
     for other in ("it clips", "of a sum it is not", "the sign is wrong"):
         assert other not in text
+
+
+@pytest.mark.parametrize("factor", [1.01, 1.001])
+def test_a_rule_that_is_wrong_in_single_precision_only(factor):
+    """Rounding explains 1e-6 here, and no percent."""
+
+    @eqg.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    @sine.def_jvp
+    def _jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return sine(x), (factor if x.dtype == jnp.float32 else 1.0) * jnp.cos(x) * t
+
+    with pytest.raises(eqgt.RuleCheckError, match="right in float64, wrong in float32"):
+        eqgt.check_rule(sine, jnp.array([0.5, 0.7], jnp.float32), checks=("forward",))
