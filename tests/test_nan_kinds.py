@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from eqx_grads._diagnosis._nan import cures
+from jax.scipy.special import xlog1py, xlogy
 
 
 X = jnp.array([1.0, 0.0])
@@ -111,6 +112,13 @@ FORMULAS = {
         lambda x: jnp.exp(jnp.logaddexp(x[0] - jnp.inf, x[1] - jnp.inf)),
         [0.0, 0.0],
         "eqg.safe.logaddexp(x, y)",
+    ),
+    "xlogy": (lambda x: xlogy(x[0], x[1]), [0.0, 0.0], "eqg.safe.xlogy(x, y)"),
+    "xlog1py": (lambda x: xlog1py(x[0], x[1]), [0.0, -1.0], "eqg.safe.xlog1py(x, y)"),
+    "a mask over an empty row": (
+        lambda x: jnp.where(x[0] > 1, jax.nn.softmax(x - jnp.inf)[0], 0.0),
+        [0.0, 0.0],
+        "eqg.safe.softmax(x)",
     ),
     "softmax of an empty row": (
         lambda x: jax.nn.softmax(x - jnp.inf)[0],

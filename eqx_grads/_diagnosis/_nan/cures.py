@@ -87,7 +87,11 @@ _OF_PRIMITIVES = {
     "Use `eqg.safe.power(x, y)`, whose derivative is zero there, or `(x + eps)**y`. For an "
     "exponent that is always whole, pass a Python `int`.",
     "sqrt": "The derivative of `sqrt` is infinite at zero. Use `eqg.safe.sqrt(x)`, whose "
-    "derivative is zero there, or `jnp.sqrt(x + eps)`; for a norm, `eqg.safe.norm(x)`.",
+    "derivative is zero there, or `jnp.sqrt(x + eps)`.",
+    "xlogy": "The derivative of `xlogy` by its second argument is 0/0 where both are zero. Use "
+    "`eqg.safe.xlogy(x, y)`, whose derivative is zero there.",
+    "xlog1py": "The derivative of `xlog1py` by its second argument is 0/0 at zero and -1. "
+    "Use `eqg.safe.xlog1py(x, y)`, whose derivative is zero there.",
     "logaddexp": "`logaddexp` has no derivative where both arguments are infinite. Use "
     "`eqg.safe.logaddexp(x, y)`, whose derivative is zero there.",
     "eigh": _EQUAL % ("eigenvectors", "eigenvalues", "eigh(a)"),
@@ -124,6 +128,13 @@ _OF_FORMULAS = {
     "sinh(x) / x": "Use `eqg.safe.sinhc(x)` in place of `sinh(x) / x`.",
 }
 
+# Functions in place of formulas of a row whose entries may all be `-inf`.
+_SAFE_IN_EMPTY_ROWS = {
+    "shift of softmax": "eqg.safe.softmax(x)",
+    "shift of log_softmax": "eqg.safe.log_softmax(x)",
+    "log of shifted sum": "eqg.safe.logsumexp(x)",
+}
+
 # For formulas of a row whose entries are all `-inf`.
 _OF_EMPTY_ROWS = {
     "shift of softmax": "A softmax is not defined where all entries are `-inf`. Use "
@@ -152,6 +163,11 @@ def cure_of(
         text = _TOO_LARGE_A_PRODUCT
     if kind == DEAD_BRANCH and formula == "log of softmax":
         text = _OF_FORMULAS[formula]
+    if kind == DEAD_BRANCH and formula in _SAFE_IN_EMPTY_ROWS:
+        text = (
+            f"Use `eqg.zero_safe(loss)`, or `{_SAFE_IN_EMPTY_ROWS[formula]}`, which has the "
+            "derivative zero where all entries are `-inf`."
+        )
     if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
         at_pole = kind in (SINGULARITY, INDETERMINATE)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text

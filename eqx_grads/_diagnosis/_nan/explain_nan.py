@@ -70,6 +70,12 @@ _NOT_THESE = (
     "operations in range, as `eqg.safe.where` does."
 )
 
+_ONLY_COMPILED = (
+    "Compiled as a whole, as by `jax.jit`, the gradient of {} is not finite. XLA rounds "
+    "otherwise there: what is exactly zero operation by operation, such as `x - jnp.mean(x)` "
+    "of equal numbers, may be a rounding error, which an infinite derivative multiplies."
+)
+
 # The value of a library's function, which the cure would have the user edit.
 _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
 
@@ -133,7 +139,8 @@ def explain_nan(
 
     A loss with a `while_loop` has no gradient. Its derivative in forward mode is looked at.
 
-    This evaluates loss and gradient once, and once more if something is bad. If there is a
+    This evaluates loss and gradient once, and once more if something is bad; if nothing is, it
+    compiles the gradient to see whether that holds for the compiled program. If there is a
     mask or a singularity, the gradient of `zero_safe(loss)` is evaluated as well, and if that
     is not finite, that of `zero_safe(loss, policy="zero")`: the cure and `remarks` name the one
     that is. Outside of loops operations are evaluated one by one, which is slower than the
@@ -208,12 +215,15 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
 
 
 def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
-    """Whether `zero_safe` with this policy makes the gradient finite."""
+    """Whether `zero_safe` with this policy makes the gradient finite, compiled as well."""
     safe = zero_safe(loss, policy=policy)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    of_arrays = lambda arrays: safe(eqx.combine(arrays, rest), *args, **kwargs)
+
+    def gradient(arrays, args, kwargs):
+        return jax.grad(lambda x: safe(eqx.combine(x, rest), *args, **kwargs))(arrays)
+
     try:
-        grads = jax.grad(of_arrays)(arrays)
+        grads = [fn(arrays, args, kwargs) for fn in (gradient, eqx.filter_jit(gradient))]
     except RuntimeError:  # of a check in the program, such as `eqx.error_if`
         return False
     return all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(grads))
@@ -241,7 +251,7 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
         found = _find(derivative, root, numbers, threshold)
         remarks += _show_dropped(derivative, dropped, found)
     if not bad and np.isfinite(value) and derivative.is_reverse:
-        remarks += _zeros(names, root.results[1:])
+        remarks += _zeros(names, root.results[1:]) + _bad_if_compiled(derivative, values, names)
     return NaNReport(
         found,
         value,
@@ -261,6 +271,19 @@ def _zeros(names, gradients) -> list[str]:
     if not zeros:
         return []
     return [f"The gradient of {show_list(zeros, 8)} is zero: `eqg.explain_zero` says why."]
+
+
+def _bad_if_compiled(derivative: Derivative, values, names) -> list[str]:
+    """A remark on leaves whose gradient is finite, but not if it is compiled as a whole."""
+    doing("compiling the gradient")
+    program = derivative.root.program
+    try:
+        _, *gradients = jax.jit(lambda values: evaluate(program, values, bind))(values)
+        pairs = zip(names, gradients, strict=True)
+        bad = [n for n, x in pairs if is_inexact(x) and is_bad(np.asarray(x), None).any()]
+    except RuntimeError:  # of a check in the program, such as `eqx.error_if`
+        return []
+    return [_ONLY_COMPILED.format(show_list(bad, 8))] if bad else []
 
 
 def _differentiate(numbered: NumberedLoss, loss) -> Derivative:

@@ -91,8 +91,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     - A matrix product of which an infinite element is taken for one row, and not for another.
 
     With `policy="zero"`, moreover, an exact zero wins over any factor in the derivative of
-    elementwise operations and inner products: the derivative of `norm(x)` at 0 and of `std(x)`
-    at equal numbers is 0. That is a convention, and it makes finite numbers that are wrong:
+    elementwise operations and inner products: the derivative of `norm(x)` at 0 is 0, and so is
+    that of `std(x)` at equal numbers, if `x - mean(x)` is exactly zero: compiled, it may be a
+    rounding error. That is a convention, and it makes finite numbers that are wrong:
     `sqrt(x)**2` is `x`, and its derivative at 0 becomes 0 in place of 1. It is one for the
     first derivative; higher ones may not be finite there. With the other policy, what is
     finite is right, but for boundaries of masks.
