@@ -1,6 +1,7 @@
 """Findings: made from a comparison of arrays, from an exception, or from a text."""
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -139,7 +140,7 @@ def _users_line(error: BaseException) -> traceback.FrameSummary | None:
     return users[-1] if users else None
 
 
-_LIBRARIES = ("/jax/", "/jaxtyping/", "/beartype/", "/jaxlib/", "/equinox/", "/eqx_grads/")
+_LIBRARIES = ("jax", "jaxtyping", "beartype", "jaxlib", "equinox", __name__.split(".")[0])
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _STANDARD_LIBRARY = tuple(
     os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib")
@@ -151,7 +152,10 @@ def _is_of_library(filename: str) -> bool:
     is_pythons = filename.startswith((*_STANDARD_LIBRARY, "<frozen"))
     if is_pythons and not _is_installed(filename):
         return True
-    return any(part in filename.replace("\\", "/") for part in _LIBRARIES)
+    # Where they were imported from: a folder of the user's may have the same name.
+    loaded = (sys.modules.get(name) for name in _LIBRARIES)
+    folders = (os.path.dirname(m.__file__) for m in loaded if m is not None and m.__file__)
+    return filename.startswith(tuple(folder + os.sep for folder in folders))
 
 
 def _is_installed(filename: str) -> bool:

@@ -275,8 +275,10 @@ def _zeros(names, gradients) -> list[str]:
 
 def _bad_if_compiled(derivative: Derivative, values, names) -> list[str]:
     """A remark on leaves whose gradient is finite, but not if it is compiled as a whole."""
-    doing("compiling the gradient")
     program = derivative.root.program
+    if program.effects:  # such as those of `jax.debug.print`, which would run once more
+        return []
+    doing("compiling the gradient")
     try:
         _, *gradients = jax.jit(lambda values: evaluate(program, values, bind))(values)
         pairs = zip(names, gradients, strict=True)
