@@ -19,6 +19,7 @@ import pytest
 from .helpers import skip_without_checkpointed_loops
 
 
+pytestmark = pytest.mark.docs
 ROOT = pathlib.Path(__file__).parents[1]
 
 
