@@ -193,7 +193,7 @@ def test_T4_a_mode_that_nothing_was_said_about():
     }
     report = eqgt.check_rule(tangents, jnp.asarray(X), **options)
     assert [(f.verdict, f.text) for f in report["forward"]] == [
-        ("skipped", "nothing was said about this mode")
+        ("skipped", "nothing was said about this mode: pass `expected_tangent=` too")
     ]
 
 

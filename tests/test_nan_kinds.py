@@ -235,3 +235,74 @@ def test_lines_inside_of_zero_safe(fn, around):
     (line,) = [first + i for i, text in enumerate(source) if "# INSIDE" in text]
     (record,) = eqg.explain_nan(around(fn), X).found
     assert (record.file, record.line, record.primitive) == (__file__, line, "sqrt")
+
+
+# ---------------------------------------------------------------- a gradient in the loss
+
+
+def _of_the_gradient(fn):
+    return lambda w, x: jnp.sum(jax.grad(fn, 1)(w, x) ** 2)
+
+
+def _of_the_hessian(fn):
+    return lambda w, x: jnp.sum(jax.hessian(fn, 1)(w, x) ** 2)
+
+
+@pytest.mark.parametrize("nested", [_of_the_gradient, _of_the_hessian])
+@pytest.mark.parametrize("length", [lambda x: jnp.sqrt(jnp.sum(x**2)), jnp.linalg.norm])
+def test_the_derivative_of_a_length_in_the_loss(nested, length):
+    """The quotient `0.5 / sqrt(x)` is that of the derivative, and no direction of the user's."""
+    loss = nested(lambda w, x: jnp.tanh(w * length(x)))
+    report = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2))
+    assert {record.cure.partition(",")[0] for record in report.found} == {
+        "The derivative of a norm is not defined at zero. Use `eqg.safe.norm(x)`"
+    }
+    safe = nested(lambda w, x: jnp.tanh(w * eqg.safe.norm(x)))
+    assert jnp.isfinite(jax.grad(safe)(jnp.array(1.0), jnp.zeros(2)))
+
+
+def test_a_direction_in_the_loss():
+    loss = lambda w, x: jnp.sum(w * x / jnp.linalg.norm(x))
+    (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
+    assert "eqg.safe.normalize" in record.cure
+
+
+def test_rows_that_look_the_same_are_one():
+    loss = _of_the_hessian(lambda w, x: jnp.tanh(w * jnp.linalg.norm(x)))
+    report = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2))
+    rows = [line for line in str(report).splitlines() if "test_nan_kinds.py:" in line]
+    assert len(rows) == len(set(rows)) < len(report.found)
+    assert any(" times)" in row for row in rows)
+
+
+# ---------------------------------------------------------------- elements of other kinds
+
+
+def test_elements_of_one_operation_with_different_causes():
+    """With the cure of the one, the other is not finite still."""
+    report = eqg.explain_nan(lambda x: jnp.sum(jnp.log(x)), jnp.array([-1.0, 0.0, 1.0]))
+    found = [(record.kind, record.index, record.operands) for record in report.found]
+    assert sorted(found) == [
+        ("outside of the domain", (0,), (-1.0,)),
+        ("true singularity", (1,), (0.0,)),
+    ]
+
+
+def test_elements_that_were_not_finite_before_have_no_cause_of_their_own():
+    loss = lambda x: jnp.sum(jnp.log(x * jnp.log(x)))
+    report = eqg.explain_nan(loss, jnp.array([-1.0, 1.0, 3.0]))
+    lines = {(record.kind, record.operands) for record in report.found}
+    assert lines == {("outside of the domain", (-1.0,)), ("true singularity", (0.0,))}
+
+
+@pytest.mark.parametrize(
+    ("fn", "matrix", "cure"),
+    [
+        (jnp.linalg.inv, jnp.ones((2, 2)), "The matrix of `custom_linear_solve` is singular"),
+        (jnp.linalg.cholesky, -jnp.eye(2), "The matrix is not positive definite"),
+    ],
+)
+def test_matrices(fn, matrix, cure):
+    report = eqg.explain_nan(lambda a: jnp.sum(fn(a)), matrix)
+    assert report.found[0].cure.startswith(cure)
+    assert "a + eps * jnp.eye(n)" in report.found[0].cure

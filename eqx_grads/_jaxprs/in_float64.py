@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .evaluate import bind, enter, evaluate
 from .structure import CallWithRule, Cond, equations, inner_programs, ShardMap, structure
+from .versions import given_solver
 
 
 # The parameters that hold the dtype of a result.
@@ -60,6 +61,13 @@ def primal_program(eqn: Any) -> ClosedJaxpr | None:
 _OPAQUE_CALLS = ("call_hi_primitive",)
 
 
+def primal_call(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """What a call with a rule, or a solver that was given to JAX, computes: a program, and the
+    indices of its operands among those of the equation. `None` for another equation."""
+    program = primal_program(eqn)
+    return given_solver(eqn) if program is None else (program, list(range(len(eqn.invars))))
+
+
 def _shapes(avals) -> list[Any]:
     return [getattr(aval, "shape", None) for aval in avals]
 
@@ -75,8 +83,10 @@ def _hook(eqn, values):
     is_opaque = isinstance(known, ShardMap)
     if known is not None and not is_opaque:
         return enter(eqn, values, _run)
-    if known is None and primal_program(eqn) is not None:
-        return _run(primal_program(eqn), values, None)
+    call = primal_call(eqn) if known is None else None
+    if call is not None:
+        program, indices = call
+        return _run(program, [values[i] for i in indices], None)
     if is_opaque or inner_programs(eqn) or _looks_at_types(eqn):
         return list(map(_widen, bind(eqn, _as_traced(eqn, values))))
     if eqn.primitive.name == "reduce_precision":

@@ -107,6 +107,32 @@ def rule_of_custom_call(params: Mapping[str, Any]) -> Any:
     return params["jvp_jaxpr_fun"] if "jvp_jaxpr_fun" in params else params["bwd"]
 
 
+def given_solver(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """The solver that was given to `jax.lax.custom_linear_solve` or `jax.lax.custom_root`, and
+    the indices of its operands among those of the equation. `None` for another equation.
+
+    No public API returns it. Until JAX 0.11 a `custom_root` is a call with a rule, whose
+    program is all it computes: see `is_custom_root`.
+    """
+    n = len(eqn.invars)
+    if eqn.primitive.name == "custom_linear_solve":
+        counts = eqn.params["const_lengths"]
+        start = counts.matvec + counts.vecmat
+        indices = [*range(start, start + counts.solve), *range(n - len(eqn.outvars), n)]
+        return as_closed(eqn.params["jaxprs"].solve), indices
+    jaxpr: Any = getattr(eqn.params.get("_prim"), "solve_jaxpr", None)
+    if not is_jaxpr(jaxpr):
+        return None
+    jaxpr = jaxpr if jaxpr.consts is not None else jaxpr.replace(consts=())
+    return jaxpr, list(range(len(jaxpr.invars)))
+
+
+def is_custom_root(program: ClosedJaxpr) -> bool:
+    """Whether a program with a rule is that of a `jax.lax.custom_root`. When JAX 0.11 is the
+    oldest version, delete this function."""
+    return function_name(program) == "_custom_root"
+
+
 def function_name(program: ClosedJaxpr) -> str:
     """The name of the function that a program was traced from.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from .._errors import name_of, rule_error
 from .._jaxprs.in_float64 import evaluate_in_float64
 from ._argument_checks import (
     as_names,
@@ -83,8 +84,9 @@ class Precision:
         self.reference = self.plain
         self.compared: Callable[..., list[Any]] = self.rule.fn
         if options.reference is not None:
-            self.reference = Program(_reference(subject, options.reference), leaves, context)
-            self.compared = _with_reference(subject, options.reference)
+            reference = _with_self(subject, options.reference)
+            self.reference = Program(_reference(subject, reference), leaves, context)
+            self.compared = _with_reference(subject, reference)
 
     @ft.cached_property
     def _named_outputs(self) -> list[tuple[str, Any]]:
@@ -113,9 +115,28 @@ def _cast(v, dtype):
 
 
 def _outputs_of(subject, reference, leaves):
-    _, args = subject.tree(leaves)
+    args = subject.arguments(leaves)
     out = jax.tree.leaves(reference(*args, **subject.kwargs))
     return [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+def _with_self(subject, reference):
+    """The reference as a function of the Module that is differentiated, too."""
+    if not subject.has_self:
+        return reference
+    unbound = subject.of_self(reference)
+    if unbound is None:
+        first = next(n for n, i in zip(subject.names, subject.groups, strict=True) if i < 0)
+        raise rule_error(
+            f"`reference` is not a function of {first}, in which `{subject.name}` is "
+            "differentiated.",
+            f"`reference` is `{name_of(reference)}`",
+            do="Pass another method of the same object as `reference`. Or check a function of "
+            "the object and the arguments, with a `reference` of both: "
+            "`check_rule(lambda layer, x: layer(x), layer, x, reference=...)`. To leave the "
+            "arrays of the object out, check `lambda x: layer(x)`.",
+        )
+    return unbound
 
 
 def _with_reference(subject, reference):
@@ -181,7 +202,10 @@ class Case:
         seed: int = 0,
     ):
         self.options = options
-        self.subject = FlatFunction(fn, args, kwargs, options.nondifferentiable)
+        # What was asked for is a function of arrays: there, a number is a static option.
+        is_asked_for = self.is_wrong_on_purpose
+        names = options.nondifferentiable
+        self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=not is_asked_for)
         self.own = Precision(self.subject, options, contextlib.nullcontext)
         self.rng = np.random.default_rng(seed)
         self.subject.check_points(options.at)

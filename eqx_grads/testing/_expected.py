@@ -103,18 +103,19 @@ def _arrays(xs):
 
 def _of_tangents(p: "Precision", formula):
     """The user's formula as a function of arrays."""
-    _, primals = p.subject.tree(p.subject.leaves)
+    primals = p.subject.arguments(p.subject.leaves)
 
     def of_tangents(tangents):
-        _, t_args = p.subject.tree(tangents)
-        return _like(p.outputs, jax.tree.leaves(formula(primals, t_args)))
+        return _like(
+            p.outputs, jax.tree.leaves(formula(primals, p.subject.arguments(tangents)))
+        )
 
     return of_tangents
 
 
 def _of_cotangents(p: "Precision", formula):
     """The user's formula as a function of arrays."""
-    _, primals = p.subject.tree(p.subject.leaves)
+    primals = p.subject.arguments(p.subject.leaves)
 
     def of_cotangents(cotangents):
         out = formula(primals, p.subject.like_output(cotangents))

@@ -26,6 +26,8 @@ class FlatFunction:
 
     - `leaves`, `names`: the arrays that are perturbed, and what the user calls them.
     - `groups`: for each leaf, the index of its argument; -1 for a leaf of the function itself.
+    - `has_self`: whether there are leaves of the function itself: a Module, or the one that a
+        method is bound to.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class FlatFunction:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         nondifferentiable: Collection[str] = (),
+        own_numbers: bool = True,
     ):
+        """- `own_numbers`: whether the Python numbers of a Module are perturbed, too."""
         signature = Signature(fn)
         by_position = tuple(jax.tree.map(_canonical, list(args)))
         by_keyword = jax.tree.map(_canonical, dict(kwargs))
@@ -52,16 +56,22 @@ class FlatFunction:
         self._all = [leaf for _, leaf in flat]
         fixed = set(getattr(fn, "nondiff_argnums", ()))
         fixed |= _numbers(nondifferentiable, signature.names, len(args), self.name)
+        self.argument_names = [signature.names[i] for i in range(len(args))]
         self.indices, self.names, self.groups = [], [], []
         for index, (path, leaf) in enumerate(flat):
             argument = path[1].idx if path[0].idx == 1 else -1
-            if is_arraylike(leaf) and is_differentiable(leaf) and argument not in fixed:
+            is_constant = argument in fixed or (
+                argument < 0 and not own_numbers and isinstance(leaf, float | complex)
+            )
+            if is_arraylike(leaf) and is_differentiable(leaf) and not is_constant:
                 self.indices.append(index)
                 self.groups.append(argument)
                 rest = show_path(path[2:] if argument >= 0 else path[1:])
                 name = signature.names[argument] if argument >= 0 else "self"
                 self.names.append(f"`{name}{rest}`")
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
+        self.has_self = -1 in self.groups
+        self._given_owner = _owner(fn)  # also where the function is that of float64
 
     def check_points(self, points: Sequence[Sequence[Any]]) -> None:
         """Raise unless the function can be called with each of them."""
@@ -82,6 +92,27 @@ class FlatFunction:
         for index, leaf in zip(self.indices, leaves, strict=True):
             flat[index] = leaf
         return jax.tree.unflatten(self._treedef, flat)
+
+    @property
+    def constants(self) -> list[Any]:
+        """The arrays of the arguments that are not perturbed."""
+        perturbed = set(self.indices)
+        leaves = (x for i, x in enumerate(self._all) if i not in perturbed)
+        return [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments with their differentiable leaves replaced, after the Module that has
+        leaves of its own, if there is one."""
+        fn, args = self.tree(leaves)
+        return (_owner(fn), *args) if self.has_self else args
+
+    def of_self(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """A method that is bound to the same Module, or that Module, as a function of the
+        Module and the arguments. `None` for another function."""
+        if function is self._given_owner:
+            return type(function).__call__
+        is_bound = getattr(function, "__self__", None) is self._given_owner
+        return getattr(function, "__func__", None) if is_bound else None
 
     def call(self, leaves: Sequence[Any]) -> Any:
         fn, args = self.tree(leaves)
@@ -119,13 +150,22 @@ class FlatFunction:
         return jax.tree.unflatten(treedef, filled)
 
     def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
-        """One cotangent for each leaf, from a tuple of trees, one for each argument."""
+        """One cotangent for each leaf, from a tuple of trees, one for each of `arguments`."""
+        names = ["self"] * self.has_self + list(self.argument_names)
+        if not isinstance(cotangents, tuple | list) or len(cotangents) != len(names):
+            is_tuple = isinstance(cotangents, tuple | list)
+            raise rule_error(
+                "`expected_cotangent` does not return a cotangent for each argument.",
+                f"{len(cotangents)} for" if is_tuple else f"{type(cotangents).__name__} for",
+                ", ".join(f"`{name}`" for name in names),
+                do="Return a tuple with one tree for each of the `primals`, `None` for zero. "
+                "If `self` has arrays, it is the first one.",
+            )
         by_argument = []
-        for number in range(-1, len(self.args)):
+        for number, ct in enumerate(cotangents, -1 if self.has_self else 0):
             mine = [i for i, group in enumerate(self.groups) if group == number]
             if not mine:
                 continue
-            ct = None if number < 0 else cotangents[number]
             leaves = jax.tree.leaves(ct)
             if ct is not None and len(leaves) != len(mine):
                 raise rule_error(
@@ -157,6 +197,10 @@ def double_precision():
     """64-bit arrays, and the promotion of 32-bit constants in the user's code."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _owner(fn: Any) -> Any:
+    return getattr(fn, "__self__", fn)
 
 
 def _cannot_be_called(name, args, kwargs, mismatch):

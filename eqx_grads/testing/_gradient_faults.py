@@ -138,6 +138,7 @@ class _Reasons(NamedTuple):
         differentiated one by one.
     - `opaque`: what JAX can't differentiate, whatever is removed.
     - `around`: the rules in which that is.
+    - `solvers`: the equations with a solver of the user's.
     """
 
     by_leaf: dict[int, list[Suspect]]
@@ -145,9 +146,10 @@ class _Reasons(NamedTuple):
     is_scan: bool
     opaque: Sequence[Origin]
     around: Sequence[Suspect]
+    solvers: Sequence[Origin]
 
 
-NO_REASONS = _Reasons({}, None, False, [], [])
+NO_REASONS = _Reasons({}, None, False, [], [], [])
 
 
 def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
@@ -170,7 +172,7 @@ def _reasons(loss, model, args, kwargs, judge, leaves, mode) -> _Reasons:
     reference = removal.gradient(removed) if is_known else None
     inside = {number for o in removal.opaque for number in o.enclosing}
     around = [suspect for suspect in removal.suspects if suspect.origin.number in inside]
-    return _Reasons(by_leaf, reference, is_scan, removal.opaque, around)
+    return _Reasons(by_leaf, reference, is_scan, removal.opaque, around, removal.solvers)
 
 
 def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFault:
@@ -249,6 +251,13 @@ def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool
     if known.is_scan:
         return "The steps are right: the gradient of a `filter_scan` is at fault."
     if not reasons:
+        if kind == "wrong" and known.solvers:
+            first = known.solvers[0]
+            return (
+                f"The derivative of the solver at {first.source} is that of the equation that "
+                "it is given, and is wrong if it solves another one. Apply `eqgt.check_rule` "
+                "to it."
+            )
         if known.opaque:
             first = known.opaque[0]
             text = f"JAX can't differentiate `{first.primitive}` at {first.source}"

@@ -29,7 +29,7 @@ from .._jaxprs.structure import (
     While,
 )
 from ._loss_program import LossProgram
-from ._strip_rules import is_rule
+from ._strip_rules import has_given_solver, is_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,7 @@ class RuleRemoval:
     """The gradient of a loss without some of its rules.
 
     - `suspects`: what can be removed. A set of rules is a set of indices of this list.
+    - `solvers`: the equations with a solver of the user's. They can't be removed.
     - `opaque`: the equations that JAX can't differentiate. A rule or a `stop_gradient` may keep
         the derivative from them. Without it, their derivative is zero here, and so is that of a
         `while_loop` in reverse mode.
@@ -74,7 +75,9 @@ class RuleRemoval:
         self._index: dict[int, int] = {}  # from the id of an equation
         known: dict[tuple[str, str, str], int] = {}
         origins = NumberedLoss(program.traced).origins
-        self.opaque = _opaque(origins)
+        self.solvers = [origin for origin in origins if has_given_solver(origin.eqn)]
+        with program.context():  # in which its equations have their types
+            self.opaque = _opaque(origins)
         self._opaque_ids = {id(origin.eqn) for origin in self.opaque}
         for origin in origins:
             if not _is_suspect(origin.eqn):
@@ -198,7 +201,7 @@ class RuleRemoval:
 def _is_suspect(eqn) -> bool:
     if eqn.primitive.name == "stop_gradient":
         return True
-    return is_rule(eqn) and primal_program(eqn) is not None
+    return is_rule(eqn) and primal_program(eqn) is not None and not has_given_solver(eqn)
 
 
 def _opaque(origins: Sequence[Origin]) -> list[Origin]:

@@ -3,7 +3,8 @@
 Plain autodiff of the undecorated function gives the derivative that a rule should return, in
 the user's dtype and without a step size. The function is traced, and every call with a rule in
 its jaxpr, at any depth, is replaced by the primal computation. Rules of JAX itself
-(`jax.nn.relu`) are kept.
+(`jax.nn.relu`) are kept. A solver that the user gave to `jax.lax.custom_linear_solve` or
+`jax.lax.custom_root` is a function whose rule is the equation.
 """
 
 import pathlib
@@ -14,9 +15,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.in_float64 import primal_program
+from .._jaxprs.in_float64 import primal_call, primal_program
 from .._jaxprs.structure import CallWithRule, equations, inner_programs, structure
-from .._jaxprs.versions import rule_of_custom_call
+from .._jaxprs.versions import given_solver, is_custom_root, rule_of_custom_call
 
 
 _JAX = str(pathlib.Path(jax.__file__).parent)
@@ -45,8 +46,10 @@ def _evaluate(
         known = structure(eqn)
         has_rule = known is None or isinstance(known, CallWithRule)
         has_rule = has_rule and primal_program(eqn) is not None
-        if is_rule(eqn) or (has_rule and is_decorated):
-            return without(primal_program(eqn), values, None)
+        call = primal_call(eqn)
+        if call is not None and (is_rule(eqn) or (has_rule and is_decorated)):
+            program, indices = call
+            return without(program, [values[i] for i in indices], None)
         if has_rule:  # of JAX itself
             return bind(eqn, values)
         if any(_holds_rule(inner) for inner in inner_programs(eqn)):
@@ -63,7 +66,7 @@ def _holds_rule(program: ClosedJaxpr) -> bool:
 
 def is_rule(eqn) -> bool:
     """Whether an equation is the call of a function to which the user gave a rule."""
-    if eqn.primitive.name == "eqg_call":
+    if eqn.primitive.name == "eqg_call" or has_given_solver(eqn):
         return True
     known = structure(eqn)
     primal = primal_program(eqn)
@@ -75,6 +78,16 @@ def is_rule(eqn) -> bool:
     # Not if both the function and its rule were written in JAX.
     program, rule = known.programs[0].jaxpr, rule_of_custom_call(eqn.params)
     return not all(_JAX in _source(x) for x in (program, rule))
+
+
+def has_given_solver(eqn) -> bool:
+    """Whether an equation is a `jax.lax.custom_linear_solve` or a `jax.lax.custom_root`, with a
+    solver of the user's."""
+    solver = given_solver(eqn)
+    if solver is not None:
+        return _JAX not in _source(solver[0].jaxpr)
+    primal = primal_program(eqn)
+    return primal is not None and is_custom_root(primal)
 
 
 def _source(x) -> str:

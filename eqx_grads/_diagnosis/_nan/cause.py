@@ -24,6 +24,7 @@ from .cures import (
     MASKED_PRODUCT,
     OVERFLOW,
     SINGULARITY,
+    SOLVES,
     ZERO_TIMES_INFINITY,
 )
 from .derivative_program import Derivative
@@ -82,9 +83,29 @@ def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
     """The causes of a loss that is not finite."""
     loss = derivative.root.program.jaxpr.outvars[0]
     return [
-        _cause_of_source(derivative, source, forward=True)
+        _cause_of_source(derivative, each, forward=True)
         for source in sources_of_nonfinite(root, loss, (), root.results[0])
+        for each in _of_each_kind(source)
     ]
+
+
+_MOST_ELEMENTS = 256  # that are looked at one by one
+
+
+def _of_each_kind(source: Spot | Input) -> list[Spot | Input]:
+    """One element for each kind: of a logarithm, those at zero and those below have others."""
+    if isinstance(source, Input) or source.eqn.primitive.name not in ELEMENTWISE:
+        return [source]
+    bad = np.argwhere(
+        is_bad(np.asarray(source.frame.outputs[source.position][source.output]), None)
+    )
+    spots = {_kind_of_source(source): source}
+    for index in bad[:_MOST_ELEMENTS]:
+        spot = dataclasses.replace(source, index=tuple(map(int, index)))
+        xs = [_element(x, spot.index) for x in spot.operands if is_inexact(x)]
+        if not any(map(is_nonfinite, xs)):  # it was made here
+            spots.setdefault(_kind_of_source(spot), spot)
+    return list(spots.values())
 
 
 def _bad_spots(frame: Frame, position: int, threshold) -> list[Spot]:
@@ -231,17 +252,13 @@ _POLES = ("div", "log", "rsqrt", "pow", "integer_pow", "log1p", "log2", "atanh",
           "lgamma", "erf_inv", "tan", "cbrt")  # fmt: skip
 
 
-# Not finite for a singular matrix.
-_SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "cholesky")
-
-
 def _kind_of_source(source: Spot) -> str:
     """Why an element is not finite although all that it depends on is."""
     name = source.eqn.primitive.name
     value = source.value
     if name == "select_n" and np.isinf(value):
         return INFINITE_CONSTANT
-    if name in _SOLVES:
+    if name in SOLVES:
         return SINGULARITY
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY

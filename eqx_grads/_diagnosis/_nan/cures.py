@@ -12,6 +12,9 @@ INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
 INFINITE_CONSTANT = "constant infinity"
 
+# Operations that are not finite for a singular matrix.
+SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "cholesky")
+
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
     DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)` in place of "
@@ -52,7 +55,7 @@ _HOST_DERIVATIVE = (
 # For kinds whose cure differs if a value is bad, and not a cotangent.
 _OF_VALUES = {
     SINGULARITY: "`{op}` is not finite there. Keep its argument away from that point "
-    "(`x + eps`; for a matrix `a + eps * jnp.eye(n)`).",
+    "(`x + eps`).",
     INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
     "with a `where` around the arguments.",
 }
@@ -78,7 +81,11 @@ _EQUAL = (
     "The %s of equal %s have no derivative. Use `eqg.safe.%s`, which is right for every "
     "function that does not depend on the choice of them."
 )
+_SINGULAR = "The matrix of `{op}` is singular there. Keep it regular: `a + eps * jnp.eye(n)`."
 _OF_PRIMITIVES = {
+    **dict.fromkeys(SOLVES, _SINGULAR),
+    "cholesky": "The matrix is not positive definite there. Symmetrize it, and add a multiple "
+    "of the identity: `a + eps * jnp.eye(n)`.",
     "acos": _CLIPPED % "cos",
     "asin": _CLIPPED % "sin",
     "log": "Keep the argument of `log` away from zero: `jnp.log(x + eps)`. For `x * log(y)`, "
@@ -112,6 +119,7 @@ _OF_FORMULAS = {
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
+    "sqrt": _OF_PRIMITIVES["sqrt"],
     "norm": "The derivative of a norm is not defined at zero. Use `eqg.safe.norm(x)`, whose "
     "derivative is zero there, and whose squares stay in range.",
     "length": "The derivative of a length is not defined at zero. Use `eqg.safe.hypot(x, y)`, "

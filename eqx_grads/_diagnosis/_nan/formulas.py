@@ -54,6 +54,10 @@ class Formulas:
                 return self._formula_of_growth(origin)
             case "sub":
                 return self._formula_of_shift(origin) if self._is_shifted(origin) else ""
+            case "integer_pow":
+                return self._formula_of_derivative(origin)
+            case "div" if formula := self._formula_of_derivative(origin):
+                return formula
             case "div":
                 above = self._made_by(origin, 0)
                 if above is not None and above.primitive in ("expm1", "log1p", "sinh"):
@@ -65,6 +69,25 @@ class Formulas:
                 if below is not None and below.primitive == "sqrt":
                     return "x / norm" if self._formula_of_sqrt(below) == "norm" else ""
         return ""
+
+    def _formula_of_derivative(self, origin: Origin) -> str:
+        """What the square root is a part of, of whose derivative JAX made this operation: in the
+        gradient of a gradient, it is what is not finite."""
+        root = self._root(origin)
+        calls = (self._origins[i].eqn for i in (origin.number, *origin.enclosing))
+        if root is None or not any("jvp(" in str(eqn.source_info.name_stack) for eqn in calls):
+            return ""
+        return self._formula_of_sqrt(root) or "sqrt"
+
+    def _root(self, origin: Origin) -> Origin | None:
+        """The square root in `0.5 / sqrt(x)` and in `sqrt(x) ** -2`."""
+        if origin.primitive == "integer_pow":
+            k, is_formula = 0, origin.eqn.params["y"] < 0
+        else:
+            atom = origin.eqn.invars[0]
+            k, is_formula = 1, isinstance(atom, Literal) and bool(atom.val == 0.5)
+        root = self._made_by(origin, k) if is_formula else None
+        return root if root is not None and root.primitive == "sqrt" else None
 
     def _formula_of_growth(self, origin: Origin) -> str:
         """What a `cosh`, `expm1` or `sinh` that overflows is a part of."""

@@ -1,5 +1,6 @@
 """What `explain_nan` returns: a record for each place, and how they are shown."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -101,8 +102,8 @@ class NaNReport(AbstractReport):
     def tables(self):
         title = "`zero_safe` drops these, where the gradient of the function is not finite."
         return [
-            Table(_COLUMNS, list(map(_row, self.found))),
-            Table(_COLUMNS, list(map(_row, self.dropped)), title, "dropped"),
+            Table(_COLUMNS, _rows(self.found)),
+            Table(_COLUMNS, _rows(self.dropped), title, "dropped"),
         ]
 
     def notes(self):
@@ -131,6 +132,13 @@ class NaNReport(AbstractReport):
 
 
 _COLUMNS = (*COLUMNS, "rule", "bad elements", "operands", "cotangent")
+
+
+def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
+    """One row for all that look the same, as the operations of a derivative in the loss may."""
+    counted = collections.Counter(map(_row, records))
+    times = lambda n: f" ({n} times)" if n > 1 else ""
+    return [(kind + times(n), *rest) for (kind, *rest), n in counted.items()]
 
 
 def _row(record: NonFinite) -> tuple[str, ...]:

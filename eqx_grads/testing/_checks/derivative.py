@@ -136,7 +136,10 @@ def _against_what_was_asked_for(mode: AbstractMode, got: _Arrays) -> Finding:
             return finding
         if witness.is_binding:
             failures.append(finding)
-    return failures[0] if failures else skipped(mode.check, "nothing was said about this mode")
+    if failures:
+        return failures[0]
+    option = "expected_tangent" if mode.check == "forward" else "expected_cotangent"
+    return skipped(mode.check, f"nothing was said about this mode: pass `{option}=` too")
 
 
 def _at_other_sizes(mode: AbstractMode) -> list[Finding]:

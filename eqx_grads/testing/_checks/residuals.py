@@ -40,8 +40,10 @@ def residuals(case: Case) -> Iterator[Finding]:
         return
     try:
         fn = case.subject.fn
-        kept = residuals_of(case.own.rule.fn, leaves, isinstance(fn, jax.custom_vjp))
-        per_step = _per_step(case.own.rule.fn, leaves)
+        held = case.subject.constants
+        arguments_count = isinstance(fn, jax.custom_vjp)
+        kept = residuals_of(case.own.rule.fn, leaves, held, arguments_count=arguments_count)
+        per_step = _per_step(case.own.rule.fn, leaves, held)
     except Exception as e:
         yield broke("residuals", "the residuals", e)
         return
@@ -66,9 +68,9 @@ def _beside(case: Case, leaves: Sequence[Any]) -> str:
     # Without the rule of `implicit` there is no derivative; of the solver there may be one.
     for fn in (case.own.plain.fn, _decorated(case)):
         try:
-            plain = residuals_of(fn, leaves)
+            plain = residuals_of(fn, leaves, held := case.subject.constants)
             if plain.is_derivative:  # and not `stop_gradient`, or rounding
-                plain_step = _per_step(fn, leaves)
+                plain_step = _per_step(fn, leaves, held)
                 text = f"{plain.total} per call, {plain_step} per scan step"
                 return f" (plain autodiff: {text})"
         except Exception:  # the function has no plain derivative
@@ -98,21 +100,27 @@ def _has_backward_rule(fn: Any) -> bool:
     return isinstance(decorated, custom_vjp)
 
 
-def residuals_of(fn: Any, leaves: Sequence[Any], arguments_count: bool = False) -> Residuals:
+def residuals_of(
+    fn: Any, leaves: Sequence[Any], held: Sequence[Any] = (), *, arguments_count: bool = False
+) -> Residuals:
     """The residuals of `fn`. Arguments are not counted, as the caller holds them anyway.
 
+    `held`: those that are not perturbed, which `fn` captures.
     `arguments_count`: whether an argument that is kept and never read is reported. It is not
     the rule's fault if the wrapper always keeps the arguments (Equinox's and ours do).
     """
     # Under `jit`, because JAX then removes residuals of its own that nothing reads.
     jitted = jax.jit(lambda *xs: list(fn(*xs)))
-    jaxpr = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs)[1])(*leaves).jaxpr
+    program = jax.make_jaxpr(lambda *xs: jax.vjp(jitted, *xs)[1])(*leaves)
+    jaxpr = program.jaxpr
     out, pull = jax.eval_shape(lambda *xs: jax.vjp(jitted, *xs), *leaves)
     kept, treedef = jax.tree.flatten(pull)
     backward = lambda res, cts: jax.tree.unflatten(treedef, res)(cts)
     closed = jax.make_jaxpr(backward)(kept, out)
     _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    captured = zip(jaxpr.constvars, program.consts, strict=True)
     arguments = {id(v) for v in jaxpr.invars}
+    arguments |= {id(v) for v, x in captured if any(x is y for y in held)}
     seen: set[int] = set()
     total, unread = 0, []
     for var, aval, is_read in zip(jaxpr.outvars, kept, read, strict=False):
@@ -134,11 +142,11 @@ def _itemsize(dtype) -> int:
     return getattr(dtype, "itemsize", 4)
 
 
-def _per_step(fn, leaves) -> int:
+def _per_step(fn, leaves, held) -> int:
     """The bytes for each step of a scan over `_STEPS` copies of the leaves."""
 
     def scanned(*xs):
         return lax_scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
 
     copies = [jnp.stack([x] * _STEPS) for x in leaves]
-    return residuals_of(scanned, copies).total // _STEPS
+    return residuals_of(scanned, copies, held).total // _STEPS
