@@ -251,7 +251,7 @@ def _of_the_hessian(fn):
 @pytest.mark.parametrize("nested", [_of_the_gradient, _of_the_hessian])
 @pytest.mark.parametrize("length", [lambda x: jnp.sqrt(jnp.sum(x**2)), jnp.linalg.norm])
 def test_the_derivative_of_a_length_in_the_loss(nested, length):
-    """The quotient `0.5 / sqrt(x)` is that of the derivative, and no direction of the user's."""
+    """The quotient `0.5 / sqrt(x)` is that of the derivative, and no direction."""
     loss = nested(lambda w, x: jnp.tanh(w * length(x)))
     report = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2))
     assert {record.cure.partition(",")[0] for record in report.found} == {

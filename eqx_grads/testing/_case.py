@@ -209,6 +209,7 @@ class Case:
         self.own = Precision(self.subject, options, contextlib.nullcontext)
         self.rng = np.random.default_rng(seed)
         self.subject.check_points(options.at)
+        self._constants = _traced(self.own)
 
     def with_seed(self, seed: int) -> "Case":
         """The same case with other random directions. Compiled programs are shared."""
@@ -275,16 +276,13 @@ class Case:
         try:
             with double_precision():
                 wide = Precision(self.subject.in_float64(), self.options, double_precision)
-                try:
-                    _pull_zeros(wide)
-                except Exception:
+                has_derivative = not _fails(_pull_zeros, wide)
+                if not has_derivative:
                     wide.rule.value()
-                    # If the rule fails in the user's precision too, a check reports that.
-                    if not _fails(_pull_zeros, self.own):
-                        return None
-            return wide
         except Exception:  # the function is for single precision only
             return None
+        # If the rule fails in the user's precision too, a check reports that.
+        return wide if has_derivative or _fails(_pull_zeros, self.own) else None
 
     @ft.cached_property
     def offers_forward(self) -> bool:
@@ -443,6 +441,28 @@ class Case:
             return rounding_error(derivative, self.own.subject.leaves)
         except Exception:  # the function has no such derivative
             return 0.0
+
+
+def _traced(p: Precision) -> list[ClosedJaxpr]:
+    """The function and its derivatives, traced, for as long as they are referenced.
+
+    Of a NumPy array that a function captures, JAX has one constant for both precisions, in that
+    of the first program that is alive (JAX 0.10 to 0.12). This has to be the user's own, or the
+    function can't be called in it any more.
+    """
+    tangents = lambda *xs: jax.jvp(p.rule.fn, xs, xs)
+
+    def cotangents(*xs):
+        out, pull = jax.vjp(p.rule.fn, *xs)
+        return pull(out)
+
+    programs = []
+    for fn in (p.rule.fn, p.reference.fn, tangents, cotangents):
+        try:
+            programs.append(jax.make_jaxpr(fn)(*p.subject.leaves))
+        except Exception:  # it looks at values, or lacks a mode; a check says so
+            continue
+    return programs
 
 
 def _pull_zeros(precision: Precision) -> None:

@@ -125,13 +125,16 @@ def check_rule(
     - `checks`, `skip`: the names of the checks to run, by default all, and of those to skip.
     - `reference`: a function of the same arguments whose autodiff is the expected derivative,
         for a rule that is wrong on purpose (straight-through, surrogate, reversal), and for
-        that of a solver that stops at a tolerance, of which differences are too noisy.
+        that of a solver that stops at a tolerance, of which differences are too noisy. For a
+        bound method, or a Module with arrays, another method of the same object.
     - `expected_tangent`: instead of `reference`, the expected derivative itself,
-        `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples.
+        `(primals, tangents) -> tangent_out`, where `primals` and `tangents` are tuples. For a
+        bound method, or a Module with arrays, their first entry is that of `self`.
     - `expected_cotangent`: the same for reverse mode,
         `(primals, cotangent) -> tuple of cotangents`. It is compared at cotangents near one,
         and at 4096 times larger and smaller ones. If one of the two is given, the other mode
-        has to be its transpose, or the derivative of the function.
+        has to be its transpose, or the derivative of the function; with `nonlinear`, another
+        one is not compared.
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
         clipping is. Skips `adjoint`, the part of `linear` about cotangents and, with an
         `expected_cotangent` or without a `reference`, `order`.

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
+from .._jaxprs.structure import inner_programs
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
 from ._flat_function import double_precision
@@ -137,12 +139,20 @@ class LossProgram:
             leaves = list(map(jnp.asarray, self.like_leaves(leaves)))
             return [np.asarray(g) for g in self._gradient(leaves, self.others)]
 
-    def check_rules(self) -> None:
-        """Raise the error of a rule that returns another dtype than the function has."""
+    @ft.cached_property
+    def traced_gradient(self) -> ClosedJaxpr | None:
+        """`None` if there is no reverse mode. Of a rule that returns another dtype than the
+        function has, the error is raised."""
         try:
-            jax.eval_shape(jax.grad(self._loss), self.leaves, self.others)
+            return jax.make_jaxpr(jax.grad(self._loss))(self.leaves, self.others)
         except ValueError:  # no reverse mode, in whatever precision
-            return
+            return None
+
+    def check_gradient(self) -> None:
+        """Raise an error if the gradient can't be traced or compiled."""
+        gradient = self.traced_gradient
+        if gradient is not None and _captures_numpy(gradient):
+            jax.jit(jaxpr_as_fun(gradient)).lower(*jax.tree.leaves((self.leaves, self.others)))
 
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
         """The derivative along a direction, in forward mode."""
@@ -240,19 +250,28 @@ def trace_in_both_precisions(
     own = LossProgram(traced, contextlib.nullcontext)
     if only_own:
         return own, None, ""
+    # Of a NumPy array that a function captures, JAX has one constant for both precisions, in
+    # that of the first program that is alive (JAX 0.10 to 0.12). This has to be the user's own.
+    with contextlib.suppress(Exception):  # raised once more where the gradient is computed
+        _ = own.traced_gradient
     try:
         with double_precision():
             wide_model, wide_args, wide_kwargs = _in_float64((model, tuple(args), dict(kwargs)))
             traced = trace_loss(caller, loss, wide_model, wide_args, wide_kwargs, **options)
             wide = LossProgram(traced, double_precision)
-            if wide.lowest is not None:
-                wide.check_rules()
+            wide.check_gradient()
     except Exception as error:  # the loss is for one precision only, and the report says so
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return own, None, f"The loss can't be differentiated in float64 ({why})."
     if _is_another(own, wide):
         return own, None, "In float64 the loss draws other random numbers, or looks at a dtype."
     return own, wide, ""
+
+
+def _captures_numpy(program: ClosedJaxpr) -> bool:
+    return any(isinstance(x, np.ndarray) for x in program.consts) or any(
+        _captures_numpy(inner) for eqn in program.eqns for inner in inner_programs(eqn)
+    )
 
 
 def _is_another(own: LossProgram, wide: LossProgram) -> bool:

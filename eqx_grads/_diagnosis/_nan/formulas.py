@@ -71,8 +71,8 @@ class Formulas:
         return ""
 
     def _formula_of_derivative(self, origin: Origin) -> str:
-        """What the square root is a part of, of whose derivative JAX made this operation: in the
-        gradient of a gradient, it is what is not finite."""
+        """What the square root is a part of, of whose derivative JAX made this operation: in
+        the gradient of a gradient, it is what is not finite."""
         root = self._root(origin)
         calls = (self._origins[i].eqn for i in (origin.number, *origin.enclosing))
         if root is None or not any("jvp(" in str(eqn.source_info.name_stack) for eqn in calls):
