@@ -40,6 +40,7 @@ from reached import record_reached
 
 
 ROOT = Path(__file__).resolve().parents[1]
+# With the tests of the documentation, which `make test` leaves out: they notice mutants too.
 QUICK = "not (slow or conformance or cost)"
 # The rule core, the scans, the layers and the solvers, with the ops that are rules themselves.
 MUTATED = (

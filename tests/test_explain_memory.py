@@ -865,7 +865,7 @@ def test_sizes_of_what_is_kept_in_a_loop():
         h = jax.lax.scan(lambda h, _: (jnp.sin(h), None), x, length=7)[0]
         return jnp.sum(jnp.exp(jnp.sin(h)))
 
-    report = eqg.explain_memory(loss, jnp.ones(256), compiled=False)
+    report = eqg.explain_memory(loss, jnp.ones(256, jnp.float32), compiled=False)
     (table,) = report.tables()
     columns = [table.columns.index(c) for c in ("steps", "per step", "bytes")]
     sizes = {tuple(row[c] for c in columns) for row in table.rows}

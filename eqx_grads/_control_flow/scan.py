@@ -128,8 +128,9 @@ def filter_scan(
     derivative is traced: `logging.basicConfig()`, and then
     `logging.getLogger("eqx_grads").setLevel(logging.DEBUG)`.
 
-    If a step keeps more than its carry, $k = \sqrt{T c / r}$ needs less than `"sqrt"`;
-    [`eqx_grads.explain_memory`][] finds it.
+    If a step keeps more than its carry, $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$,
+    which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
+    needs besides: of two choices that differ by a few percent, either may need less.
 
     An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
     and reaches no object that can be changed in place (a list, an object of a class of your

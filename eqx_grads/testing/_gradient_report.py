@@ -124,7 +124,7 @@ class GradientReport(AbstractReport):
         return f"{text}; the loss: {kinds['']}." if "" in kinds else f"{text}."
 
     def tables(self):
-        columns = (*COLUMNS, "slope by gradient", "slope by differences", "error")
+        columns = (*COLUMNS, "slope by gradient", "slope by differences", "relative error")
         return [Table(columns, list(map(self._row, self.found)))]
 
     def _row(self, fault: GradientFault) -> tuple[str, ...]:

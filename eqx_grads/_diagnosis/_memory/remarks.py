@@ -27,8 +27,9 @@ _LAYERS = {
 _USE_LAYER = (
     "The loop at {place} runs an `eqx.nn.{cell}`: `eqg.nn.{layer}.from_cell({path}, "
     'keep="states")(xs)` runs the same cell over a sequence, or a batch of them. In ten '
-    "benchmarks on a CPU it needs 0.13 to 0.37 of the memory of such a loop without "
-    "checkpoints, at 1.00 to 2.08 times the speed."
+    "benchmarks of a layer alone, on a CPU, its gradient needs 0.13 to 0.37 of the memory of "
+    "such a loop without checkpoints, at 1.00 to 2.08 times the speed. What the rest of the "
+    "model keeps stays."
 )
 _DOES_MORE = (
     " The step does more than call the cell: compute what is done with its input and its "

@@ -111,9 +111,10 @@ _OF_PRIMITIVES = {
 _OF_FORMULAS = {
     "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a "
     "softmax, and only then choose or mask its entries.",
-    "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of a sigmoid.",
+    "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of the sigmoid "
+    "of `x`.",
     "log of 1 - sigmoid": "Use `jax.nn.log_sigmoid(-x)` in place of the logarithm of one "
-    "minus a sigmoid.",
+    "minus the sigmoid of `x`.",
     "softplus": "Use `jax.nn.softplus(x)` in place of `log(1 + exp(x))`.",
     "logaddexp": "Use `jnp.logaddexp(x, y)` in place of `log(exp(x) + exp(y))`.",
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
