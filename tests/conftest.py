@@ -22,9 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """By a hash of its name, so that a test stays in its part when others come and go."""
     part, n_parts = map(int, config.getoption("part").split("/"))
-    chosen = [i for i in items if zlib.crc32(i.nodeid.encode()) % n_parts == part % n_parts]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    is_chosen = lambda item: zlib.crc32(item.nodeid.encode()) % n_parts == part % n_parts
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = filter(is_chosen, items)
 
 
 N_FILES = 16  # of which the caches are kept

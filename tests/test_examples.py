@@ -53,11 +53,12 @@ def _run(path, cwd, *args):
     return result.stdout
 
 
-# The main one for every day, and all of them with the slow tests.
-SOME = [
-    path if path.name == "spiking_digits.py" else pytest.param(path, marks=pytest.mark.slow)
-    for path in EXAMPLES
-]
+def _marker(path):
+    """The main one for every day, and all of them with the slow tests."""
+    return "programs" if path.name == "spiking_digits.py" else "slow"
+
+
+SOME = [pytest.param(path, marks=getattr(pytest.mark, _marker(path))) for path in EXAMPLES]
 
 
 @pytest.mark.parametrize("path", SOME, ids=lambda path: path.name)

@@ -402,6 +402,7 @@ def test_implicit_solve():
     assert all(r.n_steps == 1 for r in report.found)  # no step of the solver is kept
 
 
+@pytest.mark.programs
 def test_differential_equation():
     dfx = pytest.importorskip("diffrax")
 

@@ -290,6 +290,7 @@ def test_rule():
     assert record.rule.endswith(f":{_lines(test_rule, 'HERE')[0]}")
 
 
+@pytest.mark.programs
 def test_line_in_a_function_that_a_solver_calls():
     """Diffrax differentiates its loop by a rule, in which it calls the vector field."""
     skip_without_checkpointed_loops()
@@ -313,6 +314,7 @@ def test_line_in_a_function_that_a_solver_calls():
     assert record.library.startswith("diffrax")
 
 
+@pytest.mark.programs
 def test_a_function_that_a_library_calls_is_the_users():
     """Diffrax calls the field in a rule. The advice is for a line of this file."""
     diffrax = pytest.importorskip("diffrax")

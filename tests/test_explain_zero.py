@@ -445,6 +445,7 @@ def test_optimistix_54():
     )
 
 
+@pytest.mark.programs
 def test_diffrax_event():
     dfx = pytest.importorskip("diffrax")
     skip_without_checkpointed_loops()

@@ -29,6 +29,7 @@ from .fuzz.run import fresh_batches, wrong_cases
 from .fuzz.scans import Call, Scan
 
 
+@pytest.mark.programs
 def test_quick():
     assert not wrong_cases(0, 100)
 

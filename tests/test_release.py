@@ -21,7 +21,7 @@ def _jobs(workflow):
 
 def _array(name):
     """An array of the shell script `.ci/run`."""
-    (words,) = re.findall(rf"^{name}=\((.*?)\)", RUN, re.MULTILINE)
+    (words,) = re.findall(rf"^{name}=\((.*?)\)", RUN, re.MULTILINE | re.DOTALL)
     return shlex.split(words)
 
 
