@@ -85,3 +85,38 @@ def test_a_wrong_rule_is_found(name):
     fn = _functions(2.0)[name]
     report = eqgt.check_gradients(lambda x, y: jnp.sum(fn(x, y) ** 2), X, Y, raises=False)
     assert not report.passed
+
+
+def _second_order(captured):
+    """A rule in whose derivative is a rule that captures an array."""
+
+    @jax.custom_jvp
+    def inner(x):
+        return jnp.cos(x)
+
+    inner.defjvp(lambda p, t: (inner(*p), captured(-jnp.sin(p[0]) * t[0])))
+
+    @jax.custom_jvp
+    def outer(x):
+        return jnp.sin(x)
+
+    outer.defjvp(lambda p, t: (outer(*p), inner(*p) * t[0]))
+    return outer
+
+
+@pytest.mark.parametrize("kind", ["floats", "integers"])
+def test_of_second_order(kind):
+    """The user's function has its second derivative afterwards."""
+    ones, rows = np.ones(3), np.arange(3)
+    fn, x = (
+        _second_order((lambda t: t * ones) if kind == "floats" else lambda t: t[rows]),
+        X[:3],
+    )
+    eqgt.check_rule(fn, x, checks=("forward", "reverse", "order"))
+    jax.jit(jax.hessian(lambda x: jnp.sum(fn(x))))(x)
+
+
+@pytest.mark.parametrize("grid", [np.linspace(0.2, 1, 3), np.array([1, 2, 3])])
+def test_in_the_reference(grid):
+    rule = eqg.with_gradient_of(jnp.round, lambda x: x * jnp.asarray(grid, x.dtype))
+    eqgt.check_rule(rule, X[:3], reference=lambda x: x * grid, checks=("forward", "reverse"))

@@ -3,7 +3,8 @@
 Their derivative is that of an equation, of which they may not have the solution.
 """
 
-import equinox as eqx
+import pathlib
+
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
@@ -85,110 +86,108 @@ def test_the_solvers_of_jax_keep_their_derivative():
     eqgt.check_rule(ridge, MATRIX, SIDE, checks=("primal", "forward", "reverse"))
 
 
-# ---------------------------------------------------------------- methods and Modules
+def test_a_solver_with_other_outputs():
+    def solve(matrix, side):
+        solver = lambda matrix: lambda _, side: (jnp.linalg.solve(matrix, side), jnp.array(3))
+        return jax.lax.custom_linear_solve(
+            lambda x: matrix @ x, side, solver(matrix), solver(matrix.T), has_aux=True
+        )[0]
+
+    eqgt.check_rule(solve, MATRIX, SIDE, checks=("primal", "forward", "reverse"))
+    in_float32 = lambda matrix: jnp.sum(solve(matrix.astype("float32"), SIDE) ** 2)
+    assert eqgt.check_gradients(in_float32, MATRIX).passed
 
 
-class Scale(eqx.Module):
-    weight: jax.Array
+@pytest.mark.parametrize("transform", [jax.vmap, lambda f: jax.jit(jax.vmap(f))])
+def test_a_batch_of_wrong_roots(transform):
+    """With JAX 0.12, the solver of a batch is a function of JAX."""
+    a = jnp.array([2.3, 1.0], "float32")
+    eqgt.check_rule(transform(_root(1.0)), a, checks=("primal", "forward", "reverse"))
+    with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
+        eqgt.check_rule(transform(_root(2.0)), a, checks=("primal", "forward", "reverse"))
 
-    def plain(self, x):
-        return self.weight * x
+
+def _square(factor):
+    """`A A' x`, whose cotangent in `A` is wrong if `factor` is not one."""
 
     @eqg.custom_vjp
-    def __call__(self, x):
-        return self.weight * x
+    def operator(matrix, x):
+        return matrix @ (matrix.T @ x)
 
-    @__call__.def_fwd
-    def _call_fwd(self, x):
-        return self(x), (self, x)
+    @operator.def_fwd
+    def operator_fwd(matrix, x):
+        return operator(matrix, x), (matrix, x)
 
-    @__call__.def_bwd
-    def _call_bwd(residuals, ct):
-        self, x = residuals
-        return eqg.tangents.of(self, weight=ct * x), ct * self.weight
+    @operator.def_bwd
+    def operator_bwd(residuals, ct):
+        matrix, x = residuals
+        of_matrix = jnp.outer(ct, matrix.T @ x) + jnp.outer(x, matrix.T @ ct)
+        return factor * of_matrix, matrix @ (matrix.T @ ct)
 
-    @eqg.custom_vjp
-    def forgets_itself(self, x):
-        return self.weight * x
+    def solve(matrix, side):
+        return jax.scipy.sparse.linalg.cg(lambda x: operator(matrix, x), side, tol=1e-10)[0]
 
-    @forgets_itself.def_fwd
-    def _forgets_fwd(self, x):
-        return self.forgets_itself(x), (self, x)
-
-    @forgets_itself.def_bwd
-    def _forgets_bwd(residuals, ct):
-        self, _ = residuals
-        return None, ct * self.weight
+    return solve
 
 
-SCALE, X = Scale(jnp.array(2.0, "float32")), jnp.array(3.0, "float32")
-EXPECTED = {
-    "method as the reference": lambda: {"reference": SCALE.plain},
-    "formula of cotangents": lambda: {
-        "expected_cotangent": lambda primals, ct: (
-            Scale(ct * primals[1]),
-            ct * primals[0].weight,
-        )
-    },
-    "formula of tangents": lambda: {
-        "expected_tangent": lambda primals, ts: (
-            ts[0].weight * primals[1] + primals[0].weight * ts[1]
-        )
-    },
-}
+def test_a_rule_inside_the_operator_of_a_solver():
+    checks = ("primal", "forward", "reverse")
+    eqgt.check_rule(_square(1.0), MATRIX, SIDE, checks=checks)
+    with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
+        eqgt.check_rule(_square(2.0), MATRIX, SIDE, checks=checks)
+    loss = lambda matrix: jnp.sum(_square(2.0)(matrix, SIDE) ** 2)
+    report = eqgt.check_gradients(loss, MATRIX, raises=False)
+    text = " ".join(str(report).split())
+    assert "The gradient is right without the rule of `operator`" in text
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_expected_derivative_of_a_method_is_that_of_its_module_too(name):
-    options = {"checks": ("forward", "reverse"), **EXPECTED[name]()}
-    eqgt.check_rule(SCALE, X, **options)
-    with pytest.raises(eqgt.RuleCheckError, match=r"self\.weight"):
-        eqgt.check_rule(SCALE.forgets_itself, X, **options)
+def test_a_wrong_rule_after_a_solver_of_lineax():
+    """One operand of its primitive has no derivative, the others have one."""
+    lineax = pytest.importorskip("lineax")
+
+    @jax.custom_jvp
+    def twice(x):
+        return jnp.sin(x)
+
+    twice.defjvp(lambda primals, ts: (twice(*primals), 2 * jnp.cos(primals[0]) * ts[0]))
+
+    def loss(matrix):
+        operator = lineax.MatrixLinearOperator(matrix)
+        return jnp.sum(twice(lineax.linear_solve(operator, SIDE.astype(matrix.dtype)).value))
+
+    report = eqgt.check_gradients(loss, MATRIX, raises=False)
+    text = " ".join(str(report).split())
+    assert "The gradient is right without the rule of `twice`" in text
 
 
-def test_a_reference_that_does_not_have_the_arrays_of_the_module():
-    with pytest.raises(eqg.RuleError, match=r"is not a function of `self\.weight`") as error:
-        eqgt.check_rule(SCALE, X, reference=lambda x: 2 * x)
-    assert "check `lambda x: layer(x)`" in str(error.value)
-    eqgt.check_rule(lambda x: SCALE(x), X, checks="reverse", reference=lambda x: 2 * x)
+# ---------------------------------------------------------------- whose rule is it?
 
 
-def test_numbers_of_a_module_are_static_where_a_reference_is_given():
-    eqgt.check_rule(eqg.nn.GradientScale(3.0), X, checks="reverse", reference=lambda x: 3 * x)
+RULE = """
+@jax.custom_jvp
+def activation(x):
+    return jnp.sin(x)
+
+activation.defjvp(lambda primals, ts: (activation(*primals), 2 * jnp.cos(primals[0]) * ts[0]))
+"""
 
 
-def test_a_formula_with_another_number_of_cotangents():
-    formula = lambda primals, ct: (ct * primals[0].weight,)
-    with pytest.raises(eqgt.RuleCheckError, match="a cotangent for each argument") as error:
-        eqgt.check_rule(SCALE, X, checks="reverse", expected_cotangent=formula)
-    assert "1 for" in str(error.value)
-    assert "`self`, `x`" in str(error.value)
+def _of_a_package_called_like_jax():
+    site = pathlib.Path(jax.__file__).parents[1]
+    names = {"jax": jax, "jnp": jnp}
+    exec(compile(RULE, str(site / "jaxley" / "rules.py"), "exec"), names)
+    return names["activation"]
 
 
-# ---------------------------------------------------------------- one mode is asked for
+def _by_custom_gradient():
+    return jax.custom_gradient(lambda x: (jnp.sin(x), lambda ct: 2 * jnp.cos(x) * ct))
 
 
-def _half(derivative):
-    rule = eqg.custom_vjp(lambda x: derivative * x)
-    rule.def_fwd(lambda x: (derivative * x, None))
-    rule.def_bwd(lambda _, ct: (0.5 * ct,))
-    return rule
-
-
-def test_modes_that_are_meant_to_differ_are_not_adjoint():
-    """Forward mode is that of the function, as in every `custom_vjp` of this library."""
-    options = {"expected_cotangent": lambda primals, ct: (0.5 * ct,)}
-    report = eqgt.check_rule(_half(1.0), jnp.ones(3), **options)
-    assert [finding.verdict for finding in report["adjoint"]] == ["skipped"]
-    report = eqgt.check_rule(_half(0.5), jnp.ones(3), **options)
-    assert {finding.verdict for finding in report["adjoint"]} == {"passed"}
-    report = eqgt.check_rule(_half(1.0), jnp.ones(3), checks="adjoint", raises=False)
-    assert not report.passed
-
-
-def test_arguments_that_are_not_perturbed_are_no_residuals():
-    x, n = jnp.ones(6, "float32"), jnp.arange(6, dtype="float32")
-    report = eqgt.check_residuals(lambda x, n: x * n, x, n, nondifferentiable=("n",))
-    assert report["residuals"][0].where.startswith("0 bytes per call")
-    report = eqgt.check_residuals(lambda x, n: x * jnp.sin(n), x, n, nondifferentiable=("n",))
-    assert report["residuals"][0].where.startswith("24 bytes per call")
+@pytest.mark.parametrize("make", [_of_a_package_called_like_jax, _by_custom_gradient])
+def test_rules_that_look_like_those_of_jax(make):
+    activation, x = make(), jnp.array([0.5, 0.3], "float32")
+    with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):
+        eqgt.check_rule(lambda x: 3 * activation(x), x, checks=("primal", "reverse"))
+    loss = lambda x: jnp.sum(activation(x))
+    report = eqgt.check_gradients(loss, x, raises=False)
+    assert "The gradient is right without the rule of" in " ".join(str(report).split())

@@ -114,11 +114,10 @@ def given_solver(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
     No public API returns it. Until JAX 0.11 a `custom_root` is a call with a rule, whose
     program is all it computes: see `is_custom_root`.
     """
-    n = len(eqn.invars)
     if eqn.primitive.name == "custom_linear_solve":
         counts = eqn.params["const_lengths"]
         start = counts.matvec + counts.vecmat
-        indices = [*range(start, start + counts.solve), *range(n - len(eqn.outvars), n)]
+        indices = [*range(start, start + counts.solve), *range(sum(counts), len(eqn.invars))]
         return as_closed(eqn.params["jaxprs"].solve), indices
     jaxpr: Any = getattr(eqn.params.get("_prim"), "solve_jaxpr", None)
     if not is_jaxpr(jaxpr):

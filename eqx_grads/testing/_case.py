@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._errors import name_of, rule_error
 from .._jaxprs.in_float64 import evaluate_in_float64
 from ._argument_checks import (
     as_names,
@@ -27,9 +26,11 @@ from ._eager import EagerCalls
 from ._finite_differences import directional
 from ._flat_function import double_precision, FlatFunction
 from ._random_tangents import normal_like, only
+from ._reference import as_reference, check_outputs_of_reference, with_reference, with_self
 from ._rounding import rounding_error
 from ._same_function import changes_alike, is_same_program
 from ._strip_rules import without_rules
+from ._trace_derivatives import captures_numpy, trace_all, trace_derivatives
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -84,23 +85,23 @@ class Precision:
         self.reference = self.plain
         self.compared: Callable[..., list[Any]] = self.rule.fn
         if options.reference is not None:
-            reference = _with_self(subject, options.reference)
-            self.reference = Program(_reference(subject, reference), leaves, context)
-            self.compared = _with_reference(subject, reference)
+            reference = with_self(subject, options.reference)
+            self.reference = Program(as_reference(subject, reference), leaves, context)
+            self.compared = with_reference(subject, reference)
 
     @ft.cached_property
-    def _named_outputs(self) -> list[tuple[str, Any]]:
+    def named_outputs(self) -> list[tuple[str, Any]]:
         with self.context():
             return self.subject.named_outputs()
 
     @property
     def output_names(self) -> list[str]:
-        return [name for name, _ in self._named_outputs]
+        return [name for name, _ in self.named_outputs]
 
     @property
     def outputs(self) -> list[Any]:
         """The shapes and dtypes of the outputs."""
-        return [shape for _, shape in self._named_outputs]
+        return [shape for _, shape in self.named_outputs]
 
     def like_leaves(self, vectors: Sequence[Any]) -> list[Any]:
         pairs = zip(vectors, self.subject.leaves, strict=True)
@@ -112,54 +113,6 @@ class Precision:
 
 def _cast(v, dtype):
     return np.asarray(v).astype(dtype)
-
-
-def _outputs_of(subject, reference, leaves):
-    args = subject.arguments(leaves)
-    out = jax.tree.leaves(reference(*args, **subject.kwargs))
-    return [x for x in out if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-
-
-def _with_self(subject, reference):
-    """The reference as a function of the Module that is differentiated, too."""
-    if not subject.has_self:
-        return reference
-    unbound = subject.of_self(reference)
-    if unbound is None:
-        first = next(n for n, i in zip(subject.names, subject.groups, strict=True) if i < 0)
-        raise rule_error(
-            f"`reference` is not a function of {first}, in which `{subject.name}` is "
-            "differentiated.",
-            f"`reference` is `{name_of(reference)}`",
-            do="Pass another method of the same object as `reference`. Or check a function of "
-            "the object and the arguments, with a `reference` of both: "
-            "`check_rule(lambda layer, x: layer(x), layer, x, reference=...)`. To leave the "
-            "arrays of the object out, check `lambda x: layer(x)`.",
-        )
-    return unbound
-
-
-def _with_reference(subject, reference):
-    return lambda *xs: [*subject.arrays(*xs), *_outputs_of(subject, reference, xs)]
-
-
-def _reference(subject, reference):
-    def arrays(*leaves):
-        out = _outputs_of(subject, reference, leaves)
-        # The derivatives of the reference with the values of the function, as the second
-        # derivative of a loss depends on the values of its arguments.
-        values = jax.lax.stop_gradient(subject.arrays(*leaves))
-        return [
-            v + _like(v, x - jax.lax.stop_gradient(x)) for v, x in zip(values, out, strict=True)
-        ]
-
-    return arrays
-
-
-def _like(v, x):
-    """In the dtype of `v`, which the function may have fixed, as of a spike in float32."""
-    is_complex = jnp.iscomplexobj(v), jnp.iscomplexobj(x)
-    return x if is_complex[0] != is_complex[1] else x.astype(jnp.result_type(v))
 
 
 class DirectionalDerivative(NamedTuple):
@@ -204,12 +157,15 @@ class Case:
         self.options = options
         # What was asked for is a function of arrays: there, a number is a static option.
         is_asked_for = self.is_wrong_on_purpose
-        names = options.nondifferentiable
+        names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=not is_asked_for)
         self.own = Precision(self.subject, options, contextlib.nullcontext)
         self.rng = np.random.default_rng(seed)
         self.subject.check_points(options.at)
-        self._constants = _traced(self.own)
+        self._traced = trace_derivatives(self.own.rule.fn, self.subject.leaves, options.order)
+        self._traced += trace_all([self.own.reference.fn], self.subject.leaves)
+        if options.reference is not None:
+            check_outputs_of_reference(self.own)
 
     def with_seed(self, seed: int) -> "Case":
         """The same case with other random directions. Compiled programs are shared."""
@@ -279,10 +235,28 @@ class Case:
                 has_derivative = not _fails(_pull_zeros, wide)
                 if not has_derivative:
                     wide.rule.value()
+            for name in ("plain", "reference"):
+                own, other = getattr(self.own, name), getattr(wide, name)
+                if _fails(other.value) and not _fails(own.value):
+                    return None
+            if any(map(captures_numpy, self._traced)) and self._loses_derivatives(wide):
+                return None
         except Exception:  # the function is for single precision only
             return None
         # If the rule fails in the user's precision too, a check reports that.
         return wide if has_derivative or _fails(_pull_zeros, self.own) else None
+
+    def _loses_derivatives(self, wide: Precision) -> bool:
+        """Whether a derivative that can be compiled in the user's precision can't be in
+        float64."""
+        counts = []
+        for p in (wide, self.own):
+            with p.context():
+                leaves = p.subject.leaves
+                programs = trace_derivatives(p.rule.fn, leaves, self.options.order)
+                lower = lambda program: jax.jit(jaxpr_as_fun(program)).lower(*leaves)  # noqa: B023
+                counts.append(sum(not _fails(lower, program) for program in programs))
+        return counts[0] < counts[1]
 
     @ft.cached_property
     def offers_forward(self) -> bool:
@@ -321,7 +295,9 @@ class Case:
     def finite_differences(self) -> list[DirectionalDerivative]:
         """Derivatives without any rule: along each leaf, or along all of them together."""
         p, scaled = self.precision, self.scaled_tangents()
-        value_at, context = p.plain.value_at, p.context
+        # Rules change no values. Some can't be removed, as in an operator that JAX solves with.
+        plain = p.rule if _fails(p.plain.value) else p.plain
+        value_at, context = plain.value_at, p.context
         if self.is_another_in_float64:
             # In float64 all the same: the program that was traced in the user's precision.
             program = jax.make_jaxpr(p.rule.fn)(*p.subject.leaves)
@@ -441,28 +417,6 @@ class Case:
             return rounding_error(derivative, self.own.subject.leaves)
         except Exception:  # the function has no such derivative
             return 0.0
-
-
-def _traced(p: Precision) -> list[ClosedJaxpr]:
-    """The function and its derivatives, traced, for as long as they are referenced.
-
-    Of a NumPy array that a function captures, JAX has one constant for both precisions, in that
-    of the first program that is alive (JAX 0.10 to 0.12). This has to be the user's own, or the
-    function can't be called in it any more.
-    """
-    tangents = lambda *xs: jax.jvp(p.rule.fn, xs, xs)
-
-    def cotangents(*xs):
-        out, pull = jax.vjp(p.rule.fn, *xs)
-        return pull(out)
-
-    programs = []
-    for fn in (p.rule.fn, p.reference.fn, tangents, cotangents):
-        try:
-            programs.append(jax.make_jaxpr(fn)(*p.subject.leaves))
-        except Exception:  # it looks at values, or lacks a mode; a check says so
-            continue
-    return programs
 
 
 def _pull_zeros(precision: Precision) -> None:

@@ -106,9 +106,8 @@ def _of_tangents(p: "Precision", formula):
     primals = p.subject.arguments(p.subject.leaves)
 
     def of_tangents(tangents):
-        return _like(
-            p.outputs, jax.tree.leaves(formula(primals, p.subject.arguments(tangents)))
-        )
+        out = formula(primals, p.subject.tangents_of_arguments(tangents))
+        return _like(p.outputs, p.subject.by_output("expected_tangent", out, p.named_outputs))
 
     return of_tangents
 
@@ -128,5 +127,5 @@ def _like(space, xs):
     """In the dtypes of a space: the function may have fixed one, as of a spike in float32."""
     return [
         x.astype(like.dtype) if jnp.iscomplexobj(x) == jnp.iscomplexobj(like) else x
-        for like, x in zip(space, map(jnp.asarray, xs), strict=True)
+        for like, x in zip(space, xs, strict=True)
     ]

@@ -5,6 +5,7 @@ these are, what the user calls them, and which leaves stay constant.
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import name_of, rule_error, show_path
+from .._errors import name_of, rule_error, RuleError, show_path, type_of
 from .._rules.flatten_call import Signature
-from .._tangent_spaces import is_arraylike, is_differentiable
+from .._tangent_spaces import is_arraylike, is_differentiable, is_none, match_leaves
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -39,6 +40,7 @@ class FlatFunction:
         own_numbers: bool = True,
     ):
         """- `own_numbers`: whether the Python numbers of a Module are perturbed, too."""
+        fn = _as_tree(fn)
         signature = Signature(fn)
         by_position = tuple(jax.tree.map(_canonical, list(args)))
         by_keyword = jax.tree.map(_canonical, dict(kwargs))
@@ -72,6 +74,7 @@ class FlatFunction:
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
         self.has_self = -1 in self.groups
         self._given_owner = _owner(fn)  # also where the function is that of float64
+        self._output: Any = None  # of `named_outputs`: a tree of it
 
     def check_points(self, points: Sequence[Sequence[Any]]) -> None:
         """Raise unless the function can be called with each of them."""
@@ -86,9 +89,14 @@ class FlatFunction:
                     "A Module that is checked is not one of its arguments.",
                 ) from None
 
-    def tree(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The function and its arguments, with their differentiable leaves replaced."""
-        flat = list(self._all)
+    def tree(
+        self, leaves: Sequence[Any], others: Sequence[Any] | None = None
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The function and its arguments, with their differentiable leaves replaced.
+
+        - `others`: what the other leaves are replaced by.
+        """
+        flat = list(self._all if others is None else others)
         for index, leaf in zip(self.indices, leaves, strict=True):
             flat[index] = leaf
         return jax.tree.unflatten(self._treedef, flat)
@@ -97,21 +105,34 @@ class FlatFunction:
     def constants(self) -> list[Any]:
         """The arrays of the arguments that are not perturbed."""
         perturbed = set(self.indices)
-        leaves = (x for i, x in enumerate(self._all) if i not in perturbed)
+        leaves = [x for i, x in enumerate(self._all) if i not in perturbed]
+        leaves += jax.tree.leaves(self.kwargs)
         return [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments with their differentiable leaves replaced, after the Module that has
         leaves of its own, if there is one."""
-        fn, args = self.tree(leaves)
+        return self._with_owner(*self.tree(leaves))
+
+    def tangents_of_arguments(self, tangents: Sequence[Any]) -> tuple[Any, ...]:
+        """The tangents of `arguments`: zero for numbers that are not perturbed, and `None` for
+        what has no tangent."""
+        has_tangent = lambda x: is_arraylike(x) and is_differentiable(x)
+        zeros = [jnp.zeros_like(x) if has_tangent(x) else None for x in self._all]
+        return self._with_owner(*self.tree(tangents, zeros))
+
+    def _with_owner(self, fn, args):
         return (_owner(fn), *args) if self.has_self else args
 
     def of_self(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """A method that is bound to the same Module, or that Module, as a function of the
-        Module and the arguments. `None` for another function."""
-        if function is self._given_owner:
-            return type(function).__call__
-        is_bound = getattr(function, "__self__", None) is self._given_owner
+        """A method that is bound to the same Module, or that Module, or a function in its
+        class, as a function of the Module and the arguments. `None` for another function."""
+        function, owner = _as_tree(function), self._given_owner
+        if _is_same_object(function, owner):
+            return type(owner).__call__
+        if any(function is x for cls in type(owner).__mro__ for x in vars(cls).values()):
+            return function
+        is_bound = _is_same_object(getattr(function, "__self__", None), owner)
         return getattr(function, "__func__", None) if is_bound else None
 
     def call(self, leaves: Sequence[Any]) -> Any:
@@ -127,7 +148,9 @@ class FlatFunction:
         names: list[str] = []
 
         def run(*leaves):
-            flat = jax.tree_util.tree_leaves_with_path(self.call(leaves))
+            out = self.call(leaves)
+            self._output = jax.tree.map(_without_values, out)
+            flat = jax.tree_util.tree_leaves_with_path(out)
             flat = [(path, x) for path, x in flat if is_output(x)]
             names[:] = [f"output{show_path(path)}" for path, _ in flat]
             return [jnp.asarray(x) for _, x in flat]
@@ -154,30 +177,31 @@ class FlatFunction:
         names = ["self"] * self.has_self + list(self.argument_names)
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(names):
             is_tuple = isinstance(cotangents, tuple | list)
+            given = len(cotangents) if is_tuple else type_of(cotangents)
             raise rule_error(
                 "`expected_cotangent` does not return a cotangent for each argument.",
-                f"{len(cotangents)} for" if is_tuple else f"{type(cotangents).__name__} for",
-                ", ".join(f"`{name}`" for name in names),
+                f"{given} for {', '.join(f'`{name}`' for name in names)}",
                 do="Return a tuple with one tree for each of the `primals`, `None` for zero. "
                 "If `self` has arrays, it is the first one.",
             )
-        by_argument = []
-        for number, ct in enumerate(cotangents, -1 if self.has_self else 0):
-            mine = [i for i, group in enumerate(self.groups) if group == number]
-            if not mine:
-                continue
-            leaves = jax.tree.leaves(ct)
-            if ct is not None and len(leaves) != len(mine):
-                raise rule_error(
-                    "An expected cotangent does not have the structure of its argument.",
-                    f"for {self.names[mine[0]]}: {len(leaves)} leaves for {len(mine)}",
-                    do="Return a tuple with one tree for each positional argument.",
-                )
-            by_argument += leaves if ct is not None else [None] * len(mine)
-        return [
-            jnp.zeros_like(x) if ct is None else jnp.asarray(ct)
-            for ct, x in zip(by_argument, self.leaves, strict=True)
-        ]
+        # One for each leaf of the arguments, which are the last ones.
+        found = []
+        for name, ct, value in zip(names, cotangents, self.arguments(self.leaves), strict=True):
+            cts = match_leaves(ct, value, name, _does_not_fit("expected_cotangent"))
+            values = jax.tree.leaves(value, is_leaf=is_none)
+            found += [ct for ct, x in zip(cts, values, strict=True) if x is not None]
+        cts = [found[index - len(self._all)] for index in self.indices]
+        return fitted("expected_cotangent", cts, self.leaves, self.names)
+
+    def by_output(
+        self, option: str, given: Any, outputs: Sequence[tuple[str, Any]]
+    ) -> list[jax.Array]:
+        """What an option gives for the output, a tree, as one array for each of `outputs`,
+        which `named_outputs` returned."""
+        leaves = match_leaves(given, self._output, "output", _does_not_fit(option))
+        values = jax.tree.leaves(self._output, is_leaf=is_none)
+        ts = [t for t, x in zip(leaves, values, strict=True) if is_output(x)]
+        return fitted(option, ts, [x for _, x in outputs], [name for name, _ in outputs])
 
     def in_float64(self) -> "FlatFunction":
         """The same in float64. Make it and use it inside `double_precision`."""
@@ -199,8 +223,61 @@ def double_precision():
         yield
 
 
+class _Methods(eqx.Module):
+    def method(self):
+        pass
+
+
+_BOUND: Any = type(_Methods().method)
+_COMPILED: Any = type(eqx.filter_jit(lambda: None))
+
+
+def _as_tree(fn: Any) -> Any:
+    """A method as a PyTree of the arrays of its Module: Equinox leaves those with double
+    underscores as they are, and `eqx.filter_jit` gives the arrays other names. Its compilation
+    is taken off; the checks compile."""
+    if isinstance(fn, _COMPILED):
+        return _as_tree(fn.__wrapped__)
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, eqx.Module):
+        return _BOUND(fn.__func__, fn.__self__)
+    if isinstance(fn, eqx.Partial) and isinstance(fn.func, _COMPILED) and len(fn.args) == 1:
+        return _BOUND(_as_tree(fn.func), *fn.args)
+    return fn
+
+
 def _owner(fn: Any) -> Any:
     return getattr(fn, "__self__", fn)
+
+
+def _is_same_object(x: Any, y: Any) -> bool:
+    """Also of a Module that `eqx.filter_jit` took apart and put together."""
+    if x is y or type(x) is not type(y) or not isinstance(x, eqx.Module):
+        return x is y
+    leaves, treedef = jax.tree.flatten(x)
+    others, other_treedef = jax.tree.flatten(y)
+    return treedef == other_treedef and all(a is b for a, b in zip(leaves, others, strict=True))
+
+
+def fitted(
+    option: str, ts: Sequence[Any], space: Sequence[Any], names: Sequence[str]
+) -> list[jax.Array]:
+    """The arrays that an option gives, in the shapes of a space: `None` is zero."""
+    arrays = [jnp.zeros(x.shape, x.dtype) if t is None else jnp.asarray(t)
+              for t, x in zip(ts, space, strict=True)]  # fmt: skip
+    for t, x, name in zip(arrays, space, names, strict=True):
+        if t.shape != x.shape:
+            raise rule_error(
+                f"`{option}` has an array of another shape than its value.",
+                f"for {name}: {t.shape}, and the value has {x.shape}",
+                do="Give a number for each entry, as with `jnp.broadcast_to`, or `None` for "
+                "zero.",
+            )
+    return arrays
+
+
+def _does_not_fit(option: str) -> Callable[..., RuleError]:
+    text = f"`{option}` does not have the structure of its value."
+    return lambda *where, do: rule_error(text, *where, do=do)
 
 
 def _cannot_be_called(name, args, kwargs, mismatch):
@@ -237,6 +314,11 @@ def _numbers(names, known, n_args, fn_name) -> set[int]:
 def is_output(x: Any) -> bool:
     """Whether a leaf of the output has a derivative."""
     return is_arraylike(x) and is_differentiable(x)
+
+
+def _without_values(x):
+    """Zeros for an array, which may be traced."""
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape) if is_output(x) else None
 
 
 def _dynamic(out):

@@ -255,8 +255,8 @@ def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool
             first = known.solvers[0]
             return (
                 f"The derivative of the solver at {first.source} is that of the equation that "
-                "it is given, and is wrong if it solves another one. Apply `eqgt.check_rule` "
-                "to it."
+                "it is given, and is wrong if it solves another one, or stops too early. Apply "
+                "`eqgt.check_rule` to it."
             )
         if known.opaque:
             first = known.opaque[0]
@@ -275,7 +275,7 @@ def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool
                 "iterates to a tolerance, and for what computes in less precision: make these "
                 "tighter, or pass a larger `tolerance`."
             )
-        return "No rule explains it. Check the layers one by one."
+        return "No rule that can be removed explains it. Check the layers one by one."
     stops = [s for s in reasons if s.is_stop]
     if stops:
         where = ", ".join(dict.fromkeys(str(s.origin.source) for s in stops))

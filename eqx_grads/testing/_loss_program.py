@@ -15,13 +15,13 @@ from jaxtyping import PyTree
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
-from .._jaxprs.structure import inner_programs
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
 from ._flat_function import double_precision
 from ._random_tangents import normal
 from ._same_function import changes_alike, is_same_program
 from ._slope import Samples
+from ._trace_derivatives import captures_numpy
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -151,7 +151,7 @@ class LossProgram:
     def check_gradient(self) -> None:
         """Raise an error if the gradient can't be traced or compiled."""
         gradient = self.traced_gradient
-        if gradient is not None and _captures_numpy(gradient):
+        if gradient is not None and captures_numpy(gradient):
             jax.jit(jaxpr_as_fun(gradient)).lower(*jax.tree.leaves((self.leaves, self.others)))
 
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
@@ -250,8 +250,8 @@ def trace_in_both_precisions(
     own = LossProgram(traced, contextlib.nullcontext)
     if only_own:
         return own, None, ""
-    # Of a NumPy array that a function captures, JAX has one constant for both precisions, in
-    # that of the first program that is alive (JAX 0.10 to 0.12). This has to be the user's own.
+    # Of a NumPy array that the loss captures, JAX has one constant for both precisions: see
+    # `_trace_derivatives.py`.
     with contextlib.suppress(Exception):  # raised once more where the gradient is computed
         _ = own.traced_gradient
     try:
@@ -266,12 +266,6 @@ def trace_in_both_precisions(
     if _is_another(own, wide):
         return own, None, "In float64 the loss draws other random numbers, or looks at a dtype."
     return own, wide, ""
-
-
-def _captures_numpy(program: ClosedJaxpr) -> bool:
-    return any(isinstance(x, np.ndarray) for x in program.consts) or any(
-        _captures_numpy(inner) for eqn in program.eqns for inner in inner_programs(eqn)
-    )
 
 
 def _is_another(own: LossProgram, wide: LossProgram) -> bool:

@@ -11,6 +11,7 @@ from ._case import Case, DirectionalDerivative, Precision
 from ._compare import pairing
 from ._expected import Witness, witnesses
 from ._findings import failed
+from ._flat_function import fitted
 from ._likely_cause import Hypothesis
 from ._random_tangents import basis, basis_names, only
 from ._report import Finding
@@ -185,8 +186,9 @@ class ReverseMode(AbstractMode):
         for number in range(1, _RANDOM + 1):
             self._cotangents[f"random {number}"] = case.cotangents()
         if case.options.cotangents is not None:
-            given = [np.asarray(w) for w in jax.tree.leaves(case.options.cotangents)]
-            self._cotangents["as given"] = given
+            outputs = case.own.named_outputs
+            given = case.subject.by_output("cotangents", case.options.cotangents, outputs)
+            self._cotangents["as given"] = list(map(np.asarray, given))
         self.names = self.names_out = case.names
         self.directions = [list(self._cotangents)] * len(self.names)
         n = len(self._cotangents)
@@ -307,7 +309,8 @@ def _given(case: Case, tangents) -> _Arrays:
             f"`tangents` holds {len(leaves)} arrays, and {len(case.subject.leaves)} leaves "
             f"can be perturbed: {', '.join(case.names)}. Give one for each."
         )
-    return [np.asarray(t) for t in leaves]
+    given = fitted("tangents", leaves, case.subject.leaves, case.names)
+    return list(map(np.asarray, given))
 
 
 _TRANSPOSED = "transposed: a Jacobian and its transpose were confused"

@@ -17,8 +17,9 @@ from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_program
+from .._jaxprs.linear_solve import enter_linear_solve, is_linear_solve
 from .._jaxprs.linearity import ELEMENTARY
-from .._jaxprs.propagate import differentiable_pairs
+from .._jaxprs.propagate import differentiable_pairs, is_inexact
 from .._jaxprs.structure import (
     CallWithRule,
     Cond,
@@ -77,8 +78,9 @@ class RuleRemoval:
         origins = NumberedLoss(program.traced).origins
         self.solvers = [origin for origin in origins if has_given_solver(origin.eqn)]
         with program.context():  # in which its equations have their types
-            self.opaque = _opaque(origins)
-        self._opaque_ids = {id(origin.eqn) for origin in self.opaque}
+            # From the id of an equation: the operands in which it has no derivative.
+            self._stopped = _undifferentiable_operands(origins)
+        self.opaque = [o for o in origins if self._stopped.get(id(o.eqn)) == _inexact(o.eqn)]
         for origin in origins:
             if not _is_suspect(origin.eqn):
                 continue
@@ -171,9 +173,16 @@ class RuleRemoval:
             if index is not None:
                 without = ft.partial(self._without_rule, removed, stop, eqn)
                 return jax.lax.cond(removed[index], without, ft.partial(bind, eqn), values)
-            if id(eqn) in self._opaque_ids or isinstance(structure(eqn), stop):
-                return bind(eqn, list(map(jax.lax.stop_gradient, values)))
-            return enter(eqn, values, run) if self._is_entered(eqn) else bind(eqn, values)
+            stopped = self._stopped.get(id(eqn), frozenset())
+            if isinstance(structure(eqn), stop):
+                stopped = range(len(values))
+            if stopped:
+                held = lambda i, x: jax.lax.stop_gradient(x) if i in stopped else x
+                return bind(eqn, [held(i, x) for i, x in enumerate(values)])
+            if not self._is_entered(eqn):
+                return bind(eqn, values)
+            go_in = enter_linear_solve if is_linear_solve(eqn) else enter
+            return go_in(eqn, values, run)
 
         run = lambda inner, values, _: self._evaluate(removed, stop, inner, values)
         return evaluate(program, values, hook)
@@ -185,13 +194,15 @@ class RuleRemoval:
 
     def _is_entered(self, eqn) -> bool:
         known = structure(eqn)
-        if known is None or isinstance(known, CallWithRule | ShardMap):
+        if known is None and not is_linear_solve(eqn):
+            return False
+        if isinstance(known, CallWithRule | ShardMap):
             return False
         if isinstance(known, Cond) and known.by_platform:
             return False
         return any(
             id(inner) in self._index
-            or id(inner) in self._opaque_ids
+            or id(inner) in self._stopped
             or isinstance(structure(inner), While)
             for p in inner_programs(eqn)
             for inner in equations(p)
@@ -204,19 +215,27 @@ def _is_suspect(eqn) -> bool:
     return is_rule(eqn) and primal_program(eqn) is not None and not has_given_solver(eqn)
 
 
-def _opaque(origins: Sequence[Origin]) -> list[Origin]:
-    """The equations of primitives that JAX can't differentiate."""
-    is_opaque: dict[str, bool] = {}
+def _inexact(eqn) -> frozenset[int]:
+    return frozenset(i for i, v in enumerate(eqn.invars) if is_inexact(v))
 
-    def check(eqn):
-        if structure(eqn) is not None or eqn.primitive.name in ELEMENTARY or _is_suspect(eqn):
-            return False
-        if eqn.primitive.name not in is_opaque:
-            pairs = differentiable_pairs(eqn, set(range(len(eqn.invars))))
-            is_opaque[eqn.primitive.name] = pairs is None
-        return is_opaque[eqn.primitive.name]
 
-    return [origin for origin in origins if check(origin.eqn)]
+def _undifferentiable_operands(origins: Sequence[Origin]) -> dict[int, frozenset[int]]:
+    """For the id of an equation, the operands in which JAX can't differentiate it: all, of a
+    primitive without a derivative, or some, as the state of a solver of Lineax."""
+    has_derivative: dict[str, bool] = {}  # in all operands together
+
+    def of(eqn) -> frozenset[int]:
+        name = eqn.primitive.name
+        if structure(eqn) is not None or name in ELEMENTARY or _is_suspect(eqn):
+            return frozenset()
+        if name not in has_derivative:
+            has_derivative[name] = differentiable_pairs(eqn, _inexact(eqn)) is not None
+        if has_derivative[name]:
+            return frozenset()
+        return frozenset(i for i in _inexact(eqn) if differentiable_pairs(eqn, {i}) is None)
+
+    stopped = {id(origin.eqn): of(origin.eqn) for origin in origins}
+    return {key: operands for key, operands in stopped.items() if operands}
 
 
 def _name(origin: Origin) -> str:

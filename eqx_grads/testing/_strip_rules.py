@@ -7,7 +7,7 @@ its jaxpr, at any depth, is replaced by the primal computation. Rules of JAX its
 `jax.lax.custom_root` is a function whose rule is the equation.
 """
 
-import pathlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +16,14 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.in_float64 import primal_call, primal_program
+from .._jaxprs.linear_solve import enter_linear_solve, is_linear_solve
 from .._jaxprs.structure import CallWithRule, equations, inner_programs, structure
 from .._jaxprs.versions import given_solver, is_custom_root, rule_of_custom_call
 
 
-_JAX = str(pathlib.Path(jax.__file__).parent)
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+# Where JAX wraps the functions of others, as `jax.custom_gradient` does.
+_WRAPPERS = os.path.join(_JAX, "_src", "custom_derivatives.py")
 
 
 def without_rules(
@@ -53,7 +56,8 @@ def _evaluate(
         if has_rule:  # of JAX itself
             return bind(eqn, values)
         if any(_holds_rule(inner) for inner in inner_programs(eqn)):
-            return enter(eqn, values, without)
+            go_in = enter_linear_solve if is_linear_solve(eqn) else enter
+            return go_in(eqn, values, without)
         return bind(eqn, values)
 
     without = lambda inner, values, _: _evaluate(inner, values)
@@ -72,12 +76,12 @@ def is_rule(eqn) -> bool:
     primal = primal_program(eqn)
     if "_prim" in eqn.params and primal is not None:
         # With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, the rule can't be seen.
-        return _JAX not in _source(primal.jaxpr)
+        return not _is_written_in_jax(primal.jaxpr)
     if not isinstance(known, CallWithRule):
         return False
     # Not if both the function and its rule were written in JAX.
     program, rule = known.programs[0].jaxpr, rule_of_custom_call(eqn.params)
-    return not all(_JAX in _source(x) for x in (program, rule))
+    return not (_is_written_in_jax(program) and _JAX in _source(rule))
 
 
 def has_given_solver(eqn) -> bool:
@@ -85,9 +89,15 @@ def has_given_solver(eqn) -> bool:
     solver of the user's."""
     solver = given_solver(eqn)
     if solver is not None:
-        return _JAX not in _source(solver[0].jaxpr)
+        # JAX has no `custom_root` of its own, and that of a batch is not the user's function.
+        return not is_linear_solve(eqn) or not _is_written_in_jax(solver[0].jaxpr)
     primal = primal_program(eqn)
     return primal is not None and is_custom_root(primal)
+
+
+def _is_written_in_jax(jaxpr) -> bool:
+    source = _source(jaxpr)
+    return _JAX in source and _WRAPPERS not in source
 
 
 def _source(x) -> str:

@@ -120,7 +120,7 @@ def residuals_of(
     _, read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     captured = zip(jaxpr.constvars, program.consts, strict=True)
     arguments = {id(v) for v in jaxpr.invars}
-    arguments |= {id(v) for v, x in captured if any(x is y for y in held)}
+    arguments |= {id(v) for v, x in captured if any(_is_same(x, y) for y in held)}
     seen: set[int] = set()
     total, unread = 0, []
     for var, aval, is_read in zip(jaxpr.outvars, kept, read, strict=False):
@@ -136,6 +136,11 @@ def residuals_of(
             what = " (an argument, which is not in the bytes above)" if is_argument else ""
             unread.append(f"{aval.dtype}{list(aval.shape)}{what}")
     return Residuals(total, unread, any(read[len(kept) :]))
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Also of a NumPy array, of which JAX has a copy."""
+    return x is y or (isinstance(y, np.ndarray) and np.array_equal(x, y))
 
 
 def _itemsize(dtype) -> int:

@@ -1,0 +1,47 @@
+"""A `jax.lax.custom_linear_solve` in a traced program, run with other inner programs.
+
+It is opaque to `structure`: its programs are a linear map, its transpose, and two solvers, of
+which a call runs one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from .versions import as_closed
+
+
+Run = Callable[[ClosedJaxpr, list[Any], Any], Sequence[Any]]
+
+
+def is_linear_solve(eqn: Any) -> bool:
+    return eqn.primitive.name == "custom_linear_solve"
+
+
+def enter_linear_solve(eqn: Any, values: Sequence[Any], run: Run) -> list[Any]:
+    """Run the equation with `run(program, values, None)` in place of each inner program. Its
+    derivative is that of the linear map, as before."""
+    jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    values, consts = list(values), []
+    for count in counts:
+        consts.append(values[:count])
+        values = values[count:]
+
+    def runs(i):
+        return lambda x: list(run(as_closed(jaxprs[i]), [*consts[i], *x], None))
+
+    def solves(i):
+        with_aux = lambda out: (out[: len(values)], out[len(values) :])
+        return lambda _, x: with_aux(runs(i)(x))
+
+    x, aux = jax.lax.custom_linear_solve(
+        runs(0),
+        values,
+        solves(2),
+        None if jaxprs.transpose_solve is None else solves(3),
+        symmetric=jaxprs.vecmat is jaxprs.matvec,
+        has_aux=True,
+    )
+    return [*x, *aux]
