@@ -86,10 +86,18 @@ def name_of(fn: Any) -> str:
     """What the user calls `fn`."""
     while isinstance(fn, ft.partial):
         fn = fn.func
+    if isinstance(fn, eqx.filter_custom_vjp):  # of a `filter_custom_jvp`, it is not known
+        fn = getattr(fn, "fn", fn)
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     if not isinstance(name, str):
         name = type(fn).__qualname__
     return name.rpartition("<locals>.")[2]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error, or its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def place_of(fn: Any) -> str:

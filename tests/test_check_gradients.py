@@ -473,3 +473,51 @@ def test_a_program_in_float64():
     while h < 4:
         h *= 2
     assert float(got) == pytest.approx(np.exp(h), rel=1e-12)
+
+
+class _Around(eqx.Module):
+    """Its rule returns a cotangent of a layer that is one of its fields."""
+
+    linear: eqx.nn.Linear
+
+    @eqg.custom_vjp
+    def __call__(self, x):
+        return jnp.sin(self.linear(x))
+
+    @__call__.def_fwd
+    def _call_fwd(self, x):
+        return self(x), (self, x)
+
+    @__call__.def_bwd
+    def _call_bwd(residuals, ct):
+        self, x = residuals
+        ct = ct * jnp.cos(self.linear(x))
+        linear = eqg.tangents.of(self.linear, weight=jnp.outer(ct, x), bias=ct)
+        return eqg.tangents.of(self, linear=linear), self.linear.weight.T @ ct
+
+
+def test_a_rule_of_a_module_that_has_layers():
+    model = _Around(eqx.nn.Linear(3, 2, key=jr.key(0)))
+    loss = lambda model, x: jnp.sum(model(x) ** 2)
+    x = jnp.arange(3.0)
+    assert eqgt.check_gradients(loss, model, x).passed
+    assert not eqg.explain_nan(loss, model, x)
+    assert not eqg.explain_zero(loss, model, x)
+
+
+def test_a_loss_that_raises_without_a_message():
+    def loss(x):
+        assert x.dtype == jnp.float32
+        return jnp.sum(jnp.sin(x))
+
+    report = eqgt.check_gradients(loss, jnp.array([0.5, 0.3], "float32"))
+    assert "can't be differentiated in float64 (AssertionError" in " ".join(str(report).split())
+
+
+def test_a_loss_that_captures_numpy_arrays():
+    rows = np.array([1, 0, 1])
+    loss = lambda x: jnp.sum(jnp.zeros_like(x).at[rows].add(jnp.sin(x[rows])))
+    report = eqgt.check_gradients(loss, jnp.array([0.5, 0.3], "float32"))
+    assert report.passed
+    if not jax.config.jax_enable_x64:
+        assert "With `jnp.asarray` of them, it is in float64" in " ".join(str(report).split())

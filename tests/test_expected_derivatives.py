@@ -264,3 +264,42 @@ def test_arguments_that_are_not_perturbed_are_no_residuals():
     assert report["residuals"][0].where.startswith("0 bytes per call")
     report = eqgt.check_residuals(lambda x, n: x * jnp.sin(n), x, n, nondifferentiable=("n",))
     assert report["residuals"][0].where.startswith("24 bytes per call")
+
+
+def test_forward_mode_of_a_rule_without_def_jvp():
+    rule = eqg.custom_vjp(lambda x: jnp.floor(2 * x))
+    rule.def_fwd(lambda x: (rule(x), None))
+    rule.def_bwd(lambda _, ct: (2 * ct,))
+    options = {"reference": lambda x: 2 * x, "checks": ("forward", "reverse")}
+    report = eqgt.check_rule(rule, POINT, raises=False, **options)
+    assert [failure.check for failure in report.failures] == ["forward"]
+    text = " ".join(str(report).split())
+    assert "forward mode is the derivative of the function, as of every `custom_vjp`" in text
+    rule.def_jvp(lambda primals, ts: (rule(*primals), 2 * ts[0]))
+    eqgt.check_rule(rule, POINT, **options)
+
+
+def test_solvers_are_no_reference_of_second_order():
+    """Autodiff of a solver on the host, which stops at a tolerance, is zero."""
+    optimize = pytest.importorskip("scipy.optimize")
+    objective = lambda w, a, b: jnp.sum(jnp.cosh(w) - a * w + b * w**2 / 2)
+
+    @eqg.implicit(jax.grad(objective))
+    @eqg.host_function(out=lambda a, b: a)
+    def fit(a, b):
+        slope = lambda w: np.sinh(w) - a + b * w
+        both = lambda w: (np.sum(np.cosh(w) - a * w + b * w**2 / 2), slope(w))
+        start, options = np.zeros(3), {"gtol": 1e-12}
+        found = optimize.minimize(both, start, jac=True, method="BFGS", options=options)
+        return found.x.astype(a.dtype)
+
+    with jax.enable_x64(True):
+        args = jnp.array([0.3, 1.0, 2.0], "float64"), jnp.array(0.5, "float64")
+        checks = ("forward", "reverse", "order")
+        eqgt.check_rule(fit, *args, checks=checks)
+        wrong = eqg.custom_vjp(lambda a, b: fit(a, b))
+        wrong.def_fwd(lambda a, b: (fit(a, b), (a, b)))
+        stopped = jax.lax.stop_gradient
+        wrong.def_bwd(lambda res, ct: jax.vjp(fit, *map(stopped, res))[1](ct))
+        report = eqgt.check_rule(wrong, *args, checks=checks, raises=False)
+        assert {failure.check for failure in report.failures} == {"order"}

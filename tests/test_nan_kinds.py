@@ -306,3 +306,32 @@ def test_matrices(fn, matrix, cure):
     report = eqg.explain_nan(lambda a: jnp.sum(fn(a)), matrix)
     assert report.found[0].cure.startswith(cure)
     assert "a + eps * jnp.eye(n)" in report.found[0].cure
+
+
+def test_what_is_given_a_nan_is_no_cause():
+    def logsumexp(z):
+        top = jnp.max(z)
+        return top + jnp.log(jnp.sum(jnp.exp(z - top)))
+
+    def loss(w, x):
+        return logsumexp(w * ((x - jnp.mean(x)) / jnp.std(x)))
+
+    (record,) = eqg.explain_nan(loss, jnp.ones(3), jnp.ones(3)).found
+    assert (record.primitive, record.is_forward) == ("div", True)
+
+
+MIXTURES = {
+    "product": lambda w, d: jnp.exp(-(d**2)) @ w,
+    "sum": lambda w, d: jnp.sum(w[None] * jnp.exp(-(d**2)) / jnp.exp(w)[None], axis=-1),
+    "mean": lambda w, d: jnp.mean(w[None] * jnp.exp(-(d**2)), axis=-1),
+    "density": lambda w, d: jnp.sum(w[None] * jax.scipy.stats.norm.pdf(2 * d), axis=-1),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_log_of_a_weighted_sum_of_exponentials(name):
+    """With `eps`, what underflows has a gradient of zero, and the true one is large."""
+    loss = lambda w, d: jnp.mean(jnp.log(MIXTURES[name](w, d)))
+    d = jnp.array([[0.5, 1.0], [100.0, 101.0]])
+    text = " ".join(str(eqg.explain_nan(loss, jnp.ones(2) / 2, d)).split())
+    assert "Use `jax.nn.logsumexp(x, b=weights)`" in text

@@ -16,9 +16,18 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._control_flow.scan import visible_steps
-from .._errors import check_function, name_of, place_of, rule_error, show_path, show_tree
+from .._errors import (
+    check_function,
+    first_line,
+    name_of,
+    place_of,
+    rule_error,
+    show_path,
+    show_tree,
+)
 from .._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from .._jaxprs.plain_scan import plain_scans
+from .._jaxprs.structure import holds
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .layers import wrap_layers
@@ -107,7 +116,7 @@ def trace_loss(
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
     with visible, keeping_tracebacks(), plain_scans():
         program = _trace_wrapped(flat_loss, values)
-        if program is None:
+        if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(paths)):
             layers.clear()
             program = _trace_bare(caller, loss, flat_loss, values)
     names = _names_of_arguments(loss, args, kwargs)
@@ -138,13 +147,30 @@ def _trace_wrapped(flat_loss, values) -> ClosedJaxpr | None:
         return None
 
 
+def _wrapping_breaks_a_rule(program, flat_loss, values, n) -> bool:
+    """Whether a rule needs the very types of layers, as one that returns a cotangent of a layer
+    that is a field of its Module."""
+    if not holds(program, "eqg_call", "custom_vjp_call", "call_hi_primitive"):
+        return False
+
+    def has_gradient(wrap):
+        loss = lambda arrays: flat_loss([*arrays, *values[n:]], wrap)
+        try:
+            jax.eval_shape(jax.grad(loss), values[:n])
+        except Exception:
+            return False
+        return True
+
+    return not has_gradient(wrap=True) and has_gradient(wrap=False)
+
+
 def _trace_bare(caller, loss, flat_loss, values) -> ClosedJaxpr:
     try:
         return jax.make_jaxpr(lambda values: flat_loss(values, wrap=False))(values)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise rule_error(
             f"`{caller}` can't trace the loss `{name_of(loss)}`.",
-            str(error).splitlines()[0],
+            first_line(error),
             place_of(loss),
             do="It traces the loss as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` for "
             "decisions that depend on arrays, and `jax.pure_callback` for NumPy.",

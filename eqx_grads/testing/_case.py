@@ -198,6 +198,11 @@ class Case:
         return None if self.is_another_in_float64 else self._in_float64
 
     @ft.cached_property
+    def captures_numpy(self) -> bool:
+        """Whether NumPy arrays are constants of the function or of a derivative of it."""
+        return any(map(captures_numpy, self._traced))
+
+    @ft.cached_property
     def is_another_in_float64(self) -> bool:
         """Whether the function of float64 arguments is another function than the one of the
         user's arguments: it draws random numbers, or looks at a dtype."""
@@ -239,7 +244,7 @@ class Case:
                 own, other = getattr(self.own, name), getattr(wide, name)
                 if _fails(other.value) and not _fails(own.value):
                     return None
-            if any(map(captures_numpy, self._traced)) and self._loses_derivatives(wide):
+            if self.captures_numpy and self._loses_derivatives(wide):
                 return None
         except Exception:  # the function is for single precision only
             return None

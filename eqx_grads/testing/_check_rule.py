@@ -182,7 +182,7 @@ def check_rule(
         nondifferentiable=nondifferentiable,
         tangents=tangents,
         cotangents=cotangents,
-        order=order,
+        order=order if "order" in names else 1,
         at=at,
         max_residual_bytes=max_residual_bytes,
         tolerance=tolerance,

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
+from .._errors import first_line
 from .._jaxprs.evaluate import evaluate
 from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
 from .._tangent_spaces import is_differentiable
@@ -21,7 +22,7 @@ from ._flat_function import double_precision
 from ._random_tangents import normal
 from ._same_function import changes_alike, is_same_program
 from ._slope import Samples
-from ._trace_derivatives import captures_numpy
+from ._trace_derivatives import captures_numpy, trace_all
 
 
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
@@ -141,17 +142,18 @@ class LossProgram:
 
     @ft.cached_property
     def traced_gradient(self) -> ClosedJaxpr | None:
-        """`None` if there is no reverse mode. Of a rule that returns another dtype than the
-        function has, the error is raised."""
-        try:
-            return jax.make_jaxpr(jax.grad(self._loss))(self.leaves, self.others)
-        except ValueError:  # no reverse mode, in whatever precision
-            return None
+        """`None` if it can't be traced: where it is computed, there is an error."""
+        (program,) = trace_all([jax.grad(self._loss)], (self.leaves, self.others)) or [None]
+        return program
 
     def check_gradient(self) -> None:
-        """Raise an error if the gradient can't be traced or compiled."""
-        gradient = self.traced_gradient
-        if gradient is not None and captures_numpy(gradient):
+        """Raise an error if the gradient can't be traced or compiled, as that of a rule that
+        returns another dtype than the function has."""
+        try:
+            gradient = jax.make_jaxpr(jax.grad(self._loss))(self.leaves, self.others)
+        except ValueError:  # no reverse mode, in whatever precision
+            return
+        if captures_numpy(gradient):
             jax.jit(jaxpr_as_fun(gradient)).lower(*jax.tree.leaves((self.leaves, self.others)))
 
     def tangent(self, leaves: Sequence[Any], tangents: Sequence[Any]) -> float:
@@ -186,7 +188,7 @@ class LossProgram:
         except (TypeError, ValueError, NotImplementedError) as error:
             if mode not in str(error).lower():
                 raise
-            return str(error).splitlines()[0]
+            return first_line(error)
         return None
 
 
@@ -252,8 +254,7 @@ def trace_in_both_precisions(
         return own, None, ""
     # Of a NumPy array that the loss captures, JAX has one constant for both precisions: see
     # `_trace_derivatives.py`.
-    with contextlib.suppress(Exception):  # raised once more where the gradient is computed
-        _ = own.traced_gradient
+    captures = own.traced_gradient is not None and captures_numpy(own.traced_gradient)
     try:
         with double_precision():
             wide_model, wide_args, wide_kwargs = _in_float64((model, tuple(args), dict(kwargs)))
@@ -261,7 +262,12 @@ def trace_in_both_precisions(
             wide = LossProgram(traced, double_precision)
             wide.check_gradient()
     except Exception as error:  # the loss is for one precision only, and the report says so
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if captures:
+            why = (
+                "The loss captures NumPy arrays of 64 bits: it is compared in its own precision"
+            )
+            return own, None, f"{why}. With `jnp.asarray` of them, it is in float64."
+        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         return own, None, f"The loss can't be differentiated in float64 ({why})."
     if _is_another(own, wide):
         return own, None, "In float64 the loss draws other random numbers, or looks at a dtype."

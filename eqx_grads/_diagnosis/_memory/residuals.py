@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..._errors import rule_error
+from ..._errors import first_line, rule_error
 from ..._jaxprs.dependence import free_variables, variables, without_unused
 from ..._jaxprs.elementwise import is_cheap
 from ..._jaxprs.peak_memory import bytes_of
@@ -100,7 +100,7 @@ class Gradient:
         except (ValueError, NotImplementedError) as error:
             raise rule_error(
                 "The loss has no derivative in reverse mode.",
-                str(error).splitlines()[0],
+                first_line(error),
                 do="Only reverse mode keeps anything for a backward pass. A `while_loop` has "
                 "none: use a `scan`.",
             ) from error

@@ -118,6 +118,9 @@ _OF_FORMULAS = {
     "softplus": "Use `jax.nn.softplus(x)` in place of `log(1 + exp(x))`.",
     "logaddexp": "Use `jnp.logaddexp(x, y)` in place of `log(exp(x) + exp(y))`.",
     "logsumexp": "Use `jax.nn.logsumexp(x)` in place of the logarithm of a sum of `exp(x)`.",
+    "log of weighted exp": "Use `jax.nn.logsumexp(x, b=weights)` in place of the logarithm of "
+    "a sum of `weights * exp(x)`, in which `exp(x)` underflows. With `log(... + eps)`, the "
+    "gradient is finite, and without the terms that underflow.",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
     "sqrt": _OF_PRIMITIVES["sqrt"],

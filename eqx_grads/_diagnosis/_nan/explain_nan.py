@@ -44,7 +44,7 @@ from .formulas import Formulas
 from .lines import rule_of, users_line
 from .reaches import reaches_gradient
 from .replay import Frame, is_bad, is_inexact
-from .report import NaNReport, NonFinite
+from .report import NaNReport, NonFinite, without_consequences
 from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
@@ -341,9 +341,8 @@ def _show_dropped(derivative: Derivative, numbers: list[int], found) -> list[str
 def _find(
     derivative: Derivative, root: Frame, numbers: list[int], threshold
 ) -> list[NonFinite]:
-    found: list[tuple[Cause, int]] = []
-    if not np.isfinite(root.results[0]):
-        found += [(cause, 1) for cause in causes_of_value(derivative, root)]
+    of_value = [] if np.isfinite(root.results[0]) else causes_of_value(derivative, root)
+    found = [(cause, 1) for cause in of_value]
     in_gradient: list[tuple[Cause, int]] = []
     for i, number in enumerate(numbers):
         doing("looking for the cause of place", i, len(numbers))
@@ -354,11 +353,11 @@ def _find(
     causes: dict[Any, list[tuple[Cause, int]]] = {}
     for cause, n_steps in found + in_gradient:
         causes.setdefault(_key(cause), []).append((cause, n_steps))
-    return [
+    return without_consequences(
         _record(derivative, root, cause, max(count for _, count in same))
         for same in _without_repetitions(causes)
         for cause, _ in same[:1]
-    ]
+    )
 
 
 def _key(cause: Cause):

@@ -20,6 +20,7 @@ _LAYOUT = frozenset(
 )
 
 
+_SUMS = ("reduce_sum", "dot_general")
 # What may choose between the entries of a softmax before the logarithm.
 _SELECTIONS = ("select_n", "gather", "slice", "dynamic_slice")
 
@@ -153,12 +154,24 @@ class Formulas:
             below = self._made_by(made, 1)
             is_sigmoid = below is not None and below.primitive == "logistic"
             return "log of 1 - sigmoid" if is_sigmoid else ""
-        if made.primitive not in ("div", "reduce_sum"):
-            return ""
         below = self._made_by(made, 0)
-        if below is None or below.primitive != "exp":
+        if below is not None and below.primitive == "exp" and made.primitive == "div":
+            return "log of softmax"
+        if made.primitive == "div" and below is not None and below.primitive in _SUMS:
+            made, below = below, self._made_by(below, 0)  # a mean
+        if made.primitive not in _SUMS:
             return ""
-        return "log of softmax" if made.primitive == "div" else "logsumexp"
+        if below is not None and below.primitive == "exp" and made.primitive == "reduce_sum":
+            return "logsumexp"
+        terms = [self._made_by(made, k) for k in range(len(made.eqn.invars))]
+        return "log of weighted exp" if any(map(self._has_factor_exp, terms)) else ""
+
+    def _has_factor_exp(self, made: Origin | None) -> bool:
+        """Whether it is `exp(x)`, or a product or quotient with it above."""
+        if made is None or made.primitive == "exp":
+            return made is not None
+        factors = {"mul": (0, 1), "div": (0,)}.get(made.primitive, ())
+        return any(self._has_factor_exp(self._made_by(made, k)) for k in factors)
 
     def _formula_of_shift(self, shift: Origin) -> str:
         """What an `x - max(x)` is a part of."""

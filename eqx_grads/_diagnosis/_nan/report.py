@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -52,6 +52,15 @@ class NonFinite(AbstractRecord):
     is_batched: bool = False
     operands: tuple[float, ...] = ()
     cotangent: float | None = None
+
+
+def without_consequences(records: Iterable[NonFinite]) -> list[NonFinite]:
+    """Without operations whose derivative is not finite because they were given a NaN, if it is
+    reported where a NaN comes from."""
+    records = list(records)
+    is_known = any(record.is_forward for record in records)
+    is_consequence = lambda r: not r.is_forward and any(map(math.isnan, r.operands))
+    return [record for record in records if not (is_known and is_consequence(record))]
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)

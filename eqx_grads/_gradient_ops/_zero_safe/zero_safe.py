@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from ..._errors import check_function, name_of, place_of, rule_error
+from ..._errors import check_function, first_line, name_of, place_of, rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.plain_scan import plain_scans
@@ -164,7 +164,7 @@ def _trace(fn, run, arrays) -> ClosedJaxpr:
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise rule_error(
             f"`zero_safe` can't trace `{name_of(fn)}`.",
-            str(error).splitlines()[0],
+            first_line(error),
             place_of(fn),
             do="It traces the function as `jax.jit` does. Use `jax.lax.cond` or `jnp.where` "
             "for decisions that depend on arrays, and `jax.pure_callback` for NumPy.",

@@ -57,6 +57,10 @@ def _check(mode: AbstractMode) -> Iterator[Finding]:
         dtype = mode.case.subject.leaves[0].dtype
         where = f"in {dtype}: in float64 it is another function"
         finding = dataclasses.replace(finding, where=where)
+    elif finding.verdict == PASSED and mode.case.wide is None and mode.case.captures_numpy:
+        dtype = mode.case.subject.leaves[0].dtype
+        where = f"in {dtype}: it captures NumPy arrays of 64 bits"
+        finding = dataclasses.replace(finding, where=where)
     yield finding
     is_unknown = finding.verdict == SKIPPED and mode.case.is_wrong_on_purpose
     if finding.verdict == FAILED or is_unknown:
@@ -134,12 +138,32 @@ def _against_what_was_asked_for(mode: AbstractMode, got: _Arrays) -> Finding:
         finding = _compare(mode, want, got)
         if finding.verdict == PASSED:
             return finding
+        if is_asked_for and _is_of_the_function(mode, got):
+            cause = (
+                "forward mode is the derivative of the function, as of every `custom_vjp`\n"
+                "  without a `def_jvp`. Give it one, or skip what has forward mode:\n"
+                '  `skip=("forward", "adjoint", "order")`'
+            )
+            finding = _compare(mode, want, got, cause)
         if witness.is_binding:
             failures.append(finding)
     if failures:
         return failures[0]
     option = "expected_tangent" if mode.check == "forward" else "expected_cotangent"
     return skipped(mode.check, f"nothing was said about this mode: pass `{option}=` too")
+
+
+def _is_of_the_function(mode: AbstractMode, got: _Arrays) -> bool:
+    """Whether forward mode of a rule is autodiff of the function without it."""
+    p = mode.precision
+    if mode.check != "forward":
+        return False
+    try:
+        plain = mode.along_directions(p.plain.jvp)
+    except Exception:  # the function has none
+        return False
+    error = difference(plain, got, mode.names, entrywise=False).error
+    return error <= mode.case.tolerance(p)
 
 
 def _at_other_sizes(mode: AbstractMode) -> list[Finding]:
@@ -190,7 +214,8 @@ def _of_steps(case: Case, finding: Finding) -> Finding:
     return dataclasses.replace(finding, text=text)
 
 
-def _compare(mode: AbstractMode, want: _Arrays, got: _Arrays) -> Finding:
+def _compare(mode: AbstractMode, want: _Arrays, got: _Arrays, cause: str = "") -> Finding:
+    """`cause`: a likely cause that is known, in place of one that is looked for."""
     case, p = mode.case, mode.precision
     tolerance = case.tolerance(p), None
     if mode.witness.is_autodiff:
@@ -198,7 +223,7 @@ def _compare(mode: AbstractMode, want: _Arrays, got: _Arrays) -> Finding:
     return compare(
         mode.check, "", want, got, mode.names, *tolerance, reference=mode.witness.name,
         along=mode.along, directions=mode.directions, primals=mode.primals,
-        hypotheses=lambda: mode.hypotheses(want),
+        hypotheses=lambda: mode.hypotheses(want), cause=cause, diagnose=not cause,
     )  # fmt: skip
 
 
