@@ -335,3 +335,29 @@ def test_the_log_of_a_weighted_sum_of_exponentials(name):
     d = jnp.array([[0.5, 1.0], [100.0, 101.0]])
     text = " ".join(str(eqg.explain_nan(loss, jnp.ones(2) / 2, d)).split())
     assert "Use `jax.nn.logsumexp(x, b=weights)`" in text
+
+
+PRODUCTS = {
+    "exp": lambda x: jnp.exp(-(x**2)),
+    "density": lambda x: jax.scipy.stats.norm.pdf(2 * x),
+    "prod": lambda x: jnp.prod(jnp.stack([x] * 40) * 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_log_of_a_product_that_underflows(name):
+    report = eqg.explain_nan(lambda x: jnp.log(PRODUCTS[name](x)), jnp.array(101.0))
+    if report:  # float64 has more room
+        assert "Add the logarithms of its factors" in " ".join(str(report).split())
+
+
+def test_what_is_within_a_derivative_does_not_cross_the_threshold():
+    """That of `tanh` is made of two factors, of which the first may be larger."""
+    loss = lambda x: 61.9 * jnp.tanh(x)
+    report = eqg.explain_nan(loss, jnp.array(-1.01), threshold=100.0)
+    assert not report
+    assert "is zero" not in str(report)
+    (record,) = eqg.explain_nan(loss, jnp.array(0.1), threshold=50.0).found
+    assert record.primitive == "mul"
+    text = str(eqg.explain_nan(lambda x: 1e3 * x * 1e-3, jnp.array(1.0), threshold=100.0))
+    assert "is zero" not in text

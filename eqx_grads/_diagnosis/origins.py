@@ -50,6 +50,13 @@ class Origin:
     enclosing: tuple[int, ...]
 
 
+def equation_tag(eqn: Any) -> str:
+    """The number of the equation of a `NumberedLoss` that an equation of its derivative comes
+    from, as text; empty if there is none."""
+    numbers = re.findall(r"eqg_equation_(\d+)", str(eqn.source_info.name_stack))
+    return numbers[-1] if numbers else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
     """A program, the number of each of its equations, and for each the inner programs."""
@@ -80,8 +87,8 @@ class NumberedLoss:
 
         `None` if it has no number: the equation that it is in may have one.
         """
-        numbers = re.findall(r"eqg_equation_(\d+)", str(eqn.source_info.name_stack))
-        return self.origins[int(numbers[-1])] if numbers else None
+        tag = equation_tag(eqn)
+        return self.origins[int(tag)] if tag else None
 
     def is_batched(self, origin: Origin) -> bool:
         """Whether an equation of the loss, or one around it, is in a function under `vmap`."""

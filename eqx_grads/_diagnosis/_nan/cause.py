@@ -325,6 +325,7 @@ def _operands_at(spot: Spot) -> list[Any]:
 def largest_product(spot: Spot) -> tuple[Any, Any] | None:
     """Of the products that are summed to an element, factor and cotangent of the largest one.
     `None` if it is no such sum."""
+    spot = _first_of_derivative(spot)
     cotangents = [k for k in range(len(spot.operands)) if spot.is_cotangent(k)]
     if spot.eqn.primitive.name not in MULTILINEAR or len(cotangents) != 1:
         return None
@@ -332,6 +333,21 @@ def largest_product(spot: Spot) -> tuple[Any, Any] | None:
     x = np.asarray(spot.operands[k])
     largest = np.unravel_index(np.argmax(np.abs(factors * x)), x.shape)
     return factors[largest], x[largest]
+
+
+def _first_of_derivative(spot: Spot) -> Spot:
+    """Of several equations that are the derivative of one equation of the loss, the one at
+    which the cotangent of the element arrives."""
+    node, outputs = spot.frame.node, spot.frame.outputs
+    while True:
+        cotangents = [v for k, v in enumerate(spot.eqn.invars) if spot.is_cotangent(k)]
+        made = [node.producers[v] for v in cotangents if v in node.producers]
+        if len(cotangents) != 1 or not made or made[0][0] not in node.within:
+            return spot
+        ((i, k),) = made
+        if np.shape(outputs[i][k]) != spot.value_shape:
+            return spot
+        spot = Spot(spot.frame, i, k, spot.index)
 
 
 def _pullback(spot: Spot, values: Sequence[Any], k: int) -> Any:

@@ -121,6 +121,9 @@ _OF_FORMULAS = {
     "log of weighted exp": "Use `jax.nn.logsumexp(x, b=weights)` in place of the logarithm of "
     "a sum of `weights * exp(x)`, in which `exp(x)` underflows. With `log(... + eps)`, the "
     "gradient is finite, and without the terms that underflow.",
+    "log of product": "The product underflows. Add the logarithms of its factors: that of "
+    "`exp(x)` is `x`. With `log(... + eps)`, the gradient is finite, and without what "
+    "underflows.",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
     "sqrt": _OF_PRIMITIVES["sqrt"],

@@ -5,7 +5,9 @@ variables that depend on the seed. Rules have become equations: no derivative is
 """
 
 import dataclasses
+import functools as ft
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from ..._jaxprs.structure import (
     structure,
     While,
 )
-from ..origins import NumberedLoss, Origin
+from ..origins import equation_tag, NumberedLoss, Origin
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,6 +65,25 @@ class Node:
         return not self.inner[position] and any(
             v in self.cotangents and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             for v in eqn.outvars
+        )
+
+    @ft.cached_property
+    def within(self) -> frozenset[int]:
+        """The equations of which only others of the derivative of one equation of the loss use
+        the results: what they compute is no cotangent of a value of the loss."""
+        users: dict[Any, set[str]] = defaultdict(set)
+        for eqn in self.eqns:
+            for v in eqn.invars:
+                if not isinstance(v, Literal):
+                    users[v].add(equation_tag(eqn))
+        for v in self.program.jaxpr.outvars:
+            if not isinstance(v, Literal):
+                users[v].add("")
+        tags = [equation_tag(eqn) for eqn in self.eqns]
+        return frozenset(
+            i
+            for i, (eqn, tag) in enumerate(zip(self.eqns, tags, strict=True))
+            if tag and set().union(*(users[v] for v in eqn.outvars)) == {tag}
         )
 
 

@@ -251,7 +251,9 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
         found = _find(derivative, root, numbers, threshold)
         remarks += _show_dropped(derivative, dropped, found)
     if not bad and np.isfinite(value) and derivative.is_reverse:
-        remarks += _zeros(names, root.results[1:]) + _bad_if_compiled(derivative, values, names)
+        is_exact = threshold is None or not root.hits  # and no cotangent was replaced
+        remarks += _zeros(names, root.results[1:]) if is_exact else []
+        remarks += _bad_if_compiled(derivative, values, names)
     return NaNReport(
         found,
         value,

@@ -159,6 +159,8 @@ class Formulas:
             return "log of softmax"
         if made.primitive == "div" and below is not None and below.primitive in _SUMS:
             made, below = below, self._made_by(below, 0)  # a mean
+        if made.primitive == "reduce_prod" or self._has_factor_exp(made):
+            return "log of product"
         if made.primitive not in _SUMS:
             return ""
         if below is not None and below.primitive == "exp" and made.primitive == "reduce_sum":

@@ -179,6 +179,8 @@ def _body_inputs(loop: Scan | While, values, carry, step):
 def _replaced(node: Node, i: int, out, threshold, xp):
     """The outputs with zeros where they are bad, and whether they are somewhere."""
     found, replaced = xp.bool_(False), []
+    if threshold is not None and i in node.within:
+        threshold = None
     for v, x in zip(node.eqns[i].outvars, out, strict=True):
         if is_inexact(x) and v in node.cotangents:
             x = xp.asarray(x)

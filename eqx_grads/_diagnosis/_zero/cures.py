@@ -44,7 +44,8 @@ CURES: Mapping[str, str] = {
     "comparison in a while_loop": f"{_SEARCH} {_STEP}",
     "predicate of a while_loop": _SEARCH,
     "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or "
-    "`eqg.ste.trunc(x)`, and keep the value a float.",
+    "`eqg.ste.trunc(x)`, and keep the value a float. A float is no index: interpolate, as with "
+    "`(1 - r) * table[i] + r * table[i + 1]`, where `r` is the remainder.",
     "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",
     "rule without a derivative": "The rule of this function returns zero for it. Change the "
     "rule, or use `eqg.replace_gradient(value, surrogate)`.",

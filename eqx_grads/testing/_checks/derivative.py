@@ -154,16 +154,21 @@ def _against_what_was_asked_for(mode: AbstractMode, got: _Arrays) -> Finding:
 
 
 def _is_of_the_function(mode: AbstractMode, got: _Arrays) -> bool:
-    """Whether forward mode of a rule is autodiff of the function without it."""
-    p = mode.precision
+    """Whether forward mode of a rule is autodiff of the function without it, and reverse mode
+    is not."""
+    case, p = mode.case, mode.precision
     if mode.check != "forward":
         return False
+    cotangents = p.like_outputs(case.eager.cotangents)
     try:
         plain = mode.along_directions(p.plain.jvp)
+        pulled = p.plain.vjp(cotangents)
+        have = p.rule.vjp(cotangents)
     except Exception:  # the function has none
         return False
     error = difference(plain, got, mode.names, entrywise=False).error
-    return error <= mode.case.tolerance(p)
+    gap = difference(pulled, have, case.names, entrywise=False).error
+    return error <= case.tolerance(p) < gap
 
 
 def _at_other_sizes(mode: AbstractMode) -> list[Finding]:
@@ -206,10 +211,11 @@ def _of_steps(case: Case, finding: Finding) -> Finding:
     if not case.changes_at_a_distance():
         return finding
     text = (
-        "  likely cause: plain autodiff is zero, but the function changes: it is piecewise\n"
-        "  constant, as rounding is, and a solver that stops at a tolerance. Give the\n"
-        "  derivative that is meant (`reference=`), or check the solver with a tolerance near\n"
-        "  rounding"
+        "  likely cause: the derivative without the rule is zero, but the function changes:\n"
+        "  it is piecewise constant, as rounding is, or\n"
+        "  a solver that stops at a tolerance, which `eqg.implicit` does not differentiate.\n"
+        "  Give the derivative that is meant (`reference=`), or check the solver with a\n"
+        "  tolerance near rounding"
     )
     return dataclasses.replace(finding, text=text)
 

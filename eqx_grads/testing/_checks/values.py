@@ -57,7 +57,12 @@ def _finite(where: str, case: Case) -> Iterator[Finding]:
             continue
         if not all(np.all(np.isfinite(as_real(x))) for x in arrays):
             bad = True
-            shown = ", ".join(str(np.asarray(x)).replace("\n", "") for x in arrays)
+            names = case.output_names if name in ("value", "tangent") else case.names
+            shown = ", ".join(
+                f"{named} {str(np.asarray(x)).replace(chr(10), '')[:100]}"
+                for named, x in zip(names, arrays, strict=True)
+                if not np.all(np.isfinite(as_real(x)))
+            )
             text = f"NaN or infinity in the {name}: {shown[:300]}"
             yield failed("finite", f"{where}, {name}", text)
     if not bad:
