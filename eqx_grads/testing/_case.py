@@ -162,8 +162,6 @@ class Case:
         self.own = Precision(self.subject, options, contextlib.nullcontext)
         self.rng = np.random.default_rng(seed)
         self.subject.check_points(options.at)
-        self._traced = trace_derivatives(self.own.rule.fn, self.subject.leaves, options.order)
-        self._traced += trace_all([self.own.reference.fn], self.subject.leaves)
         if options.reference is not None:
             check_outputs_of_reference(self.own)
 
@@ -196,6 +194,14 @@ class Case:
         """The same in float64; `None` if the function does not run in float64, or is another
         function there."""
         return None if self.is_another_in_float64 else self._in_float64
+
+    @ft.cached_property
+    def _traced(self) -> list[ClosedJaxpr]:
+        """Traced before anything is in float64, and not before the check `leaks`, which has to
+        see the first trace of a rule."""
+        leaves, order = self.subject.leaves, self.options.order
+        programs = trace_derivatives(self.own.rule.fn, leaves, order)
+        return [*programs, *trace_all([self.own.reference.fn], leaves)]
 
     @ft.cached_property
     def captures_numpy(self) -> bool:
@@ -234,6 +240,7 @@ class Case:
     def _in_float64(self) -> Precision | None:
         if self.is_wide and jax.dtypes.canonicalize_dtype(float) == np.float64:
             return self.own
+        _ = self._traced
         try:
             with double_precision():
                 wide = Precision(self.subject.in_float64(), self.options, double_precision)
