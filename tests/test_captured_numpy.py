@@ -109,7 +109,9 @@ def test_of_second_order(kind):
     """The user's function has its second derivative afterwards."""
     ones, rows = np.ones(3), np.arange(3)
     fn, x = (
-        _second_order((lambda t: t * ones) if kind == "floats" else lambda t: t[rows]),
+        _second_order(
+            (lambda t: (t * ones).astype(t.dtype)) if kind == "floats" else lambda t: t[rows]
+        ),
         X[:3],
     )
     eqgt.check_rule(fn, x, checks=("forward", "reverse", "order"))
