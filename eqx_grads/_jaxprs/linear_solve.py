@@ -4,23 +4,25 @@ It is opaque to `structure`: its programs are a linear map, its transpose, and t
 which a call runs one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
+from .evaluate import enter, Run
 from .versions import as_closed
-
-
-Run = Callable[[ClosedJaxpr, list[Any], Any], Sequence[Any]]
 
 
 def is_linear_solve(eqn: Any) -> bool:
     return eqn.primitive.name == "custom_linear_solve"
 
 
-def enter_linear_solve(eqn: Any, values: Sequence[Any], run: Run) -> list[Any]:
+def enter_also_solve(eqn: Any, values: Sequence[Any], run: Run) -> Sequence[Any]:
+    """As `enter`, which raises an error for a linear solve."""
+    return (_enter_solve if is_linear_solve(eqn) else enter)(eqn, values, run)
+
+
+def _enter_solve(eqn: Any, values: Sequence[Any], run: Run) -> list[Any]:
     """Run the equation with `run(program, values, None)` in place of each inner program. Its
     derivative is that of the linear map, as before."""
     jaxprs, counts = eqn.params["jaxprs"], eqn.params["const_lengths"]

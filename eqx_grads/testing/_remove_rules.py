@@ -15,9 +15,9 @@ import numpy as np
 
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, SourceLine
-from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.in_float64 import primal_program
-from .._jaxprs.linear_solve import enter_linear_solve, is_linear_solve
+from .._jaxprs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.linearity import ELEMENTARY
 from .._jaxprs.propagate import differentiable_pairs, is_inexact
 from .._jaxprs.structure import (
@@ -181,8 +181,7 @@ class RuleRemoval:
                 return bind(eqn, [held(i, x) for i, x in enumerate(values)])
             if not self._is_entered(eqn):
                 return bind(eqn, values)
-            go_in = enter_linear_solve if is_linear_solve(eqn) else enter
-            return go_in(eqn, values, run)
+            return enter_also_solve(eqn, values, run)
 
         run = lambda inner, values, _: self._evaluate(removed, stop, inner, values)
         return evaluate(program, values, hook)

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.in_float64 import primal_call, primal_program
-from .._jaxprs.linear_solve import enter_linear_solve, is_linear_solve
+from .._jaxprs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.structure import CallWithRule, equations, inner_programs, structure
 from .._jaxprs.versions import given_solver, is_custom_root, rule_of_custom_call
 
@@ -56,8 +56,7 @@ def _evaluate(
         if has_rule:  # of JAX itself
             return bind(eqn, values)
         if any(_holds_rule(inner) for inner in inner_programs(eqn)):
-            go_in = enter_linear_solve if is_linear_solve(eqn) else enter
-            return go_in(eqn, values, without)
+            return enter_also_solve(eqn, values, without)
         return bind(eqn, values)
 
     without = lambda inner, values, _: _evaluate(inner, values)
