@@ -27,8 +27,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Contiguous halves of the tests, as neighbors share what they compile and compare with.
 PYTEST := -m pytest -n $(JOBS) --dist worksteal
-QUICK := -m "not (slow or conformance or cost or programs)"
-WITH_PROGRAMS := -m "not (slow or conformance or cost)"
+QUICK := -m "not (slow or conformance or cost or thorough)"
+WITH_THOROUGH := -m "not (slow or conformance or cost)"
 # What was compiled in the last week is not compiled again, nor by the other process.
 CACHE = JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
@@ -40,7 +40,7 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
         and print("--xla_cpu_use_fusion_emitters=false")')"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-programs conformance cost test-slow test-x64 test-leaks test-oldest \
+.PHONY: help demo test test-thorough conformance cost test-slow test-x64 test-leaks test-oldest \
     test-newest test-nightly test-switches test-gpu gpu-report mutants fuzz soak lint format types \
     layers docs notebooks wheel clean _test-versions _nightly _report _prune
 
@@ -79,8 +79,8 @@ demo: $(VENV)/.examples  ## train a small spiking network
 test: $(VENV)/.tests _prune  ## the quick tests
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
 
-test-programs: $(VENV)/.tests _prune  ## those of the documentation, an example, models of Diffrax
-	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) -m "programs and not slow"
+test-thorough: $(VENV)/.tests _prune  ## longer: whole models, the documentation, an example
+	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) -m "thorough and not slow"
 
 conformance: $(VENV)/.tests _prune  ## every public op, and every planted fault
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) -m conformance
@@ -97,7 +97,7 @@ test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
 	$(CACHE) $(BIN)/python $(PYTEST) -m slow --part $(PART) || [ $$? -eq 5 ]
 
 test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
-	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_PROGRAMS)
+	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_THOROUGH)
 
 mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
 	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py reached --work $(VENV)/mutants
@@ -157,7 +157,7 @@ _test-versions: $(VENV)/.tests _prune
 	    $(BIN)/python -c "import jax; assert jax.config.$$switch" || exit 1; \
 	    echo "JAX's switch $$switch is on."; \
 	done; \
-	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_PROGRAMS)
+	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_THOROUGH)
 
 # ---------------------------------------------------------------- on a GPU
 

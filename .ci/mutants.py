@@ -119,8 +119,6 @@ def pytest_in(tree: Path, args: list[str], *plugins: Any) -> int:
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = str(tree)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", QUICK]
-    # Without the checks of types at run time, with which the library takes 3 s to import.
-    options += ["-o", "addopts=--import-mode=importlib --strict-config --strict-markers"]
     options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*options, *args], plugins=plugins))
 

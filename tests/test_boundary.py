@@ -43,6 +43,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*ON_BOUNDARY, *ELSEWHERE])
 def test_dead_branch_on_the_boundary(name):
     report = eqg.explain_nan({**ON_BOUNDARY, **ELSEWHERE}[name], jnp.array(0.0))
@@ -53,6 +54,7 @@ def test_dead_branch_on_the_boundary(name):
         assert said == (name in ON_BOUNDARY)
 
 
+@pytest.mark.thorough
 def test_zero_safe_loses_a_derivative_and_all_say_so():
     safe, lam = eqg.zero_safe(loss), jnp.array(0.0)
     assert jax.grad(safe)(lam) == 0

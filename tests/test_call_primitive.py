@@ -378,6 +378,7 @@ sys.stdout.buffer.write(cloudpickle.dumps((make(2.0), tripled, Layer())))
 """
 
 
+@pytest.mark.thorough
 def test_d4_cloudpickle():
     """What raw JAX and Equinox pass: local functions, and those of `__main__`."""
     cloudpickle = pytest.importorskip("cloudpickle")
@@ -397,6 +398,7 @@ def module_level(x):
     return x
 
 
+@pytest.mark.thorough
 def test_d8_a_large_container_costs_little():
     table = {i: jnp.float32(i) for i in range(10_000)}
     objects = [types.SimpleNamespace(i=[i]) for i in range(100_000)]

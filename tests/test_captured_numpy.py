@@ -57,6 +57,7 @@ def _works(fn):
     jax.grad(lambda x, y: jnp.sum(fn(x, y)))(X, Y)
 
 
+@pytest.mark.thorough
 @OF_EACH
 @pytest.mark.parametrize("is_compiled_before", [False, True])
 def test_check_rule(name, is_compiled_before):
@@ -78,6 +79,7 @@ def test_check_gradients(name, is_compiled_before):
     _works(fn)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["in function and rule", "in the rule only"])
 def test_a_wrong_rule_is_found(name):
     with pytest.raises(eqgt.RuleCheckError, match="twice the expected one"):

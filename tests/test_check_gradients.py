@@ -50,6 +50,7 @@ def names(cases):
     return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cases]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", names(FAULTS))
 def test_fault_is_found(name):
     fault = FAULTS[name]
@@ -147,6 +148,7 @@ def straight_through():
     return between(lambda x: eqg.ste.round(3 * x) / 3)
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_is_no_derivative_on_purpose():
     fn, model, data = straight_through()
     report = eqgt.check_gradients(fn, model, data, raises=False)
@@ -221,6 +223,7 @@ def test_a_rule_for_one_precision_only():
     assert "can't be differentiated in float64" in str(report)
 
 
+@pytest.mark.thorough
 def test_a_loop_without_reverse_mode_behind_a_stop():
     """Without the `stop_gradient`, there is no gradient to compare with."""
 
@@ -270,6 +273,7 @@ def test_a_gradient_that_is_not_finite_in_the_user_s_precision(is_chaotic):
     assert not eqgt.check_gradients(loss, model, raises=False).found
 
 
+@pytest.mark.thorough
 def test_the_determinant_of_a_matrix():
     """JAX computes its diagonal by a branch for each platform, also in float64."""
     w = jr.normal(jr.key(2), (3, 3), jnp.float32)
@@ -326,6 +330,7 @@ def test_report():
         report["layers"]
 
 
+@pytest.mark.thorough
 def test_the_numbers_are_those_of_autodiff():
     """An outside witness for the columns of the report."""
     fn, model, *data = RIGHT["recurrent_stack"]()
@@ -340,6 +345,7 @@ def test_the_numbers_are_those_of_autodiff():
 # ---------------------------------------------------------------- size
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_parameters_take_seconds():
     model = eqx.nn.MLP(100, 10, 256, 2, key=jr.key(0))
     assert sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x)) > 90_000
@@ -382,6 +388,7 @@ def test_ten_thousand_equations():
     assert time.process_time() - start < 60
 
 
+@pytest.mark.thorough
 def test_other_solvers():
     optx = pytest.importorskip("optimistix")
 
@@ -496,6 +503,7 @@ class _Around(eqx.Module):
         return eqg.tangents.of(self, linear=linear), self.linear.weight.T @ ct
 
 
+@pytest.mark.thorough
 def test_a_rule_of_a_module_that_has_layers():
     model = _Around(eqx.nn.Linear(3, 2, key=jr.key(0)))
     loss = lambda model, x: jnp.sum(model(x) ** 2)

@@ -50,12 +50,14 @@ def _multiplied(ct, x, y):
     return jnp.cos(x) * y * ct, jnp.sin(x) * ct
 
 
+@pytest.mark.thorough
 def test_L5_programs_are_shared_between_the_checks():
     args = jnp.float32(0.7), jnp.float32(1.3)
     eqgt.check_rule(_times_sin(1.0), *args)  # compiles single operations as well
     assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 24
 
 
+@pytest.mark.thorough
 def test_L5_a_scan_is_compiled_few_times():
     """JAX compiles a loop again in each eager call; there were 173."""
 
@@ -127,6 +129,7 @@ def _surrogate(x):
     return x / (1 + jnp.abs(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -286,6 +289,7 @@ def test_model():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ci", ["", "1"])  # with which pytest prints whole messages twice
 def test_L6_the_plugin_prints_a_report_once_and_no_source_of_this_library(
     pytester, monkeypatch, ci
@@ -334,6 +338,7 @@ def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
     assert text.endswith("\r\x1b[K")  # it is taken back
 
 
+@pytest.mark.thorough
 def test_a_function_whose_autodiff_is_wrong_in_single_precision():
     """The derivative of a solver's loop is zero, of which only the rule says otherwise."""
 
@@ -352,6 +357,7 @@ def test_a_function_whose_autodiff_is_wrong_in_single_precision():
     assert "forward" in {failure.check for failure in report.failures}
 
 
+@pytest.mark.thorough
 def test_an_error_of_a_rule_is_not_called_a_leak():
     """JAX's leak checker reports the tracers in the traceback of the error."""
 
@@ -386,6 +392,7 @@ def test_an_error_on_the_host_is_shown_without_the_traceback():
     assert "  File " not in failure.text
 
 
+@pytest.mark.thorough
 def test_a_numpy_array_in_both_precisions_of_one_process():
     @eqg.custom_jvp
     def decay(x, times):

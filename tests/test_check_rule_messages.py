@@ -44,6 +44,7 @@ def test_a_rule_that_raised():
     assert "`None` is the tangent or cotangent of a leaf that can't be" in str(report)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "raises", [lambda: statistics.mean([]), lambda: np.reshape(np.ones(3), 2)]
 )
@@ -114,6 +115,7 @@ def _bisection(a):
     return (low + high) / 2
 
 
+@pytest.mark.thorough
 def test_a_solver_that_stops_at_a_tolerance():
     root = eqg.implicit(_residual)(_bisection)
     checks = ("forward", "reverse")
@@ -229,6 +231,7 @@ def test_higher_orders_of_a_cotangent_that_is_not_linear_have_no_reference():
     ]
 
 
+@pytest.mark.thorough
 def test_the_reference_of_higher_orders_is_named():
     double = eqg.with_gradient_of(jnp.sin, lambda x: 2 * jnp.sin(x))
     options = {"checks": "order", "order": 3, "raises": False}
@@ -360,6 +363,7 @@ def test_numbers_have_no_column_of_indices():
     assert "divided by" in str(report)
 
 
+@pytest.mark.thorough
 def test_one_error_is_one_row():
     rule = _product(lambda residuals, ct: (jnp.ones(7, ct.dtype), ct * residuals[0]))
     text = str(eqgt.check_rule(rule, _A, _B, raises=False))
@@ -495,6 +499,7 @@ def test_orders_of_modes_with_the_same_numbers_are_one_finding():
     assert text.count("at `x`") == 1
 
 
+@pytest.mark.thorough
 def test_the_primal_is_returned_as_the_cotangent():
     @eqg.custom_vjp
     def affine(layer, x):

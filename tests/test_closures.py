@@ -164,6 +164,7 @@ def test_rules_are_differentiated_with_respect_to_what_they_hold(hold, holders):
     assert_close(jax.grad(jax.jit(slope))(x()), plain)
 
 
+@pytest.mark.thorough
 def test_rules_that_name_each_other():
     """Cycles: the rules of two functions call both functions, through cells that are filled
     after the rules were given."""

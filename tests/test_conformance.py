@@ -105,6 +105,7 @@ def _namespaces():
             yield f"{name}.", getattr(eqg, name)
 
 
+@pytest.mark.thorough
 def test_none_is_missing():
     registered = {name.split(":")[0] for name in CASES} | NOT_OPS
     missing = _public_ops() - registered

@@ -231,6 +231,7 @@ def halves_times_zero(x, gate):
     return z[0] * gate + z[1] * gate
 
 
+@pytest.mark.thorough
 def test_two_slices_of_all_elements_are_no_dead_branch():
     """What makes the cotangent zero is the factor, which `zero_safe` drops by its policy."""
     zeros = jnp.zeros(2)

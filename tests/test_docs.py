@@ -19,7 +19,7 @@ import pytest
 from .helpers import skip_without_checkpointed_loops
 
 
-pytestmark = pytest.mark.programs
+pytestmark = pytest.mark.thorough
 ROOT = pathlib.Path(__file__).parents[1]
 
 

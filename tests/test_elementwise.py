@@ -45,6 +45,7 @@ def test_out_is_differentiated_by_the_rule_itself():
 SHAPES = [((3,), (3,)), ((), (3,)), ((2, 1), (1, 3)), ((2, 3), (1, 1)), ((1,), (4,))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_broadcasting(shapes, getkey):
     x, y = (jax.random.uniform(getkey(), shape, minval=0.5) for shape in shapes)
@@ -122,6 +123,7 @@ def test_dtypes():
     assert jax.grad(eqg.elementwise(jnp.abs, lambda out, x: 3))(1.0) == 3.0
 
 
+@pytest.mark.thorough
 def test_partials_may_close_over_traced_values():
     def loss(x, slope):
         return eqg.elementwise(jnp.sign, lambda out, x: slope * x)(x)

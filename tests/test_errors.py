@@ -189,6 +189,7 @@ class TestForwardRule:
         with pytest.raises(RuleError, match="not linear"):
             jax.jvp(forward(square, rule), (X,), (X,))
 
+    @pytest.mark.thorough
     def test_linear_rules_are_not_accused(self):
         weight = jnp.ones((3, 3))
         maps = [

@@ -87,6 +87,7 @@ def ball(dtype=None):
     }
 
 
+@pytest.mark.thorough
 def test_bouncing_ball_through_several_bounces(float64):
     compare(
         lambda params: bounces(params, 2, 2.5),
@@ -95,6 +96,7 @@ def test_bouncing_ball_through_several_bounces(float64):
     )
 
 
+@pytest.mark.thorough
 def test_bouncing_ball_in_single_precision():
     fn = lambda params: bounces(params, 3, 3.5)[0]
     closed_form = lambda params: bounces_closed_form(params, 3, 3.5)[0]
@@ -103,6 +105,7 @@ def test_bouncing_ball_in_single_precision():
     assert_close(jax.jit(jax.jacfwd(fn))(ball("float32")), expected, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_thrown_ball(float64):
     """Range, time of flight and speed, with a state that is a Module."""
 
@@ -173,6 +176,7 @@ def accelerated_closed_form(params):
     return t * a + q * (2.0**2 - t**2) / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fn", "closed_form", "params"),
     [
@@ -224,6 +228,7 @@ def decay(state, dt):
     return v * slow + 2 * i * (slow - fast), i * fast
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("orders", [(1,), pytest.param((2,), marks=pytest.mark.slow)])
 def test_eventprop_spike_time(float64, orders):
     """The time of a spike by the times and the weights of the spikes that it answers, each of
@@ -294,6 +299,7 @@ def in_a_scan(params, n_steps, dt, scan=jax.lax.scan, bounce=True, jump=True):
     return scan(step, start, dt * jnp.arange(n_steps, dtype=dt.dtype))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scan", [jax.lax.scan, eqg.filter_scan])
 def test_brax_73_the_ball_that_bounces_in_a_scan(float64, scan):
     """google/brax#73: "When I try taking the derivative of the final height with respect to the
@@ -319,6 +325,7 @@ def test_second_derivative_in_a_scan(float64):
     assert_close(jax.jit(jax.jacrev(jax.grad(final)))(ball()), expected, eps=500.0)
 
 
+@pytest.mark.thorough
 def test_brax_317_higher_start_lower_end(float64):
     """google/brax#317: without gravity, a sphere that starts higher ends lower, one to one."""
 
@@ -380,6 +387,7 @@ def test_diffrax_451_derivative_of_the_final_time(float64):
     assert slopes[False] != 0.0
 
 
+@pytest.mark.thorough
 def test_diffrax_729_state_after_the_event(float64):
     """diffrax#729: "state sensitivity in post-event simulations is now always wrong". The field
     is 1 until the event and 0 afterwards, so y(2) is the time of the event."""
@@ -603,6 +611,7 @@ def crossing(height, where=True, t=1.0):
     return eqg.event_time(lambda t, y: y[0], y, still, t, where=where)
 
 
+@pytest.mark.thorough
 def test_no_event_has_no_derivative():
     for where, t in ((False, 1.0), (True, jnp.inf), (True, jnp.nan)):
         fn = lambda height: crossing(height, where, t)  # noqa: B023
@@ -675,6 +684,7 @@ def test_states_with_other_leaves():
     assert slope == 1.0  # the reset does nothing to x, and the field is the same
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", "float32", "complex64"],
@@ -696,6 +706,7 @@ def test_dtypes(dtype):
         assert_close(way(fn)(jnp.array(1.0, "float32")), expected, tolerance=1e-2)
 
 
+@pytest.mark.thorough
 def test_a_state_in_single_and_a_time_in_double_precision(float64):
     def fn(k):
         t, y = eqg.event_time(lambda t, y: y - 1, k, lambda t, y: 2 * y, jnp.array(0.5))

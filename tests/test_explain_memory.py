@@ -225,6 +225,7 @@ def used_by_pullback(loss, model, *args) -> int:
 # ---------------------------------------------------------------- what is kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_total_is_what_jax_says(model):
     report = report_of(model)
@@ -402,7 +403,7 @@ def test_implicit_solve():
     assert all(r.n_steps == 1 for r in report.found)  # no step of the solver is kept
 
 
-@pytest.mark.programs
+@pytest.mark.thorough
 def test_differential_equation():
     dfx = pytest.importorskip("diffrax")
 
@@ -493,6 +494,7 @@ def test_predicted_is_near_the_measured(model):
         assert all(a.is_undone == _undoes_checkpoints() for a in verified.advice)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [gru, nested, transformer])
 def test_advice_changes_no_result(model):
     loss, model, args = model()
@@ -545,6 +547,7 @@ def test_advice_covers_the_layer_only():
     assert all("filter_checkpoint" not in r.cure for r in outside)
 
 
+@pytest.mark.thorough
 def test_advice_can_be_followed():
     """What is predicted for `checkpoint=k` is what a model written so needs."""
     report = eqg.explain_memory(*flat(gru()), compiled=False)
@@ -606,6 +609,7 @@ def of_one_hot(model, tokens):
     return -jnp.mean(jnp.sum(jax.nn.one_hot(tokens, VOCABULARY) * log_p, -1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("loss", "call"),
     [
@@ -679,6 +683,7 @@ NOT_THE_MEAN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduce", NOT_THE_MEAN.values(), ids=NOT_THE_MEAN)
 def test_logits_of_another_function_of_the_losses(reduce):
     """The advised call has the losses of the tokens: the loss is computed from them."""
@@ -702,6 +707,7 @@ IS_THE_MEAN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduce", IS_THE_MEAN.values(), ids=IS_THE_MEAN)
 @pytest.mark.parametrize("temperature", [1, 2.5])
 def test_logits_of_the_mean(reduce, temperature):

@@ -99,6 +99,7 @@ def test_the_advice_is_measured_as_it_would_be_followed():
     assert stays.measured > 2 * moves.measured
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [20, 23])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_in_a_vmap_in_chunks_is_the_same_loop(steps, reverse):
@@ -126,6 +127,7 @@ def test_a_loop_in_a_vmap_in_chunks_is_the_same_loop(steps, reverse):
         assert jnp.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_else_saves_memory_in_a_loop():
     model, xs = network(), jnp.ones((BATCH, 6 * STEPS, INPUTS))
     report = eqg.explain_memory(outside(0), model, xs, compiled=False)

@@ -52,6 +52,7 @@ def test_number_of_planted_causes():
     assert len(HEALTHY) >= 18
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
 def test_healthy(make):
     report = _explain(make)
@@ -92,6 +93,7 @@ def test_jax_agrees_that_something_is_bad(make, threshold):
 # ---------------------------------------------------------------- loops
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "step"),
     # The last chunk of a chunked scan is a scan of its own.
@@ -108,6 +110,7 @@ def test_step_of_a_scan(name, step):
     assert record.cotangent == 0.0
 
 
+@pytest.mark.thorough
 def test_all_of_ten():
     loss, state = ten_poisons()
     report = eqg.explain_nan(loss, state)
@@ -164,6 +167,7 @@ def _by_cond(x):
     return jax.lax.cond(jnp.sum(x) > 5, lambda x: x, lambda x: 0.0 * jnp.sin(x), x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drop", [_masked, jax.jit(_masked), jax.vmap(_masked), _by_cond])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_what_does_not_reach_the_gradient_is_no_cause(drop, around):
@@ -199,6 +203,7 @@ def _numbered_lines(fn):
     return list(enumerate(lines, first))
 
 
+@pytest.mark.thorough
 def test_a_buffer_of_infinities():
     """Solvers keep their results so. The NaN of a step is not that of a constant."""
 
@@ -290,7 +295,7 @@ def test_rule():
     assert record.rule.endswith(f":{_lines(test_rule, 'HERE')[0]}")
 
 
-@pytest.mark.programs
+@pytest.mark.thorough
 def test_line_in_a_function_that_a_solver_calls():
     """Diffrax differentiates its loop by a rule, in which it calls the vector field."""
     skip_without_checkpointed_loops()
@@ -314,7 +319,7 @@ def test_line_in_a_function_that_a_solver_calls():
     assert record.library.startswith("diffrax")
 
 
-@pytest.mark.programs
+@pytest.mark.thorough
 def test_a_function_that_a_library_calls_is_the_users():
     """Diffrax calls the field in a rule. The advice is for a line of this file."""
     diffrax = pytest.importorskip("diffrax")
@@ -330,6 +335,7 @@ def test_a_function_that_a_library_calls_is_the_users():
     assert "is in a library" not in record.cure
 
 
+@pytest.mark.thorough
 def test_host_function_at_the_edge_of_its_domain():
     """Differences leave the domain. The operands are those of the element."""
     fn = lambda nu, x: np.where(x > 0, nu * np.sqrt(np.abs(x)), np.nan).astype(x.dtype)
@@ -346,6 +352,7 @@ def test_host_function_at_the_edge_of_its_domain():
         assert "The host function returns this" in record.cure
 
 
+@pytest.mark.thorough
 def test_the_example_of_which_a_weight_has_a_bad_gradient(getkey):
     """The gradient of the weight is a sum over examples. The empty one is shown."""
 

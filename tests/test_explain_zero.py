@@ -429,6 +429,7 @@ def test_equinox_442():
     assert {record.kind for record in report.found} == {"closed over"}
 
 
+@pytest.mark.thorough
 def test_optimistix_54():
     optx = pytest.importorskip("optimistix")
 
@@ -445,7 +446,7 @@ def test_optimistix_54():
     )
 
 
-@pytest.mark.programs
+@pytest.mark.thorough
 def test_diffrax_event():
     dfx = pytest.importorskip("diffrax")
     skip_without_checkpointed_loops()
@@ -526,6 +527,7 @@ def test_a_value_that_decides_and_is_added(decide):
         assert [bool(r.detail) for r in found] == [not adds]
 
 
+@pytest.mark.thorough
 def test_dead_units():
     model = eqx.tree_at(lambda m: m.layers[0].bias, relu_mlp(), jnp.full(8, -100.0))
     records = {r.leaf: r for r in check(batch_loss, model, XS).found}
@@ -559,6 +561,7 @@ def test_some_dead_units(activation):
         assert text in str(report)
 
 
+@pytest.mark.thorough
 def test_dead_channels_of_a_convolution():
     conv = eqx.nn.Conv1d(2, 4, 3, key=KEY)
     bias = jnp.full((4, 1), 9.0).at[1].set(-100.0)
@@ -691,6 +694,7 @@ def test_a_sum_that_cancels_and_one_without_common_terms():
     assert only(check(loss, jnp.array(2.0), x, y)).kind == "multiplied by zero"
 
 
+@pytest.mark.thorough
 def test_inputs_that_a_function_with_a_rule_multiplies_by():
     xs = jnp.zeros((5, 3))
     for layer in (eqg.nn.LIF(3, 4, 0.9, key=KEY), eqg.nn.GRU(3, 4, key=KEY)):
@@ -766,6 +770,7 @@ def test_a_zero_term_beside_another_one_is_no_cause():
     assert {record.step for record in records} == {(1,)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "checkpoint",
     [None, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, "auto"))],
@@ -1053,6 +1058,7 @@ def test_of_a_zero_safe_loss():
     assert (record.leaf, record.primitive) == ("['a']", "round")
 
 
+@pytest.mark.thorough
 def test_many_operations():
     """XLA takes minutes for as many that are each looked at in one program."""
 
@@ -1090,6 +1096,7 @@ def _normalized(x):
     return (x - jnp.mean(x, 0, keepdims=True)) / (jnp.std(x, 0, keepdims=True) + 1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_a_rounding_error_is_no_gradient(scale):
     """That of a bias before a BatchNorm, on which the loss does not depend."""

@@ -70,6 +70,7 @@ def test_scan_from_zeros(options):
     check(fn, plain, (Spec(), Spec(None, "i")), SQUARE, XS, eps=500)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["replay", None])
 def test_batch_of_scans(checkpoint):
     cell = eqx.nn.GRUCell(3, 3, key=jr.key(0))
@@ -159,6 +160,7 @@ def test_large_coupled_equation_that_is_sharded():
             jax.grad(lambda a: jnp.sum(solve(a)))(a)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
 def test_first_states_of_several_cells(options):
     """They are distributed as the batch is."""

@@ -53,6 +53,7 @@ def _product_bwd(residuals, ct, perturbed, xy):
     return ct_x, ct * sin if perturbed[1] else None
 
 
+@pytest.mark.thorough
 def test_reverse_mode_and_second_order_agree_with_autodiff(filter_custom_vjp):
     f = with_rules(filter_custom_vjp, _product, _product_fwd, _product_bwd)
     check_grads(f, ((X, Y),), order=1, modes=("rev",), rtol=2e-2)

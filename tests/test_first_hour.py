@@ -24,6 +24,7 @@ class _Tokens(eqx.Module):
         return jax.vmap(self.layer)(tokens)
 
 
+@pytest.mark.thorough
 def test_the_program_of_a_calibration_does_not_grow_with_the_batch(getkey, monkeypatch):
     programs = []
     run = calibration._call_over_batch
@@ -45,6 +46,7 @@ def test_the_program_of_a_calibration_does_not_grow_with_the_batch(getkey, monke
     assert len(programs[0].splitlines()) == len(programs[1].splitlines())
 
 
+@pytest.mark.thorough
 def test_calibration_by_the_default_is_that_by_a_vmap(getkey):
     model = eqx.nn.MLP(3, 2, 4, 1, key=getkey())
     options = {"calibrate": jr.normal(getkey(), (5, 3))}

@@ -82,6 +82,7 @@ def relative(got, expected):
     return np.max(np.abs(np.asarray(got, np.float64) - expected)) / np.max(np.abs(expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("backward", EXACT)
 def test_linear_closed_form(getkey, backward, precision):
@@ -113,6 +114,7 @@ def test_linear_closed_form_with_defaults(getkey):
 # ---------------------------------------------------------------- exact derivatives
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", EXACT)
 def test_all_modes_and_second_order(getkey, backward):
     with jax.enable_x64(True):
@@ -152,6 +154,7 @@ def test_third_order():
         assert_close(slope(x), ddy, tolerance=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "solver",
     [
@@ -222,6 +225,7 @@ def test_approximate_derivatives_are_the_published_ones(getkey, backward, number
         assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
 
 
+@pytest.mark.thorough
 def test_second_order_of_an_approximation():
     """The derivative of x -> df/dx(y, x), in which y has the approximate derivative again."""
     with jax.enable_x64(True):
@@ -263,6 +267,7 @@ def test_names_are_adjoints(getkey):
 # ---------------------------------------------------------------- transformations
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "backward", ["implicit", pytest.param("fixed_point", marks=pytest.mark.slow)]
 )
@@ -288,6 +293,7 @@ def test_transformations(getkey, backward):
     assert_close(jax.grad(in_vmap)(w), expected, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_closed_over_values_and_trees(getkey):
     w, u, x = problem(getkey)
 
@@ -312,6 +318,7 @@ def test_no_leaks(getkey):
         jax.jit(jax.grad(loss))(args[0])
 
 
+@pytest.mark.thorough
 def test_one_fixed_point_inside_another():
     """y = x cos(z) with z = y sin(z) / 2 + 1: both levels are differentiated."""
     with jax.enable_x64(True):
@@ -336,6 +343,7 @@ class Damped(eqx.Module):
         return self.damping * jnp.tanh(self.weight * y) + x if self.damping > 0 else x
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", [*EXACT, *APPROXIMATE])
 def test_numbers_of_python_are_static(backward):
     """In arguments, and in the fields of a Module that is an argument."""
@@ -414,6 +422,7 @@ def test_memory_does_not_depend_on_the_number_of_steps(backward):
 # ---------------------------------------------------------------- in Optimistix
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "adjoint",
     [solvers.ImplicitAdjoint(), pytest.param(SERIES, marks=pytest.mark.slow)],
@@ -436,6 +445,7 @@ def test_adjoints_in_optimistix(getkey, adjoint):
         assert_close(got, ours, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_adjoints_where_optimistix_minimizes(getkey):
     args = problem(getkey)
     fn = lambda z, args: nonlinear(z, *args)
@@ -452,6 +462,7 @@ def test_adjoints_where_optimistix_minimizes(getkey):
             gradient(adjoint)
 
 
+@pytest.mark.thorough
 def test_adjoints_of_optimistix(getkey):
     skip_without_checkpointed_loops()
     args = problem(getkey)
@@ -519,6 +530,7 @@ def conjugating(z, c):
     return 0.3 * z * jnp.conj(z) + 0.2j * jnp.conj(z) + c
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
 @pytest.mark.parametrize("backward", EXACT)
 def test_complex(backward):
@@ -536,6 +548,7 @@ def test_complex(backward):
         assert_close(both(ours), both(plain), tolerance=1e-9)
 
 
+@pytest.mark.thorough
 def test_without_jit():
     with jax.disable_jit():
         fn = lambda x: eqg.fixed_point(lambda y, x: 0.5 * y + x, 0.0, x, backward="neumann")
@@ -703,6 +716,7 @@ def test_anderson_needs_few_steps(getkey):
         assert slow.result == optx.RESULTS.nonlinear_max_steps_reached
 
 
+@pytest.mark.thorough
 def test_anderson_of_trees_in_a_batch(getkey):
     fn = lambda y, x: (jnp.cos(y[1]) * 0.9 + x, jnp.sin(y[0]).astype(y[1].dtype))
     start = (jnp.zeros(3), jnp.zeros(3))
@@ -745,6 +759,7 @@ def through_steps(cell, x):
     return steps(lambda z: cell(x, z), n=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", EXACT)
 def test_layer_in_a_network(getkey, backward):
     cell = Cell(3, 4, key=getkey())

@@ -29,7 +29,7 @@ from .fuzz.run import fresh_batches, wrong_cases
 from .fuzz.scans import Call, Scan
 
 
-@pytest.mark.programs
+@pytest.mark.thorough
 def test_quick():
     assert not wrong_cases(0, 100)
 
@@ -41,6 +41,7 @@ def test_many(start):
     jax.clear_caches()
 
 
+@pytest.mark.thorough
 def test_reproducible():
     first, second = (list(fresh_batches(3, 60)) for _ in range(2))
     assert first == second

@@ -55,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_solver_of_another_equation_is_wrong(name):
     make, args = CASES[name]
@@ -64,6 +65,7 @@ def test_a_solver_of_another_equation_is_wrong(name):
         eqgt.check_rule(make(2.0), *args, checks=checks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_gradient_through_such_a_solver(name):
     make, args = CASES[name]
@@ -76,6 +78,7 @@ def test_a_gradient_through_such_a_solver(name):
     assert "is that of the equation that it is given, and is wrong if it solves another" in text
 
 
+@pytest.mark.thorough
 def test_the_solvers_of_jax_keep_their_derivative():
     """They solve the equation that they are given."""
 
@@ -86,6 +89,7 @@ def test_the_solvers_of_jax_keep_their_derivative():
     eqgt.check_rule(ridge, MATRIX, SIDE, checks=("primal", "forward", "reverse"))
 
 
+@pytest.mark.thorough
 def test_a_solver_with_other_outputs():
     def solve(matrix, side):
         solver = lambda matrix: lambda _, side: (jnp.linalg.solve(matrix, side), jnp.array(3))
@@ -98,6 +102,7 @@ def test_a_solver_with_other_outputs():
     assert eqgt.check_gradients(in_float32, MATRIX).passed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transform", [jax.vmap, lambda f: jax.jit(jax.vmap(f))])
 def test_a_batch_of_wrong_roots(transform):
     """With JAX 0.12, the solver of a batch is a function of JAX."""
@@ -130,6 +135,7 @@ def _square(factor):
     return solve
 
 
+@pytest.mark.thorough
 def test_a_rule_inside_the_operator_of_a_solver():
     checks = ("primal", "forward", "reverse")
     eqgt.check_rule(_square(1.0), MATRIX, SIDE, checks=checks)
@@ -141,6 +147,7 @@ def test_a_rule_inside_the_operator_of_a_solver():
     assert "The gradient is right without the rule of `operator`" in text
 
 
+@pytest.mark.thorough
 def test_a_wrong_rule_after_a_solver_of_lineax():
     """One operand of its primitive has no derivative, the others have one."""
     lineax = pytest.importorskip("lineax")

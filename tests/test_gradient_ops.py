@@ -664,6 +664,7 @@ class TestOneWay:
             assert_close((pulled, pushed, batched), (ct, ct, op(x)))
             assert_close((grad, hessian), (2 * op(x), 2 * jnp.eye(3)))
 
+    @pytest.mark.thorough
     def test_second_order_in_a_scan(self):
         """The same as unrolled, also on JAX 0.10 and 0.11."""
         op = lambda h: eqg.on_forward(2 * h, jnp.round)
@@ -760,6 +761,7 @@ def recurrent_loss(clip, params, xs, targets):
     return jnp.mean((jax.lax.scan(step, h, xs)[1] - targets) ** 2)
 
 
+@pytest.mark.thorough
 def test_an_expansive_network_of_1000_steps_trains_with_per_step_clipping(getkey):
     n, steps = 24, 1000
     params = {

@@ -128,6 +128,7 @@ def test_100_traces_of_new_functions(kind):
     assert not growth(step, 100)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FEW)
 def test_100_traces_of_the_same_function(kind):
     x, f = jnp.array(0.7), OPS[kind]()
@@ -146,6 +147,7 @@ def test_100_traces_of_functions_that_capture_tracers(kind):
     assert not growth(lambda: program(f_of).trace(x, x), 100)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FEW)
 def test_compiled_functions_are_freed(kind):
     x = jnp.array(0.7)
@@ -153,6 +155,7 @@ def test_compiled_functions_are_freed(kind):
     assert not growth(step, 20)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FEW)
 def test_100_eager_calls(kind):
     x, f = jnp.array(0.7), OPS[kind]()

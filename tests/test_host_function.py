@@ -109,6 +109,7 @@ def slow(*args):
     return pytest.param(*args, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "rules", [(), slow(("def_bwd",)), slow(("def_jvp",)), ("def_bwd", "def_jvp")]
 )
@@ -855,6 +856,7 @@ def test_methods():
     assert_close(grads.rate, -jnp.exp(-0.5), tolerance=1e-4)
 
 
+@pytest.mark.thorough
 def test_nothing_is_kept_alive():
     """A call in a program that is gone leaves its arrays to the garbage collector."""
     import weakref
@@ -981,6 +983,7 @@ def _raises(match, fn, *args):
         fn(*args)
 
 
+@pytest.mark.thorough
 def test_no_derivative():
     f = make()
     x = jnp.ones(3)

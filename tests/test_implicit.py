@@ -85,6 +85,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_closed_form(name):
     args = jnp.array(0.7), jnp.array(1.3)
@@ -145,6 +146,7 @@ class Ridge(eqx.Module):
         return eqx.tree_at(lambda m: (m.weight, m.bias), linear, (theta[:, :2], theta[:, 2]))
 
 
+@pytest.mark.thorough
 def test_modules_and_methods(getkey):
     x, y = jr.normal(getkey(), (8, 2)), jr.normal(getkey(), (8, 2))
     ridge = Ridge(jnp.array(0.3))
@@ -158,6 +160,7 @@ def test_modules_and_methods(getkey):
     assert repr(Ridge.fit) == "<eqx_grads.ImplicitFunction of Ridge.fit>"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", [1, 2])
 def test_closures(order):
     """What the residual closes over is differentiated. What only the solver closes over can't
@@ -254,6 +257,7 @@ def test_empty():
     assert jax.grad(lambda a: a + float(nothing(a) == ()))(1.0) == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype):
     @eqg.implicit(lambda y, a: y**3 + y - a)
@@ -267,6 +271,7 @@ def test_half_precision(dtype):
     assert_close(gradient, jnp.array([1 / 4, 1 / 13], dtype), eps=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("holomorphic", [True, False])
 def test_complex(holomorphic):
     """The derivative of a function that is not holomorphic is linear over the reals only."""
@@ -364,6 +369,7 @@ class TestTheResidualIsSmall:
         assert jnp.isfinite(jax.jit(jax.grad(near))(a))
 
 
+@pytest.mark.thorough
 def test_solvers_of_others():
     """SciPy, which sees numbers in eager mode and a callback else, and Optimistix."""
     optimize = pytest.importorskip("scipy.optimize")

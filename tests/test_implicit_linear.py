@@ -38,6 +38,7 @@ def test_more_equations_than_unknowns(name, getkey):
         assert_close(jax.jit(jacobian(consistent))(x), jnp.eye(2), tolerance=1e-4)
 
 
+@pytest.mark.thorough
 def test_fewer_equations_than_unknowns(getkey):
     """The smallest change, as the pseudo-inverse gives it."""
     a = jr.normal(getkey(), (2, 4))
@@ -110,6 +111,7 @@ def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
         jax.block_until_ready(jax.vjp(solve, jnp.ones(2))[1](jnp.array([jnp.nan, 1.0])))
 
 
+@pytest.mark.thorough
 def test_matrix_free(getkey):
     """Many unknowns: GMRES, or conjugate gradients; also for a tiny cotangent."""
     n = 300

@@ -80,6 +80,7 @@ def everything(fn, args, tangents):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIONS)
 def test_both_modes_and_second_order(name, getkey):
     fns = [ft.partial(fn, **OPTIONS[name]) for fn in (ours, plain)]
@@ -88,6 +89,7 @@ def test_both_modes_and_second_order(name, getkey):
     assert_close(got, expected, eps=200)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_vmap(reduction, getkey):
     """Of what is batched, with and without a batch of weights; also per-example gradients."""
@@ -186,6 +188,7 @@ def test_half_precision(dtype, reduction, getkey):
         assert float(jnp.max(error)) <= 1.5 * float(jnp.finfo(dtype).eps) * largest
 
 
+@pytest.mark.thorough
 def test_a_sum_in_half_precision_does_not_overflow():
     """The gradient of the weight is summed in single precision, the loss too."""
     x, weight = jnp.ones((4096, 2), jnp.float16), jnp.zeros((2, 2), jnp.float16)
@@ -196,6 +199,7 @@ def test_a_sum_in_half_precision_does_not_overflow():
     assert_close(total / 4096, jnp.log(jnp.float32(2)))
 
 
+@pytest.mark.thorough
 def test_mixed_dtypes(getkey):
     x, weight, bias = sample(getkey, jnp.bfloat16)
     master = weight.astype(jnp.float32)
@@ -222,6 +226,7 @@ def test_no_token_counts(reduction, getkey):
     assert_close(jax.value_and_grad(fn, (0, 1, 2))(*args), (0.0, tuple(0 * a for a in args)))
 
 
+@pytest.mark.thorough
 def test_which_labels_are_ignored(getkey):
     args = sample(getkey)
     labels = jr.randint(getkey(), (2, 3), 0, 7).at[0, 0].set(4)
@@ -277,6 +282,7 @@ def test_a_small_loss_is_exact():
         assert loss >= 0
 
 
+@pytest.mark.thorough
 def test_masked_vocabulary(getkey):
     """A bias of minus infinity removes an entry, and large logits do not overflow."""
     x, weight, bias = sample(getkey)
@@ -291,6 +297,7 @@ def test_masked_vocabulary(getkey):
     assert jax.tree.all(jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), large))
 
 
+@pytest.mark.thorough
 def test_nothing(getkey):
     _, weight, bias = sample(getkey)
     x, labels = jnp.zeros((0, 4)), jnp.zeros(0, int)
@@ -364,6 +371,7 @@ def test_layer_is_the_function(getkey):
     assert grads.bias.shape == (7,)
 
 
+@pytest.mark.thorough
 def test_layer_with_the_weight_of_an_embedding(getkey):
     embedding = eqx.nn.Embedding(7, 4, key=getkey())
     head = eqg.nn.LinearCrossEntropy(4, 7, use_bias=False, key=getkey())
@@ -523,6 +531,7 @@ def test_chunked(chunk, getkey):
     assert_close(got, expected, eps=200)
 
 
+@pytest.mark.thorough
 def test_chunked_in_other_transformations(getkey):
     model, xs, ys = regression(getkey)
     models = jax.tree.map(lambda x: jnp.stack([x, -x]), model)
@@ -546,6 +555,7 @@ def test_chunked_in_other_transformations(getkey):
     assert_close(got, expected, eps=200)
 
 
+@pytest.mark.thorough
 def test_chunked_mean_and_other_axes(getkey):
     """Trees of axes, an argument that is not split, integers, keys, `None` and a keyword."""
     xs, weight = jr.normal(getkey(), (3, 7)), jr.normal(getkey(), (3,))
@@ -570,6 +580,7 @@ def test_chunked_mean_and_other_axes(getkey):
     assert_close(of_power(chunked(square, axis, 2, reduction="mean")), of_power(square), eps=50)
 
 
+@pytest.mark.thorough
 def test_chunked_module_closure_and_method(getkey):
     model, xs, ys = regression(getkey)
 
@@ -599,6 +610,7 @@ def test_chunked_module_closure_and_method(getkey):
     assert_close(eqx.filter_jit(lambda fn, *args: fn(*args))(fn, model, xs, ys), expected[0])
 
 
+@pytest.mark.thorough
 def test_chunked_numbers_are_static(getkey):
     """Also those in a Module: an `equinox.nn.Dropout` asks for the type of its probability."""
 
@@ -629,6 +641,7 @@ def test_chunked_numbers_are_static(getkey):
     assert_close(got, plain)
 
 
+@pytest.mark.thorough
 def test_chunked_half_precision_and_nothing(getkey):
     model, xs, ys = jax.tree.map(lambda x: x.astype(jnp.bfloat16), regression(getkey, 256))
     value, grads = jax.value_and_grad(chunked(squares, chunk=4))(model, xs, ys)

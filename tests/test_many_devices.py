@@ -73,6 +73,7 @@ def _some_are_slow(names):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", _some_are_slow(n for n in JITTED if n not in CHUNKS_OF_TWO))
 def test_each_device_has_its_examples(name):
     """Nothing is gathered or moved, and the gradient of a parameter is summed once."""
@@ -262,6 +263,7 @@ def _arguments(make, setting):
 RECOMPUTED = {"GRU that keeps states", "Recurrent, replayed", "Recurrent, in chunks"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting",
     ["batch", *(pytest.param(s, marks=pytest.mark.slow) for s in ("features", "hidden"))],
@@ -370,6 +372,7 @@ def test_chunks_of_tokens_are_not_gathered(tokens, chunk):
 # ---------------------------------------------------------------- the count itself
 
 
+@pytest.mark.thorough
 def test_collectives_are_counted():
     def program(w, xs):
         step = lambda total, x: (total + jax.nn.tanh(x @ w), None)

@@ -33,6 +33,7 @@ def _check(fn, *args):
     eqgt.assert_trees_close(got, expected, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10, 2),
     reason="JAX 0.10.0 can't select between constants under `vmap` over an explicit axis",
@@ -62,6 +63,7 @@ def test_gradient_of_an_online_scan(online):
     eqgt.assert_trees_close(got, expected, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_implicit_with_a_loop():
     @eqg.implicit(lambda y, x: y**2 - x)
     def root(x):

@@ -150,6 +150,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FORMULAS)
 def test_cures_of_formulas(name):
     loss, x, cure = FORMULAS[name]

@@ -110,6 +110,7 @@ def assert_same(got, expected, tolerance):
         assert error <= tolerance * scale, (jax.tree_util.keystr(path), error)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "reverse"),
     [
@@ -129,6 +130,7 @@ def test_is_exact(name, reverse):
         assert_same(gradient(online=True), gradient(), 1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["LIF", "LRU", "user's"])
 def test_no_tracer_leaks(name):
     args = (MODELS[name], MODELS[name].init())
@@ -136,6 +138,7 @@ def test_no_tracer_leaks(name):
         eqx.filter_jit(eqx.filter_grad(lambda args: loss(args, online=True)))(args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["LIF", "MinGRU", "user's"])
 def test_batch_inside_and_outside(name):
     model = MODELS[name]
@@ -155,6 +158,7 @@ def test_batch_inside_and_outside(name):
     assert_same(eqx.filter_grad(lambda m: outside(m, online=True))(model), expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_batch_of_models():
     models = eqx.filter_vmap(
         lambda key: Decay(eqx.nn.MLP(IN, HIDDEN, 5, 1, jnp.tanh, key=key), jnp.zeros(HIDDEN))
@@ -168,6 +172,7 @@ def test_batch_of_models():
     assert_same(gradient(online=True), gradient(), 1e-5)
 
 
+@pytest.mark.thorough
 def test_second_order():
     decay = lambda d, **options: loss(
         (eqx.tree_at(lambda m: m.decay, MODELS["user's"], d), jnp.zeros(HIDDEN)), **options
@@ -180,6 +185,7 @@ def test_second_order():
 RECURRENT = Neurons(eqg.nn.RALIFCell(HIDDEN, 0.9, 0.95, key=jr.key(0)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "model"),
     [(True, MODELS["LIF"]), ("e-prop", MODELS["LIF"]), ("e-prop", RECURRENT)],
@@ -203,6 +209,7 @@ def test_forward_mode_is_the_adjoint(mode, model):
     assert jnp.allclose(dot(t_out, cotangents), dot(tangents, pulled), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_other_leaves_of_the_carry():
     """Integers, keys and static leaves in the carry; floats that depend on nothing."""
 
@@ -221,6 +228,7 @@ def test_other_leaves_of_the_carry():
     assert_same(jax.grad(lambda w: run(w, online=True))(w), jax.grad(run)(w), 1e-5)
 
 
+@pytest.mark.thorough
 def test_half_precision():
     model = MODELS["MinGRU"]
     half = lambda tree: jax.tree.map(
@@ -252,6 +260,7 @@ def test_without_inputs(online, output):
     assert_same(jax.jacfwd(ours)(h), expected(h), 1e-6)
 
 
+@pytest.mark.thorough
 def test_inside_of_another_scan_and_checkpoint():
     model = MODELS["user's"]
 
@@ -333,6 +342,7 @@ def test_eprop_against_the_published_formulas():
     assert np.allclose(got.cell.weight_hh, total, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_eprop_is_exact_for_diagonal_networks():
     """Without recurrent weights, and with recurrent weights of zero for the input weights."""
     model = MODELS["ALIF"]

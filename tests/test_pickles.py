@@ -53,12 +53,14 @@ def another_python():
     return None
 
 
+@pytest.mark.thorough
 def test_every_layer_is_here():
     """A new class of `nn` needs an entry."""
     classes = [n for n in dir(nn) if inspect.isclass(getattr(nn, n)) and n[0] != "_"]
     assert sorted(c for c in classes if not c.startswith("Abstract")) == sorted(LAYERS)
 
 
+@pytest.mark.thorough
 def test_in_this_process():
     assert read(write([*FUNCTIONS, *REPORTS])) == {}
 

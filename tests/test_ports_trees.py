@@ -249,6 +249,7 @@ def _sort_bwd(order, cts):
     return (jnp.zeros_like(ct).at[order].set(ct),)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
 def test_integer_output_has_no_derivative(transform):
     def loss(x):

@@ -220,6 +220,7 @@ class TestStatistics:
         want = [np.linalg.norm(stacked_gradients(xs), axis=1) for xs in batch]
         assert_close(jax.jit(jax.grad(f))(slots).norm, jnp.asarray(np.stack(want)))
 
+    @pytest.mark.thorough
     def test_forward_mode(self):
         f = lambda x, slot: eqg.probe(x, slot) ** 2
         assert jax.jvp(lambda x: f(x, GradientStatistics()), (3.0,), (1.0,))[1] == 6.0
@@ -428,6 +429,7 @@ def explicit_flow(stack, xs):
 
 
 class TestGradientFlow:
+    @pytest.mark.thorough
     def test_against_explicit_gradients(self, stack, getkey):
         xs = jr.normal(getkey(), (7, 2))
         flow = eqg.gradient_flow(square, stack, xs)
@@ -446,6 +448,7 @@ class TestGradientFlow:
         flow = eqx.filter_jit(eqg.gradient_flow)(loss, stack, xs)
         assert_close(flow, explicit_flow(stack, xs))
 
+    @pytest.mark.thorough
     def test_a_batch(self, stack, getkey):
         """The norm over the whole batch."""
         batch = jr.normal(getkey(), (5, 4, 2))
@@ -463,6 +466,7 @@ class TestGradientFlow:
         flow = eqg.gradient_flow(square, stack, xs, where=lambda s: (s, s.readout))
         assert_close(flow, {"Stack": want["readout"], "readout": want["readout"]})
 
+    @pytest.mark.thorough
     def test_several_calls_of_one_layer(self, getkey):
         """A network that is unrolled in Python: each call is a step."""
         cell, xs = eqx.nn.GRUCell(2, 3, key=getkey()), jr.normal(getkey(), (4, 2))
@@ -477,6 +481,7 @@ class TestGradientFlow:
         want = {"GRUCell": jnp.asarray(np.linalg.norm(grads, axis=1))}
         assert_close(eqg.gradient_flow(unrolled, cell, xs), want)
 
+    @pytest.mark.thorough
     def test_nested_scans_and_reverse(self, getkey):
         cell, xs = eqx.nn.GRUCell(2, 3, key=getkey()), jr.normal(getkey(), (2, 3, 2))
 

@@ -69,6 +69,7 @@ assert jax.device_count() == 3 and jax.grad(f)(2.0) == 1
 """
 
 
+@pytest.mark.thorough
 def test_neither_the_import_nor_a_decorator_starts_jax(tmp_path):
     result = _python("-c", IMPORT, cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert result.returncode == 0, result.stderr
@@ -88,6 +89,7 @@ def _step_on(devices, example, units=8):
     return step.lower(state, text).compile(), state, text
 
 
+@pytest.mark.thorough
 def test_devices_that_share_a_batch_sum_the_gradients_once(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     example = importlib.import_module("data_parallel")

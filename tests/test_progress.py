@@ -23,6 +23,7 @@ def slow(w):
     return jnp.sum(w**2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "tool", [eqg.explain_nan, eqg.explain_zero, eqg.explain_memory, eqgt.check_gradients]
 )

@@ -146,6 +146,7 @@ def everything(call, *, thorough):
     return program
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "plain", "shape", "thorough"),
     [
@@ -169,6 +170,7 @@ def test_every_transformation(make, plain, shape, thorough, getkey):
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(got["grad"][0]) if g.ndim > 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "values", "shape"),
     [
@@ -210,6 +212,7 @@ def test_serialization_and_tree_at(getkey):
 # ---------------------------------------------------------------- quantizers
 
 
+@pytest.mark.thorough
 def test_scales_of_lsq(getkey):
     x = jr.normal(getkey(), (6, 5, 2), "float32")
     for options, largest in (((2, True), 1), ((4, True), 7), ((4, False), 15)):
@@ -243,6 +246,7 @@ def test_a_scale_that_training_made_negative(getkey):
         assert jnp.isfinite(both(jnp.array(0.0))[0])
 
 
+@pytest.mark.thorough
 def test_fake_quantize(getkey):
     x = jr.normal(getkey(), (6, 5), "float32")
     dynamic = nn.FakeQuantize(4, channel_axis=-1)
@@ -267,6 +271,7 @@ def test_fake_quantize(getkey):
     assert nn.FakeQuantize(2, signed=False)(x).min() == 0
 
 
+@pytest.mark.thorough
 def test_weight_decay_leaves_a_given_number(getkey):
     x = jr.normal(getkey(), (6,))
     for number in (0.1, np.float32(0.25), 1):
@@ -349,6 +354,7 @@ def nearest(z, codebook):
     return ((z[:, None] - codebook) ** 2).sum(-1).argmin(1)
 
 
+@pytest.mark.thorough
 def test_entries_and_losses(getkey):
     vq = nn.VectorQuantizer(7, 3, commitment=0.3, ema=False, key=getkey())
     z = jr.normal(getkey(), (20, 3), vq.codebook.dtype)
@@ -381,6 +387,7 @@ def test_entries_and_losses(getkey):
     assert not eqx.filter_grad(loss)((moving, z))[0].codebook.any()
 
 
+@pytest.mark.thorough
 def test_moving_averages(getkey):
     """The counts and the sums of the paper, in NumPy."""
     vq = nn.VectorQuantizer(4, 2, ema=True, decay=0.9, dtype="float32", key=getkey())
@@ -435,6 +442,7 @@ def test_losses_of_nothing_and_of_large_numbers(getkey):
     np.testing.assert_allclose(commitment_loss, 0.25 * expected, rtol=1e-3)
 
 
+@pytest.mark.thorough
 def test_vectors_that_are_not_finite_are_left_out(getkey):
     key = getkey()
     z = jr.normal(getkey(), (6, 2), "float32")
@@ -459,6 +467,7 @@ def test_vectors_that_are_not_finite_are_left_out(getkey):
     assert eqx.tree_equal(half.updated(jnp.full((3, 2), 1e30, "float32")), half)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ema", [False, True])
 def test_dead_entries_are_replaced(ema, getkey):
     vq = nn.VectorQuantizer(8, 2, ema=ema, decay=0.5, dead_below=0.2, key=getkey())
@@ -514,6 +523,7 @@ def test_a_codebook_for_images_and_an_ensemble(getkey):
 # ---------------------------------------------------------------- layers
 
 
+@pytest.mark.thorough
 def test_the_layers_of_equinox_with_other_weights(getkey):
     key, x = getkey(), jr.normal(getkey(), (6,))
     linear = eqx.nn.Linear(6, 3, key=key)
@@ -568,6 +578,7 @@ def test_sizes_and_options_of_linear_layers(getkey):
         np.testing.assert_array_equal(layer(jnp.array(0.5)), layer(jnp.array(7.0)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -801,6 +812,7 @@ def test_mlp(scan, getkey):
     assert_close(grad(run), grad(plain), tolerance=1e-4)
 
 
+@pytest.mark.thorough
 def test_ensembles(getkey):
     def make(key):
         key1, key2 = jr.split(key)

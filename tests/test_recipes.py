@@ -19,6 +19,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.thorough
 def test_the_index_lists_twenty_questions():
     listed = re.findall(r"^- \[(.*\?)\]\(([\w-]+\.md)#", INDEX, re.MULTILINE)
     assert len(listed) == 20

@@ -61,6 +61,7 @@ def test_both_modes_and_second_order(method, reverse, constant, getkey):
                 np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_finite_differences(method, getkey):
     with jax.enable_x64(True):
@@ -76,6 +77,7 @@ def test_finite_differences(method, getkey):
         np.testing.assert_allclose(along, (moved(1) - moved(-1)) / (2 * step), rtol=1e-7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_values_are_those_of_a_filter(method):
     b = np.linspace(-1.0, 2.0, 40, dtype="float32")
@@ -124,6 +126,7 @@ def test_complex(method, which, getkey):
     assert_close(grad(f), grad(complex_loop))
 
 
+@pytest.mark.thorough
 def test_shapes_that_broadcast():
     b = jnp.arange(6.0).reshape(3, 2)
     expected = loop(jnp.full((3, 2), 0.5), b, jnp.zeros(2))
@@ -159,6 +162,7 @@ def test_no_step_and_one_step(method):
     assert_close(grads, (jnp.full((1, 2), 5.0), jnp.ones((1, 2)), jnp.full(2, 3.0)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_dtypes(method):
     for dtype in ("float16", "bfloat16", "float32", "complex64"):

@@ -67,6 +67,7 @@ def test_gradient_of_one_output(name, getkey):
         assert_close(got, gradients(reference)(args), tolerance=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
@@ -120,6 +121,7 @@ def test_forward_mode_and_second_order(name, getkey):
             )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["GRU, states", "LSTM, gates", "RNN, relu"])
 def test_padding(name, getkey):
     """Padded sequences against each by itself, with what is not a number in the padding."""
@@ -144,6 +146,7 @@ def test_padding(name, getkey):
     assert_close(grad(padded), grad(alone), tolerance=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lengths", [None, pytest.param((5, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_vmap(name, lengths, getkey):
@@ -267,6 +270,7 @@ def test_half_precision(name, getkey):
         assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(
     "name",
@@ -302,6 +306,7 @@ def test_no_step_and_one_step(name, steps, getkey):
         assert_close(grads[2], jax.tree.map(lambda s: 2 * s, state), tolerance=1e-6)
 
 
+@pytest.mark.thorough
 def test_no_step_in_stacks_and_of_any_cell(getkey):
     stack = nn.LSTM(3, 4, num_layers=2, bidirectional=True, key=getkey())
     any_cell = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
@@ -315,6 +320,7 @@ def test_no_step_in_stacks_and_of_any_cell(getkey):
             assert_close(end, state, tolerance=1e-10)
 
 
+@pytest.mark.thorough
 def test_no_example(getkey):
     any_cell = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
     for layer in (nn.GRU(3, 4, key=getkey()), nn.LSTM(3, 4, key=getkey()), any_cell):
@@ -330,6 +336,7 @@ def test_inputs_that_the_cell_of_recurrent_does_not_take(getkey):
         layer(jnp.ones((2, 5, 2)))
 
 
+@pytest.mark.thorough
 def test_outputs_of_any_shape(getkey):
     """A number, a matrix, a tree; and what is past the end of each is zero."""
     running = nn.Recurrent(
@@ -373,6 +380,7 @@ def test_bad_options(make, message, getkey):
         make(getkey())
 
 
+@pytest.mark.thorough
 def test_layouts(getkey):
     layer, xs, state = make(getkey, "LSTM, gates", dtype="float32")
     time_major = nn.LSTM.from_cell(layer.to_cell(), time_major=True)
@@ -382,6 +390,7 @@ def test_layouts(getkey):
     assert_close(one, jax.tree.map(lambda y: y[0], layer(xs, state)), tolerance=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "cell"), [(nn.GRU, eqx.nn.GRUCell), (nn.LSTM, eqx.nn.LSTMCell)]
 )
@@ -402,6 +411,7 @@ def test_one_input_column(layer, cell, getkey):
     assert_close(grad.weight_ih, expected.weight_ih)
 
 
+@pytest.mark.thorough
 def test_learned_initial_state_and_dropout(getkey):
     layer = nn.GRU(
         3, 4, num_layers=2, dropout=0.5, learn_initial_state=True, key=getkey(), use_bias=False

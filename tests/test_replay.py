@@ -70,6 +70,7 @@ def test_second_order_and_batches(name):
     )
 
 
+@pytest.mark.thorough
 def test_carry_of_all_kinds():
     """A counter, a key, a static leaf, `None`, and a Python number that becomes an array."""
 
@@ -96,6 +97,7 @@ def test_carry_of_all_kinds():
     assert jnp.array_equal(counts, jnp.arange(STEPS))
 
 
+@pytest.mark.thorough
 def test_truncated_and_clipped():
     def grad(**options):
         def value(p):
@@ -250,6 +252,7 @@ def test_auto_leaves_alone_what_it_would_make_worse():
         assert kept(step, "auto") <= 1.1 * kept(step, None), name
 
 
+@pytest.mark.thorough
 def test_collectives_are_not_replayed():
     """The sum over the batch at every step: `"auto"` leaves that to plain scan."""
 
@@ -265,6 +268,7 @@ def test_collectives_are_not_replayed():
     assert_close(grad(WEIGHTS, h, XS, "auto"), grad(WEIGHTS, h, XS, None), eps=500)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["jit", "shard_map"])
 def test_sharded(where):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
@@ -288,6 +292,7 @@ def test_sharded(where):
     assert_close(got, expected, eps=500)
 
 
+@pytest.mark.thorough
 def test_half_precision_is_summed_in_single():
     weight = jnp.zeros((), jnp.bfloat16)
     xs = jnp.full((2048,), 0.01, jnp.bfloat16)
@@ -323,6 +328,7 @@ def test_plain_where_that_is_faster():
         assert not replays(256, outside)
 
 
+@pytest.mark.thorough
 def test_plain_where_a_replay_is_not_better():
     """Few steps, residuals that are no more than the carry, look-ups in a table, products with
     weights that are fixed, and convolutions."""
@@ -369,6 +375,7 @@ def test_plain_where_a_replay_is_not_better():
     assert "optimization_barrier" in program(plain, h, 500, auto)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["replay", "auto"])
 @pytest.mark.parametrize("steps", [2, 100])
 def test_a_carry_in_no_result_has_no_backward_pass(checkpoint, steps):
@@ -398,6 +405,7 @@ def test_a_carry_in_no_result_has_no_backward_pass(checkpoint, steps):
         assert got["second"].any() == last
 
 
+@pytest.mark.thorough
 def test_plain_and_replayed_agree():
     module = eqx.nn.GRUCell(WIDTH, WIDTH, key=jr.key(0))
 
@@ -411,6 +419,7 @@ def test_plain_and_replayed_agree():
         assert_close(grad(module, checkpoint), expected, eps=500)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["replay", "auto"])
 @pytest.mark.parametrize("truncate", [None, 4])
 def test_derivatives_of_little(truncate, checkpoint):

@@ -264,6 +264,7 @@ CONVENTIONS = {
 }
 
 
+@pytest.mark.thorough
 def test_conventions():
     names = {key[0] for key in CONVENTIONS}
     points = {name: [key[1:] for key in CONVENTIONS if key[0] == name] for name in names}
@@ -287,6 +288,7 @@ def test_conventions():
             assert tuple(float(t[i]) for t in forward) == expected, (name, point)
 
 
+@pytest.mark.thorough
 def test_a_mask_on_the_result_is_enough():
     """Derivatives are finite at infinity and outside of the domain, to second order too."""
     rows = pairs(SPECIAL)
@@ -315,6 +317,7 @@ def test_a_zero_cotangent_stays_zero_where_the_derivative_overflows():
         assert jnp.array_equal(jax.grad(masked)(x), jnp.array([0.0, 0.0, -0.25])), fn
 
 
+@pytest.mark.thorough
 def test_explain_nan_finds_nothing():
     x = jnp.array([0.0, 1.0, 2.0])
     for name in ("sqrt", "log", "reciprocal", "arccos", "log_expm1", "log1p_ratio"):
@@ -349,6 +352,7 @@ def test_values_are_those_of_jax_to_the_bit(name):
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.thorough
 def test_numbers_and_dtypes():
     assert safe.sqrt(4).dtype == safe.sqrt(4.0).dtype == jnp.zeros(()).dtype
     assert jax.grad(safe.sqrt)(4.0) == 0.25
@@ -386,6 +390,7 @@ def test_errors():
 # ---------------------------------------------------------------- in programs
 
 
+@pytest.mark.thorough
 def test_under_every_transformation():
     """A ball with drag, whose gradient by plain JAX is NaN from the step at which it stops."""
 
@@ -408,6 +413,7 @@ def test_under_every_transformation():
     assert jnp.isnan(jax.grad(height)(0.5, jnp.sqrt))
 
 
+@pytest.mark.thorough
 def test_a_third_derivative():
     third = jax.jacfwd(jax.grad(jax.grad(safe.log_ndtr)))
     expected = mp.diff(lambda x: mp.log(mp.ncdf(x)), -1.5, 3)
@@ -421,6 +427,7 @@ def test_a_third_derivative():
 # ---------------------------------------------------------------- where
 
 
+@pytest.mark.thorough
 def test_where_masks_the_argument_and_the_result():
     x, scale = jnp.array([-1.0, 0.0, 2.0, INF]), jnp.array(3.0)
     cond = jnp.array([False, False, True, False])

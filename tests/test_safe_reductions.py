@@ -146,6 +146,7 @@ def _logits(dtype):
     return grid.rounded(dtype, [-large, -100, -3.3, -tiny, 0.0, 0.7, 88.0, large])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_exponentials_are_right(dtype):
     fns = [
@@ -251,6 +252,7 @@ def _scalar(fn):
     return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPS)
 def test_derivatives_are_those_of_the_textbook_form(name):
     """The first, second and third ones at an ordinary point, in both modes."""
@@ -335,6 +337,7 @@ def test_zero_at_kinks(fn, x, dtype):
     assert (grad == 0).all()
 
 
+@pytest.mark.thorough
 def test_distances_of_equal_points_have_the_derivative_zero():
     points = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
     distances, pull_back = jax.vjp(safe.pairwise_distance, points)
@@ -402,6 +405,7 @@ def test_the_tangent_of_the_logarithm_of_zero_is_dropped():
     assert t == 2.0
 
 
+@pytest.mark.thorough
 def test_nan_is_not_hidden():
     x = jnp.array([jnp.nan, 1.0])
     assert jnp.isnan(safe.std(jnp.array([INF, 1.0])))  # infinity minus itself
@@ -420,6 +424,7 @@ def _forward_algorithm(log_a, log_b, logsumexp):
     return logsumexp(jax.lax.scan(step, log_p, log_b[1:])[0], 0)
 
 
+@pytest.mark.thorough
 def test_expected_transitions_of_a_left_right_model():
     """Against the counts of all paths, one by one; they sum to the number of steps."""
     with jax.enable_x64():
@@ -484,6 +489,7 @@ def test_empty_arrays():
     assert jax.grad(safe.norm)(empty).shape == (0, 3)
 
 
+@pytest.mark.thorough
 def test_complex_numbers():
     z = jnp.array([3 + 4j, 0, 1e-30 + 1e-30j], jnp.complex64)
     assert safe.norm(z).dtype == jnp.float32
@@ -553,6 +559,7 @@ def test_errors(call, message):
         call()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("masked", [1000.0, INF])
 def test_a_factor_of_zero_masks_a_large_term(masked):
     """Also of a finite term whose exponential is infinite beside the others."""
@@ -570,6 +577,7 @@ def test_a_factor_of_zero_masks_a_large_term(masked):
             np.testing.assert_allclose(jax.jit(outer(inner(fn)))(a), expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_second_derivatives_of_directions_at_extreme_scales(scale):
     """In range after the chain rule, though the inverse square of the norm is not."""

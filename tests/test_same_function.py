@@ -60,6 +60,7 @@ def _slope(draw, x, key):
     return draw(key, x) * jnp.cos(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [_forward, _reverse])
 @pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_a_factor_in_the_rule_of_a_random_function(rule, name, seed):
@@ -119,6 +120,7 @@ def _rounded(x, size):
     return (x + large) - large
 
 
+@pytest.mark.thorough
 def test_rounding_never_explains_an_error_as_large_as_the_derivative():
     """In single precision, plain autodiff is off by a fifth here, and a right rule as well."""
     x, square = jnp.float32(2.5e-3), lambda x: _rounded(x, 2e4) ** 2
@@ -155,6 +157,7 @@ class Model(eqx.Module):
         return jnp.sum(self.rule(self.w, key))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [3, 6])
 def test_the_gradient_of_a_random_loss(seed):
     """In float64, all of the numbers that are drawn are zero."""

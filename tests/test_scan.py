@@ -62,6 +62,7 @@ def loss(f):
     return value
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_values_and_gradients(checkpoint, reverse, getkey):
@@ -142,6 +143,7 @@ class Cell(eqx.Module):
         return self(h, x)
 
 
+@pytest.mark.thorough
 def test_modules_methods_and_closures(getkey):
     weight, h, xs = arguments(getkey)
     module = Cell(weight, jnp.tanh, 2)
@@ -351,6 +353,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", [None, 30, "replay"])
 def test_progress(checkpoint, monkeypatch, getkey):
     args = arguments(getkey, steps=100)

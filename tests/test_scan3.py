@@ -95,6 +95,7 @@ def _some_are_quick(names):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.mark.thorough
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
 @pytest.mark.parametrize("name", _some_are_quick(LOSSES))
@@ -128,6 +129,7 @@ def test_says_so():
             jax.grad(lambda x: jax.lax.scan(lambda h, x: (h + x, h), 0.0, x)[0])(jnp.ones(3))
 
 
+@pytest.mark.thorough
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
 @pytest.mark.parametrize(

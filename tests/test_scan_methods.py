@@ -158,6 +158,7 @@ def test_the_error_names_the_reason(reason, truncate, methods):
     assert_trees_close(auto, over_batch(h, None))
 
 
+@pytest.mark.thorough
 def test_gradient_flow_sees_the_steps():
     """Without a mark that the scan knows: it asks for visible steps."""
 
@@ -442,6 +443,7 @@ def shrinking(h, x):
     return h[:1], None
 
 
+@pytest.mark.thorough
 def test_nothing_is_kept_alive():
     """D5: neither the step nor what it holds, nor a compiled program of each call."""
 
@@ -517,6 +519,7 @@ def exported(symbols, shapes, **options):
     return program.call(*args), jax.grad(loss, (0, 1, 2))(*args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", [None, 3, "sqrt", "replay", "auto"])
 @pytest.mark.parametrize("truncate", [None, 5])
 def test_a_symbolic_batch(checkpoint, truncate):
@@ -525,6 +528,7 @@ def test_a_symbolic_batch(checkpoint, truncate):
     assert_trees_close(*exported(["b"], [(3, 3), ("b", 3), (12, "b", 3)], **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("truncate", [None, 5])
 def test_a_symbolic_number_of_steps(truncate):
     """D6: it can't be divided into chunks, and need not be."""
@@ -619,6 +623,7 @@ CHANGES["in a rule"].def_fwd(lambda h: (h + 1, None))
 CHANGES["in a rule"].def_bwd(lambda _, ct: (ct,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "replay"}, {"truncate": 4}])
 @pytest.mark.parametrize("name", KEEPS)
 def test_carry_gradient_that_keeps_the_value(name, options):

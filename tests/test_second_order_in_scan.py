@@ -138,6 +138,7 @@ def expected(name):
     return second_derivative(unrolled, OPS[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in OPS]

@@ -75,6 +75,7 @@ def test_replicated_weight(jit, check_vma):
     assert_close(grad(weight, x), plain(weight, x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [True, False])
 def test_grad_inside(jit):
     """The gradient is taken on each device, of a replicated weight."""
@@ -194,6 +195,7 @@ def test_scan_from_zeros(options, check_vma):
     assert_close(got, expected, eps=500)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[5]], ids=str)
 def test_constants_of_a_scan_inside_two_derivatives(options, jit):
@@ -289,6 +291,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [n if n in ("GRU", "LRU") else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS],

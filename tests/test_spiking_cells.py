@@ -193,6 +193,7 @@ def by_hand(values, xs, name, reset="subtract", detach_reset=True):
     return loss_of(*map(jnp.stack, zip(*outputs, strict=True)))
 
 
+@pytest.mark.thorough
 def test_the_gradient_through_the_reset():
     """Where snnTorch has no number: the adaptation, and a reset that is not detached."""
     for name, options in (
@@ -227,6 +228,7 @@ TRANSFORMS = {
 QUICK = ("jvp(grad)", "grad(vmap)")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "transform",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMS],
@@ -258,6 +260,7 @@ def test_gradients_of_a_layer_over_time():
         assert_close(jax.jit(jax.grad(of_layer))(*args), want, tolerance=2e-5)
 
 
+@pytest.mark.thorough
 def test_as_a_layer_over_time(getkey):
     cell = make("RLIFCell", parameters("RLIFCell"))
     layer = nn.Recurrent(cell)
@@ -350,6 +353,7 @@ def test_half_precision():
     assert_close(half[1:], single[1:], tolerance=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["LIFCell", "RCuBaLIFCell"])
 def test_a_state_keeps_its_dtypes(name):
     """A bfloat16 cell, float32 inputs: one step is that of float32, rounded at the end."""

@@ -96,6 +96,7 @@ def keeping(keep, layer):
 # ---------------------------------------------------------------- against the cells
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(("name", "reset", "detach", "learn"), CASES)
 def test_values_and_gradients(name, reset, detach, learn, getkey):
@@ -119,6 +120,7 @@ def test_leaky_integrators(getkey):
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(
     ("name", "reset"),
@@ -143,6 +145,7 @@ def test_gradient_of_one_output(name, reset, getkey):
             assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(
     "name", ["CuBaLIF", *(pytest.param(n, marks=pytest.mark.slow) for n in ("LIF", "RALIF"))]
@@ -166,6 +169,7 @@ def test_padding(name, reverse, getkey):
             )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", ["RLIF", pytest.param("ALIF", marks=pytest.mark.slow)])
 def test_stacked_and_bidirectional(name, getkey):
@@ -175,6 +179,7 @@ def test_stacked_and_bidirectional(name, getkey):
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", ["LIF", pytest.param("RCuBaLIF", marks=pytest.mark.slow)])
 def test_without_input_weights(name, getkey):
@@ -188,6 +193,7 @@ def test_without_input_weights(name, getkey):
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", ["LIF", pytest.param("RALIF", marks=pytest.mark.slow)])
 def test_forward_mode_and_second_order(name, getkey):
@@ -219,6 +225,7 @@ def test_forward_mode_and_second_order(name, getkey):
 SINGLE = {"dtype": "float32"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ALIF", pytest.param("RLIF", marks=pytest.mark.slow)])
 def test_vmap(name, getkey):
     args = make(getkey, name, **SINGLE)
@@ -230,6 +237,7 @@ def test_vmap(name, getkey):
     assert f"[2,{args[0].cells[0][0].weight_ih.shape[0]},3]" not in jaxpr
 
 
+@pytest.mark.thorough
 def test_an_ensemble(getkey):
     """Networks of their own, with a decay of their own."""
     make_one = lambda beta, key: nn.LIF(3, 4, beta, learn_beta=True, key=key)
@@ -242,6 +250,7 @@ def test_an_ensemble(getkey):
         assert_close(jax.tree.leaves(one), jax.tree.leaves(expected), tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_checkpoint_scan_and_leaks(getkey):
     args = make(getkey, "RLIF", steps=3, **SINGLE)
     expected = eqx.filter_jit(eqx.filter_grad(loss(run)))(args)
@@ -272,6 +281,7 @@ def test_what_is_frozen_costs_nothing(getkey):
     assert products(jax.grad(total, 1), layer, xs) < everything - 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("given", ["bfloat16", "float32"])
 def test_half_precision(given, getkey):
     """With few binary digits there is nothing to round, so that spikes are the same."""
@@ -294,6 +304,7 @@ def test_half_precision(given, getkey):
         assert_close(got.astype("float32"), want, tolerance=0.05)
 
 
+@pytest.mark.thorough
 def test_no_step_and_no_example(getkey):
     for name, shape in (("RALIF", (2, 0, 3)), ("CuBaLIF", (0, 5, 3))):
         layer = getattr(nn, name)(3, 4, **DECAYS[name], key=getkey())
@@ -329,6 +340,7 @@ def test_cells(name, getkey):
     assert isinstance(bare.initial_state, type(cell.initial_state()))
 
 
+@pytest.mark.thorough
 def test_a_sequence_in_two_parts_and_a_learned_state(getkey):
     layer, xs, _ = make(getkey, "RLIF", learn_initial_state=True, **SINGLE)
     whole, end = layer(xs[0])
@@ -346,6 +358,7 @@ def test_gradient_flow_per_step(getkey):
     assert eqg.gradient_flow(total, layer)["cells[0][0]"].shape == (5,)
 
 
+@pytest.mark.thorough
 def test_dropout_and_casting(getkey):
     layer = nn.LIF(3, 4, 0.5, num_layers=2, dropout=0.5, key=getkey(), **SINGLE)
     xs, key = 3 * jr.normal(getkey(), (2, 20, 3), "float32"), getkey()

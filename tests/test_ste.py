@@ -57,6 +57,7 @@ def test_rounding_to_the_bit(ours, dtype):
     assert np.array_equal(bits(jax.jvp(ours, (x,), (ct,))[1]), bits(ct))
 
 
+@pytest.mark.thorough
 def test_signs_and_steps():
     x = jnp.array([-np.inf, -2.0, -0.0, 0.0, 1e-30, 2.0, np.inf, np.nan], "float32")
     for f, expected in (
@@ -127,6 +128,7 @@ def test_ends_of_the_window():
     assert jax.grad(jax.grad(soft))(0.0) == 0.0
 
 
+@pytest.mark.thorough
 def test_clip():
     x = jnp.array([-3.0, -1.0, 0.5, 2.0, 7.0, np.nan])
     loss = lambda *args: jnp.sum(ste.clip(*args)[:5] * jnp.arange(1.0, 6.0))
@@ -147,6 +149,7 @@ def test_clip():
     assert ste.clip(jnp.ones(2, "bfloat16"), jnp.zeros(2), 3.0).dtype == "bfloat16"
 
 
+@pytest.mark.thorough
 def test_one_hot_argmax():
     x = jnp.array([[0.3, -1.0, 0.9], [2.0, 2.0, -np.inf]])
     for axis in (-1, 0):
@@ -180,6 +183,7 @@ def _sigmoids(x, t, k):
     return jax.nn.sigmoid(x - u)
 
 
+@pytest.mark.thorough
 def test_top_k():
     x = jnp.array([[0.3, -1.0, 0.9, 0.2], [2.0, 2.0, -np.inf, 2.0], [np.inf, 0, 1, -np.inf]])
     for k in (1, 2, 3, 4):
@@ -197,6 +201,7 @@ def test_top_k():
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_derivatives_of_top_k(k):
     weight = jnp.array([[1.0, -2.0, 0.5, 0.1], [0.3, 0.1, 4.0, 2.0]])
@@ -209,6 +214,7 @@ def test_derivatives_of_top_k(k):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_top_k_of_numbers_far_apart():
     x = jnp.array([1000.0, 500.0, 0.0])  # where all slopes underflow
     for k in (1, 2):
@@ -449,6 +455,7 @@ def test_lsq_against_plain_autodiff(shape, signed, getkey):
         np.testing.assert_allclose(jax.grad(unscaled, 1)(x, step) * g, got[1])
 
 
+@pytest.mark.thorough
 def test_dorefa_against_finite_differences(getkey):
     with jax.enable_x64(True):
         w = jr.normal(getkey(), (6,), "float64")
@@ -477,6 +484,7 @@ def test_pact_as_published():
         assert jnp.array_equal(ste.pact(x, 1.5, bits=k)[3:], jnp.array([1.5, 1.5]))
 
 
+@pytest.mark.thorough
 def test_the_largest_is_not_clipped_in_half_precision():
     """Rounded down, a scale of eight bits in the mantissa is too small for twelve."""
     for dtype in ("bfloat16", "float16"):
@@ -490,6 +498,7 @@ def test_lsq_has_one_zero():
     assert not np.signbit(out).any()
 
 
+@pytest.mark.thorough
 def test_absmax_scale():
     x = jnp.array([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0]])
     assert jnp.allclose(ste.absmax_scale(x, bits=4), 2 / 7)
@@ -534,6 +543,7 @@ def paper_fsq(z, levels):
     return bound / half, ((np.round(bound) + half) * basis).sum(-1).astype(int)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("levels", LEVELS)
 def test_fsq(levels, getkey):
     codebook = ste.fsq_codebook(levels)
@@ -555,6 +565,7 @@ def test_fsq(levels, getkey):
     assert np.array_equal(bits(back), bits(codebook))
 
 
+@pytest.mark.thorough
 def test_fsq_derivative(getkey):
     levels = (8, 5, 2)
     with jax.enable_x64(True):
@@ -575,6 +586,7 @@ def test_fsq_derivative(getkey):
     np.testing.assert_array_equal(far, [0.75, -1.0, np.nan])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vector_quantize(dtype, getkey):
     codebook = jr.normal(getkey(), (16, 5)).astype(dtype)
@@ -605,6 +617,7 @@ def test_nearest_entries_far_from_the_origin(getkey):
 # ---------------------------------------------------------------- samples
 
 
+@pytest.mark.thorough
 def test_the_argmax_of_noisy_logits_is_distributed_as_the_softmax(getkey):
     logits = jnp.array([0.3, -1.0, 1.5, 0.0, -np.inf])
     n = 300_000
@@ -620,6 +633,7 @@ def _reinmax(x, key):
     return ste.reinmax(x, key=key)
 
 
+@pytest.mark.thorough
 def test_bits_are_distributed_as_they_should(getkey):
     p = jnp.array([0.0, 0.1, 0.5, 0.93, 1.0])
     n = 300_000
@@ -666,6 +680,7 @@ def test_a_hard_sample_has_the_gradient_of_the_soft_one(getkey):
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_reinmax_is_right_to_second_order(getkey):
     """Its mean over all outcomes is the gradient of the mean, for a quadratic loss. That of
     the plain straight-through gradient is not."""
@@ -696,6 +711,7 @@ def test_reinmax_is_right_to_second_order(getkey):
         assert np.max(np.abs(expectation(plain) - exact)) > 0.01
 
 
+@pytest.mark.thorough
 def test_reinmax_with_temperature_as_in_the_paper(getkey):
     """Algorithm 2, as it is written."""
     logits, weight, key = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (3, 4)), getkey()
@@ -719,6 +735,7 @@ def test_reinmax_with_temperature_as_in_the_paper(getkey):
     assert grad[0, 0] == 0.0
 
 
+@pytest.mark.thorough
 def test_samples_keep_half_precision(getkey):
     for dtype in ("float16", "bfloat16"):
         x = jnp.array([0.1, 0.5, 0.3], dtype)

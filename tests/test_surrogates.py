@@ -133,6 +133,7 @@ def _thirty_digits():
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each
 def test_against_the_published_formulas(kind, parameters, dtype):
@@ -445,6 +446,7 @@ def test_every_transformation(transform):
         assert got.dtype == expected.dtype
 
 
+@pytest.mark.thorough
 def test_a_surrogate_passes_through_transformations():
     """As an argument: the slope is an array, a batch of slopes, or part of a carry."""
     s = atan(jnp.array(2.0))
@@ -477,6 +479,7 @@ class exponential(AbstractSurrogate):
         return jnp.where(v < 0, tail, 1 - tail)
 
 
+@pytest.mark.thorough
 def test_your_own():
     own = exponential(jnp.array(3.0))
     assert jnp.allclose(jax.grad(spike)(-0.4, own), 1.5 * np.exp(-1.2))

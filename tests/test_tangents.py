@@ -47,6 +47,7 @@ class TestVectorSpace:
         assert same(tangents.add(a, tangents.neg(a)), None)
         assert same(tangents.add(a), a)
 
+    @pytest.mark.thorough
     @few
     @given(TREES, TREES, NUMBERS, NUMBERS)
     def test_scaling(self, a, b, s, r):
@@ -68,6 +69,7 @@ class TestVectorSpace:
         assert dot(a, a) >= 0
         assert (dot(a, a) == 0) == same(a, None)
 
+    @pytest.mark.thorough
     @few
     @given(TREES, TREES)
     def test_against_the_dense_answer(self, a, b):

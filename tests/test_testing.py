@@ -43,6 +43,7 @@ def test_the_same_rule_without_the_fault_passes(name):
     eqgt.check_rule(fn, *args, checks=(FAULTS[name].check,), **options)
 
 
+@pytest.mark.thorough
 def test_there_are_enough_of_them():
     assert len(FAULTS) >= 60
     assert len(RIGHT) >= 40
@@ -125,6 +126,7 @@ def test_report_of_a_failure():
         report.raise_if_failed()
 
 
+@pytest.mark.thorough
 def test_checks_and_skip():
     everything = eqgt.check_rule(jnp.sin, 1.0)
     names = {finding.check for finding in everything.findings}
@@ -178,6 +180,7 @@ def test_residuals_per_scan_step_are_counted():
     assert f"{n} bytes per call, {n} per scan step" in report["residuals"][0].where
 
 
+@pytest.mark.thorough
 def test_order_three():
     def square_of(x):
         return x**3
@@ -287,6 +290,7 @@ def test_assert_trees_close_takes_nan_for_nan():
 pytest_plugins = ["pytester"]
 
 
+@pytest.mark.thorough
 def test_the_plugin_adds_the_report_and_the_seed(pytester):
     pytester.makepyfile(
         """

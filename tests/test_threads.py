@@ -148,6 +148,7 @@ def _fresh_rules(kinds, ways):
         assert_close(got[i], (expected, (plain(x), a * jnp.cos(x))), eps=200)
 
 
+@pytest.mark.thorough
 def test_fresh_rules():
     _fresh_rules(RULES, WAYS[::2])
 
@@ -232,6 +233,7 @@ def shared_step(h, x):
     return jnp.tanh(0.9 * h + x), h
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "checkpoint",
     ["replay", *(pytest.param(c, marks=pytest.mark.slow) for c in (None, "sqrt", "auto", 2))],
@@ -266,6 +268,7 @@ def test_an_eager_scan_is_compiled_once():
     assert len(eager_bodies._KEPT[shared_step]) >= 1
 
 
+@pytest.mark.thorough
 def test_control_flow_and_recurrences():
     def program(x, cond, while_loop, recurrence):
         x = cond(x > 0, lambda x: jnp.sin(x), lambda x: x, x)
@@ -299,6 +302,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["GRU", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYERS)[1:])]
 )
@@ -354,6 +358,7 @@ def _nan_of(i, x):
     return jnp.sum(jnp.where(x > 0, x**0.5, 0.0))  # line of 3
 
 
+@pytest.mark.thorough
 def test_reports_have_lines_of_their_own():
     model = Scale(jnp.zeros(3))
 
@@ -442,6 +447,7 @@ def test_host_functions():
         assert_close((gradient, tangent), (jnp.cos(x), jnp.cos(x) * x), eps=100)
 
 
+@pytest.mark.thorough
 def test_implicit_functions():
     pytest.importorskip("lineax")
 
@@ -500,6 +506,7 @@ def _raise(x):
     raise ValueError("the user's")
 
 
+@pytest.mark.thorough
 def test_nothing_stays_alive():
     """No tracers of threads that are over, and no bodies of steps that are gone."""
 

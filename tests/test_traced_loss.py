@@ -283,6 +283,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_a_wrapped_layer_has_the_path_that_users_know(wrap):
     # A dead ReLU, then the logarithm of zero.

@@ -90,6 +90,7 @@ def test_cotangents_of_one_part_only(part, window):
         assert weights["w"].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [6, 7])
 def test_all_orders_and_batches(window):
     def all_of_it(f):
@@ -123,6 +124,7 @@ def test_all_orders_of_every_step(name):
     assert_close(jax.jit(lambda: all_of_it(f))(), jax.jit(lambda: all_of_it(plain))(), eps=500)
 
 
+@pytest.mark.thorough
 def test_keys_counters_and_static_leaves():
     def value(weight, options):
         def step(carry, x):
@@ -147,6 +149,7 @@ def test_keys_counters_and_static_leaves():
     assert_close(one_window, whole, eps=500)
 
 
+@pytest.mark.thorough
 def test_half_precision_is_summed_in_single():
     """The sum of 512 gradients of about one has more digits than `bfloat16`."""
 

@@ -42,6 +42,7 @@ some_quick = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @some_quick
 def test_first_derivative_of_what_is_taken(case):
     safe, x = eqg.zero_safe(case.fn), jnp.asarray(case.x)
@@ -287,6 +288,7 @@ def test_an_unknown_policy_is_an_error():
         eqg.zero_safe(jnp.sqrt, policy="none")
 
 
+@pytest.mark.thorough
 def test_the_time_is_linear_in_the_length_of_the_program():
     def long(steps, x):
         for _ in range(steps):
@@ -368,6 +370,7 @@ def test_what_another_example_takes_is_kept():
     np.testing.assert_array_equal(jax.grad(lambda x: mean(eqg.zero_safe(loss), x))(x), grad)
 
 
+@pytest.mark.thorough
 def test_strict_promotion():
     def loss(w, x):
         h = jnp.where(x > 0, jnp.sqrt(x), 0.0) @ jnp.where(w > 0, jnp.log(w), 0.0)
@@ -382,6 +385,7 @@ def test_strict_promotion():
             assert all(jnp.all(jnp.isfinite(g)) for g in jax.grad(safe, (0, 1))(w, x))
 
 
+@pytest.mark.thorough
 def test_optimistix():
     optimistix = pytest.importorskip("optimistix")
     solver = optimistix.Newton(rtol=1e-6, atol=1e-6)
@@ -396,6 +400,7 @@ def test_optimistix():
     assert grad(-1.0) == 1.0
 
 
+@pytest.mark.thorough
 def test_diffrax():
     diffrax = pytest.importorskip("diffrax")
     skip_without_checkpointed_loops()
