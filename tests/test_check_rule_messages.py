@@ -1,6 +1,7 @@
 """What `check_rule` says of a rule that raised, of a solver that stops at a tolerance, and of a
 clip."""
 
+import re
 import statistics
 
 import equinox as eqx
@@ -342,12 +343,42 @@ def _off(x, error):
     return x * (1 + error * jnp.cos(jnp.arange(x.size) ** 2))
 
 
+def test_forward_mode_of_a_reverse_rule_at_a_singular_point():
+    """The backward rule is right at zero, and forward mode is autodiff of the function."""
+
+    @eqg.custom_vjp
+    def length(x):
+        return jnp.sqrt(jnp.sum(x**2))
+
+    @length.def_fwd
+    def _(x):
+        return length(x), (length(x), x)
+
+    @length.def_bwd
+    def _(residuals, ct):
+        norm, x = residuals
+        return (ct * x / jnp.where(norm == 0, 1.0, norm),)
+
+    says = "without a `def_jvp`: give it one, or use `custom_jvp`"
+    with pytest.raises(eqgt.RuleCheckError, match=re.escape(says)):
+        eqgt.check_rule(length, jnp.zeros(3), checks=("finite",))
+
+    @length.def_jvp
+    def _(primals, tangents):
+        (x,) = primals
+        return length(x), jnp.zeros(())
+
+    eqgt.check_rule(length, jnp.zeros(3), checks=("finite",))
+
+
 def test_a_factor_of_one_number_is_no_cause():
     cause = lambda want, have: likely_cause(np.asarray(want), np.asarray(have), "`x`")
     assert cause(1.3, 0.7084 * 1.3) == ""
     assert "every entry" not in cause([1.3, 0.0], [0.7084 * 1.3, 0.0])
     assert cause(1.3, -1.3) == "the sign is wrong: every entry is minus the expected one"
     assert cause(1.3, 2.6) == ""
+    # A small factor looks like a rounding.
+    assert "a factor or a term of the rule is a little wrong, or" in cause(1.3, 0.9995 * 1.3)
     assert cause([1.5, 1.5], [3.0, 3.0]) == ""
     assert "reversed" not in cause([1.5, 1.5], [1.5 + 1e-4, 1.5 + 1e-4])
     assert cause([1.5, 0.7], [3.0, 1.4]) == "every entry is twice the expected one"

@@ -165,12 +165,14 @@ def test_the_listing_is_short():
     assert len(entries) <= 18, sorted(entries)
 
 
+@pytest.mark.thorough
 def test_there_are_few_layers_and_arrows():
     arrows = _arrows()
     assert len(arrows) <= 79
     assert len(_layers(arrows)) <= 10
 
 
+@pytest.mark.thorough
 def test_no_room_imports_from_above():
     """The layers are those in pyproject.toml, below `eqx_grads/__init__.py`."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]

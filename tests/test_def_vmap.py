@@ -99,6 +99,7 @@ def test_what_is_batched(axes):
     assert set(calls) == {(5, tuple(axis == 0 for axis in axes))}
 
 
+@pytest.mark.thorough
 def test_nested_and_other_axes():
     f = make([])
     xs = jnp.stack([XS, 2 * XS], axis=-1)
@@ -119,6 +120,7 @@ def test_one_weight_gradient_for_the_batch():
     assert per_example not in shapes(make([]))
 
 
+@pytest.mark.thorough
 def test_with_a_forward_rule():
     f = eqg.custom_jvp(lambda x, *, scale: scale * jnp.sin(x))
 

@@ -10,6 +10,7 @@ from eqx_grads import RuleError
 from .helpers import assert_close
 
 
+@pytest.mark.thorough
 def test_one_argument():
     f = eqg.elementwise(jnp.sin, lambda out, x: jnp.cos(x))
     x = jnp.linspace(-1.0, 1.0, 5)

@@ -833,6 +833,7 @@ def test_first_derivative_costs_what_the_formula_costs():
     assert analyze(lambda y, t_y: jax.jvp(ours, (y,), (t_y,))[1], y, y) <= 1.05 * expected
 
 
+@pytest.mark.thorough
 def test_condition_on_the_time_alone():
     """An event at a time that is a parameter."""
 

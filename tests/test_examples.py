@@ -55,7 +55,7 @@ def _run(path, cwd, *args):
 
 def _marker(path):
     """The main one for every day, and all of them with the slow tests."""
-    return "programs" if path.name == "spiking_digits.py" else "slow"
+    return "thorough" if path.name == "spiking_digits.py" else "slow"
 
 
 SOME = [pytest.param(path, marks=getattr(pytest.mark, _marker(path))) for path in EXAMPLES]

@@ -448,12 +448,14 @@ def test_constants_are_no_inputs():
 # ---------------------------------------------------------------- temporary memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_estimate_is_near_the_compiled(model):
     report = report_of(model)
     assert report.estimated == pytest.approx(report.compiled, rel=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("channels", [(1, 8), (3, 8, 16, 32)])
 def test_estimate_counts_the_indices_of_a_max_pooling(channels):
     layers = []

@@ -574,6 +574,7 @@ def test_dead_channels_of_a_convolution():
     }
 
 
+@pytest.mark.thorough
 def test_dead_units_in_a_scan():
     def loss(w, xs):
         step = lambda h, x: (jax.nn.relu(w["w"] * h + x + w["b"]), None)
@@ -692,6 +693,37 @@ def test_a_sum_that_cancels_and_one_without_common_terms():
     assert only(check(loss, jnp.array(2.0), x)).kind == "canceled"
     loss = lambda w, x, y: jnp.dot(x, w * y)
     assert only(check(loss, jnp.array(2.0), x, y)).kind == "multiplied by zero"
+
+
+def test_terms_of_a_rule_that_cancel():
+    """With a straight-through function, the loss changes where the gradient cancels."""
+    of_rule = lambda w: jnp.sum((w - eqg.ste.round(w)) ** 2)
+    by_hand = lambda w: jnp.sum((w - (w + jax.lax.stop_gradient(jnp.round(w) - w))) ** 2)
+    without = lambda w: jnp.sum(jax.nn.softmax(jax.nn.relu(w))) - jnp.sum(w - w)
+    w = jnp.array([1.3, -0.6])
+    for loss in (of_rule, by_hand):
+        record = only(check(loss, w))
+        assert record.kind == "canceled"
+        assert "may change in this leaf all the same" in record.cure
+        assert loss(w) != loss(w + 0.1)
+    mended = lambda w: jnp.sum((w - jnp.round(w)) ** 2)
+    np.testing.assert_allclose(jax.grad(mended)(w), 2 * (w - jnp.round(w)), rtol=1e-6)
+    records = [r for r in check(without, w).found if r.kind == "canceled"]
+    assert all("does not change to first order" in r.cure for r in records)
+
+
+def test_the_cure_of_an_index_is_right():
+    table = jnp.arange(8.0) ** 2 / 10
+
+    def interpolated(x):
+        i = jnp.floor(x).astype(int)
+        r = x - jnp.floor(x)
+        return (1 - r) * table[i] + r * table[i + 1]
+
+    record = only(check(lambda x: table[x.astype(int)], jnp.array(2.3)))
+    for part in ("`i = jnp.floor(x).astype(int)`", "`r = x - jnp.floor(x)`", "table[i + 1]"):
+        assert part in record.cure
+    np.testing.assert_allclose(jax.grad(interpolated)(jnp.array(2.3)), 0.5, rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -995,6 +1027,7 @@ def test_a_callback_is_opaque():
         eqg.explain_zero(lambda w: host_sine(w[0]), X)
 
 
+@pytest.mark.thorough
 def test_shard_map():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("devices",), axis_types=auto)
@@ -1071,6 +1104,7 @@ def test_many_operations():
     assert record.primitive == "mul"
 
 
+@pytest.mark.thorough
 def test_a_gather_of_which_the_gradient_cancels():
     """With one class, the label is always right. The index selects, and the sum cancels."""
     labels = jnp.zeros(4, int)

@@ -62,6 +62,7 @@ def test_reverse_mode_and_second_order_agree_with_autodiff(filter_custom_vjp):
     assert_close(second(f), second(_product))
 
 
+@pytest.mark.thorough
 def test_transformations_in_each_other(filter_custom_vjp):
     f = with_rules(filter_custom_vjp, _product, _product_fwd, _product_bwd)
 

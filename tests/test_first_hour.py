@@ -67,6 +67,7 @@ def _my_abs(weight):
     return jnp.abs(weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fn", [_my_round, _my_abs])
 def test_a_function_of_the_weight_without_a_pair(fn, getkey):
     """Its error names the cure, and is raised from that of the function."""

@@ -99,6 +99,7 @@ def test_linear_closed_form(getkey, backward, precision):
             assert relative(got, want) < tolerance
 
 
+@pytest.mark.thorough
 def test_linear_closed_form_with_defaults(getkey):
     """The default tolerance, 6e-6, is one on the last step: the error is a few times that."""
     args, ct = problem(getkey), jr.normal(getkey(), (5,))
@@ -242,6 +243,7 @@ def test_second_order_of_an_approximation():
         assert_close(jax.grad(jax.grad(ours))(x), expected)
 
 
+@pytest.mark.thorough
 def test_neumann_converges_at_the_rate_of_the_contraction(getkey):
     with jax.enable_x64(True):
         args, ct = problem(getkey), jr.normal(getkey(), (5,))
@@ -511,6 +513,7 @@ def test_each_example_of_a_batch_has_its_own_count():
     assert counts[0] < counts[1] < counts[2]
 
 
+@pytest.mark.thorough
 def test_aux_is_that_of_the_fixed_point_and_differentiable():
     with jax.enable_x64(True):
 

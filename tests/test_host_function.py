@@ -269,6 +269,7 @@ def test_trees_and_static_leaves():
     assert jnp.issubdtype(out["index"].dtype, jnp.integer)
 
 
+@pytest.mark.thorough
 def test_python_scalars_and_empty_arrays():
     f = make("def_bwd", "def_jvp")
     square = eqg.host_function(lambda x: x**2, out=lambda x: x, finite_difference="central")
@@ -547,6 +548,7 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
 # ---------------------------------------------------------------- who calls what
 
 
+@pytest.mark.thorough
 def test_scipy_solve_ivp():
     """The decay of a linear system, against the matrix exponential."""
 
@@ -665,6 +667,7 @@ def test_ufunc_as_a_rule():
     assert_close(jax.grad(cubed)(2.0), jnp.asarray(12.0))
 
 
+@pytest.mark.thorough
 def test_scipy_cho_solve():
     """The factorization stays on the host, and serves the backward pass."""
     factorized = []
@@ -790,6 +793,7 @@ def test_a_pytorch_module():
     assert_close(got.parameters, expected, eps=200)
 
 
+@pytest.mark.thorough
 def test_a_host_layer_is_trained():
     """The filter of a convolution on the host is recovered, behind a layer of JAX."""
 
@@ -1127,6 +1131,7 @@ class TestASparseSolve:
         f = eqg.host_function(scipy.sparse.linalg.spsolve, out=lambda matrix, b: b)
         _raises('build it on the host: see "A sparse solve"', f, matrix, jnp.ones(3))
 
+    @pytest.mark.thorough
     def test_the_second_derivative_of_a_rule(self):
         f = eqg.host_function(self.solve, out=lambda entries, b: b)
         f.def_bwd(lambda residuals, ct: (None, self.solve(residuals[0], ct, transposed=True)))

@@ -94,6 +94,7 @@ def test_closed_form(name):
     assert_close(got, transform(loss_of(closed_form))(*args), eps=300)
 
 
+@pytest.mark.thorough
 def test_value_and_metadata():
     assert_close(solve(0.7, 1.3), closed_form(0.7, 1.3))  # Python numbers, eagerly
     assert_close(jax.grad(loss_of(solve))(0.7, 1.3), jax.grad(loss_of(closed_form))(0.7, 1.3))
@@ -448,6 +449,7 @@ class TestErrors:
             jax.grad(loss_of(solve))(0.7, 1.3)
 
 
+@pytest.mark.thorough
 def test_explain_zero_of_a_guess():
     loss = lambda w: solve(w["a"], 1.3, guess=w["guess"])["u"]
     (found,) = eqg.explain_zero(loss, {"a": jnp.array(0.7), "guess": jnp.array(1.0)}).found

@@ -24,6 +24,7 @@ def _solve(x, matrix):
     return jnp.linalg.solve(matrix, x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["QR", "SVD", "LSMR"])
 def test_more_equations_than_unknowns(name, getkey):
     a = jr.normal(getkey(), (5, 2))
@@ -76,6 +77,7 @@ def test_singular_is_an_error(residual):
         eqx.filter_jit(jax.grad(lambda a: jnp.sum(root(a))))(a)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transform", ["eager", "jit", "vmap", "forward", "second order"])
 def test_the_error_of_a_singular_matrix_names_residual_and_solver(transform):
     matrix = jnp.array([[1.0, 2.0], [2.0, 4.0]])
@@ -128,6 +130,7 @@ def test_matrix_free(getkey):
         assert_close(got(x) * 1e25, np.linalg.solve(matrix.T, ct * 1e25), tolerance=1e-3)
 
 
+@pytest.mark.thorough
 def test_matrix_free_failure_is_an_error(getkey):
     n = 300
     a = jr.normal(getkey(), (n, n))

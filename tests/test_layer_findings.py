@@ -433,6 +433,7 @@ FSQ_OF_THE_AUTHORS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("levels", FSQ_OF_THE_AUTHORS)
 def test_L10_fsq_is_that_of_the_paper(levels):
     want = FSQ_OF_THE_AUTHORS[levels]

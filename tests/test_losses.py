@@ -162,6 +162,7 @@ def test_leading_dimensions_and_no_bias(shape, getkey):
     assert_close(jnp.mean(losses), expected[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "reduction"),
     [
@@ -209,6 +210,7 @@ def test_mixed_dtypes(getkey):
     assert_close(grads[1], expected)
 
 
+@pytest.mark.thorough
 def test_ignored_tokens_may_be_anything(getkey):
     x, weight, bias = sample(getkey)
     broken = jnp.where((LABELS >= 0)[..., None], x, jnp.nan)
@@ -306,6 +308,7 @@ def test_nothing(getkey):
     assert ours(x, weight, bias, labels, reduction="none").shape == (0,)
 
 
+@pytest.mark.thorough
 def test_numpy_arrays_and_plain_labels(getkey):
     x, weight, bias = map(np.asarray, sample(getkey))
     assert_close(ours(x, weight, bias, np.asarray(LABELS)), plain(x, weight, bias))
@@ -355,6 +358,7 @@ def test_labels_in_a_list():
 # The layer.
 
 
+@pytest.mark.thorough
 def test_layer_is_the_function(getkey):
     x, _, _ = sample(getkey)
     linear = eqx.nn.Linear(4, 7, key=getkey())

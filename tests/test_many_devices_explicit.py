@@ -103,6 +103,7 @@ def test_gradient_of_the_codebook_of_a_layer():
     eqgt.assert_trees_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     "name",

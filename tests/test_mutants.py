@@ -541,6 +541,7 @@ def test_the_size_of_an_error_has_no_sign():
     assert relative_tolerance._size([jnp.array([-3.0, 1.0]), jnp.zeros(0)]) == 3.0
 
 
+@pytest.mark.thorough
 def test_a_solution_may_be_some_roundings_off_in_half_precision():
     eps = float(jnp.finfo(jnp.float16).eps)
 
@@ -648,6 +649,7 @@ def test_a_reversed_layer_with_wide_inputs(make, steps):
     assert_close(jax.tree.leaves(grads), jax.tree.leaves(expected), eps=2000)
 
 
+@pytest.mark.thorough
 def test_the_state_space_of_s5_starts_from_unit_variance():
     """Real and imaginary parts of as many weights as there are states, in conjugate pairs."""
     layer = nn.S5(32, 16, 64, key=jr.key(0))

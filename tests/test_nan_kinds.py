@@ -7,6 +7,7 @@ import re
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from eqx_grads._diagnosis._nan import cures
 from jax.scipy.special import xlog1py, xlogy
@@ -247,6 +248,40 @@ def _of_the_gradient(fn):
 
 def _of_the_hessian(fn):
     return lambda w, x: jnp.sum(jax.hessian(fn, 1)(w, x) ** 2)
+
+
+def test_cures_of_formulas_in_a_branch_that_is_not_taken():
+    """A norm is no elementwise function: `safe.where` can't hold it."""
+
+    def where(norm, v):
+        n = norm(v)
+        return jnp.where(n > 0, jnp.exp(-n), 0.0)
+
+    def maximum(norm, v):
+        return v[0] / jnp.maximum(norm(v), 1e-8)
+
+    for loss in (where, maximum):
+        report = eqg.explain_nan(lambda v, loss=loss: loss(jnp.linalg.norm, v), jnp.zeros(3))
+        assert report.found[0].kind == "dead branch"
+        assert "`eqg.zero_safe(loss)`, or `eqg.safe.norm(x)`" in report.found[0].cure
+        gradient = jax.grad(lambda v, loss=loss: loss(eqg.safe.norm, v))(jnp.zeros(3))
+        assert jnp.all(jnp.isfinite(gradient))
+
+
+def test_an_entropy_with_a_mask():
+    mask, logits = jnp.array([True, True, False]), jnp.array([1.0, 2.0, 3.0])
+
+    def entropy(w, of):
+        p = jax.nn.softmax(jnp.where(mask, w, -jnp.inf))
+        return of(p)
+
+    by_hand = lambda p: jnp.sum(jnp.where(mask, -p * jnp.log(p), 0.0))
+    report = eqg.explain_nan(lambda w: entropy(w, by_hand), logits)
+    assert "`eqg.safe.entropy(p)`" in report.found[0].cure
+    gradient = jax.grad(lambda w: entropy(w, eqg.safe.entropy))(logits)
+    unmasked = lambda w: jnp.sum(-jax.nn.softmax(w) * jax.nn.log_softmax(w))
+    np.testing.assert_allclose(gradient[:2], jax.grad(unmasked)(logits[:2]), rtol=1e-5)
+    assert gradient[2] == 0
 
 
 @pytest.mark.parametrize("nested", [_of_the_gradient, _of_the_hessian])

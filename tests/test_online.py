@@ -240,6 +240,7 @@ def test_half_precision():
     assert_same(got, eqx.filter_grad(loss)((model, model.init())), 3e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [0, 1])
 def test_few_steps(steps):
     args = (MODELS["LIF"], MODELS["LIF"].init())
@@ -358,6 +359,7 @@ def test_eprop_is_exact_for_diagonal_networks():
     assert_same(got, exact, 1e-5)
 
 
+@pytest.mark.thorough
 def test_eprop_is_an_approximation_else():
     model = Neurons(eqg.nn.RLIFCell(HIDDEN, 0.9, key=jr.key(0)))
     args = (model, model.init())

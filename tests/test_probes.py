@@ -436,6 +436,7 @@ class TestGradientFlow:
         assert list(flow) == ["cells[0]", "cells[1]", "readout"]
         assert_close(flow, explicit_flow(stack, xs))
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
     def test_through_other_transformations(self, stack, getkey, wrap):
         xs = jr.normal(getkey(), (4, 2))

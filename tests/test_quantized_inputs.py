@@ -33,6 +33,7 @@ def test_inputs_of_a_model_with_quantized_weights(getkey):
     assert trained.layers[0].input_quantizer is None
 
 
+@pytest.mark.thorough
 def test_inputs_of_some_quantized_layers(getkey):
     keys = jr.split(getkey(), 4)
     layers = [eqx.nn.Linear(4, 4, key=key) for key in keys]

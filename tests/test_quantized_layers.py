@@ -427,6 +427,7 @@ def test_indices_of_any_integers(dtype, getkey):
     assert jnp.isnan(vq.decode(jnp.array([-1, 201]).astype(dtype))).all()
 
 
+@pytest.mark.thorough
 def test_losses_of_nothing_and_of_large_numbers(getkey):
     vq = nn.VectorQuantizer(4, 3, ema=False, dtype="float32", key=getkey())
     loss = lambda vq, z: sum(vq.quantize(z)[2:])
@@ -489,6 +490,7 @@ def test_dead_entries_are_replaced(ema, getkey):
     assert eqx.tree_equal(vq.fit(z), vq.fit(z))
 
 
+@pytest.mark.thorough
 def test_a_codebook_for_images_and_an_ensemble(getkey):
     images = jr.normal(getkey(), (2, 3, 4, 6), "float32")
     flat = jnp.moveaxis(images, 1, -1).reshape(-1, 3)

@@ -518,5 +518,6 @@ def test_sinhc_out_of_range():
     assert jnp.isposinf(safe.sinhc(jnp.float16(300)))
 
 
+@pytest.mark.thorough
 def test_third_derivative_of_log_ndtr_at_minus_infinity():
     assert jax.grad(jax.grad(jax.grad(safe.log_ndtr)))(-jnp.inf) == 0

@@ -474,6 +474,7 @@ def test_axes(axis, keepdims, getkey):
     np.testing.assert_allclose(np.sum(unit**2, axis=np_axis), expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_empty_arrays():
     empty = jnp.zeros((0, 3))
     assert safe.norm(empty) == safe.norm(empty.ravel(), INF) == safe.norm(empty.ravel(), 1) == 0

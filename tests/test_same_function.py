@@ -72,6 +72,7 @@ def test_a_factor_in_the_rule_of_a_random_function(rule, name, seed):
     assert wrong.passed == is_zero
 
 
+@pytest.mark.thorough
 def test_it_is_said_what_was_compared():
     draw = DRAWS["normal"]
     report = eqgt.check_rule(_reverse(draw, 1.0), X, jr.key(0), checks="reverse")

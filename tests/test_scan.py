@@ -163,6 +163,7 @@ def test_modules_methods_and_closures(getkey):
             assert_close(eqx.filter_grad(eqx.filter_jit(total))(module), expected, eps=500)
 
 
+@pytest.mark.thorough
 def test_a_module_as_carry_and_as_xs(getkey):
     weight, h, _ = arguments(getkey)
     module = Cell(weight, jnp.tanh, 1)
@@ -230,6 +231,7 @@ def test_no_step_and_one_step(steps, checkpoint, getkey):
     assert_close(grad(weight, h, xs), jax.grad(plain)(h))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("checkpoint", [None, 2, 100])
 def test_truncate(reverse, checkpoint, getkey):

@@ -176,6 +176,7 @@ def test_a_jax_with_another_way_to_switch(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.thorough
 def test_every_loop_runs_without_the_switch():
     loops = {"jax.lax.scan", "jax.lax.fori_loop", "jax.lax.map"}
     found = {

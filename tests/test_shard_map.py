@@ -236,6 +236,7 @@ def test_one_sum_over_the_devices_for_a_replayed_scan():
     assert program.count("psum_invariant") <= 2  # and of the loss
 
 
+@pytest.mark.thorough
 def test_cond_and_while_loop():
     def local(x, y):
         out = eqg.filter_cond(jnp.sum(x) > 0, lambda: jnp.zeros(2), lambda: y)

@@ -247,6 +247,7 @@ def test_in_a_scan_in_chunks():
     assert_close(jax.jit(jax.grad(ft.partial(loss, **options)))(*args), want, tolerance=2e-5)
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_layer_over_time():
     args = parameters("RALIFCell"), XS
     want = jax.grad(by_hand)(*args, "RALIFCell")

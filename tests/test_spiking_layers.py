@@ -113,6 +113,7 @@ def test_values_and_gradients(name, reset, detach, learn, getkey):
             assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunks")
 def test_leaky_integrators(getkey):
     with jax.enable_x64(True):

@@ -355,6 +355,7 @@ def test_what_people_write_is_off_the_grid(getkey):
     assert len(np.unique(through(out, x))) > 16
 
 
+@pytest.mark.thorough
 def test_values_of_a_grid():
     x = jnp.array([-np.inf, -9.0, -0.13, 0.0, 0.12, 9.0, np.inf, np.nan], "float32")
     out = ste.fake_quantize(x, 0.25, bits=3)
@@ -653,6 +654,7 @@ def test_bits_are_distributed_as_they_should(getkey):
     assert jnp.isnan(ste.bernoulli(jnp.nan, key=key))
 
 
+@pytest.mark.thorough
 def test_a_hard_sample_has_the_gradient_of_the_soft_one(getkey):
     logits, weight, key = jr.normal(getkey(), (4, 3)), jr.normal(getkey(), (4, 3)), getkey()
     noise = jr.gumbel(key, (4, 3), logits.dtype)

@@ -85,6 +85,7 @@ def test_right_rule_is_not_accused_over_20_seeds(name, dtype):
         _check_right(name, dtype, seed=range(20), skip=skip)
 
 
+@pytest.mark.thorough
 def test_the_dense_tangents_of_jax_are_not_held_against_a_function():
     """`softplus` of JAX, which `log_sigmoid` is made of, makes arrays of zero tangents."""
     f = lambda x, y: jax.nn.log_sigmoid(x) - jax.nn.log_sigmoid(y)

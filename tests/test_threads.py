@@ -326,6 +326,7 @@ def test_a_shared_layer(name):
 # ------------------------------------------------------------------ probes and diagnoses
 
 
+@pytest.mark.thorough
 def test_probes():
     def run(i):
         x, a = numbers(i)

@@ -69,6 +69,7 @@ def test_what_is_kept_in_a_window(checkpoint):
     assert_close(got, jax.grad(reference("tanh", 7), (0, 1, 2))(WEIGHTS, H, XS), eps=500)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [6, 7])
 @pytest.mark.parametrize("part", ["last", "outputs"])
 def test_cotangents_of_one_part_only(part, window):
@@ -167,6 +168,7 @@ def test_half_precision_is_summed_in_single():
     assert abs(got.astype(jnp.float32) - expected) <= 0.02 * abs(expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strange", ["effect", "callback"])
 def test_steps_that_may_run_once_only(strange):
     """They are cut just the same."""
@@ -186,6 +188,7 @@ def test_steps_that_may_run_once_only(strange):
     assert_close(got, plain, eps=500)
 
 
+@pytest.mark.thorough
 def test_within_shard_map():
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((len(devices),), ("batch",), (AxisType.Auto,), devices=devices)
@@ -246,6 +249,7 @@ def test_constant_memory_with_outputs():
     assert needed(100_000) - needed(1000) <= 5 * 4 * 99_000
 
 
+@pytest.mark.thorough
 def test_arrays_of_size_zero():
     empty = jnp.zeros((STEPS, 0), H.dtype)
     step = lambda h, x: (jnp.tanh(h + x[0]), x[1])

@@ -133,6 +133,7 @@ def _healthy():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", _healthy())
 def test_no_bit_is_changed_where_nothing_is_dead(name):
     loss, model = _healthy()[name]
@@ -173,6 +174,7 @@ def test_methods():
     assert jax.grad(lambda w: Model(w).root(jnp.array(0.0)))(3.0) == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [False, True])
 def test_closed_over_tracers_are_differentiated(jit):
     def loss(w):

@@ -13,7 +13,7 @@ import jaxlib
 import jaxtyping
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.structure import Call, structure
+from .._jaxprs.structure import Call, CallWithRule, structure
 from .._jaxprs.versions import function_file, function_name, traceback_of
 
 
@@ -117,9 +117,22 @@ def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
 
 
 def is_of_jax(eqn: Any) -> bool:
-    """Whether an equation is a call of a jitted function that JAX defines."""
+    """Whether an equation is a call of a function that JAX defines, jitted or with a rule."""
     known = structure(eqn)
-    return isinstance(known, Call) and function_file(*known.programs).startswith(_JAX)
+    is_call = isinstance(known, Call | CallWithRule)
+    return is_call and function_file(*known.programs).startswith(_JAX)
+
+
+def is_stop_gradient(eqn: Any) -> bool:
+    """Whether an equation is a `stop_gradient` that code other than JAX's asks for: JAX's
+    `softmax` has one, which does not change its derivative."""
+    traceback = traceback_of(eqn)
+    if eqn.primitive.name != "stop_gradient" or traceback is None:
+        return False
+    frames = iter(traceback.frames)
+    callers = (next(frames, None) for f in frames if f.function_name == "stop_gradient")
+    caller = next(callers, None)
+    return caller is not None and not caller.file_name.startswith(_JAX)
 
 
 def rule_line(eqn: Any) -> SourceLine:

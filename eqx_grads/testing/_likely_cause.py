@@ -69,7 +69,7 @@ def likely_cause(
     if norm(as_real(have)) == 0:
         return f"zero everywhere: the term of {name} is missing"
     if want.size < 2 and (_close(want, have) or _rounded_to(want, have)):
-        return _slightly_off(want, have)
+        return _factor(want, have, directions, others) or _slightly_off(want, have)
     if _rounded_to(want, have) and not _is_multiple(want, have):
         return _slightly_off(want, have)
     hypotheses = [s for s in hypotheses if not _close(s.array, want)]
@@ -209,10 +209,15 @@ def _some_entries(want, have, name, primal, directions) -> str:
 def _slightly_off(want, have) -> str:
     error = norm(as_real(want - have)) / norm(as_real(want))
     text = f"every entry is a little off ({error:.0e} of its size)"
+    factor = _factor_of(want, have)
+    if factor is not None and abs(factor - 1) > _SINGLE:  # of one number, or `_factor` names it
+        text += ": a factor or a term of the rule is a little wrong, or"
+    else:
+        text += ":"
     dtype = _rounded_to(want, have)
     if dtype:
         return (
-            f"{text}: {PRECISION}, as by a cast to {dtype}, or by the finite differences of a "
+            f"{text} {PRECISION}, as by a cast to {dtype}, or by the finite differences of a "
             "host function (then pass `tolerance=`)"
         )
     rest = (
@@ -220,8 +225,8 @@ def _slightly_off(want, have) -> str:
         "stops at a tolerance; if that is meant, pass `tolerance=`"
     )
     if error <= _SINGLE:
-        return f"{text}: {PRECISION}, as by a cast to float32; or it is {rest}"
-    return f"{text}, as of {rest}"
+        return f"{text} {PRECISION}, as by a cast to float32; or it is {rest}"
+    return f"{text} it is {rest}"
 
 
 def _rounded_to(want, have) -> str:

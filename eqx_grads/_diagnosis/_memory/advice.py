@@ -129,7 +129,7 @@ _OUTPUTS_ARE_COPIED = (
 )
 _VMAP_INSIDE = (
     "Put the `vmap` that is around the loop at {source} into its step, pass `xs` with the time "
-    "axis first and the batch axis second, and run the loop by {run}."
+    "axis first (and their batch axis, if they have one, second), and run the loop by {run}."
 )
 
 

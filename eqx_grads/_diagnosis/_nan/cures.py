@@ -17,8 +17,8 @@ SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", 
 
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
-    DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)` in place of "
-    "`jnp.where(ok, f(x), other)`.",
+    DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)`, with this "
+    "operation in `f`, in place of `jnp.where(ok, f(x), other)`.",
     MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)` in place of the product.",
     ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection makes "
     "the cotangent zero: terms of it cancel, or a product underflows. Keep the argument of "
@@ -110,7 +110,8 @@ _OF_PRIMITIVES = {
 # For formulas, see `formulas.py`.
 _OF_FORMULAS = {
     "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a "
-    "softmax, and only then choose or mask its entries.",
+    "softmax, and choose or mask its entries before they are multiplied. For the sum of "
+    "`-p * log(p)`, use `eqg.safe.entropy(p)`.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of the sigmoid "
     "of `x`.",
     "log of 1 - sigmoid": "Use `jax.nn.log_sigmoid(-x)` in place of the logarithm of one "
@@ -143,11 +144,17 @@ _OF_FORMULAS = {
     "sinh(x) / x": "Use `eqg.safe.sinhc(x)` in place of `sinh(x) / x`.",
 }
 
-# Functions in place of formulas of a row whose entries may all be `-inf`.
-_SAFE_IN_EMPTY_ROWS = {
-    "shift of softmax": "eqg.safe.softmax(x)",
-    "shift of log_softmax": "eqg.safe.log_softmax(x)",
-    "log of shifted sum": "eqg.safe.logsumexp(x)",
+_IN_EMPTY_ROWS = "which has the derivative zero where all entries are `-inf`"
+_AT_ZERO = "which has the derivative zero at zero"
+# Functions in place of formulas in a branch that is not taken.
+_SAFE_IN_DEAD_BRANCHES = {
+    "shift of softmax": ("eqg.safe.softmax(x)", _IN_EMPTY_ROWS),
+    "shift of log_softmax": ("eqg.safe.log_softmax(x)", _IN_EMPTY_ROWS),
+    "log of shifted sum": ("eqg.safe.logsumexp(x)", _IN_EMPTY_ROWS),
+    "norm": ("eqg.safe.norm(x)", _AT_ZERO),
+    "length": ("eqg.safe.hypot(x, y)", _AT_ZERO),
+    "deviation": ("eqg.safe.std(x)", "which has the derivative zero for equal numbers"),
+    "x / norm": ("eqg.safe.normalize(x)", "which is zero for a vector of zeros"),
 }
 
 # For formulas of a row whose entries are all `-inf`.
@@ -178,11 +185,9 @@ def cure_of(
         text = _TOO_LARGE_A_PRODUCT
     if kind == DEAD_BRANCH and formula == "log of softmax":
         text = _OF_FORMULAS[formula]
-    if kind == DEAD_BRANCH and formula in _SAFE_IN_EMPTY_ROWS:
-        text = (
-            f"Use `eqg.zero_safe(loss)`, or `{_SAFE_IN_EMPTY_ROWS[formula]}`, which has the "
-            "derivative zero where all entries are `-inf`."
-        )
+    if kind == DEAD_BRANCH and formula in _SAFE_IN_DEAD_BRANCHES:
+        function, why = _SAFE_IN_DEAD_BRANCHES[formula]
+        text = f"Use `eqg.zero_safe(loss)`, or `{function}`, {why}."
     if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
         at_pole = kind in (SINGULARITY, INDETERMINATE)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text

@@ -44,8 +44,7 @@ CURES: Mapping[str, str] = {
     "comparison in a while_loop": f"{_SEARCH} {_STEP}",
     "predicate of a while_loop": _SEARCH,
     "cast to an integer": "Use `eqg.ste.round(x)`, `eqg.ste.floor(x)` or "
-    "`eqg.ste.trunc(x)`, and keep the value a float. A float is no index: interpolate, as with "
-    "`(1 - r) * table[i] + r * table[i + 1]`, where `r` is the remainder.",
+    "`eqg.ste.trunc(x)`, and keep the value a float.",
     "stop_gradient": "Take `stop_gradient` away if the leaf is to be trained.",
     "rule without a derivative": "The rule of this function returns zero for it. Change the "
     "rule, or use `eqg.replace_gradient(value, surrogate)`.",
@@ -60,12 +59,14 @@ CURES: Mapping[str, str] = {
     "masked": "The mask takes nothing of it for these arguments. Check the mask.",
     "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
     "example `optax.losses.sigmoid_binary_cross_entropy(logits, labels)`).",
-    "zero derivative": "The value is at a stationary point of this operation. Start elsewhere.",
+    "zero derivative": "The value is at a stationary point of this operation, as zero is of a "
+    "square. Start elsewhere. If dead units make the value zero, mend them first.",
     "underflow": "The product is too small for its dtype: the gradient vanishes. Scale the "
     "loss, or see with `eqg.gradient_flow(loss, model)` at which layers and steps it vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments. Check the indices.",
-    "canceled": "Terms of the gradient cancel exactly: the loss does not change in this leaf.",
+    "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
+    "change to first order in this leaf.",
     "dropped by zero_safe": "It is zero because `zero_safe` drops the derivative of what a "
     "`where` does not take. `eqg.explain_nan` of this loss says where. On the boundary of a "
     "mask, such as at `x == 0`, the function may have another derivative: write it with its "
@@ -80,10 +81,32 @@ _ARGMIN = (
     "entry of a codebook, use `eqg.ste.vector_quantize(z, codebook)` or "
     "`eqg.nn.VectorQuantizer`."
 )
+_INDEX = (
+    "Interpolate between entries, with `i = jnp.floor(x).astype(int)` and the remainder "
+    "`r = x - jnp.floor(x)`: `(1 - r) * table[i] + r * table[i + 1]`. (The derivative of "
+    "`x - eqg.ste.floor(x)` is zero.)"
+)
+# Where the loss has functions with rules, or `stop_gradient`.
+_CANCELED_WITH_RULES = (
+    "Terms of the gradient cancel exactly. The loss may change in this leaf all the same, as "
+    "it has functions with a rule or a `stop_gradient`: `x - eqg.ste.round(x)` has the "
+    "derivative 1 - 1. For the remainder of a rounding, use `x - jnp.round(x)`."
+)
 _ROUNDED = {"round": "round", "floor": "floor", "ceil": "ceil"}
 
 
-def cure_of(kind: str, primitive: str = "") -> str:
+def cure_of(
+    kind: str, primitive: str = "", *, is_index: bool = False, has_rules: bool = False
+) -> str:
+    """What to do.
+
+    - `is_index`: whether the value is used as an index first of all.
+    - `has_rules`: whether derivatives of the loss may be those of another function.
+    """
     if (kind, primitive) == ("argmax", "argmin"):
         return _ARGMIN
+    if kind == "cast to an integer" and is_index:
+        return _INDEX
+    if kind == "canceled" and has_rules:
+        return _CANCELED_WITH_RULES
     return CURES[kind].format(name=_ROUNDED.get(primitive, primitive))

@@ -20,6 +20,8 @@ from .derivative import AbstractDerivative, derivative_of
 from .kinds import (
     factor_name,
     function_of,
+    has_rules,
+    INDEX,
     is_gate,
     is_truncation,
     kind_of_cut,
@@ -310,7 +312,12 @@ class _Explanation:
             units=tuple(units),
             n_units=n_units,
             by_structure=by_structure,
-            cure=cure_of(kind, origin.primitive if origin else ""),
+            cure=cure_of(
+                kind,
+                origin.primitive if origin else "",
+                is_index=detail == INDEX,
+                has_rules=kind == "canceled" and has_rules(self._numbered.origins),
+            ),
         )
 
 

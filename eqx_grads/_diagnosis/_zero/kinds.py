@@ -8,7 +8,7 @@ from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import CallWithRule, Cond, structure, While
 from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin
-from ..source_lines import is_of_jax
+from ..source_lines import is_of_jax, is_stop_gradient
 from .structure import Cut
 from .walk import End
 
@@ -86,12 +86,23 @@ def use_of_cut(cut: Cut) -> str:
     return _USES.get(cut.use, "")
 
 
+INDEX = "an index"
 _USES = {
     "while": "predicate of a `while_loop`",
     "cond": "predicate of a `cond`",
     "select": "predicate of a `where`",
-    "index": "an index",
+    "index": INDEX,
 }
+
+
+def has_rules(origins: Sequence[Origin]) -> bool:
+    """Whether a derivative of the loss may be that of another function: it calls functions
+    with a rule that is not JAX's, or `stop_gradient`."""
+    return any(
+        is_stop_gradient(o.eqn)
+        or (isinstance(structure(o.eqn), CallWithRule) and not is_of_jax(o.eqn))
+        for o in origins
+    )
 
 
 def is_truncation(origin: Origin) -> bool:

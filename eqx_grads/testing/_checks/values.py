@@ -1,10 +1,12 @@
 """The checks `finite` and `deterministic`: no NaN, no infinity, the same results each time."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
+from ..._rules.custom_vjp import ReverseRules
 from .._case import Case, Options
 from .._compare import as_real
 from .._findings import broke, failed, passed, skipped
@@ -64,9 +66,20 @@ def _finite(where: str, case: Case) -> Iterator[Finding]:
                 if not np.all(np.isfinite(as_real(x)))
             )
             text = f"NaN or infinity in the {name}: {shown[:300]}"
+            if name == "tangent" and _has_no_forward_rule(case.subject.fn):
+                text += (
+                    "\n  forward mode is the derivative of the function, as of every "
+                    "`custom_vjp`\n  without a `def_jvp`: give it one, or use `custom_jvp`, "
+                    "whose rule is\n  that of both modes"
+                )
             yield failed("finite", f"{where}, {name}", text)
     if not bad:
         yield _debug_nans(where, case, w)
+
+
+def _has_no_forward_rule(fn: Any) -> bool:
+    rules = getattr(getattr(fn, "__func__", fn), "_rules", None)
+    return isinstance(rules, ReverseRules) and rules.jvp_rule is None
 
 
 def _debug_nans(where: str, case: Case, w) -> Finding:
