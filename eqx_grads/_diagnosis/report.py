@@ -231,5 +231,17 @@ class AbstractReport(abc.ABC):
 
 
 def cures_of(records: Sequence[AbstractRecord]) -> list[tuple[str, str]]:
-    """The notes on what to do about each kind."""
-    return list(dict.fromkeys((record.kind, record.cure) for record in records if record.cure))
+    """The notes on what to do about each kind. If a kind has several cures, each names its
+    places."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        if record.cure:
+            found = places.setdefault((record.kind, record.cure), [])
+            found.append(show_place(record.file, record.line))
+    kinds = [kind for kind, _ in places]
+    notes = []
+    for (kind, cure), of_cure in places.items():
+        known = list(dict.fromkeys(filter(None, of_cure)))
+        where = f" ({show_list(known, 3)})" if kinds.count(kind) > 1 and known else ""
+        notes.append((kind + where, cure))
+    return notes
