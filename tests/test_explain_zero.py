@@ -626,6 +626,14 @@ def not_selected(w, x):
     return jnp.concatenate([x, w])[1]  # HERE
 
 
+def overwritten(w, x):
+    return jnp.sum((w * x).at[:].set(1.0))  # HERE
+
+
+def overwritten_at_some(w, x):
+    return jnp.sum((w * x).at[jnp.arange(3)].set(x) ** 2)  # HERE
+
+
 def canceled(w, x):
     return jnp.sum(x * (w - w))  # HERE
 
@@ -644,6 +652,8 @@ VALUES = {
     masked: "masked",
     in_the_other_branch: "branch not taken",
     not_selected: "not selected",
+    overwritten: "not selected",
+    overwritten_at_some: "not selected",
     canceled: "canceled",
     clipped: "dead units",
 }

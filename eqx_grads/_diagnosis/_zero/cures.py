@@ -64,7 +64,8 @@ CURES: Mapping[str, str] = {
     "underflow": "The product is too small for its dtype: the gradient vanishes. Scale the "
     "loss, or see with `eqg.gradient_flow(loss, model)` at which layers and steps it vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
-    "not selected": "No element of it is selected for these arguments. Check the indices.",
+    "not selected": "No element of it is selected for these arguments, or all of them are "
+    "overwritten. Check the indices.",
     "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
     "change to first order in this leaf.",
     "dropped by zero_safe": "It is zero because `zero_safe` drops the derivative of what a "

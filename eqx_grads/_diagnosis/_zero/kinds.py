@@ -130,6 +130,8 @@ def kind_of_end(
         return "dead units" if leaf in decides else "masked"
     if origin.primitive in _GATES:
         return "dead units"
+    if origin.primitive == "scatter":  # its derivative multiplies by a mask of what is kept
+        return "not selected"
     if name in _PRODUCTS or end.zero_factors:
         return _kind_of_product(end, origin, name_of_leaf)
     if name in _SELECTIONS or origin.primitive in _SELECTIONS:
