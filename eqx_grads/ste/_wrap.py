@@ -113,7 +113,7 @@ class _StraightThrough(eqx.Module):
     backward: Callable[..., Any]
 
     def __call__(self, x, /, *args, **kwargs):
-        return _straight_through(x, self.fn, self.backward, args, kwargs)
+        return straight_through(x, self.fn, self.backward, args, kwargs)
 
     @property
     def __wrapped__(self):
@@ -121,17 +121,17 @@ class _StraightThrough(eqx.Module):
 
 
 @custom_jvp
-def _straight_through(x, fn, backward, args, kwargs):
+def straight_through(x, fn, backward, args, kwargs):
     del backward
     return fn(x, *args, **kwargs)
 
 
-@_straight_through.def_jvp(symbolic_zeros=True)
+@straight_through.def_jvp(symbolic_zeros=True)
 def _straight_through_jvp(primals, tangents):
     x, fn, backward, *_ = primals
     t_x, t_fn, t_backward, t_args, t_kwargs = tangents
     _check_unperturbed(fn, {"fn": t_fn, "args": t_args, "kwargs": t_kwargs})
-    out = _straight_through(*primals)
+    out = straight_through(*primals)
     surrogate, t_surrogate = eqx.filter_jvp(_call, (backward, x), (t_backward, t_x))
     _check_tangents_match(fn, backward, out, surrogate)
     return out, jax.tree.map(_cast, out, t_surrogate, is_leaf=lambda x: x is None)
