@@ -268,6 +268,30 @@ def test_cures_of_formulas_in_a_branch_that_is_not_taken():
         assert jnp.all(jnp.isfinite(gradient))
 
 
+def test_a_nan_in_the_data_that_a_where_on_the_result_does_not_keep_out():
+    x = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
+    ok = ~jnp.any(jnp.isnan(x), 1)
+
+    def loss(w, x):
+        return jnp.sum(jnp.where(ok, (x @ w - 3.0) ** 2, 0.0))
+
+    report = eqg.explain_nan(loss, jnp.ones(2), x)
+    assert "Replace the NaN where it comes from" in report.found[0].cure
+    assert "was tried" not in str(report)
+    mended = lambda w, x: loss(w, jnp.where(ok[:, None], x, 0.0))
+    np.testing.assert_allclose(jax.grad(mended)(jnp.ones(2), x), [-4.0, -4.0])
+
+
+def test_one_of_two_equal_eigenvectors():
+    def loss(a):
+        _, vectors = jnp.linalg.eigh(a + a.T)
+        return jnp.sum((a @ vectors[:, 0]) ** 2)
+
+    report = eqg.explain_nan(loss, jnp.eye(3))
+    assert "`eqg.safe.eigh(a)`" in report.found[0].cure
+    assert "safe.where" not in str(report)
+
+
 def test_an_entropy_with_a_mask():
     mask, logits = jnp.array([True, True, False]), jnp.array([1.0, 2.0, 3.0])
 

@@ -1,6 +1,7 @@
 """`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,9 @@ from .cures import (
     INDETERMINATE,
     LARGE,
     MASKED_PRODUCT,
+    NOT_ALL,
+    NOT_THESE,
+    OF_NAN,
     SINGULARITY,
 )
 from .derivative_program import Derivative, differentiate
@@ -60,15 +64,6 @@ _TRIALS = {
     ),
 }
 
-
-_NOT_ALL = (
-    "`eqg.zero_safe(loss)` alone does not make this gradient finite: mend the other places."
-)
-_NOT_THESE = (
-    "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
-    "overflows, or what is infinite is used elsewhere too. Keep the arguments of these "
-    "operations in range, as `eqg.safe.where` does."
-)
 
 _ONLY_COMPILED = (
     "Compiled as a whole, as by `jax.jit`, the gradient of {} is not finite. XLA rounds "
@@ -192,12 +187,17 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
         (p for p in _TRIALS if _is_finite_with(p, loss, model, args, kwargs)), "neither"
     )
     if policy == "neither":
-        remarks = [_NOT_ALL] if any(map(is_dead, report.found)) else []
+        remarks = [NOT_ALL] if any(map(is_dead, report.found)) else []
         if not all(map(is_dead, report.found)):
             return dataclasses.replace(report, remarks=[*report.remarks, *remarks])
+        of_nan = lambda r: any(map(math.isnan, r.operands))
         without = lambda r: r.cure.replace(f"{_TRIALS['selected'][0]}, or ", "")
-        found = [dataclasses.replace(r, cure=without(r)) for r in report.found]
-        return dataclasses.replace(report, found=found, remarks=[*report.remarks, _NOT_THESE])
+        cures = [OF_NAN if of_nan(r) else without(r) for r in report.found]
+        pairs = zip(report.found, cures, strict=True)
+        found = [dataclasses.replace(r, cure=cure) for r, cure in pairs]
+        was_named = any("zero_safe" in r.cure and not of_nan(r) for r in report.found)
+        remarks = [NOT_THESE] if was_named else []
+        return dataclasses.replace(report, found=found, remarks=[*report.remarks, *remarks])
     call, remark = _TRIALS[policy]
 
     def cure(r):
