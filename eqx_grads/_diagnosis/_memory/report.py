@@ -1,6 +1,7 @@
 """The report of `explain_memory`: its records, its table, and its advice."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -54,7 +55,8 @@ class MemoryReport(AbstractReport):
     - `estimated`: the temporary bytes of the gradient, from its program.
     - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
     - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, and for
-        logits that need not be held all at a time; the largest saving first.
+        logits that need not be held all at a time; the largest saving first: by the estimate,
+        and after [`eqx_grads.MemoryReport.verify`][] as measured.
     - `remarks`: what else there is to know.
 
     Outside of loops, XLA may compute what is `"recomputable"` or `"constant"` again and not
@@ -97,7 +99,8 @@ class MemoryReport(AbstractReport):
 
     @showing_progress("verify")
     def verify(self) -> "MemoryReport":
-        """A new report, in which all advice is measured; this one stays as it is.
+        """A new report, in which all advice is measured, and what leaves the fewest bytes comes
+        first; this one stays as it is.
 
         Each advice is applied to the program of the loss, and its gradient is compiled; so is
         the gradient as it is, if that was not done. Nothing is computed.
@@ -112,16 +115,18 @@ class MemoryReport(AbstractReport):
         measure_plain, *measures = self._measure
         doing("compiling the gradient")
         compiled = measure_plain() if self.compiled is None else self.compiled
-        advice = []
+        measured = []
         for i, measure in enumerate(measures):
             doing("compiling the gradient with checkpoint", i, len(measures))
-            advice.append(dataclasses.replace(self.advice[i], measured=measure()))
+            advice = dataclasses.replace(self.advice[i], measured=measure())
+            measured.append((advice, measure))
+        measured.sort(key=lambda pair: _needs(pair[0]))
         return MemoryReport(
             [*self.found, *self.inputs],
             estimated=self.estimated,
             compiled=compiled,
-            advice=advice,
-            measure=self._measure,
+            advice=[advice for advice, _ in measured],
+            measure=[measure_plain, *(measure for _, measure in measured)],
             remarks=self._lasting_remarks,
         )
 
@@ -218,6 +223,11 @@ class MemoryReport(AbstractReport):
             )
             return [*notes, ("checkpoint", text)]
         return [*notes, *map(_note, self.advice)]
+
+
+def _needs(advice: MemoryAdvice) -> tuple[float, int]:
+    """The measured bytes, and among equals how much there is to do."""
+    return math.inf if advice.measured is None else advice.measured, len(advice.cure)
 
 
 def _note(advice: MemoryAdvice) -> tuple[str, str]:

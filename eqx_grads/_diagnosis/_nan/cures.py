@@ -51,8 +51,9 @@ NOT_ALL = (
 )
 NOT_THESE = (
     "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
-    "overflows, or what is infinite is used elsewhere too. Keep the arguments of these "
-    "operations in range, as `eqg.safe.where` does."
+    "overflows, what is infinite is used elsewhere too, or the operation is inside a "
+    "`jax.custom_vjp`, as the loop of Diffrax is. Keep the arguments of these operations in "
+    "range, as `eqg.safe.where` does."
 )
 
 # Of an overflow in the product of a finite cotangent and a finite derivative.

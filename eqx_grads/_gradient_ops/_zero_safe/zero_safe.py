@@ -85,7 +85,9 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     - Of a `jax.custom_vjp`, `eqx_grads.custom_vjp`, `while_loop`, `shard_map`, linear solve,
         and of any primitive that is not known here, the outputs count as one, but for a rule
-        that is seen to be elementwise. They are dropped if none of them is taken.
+        that is seen to be elementwise. They are dropped if none of them is taken. The loop of
+        `diffrax.diffeqsolve` is such a `jax.custom_vjp`: use [`eqx_grads.safe.where`][] in the
+        vector field.
     - `fn` is taken to be finite in its inputs. Infinite inputs and overflow in sums, products
         and positive integer powers are not looked for; that of `exp` and its like is.
     - A matrix product of which an infinite element is taken for one row, and not for another.
