@@ -320,6 +320,28 @@ def test_line_in_a_function_that_a_solver_calls():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_formula_in_a_function_that_a_solver_calls(is_masked):
+    """The norm is in the rule of the loop, which `zero_safe` does not enter."""
+    skip_without_checkpointed_loops()
+    diffrax = pytest.importorskip("diffrax")
+
+    def loss(y0):
+        def field(t, y, args):
+            distance = jnp.linalg.norm(y - y0)
+            return jnp.where(t > 0, distance, 0.0) - y if is_masked else distance - y
+
+        term, solver = diffrax.ODETerm(field), diffrax.Euler()
+        return jnp.sum(diffrax.diffeqsolve(term, solver, 0, 1, 0.25, y0).ys)
+
+    report = eqg.explain_nan(loss, jnp.array([1.0, 2.0]))
+    (record,) = report.found
+    assert record.kind == ("dead branch" if is_masked else "true singularity")
+    assert "`eqg.safe.norm(x)`" in record.cure
+    assert ("as the loop of Diffrax is" in " ".join(str(report).split())) == is_masked
+
+
+@pytest.mark.thorough
 def test_a_function_that_a_library_calls_is_the_users():
     """Diffrax calls the field in a rule. The advice is for a line of this file."""
     diffrax = pytest.importorskip("diffrax")

@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, structure
 from ..origins import Origin
+from ..source_lines import UNKNOWN
 
 
 # What may be between the operations of a formula.
@@ -265,3 +266,11 @@ class Formulas:
                 if made is not None:
                     users[made.number].append(origin)
         return users
+
+
+def formula_in(program: ClosedJaxpr, eqn: Any) -> str:
+    """The formula that an equation of any program is a part of, such as one in a rule."""
+    eqns = enumerate(program.jaxpr.eqns)
+    origins = [Origin(i, e, e.primitive.name, UNKNOWN, "", (), ()) for i, e in eqns]
+    formulas = Formulas(origins)
+    return next((formulas.formula_of(o) for o in origins if o.eqn is eqn), "")

@@ -1,0 +1,147 @@
+"""The record of one cause: its place, its operands, and what to do about it."""
+
+from typing import Any
+
+import numpy as np
+
+from ..._jaxprs.structure import CallWithRule, structure
+from ..source_lines import UNKNOWN
+from .boundary import is_on_boundary, ON_BOUNDARY
+from .cause import Cause, first_of_rule, largest_product, operands_of
+from .cures import cure_of, cure_of_input, DEAD_BRANCH, LARGE
+from .derivative_program import Derivative
+from .formulas import formula_in, Formulas
+from .lines import rule_of, users_line
+from .replay import Frame, is_bad, is_inexact
+from .report import NonFinite
+from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
+
+
+_IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
+
+
+def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
+    traced = derivative.numbered.traced
+    origin, spot, source = cause.origin, cause.spot, cause.source
+    where = users_line(origin, source, spot) if origin else UNKNOWN
+    primitive = origin.primitive if origin else ""
+    is_inside = origin is not None and where != origin.source
+    if is_inside and isinstance(source, Spot):
+        primitive = first_of_rule(source).primitive.name
+    leaf = ""
+    if isinstance(source, Input) and origin is None:
+        leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
+    shown = _shown(cause)
+    array, operands = _array_of(root, shown), operands_of(derivative, root, cause)
+    return NonFinite(
+        **where.fields(),
+        leaf=leaf,
+        primitive=primitive,
+        path=origin.path if origin else "",
+        step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
+        kind=cause.kind,
+        cure=_cure_of(derivative, cause, primitive, operands, is_inside)
+        + _IN_A_LIBRARY * (cause.forward and bool(where.library) and not is_inside),
+        **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
+        is_forward=cause.forward,
+        index=shown.index if shown else (),
+        rule="" if is_inside else rule_of(cause),
+        shape=np.shape(array),
+        n_bad=int(is_bad(np.asarray(array), root.threshold).sum()) if is_inexact(array) else 1,
+        is_batched=origin is not None and derivative.numbered.is_batched(origin),
+        operands=tuple(map(_number, operands)),
+        cotangent=_cotangent_of(cause),
+        count=count,
+    )
+
+
+def _shown(cause: Cause) -> Spot | Input | None:
+    """Whose element is shown: that of the cotangent that is not finite. If it is a sum over
+    examples, as the gradient of a weight is, that of the factor that made it so."""
+    spot, source = cause.spot, cause.source
+    if spot is None:
+        return source if isinstance(source, Input) else None
+    is_sum = spot.eqn.primitive.name in ("dot_general", "conv_general_dilated")
+    return source if is_sum and isinstance(source, Spot) else spot
+
+
+def _array_of(root: Frame, shown: Spot | Input | None) -> Any:
+    if isinstance(shown, Input):
+        return root.inputs[shown.number]
+    return None if shown is None else shown.frame.outputs[shown.position][shown.output]
+
+
+def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_inside) -> str:
+    traced, source = derivative.numbered.traced, cause.source
+    if isinstance(source, Input) and cause.kind == source.kind:
+        return cure_of_input(
+            cause.kind, traced.inputs[source.number], traced.leaf_of(source.number)
+        )
+    formula = ""
+    if is_inside and isinstance(source, Spot):
+        formula = formula_in(source.frame.node.program, first_of_rule(source))
+    elif cause.origin is not None:
+        formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
+    text = cure_of(
+        cause.kind,
+        primitive,
+        formula,
+        is_value=cause.forward,
+        explodes=cause.source is cause.spot and not cause.forward,
+    )
+    is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
+    on_boundary = is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot)
+    return text + ON_BOUNDARY * on_boundary
+
+
+# How the user calls the operations that do not select an element.
+_MASKS = {
+    "select_n": "where",
+    "max": "maximum",
+    "reduce_max": "max",
+    "min": "minimum",
+    "reduce_min": "min",
+    "clamp": "clip",
+    "dynamic_slice": "slice",
+    "gather": "index",
+}
+
+
+def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
+    """The fields of a record on what makes the cotangent zero."""
+    mask = zero.spot
+    origin = derivative.origin(mask.frame.node, mask.position)
+    if origin is None:
+        return {"mask": mask.eqn.primitive.name}
+    primitive = origin.primitive
+    if isinstance(structure(origin.eqn), CallWithRule):
+        primitive = mask.eqn.primitive.name
+    line = users_line(origin, mask)
+    is_selection = zero.why not in (CANCELS, UNDERFLOWS)
+    return {
+        "mask": _MASKS.get(primitive, primitive) if is_selection else zero.why,
+        "mask_file": line.file,
+        "mask_line": line.line,
+    }
+
+
+def _cotangent_of(cause: Cause) -> float | None:
+    """The cotangent that arrived at the element."""
+    spot = cause.spot
+    if spot is None or cause.forward:
+        return None
+    if cause.cotangent is not None:
+        return float(np.real(cause.cotangent))
+    product = largest_product(spot) if cause.kind == LARGE else None
+    if product is not None:
+        return float(np.real(product[1]))
+    for k, x in enumerate(spot.operands):
+        if spot.is_cotangent(k) and is_inexact(x):
+            values = np.asarray(x)[elements_of(spot, k)]
+            if values.size:
+                return float(np.real(values[0]))
+    return None
+
+
+def _number(x) -> float:
+    return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
