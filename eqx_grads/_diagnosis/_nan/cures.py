@@ -38,24 +38,6 @@ _OF_KINDS = {
     "of the step.",
 }
 
-# Of a branch that is not taken, where an operand is NaN before.
-OF_NAN = (
-    "The operand is NaN already, and its product with a zero cotangent is NaN. Replace the NaN "
-    "where it comes from, such as in the data (`jnp.where(ok, x, 0.0)`), before it is used. A "
-    "`where` on the result is too late."
-)
-
-# Where `zero_safe` was tried, and did not help: alone, or at all.
-NOT_ALL = (
-    "`eqg.zero_safe(loss)` alone does not make this gradient finite: mend the other places."
-)
-NOT_THESE = (
-    "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
-    "overflows, what is infinite is used elsewhere too, or the operation is inside a "
-    "`jax.custom_vjp`, as the loop of Diffrax is. Keep the arguments of these operations in "
-    "range, as `eqg.safe.where` does."
-)
-
 # Of an overflow in the product of a finite cotangent and a finite derivative.
 _EXPLODES = (
     "The cotangent that arrives is finite, and its product with the derivative of `{op}` is "

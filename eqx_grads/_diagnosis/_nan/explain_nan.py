@@ -20,20 +20,8 @@ from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import trace_loss
-from .cause import (
-    Cause,
-    causes_of_hit,
-    causes_of_value,
-)
-from .cures import (
-    DEAD_BRANCH,
-    INDETERMINATE,
-    MASKED_PRODUCT,
-    NOT_ALL,
-    NOT_THESE,
-    OF_NAN,
-    SINGULARITY,
-)
+from .cause import Cause, causes_of_hit, causes_of_value
+from .cures import DEAD_BRANCH, INDETERMINATE, MASKED_PRODUCT, SINGULARITY
 from .derivative_program import Derivative, differentiate
 from .reaches import reaches_gradient
 from .record import record_of
@@ -54,14 +42,29 @@ _TRIALS = {
     ),
 }
 
+# Of a branch that is not taken, where an operand is NaN before.
+_OF_NAN = (
+    "The operand is NaN already, and its product with a zero cotangent is NaN. Replace the NaN "
+    "where it comes from, such as in the data (`jnp.where(ok, x, 0.0)`), before it is used. A "
+    "`where` on the result is too late."
+)
+
+# Where `zero_safe` was tried, and did not help: alone, or at all.
+_NOT_ALL = (
+    "`eqg.zero_safe(loss)` alone does not make this gradient finite: mend the other places."
+)
+_NOT_THESE = (
+    "`eqg.zero_safe(loss)` was tried, and does not make this gradient finite: a product "
+    "overflows, what is infinite is used elsewhere too, or the operation is inside a "
+    "`jax.custom_vjp`, as the loop of Diffrax is. Keep the arguments of these operations in "
+    "range, as `eqg.safe.where` does."
+)
 
 _ONLY_COMPILED = (
     "Compiled as a whole, as by `jax.jit`, the gradient of {} is not finite. XLA rounds "
     "otherwise there: what is exactly zero operation by operation, such as `x - jnp.mean(x)` "
     "of equal numbers, may be a rounding error, which an infinite derivative multiplies."
 )
-
-# The value of a library's function, which the cure would have the user edit.
 
 
 @showing_progress("explain_nan")
@@ -176,16 +179,16 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
         (p for p in _TRIALS if _is_finite_with(p, loss, model, args, kwargs)), "neither"
     )
     if policy == "neither":
-        remarks = [NOT_ALL] if any(map(is_dead, report.found)) else []
+        remarks = [_NOT_ALL] if any(map(is_dead, report.found)) else []
         if not all(map(is_dead, report.found)):
             return dataclasses.replace(report, remarks=[*report.remarks, *remarks])
         of_nan = lambda r: any(map(math.isnan, r.operands))
         without = lambda r: r.cure.replace(f"{_TRIALS['selected'][0]}, or ", "")
-        cures = [OF_NAN if of_nan(r) else without(r) for r in report.found]
+        cures = [_OF_NAN if of_nan(r) else without(r) for r in report.found]
         pairs = zip(report.found, cures, strict=True)
         found = [dataclasses.replace(r, cure=cure) for r, cure in pairs]
         was_named = any("zero_safe" in r.cure and not of_nan(r) for r in report.found)
-        remarks = [NOT_THESE] if was_named else []
+        remarks = [_NOT_THESE] if was_named else []
         return dataclasses.replace(report, found=found, remarks=[*report.remarks, *remarks])
     call, remark = _TRIALS[policy]
 

@@ -17,6 +17,7 @@ from .report import NonFinite
 from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
+# The value of a library's function, which the cure would have the user edit.
 _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
 
 
