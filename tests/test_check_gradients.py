@@ -529,3 +529,26 @@ def test_a_loss_that_captures_numpy_arrays():
     assert report.passed
     if not jax.config.jax_enable_x64:
         assert "With `jnp.asarray` of them, it is in float64" in " ".join(str(report).split())
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_infinite_gradient():
+    """Of autodiff, and of a rule where the gradient is finite."""
+
+    @jax.custom_vjp
+    def exp_sum(x):
+        return jnp.sum(jnp.exp(x))
+
+    infinite = lambda x, ct: (ct * jnp.array([jnp.inf, -jnp.inf], x.dtype),)
+    exp_sum.defvjp(lambda x: (exp_sum(x), x), infinite)
+    for loss, leaf in (
+        (lambda p: jnp.sum(jnp.sqrt(p["a"])), 0.0),
+        (lambda p: exp_sum(p["a"]), 1.0),
+    ):
+        model = {"a": jnp.full(2, leaf), "b": jnp.ones(2)}
+        whole = lambda p, loss=loss: loss(p) + jnp.sum(p["b"] ** 2)
+        report = eqgt.check_gradients(whole, model, raises=False)
+        (fault,) = report.found
+        assert (fault.kind, fault.leaf) == ("not finite", "['a']")
+        assert "are infinite" in fault.detail
+        assert eqgt.check_gradients(whole, model, skip="['a']").passed

@@ -413,3 +413,73 @@ def test_a_numpy_array_in_both_precisions_of_one_process():
         with jax.enable_x64(wide):
             eqgt.check_rule(decay, jnp.array(0.5), times, **options)
             eqgt.check_rule(by_keyword, jnp.array(0.5), times=times, checks="transforms")
+
+
+def _sum_of_squares(factor):
+    @eqg.custom_jvp
+    def fn(x):
+        return jnp.sum(x**2)
+
+    @fn.def_jvp
+    def fn_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return fn(x), factor * jnp.sum(x * t)
+
+    return fn, jnp.zeros(3)
+
+
+def _log_determinant(is_transposed):
+    @eqg.custom_jvp
+    def fn(a):
+        return jnp.linalg.slogdet(a)[1]
+
+    @fn.def_jvp
+    def fn_jvp(primals, tangents):
+        (a,), (t,) = primals, tangents
+        inverse = jnp.linalg.inv(a)
+        return fn(a), jnp.sum((inverse.T if is_transposed else inverse) * t)
+
+    return fn, jnp.array([[2.0, 1.0], [1.0, 3.0]])
+
+
+def _variance(factor):
+    @eqg.custom_vjp
+    def fn(x):
+        return jnp.var(x)
+
+    fn.def_fwd(lambda x: (fn(x), x))
+    fn.def_bwd(lambda x, ct: (factor * ct * (x - jnp.mean(x)) / x.size,))
+    return fn, jnp.ones(3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("make", "right", "wrong"),
+    [(_sum_of_squares, 2.0, 10.0), (_log_determinant, True, False), (_variance, 2.0, 0.0)],
+)
+def test_a_rule_that_is_right_to_first_order_at_these_arguments_only(make, right, wrong):
+    """They are zero, symmetric or equal, and the rule's second derivative is that of its own
+    gradient."""
+    without_rule = make(right)[0].__wrapped__
+    for reference in (None, without_rule):
+        assert eqgt.check_rule(*make(right), reference=reference).passed
+        report = eqgt.check_rule(*make(wrong), reference=reference, raises=False)
+        assert {f.check for f in report.failures} == {"order"}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_transpose_that_the_user_wrote_is_held_against_differences(factor):
+    """It can't be removed: plain autodiff transposes as it was told to."""
+    a = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "float32")
+    out = jax.ShapeDtypeStruct((3,), jnp.float32)
+    on_host = eqg.linear_host_function(
+        lambda x: a @ x, lambda y: (factor * (a.T @ y)).astype(a.dtype), out=out
+    )
+    transpose = lambda a, y: jnp.asarray(factor, y.dtype) * (a.T @ y)
+    in_jax = lambda x: jax.custom_derivatives.linear_call(
+        lambda a, x: a @ x, transpose, jnp.asarray(a, x.dtype), x
+    )
+    x = jnp.array([0.5, -1.0], "float32")
+    for fn in (on_host, in_jax):
+        report = eqgt.check_rule(fn, x, checks=("forward", "reverse"), raises=False)
+        assert [f.check for f in report.failures] == ["reverse"] * (factor != 1)

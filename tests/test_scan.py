@@ -333,6 +333,18 @@ def test_memory():
 
 
 @pytest.mark.cost
+def test_chunks_of_one_step_copy_nothing():
+    """XLA copied `xs`, as it gave the axis of length one another layout."""
+    xs = jnp.ones((200, 4096))
+    step = lambda w, c, x: (c + jnp.sum(jnp.tanh(jnp.tanh(w * x))), jnp.tanh(w * x))
+
+    def last(w):
+        return eqg.filter_scan(ft.partial(step, w), jnp.array(0.0), xs, checkpoint=1)[0]
+
+    assert temp_bytes(jax.grad(last), jnp.array(0.5)) < 2 * xs[0].nbytes
+
+
+@pytest.mark.cost
 @pytest.mark.slow
 def test_a_hundred_thousand_steps():
     h = jnp.zeros(4)

@@ -117,6 +117,11 @@ class Checkpointed(AbstractMethod):
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
         prevent_cse = loop.steps < 2 * self.every
+        is_unrolled = loop.unroll is True or loop.unroll > 1
+        if self.every == 1 and loop.progress is None and not is_unrolled:
+            # Chunks of one step have an axis of length one, for which XLA copies all of `xs`.
+            body = jax.checkpoint(loop.body, prevent_cse=prevent_cse)
+            return dataclasses.replace(loop, body=body).scan(loop.init, loop.inputs, loop.steps)
 
         def run_chunk(carry, inputs, steps):
             # Not `static_argnums`, with which JAX keeps the tracers that the body closes over.

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._jaxprs.in_float64 import evaluate_in_float64
+from .._jaxprs.structure import equations
 from ._argument_checks import (
     as_names,
     check_integer,
@@ -207,6 +208,16 @@ class Case:
     def captures_numpy(self) -> bool:
         """Whether NumPy arrays are constants of the function or of a derivative of it."""
         return any(map(captures_numpy, self._traced))
+
+    @ft.cached_property
+    def has_given_transpose(self) -> bool:
+        """Whether there are linear maps in it with a transpose that the user wrote, which can't
+        be removed: those of `linear_host_function` and of `jax.custom_derivatives.linear_call`.
+        """
+        program = jax.make_jaxpr(self.own.plain.fn)(*self.subject.leaves)
+        return any(
+            e.primitive.name in ("eqg_linear", "linear_call") for e in equations(program)
+        )
 
     @ft.cached_property
     def is_another_in_float64(self) -> bool:

@@ -279,8 +279,8 @@ def _unsettled(judge: Judge) -> str:
 def _not_finite(
     own: LossProgram, judge: Judge, leaves: list[LeafVerdict]
 ) -> tuple[list[LeafVerdict], list[GradientFault]]:
-    """The verdicts, and faults, of leaves whose gradient has a NaN, or is not finite in the
-    user's precision only, whatever the differences are."""
+    """The verdicts, and faults, of leaves whose gradient is not finite, in both precisions or
+    in the user's only, whatever the differences are."""
     if judge.gradient is None:
         return leaves, []
     is_other = own is not judge.program and own.is_compiled
@@ -289,8 +289,9 @@ def _not_finite(
         leaves, judge.gradient, own.gradient if is_other else judge.gradient, strict=True
     ):
         exact, of_user = as_real(exact), as_real(of_user)
-        only_own = np.all(np.isfinite(exact)) and not np.all(np.isfinite(of_user))
-        if leaf.verdict not in (SKIPPED, WRONG) and (only_own or np.any(np.isnan(exact))):
+        is_finite = bool(np.all(np.isfinite(exact)))
+        only_own = is_finite and not np.all(np.isfinite(of_user))
+        if leaf.verdict not in (SKIPPED, WRONG) and (only_own or not is_finite):
             dtype = own.lowest if only_own else judge.program.lowest or np.dtype(float)
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
             faults.append(
@@ -302,7 +303,8 @@ def _not_finite(
                     cure="`eqg.explain_nan` says where it becomes so.",
                 )
             )
-            leaf = dataclasses.replace(leaf, verdict=WRONG, reverse=np.nan)
+            slope = np.nan if what == "NaN" else np.inf
+            leaf = dataclasses.replace(leaf, verdict=WRONG, reverse=slope)
         verdicts.append(leaf)
     return verdicts, faults
 

@@ -183,6 +183,9 @@ def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFa
         parts.append("forward mode agrees with the differences")
     if leaf.relative_error < _SMALL:
         parts.append(_how_small(leaf))
+    is_infinite = judge.gradient is not None and bool(np.any(np.isinf(judge.gradient[i])))
+    if kind == "not finite" and is_infinite:
+        parts.append("entries of the gradient are infinite")
     if known.reference is not None and judge.gradient is not None:
         reference, gradient = known.reference, judge.gradient
         compare = lambda j: Compared(np.asarray(reference[j]), np.asarray(gradient[j]))

@@ -89,6 +89,7 @@ class Judge:
             noise = _normal(self.rng, self.leaves[i])
             if self.gradient is not None:
                 g = in_float64(self.gradient[i]) * self.scales[i]
+                g = np.where(np.isfinite(g), g, 0)
                 size = np.abs(g)
                 sign = np.divide(np.conj(g), size, out=np.zeros_like(g), where=size > 0)
                 noise = noise + 2 * sign / np.sqrt(max(g.size, 1))

@@ -307,4 +307,5 @@ def along(gradient: Sequence[Any], tangents: Sequence[Any]) -> float:
     gradient = [
         np.where(t == 0, 0.0, in_float64(g)) for g, t in zip(gradient, tangents, strict=True)
     ]
-    return pairing(gradient, tangents)
+    with np.errstate(invalid="ignore"):  # NaN, for infinite entries of both signs
+        return pairing(gradient, tangents)

@@ -65,7 +65,8 @@ CURES: Mapping[str, str] = {
     "loss, or see with `eqg.gradient_flow(loss, model)` at which layers and steps it vanishes.",
     "branch not taken": "These arguments take another branch of the `cond`.",
     "not selected": "No element of it is selected for these arguments, or all of them are "
-    "overwritten. Check the indices.",
+    "overwritten. Check what takes elements of the result: an index, a slice, or a maximum "
+    "that is another element.",
     "canceled": "Terms of the gradient cancel exactly: for these arguments, the loss does not "
     "change to first order in this leaf.",
     "dropped by zero_safe": "It is zero because `zero_safe` drops the derivative of what a "

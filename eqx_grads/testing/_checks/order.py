@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .._case import Case, Precision
-from .._compare import as_real, difference
+from .._compare import as_real, difference, pairing
 from .._findings import broke, compare, skipped
 from .._finite_differences import directional
 from .._report import FAILED, Finding
@@ -19,6 +19,8 @@ _TRUSTED = 1e-4  # the largest estimated error of finite differences that are a 
 # The error of such differences that is admitted where autodiff without the rule has another
 # first derivative: it is one of a solver, as a rule, whose values stop at a tolerance.
 _OF_SOLVERS = 1e-3
+# How far away the first derivative is looked at once more, relative to the arguments.
+_NEARBY = 0.125
 
 
 def order(case: Case) -> Iterator[Finding]:
@@ -69,11 +71,38 @@ def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
                 loose = max(10 * error, _OF_SOLVERS if is_refuted else 0.0)
                 other = _compare(case, p, where, exact, along, reference, t, w, loose)
                 passes = finding is None or is_refuted or other.verdict != FAILED
+                if passes and finding is not None and not is_refuted:
+                    passes = not _is_wrong_nearby(case, p, w)
                 finding = other if passes else finding
             elif is_refuted:
                 why = "autodiff without the rule is another one to first order"
                 finding = skipped("order", f"no reference for {where}: {why}")
         yield finding or skipped("order", f"no reference for {where}")
+
+
+def _is_wrong_nearby(case: Case, p: Precision, w) -> bool:
+    """Whether the first derivative of the rule is wrong at a point nearby. Where the arguments
+    are zero, equal or symmetric, a wrong rule may be right to first order, and differences of
+    its gradient agree with its wrong second derivative."""
+    scaled = case.scaled_tangents()
+    leaves = [np.asarray(x) for x in p.subject.leaves]
+    moved = [x + _NEARBY * t for x, t in zip(leaves, case.scaled_tangents(), strict=True)]
+    moved = p.like_leaves(moved)
+    names = ["all leaves"]
+    try:
+        got = p.rule.vjp(w, moved)
+        if case.options.reference is not None:
+            want, have, names, error = p.reference.vjp(w, moved), got, case.names, 0.0
+        else:
+            value = lambda *xs: [pairing(p.plain.value_at(xs), w)]
+            with p.context():
+                want, error = directional(value, moved, scaled)
+            have = [np.asarray(pairing(got, scaled))]
+    except Exception:
+        return False
+    if not error <= _TRUSTED or not all(np.all(np.isfinite(as_real(x))) for x in want):
+        return False
+    return difference(want, have, names).error > max(10 * case.tolerance(p), 10 * error)
 
 
 def _by_autodiff(p: Precision, n: int, t, w):
