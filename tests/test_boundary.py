@@ -19,10 +19,17 @@ def loss(lam):
     return jnp.sum(box_cox(lam, X))
 
 
+def _sinc_of_norm(x):
+    norm = eqg.safe.norm(x)
+    return jnp.where(norm < 1e-6, 1.0, jnp.sin(norm) / norm)
+
+
 ON_BOUNDARY = {
     "equal": loss,
     "not equal": lambda lam: jnp.sum(jnp.where(lam != 0, (X**lam - 1) / lam, jnp.log(X))),
     "greater": lambda lam: jnp.where(lam > 0, jnp.sin(lam) / lam, 0.0),
+    "tolerance": lambda lam: jnp.where(jnp.abs(lam) > 1e-6, jnp.sin(lam) / lam, 1.0),
+    "tolerance of a norm": lambda lam: _sinc_of_norm(jnp.full(3, lam)),
     "one element": lambda lam: jnp.sum(jnp.where(X + lam > 0.5, lam / (X + lam - 0.5), 0.0)),
     "one of two": lambda lam: jnp.where((lam == 0) | (X[0] < 0), 0.0, jnp.sin(lam) / lam),
     "not": lambda lam: jnp.where(~(lam == 0), jnp.sin(lam) / lam, 0.0),
@@ -35,6 +42,7 @@ ON_BOUNDARY = {
 }
 ELSEWHERE = {
     "no tie": lambda lam: jnp.sum(jnp.where(X + lam > 0.6, lam / (X + lam - 0.5), 0.0)),
+    "a direction": lambda lam: jnp.where(lam > 0, lam / jnp.sqrt(jnp.sum(lam**2)), 0.0),
     "infinite": lambda lam: jnp.where(lam > 0, jnp.sqrt(lam), 0.0),
     "no quotient": lambda lam: jnp.where(lam > 0, lam * jnp.log(lam), 0.0),
     "a pole": lambda lam: jnp.where(lam > 0, 1 / lam, 0.0),

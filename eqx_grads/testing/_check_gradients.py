@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._diagnosis._zero.structure import loss_structure
+from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.origins import no_derivative_error, NumberedLoss
 from .._diagnosis.progress import doing, showing_progress
 from .._diagnosis.traced_loss import is_zero_safe
@@ -147,7 +148,7 @@ def check_gradients(
     check_tolerance(CALLER, tolerance=tolerance)
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
-    with showing_progress(CALLER):
+    with showing_progress(CALLER), without_nan_checks():
         report = _report(loss, model, args, kwargs, skip, tolerance, seed)
     if raises:
         report.raise_if_failed()

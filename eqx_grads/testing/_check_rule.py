@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, is_shown, showing_progress
 from .._errors import check_function, rule_error
 from ._argument_checks import as_names, as_seeds, check_options
@@ -196,7 +197,7 @@ def check_rule(
             do="Pass floating-point arrays by position.",
         )
     findings: list[Finding] = []
-    with showing_progress("check_rule"):
+    with showing_progress("check_rule"), without_nan_checks():
         why_slow = _why_slow(case) if is_shown() else ""
         for one, name in _with_seeds(case, names, seeds):
             what = f"the check `{name}`," if not why_slow else f"`{name}`,"

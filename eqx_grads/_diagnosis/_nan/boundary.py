@@ -10,20 +10,22 @@ from .trace_back import index_into, origin_of_value, Spot
 
 # What is to be said of the cure then.
 ON_BOUNDARY = (
-    " It is 0 / 0 on the boundary of the mask, where both give the derivative of the branch "
-    "that is taken. If the quotient has a limit, its derivative may be another one: "
-    "`eqg.testing.check_gradients` compares with differences. `eqg.safe.expm1_ratio(x)` and "
-    "others have the limit."
+    " It is 0 / 0 on the boundary of the mask, or nearly, where both give the derivative of "
+    "the branch that is taken: zero, of a constant. If the quotient has a limit, its "
+    "derivative may be another one: `eqg.testing.check_gradients` compares with differences. "
+    "`eqg.safe.expm1_ratio(x)` and others have the limit."
 )
 
+# A mask may have a tolerance, as that of `where(jnp.abs(x) > 1e-6, jnp.sin(x) / x, 1.0)`.
+_NEARLY = 1e-3
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # What may be between a comparison and the mask.
 _ELEMENTWISE = ("and", "or", "not", "xor", "convert_element_type", "copy")
 
 
 def is_on_boundary(select: Spot) -> bool:
-    """Whether the mask of a `select_n` compares two equal numbers at the element, of which one
-    depends on the model."""
+    """Whether the mask of a `select_n` compares two equal, or nearly equal, numbers at the
+    element, of which one depends on the model."""
     if select.eqn.primitive.name != "select_n":
         return False
     todo = [(select, 0)]
@@ -35,7 +37,9 @@ def is_on_boundary(select: Spot) -> bool:
         name = made.eqn.primitive.name
         if name in _COMPARISONS:
             x, y = (np.asarray(x)[index_into(x, made.index)] for x in made.operands)
-            if x == y and (made.is_active(0) or made.is_active(1)):
+            if abs(x - y) <= _NEARLY * max(1, abs(x)) and (
+                made.is_active(0) or made.is_active(1)
+            ):
                 return True
         elif name in _ELEMENTWISE or name == "broadcast_in_dim":
             todo.extend((made, k) for k in range(len(made.operands)))

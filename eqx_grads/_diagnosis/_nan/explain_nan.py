@@ -16,6 +16,7 @@ from ..._gradient_ops._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._rules.float_args import as_number
 from .._zero.structure import loss_structure
+from ..nan_checks import without_nan_checks
 from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -68,6 +69,7 @@ _ONLY_COMPILED = (
 
 
 @showing_progress("explain_nan")
+@without_nan_checks()
 def explain_nan(
     loss: Callable[..., Any],
     model: PyTree,

@@ -69,7 +69,8 @@ class Formulas:
                     is_same = self._source(below, 0) == self._source(origin, 0)
                     return "x / |x|" if is_same else ""
                 if below is not None and below.primitive == "sqrt":
-                    return "x / norm" if self._formula_of_sqrt(below) == "norm" else ""
+                    is_norm = self._formula_of_sqrt(below) == "norm"
+                    return "x / norm" if is_norm and self._is_norm_of(origin, below) else ""
         return ""
 
     def _formula_of_derivative(self, origin: Origin) -> str:
@@ -210,6 +211,19 @@ class Formulas:
             made = [self._made_by(total, k) for k in (0, 1)]
             return "length" if all(m is not None and self._is_square(m) for m in made) else ""
         return "norm" if total is not None and self._is_sum_of_squares(total) else ""
+
+    def _is_norm_of(self, origin: Origin, norm: Origin) -> bool:
+        """Whether operand 0 is what the norm is that of, or a multiple of it, and not, for
+        example, its sine."""
+        total = self._made_by(norm, 0)
+        square = total if total is None or total.primitive == "dot_general" else None
+        square = square or (total and self._made_by(total, 0))
+        if square is None:
+            return False
+        made = self._made_by(origin, 0)
+        factors = [] if made is None or made.primitive != "mul" else [(made, 0), (made, 1)]
+        sources = [self._source(*place) for place in [(origin, 0), *factors]]
+        return self._source(square, 0) in sources
 
     def _is_sum_of_squares(self, total: Origin) -> bool:
         if total.primitive == "dot_general":

@@ -91,6 +91,7 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         explodes=cause.source is cause.spot and not cause.forward,
     )
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
+    is_dead = is_dead and formula != "x / norm"  # which has no limit
     on_boundary = is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot)
     return text + ON_BOUNDARY * on_boundary
 

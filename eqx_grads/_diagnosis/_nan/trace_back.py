@@ -344,12 +344,24 @@ def sources_of_zero(
             if not arrived:
                 found.append(Zero(place, NOT_SELECTED))
             todo.extend(
-                (place.frame, place.eqn.invars[k], tuple(map(int, np.argwhere(depends)[0])))
+                (place.frame, place.eqn.invars[k], index)
                 for k, depends in arrived.items()
+                for index in _some(depends)
             )
         elif (why := _why_zero(place)) is not None:
             found.append(Zero(place, why))
     return found
+
+
+_MOST_TERMS = 8
+
+
+def _some(mask: Any) -> list[Index]:
+    """Indices of a mask from its first to its last: the zeros of a sum may have several
+    causes."""
+    found = np.argwhere(mask)
+    chosen = np.unique(np.linspace(0, len(found) - 1, min(len(found), _MOST_TERMS)).astype(int))
+    return [tuple(map(int, found[i])) for i in chosen]
 
 
 def _why_zero(spot: Spot) -> str | None:

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
+from ..nan_checks import without_nan_checks
 from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
@@ -35,6 +36,7 @@ from .walk import End
 
 
 @showing_progress("explain_zero")
+@without_nan_checks()
 def explain_zero(
     loss: Callable[..., Any], model: PyTree, *args: Any, **kwargs: Any
 ) -> ZeroReport:
