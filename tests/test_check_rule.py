@@ -483,3 +483,44 @@ def test_a_transpose_that_the_user_wrote_is_held_against_differences(factor):
     for fn in (on_host, in_jax):
         report = eqgt.check_rule(fn, x, checks=("forward", "reverse"), raises=False)
         assert [f.check for f in report.failures] == ["reverse"] * (factor != 1)
+
+
+def _with_loop(rule):
+    """A function that JAX has no reverse mode for, with a rule."""
+
+    @jax.custom_jvp
+    def fn(x):
+        step = lambda c: (jnp.sin(c[0]), c[1] + 1)
+        return jax.lax.while_loop(lambda c: c[1] < 3, step, (x, 0))[0]
+
+    @fn.defjvp
+    def fn_jvp(primals, tangents):
+        step = lambda c: (jnp.sin(c[0]), c[1] * jnp.cos(c[0]), c[2] + 1)
+        x, t, _ = jax.lax.while_loop(lambda c: c[2] < 3, step, (*primals, *tangents, 0))
+        return x, rule(t)
+
+    return fn
+
+
+KEPT_TANGENTS = []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rule", "failing"),
+    [
+        (lambda t: t, set()),
+        (lambda t: 1.1 * t, {"forward"}),
+        (lambda t: t * jnp.inf, {"forward", "linear", "finite"}),
+        (lambda t: KEPT_TANGENTS.append(t) or t, {"leaks"}),
+        (lambda t: t * (1 + 1e-6 * np.random.default_rng().normal()), {"deterministic"}),
+    ],
+)
+def test_a_function_with_forward_mode_only(rule, failing):
+    fn, x = _with_loop(rule), jnp.array([1.0, 0.5])
+    with pytest.raises(eqgt.RuleCheckError, match=re.escape('skip=("reverse",)')):
+        eqgt.check_rule(fn, x)
+    report = eqgt.check_rule(fn, x, skip=("reverse",), raises=False)
+    found = {f.check for f in report.failures}
+    assert found == failing
+    KEPT_TANGENTS.clear()

@@ -45,6 +45,7 @@ class EagerCalls:
         self._subject = subject
         self.tangents = [jnp.asarray(t) for t in normal_like(rng, subject.leaves)]
         self.cotangents = [jnp.asarray(w) for w in normal_like(rng, outputs)]
+        self._forward: list[Call | Exception] = []
         self._reverse: list[Call | Exception] = []
         self._value_of_forward_pass: tuple[Any] | None = None
 
@@ -53,9 +54,11 @@ class EagerCalls:
         """The output of a call without derivatives."""
         return self._subject.fn(*self._subject.args, **self._subject.kwargs)
 
-    def jvp(self) -> Call:
-        """One call in forward mode."""
-        return _result(self._forward)
+    def jvp(self, number: int = 0) -> Call:
+        """The call in forward mode with this number: calls with two numbers are two calls."""
+        while len(self._forward) <= number:
+            self._forward.append(_attempt(self._jvp))
+        return _result(self._forward[number])
 
     def value_of_forward_pass(self) -> Any:
         """The value under `jax.vjp`, whatever becomes of the backward pass."""
@@ -71,10 +74,6 @@ class EagerCalls:
         while len(self._reverse) <= number:
             self._reverse.append(_attempt(self._vjp))
         return _result(self._reverse[number])
-
-    @ft.cached_property
-    def _forward(self):
-        return _attempt(self._jvp)
 
     def _jvp(self):
         run = _WithStaticLeaves(self._subject)

@@ -15,6 +15,10 @@ from ._likely_cause import Compared, FINITE, Hypothesis, likely_cause, NO_INFLUE
 from ._report import FAILED, Finding, PASSED, SKIPPED
 
 
+# Why a check does nothing.
+NO_REVERSE = "there is no reverse mode"
+
+
 def compare(
     check: str,
     where: str,

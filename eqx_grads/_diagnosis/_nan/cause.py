@@ -21,6 +21,7 @@ from .cures import (
     INFINITE_INPUT,
     INPUT,
     LARGE,
+    LOG_DETERMINANTS,
     MASKED_PRODUCT,
     OVERFLOW,
     SINGULARITY,
@@ -244,7 +245,9 @@ def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False
     if isinstance(source, Input):
         return Cause(source.kind, None, None, source, forward=forward)
     origin = derivative.origin(source.frame.node, source.position)
-    return Cause(_kind_of_source(source), origin, source, source, forward=forward)
+    is_log_determinant = origin is not None and origin.primitive in LOG_DETERMINANTS
+    kind = SINGULARITY if is_log_determinant else _kind_of_source(source)
+    return Cause(kind, origin, source, source, forward=forward)
 
 
 # Infinite at a point where the operand is finite.
@@ -290,6 +293,8 @@ def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
     origin, spot, source = cause.origin, cause.spot, cause.source
     if origin is None or spot is None:
         return []
+    if isinstance(source, Input):  # its element that is not finite, of a matrix for example
+        return [source.value]
     if cause.kind == LARGE and origin.primitive not in ELEMENTWISE:
         product = largest_product(spot)
         return [] if product is None else [product[0]]

@@ -14,6 +14,8 @@ INFINITE_CONSTANT = "constant infinity"
 
 # Operations that are not finite for a singular matrix.
 SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "cholesky")
+# The functions of JAX that are infinite for one.
+LOG_DETERMINANTS = ("_slogdet_small", "_slogdet_lu", "_slogdet_qr")
 
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
@@ -60,6 +62,18 @@ _OF_VALUES = {
     "with a `where` around the arguments.",
 }
 
+# The same for certain operations, at their singular points.
+_AT_ENDS = "`{op}` is infinite at the ends of its domain. Clip its argument: `jnp.clip(x, %s)`."
+_XLOG = (
+    "`{op}(x, y)` is infinite where `x` is not zero and `y` is at the end of its domain. Keep "
+    "`y` inside of it (for a `logpdf`, the data)."
+)
+_VALUES_OF_PRIMITIVES = {
+    **dict.fromkeys(("atanh", "erf_inv"), _AT_ENDS % "-1 + eps, 1 - eps"),
+    "logit": _AT_ENDS % "eps, 1 - eps",
+    **dict.fromkeys(("xlogy", "xlog1py"), _XLOG),
+}
+
 _PRODUCTS = ("mul", "square", "integer_pow", "dot_general", "reduce_prod", "cumprod")
 _TOO_LARGE_A_PRODUCT = (
     "The result of `{op}` is too large for its dtype. Scale its arguments down, or add "
@@ -84,6 +98,11 @@ _EQUAL = (
 _SINGULAR = "The matrix of `{op}` is singular there. Keep it regular: `a + eps * jnp.eye(n)`."
 _OF_PRIMITIVES = {
     **dict.fromkeys(SOLVES, _SINGULAR),
+    **dict.fromkeys(
+        LOG_DETERMINANTS,
+        "The matrix of `slogdet` is singular there, and the logarithm of its determinant is "
+        "infinite. Keep it regular: `a + eps * jnp.eye(n)`.",
+    ),
     "cholesky": "The matrix is not positive definite there. Symmetrize it, and add a multiple "
     "of the identity: `a + eps * jnp.eye(n)`.",
     "acos": _CLIPPED % "cos",
@@ -193,6 +212,8 @@ def cure_of(
     if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
         at_pole = kind in (SINGULARITY, INDETERMINATE)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
+        if at_pole and is_value:
+            text = _VALUES_OF_PRIMITIVES.get(primitive, text)
         text = _OF_FORMULAS.get(formula, text)
         text = _OF_EMPTY_ROWS.get(formula, text) if at_pole else text
     if primitive == "host_call" and kind in (SINGULARITY, INDETERMINATE, OVERFLOW):

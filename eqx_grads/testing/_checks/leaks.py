@@ -27,16 +27,37 @@ def leaks(case: Case) -> Iterator[Finding]:
     if not case.own.outputs:
         yield skipped("leaks", "no output has a derivative")
         return
-    yield from _under_the_checker(case)
-    yield _live_tracers(case)
-    yield _compilations(case)
+    mode = "reverse"
+    for finding, error in _under_the_checker(case, mode):
+        if _is_of_forward_only(case, error):
+            mode = "forward"
+            break
+        yield finding
+    if mode == "forward":
+        yield from (finding for finding, _ in _under_the_checker(case, mode))
+    yield _live_tracers(case, mode)
+    if mode == "reverse":
+        yield _compilations(case)
     yield _copies(case)
 
 
-def _traces(case: Case, fn: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
-    """What traces the gradient of `fn`. Nothing is compiled: leaks are a matter of tracing."""
-    leaves, w = case.subject.leaves, case.eager.cotangents
-    derive = lambda fn, xs: jax.vjp(lambda *ys: list(fn(*ys)), *xs)[1](list(w))
+def _is_of_forward_only(case: Case, error: Exception | None) -> bool:
+    """Whether an error is that of a function without reverse mode. That is asked last: it calls
+    the function, and a leak shows when it is traced for the first time."""
+    return error is not None and not _is_leak(error) and not case.offers_reverse
+
+
+def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable[[], Any]]:
+    """What traces a derivative of `fn`. Nothing is compiled: leaks are a matter of tracing."""
+    leaves, w, t = case.subject.leaves, case.eager.cotangents, case.eager.tangents
+
+    def derive(fn, xs):
+        run = lambda *ys: list(fn(*ys))
+        if mode == "reverse":
+            return jax.vjp(run, *xs)[1](list(w))
+        # In the place of the cotangents: all the tangents of the outputs, in one number.
+        moved = jax.tree.reduce(lambda total, x: total + x.sum(), jax.jvp(run, xs, t)[1])
+        return [x + moved.astype(x.dtype) for x in xs]
 
     def scan(xs):
         step = lambda carry, _: (carry, derive(fn, carry))
@@ -52,22 +73,22 @@ def _traces(case: Case, fn: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _under_the_checker(case: Case) -> Iterator[Finding]:
+def _under_the_checker(case: Case, mode: str) -> Iterator[tuple[Finding, Exception | None]]:
     """No error of `jax.checking_leaks`, unless the function without its rule has one too: then
-    the error is not about the rule."""
-    plain = _traces(case, case.own.plain.fn)
-    for name, run in _traces(case, case.own.rule.fn).items():
+    the error is not about the rule. With each finding, its error."""
+    plain = _traces(case, case.own.plain.fn, mode)
+    for name, run in _traces(case, case.own.rule.fn, mode).items():
         where = f"{name}, under `jax.checking_leaks`"
         error = _leak(run)
         if error is None:
-            yield passed("leaks", where)
+            yield passed("leaks", where), None
         elif not _is_leak(error):
-            yield broke("leaks", where, error)
+            yield broke("leaks", where, error), error
         elif _leak(plain[name]) is not None:
-            yield skipped("leaks", f"{where}: JAX reports one without the rule as well")
+            yield skipped("leaks", f"{where}: JAX reports one without the rule as well"), error
         else:
             cause = "the rule keeps a tracer: in a list, a global, an attribute or a cache"
-            yield broke("leaks", where, error, cause)
+            yield broke("leaks", where, error, cause), error
 
 
 def _leak(run) -> Exception | None:
@@ -87,14 +108,14 @@ def _is_leak(error: Exception) -> bool:
     return "eaked" in str(error) or isinstance(error, jax.errors.UnexpectedTracerError)
 
 
-def _live_tracers(case: Case) -> Finding:
+def _live_tracers(case: Case, mode: str) -> Finding:
     """The number of live tracers does not grow from one trace to the next."""
     where = f"live tracers after {_TRACES} traces"
     counts = []
     try:
         with _older_objects_frozen():
             for _ in range(_TRACES):
-                _traces(case, case.own.rule.fn)["jit of the gradient"]()
+                _traces(case, case.own.rule.fn, mode)["jit of the gradient"]()
                 gc.collect()
                 counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
     except Exception as e:

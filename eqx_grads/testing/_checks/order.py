@@ -6,7 +6,7 @@ import numpy as np
 
 from .._case import Case, Precision
 from .._compare import as_real, difference, pairing
-from .._findings import broke, compare, skipped
+from .._findings import broke, compare, NO_REVERSE, skipped
 from .._finite_differences import directional
 from .._report import FAILED, Finding
 
@@ -32,6 +32,9 @@ def order(case: Case) -> Iterator[Finding]:
         return
     if options.reference is None and (explicit or options.nonlinear):
         yield skipped("order", "no reference: give `reference=` for higher derivatives")
+        return
+    if not case.offers_reverse:
+        yield skipped("order", NO_REVERSE)
         return
     p = case.precision
     t, w = p.like_leaves(case.tangents()), p.like_outputs(case.cotangents())

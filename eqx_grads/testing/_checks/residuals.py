@@ -15,7 +15,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from ..._jaxprs.plain_scan import lax_scan
 from ..._rules.custom_vjp import custom_vjp
 from .._case import Case
-from .._findings import broke, failed, passed, skipped
+from .._findings import broke, failed, NO_REVERSE, passed, skipped
 from .._flat_function import is_output
 from .._report import Finding
 
@@ -37,6 +37,9 @@ def residuals(case: Case) -> Iterator[Finding]:
     leaves, outputs = case.subject.leaves, case.own.outputs
     if not outputs:
         yield skipped("residuals", "no output has a derivative")
+        return
+    if not case.offers_reverse:
+        yield skipped("residuals", NO_REVERSE)
         return
     try:
         fn = case.subject.fn

@@ -43,12 +43,14 @@ def _finite(where: str, case: Case) -> Iterator[Finding]:
         yield broke("finite", where, e)
         return
     t, w = case.tangents(), case.cotangents()
-    quantities = {"value": lambda: values, "cotangent": lambda: rule.vjp(w)}
-    kind = "reverse over reverse"
+    quantities = {"value": lambda: values}
+    if case.offers_reverse:
+        quantities["cotangent"] = lambda: rule.vjp(w)
     if case.offers_forward:
-        kind = "forward over reverse"
         quantities["tangent"] = lambda: rule.jvp(t)
-    quantities["second derivative"] = lambda: rule.higher(kind, t, w, 2)
+    if case.offers_reverse:
+        kind = "forward over reverse" if case.offers_forward else "reverse over reverse"
+        quantities["second derivative"] = lambda: rule.higher(kind, t, w, 2)
     bad = False
     for name, compute in quantities.items():
         try:
@@ -74,7 +76,7 @@ def _finite(where: str, case: Case) -> Iterator[Finding]:
                 )
             yield failed("finite", f"{where}, {name}", text)
     if not bad:
-        yield _debug_nans(where, case, w)
+        yield _debug_nans(where, case, t, w)
 
 
 def _has_no_forward_rule(fn: Any) -> bool:
@@ -82,14 +84,16 @@ def _has_no_forward_rule(fn: Any) -> bool:
     return isinstance(rules, ReverseRules) and rules.jvp_rule is None
 
 
-def _debug_nans(where: str, case: Case, w) -> Finding:
+def _debug_nans(where: str, case: Case, t, w) -> Finding:
     """A finite result may come from a program in which a NaN arises."""
     where = f"{where}, under `jax.debug_nans`"
+    fn, leaves = case.own.rule.fn, case.subject.leaves
     try:
         with jax.debug_nans(True):
-            jax.vjp(case.own.rule.fn, *case.subject.leaves)[1](
-                [jax.numpy.asarray(x) for x in w]
-            )
+            if case.offers_reverse:
+                jax.vjp(fn, *leaves)[1]([jax.numpy.asarray(x) for x in w])
+            else:
+                jax.jvp(fn, leaves, [jax.numpy.asarray(x) for x in t])
     except FloatingPointError as e:
         return broke("finite", where, e, "a NaN arises in an intermediate result")
     except Exception as e:
@@ -102,12 +106,14 @@ def deterministic(case: Case) -> Iterator[Finding]:
     if not case.own.outputs:
         yield skipped("deterministic", "no output has a derivative")
         return
-    runs = []
-    for number in range(3):
-        call = case.eager.vjp(number)
-        runs.append([np.asarray(x) for x in (*call.outputs, *call.derivative)])
     names = [f"the value of {n}" for n in case.output_names]
-    names += [f"the cotangent of {n}" for n in case.names]
+    if case.offers_reverse:
+        calls = [case.eager.vjp(number) for number in range(3)]
+        names += [f"the cotangent of {n}" for n in case.names]
+    else:
+        calls = [case.eager.jvp(number) for number in range(3)]
+        names += [f"the tangent of {n}" for n in case.output_names]
+    runs = [[np.asarray(x) for x in (*call.outputs, *call.derivative)] for call in calls]
     for number, run in enumerate(runs[1:], start=2):
         for name, first, again in zip(names, runs[0], run, strict=True):
             if first.tobytes() != again.tobytes():
