@@ -1162,3 +1162,42 @@ def test_a_rounding_error_is_no_gradient(scale):
     # Of either sign.
     minus = lambda model, xs, normalize: -loss(model, xs, normalize)
     assert eqg.explain_zero(minus, model, xs, _normalized).remarks == report.remarks
+
+
+@pytest.mark.parametrize(
+    ("fn", "bias"),
+    [
+        (jax.nn.silu, -200.0),
+        (jax.nn.softplus, -200.0),
+        (jax.nn.log_sigmoid, 200.0),
+        (jax.nn.mish, -200.0),
+    ],
+)
+def test_saturated_functions_of_several_operations(fn, bias):
+    bias = bias if jnp.zeros(()).dtype == jnp.float32 else 10 * bias
+    (record,) = eqg.explain_zero(lambda b: jnp.sum(fn(X + b)), jnp.array(bias)).found
+    assert (record.kind, record.primitive) == ("saturated", fn.__name__)
+
+
+def test_a_surrogate_that_is_zero_away_from_the_threshold():
+    spike = lambda v, surrogate: jnp.sum(eqg.surrogates.spike(v, surrogate))
+    loss = lambda w, surrogate: spike(w * X - 9.0, surrogate)
+    report = eqg.explain_zero(loss, jnp.array(1.0), eqg.surrogates.triangle())
+    (record,) = report.found
+    assert (record.kind, record.primitive) == ("zero derivative", "spike")
+    assert "stationary" not in record.cure
+    assert not eqg.explain_zero(loss, jnp.array(1.0), eqg.surrogates.atan())  # as it says
+
+
+def test_a_cond_under_vmap_is_no_relu():
+    step = lambda w, x: jax.lax.cond(w * x > 100, lambda: (w * x) ** 2, lambda: 1.0)
+    loss = lambda w: jnp.sum(jax.vmap(step, (None, 0))(w, X))
+    (record,) = eqg.explain_zero(loss, jnp.array(1.0)).found
+    assert "the `cond` under a `vmap`, takes the other branch" in record.cure
+
+
+def test_leaves_of_integers_are_named():
+    model = {"w": jnp.ones(2), "table": jnp.arange(3), "key": jax.random.key(0)}
+    loss = lambda m, i: m["w"][m["table"][i]]
+    assert "not looked at: ['table']." in str(eqg.explain_zero(loss, model, jnp.array(1)))
+    assert "integers" not in str(eqg.explain_zero(lambda w, i: w[i], X, jnp.array(1)))

@@ -22,7 +22,8 @@ _SEARCH = (
 # By kind. `{name}` is the primitive.
 CURES: Mapping[str, str] = {
     "never used": "The loss does not use this leaf. Look for an attribute that is not called, "
-    "or for a value that is overwritten.",
+    "for a value that is overwritten, or for an array without entries, such as the edges of a "
+    "graph that has none.",
     "closed over": "The loss uses this array, but one that it closes over or finds in a global "
     "variable. Use the model that is the argument of the loss.",
     "argmax": "Use `eqg.ste.one_hot_argmax(logits)`, or `eqg.ste.gumbel_softmax(logits, "
@@ -54,8 +55,8 @@ CURES: Mapping[str, str] = {
     "no derivative": "JAX defines the derivative of this operation as zero. "
     "`eqg.replace_gradient(value, surrogate)` or `eqg.custom_jvp(fn)` gives it another one.",
     "multiplied by zero": "Give the factor other values, or correct what makes it zero.",
-    "dead units": "Use `jax.nn.leaky_relu(x)` or `jax.nn.gelu(x)`, a smaller learning rate or "
-    "another initialization of the bias; `eqg.ste.clip(x, min, max)` for a clip.",
+    "dead units": "Use `jax.nn.leaky_relu(x)`, a smaller learning rate or another "
+    "initialization of the bias; `eqg.ste.clip(x, min, max)` for a clip.",
     "masked": "The mask takes nothing of it for these arguments. Check the mask.",
     "saturated": "Scale the inputs down, normalize them, or compute the loss from logits (for "
     "example `optax.losses.sigmoid_binary_cross_entropy(logits, labels)`).",
@@ -94,17 +95,38 @@ _CANCELED_WITH_RULES = (
     "it has functions with a rule or a `stop_gradient`: `x - eqg.ste.round(x)` has the "
     "derivative 1 - 1. For the remainder of a rounding, use `x - jnp.round(x)`."
 )
+# Of a `select_n` whose predicate depends on the leaf: a ReLU by hand, or a `cond` under `vmap`.
+_OTHER_BRANCH = (
+    "For these arguments, the `where`, or the `cond` under a `vmap`, takes the other branch. "
+    "If it is a ReLU, use `jax.nn.leaky_relu(x)`."
+)
+# Where a function with a rule is called that is not JAX's.
+_ZERO_RULE = (
+    "The rule of `{name}` gives zero for these arguments. Of a surrogate, no value is near the "
+    "threshold: use a wider one (`eqg.surrogates.atan()` is zero nowhere), larger inputs or a "
+    "lower threshold."
+)
 _ROUNDED = {"round": "round", "floor": "floor", "ceil": "ceil"}
 
 
 def cure_of(
-    kind: str, primitive: str = "", *, is_index: bool = False, has_rules: bool = False
+    kind: str,
+    primitive: str = "",
+    *,
+    is_index: bool = False,
+    has_rules: bool = False,
+    is_rule: bool = False,
 ) -> str:
     """What to do.
 
     - `is_index`: whether the value is used as an index first of all.
     - `has_rules`: whether derivatives of the loss may be those of another function.
+    - `is_rule`: whether that of this operation is.
     """
+    if (kind, primitive) == ("dead units", "select_n"):
+        return _OTHER_BRANCH
+    if kind == "zero derivative" and is_rule:
+        return _ZERO_RULE.format(name=primitive)
     if (kind, primitive) == ("argmax", "argmin"):
         return _ARGMIN
     if kind == "cast to an integer" and is_index:

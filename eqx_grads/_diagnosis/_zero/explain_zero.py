@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -15,7 +16,7 @@ from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import UNKNOWN
-from ..traced_loss import trace_loss
+from ..traced_loss import trace_loss, TracedLoss
 from .cures import cure_of
 from .derivative import AbstractDerivative, derivative_of
 from .kinds import (
@@ -24,6 +25,7 @@ from .kinds import (
     has_rules,
     INDEX,
     is_gate,
+    is_rule,
     is_truncation,
     kind_of_cut,
     kind_of_end,
@@ -153,6 +155,11 @@ class _Explanation:
             "to be differentiable."
             for origin in self._structure.opaque
         ]
+        integers = _integer_leaves(self._numbered.traced)
+        if integers:
+            remarks.append(
+                f"Leaves of integers have no gradient, and are not looked at: {integers}."
+            )
         found: dict[int, list[ZeroGradient]] = {
             i: self._by_structure(i) for i in self._sized if i not in self._structure.live
         }
@@ -319,8 +326,20 @@ class _Explanation:
                 origin.primitive if origin else "",
                 is_index=detail == INDEX,
                 has_rules=kind == "canceled" and has_rules(self._numbered.origins),
+                is_rule=origin is not None and is_rule(origin),
             ),
         )
+
+
+def _integer_leaves(traced: TracedLoss) -> str:
+    """The names of those in the model, to be shown."""
+    others = list(zip(traced.inputs, traced.values, strict=True))[len(traced.leaves) :]
+    names = [
+        name.removeprefix("model").removeprefix(".")
+        for name, x in others
+        if name.startswith("model") and jnp.issubdtype(x.dtype, jnp.integer)
+    ]
+    return show_list(names, 8)
 
 
 def _zero_slices(x: np.ndarray, axis: int) -> set[int]:

@@ -44,6 +44,7 @@ def is_gate(origin: Origin) -> bool:
 # Functions of JAX that consist of several operations, and their kinds.
 _FUNCTIONS = {
     **dict.fromkeys(("digitize", "searchsorted"), "number of a bin"),
+    **dict.fromkeys(("silu", "softplus", "log_sigmoid", "mish"), "saturated"),
     "trunc": "rounding",
     "heaviside": "comparison",
 }
@@ -98,11 +99,12 @@ _USES = {
 def has_rules(origins: Sequence[Origin]) -> bool:
     """Whether a derivative of the loss may be that of another function: it calls functions
     with a rule that is not JAX's, or `stop_gradient`."""
-    return any(
-        is_stop_gradient(o.eqn)
-        or (isinstance(structure(o.eqn), CallWithRule) and not is_of_jax(o.eqn))
-        for o in origins
-    )
+    return any(is_stop_gradient(o.eqn) or is_rule(o) for o in origins)
+
+
+def is_rule(origin: Origin) -> bool:
+    """Whether it calls a function with a rule that is not JAX's."""
+    return isinstance(structure(origin.eqn), CallWithRule) and not is_of_jax(origin.eqn)
 
 
 def is_truncation(origin: Origin) -> bool:
