@@ -209,3 +209,34 @@ def test_auto_that_is_plain_scan():
     assert not is_named(reports[5])
     if is_plain:
         assert reports[5].estimated < reports["auto"].estimated / 2
+
+
+def test_a_loop_that_is_replayed_is_not_called_plain():
+    cell, xs = eqx.nn.GRUCell(4, 32, key=jr.key(0)), jnp.ones((2000, 4))
+
+    def loss(cell, xs, checkpoint):
+        step = lambda h, x: (cell(x, h), None)
+        return jnp.sum(eqg.filter_scan(step, jnp.zeros(32), xs, checkpoint=checkpoint)[0])
+
+    report, of_16 = (
+        eqg.explain_memory(loss, cell, xs, checkpoint, compiled=False)
+        for checkpoint in ("replay", 16)
+    )
+    (remark,) = report.remarks
+    assert "is replayed" in remark
+    assert "Nothing but what is noted" in str(report)
+    assert of_16.estimated < report.estimated / 2  # as it says
+
+
+@pytest.mark.parametrize("layer", [eqg.nn.GRU, eqg.nn.LSTM])
+def test_a_layer_that_keeps_its_gates(layer):
+    loss = lambda layer, x: jnp.sum(layer(x)[0])
+    gates, states = (
+        eqg.explain_memory(
+            loss, layer(4, 32, key=jr.key(0), keep=keep), jnp.ones((8, 500, 4)), compiled=False
+        )
+        for keep in ("gates", "states")
+    )
+    assert [r for r in gates.remarks if 'keep="states"' in r]
+    assert not [r for r in states.remarks if 'keep="states"' in r]
+    assert states.estimated < 0.7 * gates.estimated

@@ -7,7 +7,7 @@ import equinox as eqx
 
 from ..._control_flow.replay import replayed_scan
 from ..._jaxprs.dependence import variables
-from ..._jaxprs.structure import Scan, structure
+from ..._jaxprs.structure import equations, inner_programs, Scan, structure
 from ..origins import NumberedLoss
 from ..traced_loss import layer_calls
 from .advice import is_within, Pairs
@@ -19,6 +19,10 @@ from .show_bytes import show_bytes
 _LEAST_STATES = 2**16
 # What is smaller is not worth a remark.
 _LEAST_SHARE = 0.1
+# An LSTM that keeps its states only keeps two arrays for each step.
+_MOST_STATES = 2
+# The modules of the layers that have `keep`. A diagnosis does not import them.
+_WITH_KEEP = ("eqx_grads.nn._recurrent.gru", "eqx_grads.nn._recurrent.lstm")
 # The figures are those of `benchmarks/recurrent.py`.
 _LAYERS = {
     eqx.nn.GRUCell: "GRU",
@@ -39,6 +43,15 @@ _IS_PLAIN = (
     'The loop at {place} has `checkpoint="auto"`, which chose plain scan here. A number of '
     'steps, or `"sqrt"`, keeps less, and computes each step twice.'
 )
+_IS_REPLAYED = (
+    "The loop at {place} is replayed, and keeps the carry of each step. With a number of steps "
+    'as its `checkpoint`, or `"sqrt"`, it keeps fewer, and computes the steps of a chunk again '
+    "one after another."
+)
+_KEEPS_GATES = (
+    '`{path}` keeps the gates of each step. With `keep="states"` it keeps the states only, and '
+    "computes the gates once more."
+)
 _TRANSPOSED = (
     "The loop at {place} keeps `{name}` a second time, transposed ({size}), as a scan has the "
     "time axis first. Pass it with the time axis first, with `in_axes=1` of the `vmap`. Of a "
@@ -54,7 +67,8 @@ def remarks_on_loops(numbered: NumberedLoss, pairs: Pairs, least: int | float) -
     least *= _LEAST_SHARE
     return [
         *_cells(numbered, pairs, least),
-        *_plain_scans(numbered, pairs, least),
+        *_scans_with_rules(numbered, pairs, least),
+        *_layers_that_keep_gates(numbered, pairs, least),
         *_transposed(numbered, pairs, least),
     ]
 
@@ -100,13 +114,31 @@ def _shown(path: str) -> str:
     return "cell" if path in ("GRUCell", "LSTMCell") else path
 
 
-def _plain_scans(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
+def _scans_with_rules(
+    numbered: NumberedLoss, pairs: Pairs, least: int | float
+) -> Iterator[str]:
+    """Of a `filter_scan` with `checkpoint="replay"` or `"auto"`."""
     for origin in numbered.origins:
         kept = [r for s, r in pairs if s.origin is origin]
         if origin.primitive != replayed_scan.__name__ or sum(r.bytes for r in kept) < least:
             continue
-        if any(r.kind == "carry" for r in kept):  # a replay keeps no carry of a scan
-            yield _IS_PLAIN.format(place=origin.source)
+        scans = (structure(e) for p in inner_programs(origin.eqn) for e in equations(p))
+        n_carry = next((scan.n_carry for scan in scans if isinstance(scan, Scan)), 0)
+        if any(r.kind == "carry" for r in kept):
+            text = _IS_REPLAYED if len(kept) <= n_carry else _IS_PLAIN
+            yield text.format(place=origin.source)
+
+
+def _layers_that_keep_gates(
+    numbered: NumberedLoss, pairs: Pairs, least: int | float
+) -> Iterator[str]:
+    for origin in numbered.origins:
+        kept = [r for s, r in pairs if s.origin is origin and r.n_steps > 1]
+        is_large = sum(r.bytes for r in kept) >= least
+        types = [numbered.traced.types[layer] for layer, _ in layer_calls(origin.eqn)]
+        is_layer = types and types[-1].__module__ in _WITH_KEEP
+        if is_layer and is_large and len(kept) > _MOST_STATES:
+            yield _KEEPS_GATES.format(path=origin.path or origin.primitive)
 
 
 def _transposed(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:

@@ -217,9 +217,12 @@ class MemoryReport(AbstractReport):
             )
             notes.append(("recomputable", text))
         if not self.advice:
+            nothing = (
+                "No checkpoint" if not self._lasting_remarks else "Nothing but what is noted"
+            )
             text = (
-                "No checkpoint saves a tenth of it. If the loss is the mean of many, of tokens "
-                "or of examples, `eqg.losses.chunked` computes a few of them at a time."
+                f"{nothing} saves a tenth of it. If the loss is the mean of many, of tokens or "
+                "of examples, `eqg.losses.chunked` computes a few of them at a time."
             )
             return [*notes, ("checkpoint", text)]
         return [*notes, *map(_note, self.advice)]
