@@ -105,6 +105,45 @@ def test_the_error_of_a_singular_matrix_names_residual_and_solver(transform):
     assert "`lineax.SVD()`" in message
 
 
+@pytest.mark.parametrize("transform", ["reverse", "forward", "vmap"])
+def test_a_pivot_that_is_a_rounding_error_is_not_a_number_to_divide_by(transform):
+    """The rows are in arithmetic progression. In floating point no pivot of LU is zero."""
+    matrix = jnp.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]])
+    solve = eqg.implicit(lambda y, b: matrix @ y - b)(lambda b: jnp.linalg.pinv(matrix) @ b)
+    run = {
+        "reverse": jax.jit(jax.jacrev(solve)),
+        "forward": jax.jit(jax.jacfwd(solve)),
+        "vmap": lambda b: jax.vmap(jax.jacrev(solve))(jnp.stack([b, b])),
+    }[transform]
+    with pytest.raises(FAILS, match="singular at the solution to within rounding"):
+        jax.block_until_ready(run(jnp.array([0.1, 0.2, 0.3])))
+
+
+@pytest.mark.parametrize("scaled", ["rows", "columns", "both"])
+@pytest.mark.parametrize("condition", [1e1, 1e5])
+def test_equations_and_unknowns_of_other_sizes_are_not_called_singular(condition, scaled):
+    """The error is that of `jnp.linalg.inv`, which is large where the sizes of rows differ."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(6, 6)))[0] for _ in range(2))
+    matrix = left * np.logspace(0, -np.log10(condition), 6) @ right
+    sizes = np.logspace(-6, 6, 6)
+    if scaled in ("rows", "both"):
+        matrix = sizes[:, None] * matrix
+    if scaled in ("columns", "both"):
+        matrix = matrix * rng.permutation(sizes)
+    held, b = jnp.asarray(matrix, jnp.float32), jnp.asarray(matrix @ np.ones(6), jnp.float32)
+    solve = eqg.implicit(lambda y, b: held @ y - b)(lambda b: jnp.linalg.solve(held, b))
+    expected = np.linalg.inv(np.asarray(held, np.float64))
+
+    def error(got):
+        return np.linalg.norm(np.asarray(got) - expected, axis=0) / np.linalg.norm(
+            expected, axis=0
+        )
+
+    peer = np.max(error(jnp.linalg.inv(held)))
+    assert np.max(error(jax.jit(jax.jacfwd(solve))(b))) < 10 * peer
+
+
 def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
     solve = eqg.implicit(lambda y, x: jnp.array([[2.0, 1.0], [1.0, 3.0]]) @ y - x)(
         lambda x: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), x)

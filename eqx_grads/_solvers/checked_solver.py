@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 
+from .lost_pivot import has_lost_pivot
 from .run_time_error import branched_error_if
 
 
@@ -17,6 +18,9 @@ class CheckedSolver(lx.AbstractLinearSolver):
 
     - `singular`: the message if the solution is not finite.
     - `not_converged`: the message if the solver says that it failed.
+
+    Of an LU factorization of a singular matrix, a pivot is seldom exactly zero, but a rounding
+    error, and the solution is a number like any other. So the pivots are looked at.
     """
 
     solver: lx.AbstractLinearSolver
@@ -31,6 +35,8 @@ class CheckedSolver(lx.AbstractLinearSolver):
         # If the right-hand side is not finite, Lineax says so.
         is_known = ~_is_bad(vector)
         is_singular = is_known & _is_bad(x)
+        if isinstance(self.solver, lx.LU):
+            is_singular = is_singular | (is_known & has_lost_pivot(_factors(state)))
         has_failed = (result != lx.RESULTS.successful) & is_known
         index = jnp.where(is_singular, 0, 1)
         messages = [self.singular, self.not_converged]
@@ -44,6 +50,12 @@ class CheckedSolver(lx.AbstractLinearSolver):
 
     def assume_full_rank(self):
         return self.solver.assume_full_rank()
+
+
+def _factors(state) -> jax.Array:
+    """The factors in the state of `lineax.LU`: its one square matrix of floats."""
+    arrays = (x for x in jax.tree.leaves(state) if eqx.is_inexact_array(x))
+    return next(x for x in arrays if x.ndim == 2 and x.shape[0] == x.shape[1])
 
 
 def _is_bad(tree):

@@ -13,6 +13,7 @@ from .._errors import optional_import, rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
 from .._rules.explicit_sharding import distribute_like, explicit_spec, gathered
+from .lost_pivot import has_lost_pivot
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
 
@@ -147,17 +148,17 @@ def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages):
 
     columns = jax.vmap(column, out_axes=1)(jnp.eye(n, dtype=domain.vector_type.dtype))
     factors, order = jax.scipy.linalg.lu_factor(columns)
-    one = _one_if_regular([jnp.diagonal(factors)], messages)
+    one = _one_if_regular([jnp.diagonal(factors)], messages, has_lost_pivot(factors))
     solution = jax.scipy.linalg.lu_solve((factors, order), one * flat(rhs))
     return jax.tree.map(_sharded_like, domain.from_vector(solution), like)
 
 
-def _one_if_regular(pivots, messages):
+def _one_if_regular(pivots, messages, is_lost: Any = False):
     """One, to multiply the right-hand side by, which may be a tangent; raises when it is
-    computed if a pivot of the matrix is zero or not finite."""
+    computed if a pivot of the matrix is zero, not finite or lost."""
     pivots = jax.lax.stop_gradient(pivots)
     are_good = [jnp.all(jnp.isfinite(x) & (x != 0)) for x in pivots]
-    is_singular = ~ft.reduce(jnp.logical_and, are_good)
+    is_singular = ~ft.reduce(jnp.logical_and, are_good) | is_lost
     return branched_error_if(jnp.ones((), pivots[0].dtype), is_singular, 0, messages[:1])
 
 
@@ -165,14 +166,15 @@ def _messages(user, matrix) -> tuple[str, str]:
     """For a singular matrix, and for an iteration that stopped before its tolerance."""
     what = f"The linear solve for the derivative of `{user}` failed.\n"
     return (
-        f"{what}  {matrix} is singular at the solution, or not finite.\n"
+        f"{what}  {matrix} is singular at the solution to within rounding, or not finite.\n"
         "Look for a solution with others arbitrarily near, and for equations that repeat one "
         "another; or pass the solver `lineax.SVD()` for the smallest of the least-squares "
         "solutions.",
         f"{what}  {matrix} is singular at the solution, or so nearly singular that the solver "
         "did not reach its tolerance.\n"
         "Pass the solver `lineax.LU()`, which takes the memory of the whole matrix, an "
-        "iterative solver with more steps, or the `tags` of the matrix.",
+        "iterative solver with more steps, or the `tags` of the matrix. If it is singular, "
+        "pass `lineax.SVD()`, for the smallest of the least-squares solutions.",
     )
 
 
@@ -211,6 +213,8 @@ def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
     if lx.diagonal_tag in tags:
         return lx.Diagonal(well_posed=True)
     structured = {lx.tridiagonal_tag, lx.lower_triangular_tag, lx.upper_triangular_tag}
+    if n <= DENSE_UP_TO and not tags:
+        return lx.LU()
     if n <= DENSE_UP_TO or tags & structured:
         return lx.AutoLinearSolver(well_posed=True)
     from .relative_tolerance import RelativeTolerance
