@@ -74,21 +74,21 @@ def check_rule(
     | check | question |
     |---|---|
     | `primal` | Is the value with the rule the value of the function, static leaves included? |
-    | `forward`, `reverse` | Do both modes agree with autodiff of the function without its |
-    | | rule, and with finite differences? |
+    | `forward`, `reverse` | Does each mode agree with plain autodiff, and with differences? |
     | `adjoint` | Is reverse mode the transpose of forward mode? |
     | `linear` | Is the derivative linear in the tangent, and in the cotangent? |
-    | `zeros` | Is it right for each subset of perturbed leaves and of used outputs, |
-    | | without equations for the other leaves? |
+    | `zeros` | Is it right for each subset of perturbed leaves and of used outputs? |
     | `order` | Are higher derivatives right, in every order of the modes? |
-    | `transforms` | Are the results the same under `jit`, `vmap`, `scan`, `cond`, |
-    | | `checkpoint` and sharding? |
-    | `leaks` | Does it keep tracers alive, compile again in each call, or return results |
-    | | that can't be copied? |
+    | `transforms` | Are the results the same under the transformations of JAX? |
+    | `leaks` | Does it keep tracers alive, or compile again in each call? |
     | `residuals` | Which arrays are kept for the backward pass, and are all of them read? |
-    | `finite` | Are value and derivatives finite, at the points `at` as well, and under |
-    | | `jax.debug_nans`? |
+    | `finite` | Are value and derivatives finite, at the points `at` as well? |
     | `deterministic` | Do repeated calls return the same? |
+
+    Plain autodiff is that of the function without its rule, and differences are finite
+    differences. `zeros` also fails if equations are left for leaves that are not perturbed.
+    The transformations are `jit`, `vmap`, `scan`, `cond`, `checkpoint` and sharding. `leaks`
+    also copies the results, and `finite` also runs under `jax.debug_nans`.
 
     !!! example
 

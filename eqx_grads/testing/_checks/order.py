@@ -89,7 +89,7 @@ def _is_wrong_nearby(case: Case, p: Precision, w) -> bool:
     its gradient agree with its wrong second derivative."""
     scaled = case.scaled_tangents()
     leaves = [np.asarray(x) for x in p.subject.leaves]
-    moved = [x + _NEARBY * t for x, t in zip(leaves, case.scaled_tangents(), strict=True)]
+    moved = [x + _NEARBY * t for x, t in zip(leaves, scaled, strict=True)]
     moved = p.like_leaves(moved)
     names = ["all leaves"]
     try:
