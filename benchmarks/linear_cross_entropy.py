@@ -10,10 +10,10 @@ medians over rounds of the ratio of times to Optax on all logits, "MB" is the te
 of the compiled program and "error" the largest difference of a gradient relative to its largest
 entry.
 
-The ratio of CPU times is from 0.72 to 0.78 at these sizes on two cores of a shared machine with
-JAX 0.10.2, where the matrix products alone take 0.67. It is worse where a matrix product is
-more of the time, 0.91 for a vocabulary of 32000 with 512 features; and where there are fewer
-tokens than features there is one chunk, and nothing is gained but memory.
+The ratio of CPU times is 0.71 at these sizes on two cores of a shared machine with JAX 0.10.2,
+where the matrix products alone take 0.60. It is worse where a matrix product is more of the
+time, 0.93 for a vocabulary of 32000 with 512 features; and where there are fewer tokens than
+features there is one chunk, and nothing is gained but memory.
 
     python benchmarks/linear_cross_entropy.py [--quick] [--rounds 7] [--dtype float32]
 """

@@ -1,6 +1,6 @@
 """Claim: `LIF`, `ALIF`, `CuBaLIF` and `RLIF` train at 1.00 to 1.82 times the speed of their
 cells in `jax.lax.scan`, with 0.45 to 1.82 of the temporary bytes; with `keep="spikes"` at 0.86
-to 1.39 times the speed, with 0.15 to 1.69 of the bytes. `docs/benchmarks.md` has the table.
+to 1.39 times the speed, with 0.15 to 1.69 of the bytes; `docs/benchmarks.md` has the table.
 
 The program returns the spikes, and the gradients with respect to all parameters and inputs, in
 single precision. "plain" is `jax.lax.scan` of the cell with its input weights, step by step;
