@@ -147,7 +147,8 @@ def filter_scan(
     `online=True`. `truncate`, `online="e-prop"` and `carry_gradient` change it as described.
     With `truncate=k` all terms of $\partial h_s / \partial h_t$ that cross a multiple of `k`
     steps are zero. Both modes, all orders. For an exception, with rules that are not linear in
-    their cotangent, see "Sharp edges".
+    their cotangent, see
+    [Sharp edges](../guides/sharp-edges.md).
 
     **Raises:**
 

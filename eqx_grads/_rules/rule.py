@@ -163,7 +163,7 @@ class AbstractRules(Rebuildable, abc.ABC):
         self.fill_defaults = True  # hand a rule the positional arguments left out, too
         self.operands = Operands()
         self.returns_numbers = False  # to `jax.jvp` of Python numbers, as `jax.custom_jvp` does
-        # For errors: what can't be differentiated, and the way out.
+        # For errors: what can't be differentiated, and what to do.
         self.configuration: tuple[str, str] = (
             "a keyword-only argument",
             "Keyword-only arguments are configuration. Make it a positional parameter to give "

@@ -17,15 +17,15 @@ from ..._tangent_spaces import sum_dtype
 
 
 def chunk_length(xs: jax.Array, hidden: int) -> int:
-    """The number of steps of a chunk of the backward pass: all steps if the states of a
-    sequence are so few that all residuals fit in the cache. Otherwise enough rows for a matrix
-    product to be efficient, and few enough for a chunk to stay in the cache.
+    """The number of steps of a chunk of the backward pass: all steps if all states together are
+    so few numbers that the loop over chunks takes longer than it saves. Otherwise enough rows
+    for a matrix product to be efficient, and few enough for a chunk to stay in the cache.
 
     A chunk that divides the number of steps may be much longer than that: a shorter last chunk
     is compiled a second time.
     """
     steps, batch, _ = xs.shape
-    if steps * batch * hidden <= 2**16:
+    if steps * batch * hidden <= 2**13:
         return max(steps, 1)
     return near_divisor(steps, min(64, max(16, 256 // max(batch, 1))), longest=5)
 
