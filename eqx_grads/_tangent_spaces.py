@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_path, show_tree, type_of
+from ._jaxprs.current_trace import outside_of_transformations
 from ._jaxprs.varying import vary_over, varying_axes
 
 
@@ -51,8 +52,14 @@ def _is_numeric(dtype) -> bool:
 
 
 def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:
-    """Arrays. JAX hands constants to rules as the Python or NumPy numbers they once were."""
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in xs]
+    """Arrays. JAX hands constants to rules as the Python or NumPy numbers they once were, and
+    these have values that a rule may look at, also where operations are traced."""
+    return [x if isinstance(x, jax.Array) else _as_concrete(x) for x in xs]
+
+
+def _as_concrete(x: Any) -> jax.Array:
+    with outside_of_transformations():
+        return jnp.asarray(x)
 
 
 def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:

@@ -6,6 +6,7 @@ The witness is JAX itself: `PROGRAMS` are run with its decorators and with ours.
 import copy
 import functools as ft
 import inspect
+import math
 import pickle
 
 import equinox as eqx
@@ -527,6 +528,91 @@ def test_concrete_values_at_compile_time():
     assert program(2.0) == 6.0
 
 
+# ---------------------------------------------------------------- values in eager programs
+
+N = jnp.array(2)
+
+
+def _sliced(custom_vjp):
+    f = custom_vjp(lambda x, n: x[:n])
+    pad = lambda x, ct: jnp.zeros_like(x).at[: ct.size].set(ct)
+    f.defvjp(lambda x, n: (x[:n], x), lambda x, ct: (pad(x, ct), None))
+    return jax.grad(lambda x: jnp.sum(f(x, N)))(X)
+
+
+def _on_its_device(custom_vjp):
+    f = custom_vjp(lambda x, y: (2 * x, 3 * y))
+    bwd = lambda _, ct: (jax.device_put(2 * ct[0], ct[0].device), 3 * ct[1])
+    f.defvjp(lambda x, y: ((2 * x, 3 * y), None), bwd)
+    return jax.grad(lambda x: jnp.sum(f(x, X)[0]))(jnp.asarray(X))
+
+
+def _by_numpy(custom_vjp):
+    f = custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), np.cos(np.asarray(x))), lambda cos, ct: (cos * ct,))
+    return jax.grad(lambda x: jnp.sum(f(x)))(np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("run", [_sliced, _on_its_device, _by_numpy])
+def test_a_reverse_rule_looks_at_values(run):
+    """Where the function or a rule is traced for a check, what JAX then raises is no error."""
+    assert_close(run(eqg.jax_custom_vjp), run(jax.custom_vjp))
+
+
+def _repeated(custom_jvp):
+    f = custom_jvp(lambda x, n: x * jnp.ones(n))
+    f.defjvp(lambda p, t: (f(*p), t[0] * jnp.ones(p[1])))
+    return jax.vmap(lambda x: f(x, N))(jnp.asarray(X))
+
+
+def _by_math(custom_jvp):
+    f = custom_jvp(lambda x, y: math.sin(x))
+    f.defjvp(lambda p, t: (math.sin(p[0]), math.cos(p[0]) * float(p[1]) * t[0]))
+    return jax.grad(f)(0.3, 2.5)
+
+
+def _constant_under_jit(custom_jvp):
+    f = custom_jvp(lambda x, n: x)
+    f.defjvp(lambda p, t: (p[0], t[0] * int(p[1])))
+    return jax.jit(jax.grad(lambda x: f(x, np.array(2))))(0.3)
+
+
+@pytest.mark.parametrize("run", [_repeated, _by_math, _constant_under_jit])
+def test_a_forward_rule_looks_at_values(run):
+    assert_close(run(eqg.jax_custom_jvp), run(jax.custom_jvp))
+
+
+def test_the_error_of_a_rule_is_raised_once():
+    f = eqg.jax_custom_jvp(lambda x, y: x * y)
+
+    @f.defjvp
+    def f_jvp(primals, tangents):
+        raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user") as caught:
+        jax.grad(f)(2.0, 3.0)
+    assert caught.value.__context__ is None
+
+
+def test_positions_from_the_end():
+    for decorator in (jax.custom_jvp, eqg.jax_custom_jvp):
+        f = decorator(lambda x, n: x * n, nondiff_argnums=(-1,))
+        f.defjvp(lambda n, p, t: (p[0] * n, 5 * t[0]))
+        assert jax.grad(f)(0.3, 2) == 5.0
+    with pytest.raises(RuleError, match="are not positions"):
+        eqg.jax_custom_jvp(lambda x, n: x * n, nondiff_argnums=(-3,))
+
+
+def test_the_gradient_of_a_number_stays_weak():
+    """An output is not used, so that zeros take the place of its cotangent."""
+    for decorator in (jax.custom_vjp, eqg.jax_custom_vjp):
+        f = decorator(lambda x, y: (x * y, x))
+        bwd = lambda xy, ct: (ct[0] * xy[1] + ct[1], ct[0] * xy[0])
+        f.defvjp(lambda x, y: ((x * y, x), (x, y)), bwd)
+        grad = jax.grad(lambda x, f=f: f(x, 2.0)[0])(0.3)
+        assert (grad * jnp.bfloat16(1)).dtype == jnp.bfloat16
+
+
 # ---------------------------------------------------------------- objects
 
 
@@ -675,8 +761,8 @@ def test_a_missing_rule_is_an_attribute_error_too(call):
         (lambda: product.defvjp(len, len, "yes"), r"`symbolic_zeros` .* is not a bool"),
         (lambda: product.defvjp(len, len, False, 1), r"`optimize_remat` .* is not a bool"),
         (
-            lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnums=(-1,)),
-            r"`nondiff_argnums` of `sine` are not positions\.\n  they hold -1",
+            lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnums=(-2,)),
+            r"`nondiff_argnums` of `sine` are not positions\.\n  they hold -2",
         ),
         (
             lambda: eqg.jax_custom_jvp(sine.fun, nondiff_argnames="z"),

@@ -44,3 +44,12 @@ def test_lets_everything_else_through():
     assert jnp.array_equal(jax.vmap(f)(jnp.ones(2), jnp.ones(2)), jnp.ones(2))
     tree = (1, "text", jnp.tanh, None, jax.random.key(0))
     assert eqg.nondifferentiable(tree)[:4] == tree[:4]
+
+
+def test_a_function_that_closes_over_a_traced_value():
+    times = lambda k: eqg.nondifferentiable({"fn": lambda v: v * k}, "The factor")["fn"](3.0)
+    assert jax.jit(times)(2.0) == 6.0
+    assert jnp.array_equal(jax.vmap(times)(jnp.arange(2.0)), jnp.array([0.0, 3.0]))
+    for derive in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(RuleError, match="The factor was differentiated(.|\n)*at `k`, held"):
+            derive(times)(2.0)

@@ -118,6 +118,10 @@ def merge(args: Sequence[Any], argnums: Sequence[int], nondiff: Any) -> list[Any
 def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
     """The positions that `nondiff_argnums` and `nondiff_argnames` name, in ascending order."""
     argnums, argnames = _as_tuple(argnums), _as_tuple(argnames)
+    arity = _arity(decorated.fun)
+    if arity is not None:  # from the end, as JAX allows it
+        is_from_end = lambda i: isinstance(i, int | np.integer) and -arity <= i < 0
+        argnums = tuple(i + arity if is_from_end(i) else i for i in argnums)
     for i in argnums:
         if isinstance(i, bool) or not isinstance(i, int | np.integer) or i < 0:
             raise rule_error(

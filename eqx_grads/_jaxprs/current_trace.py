@@ -22,13 +22,22 @@ def _staging_trace() -> type:
 
 with jax.ensure_compile_time_eval():
     _EAGER = _state()
-    _EVALUATION = type(find_top_trace(()))
+    _EVALUATING = find_top_trace(())
+    _EVALUATION = type(_EVALUATING)
 _STAGING = _staging_trace()
 
 
 def is_eager() -> bool:
     """Whether no transformation is at work: operations compute their values at once."""
     return _state() == _EAGER
+
+
+def staging_trace() -> Any:
+    """The innermost trace that stages operations into a jaxpr; `None` if there is none."""
+    trace = find_top_trace(())
+    while trace is not None and type(trace) is not _STAGING:
+        trace = getattr(trace, "parent_trace", None)
+    return trace
 
 
 def is_staged(operands: Sequence[Any]) -> bool:
@@ -78,6 +87,14 @@ def is_of_innermost_trace(x: Any) -> bool:
     """Whether the innermost transformation transforms `x`. Inside `jax.vmap`: whether `x` has
     the batch dimension."""
     return isinstance(x, Tracer) and x._trace is find_top_trace(())
+
+
+@contextlib.contextmanager
+def outside_of_transformations() -> Iterator[None]:
+    """Compute at once with what is not traced. `jax.ensure_compile_time_eval` does not do so
+    where `jax.grad` linearizes."""
+    with set_current_trace(_EVALUATING):
+        yield
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from .._jaxprs.current_trace import is_of_innermost_trace
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
-from .rule import NEEDS_VALUES
+from .rule import try_to_trace
 
 
 class BatchedCall(AbstractCall):
@@ -47,9 +47,8 @@ class BatchedCall(AbstractCall):
             found[:] = map(is_of_innermost_trace, out)
             return out
 
-        try:
-            out = self._vmap(one, self._axes)(*operands)
-        except NEEDS_VALUES:  # of operands that are not batched, which is fine eagerly
+        out = try_to_trace(self._vmap(one, self._axes), *operands)
+        if out is None:  # it looks at operands that are not batched, which is fine eagerly
             out = self._vmap(self._primal_of_example, self._axes)(*operands)
             self.out_batched = [True] * len(out)
             return out

@@ -19,6 +19,7 @@ from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
 from .abstract_call import AbstractCall
 from .call_primitive import bind_call, invalid_tracer
+from .copies import copy_in_use
 from .flatten_call import as_arrays, FlatCall, OutputSpec
 from .matmul_precision import in_precision, matmul_precision
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
@@ -29,6 +30,7 @@ def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`fn(*args, **kwargs)`, with derivatives by `rules`."""
+    fn = copy_in_use(fn, rules)
     rules.check_complete(fn)
     signature = rules.signature(fn)
     args, kwargs, filled = signature.bind(args, kwargs, rules.fill_defaults)
@@ -43,6 +45,7 @@ def call_as_given(
     """As `call_with_rules`, but the arguments stay as they were given: those passed by keyword
     are passed on by keyword, no default value is filled in, and without a transformation no
     number is made an array."""
+    fn = copy_in_use(fn, rules)
     rules.check_complete(fn)
     if is_eager() and not _any_tracers(fn, args, kwargs):
         return fn(*args, **kwargs)

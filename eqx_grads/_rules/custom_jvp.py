@@ -12,8 +12,9 @@ from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
+from .copies import running_rule
 from .flatten_call import is_inexact, OutputSpec
-from .rule import AbstractRules, check_outputs, CheckCache, NEEDS_VALUES, Rule, RuleCall
+from .rule import AbstractRules, check_outputs, CheckCache, Rule, RuleCall, try_to_trace
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -151,7 +152,8 @@ def _run(rule, call, indices, given):
     for i, t in zip(indices, given, strict=True):
         ts[i] = t
     t_args = call.flat.args.dynamic_tree(ts)
-    result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
+    with running_rule(call.fn, call.rules):
+        result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
     return _take_result(call, rule, result)
 
 
@@ -170,9 +172,8 @@ def _without_dead_terms(rule, call, run, inexact):
 
     tangents = [call.tangents[i] for i in inexact]
     types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in inexact]
-    try:
-        program = jax.make_jaxpr(of_tangents)(*types)
-    except NEEDS_VALUES:  # a rule that looks at values: its tangents are zeros
+    program = try_to_trace(jax.make_jaxpr(of_tangents), *types)
+    if program is None:  # a rule that looks at values: its tangents are zeros
         given = [
             jnp.zeros_like(call.operands[i]) if t is None else t
             for i, t in zip(inexact, tangents, strict=True)
@@ -196,11 +197,9 @@ def _check_linear(rule, call, run, indices) -> None:
     def of_tangents(*ts):
         return [t for t in run(indices, ts)[2] if t is not None]
 
-    try:
-        program = jax.make_jaxpr(of_tangents)(*types)
-    except NEEDS_VALUES:  # an eager rule that looks at values: nothing is seen
-        return
-    _raise_if_nonlinear(rule, call, program, len(program.out_avals))
+    program = try_to_trace(jax.make_jaxpr(of_tangents), *types)
+    if program is not None:  # of an eager rule that looks at values, nothing is seen
+        _raise_if_nonlinear(rule, call, program, len(program.out_avals))
 
 
 def _raise_if_nonlinear(rule, call, program, n_tangents) -> None:

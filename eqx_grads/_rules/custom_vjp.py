@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import AbstractValue
+from jax.interpreters import ad
 
 from .._errors import name_of, place_of, rule_error, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
@@ -21,10 +22,11 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._tangent_spaces import as_array_list, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
+from .copies import running_rule
 from .custom_jvp import apply_forward_rule
 from .flatten_call import FlatCall, is_array, OutputSpec, Signature, TreeSplit
 from .linear_primitive import linear_call, LinearMap
-from .rule import AbstractRules, CheckCache, NEEDS_VALUES, Rule, RuleCall
+from .rule import AbstractRules, CheckCache, Rule, RuleCall, try_to_trace
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -238,7 +240,8 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
     keywords = call.keywords(rule)
     if "perturbed" in rule.keyword_only:
         keywords = {"perturbed": _perturbed_tree(call.flat, call.perturbed()), **keywords}
-    result = rule(*call.args, **keywords)
+    with running_rule(call.fn, call.rules):
+        result = rule(*call.args, **keywords)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise rule_error(
             f"The forward pass `{rule.name}` of `{name_of(call.fn)}` did not return a pair.",
@@ -308,7 +311,9 @@ class _VjpSpec:
             full: list[Any] = [None] * len(self.out_types)
             for i, ct in zip(self.out_indices, cts, strict=True):
                 full[i] = ct
-            return self._run_bwd(fn, rules.bwd_rule, kwargs, kept, self.out_split.tree(full))
+            with running_rule(fn, rules):
+                ct = self.out_split.tree(full)
+                return self._run_bwd(fn, rules.bwd_rule, kwargs, kept, ct)
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
@@ -365,8 +370,7 @@ def _without_dead_terms(pull_back, cts, types):
     """A backward rule without the terms of outputs that nobody used, as for forward rules. A
     rule that is not linear in its cotangents gets zeros for them."""
     zeros = [
-        jnp.zeros(t.shape, t.dtype) if ct is None else ct
-        for ct, t in zip(cts, types, strict=True)
+        ad.zeros_like_aval(t) if ct is None else ct for ct, t in zip(cts, types, strict=True)
     ]
     has_ct: list[bool] = []
 
@@ -375,11 +379,8 @@ def _without_dead_terms(pull_back, cts, types):
         has_ct[:] = [ct is not None for ct in out]
         return [ct for ct in out if ct is not None]
 
-    try:
-        program = jax.make_jaxpr(dense)(*zeros)
-    except NEEDS_VALUES:  # an eager rule that looks at values
-        return pull_back(*zeros)
-    if not surely_linear(output_statuses(program)):
-        return pull_back(*zeros)
+    program = try_to_trace(jax.make_jaxpr(dense), *zeros)
+    if program is None or not surely_linear(output_statuses(program)):
+        return pull_back(*zeros)  # it looks at values, or is not linear
     answers = iter(evaluate_with_zeros(program, cts))
     return [next(answers) if has else None for has in has_ct]

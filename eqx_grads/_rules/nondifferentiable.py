@@ -1,10 +1,13 @@
 """`nondifferentiable`: the identity, which raises if it is differentiated."""
 
-import jax
+from collections.abc import Sequence
+
 from jaxtyping import PyTree
 
 from .._errors import rule_error, show_path
+from .closure_convert import lift_tracers
 from .custom_jvp import custom_jvp
+from .flatten_call import is_dynamic, TreeSplit
 
 
 def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
@@ -24,7 +27,7 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
 
     **Arguments:**
 
-    - `x`: any PyTree.
+    - `x`: any PyTree. Of a function in it, this is about the values that it closes over.
     - `name`: what it is, for the error.
 
     **Returns:**
@@ -42,21 +45,27 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
             f"it is {name!r:.60}",
             do="Name the value, as the error should.",
         )
-    return _nondifferentiable(x, name=name)
+    split, arrays = TreeSplit.split(x, is_dynamic)
+    # A function in `x` can't be returned by a rule, but the values that it closes over can.
+    closures, captured = lift_tracers(split.static)
+    places = ["x" + show_path(split.path(i)) for i in split.indices] + closures.names
+    values = _nondifferentiable([*arrays, *captured], name=name, places=tuple(places))
+    static, _ = closures.substitute(values[len(arrays) :])
+    return split.tree(values[: len(arrays)], static)
 
 
 @custom_jvp
-def _nondifferentiable(x, *, name):
-    del name
-    return x
+def _nondifferentiable(values, *, name, places):
+    del name, places
+    return values
 
 
 @_nondifferentiable.def_jvp(symbolic_zeros=True)
-def _nondifferentiable_jvp(primals, tangents, *, name):
+def _nondifferentiable_jvp(primals, tangents, *, name: str, places: Sequence[str]):
     del primals
-    paths = [show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tangents[0])]
+    pairs = zip(places, *tangents, strict=True)
     raise rule_error(
         f"{name} was differentiated, and must not be.",
-        *(f"at x{path}" for path in paths if path),
+        *(f"at {place}" for place, t in pairs if t is not None and place != "x"),
         do="Pass `jax.lax.stop_gradient` of it to treat it as a constant.",
     )

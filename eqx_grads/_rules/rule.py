@@ -5,13 +5,16 @@ import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
 from .closure_convert import check_no_tracers, Opaque, Rebuildable
 from .flatten_call import FlatCall, Operands, OutputSpec, Signature, signature_of
+
+
+T = TypeVar("T")
 
 
 class Rule(Rebuildable):
@@ -222,13 +225,19 @@ class RuleCall:
         return [i for i, t in enumerate(self.tangents) if t is not None]
 
 
-# Raised by a function that looks at the values of its arguments, which works eagerly.
-NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
+def try_to_trace(trace: Callable[..., T], *args: Any) -> T | None:
+    """`trace(*args)`, which traces a function of the user's for a check; `None` if the function
+    can't be traced.
+
+    It may look at the values of its arguments, which works eagerly. For that, JAX raises a
+    `ConcretizationTypeError`, and also a `TypeError`, an `IndexError` or an `AttributeError`,
+    and the function may raise what it likes. If it is wrong for values too, it raises the same
+    once more where it is called with them.
+    """
+    try:
+        return trace(*args)
+    except Exception:
+        return None
 
 
 def check_outputs(
@@ -269,11 +278,8 @@ def _outputs(call: RuleCall) -> OutputSpec | None:
         found.append(outputs)
         return arrays
 
-    try:
-        jax.eval_shape(primal, *call.operands)
-    except NEEDS_VALUES:
-        return None
-    return found[0]
+    types = try_to_trace(jax.eval_shape, primal, *call.operands)
+    return None if types is None else found[0]
 
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:

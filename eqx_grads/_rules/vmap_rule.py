@@ -7,8 +7,9 @@ import jax
 
 from .._errors import name_of, rule_error, show_tree
 from .._tangent_spaces import as_array_list
+from .copies import running_rule
 from .flatten_call import FlatCall, OutputSpec
-from .rule import NEEDS_VALUES, Rule
+from .rule import Rule, try_to_trace
 
 
 def apply_vmap_rule(
@@ -27,7 +28,8 @@ def apply_vmap_rule(
         return None
     rule = rules.vmap_rule
     flags = flat.args.tree(batched[:n], [False] * len(flat.args.static))
-    result = rule(axis_data.size, flags, *args, **kwargs)
+    with running_rule(fn, rules):
+        result = rule(axis_data.size, flags, *args, **kwargs)
     if result is NotImplemented:
         return None
     if not isinstance(result, tuple | list) or len(result) != 2:
@@ -79,9 +81,8 @@ def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec |
         axis_name=axis_data.name,
         spmd_axis_name=axis_data.spmd_name,
     )
-    try:
-        types = jax.eval_shape(vmapped, *operands)
-    except NEEDS_VALUES:
+    types = try_to_trace(jax.eval_shape, vmapped, *operands)
+    if types is None:
         return None
     batched_types = [
         jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)

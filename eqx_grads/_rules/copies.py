@@ -1,0 +1,64 @@
+"""Which copy of a decorated Module a rule runs for.
+
+A decorated Module is copied with other arrays by `eqx.tree_at`, an optimizer, `jit` or `vmap`. All
+copies share their rules, and a rule calls the Module by the name of the first one: `return f(x), x`.
+There, `f` stands for the copy of which the rule is.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from .._errors import name_of, place_of, rule_error
+from .._jaxprs.current_trace import staging_trace
+
+
+class _Running(NamedTuple):
+    fn: Any
+    staged_by: Any  # the trace that made the rule's operations equations, if any
+
+
+# By the rules' `cache`, which copies share.
+_running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVar("running")
+
+
+@contextlib.contextmanager
+def running_rule(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
+    """While a rule of `fn` runs."""
+    if not isinstance(fn, eqx.Module):  # of a function there is only one
+        yield
+        return
+    others = _running.get({})
+    token = _running.set({**others, rules.cache: _Running(fn, staging_trace())})
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def copy_in_use(fn: Callable[..., Any], rules: Any) -> Callable[..., Any]:
+    """`fn`, or the copy of it of which a rule is running."""
+    running = _running.get({}).get(rules.cache)
+    if running is None or _have_same_leaves(fn, running.fn):
+        return fn
+    if staging_trace() is not running.staged_by:
+        # What is traced by `jit` or for a loop is kept, and used for other copies.
+        raise rule_error(
+            f"A rule of `{name_of(fn)}` calls `{name_of(fn)}` inside a transformation such as "
+            "`jax.jit` or `jax.lax.scan`, and runs for a copy that has other arrays.",
+            place_of(fn),
+            do="Decorate a function of the Module and its arguments, whose rules are given the "
+            "Module.",
+        )
+    return running.fn
+
+
+def _have_same_leaves(a, b) -> bool:
+    if a is b:
+        return True
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return all(x is y for x, y in pairs)
