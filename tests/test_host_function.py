@@ -1171,3 +1171,27 @@ def test_an_out_that_computes(out):
     with pytest.raises(eqg.RuleError, match="`out` of `sum` computes") as error:
         call(jnp.arange(3.0))
     assert "jax.ShapeDtypeStruct((), x.dtype)" in str(error.value)
+
+
+def test_rules_are_given_default_values():
+    """As the rules of `custom_vjp` are, if they have a parameter for them."""
+
+    @eqg.host_function(out=lambda x, **_: x)
+    def power(x, *, n=3, unused=1):
+        return x**n
+
+    power.def_fwd(lambda x, *, n: (x**n, x))
+    power.def_bwd(lambda x, ct, *, n: (ct * n * x ** (n - 1),))
+    for grad in (jax.grad(power), jax.jit(jax.grad(power))):
+        assert grad(2.0) == 12.0
+        assert grad(2.0, n=2) == 4.0
+    power.def_jvp(lambda p, t, *, n: (p[0] ** n, t[0] * n * p[0] ** (n - 1)))
+    assert jax.jvp(power, (2.0,), (1.0,)) == (8.0, 12.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_complex_steps_in_each_precision(dtype):
+    sin = eqg.host_function(lambda x: np.sin(x), out=lambda x: x, finite_difference="complex")
+    got = jax.grad(lambda x: sin(x).astype(jnp.float32))(dtype(0.5))
+    assert got.dtype == dtype
+    assert abs(float(got) - np.cos(0.5)) <= float(jnp.finfo(dtype).eps)

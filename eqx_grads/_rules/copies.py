@@ -1,8 +1,8 @@
 """Which copy of a decorated Module a rule runs for.
 
-A decorated Module is copied with other arrays by `eqx.tree_at`, an optimizer, `jit` or `vmap`. All
-copies share their rules, and a rule calls the Module by the name of the first one: `return f(x), x`.
-There, `f` stands for the copy of which the rule is.
+A decorated Module is copied with other arrays by `eqx.tree_at`, an optimizer, `jit` or `vmap`.
+All copies share their rules, and a rule calls the Module by the name of the first one, as in
+`return f(x), x`. There, `f` stands for the copy that is differentiated.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -40,8 +41,8 @@ def complex_steps(run: Run, leaves: Sequence[np.ndarray], i: int, rank: int) -> 
     Nothing cancels in it, so it is right to rounding, if `run` is analytic."""
     x = leaves[i]
     # Far below the resolution of the dtype, and far above the smallest number.
-    h = float(np.finfo(x.dtype).tiny) ** 0.5
-    moved = x.astype(np.result_type(x.dtype, np.complex64))
+    h = float(jnp.finfo(x.dtype).tiny) ** 0.5  # NumPy does not know bfloat16
+    moved = x.astype(np.complex128 if x.dtype == np.float64 else np.complex64)
     columns = []
     for k in range(_n_elements(x, rank)):
         _, there = _moved(moved, rank, k, np.asarray(1j * h, moved.dtype))

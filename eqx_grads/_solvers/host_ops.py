@@ -125,6 +125,12 @@ class PrimalOp(AbstractHostOp):
             full[i] = x
         return self.treedef.unflatten(full)
 
+    def keywords(self, rule: Rule, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The keyword-only arguments for a rule. Default values of the function are among them
+        if the rule has a parameter for them, as for the rules of `custom_vjp`."""
+        _, kwargs, filled = self.code.signature.bind(args, kwargs, False)
+        return rule.keywords(kwargs, filled)
+
     def tangents(self, ts: Sequence[Any]) -> Any:
         """A tree like `args` with `ts` (`None`: zero) for its arrays, and `None` elsewhere."""
         full = [*ts, *[None] * (len(self.in_types) - self.n_args)]

@@ -86,7 +86,7 @@ class ForwardOp(_AbstractRuleOp):
 
     def call_rule(self, leaves) -> tuple[Any, Any]:
         args, kwargs = self.call.arguments(leaves)
-        result = self.rule(*args, **kwargs)
+        result = self.rule(*args, **self.call.keywords(self.rule, args, kwargs))
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
                 f"The forward rule `{self.name}` of `{self.call.name}` did not return a pair.",
@@ -129,6 +129,7 @@ class TangentOp(_AbstractRuleOp):
             for i, x in enumerate(primals[: call.n_args])
         ]
         args, kwargs = call.arguments(primals)
+        kwargs = call.keywords(self.rule, args, kwargs)
         result = self.rule.of_tangents(args, call.tangents(ts), **kwargs)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
@@ -196,6 +197,7 @@ class CotangentOp(_AbstractRuleOp):
         args, kwargs = call.arguments(primals)
         if self.rule.keyword_only:
             flags = [i in self.live for i in range(call.n_args)]
+            kwargs = call.keywords(self.rule, args, kwargs)
             kwargs = self.rule.asked_for({"perturbed": call.tangents(flags), **kwargs})
         else:
             kwargs = {}

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 
-# In machine epsilons of the terms that a pivot is the difference of. Measured on random matrices
-# of 2 to 200 rows in float32, also with rows and columns scaled by factors of 1e-6 to 1e6: of
-# singular ones, 88 to 100 % are found; of regular ones, none with a condition number of up to
-# 1e6 is taken for singular, and some with 1e7, whose solutions have one or two correct digits.
+# In machine epsilons of the terms that a pivot is the difference of. Measured on random
+# matrices of 2 to 200 rows in float32, also with rows and columns scaled by factors of 1e-6 to
+# 1e6: of singular ones, 88 to 100 % are found; of regular ones, none with a condition number of
+# up to 1e6 is taken for singular, and some with 1e7, whose solutions have one or two correct
+# digits.
 _LOST = 16
 
 
