@@ -114,6 +114,32 @@ def test_what_is_undefined_stays_so(fn, x, expected):
             assert jnp.isnan(plain) or got == expected
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_scalar_with_factors_that_are_dead(around):
+    """What is not finite does not depend on the scalar, whose cotangent is a sum over it."""
+    loss = lambda w, x, a: jnp.sum(jnp.where(a > 0, jnp.sin(w) * (x / a), 0.0))
+    safe = eqg.zero_safe(around(loss))
+    w, x, a = jnp.array(0.5), jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])
+    assert jnp.isnan(jax.grad(loss)(w, x, a))
+    assert_close(jax.grad(safe)(w, x, a), jnp.cos(w))
+    assert_close(jax.jvp(lambda w: safe(w, x, a), (w,), (w * 2,))[1], jnp.cos(w))
+    assert_close(jax.grad(jax.grad(safe))(w, x, a), -jnp.sin(w))
+    assert safe(w, x, a) == loss(w, x, a)
+
+
+@pytest.mark.parametrize("take", [jnp.max, jnp.min])
+def test_an_extremum_that_is_nan_and_dead(take):
+    """It is equal to none of its elements, by the number of which JAX divides."""
+
+    def loss(w, a):
+        rows = jnp.stack([w * (a / a), w**2 * jnp.ones_like(a)], 1)
+        return jnp.sum(jnp.where(a > 0, take(rows, axis=1), 0.0))
+
+    w, a = jnp.array(0.5), jnp.array([1.0, 0.0])
+    assert jnp.isnan(jax.grad(loss)(w, a))
+    assert_close(jax.grad(eqg.zero_safe(loss))(w, a), jax.grad(loss)(w, a[:1]))
+
+
 def _healthy():
     key = jax.random.key(0)
     x = jax.random.normal(key, (5, 4))

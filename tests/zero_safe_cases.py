@@ -151,6 +151,10 @@ def _scan_of_top_k(x):
 zero = lambda x: mpmath.mpf(0)
 same = lambda x: x
 
+# A scalar gets a cotangent from each element, and that of the second one is dead.
+_data = jnp.array([1.0, 0.0])
+_of_data = lambda terms: jnp.sum(where(_data > 0, terms, 0.0))
+
 CASES = [
     Case("sqrt", lambda x: where(x > 0, sqrt(x), 0.0), 0.0, zero),
     Case("sqrt of a negative", lambda x: where(x > 0, sqrt(x), x**2), -1.0, lambda x: x**2),
@@ -158,6 +162,10 @@ CASES = [
     Case("log, taken", lambda x: where(x <= 0, 0.0, log(x)), 2.0, mpmath.log),
     Case("reciprocal", lambda x: where(x == 0, 0.0, 1 / x), 0.0, zero),
     Case("infinite literal", lambda x: where(x > 0, 0.0, x * jnp.inf), 1.0, zero),
+    Case("factor of data", lambda x: _of_data(x * (x / _data)), 0.5, lambda x: x**2),
+    Case("logarithm of data", lambda x: _of_data(x * (2 + log(_data))), 0.5, lambda x: 2 * x),
+    Case("divisor of data", lambda x: _of_data(x / _data), 0.5, same),
+    Case("exponent of data", lambda x: _of_data(x ** (1 / _data)), 0.5, same),
     Case("power", lambda x: where(x > 0, x**0.3, 2 * x), 0.0, lambda x: 2 * x),
     Case("power, second order", lambda x: where(x > 0, x**1.5, x**2), 0.0, lambda x: x**2),
     Case("negative power", lambda x: where(x != 0, x**-2, x), 0.0, same),

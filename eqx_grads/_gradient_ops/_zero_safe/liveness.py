@@ -152,6 +152,8 @@ def transfer(
         return [i in inexact_indices(eqn.invars) for i in range(len(values))]
     if name == "dot_general":
         return _transfer_dot(eqn, values, outs[0])
+    if name in ("reduce_max", "reduce_min"):
+        return [_transfer_extremum(eqn, values[0], results[0], outs[0])]
     if name in PULLED_BACK:
         return _pull_back(e, values, outs)
     return _transfer_opaque(e, values, outs)
@@ -223,6 +225,14 @@ def _place(x, shape, dims):
     """`broadcast_in_dim` with dimensions in any order."""
     order = sorted(range(len(dims)), key=lambda i: dims[i])
     return jax.lax.broadcast_in_dim(jnp.transpose(x, order), shape, sorted(dims))
+
+
+def _transfer_extremum(eqn, x, extremum, mask) -> Mask:
+    """As `taken_by`. JAX divides by the number of elements that are equal to the extremum, and
+    if that is NaN, by zero."""
+    axes = eqn.params["axes"]
+    extremum, mask = (jnp.expand_dims(y, axes) for y in (extremum, dense(mask, extremum.shape)))
+    return mask & ~(x < extremum if eqn.primitive.name == "reduce_max" else x > extremum)
 
 
 def _pull_back(e, values, outs) -> list[Mask]:

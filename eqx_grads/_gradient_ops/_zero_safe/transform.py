@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, enter, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan
@@ -178,6 +179,7 @@ def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -
             assert masks is not None
             if e.is_entered:
                 return _enter(e, values, masks, plan.steep_outs[id(eqn)])
+            values, masks = _broadcast(e, values, masks)
             values = _guard(values, masks.alive_ins, masks.moved_ins)
             out = bind(eqn, values)
             if eqn.primitive.name in MULTILINEAR and eqn.primitive.name != "mul":
@@ -188,6 +190,17 @@ def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -
             taken = transfer(e, values, out, [True] * len(out))
             values = _guard(values, taken, [True] * len(values))
         return bind(eqn, values)
+
+
+def _broadcast(e: AnalyzedEquation, values, masks: _Masks) -> tuple[list[Any], _Masks]:
+    """The operands of an elementwise operation with the shape of the result. One that it
+    broadcasts itself, such as a scalar, gets a cotangent that is a sum over elements of the
+    result, of which some may be dead."""
+    shape = e.eqn.outvars[0].aval.shape
+    if e.eqn.primitive.name not in ELEMENTWISE or all(jnp.shape(x) == shape for x in values):
+        return list(values), masks
+    values = [jnp.broadcast_to(x, shape) for x in values]
+    return values, masks._replace(alive_ins=transfer(e, values, (), masks.alive_outs))
 
 
 def _without_dead_factors(eqn, values, out, alive) -> Any:
