@@ -240,3 +240,35 @@ def test_a_layer_that_keeps_its_gates(layer):
     assert [r for r in gates.remarks if 'keep="states"' in r]
     assert not [r for r in states.remarks if 'keep="states"' in r]
     assert states.estimated < 0.7 * gates.estimated
+
+
+class TwoCells(eqx.Module):
+    cell1: eqx.nn.GRUCell
+    cell2: eqx.nn.GRUCell
+    checkpoint: int | str | None = eqx.field(static=True, default=None)
+
+    def run(self, cell, xs):
+        def step(h, x):
+            h = cell(x, h)
+            return h, h
+
+        return eqg.filter_scan(step, jnp.zeros(STATES), xs, checkpoint=self.checkpoint)[1]
+
+    def __call__(self, xs):
+        return self.run(self.cell2, self.run(self.cell1, xs))
+
+
+def test_a_line_that_runs_a_loop_twice_has_one_advice():
+    """One edit of this line changes both loops."""
+    key1, key2 = jr.split(jr.key(0))
+    cells = [eqx.nn.GRUCell(n, STATES, key=key) for n, key in ((3, key1), (STATES, key2))]
+    loss = lambda model, xs: jnp.sum(model(xs) ** 2)
+    xs = jnp.ones((400, 3))
+    report = eqg.explain_memory(loss, TwoCells(*cells), xs, compiled=False)
+    (advice,) = [a for a in report.advice if a.kind == "loop"]
+    assert len({str(a) for a in report.advice}) == len(report.advice)
+    (checkpoint,) = re.findall(r", called 2 times, by .*checkpoint=(\d+)", advice.cure)
+    followed = TwoCells(*cells, checkpoint=int(checkpoint))
+    left = eqg.explain_memory(loss, followed, xs, compiled=False).estimated
+    assert advice.predicted == pytest.approx(left, rel=0.05)
+    assert advice.predicted < 0.3 * report.estimated

@@ -48,7 +48,8 @@ class Candidate:
     - `is_in_loop`: whether the checkpoint is in a loop, or is one.
     - `covers`: the indices of the residuals that are computed there.
     - `gain`: about the bytes of these that are not alive at the same time any more.
-    - `origin`: the `scan` of the traced program, and `checkpoint` for `filter_scan`.
+    - `origin`: an operation of which the line is shown. `loops`: the equations of scans that
+        are to be run by `filter_scan` with this `checkpoint`.
     - `vmap_is_outside`: whether the loop stays in a `vmap`. `moves_vmap`: whether that is to be
         moved into its step.
     - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is to be a
@@ -63,11 +64,15 @@ class Candidate:
     covers: frozenset[int]
     gain: float
     origin: Origin | None = None
+    loops: Sequence[Any] = ()
     checkpoint: int | str | None = None
     vmap_is_outside: bool = False
     moves_vmap: bool = False
     layers: frozenset[int] = frozenset()
     logits: Logits | None = None
+
+    def is_run_by_filter_scan(self, eqn: Any) -> bool:
+        return any(eqn is loop for loop in self.loops)
 
     def call_of(self, eqn: Any) -> int | None:
         """The number of the call that an equation is in, if that is to be a checkpoint."""
@@ -88,7 +93,43 @@ def candidates(numbered: NumberedLoss, pairs: Pairs) -> list[Candidate]:
     return sorted(found, key=lambda c: -c.gain)
 
 
-def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A scan of the loss.
+
+    - `covers`: the indices of the residuals in it. `residuals`: their bytes, in one run.
+    - `n_runs`: how often it is run, in loops around it.
+    """
+
+    origin: Origin
+    scan: Scan
+    covers: frozenset[int]
+    residuals: float
+    n_runs: int
+
+    @property
+    def carry(self) -> int:
+        """The bytes of the carry."""
+        return bytes_of(*self.scan.programs[0].out_avals[: self.scan.n_carry])
+
+    def kept(self, every: int) -> float:
+        """The bytes that are kept with a checkpoint every so many steps, in all runs."""
+        steps = self.scan.length
+        return self.n_runs * (steps / every * self.carry + every / steps * self.residuals)
+
+    @property
+    def sqrt(self) -> int:
+        """The number of steps between checkpoints of `checkpoint="sqrt"`."""
+        return near_divisor(self.scan.length, math.sqrt(self.scan.length))
+
+    @property
+    def best(self) -> int:
+        """That with which least is kept."""
+        ideal = self.scan.length * math.sqrt(self.carry / self.residuals)
+        return near_divisor(self.scan.length, max(1.0, ideal))
+
+
+def _loops(numbered: NumberedLoss, pairs: Pairs) -> Iterator[_Loop]:
     in_loops = {number for source, _ in pairs for number in source.loops if number is not None}
     for number in sorted(in_loops):
         origin = numbered.origins[number]
@@ -96,30 +137,45 @@ def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate
         covers = frozenset(
             i for i, (s, _) in enumerate(pairs) if number in s.loops and s.kept_by_loop
         )
-        if not isinstance(scan, Scan) or scan.length < 4 or not covers:
-            continue
         covered = sum(pairs[i][1].bytes for i in covers)
-        n_runs = _executions(numbered, origin.loops)
-        carry = bytes_of(*scan.programs[0].out_avals[: scan.n_carry])
-        checkpoint, kept = _best_checkpoint(scan.length, carry, covered // n_runs)
+        if isinstance(scan, Scan) and scan.length >= 4 and covered:
+            n_runs = _executions(numbered, origin.loops)
+            yield _Loop(origin, scan, covers, covered / n_runs, n_runs)
+
+
+def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
+    """For each line with a loop, which may be run several times: of several layers."""
+    at_lines: dict[Any, list[_Loop]] = {}
+    for loop in _loops(numbered, pairs):
+        is_batched = numbered.is_batched(loop.origin)
+        # A loop may be on the line of the one that it is in.
+        key = (loop.origin.source, loop.origin.loops, is_batched)
+        at_lines.setdefault(key, []).append(loop)
+    for (source, _, is_batched), loops in at_lines.items():
+        checkpoint, kept = _best_checkpoint(loops)
+        covers = frozenset().union(*(loop.covers for loop in loops))
         run = f"`eqg.filter_scan(..., checkpoint={checkpoint!r})`"
+        place = f"{source}, called {len(loops)} times," if len(loops) > 1 else f"{source}"
+        paths = {loop.origin.path for loop in loops}
         candidate = Candidate(
             "loop",
-            f"Run the loop at {origin.source} by {run}.",
-            origin.path,
+            f"Run the loop at {place} by {run}.",
+            paths.pop() if len(paths) == 1 else "",
             True,
             covers,
-            covered - n_runs * kept,
-            origin,
+            sum(pairs[i][1].bytes for i in covers) - kept,
+            loops[0].origin,
+            [loop.origin.eqn for loop in loops],
             checkpoint,
         )
-        if not numbered.is_batched(origin):
+        if not is_batched:
             yield candidate
             continue
-        has_outputs = len(scan.programs[0].out_avals) > scan.n_carry
+        scans = [loop.scan for loop in loops]
+        has_outputs = any(len(s.programs[0].out_avals) > s.n_carry for s in scans)
         cure = candidate.cure + _OUTPUTS_ARE_COPIED * has_outputs
         yield dataclasses.replace(candidate, cure=cure, vmap_is_outside=True)
-        cure = _VMAP_INSIDE.format(source=origin.source, run=run)
+        cure = _VMAP_INSIDE.format(source=place, run=run)
         yield dataclasses.replace(candidate, cure=cure, moves_vmap=True)
 
 
@@ -133,13 +189,13 @@ _VMAP_INSIDE = (
 )
 
 
-def _best_checkpoint(steps: int, carry: int, residuals: int) -> tuple[int | str, float]:
-    """The `checkpoint` of `filter_scan` with which least is kept, and how much that is, given
-    the bytes of a carry and of the residuals of all steps."""
-    kept = lambda k: steps / k * carry + k / steps * residuals
-    sqrt = near_divisor(steps, math.sqrt(steps))
-    best = near_divisor(steps, max(1.0, math.sqrt(steps * steps * carry / residuals)))
-    return (best, kept(best)) if 1.2 * kept(best) < kept(sqrt) else ("sqrt", kept(sqrt))
+def _best_checkpoint(loops: Sequence[_Loop]) -> tuple[int | str, float]:
+    """The `checkpoint` of `filter_scan` with which least is kept of some loops, and how many
+    bytes that is."""
+    sqrt = sum(loop.kept(loop.sqrt) for loop in loops)
+    best, *others = {loop.best for loop in loops}
+    kept = sum(loop.kept(best) for loop in loops)
+    return (best, kept) if not others and 1.2 * kept < sqrt else ("sqrt", sqrt)
 
 
 def _layer_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate]:
@@ -287,8 +343,7 @@ def _used_later(parts, outputs) -> list[list[Any]]:
 
 def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
     known = structure(eqn)
-    is_loop = candidate.origin is not None and eqn is candidate.origin.eqn
-    if is_loop and isinstance(known, Scan):
+    if isinstance(known, Scan) and candidate.is_run_by_filter_scan(eqn):
         return run_loop(known, values, candidate.checkpoint, candidate.vmap_is_outside)
     is_entered = isinstance(known, Call | Checkpoint | Scan | Cond) and any(
         _concerns(inner, candidate) for inner in inner_programs(eqn)
@@ -299,7 +354,7 @@ def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
 
 
 def _concerns(program: ClosedJaxpr, candidate: Candidate) -> bool:
-    wanted = candidate.origin.eqn if candidate.origin is not None else None
     return any(
-        eqn is wanted or candidate.call_of(eqn) is not None for eqn in equations(program)
+        candidate.is_run_by_filter_scan(eqn) or candidate.call_of(eqn) is not None
+        for eqn in equations(program)
     )
