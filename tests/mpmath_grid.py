@@ -5,6 +5,7 @@ digits that they are exact to 50, so that no formula is differentiated by hand.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -57,13 +58,15 @@ def rounded(dtype: str, xs: Sequence[float]) -> list[float]:
 # ---------------------------------------------------------------- what is true
 
 
-def partial(truth: Truth, order: Sequence[int]) -> Truth:
-    """The derivative of `truth`, so many times along each argument, each at most twice."""
+def partial(truth: Truth, order: Sequence[int], *, digits: int = 0) -> Truth:
+    """The derivative of `truth`, so many times along each argument. With so many more digits,
+    if a term of it is smaller than the others by that."""
 
     def derivative(*point):
         # A second difference at 1e-300 is smaller than the value by 1e-600, and by the steps.
         magnitudes = [abs(mp.log10(abs(x))) for x in point if x]
-        with mp.workdps(150 + 3 * int(sum(magnitudes))):
+        n = sum(order)
+        with mp.workdps(90 + 30 * n + (1 + n) * int(sum(magnitudes)) + digits):
             return +_difference(truth, tuple(mp.mpf(x) for x in point), tuple(order))
 
     return derivative
@@ -73,15 +76,15 @@ def _difference(truth, point, order):
     i = next((i for i, times in enumerate(order) if times), None)
     if i is None:
         return truth(*point)
-    assert order[i] <= 2, "central differences of the first and the second order"
-    h = _STEP * (abs(point[i]) or 1)
+    n, h = order[i], _STEP * (abs(point[i]) or 1)
     rest = (*order[:i], 0, *order[i + 1 :])
     shifted = lambda s: (*point[:i], point[i] + s * h, *point[i + 1 :])
-    low, high = (_difference(truth, shifted(s), rest) for s in (-1, 1))
-    if order[i] == 1:
-        return _without_rounding(high - low, high) / (2 * h)
-    middle = _difference(truth, point, rest)
-    return _without_rounding(high - 2 * middle + low, middle) / h**2
+    # Central, of steps `h` around a point: half steps for an odd order.
+    terms = [
+        (-1) ** k * math.comb(n, k) * _difference(truth, shifted(mp.mpf(n) / 2 - k), rest)
+        for k in range(n + 1)
+    ]
+    return _without_rounding(mp.fsum(terms), max(terms, key=abs)) / h**n
 
 
 def _without_rounding(difference, value):
@@ -113,10 +116,7 @@ def evaluate(fn: Callable[..., Any], points: Sequence[Point], dtype: str) -> Any
 def forward_partial(fn: Callable[..., Any], order: Sequence[int]) -> Callable[..., Any]:
     """The derivative of an elementwise function, by forward mode, so many times along each
     argument."""
-    for i, times in enumerate(order):
-        for _ in range(times):
-            fn = _along(fn, i)
-    return fn
+    return nested_partial(fn, order, "f" * sum(order))
 
 
 def reverse_partial(fn: Callable[..., Any], order: Sequence[int]) -> Callable[..., Any]:
@@ -124,23 +124,33 @@ def reverse_partial(fn: Callable[..., Any], order: Sequence[int]) -> Callable[..
     order."""
     if not any(order):
         return fn
-    order = list(order)
-    last = max(i for i, times in enumerate(order) if times)
-    order[last] -= 1
-    fn = forward_partial(fn, order)
+    return nested_partial(fn, order, "f" * (sum(order) - 1) + "r")
 
-    def derivative(*xs):
-        of_one = lambda x: fn(*xs[:last], x, *xs[last + 1 :])
-        out, pull_back = jax.vjp(of_one, xs[last])
-        return pull_back(jnp.ones_like(out))[0]
 
-    return derivative
+def nested_partial(
+    fn: Callable[..., Any], order: Sequence[int], modes: str
+) -> Callable[..., Any]:
+    """The derivative of an elementwise function, each by the next of `modes`, the innermost
+    first: `f` for forward mode, `r` for reverse mode."""
+    arguments = [i for i, times in enumerate(order) for _ in range(times)]
+    for i, mode in zip(arguments, modes, strict=True):
+        fn = _along(fn, i) if mode == "f" else _back_along(fn, i)
+    return fn
 
 
 def _along(fn, i):
     def derivative(*xs):
         of_one = lambda x: fn(*xs[:i], x, *xs[i + 1 :])
         return jax.jvp(of_one, (xs[i],), (jnp.ones_like(xs[i]),))[1]
+
+    return derivative
+
+
+def _back_along(fn, i):
+    def derivative(*xs):
+        of_one = lambda x: fn(*xs[:i], x, *xs[i + 1 :])
+        out, pull_back = jax.vjp(of_one, xs[i])
+        return pull_back(jnp.ones_like(out))[0]
 
     return derivative
 

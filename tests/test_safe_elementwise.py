@@ -90,7 +90,8 @@ def _powers(dtype, n):
 
 def _differences(dtype, n):
     gaps = [*log_spaced(dtype, 4 * n, low=float(jnp.finfo(dtype).eps), high=1.0), 5.0, 30.0]
-    points = [tuple(rounded(dtype, [x, x - gap])) for x in (-20.0, 0.5, 40.0) for gap in gaps]
+    xs = (-20.0, 0.0, 0.5, 40.0)
+    points = [tuple(rounded(dtype, [x, x - gap])) for x in xs for gap in gaps]
     return sorted({(x, y) for x, y in points if x > y})
 
 
@@ -154,8 +155,7 @@ TRUTHS = {
         ulps=(8, lambda x, y: 8 + abs(x - y), lambda x, y: 32 + abs(x - y)),
         scale=lambda x, y: x,
     ),
-    # The error of `erfc`, and of a difference in the second.
-    "log_ndtr": Truth(_log_ndtr, _normals, ulps=(8, 10, 200)),
+    "log_ndtr": Truth(_log_ndtr, _normals, ulps=(20, 20, 8)),  # the error of `erfc`
     "expm1_ratio": Truth(lambda x: mp.expm1(x) / x, _line(-92.0, 92.0)),
     "log1p_ratio": Truth(lambda x: mp.log1p(x) / x, _line(-0.98, 10.0), ulps=(8, 8, 64)),
     "sinhc": Truth(lambda x: mp.sinh(x) / x, _line(-92.0, 92.0)),

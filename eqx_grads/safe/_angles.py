@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
 from ._dtypes import apply
-from ._inverse import inverse, positive
+from ._inverse import inverse
 
 
 def hypot(x: ArrayLike, y: ArrayLike) -> Array:
@@ -230,8 +230,9 @@ def arcsin(x: ArrayLike) -> Array:
 
 @jax.jit
 def _slope_value(x):
-    # `1 - x**2` would cancel. Outside of the domain a root is NaN, which is not positive.
-    return inverse(positive(jnp.sqrt(1 - x) * jnp.sqrt(1 + x)))
+    # `1 - x**2` would cancel.
+    root = jnp.sqrt(1 - x) * jnp.sqrt(1 + x)
+    return inverse(jnp.where(jnp.abs(x) > 1, 0, root))
 
 
 def _slope_of_slope(out, x):

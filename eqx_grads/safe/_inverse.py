@@ -13,8 +13,8 @@ from ..tangents import add, neg, scale
 
 
 def positive(x):
-    """`x`, or zero where it is negative or NaN."""
-    return jnp.where(x > 0, x, 0)
+    """`x`, or zero where it is negative."""
+    return jnp.where(x <= 0, 0, x)
 
 
 @custom_jvp

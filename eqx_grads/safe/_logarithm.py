@@ -18,5 +18,5 @@ logarithm = elementwise(jnp.log, _logarithm_slope)
 
 @jax.jit
 def finite_logarithm(x):
-    """`log(x)`, and zero where it is not finite."""
-    return jnp.where((x > 0) & (x < jnp.inf), logarithm(x), 0)
+    """`log(x)`, and zero where it is infinite, and below zero."""
+    return jnp.where((x <= 0) | (x == jnp.inf), 0, logarithm(x))

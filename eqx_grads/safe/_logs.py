@@ -10,6 +10,7 @@ from .._rules.elementwise import elementwise
 from ._dtypes import apply
 from ._inverse import inverse, positive, quotient
 from ._logarithm import finite_logarithm, logarithm
+from ._logistic import tanh
 
 
 def log(x: ArrayLike) -> Array:
@@ -163,7 +164,7 @@ _log1p = elementwise(jnp.log1p, _log1p_slope)
 @jax.jit
 def _log1p_of_second(out, x, y):
     del out, x
-    return jnp.where((y > -1) & (y < jnp.inf), _log1p(y), 0)
+    return jnp.where((y <= -1) | (y == jnp.inf), 0, _log1p(y))
 
 
 @jax.jit
@@ -228,27 +229,10 @@ _LOG_2 = 0.6931471805599453
 
 def _tanh_of(out, x):
     del out
-    return _tanh(x)
-
-
-def _sech2_of(out, x):
-    del out
-    return _sech2(x)
-
-
-def _sech2_slope(out, x):
-    return -2 * _tanh(x) * out
-
-
-def _sech2_value(x):
-    q = jnp.exp(-2 * jnp.abs(x))
-    return 4 * q / ((1 + q) * (1 + q))
+    return tanh(x)
 
 
 _log_cosh = elementwise(jax.jit(_log_cosh_value), _tanh_of)
-# With `1 - tanh(x)**2` for its derivative, as in JAX, nothing is left of it in the tails.
-_tanh = elementwise(jnp.tanh, _sech2_of)
-_sech2 = elementwise(jax.jit(_sech2_value), jax.jit(_sech2_slope))
 
 
 def log_expm1(x: ArrayLike) -> Array:
@@ -329,7 +313,9 @@ def softplus_inverse(x: ArrayLike) -> Array:
 @jax.jit
 def _log_one_minus_exp(x):
     """`log(1 - exp(-x))`."""
-    return jnp.log(-jnp.expm1(-x))
+    # As minus the logarithm of the reciprocal, `1 + 1 / (exp(x) - 1)`: it keeps a small and a
+    # large exponential. Below zero the quotient may be rounded to -1.
+    return jnp.where(x < 0, jnp.nan, -jnp.log1p(1 / jnp.expm1(x)))
 
 
 def _log_expm1_value(x):
@@ -338,8 +324,8 @@ def _log_expm1_value(x):
 
 def _weight_value(x):
     """`1 / (1 - exp(-x))`, and zero where `x` is not positive."""
-    is_positive = x > 0
-    return jnp.where(is_positive, -1 / jnp.expm1(-jnp.where(is_positive, x, 1)), 0)
+    has_none = x <= 0
+    return jnp.where(has_none, 0, -1 / jnp.expm1(-jnp.where(has_none, 1, x)))
 
 
 def _weight_slope(out, x):
@@ -389,8 +375,9 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     With $w = 1 / (1 - e^{y - x})$, $\dot z = w\,\dot x - e^{y - x} w\,\dot y$. Both terms are
-    zero where $x \le y$, and the first where `x` is $-\infty$. The second has the relative
-    error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both modes and all orders.
+    zero where $x \le y$, and the first where `x` is $-\infty$. The second, and all of higher
+    orders, have the relative error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both
+    modes and all orders.
 
     **Raises:**
 
@@ -405,8 +392,9 @@ def _log_sub_exp_value(x, y):
 
 
 def _gap(x, y):
-    """`x - y`, which is infinite where `exp(y)` is zero, also if `exp(x)` is."""
-    return jnp.where(jnp.isneginf(y), jnp.inf, x - y)
+    """`x - y`, which is infinite where `exp(y)` is zero, also if `exp(x)` is, and zero where
+    both are infinite."""
+    return jnp.where(jnp.isneginf(y), jnp.inf, jnp.where(x == y, 0, x - y))
 
 
 @jax.jit

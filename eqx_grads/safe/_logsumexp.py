@@ -13,6 +13,7 @@ from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import broadcasts_to
 from ._dtypes import apply, real_arrays
 from ._log_weights import log_weights
+from ._logistic import sigmoid
 from ._reduction_arguments import (
     as_mask,
     axes_of,
@@ -98,7 +99,10 @@ def logsumexp(
     With the weights $q_i = e^{a_i} / \sum_j b_j e^{a_j}$:
     $\dot y = \sum_i q_i (b_i \dot a_i + \dot b_i)$, the reverse rule being the transpose. Zero
     where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
-    $+\infty$ share the weight. Both modes and all orders.
+    $+\infty$ share the weight. Both modes and all orders. Second derivatives with respect to
+    $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$: that of a
+    term that outweighs the others, on the diagonal, is rounded to zero from a factor of
+    $1 / \epsilon$ on, as in JAX. Those of [`eqx_grads.safe.logaddexp`][] are not.
 
     **Raises:**
 
@@ -166,8 +170,10 @@ def logaddexp(x: ArrayLike, y: ArrayLike) -> Float[Array, "..."]:
 
     **Derivative:**
 
-    $\dot z = \sigma(x - y)\,\dot x + \sigma(y - x)\,\dot y$. Zero with respect to a number that
-    is $-\infty$; a half each where both are $+\infty$. Both modes and all orders.
+    $\dot z = \sigma(x - y)\,\dot x + \sigma(y - x)\,\dot y$. The derivative of a weight is the
+    product of both, which keeps its digits in the tails, where $\sigma (1 - \sigma)$ is zero.
+    Zero with respect to a number that is $-\infty$; a half each where both are $+\infty$. Both
+    modes and all orders.
 
     **Raises:**
 
@@ -193,9 +199,7 @@ def _logaddexp_jvp(primals, tangents):
     # Infinity minus itself is NaN; and both weights are zero where there is nothing to weigh.
     equal = (x == y) & jnp.isinf(x)
     difference = jnp.where(equal, 0, x) - jnp.where(equal, 0, y)
-    return _logaddexp(x, y), jax.nn.sigmoid(difference) * t_x + jax.nn.sigmoid(
-        -difference
-    ) * t_y
+    return _logaddexp(x, y), sigmoid(difference) * t_x + sigmoid(-difference) * t_y
 
 
 def cumlogsumexp(x: ArrayLike, axis: int = 0, *, reverse: bool = False) -> Float[Array, "..."]:

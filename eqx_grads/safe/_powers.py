@@ -1,5 +1,7 @@
 """Roots, reciprocals, quotients and powers, whose derivatives are zero at poles."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -7,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
 from ._dtypes import apply
-from ._inverse import inverse, positive, quotient, quotient_jvp
+from ._inverse import inverse, quotient, quotient_jvp
 from ._logarithm import finite_logarithm
 
 
@@ -57,8 +59,7 @@ def sqrt(x: ArrayLike) -> Array:
 
 @jax.jit
 def _square_root_slope(out, x):
-    del x
-    return 0.5 * inverse(positive(out))
+    return 0.5 * inverse(jnp.where(x <= 0, 0, out))
 
 
 square_root = elementwise(jnp.sqrt, _square_root_slope)
@@ -210,8 +211,9 @@ def power(x: ArrayLike, y: ArrayLike) -> Array:
     $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
     positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
     $y < 0$. Both terms are zero where they would be infinite as `x` or `y` is. Both modes and
-    all orders. As `y - 1` is rounded, second derivatives have a relative error of
-    $\epsilon\,|\log x|$ as well.
+    all orders. Those in `x` are quotients of the power, so that a large `y` remains even or
+    odd. Where the power is out of range, and in mixed derivatives, the exponent is `y - 1` or
+    `y - 2`, which is rounded: a relative error of $\epsilon\,|\log x|$ as well.
 
     **Raises:**
 
@@ -224,40 +226,50 @@ def power(x: ArrayLike, y: ArrayLike) -> Array:
 @jax.jit
 def _base_slope(out, x, y):
     del out
-    return _slope(x, y)
+    return _derivative(x, y, order=1)
 
 
 @jax.jit
 def _exponent_slope(out, x, y):
-    is_regular = (x > 0) & jnp.isfinite(x) & jnp.isfinite(y)
-    return jnp.where(is_regular, out, 0) * finite_logarithm(x)
+    return jnp.where(_is_without_log(x, y), 0, out) * finite_logarithm(x)
+
+
+def _is_without_log(x, y):
+    return (x <= 0) | jnp.isinf(x) | jnp.isinf(y)
 
 
 _power = elementwise(jnp.power, (_base_slope, _exponent_slope))
 
 
-def _slope_value(x, y):
-    """`y * x**(y - 1)`, and zero where the derivative is infinite or does not exist."""
+@ft.partial(jax.jit, static_argnames="order")
+def _derivative_value(x, y, *, order):
+    """`y (y - 1) ... x**(y - order)`, and zero where it is infinite or does not exist."""
     whole = jnp.power(x, y)
-    # `y - 1` is rounded, which matters for a large and for a small `y`. So the quotient is
-    # better, unless the whole power is out of range.
+    # `y - order` is rounded, which matters for a large and for a small `y`: a large one is odd
+    # instead of even. So quotients are better, unless the whole power is out of range.
     is_normal = (jnp.abs(whole) >= jnp.finfo(x.dtype).tiny) & jnp.isfinite(whole)
-    lower = jnp.where(is_normal, quotient(whole, x), jnp.power(x, y - 1))
-    is_regular = (x > 0) | ((x == 0) & (y >= 1)) | ((x < 0) & (y == jnp.floor(y)))
-    is_regular = is_regular & jnp.isfinite(y) & (jnp.isfinite(x) | (y <= 1))
-    return jnp.where(is_regular, y * lower, 0)
+    by_quotients, by_power = whole, jnp.power(x, y - order)
+    # One factor at a time: a product of two may be out of range.
+    for j in range(order):
+        by_quotients, by_power = quotient(by_quotients, x) * (y - j), by_power * (y - j)
+    has_none = (x == 0) & (y < order) | (x < 0) & (jnp.floor(y) < y)
+    has_none = has_none | jnp.isinf(y) | (jnp.isinf(x) & (y > order))
+    return jnp.where(has_none, 0, jnp.where(is_normal, by_quotients, by_power))
 
 
-@jax.jit
-def _slope_in_base(out, x, y):
+def _in_base(out, x, y, *, order):
     del out
-    return y * _slope(x, y - 1)
+    return _derivative(x, y, order=order + 1)
 
 
-@jax.jit
-def _slope_in_exponent(out, x, y):
-    both = _power(x, y - 1) + out * finite_logarithm(x)
-    return jnp.where((x > 0) & jnp.isfinite(x) & jnp.isfinite(y), both, 0)
+@ft.partial(jax.jit, static_argnames="order")
+def _in_exponent(out, x, y, *, order):
+    coefficient, slope = 1, 0  # y (y - 1) ..., and its derivative
+    for j in range(order):
+        coefficient, slope = coefficient * (y - j), slope * (y - j) + coefficient
+    both = slope * _power(x, y - order) + out * finite_logarithm(x)
+    return jnp.where(_is_without_log(x, y), 0, both)
 
 
-_slope = elementwise(jax.jit(_slope_value), (_slope_in_base, _slope_in_exponent))
+# Of that order, the derivative of the power in the base.
+_derivative = elementwise(_derivative_value, (_in_base, _in_exponent))

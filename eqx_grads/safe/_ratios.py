@@ -45,8 +45,11 @@ def expm1_ratio(x: ArrayLike) -> Array:
 
     **Derivative:**
 
-    $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$, and by its series for $|x| < 1$, where
-    this difference cancels. Zero at infinity. Both modes and all orders.
+    $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$. The derivative of order $n$ is the mean
+    of $s^n e^{xs}$ for $s$ between zero and one, by parts from the one before, and by its
+    series for $|x| < 1$, where differences cancel. Infinite where it is out of range, and zero
+    at infinity. Both modes and all orders. To the third they are right to 48 units in the last
+    place; near $|x| = 1$ each further order loses a digit.
 
     **Raises:**
 
@@ -125,8 +128,10 @@ def sinhc(x: ArrayLike) -> Array:
 
     **Derivative:**
 
-    $\dot y = \frac{1}{x}\bigl(\cosh x - y\bigr)\,\dot x$, and by its series for $|x| < 1$,
-    where this difference cancels. Zero at infinity. Both modes and all orders.
+    $\dot y = \frac{1}{x}\bigl(\cosh x - y\bigr)\,\dot x$. The derivative of order $n$ is the
+    mean of $s^n e^{xs}$ for $s$ between -1 and 1. It is computed as for
+    [`eqx_grads.safe.expm1_ratio`][], and is as right. Infinite where it is out of range, and
+    zero at infinity. Both modes and all orders.
 
     **Raises:**
 
@@ -136,17 +141,17 @@ def sinhc(x: ArrayLike) -> Array:
 
 
 # The derivatives are differences that cancel near zero: series there, and closed forms
-# elsewhere. Both are differentiated by autodiff for the higher orders. An argument of the form
-# that is not chosen is replaced by one at which its derivatives are finite.
+# elsewhere.
 
 
 def _near_zero(series, closed, x, low, lowest):
     """`series(x)` from `low` to one, `closed(x)` elsewhere above `lowest`; zero below that, and
-    at infinity."""
+    at infinity. For the form that is not chosen, the argument is replaced by one at which its
+    derivatives are finite."""
     is_near = (x > low) & (x < 1)
-    is_regular = (x > lowest) & (x < jnp.inf)
-    near, far = jnp.where(is_near, x, 0), jnp.where(is_near | ~is_regular, 1, x)
-    return jnp.where(is_near, series(near), jnp.where(is_regular, closed(far), 0))
+    has_none = (x <= lowest) | (x == jnp.inf)
+    near, far = jnp.where(is_near, x, 0), jnp.where(is_near | has_none, 1, x)
+    return jnp.where(is_near, series(near), jnp.where(has_none, 0, closed(far)))
 
 
 def _polynomial(coefficients, x):
@@ -155,11 +160,29 @@ def _polynomial(coefficients, x):
     return ft.reduce(lambda total, c: total * x + c, reversed(coefficients), jnp.zeros_like(x))
 
 
-def _exp_of_half(z):
-    """`exp(z / 2)` for `z` of at least one: finite where its square is out of range. The
-    compiler would make one exponential of two that are multiplied."""
-    largest = math.log(float(jnp.finfo(z.dtype).max)) - 1
-    return 1 + jnp.expm1(jnp.minimum(z / 2, largest))
+def _largest_half(z):
+    """So that `exp` of it is finite, and infinite after a multiplication by itself."""
+    return math.log(float(jnp.finfo(z.dtype).max)) - 1
+
+
+def _moments(z, order):
+    """The integrals of `s**order * exp(-z * (1 - s))` and of `s**order * exp(-z * s)` for `s`
+    between zero and one, for `z` of at least one; and the smaller of `exp(z / 2)` and what is
+    finite."""
+    # The compiler would make one exponential of two that are multiplied.
+    root = 1 + jnp.expm1(jnp.minimum(z / 2, _largest_half(z)))
+    decay = 1 / root
+    r = 1 / z
+    rising = falling = (1 - decay) * (1 + decay) * r
+    for k in range(1, order + 1):  # by parts
+        rising, falling = (1 - k * rising) * r, (k * falling - decay * decay) * r
+    return rising, falling, root
+
+
+def _scaled(root, moment, z):
+    """`exp(z) * moment`, infinite where it is out of range, and not already where `exp(z)`
+    is."""
+    return jnp.where(z / 2 > _largest_half(z), jnp.inf, root * (root * moment))
 
 
 # ---------------------------------------------------------------- expm1(x) / x
@@ -173,24 +196,38 @@ def _expm1_ratio_value(x):
     return jnp.where(is_tiny, 1, jnp.where(jnp.isposinf(x), x, (u / divisor) * (u + 2)))
 
 
-@jax.jit
+# The derivative of an order is the mean of s**order * exp(x * s) for s between zero and one: a
+# function of its own for each order. In the derivatives of a closed form, factors and terms
+# would be out of range where the whole is not.
+
+
+@ft.partial(jax.jit, static_argnames="order")
+def _expm1_moment_value(x, *, order):
+    series, closed = (ft.partial(form, order=order) for form in (_expm1_series, _expm1_closed))
+    return _near_zero(series, closed, x, -1, -jnp.inf)
+
+
+def _expm1_series(x, *, order):
+    return _polynomial([1 / (math.factorial(k) * (k + 1 + order)) for k in range(20)], x)
+
+
+def _expm1_closed(x, *, order):
+    z = jnp.abs(x)
+    rising, falling, root = _moments(z, order)
+    return jnp.where(x > 0, _scaled(root, rising, z), falling)
+
+
+def _expm1_moment_slope(out, x, *, order):
+    del out
+    return _expm1_moment(x, order=order + 1)
+
+
 def _expm1_ratio_slope(out, x):
     del out
-    return _near_zero(_expm1_ratio_series, _expm1_ratio_closed, x, -1, -jnp.inf)
+    return _expm1_moment(x, order=1)
 
 
-def _expm1_ratio_series(x):
-    return _polynomial([1 / (math.factorial(k) * (k + 2)) for k in range(20)], x)
-
-
-def _expm1_ratio_closed(x):
-    z = jnp.abs(x)
-    root = _exp_of_half(z)
-    decay = 1 / root
-    mean = (1 - decay) * (1 + decay) / z  # of exp(-s) for s between zero and z
-    return jnp.where(x > 0, root * ((root / z) * (1 - mean)), (mean - decay * decay) / z)
-
-
+_expm1_moment = elementwise(_expm1_moment_value, _expm1_moment_slope)
 _expm1_ratio = elementwise(_expm1_ratio_value, _expm1_ratio_slope)
 
 
@@ -239,29 +276,46 @@ def _sinhc_value(x):
     is_tiny = jnp.abs(x) < jnp.finfo(x.dtype).eps
     z = jnp.where(is_tiny, 1, jnp.abs(x))
     # sinh(z) = 2 sinh(z / 2) cosh(z / 2), which is infinite before one of the factors is.
-    largest = math.log(float(jnp.finfo(z.dtype).max)) - 1
+    largest = _largest_half(z)
     u = jnp.expm1(jnp.minimum(z / 2, largest))
     sinh, cosh = u + u / (1 + u), 1 + u * (u / (2 * (1 + u)))
     return jnp.where(is_tiny, 1, jnp.where(z / 2 > largest, jnp.inf, (sinh / z) * cosh))
 
 
-@jax.jit
+# The mean of s**order * exp(x * s) for s between -1 and 1: an even function or an odd one.
+
+
+@ft.partial(jax.jit, static_argnames="order")
+def _sinh_moment_value(x, *, order):
+    series, closed = (ft.partial(form, order=order) for form in (_sinh_series, _sinh_closed))
+    return _near_zero(series, closed, x, -1, -jnp.inf)
+
+
+def _sinh_series(x, *, order):
+    odd = order % 2
+    powers = range(odd, 20, 2)
+    total = _polynomial([1 / (math.factorial(k) * (k + 1 + order)) for k in powers], x * x)
+    return x * total if odd else total
+
+
+def _sinh_closed(x, *, order):
+    z = jnp.abs(x)
+    rising, falling, root = _moments(z, order)
+    half = _scaled(root, 0.5 * rising, z)
+    if order % 2:
+        return jnp.sign(x) * (half - 0.5 * falling)
+    return half + 0.5 * falling
+
+
+def _sinh_moment_slope(out, x, *, order):
+    del out
+    return _sinh_moment(x, order=order + 1)
+
+
 def _sinhc_slope(out, x):
     del out
-    return _near_zero(_sinhc_series, _sinhc_closed, x, -1, -jnp.inf)
+    return _sinh_moment(x, order=1)
 
 
-def _sinhc_series(x):
-    coefficients = [(2 * k + 2) / math.factorial(2 * k + 3) for k in range(10)]
-    return x * _polynomial(coefficients, x * x)
-
-
-def _sinhc_closed(x):
-    z = jnp.abs(x)
-    root = _exp_of_half(z)
-    decay = (1 / root) ** 4
-    difference = 1 + decay - (1 - decay) / z
-    return root * ((root / (2 * x)) * difference)
-
-
+_sinh_moment = elementwise(_sinh_moment_value, _sinh_moment_slope)
 _sinhc = elementwise(_sinhc_value, _sinhc_slope)
