@@ -20,8 +20,9 @@ from .chunked_scan import near_divisor
 from .eager_bodies import eager_key, keep_body, kept_body
 from .online import Online
 from .progress import progress_line
-from .replay import cannot_replay, log_choice, Replayed
+from .replay import log_choice, Replayed
 from .replay_cost import PLATFORM
+from .replay_split import cannot_replay
 from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
 from .scan_body import ScanBody
 from .truncated import cut_loop, Truncated
