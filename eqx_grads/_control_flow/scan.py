@@ -17,7 +17,7 @@ from .._errors import check_flags, check_function, rule_error, show_path, type_o
 from .._jaxprs.plain_scan import plain_scans
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
-from .eager_bodies import eager_key, keep_body, kept_body
+from .eager_bodies import eager_call
 from .online import Online
 from .progress import progress_line
 from .replay import log_choice, Replayed
@@ -171,14 +171,14 @@ def filter_scan(
     method = named_method(checkpoint, steps if truncate is None else truncate)
     method = _online_method(online, checkpoint, truncate) or method
     line = progress_line(steps) if progress else None
-    options = (checkpoint, truncate, online, carry_gradient, reverse, unroll)
-    key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
-    if key is not None and (body := kept_body(f, key)) is not None:
+    options = (steps, checkpoint, truncate, online, carry_gradient, reverse, unroll)
+    call = eager_call(f, init, xs, options) if line is None else None
+    if call is not None and (body := call.kept_body()) is not None:
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
         return body.outputs(*Plain().run(loop))
     becomes_array: frozenset[int] = frozenset()
     while True:
-        step = f if key is None else weakref.proxy(f)
+        step = f if call is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
         try:
             with plain_scans():
@@ -191,12 +191,12 @@ def filter_scan(
                     method = dataclasses.replace(method, names=names, where=where)
                 chosen, loop = _choose(method, loop, truncate)
                 # Nothing is differentiated in an eager call, and all methods compute the same.
-                carry, ys = (chosen if key is None else Plain()).run(loop)
+                carry, ys = (chosen if call is None else Plain()).run(loop)
         except BecomesArray as found:
             becomes_array |= found.indices
             continue
-        if key is not None:
-            keep_body(f, key, body)
+        if call is not None:
+            call.keep_body(body)
         return body.outputs(carry, ys)
 
 
