@@ -558,7 +558,7 @@ def ragged(x, key):
 
 
 def gcd(a, b):
-    """By subtraction. Its inner loop does not end for `b == 0`, with which the outer one does."""
+    """By subtraction. The outer loop ends with `b == 0`, for which the inner one does not."""
     rest = lambda a, b: jax.lax.while_loop(lambda a: a >= b, lambda a: a - b, a)
     return jax.lax.while_loop(lambda s: s[1] != 0, lambda s: (s[1], rest(*s)), (a, b))[0]
 
@@ -577,7 +577,10 @@ DIFFER = {
     noisy_slope: ("rbg", "the backward pass of a step draws random bits"),
     noise_gradient: ("rbg", "the backward pass of a step draws random bits"),
     gamma: ("unsafe_rbg", "a step draws random bits"),
-    loop_in_rule: ("threefry2x32", "the backward pass of a step has a `while_loop` in a branch"),
+    loop_in_rule: (
+        "threefry2x32",
+        "the backward pass of a step has a `while_loop` in a branch",
+    ),
     nested_loops: ("threefry2x32", "a step has a `while_loop` in another"),
     host_in_rule: ("threefry2x32", "the backward pass of a step calls the host"),
     ragged: ("threefry2x32", "the backward pass of a step has an operation that JAX can't vec"),
@@ -598,9 +601,9 @@ def test_what_a_batch_computes_otherwise(fn, monkeypatch):
         step = lambda h, x: (jnp.tanh(w @ fn(h, x[1]) + x[0]), None)
         return jnp.sum(scan(step, H, (XS, keys), **options)[0])
 
-    grad = lambda *args, **options: jax.jit(
-        jax.grad(lambda w: value(w, *args, **options))
-    )(WEIGHTS["w"])
+    grad = lambda *args, **options: jax.jit(jax.grad(lambda w: value(w, *args, **options)))(
+        WEIGHTS["w"]
+    )
     expected = grad(jax.lax.scan)
     for checkpoint in ("auto", "sqrt"):
         assert_close(grad(eqg.filter_scan, checkpoint=checkpoint), expected, eps=500)
@@ -653,7 +656,9 @@ def test_references_are_no_named_axis():
         h = eqg.filter_scan(step, H, XS, **options)[0]
         return jnp.sum(h), total[...]
 
-    with pytest.raises(RuleError, match=r"can't replay these steps.*\n  a step has side effects"):
+    with pytest.raises(
+        RuleError, match=r"can't replay these steps.*\n  a step has side effects"
+    ):
         value(WEIGHTS["w"], checkpoint="replay")
     _, expected = jax.grad(value, has_aux=True)(WEIGHTS["w"])
     _, total = jax.grad(value, has_aux=True)(WEIGHTS["w"], checkpoint="auto")

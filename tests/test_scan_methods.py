@@ -468,12 +468,18 @@ def changed(setting):
     set_global = lambda name, x: setting(globals(), name, x)
     three = lambda: set_global("FACTOR", 3.0)
     return {
-        "class attribute": (lambda x: Settings.scale * x, lambda: setting(Settings, "scale", 3.0)),
+        "class attribute": (
+            lambda x: Settings.scale * x,
+            lambda: setting(Settings, "scale", 3.0),
+        ),
         "function attribute": (
             lambda x: with_attribute(x),
             lambda: setting(with_attribute, "scale", 3.0),
         ),
-        "array of a Module": (lambda x: OF_ARRAY.array[0] * x, lambda: OF_ARRAY.array.fill(3.0)),
+        "array of a Module": (
+            lambda x: OF_ARRAY.array[0] * x,
+            lambda: OF_ARRAY.array.fill(3.0),
+        ),
         "method of a Module": (lambda x: MODULE(x), three),
         "function with a rule": (lambda x: scaled(x), three),
         "wrapper of a function of JAX": (lambda x: times_factor(x), three),

@@ -242,7 +242,9 @@ def _over_time(fn, in_axes, out_axes, steps):
         try:
             return vectorized(*args)
         except NotImplementedError as error:
-            raise cannot_replay(f"the backward pass of a step {no_batching_rule(error)}") from error
+            raise cannot_replay(
+                f"the backward pass of a step {no_batching_rule(error)}"
+            ) from error
 
     return run
 

@@ -122,20 +122,28 @@ def filter_scan(
     | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
-    the weights in a few large matrix products. It is an error if the steps do not allow for
-    that. `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more
-    memory. The estimate is that of a CPU: if JAX has another default backend, `"auto"` is
-    `None`. The logger `"eqx_grads"` says at the level `DEBUG` what `"auto"` chose, when the
-    derivative is traced: `logging.basicConfig()`, and then
+    the weights in a few large matrix products. It is an error if a step, or its derivative
+    with all rules, does not allow for that: if it has side effects, calls the host, draws
+    random bits with another generator than threefry, has a `while_loop` in a `cond` or in
+    another `while_loop`, or an operation without a batching rule. What only the derivative does
+    is found when it is asked for.
+
+    `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more memory.
+    The estimate is that of a CPU: if JAX has another default backend, `"auto"` is `None`. The
+    logger `"eqx_grads"` says at the level `DEBUG` what `"auto"` chose, when the derivative is
+    traced: `logging.basicConfig()`, and then
     `logging.getLogger("eqx_grads").setLevel(logging.DEBUG)`.
 
     If a step keeps more than its carry, $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$,
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
     needs besides: of two choices that differ by a few percent, either may need less.
 
-    An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
-    and reaches no object that can be changed in place (a list, an object of a class of your
-    own), it is not traced and compiled again.
+    An eager call has no backward pass. It is not traced and compiled again if `f` is the same
+    function as in an earlier eager call, with arguments of the same types and the same numbers
+    in `xs`, and reaches the same values as then: its closure, its global variables, those of
+    the functions that it calls, and the attributes of functions and classes. If it reaches an
+    object that can be changed in place (a list, a NumPy array, an object of a class of your own
+    that is neither a Module nor a named tuple), or a module of your own, each call is compiled.
 
     **Returns:**
 
