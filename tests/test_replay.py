@@ -518,6 +518,23 @@ def noise_gradient(x, key):
     return eqg.noise_gradient(x, stddev=1.0, key=key)
 
 
+@jax.custom_jvp
+def keyless(x, bits):
+    return jnp.tanh(x)
+
+
+@keyless.defjvp
+def _keyless_jvp(primals, tangents):
+    x, bits = primals
+    key = jr.wrap_key_data(bits, impl="rbg")
+    return jnp.tanh(x), tangents[0] * (1 + jr.normal(key, x.shape, x.dtype))
+
+
+def keyless_noise(x, key):
+    """It hands on the data of the key."""
+    return keyless(x, jr.key_data(key))
+
+
 def halvings(x):
     """How often `x` can be doubled below one, which never ends for zero and less."""
     step = lambda s: (2 * s[0], s[1] + 1)
@@ -574,8 +591,9 @@ def gamma(x, key):
 
 # The implementation of the keys, and what `"replay"` says.
 DIFFER = {
-    noisy_slope: ("rbg", "the backward pass of a step draws random bits"),
-    noise_gradient: ("rbg", "the backward pass of a step draws random bits"),
+    noisy_slope: ("rbg", "a step draws random bits"),
+    noise_gradient: ("rbg", "a step draws random bits"),
+    keyless_noise: ("rbg", "the backward pass of a step draws random bits"),
     gamma: ("unsafe_rbg", "a step draws random bits"),
     loop_in_rule: (
         "threefry2x32",
@@ -609,6 +627,33 @@ def test_what_a_batch_computes_otherwise(fn, monkeypatch):
         assert_close(grad(eqg.filter_scan, checkpoint=checkpoint), expected, eps=500)
     with pytest.raises(RuleError, match=rf"can't replay these steps.*\n  {reason}"):
         grad(eqg.filter_scan, checkpoint="replay")
+
+
+@jax.custom_jvp
+def noisy_second(x, key):
+    """Of the derivatives, the second one is noisy."""
+    return jnp.sin(x)
+
+
+noisy_second.defjvp(lambda p, t: (noisy_second(*p), t[0] * noisy_slope(*p)))
+
+
+def test_bits_of_the_second_derivative():
+    """The rule of a rule draws them, when a replay is differentiated once more."""
+    keys = jr.split(jr.key(3, impl="rbg"), STEPS)
+
+    def value(w, scan, **options):
+        step = lambda h, x: (jnp.tanh(w @ noisy_second(h, x[1]) + x[0]), None)
+        return jnp.sum(scan(step, H, (XS, keys), **options)[0])
+
+    def second(*args, **options):
+        grad = jax.grad(lambda w: value(w, *args, **options))
+        return jax.grad(lambda w: jnp.sum(grad(w) ** 2))(WEIGHTS["w"])
+
+    expected = second(jax.lax.scan)
+    assert_close(second(eqg.filter_scan, checkpoint="auto"), expected, eps=5000)
+    with pytest.raises(RuleError, match=r"can't replay these steps.*\n  a step draws"):
+        second(eqg.filter_scan, checkpoint="replay")
 
 
 def test_auto_asks_about_the_batch_that_it_replays(monkeypatch):

@@ -87,7 +87,7 @@ _METADATA = frozenset(
 _DESCRIPTORS = (
     types.MemberDescriptorType,
     types.GetSetDescriptorType,
-    type(namedtuple("_Pair", "x").x),
+    type(vars(namedtuple("_Pair", "x"))["x"]),
 )
 
 
@@ -125,7 +125,7 @@ def _parts(x: Any) -> list[Any] | None:
     if isinstance(x, types.BuiltinFunctionType):  # `x.append` is a method of `x`
         return [x.__self__]
     if isinstance(x, _Jitted):
-        return [x.__wrapped__]
+        return [vars(x)["__wrapped__"]]
     if isinstance(x, Rebuildable):
         return [getattr(x, name) for name in x.captures]
     if isinstance(x, eqx.Module | jax.custom_jvp | jax.custom_vjp):

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
 
-from .structure import Cond, equations, holds, inner_programs, structure, While
+from .structure import CallWithRule, Cond, equations, holds, inner_programs, structure, While
 
 
 def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
@@ -36,15 +37,16 @@ def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
 
     def is_other_key(v):
         dtype = getattr(v.aval, "dtype", threefry)
-        return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and dtype != threefry
+        return jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != threefry
 
     def draws(eqn):
         if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
             return True
+        if eqn.primitive.name in _MOVES_KEYS or not any(map(is_other_key, eqn.invars)):
+            return False
         # The programs in an equation are looked at themselves. One without may draw when it is
-        # compiled, as `random_gamma` does.
-        is_opaque = eqn.primitive.name not in _MOVES_KEYS and not inner_programs(eqn)
-        return is_opaque and any(map(is_other_key, eqn.invars))
+        # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
+        return not inner_programs(eqn) or isinstance(structure(eqn), CallWithRule)
 
     return any(draws(eqn) for eqn in equations(program))
 
