@@ -41,7 +41,7 @@ from eqx_grads._jaxprs.structure import (
     structure,
     While,
 )
-from eqx_grads._jaxprs.vectorize import why_not_vectorizable
+from eqx_grads._jaxprs.vectorize import why_not_batched, why_not_vectorizable
 from eqx_grads._jaxprs.versions import as_closed
 from eqx_grads.testing import assert_trees_close
 from jax.extend.core import jaxpr_as_fun, Primitive
@@ -622,12 +622,32 @@ class TestVectorize:
         rbg = jax.make_jaxpr(jax.jit(draw))(jax.random.key(0, impl="rbg"))
         assert "random bits" in str(why_not_vectorizable(rbg))
 
+        gamma = lambda key: jax.random.gamma(key, 0.7)
+        for impl, draws in (("threefry2x32", False), ("unsafe_rbg", True)):
+            program = jax.make_jaxpr(gamma)(jax.random.key(0, impl=impl))
+            assert (why_not_vectorizable(program) is not None) == draws
+
+    def test_keys_that_are_moved(self):
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
+        move = lambda keys, i: jax.random.key_data(jax.jit(jnp.roll)(keys, 1)[::-1][i])
+        assert why_not_vectorizable(jax.make_jaxpr(move)(keys, 1)) is None
+
     def test_a_guarded_loop(self):
         guarded = lambda f, x: jax.lax.cond(x[0] > 0, lambda x: while_loop(f, x), jnp.sin, x)
         program = jax.make_jaxpr(jax.jit(lambda x: guarded(jnp.sin, x)))(x)
         assert "`while_loop`" in str(why_not_vectorizable(program))
         for name in ("while", "cond", "nested"):
             assert why_not_vectorizable(trace(name)) is None
+        in_another = lambda x: while_loop(lambda x: while_loop(jnp.sin, x)[0], x)
+        program = jax.make_jaxpr(in_another)(x)
+        assert str(why_not_vectorizable(program)) == "has a `while_loop` in another"
+
+    def test_no_batching_rule(self):
+        weights = jnp.ones((2, 3, 3))
+        ragged = lambda x: jax.lax.ragged_dot(x[None], weights, jnp.array([1, 0]))
+        program = jax.make_jaxpr(ragged)(jnp.ones(3))
+        assert "can't vectorize (ragged_dot" in str(why_not_batched(program, [True]))
+        assert why_not_batched(trace("nested"), [True]) is None
 
 
 class TestMatmulLayout:

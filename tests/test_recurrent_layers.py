@@ -197,6 +197,23 @@ def test_one_weight_gradient_for_the_batch(name, getkey):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("sizes", [(0, 5), (0, 1), (5, 0), (0, 0)])
+def test_vmap_of_no_examples(name, sizes, getkey):
+    """The witness of the shapes is a batch of one example, and of one in it."""
+    layer, _, _ = make(getkey, name, dtype="float32")
+    shapes = lambda *sizes: jax.tree.map(jnp.shape, jax.vmap(layer)(jnp.zeros((*sizes, 4, 3))))
+    of_some = jax.tree.map(lambda s: (*sizes, *s[2:]), shapes(1, 1), is_leaf=_is_shape)
+    assert shapes(*sizes) == of_some
+    total = lambda layer, xs: jnp.sum(jax.vmap(layer)(xs)[0])
+    gradients = eqx.filter_grad(lambda args: total(*args))((layer, jnp.zeros((*sizes, 4, 3))))
+    assert not any(jnp.any(g) for g in jax.tree.leaves(gradients))
+
+
+def _is_shape(x):
+    return isinstance(x, tuple) and isinstance(x[0], int)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_what_is_frozen_costs_nothing(name, getkey):
     layer, xs, _ = make(getkey, name, dtype="float32", steps=50, batch=8)
     products = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("dot_general")

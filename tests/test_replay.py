@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from eqx_grads import RuleError
+from eqx_grads._control_flow import replay
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as Spec
 
 from .helpers import assert_close, checking_leaks, temp_bytes
@@ -497,6 +498,217 @@ def test_a_loop_in_a_branch(checkpoint):
     else:
         gradient = jax.jit(jax.grad(ft.partial(loss, checkpoint)))(0.5)
         assert jnp.allclose(gradient, jax.grad(ft.partial(loss, None))(0.5))
+
+
+# ---------------------------------------------------------------- what differs in a batch
+
+
+@jax.custom_jvp
+def noisy_slope(x, key):
+    return jnp.tanh(x)
+
+
+@noisy_slope.defjvp
+def _noisy_slope_jvp(primals, tangents):
+    x, key = primals
+    return jnp.tanh(x), tangents[0] * (1 + jr.normal(key, x.shape, x.dtype))
+
+
+def noise_gradient(x, key):
+    return eqg.noise_gradient(x, stddev=1.0, key=key)
+
+
+@jax.custom_jvp
+def keyless(x, bits):
+    return jnp.tanh(x)
+
+
+@keyless.defjvp
+def _keyless_jvp(primals, tangents):
+    x, bits = primals
+    key = jr.wrap_key_data(bits, impl="rbg")
+    return jnp.tanh(x), tangents[0] * (1 + jr.normal(key, x.shape, x.dtype))
+
+
+def keyless_noise(x, key):
+    """It hands on the data of the key."""
+    return keyless(x, jr.key_data(key))
+
+
+def halvings(x):
+    """How often `x` can be doubled below one, which never ends for zero and less."""
+    step = lambda s: (2 * s[0], s[1] + 1)
+    return jax.lax.while_loop(lambda s: s[0] < 1, step, (x, 0))[1]
+
+
+def of_positive(x):
+    return jax.lax.cond(x > 0, halvings, lambda x: 0, x)
+
+
+@jax.custom_jvp
+def loop_in_rule(x, key):
+    return jnp.maximum(x, 0) ** 2
+
+
+@loop_in_rule.defjvp
+def _loop_in_rule_jvp(primals, tangents):
+    x = primals[0]
+    return loop_in_rule(*primals), tangents[0] * jax.lax.map(lambda x: 1 + of_positive(x), x)
+
+
+@jax.custom_vjp
+def host_in_rule(x, key):
+    return jnp.sin(x)
+
+
+def _host_cos(x, ct):
+    return ct * jax.pure_callback(lambda x: jnp.cos(x), x, x), None
+
+
+host_in_rule.defvjp(lambda x, key: (jnp.sin(x), x), _host_cos)
+
+
+def ragged(x, key):
+    del key
+    weights = 0.1 * jnp.ones((2, x.size, x.size), x.dtype)
+    return x + jax.lax.ragged_dot(x[None], weights, jnp.array([1, 0]))[0]
+
+
+def gcd(a, b):
+    """By subtraction. The outer loop ends with `b == 0`, for which the inner one does not."""
+    rest = lambda a, b: jax.lax.while_loop(lambda a: a >= b, lambda a: a - b, a)
+    return jax.lax.while_loop(lambda s: s[1] != 0, lambda s: (s[1], rest(*s)), (a, b))[0]
+
+
+def nested_loops(x, key):
+    count = jr.key_data(key)[-1].astype(jnp.int32) % 40
+    return x * gcd(jnp.abs(count) + 1, 12)
+
+
+def gamma(x, key):
+    return x * jr.gamma(key, jnp.full(x.shape, 0.7, x.dtype))
+
+
+# The implementation of the keys, and what `"replay"` says.
+DIFFER = {
+    noisy_slope: ("rbg", "a step draws random bits"),
+    noise_gradient: ("rbg", "a step draws random bits"),
+    keyless_noise: ("rbg", "the backward pass of a step draws random bits"),
+    gamma: ("unsafe_rbg", "a step draws random bits"),
+    loop_in_rule: (
+        "threefry2x32",
+        "the backward pass of a step has a `while_loop` in a branch",
+    ),
+    nested_loops: ("threefry2x32", "a step has a `while_loop` in another"),
+    host_in_rule: ("threefry2x32", "the backward pass of a step calls the host"),
+    ragged: ("threefry2x32", "the backward pass of a step has an operation that JAX can't vec"),
+}
+
+
+@pytest.mark.parametrize("fn", DIFFER, ids=lambda fn: fn.__name__)
+def test_what_a_batch_computes_otherwise(fn, monkeypatch):
+    """The random bits and the loops of a rule are not in the program of the steps; nor are the
+    bits that an equation draws when it is compiled. The witness is `jax.lax.scan`."""
+    # `"auto"` would replay all of these.
+    monkeypatch.setattr(replay, "is_replay_better", lambda *args: True)
+    monkeypatch.setattr(replay, "why_never_better", lambda body: None)
+    impl, reason = DIFFER[fn]
+    keys = jr.split(jr.key(3, impl=impl), STEPS)
+
+    def value(w, scan, **options):
+        step = lambda h, x: (jnp.tanh(w @ fn(h, x[1]) + x[0]), None)
+        return jnp.sum(scan(step, H, (XS, keys), **options)[0])
+
+    grad = lambda *args, **options: jax.jit(jax.grad(lambda w: value(w, *args, **options)))(
+        WEIGHTS["w"]
+    )
+    expected = grad(jax.lax.scan)
+    for checkpoint in ("auto", "sqrt"):
+        assert_close(grad(eqg.filter_scan, checkpoint=checkpoint), expected, eps=500)
+    with pytest.raises(RuleError, match=rf"can't replay these steps.*\n  {reason}"):
+        grad(eqg.filter_scan, checkpoint="replay")
+
+
+@jax.custom_jvp
+def noisy_second(x, key):
+    """Of the derivatives, the second one is noisy."""
+    return jnp.sin(x)
+
+
+noisy_second.defjvp(lambda p, t: (noisy_second(*p), t[0] * noisy_slope(*p)))
+
+
+def test_bits_of_the_second_derivative():
+    """The rule of a rule draws them, when a replay is differentiated once more."""
+    keys = jr.split(jr.key(3, impl="rbg"), STEPS)
+
+    def value(w, scan, **options):
+        step = lambda h, x: (jnp.tanh(w @ noisy_second(h, x[1]) + x[0]), None)
+        return jnp.sum(scan(step, H, (XS, keys), **options)[0])
+
+    def second(*args, **options):
+        grad = jax.grad(lambda w: value(w, *args, **options))
+        return jax.grad(lambda w: jnp.sum(grad(w) ** 2))(WEIGHTS["w"])
+
+    expected = second(jax.lax.scan)
+    assert_close(second(eqg.filter_scan, checkpoint="auto"), expected, eps=5000)
+    with pytest.raises(RuleError, match=r"can't replay these steps.*\n  a step draws"):
+        second(eqg.filter_scan, checkpoint="replay")
+
+
+def test_auto_asks_about_the_batch_that_it_replays(monkeypatch):
+    """What `jax.vmap` puts in the place of a call may draw other bits."""
+    monkeypatch.setattr(replay, "is_replay_better", lambda *args: True)
+    monkeypatch.setattr(replay, "why_never_better", lambda body: None)
+    keys = jr.split(jr.key(3, impl="rbg"), STEPS)
+
+    @eqg.custom_jvp
+    def scaled(h, bits):
+        return h
+
+    @scaled.def_jvp
+    def _scaled_jvp(primals, tangents):
+        return scaled(*primals), tangents[0]
+
+    @scaled.def_vmap
+    def _scaled_vmap(size, batched, h, bits):
+        key = jr.wrap_key_data(bits, impl="rbg")
+        return h * jr.normal(key, h.shape, h.dtype), True
+
+    def value(w, h, scan, **options):
+        step = lambda h, x: (jnp.tanh(w @ scaled(h, x[1]) + x[0]), None)
+        return jnp.sum(scan(step, h, (XS, jr.key_data(keys)), **options)[0])
+
+    def batched(*args, **options):
+        one = lambda w, h: value(w, h, *args, **options)
+        loss = lambda w: jnp.sum(jax.vmap(one, (None, 0))(w, jnp.stack([H, -H])))
+        return jax.jit(jax.grad(loss))(WEIGHTS["w"])
+
+    expected = batched(jax.lax.scan)
+    assert_close(batched(eqg.filter_scan, checkpoint="auto"), expected, eps=500)
+
+
+def test_references_are_no_named_axis():
+    """A step that writes to a `jax.new_ref` has a side effect."""
+
+    def value(w, **options):
+        total = jax.new_ref(jnp.zeros_like(H[0]))
+
+        def step(h, x):
+            total[...] = total[...] + jax.lax.stop_gradient(jnp.sum(x))
+            return jnp.tanh(w @ h + x), None
+
+        h = eqg.filter_scan(step, H, XS, **options)[0]
+        return jnp.sum(h), total[...]
+
+    with pytest.raises(
+        RuleError, match=r"can't replay these steps.*\n  a step has side effects"
+    ):
+        value(WEIGHTS["w"], checkpoint="replay")
+    _, expected = jax.grad(value, has_aux=True)(WEIGHTS["w"])
+    _, total = jax.grad(value, has_aux=True)(WEIGHTS["w"], checkpoint="auto")
+    assert_close(expected, jnp.sum(XS), eps=500)
+    assert_close(total, expected, eps=500)
 
 
 class TestTheChoiceOfAuto:

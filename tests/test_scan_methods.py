@@ -6,12 +6,14 @@ import functools as ft
 import gc
 import types
 import weakref
+from typing import NamedTuple
 
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._control_flow import scan
@@ -402,6 +404,210 @@ def test_what_changed_is_not_computed_with_old_values(monkeypatch):
     expected = lambda a: jax.lax.scan(lambda h, x: (jnp.tanh(a * h + x), None), H, XS)[0]
     assert_trees_close(before, [expected(2.0)] * 8)
     assert_trees_close(after, [expected(-1.0)] * 4)
+
+
+class Settings:
+    scale = 2.0
+
+
+class Scaled(eqx.Module):
+    """With a method that reads a global variable, and an array that can be changed."""
+
+    weight: jax.Array
+    array: np.ndarray | None = None
+
+    def __call__(self, x):
+        return FACTOR * self.weight * x
+
+    def add(self, x):
+        return Scaled(self.weight + FACTOR * x)
+
+
+class Pair(NamedTuple):
+    h: jax.Array
+    count: jax.Array
+
+    def next(self, x):
+        return Pair(jnp.tanh(self.h @ WEIGHT + x), self.count + 1)
+
+
+@eqg.custom_jvp
+def scaled(x):
+    return FACTOR * x
+
+
+@scaled.def_jvp
+def _scaled_jvp(primals, tangents):
+    return scaled(*primals), FACTOR * tangents[0]
+
+
+@ft.wraps(jnp.tanh)  # and so says that it is a function of JAX
+def times_factor(x):
+    return FACTOR * x
+
+
+over_batch = jax.vmap(lambda x: FACTOR * x)
+
+
+def with_attribute(x):
+    return with_attribute.scale * x
+
+
+with_attribute.scale = 2.0
+FACTOR = 2.0
+FUNCTION = jnp.zeros_like
+FIRST, SECOND = (lambda x: x), (lambda x: 2 * x)
+THIRD = FIRST
+SCALES = {"scale": 2.0}
+look_up = SCALES.get
+MODULE, OF_ARRAY = Scaled(jnp.array(1.0)), Scaled(jnp.array(1.0), np.array([2.0]))
+
+
+def changed(setting):
+    """Ways to say `2 * x`, and how to make each of them say `3 * x`."""
+    set_global = lambda name, x: setting(globals(), name, x)
+    three = lambda: set_global("FACTOR", 3.0)
+    return {
+        "class attribute": (
+            lambda x: Settings.scale * x,
+            lambda: setting(Settings, "scale", 3.0),
+        ),
+        "function attribute": (
+            lambda x: with_attribute(x),
+            lambda: setting(with_attribute, "scale", 3.0),
+        ),
+        "array of a Module": (
+            lambda x: OF_ARRAY.array[0] * x,
+            lambda: OF_ARRAY.array.fill(3.0),
+        ),
+        "method of a Module": (lambda x: MODULE(x), three),
+        "function with a rule": (lambda x: scaled(x), three),
+        "wrapper of a function of JAX": (lambda x: times_factor(x), three),
+        "vmap": (lambda x: over_batch(x[None])[0], three),
+        "function of JAX": (
+            lambda x: 2 * x + FUNCTION(x),
+            lambda: set_global("FUNCTION", jnp.positive),
+        ),
+        "another of the same functions": (
+            lambda x: FIRST(x) * THIRD(x / x) + 0 * SECOND(x) + x,
+            lambda: set_global("THIRD", SECOND),
+        ),
+        "method of a dictionary": (
+            lambda x: look_up("scale") * x,
+            lambda: setting(SCALES, "scale", 3.0),
+        ),
+        "name as a string": (lambda x: globals()["FACTOR"] * x, three),
+    }
+
+
+def set_with(monkeypatch):
+    def setting(owner, name, x):
+        set_it = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
+        set_it(owner, name, x)
+
+    return setting
+
+
+@pytest.mark.parametrize("name", changed(None))
+def test_whatever_changed_is_computed_anew(name, monkeypatch):
+    """A7: all that a step can reach. The witness is a Python loop."""
+    fn, change = changed(set_with(monkeypatch))[name]
+
+    def step(h, x):
+        return h + fn(x), None
+
+    run = lambda: float(eqg.filter_scan(step, 0.0, jnp.arange(1.0, 4.0))[0])
+    before = [run(), run()]
+    change()
+    after = [run(), run()]
+    OF_ARRAY.array.fill(2.0)
+    assert before == [12.0, 12.0]
+    assert after == [18.0, 18.0]
+
+
+def test_what_the_arguments_reach(monkeypatch):
+    """A7: the functions and the classes in the carry, and `carry_gradient`."""
+    xs = jnp.arange(1.0, 4.0)
+    called = []
+
+    def with_function(carry, x):
+        return (carry[0] + carry[1](x), carry[1]), None
+
+    def with_method(carry, x):
+        return carry.add(x), None
+
+    def summed(h, x):
+        return h + x, None
+
+    def calls():
+        return (
+            float(eqg.filter_scan(with_function, (0.0, times_factor), xs)[0][0]),
+            float(eqg.filter_scan(with_method, Scaled(jnp.array(0.0)), xs)[0].weight),
+        )
+
+    assert [calls(), calls()] == [(12.0, 12.0)] * 2
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert calls() == (18.0, 18.0)
+    monkeypatch.setitem(globals(), "FACTOR", called.append)
+    eqg.filter_scan(summed, 0.0, xs, carry_gradient=_reporting)
+    monkeypatch.setitem(globals(), "FACTOR", lambda _: called.append("another"))
+    eqg.filter_scan(summed, 0.0, xs, carry_gradient=_reporting)
+    assert called[-1] == "another"
+
+
+def _reporting(h):
+    FACTOR("called")
+    return h
+
+
+def test_numbers_in_xs():
+    """A1: they are static, in contrast to those in the carry. The witness is a Python loop."""
+
+    def step(h, x):
+        a, s = x
+        return h + s * (a + float(np.copysign(2.0, s.real))), None
+
+    for dtype, values in (
+        (jnp.zeros(()).dtype, (2.0, 3.0, 2.0, 0.0, -0.0)),
+        (jnp.zeros((), complex).dtype, (2j, 3j, 2j, 1 + 2j)),
+    ):
+        xs, init = jnp.arange(3).astype(dtype), jnp.zeros((), dtype)
+        for s in values:
+            got = complex(eqg.filter_scan(step, init, (xs, s))[0])
+            assert got == sum(s * (a + float(np.copysign(2.0, s.real))) for a in range(3))
+
+
+def times_two(h, x):
+    return 2 * h + x, None
+
+
+def uses_a_cell(h, x):
+    return CELL(x, h), None
+
+
+def uses_a_module(h, x):
+    return MODULE(h) + over_batch(scaled(x)), None
+
+
+def uses_a_class(pair, x):
+    return pair.next(x), None
+
+
+CELL = eqx.nn.GRUCell(3, 3, key=jr.key(0))
+ORDINARY = {
+    "function": (times_two, H),
+    "cell": (uses_a_cell, H),
+    "lambda": (lambda h, x: (jnp.tanh(WEIGHT @ h) + x, None), H),
+    "Module": (uses_a_module, H),
+    "NamedTuple": (uses_a_class, Pair(H, jnp.array(0))),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_steps_compile_once(name):
+    """D5: also classes of the user's, if nothing in them can be changed in place."""
+    step, init = ORDINARY[name]
+    assert count_of_third_call(lambda: eqg.filter_scan(step, init, XS)) == 0
 
 
 def test_other_types_and_static_leaves_are_other_calls():

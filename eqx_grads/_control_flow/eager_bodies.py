@@ -6,163 +6,109 @@ the step weakly.
 
 `jax.lax.scan` relies on that identity alone: it computes with the old value of a global
 variable that was assigned since. Here the step is then traced again: a body is used again only
-if all that the step can reach is the same as it was, and is nothing that can be changed in
-place.
+if all that it can reach is the same as it was, and is nothing that can be changed in place
+(`reached_objects.py`).
 """
 
-import sys
+import dataclasses
 import types
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from .._jaxprs.current_trace import is_eager
-from .carry import is_number
+from .carry import is_number, is_sliced
+from .reached_objects import lives_in_a_module, Reached
 from .scan_body import ScanBody
 
 
-_KEPT: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[ScanBody, list[Any]]]] = (
+_KEPT: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[ScanBody, Reached]]] = (
     weakref.WeakKeyDictionary()
 )
 _MOST = 64  # bodies of one step: for other types of arguments, and other options
-_LIBRARIES = ("jax", "jaxlib", "numpy", "equinox", "eqx_grads", "math", "functools", "builtins")
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
-_FIXED = (
-    jax.Array,
-    eqx.Module,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    type(jax.jit(lambda: None)),
-    jax.custom_jvp,
-    jax.custom_vjp,
-)
 
 
-def eager_key(f: Callable[..., Any], args: Any, options: tuple[Any, ...]) -> Hashable | None:
-    """Equal for two eager calls of the step `f` with arguments of the same types.
+@dataclasses.dataclass(frozen=True)
+class EagerCall:
+    """An eager call of the step `f`.
 
-    `None` if JAX transforms the call, or if the body would keep an object of the user alive.
+    - `key` is equal for calls with arguments of the same types, and with the same options.
+    - `static` is what else the body is made from: the static parts of the arguments.
     """
+
+    f: types.FunctionType
+    key: Hashable
+    static: list[Any]
+
+    def reached(self) -> Reached | None:
+        return Reached.find([self.f, *self.static])
+
+    def kept_body(self) -> ScanBody | None:
+        """The body of an earlier call, if there is one that computes the same."""
+        body, before = _KEPT.get(self.f, {}).get(self.key, (None, None))
+        if body is None or before is None:
+            return None
+        now = self.reached()
+        return body if now is not None and before.is_same(now) else None
+
+    def keep_body(self, body: ScanBody) -> None:
+        """Keep the body, if its static outputs and what it can reach allow for that."""
+        reached = self.reached()
+        if reached is None or any(_static_key(x) is None for x in body.static_outputs()):
+            return
+        bodies = _KEPT.setdefault(self.f, {})
+        if len(bodies) >= _MOST:
+            bodies.clear()
+        bodies[self.key] = body, reached
+
+
+def eager_call(
+    f: Callable[..., Any], init: Any, xs: Any, options: tuple[Any, ...]
+) -> EagerCall | None:
+    """`None` if JAX transforms the call, or if the body would keep an object of the user
+    alive."""
     if not isinstance(f, types.FunctionType) or not is_eager():
         return None
-    leaves, treedef = jax.tree.flatten(args)
-    keys = [*map(_leaf_key, leaves), *map(_static_key, options)]
+    first, init_tree = jax.tree.flatten(init)
+    slices, xs_tree = jax.tree.flatten(xs)
+    if any(isinstance(x, Tracer) for x in (*first, *slices)):
+        return None
+    # The body takes these as arrays. A Python integer in the carry may be static, and all
+    # that is not sliced is.
+    arrays = [*filter(_is_array, first), *filter(is_sliced, slices)]
+    is_static = [not _is_array(x) for x in first] + [not is_sliced(x) for x in slices]
+    static = [x for x, s in zip((*first, *slices), is_static, strict=True) if s]
+    static += options
+    keys = list(map(_static_key, static))
     if None in keys:
         return None
-    key = (treedef, *keys)
+    types_of_arrays = [jax.typeof(jnp.asarray(x)) for x in arrays]
+    key = (init_tree, xs_tree, *is_static, *types_of_arrays, *keys)
     try:
         hash(key)
     except TypeError:  # a static field without a hash
         return None
-    return key
+    return EagerCall(f, key, [*static, *_nodes(init_tree), *_nodes(xs_tree)])
 
 
-def _leaf_key(x: Any) -> Hashable | None:
-    if isinstance(x, Tracer):
-        return None
-    # A Python integer may be static.
-    is_array = is_number(x) and not isinstance(x, bool | int)
-    return jax.typeof(jnp.asarray(x)) if is_array else _static_key(x)
+def _is_array(x: Any) -> bool:
+    """Whether a leaf of the first carry is certainly an array."""
+    return is_sliced(x) or (is_number(x) and not isinstance(x, bool | int))
+
+
+def _nodes(tree: Any) -> list[Any]:
+    """The classes of the nodes of a tree, and their static fields."""
+    data = tree.node_data()
+    of_node = [] if data is None or data[0] in (tuple, list, dict, type(None)) else [*data]
+    return [*of_node, *(x for child in tree.children() for x in _nodes(child))]
 
 
 def _static_key(x: Any) -> Hashable | None:
-    if isinstance(x, bool | int | np.integer | str | bytes | None):
-        return type(x), x
-    return (type(x), id(x)) if _lives_in_a_module(x) else None
-
-
-def _lives_in_a_module(x: Any) -> bool:
-    """Whether `x` is a name in a module, and so outlives all that refers to it."""
-    found = sys.modules.get(getattr(x, "__module__", None) or "")
-    for name in str(getattr(x, "__qualname__", "")).split("."):
-        found = getattr(found, name, None)
-    return found is x
-
-
-def kept_body(f: Callable[..., Any], key: Hashable) -> ScanBody | None:
-    """The body of an earlier call, if there is one that computes the same."""
-    body, reached_before = _KEPT.get(f, {}).get(key, (None, []))
-    if body is None:
-        return None
-    reached = _reached_by(f)
-    if reached is None or len(reached) != len(reached_before):
-        return None
-    same = all(_strong(a) is b for a, b in zip(reached_before, reached, strict=True))
-    return body if same else None
-
-
-def keep_body(f: Callable[..., Any], key: Hashable, body: ScanBody) -> None:
-    """Keep the body of a step, if its static outputs and what it can reach allow for that."""
-    reached = _reached_by(f)
-    if reached is None or any(_static_key(x) is None for x in body.static_outputs()):
-        return
-    bodies = _KEPT.setdefault(f, {})
-    if len(bodies) >= _MOST:
-        bodies.clear()
-    bodies[key] = body, [_weak(x) for x in reached]
-
-
-def _weak(x: Any) -> Any:
-    return x if isinstance(x, _ATOMS) else weakref.ref(x)
-
-
-def _strong(x: Any) -> Any:
-    return x() if isinstance(x, weakref.ref) else x
-
-
-def _reached_by(fn: Callable[..., Any]) -> list[Any] | None:
-    """What a function reads from its closure, its default values and its global variables, and
-    so for all functions among these. `None` if some of it may be changed in place."""
-    reached: list[Any] = []
-    front: list[Any] = [fn]
-    seen = {id(fn)}
-    while front:
-        for x in _read_by(front.pop()):
-            if id(x) in seen:
-                continue
-            seen.add(id(x))
-            if type(x) is tuple:
-                front.append(x)
-                continue
-            if _is_of_library(x):
-                continue
-            if not isinstance(x, (*_ATOMS, *_FIXED)) or isinstance(x, Tracer):
-                return None
-            reached.append(x)
-            if isinstance(x, types.FunctionType):
-                front.append(x)
-    return reached
-
-
-def _is_of_library(x: Any) -> bool:
-    """Whether `x` is a module, a class or a function that only another library assigns."""
-    if isinstance(x, types.ModuleType):
-        name = x.__name__
-    else:
-        name = getattr(x, "__module__", None) if hasattr(x, "__qualname__") else None
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
-
-
-def _read_by(x: Any) -> list[Any]:
-    if isinstance(x, tuple):
-        return list(x)
-    read = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-    for cell in x.__closure__ or ():
-        try:
-            read.append(cell.cell_contents)
-        except ValueError:  # a name that is not bound yet
-            continue
-    return [*read, *(x.__globals__[n] for n in _names_in(x.__code__) if n in x.__globals__)]
-
-
-def _names_in(code: types.CodeType) -> list[str]:
-    """The names in a function and in the functions that are defined inside of it."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return [*code.co_names, *(name for c in inner for name in _names_in(c))]
+    if isinstance(x, bool | int | float | complex | np.integer | str | bytes | None):
+        return type(x), repr(x)  # `0.0 == -0.0`
+    return (type(x), id(x)) if lives_in_a_module(x) else None

@@ -13,16 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
-from .._errors import rule_error, RuleError, type_of
+from .._errors import type_of
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.plain_scan import lax_scan
+from .._jaxprs.vectorize import why_not_batched
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
 from .progress import ProgressLine
 from .replay_cost import is_replay_better, replay_chunk, why_never_better
-from .replay_split import SplitVjp
+from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
 
@@ -72,24 +74,32 @@ def log_choice(steps: Any, carry: Sequence[Any], choice: str) -> None:
     )
 
 
-def cannot_replay(reason: str) -> RuleError:
-    return rule_error(
-        "`filter_scan` can't replay these steps.",
-        reason,
-        do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
-    )
-
-
 def _why_not_estimated(body: TracedBody) -> str | None:
     """Why a replay is not better than plain scan, whatever the batch size, or why that can't be
     estimated before the scan is differentiated."""
     try:
-        effects = body.trace_vjp(run_backward=True).effects
+        vjp = body.trace_vjp(run_backward=True)
     except Exception:
         # Some input has no reverse derivative. If it is asked for, plain scan raises the same
         # error, in which nothing of a replay appears; if it is not, there is no error.
         return "has no reverse derivative in some of its inputs"
-    return why_not_recomputed(effects, mesh_axes=True) or why_never_better(body)
+    return _why_not_replayed(vjp) or why_never_better(body)
+
+
+def _why_not_replayed(vjp: ClosedJaxpr) -> str | None:
+    """Why the derivative of a step, with all of its rules, can't be computed for many steps at
+    once. The steps themselves don't tell: a rule may draw random bits, or loop."""
+    return why_not_recomputed(vjp.effects, mesh_axes=True) or why_not_vectorized(vjp)
+
+
+def _why_plain(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> str | None:
+    """Why `"auto"` does not replay a scan that is differentiated, in a batch of known size."""
+    vjp = body.trace_vjp(run_backward=True)
+    if not is_replay_better(body, vjp, steps, perturbed_consts):
+        return "which is estimated to be as fast, or to need less memory"
+    varies = [*body.varies, *(True for _ in vjp.in_avals[len(body.varies) :])]
+    reason = _why_not_replayed(vjp) or why_not_batched(vjp, varies)
+    return None if reason is None else f"as a step {reason}"
 
 
 @custom_vjp
@@ -144,12 +154,12 @@ def _replayed_scan_fwd(
 ):
     *perturbed_args, _ = perturbed
     steps = step_index.shape[0]
-    is_replay = not only_if_better or is_replay_better(body, steps, perturbed_args[0])
+    why_plain = _why_plain(body, steps, perturbed_args[0]) if only_if_better else None
     if only_if_better:
         replay = f"a replay, of {replay_chunk(body, steps)} steps at once"
-        plain = "plain scan, which is estimated to be as fast, or to need less memory"
-        log_choice(steps, body.carry_types, replay if is_replay else plain)
-    if not is_replay:
+        choice = replay if why_plain is None else f"plain scan, {why_plain}"
+        log_choice(steps, body.carry_types, choice)
+    if why_plain is not None:
         run = lambda consts, init, xs: _run(
             lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse, progress
         )
@@ -228,7 +238,7 @@ def _replay(body, residuals, cts, perturbed, reverse):
     carry_indices = [i for i in body.differentiable() if carried[i] and reached[i]]
     y_indices = [j for j, ct in enumerate(ct_ys) if ct is not None]
     split = SplitVjp(body, carry_indices, y_indices, perturbed_consts, perturbed_xs)
-    reason = why_not_recomputed(split.effects, mesh_axes=True)
+    reason = _why_not_replayed(split.program)
     if reason is not None:
         raise cannot_replay(f"the backward pass of a step {reason}")
 

@@ -44,6 +44,13 @@ _MARGIN_WITH_NEW_PAGES = 1.5
 
 def why_never_better(body: TracedBody) -> str | None:
     """Why plain scan is at least as good for any batch size, as far as that was measured."""
+    reason = _why_its_operations_are_worse(body)
+    if reason is None and _bytes_of_carries(body) >= _bytes_of_residuals(body):
+        reason = "has no residuals but its carry"
+    return reason
+
+
+def _why_its_operations_are_worse(body: TracedBody) -> str | None:
     if body.has_symbolic_shapes:
         return "has symbolic shapes"
     if holds(body.program, Cond, Checkpoint):
@@ -56,28 +63,30 @@ def why_never_better(body: TracedBody) -> str | None:
     if holds(body.program, "gather"):
         # The transpose of a look-up adds to the table, for all steps of a chunk one by one.
         return "looks up rows of a table"
-    if _bytes_of_carries(body) >= _bytes_of_residuals(body):
-        return "has no residuals but its carry"
     return None
 
 
-def is_replay_better(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> bool:
-    """Whether to replay the steps, given which `consts` have their cotangents asked for: if
-    that is faster, and needs no more memory.
+def is_replay_better(
+    body: TracedBody, vjp: ClosedJaxpr, steps: int, perturbed_consts: Sequence[bool]
+) -> bool:
+    """Whether to replay the steps, given their derivative, and which `consts` have their
+    cotangents asked for: if that is faster, and needs no more memory.
 
     A replay computes all steps once more. Plain scan adds to the gradients of all weights at
     every step, and it writes and reads the residuals of every step.
     """
-    if why_never_better(body) is not None:
+    if _why_its_operations_are_worse(body) is not None:
         return False
-    saved = _bytes_of_residuals(body)
+    saved, carried = _bytes_of_residuals(body), _bytes_of_carries(body)
+    if carried >= saved:
+        return False
     of_chunk = saved + sum(map(_bytes, body.x_types))
-    replayed = steps * _bytes_of_carries(body)
+    replayed = steps * carried
     replayed += _COPIES_IN_CHUNK * replay_chunk(body, steps) * of_chunk
     if replayed > steps * saved:
         return False
     flops = sum(flops for flops, _ in _products(body.program))
-    weights = _summed_over_time(body, perturbed_consts)
+    weights = _summed_over_time(body, vjp, perturbed_consts)
     # The products of one step with each weight once. With fixed weights there is no gradient to
     # sum, and if a weight is used several times in a step, there is one sum for all uses.
     # Without products, there is nothing that several steps compute better at once.
@@ -122,14 +131,15 @@ def _products(program: ClosedJaxpr) -> Iterator[tuple[float, int]]:
             yield from ((times * flops, rows) for flops, rows in _products(inner))
 
 
-def _summed_over_time(body: TracedBody, perturbed_consts: Sequence[bool]) -> list[Any]:
+def _summed_over_time(
+    body: TracedBody, vjp: ClosedJaxpr, perturbed_consts: Sequence[bool]
+) -> list[Any]:
     """The types of the gradients that plain scan adds to at every step. There is none for a
     constant that a step reads under `stop_gradient`."""
-    program = body.trace_vjp(run_backward=True)
-    varying = depends(program, body.varies)
+    varying = depends(vjp, body.varies)
     consts = zip(body.const_types, perturbed_consts, strict=True)
     consts = [(t, p) for t, p in consts if is_differentiable(t)]
-    cts = zip(consts, program.jaxpr.outvars, strict=False)
+    cts = zip(consts, vjp.jaxpr.outvars, strict=False)
     return [t for (t, p), ct in cts if p and not isinstance(ct, Literal) and ct in varying]
 
 

@@ -31,12 +31,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from .._errors import rule_error, RuleError
 from .._jaxprs.dependence import depends, free_variables, needed
 from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
 from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
 from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.structure import Cond, holds
+from .._jaxprs.vectorize import no_batching_rule
 from .traced_body import TracedBody
 
 
@@ -59,7 +61,7 @@ class SplitVjp:
         const_indices = [i for i, p in enumerate(perturbed_consts) if p]
         self._n_consts = len(const_indices)
         program = _trace_vjp(body, carry_indices, y_indices, const_indices, self._x_indices)
-        self.effects = program.effects
+        self.program = program
         jaxpr = program.jaxpr
         self._constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
         n_inputs, n_carry = len(body.input_types), len(carry_indices)
@@ -153,7 +155,7 @@ class SplitVjp:
             return _run(self.residual_eqns, {**self._constants, **inputs}, self._residuals)
 
         axes = [0 if v in self._varying else None for v in self._residuals]
-        values = jax.vmap(of_step, 0, axes, axis_size=steps)(carries, xs)
+        values = _over_time(of_step, 0, axes, steps)(carries, xs)
         return dict(zip(self._residuals, values, strict=True))
 
     def _run_parallel_eqns(self, env, xs):
@@ -182,8 +184,7 @@ class SplitVjp:
         steps = cts[0].shape[0]
 
         def all_transposed(terms, ct_xs):
-            many = jax.vmap(transposed, (0, None, 0), axis_size=steps)
-            return many(varying, terms, ct_xs)
+            return _over_time(transposed, (0, None, 0), 0, steps)(varying, terms, ct_xs)
 
         terms = [v.aval for v in self._parallel_out[: self._n_consts]]
         x_types = [jax.typeof(xs[i]) for i in self._x_indices]
@@ -232,6 +233,28 @@ def _trace_vjp(body, carry_indices, y_indices, const_indices, x_indices):
     # None is said to vary, so that no operands of a matrix product are swapped.
     flags = [False] * (len(inputs) + len(ct_types))
     return inlined(jax.make_jaxpr(vjp)(*inputs, *ct_types), flags)
+
+
+def _over_time(fn, in_axes, out_axes, steps):
+    vectorized = jax.vmap(fn, in_axes, out_axes, axis_size=steps)
+
+    def run(*args):
+        try:
+            return vectorized(*args)
+        except NotImplementedError as error:
+            raise cannot_replay(
+                f"the backward pass of a step {no_batching_rule(error)}"
+            ) from error
+
+    return run
+
+
+def cannot_replay(reason: str) -> RuleError:
+    return rule_error(
+        "`filter_scan` can't replay these steps.",
+        reason,
+        do='Use `checkpoint="sqrt"`, a number of steps, or "auto".',
+    )
 
 
 def _run(eqns, env, outputs):

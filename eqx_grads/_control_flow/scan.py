@@ -17,11 +17,12 @@ from .._errors import check_flags, check_function, rule_error, show_path, type_o
 from .._jaxprs.plain_scan import plain_scans
 from .carry import BecomesArray, is_sliced
 from .chunked_scan import near_divisor
-from .eager_bodies import eager_key, keep_body, kept_body
+from .eager_bodies import eager_call
 from .online import Online
 from .progress import progress_line
-from .replay import cannot_replay, log_choice, Replayed
+from .replay import log_choice, Replayed
 from .replay_cost import PLATFORM
+from .replay_split import cannot_replay
 from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
 from .scan_body import ScanBody
 from .truncated import cut_loop, Truncated
@@ -121,20 +122,28 @@ def filter_scan(
     | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
-    the weights in a few large matrix products. It is an error if the steps do not allow for
-    that. `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more
-    memory. The estimate is that of a CPU: if JAX has another default backend, `"auto"` is
-    `None`. The logger `"eqx_grads"` says at the level `DEBUG` what `"auto"` chose, when the
-    derivative is traced: `logging.basicConfig()`, and then
+    the weights in a few large matrix products. It is an error if a step, or its derivative
+    with all rules, does not allow for that: if it has side effects, calls the host, draws
+    random bits with another generator than threefry, has a `while_loop` in a `cond` or in
+    another `while_loop`, or an operation without a batching rule. What only the derivative does
+    is found when it is asked for.
+
+    `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more memory.
+    The estimate is that of a CPU: if JAX has another default backend, `"auto"` is `None`. The
+    logger `"eqx_grads"` says at the level `DEBUG` what `"auto"` chose, when the derivative is
+    traced: `logging.basicConfig()`, and then
     `logging.getLogger("eqx_grads").setLevel(logging.DEBUG)`.
 
     If a step keeps more than its carry, $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$,
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
     needs besides: of two choices that differ by a few percent, either may need less.
 
-    An eager call has no backward pass. If `f` is the same function as in an earlier eager call,
-    and reaches no object that can be changed in place (a list, an object of a class of your
-    own), it is not traced and compiled again.
+    An eager call has no backward pass. It is not traced and compiled again if `f` is the same
+    function as in an earlier eager call, with arguments of the same types and the same numbers
+    in `xs`, and reaches the same values as then: its closure, its global variables, those of
+    the functions that it calls, and the attributes of functions and classes. If it reaches an
+    object that can be changed in place (a list, a NumPy array, an object of a class of your own
+    that is neither a Module nor a named tuple), or a module of your own, each call is compiled.
 
     **Returns:**
 
@@ -170,14 +179,14 @@ def filter_scan(
     method = named_method(checkpoint, steps if truncate is None else truncate)
     method = _online_method(online, checkpoint, truncate) or method
     line = progress_line(steps) if progress else None
-    options = (checkpoint, truncate, online, carry_gradient, reverse, unroll)
-    key = eager_key(f, (init, xs), (steps, *options)) if line is None else None
-    if key is not None and (body := kept_body(f, key)) is not None:
+    options = (steps, checkpoint, truncate, online, carry_gradient, reverse, unroll)
+    call = eager_call(f, init, xs, options) if line is None else None
+    if call is not None and (body := call.kept_body()) is not None:
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
         return body.outputs(*Plain().run(loop))
     becomes_array: frozenset[int] = frozenset()
     while True:
-        step = f if key is None else weakref.proxy(f)
+        step = f if call is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
         try:
             with plain_scans():
@@ -190,12 +199,12 @@ def filter_scan(
                     method = dataclasses.replace(method, names=names, where=where)
                 chosen, loop = _choose(method, loop, truncate)
                 # Nothing is differentiated in an eager call, and all methods compute the same.
-                carry, ys = (chosen if key is None else Plain()).run(loop)
+                carry, ys = (chosen if call is None else Plain()).run(loop)
         except BecomesArray as found:
             becomes_array |= found.indices
             continue
-        if key is not None:
-            keep_body(f, key, body)
+        if call is not None:
+            call.keep_body(body)
         return body.outputs(carry, ys)
 
 

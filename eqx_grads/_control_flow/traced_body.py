@@ -206,14 +206,23 @@ def why_not_recomputed(effects: Iterable[Any], mesh_axes: bool = False) -> str |
     """Why a program with these effects must run once and as it is; `None` if it may be run
     again, or in part. Sums over the axes of the mesh are allowed if `mesh_axes`."""
     allowed = jax.sharding.get_abstract_mesh().axis_names if mesh_axes else ()
-    axes = [getattr(effect, "name", None) for effect in effects]
-    axes = [axis for axis in axes if axis not in allowed]
-    if not axes:
+    names = [getattr(effect, "name", None) for effect in effects]
+    names = [name for name in names if name not in allowed]
+    if not names:
         return None
-    named = [axis for axis in axes if axis is not None]
-    if named:
-        return f"communicates over the named axis {named[0]!r}"
+    for name in names:
+        if _is_axis(name):
+            return f"communicates over the named axis {name!r}"
     return "has side effects, each of which has to happen once"
+
+
+def _is_axis(name: Any) -> bool:
+    """Whether the name of an effect is that of an axis: that of a `jax.new_ref` is not."""
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError):
+        return False
+    return True
 
 
 def why_not_vectorized(program: ClosedJaxpr) -> str | None:

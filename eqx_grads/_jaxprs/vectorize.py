@@ -1,18 +1,29 @@
 """Whether `jax.vmap` of a traced program computes what calling it many times computes."""
 
-import jax
-from jax.extend.core import ClosedJaxpr
+from collections.abc import Sequence
 
-from .structure import Cond, equations, holds, structure, While
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
+
+from .structure import CallWithRule, Cond, equations, holds, inner_programs, structure, While
 
 
 def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
     """What differs under `jax.vmap`, as a predicate ("draws random bits"), or `None`."""
     if _draws_bits_of_a_batch(program):
         return "draws random bits that are different under `jax.vmap`"
-    if _guards_a_loop(program):
-        return "has a `while_loop` in a branch of a `cond`"
-    return None
+    return _guards_a_loop(program)
+
+
+# What moves keys, and draws nothing. `random_split` and `random_fold_in` draw.
+_MOVES_KEYS = frozenset(
+    """
+    random_seed random_wrap random_unwrap broadcast_in_dim reshape squeeze transpose slice
+    dynamic_slice dynamic_update_slice gather scatter concatenate split rev pad select_n copy
+    stop_gradient optimization_barrier stack unstack eq ne
+    """.split()  # noqa: SIM905
+)
 
 
 def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
@@ -24,18 +35,52 @@ def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
     """
     threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
+    def is_other_key(v):
+        dtype = getattr(v.aval, "dtype", threefry)
+        return jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != threefry
+
     def draws(eqn):
-        if eqn.primitive.name in ("random_bits", "random_split", "random_fold_in"):
-            return eqn.invars[0].aval.dtype != threefry
-        return eqn.primitive.name in ("rng_bit_generator", "rng_uniform")
+        if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
+            return True
+        if eqn.primitive.name in _MOVES_KEYS or not any(map(is_other_key, eqn.invars)):
+            return False
+        # The programs in an equation are looked at themselves. One without may draw when it is
+        # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
+        return not inner_programs(eqn) or isinstance(structure(eqn), CallWithRule)
 
     return any(draws(eqn) for eqn in equations(program))
 
 
-def _guards_a_loop(program: ClosedJaxpr) -> bool:
-    """Whether a `while_loop` stands in a branch of a `cond`.
+def _guards_a_loop(program: ClosedJaxpr) -> str | None:
+    """Whether a `while_loop` stands in a branch of a `cond` or in another `while_loop`.
 
-    Under `vmap` all branches run, and a loop may not end for values that its branch is not
-    meant for (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12)."""
-    conds = [s for s in map(structure, equations(program)) if isinstance(s, Cond)]
-    return any(holds(branch, While) for cond in conds for branch in cond.programs)
+    Under `vmap` all branches run, and the body of a loop runs for all elements until the last
+    one is done. A loop in there may not end for values that it is not meant for
+    (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12)."""
+    for known in map(structure, equations(program)):
+        if not isinstance(known, Cond | While):
+            continue
+        if any(holds(inner, While) for inner in known.programs):
+            where = "a branch of a `cond`" if isinstance(known, Cond) else "another"
+            return f"has a `while_loop` in {where}"
+    return None
+
+
+def why_not_batched(program: ClosedJaxpr, flags: Sequence[bool]) -> str | None:
+    """Why JAX can't trace `jax.vmap` of a program over the flagged inputs, or `None`."""
+    axes = [0 if flag else None for flag in flags]
+    types = [
+        unmapped_aval(2, 0, t) if flag else t
+        for t, flag in zip(program.in_avals, flags, strict=True)
+    ]
+    try:
+        jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), axes, axis_size=2))(*types)
+    except Exception as error:  # a batching rule may raise anything
+        return no_batching_rule(error)
+    return None
+
+
+def no_batching_rule(error: Exception) -> str:
+    """What JAX's error about an operation under `jax.vmap` says, as a predicate."""
+    message = str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"has an operation that JAX can't vectorize ({message:.200})"

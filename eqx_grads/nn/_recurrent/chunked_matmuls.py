@@ -165,7 +165,9 @@ def vmap_into_batch(
         fold(1, valid, valid_batched),
         **options,
     )
-    return (_unfold_batch(axis_size, 1, hs), _unfold_batch(axis_size, 0, last)), True
+    inner = xs.shape[2 if xs_batched else 1]
+    unfold = ft.partial(_unfold_batch, (axis_size, inner))
+    return (unfold(1, hs), unfold(0, last)), True
 
 
 def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
@@ -186,13 +188,13 @@ def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
     return jax.tree.map(fold, tree, batched)
 
 
-def _unfold_batch(size: int, axis: int, tree: Any) -> Any:
-    """The inverse of `_fold_batch`."""
+def _unfold_batch(sizes: tuple[int, int], axis: int, tree: Any) -> Any:
+    """The inverse of `_fold_batch`, to batch dimensions of these sizes."""
 
     def unfold(x):
-        if x.shape[axis] == size:
+        if sizes[1] == 1:
             return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
-        x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+        x = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
     return jax.tree.map(unfold, tree)
