@@ -36,7 +36,7 @@ from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import on_explicit_mesh, vary_alike
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
-from .eligibility_traces import put, StepJacobian
+from .eligibility_traces import forward_diagonal, put, StepJacobian
 from .progress import ProgressLine
 from .replay import scan_of_batch
 from .replay_split import add_terms
@@ -207,7 +207,7 @@ def _outputs(body: TracedBody, consts, carry, x, new):
 def _online_scan_jvp(
     primals, tangents, *, body, approximate, names, where, reverse, unroll, progress
 ):
-    del progress
+    del progress, names, where
     *primals, step_index = primals
     *tangents, _ = tangents
     options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
@@ -215,15 +215,12 @@ def _online_scan_jvp(
         scan = lambda consts, init, xs: lax_scan(ft.partial(body, consts), init, xs, **options)
         return _jvp(scan, primals, tangents)
     (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
-    nothing = [False] * len(consts), [False] * len(init)
-    jacobian = StepJacobian(body, *nothing, approximate, names, where)
 
     def step(state, inputs):
         (carry, t_carry), (x, t_x) = state, inputs
         fixed = lambda consts, x: body(consts, carry, x)[0]
         new, t_new = _jvp(fixed, (consts, x), (t_consts, t_x))
-        diagonal = jacobian.diagonal(consts, carry, x)
-        for (b, a), factor in diagonal.items():
+        for (b, a), factor in forward_diagonal(body, consts, carry, x).items():
             dtype = t_new[b].dtype
             t_new[b] = t_new[b] + factor[..., 0].astype(dtype) * t_carry[a].astype(dtype)
         inputs, tangents = (consts, carry, x, new), (t_consts, t_carry, t_x, t_new)
