@@ -205,7 +205,7 @@ class StepJacobian:
             "The derivative of an online `filter_scan` needs sizes that are known.",
             "a size in its steps is symbolic",
             self.where,
-            do="Export the derivative for fixed sizes, or use `checkpoint=None`.",
+            do="Export the derivative for known sizes, or use `checkpoint=None`.",
         )
 
     def _unknown_parameter(self, term: Term):

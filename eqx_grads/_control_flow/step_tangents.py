@@ -16,7 +16,14 @@ from .._errors import rule_error
 from .._jaxprs.dependence import depends, without_unused
 from .._jaxprs.evaluate import bind
 from .._jaxprs.linearity import output_statuses, surely_linear, why_nonlinear
-from .._jaxprs.structure import Call, CallWithRule, Checkpoint, equations, structure
+from .._jaxprs.structure import (
+    Call,
+    CallWithRule,
+    Checkpoint,
+    equations,
+    inner_programs,
+    structure,
+)
 from .._jaxprs.versions import function_name
 from .._tangent_spaces import is_differentiable
 
@@ -56,7 +63,9 @@ def _why_not_linear(backward: ClosedJaxpr) -> str | None:
     """What is in the way of transposing a pullback, as a predicate of it."""
     statuses = output_statuses(backward)
     if not surely_linear(statuses):
-        return why_nonlinear(statuses) or "it is not seen to be linear"
+        # The words are those for a function of tangents.
+        reason = why_nonlinear(statuses) or "it is not seen to be linear"
+        return reason.replace("tangent", "cotangent")
     # A second derivative follows that rule, and would not find it in the transpose.
     inner = next(_rules_applied(backward, [True] * len(backward.in_avals)), None)
     return None if inner is None else f"it applies `{_name_of(inner)}`, which has a rule"
@@ -109,16 +118,21 @@ def _is_linear(eqn: Any) -> bool:
 def _name_of(eqn: Any) -> str:
     """What the user calls a function with a rule."""
     call = eqn.params.get("call")  # of `_rules/call_primitive.py`
-    return function_name(*structure(eqn).programs) if call is None else call.name
+    name = function_name(*inner_programs(eqn)) if call is None else call.name
+    return "filter_custom_vjp" if name == _OF_EQUINOX else name
+
+
+# Of a function that `eqx.filter_custom_vjp` decorates, the program has no other name.
+_OF_EQUINOX = "fn_wrapped"
 
 
 def _not_linear(rules: list[str], reason: str, where: str):
-    of = " and ".join(f"`{name}`" for name in dict.fromkeys(rules))
+    names = " and ".join(f"`{name}`" for name in dict.fromkeys(rules))
     return rule_error(
-        "An online `filter_scan` can't compute the derivative of the carry in the order of "
-        "time, as a backward rule in its steps is not linear in the cotangent.",
-        f"the rule is that of {of}: {reason}" if of else reason,
+        "A rule for reverse mode can't be followed online, as it is not linear in the cotangent.",
+        f"the backward rule {'of ' if names else ''}{names or 'in a step'}: {reason}",
         where,
-        do="Apply such a function only to what the carry does not depend on, such as an output, "
-        "or to the gradients of the scan; or use `checkpoint` or `truncate`.",
+        do="An online `filter_scan` computes the derivative of the carry before there is a "
+        "cotangent. Apply the function to what only the outputs use, or use `checkpoint` or "
+        "`truncate`.",
     )
