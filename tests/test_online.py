@@ -648,6 +648,19 @@ def test_rules_in_a_step_in_forward_mode(name):
         assert_same(both(_loss_of_rules(RULES[name])), expected, 1e-12)
 
 
+@pytest.mark.parametrize("online", [True, "e-prop"])
+def test_forward_mode_past_a_rule_for_reverse_mode(online):
+    """A `jax.custom_vjp` of what has no tangent."""
+    with jax.enable_x64(True):
+        w, h = _args_of_rules()
+        step = _same(lambda w, h, x: jnp.sin(h) * w + _jax_spike(w) * x)
+        of_carry = lambda loss: lambda h: loss((w, h))
+        plain = of_carry(_loss_of_rules(step, plain=True))
+        got = of_carry(_loss_of_rules(step, online=online))
+        assert_same(jax.jacfwd(got)(h), jax.jacfwd(plain)(h), 1e-12)
+        assert_same(jax.hessian(got)(h), jax.hessian(plain)(h), 1e-12)
+
+
 @pytest.mark.parametrize("name", ["custom_vjp", "jax.custom_vjp", "eqx.filter_custom_vjp"])
 def test_eprop_with_a_rule(name):
     """These steps are elementwise, so nothing is dropped."""

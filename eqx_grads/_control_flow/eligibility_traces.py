@@ -229,10 +229,11 @@ class StepJacobian:
         )
 
 
-def forward_diagonal(body: TracedBody, consts, carry, x) -> dict[tuple[int, int], Any]:
-    """The diagonal of the derivative of the next carry in the carry, that of forward mode. Key
-    `(b, a)` is for leaf `b` of the next carry and leaf `a` of the carry."""
-    leaves = body.differentiable()
+def forward_diagonal(
+    body: TracedBody, leaves: Sequence[int], consts, carry, x
+) -> dict[tuple[int, int], Any]:
+    """The diagonal of the derivative of the next carry in the carry, of these leaves: that of
+    forward mode. Key `(b, a)` is for leaf `b` of the next carry and leaf `a` of the carry."""
     next_carry = _next_carry(body, leaves)
     of_moving = lambda *values: next_carry(consts, put(carry, leaves, values), x)
     program = forward_tangents(of_moving, [carry[i] for i in leaves])

@@ -2,8 +2,8 @@
 
 The two modes differ where a function in the step has a rule for reverse mode only, as
 `clip_gradient` has: in forward mode, its derivative is that of the function. Backpropagation
-through time applies the pullback of the step. If that is linear in its cotangents, its transpose
-carries a derivative forward in time. If a backward rule is not linear, nothing does.
+through time applies the pullback of the step. If that is linear in its cotangents, its
+transpose carries a derivative forward in time. If a backward rule is not linear, nothing does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +129,8 @@ _OF_EQUINOX = "fn_wrapped"
 def _not_linear(rules: list[str], reason: str, where: str):
     names = " and ".join(f"`{name}`" for name in dict.fromkeys(rules))
     return rule_error(
-        "A rule for reverse mode can't be followed online, as it is not linear in the cotangent.",
+        "A rule for reverse mode can't be followed online, as it is not linear in its "
+        "cotangent.",
         f"the backward rule {'of ' if names else ''}{names or 'in a step'}: {reason}",
         where,
         do="An online `filter_scan` computes the derivative of the carry before there is a "
