@@ -452,3 +452,317 @@ def test_side_effects():
 
     with pytest.raises(eqg.RuleError, match="a step has side effects"):
         eqg.filter_scan(step, 0.0, XS, online=True)
+
+
+# ---------------------------------------------------------------- rules in a step
+
+
+@eqg.custom_vjp
+def _spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+@_spike.def_fwd
+def _spike_fwd(v):
+    return _spike(v), v
+
+
+@_spike.def_bwd
+def _spike_bwd(v, ct):
+    return (ct / (1 + jnp.abs(v)) ** 2,)
+
+
+_jax_spike = jax.custom_vjp(lambda v: (v > 0).astype(v.dtype))
+_jax_spike.defvjp(lambda v: (_jax_spike(v), v), lambda v, ct: _spike_bwd(v, ct))
+
+
+@eqx.filter_custom_vjp
+def _equinox_spike(v):
+    return (v > 0).astype(v.dtype)
+
+
+@_equinox_spike.def_fwd
+def _equinox_spike_fwd(perturbed, v):
+    del perturbed
+    return _equinox_spike(v), v
+
+
+@_equinox_spike.def_bwd
+def _equinox_spike_bwd(residuals, ct, perturbed, v):
+    del perturbed, v
+    return _spike_bwd(residuals, ct)[0]
+
+
+@eqg.custom_vjp
+def _product(w, x):
+    return w @ x, w[0] + x
+
+
+@_product.def_fwd
+def _product_fwd(w, x):
+    return _product(w, x), (w, x)
+
+
+@_product.def_bwd
+def _product_bwd(residuals, cts):
+    """Not the derivative: both terms have other factors."""
+    (w, x), (ct, ct_sum) = residuals, cts
+    first = jnp.array([0.7, 0.0, 0.0])
+    return 0.5 * jnp.outer(ct, x) + jnp.outer(first, ct_sum), 0.3 * w.T @ ct + ct_sum
+
+
+@eqg.custom_vjp
+def _sine(x):
+    return jnp.sin(x)
+
+
+@_sine.def_fwd
+def _sine_fwd(x):
+    return _sine(x), x
+
+
+@_sine.def_bwd
+def _sine_bwd(x, ct):
+    return (eqg.scale_gradient(jnp.cos(x) * ct, 0.5),)
+
+
+def _spiking(spike):
+    def step(w, h, x):
+        h = 0.7 * h + w * x - 0.6 * spike(h - 0.1)
+        return h, spike(h - 0.2) + h
+
+    return step
+
+
+def _same(fn):
+    """A step whose output is its next carry."""
+
+    def step(w, h, x):
+        h = fn(w, h, x)
+        return h, h
+
+    return step
+
+
+def _clip(x):
+    return eqg.clip_gradient(x, -0.1, 0.1)
+
+
+_jax_clip = jax.custom_vjp(lambda x: x)
+_jax_clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.1, 0.1),))
+
+
+@eqx.filter_custom_vjp
+def _equinox_clip(x):
+    return x
+
+
+@_equinox_clip.def_fwd
+def _equinox_clip_fwd(perturbed, x):
+    del perturbed
+    return x, None
+
+
+@_equinox_clip.def_bwd
+def _equinox_clip_bwd(residuals, ct, perturbed, x):
+    del residuals, perturbed, x
+    return jnp.clip(ct, -0.1, 0.1)
+
+
+RULES = {
+    "custom_vjp": _spiking(_spike),
+    "jax.custom_vjp": _spiking(_jax_spike),
+    "eqx.filter_custom_vjp": _spiking(_equinox_spike),
+    "scale": _same(lambda w, h, x: jnp.sin(eqg.scale_gradient(h, 0.5) * w) + x),
+    "reverse": _same(lambda w, h, x: 0.5 * eqg.reverse_gradient(h) * w + x),
+    "ste": _same(lambda w, h, x: 0.5 * h + eqg.ste.round(3 * w) * x * jnp.sin(h)),
+    "two outputs": _same(lambda w, h, x: sum(_product(jnp.outer(w, w), x)) + w * h),
+    "clipped output": lambda w, h, x: (0.5 * h + w * x, _clip(w * h**2)),
+    "clipped, and stopped": _same(lambda w, h, x: w * h + jax.lax.stop_gradient(_clip(h)) * x),
+}
+
+
+def _loss_of_rules(step, *, plain=False, carry_gradient=None, online: bool | str = True):
+    xs = jnp.outer(jnp.linspace(0.1, 0.9, 5), jnp.array([1.0, -0.6, 0.4]))
+    change = (lambda h: h) if carry_gradient is None else carry_gradient
+
+    def loss(args):
+        w, h = args
+        if plain:
+            h, ys = jax.lax.scan(lambda h, x: step(w, change(h), x), h, xs)
+        else:
+            options = {"online": online, "carry_gradient": carry_gradient}
+            h, ys = eqg.filter_scan(lambda h, x: step(w, h, x), h, xs, **options)
+        return jnp.sum(jnp.sin(h)) + jnp.sum(jnp.cos(ys) * xs)
+
+    return loss
+
+
+def _args_of_rules():
+    return jnp.array([0.8, -0.3, 0.5]), jnp.array([0.2, 0.1, -0.4])
+
+
+def _derivatives(loss, first_only=False):
+    """In all modes that a backward rule of JAX has, to the second order, under `jit` and
+    `vmap`."""
+    args = _args_of_rules()
+    weights = lambda tree: sum(jnp.sum(jnp.sin(x)) for x in tree)
+    batch = jax.tree.map(lambda x: jnp.stack([x, -0.5 * x]), args)
+
+    def all_of_them(args):
+        gradient = jax.grad(loss)
+        of_carry = lambda h: jnp.sum(jnp.sin(jax.grad(lambda w: loss((w, h)))(args[0])))
+        first = [gradient(args), jax.vmap(gradient)(batch)]
+        if first_only:
+            return first
+        return [
+            *first,
+            jax.grad(lambda a: weights(gradient(a)))(args),
+            jax.grad(of_carry)(args[1]),
+        ]
+
+    return jax.jit(all_of_them)(args)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RULES)
+def test_rules_in_a_step(name):
+    """That of backpropagation through time, where a rule is not the derivative of its value."""
+    with jax.enable_x64(True):
+        got = _derivatives(_loss_of_rules(RULES[name]))
+        assert_same(got, _derivatives(_loss_of_rules(RULES[name], plain=True)), 1e-12)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["custom_vjp", "scale", "reverse", "two outputs"])
+def test_rules_in_a_step_in_forward_mode(name):
+    with jax.enable_x64(True):
+        args = _args_of_rules()
+        tangents = jax.tree.map(jnp.cos, args)
+
+        def both(loss):
+            once = lambda fn: jax.jit(lambda args: jax.jvp(fn, (args,), (tangents,)))(args)
+            return once(loss), once(jax.grad(loss))
+
+        expected = both(_loss_of_rules(RULES[name], plain=True))
+        assert_same(both(_loss_of_rules(RULES[name])), expected, 1e-12)
+
+
+@pytest.mark.parametrize("online", [True, "e-prop"])
+def test_forward_mode_past_a_rule_for_reverse_mode(online):
+    """A `jax.custom_vjp` of what has no tangent."""
+    with jax.enable_x64(True):
+        w, h = _args_of_rules()
+        step = _same(lambda w, h, x: jnp.sin(h) * w + _jax_spike(w) * x)
+        of_carry = lambda loss: lambda h: loss((w, h))
+        plain = of_carry(_loss_of_rules(step, plain=True))
+        got = of_carry(_loss_of_rules(step, online=online))
+        assert_same(jax.jacfwd(got)(h), jax.jacfwd(plain)(h), 1e-12)
+        assert_same(jax.hessian(got)(h), jax.hessian(plain)(h), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "jax.custom_vjp", "eqx.filter_custom_vjp"])
+def test_eprop_with_a_rule(name):
+    """These steps are elementwise, so nothing is dropped."""
+    with jax.enable_x64(True):
+        got = _derivatives(_loss_of_rules(RULES[name], online="e-prop"), first_only=True)
+        plain = _loss_of_rules(RULES[name], plain=True)
+        assert_same(got, _derivatives(plain, first_only=True), 1e-12)
+
+
+@pytest.mark.parametrize("online", [True, "e-prop"])
+def test_carry_gradient(online):
+    scaled = {"carry_gradient": lambda h: eqg.scale_gradient(h, 0.7)}
+    with jax.enable_x64(True):
+        step = RULES["custom_vjp"]
+        got = _derivatives(_loss_of_rules(step, online=online, **scaled), first_only=True)
+        plain = _loss_of_rules(step, plain=True, **scaled)
+        assert_same(got, _derivatives(plain, first_only=True), 1e-12)
+
+
+_NOT_FOLLOWED = {
+    "parameter": _same(lambda w, h, x: 0.5 * h + _clip(w) * x),
+    "carry": _same(lambda w, h, x: 0.5 * _clip(h) + w * x),
+    "jax.custom_vjp": _same(lambda w, h, x: 0.5 * _jax_clip(h) + w * x),
+    "eqx.filter_custom_vjp": _same(lambda w, h, x: 0.5 * _equinox_clip(h) + w * x),
+    "norm": _same(lambda w, h, x: eqg.clip_gradient_norm(0.5 * h + w * x, 0.01)),
+    "in jit": _same(lambda w, h, x: 0.5 * jax.jit(_clip)(h) + w * x),
+}
+
+
+@pytest.mark.parametrize("online", [True, "e-prop"])
+@pytest.mark.parametrize("name", _NOT_FOLLOWED)
+def test_rules_that_are_not_linear(name, online):
+    names = {"jax.custom_vjp": "<lambda>", "eqx.filter_custom_vjp": "filter_custom_vjp"}
+    rule = names.get(name, "_clip_gradient_norm" if name == "norm" else "_clip_gradient")
+    loss = _loss_of_rules(_NOT_FOLLOWED[name], online=online)
+    message = (
+        f"can't be followed online.*\n  the backward rule of `{rule}`: it .* a cotangent\n"
+    )
+    with pytest.raises(eqg.RuleError, match=message + "  in `<lambda>`, file"):
+        jax.grad(loss)(_args_of_rules())
+
+
+def test_nonlinear_rules_for_the_first_carry_only():
+    """The carry depends on no parameter: JAX's error was about `jvp`."""
+    w, h = _args_of_rules()
+    loss = _loss_of_rules(_NOT_FOLLOWED["jax.custom_vjp"])
+    with pytest.raises(eqg.RuleError, match="can't be followed online"):
+        jax.grad(lambda h: loss((w, h)))(h)
+
+
+@pytest.mark.parametrize("clip", [_clip, _jax_clip])
+def test_carry_gradient_that_is_not_linear(clip):
+    loss = _loss_of_rules(RULES["scale"], carry_gradient=clip)
+    with pytest.raises(eqg.RuleError, match="can't be followed online"):
+        jax.grad(loss)(_args_of_rules())
+
+
+def test_a_backward_rule_that_applies_a_rule_to_its_cotangent():
+    """The second derivative is that of the inner rule, which a transpose would not have."""
+    step = _same(lambda w, h, x: _sine(h * w) + x)
+    with pytest.raises(
+        eqg.RuleError, match="of `_sine`: it applies `_scale_gradient`, which has"
+    ):
+        jax.grad(_loss_of_rules(step))(_args_of_rules())
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def _shifted(x, by):
+    return jnp.concatenate([jnp.zeros(by, x.dtype), x])[: x.shape[0]]
+
+
+def test_layouts_that_differ_in_the_other_operands():
+    with jax.enable_x64(True):
+        shifts = _same(lambda w, h, x: 0.5 * h + _shifted(w, 1) * x + _shifted(w, 2) * x**2)
+        got = _derivatives(_loss_of_rules(shifts))
+        assert_same(got, _derivatives(_loss_of_rules(shifts, plain=True)), 1e-12)
+
+
+def test_steps_that_shift_the_carry():
+    """One of the two moves of the carry is its identity."""
+
+    def step(w, h, x):
+        same, shifted = (jnp.concatenate([jnp.zeros(k), h])[1:4] for k in (1, 2))
+        return 0.5 * same + 0.4 * shifted + w * x, None
+
+    loss = lambda w: jnp.sum(
+        eqg.filter_scan(lambda h, x: step(w, h, x), jnp.zeros(3), XS, online=True)[0]
+    )
+    with pytest.raises(eqg.RuleError, match="other elements of carry, by their order"):
+        jax.grad(loss)(jnp.ones(3))
+
+
+def test_symbolic_shapes():
+    def gradient(w, xs):
+        run = lambda w: eqg.filter_scan(
+            lambda h, x: (0.5 * h + w * x, h), 0 * xs[0], xs, online=True
+        )
+        return jax.grad(lambda w: jnp.sum(run(w)[1]))(w)
+
+    (n,) = jax.export.symbolic_shape("n")
+    types = jax.ShapeDtypeStruct((), XS.dtype), jax.ShapeDtypeStruct((4, n), XS.dtype)
+    with pytest.raises(eqg.RuleError, match="needs sizes that are known"):
+        jax.export.export(jax.jit(gradient))(*types)

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error, type_of
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.elementwise_jacobian import Term, terms_of_outputs, View
 from .._tangent_spaces import is_differentiable, sum_dtype
+from .step_tangents import forward_tangents, reverse_tangents
 from .traced_body import TracedBody
 
 
@@ -90,19 +92,26 @@ def _as(x, dtype):
 
 
 class StepJacobian:
-    """The derivative of the next carry in the carry, which is diagonal, and in parameters."""
+    """The derivative of the next carry in the carry, which is diagonal, and in parameters: that
+    of reverse mode."""
 
     def __init__(self, body, perturbed_consts, perturbed_init, approximate, names, where):
         self.body: TracedBody = body
         self.names = names
         self.where = where
         self.approximate = approximate
+        if body.has_symbolic_shapes:
+            raise self._symbolic_shapes()
+        flags = perturbed_consts, perturbed_init, [False] * len(body.x_types)
         self.params = [
             i
             for i, (flag, t) in enumerate(zip(perturbed_consts, body.const_types, strict=True))
             if flag and is_differentiable(t)
         ]
-        self.initial = [i for i in body.differentiable() if perturbed_init[i]]
+        carried = body.carried(*flags)
+        self.moving = [i for i in body.differentiable() if carried[i]]
+        self.initial = [i for i in self.moving if perturbed_init[i]]
+        self.values = body.with_values_of_rules(*flags)
         self.plan = self._make_plan()
 
     def select(self, consts: Sequence[Any]) -> list[Any]:
@@ -132,47 +141,28 @@ class StepJacobian:
             out.append(found)
         return new, out
 
-    def diagonal(self, consts, carry, x) -> dict[tuple[int, int], Any]:
-        """The derivative of leaf `b` of the next carry in leaf `a`, by `(b, a)`."""
-        return self._diagonal(self._terms(consts, carry, x)[1])
-
     def _terms(self, consts, carry, x) -> tuple[list[Any], dict[int, list[Term]]]:
         """The next carry, and the terms of the tangent of each of its leaves. Their sources are
         the parameters, and then the leaves of the carry."""
-        leaves = self.body.differentiable()
+        n, leaves = len(self.params), self.moving
+        next_carry = _next_carry(self.body, leaves)
 
-        def next_carry(params, carried):
-            new, _ = self.body(self.replace(consts, params), put(carry, leaves, carried), x)
-            return [new[i] for i in leaves]
+        def of_moving(*values):
+            consts_now = self.replace(consts, values[:n])
+            return next_carry(consts_now, put(carry, leaves, values[n:]), x)
 
-        def tangents(*t_primals):
-            return jax.jvp(next_carry, primals, t_primals)[1]
-
-        primals = (self.select(consts), [carry[i] for i in leaves])
-        program = without_unused(jax.make_jaxpr(tangents)(*primals))
-        n = len(program.in_avals)
-        found = terms_of_outputs(program, [None] * n, [True] * n)
-        sources = [*range(len(self.params)), *(len(self.params) + i for i in leaves)]
-        renamed = lambda t: dataclasses.replace(t, source=sources[t.source])
-        new, _ = self.body(consts, carry, x)
-        return new, {b: list(map(renamed, f)) for b, f in zip(leaves, found, strict=True)}
+        primals = [*self.select(consts), *(carry[i] for i in leaves)]
+        program = reverse_tangents(of_moving, primals, self.where)
+        sources = [*range(n), *(n + i for i in leaves)]
+        new, _ = self.values(consts, carry, x)
+        return new, dict(zip(leaves, _terms_of(program, sources), strict=True))
 
     def _diagonal(self, terms: dict[int, list[Term]]) -> dict[tuple[int, int], Any]:
-        found: dict[tuple[int, int], Any] = {}
-        for b, a, term in self._carried(terms):
-            if self._is_diagonal(b, term):
-                known = found.get((b, a))
-                coefficient = term.coefficient
-                found[b, a] = coefficient if known is None else known + coefficient
-        return found
+        return _diagonal(self._carried(terms), self.body.carry_types)
 
     def _carried(self, terms: dict[int, list[Term]]):
         n = len(self.params)
         return [(b, t.source - n, t) for b, ts in terms.items() for t in ts if t.source >= n]
-
-    def _is_diagonal(self, b: int, term: Term) -> bool:
-        shape = self.body.carry_types[b].shape
-        return term.view is not None and term.view.is_identity(shape)
 
     def _make_plan(self) -> _Plan:
         plans: list[_Plan] = []
@@ -206,9 +196,17 @@ class StepJacobian:
             traces.append(_Trace(None, source, view, leaves, (*types[i].shape, 1), dtypes))
         moving = sorted({leaf for trace in traces for leaf in trace.leaves})
         for b, a, term in self._carried(terms):
-            if not self.approximate and a in moving and not self._is_diagonal(b, term):
+            if not self.approximate and a in moving and not _is_diagonal(types[b], term):
                 raise self._not_diagonal(b, a, term)
         return _Plan(traces, moving, self.params)
+
+    def _symbolic_shapes(self):
+        return rule_error(
+            "The derivative of an online `filter_scan` needs sizes that are known.",
+            "a size in its steps is symbolic",
+            self.where,
+            do="Export the derivative for known sizes, or use `checkpoint=None`.",
+        )
 
     def _unknown_parameter(self, term: Term):
         type_ = self.body.const_types[self.params[term.source]]
@@ -229,6 +227,49 @@ class StepJacobian:
             self.where,
             do='Use `online="e-prop"`, which drops this part of the derivative, or `truncate`.',
         )
+
+
+def forward_diagonal(
+    body: TracedBody, leaves: Sequence[int], consts, carry, x
+) -> dict[tuple[int, int], Any]:
+    """The diagonal of the derivative of the next carry in the carry, of these leaves: that of
+    forward mode. Key `(b, a)` is for leaf `b` of the next carry and leaf `a` of the carry."""
+    next_carry = _next_carry(body, leaves)
+    of_moving = lambda *values: next_carry(consts, put(carry, leaves, values), x)
+    program = forward_tangents(of_moving, [carry[i] for i in leaves])
+    terms = zip(leaves, _terms_of(program, leaves), strict=True)
+    carried = [(b, t.source, t) for b, of_leaf in terms for t in of_leaf]
+    return _diagonal(carried, body.carry_types)
+
+
+def _next_carry(body: TracedBody, leaves: Sequence[int]):
+    """The leaves of the next carry with these indices, as a function of `consts, carry, x`."""
+    used = [i in leaves for i in range(len(body.program.out_avals))]
+    run = jaxpr_as_fun(without_unused(body.program, used))
+    return lambda consts, carry, x: run(*consts, *carry, *x)
+
+
+def _terms_of(tangents: ClosedJaxpr, sources: Sequence[int]) -> list[list[Term]]:
+    """The terms of the outputs of a program of tangents. The source of an input is in
+    `sources`."""
+    n = len(tangents.in_avals)
+    found = terms_of_outputs(tangents, [None] * n, [True] * n)
+    renamed = lambda t: dataclasses.replace(t, source=sources[t.source])
+    return [list(map(renamed, terms)) for terms in found]
+
+
+def _diagonal(carried, types: Sequence[Any]) -> dict[tuple[int, int], Any]:
+    found: dict[tuple[int, int], Any] = {}
+    for b, a, term in carried:
+        if _is_diagonal(types[b], term):
+            known = found.get((b, a))
+            coefficient = term.coefficient
+            found[b, a] = coefficient if known is None else known + coefficient
+    return found
+
+
+def _is_diagonal(type_: Any, term: Term) -> bool:
+    return term.view is not None and term.view.is_identity(type_.shape)
 
 
 def _name(eqn: Any) -> str:

@@ -36,7 +36,7 @@ from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import on_explicit_mesh, vary_alike
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
-from .eligibility_traces import put, StepJacobian
+from .eligibility_traces import forward_diagonal, put, StepJacobian
 from .progress import ProgressLine
 from .replay import scan_of_batch
 from .replay_split import add_terms
@@ -203,11 +203,11 @@ def _outputs(body: TracedBody, consts, carry, x, new):
 # ---------------------------------------------------------------- forward mode
 
 
-@online_scan.def_jvp
+@online_scan.def_jvp(symbolic_zeros=True)
 def _online_scan_jvp(
     primals, tangents, *, body, approximate, names, where, reverse, unroll, progress
 ):
-    del progress
+    del progress, names, where
     *primals, step_index = primals
     *tangents, _ = tangents
     options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
@@ -215,27 +215,31 @@ def _online_scan_jvp(
         scan = lambda consts, init, xs: lax_scan(ft.partial(body, consts), init, xs, **options)
         return _jvp(scan, primals, tangents)
     (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
-    nothing = [False] * len(consts), [False] * len(init)
-    jacobian = StepJacobian(body, *nothing, approximate, names, where)
+    carried = body.carried(*([t is not None for t in part] for part in tangents))
+    leaves = [i for i in body.differentiable() if carried[i]]
 
     def step(state, inputs):
         (carry, t_carry), (x, t_x) = state, inputs
+        t_carry = dict(zip(leaves, t_carry, strict=True))
         fixed = lambda consts, x: body(consts, carry, x)[0]
         new, t_new = _jvp(fixed, (consts, x), (t_consts, t_x))
-        diagonal = jacobian.diagonal(consts, carry, x)
-        for (b, a), factor in diagonal.items():
+        for (b, a), factor in forward_diagonal(body, leaves, consts, carry, x).items():
             dtype = t_new[b].dtype
             t_new[b] = t_new[b] + factor[..., 0].astype(dtype) * t_carry[a].astype(dtype)
-        inputs, tangents = (consts, carry, x, new), (t_consts, t_carry, t_x, t_new)
-        return (new, t_new), _jvp(ft.partial(_outputs, body), inputs, tangents)
+        t_new = [t_new[i] for i in leaves]
+        of_all = lambda ts: put([None] * len(carry), leaves, ts)
+        tangents = (t_consts, of_all(t_carry.values()), t_x, of_all(t_new))
+        outputs = _jvp(ft.partial(_outputs, body), (consts, carry, x, new), tangents)
+        return (new, t_new), outputs
 
+    t_init = [jnp.zeros_like(init[i]) if t_init[i] is None else t_init[i] for i in leaves]
     (last, t_last), (ys, t_ys) = lax_scan(step, (init, t_init), (xs, t_xs), **options)
-    return (last, ys), (t_last, t_ys)
+    return (last, ys), (put([None] * len(init), leaves, t_last), t_ys)
 
 
 def _jvp(fn, primals, tangents):
-    """`jax.jvp` for lists of arrays of which some, of integers, have no tangent."""
-    has_tangent = [[is_differentiable(x) for x in part] for part in primals]
+    """`jax.jvp` for lists of arrays of which some have no tangent, which is `None`."""
+    has_tangent = [[t is not None for t in part] for part in tangents]
     of_moving = lambda *moving: fn(*replace(primals, has_tangent, moving))
     out, t_out = jax.jvp(of_moving, select(has_tangent, primals), select(has_tangent, tangents))
     no_tangent = lambda x, t: t if is_differentiable(x) else None

@@ -98,7 +98,10 @@ def filter_scan(
         the same shape), as in [`eqx_grads.nn.LRU`][], [`eqx_grads.nn.MinGRU`][],
         [`eqx_grads.nn.LIFCell`][] and other elementwise recurrences. `"e-prop"` takes other
         steps as well, and drops what is not elementwise in the carry: an approximation. A
-        derivative in `xs` is an error. See [Online learning](../guides/online.md).
+        derivative in `xs` is an error, and so is a backward rule, `carry_gradient` included,
+        through which the carry depends on what is differentiated, and that is not linear in
+        its cotangent, as that of `clip_gradient` is not. See [Online
+        learning](../guides/online.md).
     - `carry_gradient`: a function of the carry that returns the same carry with another
         derivative. It is applied to the carry that enters each step, and so acts on the
         cotangent that leaves the step; for example, it may clip that. It must not change the

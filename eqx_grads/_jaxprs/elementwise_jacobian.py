@@ -226,13 +226,16 @@ _LAYOUT = frozenset({
 
 def _layout(eqn: Any, values: Sequence[Value]) -> list[list[Term]]:
     outs: list[list[Term]] = [[] for _ in eqn.outvars]
+    # How the elements of one operand move depends on the shapes of the others, too.
+    shapes = tuple(v.aval.shape for v in eqn.invars)
+    change = (eqn.primitive.name, tuple(sorted(eqn.params.items())), shapes)
     for k, value in enumerate(values):
         if not _is_terms(value):
             continue
         for term in value:
             for j, out in enumerate(outs):
                 move = ft.partial(_move_columns, eqn, k, j)
-                out.append(_moved(term, (eqn.primitive.name, str(eqn.params), k, j), move))
+                out.append(_moved(term, (change, k, j), move))
     return [_merge(out) for out in outs]
 
 
