@@ -113,7 +113,8 @@ def log_softmax(
     **Derivative:**
 
     With $p$ for the softmax: $\dot y_i = \dot x_i - p^\top \dot x$, and zero for an element
-    that is $-\infty$. Both modes and all orders.
+    that is $-\infty$. Both modes and all orders. In the gradient of one element whose $p$ is
+    near one, $1 - p$ cancels.
 
     **Raises:**
 

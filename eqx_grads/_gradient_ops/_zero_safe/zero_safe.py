@@ -24,7 +24,7 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
 
     JAX differentiates `jnp.where(x > 0, jnp.sqrt(x), 0.0)` by multiplying the derivative of
     `sqrt` by zero where the `where` does not take it, and $0 \cdot \infty$ is NaN. The known
-    cure is a second `where` in the argument of `sqrt`. This is done here for a whole function,
+    fix is a second `where` in the argument of `sqrt`. This is done here for a whole function,
     also for the code of other libraries that it calls.
 
     !!! example
@@ -76,7 +76,7 @@ def zero_safe(fn: Callable[..., PyTree], *, policy: str = "selected") -> Callabl
     All that is taken stays as it is, to the bit: an exact zero that no selection made times an
     infinite derivative is NaN, as for `sqrt(x)**2` and `arctan2(x, x)` at 0. At the boundary of
     a mask, the derivative is that of the branch that is taken there: that of
-    `where(x == 0, 0, x**2 / x)` at 0 is 0, as with two `where`s, though the slope is 1.
+    `where(x == 0, 0, x**2 / x)` at 0 is 0, as with two `where` calls, though the slope is 1.
 
     [`eqx_grads.explain_nan`][] of a `zero_safe` loss says what was dropped. `jax.debug_nans`
     still stops at it: the product of zero and infinity is computed before it is dropped.
