@@ -91,3 +91,24 @@ def test_only_the_leaf_that_zero_safe_makes_zero():
 
     (record,) = eqg.explain_zero(eqg.zero_safe(loss_of_two), model).found
     assert (record.leaf, record.kind) == ("['lam']", "dropped by zero_safe")
+
+
+NO_DIFFERENCE = {
+    "booleans": lambda w, x: (x > 0) == (w * x > -1),
+    "booleans of the model": lambda w, x: (w * x > 0) == (w * x > -1),
+    "a given mask": lambda w, x: jnp.array([True, False]),
+    "integers": lambda w, x: jnp.array([3, 0]) > 0,
+    "unsigned integers": lambda w, x: jnp.array([3, 0], jnp.uint8) > 1,
+    "complex numbers": lambda w, x: jax.lax.complex(x, 0 * x) != 0,
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, eqg.zero_safe])
+@pytest.mark.parametrize("name", NO_DIFFERENCE)
+def test_a_mask_that_compares_no_numbers_of_the_model(name, around):
+    x = jnp.array([2.0, 0.0])
+    loss = around(lambda w: jnp.sum(jnp.where(NO_DIFFERENCE[name](w, x), w * (x / x), 0.0)))
+    report = eqg.explain_nan(loss, jnp.array(1.0))
+    (record,) = [*report.found, *report.dropped]
+    assert (record.kind, record.primitive, record.index) == ("dead branch", "div", (1,))
+    assert "on the boundary" not in record.cure

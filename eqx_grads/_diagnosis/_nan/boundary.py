@@ -36,14 +36,18 @@ def is_on_boundary(select: Spot) -> bool:
             continue
         name = made.eqn.primitive.name
         if name in _COMPARISONS:
-            x, y = (np.asarray(x)[index_into(x, made.index)] for x in made.operands)
-            if abs(x - y) <= _NEARLY * max(1, abs(x)) and (
-                made.is_active(0) or made.is_active(1)
-            ):
+            # Where neither depends on the model, the operands may be booleans, which have no
+            # difference, or integers, of which it may wrap around.
+            if (made.is_active(0) or made.is_active(1)) and _nearly_equal(made):
                 return True
         elif name in _ELEMENTWISE or name == "broadcast_in_dim":
             todo.extend((made, k) for k in range(len(made.operands)))
     return False
+
+
+def _nearly_equal(comparison: Spot) -> bool:
+    x, y = (np.asarray(x)[index_into(x, comparison.index)] for x in comparison.operands)
+    return bool(abs(x - y) <= _NEARLY * max(1, abs(x)))
 
 
 def _made_by(spot: Spot, k: int) -> Spot | None:
