@@ -458,6 +458,36 @@ def test_what_zero_safe_drops():
     assert not report.dropped
 
 
+def test_what_zero_safe_drops_of_several_dead_branches():
+    def loss(x):
+        root = jnp.where(x > 0, jnp.sqrt(x), 0.0)  # DROPPED
+        huge = 1e30 * (1e30 * x + 1e30)  # LEFT: `zero_safe` takes products to be finite
+        return jnp.sum(root) + jnp.sum(jnp.where(x > 5, jnp.sin(huge), 0.0))
+
+    x = jnp.array([0.0, 1.0], jnp.float32)
+    report = eqg.explain_nan(eqg.zero_safe(loss), x)
+    assert [r.line for r in report.dropped] == list(_lines(loss, "DROPPED"))
+    assert [r.line for r in report.found] == list(_lines(loss, "LEFT"))
+    assert {r.kind for r in (*report.found, *report.dropped)} == {"dead branch"}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, eqg.zero_safe])
+def test_a_cause_on_the_way_of_what_a_mask_drops(around):
+    """What is not finite in a masked row meets another operation that is not finite there."""
+
+    def loss(x, with_norm=True):
+        masked = jnp.where(x > 0, x, -jnp.inf)
+        e = jnp.exp(masked - masked.max(-1, keepdims=True))
+        p = jnp.where(x > 0, e / e.sum(-1, keepdims=True), 0.0)
+        return jnp.sum(p * x) + (jnp.linalg.norm(0 * x) if with_norm else 0.0)  # HERE
+
+    x = jnp.array([[0.3, -0.2], [-0.1, -0.5]])
+    (record,) = eqg.explain_nan(around(loss), x).found
+    assert [record.line] == list(_lines(loss, "HERE"))
+    # As it says, the others do not reach the gradient.
+    assert jnp.array_equal(jax.grad(loss)(x, False), jnp.array([[1.0, 0.0], [0.0, 0.0]]))
+
+
 def test_a_nan_before_a_softmax():
     """Its maximum has an axis of size one."""
     loss = lambda x: jnp.sum(jax.nn.softmax(x / x) ** 2)

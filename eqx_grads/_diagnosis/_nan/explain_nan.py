@@ -153,17 +153,18 @@ def explain_nan(
     report = _explain(loss, model, args, kwargs, threshold)
     if not isinstance(loss, ZeroSafe):
         return _with_zero_safe(report, loss, model, args, kwargs)
-    # Its equations are not on the lines of the function that it differentiates. This one's are.
+    # It evaluates the function with guards, which would be shown as masks. So the records are
+    # those of the function, and whether they are left is known from their places.
     below = _explain(loss.__wrapped__, model, args, kwargs, threshold)
-    drops_all = not report.bad_leaves
-    dropped = [r for r in below.found if drops_all or r.kind == DEAD_BRANCH]
-    if not drops_all and len(dropped) == len(below.found):
+    place = lambda r: (r.file, r.line, r.column, r.primitive)
+    is_left = {place(r) for r in report.found}
+    dropped = [r for r in below.found if place(r) not in is_left]
+    if report.bad_leaves and len(dropped) == len(below.found):
         dropped = []  # not all of them, and it is not known which
     found = [r for r in below.found if r not in dropped]
+    is_bad = bool(report.bad_leaves)
     report = dataclasses.replace(report, found=found, dropped=dropped)
-    return (
-        report if drops_all else _with_zero_safe(report, loss.__wrapped__, model, args, kwargs)
-    )
+    return _with_zero_safe(report, loss.__wrapped__, model, args, kwargs) if is_bad else report
 
 
 def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:

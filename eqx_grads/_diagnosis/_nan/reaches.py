@@ -13,15 +13,16 @@ from .replay import Frame, is_bad, is_inexact
 
 
 class _NotFollowed(Exception):
-    """It enters a loop, which is compiled, or an operation that is a cause itself: of elements
-    that are not finite there, it is not known which are so without it."""
+    """It enters a loop, which is compiled."""
 
 
 def reaches_gradient(derivative: Derivative, root: Frame, number: int) -> bool:
     """Whether what equation `number` makes, of all that is not finite it alone, makes the
-    gradient so. True as well if a loop, or another cause, is on the way.
+    gradient so. True as well if a loop is on the way.
 
-    The equations after it are evaluated once more where an operand is not finite.
+    The equations after it are evaluated once more where an operand is not finite. What another
+    cause on the way makes by itself is followed with it: it is not known which elements would
+    be finite if that was mended.
     """
     node, position = derivative.places[number]
     frame = None if node.loops else root.at(node, ())
@@ -32,7 +33,7 @@ def reaches_gradient(derivative: Derivative, root: Frame, number: int) -> bool:
     values = {v: x for v, x in outs if v in node.cotangents and _is_hit(x)}
     try:
         while True:
-            values = _follow(frame, position + 1, values, root)
+            values = _follow(frame, position + 1, values)
             inside = frame.node.program.jaxpr.outvars
             if frame.parent is None:
                 return any(_value_of(values, v) is not None for v in inside[1:])
@@ -42,7 +43,7 @@ def reaches_gradient(derivative: Derivative, root: Frame, number: int) -> bool:
         return True
 
 
-def _follow(frame: Frame, first: int, values: Mapping[Any, Any], root: Frame) -> dict[Any, Any]:
+def _follow(frame: Frame, first: int, values: Mapping[Any, Any]) -> dict[Any, Any]:
     """What is not finite because of such values, in the equations from `first` on."""
     values = dict(values)
     for i, eqn in enumerate(frame.node.eqns[first:], first):
@@ -55,11 +56,9 @@ def _follow(frame: Frame, first: int, values: Mapping[Any, Any], root: Frame) ->
             child = frame.child(i)
             operands = eqn.invars[1:] if isinstance(known, Cond) else eqn.invars
             program = child.node.program.jaxpr
-            inside = _follow(child, 0, _renamed(values, operands, program.invars), root)
+            inside = _follow(child, 0, _renamed(values, operands, program.invars))
             values |= _renamed(inside, program.outvars, eqn.outvars)
             continue
-        if frame.node.numbers[i] in root.hits:
-            raise _NotFollowed
         pairs = zip(frame.operands[i], eqn.invars, strict=True)
         operands = [x if (y := _value_of(values, v)) is None else y for x, v in pairs]
         outs = zip(eqn.outvars, bind(eqn, operands), strict=True)
