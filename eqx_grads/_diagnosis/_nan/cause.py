@@ -30,17 +30,18 @@ from .cures import (
 )
 from .derivative_program import Derivative
 from .replay import Frame, Hit, is_bad, is_inexact
+from .sources import Found, nonfinite_operands, Part, sources_of_nonfinite
 from .trace_back import (
     CANCELS,
-    contributors,
+    Elements,
     elements_of,
     index_into,
+    indices,
     Input,
     is_nonfinite,
     is_zero,
     NOT_SELECTED,
     REPLACED,
-    sources_of_nonfinite,
     sources_of_zero,
     Spot,
     UNDERFLOWS,
@@ -56,6 +57,7 @@ class Cause:
     - `spot`: where it shows. `source`: where the value that is to blame is made.
     - `mask`: where a zero of the cotangent is made. `cotangent`: the element that is zero.
     - `forward`: whether a value is not finite, and not a cotangent.
+    - `n_made`: how many elements the source makes, if these are not all that are bad.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Cause:
     mask: Zero | None = None
     forward: bool = False
     cotangent: Any = None
+    n_made: int | None = None
 
 
 def causes_of_hit(
@@ -74,44 +77,43 @@ def causes_of_hit(
     _, position = derivative.places[number]
     frame = hit.first()
     causes: dict[Any, Cause] = {}
-    for spot in _bad_spots(frame, position, threshold) if frame else ():
-        cause = _cause_in_derivative(derivative, spot)
-        causes.setdefault((cause.kind, cause.origin and cause.origin.number), cause)
+    for elements in _bad_elements(frame, position, threshold) if frame else ():
+        for cause in _causes_of_elements(derivative, elements):
+            causes.setdefault((cause.kind, cause.origin and cause.origin.number), cause)
     return list(causes.values())
 
 
 def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
     """The causes of a loss that is not finite."""
-    loss = derivative.root.program.jaxpr.outvars[0]
+    loss, value = derivative.root.program.jaxpr.outvars[0], np.asarray(root.results[0])
+    part = Part(root, loss, is_nonfinite(value), bool(np.isnan(value)))
     return [
-        _cause_of_source(derivative, each, forward=True)
-        for source in sources_of_nonfinite(root, loss, (), root.results[0])
-        for each in _of_each_kind(source)
+        dataclasses.replace(_cause_of_source(derivative, each, forward=True), n_made=n_made)
+        for source in sources_of_nonfinite([part]).values()
+        for each, n_made in _of_each_kind(source)
     ]
 
 
 _MOST_ELEMENTS = 256  # that are looked at one by one
 
 
-def _of_each_kind(source: Spot | Input) -> list[Spot | Input]:
-    """One element for each kind: of a logarithm, those at zero and those below have others."""
-    if isinstance(source, Input) or source.eqn.primitive.name not in ELEMENTWISE:
-        return [source]
-    bad = np.argwhere(
-        is_bad(np.asarray(source.frame.outputs[source.position][source.output]), None)
-    )
-    spots = {_kind_of_source(source): source}
-    for index in bad[:_MOST_ELEMENTS]:
-        spot = dataclasses.replace(source, index=tuple(map(int, index)))
-        xs = [_element(x, spot.index) for x in spot.operands if is_inexact(x)]
-        if not any(map(is_nonfinite, xs)):  # it was made here
-            spots.setdefault(_kind_of_source(spot), spot)
-    return list(spots.values())
+def _of_each_kind(source: Elements | Input) -> list[tuple[Spot | Input, int]]:
+    """One element for each kind, with how many elements there are of all kinds: of a
+    logarithm, those at zero and those below have other cures."""
+    n_made = int(source.mask.sum())
+    if isinstance(source, Input):
+        return [(source, n_made)]
+    spots: dict[str, Spot] = {}
+    is_elementwise = source.eqn.primitive.name in ELEMENTWISE
+    for index in indices(source.mask)[: _MOST_ELEMENTS if is_elementwise else 1]:
+        spot = dataclasses.replace(source.first, index=index)
+        spots.setdefault(_kind_of_source(spot), spot)
+    return [(spot, n_made) for spot in spots.values()]
 
 
-def _bad_spots(frame: Frame, position: int, threshold) -> list[Spot]:
-    """The first NaN, the first infinity, and the first finite element above the threshold."""
-    spots = []
+def _bad_elements(frame: Frame, position: int, threshold) -> list[Elements]:
+    """The elements that are NaN, those that are infinite, and those above the threshold."""
+    found = []
     eqn = frame.node.eqns[position]
     for k, (v, x) in enumerate(zip(eqn.outvars, frame.outputs[position], strict=True)):
         if v not in frame.node.cotangents or not is_inexact(x):
@@ -119,33 +121,71 @@ def _bad_spots(frame: Frame, position: int, threshold) -> list[Spot]:
         x = np.asarray(x)
         bad = is_bad(x, threshold)
         for which in (np.isnan(x), np.isinf(x), np.isfinite(x)):
-            found = np.argwhere(np.atleast_1d(bad & which))
-            if len(found):
-                index = tuple(map(int, found[0])) if x.ndim else ()
-                spots.append(Spot(frame, position, k, index))
-    return spots
+            if (bad & which).any():
+                found.append(Elements(frame, position, k, bad & which))
+    return found
 
 
-def _cause_in_derivative(derivative: Derivative, spot: Spot) -> Cause:
+def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Cause]:
+    """A cause for each equation or input that makes some of the elements of a cotangent bad."""
+    first = elements.first
+    if np.isfinite(first.value):
+        origin = derivative.origin(first.frame.node, first.position)
+        return [Cause(LARGE, origin, first, first)]
+    sources = _sources(derivative, elements)
+    if not sources:
+        return [_cause_in_derivative(derivative, first, first)]
+    causes = []
+    for key, source in sources.items():
+        spot, place = first, source
+        if len(sources) > 1:
+            spot = _first_because_of(derivative, elements, key)
+            place = _sources(derivative, spot.alone).get(key, source)
+        cause = _cause_in_derivative(derivative, spot, _first_of(place))
+        causes.append(dataclasses.replace(cause, n_made=int(source.mask.sum())))
+    return causes
+
+
+def _first_of(source: Elements | Input) -> Spot | Input:
+    return source if isinstance(source, Input) else source.first
+
+
+def _sources(derivative: Derivative, elements: Elements) -> Found:
+    """What makes factors of elements of a cotangent non-finite. If they are finite, what makes
+    the value of the operation so: a maximum that is NaN is equal to none of its operands, and
+    its derivative divides by their number."""
+    parts = _bad_factors(elements)
+    if not parts:
+        value = _value_at(derivative, elements.first)
+        if value is not None and np.isnan(value.value):
+            parts = [Part(value.frame, value.eqn.outvars[0], value.alone.mask, True)]
+    return sources_of_nonfinite(parts)
+
+
+def _bad_factors(elements: Elements) -> list[Part]:
+    first = elements.first
+    factors = [k for k in range(len(first.operands)) if not first.is_cotangent(k)]
+    return nonfinite_operands(elements, factors)
+
+
+def _first_because_of(derivative: Derivative, elements: Elements, key: Any) -> Spot:
+    """The first of the elements that a source makes bad, by bisection."""
+    while elements.mask.sum() > 1:
+        flat = np.flatnonzero(elements.mask)
+        half = np.zeros(elements.mask.size, bool)
+        half[flat[: len(flat) // 2]] = True
+        half = half.reshape(elements.mask.shape)
+        first = elements.among(half)
+        is_there = key in _sources(derivative, first)
+        elements = first if is_there else elements.among(~half)
+    return elements.first
+
+
+def _cause_in_derivative(derivative: Derivative, spot: Spot, source: Spot | Input) -> Cause:
     origin = derivative.origin(spot.frame.node, spot.position)
-    if np.isfinite(spot.value):
-        return Cause(LARGE, origin, spot, spot)
-    bad_factors = [
-        (k, elements[0])
-        for k, elements in contributors(spot, is_nonfinite)
-        if elements and not spot.is_cotangent(k)
-    ]
-    sources = [
-        source
-        for k, index in bad_factors
-        for source in sources_of_nonfinite(
-            spot.frame, spot.eqn.invars[k], index, np.asarray(spot.operands[k])[index]
-        )
-    ]
-    source = sources[0] if sources else spot
     if isinstance(source, Spot):
         origin = _blamed(derivative, source, origin)
-    zero = _zero_cotangent(spot, bad_factors)
+    zero = _zero_cotangent(spot, _bad_factors(spot.alone))
     if zero is not None:
         return _cause_of_zero(derivative, spot, source, origin, zero)
     cause = _cause_of_source(derivative, source)
@@ -209,8 +249,9 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
         kind = source.kind if isinstance(source, Input) else INDETERMINATE
         causes = [Cause(kind, origin, spot, source)]
     # A zero may be a sum of zeros, of which not all are those of a mask, and not all masks are
-    # dead branches: two slices may select all elements.
-    cause = min(causes, key=lambda cause: _MASKS.get(cause.kind, 0))
+    # dead branches: two slices may select all elements. An index takes what a `where` drops.
+    by_value = lambda cause: cause.mask and _is_selection(derivative, cause.mask.spot)
+    cause = min(causes, key=lambda cause: (_MASKS.get(cause.kind, 0), not by_value(cause)))
     return dataclasses.replace(cause, cotangent=np.asarray(spot.operands[k])[index])
 
 
@@ -288,7 +329,7 @@ def _element(x: Any, index: Sequence[int]) -> Any:
     return x[index_into(x, index)]
 
 
-def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
+def operands_of(derivative: Derivative, cause: Cause) -> list[Any]:
     """What the operation of the loss was applied to at the element, as far as it is known."""
     origin, spot, source = cause.origin, cause.spot, cause.source
     if origin is None or spot is None:
@@ -298,7 +339,18 @@ def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
     if cause.kind == LARGE and origin.primitive not in ELEMENTWISE:
         product = largest_product(spot)
         return [] if product is None else [product[0]]
-    # The same equation, in the part of the program that computes values.
+    places = [place for place in (source, spot) if isinstance(place, Spot)]
+    values = (_value_at(derivative, place, origin) for place in places)
+    value = next(filter(None, values), source)
+    return [] if value is None else _operands_at(value)
+
+
+def _value_at(derivative: Derivative, spot: Spot, origin: Origin | None = None) -> Spot | None:
+    """The same element in the part of the program that computes values, of the equation of the
+    loss that an element is in the derivative of. `None` if that has another shape."""
+    origin = origin or derivative.origin(spot.frame.node, spot.position)
+    if origin is None:
+        return None
     for node, position in derivative.places:
         eqn = node.eqns[position]
         if eqn.primitive is not origin.eqn.primitive or node.inner[position]:
@@ -307,10 +359,11 @@ def operands_of(derivative: Derivative, root: Frame, cause: Cause) -> list[Any]:
         is_value = eqn.outvars[0] not in node.cotangents
         if not is_value or same is None or same.number != origin.number:
             continue
-        frame = root.at(node, spot.frame.steps) if node.loops == len(spot.frame.steps) else None
+        steps = spot.frame.steps
+        frame = spot.frame.root.at(node, steps) if node.loops == len(steps) else None
         if frame is not None and np.shape(frame.outputs[position][0]) == spot.value_shape:
-            return _operands_at(Spot(frame, position, 0, spot.index))
-    return [] if source is None or isinstance(source, Input) else _operands_at(source)
+            return Spot(frame, position, 0, spot.index)
+    return None
 
 
 def _operands_at(spot: Spot) -> list[Any]:

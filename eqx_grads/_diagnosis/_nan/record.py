@@ -33,7 +33,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
     shown = _shown(cause)
-    array, operands = _array_of(root, shown), operands_of(derivative, root, cause)
+    array, operands = _array_of(shown), operands_of(derivative, cause)
     return NonFinite(
         **where.fields(),
         leaf=leaf,
@@ -48,7 +48,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
         index=shown.index if shown else (),
         rule="" if is_inside else rule_of(cause),
         shape=np.shape(array),
-        n_bad=int(is_bad(np.asarray(array), root.threshold).sum()) if is_inexact(array) else 1,
+        n_bad=_number_of_bad(cause, array, root.threshold),
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
         operands=tuple(map(_number, operands)),
         cotangent=_cotangent_of(cause),
@@ -57,18 +57,22 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
 
 
 def _shown(cause: Cause) -> Spot | Input | None:
-    """Whose element is shown: that of the cotangent that is not finite. If it is a sum over
-    examples, as the gradient of a weight is, that of the factor that made it so."""
-    spot, source = cause.spot, cause.source
-    if spot is None:
-        return source if isinstance(source, Input) else None
-    is_sum = spot.eqn.primitive.name in ("dot_general", "conv_general_dilated")
-    return source if is_sum and isinstance(source, Spot) else spot
+    """Whose element is shown: that of the value that is made bad. Of a cotangent, elements may
+    be bad because of others."""
+    if cause.n_made is None and cause.spot is not None:
+        return cause.spot
+    return cause.source
 
 
-def _array_of(root: Frame, shown: Spot | Input | None) -> Any:
+def _number_of_bad(cause: Cause, array: Any, threshold: float | None) -> int:
+    if cause.n_made is not None:
+        return cause.n_made
+    return int(is_bad(np.asarray(array), threshold).sum()) if is_inexact(array) else 1
+
+
+def _array_of(shown: Spot | Input | None) -> Any:
     if isinstance(shown, Input):
-        return root.inputs[shown.number]
+        return shown.array
     return None if shown is None else shown.frame.outputs[shown.position][shown.output]
 
 

@@ -76,6 +76,10 @@ class Frame:
         self._children: dict[tuple[int, int, int], Frame] = {}
         self.results = evaluate(node.program, values, self._hook)
 
+    @property
+    def root(self) -> "Frame":
+        return self if self.parent is None else self.parent.root
+
     def _hook(self, eqn, values):
         i = len(self.operands)
         if self.parent is None:

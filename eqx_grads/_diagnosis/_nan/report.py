@@ -33,9 +33,9 @@ class NonFinite(AbstractRecord):
         `mask_file`, `mask_line`: where that is.
     - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
-    - `index`: the first bad element, and `shape` of what. `n_bad`: how many of its elements are
-        bad, in that step. `is_batched`: whether it is under `vmap`, so that one of the axes is
-        that of the batch.
+    - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
+        of its elements are, in that step. `is_batched`: whether it is under `vmap`, so that
+        one of the axes is that of the batch.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.
     """
@@ -181,6 +181,7 @@ def _describe(record: NonFinite) -> str:
         same_line = (record.mask_file, record.mask_line) == (record.file, record.line)
         place = "" if same_line else f" at {show_place(record.mask_file, record.mask_line)}"
         if record.kind == DEAD_BRANCH:
-            return f"{record.kind} of a `{record.mask}`{place}"
+            article = "an" if record.mask[0] in "aeiou" else "a"
+            return f"{record.kind} of {article} `{record.mask}`{place}"
         return f"{record.kind}: {record.mask}{place}"
     return f"{record.kind} (forward pass)" if record.is_forward else record.kind

@@ -1,4 +1,4 @@
-"""Follow one element of a value back through a program to what made it non-finite, or zero."""
+"""Follow elements of a value back through a program: what they depend on, what made it zero."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,10 @@ _BY_DERIVATIVE = JOINTLY_LINEAR | frozenset(
     """
     dot_general conv_general_dilated reduce_max reduce_min reduce_prod cummax cummin cumprod
     cumlogsumexp gather dynamic_slice dynamic_update_slice scatter scatter-add scatter_add
-    reduce_window_max reduce_window_min
     """.split()  # noqa: SIM905
 )
-_LAYOUT = ("broadcast_in_dim", "convert_element_type", "reshape")
 _LIMIT = 400  # elements that are looked at
+_MOST_TERMS = 8  # of a sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +57,11 @@ class Spot:
         return np.shape(self.frame.outputs[self.position][self.output])
 
     @property
+    def alone(self) -> "Elements":
+        mask = _one(self.value_shape, self.index)
+        return Elements(self.frame, self.position, self.output, mask)
+
+    @property
     def place(self) -> tuple[int, ...]:
         """In the order in which the equations run: the position in each program, from the
         outermost one, and how often the body of the loop was run before."""
@@ -75,17 +79,69 @@ class Spot:
         return _is_in(self.eqn.invars[k], self.frame.node.active)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elements:
+    """Some elements of an output of an equation."""
+
+    frame: Frame
+    position: int
+    output: int
+    mask: Any
+
+    @property
+    def eqn(self) -> Any:
+        return self.frame.node.eqns[self.position]
+
+    @property
+    def operands(self) -> Sequence[Any]:
+        return self.frame.operands[self.position]
+
+    @property
+    def values(self) -> Any:
+        """Of the whole output, before a replacement of bad values by zero."""
+        return np.asarray(self.frame.outputs[self.position][self.output])
+
+    @property
+    def first(self) -> Spot:
+        return Spot(self.frame, self.position, self.output, indices(self.mask)[0])
+
+    def among(self, mask: Any) -> "Elements":
+        return dataclasses.replace(self, mask=self.mask & mask)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Input:
-    """An element of an input of the whole program that is not finite."""
+    """Elements of an input of the whole program that are not finite."""
 
     number: int
-    index: Index
-    value: Any
+    array: Any
+    mask: Any
+
+    @property
+    def index(self) -> Index:
+        return indices(self.mask)[0]
+
+    @property
+    def value(self) -> Any:
+        return self.array[self.index]
 
     @property
     def kind(self) -> str:
         return INPUT if np.isnan(self.value) else INFINITE_INPUT
+
+
+def indices(mask: Any, most: int | None = None) -> list[Index]:
+    """Those of a mask, or some of them from the first to the last."""
+    found = np.argwhere(mask) if np.ndim(mask) else np.zeros((int(mask), 0), int)
+    if most is not None and len(found) > most:
+        found = found[np.linspace(0, len(found) - 1, most).astype(int)]
+    return [tuple(map(int, index)) for index in found]
+
+
+def _one(shape: Index, index: Index) -> Any:
+    mask = np.zeros(shape, bool)
+    mask[index] = True
+    return mask
 
 
 def _is_in(atom: Any, flagged: set[Any]) -> bool:
@@ -120,11 +176,47 @@ def origin_of_value(
             continue
         k = node.program.jaxpr.invars.index(atom)
         if frame.parent is None:
-            return Input(k, index, np.asarray(frame.inputs[k])[index])
+            array = np.asarray(frame.inputs[k])
+            return Input(k, array, _one(array.shape, index))
         frame, atom, index = _out_of(frame, k, index, holds)
 
 
-def _into(frame: Frame, i: int, k: int, index: Index, holds):
+_MOST_IN_LOOPS = 3  # elements that are followed through a loop, each to its own step
+
+
+def origins_of_elements(
+    frame: Frame, atom: Any, mask: Any, holds: Callable[[Any], Any]
+) -> Iterator[Elements | Input | None]:
+    """The same for elements of a value; in loops for a few of them."""
+    while True:
+        node = frame.node
+        if isinstance(atom, Literal) or atom in node.program.jaxpr.constvars:
+            yield None
+            return
+        is_made = atom in node.producers
+        if is_made:
+            i, k = node.producers[atom]
+            if not node.inner[i]:
+                yield Elements(frame, i, k, mask)
+                return
+            eqn = node.eqns[i]
+        else:
+            i, k = 0, node.program.jaxpr.invars.index(atom)
+            if frame.parent is None:
+                yield Input(k, np.asarray(frame.inputs[k]), mask)
+                return
+            eqn = frame.parent.node.eqns[node.position]
+        if isinstance(structure(eqn), Scan | While):
+            for index in indices(mask, _MOST_IN_LOOPS):
+                place = origin_of_value(frame, atom, index, holds)
+                yield place.alone if isinstance(place, Spot) else place
+            return
+        # An inner program of another equation has the same elements.
+        into = _into(frame, i, k, mask, holds) if is_made else _out_of(frame, k, mask, holds)
+        frame, atom, mask = into
+
+
+def _into(frame: Frame, i: int, k: int, index: Any, holds):
     """The same element as an output of an inner program."""
     known = structure(frame.node.eqns[i])
     if not isinstance(known, Scan | While):
@@ -136,7 +228,7 @@ def _into(frame: Frame, i: int, k: int, index: Index, holds):
     return _carry(frame, i, k, index, frame.lengths[i], holds)
 
 
-def _out_of(frame: Frame, k: int, index: Index, holds):
+def _out_of(frame: Frame, k: int, index: Any, holds):
     """An input of an inner program, as an operand of the equation around it."""
     parent, i = frame.parent, frame.node.position
     assert parent is not None
@@ -175,41 +267,42 @@ def _carry(frame: Frame, i: int, k: int, index: Index, iteration: int, holds):
 # ---------------------------------------------------------------- one equation
 
 
-def contributors(spot: Spot, holds: Callable[[Any], Any]) -> Iterator[tuple[int, list[Index]]]:
-    """For each operand, the elements of it on which the element depends and for which `holds`.
-
-    Nothing for an operand that is not inexact.
-    """
-    for k, x in enumerate(spot.operands):
-        if not is_inexact(x):
-            continue
-        x = np.asarray(x)
-        depends_on = elements_of(spot, k)
-        found = np.argwhere(holds(x) & depends_on) if x.ndim else None
-        if found is None:
-            yield k, [()] if bool(holds(x)) and bool(depends_on) else []
-        else:
-            yield k, [tuple(map(int, at)) for at in found[:8]]
-
-
 def elements_of(spot: Spot, k: int) -> Any:
     """The elements of operand `k`, as a mask, on which the element depends."""
-    eqn, operands = spot.eqn, spot.operands
-    x = np.asarray(operands[k])
-    name = eqn.primitive.name
-    mask = np.zeros(x.shape, bool)
+    return depends_on(spot.alone, k)
+
+
+def depends_on(elements: Elements, k: int) -> Any:
+    """The elements of operand `k`, as a mask, on which some of the elements depend."""
+    x, mask = np.asarray(elements.operands[k]), elements.mask
+    name = elements.eqn.primitive.name
     if name == "select_n":
-        which = np.asarray(operands[0])
-        chosen = int(which[index_into(which, spot.index)])
-        if k == chosen + 1:
-            mask[spot.index] = True
+        return mask & _is_chosen(elements, k)
+    if name in ELEMENTWISE:
+        # An operand may be a scalar, or have axes of size one.
+        axes = [i for i, n in enumerate(mask.shape) if not x.ndim or x.shape[i] < n]
+        return np.any(mask, axis=tuple(axes), keepdims=bool(x.ndim))
+    if name in _BY_DERIVATIVE:
+        return _pull_back(elements, k)
+    return np.full(x.shape, mask.any())
+
+
+def reached_by(elements: Elements, k: int, mask: Any) -> Any:
+    """Those of the elements, as a mask, that depend on some elements of operand `k`."""
+    name, shape = elements.eqn.primitive.name, elements.mask.shape
+    if name == "select_n":
+        reached = mask & _is_chosen(elements, k)
     elif name in ELEMENTWISE:
-        mask[index_into(x, spot.index)] = True
-    elif name in _BY_DERIVATIVE:
-        mask = _dependence_by_derivative(spot, k)
+        reached = np.broadcast_to(mask, shape)
+    elif name in _BY_DERIVATIVE and elements.mask.sum() > 1:
+        reached = _push_forward(elements, k, mask)
     else:
-        mask[...] = True
-    return mask
+        reached = np.full(shape, mask.any())
+    return reached & elements.mask
+
+
+def _is_chosen(select: Elements, k: int) -> Any:
+    return np.broadcast_to(np.asarray(select.operands[0]), select.mask.shape) == k - 1
 
 
 def index_into(x: Any, index: Sequence[int]) -> tuple[int, ...]:
@@ -218,82 +311,35 @@ def index_into(x: Any, index: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(i, n - 1) for i, n in zip(index, np.shape(x), strict=False))
 
 
-def _dependence_by_derivative(spot: Spot, k: int) -> Any:
-    # With respect to all of them: JAX can't transpose a `pad` in its second operand alone.
-    inexact = [i for i, x in enumerate(spot.operands) if is_inexact(x)]
+def _pull_back(elements: Elements, k: int) -> Any:
+    output, ones, k = _at_ones(elements, k)
+    out, pullback = jax.vjp(output, ones)
+    return np.asarray(pullback(jnp.asarray(elements.mask, out.dtype))[0][k]) != 0
+
+
+def _push_forward(elements: Elements, k: int, mask: Any) -> Any:
+    output, ones, k = _at_ones(elements, k)
+    tangents = [jnp.zeros_like(x) for x in ones]
+    tangents[k] = jnp.asarray(mask, ones[k].dtype)
+    return np.asarray(jax.jvp(output, (ones,), (tangents,))[1]) != 0
+
+
+def _at_ones(elements: Elements, k: int) -> tuple[Callable[..., Any], list[Any], int]:
+    """The output as a function of all inexact operands, ones for these, and the position of
+    operand `k` among them. JAX can't transpose a `pad` in its second operand alone."""
+    operands = elements.operands
+    inexact = [i for i, x in enumerate(operands) if is_inexact(x)]
 
     def output(xs):
-        values = list(spot.operands)
+        values = list(operands)
         for i, x in zip(inexact, xs, strict=True):
             values[i] = x
-        return bind(spot.eqn, values)[spot.output]
+        return bind(elements.eqn, values)[elements.output]
 
-    ones = [jnp.ones_like(spot.operands[i]) for i in inexact]
-    out, pullback = jax.vjp(output, ones)
-    seed = jnp.zeros_like(out).at[spot.index].set(1)
-    return np.asarray(pullback(seed)[0][inexact.index(k)]) != 0
+    return output, [jnp.ones_like(operands[i]) for i in inexact], inexact.index(k)
 
 
-# ---------------------------------------------------------------- the two questions
-
-
-def sources_of_nonfinite(
-    frame: Frame, atom: Any, index: Index, value: Any
-) -> list[Spot | Input]:
-    """The equations of which all operands are finite and an element is not, or the inputs, that
-    an element is non-finite because of. In the order in which they are found.
-
-    - `value`: that of the element.
-
-    If there are none because all is made from constants, these are the equations that make a
-    NaN of two infinities; and if there are none of these, the ones that use such a constant.
-    """
-    found: dict[Any, Spot | Input] = {}
-    first_nans: dict[Any, Spot] = {}
-    users: dict[Any, Spot] = {}
-    todo: list[tuple[Frame, Any, Index, Spot | None, bool]] = [
-        (frame, atom, index, None, bool(np.isnan(value)))
-    ]
-    seen = set()
-    while todo and len(seen) < _LIMIT:
-        frame, atom, index, user, is_nan = todo.pop(0)
-        # A carry that begins with infinities may become NaN later.
-        place = origin_of_value(frame, atom, index, np.isnan if is_nan else is_nonfinite)
-        if place is None:
-            if user is not None:
-                users.setdefault(_key(user), user)
-            continue
-        if isinstance(place, Input):
-            found.setdefault(place.number, place)
-            continue
-        key = (id(place.frame), place.position, place.output, place.index)
-        if key in seen:
-            continue
-        seen.add(key)
-        operands = list(contributors(place, is_nonfinite))
-        if not any(elements for _, elements in operands):
-            found.setdefault(_key(place), place)
-        elif np.isnan(place.value) and not any(
-            np.isnan(np.asarray(place.operands[k])[at])
-            for k, found_at in operands
-            for at in found_at
-        ):
-            first_nans.setdefault(_key(place), place)
-        # A constant is put into the layout of what uses it.
-        used_by = user if user and place.eqn.primitive.name in _LAYOUT else place
-        for k, elements in operands:
-            # A NaN and an infinity may have different causes.
-            values = np.asarray(place.operands[k])
-            chosen = {bool(np.isnan(values[at])): at for at in elements[::-1]}
-            todo.extend(
-                (place.frame, place.eqn.invars[k], at, used_by, is_nan)
-                for is_nan, at in chosen.items()
-            )
-    return list((found or first_nans or users).values())
-
-
-def _key(spot: Spot) -> tuple[int, int]:
-    return id(spot.frame.node), spot.position
+# ---------------------------------------------------------------- zeros
 
 
 # Why an element of a cotangent is zero.
@@ -346,22 +392,12 @@ def sources_of_zero(
             todo.extend(
                 (place.frame, place.eqn.invars[k], index)
                 for k, depends in arrived.items()
-                for index in _some(depends)
+                # From the first to the last: the zeros of a sum may have several causes.
+                for index in indices(depends, _MOST_TERMS)
             )
         elif (why := _why_zero(place)) is not None:
             found.append(Zero(place, why))
     return found
-
-
-_MOST_TERMS = 8
-
-
-def _some(mask: Any) -> list[Index]:
-    """Indices of a mask from its first to its last: the zeros of a sum may have several
-    causes."""
-    found = np.argwhere(mask)
-    chosen = np.unique(np.linspace(0, len(found) - 1, min(len(found), _MOST_TERMS)).astype(int))
-    return [tuple(map(int, found[i])) for i in chosen]
 
 
 def _why_zero(spot: Spot) -> str | None:

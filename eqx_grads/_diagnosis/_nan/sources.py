@@ -1,0 +1,148 @@
+"""Which equations made elements of a value non-finite, and which elements there.
+
+The elements are followed back all at once: those of one operation may have several causes.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .replay import Frame, is_inexact
+from .trace_back import (
+    depends_on,
+    Elements,
+    Input,
+    is_nonfinite,
+    origins_of_elements,
+    reached_by,
+)
+
+
+# A constant is put into the layout of what uses it.
+_LAYOUT = ("broadcast_in_dim", "convert_element_type", "reshape")
+_LIMIT = 400  # equations that are looked at
+
+Found = dict[Any, Elements | Input]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Elements of a variable of a program that are all NaN, or all infinite.
+
+    - `user`: the elements of the equation that they are an operand of, which depend on them.
+    """
+
+    frame: Frame
+    atom: Any
+    mask: Any
+    is_nan: bool
+    user: Elements | None = None
+
+
+def key_of(source: Elements | Input) -> Any:
+    """Equal for the same equation at several steps of a loop."""
+    if isinstance(source, Input):
+        return source.number
+    return id(source.frame.node), source.position
+
+
+def nonfinite_operands(elements: Elements, operands: Iterable[int]) -> list[Part]:
+    """Of some operands of an equation, what is not finite and what the elements depend on."""
+    parts = []
+    for k in operands:
+        if not is_inexact(elements.operands[k]):
+            continue
+        x = np.asarray(elements.operands[k])
+        bad = is_nonfinite(x) & depends_on(elements, k)
+        for is_nan in (True, False):
+            mask = bad & (np.isnan(x) == is_nan)
+            if mask.any():
+                user = elements.among(reached_by(elements, k, mask))
+                atom = elements.eqn.invars[k]
+                parts.append(Part(elements.frame, atom, mask, is_nan, user))
+    return parts
+
+
+def sources_of_nonfinite(parts: Sequence[Part]) -> Found:
+    """The equations of which all operands are finite and a result is not, and the inputs, that
+    the parts are not finite because of, by their keys, in the order in which they are found.
+
+    Of what is made from constants only, these are the equations that use a NaN, and those that
+    make a NaN of two infinities; and if there are no others, those that use an infinity.
+    """
+    found, first_nans, users = _follow(parts)
+    for elements in first_nans:
+        operands = nonfinite_operands(elements, range(len(elements.operands)))
+        if not _follow(operands)[0]:
+            _add(found, elements)
+    return found or users
+
+
+def _follow(parts: Sequence[Part]) -> tuple[Found, list[Elements], Found]:
+    """The equations and inputs that made the parts; the elements that are NaN because of
+    infinities; and the equations that use an infinite constant."""
+    found: Found = {}
+    users: Found = {}
+    first_nans: list[Elements] = []
+    seen: dict[Any, Elements] = {}
+    todo = list(parts)
+    while todo and len(seen) < _LIMIT:
+        part = todo.pop(0)
+        # A carry that begins with infinities may become NaN later.
+        holds = np.isnan if part.is_nan else is_nonfinite
+        for place in origins_of_elements(part.frame, part.atom, part.mask, holds):
+            if place is None:
+                if part.user is not None:
+                    _add(found if part.is_nan else users, part.user)
+            elif isinstance(place, Input):
+                _add(found, place)
+            elif (new := _unseen(place, seen)).mask.any():
+                operands = nonfinite_operands(new, range(len(new.operands)))
+                made = new.among(~_union(operands))
+                if made.mask.any():
+                    _add(found, made)
+                of_infinities = np.isnan(new.values) & ~made.mask
+                of_nans = _union(p for p in operands if p.is_nan)
+                first = new.among(of_infinities & ~of_nans)
+                if first.mask.any():
+                    first_nans.append(first)
+                if new.eqn.primitive.name in _LAYOUT:
+                    operands = [dataclasses.replace(p, user=part.user) for p in operands]
+                todo += operands
+    return found, first_nans, users
+
+
+def _union(parts: Iterable[Part]) -> Any:
+    """The elements of the equation that depend on some parts of its operands."""
+    union = np.bool_(False)
+    for part in parts:
+        if part.user is not None:
+            union = union | part.user.mask
+    return union
+
+
+def _unseen(place: Elements, seen: dict[Any, Elements]) -> Elements:
+    """Those of the elements that were not followed yet, which now are."""
+    key = _array_of(place)
+    if key not in seen:
+        seen[key] = place
+        return place
+    new = place.among(~seen[key].mask)
+    seen[key] = dataclasses.replace(place, mask=place.mask | seen[key].mask)
+    return new
+
+
+def _add(found: Found, source: Elements | Input) -> None:
+    known = found.setdefault(key_of(source), source)
+    if _array_of(known) == _array_of(source):
+        mask = known.mask | source.mask
+        found[key_of(source)] = dataclasses.replace(known, mask=mask)
+
+
+def _array_of(source: Elements | Input) -> Any:
+    """Equal for elements of the same array."""
+    if isinstance(source, Input):
+        return source.number
+    return id(source.frame), source.position, source.output
