@@ -51,5 +51,5 @@ def test_a_function_that_closes_over_a_traced_value():
     assert jax.jit(times)(2.0) == 6.0
     assert jnp.array_equal(jax.vmap(times)(jnp.arange(2.0)), jnp.array([0.0, 3.0]))
     for derive in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(RuleError, match="The factor was differentiated(.|\n)*at `k`, held"):
+        with pytest.raises(RuleError, match=r"The factor was (.|\n)*at `k`, held"):
             derive(times)(2.0)

@@ -425,10 +425,10 @@ class Scaled(eqx.Module):
 
 class Pair(NamedTuple):
     h: jax.Array
-    count: jax.Array
+    steps: jax.Array
 
     def next(self, x):
-        return Pair(jnp.tanh(self.h @ WEIGHT + x), self.count + 1)
+        return Pair(jnp.tanh(self.h @ WEIGHT + x), self.steps + 1)
 
 
 @eqg.custom_jvp
