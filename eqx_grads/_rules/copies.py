@@ -7,6 +7,7 @@ All copies share their rules, and a rule calls the Module by the name of the fir
 
 import contextlib
 import contextvars
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ class _Running(NamedTuple):
 
 
 # By the rules' `cache`, which copies share.
-_running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVar("running")
+_running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVar(
+    "running", default=types.MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
@@ -32,7 +35,7 @@ def running_rule(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
     if not isinstance(fn, eqx.Module):  # of a function there is only one
         yield
         return
-    others = _running.get({})
+    others = _running.get()
     token = _running.set({**others, rules.cache: _Running(fn, staging_trace())})
     try:
         yield
@@ -42,7 +45,7 @@ def running_rule(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
 
 def copy_in_use(fn: Callable[..., Any], rules: Any) -> Callable[..., Any]:
     """`fn`, or the copy of it of which a rule is running."""
-    running = _running.get({}).get(rules.cache)
+    running = _running.get().get(rules.cache)
     if running is None or _have_same_leaves(fn, running.fn):
         return fn
     if staging_trace() is not running.staged_by:
