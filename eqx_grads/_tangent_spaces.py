@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_path, show_tree, type_of
-from ._jaxprs.current_trace import outside_of_transformations
+from ._jaxprs.current_trace import outside_of_transformations, staging_trace
 from ._jaxprs.varying import vary_over, varying_axes
 
 
@@ -53,11 +53,13 @@ def _is_numeric(dtype) -> bool:
 
 def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:
     """Arrays. JAX hands constants to rules as the Python or NumPy numbers they once were, and
-    these have values that a rule may look at, also where operations are traced."""
-    return [x if isinstance(x, jax.Array) else _as_concrete(x) for x in xs]
+    these have values that a rule may look at, unless they become literals of a program."""
+    return [x if isinstance(x, jax.Array) else _as_array(x) for x in xs]
 
 
-def _as_concrete(x: Any) -> jax.Array:
+def _as_array(x: Any) -> jax.Array:
+    if not isinstance(x, np.ndarray) and staging_trace() is not None:
+        return jnp.asarray(x)
     with outside_of_transformations():
         return jnp.asarray(x)
 
