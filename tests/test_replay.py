@@ -582,7 +582,7 @@ def gcd(a, b):
 
 def nested_loops(x, key):
     count = jr.key_data(key)[-1].astype(jnp.int32) % 40
-    return x * gcd(jnp.abs(count) + 1, 12)
+    return x * gcd(jnp.abs(count) + 1, 12).astype(x.dtype)
 
 
 def gamma(x, key):
