@@ -92,8 +92,8 @@ def _with_digits(fn):
 
 CASES = {
     "log_ndtr": Case(_log_ndtr, _lower_tail, (20, 20, 8, 48)),
-    "expm1_ratio": Case(lambda x: mp.expm1(x) / x, _to_overflow, (8, 8, 16, 48)),
-    "sinhc": Case(lambda x: mp.sinh(x) / x, _to_overflow, (8, 8, 16, 48)),
+    "expm1_ratio": Case(lambda x: mp.expm1(x) / x, _to_overflow, (8, 8, 16, 96)),
+    "sinhc": Case(lambda x: mp.sinh(x) / x, _to_overflow, (8, 8, 16, 96)),
     "log1p_ratio": Case(
         lambda x: mp.log1p(x) / x,
         lambda dtype: _each(_range(dtype, -0.95, 1.5, 50), _range(dtype, 2, 12, 10)),

@@ -48,7 +48,7 @@ def expm1_ratio(x: ArrayLike) -> Array:
     $\dot y = \frac{1}{x}\bigl(e^x - y\bigr)\,\dot x$. The derivative of order $n$ is the mean
     of $s^n e^{xs}$ for $s$ between zero and one, by parts from the one before, and by its
     series for $|x| < 1$, where differences cancel. Infinite where it is out of range, and zero
-    at infinity. Both modes and all orders. To the third they are right to 48 units in the last
+    at infinity. Both modes and all orders. To the third they are right to 96 units in the last
     place; near $|x| = 1$ each further order loses a digit.
 
     **Raises:**
