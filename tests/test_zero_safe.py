@@ -498,3 +498,27 @@ def test_values_are_those_of_the_compiled_function(policy):
     plain = jax.jit(lambda x: 0.7 * inner(x))
     np.testing.assert_array_equal(jax.jit(safe)(x), plain(x))
     assert_close(safe(x), plain(x))
+
+
+_AT_THE_END = {
+    "arccos": (lambda x: jnp.arccos(jnp.clip(x, -1, 1)), 1.0),
+    "arcsin": (lambda x: jnp.arcsin(jnp.clip(x, -1, 1)), -1.0),
+    "arctanh": (lambda x: jnp.arctanh(jnp.clip(x, -1, 1)), 1.0),
+    "erfinv": (lambda x: jax.scipy.special.erfinv(jnp.clip(x, -1, 1)), 1.0),
+    "arccosh": (lambda x: jnp.arccosh(jnp.maximum(2 - x, 1)), 1.0),
+    "log1p": (lambda x: jnp.log1p(jnp.maximum(-x, -1)), 1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", _AT_THE_END)
+def test_at_the_end_of_a_closed_domain(name, dtype):
+    """In double precision, one minus the smallest step that matters is one."""
+    fn, end = _AT_THE_END[name]
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.array(end, dtype)
+        loss = lambda x: jnp.where(x != end, fn(x), 0 * x)
+        assert not np.isfinite(jax.grad(loss)(x))
+        assert jax.grad(eqg.zero_safe(loss))(x) == 0
+        inside = jnp.array(0.5 * end, dtype)
+        assert jax.grad(eqg.zero_safe(loss))(inside) == jax.grad(fn)(inside)

@@ -165,13 +165,13 @@ _LINEAR_BY_INDEX = frozenset(
 def _is_singular(eqn, ins: Sequence[Range]) -> bool:
     """Whether a primitive that has singularities, or an unknown one, may be at one."""
     name, x = eqn.primitive.name, ins[0]
-    small, large = _limits(eqn.outvars[0].aval.dtype)
+    small, near_one, large = _limits(eqn.outvars[0].aval.dtype)
     y = ins[1] if len(ins) > 1 else x
     match name:
         case "sqrt" | "rsqrt" | "log" | "log2":
             return not x.low >= small
         case "log1p":
-            return not x.low >= small - 1
+            return not x.low >= near_one - 1
         case "div":
             return not (y.low >= small or y.high <= -small)
         case "exp" | "exp2" | "expm1":
@@ -185,17 +185,19 @@ def _is_singular(eqn, ins: Sequence[Range]) -> bool:
             bounded = x.high < INF and y.low > -INF and y.high < INF
             return y.active or not (is_integer or (x.low >= small and bounded))
         case "asin" | "acos" | "atanh" | "erf_inv":
-            return not (x.low >= small - 1 and x.high <= 1 - small)
+            return not (x.low >= near_one - 1 and x.high <= 1 - near_one)
         case "acosh":
-            return not x.low >= 1 + small
+            return not x.low >= 1 + 2 * near_one
     return True
 
 
-def _limits(dtype) -> tuple[float, float]:
-    """How far from zero a number has to be so that high powers of its inverse are finite, and
-    up to where `exp` is."""
+def _limits(dtype) -> tuple[float, float, float]:
+    """How far from zero a number has to be so that high powers of its inverse are finite; how
+    far from one the next smaller number is; and up to where `exp` is finite."""
     info = jnp.finfo(dtype)
-    return float(info.tiny) ** 0.25, 0.8 * math.log(float(info.max))
+    # The bounds are numbers of double precision, in which `1 - small` may be one.
+    small, near_one = float(info.tiny) ** 0.25, 0.5 * float(info.eps)
+    return small, near_one, 0.8 * math.log(float(info.max))
 
 
 _KEEPS_RANGE = frozenset(
