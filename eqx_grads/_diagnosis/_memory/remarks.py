@@ -15,8 +15,8 @@ from .residuals import Residual
 from .show_bytes import show_bytes
 
 
-# With fewer numbers in all states, such a layer computes the gates of all steps at once.
-_LEAST_STATES = 2**16
+# With fewer numbers in all states, such a layer saves little or nothing.
+_LEAST_STATES = 2**15
 # What is smaller is not worth a remark.
 _LEAST_SHARE = 0.1
 # An LSTM that keeps its states only keeps two arrays for each step.
