@@ -24,10 +24,11 @@ def places(report):
 
 
 def check_gradient(loss, *args):
-    """Against finite differences."""
-    step = 1e-2
-    difference = (loss(W + step, *args) - loss(W - step, *args)) / (2 * step)
-    assert jnp.allclose(jax.grad(loss)(W, *args), difference, rtol=1e-2)
+    """Against finite differences, in double precision."""
+    with jax.enable_x64(True):
+        w, step = jnp.array(0.5, jnp.float64), 1e-5
+        difference = (loss(w + step, *args) - loss(w - step, *args)) / (2 * step)
+        assert jnp.allclose(jax.grad(loss)(w, *args), difference, rtol=1e-6)
 
 
 def quotients(w, a, b):

@@ -31,13 +31,12 @@ _MOST_TERMS = 8  # of a sum
 
 
 @dataclasses.dataclass(frozen=True)
-class Spot:
-    """An element of an output of an equation."""
+class _AbstractPlace:
+    """In an output of an equation."""
 
     frame: Frame
     position: int
     output: int
-    index: Index
 
     @property
     def eqn(self) -> Any:
@@ -46,6 +45,13 @@ class Spot:
     @property
     def operands(self) -> Sequence[Any]:
         return self.frame.operands[self.position]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot(_AbstractPlace):
+    """An element of an output of an equation."""
+
+    index: Index
 
     @property
     def value(self) -> Any:
@@ -80,21 +86,10 @@ class Spot:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Elements:
+class Elements(_AbstractPlace):
     """Some elements of an output of an equation."""
 
-    frame: Frame
-    position: int
-    output: int
     mask: Any
-
-    @property
-    def eqn(self) -> Any:
-        return self.frame.node.eqns[self.position]
-
-    @property
-    def operands(self) -> Sequence[Any]:
-        return self.frame.operands[self.position]
 
     @property
     def values(self) -> Any:
