@@ -28,7 +28,7 @@ def texts():
         text
         for name, table in vars(nan_cures).items()
         if name.startswith("_OF_")
-        for text in table.values()
+        for text in (table.values() if isinstance(table, dict) else [table])
     ]
     memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, remarks._USE_LAYER]
     return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
@@ -36,6 +36,7 @@ def texts():
 
 FILLED = {
     "op": "sqrt",
+    "mask": "maximum",
     "name": "round",
     "place": "f.py:1",
     "source": "f.py:1",

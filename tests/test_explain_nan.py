@@ -216,9 +216,12 @@ def test_a_buffer_of_infinities():
         init = y, jnp.full((3, 2), jnp.inf)
         return jnp.sum(jax.lax.scan(step, init, jnp.arange(3))[0][1] ** 2)
 
-    (record,) = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
+    record, norm = eqg.explain_nan(loss, jnp.array(1.0), jnp.zeros(2)).found
     assert (record.kind, record.primitive, record.is_forward) == ("0/0", "div", True)
     assert (record.step, record.operands) == ((0,), (0, 0))
+    # The later steps are given the NaN of the first one.
+    assert (norm.kind, norm.primitive, norm.step) == ("true singularity", "sqrt", (0,))
+    assert norm.count == 1
 
 
 def test_threshold_in_the_order_of_the_steps():

@@ -276,7 +276,8 @@ def test_a_nan_in_the_data_that_a_where_on_the_result_does_not_keep_out():
         return jnp.sum(jnp.where(ok, (x @ w - 3.0) ** 2, 0.0))
 
     report = eqg.explain_nan(loss, jnp.ones(2), x)
-    assert "Replace the NaN where it comes from" in report.found[0].cure
+    assert "`x` holds a NaN" in report.found[0].cure
+    assert "Replace it where it comes from" in report.found[0].cure
     assert "was tried" not in str(report)
     mended = lambda w, x: loss(w, jnp.where(ok[:, None], x, 0.0))
     np.testing.assert_allclose(jax.grad(mended)(jnp.ones(2), x), [-4.0, -4.0])
@@ -421,3 +422,204 @@ def test_what_is_within_a_derivative_does_not_cross_the_threshold():
     assert record.primitive == "mul"
     text = str(eqg.explain_nan(lambda x: 1e3 * x * 1e-3, jnp.array(1.0), threshold=100.0))
     assert "is zero" not in text
+
+
+# ---------------------------------------------------------------- steps of a loop
+
+
+def _roots(x, xs, live, weights):
+    def step(total, at):
+        x_t, is_live, weight = at
+        return total + weight * jnp.where(is_live, jnp.sqrt(x_t - x), 0.0), None
+
+    return jax.lax.scan(step, 0.0, (xs, live, weights))[0]
+
+
+def _steps(report):
+    return {(r.kind, r.step, r.count) for r in report.found}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_steps_of_a_loop_with_different_causes(around):
+    """With the cure of the one, the gradient is not finite still."""
+    x, ones = jnp.array(1.0), jnp.ones(5)
+    xs = jnp.array([1.0, 1.0, 2.0, 1.0, 1.0])
+    live = jnp.array([True, False, True, True, False])
+    loss = around(_roots)
+    report = eqg.explain_nan(loss, x, xs, live, ones)
+    expected = {("dead branch", (4,), 2), ("true singularity", (3,), 2)}
+    assert _steps(report) == expected
+    # Zero times infinity is NaN in both of these.
+    weights = jnp.array([1.0, 1.0, 1.0, 0.0, 1.0])
+    report = eqg.explain_nan(loss, x, xs, live, weights)
+    expected = {("dead branch", (4,), 2), ("zero mask", (3,), 1), ("true singularity", (0,), 1)}
+    assert _steps(report) == expected
+
+
+def test_steps_in_a_loop_of_a_loop():
+    def loss(x, xs, live):
+        outer = lambda total, at: (total + _roots(x, *at, jnp.ones(2)), None)
+        return jax.lax.scan(outer, 0.0, (xs, live))[0]
+
+    live = jnp.array([[True, True], [False, True], [True, True]])
+    report = eqg.explain_nan(loss, jnp.array(1.0), jnp.ones((3, 2)), live)
+    assert _steps(report) == {("dead branch", (1, 0), 1), ("true singularity", (2, 1), 5)}
+
+
+def test_a_cause_in_one_of_many_steps():
+    """Of steps that are bad in the same way, a few are looked at, and more if they differ."""
+    n = 40
+    weights = jnp.ones(n).at[n - 1].set(0.0)
+    live = jnp.zeros(n, bool).at[n - 1].set(True)
+    report = eqg.explain_nan(_roots, jnp.array(1.0), jnp.ones(n), live, weights)
+    (mask, branch) = report.found
+    assert (mask.kind, mask.step, mask.count) == ("zero mask", (n - 1,), 1)
+    assert (branch.kind, branch.step) == ("dead branch", (n - 3,))
+    assert 14 < branch.count < n  # of those that were looked at
+
+
+def test_elements_that_are_zero_times_infinity_for_different_reasons():
+    live, weights = jnp.array([True, True, False, False]), jnp.array([1.0, 0.0, 1.0, 1.0])
+    loss = lambda x: jnp.sum(weights * jnp.where(live, jnp.sqrt(x), 0.0))
+    report = eqg.explain_nan(loss, jnp.array([1.0, 0.0, 0.0, 0.0]))
+    found = {(r.kind, r.index, r.n_bad) for r in report.found}
+    assert found == {("zero mask", (1,), 1), ("dead branch", (2,), 2)}
+
+
+# ---------------------------------------------------------------- selections of a constant
+
+
+def _clamped(x):
+    return jnp.sqrt(jnp.maximum(x, 0.0))
+
+
+BOUNDS = {
+    "maximum": (_clamped, "maximum"),
+    "clip": (lambda x: jnp.sqrt(jnp.clip(x, 0.0, 4.0)), "maximum"),
+    "clamp": (lambda x: jnp.sqrt(jax.lax.clamp(jnp.zeros(()), x, jnp.full((), 4.0))), "clip"),
+    "minimum": (lambda x: jnp.sqrt(-jnp.minimum(-x, 0.0)), None),
+    "of a sum": (lambda x: jnp.sqrt(jnp.maximum(x + x**2 - 3.0, 0.0)), "maximum"),
+    "of two": (lambda x: jnp.sqrt(jnp.maximum(jnp.maximum(x, x - 1), 0.0)), "maximum"),
+    "reshaped": (lambda x: jnp.sqrt(jnp.maximum(x, 0.0)[None, None])[0, 0], "maximum"),
+    "of a tie": (lambda x: _clamped(x + 1), None),
+    "of two of the model": (lambda x: jnp.sqrt(jnp.maximum(x, 0 * x)), None),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_root_of_a_bound(name):
+    """It does not depend on the model, and JAX multiplies infinity by zero."""
+    loss, mask = BOUNDS[name]
+    x = jnp.array(-1.0)
+    report = eqg.explain_nan(lambda x: loss(x) + 0.0, x)
+    if not report.bad_leaves:  # the derivative of `clamp` is a selection and no product
+        assert name == "clamp"
+        return
+    (record,) = report.found
+    if mask is None:
+        assert record.kind == "true singularity"
+        return
+    assert (record.kind, record.mask, record.primitive) == ("dead branch", mask, "sqrt")
+    assert "`eqg.safe.sqrt(x)`" in record.cure
+    # What is advised, against the slope of the constant.
+    assert jax.grad(eqg.zero_safe(loss))(x) == 0.0 == loss(x - 0.1) - loss(x)
+    assert "`eqg.zero_safe(loss)` makes this gradient finite." in report.remarks
+
+
+def test_a_product_with_a_zero_that_a_where_selects():
+    def loss(x):
+        return _clamped(x) * jnp.where(x > 0, 2 * x, 0.0)
+
+    report = eqg.explain_nan(loss, jnp.array(-1.0))
+    (record,) = report.found
+    assert (record.kind, record.mask) == ("zero mask", "where")
+    mended = lambda x: eqg.safe.where(x > 0, lambda x: _clamped(x) * 2 * x, x, 0.0)
+    assert jax.grad(mended)(jnp.array(-1.0)) == 0.0
+    assert jax.grad(mended)(jnp.array(4.0)) == 6.0  # of `2 * x**1.5`
+    # A zero that the model computes is none of a mask.
+    (record,) = eqg.explain_nan(lambda x: jnp.sqrt(x) * jnp.sin(x), jnp.array(0.0)).found
+    assert record.kind == "0/0"
+
+
+# ---------------------------------------------------------------- what does not select
+
+W = jnp.array(1.0)
+IS_POSITIVE = jnp.array([False, True, True])
+LARGE = -5.0
+
+
+def _xs(w):
+    return w * jnp.arange(3, dtype=w.dtype)
+
+
+def _finite_log(w, other):
+    return eqg.safe.where(IS_POSITIVE, jnp.log, _xs(w), other)
+
+
+SELECTED = {
+    "slice": (
+        lambda w: jnp.log(_xs(w))[1:],
+        lambda w: jnp.log(_xs(w)[1:]),
+        "(`f(x[i])`)",
+    ),
+    "index": (
+        lambda w: jnp.log(_xs(w))[jnp.array([1, 2])],
+        lambda w: jnp.log(_xs(w)[jnp.array([1, 2])]),
+        "(`f(x[i])`)",
+    ),
+    "maximum": (
+        lambda w: jnp.maximum(jnp.log(_xs(w)), LARGE),
+        lambda w: jnp.maximum(_finite_log(w, -jnp.inf), LARGE),
+        "`eqg.safe.where(ok, f, x, other)` inside of the `maximum`",
+    ),
+    "max": (
+        lambda w: jnp.max(jnp.log(_xs(w))),
+        lambda w: jnp.max(_finite_log(w, -jnp.inf)),
+        "`eqg.safe.where(ok, f, x, other)` inside of the `max`",
+    ),
+    "where": (
+        lambda w: jnp.where(IS_POSITIVE, jnp.log(_xs(w)), LARGE),
+        lambda w: _finite_log(w, LARGE),
+        "`eqg.safe.where(ok, f, x, other)`, with this operation in `f`, in place of",
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", SELECTED)
+def test_the_cure_fits_what_does_not_select(mask):
+    loss, mended, cure = SELECTED[mask]
+    (record,) = eqg.explain_nan(lambda w: jnp.sum(loss(w)), W).found
+    assert (record.kind, record.mask) == ("dead branch", mask)
+    assert cure in record.cure
+    assert jnp.array_equal(loss(W), mended(W))
+    with jax.enable_x64(True):
+        w, step = jnp.array(1.0, jnp.float64), 1e-5
+        difference = (jnp.sum(loss(w + step)) - jnp.sum(loss(w - step))) / (2 * step)
+        np.testing.assert_allclose(jax.grad(lambda w: jnp.sum(mended(w)))(w), difference)
+
+
+TARGETS = jnp.array([1.0, jnp.nan, 2.0])
+IS_MEASURED = ~jnp.isnan(TARGETS)
+OF_NAN = {
+    "square": lambda w, t: jnp.sum(jnp.where(IS_MEASURED, (_xs(w) - t) ** 2, 0.0)),
+    "product": lambda w, t: jnp.sum(jnp.where(IS_MEASURED, jnp.exp(_xs(w)) * t, 0.0)),
+    "vmap": lambda w, t: jnp.mean(
+        jax.vmap(lambda x, t: jnp.where(jnp.isnan(t), 0.0, (w * x - t) ** 2))(jnp.arange(3.0), t)
+    ),
+    "mean": lambda w, t: jnp.mean((jnp.tanh(_xs(w)) - t) ** 2, where=IS_MEASURED),
+    "nanmean": lambda w, t: jnp.nanmean((_xs(w) - t) ** 2),
+    "index": lambda w, t: jnp.sum(((_xs(w) - t) ** 2)[jnp.array([0, 2])]),
+}
+
+
+@pytest.mark.parametrize("name", OF_NAN)
+def test_a_nan_of_the_data_that_is_not_selected_has_one_cure(name):
+    loss = OF_NAN[name]
+    (record,) = eqg.explain_nan(loss, W, TARGETS).found
+    assert record.kind == "dead branch"
+    assert "`t` holds a NaN" in record.cure
+    assert "`jnp.where(ok, t, 0.0)`" in record.cure
+    assert "with this operation in" not in record.cure
+    if name != "nanmean":  # which looks at the NaN
+        mended = lambda w: loss(w, jnp.where(IS_MEASURED, TARGETS, 0.0))
+        assert jnp.isfinite(jax.grad(mended)(W))

@@ -1,8 +1,9 @@
 """Why an element is not finite: the kind of cause, and what to do."""
 
+import collections
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +30,10 @@ from .cures import (
     ZERO_TIMES_INFINITY,
 )
 from .derivative_program import Derivative
-from .replay import Frame, Hit, is_bad, is_inexact
+from .replay import Frame, has_nan_factor, Hit, is_inexact, Way, ways_of
 from .sources import Found, nonfinite_operands, Part, sources_of_nonfinite
 from .trace_back import (
+    BOUND,
     CANCELS,
     Elements,
     elements_of,
@@ -42,6 +44,7 @@ from .trace_back import (
     is_zero,
     NOT_SELECTED,
     REPLACED,
+    selected_constant,
     sources_of_zero,
     Spot,
     UNDERFLOWS,
@@ -71,16 +74,52 @@ class Cause:
 
 
 def causes_of_hit(
-    derivative: Derivative, number: int, hit: Hit, threshold: float | None
-) -> list[Cause]:
-    """The causes at the first step in which an equation makes a bad cotangent."""
+    derivative: Derivative, number: int, way: Way, hit: Hit, threshold: float | None
+) -> list[tuple[Cause, int]]:
+    """The causes that an equation makes a cotangent bad in one way, each with the number of
+    steps of the loops around it."""
     _, position = derivative.places[number]
-    frame = hit.first()
-    causes: dict[Any, Cause] = {}
-    for elements in _bad_elements(frame, position, threshold) if frame else ():
-        for cause in _causes_of_elements(derivative, elements):
-            causes.setdefault((cause.kind, cause.origin and cause.origin.number), cause)
-    return list(causes.values())
+
+    def at_steps(most):
+        return _causes_at_steps(derivative, position, way, hit.frames(most), threshold)
+
+    return _with_counts(at_steps, hit.count)
+
+
+# How many of the bad steps, or elements, are looked at, and how many if their causes differ.
+_FEW, _MORE = 3, 16
+
+
+def _with_counts(
+    look_at: Callable[[int], Sequence[dict[Any, Cause]]], total: int
+) -> list[tuple[Cause, int]]:
+    """The causes of a total of places, each with the number of these. If the causes differ, the
+    number among those that are looked at.
+
+    - `look_at`: returns, for at most as many places, from the first to the last, the causes
+        there by what distinguishes them.
+    """
+    few = look_at(_FEW)
+    if all(causes.keys() == few[0].keys() for causes in few):
+        return [(cause, total) for causes in few[:1] for cause in causes.values()]
+    more = look_at(_MORE)
+    n_places = collections.Counter(key for causes in more for key in causes)
+    first = {key: cause for causes in reversed([*more, *few]) for key, cause in causes.items()}
+    return [(cause, n_places[key] or 1) for key, cause in first.items()]
+
+
+def _causes_at_steps(
+    derivative: Derivative, position: int, way: Way, frames: Iterable[Frame], threshold
+) -> list[dict[Any, Cause]]:
+    """For each step the causes."""
+    found = []
+    for frame in frames:
+        causes: dict[Any, Cause] = {}
+        for elements in _bad_elements(frame, position, way, threshold):
+            for cause in _causes_of_elements(derivative, elements):
+                causes.setdefault(_key_of(cause), cause)
+        found.append(causes)
+    return found
 
 
 def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
@@ -111,18 +150,18 @@ def _of_each_kind(source: Elements | Input) -> list[tuple[Spot | Input, int]]:
     return [(spot, n_made) for spot in spots.values()]
 
 
-def _bad_elements(frame: Frame, position: int, threshold) -> list[Elements]:
-    """The elements that are NaN, those that are infinite, and those above the threshold."""
+def _bad_elements(frame: Frame, position: int, way: Way, threshold) -> list[Elements]:
+    """For each output of an equation the elements that are bad in this way."""
     found = []
-    eqn = frame.node.eqns[position]
+    node, operands = frame.node, frame.operands[position]
+    eqn = node.eqns[position]
+    is_of_nan = has_nan_factor(node, position, operands)
     for k, (v, x) in enumerate(zip(eqn.outvars, frame.outputs[position], strict=True)):
-        if v not in frame.node.cotangents or not is_inexact(x):
+        if not node.is_cotangent(v) or not is_inexact(x):
             continue
-        x = np.asarray(x)
-        bad = is_bad(x, threshold)
-        for which in (np.isnan(x), np.isinf(x), np.isfinite(x)):
-            if (bad & which).any():
-                found.append(Elements(frame, position, k, bad & which))
+        bad = ways_of(np.asarray(x), is_of_nan, threshold)[way]
+        if bad.any():
+            found.append(Elements(frame, position, k, bad))
     return found
 
 
@@ -135,15 +174,33 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
     sources = _sources(derivative, elements)
     if not sources:
         return [_cause_in_derivative(derivative, first, first)]
-    causes = []
-    for key, source in sources.items():
-        spot, place = first, source
-        if len(sources) > 1:
-            spot = _first_because_of(derivative, elements, key)
-            place = _sources(derivative, spot.alone).get(key, source)
-        cause = _cause_in_derivative(derivative, spot, _first_of(place))
-        causes.append(dataclasses.replace(cause, n_made=int(source.mask.sum())))
-    return causes
+    if len(sources) > 1:
+        return [_because_of(derivative, elements, *each) for each in sources.items()]
+    ((key, source),) = sources.items()
+
+    def at_elements(most):
+        spots = [elements.at(index) for index in indices(elements.mask, most)]
+        causes = [_cause_at(derivative, spot, key, source) for spot in spots]
+        return [{_key_of(cause): cause} for cause in causes]
+
+    pairs = _with_counts(at_elements, int(source.mask.sum()))
+    return [dataclasses.replace(cause, n_made=n_made) for cause, n_made in pairs]
+
+
+def _key_of(cause: Cause) -> Any:
+    return (cause.kind, cause.origin and cause.origin.number)
+
+
+def _because_of(derivative: Derivative, elements: Elements, key: Any, source) -> Cause:
+    """The cause of those of the elements that one of several sources makes bad."""
+    spot = _first_because_of(derivative, elements, key)
+    cause = _cause_at(derivative, spot, key, source)
+    return dataclasses.replace(cause, n_made=int(source.mask.sum()))
+
+
+def _cause_at(derivative: Derivative, spot: Spot, key: Any, source) -> Cause:
+    place = _sources(derivative, spot.alone).get(key, source)
+    return _cause_in_derivative(derivative, spot, _first_of(place))
 
 
 def _first_of(source: Elements | Input) -> Spot | Input:
@@ -189,7 +246,25 @@ def _cause_in_derivative(derivative: Derivative, spot: Spot, source: Spot | Inpu
     if zero is not None:
         return _cause_of_zero(derivative, spot, source, origin, zero)
     cause = _cause_of_source(derivative, source)
+    bound = _bound_of(derivative, cause, spot, origin)
+    if bound is not None:
+        return Cause(DEAD_BRANCH, origin, spot, source, Zero(bound, BOUND))
     return dataclasses.replace(cause, origin=origin, spot=spot)
+
+
+def _bound_of(derivative: Derivative, cause: Cause, spot: Spot, origin) -> Spot | None:
+    """Of a singularity, the selection of which the operand is a constant, if it is: in
+    `sqrt(maximum(x, 0))` for negative `x`, that by `maximum`, of which the derivative is zero.
+    """
+    if cause.kind != SINGULARITY or origin is None:
+        return None
+    places = [place for place in (cause.source, spot) if isinstance(place, Spot)]
+    value = next(filter(None, (_value_at(derivative, p, origin) for p in places)), None)
+    if value is None:
+        return None
+    active = [k for k in range(len(value.operands)) if value.is_active(k)]
+    bounds = [selected_constant(value, k) for k in active]
+    return bounds[0] if len(bounds) == 1 else None
 
 
 def _blamed(derivative: Derivative, source: Spot, origin: Origin | None) -> Origin | None:
@@ -275,7 +350,12 @@ def _cause_of_one_zero(derivative, spot, source, origin, made: Zero) -> Cause:
     if made.why == NOT_SELECTED or (mask is not None and mask.primitive in _SELECTORS):
         return Cause(DEAD_BRANCH, origin, spot, source, made)
     factors = [i for i in range(len(made.spot.operands)) if not made.spot.is_cotangent(i)]
-    if any(made.spot.is_active(i) for i in factors):
+    active = [i for i in factors if made.spot.is_active(i)]
+    for i in active:
+        mask = selected_constant(made.spot, i)
+        if mask is not None:
+            return Cause(MASKED_PRODUCT, origin, spot, source, Zero(mask, made.why))
+    if active:
         # An infinity by overflow makes zeros elsewhere: 1 / (1 + exp(x)).
         kind = OVERFLOW if cause.kind == OVERFLOW else INDETERMINATE
         return Cause(kind, origin, spot, source)

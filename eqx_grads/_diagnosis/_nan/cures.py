@@ -17,9 +17,12 @@ SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", 
 # The functions of JAX that are infinite for one.
 LOG_DETERMINANTS = ("_slogdet_small", "_slogdet_lu", "_slogdet_qr")
 
+# The cures of dead branches begin with "Use" and this, which is left out where it does not help.
+ZERO_SAFE = "`eqg.zero_safe(loss)`"
+
 # For each kind. `{op}` is the primitive.
 _OF_KINDS = {
-    DEAD_BRANCH: "Use `eqg.zero_safe(loss)`, or `eqg.safe.where(ok, f, x, other)`, with this "
+    DEAD_BRANCH: f"Use {ZERO_SAFE}, or `eqg.safe.where(ok, f, x, other)`, with this "
     "operation in `f`, in place of `jnp.where(ok, f(x), other)`.",
     MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)` in place of the product.",
     ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection makes "
@@ -163,6 +166,21 @@ _OF_FORMULAS = {
     "sinh(x) / x": "Use `eqg.safe.sinhc(x)` in place of `sinh(x) / x`.",
 }
 
+# Of dead branches, by what does not select them, if it is no `where`.
+_OF_INDEX = (
+    f"Use {ZERO_SAFE}, or `{{op}}` of the elements that are used (`f(x[i])`), in place of an "
+    "index into its result (`f(x)[i]`)."
+)
+_OF_SELECTION = (
+    f"Use {ZERO_SAFE}, or `eqg.safe.where(ok, f, x, other)` inside of the `{{mask}}`, with this "
+    "operation in `f`, and a constant `other` that the `{mask}` does not take."
+)
+_OF_BOUND = (
+    "The argument of `{op}` is the constant of the `{mask}`, at which one derivative is "
+    "infinite and the other zero: their product is NaN. Use a function of `eqg.safe`, such as "
+    "`eqg.safe.sqrt(x)`, or a constant at which `{op}` has a derivative."
+)
+
 _IN_EMPTY_ROWS = "which has the derivative zero where all entries are `-inf`"
 _AT_ZERO = "which has the derivative zero at zero"
 # Functions in place of formulas in a branch that is not taken.
@@ -189,10 +207,19 @@ _OF_EMPTY_ROWS = {
 
 
 def cure_of(
-    kind: str, primitive: str, formula: str, *, is_value: bool, explodes: bool = False
+    kind: str,
+    primitive: str,
+    formula: str,
+    *,
+    is_value: bool,
+    explodes: bool = False,
+    mask: str = "",
+    is_bound: bool = False,
 ) -> str:
     """What to do at an operation of the loss.
 
+    - `mask`: of a dead branch, what does not select it, in the user's words; `is_bound`:
+        whether that is of the argument, which is a constant of it.
     - `formula`: what it is a part of, if that is known; see `formulas.py`.
     - `explodes`: of an overflow, whether it is that of a product with a finite cotangent.
     """
@@ -202,13 +229,17 @@ def cure_of(
     text = cures[kind] if kind in cures else _of_constant(kind)
     if kind == OVERFLOW and primitive in _PRODUCTS:
         text = _TOO_LARGE_A_PRODUCT
+    if kind == DEAD_BRANCH and mask not in ("", "where"):
+        text = _OF_INDEX if mask in ("index", "slice") else _OF_SELECTION
+    if kind == DEAD_BRANCH and is_bound:
+        text = _OF_BOUND
     if kind == DEAD_BRANCH and formula == "log of softmax":
         text = _OF_FORMULAS[formula]
     if kind == DEAD_BRANCH and primitive in ("eigh", "svd"):
         text = _OF_PRIMITIVES[primitive]
     if kind == DEAD_BRANCH and formula in _SAFE_IN_DEAD_BRANCHES:
         function, why = _SAFE_IN_DEAD_BRANCHES[formula]
-        text = f"Use `eqg.zero_safe(loss)`, or `{function}`, {why}."
+        text = f"Use {ZERO_SAFE}, or `{function}`, {why}."
     if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
         at_pole = kind in (SINGULARITY, INDETERMINATE)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
@@ -220,7 +251,20 @@ def cure_of(
         text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
     if is_value and kind == INDETERMINATE and primitive == "mul":
         text = _MASKED_INFINITY
-    return text.format(op=primitive)
+    return text.format(op=primitive, mask=mask)
+
+
+def cure_of_dropped_nan(name: str) -> str:
+    """What to do about a NaN that is an operand of what is not selected.
+
+    - `name`: of the argument that holds it, if that is known.
+    """
+    what = f"`{name}` holds a NaN" if name else "An operand is NaN already"
+    array = name if name.isidentifier() else "x"
+    return (
+        f"{what}, and its product with a zero cotangent is NaN. Replace it where it comes from, "
+        f"before it is used: `jnp.where(ok, {array}, 0.0)`. A `where` on the result is too late."
+    )
 
 
 def _of_constant(kind: str) -> str:

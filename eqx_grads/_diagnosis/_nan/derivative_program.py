@@ -67,6 +67,21 @@ class Node:
             for v in eqn.outvars
         )
 
+    def is_cotangent(self, atom: Any) -> bool:
+        return _is_in(atom, self.cotangents)
+
+    def is_active(self, atom: Any) -> bool:
+        return _is_in(atom, self.active)
+
+    @ft.cached_property
+    def watched(self) -> Sequence[int]:
+        """The numbers of the watched equations, also of those in inner programs."""
+        found = []
+        for i, number in enumerate(self.numbers):
+            found += [number] * self.is_watched(i)
+            found += [n for inner in self.inner[i] for n in inner.watched]
+        return found
+
     @ft.cached_property
     def within(self) -> frozenset[int]:
         """The equations of which only others of the derivative of one equation of the loss use

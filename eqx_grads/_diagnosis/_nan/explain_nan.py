@@ -1,7 +1,6 @@
 """`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import trace_loss
 from .cause import Cause, causes_of_hit, causes_of_value
-from .cures import DEAD_BRANCH, INDETERMINATE, MASKED_PRODUCT, SINGULARITY
+from .cures import DEAD_BRANCH, INDETERMINATE, MASKED_PRODUCT, SINGULARITY, ZERO_SAFE
 from .derivative_program import Derivative, differentiate
 from .reaches import reaches_gradient
 from .record import record_of
@@ -36,19 +35,12 @@ _MOST_CAUSES = 100
 # The calls that are tried where there is a singularity, with a remark on the gradient that each
 # makes finite. The first drops only what is not selected, so what it gives is the derivative.
 _TRIALS = {
-    "selected": ("`eqg.zero_safe(loss)`", "makes this gradient finite."),
+    "selected": (ZERO_SAFE, "makes this gradient finite."),
     "zero": (
         '`eqg.zero_safe(loss, policy="zero")`',
         "makes this gradient finite: it takes zero times an infinite derivative to be zero.",
     ),
 }
-
-# Of a branch that is not taken, where an operand is NaN before.
-_OF_NAN = (
-    "The operand is NaN already, and its product with a zero cotangent is NaN. Replace the NaN "
-    "where it comes from, such as in the data (`jnp.where(ok, x, 0.0)`), before it is used. A "
-    "`where` on the result is too late."
-)
 
 # Where `zero_safe` was tried, and did not help: alone, or at all.
 _NOT_ALL = (
@@ -115,7 +107,9 @@ def explain_nan(
     first places, in the order of the backward pass, where a finite cotangent becomes non-finite
     (or exceeds `threshold`), and before these the places where the value does. Each place is
     found, also if one alone makes everything NaN. In a loop, it is the first step in the order
-    of the backward pass, which begins at the end.
+    of the backward pass, which begins at the end. Where many steps or elements of one operation
+    are NaN, or infinite, 3 of them are looked at, and 16 if the causes of these differ: each
+    cause is a record.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
@@ -171,10 +165,9 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     """The report, and whether `zero_safe` makes the gradient finite, which is tried."""
     if not (report.is_reverse and np.isfinite(report.loss)):
         return report
-    is_dead = lambda r: r.kind == DEAD_BRANCH
-    is_other = lambda r: (
-        r.kind in (SINGULARITY, INDETERMINATE, MASKED_PRODUCT) and not r.is_forward
-    )
+    is_dead = lambda r: r.kind == DEAD_BRANCH and ZERO_SAFE in r.cure
+    others = (DEAD_BRANCH, SINGULARITY, INDETERMINATE, MASKED_PRODUCT)
+    is_other = lambda r: r.kind in others and not is_dead(r) and not r.is_forward
     if not any(is_dead(r) or is_other(r) for r in report.found):
         return report
     doing("trying `zero_safe`")
@@ -185,24 +178,22 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
         remarks = [_NOT_ALL] if any(map(is_dead, report.found)) else []
         if not all(map(is_dead, report.found)):
             return dataclasses.replace(report, remarks=[*report.remarks, *remarks])
-        of_nan = lambda r: any(map(math.isnan, r.operands))
-        without = lambda r: r.cure.replace(f"{_TRIALS['selected'][0]}, or ", "")
-        cures = [_OF_NAN if of_nan(r) else without(r) for r in report.found]
-        pairs = zip(report.found, cures, strict=True)
-        found = [dataclasses.replace(r, cure=cure) for r, cure in pairs]
-        was_named = any("zero_safe" in r.cure and not of_nan(r) for r in report.found)
-        remarks = [_NOT_THESE] if was_named else []
-        return dataclasses.replace(report, found=found, remarks=[*report.remarks, *remarks])
+        without = lambda r: r.cure.replace(f"{ZERO_SAFE}, or ", "")
+        found = [dataclasses.replace(r, cure=without(r)) for r in report.found]
+        remarks = [*report.remarks, _NOT_THESE]
+        return dataclasses.replace(report, found=found, remarks=remarks)
     call, remark = _TRIALS[policy]
 
+    names_call = not any(map(is_other, report.found))
+
     def cure(r):
-        if is_dead(r) and not any(map(is_other, report.found)):
+        if is_dead(r) and names_call:
             # It names the first of the two, which is right if other places are to blame.
-            return r.cure.replace(_TRIALS["selected"][0], call)
+            return r.cure.replace(ZERO_SAFE, call)
         return f"{r.cure} In code that you can't edit, use {call}." if is_other(r) else r.cure
 
     found = [dataclasses.replace(r, cure=cure(r)) for r in report.found]
-    if policy == "selected" and not any(map(is_other, found)):
+    if policy == "selected" and names_call:
         return report  # as its cures say
     return dataclasses.replace(
         report, found=found, remarks=[*report.remarks, f"{call} {remark}"]
@@ -343,9 +334,8 @@ def _find(
     in_gradient: list[tuple[Cause, int]] = []
     for i, number in enumerate(numbers):
         doing("looking for the cause of place", i, len(numbers))
-        hit = root.hits[number]
-        causes_here = causes_of_hit(derivative, number, hit, threshold)
-        in_gradient += [(cause, hit.count) for cause in causes_here]
+        for way, hit in root.hits[number].items():
+            in_gradient += causes_of_hit(derivative, number, way, hit, threshold)
     in_gradient.sort(key=lambda pair: pair[0].spot.place if pair[0].spot else ())
     causes: dict[Any, list[tuple[Cause, int]]] = {}
     for cause, n_steps in found + in_gradient:

@@ -8,13 +8,13 @@ from ..._jaxprs.structure import CallWithRule, structure
 from ..source_lines import UNKNOWN
 from .boundary import is_on_boundary, ON_BOUNDARY
 from .cause import Cause, first_of_rule, largest_product, operands_of
-from .cures import cure_of, cure_of_input, DEAD_BRANCH, LARGE
+from .cures import cure_of, cure_of_dropped_nan, cure_of_input, DEAD_BRANCH, LARGE
 from .derivative_program import Derivative
 from .formulas import formula_in, Formulas
 from .lines import rule_of, users_line
 from .replay import Frame, is_bad, is_inexact
 from .report import NonFinite
-from .trace_back import CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
+from .trace_back import BOUND, CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
 
 
 # The value of a library's function, which the cure would have the user edit.
@@ -82,6 +82,10 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         return cure_of_input(
             cause.kind, traced.inputs[source.number], traced.leaf_of(source.number)
         )
+    mask = _mask_of(derivative, cause.mask) if cause.mask else ""
+    if cause.kind == DEAD_BRANCH and any(map(np.isnan, operands)):
+        is_input = isinstance(source, Input)
+        return cure_of_dropped_nan(traced.inputs[source.number] if is_input else "")
     formula = ""
     if is_inside and isinstance(source, Spot):
         formula = formula_in(source.frame.node.program, first_of_rule(source))
@@ -93,6 +97,8 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         formula,
         is_value=cause.forward,
         explodes=cause.source is cause.spot and not cause.forward,
+        mask=mask,
+        is_bound=cause.mask is not None and cause.mask.why == BOUND,
     )
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
     is_dead = is_dead and formula != "x / norm"  # which has no limit
@@ -115,20 +121,24 @@ _MASKS = {
 
 def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
     """The fields of a record on what makes the cotangent zero."""
-    mask = zero.spot
-    origin = derivative.origin(mask.frame.node, mask.position)
-    if origin is None:
-        return {"mask": mask.eqn.primitive.name}
-    primitive = origin.primitive
-    if isinstance(structure(origin.eqn), CallWithRule):
-        primitive = mask.eqn.primitive.name
-    line = users_line(origin, mask)
-    is_selection = zero.why not in (CANCELS, UNDERFLOWS)
+    origin = derivative.origin(zero.spot.frame.node, zero.spot.position)
+    line = users_line(origin, zero.spot) if origin else UNKNOWN
     return {
-        "mask": _MASKS.get(primitive, primitive) if is_selection else zero.why,
+        "mask": _mask_of(derivative, zero),
         "mask_file": line.file,
         "mask_line": line.line,
     }
+
+
+def _mask_of(derivative: Derivative, zero: Zero) -> str:
+    """What makes a cotangent zero, as the user calls it."""
+    if zero.why in (CANCELS, UNDERFLOWS):
+        return zero.why
+    mask = zero.spot
+    origin = derivative.origin(mask.frame.node, mask.position)
+    if origin is None or isinstance(structure(origin.eqn), CallWithRule):
+        return _MASKS.get(mask.eqn.primitive.name, mask.eqn.primitive.name)
+    return _MASKS.get(origin.primitive, origin.primitive)
 
 
 def _cotangent_of(cause: Cause) -> float | None:

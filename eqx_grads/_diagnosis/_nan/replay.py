@@ -10,8 +10,9 @@ operands of each equation are finite cotangents, and what comes next is found as
 """
 
 import dataclasses
+import enum
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,17 +32,31 @@ from .derivative_program import Node
 _AS_WRITTEN = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+_MOST_CARRIES = 64  # of the loops of a program that are kept
+
+
+class Way(enum.IntEnum):
+    """How a cotangent is bad. The steps of a loop are counted for each: at one of them it may
+    be zero times infinity, and at the next one infinity."""
+
+    NAN_FACTOR = 0  # NaN, and there is a NaN in a factor
+    NAN = 1
+    INFINITE = 2
+    LARGE = 3
+
+
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """An equation makes a bad cotangent.
+    """An equation makes a cotangent that is bad in one way.
 
     - `count`: in how many steps.
-    - `first`: returns the frame of the first of these steps. `None` if the cotangent, which was
-        bad in the compiled loop, is not when the operations run one by one.
+    - `frames`: `frames(most)` are those of some of these steps, from the first to the last. Not
+        of a step at which the cotangent, which was bad in the compiled loop, is not when the
+        operations run one by one.
     """
 
     count: int
-    first: Callable[[], "Frame | None"]
+    frames: Callable[[int], Iterator["Frame"]]
 
 
 def is_bad(x: Any, threshold: float | None, xp: Any = np) -> Any:
@@ -53,6 +68,26 @@ def is_bad(x: Any, threshold: float | None, xp: Any = np) -> Any:
         return bad | (xp.abs(x) > xp.asarray(threshold, x.dtype).real)
 
 
+def ways_of(x: Any, is_of_nan: Any, threshold: float | None, xp: Any = np) -> Sequence[Any]:
+    """For each `Way`, which elements of an output are bad in it.
+
+    - `is_of_nan`: whether there is a NaN in a factor.
+    """
+    is_nan = xp.isnan(x)
+    large = is_bad(x, threshold, xp) & xp.isfinite(x)
+    return is_nan & is_of_nan, is_nan & ~is_of_nan, xp.isinf(x), large
+
+
+def has_nan_factor(node: Node, i: int, operands: Sequence[Any], xp: Any = np) -> Any:
+    """Whether a NaN is in one of the operands of an equation that are no cotangents."""
+    pairs = zip(node.eqns[i].invars, operands, strict=True)
+    factors = [x for v, x in pairs if is_inexact(x) and not node.is_cotangent(v)]
+    found = xp.bool_(False)
+    for x in factors:
+        found |= xp.any(xp.isnan(xp.asarray(x)))
+    return found
+
+
 def is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -62,7 +97,8 @@ class Frame:
 
     `operands[i]` and `outputs[i]` are those of equation `i`, before a replacement. `lengths[i]`
     is how many steps it has made, if it is a loop. `iteration` is how often the body of a loop
-    was run before. `hits` are those of the equations in this program, by their number.
+    was run before. `hits` are those of the equations in this program, by their number and how
+    the cotangent is bad.
     """
 
     def __init__(self, node: Node, values, threshold, parent=None, steps=(), iteration=0):
@@ -71,9 +107,11 @@ class Frame:
         self.operands: list[list[Any]] = []
         self.outputs: list[Sequence[Any]] = []
         self.lengths: dict[int, int] = {}
-        self.hits: dict[int, Hit] = {}
+        self.hits: dict[int, dict[Way, Hit]] = {}
         self.threshold = threshold
         self._children: dict[tuple[int, int, int], Frame] = {}
+        # A bisection asks for the same ones for each element that it is for.
+        self.carry_before = ft.lru_cache(_MOST_CARRIES)(self._carry_before)
         self.results = evaluate(node.program, values, self._hook)
 
     @property
@@ -88,9 +126,11 @@ class Frame:
         out = self._enter(i, eqn, values) if self.node.inner[i] else bind(eqn, values)
         self.outputs.append(out)
         if self.node.is_watched(i):
-            replaced, found = _replaced(self.node, i, out, self.threshold, np)
-            if found:
-                self.hits[self.node.numbers[i]] = Hit(1, lambda: self)
+            replaced, found = _replaced(self.node, i, values, out, self.threshold, np)
+            if any(found):
+                here = Hit(1, lambda most: iter([self]))
+                hits = {way: here for way, is_so in zip(Way, found, strict=True) if is_so}
+                self.hits[self.node.numbers[i]] = hits
                 return [jnp.asarray(x) if is_inexact(x) else x for x in replaced]
         return out
 
@@ -99,11 +139,8 @@ class Frame:
         if isinstance(known, Scan | While):
             out, counts, first, n_steps = self._compiled(_run_loop, i)(values)
             self.lengths[i] = int(n_steps)
-            counts, first = np.asarray(counts), np.asarray(first)
-            for k in np.flatnonzero(counts):
-                number = self.node.inner[i][0].first + int(k)
-                find = ft.partial(self._first, i, number, int(first[k]))
-                self.hits[number] = Hit(int(counts[k]), find)
+            numbers = [n for tree in self.node.inner[i] for n in tree.watched]
+            self._add_hits(i, numbers, np.asarray(counts), first)
             return out
         if isinstance(known, Cond):
             part = int(np.clip(int(values[0]), 0, len(known.programs) - 1))
@@ -112,9 +149,24 @@ class Frame:
         self.hits.update(child.hits)
         return child.results
 
-    def _first(self, i, number, iteration) -> "Frame | None":
-        hit = self.body(i, iteration).hits.get(number)
-        return hit and hit.first()
+    def _add_hits(self, i, numbers, counts, first):
+        """Those of a loop, from the counts for each step, or from their sum and the first."""
+        total = counts if first is not None else counts.sum(0)
+        for k, way in np.argwhere(total):
+            if first is not None:
+                iterations = [int(first[k, way])]
+            else:
+                iterations = np.flatnonzero(counts[:, k, way]).tolist()
+            frames = ft.partial(self._frames, i, numbers[k], Way(way), iterations)
+            hits = self.hits.setdefault(numbers[k], {})
+            hits[Way(way)] = Hit(int(total[k, way]), frames)
+
+    def _frames(self, i, number, way, iterations, most) -> Iterator["Frame"]:
+        chosen = spread(iterations, most)
+        for iteration in chosen:
+            hit = self.body(i, iteration).hits.get(number, {}).get(way)
+            if hit is not None:
+                yield from hit.frames(max(most // len(chosen), 1))
 
     def _child(self, i, part, values, steps, iteration):
         key = (i, part, iteration)
@@ -134,7 +186,7 @@ class Frame:
             self.node.compiled[key] = jax.jit(run, compiler_options=_AS_WRITTEN)
         return self.node.compiled[key]
 
-    def carry_before(self, i: int, iteration: int) -> list[Any]:
+    def _carry_before(self, i: int, iteration: int) -> list[Any]:
         """The carry of a loop after this number of steps."""
         return self._compiled(_carry_after, i)(self.operands[i], iteration)
 
@@ -180,16 +232,25 @@ def _body_inputs(loop: Scan | While, values, carry, step):
     return [*values[: loop.n_consts], *carry, *(x[step] for x in xs)]
 
 
-def _replaced(node: Node, i: int, out, threshold, xp):
-    """The outputs with zeros where they are bad, and whether they are somewhere."""
-    found, replaced = xp.bool_(False), []
+def spread(xs: Sequence[Any], most: int) -> Sequence[Any]:
+    """Not more than `most` of these, from the first to the last."""
+    if len(xs) <= most:
+        return xs
+    return [xs[i] for i in np.linspace(0, len(xs) - 1, most).astype(int)]
+
+
+def _replaced(node: Node, i: int, operands, out, threshold, xp):
+    """The outputs with zeros where they are bad, and for each `Way` whether an element is."""
+    found, replaced = [xp.bool_(False)] * len(Way), []
+    is_of_nan = has_nan_factor(node, i, operands, xp)
     if threshold is not None and i in node.within:
         threshold = None
     for v, x in zip(node.eqns[i].outvars, out, strict=True):
         if is_inexact(x) and v in node.cotangents:
             x = xp.asarray(x)
+            ways = ways_of(x, is_of_nan, threshold, xp)
+            found = [any_ | xp.any(bad) for any_, bad in zip(found, ways, strict=True)]
             bad = is_bad(x, threshold, xp)
-            found |= xp.any(bad)
             x = xp.where(bad, xp.zeros_like(x), x)
         replaced.append(x)
     return replaced, found
@@ -200,28 +261,36 @@ def _replaced(node: Node, i: int, out, threshold, xp):
 
 @dataclasses.dataclass(frozen=True)
 class _BadCotangents(AbstractRecorder):
-    """Counts, for each equation of a program and of its inner ones, in the order of their
-    numbers, the steps with a bad cotangent."""
+    """Counts, for each watched equation of a program and of its inner ones, in the order of
+    their numbers, and for each `Way`, the steps with a bad cotangent."""
 
     threshold: float | None
 
     def of_equation(self, tree, i, values, outs, inside):
-        found = jnp.bool_(False)
+        counts = [jnp.sum(x, tuple(range(x.ndim - 2)), jnp.int32) for x in inside]
         if not tree.inner[i]:
             # XLA would rewrite what no barrier separates.
             outs = jax.lax.optimization_barrier(outs)
         if tree.is_watched(i):
-            outs, found = _replaced(tree, i, outs, self.threshold, jnp)
-        counts = [jnp.sum(jnp.atleast_2d(x), 0, jnp.int32) for x in inside]
-        return outs, jnp.concatenate([found[None].astype(jnp.int32), *counts])
+            outs, found = _replaced(tree, i, values, outs, self.threshold, jnp)
+            counts = [jnp.stack(found)[None].astype(jnp.int32)]
+        return outs, _concatenated(counts)
 
     def of_program(self, values, records):
-        return jnp.concatenate([jnp.zeros(0, jnp.int32), *records])
+        return _concatenated(records)
+
+
+def _concatenated(counts):
+    return jnp.concatenate([jnp.zeros((0, len(Way)), jnp.int32), *counts])
 
 
 def _run_loop(node: Node, i: int, recorder: _BadCotangents, values):
-    """The outputs of a loop; for each equation in it the number of steps with a bad cotangent
-    and the first of these in the order in which they run; and the number of steps."""
+    """The outputs of a loop, the counts, and the number of steps.
+
+    The counts of a scan are those of each step, in the order in which they run. Of a
+    `while_loop` they are summed, and before the number of steps is the first of the steps with
+    a bad cotangent.
+    """
     eqn, inner = node.eqns[i], node.inner[i]
     known = structure(eqn)
     if isinstance(known, While):
@@ -230,10 +299,7 @@ def _run_loop(node: Node, i: int, recorder: _BadCotangents, values):
         return outs, jnp.concatenate(counts), jnp.concatenate([before, first]), n_steps
     assert isinstance(known, Scan)
     outs, [counts] = record_inner(eqn, inner, values, recorder)
-    if not known.length:
-        return outs, jnp.sum(counts, 0), jnp.sum(counts, 0), 0
-    first = jnp.argmax((counts[::-1] if known.reverse else counts) > 0, 0)
-    return outs, jnp.sum(counts, 0), first, known.length
+    return outs, counts[::-1] if known.reverse else counts, None, known.length
 
 
 def _carry_after(node: Node, i: int, recorder: _BadCotangents, values, n_steps):

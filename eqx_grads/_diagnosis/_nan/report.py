@@ -28,13 +28,14 @@ class NonFinite(AbstractRecord):
     It has the fields of all records; `step` is the first step in the order of the backward
     pass. Also:
 
-    - `count`: in how many steps it happens.
+    - `count`: in how many steps it happens. Of an operation with several causes, in how many of
+        those that were looked at.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
         `mask_file`, `mask_line`: where that is.
     - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
     - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
-        of its elements are, in that step. `is_batched`: whether it is under `vmap`, so that
+        of its elements are, in that step, or of those that were looked at. `is_batched`: whether it is under `vmap`, so that
         one of the axes is that of the batch.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.

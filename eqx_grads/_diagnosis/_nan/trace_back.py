@@ -14,7 +14,7 @@ from ..._jaxprs.evaluate import bind
 from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan, structure, While
 from .cures import INFINITE_INPUT, INPUT
-from .replay import Frame, is_inexact, step_of
+from .replay import Frame, is_inexact, spread, step_of
 
 
 Index = tuple[int, ...]
@@ -78,11 +78,11 @@ class Spot(_AbstractPlace):
         return place
 
     def is_cotangent(self, k: int) -> bool:
-        return _is_in(self.eqn.invars[k], self.frame.node.cotangents)
+        return self.frame.node.is_cotangent(self.eqn.invars[k])
 
     def is_active(self, k: int) -> bool:
         """Whether an operand depends on the model."""
-        return _is_in(self.eqn.invars[k], self.frame.node.active)
+        return self.frame.node.is_active(self.eqn.invars[k])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,7 +98,10 @@ class Elements(_AbstractPlace):
 
     @property
     def first(self) -> Spot:
-        return Spot(self.frame, self.position, self.output, indices(self.mask)[0])
+        return self.at(indices(self.mask)[0])
+
+    def at(self, index: Index) -> Spot:
+        return Spot(self.frame, self.position, self.output, index)
 
     def among(self, mask: Any) -> "Elements":
         return dataclasses.replace(self, mask=self.mask & mask)
@@ -128,19 +131,13 @@ class Input:
 def indices(mask: Any, most: int | None = None) -> list[Index]:
     """Those of a mask, or some of them from the first to the last."""
     found = np.argwhere(mask) if np.ndim(mask) else np.zeros((int(mask), 0), int)
-    if most is not None and len(found) > most:
-        found = found[np.linspace(0, len(found) - 1, most).astype(int)]
-    return [tuple(map(int, index)) for index in found]
+    return [tuple(map(int, index)) for index in spread(found, most or len(found))]
 
 
 def _one(shape: Index, index: Index) -> Any:
     mask = np.zeros(shape, bool)
     mask[index] = True
     return mask
-
-
-def _is_in(atom: Any, flagged: set[Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in flagged
 
 
 def is_nonfinite(x: Any) -> Any:
@@ -343,6 +340,7 @@ FACTOR = "multiplied by zero"
 CANCELS = "sum that cancels"
 UNDERFLOWS = "underflow"
 REPLACED = "replaced"  # it was bad, see `replay.py`
+BOUND = "bound"  # that of a constant that a selection takes, after this cotangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,6 +413,45 @@ def _has_zero_factor(spot: Spot) -> bool:
         return False
     factors = [x for k, x in enumerate(spot.operands) if not spot.is_cotangent(k)]
     return any(bool(is_zero(np.asarray(x)[index_into(x, spot.index)])) for x in factors)
+
+
+# What may be between a selection and what uses it.
+_LAYOUT = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose".split()
+)
+
+
+def selected_constant(spot: Spot, k: int) -> Spot | None:
+    """The selection, such as a maximum, that the element of operand `k` comes from, if it takes
+    what does not depend on the model there."""
+    while True:
+        needed = indices(elements_of(spot, k))
+        if len(needed) != 1:
+            return None
+        value = np.asarray(spot.operands[k])[needed[0]]
+        is_same = lambda x: np.asarray(x) == value  # noqa: B023
+        made = origin_of_value(spot.frame, spot.eqn.invars[k], needed[0], is_same)
+        if not isinstance(made, Spot):
+            return None
+        name = made.eqn.primitive.name
+        if name in _LAYOUT:
+            taken = [0]
+        elif name == "select_n":
+            taken = [int(_element(made, 0)) + 1]
+        elif name in ("max", "min", "clamp"):
+            taken = [k for k in range(len(made.operands)) if _element(made, k) == made.value]
+        else:
+            return None
+        if not any(made.is_active(k) for k in taken):
+            return made if name not in _LAYOUT else None
+        if len(taken) > 1:  # equal ones
+            return None
+        spot, k = made, taken[0]
+
+
+def _element(spot: Spot, k: int) -> Any:
+    x = np.asarray(spot.operands[k])
+    return x[index_into(x, spot.index)]
 
 
 def _with_operands(spot: Spot, change: Callable[[Any], Any]) -> bool:
