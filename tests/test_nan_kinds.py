@@ -604,7 +604,7 @@ OF_NAN = {
     "square": lambda w, t: jnp.sum(jnp.where(IS_MEASURED, (_xs(w) - t) ** 2, 0.0)),
     "product": lambda w, t: jnp.sum(jnp.where(IS_MEASURED, jnp.exp(_xs(w)) * t, 0.0)),
     "vmap": lambda w, t: jnp.mean(
-        jax.vmap(lambda x, t: jnp.where(jnp.isnan(t), 0.0, (w * x - t) ** 2))(jnp.arange(3.0), t)
+        jax.vmap(lambda x, t: jnp.where(jnp.isnan(t), 0.0, (x - t) ** 2))(_xs(w), t)
     ),
     "mean": lambda w, t: jnp.mean((jnp.tanh(_xs(w)) - t) ** 2, where=IS_MEASURED),
     "nanmean": lambda w, t: jnp.nanmean((_xs(w) - t) ** 2),

@@ -6,13 +6,10 @@ import functools as ft
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.elementwise import ELEMENTWISE
-from ..._jaxprs.evaluate import bind
-from ..._jaxprs.linearity import MULTILINEAR
 from ..origins import Origin
 from .cures import (
     DEAD_BRANCH,
@@ -33,20 +30,23 @@ from .derivative_program import Derivative
 from .replay import Frame, has_nan_factor, Hit, is_inexact, Way, ways_of
 from .sources import Found, nonfinite_operands, Part, sources_of_nonfinite
 from .trace_back import (
-    BOUND,
-    CANCELS,
+    element,
     Elements,
     elements_of,
-    index_into,
     indices,
     Input,
     is_nonfinite,
     is_zero,
+    Spot,
+)
+from .values import pullback, value_at
+from .zeros import (
+    BOUND,
+    CANCELS,
     NOT_SELECTED,
     REPLACED,
     selected_constant,
     sources_of_zero,
-    Spot,
     UNDERFLOWS,
     Zero,
 )
@@ -199,7 +199,7 @@ def _because_of(derivative: Derivative, elements: Elements, key: Any, source) ->
 
 
 def _cause_at(derivative: Derivative, spot: Spot, key: Any, source) -> Cause:
-    place = _sources(derivative, spot.alone).get(key, source)
+    place = _sources(derivative, spot.alone).get(key) or source
     return _cause_in_derivative(derivative, spot, _first_of(place))
 
 
@@ -213,7 +213,7 @@ def _sources(derivative: Derivative, elements: Elements) -> Found:
     its derivative divides by their number."""
     parts = _bad_factors(elements)
     if not parts:
-        value = _value_at(derivative, elements.first)
+        value = value_at(derivative, elements.first)
         if value is not None and np.isnan(value.value):
             parts = [Part(value.frame, value.eqn.outvars[0], value.alone.mask, True)]
     return sources_of_nonfinite(parts)
@@ -259,7 +259,7 @@ def _bound_of(derivative: Derivative, cause: Cause, spot: Spot, origin) -> Spot 
     if cause.kind != SINGULARITY or origin is None:
         return None
     places = [place for place in (cause.source, spot) if isinstance(place, Spot)]
-    value = next(filter(None, (_value_at(derivative, p, origin) for p in places)), None)
+    value = next(filter(None, (value_at(derivative, p, origin) for p in places)), None)
     if value is None:
         return None
     active = [k for k in range(len(value.operands)) if value.is_active(k)]
@@ -299,7 +299,7 @@ def _paired(spot: Spot, k: int, bad_factors) -> Any:
     one where it is bad and zero elsewhere.
     """
     values = [jnp.where(is_nonfinite(x), 1, 0).astype(x.dtype) for x in spot.operands]
-    return _pullback(spot, values, k) != 0
+    return pullback(spot, values, k) != 0
 
 
 # Operations of which the derivative is a product with zeros for what they do not select.
@@ -386,7 +386,7 @@ def _kind_of_source(source: Spot) -> str:
         return SINGULARITY
     if name not in ELEMENTWISE:
         return OVERFLOW if np.isinf(value) else SINGULARITY
-    xs = [_element(x, source.index) for x in source.operands if is_inexact(x)]
+    xs = [element(x, source.index) for x in source.operands if is_inexact(x)]
     if any(np.isnan(x) for x in xs):
         return INPUT  # a constant
     if any(np.isinf(x) for x in xs):
@@ -402,105 +402,3 @@ def _kind_of_source(source: Spot) -> str:
     if name == "integer_pow":
         return SINGULARITY if is_zero(xs[0]) else OVERFLOW
     return SINGULARITY if name in _POLES else OVERFLOW
-
-
-def _element(x: Any, index: Sequence[int]) -> Any:
-    x = np.asarray(x)
-    return x[index_into(x, index)]
-
-
-def operands_of(derivative: Derivative, cause: Cause) -> list[Any]:
-    """What the operation of the loss was applied to at the element, as far as it is known."""
-    origin, spot, source = cause.origin, cause.spot, cause.source
-    if origin is None or spot is None:
-        return []
-    if isinstance(source, Input):  # its element that is not finite, of a matrix for example
-        return [source.value]
-    if cause.kind == LARGE and origin.primitive not in ELEMENTWISE:
-        product = largest_product(spot)
-        return [] if product is None else [product[0]]
-    places = [place for place in (source, spot) if isinstance(place, Spot)]
-    values = (_value_at(derivative, place, origin) for place in places)
-    value = next(filter(None, values), source)
-    return [] if value is None else _operands_at(value)
-
-
-def _value_at(derivative: Derivative, spot: Spot, origin: Origin | None = None) -> Spot | None:
-    """The same element in the part of the program that computes values, of the equation of the
-    loss that an element is in the derivative of. `None` if that has another shape."""
-    origin = origin or derivative.origin(spot.frame.node, spot.position)
-    if origin is None:
-        return None
-    for node, position in derivative.places:
-        eqn = node.eqns[position]
-        if eqn.primitive is not origin.eqn.primitive or node.inner[position]:
-            continue
-        same = derivative.origin(node, position)
-        is_value = eqn.outvars[0] not in node.cotangents
-        if not is_value or same is None or same.number != origin.number:
-            continue
-        steps = spot.frame.steps
-        frame = spot.frame.root.at(node, steps) if node.loops == len(steps) else None
-        if frame is not None and np.shape(frame.outputs[position][0]) == spot.value_shape:
-            return Spot(frame, position, 0, spot.index)
-    return None
-
-
-def _operands_at(spot: Spot) -> list[Any]:
-    found = []
-    for k, x in enumerate(spot.operands):
-        if not is_inexact(x) or spot.is_cotangent(k):
-            continue
-        x = np.asarray(x)
-        if spot.eqn.primitive.name == "pure_callback" and x.ndim == len(spot.value_shape):
-            # Most of these are functions of numbers, under `vmap`.
-            found.append(x[index_into(x, spot.index)])
-        else:
-            found.extend(x[elements_of(spot, k)][:1])
-    return found
-
-
-def largest_product(spot: Spot) -> tuple[Any, Any] | None:
-    """Of the products that are summed to an element, factor and cotangent of the largest one.
-    `None` if it is no such sum."""
-    spot = _first_of_derivative(spot)
-    cotangents = [k for k in range(len(spot.operands)) if spot.is_cotangent(k)]
-    if spot.eqn.primitive.name not in MULTILINEAR or len(cotangents) != 1:
-        return None
-    factors, (k,) = _pullback(spot, spot.operands, *cotangents), cotangents
-    x = np.asarray(spot.operands[k])
-    largest = np.unravel_index(np.argmax(np.abs(factors * x)), x.shape)
-    return factors[largest], x[largest]
-
-
-def _first_of_derivative(spot: Spot) -> Spot:
-    """Of several equations that are the derivative of one equation of the loss, the one at
-    which the cotangent of the element arrives."""
-    node, outputs = spot.frame.node, spot.frame.outputs
-    while True:
-        cotangents = [v for k, v in enumerate(spot.eqn.invars) if spot.is_cotangent(k)]
-        made = [node.producers[v] for v in cotangents if v in node.producers]
-        if len(cotangents) != 1 or not made or made[0][0] not in node.within:
-            return spot
-        ((i, k),) = made
-        if np.shape(outputs[i][k]) != spot.value_shape:
-            return spot
-        spot = Spot(spot.frame, i, k, spot.index)
-
-
-def _pullback(spot: Spot, values: Sequence[Any], k: int) -> Any:
-    """The derivative of the element with respect to operand `k` at these operands."""
-
-    def output(x):
-        return bind(spot.eqn, [*values[:k], x, *values[k + 1 :]])[spot.output]
-
-    out, pullback = jax.vjp(output, values[k])
-    return np.asarray(pullback(jnp.zeros_like(out).at[spot.index].set(1))[0])
-
-
-def first_of_rule(spot: Spot) -> Any:
-    """The operation of which an equation is a part of the derivative: the first one that was
-    traced at the same place."""
-    traceback = spot.eqn.source_info.traceback
-    same = lambda eqn: eqn.source_info.traceback == traceback
-    return next(filter(same, spot.frame.node.eqns), spot.eqn)

@@ -17,7 +17,7 @@ SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", 
 # The functions of JAX that are infinite for one.
 LOG_DETERMINANTS = ("_slogdet_small", "_slogdet_lu", "_slogdet_qr")
 
-# The cures of dead branches begin with "Use" and this, which is left out where it does not help.
+# The cures of dead branches begin with "Use" and this, which is left out if it does not help.
 ZERO_SAFE = "`eqg.zero_safe(loss)`"
 
 # For each kind. `{op}` is the primitive.
@@ -172,8 +172,8 @@ _OF_INDEX = (
     "index into its result (`f(x)[i]`)."
 )
 _OF_SELECTION = (
-    f"Use {ZERO_SAFE}, or `eqg.safe.where(ok, f, x, other)` inside of the `{{mask}}`, with this "
-    "operation in `f`, and a constant `other` that the `{mask}` does not take."
+    f"Use {ZERO_SAFE}, or `eqg.safe.where(ok, f, x, other)` inside of the `{{mask}}`, with "
+    "this operation in `f`, and a constant `other` that the `{mask}` does not take."
 )
 _OF_BOUND = (
     "The argument of `{op}` is the constant of the `{mask}`, at which one derivative is "
@@ -262,8 +262,9 @@ def cure_of_dropped_nan(name: str) -> str:
     what = f"`{name}` holds a NaN" if name else "An operand is NaN already"
     array = name if name.isidentifier() else "x"
     return (
-        f"{what}, and its product with a zero cotangent is NaN. Replace it where it comes from, "
-        f"before it is used: `jnp.where(ok, {array}, 0.0)`. A `where` on the result is too late."
+        f"{what}, and its product with a zero cotangent is NaN. Replace it where it comes "
+        f"from, before it is used: `jnp.where(ok, {array}, 0.0)`. A `where` on the result is "
+        "too late."
     )
 
 

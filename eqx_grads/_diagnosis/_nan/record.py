@@ -4,17 +4,20 @@ from typing import Any
 
 import numpy as np
 
+from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.structure import CallWithRule, structure
 from ..source_lines import UNKNOWN
 from .boundary import is_on_boundary, ON_BOUNDARY
-from .cause import Cause, first_of_rule, largest_product, operands_of
+from .cause import Cause
 from .cures import cure_of, cure_of_dropped_nan, cure_of_input, DEAD_BRANCH, LARGE
 from .derivative_program import Derivative
 from .formulas import formula_in, Formulas
 from .lines import rule_of, users_line
 from .replay import Frame, is_bad, is_inexact
 from .report import NonFinite
-from .trace_back import BOUND, CANCELS, elements_of, Input, Spot, UNDERFLOWS, Zero
+from .trace_back import elements_of, index_into, Input, Spot
+from .values import first_of_rule, largest_product, value_at
+from .zeros import BOUND, CANCELS, UNDERFLOWS, Zero
 
 
 # The value of a library's function, which the cure would have the user edit.
@@ -33,7 +36,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
     shown = _shown(cause)
-    array, operands = _array_of(shown), operands_of(derivative, cause)
+    array, operands = _array_of(shown), _operands_of(derivative, cause)
     return NonFinite(
         **where.fields(),
         leaf=leaf,
@@ -136,9 +139,10 @@ def _mask_of(derivative: Derivative, zero: Zero) -> str:
         return zero.why
     mask = zero.spot
     origin = derivative.origin(mask.frame.node, mask.position)
-    if origin is None or isinstance(structure(origin.eqn), CallWithRule):
-        return _MASKS.get(mask.eqn.primitive.name, mask.eqn.primitive.name)
-    return _MASKS.get(origin.primitive, origin.primitive)
+    name: str = mask.eqn.primitive.name
+    if origin is not None and not isinstance(structure(origin.eqn), CallWithRule):
+        name = origin.primitive
+    return _MASKS.get(name, name)
 
 
 def _cotangent_of(cause: Cause) -> float | None:
@@ -161,3 +165,33 @@ def _cotangent_of(cause: Cause) -> float | None:
 
 def _number(x) -> float:
     return float(np.abs(x)) if np.iscomplexobj(x) else float(x)
+
+
+def _operands_of(derivative: Derivative, cause: Cause) -> list[Any]:
+    """What the operation of the loss was applied to at the element, as far as it is known."""
+    origin, spot, source = cause.origin, cause.spot, cause.source
+    if origin is None or spot is None:
+        return []
+    if isinstance(source, Input):  # its element that is not finite, of a matrix for example
+        return [source.value]
+    if cause.kind == LARGE and origin.primitive not in ELEMENTWISE:
+        product = largest_product(spot)
+        return [] if product is None else [product[0]]
+    places = [place for place in (source, spot) if isinstance(place, Spot)]
+    values = (value_at(derivative, place, origin) for place in places)
+    value = next(filter(None, values), source)
+    return [] if value is None else _operands_at(value)
+
+
+def _operands_at(spot: Spot) -> list[Any]:
+    found = []
+    for k, x in enumerate(spot.operands):
+        if not is_inexact(x) or spot.is_cotangent(k):
+            continue
+        x = np.asarray(x)
+        if spot.eqn.primitive.name == "pure_callback" and x.ndim == len(spot.value_shape):
+            # Most of these are functions of numbers, under `vmap`.
+            found.append(x[index_into(x, spot.index)])
+        else:
+            found.extend(x[elements_of(spot, k)][:1])
+    return found

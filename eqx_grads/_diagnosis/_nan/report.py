@@ -35,8 +35,8 @@ class NonFinite(AbstractRecord):
     - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
     - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
-        of its elements are, in that step, or of those that were looked at. `is_batched`: whether it is under `vmap`, so that
-        one of the axes is that of the batch.
+        of its elements are, in that step, or of those that were looked at. `is_batched`:
+        whether it is under `vmap`, so that one of the axes is that of the batch.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.
     """
