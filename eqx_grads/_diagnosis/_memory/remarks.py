@@ -1,16 +1,19 @@
 """What else saves memory in a loop, beside a checkpoint. It is not measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
+import numpy as np
+from jax.extend.core import Literal
 
 from ..._control_flow.replay import replayed_scan
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.structure import equations, inner_programs, Scan, structure
 from ..origins import NumberedLoss
 from ..traced_loss import layer_calls
-from .advice import is_within, Pairs
+from .advice import Pairs
+from .loop_of_cell import loop_of_cell
 from .residuals import Residual
 from .show_bytes import show_bytes
 
@@ -28,12 +31,21 @@ _LAYERS = {
     eqx.nn.GRUCell: "GRU",
     eqx.nn.LSTMCell: "LSTM",
 }
+# What `jnp.zeros` of a first state becomes under `jax.vmap`.
+_COPIES_ZEROS = ("broadcast_in_dim", "convert_element_type", "copy")
 _USE_LAYER = (
     "The loop at {place} runs an `eqx.nn.{cell}`: `eqg.nn.{layer}.from_cell({path}, "
-    'keep="states")(xs)` runs the same cell over a sequence, or a batch of them. In ten '
-    "benchmarks of a layer alone, on a CPU, its gradient needs 0.13 to 0.37 of the memory of "
-    "such a loop without checkpoints, at 1.00 to 2.08 times the speed. What the rest of the "
-    "model keeps stays."
+    'keep="states"{reverse})({args})` runs the same cell over a sequence, or a batch of them. '
+    "In ten benchmarks of a layer alone, on a CPU, its gradient needs 0.13 to 0.37 of the "
+    "memory of such a loop without checkpoints, at 1.00 to 2.08 times the speed. What the rest "
+    "of the model keeps stays."
+)
+_FIRST_STATE = " `state` is the first state of the loop; zeros may be left out."
+_HAS_MASK = (
+    " A step keeps the old state where a mask says so. If these are the steps after the end of "
+    "a sequence, `lengths` are the numbers of the steps before: the last state is the same, "
+    "and outputs after the end are zero. With any other mask, the layer computes something "
+    "else."
 )
 _DOES_MORE = (
     " The step does more than call the cell: compute what is done with its input and its "
@@ -79,34 +91,47 @@ def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator
         scan = structure(origin.eqn)
         if not isinstance(scan, Scan) or scan.n_carry == 0:
             continue
-        if scan.length * scan.programs[0].out_avals[0].size <= _LEAST_STATES:
-            continue
         inside = [o for o in numbered.origins if o.loops[-1:] == (origin.number,)]
         calls = {call[0] for o in inside for call in layer_calls(o.eqn)}
         cells = [i for i in calls if traced.types[i] in _LAYERS]
         kept = [r for s, r in pairs if origin.number in s.loops and s.kept_by_loop]
         if len(cells) != 1 or sum(r.bytes for r in kept) < least:
             continue
-        path, cell = traced.layers[cells[0]], traced.types[cells[0]]
-        if not _is_all_of_the_state(scan, cells[0]):
+        loop = loop_of_cell(scan, cells[0])
+        if loop is None or scan.length * loop.state_size <= _LEAST_STATES:
             continue
-        text = _USE_LAYER + _DOES_MORE * any(not is_within(r.path, path) for r in kept)
+        path, cell = traced.layers[cells[0]], traced.types[cells[0]]
+        args = ["xs"]
+        text = _USE_LAYER
+        if not _are_zeros(numbered, [origin.eqn.invars[scan.n_consts + i] for i in loop.states]):
+            args.append("state")
+            text += _FIRST_STATE
+        if loop.has_mask:
+            args.append("lengths=lengths")
+            text += _HAS_MASK
+        text += _DOES_MORE * loop.does_more
         yield text.format(
-            place=origin.source, cell=cell.__name__, layer=_LAYERS[cell], path=_shown(path)
+            place=origin.source,
+            cell=cell.__name__,
+            layer=_LAYERS[cell],
+            path=_shown(path),
+            reverse=", reverse=True" * scan.reverse,
+            args=", ".join(args),
         )
 
 
-def _is_all_of_the_state(scan: Scan, cell: int) -> bool:
-    """Whether what the calls of a layer return is carried to the next step, and only they use
-    it there. The loop can then be replaced by a layer."""
-    body = scan.programs[0].jaxpr
-    is_call = lambda eqn: any(layer == cell for layer, _ in layer_calls(eqn))
-    made = {v for eqn in body.eqns if is_call(eqn) for v in eqn.outvars}
-    used = {v for eqn in body.eqns if not is_call(eqn) for v in variables(eqn.invars)}
-    first, n = scan.n_consts, scan.n_carry
-    carry = zip(body.invars[first : first + n], body.outvars[:n], strict=True)
-    states = [before for before, after in carry if after in made]
-    return bool(states) and not used.intersection(states)
+def _are_zeros(numbered: NumberedLoss, arrays: Iterable[Any]) -> bool:
+    """Whether arrays of the loss are known to be zero."""
+    made_by = {v: origin.eqn for origin in numbered.origins for v in origin.eqn.outvars}
+
+    def is_zero(x):
+        if isinstance(x, Literal):
+            return np.ndim(x.val) == 0 and x.val == 0
+        eqn = made_by.get(x)
+        is_copy = eqn is not None and eqn.primitive.name in _COPIES_ZEROS
+        return is_copy and is_zero(eqn.invars[0])
+
+    return all(map(is_zero, arrays))
 
 
 def _shown(path: str) -> str:
