@@ -103,7 +103,9 @@ def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator
         path, cell = traced.layers[cells[0]], traced.types[cells[0]]
         args = ["xs"]
         text = _USE_LAYER
-        if not _are_zeros(numbered, [origin.eqn.invars[scan.n_consts + i] for i in loop.states]):
+        if not _are_zeros(
+            numbered, [origin.eqn.invars[scan.n_consts + i] for i in loop.states]
+        ):
             args.append("state")
             text += _FIRST_STATE
         if loop.has_mask:
