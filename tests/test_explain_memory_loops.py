@@ -518,3 +518,48 @@ def test_a_python_number_in_the_carry(is_batch):
     cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
     report = eqg.explain_memory(batched(loop), cell, *args, compiled=False)
     assert [a for a in report.advice if a.kind == "loop"]
+
+
+def test_several_loops_have_one_remark():
+    """Those of one type of cell, by each line that runs them."""
+
+    class Both(eqx.Module):
+        forward: eqx.nn.GRUCell
+        backward: eqx.nn.GRUCell
+        other: eqx.nn.LSTMCell
+
+    def loss(model, xs, length):
+        times = jnp.arange(len(xs))
+
+        def run(cell, xs, reverse):
+            def step(h, inputs):
+                t, x = inputs
+                h = by_where(t < length, cell(x, h), h)
+                return h, jax.tree.leaves(h)[0]
+
+            return jax.lax.scan(step, zero_state(cell), (times, xs), reverse=reverse)[1]
+
+        ys = run(model.forward, xs, False), run(model.backward, xs, True)
+        return jnp.sum(run(model.other, jnp.concatenate(ys, -1), False) ** 2)
+
+    keys = jr.split(jr.key(0), 3)
+    cells = [eqx.nn.GRUCell(INPUTS, STATES, key=key) for key in keys[:2]]
+    model = Both(*cells, eqx.nn.LSTMCell(2 * STATES, STATES, key=keys[2]))
+    remarks = eqg.explain_memory(loss, model, *SEQUENCE, compiled=False).remarks
+    of_gru, of_lstm = (remark for remark in remarks if "from_cell" in remark)
+    call = 'eqg.nn.GRU.from_cell({}, keep="states"{})(xs, lengths=lengths)'
+    assert call.format("forward", "") in of_gru
+    assert call.format("backward", ", reverse=True") in of_gru
+    assert "run an `eqx.nn.GRUCell` each" in of_gru
+    assert "`num_layers` or `bidirectional`" in of_gru
+    assert "runs an `eqx.nn.LSTMCell`: `eqg.nn.LSTM.from_cell(other" in of_lstm
+
+
+def test_a_fori_loop_of_a_cell():
+    def loop(cell, xs, _):
+        step = lambda i, h: cell(xs[i], h)
+        return jax.lax.fori_loop(0, len(xs), step, jnp.zeros(STATES))
+
+    cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
+    for batched, args in ((one_state, SEQUENCE), (states_of_batch, SEQUENCES)):
+        assert 'from_cell(cell, keep="states")(xs)' in layer_remark(batched(loop), cell, *args)

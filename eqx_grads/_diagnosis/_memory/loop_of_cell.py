@@ -43,6 +43,10 @@ def loop_of_cell(scan: Scan, cell: int) -> LoopOfCell | None:
     return _Step(scan, cell).as_loop()
 
 
+# Of a `select_n`, all cases are then the same.
+_COPIES = ("select_n", "stop_gradient", "copy")
+
+
 class _Step:
     """The body of a loop, with calls such as `jax.jit` inlined."""
 
@@ -116,11 +120,12 @@ class _Step:
         makes such copies of its operands."""
         found: dict[Any, Any] = {}
         for eqn in self.eqns:
-            values = eqn.invars[eqn.primitive.name == "select_n" :]
-            if eqn.primitive.name in ("select_n", "stop_gradient", "copy"):
-                same = {v if isinstance(v, Literal) else found.get(v, v) for v in values}
-                if len(same) == 1 and variables(same):
-                    found.update((v, *same) for v in eqn.outvars)
+            name = eqn.primitive.name
+            values = eqn.invars[1:] if name == "select_n" else eqn.invars
+            if name in _COPIES and not any(isinstance(v, Literal) for v in values):
+                same = {found.get(v, v) for v in values}
+                if len(same) == 1:
+                    found[eqn.outvars[0]] = same.pop()
         return found
 
     def _original(self, v: Any) -> Any:

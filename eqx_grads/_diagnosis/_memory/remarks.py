@@ -1,6 +1,6 @@
 """What else saves memory in a loop, beside a checkpoint. It is not measured."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 from ..._control_flow.replay import replayed_scan
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.structure import equations, inner_programs, Scan, structure
-from ..origins import NumberedLoss
+from ..origins import NumberedLoss, Origin
 from ..traced_loss import layer_calls
 from .advice import Pairs
 from .loop_of_cell import loop_of_cell
@@ -33,9 +33,17 @@ _LAYERS = {
 }
 # What `jnp.zeros` of a first state becomes under `jax.vmap`.
 _COPIES_ZEROS = ("broadcast_in_dim", "convert_element_type", "copy")
+_CALL = '`eqg.nn.{layer}.from_cell({path}, keep="states"{reverse})(xs{state}{lengths})`'
 _USE_LAYER = (
-    "The loop at {place} runs an `eqx.nn.{cell}`: `eqg.nn.{layer}.from_cell({path}, "
-    'keep="states"{reverse})({args})` runs the same cell over a sequence, or a batch of them. '
+    "The loop at {places} runs an `eqx.nn.{cell}`: {calls} runs the same cell over a sequence, "
+    "or a batch of them. "
+)
+_USE_LAYERS = (
+    "The loops at {places} run an `eqx.nn.{cell}` each: {calls} run the same cells over a "
+    "sequence, or a batch of them. One layer with `num_layers` or `bidirectional` runs several "
+    "cells, those in `layer.cells`. "
+)
+_FIGURES = (
     "In ten benchmarks of a layer alone, on a CPU, its gradient needs 0.13 to 0.37 of the "
     "memory of such a loop without checkpoints, at 1.00 to 2.08 times the speed. What the rest "
     "of the model keeps stays."
@@ -86,40 +94,51 @@ def remarks_on_loops(numbered: NumberedLoss, pairs: Pairs, least: int | float) -
 
 
 def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
+    """One remark on all loops over cells of one type of which the same is to be said."""
     traced = numbered.traced
+    found: dict[tuple[type, str], list[tuple[str, str]]] = {}
     for origin in numbered.origins:
         scan = structure(origin.eqn)
         if not isinstance(scan, Scan) or scan.n_carry == 0:
             continue
-        inside = [o for o in numbered.origins if o.loops[-1:] == (origin.number,)]
-        calls = {call[0] for o in inside for call in layer_calls(o.eqn)}
-        cells = [i for i in calls if traced.types[i] in _LAYERS]
-        kept = [r for s, r in pairs if origin.number in s.loops and s.kept_by_loop]
-        if len(cells) != 1 or sum(r.bytes for r in kept) < least:
+        cell = _cell_in(numbered, origin)
+        kept = sum(r.bytes for s, r in pairs if origin.number in s.loops and s.kept_by_loop)
+        if cell is None or kept < least:
             continue
-        loop = loop_of_cell(scan, cells[0])
+        loop = loop_of_cell(scan, cell)
         if loop is None or scan.length * loop.state_size <= _LEAST_STATES:
             continue
-        path, cell = traced.layers[cells[0]], traced.types[cells[0]]
-        args = ["xs"]
-        text = _USE_LAYER
-        if not _are_zeros(
-            numbered, [origin.eqn.invars[scan.n_consts + i] for i in loop.states]
-        ):
-            args.append("state")
-            text += _FIRST_STATE
-        if loop.has_mask:
-            args.append("lengths=lengths")
-            text += _HAS_MASK
+        first = [origin.eqn.invars[scan.n_consts + i] for i in loop.states]
+        has_state = not _are_zeros(numbered, first)
+        text = _FIGURES + _FIRST_STATE * has_state + _HAS_MASK * loop.has_mask
         text += _DOES_MORE * loop.does_more
-        yield text.format(
-            place=origin.source,
-            cell=cell.__name__,
-            layer=_LAYERS[cell],
-            path=_shown(path),
+        call = _CALL.format(
+            layer=_LAYERS[traced.types[cell]],
+            path=_shown(traced.layers[cell]),
             reverse=", reverse=True" * scan.reverse,
-            args=", ".join(args),
+            state=", state" * has_state,
+            lengths=", lengths=lengths" * loop.has_mask,
         )
+        same = found.setdefault((traced.types[cell], text), [])
+        same.append((str(origin.source), call))
+    for (cell, text), loops in found.items():
+        places, calls = ([*dict.fromkeys(words)] for words in zip(*loops, strict=True))
+        use = _USE_LAYERS if len(calls) > 1 else _USE_LAYER
+        names = {"places": _listed(places), "calls": _listed(calls), "cell": cell.__name__}
+        yield use.format(**names) + text
+
+
+def _cell_in(numbered: NumberedLoss, loop: Origin) -> int | None:
+    """The index of the only layer in a loop for which there is one over time."""
+    inside = [o for o in numbered.origins if o.loops[-1:] == (loop.number,)]
+    called = {call[0] for o in inside for call in layer_calls(o.eqn)}
+    cells = [i for i in called if numbered.traced.types[i] in _LAYERS]
+    return cells[0] if len(cells) == 1 else None
+
+
+def _listed(words: Sequence[str]) -> str:
+    *words, last = words
+    return f"{', '.join(words)} and {last}" if words else last
 
 
 def _are_zeros(numbered: NumberedLoss, arrays: Iterable[Any]) -> bool:
@@ -130,8 +149,9 @@ def _are_zeros(numbered: NumberedLoss, arrays: Iterable[Any]) -> bool:
         if isinstance(x, Literal):
             return np.ndim(x.val) == 0 and x.val == 0
         eqn = made_by.get(x)
-        is_copy = eqn is not None and eqn.primitive.name in _COPIES_ZEROS
-        return is_copy and is_zero(eqn.invars[0])
+        if eqn is None or eqn.primitive.name not in _COPIES_ZEROS:
+            return False
+        return is_zero(eqn.invars[0])
 
     return all(map(is_zero, arrays))
 
