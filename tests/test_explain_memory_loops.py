@@ -451,11 +451,17 @@ def two_calls(cell, h, x):
     return cell(2 * x, cell(x, h))
 
 
+def multiplied(cell, h, x):
+    """This may be a mask of lengths, but so may be a gate of another kind."""
+    m = (x[0] > 0).astype(h.dtype)
+    return m * cell(x, h) + (1 - m) * h
+
+
 @pytest.mark.parametrize(
-    "step", [zoneout, mask_of_the_state, mask_of_the_old_state, reset, two_calls]
+    "step", [multiplied, zoneout, mask_of_the_state, mask_of_the_old_state, reset, two_calls]
 )
 @pytest.mark.parametrize("is_batch", [False, True])
-def test_a_mask_that_can_be_no_length(step, is_batch):
+def test_a_mask_that_is_not_one_of_lengths(step, is_batch):
     def loop(cell, xs, _):
         return jax.lax.scan(lambda h, x: (step(cell, h, x), None), jnp.zeros(STATES), xs)[0]
 

@@ -70,14 +70,14 @@ class AbstractRecurrent(AbstractCellLayer):
         - `xs`: one sequence, `(time, in)`, or a batch, `(batch, time, in)`, or
             `(time, batch, in)` if the layer is `time_major`. To `jax.vmap` the layer over a
             batch costs the same.
-        - `state`: where to start, like the state returned. The default is
-            `initial_state`, which is zero unless it is learned.
+        - `state`: where to start, like the state returned, with one for each example of a
+            batch. The default is `initial_state`, which is zero unless it is learned.
         - `lengths`: the number of steps that count, for each example of the batch: of a mask
-            that is true at these steps, `mask.sum(-1)`. After them,
-            outputs are zero, the state does not change, and no gradient passes; a cell that
-            runs backward in time begins at the last step that counts. Under `jit`, where
-            their values are not known, a length greater than the number of steps counts as
-            all steps, and a negative one as none.
+            that is true at these steps, `mask.sum(-1)`. After them, outputs are zero, the
+            state does not change, so that the last state is that of the last step that counts,
+            and no gradient passes; a cell that runs backward in time begins at the last step
+            that counts. Under `jit`, where their values are not known, a length greater than
+            the number of steps counts as all steps, and a negative one as none.
         - `key`: for dropout.
         - `inference`: whether dropout is off; the default is the layer's own.
 
