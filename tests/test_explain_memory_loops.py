@@ -272,3 +272,300 @@ def test_a_line_that_runs_a_loop_twice_has_one_advice():
     left = eqg.explain_memory(loss, followed, xs, compiled=False).estimated
     assert advice.predicted == pytest.approx(left, rel=0.05)
     assert advice.predicted < 0.3 * report.estimated
+
+
+# ---------------------------------------------------------------- loops that a layer replaces
+
+
+def by_where(on, new, old):
+    return jax.tree.map(lambda n, o: jnp.where(on, n, o), new, old)
+
+
+def by_select(on, new, old):
+    return jax.tree.map(lambda n, o: jax.lax.select(jnp.full(n.shape, on), n, o), new, old)
+
+
+def by_other_case(on, new, old):
+    return jax.tree.map(lambda n, o: jnp.where(~on, o, n), new, old)
+
+
+def zero_state(cell):
+    zeros = jnp.zeros(STATES)
+    return (zeros, zeros) if isinstance(cell, eqx.nn.LSTMCell) else zeros
+
+
+def with_counter(masked, cell, xs, length):
+    """The index of the step is in the carry."""
+
+    def step(carry, x):
+        t, state = carry
+        state = masked(t < length, cell(x, state), state)
+        return (t + 1, state), None
+
+    return jax.lax.scan(step, (0, zero_state(cell)), xs)[0][1]
+
+
+def with_times(masked, cell, xs, length):
+    """The index of the step is an input."""
+
+    def step(state, inputs):
+        t, x = inputs
+        return masked(t < length, eqx.filter_jit(cell)(x, state), state), None
+
+    return eqg.filter_scan(step, zero_state(cell), (jnp.arange(len(xs)), xs))[0]
+
+
+def with_mask(masked, cell, xs, length):
+    """The mask is an input."""
+
+    def step(state, inputs):
+        on, x = inputs
+        state = masked(on, cell(x, state), state)
+        return state, jax.tree.leaves(state)[0]
+
+    return jax.lax.scan(step, zero_state(cell), (jnp.arange(len(xs)) < length, xs))
+
+
+def one_state(loop):
+    return lambda cell, xs, length: jnp.sum(jax.tree.leaves(loop(cell, xs, length))[0] ** 2)
+
+
+def states_of_batch(loop):
+    run = jax.vmap(loop, (None, 0, 0))
+    return lambda cell, xs, lengths: jnp.sum(jax.tree.leaves(run(cell, xs, lengths))[0] ** 2)
+
+
+def states_of_filtered_batch(loop):
+    run = eqx.filter_vmap(loop, in_axes=(None, 0, 0))
+    return lambda cell, xs, lengths: jnp.sum(jax.tree.leaves(run(cell, xs, lengths))[0] ** 2)
+
+
+def batch_in_step(cell, xs, lengths):
+    """The `vmap` is in the step, and the mask has an axis for the units."""
+
+    def step(state, inputs):
+        t, x = inputs
+        new = jax.vmap(cell)(x, state)
+        return by_where((t < lengths)[:, None], new, state), None
+
+    init = jax.tree.map(lambda s: jnp.zeros((len(xs), STATES)), zero_state(cell))
+    times = jnp.arange(xs.shape[1])
+    last, _ = jax.lax.scan(step, init, (times, jnp.swapaxes(xs, 0, 1)))
+    return jnp.sum(jax.tree.leaves(last)[0] ** 2)
+
+
+def layer_remark(loss, cell, *args):
+    remarks = eqg.explain_memory(loss, cell, *args, compiled=False).remarks
+    return "".join(remark for remark in remarks if "from_cell" in remark)
+
+
+SEQUENCE = jnp.ones((1200, INPUTS)), jnp.array(700)
+SEQUENCES = jnp.ones((BATCH, 100, INPUTS)), jnp.arange(BATCH) * 6 + 1
+
+
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+@pytest.mark.parametrize("loop", [with_counter, with_times, with_mask])
+@pytest.mark.parametrize(
+    ("batched", "masked", "args"),
+    [
+        (one_state, by_where, SEQUENCE),
+        (one_state, by_select, SEQUENCE),
+        (states_of_batch, by_where, SEQUENCES),
+        (states_of_batch, by_other_case, SEQUENCES),
+        (states_of_filtered_batch, by_select, SEQUENCES),
+    ],
+)
+def test_a_loop_with_a_mask_of_lengths_is_a_layer(batched, masked, args, loop, cell):
+    cell = cell(INPUTS, STATES, key=jr.key(0))
+    loss = batched(lambda *args: loop(masked, *args))
+    remark = layer_remark(loss, cell, *args)
+    name = "GRU" if isinstance(cell, eqx.nn.GRUCell) else "LSTM"
+    assert f'eqg.nn.{name}.from_cell(cell, keep="states")(xs, lengths=lengths)' in remark
+    assert "If these are the steps after the end" in remark
+    assert "does more" not in remark
+    assert "`state` is the first state" not in remark
+
+
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+def test_the_layer_with_lengths_is_the_loop_with_a_mask(cell):
+    """What the remark says: the same last state, and zeros after the end; it keeps less."""
+    cell = cell(INPUTS, STATES, key=jr.key(0))
+    xs, lengths = jr.normal(jr.key(1), SEQUENCES[0].shape), SEQUENCES[1]
+    loop = jax.vmap(lambda *args: with_mask(by_where, *args), (None, 0, 0))
+    layer = {"GRUCell": eqg.nn.GRU, "LSTMCell": eqg.nn.LSTM}[type(cell).__name__]
+    run = lambda cell, xs, lengths: layer.from_cell(cell, keep="states")(xs, lengths=lengths)
+    last, outputs = loop(cell, xs, lengths)
+    ys, state = run(cell, xs, lengths)
+    for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(state), strict=True):
+        assert jnp.allclose(a, b, atol=1e-5)
+    is_on = jnp.arange(xs.shape[1])[None, :, None] < lengths[:, None, None]
+    assert jnp.allclose(jnp.where(is_on, outputs, 0), ys, atol=1e-5)
+    losses = [
+        lambda cell, *args, fn=fn, i=i: jnp.sum(jax.tree.leaves(fn(cell, *args)[i])[0] ** 2)
+        for fn, i in ((loop, 0), (run, 1))
+    ]
+    before, after = (
+        eqg.explain_memory(loss, cell, xs, lengths, compiled=False) for loss in losses
+    )
+    assert after.estimated < 0.6 * before.estimated
+
+
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+def test_a_mask_with_an_axis_for_the_units(cell):
+    cell = cell(INPUTS, STATES, key=jr.key(0))
+    assert "(xs, lengths=lengths)" in layer_remark(batch_in_step, cell, *SEQUENCES)
+
+
+def test_a_cell_under_cond_in_a_vmap_is_a_layer():
+    def loop(cell, xs, length):
+        def step(h, inputs):
+            t, x = inputs
+            return jax.lax.cond(t < length, lambda: cell(x, h), lambda: h), None
+
+        return jax.lax.scan(step, jnp.zeros(STATES), (jnp.arange(len(xs)), xs))[0]
+
+    cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
+    remark = layer_remark(states_of_batch(loop), cell, *SEQUENCES)
+    assert "(xs, lengths=lengths)" in remark
+    assert "does more" not in remark
+
+
+def zoneout(cell, h, x):
+    return jnp.where(jr.bernoulli(jr.key(0), 0.9, h.shape), cell(x, h), h)
+
+
+def mask_of_the_state(cell, h, x):
+    new = cell(x, h)
+    return jnp.where(jnp.max(new) > 0.5, new, h)
+
+
+def mask_of_the_old_state(cell, h, x):
+    return jnp.where(jnp.max(h) < 0.5, cell(x, h), h)
+
+
+def reset(cell, h, x):
+    return jnp.where(x[0] > 0, cell(x, h), 0.0)
+
+
+def two_calls(cell, h, x):
+    return cell(2 * x, cell(x, h))
+
+
+def multiplied(cell, h, x):
+    """This may be a mask of lengths, but so may be a gate of another kind."""
+    m = (x[0] > 0).astype(h.dtype)
+    return m * cell(x, h) + (1 - m) * h
+
+
+@pytest.mark.parametrize(
+    "step", [multiplied, zoneout, mask_of_the_state, mask_of_the_old_state, reset, two_calls]
+)
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_a_mask_that_is_not_one_of_lengths(step, is_batch):
+    def loop(cell, xs, _):
+        return jax.lax.scan(lambda h, x: (step(cell, h, x), None), jnp.zeros(STATES), xs)[0]
+
+    cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
+    batched, args = (states_of_batch, SEQUENCES) if is_batch else (one_state, SEQUENCE)
+    assert not layer_remark(batched(loop), cell, *args)
+
+
+def test_a_mask_of_a_part_of_the_state():
+    def loop(cell, xs, length):
+        def step(state, inputs):
+            t, x = inputs
+            h, c = cell(x, state)
+            return (jnp.where(t < length, h, state[0]), c), None
+
+        zeros = jnp.zeros(STATES)
+        return jax.lax.scan(step, (zeros, zeros), (jnp.arange(len(xs)), xs))[0]
+
+    cell = eqx.nn.LSTMCell(INPUTS, STATES, key=jr.key(0))
+    assert not layer_remark(one_state(loop), cell, *SEQUENCE)
+
+
+@pytest.mark.parametrize("halts", [False, True])
+def test_a_loop_whose_output_is_an_input_of_the_next_step(halts):
+    """A decoder, and a loop that stops by its state: no layer has these inputs or lengths."""
+
+    def loss(model, xs):
+        def step(carry, x):
+            h, y, is_done = carry
+            new = model.cell(x if halts else x + y, h)
+            h = jnp.where(is_done, h, new) if halts else new
+            y = model.readout(h)[0]
+            return (h, y, is_done | (y > 0.3)), y
+
+        init = jnp.zeros(STATES), jnp.zeros(()), jnp.zeros((), bool)
+        return jnp.sum(jax.lax.scan(step, init, xs)[1] ** 2)
+
+    assert not layer_remark(loss, network(), SEQUENCE[0])
+
+
+def test_the_direction_and_the_first_state_of_the_layer():
+    def loop(cell, xs, first):
+        step = lambda h, x: (cell(x, h),) * 2
+        return jax.lax.scan(step, first, xs, reverse=True)[1]
+
+    cell, xs = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0)), SEQUENCE[0]
+    first = 0.1 * jnp.ones(STATES)
+    remark = layer_remark(one_state(loop), cell, xs, first)
+    assert 'from_cell(cell, keep="states", reverse=True)(xs, state)' in remark
+    assert "`state` is the first state of the loop" in remark
+    layer = eqg.nn.GRU.from_cell(cell, keep="states", reverse=True)
+    assert jnp.allclose(layer(xs, first)[0], loop(cell, xs, first), atol=1e-5)
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_a_python_number_in_the_carry(is_batch):
+    """The advice under `vmap` reads the shapes of the carry."""
+    loop = lambda *args: with_counter(by_where, *args)
+    batched, args = (states_of_batch, SEQUENCES) if is_batch else (one_state, SEQUENCE)
+    cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
+    report = eqg.explain_memory(batched(loop), cell, *args, compiled=False)
+    assert [a for a in report.advice if a.kind == "loop"]
+
+
+def test_several_loops_have_one_remark():
+    """Those of one type of cell, by each line that runs them."""
+
+    class Both(eqx.Module):
+        forward: eqx.nn.GRUCell
+        backward: eqx.nn.GRUCell
+        other: eqx.nn.LSTMCell
+
+    def loss(model, xs, length):
+        times = jnp.arange(len(xs))
+
+        def run(cell, xs, reverse):
+            def step(h, inputs):
+                t, x = inputs
+                h = by_where(t < length, cell(x, h), h)
+                return h, jax.tree.leaves(h)[0]
+
+            return jax.lax.scan(step, zero_state(cell), (times, xs), reverse=reverse)[1]
+
+        ys = run(model.forward, xs, False), run(model.backward, xs, True)
+        return jnp.sum(run(model.other, jnp.concatenate(ys, -1), False) ** 2)
+
+    keys = jr.split(jr.key(0), 3)
+    cells = [eqx.nn.GRUCell(INPUTS, STATES, key=key) for key in keys[:2]]
+    model = Both(*cells, eqx.nn.LSTMCell(2 * STATES, STATES, key=keys[2]))
+    remarks = eqg.explain_memory(loss, model, *SEQUENCE, compiled=False).remarks
+    of_gru, of_lstm = (remark for remark in remarks if "from_cell" in remark)
+    call = 'eqg.nn.GRU.from_cell({}, keep="states"{})(xs, lengths=lengths)'
+    assert call.format("forward", "") in of_gru
+    assert call.format("backward", ", reverse=True") in of_gru
+    assert "run an `eqx.nn.GRUCell` each" in of_gru
+    assert "`num_layers` or `bidirectional`" in of_gru
+    assert "runs an `eqx.nn.LSTMCell`: `eqg.nn.LSTM.from_cell(other" in of_lstm
+
+
+def test_a_fori_loop_of_a_cell():
+    def loop(cell, xs, _):
+        step = lambda i, h: cell(xs[i], h)
+        return jax.lax.fori_loop(0, len(xs), step, jnp.zeros(STATES))
+
+    cell = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0))
+    for batched, args in ((one_state, SEQUENCE), (states_of_batch, SEQUENCES)):
+        assert 'from_cell(cell, keep="states")(xs)' in layer_remark(batched(loop), cell, *args)

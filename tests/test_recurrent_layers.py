@@ -13,6 +13,7 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._jaxprs.structure import equations, holds, inner_programs, Scan, structure
@@ -44,6 +45,14 @@ def chunks(monkeypatch, request):
         monkeypatch.setattr(rule, "forward_chunk", of_two if at_once else lambda *_: None)
     for rule in (gru_vjp, lstm_vjp):
         monkeypatch.setattr(rule, "is_small", lambda h: at_once)
+
+
+@pytest.fixture
+def unchecked_types():
+    """As users have it: without the checks of types at run time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def make(getkey, name, *, dtype="float64", steps=5, batch=2, **options):
@@ -532,6 +541,7 @@ class TestErrors:
         with pytest.raises(RuleError, match=r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"):
             grow(jnp.ones((5, 3), "float32"))
 
+    @pytest.mark.usefixtures("unchecked_types")
     def test_lengths(self, getkey):
         layer = nn.RNN(3, 4, key=getkey())
         xs = jnp.ones((2, 5, 3))
@@ -539,12 +549,75 @@ class TestErrors:
             layer(xs, lengths=[2, 6])
         with pytest.raises(RuleError, match="from -1 to 5, and `xs` has 5 steps"):
             layer(xs, lengths=[-1, 5])
-        with pytest.raises(RuleError, match=r"`lengths` is int..\[3\]\nPass integers of shape"):
-            layer(xs, lengths=[1, 2, 3])
-        with pytest.raises(RuleError, match=r"do not fit `xs`(?s:.)*of shape \(\)"):
+        where = r"`lengths` is {}\n  `xs` is a batch of 2 sequences of 5 steps\n{}"
+        for bad, of_type, what in (
+            ([1, 2, 3], r"int..\[3\]", "Pass integers of shape"),
+            (jnp.ones(2, "float32"), r"float32\[2\]", r"Pass integers of shape \(2,\)"),
+            (jnp.ones((2, 5), bool), r"bool\[2,5\]", r".*`mask\.sum\(-1\)`"),
+            ([1, 2, 3, 4, 5], r"int..\[5\]", r"Did you swap.*See `time_major`"),
+            (3, r"int..\[\]", "Pass integers of shape"),
+        ):
+            with pytest.raises(RuleError, match=where.format(of_type, what)):
+                layer(xs, lengths=bad)
+        one = r"do not fit `xs`(?s:.)*one sequence of 5 steps\nPass one integer.*`jax\.vmap\("
+        with pytest.raises(RuleError, match=one):
             layer(xs[0], lengths=[1])
+        with pytest.raises(RuleError, match=one):
+            jax.vmap(lambda x: layer(x, lengths=jnp.array([1, 5])))(xs)
         with pytest.raises(RuleError, match="from 0 to 1, and `xs` has 0 steps"):
             layer(xs[:, :0], lengths=[0, 1])
+
+    @pytest.mark.usefixtures("unchecked_types")
+    @pytest.mark.parametrize("name", ONE_OF_EACH)
+    def test_lengths_and_keys_by_position(self, name, getkey):
+        """The second argument is the state."""
+        layer, xs, _ = make(getkey, name, dtype="float32")
+        batch, steps = xs.shape[:2]
+        lengths = jnp.full(batch, 2)
+        by_name = r"(?s)`{}` was given .*`layer\(xs, {}=".format
+        expected = by_name(type(layer).__name__, "lengths")
+        on = jnp.arange(steps)[None] < lengths[:, None]
+        for bad in (lengths, [2] * batch, lengths.astype("float32"), on, on.astype("float32")):
+            with pytest.raises(RuleError, match=expected):
+                layer(xs, bad)
+        for bad in (2, jnp.array(2), 2.0):
+            with pytest.raises(RuleError, match=expected):
+                layer(xs[0], bad)
+        with pytest.raises(RuleError, match=expected):
+            jax.vmap(layer)(xs, lengths)
+        for key in (jr.key(0), jr.PRNGKey(0)):
+            with pytest.raises(RuleError, match=by_name(type(layer).__name__, "key")):
+                layer(xs, key)
+
+    @pytest.mark.usefixtures("unchecked_types")
+    def test_a_mask_in_the_shape_of_the_state(self, getkey):
+        """It was taken for a state of zeros and ones."""
+        layer, xs = nn.GRU(3, 5, key=getkey()), jnp.ones((2, 5, 3))
+        expected = r"`GRU` was given bools as a `state`(?s:.)*\(2, 5\)(?s:.)*lengths="
+        with pytest.raises(RuleError, match=expected):
+            layer(xs, jnp.ones((2, 5), bool))
+
+    def test_the_state_of_one_example(self, getkey):
+        expected = r"batch of 2 sequences of 5 steps\nThis is the state of one example\. Repeat"
+        for layer, state in (
+            (nn.GRU(3, 4, key=getkey()), jnp.ones(4)),
+            (nn.LSTM(3, 4, key=getkey()), (jnp.ones(4), jnp.ones(4))),
+            (nn.GRU(3, 4, num_layers=2, key=getkey()), jnp.ones((2, 4))),
+        ):
+            with pytest.raises(RuleError, match=expected):
+                layer(jnp.ones((2, 5, 3)), state)
+
+    def test_a_sequence_of_numbers(self, getkey):
+        layer = nn.GRU(1, 4, key=getkey())
+        with pytest.raises(RuleError, match=r"a sequence of numbers `xs\[:, None\]`"):
+            layer(jnp.ones(5))
+        with pytest.raises(RuleError, match=r"A sequence of numbers is `xs\[\.\.\., None\]`"):
+            layer(jnp.ones((2, 5)))
+
+    def test_several_cells(self, getkey):
+        cells = [eqx.nn.GRUCell(3, 4, key=getkey()) for _ in range(2)]
+        with pytest.raises(RuleError, match=r"it is a `list`(?s:.)*`eqx.tree_at\("):
+            nn.GRU.from_cell(cells)
 
     def test_cells_and_sizes(self, getkey):
         with pytest.raises(RuleError, match="was asked for one of 2 cells"):

@@ -185,13 +185,18 @@ def as_dtype(x: Any) -> Any:
         return None
 
 
+def is_key_array(x: Any) -> bool:
+    """Whether `x` holds keys of `jax.random.key`."""
+    dtype = dtype_of_array(x)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def check_key(name: str, key: Any) -> None:
     """Raise unless `key` is one random key, of either kind."""
-    dtype = dtype_of_array(key)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key_array(key):
         is_key = key.shape == ()
     else:
-        is_key = dtype == jnp.uint32 and np.shape(key) in ((2,), (4,))
+        is_key = dtype_of_array(key) == jnp.uint32 and np.shape(key) in ((2,), (4,))
     if not is_key:
         raise rule_error(
             f"The `key` of `{name}` is not a random key.",

@@ -87,7 +87,8 @@ def check_features(layer: str, cell: Any, xs: Array) -> None:
         raise rule_error(
             f"`{layer}` was given inputs of the wrong size.",
             f"a step of `xs` is {type_of(step)}, and `input_size` is {cell.input_size}",
-            do="The last axis of `xs` is `input_size` long.",
+            do="The last axis of `xs` is `input_size` long."
+            + " A sequence of numbers is `xs[..., None]`." * (cell.input_size == 1),
         )
 
 

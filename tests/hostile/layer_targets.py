@@ -167,7 +167,7 @@ target(
     lambda xs, state: nn.GRU(2, 3, key=KEY)(xs, state),
     called="`state`",
     xs=(XS, shaped(REAL, None, 2)),
-    state=(jnp.zeros(3), optional(shaped(REAL, 3))),
+    state=(jnp.zeros(3), optional(shaped(reals, 3))),  # bools are a mask
 )
 target(
     "nn.Outputs()",

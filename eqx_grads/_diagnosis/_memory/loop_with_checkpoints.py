@@ -52,7 +52,7 @@ def _run_under_vmap(
     - `outputs`: the types of `ys` at one step.
     """
     n, remainder = divmod(loop.steps, every)
-    sizes = {x.shape[0] for x in loop.init if x.ndim}
+    sizes = {jnp.shape(x)[0] for x in loop.init if jnp.ndim(x)}  # or a Python number
     has_batch = lambda x: x.ndim > 0 and x.shape[0] in sizes
     of_xs, of_ys = [has_batch(x[0]) for x in loop.xs], [has_batch(y) for y in outputs]
 

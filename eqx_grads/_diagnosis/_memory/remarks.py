@@ -1,16 +1,19 @@
 """What else saves memory in a loop, beside a checkpoint. It is not measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
+import numpy as np
+from jax.extend.core import Literal
 
 from ..._control_flow.replay import replayed_scan
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.structure import equations, inner_programs, Scan, structure
-from ..origins import NumberedLoss
+from ..origins import NumberedLoss, Origin
 from ..traced_loss import layer_calls
-from .advice import is_within, Pairs
+from .advice import Pairs
+from .loop_of_cell import loop_of_cell
 from .residuals import Residual
 from .show_bytes import show_bytes
 
@@ -28,12 +31,29 @@ _LAYERS = {
     eqx.nn.GRUCell: "GRU",
     eqx.nn.LSTMCell: "LSTM",
 }
+# What `jnp.zeros` of a first state becomes under `jax.vmap`.
+_COPIES_ZEROS = ("broadcast_in_dim", "convert_element_type", "copy")
+_CALL = '`eqg.nn.{layer}.from_cell({path}, keep="states"{reverse})(xs{state}{lengths})`'
 _USE_LAYER = (
-    "The loop at {place} runs an `eqx.nn.{cell}`: `eqg.nn.{layer}.from_cell({path}, "
-    'keep="states")(xs)` runs the same cell over a sequence, or a batch of them. In ten '
-    "benchmarks of a layer alone, on a CPU, its gradient needs 0.13 to 0.37 of the memory of "
-    "such a loop without checkpoints, at 1.00 to 2.08 times the speed. What the rest of the "
-    "model keeps stays."
+    "The loop at {places} runs an `eqx.nn.{cell}`: {calls} runs the same cell over a sequence, "
+    "or a batch of them. "
+)
+_USE_LAYERS = (
+    "The loops at {places} run an `eqx.nn.{cell}` each: {calls} run the same cells over a "
+    "sequence, or a batch of them. One layer with `num_layers` or `bidirectional` runs several "
+    "cells, those in `layer.cells`. "
+)
+_FIGURES = (
+    "In ten benchmarks of a layer alone, on a CPU, its gradient needs 0.13 to 0.37 of the "
+    "memory of such a loop without checkpoints, at 1.00 to 2.08 times the speed. What the rest "
+    "of the model keeps stays."
+)
+_FIRST_STATE = " `state` is the first state of the loop; zeros may be left out."
+_HAS_MASK = (
+    " A step keeps the old state where a mask says so. If these are the steps after the end of "
+    "a sequence, `lengths` are the numbers of the steps before: the last state is the same, "
+    "and outputs after the end are zero. With any other mask, the layer computes something "
+    "else."
 )
 _DOES_MORE = (
     " The step does more than call the cell: compute what is done with its input and its "
@@ -74,39 +94,66 @@ def remarks_on_loops(numbered: NumberedLoss, pairs: Pairs, least: int | float) -
 
 
 def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
+    """One remark on all loops over cells of one type of which the same is to be said."""
     traced = numbered.traced
+    found: dict[tuple[type, str], list[tuple[str, str]]] = {}
     for origin in numbered.origins:
         scan = structure(origin.eqn)
         if not isinstance(scan, Scan) or scan.n_carry == 0:
             continue
-        if scan.length * scan.programs[0].out_avals[0].size <= _LEAST_STATES:
+        cell = _cell_in(numbered, origin)
+        kept = sum(r.bytes for s, r in pairs if origin.number in s.loops and s.kept_by_loop)
+        if cell is None or kept < least:
             continue
-        inside = [o for o in numbered.origins if o.loops[-1:] == (origin.number,)]
-        calls = {call[0] for o in inside for call in layer_calls(o.eqn)}
-        cells = [i for i in calls if traced.types[i] in _LAYERS]
-        kept = [r for s, r in pairs if origin.number in s.loops and s.kept_by_loop]
-        if len(cells) != 1 or sum(r.bytes for r in kept) < least:
+        loop = loop_of_cell(scan, cell)
+        if loop is None or scan.length * loop.state_size <= _LEAST_STATES:
             continue
-        path, cell = traced.layers[cells[0]], traced.types[cells[0]]
-        if not _is_all_of_the_state(scan, cells[0]):
-            continue
-        text = _USE_LAYER + _DOES_MORE * any(not is_within(r.path, path) for r in kept)
-        yield text.format(
-            place=origin.source, cell=cell.__name__, layer=_LAYERS[cell], path=_shown(path)
+        first = [origin.eqn.invars[scan.n_consts + i] for i in loop.states]
+        has_state = not _are_zeros(numbered, first)
+        text = _FIGURES + _FIRST_STATE * has_state + _HAS_MASK * loop.has_mask
+        text += _DOES_MORE * loop.does_more
+        call = _CALL.format(
+            layer=_LAYERS[traced.types[cell]],
+            path=_shown(traced.layers[cell]),
+            reverse=", reverse=True" * scan.reverse,
+            state=", state" * has_state,
+            lengths=", lengths=lengths" * loop.has_mask,
         )
+        same = found.setdefault((traced.types[cell], text), [])
+        same.append((str(origin.source), call))
+    for (cell, text), loops in found.items():
+        places, calls = ([*dict.fromkeys(words)] for words in zip(*loops, strict=True))
+        use = _USE_LAYERS if len(calls) > 1 else _USE_LAYER
+        names = {"places": _listed(places), "calls": _listed(calls), "cell": cell.__name__}
+        yield use.format(**names) + text
 
 
-def _is_all_of_the_state(scan: Scan, cell: int) -> bool:
-    """Whether what the calls of a layer return is carried to the next step, and only they use
-    it there. The loop can then be replaced by a layer."""
-    body = scan.programs[0].jaxpr
-    is_call = lambda eqn: any(layer == cell for layer, _ in layer_calls(eqn))
-    made = {v for eqn in body.eqns if is_call(eqn) for v in eqn.outvars}
-    used = {v for eqn in body.eqns if not is_call(eqn) for v in variables(eqn.invars)}
-    first, n = scan.n_consts, scan.n_carry
-    carry = zip(body.invars[first : first + n], body.outvars[:n], strict=True)
-    states = [before for before, after in carry if after in made]
-    return bool(states) and not used.intersection(states)
+def _cell_in(numbered: NumberedLoss, loop: Origin) -> int | None:
+    """The index of the only layer in a loop for which there is one over time."""
+    inside = [o for o in numbered.origins if o.loops[-1:] == (loop.number,)]
+    called = {call[0] for o in inside for call in layer_calls(o.eqn)}
+    cells = [i for i in called if numbered.traced.types[i] in _LAYERS]
+    return cells[0] if len(cells) == 1 else None
+
+
+def _listed(words: Sequence[str]) -> str:
+    *words, last = words
+    return f"{', '.join(words)} and {last}" if words else last
+
+
+def _are_zeros(numbered: NumberedLoss, arrays: Iterable[Any]) -> bool:
+    """Whether arrays of the loss are known to be zero."""
+    made_by = {v: origin.eqn for origin in numbered.origins for v in origin.eqn.outvars}
+
+    def is_zero(x):
+        if isinstance(x, Literal):
+            return np.ndim(x.val) == 0 and x.val == 0
+        eqn = made_by.get(x)
+        if eqn is None or eqn.primitive.name not in _COPIES_ZEROS:
+            return False
+        return is_zero(eqn.invars[0])
+
+    return all(map(is_zero, arrays))
 
 
 def _shown(path: str) -> str:

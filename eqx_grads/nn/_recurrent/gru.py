@@ -153,6 +153,8 @@ class GRU(AbstractRecurrent):
         **Returns:**
 
         A `GRU` of one layer, which shares the arrays of `cell`.
+        For several cells, make the layer with `num_layers` or `bidirectional`, and put them in
+        its `cells`: `eqx.tree_at(lambda layer: layer.cells, layer, ((forward, backward),))`.
         """
         return layer_from_cell(
             GRU,

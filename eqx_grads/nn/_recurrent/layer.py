@@ -70,14 +70,14 @@ class AbstractRecurrent(AbstractCellLayer):
         - `xs`: one sequence, `(time, in)`, or a batch, `(batch, time, in)`, or
             `(time, batch, in)` if the layer is `time_major`. To `jax.vmap` the layer over a
             batch costs the same.
-        - `state`: where to start, like the state returned. The default is
-            `initial_state`, which is zero unless it is learned.
+        - `state`: where to start, like the state returned, with one for each example of a
+            batch. The default is `initial_state`, which is zero unless it is learned.
         - `lengths`: the number of steps that count, for each example of the batch: of a mask
-            that is true at these steps, `mask.sum(-1)`. After them,
-            outputs are zero, the state does not change, and no gradient passes; a cell that
-            runs backward in time begins at the last step that counts. Under `jit`, where
-            their values are not known, a length greater than the number of steps counts as
-            all steps, and a negative one as none.
+            that is true at these steps, `mask.sum(-1)`. After them, outputs are zero, the
+            state does not change, so that the last state is that of the last step that counts,
+            and no gradient passes; a cell that runs backward in time begins at the last step
+            that counts. Under `jit`, where their values are not known, a length greater than
+            the number of steps counts as all steps, and a negative one as none.
         - `key`: for dropout.
         - `inference`: whether dropout is off; the default is the layer's own.
 
@@ -101,7 +101,8 @@ class AbstractRecurrent(AbstractCellLayer):
             raise rule_error(
                 f"`{name}` was given `xs` with {xs.ndim} axes.",
                 f"`xs` is {type_of(xs)}",
-                do="Pass `(time, in)` or a batch of sequences, and `jax.vmap` for more axes.",
+                do="Pass `(time, in)` or a batch of sequences, and `jax.vmap` for more axes. "
+                "One step is `xs[None]`, and a sequence of numbers `xs[:, None]`.",
             )
         if inference is not None:
             check_flags(name, inference=inference)
@@ -126,13 +127,20 @@ class AbstractRecurrent(AbstractCellLayer):
         return self.stack.as_given(ys, is_batch), last_states(states, is_batch)
 
 
+_SEVERAL_CELLS = (
+    "Of several cells, make a layer with `num_layers=` or `bidirectional=`, and replace its "
+    "own: `eqx.tree_at(lambda layer: layer.cells, layer, cells)`, where `cells[i]` is a tuple "
+    "of the cells of layer `i`, one for each direction."
+)
+
+
 def layer_from_cell(make: Callable[..., Any], cell: Any, expected: type, **options: Any) -> Any:
     """The layer `make(...)` that runs one given cell."""
     if not isinstance(cell, expected):
         raise rule_error(
             f"`{name_of(make)}.from_cell` was given another cell than it runs.",
             f"it is a `{type(cell).__name__}`, and has to be a `{expected.__name__}`",
-            do="`eqx_grads.nn.Recurrent` runs any cell.",
+            do="`eqx_grads.nn.Recurrent` runs any cell." if callable(cell) else _SEVERAL_CELLS,
         )
     dtype = cell.weight_hh.dtype
     layer = make(1, cell.hidden_size, dtype=dtype, key=jr.key(0), **options)

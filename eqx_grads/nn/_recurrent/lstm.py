@@ -165,6 +165,7 @@ class LSTM(AbstractRecurrent):
         **Returns:**
 
         An `LSTM` of one layer, which shares the arrays of `cell`.
+        Several cells are put into a layer as for [`eqx_grads.nn.GRU`][].
         """
         return layer_from_cell(
             LSTM,

@@ -198,6 +198,7 @@ class RNN(AbstractRecurrent):
         **Returns:**
 
         An `RNN` of one layer, which shares the arrays of `cell`.
+        Several cells are put into a layer as for [`eqx_grads.nn.GRU`][].
         """
         return layer_from_cell(
             RNN,

@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, show_path, type_of
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
+from ..._rules.float_args import is_key_array
 from ..._tangent_spaces import holds_numbers
 
 
@@ -119,8 +120,8 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
         raise rule_error(
             f"`{layer}` was given `lengths` that do not fit `xs`.",
             f"`lengths` is {type_of(lengths)}",
-            do=f"Pass integers of shape {expected}: one for each example. Of a mask with ones "
-            "first and zeros after them, that is `mask.sum(-1)`.",
+            f"`xs` is {_show_batch(xs, is_batch)}",
+            do=_what_lengths_to_pass(lengths, xs, is_batch),
         )
     if isinstance(lengths, np.ndarray) and lengths.size > 0:
         longest, shortest = int(np.max(lengths)), int(np.min(lengths))
@@ -128,10 +129,32 @@ def valid_steps(layer: str, lengths: Any, xs: Array, is_batch: bool) -> Array | 
             raise rule_error(
                 f"`{layer}` was given `lengths` out of range.",
                 f"they are from {shortest} to {longest}, and `xs` has {steps} steps",
+                f"`xs` is {_show_batch(xs, is_batch)}",
                 do="Did you swap the time axis and the batch axis? See `time_major`.",
             )
     times = jnp.arange(steps)[:, None]
     return times < jnp.asarray(lengths).astype(times.dtype).reshape(1, batch)
+
+
+def _show_batch(xs: Array, is_batch: bool) -> str:
+    steps, batch = xs.shape[:2]
+    of_sequences = f"a batch of {batch} sequences" if is_batch else "one sequence"
+    return f"{of_sequences} of {steps} steps"
+
+
+def _what_lengths_to_pass(lengths: Any, xs: Array, is_batch: bool) -> str:
+    steps, batch = xs.shape[:2]
+    if not is_batch:
+        return (
+            "Pass one integer. In a `jax.vmap` over sequences, map their lengths as well: "
+            "`jax.vmap(lambda x, n: layer(x, lengths=n))(xs, lengths)`."
+        )
+    if lengths.shape == (steps,) != (batch,):
+        return "Did you swap the time axis and the batch axis? See `time_major`."
+    return (
+        f"Pass integers of shape {(batch,)}: one for each example. Of a mask with ones first "
+        "and zeros after them, that is the sum over the time axis, such as `mask.sum(-1)`."
+    )
 
 
 def _as_numpy(x: Any) -> np.ndarray:
@@ -175,22 +198,59 @@ def first_states(
             raise rule_error(
                 f"`{layer}` was given a `state` that is not of arrays.",
                 f"state{show_path(path)} is {type_of(leaf)}",
-                do="Pass what an earlier call returned, or `None`.",
+                do=_BY_NAME["key"] if is_key_array(leaf) else _PASS_STATE,
             )
+    given = default if state is None else state
     state = expected if state is None else jax.tree.map(jnp.asarray, state)
     shapes = lambda tree: jax.tree.map(jnp.shape, tree)
     if shapes(state) != shapes(expected):
         raise rule_error(
             f"`{layer}` was given a `state` that does not fit.",
             f"its shape is {shapes(state)}, and has to be {shapes(expected)}",
-            do="Pass what an earlier call returned, or `None`.",
+            f"`xs` is {_show_batch(xs, is_batch)}",
+            do=_what_state_to_pass(given, default, xs),
         )
+    for leaf, like in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        if leaf.dtype == jnp.bool_ and jnp.issubdtype(like.dtype, jnp.inexact):
+            raise rule_error(
+                f"`{layer}` was given bools as a `state`.",
+                f"its shape is {shapes(state)}",
+                do=_BY_NAME["lengths"] + " Of a mask, they are the sums over the time axis.",
+            )
     if not is_batch:
         state = add_batch(state)
     state = jax.tree.map(lambda s: _varying_like(xs, _sharded_like(xs, s, axis)), state)
     if n_cells == 1:
         return [state]
     return [jax.tree.map(lambda s, i=i: s[i], state) for i in range(n_cells)]
+
+
+_PASS_STATE = "Pass what an earlier call returned, or `None`."
+_BY_NAME = {
+    name: f"The second argument is a state. Pass {what} by name: `layer(xs, {name}={name})`."
+    for name, what in (("lengths", "lengths"), ("key", "a key"))
+}
+
+
+def _what_state_to_pass(state: PyTree, default: PyTree, xs: Array) -> str:
+    """What to do instead of passing this state: it may be what follows in a call."""
+    steps, batch = xs.shape[:2]
+    shapes, dtypes = [], []
+    for leaf in jax.tree.leaves(state):
+        shapes.append(jnp.shape(leaf))
+        dtypes.append(jnp.result_type(leaf))
+    if shapes == [(2,)] and dtypes == [jnp.uint32]:
+        return _BY_NAME["key"]
+    if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return _BY_NAME["lengths"]
+    if shapes == [jnp.shape(leaf) for leaf in jax.tree.leaves(default)]:
+        return (
+            "This is the state of one example. Repeat it for each example of the batch, or "
+            "pass `None` to begin with the initial state of the layer."
+        )
+    if set(shapes) <= {(), (batch,), (steps,), (batch, steps), (steps, batch)}:
+        return _BY_NAME["lengths"]
+    return _PASS_STATE
 
 
 def last_states(states: Sequence[PyTree], is_batch: bool) -> PyTree:
