@@ -30,7 +30,8 @@ def texts():
         if name.startswith("_OF_")
         for text in (table.values() if isinstance(table, dict) else [table])
     ]
-    memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, remarks._USE_LAYER]
+    of_loops = [remarks._USE_LAYER, remarks._USE_LAYERS, remarks._CALL, remarks._HAS_MASK]
+    memory = [advice._VMAP_INSIDE, advice._OUTPUTS_ARE_COPIED, *of_loops]
     return [*nan, nan_cures._EXPLODES, *zero_cures.CURES.values(), zero_cures._ARGMIN, *memory]
 
 
@@ -39,6 +40,11 @@ FILLED = {
     "mask": "maximum",
     "name": "round",
     "place": "f.py:1",
+    "places": "f.py:1 and f.py:2",
+    "calls": "",
+    "reverse": ", reverse=True",
+    "state": ", state",
+    "lengths": ", lengths=lengths",
     "source": "f.py:1",
     "run": "`eqg.filter_scan(..., checkpoint=8)`",
     "cell": "GRUCell",
