@@ -1189,9 +1189,9 @@ def test_an_out_is_given_the_keywords_that_it_has_parameters_for():
     twice = eqg.host_function(power, out=lambda x, *, repeat=1: like(x, repeat))
     assert twice(x, n=2, repeat=2).shape == (6,)
     forgotten = eqg.host_function(power, out=lambda x: x)
-    _raises("returned another shape than was promised", forgotten, x, repeat=2)
+    _raises("returned another shape than was promised", lambda: forgotten(x, repeat=2))
     needed = eqg.host_function(power, out=lambda x, *, repeat: like(x, repeat))
-    _raises("`out` of `power` has other parameters", needed, x, n=2)
+    _raises("`out` of `power` has other parameters", lambda: needed(x, n=2))
 
 
 def test_rules_are_given_default_values():

@@ -1,8 +1,8 @@
 """`check_rule` of functions that round to lower precision: an output or an intermediate result
 in float32 or less, whatever the precision of the arguments.
 
-The rules are right, or have a planted fault. `test_the_right_rules_are_right` compares them with
-autodiff of the same function without conversions.
+The rules are right, or have a planted fault. `test_the_right_rules_are_right` compares them
+with autodiff of the same function without conversions.
 """
 
 import eqx_grads as eqg
