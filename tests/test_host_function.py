@@ -1173,6 +1173,27 @@ def test_an_out_that_computes(out):
     assert "jax.ShapeDtypeStruct((), x.dtype)" in str(error.value)
 
 
+def test_an_out_is_given_the_keywords_that_it_has_parameters_for():
+    """Most types depend on no option of the function."""
+
+    def power(x, *, n=3, repeat=1):
+        return np.tile(x**n, repeat)
+
+    like = lambda x, repeat: jax.ShapeDtypeStruct((repeat * x.shape[0],), x.dtype)
+    options = {"finite_difference": "central"}
+    x = jnp.arange(1.0, 4.0)
+    for out in (lambda x: x, lambda x, *, n: x, lambda x, **_: x):
+        f = eqg.host_function(power, out=out, **options)
+        assert_close(f(x, n=2), x**2)
+        assert_close(jax.grad(lambda x, f=f: f(x, n=2).sum())(x), 2 * x, tolerance=1e-3)
+    twice = eqg.host_function(power, out=lambda x, *, repeat=1: like(x, repeat))
+    assert twice(x, n=2, repeat=2).shape == (6,)
+    forgotten = eqg.host_function(power, out=lambda x: x)
+    _raises("returned another shape than was promised", lambda: forgotten(x, repeat=2))
+    needed = eqg.host_function(power, out=lambda x, *, repeat: like(x, repeat))
+    _raises("`out` of `power` has other parameters", lambda: needed(x, n=2))
+
+
 def test_rules_are_given_default_values():
     """As the rules of `custom_vjp` are, if they have a parameter for them."""
 

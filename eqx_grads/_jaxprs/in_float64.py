@@ -4,6 +4,7 @@ Differences of a program that computes in float16, or that rounds one intermedia
 say nothing about its derivative. The same program in float64 has differences that do.
 """
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from .versions import given_solver
 
 # The parameters that hold the dtype of a result.
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "accum_dtype")
+# A linear map of ours, `_rules/linear_primitive.py`: a function that has not been traced.
+_LINEAR = "eqg_linear"
 # They look at the bits of a number.
 _OF_BITS = ("bitcast_convert_type", "nextafter")
 
@@ -80,14 +83,16 @@ def _hook(eqn, values):
     known = structure(eqn)
     if isinstance(known, Cond) and known.by_platform:
         return _run(known.programs[_branch_of_platform(eqn)], values[1:], None)
-    is_opaque = isinstance(known, ShardMap)
-    if known is not None and not is_opaque:
+    if known is not None and not isinstance(known, ShardMap):
         return enter(eqn, values, _run)
     call = primal_call(eqn) if known is None else None
     if call is not None:
         program, indices = call
         return _run(program, [values[i] for i in indices], None)
-    if is_opaque or inner_programs(eqn) or _looks_at_types(eqn):
+    if eqn.primitive.name == _LINEAR:
+        run = ft.partial(eqn.primitive.impl, **eqn.params)
+        return _run(jax.make_jaxpr(run)(*_as_traced(eqn, values)), values, None)
+    if is_opaque(eqn):
         return list(map(_widen, bind(eqn, _as_traced(eqn, values))))
     if eqn.primitive.name == "reduce_precision":
         return values
@@ -99,6 +104,16 @@ def _hook(eqn, values):
         return values
     out = eqn.primitive.bind(*map(_widen, values), **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def is_opaque(eqn: Any) -> bool:
+    """Whether an equation runs in the precision that it was traced with."""
+    known = structure(eqn)
+    if known is not None:
+        return isinstance(known, ShardMap)
+    if primal_call(eqn) is not None or eqn.primitive.name == _LINEAR:
+        return False
+    return bool(inner_programs(eqn)) or _looks_at_types(eqn)
 
 
 def _branch_of_platform(eqn) -> int:

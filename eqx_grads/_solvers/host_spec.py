@@ -144,6 +144,19 @@ def _has_shape(x):
     return is_array_leaf(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
+def _accepted(spec, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword-only arguments that `spec` has parameters for: most types depend on none."""
+    try:
+        parameters = inspect.signature(spec).parameters.values()
+    except ValueError:  # of some functions written in C
+        return kwargs
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return kwargs
+    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+    names = {p.name for p in parameters if p.kind not in by_position}
+    return {name: x for name, x in kwargs.items() if name in names}
+
+
 def _check_binds(op, spec, what, args, kwargs) -> None:
     try:
         signature = inspect.signature(spec)
@@ -165,7 +178,9 @@ def _types(op: PrimalOp, spec: Any, what: str):
     arguments that returns one."""
     given: tuple[Any, Any] = ((), {})
     if callable(spec) and not isinstance(spec, eqx.Module) and not _is_dtype(spec):
-        args, kwargs = given = op.arguments(op.in_types)
+        args, kwargs = op.arguments(op.in_types)
+        kwargs = _accepted(spec, kwargs)
+        given = args, kwargs
         _check_binds(op, spec, what, args, kwargs)
         try:
             spec = spec(*args, **kwargs)

@@ -108,17 +108,20 @@ def differences(
     got: Sequence[Any],
     names: Sequence[str],
     entrywise: bool = True,
-    scale: float = 0.0,
+    scale: float | Sequence[float] = 0.0,
 ) -> list[Difference]:
     """The difference of each leaf, the largest error first. A NaN or an infinity that is not
     expected is an infinite error."""
+    scales = [scale] * len(names) if isinstance(scale, float | int) else scale
     wants, haves = [as_real(x) for x in expected], [as_real(x) for x in got]
     overall = max((norm(_finite(x)) for x in wants), default=0.0)
     found = [
         Difference(
-            name, _error(want, have, overall, entrywise, scale), np.asarray(w), np.asarray(g)
+            name, _error(want, have, overall, entrywise, extra), np.asarray(w), np.asarray(g)
         )
-        for name, want, have, w, g in zip(names, wants, haves, expected, got, strict=True)
+        for name, want, have, w, g, extra in zip(
+            names, wants, haves, expected, got, scales, strict=True
+        )
     ]
     found.sort(key=lambda difference: -difference.error)
     return found or [Difference("", 0.0, np.zeros(()), np.zeros(()))]
@@ -129,7 +132,7 @@ def difference(
     got: Sequence[Any],
     names: Sequence[str],
     entrywise: bool = True,
-    scale: float = 0.0,
+    scale: float | Sequence[float] = 0.0,
 ) -> Difference:
     """The difference of the leaf with the largest error."""
     return differences(expected, got, names, entrywise, scale)[0]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._jaxprs.in_float64 import evaluate_in_float64
 from .._jaxprs.structure import equations
 
 
@@ -87,18 +88,36 @@ def count_equations(fn: Callable[..., Any], args: Sequence[Any]) -> int:
         return 0
 
 
+def unrounded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without its conversions to lower precision than float64, to be called under
+    `jax.enable_x64`. Its rules are applied, not dropped, if `fn` is a derivative."""
+
+    def run(*args):
+        program, types = jax.make_jaxpr(fn, return_shape=True)(*args)
+        out = evaluate_in_float64(program, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(types), out)
+
+    return run
+
+
 class Program:
-    """`fn(*leaves) -> list of arrays` at `leaves`; all results are NumPy arrays."""
+    """`fn(*leaves) -> list of arrays` at `leaves`; all results are NumPy arrays.
+
+    - `is_unrounded`: whether the function and its derivatives are those without conversions to
+        lower precision.
+    """
 
     def __init__(
         self,
         fn: Callable[..., Sequence[Any]],
         leaves: Sequence[jax.Array],
         context: Callable[[], Any] = contextlib.nullcontext,
+        is_unrounded: bool = False,
     ):
         self.fn = lambda *xs: list(fn(*xs))
         self.leaves = list(leaves)
         self._context = context
+        self._is_unrounded = is_unrounded
         self._compiled: dict[str, Callable[..., Any]] = {}
 
     def value(self) -> list[Any]:
@@ -177,7 +196,8 @@ class Program:
 
     def _run(self, name, fn, *args):
         with self._context():
-            run = self._compiled.setdefault(name, compiled(fn))
+            run = unrounded(fn) if self._is_unrounded else fn
+            run = self._compiled.setdefault(name, compiled(run))
             try:
                 out = run(*args)
             except jax.errors.ConcretizationTypeError:  # looks at values: eager only

@@ -9,7 +9,8 @@ import numpy as np
 
 
 if TYPE_CHECKING:
-    from ._case import Options, Precision
+    from ._case import Options
+    from ._precision import Precision
 
 
 class Witness(NamedTuple):

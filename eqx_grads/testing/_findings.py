@@ -35,6 +35,8 @@ def compare(
     diagnose: bool = True,
     along: str = "",
     directions: Sequence[Sequence[str]] = (),
+    scale: float | Sequence[float] = 0.0,
+    remark: str = "",
 ) -> Finding:
     """Compare two lists of arrays, named `names`.
 
@@ -46,8 +48,10 @@ def compare(
     - `diagnose`: whether to look for the likely cause in the numbers.
     - `directions`: for each array, the names of the directions if it is a stack of derivatives
         along them; `along` is what these directions are, "tangent" or "cotangent".
+    - `scale`: for each array, what is added to the norm that its error is relative to.
+    - `remark`: says of a failure what the tolerance is that of.
     """
-    found = differences(expected, got, names)
+    found = differences(expected, got, names, scale=scale)
     largest = found[0].error
     if wider is not None and largest > tolerance:
         tolerance = wider()
@@ -78,6 +82,7 @@ def compare(
     lines = [
         f"  at {worst.name}: relative error {error:.2g}, admitted {tolerance:.1g}",
         *([f"  expected: {reference}"] if reference else []),
+        *([f"  {remark}"] if remark else []),
         *([f"  likely cause: {seen}"] if seen else []),
         side_by_side(worst, along=along, directions=stack),
     ]

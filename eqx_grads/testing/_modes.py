@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._case import Case, DirectionalDerivative, Precision
-from ._compare import pairing
+from ._case import Case, DirectionalDerivative
+from ._compare import as_real, norm, pairing
 from ._expected import Witness, witnesses
 from ._findings import failed
 from ._flat_function import fitted
 from ._likely_cause import Hypothesis
+from ._precision import Precision
 from ._random_tangents import basis, basis_names, only
 from ._report import Finding
 
@@ -87,12 +88,14 @@ class Differences(NamedTuple):
 
     - `want`, `names`: the arrays and their names.
     - `error`: the largest estimated relative error.
+    - `rounding`: for each array, its estimated error if the function is rounded, or zero.
     - `in_form`: brings `rule` or `expected` of a mode into the same form.
     """
 
     want: _Arrays
     names: list[str]
     error: float
+    rounding: list[float]
     in_form: Callable[[Callable[..., _Arrays]], _Arrays]
 
 
@@ -167,9 +170,11 @@ class ForwardMode(AbstractMode):
         def in_form(derivative):
             return [d for part in parts for d in derivative(p, p.like_leaves(part.tangents))]
 
-        want = [d for part in parts for d in part.tangents_out]
-        names = [part.name for part in parts for _ in part.tangents_out]
-        return Differences(want, names, _largest_error(parts), in_form)
+        found = [part.by_differences for part in parts]
+        want = [d for by_differences in found for d in by_differences.tangents_out]
+        rounding = [error for by_differences in found for error in by_differences.rounding]
+        names = [part.name for part in parts for _ in part.by_differences.tangents_out]
+        return Differences(want, names, _largest_error(parts), rounding, in_form)
 
     def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
         return []  # JAX itself checks the dtypes of tangents
@@ -243,8 +248,12 @@ class ReverseMode(AbstractMode):
             cts = derivative(p, w)
             return [np.asarray(pairing(cts, p.like_leaves(part.tangents))) for part in parts]
 
-        want = [np.asarray(pairing(part.tangents_out, w)) for part in parts]
-        return Differences(want, [part.name for part in parts], _largest_error(parts), in_form)
+        found = [part.by_differences for part in parts]
+        want = [np.asarray(pairing(d.tangents_out, w)) for d in found]
+        sizes = [norm(as_real(x)) for x in w]
+        rounding = [float(np.dot(d.rounding, sizes)) for d in found]
+        names = [part.name for part in parts]
+        return Differences(want, names, _largest_error(parts), rounding, in_form)
 
     def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
         """JAX accepts a backward rule that returns another dtype, and fails where the cotangent
@@ -258,7 +267,7 @@ class ReverseMode(AbstractMode):
 
 
 def _largest_error(parts: Sequence[DirectionalDerivative]) -> float:
-    return max((part.error for part in parts), default=0.0)
+    return max((part.by_differences.error for part in parts), default=0.0)
 
 
 # ---------------------------------------------------------------- directions

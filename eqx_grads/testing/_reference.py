@@ -9,7 +9,7 @@ from .._errors import name_of, rule_error, type_of
 
 
 if TYPE_CHECKING:
-    from ._case import Precision
+    from ._precision import Precision
 
 
 def _outputs_of(subject, reference, leaves):

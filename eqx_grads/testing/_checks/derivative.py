@@ -17,6 +17,7 @@ from .._compare import as_real, difference
 from .._expected import is_given, witnesses
 from .._findings import broke, compare, failed, skipped
 from .._modes import AbstractMode, ForwardMode, ReverseMode
+from .._precision import Precision
 from .._report import FAILED, Finding, PASSED, SKIPPED
 
 
@@ -61,6 +62,9 @@ def _check(mode: AbstractMode) -> Iterator[Finding]:
         dtype = mode.case.subject.leaves[0].dtype
         where = f"in {dtype}: it captures NumPy arrays of 64 bits"
         finding = dataclasses.replace(finding, where=where)
+    elif finding.verdict == PASSED and mode.case.wide is not None:
+        where = finding.where or mode.precision.where_rounded
+        finding = dataclasses.replace(finding, where=where)
     yield finding
     is_unknown = finding.verdict == SKIPPED and mode.case.is_wrong_on_purpose
     if finding.verdict == FAILED or is_unknown:
@@ -101,14 +105,20 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     if steps is None or steps.error > _TRUSTED:
         why = f"no reference for the derivative ({why or 'not smooth here'})"
         return by_autodiff or skipped(mode.check, why)
-    loose = max(case.tolerance(p), 10 * steps.error)
+    # The error of differences of a rounded function is a number for each array.
+    is_rounded = any(steps.rounding)
+    loose = max(case.tolerance(p), 0.0 if is_rounded else 10 * steps.error)
+    scale = [10 * error / loose for error in steps.rounding]
     wider = None
     if case.is_another_in_float64:
         rounding, widened = case.tolerance_with_rounding()
         wider = lambda: loose + widened() - rounding
+    reference = "finite differences in float64"
+    if is_rounded:
+        reference = f"finite differences of values in {p.rounded_to or 'float32'}"
     by_differences = compare(
         mode.check, "", steps.want, have, steps.names, loose, wider,
-        reference="finite differences in float64",
+        reference=reference, scale=scale, remark=_remark(p, loose),
     )  # fmt: skip
     if by_autodiff is None:
         return by_differences
@@ -117,7 +127,8 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     # One of them passed. If the references disagree, that is enough. If they agree, the failure
     # is in entries that only one of them compared.
     exact = steps.in_form(mode.expected)
-    agree = difference(steps.want, exact, steps.names, entrywise=False).error <= loose
+    gap = difference(steps.want, exact, steps.names, entrywise=False, scale=scale)
+    agree = gap.error <= loose
     wanted = FAILED if agree else PASSED
     mode.autodiff_is_refuted = not agree and by_autodiff.verdict == FAILED
     if not agree and mode.check == "reverse" and case.has_given_transpose:
@@ -232,7 +243,14 @@ def _compare(mode: AbstractMode, want: _Arrays, got: _Arrays, cause: str = "") -
         mode.check, "", want, got, mode.names, *tolerance, reference=mode.witness.name,
         along=mode.along, directions=mode.directions, primals=mode.primals,
         hypotheses=lambda: mode.hypotheses(want), cause=cause, diagnose=not cause,
+        remark=_remark(p, tolerance[0]),
     )  # fmt: skip
+
+
+def _remark(p: Precision, tolerance: float) -> str:
+    """What a tolerance is that of, if it is not that of float64."""
+    text = p.where_rounded
+    return f"{text}, compared with a tolerance of {tolerance:.0e}" if text else ""
 
 
 def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> Finding:

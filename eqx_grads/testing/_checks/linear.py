@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from .._case import Case, Precision
+from .._case import Case
 from .._compare import as_real, difference, norm, pairing
 from .._findings import compare, skipped
+from .._precision import Precision
 from .._report import FAILED, Finding
 
 
@@ -123,5 +124,5 @@ def _of_a_sum(case, where, apply, a, b, names) -> Iterator[Finding]:
     both = apply([(2 * x - 3 * y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
     want = [2 * x - 3 * y for x, y in zip(apply(a), apply(b), strict=True)]
     cause = "the rule is not linear: of a sum it is not the sum"
-    tolerance = case.tolerance(case.precision)
+    tolerance = case.tolerance(case.precision, *a)  # in whose dtype the sum is rounded
     yield compare("linear", f"{where}: of a sum", want, both, names, tolerance, cause=cause)

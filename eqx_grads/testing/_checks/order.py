@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .._case import Case, Precision
+from .._case import Case
 from .._compare import as_real, difference, pairing
 from .._findings import broke, compare, NO_REVERSE, skipped
 from .._finite_differences import directional
+from .._precision import Precision
 from .._report import FAILED, Finding
 
 
@@ -16,6 +17,7 @@ _FAILS = (
     "right to first order, fails at the next; to check the first order only, pass `order=1`"
 )
 _TRUSTED = 1e-4  # the largest estimated error of finite differences that are a reference
+_TRUSTED_OF_ROUNDED = 1e-3  # of a function whose values are rounded to float32
 # The error of such differences that is admitted where autodiff without the rule has another
 # first derivative: it is one of a solver, as a rule, whose values stop at a tolerance.
 _OF_SOLVERS = 1e-3
@@ -68,11 +70,14 @@ def _one_order(case: Case, p: Precision, n: int, t, w) -> Iterator[Finding]:
             is_refuted = is_refuted and not _is_right_to_first_order(case, p, t, w)
             numeric = _by_differences(case, p, w) if n == 2 else None
             if numeric is not None:
-                scaled, exact, error = numeric
+                scaled, exact, error, rounding = numeric
                 along = p.rule.higher(kind, p.like_leaves(scaled), w, n)
                 reference = "differences of the gradient"
                 loose = max(10 * error, _OF_SOLVERS if is_refuted else 0.0)
-                other = _compare(case, p, where, exact, along, reference, t, w, loose)
+                if any(rounding):
+                    loose = 0.0
+                args = case, p, where, exact, along, reference, t, w, loose, rounding
+                other = _compare(*args)
                 passes = finding is None or is_refuted or other.verdict != FAILED
                 if passes and finding is not None and not is_refuted:
                     passes = not _is_wrong_nearby(case, p, w)
@@ -99,7 +104,7 @@ def _is_wrong_nearby(case: Case, p: Precision, w) -> bool:
         else:
             value = lambda *xs: [pairing(p.plain.value_at(xs), w)]
             with p.context():
-                want, error = directional(value, moved, scaled)
+                want, error, _ = directional(value, moved, scaled, p.rounded_to)
             have = [np.asarray(pairing(got, scaled))]
     except Exception:
         return False
@@ -125,19 +130,22 @@ def _by_differences(case: Case, p: Precision, w):
     gradient = lambda *xs: p.rule.higher("reverse over reverse", scaled, w, 1, xs)
     try:
         with p.context():
-            exact, error = directional(gradient, leaves, scaled)
+            exact, error, rounding = directional(gradient, leaves, scaled, p.rounded_to)
     except Exception:
         return None
-    return (scaled, exact, error) if error <= _TRUSTED else None
+    trusted = _TRUSTED_OF_ROUNDED if any(rounding) else _TRUSTED
+    return (scaled, exact, error, rounding) if error <= trusted else None
 
 
 def _compare(
-    case: Case, p: Precision, where, want, got, reference, t, w, loose: float = 0.0
+    case: Case, p: Precision, where, want, got, reference, t, w, loose: float = 0.0, rounding=()
 ) -> Finding:
     tolerance = max(10 * case.tolerance(p), loose)
+    scale = [10 * error / tolerance for error in rounding] or 0.0
     compared = lambda cause: compare(
-        "order", where, want, got, case.names, tolerance, cause=cause, reference=reference
-    )
+        "order", where, want, got, case.names, tolerance, cause=cause, reference=reference,
+        scale=scale,
+    )  # fmt: skip
     finding = compared("")
     if finding.verdict == FAILED and _is_right_to_first_order(case, p, t, w):
         return compared("right to first order, wrong at the next")

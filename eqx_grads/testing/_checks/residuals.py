@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..._jaxprs.plain_scan import lax_scan
+from ..._jaxprs.structure import Call, Scan, structure
 from ..._rules.custom_vjp import custom_vjp
 from .._case import Case
 from .._findings import broke, failed, NO_REVERSE, passed, skipped
@@ -124,6 +125,7 @@ def residuals_of(
     captured = zip(jaxpr.constvars, program.consts, strict=True)
     arguments = {id(v) for v in jaxpr.invars}
     arguments |= {id(v) for v, x in captured if any(_is_same(x, y) for y in held)}
+    arguments = _with_converted(jaxpr, arguments)
     seen: set[int] = set()
     total, unread = 0, []
     for var, aval, is_read in zip(jaxpr.outvars, kept, read, strict=False):
@@ -139,6 +141,29 @@ def residuals_of(
             what = " (an argument, which is not in the bytes above)" if is_argument else ""
             unread.append(f"{aval.dtype}{list(aval.shape)}{what}")
     return Residuals(total, unread, any(read[len(kept) :]))
+
+
+def _with_converted(jaxpr: Any, arguments: set[int]) -> set[int]:
+    """The variables that are arguments, by their ids, and those that are a Python number among
+    them: JAX makes an array of its own of a number, with the same value, before it computes
+    with another array."""
+    found = set(arguments)
+    for eqn in jaxpr.eqns:
+        known = structure(eqn)
+        start = end = 0
+        if isinstance(known, Scan):
+            # Of what goes in, a slice in each step; of what comes out, one as well.
+            start, end = known.n_consts + known.n_carry, known.n_carry
+        if isinstance(known, Call | Scan):
+            inner = known.programs[0].jaxpr
+            pairs = zip(eqn.invars[start:], inner.invars[start:], strict=True)
+            inside = _with_converted(inner, {id(v) for x, v in pairs if id(x) in found})
+            outs = zip(eqn.outvars[end:], inner.outvars[end:], strict=True)
+            found |= {id(x) for x, v in outs if id(v) in inside}
+        elif eqn.primitive.name == "convert_element_type" and id(eqn.invars[0]) in found:
+            (x,), (out,) = eqn.invars, eqn.outvars
+            found |= {id(out)} if x.aval.weak_type and x.aval.dtype == out.aval.dtype else set()
+    return found
 
 
 def _is_same(x: Any, y: Any) -> bool:
