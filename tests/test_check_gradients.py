@@ -154,6 +154,9 @@ def test_a_gradient_that_is_no_derivative_on_purpose():
     report = eqgt.check_gradients(fn, model, data, raises=False)
     assert {found.leaf for found in report.found} == {"layers[0].weight", "layers[0].bias"}
     assert {found.kind for found in report.found} == {"not a derivative"}
+    # They have an influence, which is not that of a small step.
+    assert "The loss does not change with `" in str(report)
+    assert "no influence" not in str(report)
     assert "on purpose" in str(report)
     report = eqgt.check_gradients(fn, model, data, skip="layers[0]")
     assert report["layers[0].bias"].verdict == "skipped"

@@ -144,7 +144,8 @@ def check_rule(
     - `order`: the highest order of derivatives to check.
     - `at`: further points for `finite`, such as kinks and singularities, each a tuple of
         arguments.
-    - `max_residual_bytes`: the largest number of bytes that may be kept for one backward pass.
+    - `max_residual_bytes`: the largest number of bytes that may be kept for one backward pass,
+        without the arguments.
     - `tolerance`: the largest relative error that passes. By default 1e-5 in float64 (1e-7 for
         float64 arguments, and 1e-9 where autodiff is the reference, which is then good to
         1e-15), and the error that rounding explains in other precisions. For

@@ -15,7 +15,7 @@ from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
 from .._jaxprs.structure import inner_programs
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
-from ._likely_cause import Compared, likely_cause
+from ._likely_cause import Compared, likely_cause, NO_INFLUENCE
 from ._loss_program import along, LossProgram, trace_in_both_precisions
 from ._remove_rules import RuleRemoval, Suspect
 
@@ -194,6 +194,8 @@ def _fault(judge, leaf, i, known: _Reasons, others: Sequence[int]) -> GradientFa
         likely = likely_cause(
             want, have, f"`{leaf.leaf}`", (), judge.leaves[i], others=compared
         )
+        if NO_INFLUENCE in likely:
+            likely = f"the loss does not change with `{leaf.leaf}` near this point"
         parts += [likely] if likely else []
     return GradientFault(
         **(first.place if first else UNKNOWN).fields(),

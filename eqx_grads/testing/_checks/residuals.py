@@ -51,7 +51,8 @@ def residuals(case: Case) -> Iterator[Finding]:
     except Exception as e:
         yield broke("residuals", "the residuals", e)
         return
-    where = f"{kept.total} bytes per call, {per_step} per scan step{_beside(case, leaves)}"
+    where = f"{kept.total} bytes per call, {per_step} per scan step, without the arguments"
+    where += _beside(case, leaves)
     if kept.unread and _has_backward_rule(case.subject.fn):
         text = (
             f"kept for the backward pass and never read: {', '.join(kept.unread[:4])}\n"
