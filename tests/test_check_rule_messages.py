@@ -572,3 +572,67 @@ def test_a_rule_that_is_wrong_in_single_precision_only(factor):
 
     with pytest.raises(eqgt.RuleCheckError, match="right in float64, wrong in float32"):
         eqgt.check_rule(sine, jnp.array([0.5, 0.7], jnp.float32), checks=("forward",))
+
+
+# ---------------------------------------------------------------- consequences
+
+
+def _with_jvp(fn, rule):
+    decorated = eqg.custom_jvp(fn)
+    decorated.def_jvp(rule)
+    return decorated
+
+
+def test_a_wrong_value_of_the_rule_is_no_fault_of_vmap():
+    rule = lambda primals, tangents: (
+        2 * jnp.sin(primals[0]),
+        jnp.cos(primals[0]) * tangents[0],
+    )
+    report = eqgt.check_rule(_with_jvp(jnp.sin, rule), jnp.array(1.0), raises=False)
+    assert {f.check for f in report.failures} == {"primal", "transforms"}
+    assert "right eagerly" not in str(report)
+    assert "the value is another one with its derivative, see `primal`" in str(report)
+
+
+def test_a_wrong_first_derivative_is_named_in_the_check_of_the_second():
+    rule = lambda p, t: (jnp.sin(p[0]) * p[1] ** 2, jnp.cos(p[0]) * p[1] ** 2 * t[0])
+    fn = _with_jvp(lambda x, y: jnp.sin(x) * y**2, rule)
+    report = eqgt.check_rule(fn, jnp.array(1.0), jnp.array(0.5), raises=False)
+    assert {"forward", "reverse", "order"} <= {f.check for f in report.failures}
+    assert "the term of `y` is missing" in report["forward"][0].text
+    assert "no influence" not in str(report)
+    causes = [f.text for f in report["order"] if "likely cause" in f.text]
+    assert causes
+    assert all("the first derivative is wrong already, see `forward`" in c for c in causes)
+
+
+def test_a_second_derivative_that_fails_as_the_first_one_does():
+    rule = lambda primals, tangents: (jnp.sin(primals[0]), jnp.sum(tangents[0]))
+    report = eqgt.check_rule(_with_jvp(jnp.sin, rule), jnp.ones(3), raises=False)
+    assert "Did a sum drop an axis?" in str(report)
+    assert "right to first order" not in str(report)
+
+
+def test_one_exception_of_all_checks_is_described_once():
+    """JAX's message names the function of the check that was traced."""
+    rule = lambda p, t: (jnp.sin(p[0]), jnp.cos(np.asarray(p[0])) * t[0])
+    report = eqgt.check_rule(_with_jvp(jnp.sin, rule), jnp.ones(3), raises=False)
+    assert len(report.failures) > 10
+    assert str(report).count("it raised TracerArrayConversionError") <= 2  # 1 for each shape
+
+
+def test_where_a_nan_of_a_rule_comes_from():
+    def rule(primals, tangents):
+        y = jnp.sqrt(primals[0])
+        return y, jnp.where(y > 0, tangents[0] / (2 * y), 0.0)
+
+    report = eqgt.check_rule(
+        _with_jvp(jnp.sqrt, rule), jnp.array([0.0, 2.0]), raises=False, checks=("finite",)
+    )
+    assert "a `where` on its" in report.failures[0].text
+
+    def mended(primals, tangents):
+        y = jnp.sqrt(primals[0])
+        return y, eqg.safe.where(y > 0, lambda y: tangents[0] / (2 * y), y, 0.0)
+
+    eqgt.check_rule(_with_jvp(jnp.sqrt, mended), jnp.array([0.0, 2.0]), checks=("finite",))

@@ -22,6 +22,7 @@ from ._checks.transforms import transforms
 from ._checks.values import deterministic, finite
 from ._checks.zeros import zeros
 from ._compiled import count_equations
+from ._consequences import with_consequences
 from ._findings import broke, skipped
 from ._report import Finding, Report
 
@@ -142,8 +143,8 @@ def check_rule(
     - `nondifferentiable`: names of positional parameters that are not to be perturbed.
     - `tangents`, `cotangents`: additional directions, trees like `args` and like the output.
     - `order`: the highest order of derivatives to check.
-    - `at`: further points for `finite`, such as kinks and singularities, each a tuple of
-        arguments.
+    - `at`: further points for `finite`, such as kinks and singularities, each a tuple of the
+        arguments of a call, without `self`.
     - `max_residual_bytes`: the largest number of bytes that may be kept for one backward pass,
         without the arguments.
     - `tolerance`: the largest relative error that passes. By default 1e-5 in float64 (1e-7 for
@@ -205,7 +206,7 @@ def check_rule(
             doing(what, names.index(name), len(names), why_slow)
             findings += _run(name, one)
     numbers = {"seed": seed, "leaves": case.names}
-    report = Report(case.subject.name, findings, numbers)
+    report = Report(case.subject.name, with_consequences(findings), numbers)
     if raises:
         report.raise_if_failed()
     return report

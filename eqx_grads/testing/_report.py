@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
 _SHOWN = 4  # places where a failure happens again
+# JAX says which function was traced: one of a check.
+_TRACED = "    The error occurred while tracing the function"
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 
@@ -96,7 +98,8 @@ class Report:
             # An exception names the arrays of the precision in which it was raised.
             text = failure.text
             text = (text.replace("float64", "float32") if failure.raised else text).splitlines()
-            key = "\n".join(line for line in text if not line.startswith("  likely cause"))
+            differ = ("  likely cause", *([_TRACED] if failure.raised else []))
+            key = "\n".join(line for line in text if not line.startswith(differ))
             groups.setdefault(key, []).append(failure)
         return list(groups.values())
 

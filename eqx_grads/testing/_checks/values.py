@@ -74,6 +74,12 @@ def _finite(where: str, case: Case) -> Iterator[Finding]:
                     "`custom_vjp`\n  without a `def_jvp`: give it one, or use `custom_jvp`, "
                     "whose rule is\n  that of both modes"
                 )
+            elif name != "value":
+                text += (
+                    "\n  likely cause: a quotient, root or logarithm of zero in a rule; a "
+                    "`where` on its\n  result is too late, and has to be around its argument, "
+                    "as in `eqg.safe.where`"
+                )
             yield failed("finite", f"{where}, {name}", text)
     if not bad:
         yield _debug_nans(where, case, t, w)
