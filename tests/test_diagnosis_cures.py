@@ -38,6 +38,7 @@ def texts():
 FILLED = {
     "op": "sqrt",
     "mask": "maximum",
+    "safe": "",
     "name": "round",
     "place": "f.py:1",
     "places": "f.py:1 and f.py:2",

@@ -476,6 +476,8 @@ def test_a_cause_in_one_of_many_steps():
     assert (mask.kind, mask.step, mask.count) == ("zero mask", (n - 1,), 1)
     assert (branch.kind, branch.step) == ("dead branch", (n - 3,))
     assert 14 < branch.count < n  # of those that were looked at
+    assert branch.are_more_steps
+    assert f"{n - 3} and at least {branch.count - 1} more" in str(report)
 
 
 def test_elements_that_are_zero_times_infinity_for_different_reasons():
@@ -495,7 +497,7 @@ def _clamped(x):
 
 BOUNDS = {
     "maximum": (_clamped, "maximum"),
-    "clip": (lambda x: jnp.sqrt(jnp.clip(x, 0.0, 4.0)), "maximum"),
+    "clip": (lambda x: jnp.sqrt(jnp.clip(x, 0.0, 4.0)), "clip"),
     "clamp": (lambda x: jnp.sqrt(jax.lax.clamp(jnp.zeros(()), x, jnp.full((), 4.0))), "clip"),
     "minimum": (lambda x: jnp.sqrt(-jnp.minimum(-x, 0.0)), None),
     "of a sum": (lambda x: jnp.sqrt(jnp.maximum(x + x**2 - 3.0, 0.0)), "maximum"),
@@ -623,3 +625,78 @@ def test_a_nan_of_the_data_that_is_not_selected_has_one_cure(name):
     if name != "nanmean":  # which looks at the NaN
         mended = lambda w: loss(w, jnp.where(IS_MEASURED, TARGETS, 0.0))
         assert jnp.isfinite(jax.grad(mended)(W))
+
+
+def test_an_index_into_a_sorted_array():
+    """The elements that are used are not those of the argument with the same numbers."""
+    loss = lambda x: jnp.sum(jnp.sort(-jnp.log(x))[:2])
+    x = jnp.array([0.0, 0.5, 2.0, 1.3])
+    (record,) = eqg.explain_nan(loss, x).found
+    assert (record.kind, record.mask) == ("dead branch", "slice")
+    assert "f(x[i])" not in record.cure
+    assert "`eqg.safe.where(ok, f, x, other)` inside of the `slice`" in record.cure
+    log = lambda x: eqg.safe.where(x > 0, lambda x: -jnp.log(x), x, jnp.inf)
+    mended = lambda x: jnp.sum(jnp.sort(log(x))[:2])
+    assert mended(x) == loss(x)
+    np.testing.assert_allclose(jax.grad(mended)(x), [0, 0, -1 / 2.0, -1 / 1.3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("fn", "name"), [(jnp.arcsin, "arcsin"), (jnp.arccos, "arccos")])
+def test_the_function_that_is_advised_is_that_of_the_operation(fn, name):
+    x = jnp.array([2.0, 0.5])
+    (record,) = eqg.explain_nan(lambda x: jnp.sum(fn(jnp.clip(x, -1, 1))), x).found
+    assert (record.kind, record.mask) == ("dead branch", "clip")
+    assert f"`eqg.safe.{name}(x)`" in record.cure
+    mended = jax.grad(lambda x: jnp.sum(getattr(eqg.safe, name)(jnp.clip(x, -1, 1))))(x)
+    assert jnp.array_equal(mended, jnp.array([0.0, jax.grad(fn)(0.5)]))
+
+
+# ---------------------------------------------------------------- values in loops
+
+
+def _shifted(x):
+    top = jnp.max(x, 0)
+    return jnp.log(jnp.sum(jnp.exp(x - top[None]), 0)) + top
+
+
+def test_a_nan_of_two_logarithms_of_zero_is_named_first():
+    """A transition of probability zero is meant. The NaN is that of a row of such ones."""
+
+    def loss(log_p, logsumexp):
+        step = lambda a, _: (logsumexp(a[:, None] + jnp.log(log_p)), None)
+        return jax.lax.scan(step, jnp.array([0.0, -jnp.inf]), None, length=3)[0][0]
+
+    p = jnp.array([[1.0, 0.0], [0.5, 0.5]])
+    report = eqg.explain_nan(lambda p: loss(p, _shifted), p)
+    first = report.found[0]
+    assert (first.primitive, first.is_forward, first.operands) == ("sub", True, (-jnp.inf,) * 2)
+    assert "`eqg.safe.logsumexp(x)`" in first.cure
+    mended = lambda p: loss(p, lambda x: eqg.safe.logsumexp(x, 0))
+    assert jnp.isfinite(mended(p))
+
+
+def test_steps_of_a_value_outside_of_loops():
+    def loss(x):
+        y = jnp.log(x)  # no step
+        return jax.lax.scan(lambda c, _: (c + y * c, None), 1.0, None, length=3)[0]
+
+    report = eqg.explain_nan(loss, jnp.array(0.0))
+    assert report.found[0].step == ()
+    assert report.found[0].count == 1
+
+
+def test_elements_that_were_not_followed_are_said_to_be_more():
+    def loss(x):
+        def step(total, _):
+            gap = x[:, None] - x[None]
+            y = jnp.where(jnp.eye(6, dtype=bool), 0.0, jnp.sqrt(gap**2))
+            return total + jnp.sum(y), None
+
+        return jax.lax.scan(step, 0.0, None, length=2)[0]
+
+    report = eqg.explain_nan(loss, jnp.arange(6.0))
+    (record,) = report.found
+    assert (record.count, record.are_more_steps) == (2, False)
+    assert record.n_bad < 6
+    assert record.are_more_bad
+    assert f"at least {record.n_bad} of 36" in str(report)

@@ -60,7 +60,9 @@ class Cause:
     - `spot`: where it shows. `source`: where the value that is to blame is made.
     - `mask`: where a zero of the cotangent is made. `cotangent`: the element that is zero.
     - `forward`: whether a value is not finite, and not a cotangent.
-    - `n_made`: how many elements the source makes, if these are not all that are bad.
+    - `n_made`: how many elements the source makes, if these are not all that are bad, and
+        `more_made`: whether there may be more.
+    - `n_steps`, `more_steps`: the same of the steps of the loops around it.
     """
 
     kind: str
@@ -71,19 +73,24 @@ class Cause:
     forward: bool = False
     cotangent: Any = None
     n_made: int | None = None
+    more_made: bool = False
+    n_steps: int = 1
+    more_steps: bool = False
 
 
 def causes_of_hit(
     derivative: Derivative, number: int, way: Way, hit: Hit, threshold: float | None
-) -> list[tuple[Cause, int]]:
-    """The causes that an equation makes a cotangent bad in one way, each with the number of
-    steps of the loops around it."""
+) -> list[Cause]:
+    """The causes that an equation makes a cotangent bad in one way."""
     _, position = derivative.places[number]
 
     def at_steps(most):
         return _causes_at_steps(derivative, position, way, hit.frames(most), threshold)
 
-    return _with_counts(at_steps, hit.count)
+    return [
+        dataclasses.replace(cause, n_steps=n, more_steps=more)
+        for cause, n, more in _with_counts(at_steps, hit.count)
+    ]
 
 
 # How many of the bad steps, or elements, are looked at, and how many if their causes differ.
@@ -92,20 +99,21 @@ _FEW, _MORE = 3, 16
 
 def _with_counts(
     look_at: Callable[[int], Sequence[dict[Any, Cause]]], total: int
-) -> list[tuple[Cause, int]]:
+) -> list[tuple[Cause, int, bool]]:
     """The causes of a total of places, each with the number of these. If the causes differ, the
-    number among those that are looked at.
+    number among those that are looked at, and whether there may be more.
 
     - `look_at`: returns, for at most as many places, from the first to the last, the causes
         there by what distinguishes them.
     """
     few = look_at(_FEW)
     if all(causes.keys() == few[0].keys() for causes in few):
-        return [(cause, total) for causes in few[:1] for cause in causes.values()]
+        return [(cause, total, False) for causes in few[:1] for cause in causes.values()]
     more = look_at(_MORE)
     n_places = collections.Counter(key for causes in more for key in causes)
     first = {key: cause for causes in reversed([*more, *few]) for key, cause in causes.items()}
-    return [(cause, n_places[key] or 1) for key, cause in first.items()]
+    are_more = len(more) < total
+    return [(cause, n_places[key] or 1, are_more) for key, cause in first.items()]
 
 
 def _causes_at_steps(
@@ -127,7 +135,11 @@ def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
     loss, value = derivative.root.program.jaxpr.outvars[0], np.asarray(root.results[0])
     part = Part(root, loss, is_nonfinite(value), bool(np.isnan(value)))
     return [
-        dataclasses.replace(_cause_of_source(derivative, each, forward=True), n_made=n_made)
+        dataclasses.replace(
+            _cause_of_source(derivative, each, forward=True),
+            n_made=n_made,
+            more_made=source.is_part,
+        )
         for source in sources_of_nonfinite([part]).values()
         for each, n_made in _of_each_kind(source)
     ]
@@ -183,8 +195,10 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
         causes = [_cause_at(derivative, spot, key, source) for spot in spots]
         return [{_key_of(cause): cause} for cause in causes]
 
-    pairs = _with_counts(at_elements, int(source.mask.sum()))
-    return [dataclasses.replace(cause, n_made=n_made) for cause, n_made in pairs]
+    return [
+        dataclasses.replace(cause, n_made=n, more_made=source.is_part or more)
+        for cause, n, more in _with_counts(at_elements, int(source.mask.sum()))
+    ]
 
 
 def _key_of(cause: Cause) -> Any:
@@ -195,7 +209,8 @@ def _because_of(derivative: Derivative, elements: Elements, key: Any, source) ->
     """The cause of those of the elements that one of several sources makes bad."""
     spot = _first_because_of(derivative, elements, key)
     cause = _cause_at(derivative, spot, key, source)
-    return dataclasses.replace(cause, n_made=int(source.mask.sum()))
+    n_made = int(source.mask.sum())
+    return dataclasses.replace(cause, n_made=n_made, more_made=source.is_part)
 
 
 def _cause_at(derivative: Derivative, spot: Spot, key: Any, source) -> Cause:

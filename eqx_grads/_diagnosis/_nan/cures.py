@@ -110,8 +110,8 @@ _OF_PRIMITIVES = {
     "of the identity: `a + eps * jnp.eye(n)`.",
     "acos": _CLIPPED % "cos",
     "asin": _CLIPPED % "sin",
-    "log": "Keep the argument of `log` away from zero: `jnp.log(x + eps)`. For `x * log(y)`, "
-    "use `eqg.safe.xlogy(x, y)`.",
+    "log": "Keep the argument of `log` away from zero: `jnp.log(x + eps)`, with an `eps` of at "
+    "least `jnp.finfo(x.dtype).tiny`. For `x * log(y)`, use `eqg.safe.xlogy(x, y)`.",
     "pow": "The derivative of `x**y` is not finite where `x` is zero and `y` less than one. "
     "Use `eqg.safe.power(x, y)`, whose derivative is zero there, or `(x + eps)**y`. For an "
     "exponent that is always whole, pass a Python `int`.",
@@ -177,9 +177,20 @@ _OF_SELECTION = (
 )
 _OF_BOUND = (
     "The argument of `{op}` is the constant of the `{mask}`, at which one derivative is "
-    "infinite and the other zero: their product is NaN. Use a function of `eqg.safe`, such as "
-    "`eqg.safe.sqrt(x)`, or a constant at which `{op}` has a derivative."
+    "infinite and the other zero: their product is NaN. Use {safe}, or a constant at which "
+    "`{op}` has a derivative."
 )
+
+# The function of `eqg.safe` for an operation.
+_SAFE = {
+    "sqrt": "sqrt(x)",
+    "log": "log(x)",
+    "div": "divide(x, y)",
+    "pow": "power(x, y)",
+    "asin": "arcsin(x)",
+    "acos": "arccos(x)",
+    "atan2": "arctan2(y, x)",
+}
 
 _IN_EMPTY_ROWS = "which has the derivative zero where all entries are `-inf`"
 _AT_ZERO = "which has the derivative zero at zero"
@@ -214,12 +225,14 @@ def cure_of(
     is_value: bool,
     explodes: bool = False,
     mask: str = "",
+    is_direct: bool = False,
     is_bound: bool = False,
 ) -> str:
     """What to do at an operation of the loss.
 
-    - `mask`: of a dead branch, what does not select it, in the user's words; `is_bound`:
-        whether that is of the argument, which is a constant of it.
+    - `mask`: of a dead branch, what does not select it, in the user's words; `is_direct`:
+        whether that is given the result, and not, for example, a sorted one; `is_bound`:
+        whether the argument is a constant of it.
     - `formula`: what it is a part of, if that is known; see `formulas.py`.
     - `explodes`: of an overflow, whether it is that of a product with a finite cotangent.
     """
@@ -230,7 +243,8 @@ def cure_of(
     if kind == OVERFLOW and primitive in _PRODUCTS:
         text = _TOO_LARGE_A_PRODUCT
     if kind == DEAD_BRANCH and mask not in ("", "where"):
-        text = _OF_INDEX if mask in ("index", "slice") else _OF_SELECTION
+        is_index = mask in ("index", "slice") and is_direct
+        text = _OF_INDEX if is_index else _OF_SELECTION
     if kind == DEAD_BRANCH and is_bound:
         text = _OF_BOUND
     if kind == DEAD_BRANCH and formula == "log of softmax":
@@ -251,7 +265,9 @@ def cure_of(
         text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
     if is_value and kind == INDETERMINATE and primitive == "mul":
         text = _MASKED_INFINITY
-    return text.format(op=primitive, mask=mask)
+    safe = _SAFE.get(primitive)
+    safe = f"`eqg.safe.{safe}`" if safe else "a function of `eqg.safe`"
+    return text.format(op=primitive, mask=mask, safe=safe)
 
 
 def cure_of_dropped_nan(name: str) -> str:

@@ -330,21 +330,28 @@ def _find(
     derivative: Derivative, root: Frame, numbers: list[int], threshold
 ) -> list[NonFinite]:
     of_value = [] if np.isfinite(root.results[0]) else causes_of_value(derivative, root)
-    found = [(cause, 1) for cause in of_value]
-    in_gradient: list[tuple[Cause, int]] = []
+    in_gradient: list[Cause] = []
     for i, number in enumerate(numbers):
         doing("looking for the cause of place", i, len(numbers))
         for way, hit in root.hits[number].items():
             in_gradient += causes_of_hit(derivative, number, way, hit, threshold)
-    in_gradient.sort(key=lambda pair: pair[0].spot.place if pair[0].spot else ())
-    causes: dict[Any, list[tuple[Cause, int]]] = {}
-    for cause, n_steps in found + in_gradient:
-        causes.setdefault(_key(cause), []).append((cause, n_steps))
+    in_gradient.sort(key=lambda cause: cause.spot.place if cause.spot else ())
+    causes: dict[Any, list[Cause]] = {}
+    for cause in of_value + in_gradient:
+        causes.setdefault(_key(cause), []).append(cause)
     return without_consequences(
-        record_of(derivative, root, cause, max(count for _, count in same))
-        for same in _without_repetitions(causes)
-        for cause, _ in same[:1]
+        record_of(derivative, root, _merged(same)) for same in _without_repetitions(causes)
     )
+
+
+def _merged(same: list[Cause]) -> Cause:
+    """The first of some causes that are reported once, with the largest number of steps in the
+    same loops."""
+    loops = lambda cause: len(cause.spot.frame.steps) if cause.spot else 0
+    alike = [cause for cause in same if loops(cause) == loops(same[0])]
+    largest = max(alike, key=lambda cause: cause.n_steps)
+    n_steps, more_steps = largest.n_steps, largest.more_steps
+    return dataclasses.replace(same[0], n_steps=n_steps, more_steps=more_steps)
 
 
 def _key(cause: Cause):
@@ -354,7 +361,7 @@ def _key(cause: Cause):
     return (cause.origin and cause.origin.number, cause.kind)
 
 
-def _without_repetitions(causes) -> list[list[tuple[Cause, int]]]:
+def _without_repetitions(causes) -> list[list[Cause]]:
     """Without those that a non-finite value of the loss explains."""
-    forward = {key[0] for key, same in causes.items() if same[0][0].forward}
-    return [same for key, same in causes.items() if same[0][0].forward or key[0] not in forward]
+    forward = {key[0] for key, same in causes.items() if same[0].forward}
+    return [same for key, same in causes.items() if same[0].forward or key[0] not in forward]

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
@@ -186,8 +186,11 @@ class Formulas:
         ):
             return "shift of log_softmax"
         quotients = [user for exp in exps for user in self._users[exp.number]]
-        is_softmax = any(user.primitive == "div" for user in quotients)
-        return "shift of softmax" if is_softmax else ""
+        if any(user.primitive == "div" for user in quotients):
+            return "shift of softmax"
+        totals = [user for user in quotients if user.primitive == "reduce_sum"]
+        logs = [user for total in totals for user in self._users[total.number]]
+        return "log of shifted sum" if any(user.primitive == "log" for user in logs) else ""
 
     def _is_shifted(self, shift: Origin) -> bool:
         """Whether it is `x - max(x)`, as in `jax.nn.softmax` and `jax.nn.logsumexp`."""
@@ -236,6 +239,23 @@ class Formulas:
             return self._source(made, 0) == self._source(made, 1)
         is_power = made.primitive == "integer_pow"
         return made.primitive == "square" or (is_power and made.eqn.params["y"] == 2)
+
+    def is_made_by(self, user: Origin, origin: Origin, through: Collection[str]) -> bool:
+        """Whether an operation is given the result of another one, or what operations of
+        certain names make of it."""
+        todo, seen = [user], set()
+        while todo:
+            one = todo.pop()
+            for k in range(len(one.eqn.invars)):
+                made = self._made_by(one, k)
+                if made is None or made.number in seen:
+                    continue
+                if made.number == origin.number:
+                    return True
+                seen.add(made.number)
+                if made.primitive in through:
+                    todo.append(made)
+        return False
 
     def _made_by(self, origin: Origin, k: int) -> Origin | None:
         """The operation that computes operand `k`, past changes of layout."""

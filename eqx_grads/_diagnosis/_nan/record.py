@@ -24,7 +24,7 @@ from .zeros import BOUND, CANCELS, UNDERFLOWS, Zero
 _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
 
 
-def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> NonFinite:
+def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
     traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = users_line(origin, source, spot) if origin else UNKNOWN
@@ -35,6 +35,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
     leaf = ""
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
+    has_loss = bool(np.isfinite(root.results[0]))  # without it, `zero_safe` is not tried
     shown = _shown(cause)
     array, operands = _array_of(shown), _operands_of(derivative, cause)
     return NonFinite(
@@ -45,7 +46,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
         cure=_cure_of(derivative, cause, primitive, operands, is_inside)
-        + _IN_A_LIBRARY * (cause.forward and bool(where.library) and not is_inside),
+        + _IN_A_LIBRARY * (not has_loss and bool(where.library) and not is_inside),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=shown.index if shown else (),
@@ -55,7 +56,9 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause, count: int) -> 
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
         operands=tuple(map(_number, operands)),
         cotangent=_cotangent_of(cause),
-        count=count,
+        count=cause.n_steps,
+        are_more_steps=cause.more_steps,
+        are_more_bad=cause.more_made,
     )
 
 
@@ -101,12 +104,23 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         is_value=cause.forward,
         explodes=cause.source is cause.spot and not cause.forward,
         mask=mask,
+        is_direct=_is_direct(derivative, cause),
         is_bound=cause.mask is not None and cause.mask.why == BOUND,
     )
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
     is_dead = is_dead and formula != "x / norm"  # which has no limit
     on_boundary = is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot)
     return text + ON_BOUNDARY * on_boundary
+
+
+def _is_direct(derivative: Derivative, cause: Cause) -> bool:
+    """Whether only elementwise operations are between the operation and an index into what it
+    computes: nothing that reorders, for example."""
+    if cause.mask is None or cause.origin is None:
+        return False
+    mask = derivative.origin(cause.mask.spot.frame.node, cause.mask.spot.position)
+    formulas = Formulas(derivative.numbered.origins)
+    return mask is not None and formulas.is_made_by(mask, cause.origin, ELEMENTWISE)
 
 
 # How the user calls the operations that do not select an element.
@@ -142,6 +156,9 @@ def _mask_of(derivative: Derivative, zero: Zero) -> str:
     name: str = mask.eqn.primitive.name
     if origin is not None and not isinstance(structure(origin.eqn), CallWithRule):
         name = origin.primitive
+        around = [derivative.numbered.origins[i].eqn for i in origin.enclosing[-1:]]
+        if any(eqn.params.get("name") == "clip" for eqn in around):  # `jnp.clip`
+            return "clip"
     return _MASKS.get(name, name)
 
 

@@ -28,15 +28,17 @@ class NonFinite(AbstractRecord):
     It has the fields of all records; `step` is the first step in the order of the backward
     pass. Also:
 
-    - `count`: in how many steps it happens. Of an operation with several causes, in how many of
-        those that were looked at.
+    - `count`: in how many steps it happens. For a value of the loss, one: the others are not
+        looked for.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
         `mask_file`, `mask_line`: where that is.
     - `rule`: the line of the rule, for a function with a rule of yours.
     - `is_forward`: whether it is a value, and not a cotangent.
     - `index`: the first element that is made bad here, and `shape` of what. `n_bad`: how many
-        of its elements are, in that step, or of those that were looked at. `is_batched`:
-        whether it is under `vmap`, so that one of the axes is that of the batch.
+        of its elements are, in that step. `is_batched`: whether it is under `vmap`, so that one
+        of the axes is that of the batch.
+    - `are_more_steps`, `are_more_bad`: whether `count` and `n_bad` are numbers of steps and
+        elements that were looked at, of more.
     - `operands`: what the element depends on, in the operation or its derivative.
         `cotangent`: what arrived there.
     """
@@ -50,6 +52,8 @@ class NonFinite(AbstractRecord):
     index: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     n_bad: int = 1
+    are_more_steps: bool = False
+    are_more_bad: bool = False
     is_batched: bool = False
     operands: tuple[float, ...] = ()
     cotangent: float | None = None
@@ -157,7 +161,9 @@ def _row(record: NonFinite) -> tuple[str, ...]:
         *cells(
             record,
             kind=_describe(record),
-            step=f"{step} and {record.count - 1} more" if record.count > 1 else step,
+            step=f"{step} and {_least(record.are_more_steps)}{record.count - 1} more"
+            if record.count > 1
+            else step,
         ),
         record.rule,
         _show_elements(record),
@@ -173,7 +179,12 @@ def _show_elements(record: NonFinite) -> str:
     if not record.index:
         return where.strip()
     index = f"[{', '.join(map(str, record.index))}]" + ", ..." * (record.n_bad > 1)
-    return f"{record.n_bad} of {math.prod(record.shape)}{where}: {index}"
+    n_bad = f"{_least(record.are_more_bad)}{record.n_bad}"
+    return f"{n_bad} of {math.prod(record.shape)}{where}: {index}"
+
+
+def _least(are_more: bool) -> str:
+    return "at least " * are_more
 
 
 def _describe(record: NonFinite) -> str:

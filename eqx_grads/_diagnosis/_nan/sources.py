@@ -32,6 +32,7 @@ class Part:
     """Elements of a variable of a program that are all NaN, or all infinite.
 
     - `user`: the elements of the equation that they are an operand of, which depend on them.
+    - `is_part`: whether they are those of some steps or elements in a loop only.
     """
 
     frame: Frame
@@ -39,6 +40,7 @@ class Part:
     mask: Any
     is_nan: bool
     user: Elements | None = None
+    is_part: bool = False
 
 
 def key_of(source: Elements | Input) -> Any:
@@ -61,7 +63,8 @@ def nonfinite_operands(elements: Elements, operands: Iterable[int]) -> list[Part
             if mask.any():
                 user = elements.among(reached_by(elements, k, mask))
                 atom = elements.eqn.invars[k]
-                parts.append(Part(elements.frame, atom, mask, is_nan, user))
+                is_part = elements.is_part
+                parts.append(Part(elements.frame, atom, mask, is_nan, user, is_part))
     return parts
 
 
@@ -70,14 +73,26 @@ def sources_of_nonfinite(parts: Sequence[Part]) -> Found:
     the parts are not finite because of, by their keys, in the order in which they are found.
 
     Of what is made from constants only, these are the equations that use a NaN, and those that
-    make a NaN of two infinities; and if there are no others, those that use an infinity.
+    make a NaN of two infinities; and if there are no others, those that use an infinity. The
+    difference of two logarithms of zero comes before these: often they are meant.
     """
     found, first_nans, users = _follow(parts)
+    differences: Found = {}
     for elements in first_nans:
         operands = nonfinite_operands(elements, range(len(elements.operands)))
-        if not _follow(operands)[0]:
+        of_infinities = _follow(operands)[0]
+        if not of_infinities:
             _add(found, elements)
-    return found or users
+        elif elements.eqn.primitive.name == "sub":
+            if all(map(_is_log_of_zero, of_infinities.values())):
+                _add(differences, elements)
+    return {**differences, **found} or users
+
+
+def _is_log_of_zero(source: Elements | Input) -> bool:
+    if isinstance(source, Input) or source.eqn.primitive.name != "log":
+        return False
+    return bool(np.all(source.values[source.mask] == -np.inf))
 
 
 def _follow(parts: Sequence[Part]) -> tuple[Found, list[Elements], Found]:
@@ -93,6 +108,8 @@ def _follow(parts: Sequence[Part]) -> tuple[Found, list[Elements], Found]:
         # A carry that begins with infinities may become NaN later.
         holds = np.isnan if part.is_nan else is_nonfinite
         for place in origins_of_elements(part.frame, part.atom, part.mask, holds):
+            if place is not None and part.is_part:
+                place = dataclasses.replace(place, is_part=True)
             if place is None:
                 if part.user is not None:
                     _add(found if part.is_nan else users, part.user)
@@ -137,8 +154,8 @@ def _unseen(place: Elements, seen: dict[Any, Elements]) -> Elements:
 def _add(found: Found, source: Elements | Input) -> None:
     known = found.setdefault(key_of(source), source)
     if _array_of(known) == _array_of(source):
-        mask = known.mask | source.mask
-        found[key_of(source)] = dataclasses.replace(known, mask=mask)
+        mask, is_part = known.mask | source.mask, known.is_part or source.is_part
+        found[key_of(source)] = dataclasses.replace(known, mask=mask, is_part=is_part)
 
 
 def _array_of(source: Elements | Input) -> Any:

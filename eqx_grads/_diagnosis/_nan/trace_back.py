@@ -86,9 +86,13 @@ class Spot(_AbstractPlace):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Elements(_AbstractPlace):
-    """Some elements of an output of an equation."""
+    """Some elements of an output of an equation.
+
+    - `is_part`: whether others, which come from a loop as well, were not followed.
+    """
 
     mask: Any
+    is_part: bool = False
 
     @property
     def values(self) -> Any:
@@ -108,11 +112,12 @@ class Elements(_AbstractPlace):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Input:
-    """Elements of an input of the whole program that are not finite."""
+    """Elements of an input of the whole program that are not finite; `is_part` as above."""
 
     number: int
     array: Any
     mask: Any
+    is_part: bool = False
 
     @property
     def index(self) -> Index:
@@ -198,9 +203,12 @@ def origins_of_elements(
                 return
             eqn = frame.parent.node.eqns[node.position]
         if isinstance(structure(eqn), Scan | While):
-            for index in indices(mask, _MOST_IN_LOOPS):
+            chosen = indices(mask, _MOST_IN_LOOPS)
+            is_part = np.sum(mask) > len(chosen)
+            for index in chosen:
                 place = origin_of_value(frame, atom, index, holds)
-                yield place.alone if isinstance(place, Spot) else place
+                place = place.alone if isinstance(place, Spot) else place
+                yield place and dataclasses.replace(place, is_part=bool(is_part))
             return
         # An inner program of another equation has the same elements.
         into = _into(frame, i, k, mask, holds) if is_made else _out_of(frame, k, mask, holds)
