@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._errors import check_flags
+from ..._errors import check_flags, RuleError
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.peak_memory import peak_bytes
@@ -19,6 +19,7 @@ from ..progress import doing, showing_progress
 from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss, TracedLoss
 from .advice import Candidate, candidates, Pairs, with_checkpoints
+from .loop_with_checkpoints import may_replay
 from .remarks import remarks_on_loops
 from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient, Residual
@@ -119,6 +120,11 @@ def explain_memory(
     traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered)
+    calls = gradient.plain_calls()
+    if calls:
+        traced = dataclasses.replace(traced, plain=calls)
+        numbered = NumberedLoss(traced)
+        gradient = Gradient(numbered)
     pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
     plain = ft.partial(_evaluate, traced)
     estimated = peak_bytes(gradient.gradient)
@@ -134,7 +140,9 @@ def explain_memory(
         compiled=_compiled_bytes(plain, traced) if compiled and not is_large else None,
         advice=[advice for advice, _ in advice],
         measure=[ft.partial(_compiled_bytes, fn, traced) for fn in functions],
-        remarks=remarks_on_loops(numbered, pairs, left),
+        remarks=remarks_on_loops(
+            numbered, pairs, left, _left_by_replay(numbered, advice, estimated)
+        ),
         not_compiled=_NOT_COMPILED.format(n_equations) if is_large else "",
     )
 
@@ -170,7 +178,25 @@ def _advice(
             )
             found.append((advice, candidate))
     found = [(one, c) for one, c in found if not _is_no_better(one, c, found)]
-    return sorted(found, key=lambda pair: -pair[0].saves)
+    return sorted(found, key=lambda pair: pair[0].predicted + pair[1].outputs)
+
+
+def _left_by_replay(
+    numbered: NumberedLoss, advice: Sequence[tuple[MemoryAdvice, Candidate]], estimated: int
+) -> dict[int, int]:
+    """The temporary bytes that are left if a loop is replayed, by the number of its equation:
+    of the loop of the best advice on loops."""
+    loops = [c for _, c in advice if c.kind == "loop" and not c.moves_vmap]
+    if not loops or not all(map(may_replay, loops[0].loops)):
+        return {}
+    doing("tracing with a replay")
+    replayed = dataclasses.replace(loops[0], checkpoint="replay")
+    try:
+        left = _estimate(with_checkpoints(numbered.traced, replayed), numbered.traced)
+    except RuleError:  # the derivative of a step can't be replayed
+        return {}
+    saves = estimated - left > _LEAST_SAVING * estimated
+    return {loops[0].origin.number: left} if saves and loops[0].origin is not None else {}
 
 
 def _is_no_better(advice: MemoryAdvice, candidate: Candidate, found) -> bool:
