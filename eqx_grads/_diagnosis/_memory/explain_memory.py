@@ -55,6 +55,7 @@ def explain_memory(
         import eqx_grads as eqg
         import jax
         import jax.numpy as jnp
+        import textwrap
 
         class Network(eqx.Module):
             cell: eqx.nn.GRUCell
@@ -71,13 +72,14 @@ def explain_memory(
 
         report = eqg.explain_memory(loss, network, jnp.ones((8, 100, 3)))
         print(report.found[0].path, report.found[0].n_steps)
-        print(report.advice[0].cure)
+        print(textwrap.fill(report.advice[0].cure, 80))
         print(report.advice[0].predicted < 0.2 * report.compiled)
         ```
 
         ```text
         cell 100
-        Run the loop at page.py:12 by `eqg.filter_scan(..., checkpoint=4)`.
+        Run the loop at page.py:13 by `eqg.filter_scan(..., checkpoint=4)`, which
+        computes each step twice.
         True
         ```
 
@@ -98,17 +100,20 @@ def explain_memory(
     once. The temporary memory of the gradient is an estimate from its program: the residuals,
     and all other arrays at the peak. On a CPU it is within 8 % of what XLA allocates
     for the eight models of the tests, and within 22 % for convolutions with pooling; of a
-    cross-entropy of many logits it is 0.63 to 1.5 times that, and for programs with checkpoints
-    or in chunks, 0.8 to 2.3 times. The gradients themselves and the arguments do not count.
+    cross-entropy of many logits it is 0.63 to 1.5 times that, for programs with checkpoints
+    or in chunks, 0.8 to 2.3 times, and for models in `bfloat16`, of which XLA keeps copies in
+    `float32` on a CPU, about half. The gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
-    four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help.
+    four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help, and
+    for a loop that may be replayed.
     With `compiled=True` one program is compiled, and [`eqx_grads.MemoryReport.verify`][]
     compiles one for each advice. XLA takes longer than all else here: for a loss of 9000
     equations in a row, three quarters of a minute.
 
     What is kept for a function with a derivative of its own, such as a solver or a
-    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it.
+    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it. A
+    `filter_scan` with `checkpoint="auto"` that chose plain scan is shown as plain scan.
 
     **Raises:**
 

@@ -194,20 +194,16 @@ def _loops_to_replay(
         if any(str(loop.source) in text for text in layers):
             continue
         text = _CAN_REPLAY.format(place=loop.source, left=show_bytes(left))
-        around = {layer for layer, _ in layer_calls(loop.eqn)}
-        inside = [o for o in numbered.origins if number in o.loops]
-        # Of each operation in the loop, the outermost layer in it.
-        called = {
-            next((layer for layer, _ in layer_calls(o.eqn) if layer not in around), None)
-            for o in inside
-        } - {None}
         types = numbered.traced.types
-        is_users = [types[i].__module__.split(".")[0] not in _LIBRARIES for i in called]
-        yield text + _ANY_CELL * (is_users == [True] and not _is_run_by_layer(types, around))
-
-
-def _is_run_by_layer(types: Sequence[type], around: Iterable[int]) -> bool:
-    return any(types[i].__module__ == _RECURRENT for i in around)
+        around = [layer for layer, _ in layer_calls(loop.eqn)]
+        called = set()
+        for origin in numbered.origins:
+            inside = [layer for layer, _ in layer_calls(origin.eqn) if layer not in around]
+            if number in origin.loops and inside:
+                called.add(types[inside[0]])
+        is_users = [cell.__module__.split(".")[0] not in _LIBRARIES for cell in called]
+        is_run_by_layer = any(types[layer].__module__ == _RECURRENT for layer in around)
+        yield text + _ANY_CELL * (is_users == [True] and not is_run_by_layer)
 
 
 def _shown(path: str) -> str:
