@@ -992,5 +992,28 @@ def test_no_reverse_mode():
     loss = lambda w: jax.lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * w), (0, w)
     )
-    with pytest.raises(eqg.RuleError, match="no derivative in reverse mode"):
+    with pytest.raises(eqg.RuleError, match="`while_loop` has none") as error:
         eqg.explain_memory(lambda w: loss(w)[1], jnp.array(4.0))
+    assert "no derivative in reverse mode" in str(error.value)
+
+    def with_host(w):
+        n = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1, 0)
+        return n * jax.pure_callback(lambda x: x, w, w)
+
+    with pytest.raises(eqg.RuleError, match="do not support JVP") as error:
+        eqg.explain_memory(with_host, jnp.array(4.0))
+    assert "while_loop" not in str(error.value)
+
+
+def test_an_error_of_the_library_stays_as_it_is():
+    def loss(w, xs):
+        step = lambda h, x: (jnp.tanh(w @ h + x), None)
+        return jnp.sum(eqg.filter_scan(step, jnp.zeros(3), xs, online=True)[0])
+
+    args = jnp.eye(3), jnp.ones((5, 3))
+    with pytest.raises(eqg.RuleError, match='`online="e-prop"`') as error:
+        eqg.explain_memory(loss, *args)
+    with pytest.raises(eqg.RuleError, match="online") as expected:
+        jax.grad(loss)(*args)
+    assert str(error.value) == str(expected.value)
+    assert "while_loop" not in str(error.value)

@@ -29,6 +29,11 @@ from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
 
 
+# In the name stack of a scan for which `"auto"` chose plain scan. Nothing else in the program
+# of a derivative tells.
+PLAIN = "eqg_plain_scan"
+
+
 @dataclasses.dataclass(frozen=True)
 class Replayed(AbstractMethod):
     """Save all carries and nothing else, and recompute many steps at once.
@@ -163,7 +168,8 @@ def _replayed_scan_fwd(
         run = lambda consts, init, xs: _run(
             lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse, progress
         )
-        out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
+        with jax.named_scope(PLAIN):
+            out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
         return out, (residuals, None)
     y_of_carry = body.y_of_carry()
     # A carry that is also an output is saved once, as the output.

@@ -122,7 +122,7 @@ class NumberedLoss:
         def hook(eqn, values):
             i = next(positions)
             with jax.named_scope(f"eqg_equation_{numbered.numbers[i]}"):
-                if not _is_entered(eqn):
+                if not (_is_entered(eqn) or self.traced.is_plain(eqn)):
                     return bind(eqn, values)
                 parts = {id(part.program.jaxpr): part for part in numbered.inner[i]}
                 run = lambda program, values, _: self._evaluate(

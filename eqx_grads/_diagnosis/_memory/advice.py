@@ -51,7 +51,8 @@ class Candidate:
     - `origin`: an operation of which the line is shown. `loops`: the equations of scans that
         are to be run by `filter_scan` with this `checkpoint`.
     - `vmap_is_outside`: whether the loop stays in a `vmap`. `moves_vmap`: whether that is to be
-        moved into its step.
+        moved into its step. `outputs`: the bytes of the outputs of a loop of which the `vmap`
+        is moved. They are copied if the loss swaps their axes back.
     - `layers`: the indices of layers in `TracedLoss.layers`, of which each call is to be a
       checkpoint.
     - `logits`: those that a cross-entropy is computed from.
@@ -68,6 +69,7 @@ class Candidate:
     checkpoint: int | str | None = None
     vmap_is_outside: bool = False
     moves_vmap: bool = False
+    outputs: int = 0
     layers: frozenset[int] = frozenset()
     logits: Logits | None = None
 
@@ -159,7 +161,7 @@ def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate
         paths = {loop.origin.path for loop in loops}
         candidate = Candidate(
             "loop",
-            f"Run the loop at {place} by {run}.",
+            f"Run the loop at {place} by {run}, which computes each step twice.",
             paths.pop() if len(paths) == 1 else "",
             True,
             covers,
@@ -172,11 +174,11 @@ def _loop_candidates(numbered: NumberedLoss, pairs: Pairs) -> Iterator[Candidate
             yield candidate
             continue
         scans = [loop.scan for loop in loops]
-        has_outputs = any(len(s.programs[0].out_avals) > s.n_carry for s in scans)
-        cure = candidate.cure + _OUTPUTS_ARE_COPIED * has_outputs
+        outputs = sum(s.length * bytes_of(*s.programs[0].out_avals[s.n_carry :]) for s in scans)
+        cure = candidate.cure + _OUTPUTS_ARE_COPIED * (outputs > 0)
         yield dataclasses.replace(candidate, cure=cure, vmap_is_outside=True)
-        cure = _VMAP_INSIDE.format(source=place, run=run)
-        yield dataclasses.replace(candidate, cure=cure, moves_vmap=True)
+        cure = _VMAP_INSIDE.format(source=place, run=run) + _OUTPUTS_STAY * (outputs > 0)
+        yield dataclasses.replace(candidate, cure=cure, moves_vmap=True, outputs=outputs)
 
 
 _OUTPUTS_ARE_COPIED = (
@@ -185,7 +187,12 @@ _OUTPUTS_ARE_COPIED = (
 )
 _VMAP_INSIDE = (
     "Put the `vmap` that is around the loop at {source} into its step, pass `xs` with the time "
-    "axis first (and their batch axis, if they have one, second), and run the loop by {run}."
+    "axis first (and their batch axis, if they have one, second), and run the loop by {run}, "
+    "which computes each step twice."
+)
+_OUTPUTS_STAY = (
+    " The estimate is for a loss that uses the outputs with the time axis first as well; "
+    "`report.verify()` measures one that swaps their axes back."
 )
 
 
@@ -287,16 +294,18 @@ def with_checkpoints(traced: TracedLoss, candidate: Candidate) -> Callable[..., 
     """The loss, as a function of the inputs of the traced program, with a candidate applied."""
     if candidate.logits is not None:
         return without_logits(traced, candidate.logits)
-    return lambda *values: _evaluate(traced.program, list(values), candidate)[0]
+    return lambda *values: _evaluate(traced, traced.program, list(values), candidate)[0]
 
 
-def _evaluate(program: ClosedJaxpr, values: Sequence[Any], candidate: Candidate) -> list[Any]:
+def _evaluate(
+    traced: TracedLoss, program: ClosedJaxpr, values: Sequence[Any], candidate: Candidate
+) -> list[Any]:
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env.update(zip(jaxpr.invars, values, strict=True))
 
     def hook(eqn, values):
-        return _evaluate_equation(eqn, values, candidate)
+        return _evaluate_equation(traced, eqn, values, candidate)
 
     parts = list(_parts(program, candidate))
     outputs = _used_later(parts, jaxpr.outvars)
@@ -341,16 +350,16 @@ def _used_later(parts, outputs) -> list[list[Any]]:
     return result[::-1]
 
 
-def _evaluate_equation(eqn, values, candidate: Candidate) -> Sequence[Any]:
+def _evaluate_equation(traced: TracedLoss, eqn, values, candidate: Candidate) -> Sequence[Any]:
     known = structure(eqn)
     if isinstance(known, Scan) and candidate.is_run_by_filter_scan(eqn):
         return run_loop(known, values, candidate.checkpoint, candidate.vmap_is_outside)
-    is_entered = isinstance(known, Call | Checkpoint | Scan | Cond) and any(
-        _concerns(inner, candidate) for inner in inner_programs(eqn)
-    )
+    has_program = isinstance(known, Call | Checkpoint | Scan | Cond) or traced.is_plain(eqn)
+    is_entered = has_program and any(_concerns(p, candidate) for p in inner_programs(eqn))
     if not is_entered or (isinstance(known, Call) and assigns_shardings(eqn.params)):
         return bind(eqn, values)
-    return enter(eqn, values, lambda program, xs, _: _evaluate(program, xs, candidate))
+    run = lambda program, xs, _: _evaluate(traced, program, xs, candidate)
+    return enter(eqn, values, run)
 
 
 def _concerns(program: ClosedJaxpr, candidate: Candidate) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._errors import check_flags
+from ..._errors import check_flags, RuleError
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.peak_memory import peak_bytes
@@ -19,6 +19,7 @@ from ..progress import doing, showing_progress
 from ..source_lines import UNKNOWN
 from ..traced_loss import trace_loss, TracedLoss
 from .advice import Candidate, candidates, Pairs, with_checkpoints
+from .loop_with_checkpoints import may_replay
 from .remarks import remarks_on_loops
 from .report import MemoryAdvice, MemoryReport
 from .residuals import Gradient, Residual
@@ -54,6 +55,7 @@ def explain_memory(
         import eqx_grads as eqg
         import jax
         import jax.numpy as jnp
+        import textwrap
 
         class Network(eqx.Module):
             cell: eqx.nn.GRUCell
@@ -70,13 +72,14 @@ def explain_memory(
 
         report = eqg.explain_memory(loss, network, jnp.ones((8, 100, 3)))
         print(report.found[0].path, report.found[0].n_steps)
-        print(report.advice[0].cure)
+        print(textwrap.fill(report.advice[0].cure, 80))
         print(report.advice[0].predicted < 0.2 * report.compiled)
         ```
 
         ```text
         cell 100
-        Run the loop at page.py:12 by `eqg.filter_scan(..., checkpoint=4)`.
+        Run the loop at page.py:13 by `eqg.filter_scan(..., checkpoint=4)`, which
+        computes each step twice.
         True
         ```
 
@@ -97,17 +100,20 @@ def explain_memory(
     once. The temporary memory of the gradient is an estimate from its program: the residuals,
     and all other arrays at the peak. On a CPU it is within 8 % of what XLA allocates
     for the eight models of the tests, and within 22 % for convolutions with pooling; of a
-    cross-entropy of many logits it is 0.63 to 1.5 times that, and for programs with checkpoints
-    or in chunks, 0.8 to 2.3 times. The gradients themselves and the arguments do not count.
+    cross-entropy of many logits it is 0.63 to 1.5 times that, for programs with checkpoints
+    or in chunks, 0.8 to 2.3 times, and for models in `bfloat16`, of which XLA keeps copies in
+    `float32` on a CPU, about half. The gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most
-    four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help.
+    four checkpoints, or uses of [`eqx_grads.losses.linear_cross_entropy`][], that may help, and
+    for a loop that may be replayed.
     With `compiled=True` one program is compiled, and [`eqx_grads.MemoryReport.verify`][]
     compiles one for each advice. XLA takes longer than all else here: for a loss of 9000
     equations in a row, three quarters of a minute.
 
     What is kept for a function with a derivative of its own, such as a solver or a
-    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it.
+    `filter_scan` with `checkpoint="replay"`, is shown at the line that calls it. A
+    `filter_scan` with `checkpoint="auto"` that chose plain scan is shown as plain scan.
 
     **Raises:**
 
@@ -119,6 +125,11 @@ def explain_memory(
     traced = trace_loss("explain_memory", loss, model, args, kwargs, steps_are_visible=False)
     numbered = NumberedLoss(traced)
     gradient = Gradient(numbered)
+    calls = gradient.plain_calls()
+    if calls:
+        traced = dataclasses.replace(traced, plain=calls)
+        numbered = NumberedLoss(traced)
+        gradient = Gradient(numbered)
     pairs = list(zip(gradient.sources, gradient.residuals(), strict=True))
     plain = ft.partial(_evaluate, traced)
     estimated = peak_bytes(gradient.gradient)
@@ -134,7 +145,9 @@ def explain_memory(
         compiled=_compiled_bytes(plain, traced) if compiled and not is_large else None,
         advice=[advice for advice, _ in advice],
         measure=[ft.partial(_compiled_bytes, fn, traced) for fn in functions],
-        remarks=remarks_on_loops(numbered, pairs, left),
+        remarks=remarks_on_loops(
+            numbered, pairs, left, _left_by_replay(numbered, advice, estimated)
+        ),
         not_compiled=_NOT_COMPILED.format(n_equations) if is_large else "",
     )
 
@@ -170,7 +183,25 @@ def _advice(
             )
             found.append((advice, candidate))
     found = [(one, c) for one, c in found if not _is_no_better(one, c, found)]
-    return sorted(found, key=lambda pair: -pair[0].saves)
+    return sorted(found, key=lambda pair: pair[0].predicted + pair[1].outputs)
+
+
+def _left_by_replay(
+    numbered: NumberedLoss, advice: Sequence[tuple[MemoryAdvice, Candidate]], estimated: int
+) -> dict[int, int]:
+    """The temporary bytes that are left if a loop is replayed, by the number of its equation:
+    of the loop of the best advice on loops."""
+    loops = [c for _, c in advice if c.kind == "loop" and not c.moves_vmap]
+    if not loops or not all(map(may_replay, loops[0].loops)):
+        return {}
+    doing("tracing with a replay")
+    replayed = dataclasses.replace(loops[0], checkpoint="replay")
+    try:
+        left = _estimate(with_checkpoints(numbered.traced, replayed), numbered.traced)
+    except RuleError:  # the derivative of a step can't be replayed
+        return {}
+    saves = estimated - left > _LEAST_SAVING * estimated
+    return {loops[0].origin.number: left} if saves and loops[0].origin is not None else {}
 
 
 def _is_no_better(advice: MemoryAdvice, candidate: Candidate, found) -> bool:

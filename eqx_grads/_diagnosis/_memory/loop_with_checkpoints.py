@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._control_flow.replay import Replayed
 from ..._control_flow.scan import named_method
 from ..._control_flow.scan_backward import Checkpointed, Loop
 from ..._jaxprs.evaluate import evaluate
 from ..._jaxprs.plain_scan import lax_scan
-from ..._jaxprs.structure import Scan
+from ..._jaxprs.structure import Scan, structure
 
 
 def run_loop(
@@ -22,6 +23,30 @@ def run_loop(
     - `vmap_is_outside`: whether to run it as `jax.vmap` of the `filter_scan` of one example.
         Without, it is a `filter_scan` whose steps take the whole batch.
     """
+    loop = _as_loop(scan, values)
+    method = named_method(checkpoint, scan.length)
+    if vmap_is_outside and isinstance(method, Checkpointed):
+        outputs = scan.programs[0].out_avals[scan.n_carry :]
+        carry, ys = _run_under_vmap(loop, outputs, method.every)
+    else:
+        carry, ys = method.run(loop)
+    return [*carry, *ys]
+
+
+def may_replay(eqn: Any) -> bool:
+    """Whether the steps of a scan can be replayed, and its operations are none for which that
+    was measured to be slower."""
+    scan = structure(eqn)
+    reasons: list[str | None] = []
+
+    def look(values):
+        reasons.append(Replayed(only_if_better=True).unsupported(_as_loop(scan, values)))
+
+    jax.eval_shape(look, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars])
+    return reasons == [None]
+
+
+def _as_loop(scan: Any, values: Sequence[Any]) -> Loop:
     (program,) = scan.programs
     consts, rest = values[: scan.n_consts], values[scan.n_consts :]
 
@@ -30,14 +55,8 @@ def run_loop(
         return _with_strong_types(outs[: scan.n_carry]), outs[scan.n_carry :]
 
     init = _with_strong_types(list(rest[: scan.n_carry]))
-    loop = Loop(body, init, list(rest[scan.n_carry :]), scan.length, scan.reverse, scan.unroll)
-    method = named_method(checkpoint, scan.length)
-    if vmap_is_outside and isinstance(method, Checkpointed):
-        outputs = program.out_avals[scan.n_carry :]
-        carry, ys = _run_under_vmap(loop, outputs, method.every)
-    else:
-        carry, ys = method.run(loop)
-    return [*carry, *ys]
+    xs = list(rest[scan.n_carry :])
+    return Loop(body, init, xs, scan.length, scan.reverse, scan.unroll)
 
 
 def _run_under_vmap(

@@ -55,7 +55,8 @@ class MemoryReport(AbstractReport):
     - `estimated`: the temporary bytes of the gradient, from its program.
     - `compiled`: the temporary bytes of the compiled gradient, or `None` if there is none.
     - `advice`: a [`eqx_grads.MemoryAdvice`][] for each checkpoint that is worth it, and for
-        logits that need not be held all at a time; the largest saving first: by the estimate,
+        logits that need not be held all at a time; the largest saving first: by the estimate
+        (with a copy of the outputs of a loop of which a `vmap` is to be moved into the step),
         and after [`eqx_grads.MemoryReport.verify`][] as measured.
     - `remarks`: what else there is to know.
 

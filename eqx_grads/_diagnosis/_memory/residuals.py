@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..._errors import first_line, rule_error
+from ..._control_flow.replay import PLAIN, replayed_scan
+from ..._errors import first_line, rule_error, RuleError
 from ..._jaxprs.dependence import free_variables, variables, without_unused
 from ..._jaxprs.elementwise import is_cheap
 from ..._jaxprs.peak_memory import bytes_of
@@ -23,6 +24,7 @@ from ..._jaxprs.structure import (
     CallWithRule,
     Checkpoint,
     Cond,
+    equations,
     inner_programs,
     Scan,
     structure,
@@ -81,6 +83,13 @@ class Source:
     is_carry: bool = False
 
 
+_USE_SCAN = (
+    "Only reverse mode keeps anything for a backward pass. A `while_loop` has none: use a "
+    "`scan`."
+)
+_SAME_ERROR = "`jax.grad` of the loss raises this error as well: mend it first."
+
+
 class Gradient:
     """The gradient of a loss as a program, and the residuals in it."""
 
@@ -97,13 +106,12 @@ class Gradient:
         trace = jax.make_jaxpr(gradient, return_shape=True)
         try:
             program, out = trace(traced.values[:n], traced.values[n:])
+        except RuleError:
+            raise  # it says what to do
         except (ValueError, NotImplementedError) as error:
-            raise rule_error(
-                "The loss has no derivative in reverse mode.",
-                first_line(error),
-                do="Only reverse mode keeps anything for a backward pass. A `while_loop` has "
-                "none: use a `scan`.",
-            ) from error
+            do = _USE_SCAN if "while_loop" in str(error) else _SAME_ERROR
+            what = "The loss has no derivative in reverse mode."
+            raise rule_error(what, first_line(error), do=do) from error
         n_residuals = len(out[0])
         n_others = len(program.out_avals) - n_residuals
         self.program = program
@@ -120,6 +128,13 @@ class Gradient:
         ]
         # By program. A program is known by its `jaxpr`, which lives as long as `program`.
         self._producers: dict[int, dict[Any, Any]] = {}
+
+    def plain_calls(self) -> list[Any]:
+        """The equations of the loss that are a `filter_scan` with `checkpoint="auto"`, which
+        chose plain scan."""
+        inside = [e for e in equations(self.program) if PLAIN in str(e.source_info.name_stack)]
+        origins = {o.number: o for o in map(self.numbered.origin_of, inside) if o is not None}
+        return [o.eqn for o in origins.values() if o.primitive == replayed_scan.__name__]
 
     @ft.cached_property
     def sources(self) -> list[Source]:
