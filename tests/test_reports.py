@@ -220,7 +220,7 @@ def test_all_kinds_are_documented():
     names = {
         text
         for name, text in vars(cures).items()
-        if name.isupper() and name[0] != "_" and isinstance(text, str)
+        if name.isupper() and name[0] != "_" and isinstance(text, str) and "`" not in text
     }
     assert kinds(of_nan) >= names
     assert kinds(of_zero) - {"kind"} == set(CURES)
