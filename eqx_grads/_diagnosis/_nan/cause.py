@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -73,11 +73,27 @@ class Cause:
     n_made: int | None = None
 
 
-def causes_of_hit(
+def causes_of_hits(
+    derivative: Derivative, number: int, hits: Mapping[Way, Hit], threshold: float | None
+) -> list[tuple[Cause, int]]:
+    """The causes that an equation makes a cotangent bad, each with the number of steps of the
+    loops around it."""
+    found: dict[Any, list[tuple[Cause, int]]] = {}
+    for way, hit in hits.items():
+        for cause, count in _causes_of_hit(derivative, number, way, hit, threshold):
+            found.setdefault(_key_of(cause), []).append((cause, count))
+    most = max(hit.count_of_all for hit in hits.values())
+    # One cause may make a NaN at one step, and infinity at another, or both at one.
+    return [
+        (cause, min(sum(count for _, count in same), most))
+        for same in found.values()
+        for cause, _ in same
+    ]
+
+
+def _causes_of_hit(
     derivative: Derivative, number: int, way: Way, hit: Hit, threshold: float | None
 ) -> list[tuple[Cause, int]]:
-    """The causes that an equation makes a cotangent bad in one way, each with the number of
-    steps of the loops around it."""
     _, position = derivative.places[number]
 
     def at_steps(most):
@@ -243,12 +259,14 @@ def _cause_in_derivative(derivative: Derivative, spot: Spot, source: Spot | Inpu
     if isinstance(source, Spot):
         origin = _blamed(derivative, source, origin)
     zero = _zero_cotangent(spot, _bad_factors(spot.alone))
-    if zero is not None:
+    if zero is not None and derivative.is_reverse:
         return _cause_of_zero(derivative, spot, source, origin, zero)
     cause = _cause_of_source(derivative, source)
     bound = _bound_of(derivative, cause, spot, origin)
     if bound is not None:
         return Cause(DEAD_BRANCH, origin, spot, source, Zero(bound, BOUND))
+    if zero is not None:  # in forward mode, what comes from a bound is zero as well
+        return _cause_of_zero(derivative, spot, source, origin, zero)
     return dataclasses.replace(cause, origin=origin, spot=spot)
 
 
