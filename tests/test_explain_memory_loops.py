@@ -618,6 +618,78 @@ def test_a_mask_of_a_part_of_the_state():
     assert not layer_remark(one_state(loop), cell, *SEQUENCE)
 
 
+def stopped(cell, state, x):
+    return cell(x, jax.lax.stop_gradient(state))
+
+
+def stopped_at_some_steps(cell, state, x):
+    stopped = jax.tree.map(jax.lax.stop_gradient, state)
+    return cell(x, by_where(x[0] > 1, stopped, state))
+
+
+def with_noise_in_weights(cell, state, x):
+    weights = cell.weight_hh * (1 + x[0])
+    return eqx.tree_at(lambda cell: cell.weight_hh, cell, weights)(x, state)
+
+
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+@pytest.mark.parametrize("step", [stopped, stopped_at_some_steps, with_noise_in_weights])
+def test_a_step_with_another_derivative_or_other_weights(step, cell):
+    """A layer has the same values, but the derivative goes through all steps; and it has the
+    same weights at all steps."""
+
+    def loop(cell, xs, _):
+        return jax.lax.scan(lambda h, x: (step(cell, h, x), None), zero_state(cell), xs)[0]
+
+    cell = cell(INPUTS, STATES, key=jr.key(0))
+    assert not layer_remark(one_state(loop), cell, *SEQUENCE)
+
+
+def swapped(cell, state, x):
+    return cell(x, state)[::-1]
+
+
+def without_cell_state(cell, state, x):
+    return cell(x, (state[0], jnp.ones(STATES)))[0], state[1]
+
+
+def one_for_both(cell, state, x):
+    return cell(x, (state[0], state[0]))
+
+
+def two_masks(cell, state, x):
+    h, c = cell(x, state)
+    return jnp.where(x[0] > 0, h, state[0]), jnp.where(x[0] > 1, c, state[1])
+
+
+def opposite_masks(cell, state, x):
+    h, c = cell(x, state)
+    return jnp.where(x[0] > 0, h, state[0]), jnp.where(x[0] > 0, state[1], c)
+
+
+def one_mask_twice(cell, state, x):
+    new = cell(x, state)
+    return jax.tree.map(lambda a, b: jnp.where(x[0] > 0, a, b), new, state)
+
+
+def renamed(cell, state, x):
+    """The layer does the same, with its states in another order."""
+    return cell(x, state[::-1])[::-1]
+
+
+OF_NO_LAYER = [swapped, without_cell_state, one_for_both, two_masks, opposite_masks]
+
+
+@pytest.mark.parametrize("step", [*OF_NO_LAYER, one_mask_twice, renamed])
+def test_the_two_states_of_an_lstm(step):
+    def loop(cell, xs, _):
+        return jax.lax.scan(lambda s, x: (step(cell, s, x), None), zero_state(cell), xs)[0]
+
+    cell = eqx.nn.LSTMCell(INPUTS, STATES, key=jr.key(0))
+    is_layer = step not in OF_NO_LAYER
+    assert bool(layer_remark(one_state(loop), cell, *SEQUENCE)) == is_layer
+
+
 @pytest.mark.parametrize("halts", [False, True])
 def test_a_loop_whose_output_is_an_input_of_the_next_step(halts):
     """A decoder, and a loop that stops by its state: no layer has these inputs or lengths."""

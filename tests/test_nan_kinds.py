@@ -700,3 +700,35 @@ def test_elements_that_were_not_followed_are_said_to_be_more():
     assert record.n_bad < 6
     assert record.are_more_bad
     assert f"at least {record.n_bad} of 36" in str(report)
+
+
+def test_the_steps_at_which_one_cause_makes_a_nan_or_an_infinity():
+    """The derivative of `sqrt` is NaN below zero, and infinite at zero."""
+
+    def loss(x):
+        step = lambda c, v: (c + jnp.where(v > 0, jnp.sqrt(v), 0.0), None)
+        return jax.lax.scan(step, 0.0, x)[0]
+
+    (record,) = eqg.explain_nan(loss, jnp.array([1.0, -1.0, 0.0, 2.0, -3.0])).found
+    assert record.kind == "dead branch"
+    assert record.step == (4,)
+    assert record.count == 3
+    # In one array, both at the same step.
+    rows = jnp.array([[1.0, 1.0], [-1.0, 0.0], [0.0, -2.0], [2.0, 0.0]])
+    batch = lambda rows: jnp.sum(jax.vmap(loss, in_axes=1)(rows))
+    (record,) = eqg.explain_nan(batch, rows).found
+    assert record.count == 3
+
+
+def test_a_bound_in_forward_mode():
+    """The tangent of the constant is zero, which is no branch that is not taken."""
+
+    def loss(x):
+        body = lambda s: (s[0] + 1, s[1] + jnp.sqrt(jnp.maximum(x[s[0]], 0.0)))
+        return jax.lax.while_loop(lambda s: s[0] < 3, body, (0, 0.0))[1]
+
+    report = eqg.explain_nan(loss, jnp.array([1.0, -1.0, -2.0]))
+    (record,) = report.found
+    assert not report.is_reverse
+    assert (record.kind, record.mask, record.count) == ("dead branch", "maximum", 2)
+    assert "is the constant of the `maximum`" in record.cure

@@ -84,6 +84,8 @@ _STRICT = 1e-9
 _MOST_ROUNDING = 0.05
 # Along how many directions two functions are compared.
 _DIRECTIONS = 2
+# For how many cotangents the effect of low precision is measured, and what may be larger.
+_MEASURED, _MARGIN = 4, 16
 # With more leaves than this, one direction perturbs all of them together.
 _MAX_LEAVES_ALONE = 6
 
@@ -323,6 +325,36 @@ class Case:
             return max(of_outputs, tolerance_of(self.subject.leaves))
         # The arguments were widened to float64, but constants may be float32 still.
         return max(of_outputs, 1e-5)
+
+    def tolerance_of_derivative(self, precision: Precision) -> float:
+        """The same for a first derivative, which may hardly depend on what is computed in low
+        precision."""
+        tolerance = self.tolerance(precision)
+        if self.options.tolerance is not None:
+            return tolerance
+        least = tolerance_of(self.subject.leaves, precision.outputs)
+        if precision is not self.own:
+            least = max(precision.tolerance_without_constants(), 1e-5)
+        return max(min(least, tolerance), self.low_share * tolerance)
+
+    @ft.cached_property
+    def low_share(self) -> float:
+        """How much of the rounding errors of the lowest precision arrives in the derivative of
+        the plain function, at most one: that of `x + 1e-3 * x.astype(bfloat16)` has little."""
+        p = self.precision
+        if not p.is_unrounded or p.lowest is None or self.options.reference is not None:
+            return 1.0
+        rng, errors = np.random.default_rng(0), []
+        try:
+            for _ in range(_MEASURED):
+                w = normal_like(rng, self.own.outputs)
+                exact = p.plain.vjp(p.like_outputs(w))
+                errors.append(difference(exact, self.own.plain.vjp(w), self.names).error)
+        except Exception:  # the function has no such derivative
+            return 1.0
+        error = max(errors)
+        is_known = 0 < error < np.inf
+        return min(1.0, _MARGIN * error / float(jnp.finfo(p.lowest).eps)) if is_known else 1.0
 
     def tolerance_with_rounding(self, *arrays: Any) -> tuple[float, Callable[[], float]]:
         """In the user's precision: the tolerance, and a larger one that takes the rounding

@@ -118,13 +118,15 @@ class Precision:
 
     def tolerance(self) -> float:
         """The relative error that rounding explains."""
-        low = [_of(self.lowest)] if self.lowest is not None else []
         if self.is_unrounded:
             # Constants in the lowest precision are still rounded, in the function or its rule.
-            low = [_of(self.rounded_to)] if self.rounded_to is not None else []
             of_constants = float(jnp.finfo(self.lowest).eps)
-            return max(tolerance_of(low), of_constants)
+            return max(self.tolerance_without_constants(), of_constants)
+        low = [_of(self.lowest)] if self.lowest is not None else []
         return tolerance_of(self.outputs, low)
+
+    def tolerance_without_constants(self) -> float:
+        return tolerance_of([] if self.rounded_to is None else [_of(self.rounded_to)])
 
     @ft.cached_property
     def named_outputs(self) -> list[tuple[str, Any]]:

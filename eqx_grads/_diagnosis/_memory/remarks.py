@@ -31,6 +31,7 @@ _LAYERS = {
     eqx.nn.GRUCell: "GRU",
     eqx.nn.LSTMCell: "LSTM",
 }
+_N_STATES = {eqx.nn.GRUCell: 1, eqx.nn.LSTMCell: 2}
 # What `jnp.zeros` of a first state becomes under `jax.vmap`.
 _COPIES_ZEROS = ("broadcast_in_dim", "convert_element_type", "copy")
 _CALL = '`eqg.nn.{layer}.from_cell({path}, keep="states"{reverse})(xs{state}{lengths})`'
@@ -124,7 +125,7 @@ def _cells(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator
         kept = sum(r.bytes for s, r in pairs if origin.number in s.loops and s.kept_by_loop)
         if cell is None or kept < least:
             continue
-        loop = loop_of_cell(scan, cell)
+        loop = loop_of_cell(scan, cell, _N_STATES[traced.types[cell]])
         if loop is None or scan.length * loop.state_size <= _LEAST_STATES:
             continue
         first = [origin.eqn.invars[scan.n_consts + i] for i in loop.states]

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,10 +78,28 @@ class Cause:
     more_steps: bool = False
 
 
-def causes_of_hit(
+def causes_of_hits(
+    derivative: Derivative, number: int, hits: Mapping[Way, Hit], threshold: float | None
+) -> list[Cause]:
+    """The causes that an equation makes a cotangent bad."""
+    found: dict[Any, list[Cause]] = {}
+    for way, hit in hits.items():
+        for cause in _causes_of_hit(derivative, number, way, hit, threshold):
+            found.setdefault(_key_of(cause), []).append(cause)
+    most = max(hit.count_of_all for hit in hits.values())
+    causes = []
+    for same in found.values():
+        # One cause may make a NaN at one step, and infinity at another, or both at one.
+        n_steps = min(sum(cause.n_steps for cause in same), most)
+        more_steps = any(cause.more_steps for cause in same)
+        numbers = {"n_steps": n_steps, "more_steps": more_steps}
+        causes += [dataclasses.replace(cause, **numbers) for cause in same]
+    return causes
+
+
+def _causes_of_hit(
     derivative: Derivative, number: int, way: Way, hit: Hit, threshold: float | None
 ) -> list[Cause]:
-    """The causes that an equation makes a cotangent bad in one way."""
     _, position = derivative.places[number]
 
     def at_steps(most):
@@ -258,12 +276,14 @@ def _cause_in_derivative(derivative: Derivative, spot: Spot, source: Spot | Inpu
     if isinstance(source, Spot):
         origin = _blamed(derivative, source, origin)
     zero = _zero_cotangent(spot, _bad_factors(spot.alone))
-    if zero is not None:
+    if zero is not None and derivative.is_reverse:
         return _cause_of_zero(derivative, spot, source, origin, zero)
     cause = _cause_of_source(derivative, source)
     bound = _bound_of(derivative, cause, spot, origin)
     if bound is not None:
         return Cause(DEAD_BRANCH, origin, spot, source, Zero(bound, BOUND))
+    if zero is not None:  # in forward mode, what comes from a bound is zero as well
+        return _cause_of_zero(derivative, spot, source, origin, zero)
     return dataclasses.replace(cause, origin=origin, spot=spot)
 
 

@@ -20,7 +20,7 @@ from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import trace_loss
-from .cause import Cause, causes_of_hit, causes_of_value
+from .cause import Cause, causes_of_hits, causes_of_value
 from .cures import DEAD_BRANCH, INDETERMINATE, MASKED_PRODUCT, SINGULARITY, ZERO_SAFE
 from .derivative_program import Derivative, differentiate
 from .reaches import reaches_gradient
@@ -333,8 +333,7 @@ def _find(
     in_gradient: list[Cause] = []
     for i, number in enumerate(numbers):
         doing("looking for the cause of place", i, len(numbers))
-        for way, hit in root.hits[number].items():
-            in_gradient += causes_of_hit(derivative, number, way, hit, threshold)
+        in_gradient += causes_of_hits(derivative, number, root.hits[number], threshold)
     in_gradient.sort(key=lambda cause: cause.spot.place if cause.spot else ())
     causes: dict[Any, list[Cause]] = {}
     for cause in of_value + in_gradient:

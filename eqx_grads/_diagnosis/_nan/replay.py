@@ -49,13 +49,14 @@ class Way(enum.IntEnum):
 class Hit:
     """An equation makes a cotangent that is bad in one way.
 
-    - `count`: in how many steps.
+    - `count`: in how many steps. `count_of_all`: in how many it is bad in any way.
     - `frames`: `frames(most)` are those of some of these steps, from the first to the last. Not
         of a step at which the cotangent, which was bad in the compiled loop, is not when the
         operations run one by one.
     """
 
     count: int
+    count_of_all: int
     frames: Callable[[int], Iterator["Frame"]]
 
 
@@ -110,8 +111,7 @@ class Frame:
         self.hits: dict[int, dict[Way, Hit]] = {}
         self.threshold = threshold
         self._children: dict[tuple[int, int, int], Frame] = {}
-        # A bisection asks for the same ones for each element that it is for.
-        self.carry_before = ft.lru_cache(_MOST_CARRIES)(self._carry_before)
+        self._carries: dict[tuple[int, int], list[Any]] = {}
         self.results = evaluate(node.program, values, self._hook)
 
     @property
@@ -128,8 +128,8 @@ class Frame:
         if self.node.is_watched(i):
             replaced, found = _replaced(self.node, i, values, out, self.threshold, np)
             if any(found):
-                here = Hit(1, lambda most: iter([self]))
-                hits = {way: here for way, is_so in zip(Way, found, strict=True) if is_so}
+                here = Hit(1, 1, lambda most: iter([self]))
+                hits = {way: here for way in Way if found[way]}
                 self.hits[self.node.numbers[i]] = hits
                 return [jnp.asarray(x) if is_inexact(x) else x for x in replaced]
         return out
@@ -152,14 +152,14 @@ class Frame:
     def _add_hits(self, i, numbers, counts, first):
         """Those of a loop, from the counts for each step, or from their sum and the first."""
         total = counts if first is not None else counts.sum(0)
-        for k, way in np.argwhere(total):
+        for k, way in np.argwhere(total[:, : len(Way)]):
             if first is not None:
                 iterations = [int(first[k, way])]
             else:
                 iterations = np.flatnonzero(counts[:, k, way]).tolist()
             frames = ft.partial(self._frames, i, numbers[k], Way(way), iterations)
             hits = self.hits.setdefault(numbers[k], {})
-            hits[Way(way)] = Hit(int(total[k, way]), frames)
+            hits[Way(way)] = Hit(int(total[k, way]), int(total[k, -1]), frames)
 
     def _frames(self, i, number, way, iterations, most) -> Iterator["Frame"]:
         chosen = spread(iterations, most)
@@ -186,9 +186,26 @@ class Frame:
             self.node.compiled[key] = jax.jit(run, compiler_options=_AS_WRITTEN)
         return self.node.compiled[key]
 
-    def _carry_before(self, i: int, iteration: int) -> list[Any]:
-        """The carry of a loop after this number of steps."""
-        return self._compiled(_carry_after, i)(self.operands[i], iteration)
+    def carry_before(self, i: int, iteration: int) -> list[Any]:
+        """The carry of a loop after this number of steps.
+
+        It is computed from the closest earlier one that is kept. A bisection asks for the same
+        ones for each element that it is for.
+        """
+        kept = self._carries
+        carry = kept.pop((i, iteration), None)
+        if carry is None:
+            start = max((n for k, n in kept if k == i and n < iteration), default=0)
+            known = structure(self.node.eqns[i])
+            assert isinstance(known, Scan | While)
+            init = self.operands[i][known.n_before_carry :][: known.n_carry]
+            carry = kept.get((i, start)) or with_fixed_dtypes(init)
+            run = self._compiled(_carry_after, i)
+            carry = run(self.operands[i], carry, start, iteration)
+        kept[i, iteration] = carry  # the last one
+        if len(kept) > _MOST_CARRIES:
+            del kept[next(iter(kept))]
+        return carry
 
     def body(self, i: int, iteration: int) -> "Frame":
         """The body of a loop, at this place in the order in which the steps run."""
@@ -240,7 +257,8 @@ def spread(xs: Sequence[Any], most: int) -> Sequence[Any]:
 
 
 def _replaced(node: Node, i: int, operands, out, threshold, xp):
-    """The outputs with zeros where they are bad, and for each `Way` whether an element is."""
+    """The outputs with zeros where they are bad, and whether an element is: for each `Way`, and
+    in any way."""
     found, replaced = [xp.bool_(False)] * len(Way), []
     is_of_nan = has_nan_factor(node, i, operands, xp)
     if threshold is not None and i in node.within:
@@ -253,7 +271,7 @@ def _replaced(node: Node, i: int, operands, out, threshold, xp):
             bad = is_bad(x, threshold, xp)
             x = xp.where(bad, xp.zeros_like(x), x)
         replaced.append(x)
-    return replaced, found
+    return replaced, [*found, ft.reduce(xp.logical_or, found)]
 
 
 # ---------------------------------------------------------------- inside of a compiled loop
@@ -262,7 +280,7 @@ def _replaced(node: Node, i: int, operands, out, threshold, xp):
 @dataclasses.dataclass(frozen=True)
 class _BadCotangents(AbstractRecorder):
     """Counts, for each watched equation of a program and of its inner ones, in the order of
-    their numbers, and for each `Way`, the steps with a bad cotangent."""
+    their numbers, the steps with a bad cotangent: for each `Way`, and in any way."""
 
     threshold: float | None
 
@@ -281,7 +299,7 @@ class _BadCotangents(AbstractRecorder):
 
 
 def _concatenated(counts):
-    return jnp.concatenate([jnp.zeros((0, len(Way)), jnp.int32), *counts])
+    return jnp.concatenate([jnp.zeros((0, len(Way) + 1), jnp.int32), *counts])
 
 
 def _run_loop(node: Node, i: int, recorder: _BadCotangents, values):
@@ -302,8 +320,8 @@ def _run_loop(node: Node, i: int, recorder: _BadCotangents, values):
     return outs, counts[::-1] if known.reverse else counts, None, known.length
 
 
-def _carry_after(node: Node, i: int, recorder: _BadCotangents, values, n_steps):
-    """The carry of a loop after its first `n_steps` steps."""
+def _carry_after(node: Node, i: int, recorder: _BadCotangents, values, carry, start, n_steps):
+    """The carry of a loop after its first `n_steps` steps, from that after `start` steps."""
     known, body = structure(node.eqns[i]), node.inner[i][-1]
     assert isinstance(known, Scan | While)
     n_carry = known.n_carry
@@ -312,5 +330,4 @@ def _carry_after(node: Node, i: int, recorder: _BadCotangents, values, n_steps):
         inputs = _body_inputs(known, values, carry, step_of(known, k))
         return with_fixed_dtypes(record(body, inputs, recorder)[0][:n_carry])
 
-    init = with_fixed_dtypes(values[known.n_before_carry :][:n_carry])
-    return lax_fori_loop(0, n_steps, advance, init)
+    return lax_fori_loop(start, n_steps, advance, list(carry))

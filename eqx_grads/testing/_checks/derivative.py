@@ -107,7 +107,7 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
         return by_autodiff or skipped(mode.check, why)
     # The error of differences of a rounded function is a number for each array.
     is_rounded = any(steps.rounding)
-    loose = max(case.tolerance(p), 0.0 if is_rounded else 10 * steps.error)
+    loose = max(case.tolerance_of_derivative(p), 0.0 if is_rounded else 10 * steps.error)
     scale = [10 * error / loose for error in steps.rounding]
     wider = None
     if case.is_another_in_float64:
@@ -236,8 +236,8 @@ def _of_steps(case: Case, finding: Finding) -> Finding:
 def _compare(mode: AbstractMode, want: _Arrays, got: _Arrays, cause: str = "") -> Finding:
     """`cause`: a likely cause that is known, in place of one that is looked for."""
     case, p = mode.case, mode.precision
-    tolerance = case.tolerance(p), None
-    if mode.witness.is_autodiff:
+    tolerance = case.tolerance_of_derivative(p), None
+    if mode.witness.is_autodiff and not p.is_unrounded:
         tolerance = case.strict_tolerance(p, mode.autodiff_at)
     return compare(
         mode.check, "", want, got, mode.names, *tolerance, reference=mode.witness.name,
@@ -267,7 +267,9 @@ def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> 
     )
     by_rule = lambda: mode.rule(wide, mode.convert(wide, direction))
     references = (*(() if mode.autodiff_is_refuted else by_autodiff), by_rule)
-    tolerance = case.tolerance_with_rounding()
+    known, widened = case.tolerance_with_rounding()
+    least = case.tolerance_of_derivative(case.own)
+    tolerance = least, lambda: least + widened() - known
     cause = f"right in float64, wrong in {case.subject.leaves[0].dtype}"
     failure = None
     for reference in references:
@@ -300,7 +302,7 @@ def _along_the_same_direction(mode: AbstractMode, direction: _Arrays) -> Finding
         return None
     finding = compare(
         mode.check, "of another direction", want, mode.rule(wide, along), mode.names_out,
-        mode.case.tolerance(wide), reference=mode.witness.name,
+        mode.case.tolerance_of_derivative(wide), reference=mode.witness.name,
     )  # fmt: skip
     return finding if finding.verdict == FAILED else None
 
