@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from .._jaxprs.lowest_precision import lowest_precisions
+from .._jaxprs.structure import equations
 from ._compare import difference, tolerance_of
 from ._compiled import Program
 from ._flat_function import FlatFunction
@@ -119,14 +121,38 @@ class Precision:
     def tolerance(self) -> float:
         """The relative error that rounding explains."""
         if self.is_unrounded:
-            # Constants in the lowest precision are still rounded, in the function or its rule.
-            of_constants = float(jnp.finfo(self.lowest).eps)
+            of_constants = float(jnp.finfo(self.lowest).eps) if self.rounds_constants else 0.0
             return max(self.tolerance_without_constants(), of_constants)
         low = [_of(self.lowest)] if self.lowest is not None else []
         return tolerance_of(self.outputs, low)
 
     def tolerance_without_constants(self) -> float:
         return tolerance_of([] if self.rounded_to is None else [_of(self.rounded_to)])
+
+    @ft.cached_property
+    def rounds_constants(self) -> bool:
+        """Whether a number in the function or its rule was rounded to 8 or 11 bits, such as the
+        0.1 in `0.1 * x` for an `x` in bfloat16: the rule may have the number itself."""
+
+        def derivative(fn):
+            def run(*xs):
+                out, pull = jax.vjp(fn, *xs)
+                return pull([jnp.ones_like(x) for x in out])
+
+            return run
+
+        try:
+            with self.context():
+                programs = [
+                    jax.make_jaxpr(derivative(fn))(*self.subject.leaves)
+                    for fn in (self.rule.fn, self.plain.fn)
+                ]
+        except Exception:  # it looks at values, or has no reverse mode
+            return True
+        atoms = [v for p in programs for eqn in equations(p) for v in eqn.invars]
+        numbers = [v.val for v in atoms if isinstance(v, Literal)]
+        numbers += [x for p in programs for x in p.consts if np.ndim(x) == 0]
+        return any(map(_is_rounded, numbers))
 
     @ft.cached_property
     def named_outputs(self) -> list[tuple[str, Any]]:
@@ -148,6 +174,16 @@ class Precision:
 
     def like_outputs(self, vectors: Sequence[Any]) -> list[Any]:
         return [_cast(v, x.dtype) for v, x in zip(vectors, self.outputs, strict=True)]
+
+
+def _is_rounded(number: Any) -> bool:
+    """Whether a number in half precision has many significant bits, and so is not what a user
+    wrote: 0.75 has two of them, and 0.1 has all that the dtype has."""
+    dtype = np.dtype(getattr(number, "dtype", float))
+    if dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
+        return False
+    fraction, _ = np.frexp(np.float64(number))
+    return bool(np.isfinite(fraction) and fraction * 16 % 1)
 
 
 def _of(dtype) -> np.ndarray:
