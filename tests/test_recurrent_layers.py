@@ -452,7 +452,7 @@ def test_learned_initial_state_and_dropout(getkey):
     quiet = eqx.nn.inference_mode(layer)
     assert total(quiet, None) == jnp.sum(layer(xs, inference=True)[0])
     with pytest.raises(RuleError, match="The `key` of `GRU` is not a random key"):
-        layer(xs)
+        layer(xs, key=jnp.ones(3))
 
 
 class Attend(eqx.Module):
