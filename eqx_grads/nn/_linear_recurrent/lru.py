@@ -140,7 +140,6 @@ class LRU(AbstractDiagonal):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (LRUCell,)
-
     cells: tuple[tuple[LRUCell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
     stack: Stack

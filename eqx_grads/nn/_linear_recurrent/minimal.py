@@ -109,7 +109,6 @@ class MinGRU(AbstractMinimal):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
-
     cells: tuple[tuple[LinearGates, ...], ...]
     initial_state: Float[Array, "..."] | None
     stack: Stack
@@ -217,7 +216,6 @@ class MinLSTM(AbstractMinimal):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
-
     cells: tuple[tuple[LinearGates, ...], ...]
     initial_state: Float[Array, "..."] | None
     stack: Stack

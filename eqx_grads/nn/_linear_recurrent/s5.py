@@ -157,7 +157,6 @@ class S5(AbstractDiagonal):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (S5Cell,)
-
     cells: tuple[tuple[S5Cell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
     stack: Stack

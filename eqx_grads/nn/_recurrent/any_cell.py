@@ -56,7 +56,6 @@ class Recurrent(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (object,)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
     stack: Stack

@@ -60,7 +60,6 @@ class GRU(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (eqx.nn.GRUCell,)
-
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
     stack: Stack

@@ -69,7 +69,6 @@ class LSTM(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (eqx.nn.LSTMCell, ProjectedLSTMCell)
-
     cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]
     initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
     stack: Stack

@@ -120,7 +120,6 @@ class RNN(AbstractRecurrent):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (RNNCell,)
-
     cells: tuple[tuple[RNNCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
     stack: Stack

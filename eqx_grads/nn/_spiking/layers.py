@@ -58,7 +58,6 @@ class LIF(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (LIFCell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -191,7 +190,6 @@ class ALIF(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (ALIFCell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -313,7 +311,6 @@ class CuBaLIF(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (CuBaLIFCell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -434,7 +431,6 @@ class LI(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (LICell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack

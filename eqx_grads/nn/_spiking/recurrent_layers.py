@@ -44,7 +44,6 @@ class RLIF(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (RLIFCell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -165,7 +164,6 @@ class RALIF(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (RALIFCell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -287,7 +285,6 @@ class RCuBaLIF(AbstractSpiking):
     """
 
     _cell_types: ClassVar[tuple[type, ...]] = (RCuBaLIFCell, WeightedCell)
-
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
