@@ -139,6 +139,8 @@ def test_a_call_with_dropout_needs_a_key(make):
     for call in (layer, nn.Outputs(layer), jax.vmap(layer)):
         with raises(rf"(?s)A call of `{type(layer).__name__}` with dropout.*{asks}"):
             call(XS)
+    with raises("The `key` of `.*` is not a random key"):
+        layer(XS, key=jnp.ones(3))
     quiet = layer(XS, inference=True)
     assert eqx.tree_equal(eqx.nn.inference_mode(layer)(XS), quiet)
 
