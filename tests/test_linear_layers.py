@@ -307,7 +307,7 @@ def test_learned_initial_state(name, getkey):
     # Downhill is against the gradient, also in the imaginary part.
     slope = (total(1e-2 * grad) - total(-1e-2 * grad)) / 2e-2
     np.testing.assert_allclose(slope, jnp.sum(grad**2), rtol=1e-3)
-    with pytest.raises(RuleError, match=f"The `key` of `{name}` is not a random key"):
+    with pytest.raises(RuleError, match=f"A call of `{name}` with dropout was given no"):
         layer(xs)
 
 

@@ -451,7 +451,7 @@ def test_learned_initial_state_and_dropout(getkey):
     assert total(layer, key) == total(layer, key) != total(layer, getkey())
     quiet = eqx.nn.inference_mode(layer)
     assert total(quiet, None) == jnp.sum(layer(xs, inference=True)[0])
-    with pytest.raises(RuleError, match="The `key` of `GRU` is not a random key"):
+    with pytest.raises(RuleError, match="A call of `GRU` with dropout was given no random key"):
         layer(xs)
 
 

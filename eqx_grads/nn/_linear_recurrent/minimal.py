@@ -2,7 +2,7 @@
 
 import abc
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -108,6 +108,7 @@ class MinGRU(AbstractMinimal):
         ```
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
     cells: tuple[tuple[LinearGates, ...], ...]
     initial_state: Float[Array, "..."] | None
     stack: Stack
@@ -156,7 +157,7 @@ class MinGRU(AbstractMinimal):
         make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.method = method
 
     def _coefficients(self, gates):
@@ -214,6 +215,7 @@ class MinLSTM(AbstractMinimal):
     As for [`eqx_grads.nn.MinGRU`][].
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (LinearGates,)
     cells: tuple[tuple[LinearGates, ...], ...]
     initial_state: Float[Array, "..."] | None
     stack: Stack
@@ -258,7 +260,7 @@ class MinLSTM(AbstractMinimal):
         make = ft.partial(LinearGates, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.method = method
 
     def _coefficients(self, gates):

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -156,6 +156,7 @@ class S5(AbstractDiagonal):
         ```
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (S5Cell,)
     cells: tuple[tuple[S5Cell, ...], ...]
     initial_parts: Float[Array, "2 ..."] | None
     stack: Stack
@@ -228,7 +229,7 @@ class S5(AbstractDiagonal):
         )
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
         self.initial_parts = zero_parts(self.cells, dtype) if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.activation = activation
         self.method = method
 

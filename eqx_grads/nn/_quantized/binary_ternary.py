@@ -8,11 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from ... import ste
-from ..._errors import check_flags
-from ..._rules.float_args import widen
+from ..._errors import check_flags, rule_error
+from ..._rules.float_args import is_known, widen
 from .argument_checks import as_threshold, check_backward
 from .layers import (
     AbstractQuantizedLinear,
@@ -54,7 +55,8 @@ class BinaryLinear(AbstractQuantizedLinear):
     $y = \alpha\,\operatorname{sign}(W)\,A(x) + b$, where the sign is
     [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A larger weight has no
     gradient from its sign, so training usually clips weights to $[-1, 1]$ after each step. The
-    scale is differentiated too.
+    scale is differentiated too. Where all weights of an output are zero, so are its scale and
+    the gradient: it stays as it is. A layer of zeros only is an error, unless `scale=False`.
     """
 
     layer: eqx.nn.Linear
@@ -122,7 +124,9 @@ class BinaryLinear(AbstractQuantizedLinear):
         """
         options: dict[str, Any] = {"scale": scale, "backward": backward}
         new = BinaryLinear(1, 1, **options, key=jr.key(0))
-        return replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
+        new = replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
+        _check_learns(new, 0.0)
+        return new
 
 
 class TernaryLinear(AbstractQuantizedLinear):
@@ -152,6 +156,9 @@ class TernaryLinear(AbstractQuantizedLinear):
 
     That of $y = \alpha\,T(W)\,A(x) + b$, where $T$ is [`eqx_grads.ste.ternary`][]: straight
     through where $|w| \le 1$, the threshold being a constant. The scale is differentiated too.
+    Where no weight of an output is beyond the threshold, scale and gradient are zero: it stays
+    as it is. A layer with no such weight at all, as one of zeros, is an error, unless
+    `scale=False`.
     """
 
     layer: eqx.nn.Linear
@@ -193,6 +200,7 @@ class TernaryLinear(AbstractQuantizedLinear):
         self.threshold = as_threshold("TernaryLinear", threshold)
         self.backward = backward
         self.scale = bool(scale)
+        _check_learns(self, self.threshold)
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with: three values for each output."""
@@ -235,4 +243,26 @@ class TernaryLinear(AbstractQuantizedLinear):
         """
         options: dict[str, Any] = {"threshold": threshold, "scale": scale, "backward": backward}
         new = TernaryLinear(1, 1, **options, key=jr.key(0))
-        return replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
+        new = replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
+        _check_learns(new, new.threshold)
+        return new
+
+
+def _check_learns(layer, threshold):
+    """Raise if the scale of every output is zero, as far as the weights are known. The
+    gradient of the weights is then zero, too."""
+    if not layer.scale or not is_known(layer.weight):
+        return
+    largest = np.max(np.abs(np.asarray(layer.weight)))
+    threshold = 0.0 if threshold == "mean" else threshold  # which is less than the largest
+    if largest <= threshold:
+        name = type(layer).__name__
+        raise rule_error(
+            f"The scale of `{name}` is zero, and it would never learn.",
+            f"its largest |w| is {largest:.3g}"
+            + (f", and `threshold` is {threshold:.3g}" if threshold else ""),
+            do="Begin with other weights, or without a scale: "
+            f"`functools.partial(eqg.nn.{name}.from_layer, scale=False)`."
+            + " A smaller `threshold` may do as well."
+            * bool(threshold),
+        )

@@ -15,7 +15,7 @@ from ..._tangent_spaces import is_differentiable
 from .binary_ternary import BinaryLinear, TernaryLinear
 from .calibration import members_of
 from .layers import AbstractQuantizedLayer, describe, QuantizedConv, QuantizedLinear
-from .report import array_row, LayerReport, QuantizationReport
+from .report import array_row, first_of, LayerReport, QuantizationReport
 
 
 def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
@@ -58,7 +58,9 @@ def to_integers(model: PyTree) -> tuple[PyTree, QuantizationReport]:
     - `model`: any PyTree with layers of this library that have a quantized weight, as
         [`eqx_grads.nn.quantize_model`][] makes them. A quantizer has to have a method
         `to_integers(weight)` that returns integers and a scale, whose product is the quantized
-        weight: [`eqx_grads.nn.LSQ`][] and [`eqx_grads.nn.FakeQuantize`][] have.
+        weight: [`eqx_grads.nn.LSQ`][] and [`eqx_grads.nn.FakeQuantize`][] have. Functions such
+        as `eqx_grads.ste.ternary` have not. [`eqx_grads.nn.BinaryLinear`][] and
+        [`eqx_grads.nn.TernaryLinear`][] are stored as integers of one byte.
 
     **Returns:**
 
@@ -133,12 +135,16 @@ def _check_some(nodes):
     names = [show_path(keys).removeprefix(".") for keys, _ in layers]
     raise rule_error(
         "`to_integers` was given a model of which no weight can be stored as integers.",
-        *(
-            f"{f'`{name}`' if name else 'the model itself'}: {reason}"
-            for name, reason in zip(names[:8], reasons[:8], strict=True)
+        *first_of(
+            [
+                f"{f'`{name}`' if name else 'the model itself'}: {reason}"
+                for name, reason in zip(names, reasons, strict=True)
+            ],
+            8,
         ),
         do="Quantize weights by an `eqx_grads.nn.FakeQuantize`, an `eqx_grads.nn.LSQ`, or a "
-        "quantizer of your own with a method `to_integers`.",
+        "quantizer of your own with a method `to_integers`. Of two or three values, take an "
+        "`eqx_grads.nn.BinaryLinear` or an `eqx_grads.nn.TernaryLinear`.",
     )
 
 

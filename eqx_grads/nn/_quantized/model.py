@@ -24,7 +24,7 @@ from .layers import (
     with_input_quantizer,
 )
 from .quantizers import AbstractQuantizer, FakeQuantize
-from .report import array_row, LayerReport, QuantizationReport
+from .report import array_row, first_of, LayerReport, QuantizationReport
 
 
 def quantize_model(
@@ -95,11 +95,16 @@ def quantize_model(
     - a quantizer for the weights that is a Module ([`eqx_grads.nn.LSQ`][],
         [`eqx_grads.nn.FakeQuantize`][], [`eqx_grads.nn.StraightThrough`][]), or a pair of
         quantizers for weights and inputs, each any function of an array, or `None`. The
-        layer becomes an [`eqx_grads.nn.QuantizedLinear`][] or
+        first two have a scale, which is fitted to the weights. A `StraightThrough` and a plain
+        function have none but what the function computes: behind
+        `StraightThrough(eqg.ste.ternary)`, weights are -1, 0 or 1, and a trained model, whose
+        weights are much smaller, computes something else. Without a scale, begin with weights
+        of about one. The layer becomes an [`eqx_grads.nn.QuantizedLinear`][] or
         [`eqx_grads.nn.QuantizedConv`][]. Of a layer that is quantized already, the weights are
         left as they are: `(None, quantizer)` gives it a quantizer for the inputs, if it has
         none, and other rules pass over it.
-    - [`eqx_grads.nn.BinaryLinear`][] or [`eqx_grads.nn.TernaryLinear`][].
+    - [`eqx_grads.nn.BinaryLinear`][] or [`eqx_grads.nn.TernaryLinear`][], which have a scale
+        for each output.
     - a function from the layer to its replacement:
         `functools.partial(eqg.nn.BinaryLinear.from_layer, scale=False)`.
     - `None` or `False`: the layer is not replaced.
@@ -428,14 +433,17 @@ class _Walk:
             if arrays and i not in self.of_nodes:
                 raise rule_error(
                     f"A rule of `quantize_model` matches an array, and no layer: {rule.name}.",
-                    *(f"{_place(path)} is {type_of(self.arrays[path])}" for path in arrays[:5]),
+                    *first_of(
+                        [f"{_place(path)} is {type_of(self.arrays[path])}" for path in arrays],
+                        5,
+                    ),
                     do="Rules replace an `equinox.nn.Linear` or an `equinox.nn.Conv`. Quantize "
                     "an array where the model uses it: make a quantizer a field of the Module "
                     "that holds the array, and call it, as in `self.quantizer(self.weight)`.",
                 )
             raise rule_error(
                 f"A rule of `quantize_model` matches no layer: {rule.name}.",
-                *(f"there is {_place(path)}, {self.paths[path]}" for path in self._near(rule)),
+                *self._near(rule),
                 do="A layer of `model` is an `equinox.nn.Linear` or an `equinox.nn.Conv`. "
                 "Rules name it by its type or path, or by those of a node that contains it. "
                 "Paths are written as in Python: `encoder.layers[0]`. For the weight of "
@@ -445,8 +453,10 @@ class _Walk:
     def _near(self, rule):
         paths = list(self.paths)
         if isinstance(rule.which, str):
-            paths = difflib.get_close_matches(rule.which, paths, n=5, cutoff=0.4) or paths
-        return paths[:10]
+            paths = difflib.get_close_matches(rule.which, paths, n=5, cutoff=0.4)
+            paths += [path for path in self.paths if path not in paths]
+        lines = [f"there is {_place(path)}, {self.paths[path]}" for path in paths]
+        return first_of(lines, 10)
 
 
 def _no_layer(rule, layer, path, happened):

@@ -68,6 +68,12 @@ def _table(rows: Sequence[LayerReport]) -> Iterator[str]:
         yield "  " + "  ".join(padded).rstrip()
 
 
+def first_of(lines: Sequence[str], n: int) -> list[str]:
+    """The first lines of a list for an error, which says how many there are more."""
+    more = [f"and {len(lines) - n} more"] if len(lines) > n else []
+    return [*lines[:n], *more]
+
+
 def array_row(path: str, array: Any, note: str) -> LayerReport:
     """The row of an array that is in no layer that could be replaced."""
     return LayerReport(path, str(array.dtype), shape=array.shape, note=note)

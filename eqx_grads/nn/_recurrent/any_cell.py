@@ -1,7 +1,7 @@
 """Any cell, as a layer over time."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import PyTree
@@ -31,7 +31,10 @@ class Recurrent(AbstractRecurrent):
             def __call__(self, x, state):
                 return self.decay * state + x
 
-        layer = eqg.nn.Recurrent(Leaky(jnp.array(0.5)), initial_state=jnp.zeros(2))
+            def initial_state(self):  # of one example, and not trained
+                return jnp.zeros(2)
+
+        layer = eqg.nn.Recurrent(Leaky(jnp.array(0.5)))
 
         @eqx.filter_grad
         def gradient(layer):
@@ -45,11 +48,14 @@ class Recurrent(AbstractRecurrent):
         4.0
         ```
 
+    With `Recurrent(cell, initial_state=jnp.zeros(2))`, the first state is a parameter.
+
     **Derivative:**
 
     That of the cell, over time by [`eqx_grads.filter_scan`][].
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (object,)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree
     stack: Stack
@@ -70,11 +76,14 @@ class Recurrent(AbstractRecurrent):
 
         - `cell`: called as `cell(x, state)` for one step of one example, returns the next
             state, as the cells of Equinox do. Its state is any PyTree of arrays.
-        - `initial_state`: the first state of one example, a parameter of this layer (use
-            `jax.lax.stop_gradient` if it should not be a parameter). The default is
-            `cell.initial_state()` where the cell has this method, as the spiking cells
-            have, and zero for `equinox.nn.GRUCell`, `equinox.nn.LSTMCell` and
-            [`eqx_grads.nn.RNNCell`][].
+        - `initial_state`: the first state of one example, which becomes a parameter of this
+            layer: it is trained, also if it is a NumPy array, and `jax.lax.stop_gradient`
+            here does not change that. The default is `cell.initial_state()` where the cell
+            has this method, as the spiking cells have, and zero for `equinox.nn.GRUCell`,
+            `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][]. A first state that is not
+            trained is what that method of your cell returns, as above, or
+            `jax.lax.stop_gradient` of it if it is an array of the cell. Of a cell that you
+            can't change, freeze this argument by `equinox.partition`.
         - `output`: a function of the state that returns the output of each step. The default
             is the first array of the state.
         - `checkpoint`: as for [`eqx_grads.filter_scan`][].
@@ -87,7 +96,7 @@ class Recurrent(AbstractRecurrent):
         check_callable("Recurrent", "output", output)
         self.cells = ((cell,),)
         self.initial_state = initial_state
-        self.stack = Stack(0.0, reverse, time_major)
+        self.stack = Stack(0.0, reverse, time_major, self.cells)
         self.output = output
         self.checkpoint = _as_checkpoint(checkpoint)
 
@@ -99,7 +108,8 @@ class Recurrent(AbstractRecurrent):
             raise rule_error(
                 "`Recurrent` does not know the first state of its cell.",
                 f"the cell is a `{type(cell).__name__}`",
-                do="Pass `initial_state=`, the state of one example.",
+                do="Give the cell a method `initial_state()`, which returns the state of one "
+                "example, or pass `initial_state=`, which becomes a parameter and is trained.",
             )
         zero = zero_hidden(cell)
         return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero

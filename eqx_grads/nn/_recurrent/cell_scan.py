@@ -63,7 +63,19 @@ def _first_state(
     cell: Callable[..., Any], step: Callable[..., Any], state: PyTree, inputs: PyTree
 ) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
-    new, _ = jax.eval_shape(step, state, jax.tree.map(_type_of_step, inputs))
+    without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    of_one = lambda tree: jax.tree.map(without_batch, tree)
+    types = jax.tree.map(_type_of_step, inputs)
+    try:
+        new, _ = jax.eval_shape(step, state, types)
+    except Exception as error:
+        error.add_note(
+            f"It was raised in a step of a recurrent layer, {place_of(cell)}. The cell was "
+            f"called with one input, {show_tree(of_one(types[0]))}, and one state, "
+            f"{show_tree(of_one(state))}: the last axis of `xs` and the first state have to be "
+            "of the sizes that it takes."
+        )
+        raise
     shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
     same_tree = jax.tree.structure(new) == jax.tree.structure(state)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
@@ -72,8 +84,6 @@ def _first_state(
     dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
     if same_tree and shapes(new) == shapes(state) and dtypes(new) == dtypes(state_as_new):
         return state_as_new
-    without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    of_one = lambda tree: jax.tree.map(without_batch, tree)
     raise rule_error(
         "The cell of `Recurrent` returned another state than it was given.",
         f"it was given {show_tree(of_one(state))}",

@@ -1,7 +1,7 @@
 """The gated recurrent unit, as a layer over time."""
 
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
@@ -59,6 +59,7 @@ class GRU(AbstractRecurrent):
     differentiation), all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (eqx.nn.GRUCell,)
     cells: tuple[tuple[eqx.nn.GRUCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
     stack: Stack
@@ -118,7 +119,7 @@ class GRU(AbstractRecurrent):
         )
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     def _zero_state(self):

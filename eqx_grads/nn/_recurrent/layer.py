@@ -15,11 +15,13 @@ from ..._diagnosis.layers import AbstractCellLayer
 from ..._errors import check_flags, name_of, rule_error, type_of
 from ..._rules.explicit_sharding import explicit_spec, gathered_leaves
 from ..._rules.float_args import check_key
-from .stack import first_states, last_states, Stack, valid_steps, zero_states
+from .stack import check_cells, first_states, last_states, Stack, valid_steps, zero_states
 
 
 class AbstractRecurrent(AbstractCellLayer):
     """A layer that runs cells over time: one for each layer of a stack and direction."""
+
+    _cell_types: eqx.AbstractClassVar[tuple[type, ...]]
 
     cells: eqx.AbstractVar[tuple[tuple[Any, ...], ...]]
     initial_state: eqx.AbstractVar[PyTree]
@@ -69,7 +71,7 @@ class AbstractRecurrent(AbstractCellLayer):
 
         - `xs`: one sequence, `(time, in)`, or a batch, `(batch, time, in)`, or
             `(time, batch, in)` if the layer is `time_major`. To `jax.vmap` the layer over a
-            batch costs the same.
+            batch costs the same, and computes the same if there is no dropout (see `key`).
         - `state`: where to start, like the state returned, with one for each example of a
             batch. The default is `initial_state`, which is zero unless it is learned.
         - `lengths`: the number of steps that count, for each example of the batch: of a mask
@@ -78,8 +80,15 @@ class AbstractRecurrent(AbstractCellLayer):
             and no gradient passes; a cell that runs backward in time begins at the last step
             that counts. Under `jit`, where their values are not known, a length greater than
             the number of steps counts as all steps, and a negative one as none.
-        - `key`: for dropout.
-        - `inference`: whether dropout is off; the default is the layer's own.
+        - `key`: for dropout, needed unless there is none or it is off. The key is split once
+            before each layer but the first, whose inputs are not dropped. One key is enough
+            for a batch: each number of each step of each example is dropped by itself. Under
+            `jax.vmap`, give each example a key of its own, as in
+            `jax.vmap(lambda x, key: layer(x, key=key))(xs, jax.random.split(key, len(xs)))`.
+            This drops others than one key for the batch, with the same probability. One key
+            for all examples drops the same in each of them.
+        - `inference`: whether dropout is off; the default is the layer's own, which
+            `equinox.nn.inference_mode(layer)` sets.
 
         **Returns:**
 
@@ -104,10 +113,11 @@ class AbstractRecurrent(AbstractCellLayer):
                 do="Pass `(time, in)` or a batch of sequences, and `jax.vmap` for more axes. "
                 "One step is `xs[None]`, and a sequence of numbers `xs[:, None]`.",
             )
+        check_cells(name, self.cells, self.stack.directions, self._cell_types)
         if inference is not None:
             check_flags(name, inference=inference)
         if len(self.cells) > 1 and self.stack.drops(inference):
-            check_key(name, key)
+            _check_dropout_key(name, self.dropout.p, key)
         is_batch = xs.ndim == 3
         xs = self.stack.time_first(xs)
         valid = valid_steps(name, lengths, xs, is_batch)
@@ -125,6 +135,17 @@ class AbstractRecurrent(AbstractCellLayer):
             self._run_cell, cells, xs, states, valid, key=key, inference=inference
         )
         return self.stack.as_given(ys, is_batch), last_states(states, is_batch)
+
+
+def _check_dropout_key(layer, probability, key):
+    if key is None:
+        raise rule_error(
+            f"A call of `{layer}` with dropout was given no random key.",
+            f"`dropout` is {probability}, and `key` of the call is None",
+            do="To train, call `layer(xs, key=key)` with another key in each step. Without "
+            "dropout, call `layer(xs, inference=True)`, or `equinox.nn.inference_mode(model)`.",
+        )
+    check_key(layer, key)
 
 
 _SEVERAL_CELLS = (

@@ -1,7 +1,7 @@
 """The long short-term memory, as a layer over time."""
 
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key
@@ -68,6 +68,7 @@ class LSTM(AbstractRecurrent):
     computes one gradient for the batch.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (eqx.nn.LSTMCell, ProjectedLSTMCell)
     cells: tuple[tuple[eqx.nn.LSTMCell | ProjectedLSTMCell, ...], ...]
     initial_state: tuple[Inexact[Array, "..."], Inexact[Array, "..."]] | None
     stack: Stack
@@ -122,7 +123,7 @@ class LSTM(AbstractRecurrent):
             make = ft.partial(ProjectedLSTMCell, proj_size=output_size, **make.keywords)
         self.cells = make_cells(make, input_size, output_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     def _zero_state(self):

@@ -1,7 +1,7 @@
 """The vanilla recurrent network, as a cell and as a layer over time."""
 
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -119,6 +119,7 @@ class RNN(AbstractRecurrent):
     all orders; `jax.vmap` of the layer computes one gradient for the batch.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (RNNCell,)
     cells: tuple[tuple[RNNCell, ...], ...]
     initial_state: Inexact[Array, "..."] | None
     stack: Stack
@@ -163,7 +164,7 @@ class RNN(AbstractRecurrent):
         make = ft.partial(RNNCell, hidden_size=hidden_size, **options)
         self.cells = make_cells(make, input_size, hidden_size, num_layers, bidirectional, key)
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
 
     def _zero_state(self):
         return zero_hidden(self.cells[0][0])

@@ -23,14 +23,23 @@ class Stack(eqx.Module):
     - `dropout`: between two layers.
     - `reverse`: whether the first direction runs from the last step to the first.
     - `time_major`: whether a batch is `(time, batch, in)`.
+    - `directions`: of each layer, the number of cells that it was made with.
     """
 
     dropout: eqx.nn.Dropout
     reverse: bool = eqx.field(static=True)
     time_major: bool = eqx.field(static=True)
+    directions: tuple[int, ...] = eqx.field(static=True)
 
-    def __init__(self, dropout: float, reverse: bool, time_major: bool):
+    def __init__(
+        self,
+        dropout: float,
+        reverse: bool,
+        time_major: bool,
+        cells: Sequence[Sequence[Any]],
+    ):
         self.dropout = eqx.nn.Dropout(dropout)
+        self.directions = tuple(map(len, cells))
         self.reverse = bool(reverse)
         self.time_major = bool(time_major)
 
@@ -103,6 +112,43 @@ def make_cells(
         )
         for i in range(num_layers)
     )
+
+
+def check_cells(
+    layer: str, cells: Any, directions: tuple[int, ...], types: tuple[type, ...]
+) -> None:
+    """Check that the cells of a layer, which may have been replaced, are as many as it was made
+    with, of its types, and of one size."""
+    is_nested = isinstance(cells, tuple | list) and all(
+        isinstance(stage, tuple | list) for stage in cells
+    )
+    if not is_nested or tuple(map(len, cells)) != directions:
+        found = f"has {list(map(len, cells))}" if is_nested else "is not a tuple of tuples"
+        raise rule_error(
+            f"The `cells` of `{layer}` are not as many as it was made with.",
+            f"it was made with {list(directions)} cells in its layers, and `cells` {found}",
+            do="`cells[i]` is a tuple of the cells of layer `i`, one for each direction. Put "
+            "as many there, or make the layer with the `num_layers=` and `bidirectional=` of "
+            "your cells.",
+        )
+    flat = {f"cells[{i}][{j}]": c for i, stage in enumerate(cells) for j, c in enumerate(stage)}
+    known = " or ".join(f"`{kind.__name__}`" for kind in types)
+    for name, cell in flat.items():
+        if not isinstance(cell, types):
+            raise rule_error(
+                f"A cell of `{layer}` is not one that this layer runs.",
+                f"`{name}` is a `{type(cell).__name__}`, and has to be of type {known}",
+                do="Give it such a cell, or take the layer of your cell. "
+                "`eqx_grads.nn.Recurrent` runs any cell.",
+            )
+    sizes = {name: c.hidden_size for name, c in flat.items() if hasattr(c, "hidden_size")}
+    if len(set(sizes.values())) > 1:
+        raise rule_error(
+            f"The cells of `{layer}` are not of one size.",
+            *(f"`{name}` has `hidden_size` {size}" for name, size in sizes.items()),
+            do="States of all cells are stacked: give all cells the same `hidden_size`, or "
+            "make a layer for each.",
+        )
 
 
 # ---------------------------------------------------------------- padding

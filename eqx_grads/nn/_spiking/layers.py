@@ -1,7 +1,7 @@
 """Layers of spiking neurons over time."""
 
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree
@@ -11,6 +11,7 @@ from .._recurrent.stack import Stack
 from .abstract_layer import AbstractSpiking, spiking_cells, spiking_from_cell
 from .cells import ALIFCell, CuBaLIFCell, LICell, LIFCell
 from .parameters import Parameter
+from .weighted_cell import WeightedCell
 
 
 class LIF(AbstractSpiking):
@@ -56,6 +57,7 @@ class LIF(AbstractSpiking):
     gradient for the batch.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (LIFCell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -118,7 +120,7 @@ class LIF(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     @staticmethod
@@ -187,6 +189,7 @@ class ALIF(AbstractSpiking):
     As for [`eqx_grads.nn.LIF`][]. The backward pass recomputes the adaptation from the spikes.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (ALIFCell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -237,7 +240,7 @@ class ALIF(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     @staticmethod
@@ -307,6 +310,7 @@ class CuBaLIF(AbstractSpiking):
     currents from the differences of the potentials.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (CuBaLIFCell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -357,7 +361,7 @@ class CuBaLIF(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     @staticmethod
@@ -426,6 +430,7 @@ class LI(AbstractSpiking):
     As for [`eqx_grads.nn.LIF`][], without the spikes.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (LICell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -473,7 +478,7 @@ class LI(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = "membranes"
 
     @staticmethod

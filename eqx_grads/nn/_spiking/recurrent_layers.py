@@ -1,7 +1,7 @@
 """Layers of recurrently connected spiking neurons over time."""
 
 import functools as ft
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Inexact, Key, PyTree
@@ -11,6 +11,7 @@ from .._recurrent.stack import Stack
 from .abstract_layer import AbstractSpiking, spiking_cells, spiking_from_cell
 from .parameters import Parameter
 from .recurrent_cells import RALIFCell, RCuBaLIFCell, RLIFCell
+from .weighted_cell import WeightedCell
 
 
 class RLIF(AbstractSpiking):
@@ -42,6 +43,7 @@ class RLIF(AbstractSpiking):
     As for [`eqx_grads.nn.LIF`][]. The gradient of $V$ is one matrix product for a chunk.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (RLIFCell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -92,7 +94,7 @@ class RLIF(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     @staticmethod
@@ -161,6 +163,7 @@ class RALIF(AbstractSpiking):
     As for [`eqx_grads.nn.ALIF`][]. The gradient of $V$ is one matrix product for a chunk.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (RALIFCell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -212,7 +215,7 @@ class RALIF(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     @staticmethod
@@ -281,6 +284,7 @@ class RCuBaLIF(AbstractSpiking):
     As for [`eqx_grads.nn.CuBaLIF`][]. The gradient of $V$ is one matrix product for a chunk.
     """
 
+    _cell_types: ClassVar[tuple[type, ...]] = (RCuBaLIFCell, WeightedCell)
     cells: tuple[tuple[Any, ...], ...]
     initial_state: PyTree[Inexact[Array, "..."]] | None
     stack: Stack
@@ -332,7 +336,7 @@ class RCuBaLIF(AbstractSpiking):
             key=key,
         )
         self.initial_state = self._zero_states() if learn_initial_state else None
-        self.stack = Stack(dropout, reverse, time_major)
+        self.stack = Stack(dropout, reverse, time_major, self.cells)
         self.keep = keep
 
     @staticmethod
