@@ -324,3 +324,47 @@ def test_a_number_in_another_precision_is_a_residual():
     fn = lambda x, y: x * y.astype("float16").astype("float32")
     where = eqgt.check_residuals(fn, jnp.arange(3.0), 2.0)["residuals"][0].where
     assert where.startswith("4 bytes per call")
+
+
+# ---------------------------------------------------------------- faults in half precision
+
+
+def _gate(x):
+    return x * jax.nn.sigmoid((x * 0.01).astype("bfloat16")).astype(x.dtype)
+
+
+def _in_a_scan(xs):
+    def step(c, x):
+        c = c * jnp.array(0.5, "bfloat16") + jnp.sin(x).astype("bfloat16")
+        return c, c
+
+    return jax.lax.scan(step, jnp.zeros((), "bfloat16"), xs)[1].astype(xs.dtype)
+
+
+def _with_backward(fn, backward):
+    rule = eqg.custom_vjp(fn)
+    rule.def_fwd(lambda x: (fn(x), x))
+    rule.def_bwd(lambda x, ct: (backward(x, ct),))
+    return rule
+
+
+@pytest.mark.parametrize("fn", [_gate, _in_a_scan])
+def test_small_faults_of_functions_in_half_precision(fn):
+    """No number in these was rounded: without the conversions, they are exact."""
+    x = jnp.linspace(-1.0, 1.3, 5)
+    scaled = lambda k: _with_backward(fn, lambda x, ct: k * jax.vjp(fn, x)[1](ct)[0])
+    eqgt.check_rule(scaled(1.0), x, checks=(*DERIVATIVES, "order"), seed=range(3))
+    for seed in range(3):
+        with pytest.raises(eqgt.RuleCheckError, match="reverse"):
+            eqgt.check_reverse(scaled(1.0003), x, order=1, seed=seed)
+
+
+def test_a_number_that_is_rounded_in_the_function_only():
+    """The factor of the function is 0.0996, and that of its rule 0.1."""
+    fn = lambda x: 0.1 * x.astype("bfloat16")
+    x = jnp.linspace(-1.0, 1.3, 5)
+    rule = _with_backward(fn, lambda x, ct: 0.1 * ct.astype(x.dtype))
+    eqgt.check_rule(rule, x, order=1, checks=DERIVATIVES, seed=range(3))
+    wrong = _with_backward(fn, lambda x, ct: 0.12 * ct.astype(x.dtype))
+    with pytest.raises(eqgt.RuleCheckError, match="reverse"):
+        eqgt.check_reverse(wrong, x, order=1)

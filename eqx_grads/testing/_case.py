@@ -332,10 +332,22 @@ class Case:
         tolerance = self.tolerance(precision)
         if self.options.tolerance is not None:
             return tolerance
-        least = tolerance_of(self.subject.leaves, precision.outputs)
-        if precision is not self.own:
+        if precision is self.own:
+            least = tolerance_of(self.subject.leaves, precision.outputs)
+        else:
             least = max(precision.tolerance_without_constants(), 1e-5)
+            if precision.is_unrounded and not precision.rounds_constants:
+                return min(least, tolerance)
         return max(min(least, tolerance), self.low_share * tolerance)
+
+    def tolerance_of_order(self, precision: Precision) -> float:
+        """The same for higher derivatives."""
+        tolerance = self.tolerance(precision)
+        if self.options.tolerance is None and precision.is_unrounded:
+            if not precision.rounds_constants:
+                least = max(precision.tolerance_without_constants(), 1e-5)
+                return 10 * min(least, tolerance)
+        return 10 * tolerance
 
     @ft.cached_property
     def low_share(self) -> float:

@@ -121,7 +121,7 @@ class Precision:
     def tolerance(self) -> float:
         """The relative error that rounding explains."""
         if self.is_unrounded:
-            of_constants = float(jnp.finfo(self.lowest).eps) if self.rounds_constants else 0.0
+            of_constants = float(jnp.finfo(self.lowest).eps)
             return max(self.tolerance_without_constants(), of_constants)
         low = [_of(self.lowest)] if self.lowest is not None else []
         return tolerance_of(self.outputs, low)

@@ -140,7 +140,7 @@ def _by_differences(case: Case, p: Precision, w):
 def _compare(
     case: Case, p: Precision, where, want, got, reference, t, w, loose: float = 0.0, rounding=()
 ) -> Finding:
-    tolerance = max(10 * case.tolerance(p), loose)
+    tolerance = max(case.tolerance_of_order(p), loose)
     scale = [10 * error / tolerance for error in rounding] or 0.0
     compared = lambda cause: compare(
         "order", where, want, got, case.names, tolerance, cause=cause, reference=reference,
