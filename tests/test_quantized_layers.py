@@ -556,8 +556,9 @@ def test_the_layers_of_equinox_with_other_weights(getkey):
     np.testing.assert_allclose(of_three.quantized_weight(), signs * keep * mean, rtol=1e-6)
     given = nn.TernaryLinear.from_layer(linear, threshold=0.1, scale=False)
     np.testing.assert_array_equal(given.quantized_weight(), signs * (size > 0.1))
-    empty = eqx.tree_at(lambda layer: layer.weight, of_three, jnp.zeros_like(linear.weight))
-    assert not empty.quantized_weight().any()
+    empty = eqx.tree_at(lambda layer: layer.weight, linear, jnp.zeros_like(linear.weight))
+    with pytest.warns(UserWarning, match="will not learn"):
+        assert not nn.TernaryLinear.from_layer(empty).quantized_weight().any()
 
 
 def test_sizes_and_options_of_linear_layers(getkey):

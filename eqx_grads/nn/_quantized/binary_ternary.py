@@ -1,6 +1,7 @@
 """Linear layers with weights of two or three values."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from ... import ste
-from ..._errors import check_flags, rule_error
+from ..._errors import check_flags
 from ..._rules.float_args import is_known, widen
 from .argument_checks import as_threshold, check_backward
 from .layers import (
@@ -55,8 +56,7 @@ class BinaryLinear(AbstractQuantizedLinear):
     $y = \alpha\,\operatorname{sign}(W)\,A(x) + b$, where the sign is
     [`eqx_grads.ste.binary_sign`][]: straight through where $|w| \le 1$. A larger weight has no
     gradient from its sign, so training usually clips weights to $[-1, 1]$ after each step. The
-    scale is differentiated too. Where all weights of an output are zero, so are its scale and
-    the gradient: it stays as it is. A layer of zeros only is an error, unless `scale=False`.
+    scale is differentiated too.
     """
 
     layer: eqx.nn.Linear
@@ -124,9 +124,7 @@ class BinaryLinear(AbstractQuantizedLinear):
         """
         options: dict[str, Any] = {"scale": scale, "backward": backward}
         new = BinaryLinear(1, 1, **options, key=jr.key(0))
-        new = replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
-        _check_learns(new, 0.0)
-        return new
+        return replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
 
 
 class TernaryLinear(AbstractQuantizedLinear):
@@ -157,7 +155,7 @@ class TernaryLinear(AbstractQuantizedLinear):
     That of $y = \alpha\,T(W)\,A(x) + b$, where $T$ is [`eqx_grads.ste.ternary`][]: straight
     through where $|w| \le 1$, the threshold being a constant. The scale is differentiated too.
     Where no weight of an output is beyond the threshold, scale and gradient are zero: it stays
-    as it is. A layer with no such weight at all, as one of zeros, is an error, unless
+    as it is. A layer with no such weight at all, as one of zeros, is a warning, unless
     `scale=False`.
     """
 
@@ -200,7 +198,7 @@ class TernaryLinear(AbstractQuantizedLinear):
         self.threshold = as_threshold("TernaryLinear", threshold)
         self.backward = backward
         self.scale = bool(scale)
-        _check_learns(self, self.threshold)
+        _warn_of_zero_scale(self)
 
     def quantized_weight(self) -> Float[Array, "out in"]:
         """The weight that the layer computes with: three values for each output."""
@@ -244,25 +242,25 @@ class TernaryLinear(AbstractQuantizedLinear):
         options: dict[str, Any] = {"threshold": threshold, "scale": scale, "backward": backward}
         new = TernaryLinear(1, 1, **options, key=jr.key(0))
         new = replace_layer(new, layer, eqx.nn.Linear, None, input_quantizer)
-        _check_learns(new, new.threshold)
+        _warn_of_zero_scale(new)
         return new
 
 
-def _check_learns(layer, threshold):
-    """Raise if the scale of every output is zero, as far as the weights are known. The
-    gradient of the weights is then zero, too."""
+def _warn_of_zero_scale(layer: TernaryLinear) -> None:
+    """Warn if the scale of every output is zero, as far as the weights are known. The gradient
+    of the weights is then zero, too."""
     if not layer.scale or not is_known(layer.weight):
         return
-    largest = np.max(np.abs(np.asarray(layer.weight)))
-    threshold = 0.0 if threshold == "mean" else threshold  # which is less than the largest
+    largest = np.max(np.abs(np.asarray(layer.weight)), initial=0.0)
+    # That of "mean" is less than the largest.
+    threshold = 0.0 if isinstance(layer.threshold, str) else layer.threshold
     if largest <= threshold:
-        name = type(layer).__name__
-        raise rule_error(
-            f"The scale of `{name}` is zero, and it would never learn.",
-            f"its largest |w| is {largest:.3g}"
-            + (f", and `threshold` is {threshold:.3g}" if threshold else ""),
-            do="Begin with other weights, or without a scale: "
-            f"`functools.partial(eqg.nn.{name}.from_layer, scale=False)`."
-            + " A smaller `threshold` may do as well."
-            * bool(threshold),
+        of_threshold = f", and `threshold` is {threshold:.3g}" if threshold else ""
+        smaller = " A smaller `threshold` may do as well." if threshold else ""
+        warnings.warn(
+            "The scale of a `TernaryLinear` is zero, and so is its gradient: it will not learn."
+            f" Its weight is of shape {layer.weight.shape}, its largest |w| is {largest:.3g}"
+            f"{of_threshold}. Begin with other weights, or without a scale: "
+            f"`functools.partial(eqg.nn.TernaryLinear.from_layer, scale=False)`.{smaller}",
+            stacklevel=3,
         )
