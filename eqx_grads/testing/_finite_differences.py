@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import check_function
-from ._compare import as_real, norm
+from ._compare import as_double, as_real, norm
 from ._flat_function import double_precision, FlatFunction
 
 
@@ -75,8 +75,9 @@ class _Recorded:
         self._values: list[list[np.ndarray]] = []
 
     def __call__(self, *xs):
-        self._values.append([as_real(x) for x in self._fn(*xs)])
-        return self._values[-1]
+        out = self._fn(*xs)
+        self._values.append([as_real(x) for x in out])
+        return out
 
     @property
     def is_single(self) -> bool:
@@ -147,7 +148,7 @@ def _central(fn, leaves, tangents, step):
     behind = fn(*[x - step * t for x, t in zip(leaves, tangents, strict=True)])
     with np.errstate(invalid="ignore", over="ignore"):
         return [
-            (np.asarray(a) - np.asarray(b)) / (2 * step)
+            (as_double(a) - as_double(b)) / (2 * step)
             for a, b in zip(ahead, behind, strict=True)
         ]
 
