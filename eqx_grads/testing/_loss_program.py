@@ -15,7 +15,8 @@ from jaxtyping import PyTree
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._errors import first_line
 from .._jaxprs.evaluate import evaluate
-from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
+from .._jaxprs.in_float64 import evaluate_in_float64
+from .._jaxprs.lowest_precision import lowest_precisions
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
 from ._flat_function import double_precision
@@ -64,7 +65,8 @@ class LossProgram:
 
     - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
     - `others`: the other arrays of the model and the arguments.
-    - `lowest`: the dtype of lowest precision in the program, `None` if all are float64.
+    - `lowest`: the dtype of lowest precision that the loss is computed in from the leaves and
+        the arguments, `None` if that is float64. That of a constant alone does not count.
     """
 
     def __init__(self, traced: TracedLoss, context: Callable[[], Any]):
@@ -73,7 +75,8 @@ class LossProgram:
         self.names = list(traced.leaves)
         self.leaves = [np.asarray(x) for x in traced.values[: len(self.names)]]
         self.others = list(traced.values[len(self.names) :])
-        self.lowest = low_precision(traced.program)
+        found = [d for d in lowest_precisions(traced.program) if d is not None]
+        self.lowest = max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
     @property
     def is_compiled(self) -> bool:
