@@ -2,7 +2,6 @@
 
 import contextlib
 import functools as ft
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from .._jaxprs.in_float64 import evaluate_in_float64
 from .._jaxprs.lowest_precision import lowest_precisions
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
+from ._compiled import without_log
 from ._flat_function import double_precision
 from ._random_tangents import normal
 from ._same_function import changes_alike, is_same_program
@@ -212,7 +212,7 @@ def _where_defined(values_at: Callable[[list[float]], Any]) -> Callable[..., lis
             return np.nan
 
     def values(steps):
-        with _without_log():
+        with without_log():
             if min(failed.values()) == np.inf:
                 with contextlib.suppress(RuntimeError, ValueError):
                     return values_at(steps)
@@ -222,18 +222,6 @@ def _where_defined(values_at: Callable[[list[float]], Any]) -> Callable[..., lis
         return [known[step] for step in steps]
 
     return values
-
-
-@contextlib.contextmanager
-def _without_log():
-    """Without the page that JAX prints to the terminal for an error in a callback."""
-    log = logging.getLogger("jax")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def trace_in_both_precisions(
