@@ -78,7 +78,8 @@ def test_right_rules_pass(name):
 def test_a_conjugated_cotangent_fails(name):
     f, _, x = _with_bwd(name, np.conj)
     report = eqgt.check_rule(f, x, order=1, checks=("reverse",), raises=False)
-    assert not report.passed and "the shape is" not in str(report)
+    assert not report.passed
+    assert "the shape is" not in str(report)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,7 +94,8 @@ def test_a_tangent_of_a_conjugated_rule_is_the_conjugate():
     eqgt.check_rule(right, Z, order=1, checks=DERIVATIVES)
     wrong = eqg.elementwise(exp, lambda out, z: out.conj())
     report = eqgt.check_rule(wrong, Z, order=1, checks=("forward",), raises=False)
-    assert not report.passed and "the shape is" not in str(report)
+    assert not report.passed
+    assert "the shape is" not in str(report)
 
 
 def test_differences_of_complex_values():

@@ -139,7 +139,7 @@ def test_an_infinite_slope_has_no_reference():
 def test_a_jacobian_at_an_edge():
     got = eqgt.numerical_jacobian(_square, np.array([0.3, 1.0]))
     np.testing.assert_allclose(got, np.diag([0.6, 2.0]), atol=1e-7)
-    with pytest.raises(FailsNearby, match="raises ValueError .* x is another"):
+    with pytest.raises(FailsNearby, match=r"raises ValueError .* x is another"):
         eqgt.numerical_jacobian(_alone, np.array([0.3, 0.5]))
 
     def never(x):

@@ -20,9 +20,9 @@ def _objective(w, lam, x, m=jnp):
 
 
 def _fit():
-    solve = lambda lam, x: minimize(
-        lambda w: _objective(w, lam, x, np), np.zeros(2), tol=1e-10
-    ).x
+    solve = lambda lam, x: (
+        minimize(lambda w: _objective(w, lam, x, np), np.zeros(2), tol=1e-10).x
+    )
     on_host = eqg.host_function(
         solve, out=lambda lam, x: jax.ShapeDtypeStruct((x.shape[1],), x.dtype)
     )
@@ -51,8 +51,6 @@ def test_a_rule_of_the_user_s_next_to_a_solver_is_seen():
     with jax.enable_x64(True):
         fit = _fit()
         fn = lambda lam, x: fit(1.0, scale(lam, x))
-        report = eqgt.check_rule(
-            fn, 1.1, jnp.asarray(X), checks=("zeros",), raises=False
-        )
+        report = eqgt.check_rule(fn, 1.1, jnp.asarray(X), checks=("zeros",), raises=False)
         assert not report.passed
         assert "some belong to leaves that are not perturbed" in str(report)
