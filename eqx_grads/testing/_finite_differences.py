@@ -168,17 +168,18 @@ def _estimates(fn, leaves, tangents, steps) -> tuple[list[Any], float]:
             return found, weight
         of_center = of_center or found
     if error is not None and not any(x is not None for x in of_center):
-        raise FailsNearby(error, steps[-1]) from error
+        raise _fails_nearby(error, steps[-1]) from error
     return of_center, _DIFFERENCES[0][1]
 
 
 class FailsNearby(ValueError):
     """There are no differences, as the function raises an error at arguments close by."""
 
-    def __init__(self, error: Exception, step: float):
-        kind, _, message = in_one_line(error).partition(": ")
-        text = f"the function raises {kind} at arguments that are moved by {step:.0e} of their "
-        super().__init__(f"{text}size{f': {message}' if message else ''}")
+
+def _fails_nearby(error: Exception, step: float) -> FailsNearby:
+    kind, _, message = in_one_line(error).partition(": ")
+    text = f"the function raises {kind} at arguments that are moved by {step:.0e} of their size"
+    return FailsNearby(f"{text}: {message}" if message else text)
 
 
 def _first(estimates):
