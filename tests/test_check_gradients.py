@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads._jaxprs.in_float64 import evaluate_in_float64, low_precision
+from eqx_grads._jaxprs.in_float64 import evaluate_in_float64
+from eqx_grads._jaxprs.lowest_precision import lowest_precisions
 from eqx_grads.testing._gradient_faults import _cure, NO_REASONS
 from eqx_grads.testing._judge_leaf import Judge
 from eqx_grads.testing._loss_program import trace_in_both_precisions
@@ -224,6 +225,17 @@ def test_a_rule_for_one_precision_only():
     loss = lambda x: host(jnp.sum(x))
     report = eqgt.check_gradients(loss, jnp.array([1.0, 2.0], jnp.float32))
     assert "can't be differentiated in float64" in str(report)
+
+
+def test_a_constant_in_float32_says_nothing_of_the_loss():
+    data = jnp.array([[0.3, -0.7], [1.1, 0.2]], jnp.float32)
+    fn = lambda w: jnp.sum(jnp.tanh(jnp.asarray(data, w.dtype) @ w))
+    w = jnp.array([0.4, 0.9], jnp.float32)
+    report = eqgt.check_gradients(fn, w)
+    assert "even for a model" not in str(report)
+    assert report.numbers["precision"] == "float64"
+    rounded = lambda w: fn(w.astype(jnp.float32)).astype(w.dtype)
+    assert "computes in float32 even for a model" in str(eqgt.check_gradients(rounded, w))
 
 
 @pytest.mark.thorough
@@ -473,7 +485,7 @@ def test_a_program_in_float64():
 
     x = np.array([0.3, 0.7, 1.1])
     program = jax.make_jaxpr(fn)(jnp.asarray(x, jnp.float32))
-    assert low_precision(program) == jnp.bfloat16
+    assert lowest_precisions(program) == [jnp.bfloat16]
     with jax.enable_x64(True):
         (got,) = jax.jit(lambda x: evaluate_in_float64(program, [x]))(jnp.asarray(x))
         assert got.dtype == jnp.float64

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from .evaluate import bind, enter, evaluate
-from .structure import CallWithRule, Cond, equations, inner_programs, ShardMap, structure
+from .structure import CallWithRule, Cond, inner_programs, ShardMap, structure
 from .versions import given_solver
 
 
@@ -24,19 +24,6 @@ _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "accum_dtype")
 _LINEAR = "eqg_linear"
 # They look at the bits of a number.
 _OF_BITS = ("bitcast_convert_type", "nextafter")
-
-
-def low_precision(program: ClosedJaxpr) -> np.dtype | None:
-    """The dtype of lowest precision that a program computes in; `None` if that is float64."""
-    dtypes = {
-        jnp.finfo(v.aval.dtype).dtype
-        for eqn in equations(program)
-        for v in (*eqn.invars, *eqn.outvars)
-        if _is_inexact(v.aval)
-    }
-    dtypes |= {jnp.finfo(aval.dtype).dtype for aval in program.in_avals if _is_inexact(aval)}
-    lowest = max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
-    return None if lowest is None or lowest == np.float64 else lowest
 
 
 def evaluate_in_float64(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

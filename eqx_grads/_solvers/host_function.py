@@ -104,11 +104,11 @@ class HostFunction(eqx.Module):
             for all leaves that are not floating or complex. Returns a tuple with one cotangent
             for each positional argument, each like the argument, with `None` for any part
             that is zero. A cotangent is summed over the axes over which the function broadcast
-            its argument, like that of [`eqx_grads.custom_vjp`][]. It may ask by name, with
-            keyword-only parameters, for the function's keyword-only arguments, and for
-            `perturbed`: the tuple of trees of bools that says which leaves are being
-            differentiated. It may be called more than once for the same residuals, and must
-            leave them as they are.
+            its argument, and that of a real one is the real part of what is returned, as in
+            [`eqx_grads.custom_vjp`][]. It may ask by name, with keyword-only parameters, for
+            the function's keyword-only arguments, and for `perturbed`: the tuple of trees of
+            bools that says which leaves are being differentiated. It may be called more than
+            once for the same residuals, and must leave them as they are.
 
         **Returns:**
 

@@ -22,7 +22,7 @@ from ._argument_checks import (
     check_tolerance,
 )
 from ._compare import as_real, difference, scale_of, tolerance_of
-from ._compiled import Program
+from ._compiled import Program, without_log
 from ._eager import EagerCalls
 from ._finite_differences import directional, FiniteDifference
 from ._flat_function import double_precision, FlatFunction
@@ -82,10 +82,14 @@ _STRICT = 1e-9
 # The most that is added to a tolerance for rounding errors: an error as large as the derivative
 # is never one of rounding.
 _MOST_ROUNDING = 0.05
+# The calls that `eqg.implicit`, around a host function or another solver, makes.
+_OF_SOLVERS = {"differentiable_solution", "host_call"}
 # Along how many directions two functions are compared.
 _DIRECTIONS = 2
 # For how many cotangents the effect of low precision is measured, and what may be larger.
 _MEASURED, _MARGIN = 4, 16
+# At which a function may have other values, relative to the leaves.
+_DISTANCES = (1 / 8, 1 / 64, 1 / 512)
 # With more leaves than this, one direction perturbs all of them together.
 _MAX_LEAVES_ALONE = 6
 
@@ -167,6 +171,15 @@ class Case:
         return any(
             e.primitive.name in ("eqg_linear", "linear_call") for e in equations(program)
         )
+
+    @ft.cached_property
+    def is_solver(self) -> bool:
+        """Whether the only rules in it are those of solutions of equations."""
+        program = jax.make_jaxpr(self.own.rule.fn)(*self.subject.leaves)
+        found = list(equations(program))
+        calls = {str(e.params["call"]) for e in found if e.primitive.name == "eqg_call"}
+        is_other = any(e.primitive.name.startswith("custom_") for e in found)
+        return "differentiable_solution" in calls and calls <= _OF_SOLVERS and not is_other
 
     @ft.cached_property
     def is_another_in_float64(self) -> bool:
@@ -289,7 +302,7 @@ class Case:
         found = []
         for kept in [list(range(n))] if together else [[i] for i in range(n)]:
             tangents = only(scaled, kept)
-            with context():
+            with context(), without_log():
                 evaluate = lambda *xs: value_at(xs)
                 leaves = [np.asarray(x) for x in p.subject.leaves]
                 derivative = directional(evaluate, leaves, tangents, rounded_to)
@@ -300,10 +313,17 @@ class Case:
     def changes_at_a_distance(self) -> bool:
         """Whether the function without its rule has other values at some distance."""
         p, leaves = self.precision, list(map(np.asarray, self.precision.subject.leaves))
-        moved = [x + t / 8 for x, t in zip(leaves, self.scaled_tangents(), strict=True)]
-        with p.context():
-            values = p.plain.value_at(p.like_leaves(moved)), p.plain.value_at(leaves)
-        return any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(*values, strict=True))
+        with p.context(), without_log():
+            here = p.plain.value_at(leaves)
+            for distance in _DISTANCES:
+                pairs = zip(leaves, self.scaled_tangents(), strict=True)
+                moved = p.like_leaves([x + distance * t for x, t in pairs])
+                try:
+                    there = p.plain.value_at(moved)
+                except Exception:  # it is not defined that far away
+                    continue
+                return any(np.any(a != b) for a, b in zip(here, there, strict=True))
+        return False
 
     def scaled_tangents(self) -> list[Any]:
         """Random tangents in proportion to the entries of the leaves, so that a finite

@@ -167,7 +167,9 @@ def check_rule(
 
     **Returns:**
 
-    A [`eqx_grads.testing.Report`][].
+    A [`eqx_grads.testing.Report`][]. If `forward` and `reverse` had no reference, as that of a
+    host function which raises an error at arguments close by, its first line is "passed,
+    without a reference for the derivative", and their rows say why. Then pass `reference=`.
 
     **Raises:**
 

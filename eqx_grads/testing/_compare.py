@@ -60,11 +60,12 @@ def scale_of(x: Any) -> np.ndarray:
 def pairing(xs: Sequence[Any], ys: Sequence[Any]) -> float:
     """JAX's pairing of tangents and cotangents: the real part of the sum of products, without
     conjugation."""
-    terms = [np.real(np.sum(_double(x) * _double(y))) for x, y in zip(xs, ys, strict=True)]
+    terms = [np.real(np.sum(as_double(x) * as_double(y))) for x, y in zip(xs, ys, strict=True)]
     return float(np.sum(terms))
 
 
-def _double(x):
+def as_double(x: Any) -> np.ndarray:
+    """A float64 array, or a complex128 one."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 

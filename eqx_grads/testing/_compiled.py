@@ -6,6 +6,7 @@ do not.
 
 import contextlib
 import functools as ft
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,18 @@ def _attempt(run, args, eagerly):
             return [np.asarray(x) for x in run(*args)]
     except Exception as e:
         return e
+
+
+@contextlib.contextmanager
+def without_log():
+    """Without the page that JAX prints to the terminal for an error in a callback."""
+    log = logging.getLogger("jax")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def count_equations(fn: Callable[..., Any], args: Sequence[Any]) -> int:

@@ -131,6 +131,15 @@ def broke(check: str, where: str, error: BaseException, cause: str = "") -> Find
     return Finding(check, FAILED, None, None, where, "\n".join(lines), raised)
 
 
+def in_one_line(error: BaseException) -> str:
+    """The type and the first line of an exception; of one that was raised in a callback, that
+    of the user's code."""
+    lines = str(error).strip().splitlines()
+    last = _without_traceback(lines)
+    kind = [type(error).__name__] if len(last) == len(lines) else []
+    return ": ".join([*kind, *last[:1]])
+
+
 def _without_traceback(lines: list[str]) -> list[str]:
     """What comes after the traceback that an error of a callback has in its message."""
     frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]

@@ -3,7 +3,8 @@
 A long step has a large truncation error, a short step a large rounding error, and the best
 step depends on the function. So several steps are tried, and each is extrapolated with its
 half. The estimate that changes least from one step to the next is returned, with that change as
-its error.
+its error. A step to where the function raises an error, or is not finite, counts for nothing;
+if all do, there are differences of one side.
 
 Values that are rounded to float32 are the same at two points that are close to each other, so
 that two short steps may agree on a slope of zero. Of a function with such values the rounding
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import check_function
-from ._compare import as_real, norm
+from ._compare import as_double, as_real, norm
+from ._findings import in_one_line
 from ._flat_function import double_precision, FlatFunction
 
 
@@ -57,6 +59,8 @@ def directional(
 
     - `rounded_to`: the dtype that the values of `fn` are rounded to, if that is known. It is
         seen in the values if all of them are numbers in float32.
+
+    Raises `FailsNearby` if `fn` raises an error for every step.
     """
     if rounded_to is None:
         recorded = _Recorded(fn)
@@ -74,9 +78,10 @@ class _Recorded:
         self._fn = fn
         self._values: list[list[np.ndarray]] = []
 
-    def __call__(self, *xs):
-        self._values.append([as_real(x) for x in self._fn(*xs)])
-        return self._values[-1]
+    def __call__(self, *xs) -> Sequence[Any]:
+        out = self._fn(*xs)
+        self._values.append([as_real(x) for x in out])
+        return out
 
     @property
     def is_single(self) -> bool:
@@ -89,9 +94,11 @@ class _Recorded:
 
 
 def _of_smooth(fn, leaves, tangents) -> FiniteDifference:
-    estimates = [_richardson(fn, leaves, tangents, step) for step in _STEPS]
-    best, error = estimates[0], float("inf")
+    estimates, _ = _estimates(fn, leaves, tangents, _STEPS)
+    best, error = _first(estimates), float("inf")
     for coarse, fine in itertools.pairwise(estimates):
+        if coarse is None or fine is None:
+            continue
         gap = _norm([a - b for a, b in zip(coarse, fine, strict=True)])
         size = max(_norm(fine), np.finfo(np.float64).tiny)
         change = gap / size if _norm(fine) > 0 else (0.0 if gap == 0 else 1.0)
@@ -102,14 +109,15 @@ def _of_smooth(fn, leaves, tangents) -> FiniteDifference:
 
 def _of_rounded(fn, leaves, tangents, eps: float) -> FiniteDifference:
     sizes, errors = _sizes_and_errors(fn, leaves, eps)
-    estimates = [_richardson(fn, leaves, tangents, step) for step in _LONG_STEPS]
-    best, of_best = estimates[0], [float("inf")] * len(sizes)
+    estimates, weight = _estimates(fn, leaves, tangents, _LONG_STEPS)
+    best, of_best = _first(estimates), [float("inf")] * len(sizes)
     before = [0.0] * len(sizes)
     for step, coarse, fine in zip(_LONG_STEPS[1:], estimates, estimates[1:], strict=False):
+        if coarse is None or fine is None:
+            continue
         changes = [norm(as_real(a - b)) for a, b in zip(coarse, fine, strict=True)]
-        # The weights of the extrapolated difference, times an error in each value.
         found = [
-            max(change, last * _LEAST_FALL) + 1.5 * error / step
+            max(change, last * _LEAST_FALL) + weight * error / step
             for change, last, error in zip(changes, before, errors, strict=True)
         ]
         before = changes
@@ -125,8 +133,11 @@ def _sizes_and_errors(fn, leaves, eps: float) -> tuple[list[float], list[float]]
     value itself, and more if rounded numbers have canceled."""
     signs = [np.where(np.arange(x.size) % 3 == 1, -1.0, 1.0).reshape(x.shape) for x in leaves]
     at = lambda k: [x * (1 + k * _NEARBY * s) for x, s in zip(leaves, signs, strict=True)]
-    values = [[as_real(x) for x in fn(*at(k))] for k in range(-2, 3)]
-    sizes = [norm(x) for x in values[2]]
+    sizes = [norm(as_real(x)) for x in fn(*leaves)]
+    try:
+        values = [[as_real(x) for x in fn(*at(k))] for k in range(-2, 3)]
+    except Exception:  # an edge of where it is defined
+        values = []
     errors = [eps * size for size in sizes]
     for before, here, after in zip(values, values[1:], values[2:], strict=False):
         middle = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
@@ -135,21 +146,83 @@ def _sizes_and_errors(fn, leaves, eps: float) -> tuple[list[float], list[float]]
     return sizes, errors
 
 
-def _richardson(fn, leaves, tangents, step):
-    full = _central(fn, leaves, tangents, step)
-    half = _central(fn, leaves, tangents, step / 2)
+def _estimates(fn, leaves, tangents, steps) -> tuple[list[Any], float]:
+    """The derivative by each of the steps, with `None` for a step to where the function raises
+    an error, and the weight of an error of the values.
+
+    Central differences; those of one side where the other one is out of bounds.
+    """
+    of_center, error = [], None
+    for difference, weight in _DIFFERENCES:
+        found = []
+        for step in steps:
+            try:
+                found.append(_richardson(difference, fn, leaves, tangents, step))
+            except Exception as e:
+                if error is None:
+                    fn(*leaves)  # it may raise that anywhere
+                error = e
+                found.append(None)
+        works = [x is not None and np.isfinite(_norm(x)) for x in found]
+        if any(map(all, itertools.pairwise(works))):
+            return found, weight
+        of_center = of_center or found
+    if error is not None and not any(x is not None for x in of_center):
+        raise _fails_nearby(error, steps[-1]) from error
+    return of_center, _DIFFERENCES[0][1]
+
+
+class FailsNearby(ValueError):
+    """There are no differences, as the function raises an error at arguments close by."""
+
+
+def _fails_nearby(error: Exception, step: float) -> FailsNearby:
+    kind, _, message = in_one_line(error).partition(": ")
+    text = f"the function raises {kind} at arguments that are moved by {step:.0e} of their size"
+    return FailsNearby(f"{text}: {message}" if message else text)
+
+
+def _first(estimates):
+    return next(x for x in estimates if x is not None)
+
+
+def _richardson(difference, fn, leaves, tangents, step):
+    full = difference(fn, leaves, tangents, step)
+    half = difference(fn, leaves, tangents, step / 2)
     with np.errstate(invalid="ignore", over="ignore"):
         return [(4 * h - f) / 3 for f, h in zip(full, half, strict=True)]
 
 
+def _moved(fn, leaves, tangents, step):
+    return [as_double(x) for x in fn(*_along(leaves, tangents, step))]
+
+
+def _along(leaves, tangents, step):
+    return [x + step * t for x, t in zip(leaves, tangents, strict=True)]
+
+
 def _central(fn, leaves, tangents, step):
-    ahead = fn(*[x + step * t for x, t in zip(leaves, tangents, strict=True)])
-    behind = fn(*[x - step * t for x, t in zip(leaves, tangents, strict=True)])
+    ahead = _moved(fn, leaves, tangents, step)
+    behind = _moved(fn, leaves, tangents, -step)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+
+
+def _one_sided(fn, leaves, tangents, step):
+    """Of second order, as a central one; behind for a negative step."""
+    here, near, far = (_moved(fn, leaves, tangents, k * step) for k in range(3))
     with np.errstate(invalid="ignore", over="ignore"):
         return [
-            (np.asarray(a) - np.asarray(b)) / (2 * step)
-            for a, b in zip(ahead, behind, strict=True)
+            (4 * y - z - 3 * x) / (2 * step) for x, y, z in zip(here, near, far, strict=True)
         ]
+
+
+def _behind(fn, leaves, tangents, step):
+    return _one_sided(fn, leaves, tangents, -step)
+
+
+# With what an error of each value is multiplied with, if the step is one.
+_DIFFERENCES = ((_central, 1.5), (_one_sided, 12.0), (_behind, 12.0))
 
 
 def _norm(xs) -> float:
@@ -160,6 +233,7 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """The Jacobian by finite differences: central, in float64, with Richardson extrapolation.
 
     It uses neither rules nor autodiff. It calls `fn` 32 times for each entry of the arguments.
+    At the edge of where `fn` is defined, the differences are of one side.
 
     !!! example
 
@@ -190,7 +264,8 @@ def numerical_jacobian(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
     **Raises:**
 
-    A `TypeError` if a leaf is complex, or if `fn` does not return one array.
+    A `TypeError` if a leaf is complex, or if `fn` does not return one array; a `ValueError` if
+    `fn` raises an error at all arguments close by.
     """
     check_function(fn, "fn", "numerical_jacobian")
     with double_precision():

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools as ft
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +14,11 @@ from jaxtyping import PyTree
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._errors import first_line
 from .._jaxprs.evaluate import evaluate
-from .._jaxprs.in_float64 import evaluate_in_float64, low_precision
+from .._jaxprs.in_float64 import evaluate_in_float64
+from .._jaxprs.lowest_precision import lowest_precisions
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
+from ._compiled import without_log
 from ._flat_function import double_precision
 from ._random_tangents import normal
 from ._same_function import changes_alike, is_same_program
@@ -64,7 +65,8 @@ class LossProgram:
 
     - `leaves`: the inexact arrays of the model, which are perturbed; `names`: their paths.
     - `others`: the other arrays of the model and the arguments.
-    - `lowest`: the dtype of lowest precision in the program, `None` if all are float64.
+    - `lowest`: the dtype of lowest precision that the loss is computed in from the leaves and
+        the arguments, `None` if that is float64. That of a constant alone does not count.
     """
 
     def __init__(self, traced: TracedLoss, context: Callable[[], Any]):
@@ -73,7 +75,8 @@ class LossProgram:
         self.names = list(traced.leaves)
         self.leaves = [np.asarray(x) for x in traced.values[: len(self.names)]]
         self.others = list(traced.values[len(self.names) :])
-        self.lowest = low_precision(traced.program)
+        found = [d for d in lowest_precisions(traced.program) if d is not None]
+        self.lowest = max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
     @property
     def is_compiled(self) -> bool:
@@ -209,7 +212,7 @@ def _where_defined(values_at: Callable[[list[float]], Any]) -> Callable[..., lis
             return np.nan
 
     def values(steps):
-        with _without_log():
+        with without_log():
             if min(failed.values()) == np.inf:
                 with contextlib.suppress(RuntimeError, ValueError):
                     return values_at(steps)
@@ -219,18 +222,6 @@ def _where_defined(values_at: Callable[[list[float]], Any]) -> Callable[..., lis
         return [known[step] for step in steps]
 
     return values
-
-
-@contextlib.contextmanager
-def _without_log():
-    """Without the page that JAX prints to the terminal for an error in a callback."""
-    log = logging.getLogger("jax")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def trace_in_both_precisions(

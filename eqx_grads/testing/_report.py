@@ -10,6 +10,7 @@ _SHOWN = 4  # places where a failure happens again
 # JAX says which function was traced: one of a check.
 _TRACED = "    The error occurred while tracing the function"
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
+NO_REFERENCE = "no reference for the derivative"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Report:
     """The result of [`eqx_grads.testing.check_rule`][].
 
     A printed report is a table with one row for each check, followed by a description of
-    each failure.
+    each failure. If there was no reference for the derivative, as where the function raises
+    an error at arguments close by, the first line says so: what passed are the other checks.
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where`, `text` and `raised`.
@@ -78,6 +80,8 @@ class Report:
 
     def __str__(self) -> str:
         status = PASSED if self.passed else FAILED
+        if self.passed and self._is_without_reference():
+            status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})", ""]
         lines += list(self._table())
         for number, (first, *others) in enumerate(self._alike(), start=1):
@@ -89,6 +93,12 @@ class Report:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _is_without_reference(self) -> bool:
+        """Whether the derivative was compared with nothing, in no mode."""
+        found = [f for f in self.findings if f.check in ("forward", "reverse")]
+        is_compared = any(f.verdict != SKIPPED for f in found)
+        return not is_compared and any(f.text.startswith(NO_REFERENCE) for f in found)
 
     def _alike(self) -> list[list[Finding]]:
         """The failures, those together whose texts differ in the likely cause only: an

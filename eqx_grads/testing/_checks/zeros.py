@@ -161,7 +161,7 @@ def _dead_work(case: Case) -> Iterator[Finding]:
                 # JAX's own rules (`jax.nn.softplus`) compute dead terms as well.
                 without, enough = _work(p.plain, leaves, i, tangents[i])
                 needed += max(without - enough, 0)
-            if actual > needed and not _knows_zeros(case.subject.fn):
+            if actual > needed and not _knows_zeros(case):
                 # So do they if the rule calls them: to the constant in `logaddexp(x, 0.0)`,
                 # which is `softplus`, JAX gives a tangent of zero.
                 run = _one_perturbed(p.rule, leaves, i)
@@ -171,7 +171,7 @@ def _dead_work(case: Case) -> Iterator[Finding]:
         where = f"only {name} perturbed"
         if actual > needed:
             cause = "a zero tangent (`None`) was made into an array of zeros"
-            if not _knows_zeros(case.subject.fn):
+            if not _knows_zeros(case):
                 cause = "an operation of which it is not known that it maps zero to zero"
             yield failed(
                 "zeros", where,
@@ -193,23 +193,32 @@ def _is_dense_by_nature(fn) -> bool:
     return isinstance(fn, jax.custom_jvp) and not fn.symbolic_zeros
 
 
-def _knows_zeros(fn) -> bool:
-    """Whether its rule is given `None`, or symbolic zeros, and so can take them for arrays."""
-    rules = getattr(fn, "_rules", None)
+def _knows_zeros(case: Case) -> bool:
+    """Whether a rule is given `None`, or symbolic zeros, and so can take them for arrays: its
+    own, or one that it calls. That of a solver is ours."""
+    rules = getattr(case.subject.fn, "_rules", None)
     rule = getattr(rules, "jvp_rule", None)
-    return rule is None or rule.symbolic_zeros
+    if rule is not None:
+        return rule.symbolic_zeros
+    return not case.is_solver
 
 
 def _without_zero_products(run):
-    """The function, in which a product with the literal `0.0` is known to be zero."""
+    """The function, in which a product with the literal `0.0`, or with an array of it, is known
+    to be zero."""
 
     def folded(*args):
         leaves = jax.tree.leaves(args)
         closed = jax.make_jaxpr(run)(*args)
         closed = jax.make_jaxpr(ft.partial(evaluate, closed, hook=_enter_calls))(leaves)
-        new, equations = [], []
+        new, equations, arrays = [], [], set()
         for eqn in closed.jaxpr.eqns:
-            is_zero = [isinstance(v, Literal) and np.all(v.val == 0) for v in eqn.invars]
+            is_zero = [
+                np.all(v.val == 0) if isinstance(v, Literal) else v in arrays
+                for v in eqn.invars
+            ]
+            if eqn.primitive.name == "broadcast_in_dim" and is_zero[0]:
+                arrays.update(eqn.outvars)
             if eqn.primitive.name == "mul" and any(is_zero):
                 zeros = [Var(v.aval) for v, z in zip(eqn.invars, is_zero, strict=True) if z]
                 new += zeros
