@@ -242,8 +242,9 @@ def _of_steps(case: Case, finding: Finding) -> Finding:
         return finding
     text = (
         "  likely cause: the derivative without the rule is zero, but the function changes:\n"
-        "  it is piecewise constant, as rounding is, or\n"
-        "  a solver that stops at a tolerance, which `eqg.implicit` does not differentiate.\n"
+        "  it is piecewise constant, as rounding is; or a solver that stops at a tolerance,\n"
+        "  which `eqg.implicit` does not differentiate; or the residual of `eqg.implicit` is\n"
+        "  that of another equation: is it zero at the solution?\n"
         "  Give the derivative that is meant (`reference=`), or check the solver with a\n"
         "  tolerance near rounding"
     )
