@@ -321,9 +321,10 @@ def test_a_python_number_that_is_an_argument_is_no_residual(rule):
 
 
 def test_a_number_in_another_precision_is_a_residual():
-    fn = lambda x, y: x * y.astype("float16").astype("float32")
-    where = eqgt.check_residuals(fn, jnp.arange(3.0), 2.0)["residuals"][0].where
-    assert where.startswith("4 bytes per call")
+    fn = lambda x, y: x * y.astype("float16").astype(x.dtype)
+    x = jnp.arange(3.0)
+    where = eqgt.check_residuals(fn, x, 2.0)["residuals"][0].where
+    assert where.startswith(f"{x.dtype.itemsize} bytes per call")
 
 
 # ---------------------------------------------------------------- faults in half precision
