@@ -6,6 +6,7 @@ import sys
 
 import equinox as eqx
 import eqx_grads as eqg
+import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -521,3 +522,16 @@ class TestWhatBeginnersGetWrong:
         solve = eqg.implicit(objective)(lambda a: a)
         with pytest.raises(eqg.RuleError, match=r"an objective[?] Give `jax.grad`"):
             jax.jacobian(solve)(jnp.ones(3))
+
+
+def _two_equations(z, a):
+    return jnp.stack([z[0] ** 2 - a, z[1] + z[0] - 1.0])
+
+
+@pytest.mark.thorough
+def test_the_tracers_that_lineax_keeps_are_no_fault_of_a_rule():
+    """From JAX 0.11 on with each trace, before Python 3.13 in a run-time check."""
+    solve = lambda a: np.stack([np.sqrt(a), 1 - np.sqrt(a)])
+    on_host = eqg.host_function(solve, out=lambda a: jax.ShapeDtypeStruct((2,), a.dtype))
+    root = eqg.implicit(_two_equations)(on_host)
+    assert eqgt.check_rule(root, jnp.array(2.0), checks=("leaks",), order=1).passed
