@@ -189,7 +189,9 @@ def test_a_step_that_does_more_than_its_cell_with_the_inputs_and_outputs():
 def of_batch(cell, xs, checkpoint):
     """The `vmap` is around a loop that returns all states."""
     step = lambda h, x: (cell(x, h),) * 2
-    run = lambda x: eqg.filter_scan(step, jnp.zeros(STATES), x, checkpoint=checkpoint)[1]
+    run = lambda x: eqg.filter_scan(
+        step, jnp.zeros(STATES, xs.dtype), x, checkpoint=checkpoint
+    )[1]
     return jnp.mean(jax.vmap(run)(xs) ** 2)
 
 
@@ -198,32 +200,28 @@ def of_stack(cells, xs, checkpoint):
 
     def layer(xs, cell):
         step = lambda h, x: (cell(x, h),) * 2
-        run = lambda x: eqg.filter_scan(step, jnp.zeros(STATES), x, checkpoint=checkpoint)[1]
+        run = lambda x: eqg.filter_scan(
+            step, jnp.zeros(STATES, xs.dtype), x, checkpoint=checkpoint
+        )[1]
         return jax.vmap(run)(xs), None
 
     return jnp.mean(jax.lax.scan(layer, xs, cells)[0] ** 2)
 
 
 def of_layer(cell, xs, checkpoint):
-    zeros = jnp.zeros(STATES)
+    zeros = jnp.zeros(STATES, xs.dtype)
     layer = eqg.nn.Recurrent(cell, initial_state=zeros, checkpoint=checkpoint)
     return jnp.mean(layer(xs)[0] ** 2)
 
 
-# The choice of "auto" is made for the bytes of the numbers.
-chooses_plain = pytest.mark.skipif(
-    jax.config.read("jax_enable_x64"), reason='in double precision, "auto" chooses a replay'
-)
-
-
-@chooses_plain
 @pytest.mark.parametrize("loss", [of_batch, of_stack, of_layer])
 def test_auto_that_is_plain_scan_has_the_report_of_plain_scan(loss):
-    make = lambda key: eqx.nn.GRUCell(INPUTS, STATES, key=key)
+    make = lambda key: eqx.nn.GRUCell(INPUTS, STATES, dtype="float32", key=key)
     cell = (
         eqx.filter_vmap(make)(jr.split(jr.key(0), 3)) if loss is of_stack else make(jr.key(0))
     )
-    xs = jnp.ones((32, 200, INPUTS))
+    # In double precision, "auto" chooses a replay.
+    xs = jnp.ones((32, 200, INPUTS), "float32")
     auto, plain = (
         eqg.explain_memory(loss, cell, xs, checkpoint, compiled=False)
         for checkpoint in ("auto", None)
@@ -247,7 +245,6 @@ def test_auto_that_is_plain_scan_has_the_report_of_plain_scan(loss):
             assert not any('`checkpoint="auto"`' in r for r in report.remarks)
 
 
-@chooses_plain
 def test_auto_of_a_step_with_a_rule_of_another_function():
     """Only the loop is entered: the rule of a function in it stays."""
 
@@ -266,7 +263,8 @@ def test_auto_of_a_step_with_a_rule_of_another_function():
     def loss(cell, xs, checkpoint):
         return of_batch(lambda x, h: scaled(cell(x, h)), xs, checkpoint)
 
-    cell, xs = eqx.nn.GRUCell(INPUTS, STATES, key=jr.key(0)), jnp.ones((32, 200, INPUTS))
+    cell = eqx.nn.GRUCell(INPUTS, STATES, dtype="float32", key=jr.key(0))
+    xs = jnp.ones((32, 200, INPUTS), "float32")
     auto, plain = (
         eqg.explain_memory(loss, cell, xs, checkpoint, compiled=False)
         for checkpoint in ("auto", None)
