@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.random as jr
+import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
@@ -54,6 +55,14 @@ def _frozen():
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def without_type_checks():
+    """As users have it: without the checks of types at run time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import numpy as np
 import pytest
 from eqx_grads import RuleError, ste
@@ -20,12 +19,8 @@ LSTM_CELL = eqx.nn.LSTMCell(3, 4, dtype="float32", key=KEY)
 GRU_CELL = eqx.nn.GRUCell(3, 4, dtype="float32", key=KEY)
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    """Without the checks of types at run time, which would refuse some arguments first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+# These would refuse some arguments first.
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def raises(match):

@@ -8,7 +8,6 @@ import eqx_grads.nn as nn
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -32,12 +31,8 @@ STACKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    """Without the checks of types at run time, which would refuse some options first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+# These would refuse some arguments first.
+pytestmark = pytest.mark.usefixtures("without_type_checks")
 
 
 def raises(match):
