@@ -466,6 +466,29 @@ class Attend(eqx.Module):
         return memory, count + 1, jnp.tanh(jax.nn.softmax(memory @ self.query) + h)
 
 
+def test_state_of_the_call_alone(getkey):
+    """The layer does not know the first state of this cell, and need not."""
+    xs, query = jr.normal(getkey(), (2, 5, 3)), jr.normal(getkey(), (3,))
+    state = (jnp.ones((2, 3, 3)), jnp.zeros(2), jnp.ones((2, 3)))
+
+    def by_scan(query, xs, state):
+        def step(state, x):
+            state = Attend(query)(x, state)
+            return state, state[2]
+
+        return jax.lax.scan(step, state, xs)[1]
+
+    def expected(query):
+        return jax.vmap(by_scan, (None, 0, 0))(query, xs, state)
+
+    def layer(query):
+        return nn.Recurrent(Attend(query), output=lambda state: state[2])(xs, state)[0]
+
+    assert_close(layer(query), expected(query), tolerance=2e-6)
+    gradient = lambda fn: jax.grad(lambda q: jnp.sum(fn(q) ** 2))(query)
+    assert_close(gradient(layer), gradient(expected), tolerance=2e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [None, 2, "auto"])
 def test_any_cell(checkpoint, getkey):
@@ -537,6 +560,8 @@ class TestErrors:
             layer(jnp.ones((5, 3)), jnp.ones(4))
         with pytest.raises(RuleError, match="does not know the first state of its cell"):
             nn.Recurrent(Attend(jnp.ones(3)))(jnp.ones((5, 3)))
+        with pytest.raises(RuleError, match=r"is \(2,\)\n.* of 4 seq(?s:.)*axis(?s:.)*size 4"):
+            nn.Recurrent(lambda x, h: h + x)(jnp.ones((4, 5, 2)), jnp.ones(2))
         grow = nn.Recurrent(lambda x, h: jnp.append(h, x), initial_state=jnp.ones(3, "float32"))
         with pytest.raises(RuleError, match=r"another state(?s:.)*32\[3\](?s:.)*32\[6\]"):
             grow(jnp.ones((5, 3), "float32"))

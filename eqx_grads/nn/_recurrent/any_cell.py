@@ -83,7 +83,8 @@ class Recurrent(AbstractRecurrent):
             `equinox.nn.LSTMCell` and [`eqx_grads.nn.RNNCell`][]. A first state that is not
             trained is what that method of your cell returns, as above, or
             `jax.lax.stop_gradient` of it if it is an array of the cell. Of a cell that you
-            can't change, freeze this argument by `equinox.partition`.
+            can't change, pass `state` in each call, or freeze this argument by
+            `equinox.partition`.
         - `output`: a function of the state that returns the output of each step. The default
             is the first array of the state.
         - `checkpoint`: as for [`eqx_grads.filter_scan`][].
@@ -105,12 +106,7 @@ class Recurrent(AbstractRecurrent):
         if callable(getattr(cell, "initial_state", None)):
             return cell.initial_state()
         if not (hasattr(cell, "hidden_size") and hasattr(cell, "weight_hh")):
-            raise rule_error(
-                "`Recurrent` does not know the first state of its cell.",
-                f"the cell is a `{type(cell).__name__}`",
-                do="Give the cell a method `initial_state()`, which returns the state of one "
-                "example, or pass `initial_state=`, which becomes a parameter and is trained.",
-            )
+            return None  # not known: `state` has to be given
         zero = zero_hidden(cell)
         return (zero, zero) if isinstance(cell, eqx.nn.LSTMCell) else zero
 

@@ -35,7 +35,8 @@ class AbstractRecurrent(AbstractCellLayer):
 
     @abc.abstractmethod
     def _zero_state(self) -> PyTree:
-        """The initial state of one cell for one example, unless one is learned."""
+        """The initial state of one cell for one example, unless one is learned. `None` if
+        it is not known, and has to be given."""
 
     @property
     def dropout(self) -> eqx.nn.Dropout:

@@ -236,6 +236,14 @@ def first_states(
     axis = 0 if n_cells == 1 else 1
     add_batch = lambda tree: jax.tree.map(lambda s: jnp.expand_dims(s, axis), tree)
     repeat = lambda s: jnp.repeat(s, xs.shape[1], axis)
+    if default is None and state is None:
+        raise rule_error(
+            f"`{layer}` does not know the first state of its cell.",
+            "the cell has no method `initial_state()`, and the call has no `state`",
+            do="Give the cell a method `initial_state()`, which returns the state of one "
+            "example, or pass `state` in each call, or `initial_state=` to the layer, which "
+            "becomes a parameter and is trained.",
+        )
     expected = jax.tree.map(jnp.asarray, default)
     if is_batch:
         expected = jax.tree.map(repeat, add_batch(expected))
@@ -249,6 +257,16 @@ def first_states(
     given = default if state is None else state
     state = expected if state is None else jax.tree.map(jnp.asarray, state)
     shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    if default is None:  # then the cell may have a state of any shape
+        expected = state
+        if is_batch and {s.shape[:1] for s in jax.tree.leaves(state)} - {xs.shape[1:2]}:
+            raise rule_error(
+                f"`{layer}` was given a `state` that does not fit.",
+                f"its shape is {shapes(state)}",
+                f"`xs` is {_show_batch(xs, is_batch)}",
+                do=f"Pass a state for each example: the first axis of each array is the batch, "
+                f"of size {xs.shape[1]}.",
+            )
     if shapes(state) != shapes(expected):
         raise rule_error(
             f"`{layer}` was given a `state` that does not fit.",
