@@ -99,3 +99,17 @@ def test_one_warning_of_negative_inputs():
     with pytest.warns(UserWarning, match=match) as found:
         nn.quantize_model(layers, rules, calibrate=batch, call=run)
     assert len(found) == 1
+
+
+def test_calibration_of_a_model_with_more_arguments():
+    class Stateful(eqx.Module):
+        layer: eqx.nn.Linear
+
+        def __call__(self, x, state):
+            return self.layer(x), state
+
+    model = Stateful(eqx.nn.Linear(4, 2, key=jr.key(0)))
+    rules = {eqx.nn.Linear: (nn.LSQ(bits=4), nn.LSQ(bits=4))}
+    with pytest.raises(TypeError, match="'state'") as error:
+        nn.quantize_model(model, rules, calibrate=jnp.ones((3, 4)))
+    assert "`call=lambda model, batch: ...`" in "".join(error.value.__notes__)

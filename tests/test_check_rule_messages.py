@@ -437,6 +437,24 @@ def test_a_rule_of_the_first_order():
     eqgt.check_rule(square, _A, checks="order", order=1)
 
 
+def test_a_straight_through_rule_is_of_the_first_order():
+    """The gradient of a learned step differs from its reference at the second order."""
+    rounded = lambda step, x: step * jnp.round(x / step)
+    quantized = eqg.custom_jvp(rounded)
+
+    @quantized.def_jvp
+    def _(primals, tangents):
+        (step, x), (t_step, t_x) = primals, tangents
+        return rounded(step, x), t_x + (jnp.round(x / step) - x / step) * t_step
+
+    straight_through = eqg.with_gradient_of(jnp.round, lambda x: x)
+    reference = lambda step, x: step * straight_through(x / step)
+    args = jnp.array(0.5), jnp.array([0.3, 0.9])
+    with pytest.raises(eqgt.RuleCheckError, match=r"wrong at the next;.*pass `order=1`"):
+        eqgt.check_rule(quantized, *args, reference=reference)
+    eqgt.check_rule(quantized, *args, reference=reference, order=1)
+
+
 def _of_three(t_of):
     """`sum(a) * exp(b) + sum(c)`, with another tangent."""
 

@@ -99,6 +99,19 @@ class TestMissing:
 
 
 class TestForwardRule:
+    def test_a_default_is_unpacked(self):
+        def scaled(x, scale=None):
+            return x
+
+        def rule(primals, tangents):
+            (x,), (t_x,) = primals, tangents
+            return x, t_x
+
+        with pytest.raises(ValueError, match="unpack") as error:
+            jax.jvp(forward(scaled, rule), (X,), (X,))
+        match = "`rule` is given.* also one that has its default: `x`, `scale`"
+        assert any(re.search(match, note) for note in error.value.__notes__)
+
     def test_no_pair(self):
         match = "rule `rule` of `square` did not return a pair"
 

@@ -54,6 +54,7 @@ class custom_jvp(AbstractDecorated[P, T]):
         be differentiated, leaf by leaf, however deep in a PyTree or Module (`self`
         included); it makes no difference if it is passed by keyword. Keyword-only
         parameters are configuration: differentiating one is an error.
+    - `**options`: none. An option of JAX's decorator is an error that says what to do.
 
     A traced value that `fn` or its rule closes over is passed along for you.
 
@@ -83,9 +84,11 @@ class custom_jvp(AbstractDecorated[P, T]):
         **Arguments:**
 
         - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of
-            all positional arguments, `tangents` that of their tangents, of the same
-            structure: arrays where the primal is floating or complex, `None` for all other
-            leaves. Returns `out, t_out`. `t_out` is like `out`, with `None` for any part
+            all positional arguments, those that have their default included; `tangents` is
+            that of their tangents, of the same structure: arrays where the primal is
+            floating or complex, `None` for all other leaves. `kwargs` are the keyword-only
+            arguments; one that has its default is passed only if the rule has a parameter
+            for it. Returns `out, t_out`. `t_out` is like `out`, with `None` for any part
             that is zero.
         - `symbolic_zeros`: by default all tangents are arrays, and the terms of arguments
             that are not being differentiated are dropped from the answer, whatever their
@@ -153,7 +156,16 @@ def _run(rule, call, indices, given):
         ts[i] = t
     t_args = call.flat.args.dynamic_tree(ts)
     with running_rule(call.fn, call.rules):
-        result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
+        try:
+            result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
+        except ValueError as error:
+            if "to unpack" in str(error):
+                names = ", ".join(f"`{call.flat.names[i]}`" for i in range(len(call.args)))
+                error.add_note(
+                    f"The rule `{rule.name}` is given `primals` and `tangents` with an entry "
+                    f"for each positional argument, also one that has its default: {names}."
+                )
+            raise
     return _take_result(call, rule, result)
 
 

@@ -63,7 +63,7 @@ class custom_vjp(AbstractDecorated[P, T]):
 
     **Arguments:**
 
-    - `fn`: as for [`eqx_grads.custom_jvp`][].
+    - `fn`, `**options`: as for [`eqx_grads.custom_jvp`][].
 
     **Derivative:**
 
@@ -88,9 +88,9 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         **Arguments:**
 
-        - `rule`: called as `rule(*args, **kwargs)`, like the function. Returns
-            `out, residuals`, where `residuals` is any PyTree (Modules and functions may be
-            in it). If it has a keyword-only parameter `perturbed`, it is given the tree of
+        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the arguments
+            that have their default. Returns `out, residuals`, where `residuals` is any
+            PyTree (Modules and functions may be in it). If it has a keyword-only parameter `perturbed`, it is given the tree of
             Python bools that says which leaves of `args` are being differentiated.
 
         **Returns:**
@@ -112,7 +112,8 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         - `rule`: called as `rule(residuals, ct)`, where `ct` is like the output, with
             `None` for all leaves that are not floating or complex. Returns a tuple with one
-            cotangent for each positional argument, each like the argument, with `None` for
+            cotangent for each positional argument, those that have their default included,
+            each like the argument, with `None` for
             any part that is zero. A cotangent is summed over the axes along which the
             argument would have broadcast, and cast to its dtype. If the rule has a
             keyword-only parameter `perturbed`, it is given the tree of Python bools that

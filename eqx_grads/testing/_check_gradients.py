@@ -219,7 +219,8 @@ def _skipped(skip: Collection[str], names: Sequence[str]) -> set[int]:
         raise rule_error(
             "`check_gradients` was asked to skip all leaves.",
             f"they are {', '.join(names[:20])}",
-            do="Leave some of them out of `skip`.",
+            do="Leave some of them out of `skip`. If all are before a rule that is another "
+            "gradient on purpose, check the rule by `check_rule`, and the model without it.",
         )
     return skipped
 

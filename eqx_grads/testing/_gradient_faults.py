@@ -289,7 +289,7 @@ def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool
     if kind == "modes disagree":
         return f"Without the rule of {names} forward mode is right, as reverse mode is."
     text = f"The gradient is right without the rule of {names}, which `eqgt.check_rule` checks."
-    if kind == "not a derivative":
+    if kind in ("not a derivative", "wrong"):
         text += " If the rule is another gradient on purpose, `skip` the leaves before it."
     return text
 

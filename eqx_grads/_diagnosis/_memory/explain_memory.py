@@ -101,7 +101,7 @@ def explain_memory(
     and all other arrays at the peak. On a CPU it is within 8 % of what XLA allocates
     for the eight models of the tests, and within 22 % for convolutions with pooling; of a
     cross-entropy of many logits it is 0.63 to 1.5 times that, for programs with checkpoints
-    or in chunks, 0.8 to 2.3 times, and for models in `bfloat16`, of which XLA keeps copies in
+    or in chunks, 0.67 to 2.3 times, and for models in `bfloat16`, of which XLA keeps copies in
     `float32` on a CPU, about half. The gradients themselves and the arguments do not count.
 
     Nothing is computed. The loss is traced, and its gradient once more for each of at most

@@ -47,7 +47,16 @@ def fit_to_inputs(
         is_leaf=is_pending,
     )
     run = _call_over_batch if call is None else call
-    outputs = run(eqx.nn.inference_mode(recording), batch)
+    try:
+        outputs = run(eqx.nn.inference_mode(recording), batch)
+    except TypeError as error:
+        if call is None:
+            error.add_note(
+                "`quantize_model` calls the model with one example of `calibrate` after "
+                "another. Of a model that takes more, such as a state, say how: "
+                "`call=lambda model, batch: ...`."
+            )
+        raise
     jax.block_until_ready(eqx.filter(outputs, eqx.is_array))
     jax.effects_barrier()
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(outputs))

@@ -13,9 +13,12 @@ from .._report import FAILED, Finding
 
 
 _KINDS = ("forward over reverse", "reverse over reverse", "reverse over forward")
-_FAILS = (
-    "right to first order, fails at the next; to check the first order only, pass `order=1`"
+_TO_FIRST_ORDER = (
+    "right to first order, {} at the next; to check the first order only, as of a "
+    "straight-through rule, pass `order=1`"
 )
+_FAILS = _TO_FIRST_ORDER.format("fails")
+_WRONG = _TO_FIRST_ORDER.format("wrong")
 _TRUSTED = 1e-4  # the largest estimated error of finite differences that are a reference
 _TRUSTED_OF_ROUNDED = 1e-3  # of a function whose values are rounded to float32
 # The error of such differences that is admitted where autodiff without the rule has another
@@ -148,7 +151,7 @@ def _compare(
     )  # fmt: skip
     finding = compared("")
     if finding.verdict == FAILED and _is_right_to_first_order(case, p, t, w):
-        return compared("right to first order, wrong at the next")
+        return compared(_WRONG)
     return finding
 
 
