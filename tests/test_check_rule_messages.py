@@ -432,7 +432,7 @@ def test_a_rule_of_the_first_order():
 
     square.def_fwd(lambda a: (np.asarray(a) ** 2, a))
     square.def_bwd(lambda a, ct: (2 * np.asarray(a) * ct,))
-    with pytest.raises(eqgt.RuleCheckError, match="the first order only, pass `order=1`"):
+    with pytest.raises(eqgt.RuleCheckError, match=r"the first order only, .*pass `order=1`"):
         eqgt.check_rule(square, _A, checks="order")
     eqgt.check_rule(square, _A, checks="order", order=1)
 

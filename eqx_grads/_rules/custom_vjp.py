@@ -90,8 +90,9 @@ class custom_vjp(AbstractDecorated[P, T]):
 
         - `rule`: called as `rule(*args, **kwargs)`, like the function, with the arguments
             that have their default. Returns `out, residuals`, where `residuals` is any
-            PyTree (Modules and functions may be in it). If it has a keyword-only parameter `perturbed`, it is given the tree of
-            Python bools that says which leaves of `args` are being differentiated.
+            PyTree (Modules and functions may be in it). If it has a keyword-only
+            parameter `perturbed`, it is given the tree of Python bools that says which
+            leaves of `args` are being differentiated.
 
         **Returns:**
 
