@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from ..origins import Origin
-from ..source_lines import rule_line, SourceLine
+from ..origins import NumberedLoss, Origin
+from ..source_lines import layer_line, rule_line, SourceLine
 from .cause import Cause
 from .trace_back import Spot
 
@@ -28,6 +28,13 @@ def _line_in_rule(spot: Spot) -> SourceLine:
     while not line.file and node.parent is not None:
         line, node = rule_line(node.parent.eqns[node.position]), node.parent
     return line
+
+
+def library_of(numbered: NumberedLoss, origin: Origin) -> str:
+    """The place in a library that the line of an equation of the loss calls, or empty."""
+    around = (numbered.origins[i] for i in reversed(origin.enclosing))
+    lines = (layer_line(o.eqn) for o in (origin, *around))
+    return origin.source.library or next(filter(None, lines), "")
 
 
 def rule_of(cause: Cause) -> str:
