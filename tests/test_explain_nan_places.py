@@ -3,11 +3,14 @@
 import inspect
 
 import equinox as eqx
+import equinox.internal as eqxi  # noqa: TID251, a loop that its users call directly
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.scipy.special import betaln
+
+from .helpers import skip_without_checkpointed_loops
 
 
 BAD = {"a": jnp.ones(3), "b": jnp.zeros(3)}
@@ -191,6 +194,26 @@ def test_a_layer_that_calls_the_users_function_is_no_library():
     loss = lambda model, x: model[0](model[1] * x)
     (record,) = eqg.explain_nan(loss, (model, ONE), jnp.zeros(2)).found
     assert record.library == ""
+
+
+def test_the_line_in_a_function_that_a_loop_of_equinox_calls():
+    """The operation was the name of a function inside of Equinox."""
+    skip_without_checkpointed_loops()
+
+    def loss(y):
+        def advance(carry):
+            t, y = carry
+            dt = 0.5 / (1 - y)  # DIVISION
+            return t + dt, y + dt * y**2
+
+        below = lambda carry: carry[0] < 50
+        loop = eqxi.while_loop(below, advance, (y * 0, y), max_steps=8, kind="checkpointed")
+        return loop[1]
+
+    (record,) = eqg.explain_nan(loss, ONE).found
+    assert (record.kind, record.primitive) == ("true singularity", "div")
+    assert record.line == line_of(loss, "DIVISION")
+    assert record.library.startswith("equinox/internal/")
 
 
 def test_a_distribution_of_jax_is_a_library():

@@ -82,6 +82,7 @@ _HIDDEN = (
 )
 _LAYERS = (
     os.path.join(_folder(eqx.__file__), "nn", ""),
+    os.path.join(_folder(eqx.__file__), "internal", "_loop", ""),
     os.path.join(_JAX, "_src", "scipy", "stats", ""),
 )
 _INSTALLED = tuple(
@@ -161,8 +162,8 @@ def rule_line(eqn: Any) -> SourceLine:
 
 
 def layer_line(eqn: Any) -> str:
-    """The place in a layer of Equinox, or in a distribution of JAX, that the user's line calls,
-    such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
+    """The place in a layer or a loop of Equinox, or in a distribution of JAX, that the user's
+    line calls, such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
     traceback = traceback_of(eqn)
     for f in traceback.frames if traceback else ():
         if f.file_name.startswith(_LAYERS):

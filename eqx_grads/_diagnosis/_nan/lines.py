@@ -9,10 +9,10 @@ from .cause import Cause
 from .trace_back import Spot
 
 
-def users_line(origin: Origin, *spots: Any) -> SourceLine:
+def users_line(numbered: NumberedLoss, origin: Origin, *spots: Any) -> SourceLine:
     """The line of the loss. If that calls a library, such as a solver, which called a function
     of the user's in a rule, the line in this function."""
-    library = origin.source.library
+    library = library_of(numbered, origin)
     for spot in spots:
         if library and isinstance(spot, Spot):
             line = _line_in_rule(spot)

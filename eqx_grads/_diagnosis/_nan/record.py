@@ -27,7 +27,7 @@ _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
 def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
     traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
-    where = users_line(origin, source, spot) if origin else UNKNOWN
+    where = users_line(derivative.numbered, origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where != origin.source
     if is_inside and isinstance(source, Spot):
@@ -142,7 +142,7 @@ _MASKS = {
 def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
     """The fields of a record on what makes the cotangent zero."""
     origin = derivative.origin(zero.spot.frame.node, zero.spot.position)
-    line = users_line(origin, zero.spot) if origin else UNKNOWN
+    line = users_line(derivative.numbered, origin, zero.spot) if origin else UNKNOWN
     return {
         "mask": _mask_of(derivative, zero),
         "mask_file": line.file,
