@@ -262,7 +262,7 @@ def test_lines_are_short_and_code_is_whole():
 def test_each_points_to_the_right_one():
     zero = eqg.explain_nan(lambda w: jnp.sum(jnp.round(w)), X)
     assert not zero
-    assert "The gradient of model is zero: `eqg.explain_zero` says why." in str(zero)
+    assert "The gradient is zero: `eqg.explain_zero` says why." in str(zero)
 
     def both(w):
         return jnp.sum(jnp.round(w["a"])) + jnp.sum(jnp.where(X > 0, jnp.sqrt(w["b"] * X), 0))

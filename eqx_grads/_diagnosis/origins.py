@@ -6,6 +6,7 @@ of the equation that it was made from. So each equation of the loss is evaluated
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -95,6 +96,19 @@ class NumberedLoss:
         around = [origin, *(self.origins[i] for i in origin.enclosing)]
         return any("vmap(" in str(o.eqn.source_info.name_stack) for o in around)
 
+    def caller_of(self, origin: Origin) -> str:
+        """The innermost call around the line of an equation that tells it from all equations
+        with other calls around the same line, such as "model.py:12, in `loss`"; empty if there
+        are none."""
+        place = lambda o: (o.path, *o.source.calls[0])
+        calls = origin.source.callers
+        same = (o.source.callers for o in self.origins if place(o) == place(origin))
+        common = [_length_of_common(calls, c) for c in same if c != calls]
+        if not common or max(common) == len(calls):
+            return ""
+        file, line, function = calls[max(common)]
+        return f"{os.path.basename(file)}:{line}, in `{function.rpartition('<locals>.')[2]}`"
+
     def _number(self, program, path, loops, enclosing) -> _Numbered:
         numbers, inner = [], []
         for eqn in program.eqns:
@@ -106,6 +120,7 @@ class NumberedLoss:
                 outer = self.origins[enclosing[-1]].source
                 library = source.library or outer.library
                 source = dataclasses.replace(outer, library=library) if outer.file else source
+            source = _called_from(source, self.origins[enclosing[-1]]) if enclosing else source
             name = _name_of_primitive(eqn)
             origin = Origin(number, eqn, name, source, layer, loops, enclosing)
             self.origins.append(origin)
@@ -131,6 +146,21 @@ class NumberedLoss:
                 return enter(eqn, values, run)
 
         return evaluate(numbered.program, values, hook)
+
+
+def _called_from(source: SourceLine, around: Origin) -> SourceLine:
+    """The same line. JAX traces a jitted function once: in its second call, the traceback is
+    that of the first one."""
+    calls = around.source.calls
+    if not around.source.file or source.calls[-len(calls) :] == calls:
+        return source
+    return dataclasses.replace(source, callers=calls)
+
+
+def _length_of_common(xs: Sequence[Any], ys: Sequence[Any]) -> int:
+    """How many of the first elements are equal."""
+    pairs = enumerate(zip(xs, ys, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(xs), len(ys)))
 
 
 def no_derivative_error(loss: Any, opaque: Sequence[Origin]) -> RuleError:

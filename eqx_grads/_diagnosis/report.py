@@ -160,8 +160,11 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text. Code in backticks, and a list of units, are kept on one line."""
-    text = re.sub(r"`[^`]*`|\([\d, .]+\)", lambda code: code[0].replace(" ", "\0"), text)
+    """The lines of a text. Code in backticks, a list of units, and `(2 times)` are kept on one
+    line."""
+    text = re.sub(
+        r"`[^`]*`|\([\d, .]+( times)?\)", lambda code: code[0].replace(" ", "\0"), text
+    )
     lines = textwrap.wrap(
         text,
         width,

@@ -21,13 +21,15 @@ from .._jaxprs.versions import function_file, function_name, traceback_of
 class SourceLine:
     """`file` and `line` are the user's. `library` is the place in an installed package that the
     user's line called, such as `optax/losses/_regression.py:43`, or empty. `span` is where the
-    expression is: its first line and column, and the last ones. Columns are in bytes."""
+    expression is: its first line and column, and the last ones. Columns are in bytes. `callers`
+    are file, line and function of the user's calls around it, innermost first."""
 
     file: str
     line: int
     function: str
     library: str = ""
     span: tuple[int, int, int, int] | None = dataclasses.field(default=None, compare=False)
+    callers: tuple[tuple[str, int, str], ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def code(self) -> str:
@@ -54,6 +56,11 @@ class SourceLine:
         }
 
     @property
+    def calls(self) -> tuple[tuple[str, int, str], ...]:
+        """The line itself, and `callers`."""
+        return (self.file, self.line, self.function), *self.callers
+
+    @property
     def is_users(self) -> bool:
         """False if no line of the user's code is known."""
         return bool(self.file) and self.library != f"{_package_path(self.file)}:{self.line}"
@@ -72,6 +79,11 @@ _JAX = _folder(jax.__file__)
 _HIDDEN = (
     *(_folder(package.__file__) for package in (jax, jaxlib, eqx, jaxtyping)),
     os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep,  # eqx_grads
+)
+_LAYERS = (
+    os.path.join(_folder(eqx.__file__), "nn", ""),
+    os.path.join(_folder(eqx.__file__), "internal", "_loop", ""),
+    os.path.join(_JAX, "_src", "scipy", "stats", ""),
 )
 _INSTALLED = tuple(
     {
@@ -96,7 +108,9 @@ def source_line(eqn: Any) -> SourceLine:
     if frame is None:
         return UNKNOWN
     library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
-    return _line_at(traceback, every.index(frame), library)
+    line = _line_at(traceback, every.index(frame), library)
+    callers = tuple((f.file_name, f.line_num, f.function_name) for f in users[1:])
+    return dataclasses.replace(line, callers=callers)
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
@@ -145,6 +159,18 @@ def rule_line(eqn: Any) -> SourceLine:
         if not _is_hidden(f) and not f.file_name.startswith(_INSTALLED):
             return _line_at(traceback, i)
     return UNKNOWN
+
+
+def layer_line(eqn: Any) -> str:
+    """The place in a layer or a loop of Equinox, or in a distribution of JAX, that the user's
+    line calls, such as `equinox/nn/_linear.py:89`, or empty. `source_line` hides these."""
+    traceback = traceback_of(eqn)
+    for f in traceback.frames if traceback else ():
+        if f.file_name.startswith(_LAYERS):
+            return f"{_package_path(f.file_name)}:{f.line_num}"
+        if not _is_hidden(f):
+            break
+    return ""
 
 
 def _line_at(traceback: Any, i: int, library: str = "") -> SourceLine:

@@ -21,6 +21,7 @@ from .cures import (
     LARGE,
     LOG_DETERMINANTS,
     MASKED_PRODUCT,
+    OF_INFINITIES,
     OVERFLOW,
     SINGULARITY,
     SOLVES,
@@ -85,7 +86,7 @@ def causes_of_hits(
     found: dict[Any, list[Cause]] = {}
     for way, hit in hits.items():
         for cause in _causes_of_hit(derivative, number, way, hit, threshold):
-            found.setdefault(_key_of(cause), []).append(cause)
+            found.setdefault(key_of_cause(cause), []).append(cause)
     most = max(hit.count_of_all for hit in hits.values())
     causes = []
     for same in found.values():
@@ -143,7 +144,7 @@ def _causes_at_steps(
         causes: dict[Any, Cause] = {}
         for elements in _bad_elements(frame, position, way, threshold):
             for cause in _causes_of_elements(derivative, elements):
-                causes.setdefault(_key_of(cause), cause)
+                causes.setdefault(key_of_cause(cause), cause)
         found.append(causes)
     return found
 
@@ -157,27 +158,31 @@ def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
             _cause_of_source(derivative, each, forward=True),
             n_made=n_made,
             more_made=source.is_part,
+            n_steps=n_steps,
+            more_steps=source.is_part,
         )
         for source in sources_of_nonfinite([part]).values()
-        for each, n_made in _of_each_kind(source)
+        for each, n_made, n_steps in _of_each_kind(source)
     ]
 
 
 _MOST_ELEMENTS = 256  # that are looked at one by one
 
 
-def _of_each_kind(source: Elements | Input) -> list[tuple[Spot | Input, int]]:
-    """One element for each kind, with how many elements there are of all kinds: of a
-    logarithm, those at zero and those below have other cures."""
-    n_made = int(source.mask.sum())
+def _of_each_kind(source: Elements | Input) -> list[tuple[Spot | Input, int, int]]:
+    """One element for each kind, with how many elements there are of all kinds in its step, and
+    in how many steps there are some of its kind: of a logarithm, those at zero and those below
+    have other cures."""
     if isinstance(source, Input):
-        return [(source, n_made)]
-    spots: dict[str, Spot] = {}
-    is_elementwise = source.eqn.primitive.name in ELEMENTWISE
-    for index in indices(source.mask)[: _MOST_ELEMENTS if is_elementwise else 1]:
-        spot = dataclasses.replace(source.first, index=index)
-        spots.setdefault(_kind_of_source(spot), spot)
-    return [(spot, n_made) for spot in spots.values()]
+        return [(source, int(source.mask.sum()), 1)]
+    most = _MOST_ELEMENTS if source.eqn.primitive.name in ELEMENTWISE else 1
+    found: dict[str, list[tuple[Spot, int]]] = {}
+    for step in (source, *source.others):
+        spots = map(step.at, indices(step.mask)[:most])
+        first = {_kind_of_source(spot): spot for spot in reversed([*spots])}
+        for kind, spot in first.items():
+            found.setdefault(kind, []).append((spot, int(step.mask.sum())))
+    return [(*same[0], len(same)) for same in found.values()]
 
 
 def _bad_elements(frame: Frame, position: int, way: Way, threshold) -> list[Elements]:
@@ -211,7 +216,7 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
     def at_elements(most):
         spots = [elements.at(index) for index in indices(elements.mask, most)]
         causes = [_cause_at(derivative, spot, key, source) for spot in spots]
-        return [{_key_of(cause): cause} for cause in causes]
+        return [{key_of_cause(cause): cause} for cause in causes]
 
     return [
         dataclasses.replace(cause, n_made=n, more_made=source.is_part or more)
@@ -219,8 +224,11 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
     ]
 
 
-def _key_of(cause: Cause) -> Any:
-    return (cause.kind, cause.origin and cause.origin.number)
+def key_of_cause(cause: Cause) -> Any:
+    """Equal for what is reported once."""
+    if isinstance(cause.source, Input):
+        return ("input", cause.source.number, cause.kind)
+    return (cause.origin and cause.origin.number, cause.kind)
 
 
 def _because_of(derivative: Derivative, elements: Elements, key: Any, source) -> Cause:
@@ -356,13 +364,18 @@ def _cause_of_zero(derivative, spot, source, origin, zero) -> Cause:
     made = sources_of_zero(spot.frame, spot.eqn.invars[k], index, is_selection)
     causes = [_cause_of_one_zero(derivative, spot, source, origin, each) for each in made]
     if not causes:
-        kind = source.kind if isinstance(source, Input) else INDETERMINATE
+        kind = source.kind if isinstance(source, Input) else _kind_of_nan(spot)
         causes = [Cause(kind, origin, spot, source)]
     # A zero may be a sum of zeros, of which not all are those of a mask, and not all masks are
     # dead branches: two slices may select all elements. An index takes what a `where` drops.
     by_value = lambda cause: cause.mask and _is_selection(derivative, cause.mask.spot)
     cause = min(causes, key=lambda cause: (_MASKS.get(cause.kind, 0), not by_value(cause)))
     return dataclasses.replace(cause, cotangent=np.asarray(spot.operands[k])[index])
+
+
+def _kind_of_nan(spot: Spot) -> str:
+    """What an operation computes of a cotangent that is zero, if that is NaN."""
+    return INDETERMINATE if spot.eqn.primitive.name == "div" else ZERO_TIMES_INFINITY
 
 
 def _is_selection(derivative: Derivative, spot: Spot) -> bool:
@@ -392,7 +405,7 @@ def _cause_of_one_zero(derivative, spot, source, origin, made: Zero) -> Cause:
             return Cause(MASKED_PRODUCT, origin, spot, source, Zero(mask, made.why))
     if active:
         # An infinity by overflow makes zeros elsewhere: 1 / (1 + exp(x)).
-        kind = OVERFLOW if cause.kind == OVERFLOW else INDETERMINATE
+        kind = OVERFLOW if cause.kind == OVERFLOW else _kind_of_nan(spot)
         return Cause(kind, origin, spot, source)
     return Cause(MASKED_PRODUCT, origin, spot, source, made)
 
@@ -420,12 +433,16 @@ def _kind_of_source(source: Spot) -> str:
     if name in SOLVES:
         return SINGULARITY
     if name not in ELEMENTWISE:
-        return OVERFLOW if np.isinf(value) else SINGULARITY
+        if np.isinf(value):
+            return OVERFLOW
+        arrays = (x for x in source.operands if is_inexact(x))
+        is_of_infinities = any(np.isinf(np.asarray(x)).any() for x in arrays)
+        return OF_INFINITIES.get(name, SINGULARITY) if is_of_infinities else SINGULARITY
     xs = [element(x, source.index) for x in source.operands if is_inexact(x)]
     if any(np.isnan(x) for x in xs):
         return INPUT  # a constant
     if any(np.isinf(x) for x in xs):
-        return INFINITE_INPUT if np.isinf(value) else INDETERMINATE
+        return INFINITE_INPUT if np.isinf(value) else OF_INFINITIES.get(name, DOMAIN)
     if name == "div":
         if is_zero(xs[1]):
             return INDETERMINATE if is_zero(xs[0]) else SINGULARITY

@@ -5,12 +5,24 @@ MASKED_PRODUCT = "zero mask"
 ZERO_TIMES_INFINITY = "zero times infinity"
 SINGULARITY = "true singularity"
 INDETERMINATE = "0/0"
+DIFFERENCE = "inf - inf"
+QUOTIENT = "inf / inf"
 DOMAIN = "outside of the domain"
 OVERFLOW = "overflow"
 LARGE = "exceeds the threshold"
 INPUT = "NaN in the input"
 INFINITE_INPUT = "inf in the input"
 INFINITE_CONSTANT = "constant infinity"
+
+# The argument is at a point at which the operation or its derivative is not defined.
+_AT_POINTS = (SINGULARITY, INDETERMINATE, DIFFERENCE, QUOTIENT)
+
+# What an operation computes where it makes a NaN of infinities. Others are not defined there.
+OF_INFINITIES = {
+    **dict.fromkeys(("add", "add_any", "sub", "reduce_sum", "cumsum"), DIFFERENCE),
+    **dict.fromkeys(("mul", "dot_general", "reduce_prod", "cumprod"), ZERO_TIMES_INFINITY),
+    "div": QUOTIENT,
+}
 
 # Operations that are not finite for a singular matrix.
 SOLVES = ("custom_linear_solve", "triangular_solve", "tridiagonal_solve", "lu", "cholesky")
@@ -26,13 +38,16 @@ _OF_KINDS = {
     "operation in `f`, in place of `jnp.where(ok, f(x), other)`.",
     MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)` in place of the product.",
     ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection makes "
-    "the cotangent zero: terms of it cancel, or a product underflows. Keep the argument of "
-    "`{op}` away from that point (`x + eps`), or define the derivative as zero with "
-    '`eqg.zero_safe(loss, policy="zero")`.',
+    "the cotangent zero: a factor of it is zero, its terms cancel, or a product underflows. "
+    "Keep the argument of `{op}` away from that point (`x + eps`).",
     SINGULARITY: "The derivative of `{op}` is infinite there. Keep its argument away from that "
     "point (`x + eps`).",
     INDETERMINATE: "The derivative of `{op}` is not defined there. Keep its argument away from "
     "that point (`x + eps`).",
+    DIFFERENCE: "In `{op}`, an infinity is subtracted from an infinity, which is NaN. Replace "
+    "them before it, with finite numbers.",
+    QUOTIENT: "In `{op}`, an infinity is divided by an infinity, which is NaN. Replace them "
+    "before it, with finite numbers.",
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
     INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the "
@@ -59,6 +74,8 @@ _HOST_DERIVATIVE = (
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.
 _OF_VALUES = {
+    ZERO_TIMES_INFINITY: "Zero times infinity is NaN. If the zero is that of a mask, use "
+    "`jnp.where(mask, y, 0.0)` in place of the product.",
     SINGULARITY: "`{op}` is not finite there. Keep its argument away from that point "
     "(`x + eps`).",
     INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
@@ -74,6 +91,8 @@ _XLOG = (
 _VALUES_OF_PRIMITIVES = {
     **dict.fromkeys(("atanh", "erf_inv"), _AT_ENDS % "-1 + eps, 1 - eps"),
     "logit": _AT_ENDS % "eps, 1 - eps",
+    "div": "The divisor is zero. Keep it away from zero (`y + eps`; for a count, "
+    "`jnp.maximum(n, 1)`), or use `jnp.where(y == 0, 0.0, eqg.safe.divide(x, y))`.",
     **dict.fromkeys(("xlogy", "xlog1py"), _XLOG),
 }
 
@@ -82,11 +101,6 @@ _TOO_LARGE_A_PRODUCT = (
     "The result of `{op}` is too large for its dtype. Scale its arguments down, or add "
     "logarithms; in a loop, bound the state at each step (`jnp.clip`, `jnp.tanh`, or a "
     "normalization)."
-)
-
-_MASKED_INFINITY = (
-    "Zero times infinity is NaN. If the zero is that of a mask, use `jnp.where(mask, y, "
-    "0.0)` in place of the product."
 )
 
 # For singular points of certain operations.
@@ -115,6 +129,9 @@ _OF_PRIMITIVES = {
     "pow": "The derivative of `x**y` is not finite where `x` is zero and `y` less than one. "
     "Use `eqg.safe.power(x, y)`, whose derivative is zero there, or `(x + eps)**y`. For an "
     "exponent that is always whole, pass a Python `int`.",
+    "rsqrt": "`rsqrt` is infinite at zero. Add a small number to its argument: "
+    "`jax.lax.rsqrt(x + eps)`. In a normalization layer, such as `eqx.nn.LayerNorm`, this is "
+    "the argument `eps`, which has to be larger than zero.",
     "sqrt": "The derivative of `sqrt` is infinite at zero. Use `eqg.safe.sqrt(x)`, whose "
     "derivative is zero there, or `jnp.sqrt(x + eps)`.",
     "xlogy": "The derivative of `xlogy` by its second argument is 0/0 where both are zero. Use "
@@ -132,8 +149,8 @@ _OF_PRIMITIVES = {
 # For formulas, see `formulas.py`.
 _OF_FORMULAS = {
     "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a "
-    "softmax, and choose or mask its entries before they are multiplied. For the sum of "
-    "`-p * log(p)`, use `eqg.safe.entropy(p)`.",
+    "softmax. Select or mask its entries before a product with them: zero times `-inf` is NaN. "
+    "For the sum of `-p * log(p)`, use `eqg.safe.entropy(p)`.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of the sigmoid "
     "of `x`.",
     "log of 1 - sigmoid": "Use `jax.nn.log_sigmoid(-x)` in place of the logarithm of one "
@@ -144,6 +161,9 @@ _OF_FORMULAS = {
     "log of weighted exp": "Use `jax.nn.logsumexp(x, b=weights)` in place of the logarithm of "
     "a sum of `weights * exp(x)`, in which `exp(x)` underflows. With `log(... + eps)`, the "
     "gradient is finite, and without the terms that underflow.",
+    "log of chosen softmax": "Use `jax.nn.logsumexp(jax.nn.log_softmax(x), b=weights)` in "
+    "place of the logarithm of a sum of entries of a softmax, which underflow. The weights are "
+    "one for the entries that are summed, and zero for the others.",
     "log of product": "The product underflows. Add the logarithms of its factors: that of "
     "`exp(x)` is `x`. With `log(... + eps)`, the gradient is finite, and without what "
     "underflows.",
@@ -254,8 +274,9 @@ def cure_of(
     if kind == DEAD_BRANCH and formula in _SAFE_IN_DEAD_BRANCHES:
         function, why = _SAFE_IN_DEAD_BRANCHES[formula]
         text = f"Use {ZERO_SAFE}, or `{function}`, {why}."
-    if kind in (SINGULARITY, INDETERMINATE, OVERFLOW, ZERO_TIMES_INFINITY):
-        at_pole = kind in (SINGULARITY, INDETERMINATE)
+    if kind in (*_AT_POINTS, OVERFLOW, ZERO_TIMES_INFINITY):
+        # Of terms that cancel, and of what underflows, the text on the kind says more.
+        at_pole = kind in _AT_POINTS or (kind == ZERO_TIMES_INFINITY and not mask)
         text = _OF_PRIMITIVES.get(primitive, text) if at_pole else text
         if at_pole and is_value:
             text = _VALUES_OF_PRIMITIVES.get(primitive, text)
@@ -263,8 +284,6 @@ def cure_of(
         text = _OF_EMPTY_ROWS.get(formula, text) if at_pole else text
     if primitive == "host_call" and kind in (SINGULARITY, INDETERMINATE, OVERFLOW):
         text = _HOST_VALUE if is_value else _HOST_DERIVATIVE
-    if is_value and kind == INDETERMINATE and primitive == "mul":
-        text = _MASKED_INFINITY
     safe = _SAFE.get(primitive)
     safe = f"`eqg.safe.{safe}`" if safe else "a function of `eqg.safe`"
     return text.format(op=primitive, mask=mask, safe=safe)
@@ -296,8 +315,9 @@ def cure_of_input(kind: str, name: str, leaf: str) -> str:
     """
     what = "NaN" if kind == INPUT else "infinity"
     if leaf:
+        holder = "model" if leaf == "model" else f"parameter `{leaf}`"
         return (
-            f"The parameter `{leaf}` holds the {what} itself. Look at the initialization, or "
+            f"The {holder} holds the {what} itself. Look at the initialization, or "
             "at the update that made it, with the parameters from before."
         )
     return (

@@ -20,14 +20,20 @@ from ..origins import no_derivative_error, NumberedLoss
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import trace_loss
-from .cause import Cause, causes_of_hits, causes_of_value
-from .cures import DEAD_BRANCH, INDETERMINATE, MASKED_PRODUCT, SINGULARITY, ZERO_SAFE
+from .cause import Cause, causes_of_hits, causes_of_value, key_of_cause
+from .cures import (
+    DEAD_BRANCH,
+    INDETERMINATE,
+    MASKED_PRODUCT,
+    SINGULARITY,
+    ZERO_SAFE,
+    ZERO_TIMES_INFINITY,
+)
 from .derivative_program import Derivative, differentiate
 from .reaches import reaches_gradient
 from .record import record_of
 from .replay import Frame, is_bad, is_inexact
 from .report import NaNReport, NonFinite, without_consequences
-from .trace_back import Input
 
 
 _MOST_CAUSES = 100
@@ -113,9 +119,9 @@ def explain_nan(
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
-    underflows), `"true singularity"`, `"0/0"`, `"outside of the domain"`, `"overflow"`,
-    `"constant infinity"` (of a `where`), `"exceeds the threshold"`, `"NaN in the input"` and
-    `"inf in the input"`.
+    underflows), `"true singularity"`, `"0/0"`, `"inf - inf"`, `"inf / inf"`,
+    `"outside of the domain"`, `"overflow"`, `"constant infinity"` (of a `where`),
+    `"exceeds the threshold"`, `"NaN in the input"` and `"inf in the input"`.
 
     Of a loss that is an [`eqx_grads.zero_safe`][], `dropped` are the places where that drops
     something, also by its policy `"zero"`.
@@ -166,7 +172,7 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     if not (report.is_reverse and np.isfinite(report.loss)):
         return report
     is_dead = lambda r: r.kind == DEAD_BRANCH and ZERO_SAFE in r.cure
-    others = (DEAD_BRANCH, SINGULARITY, INDETERMINATE, MASKED_PRODUCT)
+    others = (DEAD_BRANCH, SINGULARITY, INDETERMINATE, ZERO_TIMES_INFINITY, MASKED_PRODUCT)
     is_other = lambda r: r.kind in others and not is_dead(r) and not r.is_forward
     if not any(is_dead(r) or is_other(r) for r in report.found):
         return report
@@ -258,7 +264,8 @@ def _zeros(names, gradients) -> list[str]:
     zeros = [name for name, x in pairs if np.size(x) and not np.any(x)]
     if not zeros:
         return []
-    return [f"The gradient of {show_list(zeros, 8)} is zero: `eqg.explain_zero` says why."]
+    where = "" if len(zeros) == len(names) else f" of {show_list(zeros, 8)}"
+    return [f"The gradient{where} is zero: `eqg.explain_zero` says why."]
 
 
 def _bad_if_compiled(derivative: Derivative, values, names) -> list[str]:
@@ -337,7 +344,7 @@ def _find(
     in_gradient.sort(key=lambda cause: cause.spot.place if cause.spot else ())
     causes: dict[Any, list[Cause]] = {}
     for cause in of_value + in_gradient:
-        causes.setdefault(_key(cause), []).append(cause)
+        causes.setdefault(key_of_cause(cause), []).append(cause)
     return without_consequences(
         record_of(derivative, root, _merged(same)) for same in _without_repetitions(causes)
     )
@@ -348,16 +355,9 @@ def _merged(same: list[Cause]) -> Cause:
     same loops."""
     loops = lambda cause: len(cause.spot.frame.steps) if cause.spot else 0
     alike = [cause for cause in same if loops(cause) == loops(same[0])]
-    largest = max(alike, key=lambda cause: cause.n_steps)
+    largest = max(alike, key=lambda cause: (cause.n_steps, not cause.more_steps))
     n_steps, more_steps = largest.n_steps, largest.more_steps
     return dataclasses.replace(same[0], n_steps=n_steps, more_steps=more_steps)
-
-
-def _key(cause: Cause):
-    """Equal for what is reported once."""
-    if isinstance(cause.source, Input):
-        return ("input", cause.source.number, cause.kind)
-    return (cause.origin and cause.origin.number, cause.kind)
 
 
 def _without_repetitions(causes) -> list[list[Cause]]:

@@ -137,12 +137,7 @@ class Formulas:
         return "logaddexp" if all(m and m.primitive == "exp" for m in made) else "", ""
 
     def _formula_of_log(self, log: Origin) -> str:
-        made = self._made_by(log, 0)
-        while made is not None and made.primitive in _SELECTIONS:
-            # Of a `where`, the branch that is computed. The other one is mostly a constant.
-            branches = range(1, 3) if made.primitive == "select_n" else range(1)
-            chosen = (self._made_by(made, k) for k in branches)
-            made = next(filter(None, chosen), None)
+        made = self._past_selections(self._made_by(log, 0))
         if made is None:
             return ""
         if made.primitive == "abs":  # `jax.nn.logsumexp` is also for numbers with a sign
@@ -168,7 +163,29 @@ class Formulas:
         if below is not None and below.primitive == "exp" and made.primitive == "reduce_sum":
             return "logsumexp"
         terms = [self._made_by(made, k) for k in range(len(made.eqn.invars))]
+        if any(map(self._has_factor_softmax, terms)):
+            return "log of chosen softmax"
         return "log of weighted exp" if any(map(self._has_factor_exp, terms)) else ""
+
+    def _past_selections(self, made: Origin | None) -> Origin | None:
+        """What an operation selects from, if that is what it does."""
+        while made is not None and made.primitive in _SELECTIONS:
+            # Of a `where`, the branch that is computed. The other one is mostly a constant.
+            branches = range(1, 3) if made.primitive == "select_n" else range(1)
+            chosen = (self._made_by(made, k) for k in branches)
+            made = next(filter(None, chosen), None)
+        return made
+
+    def _has_factor_softmax(self, made: Origin | None) -> bool:
+        """Whether it is `exp(x) / sum(exp(x))`, some of its entries, or a product with it."""
+        made = self._past_selections(made)
+        if made is None or made.primitive not in ("mul", "div"):
+            return False
+        above, below = self._made_by(made, 0), self._made_by(made, 1)
+        if made.primitive == "mul":
+            return self._has_factor_softmax(above) or self._has_factor_softmax(below)
+        is_exp = above is not None and above.primitive == "exp"
+        return is_exp and below is not None and below.primitive == "reduce_sum"
 
     def _has_factor_exp(self, made: Origin | None) -> bool:
         """Whether it is `exp(x)`, or a product or quotient with it above."""

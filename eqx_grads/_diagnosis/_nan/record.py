@@ -12,7 +12,7 @@ from .cause import Cause
 from .cures import cure_of, cure_of_dropped_nan, cure_of_input, DEAD_BRANCH, LARGE
 from .derivative_program import Derivative
 from .formulas import formula_in, Formulas
-from .lines import rule_of, users_line
+from .lines import library_of, rule_of, users_line
 from .replay import Frame, is_bad, is_inexact
 from .report import NonFinite
 from .trace_back import elements_of, index_into, Input, Spot
@@ -27,11 +27,13 @@ _IN_A_LIBRARY = " The operation is in a library: change what you pass to it."
 def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
     traced = derivative.numbered.traced
     origin, spot, source = cause.origin, cause.spot, cause.source
-    where = users_line(origin, source, spot) if origin else UNKNOWN
+    where = users_line(derivative.numbered, origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
     is_inside = origin is not None and where != origin.source
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
+    caller = derivative.numbered.caller_of(origin) if origin and not is_inside else ""
+    library = where.library or (library_of(derivative.numbered, origin) if origin else "")
     leaf = ""
     if isinstance(source, Input) and origin is None:
         leaf, primitive = traced.leaf_of(source.number), traced.inputs[source.number]
@@ -39,14 +41,15 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
     shown = _shown(cause)
     array, operands = _array_of(shown), _operands_of(derivative, cause)
     return NonFinite(
-        **where.fields(),
+        **{**where.fields(), "library": library},
         leaf=leaf,
+        caller=caller,
         primitive=primitive,
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
         cure=_cure_of(derivative, cause, primitive, operands, is_inside)
-        + _IN_A_LIBRARY * (not has_loss and bool(where.library) and not is_inside),
+        + _IN_A_LIBRARY * (not has_loss and bool(library) and not is_inside),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=shown.index if shown else (),
@@ -139,7 +142,7 @@ _MASKS = {
 def _mask_fields(derivative: Derivative, zero: Zero) -> dict[str, Any]:
     """The fields of a record on what makes the cotangent zero."""
     origin = derivative.origin(zero.spot.frame.node, zero.spot.position)
-    line = users_line(origin, zero.spot) if origin else UNKNOWN
+    line = users_line(derivative.numbered, origin, zero.spot) if origin else UNKNOWN
     return {
         "mask": _mask_of(derivative, zero),
         "mask_file": line.file,

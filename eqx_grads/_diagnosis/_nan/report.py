@@ -28,8 +28,10 @@ class NonFinite(AbstractRecord):
     It has the fields of all records; `step` is the first step in the order of the backward
     pass. Also:
 
-    - `count`: in how many steps it happens. For a value of the loss, one: the others are not
-        looked for.
+    - `caller`: the line of your code that calls the function that `line` is in, such as
+        "model.py:12, in `loss`", if the loss runs this line for several calls.
+    - `count`: in how many steps it happens. Of a value of the loss, among the steps that were
+        looked at.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
         `mask_file`, `mask_line`: where that is.
     - `rule`: the line of the rule, for a function with a rule of yours.
@@ -43,6 +45,7 @@ class NonFinite(AbstractRecord):
         `cotangent`: what arrived there.
     """
 
+    caller: str = ""
     count: int = 1
     mask: str = ""
     mask_file: str = ""
@@ -60,12 +63,14 @@ class NonFinite(AbstractRecord):
 
 
 def without_consequences(records: Iterable[NonFinite]) -> list[NonFinite]:
-    """Without operations whose derivative is not finite because they were given a NaN, if it is
-    reported where a NaN comes from."""
+    """If values of the loss are not finite, without operations whose derivative is not finite
+    because they were given a NaN, or at the place and the operands at which their value is not:
+    a function of JAX may have one operation in several branches."""
     records = list(records)
-    is_known = any(record.is_forward for record in records)
-    is_consequence = lambda r: not r.is_forward and any(map(math.isnan, r.operands))
-    return [record for record in records if not (is_known and is_consequence(record))]
+    place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive, r.operands)
+    known = {place(record) for record in records if record.is_forward}
+    is_consequence = lambda r: any(map(math.isnan, r.operands)) or place(r) in known
+    return [r for r in records if r.is_forward or not (known and is_consequence(r))]
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -145,14 +150,17 @@ class NaNReport(AbstractReport):
         return notes
 
 
-_COLUMNS = (*COLUMNS, "rule", "bad elements", "operands", "cotangent")
+_COLUMNS = (*COLUMNS, "called from", "rule", "bad elements", "operands", "cotangent")
 
 
 def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
     """One row for all that look the same, as the operations of a derivative in the loss may."""
     counted = collections.Counter(map(_row, records))
     times = lambda n: f" ({n} times)" if n > 1 else ""
-    return [(kind + times(n), *rest) for (kind, *rest), n in counted.items()]
+    kinds = COLUMNS.index("kind")
+    return [
+        (*row[:kinds], row[kinds] + times(n), *row[kinds + 1 :]) for row, n in counted.items()
+    ]
 
 
 def _row(record: NonFinite) -> tuple[str, ...]:
@@ -165,6 +173,7 @@ def _row(record: NonFinite) -> tuple[str, ...]:
             if record.count > 1
             else step,
         ),
+        record.caller,
         record.rule,
         _show_elements(record),
         ", ".join(f"{x:.3g}" for x in record.operands),

@@ -153,9 +153,18 @@ def _unseen(place: Elements, seen: dict[Any, Elements]) -> Elements:
 
 def _add(found: Found, source: Elements | Input) -> None:
     known = found.setdefault(key_of(source), source)
+    if known is source:
+        return
+    is_part = known.is_part or source.is_part
     if _array_of(known) == _array_of(source):
-        mask, is_part = known.mask | source.mask, known.is_part or source.is_part
-        found[key_of(source)] = dataclasses.replace(known, mask=mask, is_part=is_part)
+        known = dataclasses.replace(known, mask=known.mask | source.mask)
+    elif isinstance(known, Elements):
+        others: Found = {_array_of(other): other for other in known.others}
+        same = others.setdefault(_array_of(source), source)
+        mask = same.mask | source.mask
+        others[_array_of(source)] = dataclasses.replace(same, mask=mask)
+        known = dataclasses.replace(known, others=tuple(others.values()))
+    found[key_of(source)] = dataclasses.replace(known, is_part=is_part)
 
 
 def _array_of(source: Elements | Input) -> Any:

@@ -89,10 +89,12 @@ class Elements(_AbstractPlace):
     """Some elements of an output of an equation.
 
     - `is_part`: whether others, which come from a loop as well, were not followed.
+    - `others`: those of the same equation at other steps of the loops around it.
     """
 
     mask: Any
     is_part: bool = False
+    others: tuple["Elements", ...] = ()
 
     @property
     def values(self) -> Any:

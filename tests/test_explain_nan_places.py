@@ -1,0 +1,299 @@
+"""`explain_nan`: which call, step, layer and operation a record names."""
+
+import inspect
+
+import equinox as eqx
+import equinox.internal as eqxi  # noqa: TID251, a loop that its users call directly
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.scipy.special import betaln
+
+from .helpers import skip_without_checkpointed_loops
+
+
+BAD = {"a": jnp.ones(3), "b": jnp.zeros(3)}
+ONE = jnp.array(1.0)
+
+
+@pytest.fixture(autouse=True)
+def _mixed_promotion():
+    """The losses are what users write."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def line_of(fn, mark):
+    source, first = inspect.getsourcelines(fn)
+    (i,) = (i for i, text in enumerate(source) if f"# {mark}" in text)
+    return first + i
+
+
+# ---------------------------------------------------------------- calls of one function
+
+
+def length(x):
+    return jnp.sqrt(jnp.sum(x**2))
+
+
+def through(x):
+    return length(x)
+
+
+def in_a_scan(x):
+    step = lambda c, x: (c, length(x))
+    return jnp.sum(jax.lax.scan(step, 0, x[None])[1])
+
+
+class Length(eqx.Module):
+    eps: jax.Array
+
+    def __call__(self, x):
+        return length(x) + self.eps
+
+
+HELPERS = {
+    "function": length,
+    "of a function": through,
+    "scan": in_a_scan,
+    "jit": jax.jit(length),
+    "filter_jit": eqx.filter_jit(length),
+    "checkpoint": jax.checkpoint(length),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+@pytest.mark.parametrize("bad", ["FIRST", "SECOND", "BOTH"])
+def test_the_call_of_a_function_that_is_called_twice(name, bad):
+    def loss(model):
+        a = HELPERS[name](model["a"])  # FIRST
+        b = HELPERS[name](model["b"])  # SECOND
+        return a + b
+
+    zeros = {"FIRST": "a", "SECOND": "b", "BOTH": "ab"}[bad]
+    model = {key: jnp.zeros(3) if key in zeros else jnp.ones(3) for key in "ab"}
+    report = eqg.explain_nan(loss, model)
+    marks = ["SECOND", "FIRST"] if bad == "BOTH" else [bad]  # in backward order
+    lines = [line_of(test_the_call_of_a_function_that_is_called_twice, mark) for mark in marks]
+    assert [r.caller for r in report.found] == [
+        f"test_explain_nan_places.py:{line}, in `loss`" for line in lines
+    ]
+    assert {r.line for r in report.found} == {LENGTH_LINE}
+    for line in lines:
+        assert f"test_explain_nan_places.py:{line}" in str(report)
+
+
+LENGTH_LINE = inspect.getsourcelines(length)[1] + 1
+
+
+def test_a_function_that_is_called_once_has_no_caller():
+    report = eqg.explain_nan(lambda model: length(model["b"]), BAD)
+    assert [r.caller for r in report.found] == [""]
+    assert "called from" not in str(report)
+
+
+def test_the_layer_tells_two_calls_apart():
+    model = [(Length(ONE), jnp.ones(3)), (Length(ONE), jnp.zeros(3))]
+
+    def loss(model):
+        (f, x), (g, y) = model
+        fx = f(x)
+        return fx + g(y)
+
+    (record,) = eqg.explain_nan(loss, model).found
+    assert (record.path, record.caller) == ("[1][0]", "")
+
+
+def test_rows_that_look_the_same_are_counted_at_their_kind():
+    def loss(model):
+        return length(model["b"]) + length(model["b"] * 2)
+
+    report = eqg.explain_nan(loss, BAD)
+    head, _, row, times = str(report).splitlines()[2:6]
+    assert head.startswith("kind")  # there is no leaf
+    assert row.startswith("true singularity")
+    assert times == "(2 times)"
+
+
+# ---------------------------------------------------------------- steps
+
+
+def outputs(fn):
+    def loss(w, xs):
+        step = lambda c, x: (c, fn(w, x))
+        return jnp.sum(jax.lax.scan(step, 0.0, xs)[1])
+
+    return loss
+
+
+def test_a_nan_in_the_data_and_a_root_at_other_steps():
+    """A `where` drops both: they have the same kind and the same operation."""
+
+    def loss(w, xs):
+        step = lambda c, x: (c, jnp.sqrt(w + x))
+        ys = jax.lax.scan(step, 0.0, xs)[1]
+        return jnp.sum(jnp.where(xs > 0, ys, 0.0))
+
+    xs = jnp.ones(10).at[2].set(jnp.nan).at[7].set(-3.0)
+    root, data = eqg.explain_nan(loss, ONE, xs).found
+    assert {root.kind, data.kind} == {"dead branch"}
+    assert (root.step, root.count, root.operands) == ((7,), 1, (-2.0,))
+    assert (data.step, data.count) == ((2,), 1)
+    assert data.cure.startswith("`xs` holds a NaN")
+
+
+def test_steps_at_which_a_value_is_not_finite():
+    fixed = lambda w, xs: jax.lax.stop_gradient(outputs(lambda w, x: jnp.sqrt(x))(w, xs)) + w
+    (record,) = eqg.explain_nan(fixed, ONE, jnp.array([-1.0, 1.0, -2.0])).found
+    assert (record.step, record.count, record.are_more_steps) == ((0,), 2, False)
+    (record,) = eqg.explain_nan(fixed, ONE, -jnp.ones(20)).found
+    assert (record.step, record.count, record.are_more_steps) == ((0,), 3, True)
+    assert "0 and at least 2 more" in " ".join(
+        str(eqg.explain_nan(fixed, ONE, -jnp.ones(9))).split()
+    )
+
+
+def test_a_value_with_other_causes_at_other_steps():
+    """At the first bad step, the logarithm is infinite, and at the next one it is NaN."""
+    loss = outputs(lambda w, x: jnp.log(w * x))
+    report = eqg.explain_nan(loss, ONE, jnp.array([1.0, 0.0, 1.0, -1.0]))
+    found = {record.kind: (record.step, record.operands) for record in report.found}
+    assert found == {
+        "outside of the domain": ((3,), (-1.0,)),
+        "true singularity": ((1,), (0.0,)),
+    }
+
+
+# ---------------------------------------------------------------- layers of Equinox
+
+LAYERS = {
+    "RMSNorm": lambda eps: eqx.nn.RMSNorm(4, eps=eps),
+    "LayerNorm": lambda eps: eqx.nn.LayerNorm(4, eps=eps),
+    "GroupNorm": lambda eps: eqx.nn.GroupNorm(2, 4, eps=eps),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_equinox_is_a_library(name):
+    layer, x = LAYERS[name](0.0), jnp.ones((2, 4)).at[1].set(0.0)
+
+    def loss(layer, x):
+        return jnp.sum(jax.vmap(layer)(x))  # HERE
+
+    (record,) = eqg.explain_nan(loss, layer, x).found
+    assert (record.line, record.path) == (line_of(loss, "HERE"), name)
+    assert record.library.startswith("equinox/nn/_normalisation.py:")
+    assert "the argument `eps`" in record.cure
+    assert "is in a library" in record.cure
+    assert not eqg.explain_nan(loss, LAYERS[name](1e-5), x)
+
+
+def test_a_layer_that_calls_the_users_function_is_no_library():
+    model = eqx.nn.Lambda(lambda x: jnp.sum(jnp.log(x)))
+    loss = lambda model, x: model[0](model[1] * x)
+    (record,) = eqg.explain_nan(loss, (model, ONE), jnp.zeros(2)).found
+    assert record.library == ""
+
+
+def test_the_line_in_a_function_that_a_loop_of_equinox_calls():
+    """The operation was the name of a function inside of Equinox."""
+    skip_without_checkpointed_loops()
+
+    def loss(y):
+        def advance(carry):
+            t, y = carry
+            dt = 0.5 / (1 - y)  # DIVISION
+            return t + dt, y + dt * y**2
+
+        below = lambda carry: carry[0] < 50
+        loop = eqxi.while_loop(below, advance, (y * 0, y), max_steps=8, kind="checkpointed")
+        return loop[1]
+
+    (record,) = eqg.explain_nan(loss, ONE).found
+    assert (record.kind, record.primitive) == ("true singularity", "div")
+    assert record.line == line_of(loss, "DIVISION")
+    assert record.library.startswith("equinox/internal/")
+
+
+def test_a_distribution_of_jax_is_a_library():
+    loss = lambda scale: jnp.sum(jax.scipy.stats.norm.logpdf(1.0, 0.0, scale))
+    report = eqg.explain_nan(loss, jnp.zeros(2))
+    assert report
+    assert all("/scipy/stats/norm.py:" in record.library for record in report.found)
+
+
+# ---------------------------------------------------------------- the kind is the operation
+
+
+def test_one_fault_in_several_branches_of_a_function_of_jax():
+    (record,) = eqg.explain_nan(lambda p: betaln(p[0], p[1]), jnp.array([0.0, 1.0])).found
+    assert (record.kind, record.primitive) == ("true singularity", "lgamma")
+
+
+INF = jnp.array([jnp.inf, 1.0])
+KINDS = {
+    "difference of logarithms": (
+        lambda x: jnp.log(x[0]) - jnp.log(x[1]),
+        jnp.zeros(2),
+        "inf - inf",
+    ),
+    "difference": (lambda x: x[0] + jnp.sum(INF - INF), ONE[None], "inf - inf"),
+    "sum": (
+        lambda x: x[0] + jnp.sum(INF * jnp.array([1.0, 1.0]) - INF),
+        ONE[None],
+        "inf - inf",
+    ),
+    "quotient": (lambda x: x[0] + jnp.sum(INF / INF), ONE[None], "inf / inf"),
+    "product": (lambda x: jnp.sum(x * INF), jnp.zeros(2), "zero times infinity"),
+    "masked logarithm": (
+        lambda x: jnp.sum(jnp.array([1.0, 0.0]) * jnp.where(INF > 5, x, -jnp.inf)),
+        jnp.ones(2),
+        "zero times infinity",
+    ),
+    "sine": (lambda x: x[0] + jnp.sum(jnp.sin(INF)), ONE[None], "outside of the domain"),
+    "zero by zero": (lambda x: x[0] / x[1], jnp.zeros(2), "0/0"),
+    "empty mean": (lambda x: jnp.mean(x[:0]), jnp.ones(2), "0/0"),
+    "power": (lambda x: x[0] * x[1] ** 0.5, jnp.zeros(2), "zero times infinity"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind_of_operation(name):
+    loss, x, kind = KINDS[name]
+    report = eqg.explain_nan(loss, x)
+    assert report.found[0].kind == kind, str(report)
+
+
+# ---------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: jnp.log(jnp.sum(jax.nn.softmax(x) * jnp.array([1.0, 1.0, 0.0]))),
+        lambda x: jnp.log(jnp.sum(jax.nn.softmax(x)[:2])),
+    ],
+)
+def test_the_logarithm_of_a_sum_of_entries_of_a_softmax(loss):
+    x = jnp.array([-2e3, -2e3, 1.0])
+    (record,) = eqg.explain_nan(loss, x).found
+    assert "`jax.nn.logsumexp(jax.nn.log_softmax(x), b=weights)`" in record.cure
+    weights = jnp.array([1.0, 1.0, 0.0])
+    mended = lambda x: jax.nn.logsumexp(jax.nn.log_softmax(x), b=weights)
+    assert jnp.all(jnp.isfinite(jax.grad(mended)(x)))
+    assert jnp.allclose(loss(jnp.ones(3)), mended(jnp.ones(3)))
+
+
+def test_a_division_by_zero_is_said_to_be_one():
+    (record,) = eqg.explain_nan(lambda x: jnp.sum(1 / x), jnp.zeros(2)).found
+    assert record.cure.startswith("The divisor is zero.")
+
+
+def test_the_whole_model_is_not_named_as_a_leaf():
+    (record,) = eqg.explain_nan(jnp.sum, jnp.array([1.0, jnp.nan])).found
+    assert record.cure.startswith("The model holds the NaN itself.")
+    report = eqg.explain_nan(lambda x: jnp.sum(x * 0), jnp.ones(2))
+    assert "The gradient is zero: `eqg.explain_zero`" in str(report)
+    report = eqg.explain_nan(lambda x: jnp.sum(x["a"] * 0 + x["b"]), BAD)
+    assert "The gradient of ['a'] is zero: `eqg.explain_zero`" in str(report)
