@@ -122,7 +122,7 @@ def test_a_solver_that_stops_at_a_tolerance():
     checks = ("forward", "reverse")
     report = eqgt.check_rule(root, jnp.array(2.0), checks=checks, raises=False)
     assert not report.passed
-    assert str(report).count("a solver that stops at a tolerance") == 1
+    assert "a solver that stops at a tolerance" in str(report)
     assert "is it zero at the solution?" in str(report)  # the residual may be another one
     assert "has no influence" not in str(report)
 

@@ -209,7 +209,8 @@ def host_function(
         of its relative error; if it computes in float64 for float32 arguments, `step` may be
         1e-5.
         The step has to be small compared with the distance to a pole of the function, and
-        smaller than that to the end of its domain, beyond which the difference is NaN.
+        smaller than that to the end of its domain. Beyond it, the difference is what the
+        function makes of it there: NaN, or the exception that it raises.
     - `max_rule_calls`: how many calls of a rule the other mode may take; see below.
     - `vmap_method`: that of `jax.pure_callback`. With any but `"sequential"` and
         `"sequential_unrolled"`, the function and its rules are given the axes of `jax.vmap` in

@@ -117,6 +117,13 @@ class _AbstractJacobianOp(AbstractHostOp):
         return blocks
 
 
+# The exception may be any mistake, so that it is not turned into NaN.
+_AT_MOVED = (
+    "`{name}` was called for a finite difference, with an argument that was moved by a step. "
+    "If that is outside of its domain, give a smaller `step` or a rule, or return NaN there."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DifferenceOp(_AbstractJacobianOp):
     """By finite differences of `op` as a function of its inputs `live`.
@@ -144,11 +151,11 @@ class DifferenceOp(_AbstractJacobianOp):
         columns = []
         for i, source, step in zip(self.live, self.sources, self.steps, strict=True):
             rank = len(source.shape)
-            if step is not None:
-                columns.append(central_differences(run, leaves, i, rank, step))
-                continue
             try:
-                columns.append(complex_steps(run, leaves, i, rank))
+                if step is None:
+                    columns.append(complex_steps(run, leaves, i, rank))
+                else:
+                    columns.append(central_differences(run, leaves, i, rank, step))
             except NotComplex:
                 raise rule_error(
                     f"`{self.name}` returned a real array for a complex argument.",
@@ -156,6 +163,10 @@ class DifferenceOp(_AbstractJacobianOp):
                     do="`finite_difference='complex'` is for functions that compute with "
                     "complex numbers throughout. Use `'central'`.",
                 ) from None
+            except Exception as error:
+                if not isinstance(self.op, DifferenceOp):  # which says so
+                    error.add_note(_AT_MOVED.format(name=self.name))
+                raise
         return self.blocks(columns, batch)
 
     def _outputs(self, batch, leaves):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import rule_error, show_path, show_tree, type_of
+from .._errors import first_line, rule_error, show_path, show_tree, type_of
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import check_no_tracers
 from .host_ops import HostCode, is_array_leaf, PrimalOp
@@ -185,19 +185,21 @@ def _types(op: PrimalOp, spec: Any, what: str):
         try:
             spec = spec(*args, **kwargs)
         except (TypeError, AttributeError) as error:
-            if "ShapeDtypeStruct" not in str(error):
+            is_traced = isinstance(error, jax.errors.ConcretizationTypeError)
+            if not is_traced and "ShapeDtypeStruct" not in str(error):
                 raise
             raise rule_error(
                 f"`{what}` of `{op.name}` computes with its arguments.",
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {first_line(error)}",
                 op.place,
                 do="It is given shapes and dtypes, and no values. Return a "
                 "`jax.ShapeDtypeStruct`: of one number, like an element of `x`, "
-                "`jax.ShapeDtypeStruct((), x.dtype)`.",
+                f"`jax.ShapeDtypeStruct((), x.dtype)`. {_VALUES_IN_SHAPES}",
             ) from None
     leaves, treedef = jax.tree.flatten(spec)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         if not _is_dtype(leaf) and _has_shape(leaf):
+            _check_shape_is_known(op, what, path, np.shape(leaf))
             continue
         argument = _name_of_integer(op, *given, leaf)
         if argument is None:
@@ -216,6 +218,24 @@ def _types(op: PrimalOp, spec: Any, what: str):
             do=do,
         )
     return tuple(map(_promise, leaves)), treedef
+
+
+_VALUES_IN_SHAPES = (
+    "A size that is the value of an argument has to be a Python integer: under `jax.jit`, a "
+    "static argument (`static_argnums`, or `eqx.filter_jit`)."
+)
+
+
+def _check_shape_is_known(op: PrimalOp, what: str, path, shape) -> None:
+    for axis, n in enumerate(shape):
+        if isinstance(n, Tracer | jax.ShapeDtypeStruct):
+            raise rule_error(
+                f"`{what}` of `{op.name}` has a shape that is the value of an array, which is "
+                "not known while JAX traces.",
+                f"at {what}{show_path(path)}: axis {axis} has the size {type_of(n)}",
+                op.place,
+                do=f"{_VALUES_IN_SHAPES} Or take the size from the shape of an array.",
+            )
 
 
 _FORMS = (

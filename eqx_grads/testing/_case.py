@@ -22,7 +22,7 @@ from ._argument_checks import (
     check_tolerance,
 )
 from ._compare import as_real, difference, scale_of, tolerance_of
-from ._compiled import Program, without_log
+from ._compiled import Program
 from ._eager import EagerCalls
 from ._finite_differences import directional, FiniteDifference
 from ._flat_function import double_precision, FlatFunction
@@ -175,10 +175,13 @@ class Case:
     @ft.cached_property
     def is_solver(self) -> bool:
         """Whether the only rules in it are those of solutions of equations."""
-        program = jax.make_jaxpr(self.own.rule.fn)(*self.subject.leaves)
+        try:
+            program = jax.make_jaxpr(self.own.rule.fn)(*self.subject.leaves)
+        except Exception:  # it can't be traced
+            return False
         found = list(equations(program))
         calls = {str(e.params["call"]) for e in found if e.primitive.name == "eqg_call"}
-        is_other = any(e.primitive.name.startswith("custom_") for e in found)
+        is_other = any(e.primitive.name.startswith(("custom_jvp", "custom_vjp")) for e in found)
         return "differentiable_solution" in calls and calls <= _OF_SOLVERS and not is_other
 
     @ft.cached_property
@@ -302,7 +305,7 @@ class Case:
         found = []
         for kept in [list(range(n))] if together else [[i] for i in range(n)]:
             tangents = only(scaled, kept)
-            with context(), without_log():
+            with context():
                 evaluate = lambda *xs: value_at(xs)
                 leaves = [np.asarray(x) for x in p.subject.leaves]
                 derivative = directional(evaluate, leaves, tangents, rounded_to)
@@ -313,7 +316,7 @@ class Case:
     def changes_at_a_distance(self) -> bool:
         """Whether the function without its rule has other values at some distance."""
         p, leaves = self.precision, list(map(np.asarray, self.precision.subject.leaves))
-        with p.context(), without_log():
+        with p.context():
             here = p.plain.value_at(leaves)
             for distance in _DISTANCES:
                 pairs = zip(leaves, self.scaled_tangents(), strict=True)

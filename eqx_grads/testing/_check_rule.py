@@ -21,7 +21,7 @@ from ._checks.residuals import residuals
 from ._checks.transforms import transforms
 from ._checks.values import deterministic, finite
 from ._checks.zeros import zeros
-from ._compiled import count_equations
+from ._compiled import count_equations, without_log
 from ._consequences import with_consequences
 from ._findings import broke, skipped
 from ._report import Finding, Report
@@ -201,7 +201,7 @@ def check_rule(
             do="Pass floating-point arrays by position.",
         )
     findings: list[Finding] = []
-    with showing_progress("check_rule"), without_nan_checks():
+    with showing_progress("check_rule"), without_nan_checks(), without_log():
         why_slow = _why_slow(case) if is_shown() else ""
         for one, name in _with_seeds(case, names, seeds):
             what = f"the check `{name}`," if not why_slow else f"`{name}`,"

@@ -12,7 +12,7 @@ import numpy as np
 from .._errors import RuleError
 from ._compare import Difference, differences, side_by_side, worst_first
 from ._likely_cause import Compared, FINITE, Hypothesis, likely_cause, NO_INFLUENCE, PRECISION
-from ._report import FAILED, Finding, PASSED, SKIPPED
+from ._report import apart, FAILED, Finding, PASSED, SKIPPED
 
 
 # Why a check does nothing.
@@ -79,8 +79,9 @@ def compare(
         seen += "; if that is meant, as of a straight-through rule, pass `reference=`"
     seen = "; ".join(text for text in (cause, seen) if text)
     error = worst.relative_error
+    shown, admitted = apart(error, tolerance, "g")
     lines = [
-        f"  at {worst.name}: relative error {error:.2g}, admitted {tolerance:.1g}",
+        f"  at {worst.name}: relative error {shown}, admitted {admitted}",
         *([f"  expected: {reference}"] if reference else []),
         *([f"  {remark}"] if remark else []),
         *([f"  likely cause: {seen}"] if seen else []),

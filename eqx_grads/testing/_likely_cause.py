@@ -152,6 +152,11 @@ def _named_factor(want, have, factor: complex) -> str:
     shown = f"{factor:.4g}"
     if shown == "1":
         shown = f"1 {'+' if factor > 1 else '-'} {abs(factor - 1):.0e}"
+        return (
+            f"every entry is {shown} times the expected one: a factor of the rule is a little "
+            "wrong, or it is a derivative by finite differences (`step=` of a host function); "
+            "if that is meant, pass `tolerance=`"
+        )
     text = f"every entry is {shown} times the expected one"
     for n in {want.size, *want.shape} - {0, 1, 2, 3}:
         if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:

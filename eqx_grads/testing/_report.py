@@ -13,6 +13,20 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 NO_REFERENCE = "no reference for the derivative"
 
 
+def apart(error: float, tolerance: float, kind: str) -> tuple[str, str]:
+    """An error and its tolerance, with as many digits as show which one is larger.
+
+    - `kind`: of the format, `"e"` or `"g"`.
+    """
+    pair = "", ""
+    for digits in (1, 2, 4, 16):
+        more = digits + (kind == "g")
+        pair = f"{error:.{more}{kind}}", f"{tolerance:.{more - 1}{kind}}"
+        if (float(pair[0]) > float(pair[1])) == (error > tolerance):
+            break
+    return pair
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One comparison.
@@ -120,7 +134,9 @@ class Report:
             if check in repeated:
                 continue
             row = _worst(self[check])
-            error = "" if row.error is None else f"{row.error:.1e} of {row.tolerance:.0e}"
+            error = ""
+            if row.error is not None and row.tolerance is not None:
+                error = " of ".join(apart(row.error, row.tolerance, "e"))
             where = row.where
             if row.verdict == SKIPPED:
                 where = row.text.splitlines()[0]
@@ -130,7 +146,7 @@ class Report:
                 if row.raised:
                     error = "raised"
                     where += f": {row.raised.partition(':')[0]}"
-            yield f"{check:<14}{row.verdict:<10}{error:<20}{where}".rstrip()
+            yield f"{check:<14}{row.verdict:<10}{error:<19} {where}".rstrip()
         for number in dict.fromkeys(repeated.values()):
             checks = ", ".join(c for c, n in repeated.items() if n == number)
             yield f"{'the others':<14}{FAILED:<10}{f'the error of {number}.':<20}{checks}"

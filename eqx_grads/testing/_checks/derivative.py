@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._case import Case
-from .._compare import as_real, difference
+from .._compare import as_real, difference, norm
 from .._expected import is_given, witnesses
 from .._findings import broke, compare, failed, in_one_line, skipped
 from .._finite_differences import FailsNearby
@@ -23,6 +23,7 @@ from .._report import FAILED, Finding, NO_REFERENCE, PASSED, SKIPPED
 
 
 _TRUSTED = 1e-3  # the largest estimated error of finite differences that are a reference
+_DRAWN = 3  # directions, of which one is compared in the user's precision
 _MUCH_LARGER = 12  # two to this power: cotangents much larger than those that are drawn
 
 _Arrays = list[Any]
@@ -76,14 +77,27 @@ def _check(mode: AbstractMode) -> Iterator[Finding]:
     is_own = mode.precision is mode.case.own
     if is_wrong or (is_own and not mode.case.is_another_in_float64):
         return
-    direction = mode.random_direction()
-    have = mode.rule(mode.case.own, direction)
+    direction, have = _direction_of_large_derivative(mode)
     yield from mode.wrong_dtypes(have)
     if not is_own:
         in_own = _in_own_precision(mode, direction, have)
         # The rule in float64 is no reference if nothing has been compared with it.
         if finding.verdict != SKIPPED or in_own.verdict == FAILED:
             yield in_own
+
+
+def _direction_of_large_derivative(mode: AbstractMode) -> tuple[_Arrays, _Arrays]:
+    """A random direction in the user's precision, and the derivative along it. Of a few, the
+    one along which it cancels least: the rounding error of a sum that cancels is a large part
+    of it."""
+    directions = [mode.random_direction() for _ in range(_DRAWN)]
+    found = [mode.rule(mode.case.own, direction) for direction in directions]
+    sizes = np.array([[norm(as_real(x)) for x in arrays] for arrays in found])
+    largest = np.max(sizes, axis=0)
+    # Of the array that cancels most. One that is zero along all of them does not count.
+    shares = np.where(largest > 0, sizes / np.where(largest > 0, largest, 1), 1)
+    best = int(np.argmax(np.min(shares, axis=1)))
+    return directions[best], found[best]
 
 
 def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
@@ -98,14 +112,14 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
         why.append(f"autodiff without the rule raises {type(e).__name__}")
     else:
         by_autodiff = _compare(mode, exact, got)
-        if by_autodiff.verdict == FAILED and not any(map(np.any, exact)):
-            by_autodiff = _of_steps(case, by_autodiff)
+    # A derivative of zero may be that of a `stop_gradient`, as of a solver.
+    is_zero = exact is not None and not any(map(np.any, exact))
+    if by_autodiff is not None and by_autodiff.verdict == FAILED and is_zero:
+        by_autodiff = _of_steps(case, by_autodiff)
     try:
         steps = mode.differences()
         have = steps.in_form(mode.rule)
     except FailsNearby as e:
-        # A derivative of zero may be that of a `stop_gradient`, as of a solver.
-        is_zero = exact is not None and not any(map(np.any, exact))
         if by_autodiff is None or (is_zero and by_autodiff.verdict == FAILED):
             return skipped(mode.check, f"{NO_REFERENCE}: {e}")
         return by_autodiff
@@ -127,14 +141,16 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     reference = "finite differences in float64"
     if is_rounded:
         reference = f"finite differences of values in {p.rounded_to or 'float32'}"
+    is_undifferentiated = is_zero and case.is_solver
     by_differences = compare(
         mode.check, "", steps.want, have, steps.names, loose, wider,
         reference=reference, scale=scale, remark=_remark(p, loose),
+        cause=_OF_A_SOLVER if is_undifferentiated else "",
     )  # fmt: skip
     if by_autodiff is None:
         return by_differences
     if by_autodiff.verdict == by_differences.verdict:
-        return by_autodiff
+        return by_differences if is_undifferentiated else by_autodiff
     # One of them passed. If the references disagree, that is enough. If they agree, the failure
     # is in entries that only one of them compared.
     exact = steps.in_form(mode.expected)
@@ -145,6 +161,13 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     if not agree and mode.check == "reverse" and case.has_given_transpose:
         return by_differences  # autodiff transposes as it was told to
     return by_autodiff if by_autodiff.verdict == wanted else by_differences
+
+
+_OF_A_SOLVER = (
+    "a solver that stops at a tolerance, which differences show; or\n"
+    "  the residual of `eqg.implicit` is another equation: is it zero at the solution?\n"
+    "  Check the solver with a tolerance near rounding, or give `reference=`"
+)
 
 
 def _why_not_trusted(steps: Differences) -> str:

@@ -12,6 +12,7 @@ import jax
 from jax.core import Tracer
 
 from ..._jaxprs.plain_scan import lax_scan
+from ..._jaxprs.structure import equations
 from .._case import Case
 from .._findings import broke, failed, passed, skipped
 from .._report import FAILED, Finding
@@ -31,18 +32,11 @@ def leaks(case: Case) -> Iterator[Finding]:
     """No leaked tracers, no repeated compilation, results that can be copied and pickled."""
     for finding in _leaks(case):
         is_leak = _KEEPS in finding.text or finding.raised.startswith(_CRASHES)
-        if finding.verdict == FAILED and is_leak and _is_solver(case):
+        if finding.verdict == FAILED and is_leak and case.is_solver:
             # `lineax.linear_solve` does so: in a run-time check, and from JAX 0.11 on for each
             # operator that is a function.
             finding = skipped("leaks", "Lineax, with which `implicit` solves, keeps tracers")
         yield finding
-
-
-def _is_solver(case: Case) -> bool:
-    try:
-        return case.is_solver
-    except Exception:  # it can't be traced
-        return False
 
 
 def _leaks(case: Case) -> Iterator[Finding]:
@@ -133,20 +127,38 @@ def _is_leak(error: Exception) -> bool:
 def _live_tracers(case: Case, mode: str) -> Finding:
     """The number of live tracers does not grow from one trace to the next."""
     where = f"live tracers after {_TRACES} traces"
-    counts = []
     try:
-        with _older_objects_frozen():
-            for _ in range(_TRACES):
-                _traces(case, case.own.rule.fn, mode)["jit of the gradient"]()
-                gc.collect()
-                counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
+        n = _growth(case, case.own.rule.fn, mode)
+        if not n:
+            return passed("leaks", where)
+        who = "the function, without its rule," if _is_of_solver(case, mode) else "the rule"
     except Exception as e:
         return broke("leaks", where, e)
+    return failed(
+        "leaks", where, f"{n} more with each trace\n  likely cause: {who} keeps a tracer"
+    )
+
+
+def _growth(case: Case, fn: Callable[..., Any], mode: str) -> int:
+    """How many more tracers are alive after each trace."""
+    counts = []
+    with _older_objects_frozen():
+        for _ in range(_TRACES):
+            _traces(case, fn, mode)["jit of the gradient"]()
+            gc.collect()
+            counts.append(sum(isinstance(x, Tracer) for x in gc.get_objects()))
     growth = [b - a for a, b in itertools.pairwise(counts)]
-    if all(g > 0 for g in growth[1:]):
-        text = f"{growth[-1]} more with each trace\n  likely cause: the rule keeps a tracer"
-        return failed("leaks", where, text)
-    return passed("leaks", where)
+    return growth[-1] if all(g > 0 for g in growth[1:]) else 0
+
+
+def _is_of_solver(case: Case, mode: str) -> bool:
+    """Whether what `eqg.implicit` decorates keeps tracers, and does not call Lineax."""
+    if not case.is_solver:
+        return False
+    plain = case.own.plain.fn
+    found = equations(jax.make_jaxpr(plain)(*case.subject.leaves))
+    is_of_lineax = any(e.primitive.name == "linear_solve" for e in found)
+    return not is_of_lineax and _growth(case, plain, mode) > 0
 
 
 @contextlib.contextmanager
