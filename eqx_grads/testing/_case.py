@@ -26,6 +26,7 @@ from ._compiled import Program
 from ._eager import EagerCalls
 from ._finite_differences import directional, FiniteDifference
 from ._flat_function import double_precision, FlatFunction
+from ._is_solver import is_solver
 from ._precision import Precision
 from ._random_tangents import normal_like, only
 from ._reference import check_outputs_of_reference
@@ -82,8 +83,6 @@ _STRICT = 1e-9
 # The most that is added to a tolerance for rounding errors: an error as large as the derivative
 # is never one of rounding.
 _MOST_ROUNDING = 0.05
-# The calls that `eqg.implicit`, around a host function or another solver, makes.
-_OF_SOLVERS = {"differentiable_solution", "host_call"}
 # Along how many directions two functions are compared.
 _DIRECTIONS = 2
 # For how many cotangents the effect of low precision is measured, and what may be larger.
@@ -174,15 +173,8 @@ class Case:
 
     @ft.cached_property
     def is_solver(self) -> bool:
-        """Whether the only rules in it are those of solutions of equations."""
-        try:
-            program = jax.make_jaxpr(self.own.rule.fn)(*self.subject.leaves)
-        except Exception:  # it can't be traced
-            return False
-        found = list(equations(program))
-        calls = {str(e.params["call"]) for e in found if e.primitive.name == "eqg_call"}
-        is_other = any(e.primitive.name.startswith(("custom_jvp", "custom_vjp")) for e in found)
-        return "differentiable_solution" in calls and calls <= _OF_SOLVERS and not is_other
+        """Whether it is a solution of an equation, without other rules."""
+        return is_solver(self.own.rule.fn, self.subject.leaves)
 
     @ft.cached_property
     def is_another_in_float64(self) -> bool:
@@ -395,7 +387,11 @@ class Case:
         """In the user's precision: the tolerance, and a larger one that takes the rounding
         error of plain autodiff into account, which takes a while to measure."""
         tolerance = self.tolerance(self.own, *arrays)
-        return tolerance, lambda: tolerance + min(10 * self.noise, _MOST_ROUNDING)
+        return tolerance, lambda: tolerance + self.explained_by_rounding(self.noise)
+
+    def explained_by_rounding(self, error: float) -> float:
+        """What is added to a tolerance, given the error that rounding gives plain autodiff."""
+        return min(10 * error, _MOST_ROUNDING)
 
     def is_rounding(self, error: float) -> bool:
         """Whether rounding in the user's precision gives plain autodiff errors as large as this

@@ -6,7 +6,7 @@ NaN of plain autodiff), the rule has to agree with one of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from .._report import FAILED, Finding, NO_REFERENCE, PASSED, SKIPPED
 
 
 _TRUSTED = 1e-3  # the largest estimated error of finite differences that are a reference
-_DRAWN = 3  # directions, of which one is compared in the user's precision
+_DRAWN = 3  # directions that are compared in the user's precision
 _MUCH_LARGER = 12  # two to this power: cotangents much larger than those that are drawn
 
 _Arrays = list[Any]
@@ -77,27 +77,28 @@ def _check(mode: AbstractMode) -> Iterator[Finding]:
     is_own = mode.precision is mode.case.own
     if is_wrong or (is_own and not mode.case.is_another_in_float64):
         return
-    direction, have = _direction_of_large_derivative(mode)
-    yield from mode.wrong_dtypes(have)
-    if not is_own:
-        in_own = _in_own_precision(mode, direction, have)
+    drawn = [mode.random_direction() for _ in range(_DRAWN)]
+    found = [mode.rule(mode.case.own, direction) for direction in drawn]
+    yield from mode.wrong_dtypes(found[0])
+    if is_own:
+        return
+    for direction, have, scale in zip(drawn, found, _scales(found), strict=False):
+        in_own = _in_own_precision(mode, direction, have, scale)
         # The rule in float64 is no reference if nothing has been compared with it.
         if finding.verdict != SKIPPED or in_own.verdict == FAILED:
             yield in_own
+        if in_own.verdict != PASSED:
+            return
 
 
-def _direction_of_large_derivative(mode: AbstractMode) -> tuple[_Arrays, _Arrays]:
-    """A random direction in the user's precision, and the derivative along it. Of a few, the
-    one along which it cancels least: the rounding error of a sum that cancels is a large part
-    of it."""
-    directions = [mode.random_direction() for _ in range(_DRAWN)]
-    found = [mode.rule(mode.case.own, direction) for direction in directions]
+def _scales(found: Sequence[_Arrays]) -> list[list[float]]:
+    """For derivatives along a few directions, what is added to the norm of each array, so that
+    its error is relative to the largest of them: the rounding error of a sum that cancels along
+    one direction is a large part of it."""
     sizes = np.array([[norm(as_real(x)) for x in arrays] for arrays in found])
-    largest = np.max(sizes, axis=0)
-    # Of the array that cancels most. One that is zero along all of them does not count.
-    shares = np.where(largest > 0, sizes / np.where(largest > 0, largest, 1), 1)
-    best = int(np.argmax(np.min(shares, axis=1)))
-    return directions[best], found[best]
+    if not np.all(np.isfinite(sizes)):  # in half precision: the fewer directions, the better
+        return [[0.0] * sizes.shape[1]]
+    return (np.max(sizes, axis=0) - sizes).tolist()
 
 
 def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
@@ -294,7 +295,9 @@ def _remark(p: Precision, tolerance: float) -> str:
     return f"{text}, compared with a tolerance of {tolerance:.0e}" if text else ""
 
 
-def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> Finding:
+def _in_own_precision(
+    mode: AbstractMode, direction: _Arrays, have: _Arrays, scale: Sequence[float]
+) -> Finding:
     """Compare with the best of three references.
 
     Autodiff in float64 is exact; that in the user's precision has the rounding errors that a
@@ -310,7 +313,7 @@ def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> 
     references = (*(() if mode.autodiff_is_refuted else by_autodiff), by_rule)
     known, widened = case.tolerance_with_rounding()
     least = case.tolerance_of_derivative(case.own)
-    tolerance = least, lambda: least + widened() - known
+    tolerance = least, lambda: least + max(widened() - known, _rounding(mode, direction, scale))
     cause = f"right in float64, wrong in {case.subject.leaves[0].dtype}"
     failure = None
     for reference in references:
@@ -320,7 +323,7 @@ def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> 
             continue
         finding = compare(
             mode.check, "in your own precision", want, have, mode.names_out, *tolerance,
-            cause=cause,
+            cause=cause, scale=scale,
         )  # fmt: skip
         if finding.verdict == PASSED:
             return finding
@@ -331,6 +334,19 @@ def _in_own_precision(mode: AbstractMode, direction: _Arrays, have: _Arrays) -> 
         why = f"rounding changes plain autodiff by {case.noise:.0e} of its size"
         return skipped(mode.check, f"not compared in your own precision: {why}")
     return _along_the_same_direction(mode, direction) or failure
+
+
+def _rounding(mode: AbstractMode, direction: _Arrays, scale: Sequence[float]) -> float:
+    """What rounding explains along this direction, from that of plain autodiff."""
+    case, wide = mode.case, mode.precision
+    if case.options.tolerance is not None or mode.autodiff_is_refuted:
+        return 0.0
+    exact = _finite(lambda: mode.expected(wide, mode.convert(wide, direction)))
+    rounded = _finite(lambda: mode.expected(case.own, direction))
+    if exact is None or rounded is None:
+        return 0.0
+    error = difference(exact, rounded, mode.names_out, entrywise=False, scale=scale).error
+    return case.explained_by_rounding(error)
 
 
 def _along_the_same_direction(mode: AbstractMode, direction: _Arrays) -> Finding | None:

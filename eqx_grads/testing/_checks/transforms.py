@@ -27,6 +27,9 @@ from .._report import Finding
 # the function does not raise an error: its domain may have an end close by.
 _MOVES = ((1.0, 0.97, 0.94), (1.0, 1.03, 1.06), (1.0, 0.9999, 1.0001), (1.0, 1.0, 1.0))
 _N_EXAMPLES = 3
+# What the tangents and cotangents are multiplied with, in the derivative of a batch: examples
+# that are mixed show there, also if they are equal.
+_ALONG = (1.0, 0.5, 2.0)
 _ALL_SUBSETS = 3  # of the arguments, for `vmap`
 
 
@@ -53,14 +56,18 @@ class _Expected:
     derivative, which has to agree with the eager calls.
     """
 
-    def __init__(self, case: Case, moves: Sequence[float]):
+    def __init__(self, case: Case, moves: Sequence[Sequence[float]]):
         self.fn = lambda *xs: case.subject.arrays(*xs)
+        self._moves = moves
         self.names = self._names(case)
         self.forward, self.reverse = case.offers_forward, case.offers_reverse
         self.n_outputs = len(case.own.outputs)
         self.eager = self._eager_call(case)
         leaves, t, w = case.subject.leaves, case.eager.tangents, case.eager.cotangents
-        self.examples = [[_scaled(x, s) for x in leaves] for s in moves]
+        self.examples = [
+            [_scaled(x, move[k]) for x, move in zip(leaves, moves, strict=True)]
+            for k in range(_N_EXAMPLES)
+        ]
         stacked = [np.stack(column) for column in zip(*self.examples, strict=True)]
         self.points = _Points(list(leaves), stacked, t, w)
         self._derive = compiled(lambda p: self.derive(self.fn, p.leaves, p))
@@ -111,13 +118,29 @@ class _Expected:
         numbers = range(_N_EXAMPLES)
         return [self.at([k if i in kept else 0 for i in range(n)]) for k in numbers]
 
+    def are_equal(self, kept: Sequence[int]) -> bool:
+        """Whether the function is not defined where the examples would differ."""
+        return all(self._moves[i] == _MOVES[-1] for i in kept)
+
+    def rows_along(self, kept: Sequence[int]) -> list[list[Any]]:
+        """The same, where each example has a tangent and a cotangent of its own."""
+        p, found = self.points, []
+        for k, scale in enumerate(_ALONG):
+            at = p._replace(
+                leaves=[self.examples[k if i in kept else 0][i] for i in range(len(p.leaves))],
+                t=[x * x.dtype.type(scale) if i in kept else x for i, x in enumerate(p.t)],
+                w=[x * x.dtype.type(scale) for x in p.w],
+            )
+            found.append([np.asarray(x) for x in self._derive(at)])
+        return found
+
     def per_example(self, kept: Sequence[int]) -> list[Any]:
         """The expected result of `vmap(derive)` with the leaves in `kept` batched."""
         return [np.stack(column) for column in zip(*self.rows(kept), strict=True)]
 
     def of_batch(self, kept: Sequence[int]) -> list[Any]:
         """The expected result of `derive(vmap)`: cotangents of unbatched leaves are summed."""
-        columns = self.per_example(kept)
+        columns = [np.stack(column) for column in zip(*self.rows_along(kept), strict=True)]
         n = len(self.points.leaves)
         first = len(columns) - n
         for i in range(n if self.reverse else 0):
@@ -127,7 +150,11 @@ class _Expected:
 
 
 def _scaled(x, factor):
-    return (np.asarray(x) * factor).astype(x.dtype)
+    # Far enough for the dtype, in which a small move may be none.
+    least = 4 * float(jnp.finfo(x.dtype).eps)
+    move = factor - 1
+    move = np.sign(move) * max(abs(move), least) if move else 0.0
+    return (np.asarray(x) * (1 + move)).astype(x.dtype)
 
 
 class _Trial(NamedTuple):
@@ -139,16 +166,34 @@ class _Trial(NamedTuple):
 
 
 def _where_defined(case: Case) -> _Expected:
-    first = _Expected(case, _MOVES[0])
-    for moves in _MOVES:
-        expected = first if moves == _MOVES[0] else _Expected(case, moves)
-        try:
-            for kept in _batched_leaves(case):
-                expected.rows(kept)  # which the trials need, too
-        except Exception:
-            continue
-        return expected
-    return first  # it has nothing to do with these arguments: a trial says so
+    """For each group of leaves, the first moves at which the function alone, whatever its rule
+    does there, raises no error."""
+    groups, leaves = case.subject.groups, case.subject.leaves
+    moves = [_MOVES[-1]] * len(leaves)
+    for group in dict.fromkeys(groups):
+        for move in _MOVES:
+            tried = [move if g == group else m for g, m in zip(groups, moves, strict=True)]
+            if _is_defined(case, tried):
+                moves = tried
+                break
+    if not _is_defined(case, moves):  # it has nothing to do with these arguments
+        moves = [_MOVES[0]] * len(leaves)
+    return _Expected(case, moves)
+
+
+def _is_defined(case: Case, moves: Sequence[Sequence[float]]) -> bool:
+    leaves = case.subject.leaves
+    try:
+        for kept in _batched_leaves(case):
+            for k in range(_N_EXAMPLES):
+                xs = [
+                    jnp.asarray(_scaled(x, moves[i][k])) if i in kept else x
+                    for i, x in enumerate(leaves)
+                ]
+                jax.block_until_ready(list(case.own.plain.fn(*xs)))
+    except Exception:
+        return False
+    return True
 
 
 def transforms(case: Case) -> Iterator[Finding]:
@@ -167,7 +212,12 @@ def transforms(case: Case) -> Iterator[Finding]:
                 "transforms", trial.name, got, f"right eagerly, fails under {trial.name}"
             )
             continue
-        want = trial.want()
+        try:
+            want = trial.want()
+        except Exception as e:
+            cause = "the rule raises at other arguments, where the function does not"
+            yield broke("transforms", trial.name, e, cause)
+            continue
         names = expected.names
         if len(want) != len(names):
             names = [f"result {i}" for i in range(len(want))]
@@ -251,6 +301,8 @@ def _vmap_trials(case: Case, e: _Expected) -> Iterator[_Trial]:
     """Over each subset of the arguments, inside and outside of the derivative."""
     for kept in _batched_leaves(case):
         label = ", ".join(case.names[i] for i in kept[:3]) + (", ..." if kept[3:] else "")
+        if e.are_equal(kept):
+            label += " (equal examples: at others, the function raises)"
         yield _Trial(
             f"vmap, over {label}",
             ft.partial(_batched_value, e, kept),
@@ -300,7 +352,7 @@ def _batched_derivative(e: _Expected, kept: Sequence[int], p: _Points):
 
 def _derivative_of_batched(e: _Expected, kept: Sequence[int], p: _Points):
     batch, axes = _batch(p, kept)
-    spread = lambda x: jnp.broadcast_to(x, (_N_EXAMPLES, *x.shape))
+    spread = lambda x: jnp.stack([x * x.dtype.type(scale) for scale in _ALONG])
     t = [spread(x) if axis == 0 else x for x, axis in zip(p.t, axes, strict=True)]
     along = p._replace(t=t, w=[spread(x) for x in p.w])
     return e.derive(jax.vmap(e.fn, in_axes=axes), batch, along)
