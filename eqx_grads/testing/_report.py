@@ -8,7 +8,12 @@ __tracebackhide__ = True  # pytest shows the user's call, and not the functions 
 
 _SHOWN = 4  # places where a failure happens again
 # JAX says which function was traced: one of a check.
-_TRACED = "    The error occurred while tracing the function"
+# Lines of JAX's messages that say how a check traced the function.
+_TRACED = (
+    "    The error occurred while tracing the function",
+    "    This BatchTracer with object id",
+    "      /",  # the line of this package that made it
+)
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 NO_REFERENCE = "no reference for the derivative"
 
@@ -122,7 +127,7 @@ class Report:
             # An exception names the arrays of the precision in which it was raised.
             text = failure.text
             text = (text.replace("float64", "float32") if failure.raised else text).splitlines()
-            differ = ("  likely cause", *([_TRACED] if failure.raised else []))
+            differ = ("  likely cause", *(_TRACED if failure.raised else ()))
             key = "\n".join(line for line in text if not line.startswith(differ))
             groups.setdefault(key, []).append(failure)
         return list(groups.values())

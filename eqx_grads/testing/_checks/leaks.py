@@ -155,10 +155,9 @@ def _is_of_solver(case: Case, mode: str) -> bool:
     """Whether what `eqg.implicit` decorates keeps tracers, and does not call Lineax."""
     if not case.is_solver:
         return False
-    plain = case.own.plain.fn
-    found = equations(jax.make_jaxpr(plain)(*case.subject.leaves))
+    found = equations(jax.make_jaxpr(case.own.rule.fn)(*case.subject.leaves))
     is_of_lineax = any(e.primitive.name == "linear_solve" for e in found)
-    return not is_of_lineax and _growth(case, plain, mode) > 0
+    return not is_of_lineax and _growth(case, case.own.plain.fn, mode) > 0
 
 
 @contextlib.contextmanager

@@ -169,19 +169,20 @@ def _where_defined(case: Case) -> _Expected:
     """For each group of leaves, the first moves at which the function alone, whatever its rule
     does there, raises no error."""
     groups, leaves = case.subject.groups, case.subject.leaves
+    fn = compiled(case.own.plain.fn)
     moves = [_MOVES[-1]] * len(leaves)
     for group in dict.fromkeys(groups):
         for move in _MOVES:
             tried = [move if g == group else m for g, m in zip(groups, moves, strict=True)]
-            if _is_defined(case, tried):
+            if _is_defined(fn, case, tried):
                 moves = tried
                 break
-    if not _is_defined(case, moves):  # it has nothing to do with these arguments
+    if not _is_defined(fn, case, moves):  # it has nothing to do with these arguments
         moves = [_MOVES[0]] * len(leaves)
     return _Expected(case, moves)
 
 
-def _is_defined(case: Case, moves: Sequence[Sequence[float]]) -> bool:
+def _is_defined(fn: Callable[..., Any], case: Case, moves: Sequence[Sequence[float]]) -> bool:
     leaves = case.subject.leaves
     try:
         for kept in _batched_leaves(case):
@@ -190,7 +191,7 @@ def _is_defined(case: Case, moves: Sequence[Sequence[float]]) -> bool:
                     jnp.asarray(_scaled(x, moves[i][k])) if i in kept else x
                     for i, x in enumerate(leaves)
                 ]
-                jax.block_until_ready(list(case.own.plain.fn(*xs)))
+                jax.block_until_ready(list(fn(*xs)))
     except Exception:
         return False
     return True
@@ -203,11 +204,12 @@ def transforms(case: Case) -> Iterator[Finding]:
     expected = _where_defined(case)
     trials = [*_program_trials(case, expected), *_vmap_trials(case, expected)]
     trials += [*_scan_trials(expected)] if expected.reverse else []
-    results = _run_all(trials, expected.points)
     tolerance = case.tolerance_with_rounding()
-    for trial, got in zip(trials, results, strict=True):
+    results = _run_all(trials, expected.points)
+    is_broken = any(trial.name == _JITTED and _is_error(got) for trial, got in results)
+    for trial, got in results:
         cause = f"right eagerly, wrong under {trial.name}"
-        if isinstance(got, Exception):
+        if _is_error(got):
             yield broke(
                 "transforms", trial.name, got, f"right eagerly, fails under {trial.name}"
             )
@@ -215,8 +217,9 @@ def transforms(case: Case) -> Iterator[Finding]:
         try:
             want = trial.want()
         except Exception as e:
-            cause = "the rule raises at other arguments, where the function does not"
-            yield broke("transforms", trial.name, e, cause)
+            if not is_broken:  # which a finding says already
+                cause = "the rule raises at other arguments, where the function does not"
+                yield broke("transforms", trial.name, e, cause)
             continue
         names = expected.names
         if len(want) != len(names):
@@ -224,15 +227,38 @@ def transforms(case: Case) -> Iterator[Finding]:
         yield compare("transforms", trial.name, want, got, names, *tolerance, cause=cause)
 
 
-# Run outside of the common program: they are compiled on their own.
-_ALONE = ("jit of the derivative", "sharding over two devices")
+_JITTED, _SHARDED = "jit of the derivative", "sharding over two devices"
 
 
-def _run_all(trials: Sequence[_Trial], points: _Points) -> list[Any]:
-    """Compile the trials as one program, which is much faster than one by one."""
-    together = [trial.run for trial in trials if trial.name not in _ALONE]
-    done = iter(all_at_once(together, (points,), eagerly=False))
-    return [_attempt(t, points) if t.name in _ALONE else next(done) for t in trials]
+def _run_all(
+    trials: Sequence[_Trial], points: _Points
+) -> list[tuple[_Trial, list[Any] | Exception]]:
+    """The trials, with their results. Most are compiled as one program, which is much faster
+    than one by one."""
+    by_name = {trial.name: trial for trial in trials}
+    alone = [name for name in (_JITTED, _SHARDED) if name in by_name]
+    together = [name for name in by_name if name not in alone]
+    runs = [by_name[name].run for name in together]
+    done = dict(zip(together, all_at_once(runs, (points,), eagerly=False), strict=True))
+    for name in alone:
+        # XLA kills the process if a host function raises while another device waits for it.
+        is_safe = _has_want(by_name[name]) and not any(map(_is_error, done.values()))
+        if name != _SHARDED or is_safe:
+            done[name] = _attempt(by_name[name], points)
+    return [(trial, done[name]) for name, trial in by_name.items() if name in done]
+
+
+def _is_error(result: Any) -> bool:
+    return isinstance(result, Exception)
+
+
+def _has_want(trial: _Trial) -> bool:
+    """Whether the calls that are not transformed raise no error."""
+    try:
+        trial.want()
+    except Exception:
+        return False
+    return True
 
 
 def _attempt(trial: _Trial, points: _Points):
@@ -247,7 +273,7 @@ def _program_trials(case: Case, e: _Expected) -> Iterator[_Trial]:
     checkpoint = jax.checkpoint(e.fn)
     nothing = jax.checkpoint(e.fn, policy=jax.checkpoint_policies.nothing_saveable)
     arguments = [0] * len(e.points.leaves)
-    yield _Trial("jit of the derivative", lambda _: e.at(arguments), want)
+    yield _Trial(_JITTED, lambda _: e.at(arguments), want)
     of = lambda fn: lambda p: e.derive(fn, p.leaves, p)
     yield _Trial("jit around the function", of(jax.jit(e.fn)), want)
     yield _Trial("filter_jit", of(_filter_jitted(case)), want)
@@ -256,7 +282,7 @@ def _program_trials(case: Case, e: _Expected) -> Iterator[_Trial]:
     yield _Trial("cond", of(_in_cond(e.fn)), want)
     if len(jax.devices()) > 1:
         two = lambda: [x[:2] for x in e.per_example(range(len(arguments)))]
-        yield _Trial("sharding over two devices", lambda p: _sharded(e, p), two)
+        yield _Trial(_SHARDED, lambda p: _sharded(e, p), two)
 
 
 def _filter_jitted(case: Case):
