@@ -1134,7 +1134,7 @@ class TestASparseSolve:
     @pytest.mark.thorough
     def test_the_second_derivative_of_a_rule(self):
         f = eqg.host_function(self.solve, out=lambda entries, b: b)
-        f.def_bwd(lambda residuals, ct: (None, self.solve(residuals[0], ct, transposed=True)))
+        f.def_bwd(lambda residuals, ct: (None, self.solve(residuals[0], ct, True), None))
         loss = lambda b: jnp.sum(f(self.ENTRIES, b) ** 2)
         matrix = jax.jacfwd(lambda b: f(self.ENTRIES, b))(jnp.ones(3))
         assert_close(jax.grad(loss)(jnp.ones(3)), 2 * matrix.T @ matrix @ jnp.ones(3), eps=50)

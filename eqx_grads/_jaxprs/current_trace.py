@@ -104,10 +104,27 @@ def outside_of_linearization(values: Sequence[Any]) -> Iterator[None]:
     `jax.grad` runs the forward rule of a primitive under partial evaluation. There each
     operation looks whether its operands are known, which takes as long as the operation itself.
     """
-    trace = find_top_trace(())
-    owners = {id(x._trace) for x in values if isinstance(x, Tracer)}
-    if type(trace).__name__ == "JaxprTrace" and id(trace) not in owners:
+    trace = _linearization(values)
+    if trace is None:
+        yield
+    else:
         with set_current_trace(trace.parent_trace):
             yield
-    else:
-        yield
+
+
+def unknown_to_linearization(outputs: Sequence[Any], values: Sequence[Any]) -> list[int]:
+    """Which of these outputs JAX does not know while it linearizes a function of `values`:
+    those that depend on tangents."""
+    trace = _linearization(values)
+    if trace is None:
+        return []
+    is_unknown = lambda x: isinstance(x, pe.JaxprTracer) and not x.is_known()
+    return [i for i, x in enumerate(outputs) if is_unknown(x) and x._trace is trace]
+
+
+def _linearization(values: Sequence[Any]) -> Any:
+    """The partial evaluation under which `jax.grad` runs a rule at `values`; `None` outside."""
+    trace = find_top_trace(())
+    owners = {id(x._trace) for x in values if isinstance(x, Tracer)}
+    is_one = type(trace).__name__ == "JaxprTrace" and id(trace) not in owners
+    return trace if is_one else None

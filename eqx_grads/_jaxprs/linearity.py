@@ -28,11 +28,14 @@ class _Status:
 ZERO = _Status(0)  # does not depend on them, and is known to be zero
 CONSTANT = _Status(1)  # does not depend on them
 LINEAR = _Status(2)
-UNKNOWN = _Status(3)  # depends on them in a way that this file does not know
+DEPENDENT = _Status(3)  # depends on them, and perhaps adds something that does not
+# May depend on them in a way that this file does not know. The reason, if there is one, is why
+# JAX can't transpose it, linear or not.
+UNKNOWN = _Status(4)
 
 
 def _nonlinear(reason: str) -> _Status:
-    return _Status(4, reason)
+    return _Status(5, reason)
 
 
 def output_statuses(program: ClosedJaxpr) -> list[_Status]:
@@ -49,11 +52,16 @@ def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
     """What makes an output non-linear, or affine; `None` where nothing can be held
     against any of them."""
     for status in statuses:
-        if status.rank == 4:
+        if status.rank == 5:
             return status.reason
         if status == CONSTANT:
             return "it returns something that no tangent multiplies"
     return None
+
+
+def why_not_transposable(status: _Status) -> str | None:
+    """What JAX is seen not to transpose in a value that may be linear."""
+    return (status.rank == UNKNOWN.rank and status.reason) or None
 
 
 def surely_linear(statuses: Sequence[_Status]) -> bool:
@@ -101,6 +109,7 @@ _NONLINEAR = frozenset(
     sort
     """.split()  # noqa: SIM905
 )
+_CALLBACKS = ("pure_callback", "io_callback")
 # What these are differentiable in depends on the types of their operands only, not on shapes or
 # parameters.
 ELEMENTARY = JOINTLY_LINEAR.union(
@@ -131,7 +140,10 @@ def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
     if isinstance(known, Cond):
         return _cond(known, ins)
     if known is None or isinstance(known, While):
-        return [_one(eqn, eqn.primitive.name, ins)] * len(eqn.outvars)
+        status = _one(eqn, eqn.primitive.name, ins)
+        if isinstance(known, While) and status.rank in (DEPENDENT.rank, UNKNOWN.rank):
+            status = UNKNOWN  # of any one output
+        return [status] * len(eqn.outvars)
     return _statuses(*known.programs, ins)
 
 
@@ -141,7 +153,10 @@ def _one(eqn, name, ins) -> _Status:
     if all(status in (ZERO, CONSTANT) for status in ins):
         return ZERO if _keeps_zero(eqn, name, ins) else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
-    if worst.rank >= UNKNOWN.rank:
+    if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
+        called = _called_on_host(eqn)
+        return _Status(UNKNOWN.rank, f"it calls {called} on the host with a tangent")
+    if worst.rank >= DEPENDENT.rank:
         return worst
     dependent = [i for i, status in enumerate(ins) if status == LINEAR]
     if name == "select_n":
@@ -167,6 +182,14 @@ def _one(eqn, name, ins) -> _Status:
     return UNKNOWN
 
 
+def _called_on_host(eqn) -> str:
+    """What the user calls the function of a callback."""
+    fn = getattr(eqn.params.get("callback"), "callback_func", None)
+    # A host function of this library has its name in the object that JAX calls.
+    name = getattr(getattr(fn, "op", None), "name", getattr(fn, "__name__", None))
+    return f"`{name}`" if name else "a function"
+
+
 def _keeps_zero(eqn, name, ins) -> bool:
     indices = linear_operands(eqn)
     if indices is not None:
@@ -181,12 +204,12 @@ def _joint(name, ins) -> _Status:
         return LINEAR
     if name in ("add", "sub", "add_any"):
         return _nonlinear("it adds something that no tangent multiplies")
-    return UNKNOWN  # a constant part, which may well be zero
+    return DEPENDENT  # a constant part, which may well be zero
 
 
 def _join(a: _Status, b: _Status) -> _Status:
     """What is known of a value that is either the one or the other."""
-    low, high = sorted((a, b), key=lambda status: status.rank)
+    low, high = (a, b) if b.rank > a.rank else (b, a)  # of equals `a`, for loops to end
     return UNKNOWN if (low, high) == (CONSTANT, LINEAR) else high
 
 

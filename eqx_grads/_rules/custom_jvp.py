@@ -8,12 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
+from .._errors import name_of, place_of, rule_error, RuleError, show_path, show_tree, type_of
+from .._jaxprs.current_trace import unknown_to_linearization
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.linearity import output_statuses, why_nonlinear
+from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
 from .copies import running_rule
 from .flatten_call import is_inexact, OutputSpec
+from .linear_primitive import linear_call, LinearMap
 from .rule import AbstractRules, check_outputs, CheckCache, Rule, RuleCall, try_to_trace
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
@@ -131,7 +133,10 @@ class ForwardRules(AbstractRules):
             )
 
     def differentiate(self, call):
-        return apply_forward_rule(self.primal_rule(), call)
+        rule = self.primal_rule()
+        outputs, arrays, t_arrays = apply_forward_rule(rule, call)
+        _check_value(rule, call, outputs, arrays)
+        return outputs, arrays, t_arrays
 
 
 def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any], list[Any]]:
@@ -140,12 +145,15 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any
     inexact = [i for i, x in enumerate(call.operands[: len(call.tangents)]) if is_inexact(x)]
     run = ft.partial(_run, rule, call)
     if rule.symbolic_zeros or perturbed == inexact:
+        reasons = {}
         if not rule.surely_linear:
             # With symbolic zeros a rule may be another one for each pattern of zeros.
             check = ft.partial(_check_linear, rule, call, run, perturbed)
-            call.rules.cache.get(call, ("linear", *perturbed), check)
-        return run(perturbed, [call.tangents[i] for i in perturbed])
-    return _without_dead_terms(rule, call, run, inexact)
+            reasons = call.rules.cache.get(call, ("linear", *perturbed), check)
+        outputs, arrays, ts = run(perturbed, [call.tangents[i] for i in perturbed])
+    else:
+        (outputs, arrays, ts), reasons = _without_dead_terms(rule, call, run, inexact)
+    return outputs, arrays, _not_transposable(rule, call, ts, reasons)
 
 
 def _run(rule, call, indices, given):
@@ -159,14 +167,52 @@ def _run(rule, call, indices, given):
         try:
             result = rule.of_tangents(call.args, t_args, **call.keywords(rule))
         except ValueError as error:
-            if "to unpack" in str(error):
-                names = ", ".join(f"`{call.flat.names[i]}`" for i in range(len(call.args)))
-                error.add_note(
-                    f"The rule `{rule.name}` is given `primals` and `tangents` with an entry "
-                    f"for each positional argument, also one that has its default: {names}."
-                )
+            names = [call.flat.names[i] for i in range(len(call.args))]
+            rule.note_defaults(error, "`primals` and `tangents`", names)
             raise
     return _take_result(call, rule, result)
+
+
+def _check_value(rule, call, outputs, arrays) -> None:
+    """Raise if the value is not known where JAX linearizes, when there are no tangents yet.
+    JAX's own error does not say whose value it is."""
+    unknown = unknown_to_linearization(arrays, call.operands)
+    if unknown:
+        name = name_of(call.fn)
+        raise rule_error(
+            f"The forward rule `{rule.name}` of `{name}` returned a value that depends on its "
+            "tangents, and was used in reverse mode.",
+            f"at out{outputs.static_path(outputs.split.indices[unknown[0]])}",
+            rule.place,
+            do="The value must not depend on the tangents: reverse mode computes it before "
+            f"there are any. Return `{name}(*primals)`, or what is computed from the primals "
+            "alone.",
+        )
+
+
+def _not_transposable(rule, call, ts, reasons):
+    """The tangents `ts`, where it is an error to transpose one of those that have a reason.
+    JAX's own error does not say whose tangent it is."""
+
+    def checked(t, reason):
+        # Without a reference to `call`, which holds tracers.
+        error = rule_error(
+            f"The forward rule `{rule.name}` of `{name_of(call.fn)}` was used in reverse mode, "
+            f"and has no transpose: {reason}.",
+            rule.place,
+            do="A host function of a tangent has to be an `eqx_grads.linear_host_function`, "
+            "which knows its adjoint. Or use `eqx_grads.custom_vjp`: give a backward rule, and "
+            "this rule by `def_jvp`.",
+        )
+        text = str(error)
+
+        def transpose(residuals, cts):
+            raise RuleError(text)
+
+        same = LinearMap(rule.name, lambda residuals, t: t, transpose, [jax.typeof(t)])
+        return linear_call(same, [], [t])[0]
+
+    return [checked(t, reasons[i]) if i in reasons else t for i, t in enumerate(ts)]
 
 
 def _without_dead_terms(rule, call, run, inexact):
@@ -190,34 +236,43 @@ def _without_dead_terms(rule, call, run, inexact):
             jnp.zeros_like(call.operands[i]) if t is None else t
             for i, t in zip(inexact, tangents, strict=True)
         ]
-        return run(inexact, given)
+        return run(inexact, given), {}
     outputs, has_tangent = static
+    reasons = {}
     if not rule.surely_linear:
-        n = sum(has_tangent)
-        check = ft.partial(_raise_if_nonlinear, rule, call, program, n)
-        call.rules.cache.get(call, ("linear", *inexact), check)
+        check = ft.partial(_check_program, rule, call, program, has_tangent)
+        reasons = call.rules.cache.get(call, ("linear", *inexact), check)
     out = evaluate_with_zeros(program, tangents)
     answers = iter(out)
     t_arrays = [next(answers) if has else None for has in has_tangent]
-    return outputs, list(answers), t_arrays
+    return (outputs, list(answers), t_arrays), reasons
 
 
-def _check_linear(rule, call, run, indices) -> None:
-    """Raise if the rule is seen not to be linear in the tangents at these indices."""
+def _check_linear(rule, call, run, indices) -> dict[int, str]:
+    """Raise if the rule is seen not to be linear in the tangents at these indices. Returns why
+    output tangents are not transposable, by index."""
     types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in indices]
+    has_tangent: list[bool] = []
 
     def of_tangents(*ts):
-        return [t for t in run(indices, ts)[2] if t is not None]
+        t_out = run(indices, ts)[2]
+        has_tangent[:] = [t is not None for t in t_out]
+        return [t for t in t_out if t is not None]
 
     program = try_to_trace(jax.make_jaxpr(of_tangents), *types)
-    if program is not None:  # of an eager rule that looks at values, nothing is seen
-        _raise_if_nonlinear(rule, call, program, len(program.out_avals))
+    if program is None:  # of an eager rule that looks at values, nothing is seen
+        return {}
+    return _check_program(rule, call, program, has_tangent)
 
 
-def _raise_if_nonlinear(rule, call, program, n_tangents) -> None:
-    reason = why_nonlinear(output_statuses(program)[:n_tangents])
+def _check_program(rule, call, program, has_tangent) -> dict[int, str]:
+    """The same of the traced rule, whose first outputs are the output tangents that it has."""
+    live = [i for i, has in enumerate(has_tangent) if has]
+    statuses = output_statuses(program)[: len(live)]
+    reason = why_nonlinear(statuses)
     if reason is None:
-        return
+        reasons = zip(live, map(why_not_transposable, statuses), strict=True)
+        return {i: reason for i, reason in reasons if reason is not None}
     raise rule_error(
         f"The forward rule `{rule.name}` of `{name_of(call.fn)}` is not linear in its "
         f"tangents: {reason}.",

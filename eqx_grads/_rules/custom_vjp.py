@@ -26,7 +26,14 @@ from .copies import running_rule
 from .custom_jvp import apply_forward_rule
 from .flatten_call import FlatCall, is_array, OutputSpec, Signature, TreeSplit
 from .linear_primitive import linear_call, LinearMap
-from .rule import AbstractRules, CheckCache, Rule, RuleCall, try_to_trace
+from .rule import (
+    AbstractRules,
+    advice_on_cotangents,
+    CheckCache,
+    Rule,
+    RuleCall,
+    try_to_trace,
+)
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 
 
@@ -336,8 +343,7 @@ class _VjpSpec:
                 + ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args))),
                 f"the rule returned {show_tree(result)}",
                 rule.place,
-                do="Return a tuple, also for a single argument: `return (ct,)`. "
-                "`None` is zero.",
+                do=advice_on_cotangents(result),
             )
         cts = []
         for i, (ct_arg, arg) in enumerate(zip(result, args, strict=True)):

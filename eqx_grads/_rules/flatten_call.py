@@ -82,6 +82,7 @@ class Signature(Opaque):
         self.names = ParameterNames(names, rest[0] if rest else "args")
         self._simple = len(names) == len(parameters)
         self._by_position = frozenset(names)
+        self._order = names
         bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
         self._call = f"{name_of(fn)}{inspect.Signature(bare)}"
         self._keyword_defaults = {
@@ -118,6 +119,12 @@ class Signature(Opaque):
                 {k: v for k, v in self._keyword_defaults.items() if k not in bound.arguments}
             )
         return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
+
+    def left_out(self, n: int) -> tuple[Any, ...]:
+        """The default values of the positional arguments behind the first `n`."""
+        if not self._has_defaults:
+            return ()
+        return tuple(self._signature.parameters[name].default for name in self._order[n:])
 
 
 class TreeSplit:

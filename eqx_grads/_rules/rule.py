@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -103,6 +103,17 @@ class Rule(Rebuildable):
                 error.add_note(f"It was raised in the rule `{self.name}`. {self._conventions}")
             raise
 
+    def note_defaults(self, error: ValueError, given: str, names: Sequence[str]) -> None:
+        """If `error` is that of a tuple of another length, say that of what the rule is
+        `given`."""
+        if "to unpack" in str(error) and self._is_the_users:
+            error.add_note(
+                f"The rule `{self.name}` is given {given} with an entry for each positional "
+                "argument, also one that has its default: "
+                + ", ".join(f"`{name}`" for name in names)
+                + "."
+            )
+
     def keywords(self, kwargs: dict[str, Any], filled: frozenset[str]) -> dict[str, Any]:
         """The keyword-only arguments of the function: all that were given, and of those
         that have their default value the ones that this rule has a parameter for."""
@@ -114,6 +125,17 @@ class Rule(Rebuildable):
     def asked_for(self, offered: dict[str, Any]) -> dict[str, Any]:
         """The part of what is offered that the rule has a keyword-only parameter for."""
         return {k: v for k, v in offered.items() if k in self.keyword_only}
+
+
+def advice_on_cotangents(result: Any) -> str:
+    """What to do about a backward rule that returned `result`: another number of cotangents
+    than there are arguments, or no tuple."""
+    if isinstance(result, tuple | list):
+        return (
+            "Each positional argument has one, also if it was left at its default. `None` is "
+            "zero."
+        )
+    return "Return a tuple, also for a single argument: `return (ct,)`. `None` is zero."
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -45,6 +45,13 @@ class Equation(Opaque):
         try:
             out = residual(y, *args, **config)
         except Exception as error:
+            if isinstance(error, jax.errors.TracerArrayConversionError):
+                error.add_note(
+                    f"NumPy can't compute with a traced array. The residual "
+                    f"`{self.residual_name}` ({self.residual_place}) is differentiated by JAX: "
+                    "write it in `jnp`."
+                )
+                raise
             error.add_note(
                 f"The residual `{self.residual_name}` is called with the solution of "
                 f"`{self.solve}` first, and then with its arguments. Of a method, these begin "

@@ -147,6 +147,12 @@ def _given(op, leaves) -> str:
     return f"{given}, under `vmap` of {own}" if is_batched else given
 
 
+def described(op: AbstractHostOp) -> str:
+    """The function that runs; of a rule, whose it is."""
+    function = op.call.name
+    return f"`{op.name}`" if op.name == function else f"`{op.name}` of `{function}`"
+
+
 def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, ...]:
     """The axes of `vmap` in front of the arrays."""
     if [x.ndim for x in leaves] == op.in_ranks:
@@ -225,7 +231,7 @@ _KINDS = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.
 
 def _misfit(op, i, what, got, promised, do) -> RuleError:
     return rule_error(
-        f"`{op.name}` returned another {what} than was promised.",
+        f"{described(op)} returned another {what} than was promised.",
         f"at {op.out_path(i)}: promised was {type_of(promised)}, returned was {type_of(got)}",
         op.place,
         do=do,

@@ -219,9 +219,12 @@ def _check_real(op: PrimalOp, sources, targets) -> None:
 def _no_derivative(op):
     call = op.call
     if call.code.is_linear:
+        whose = f"The adjoint `{call.name}` of `{call.code.adjoint_of}`, which reverse mode "
+        whose += "calls,"
         return rule_error(
-            f"`{call.name}` was differentiated with respect to a parameter: it is linear in "
-            "its first argument, and the others have no derivative.",
+            (whose if call.code.adjoint_of else f"The linear host function `{call.name}`")
+            + " was differentiated with respect to a parameter: it is linear in its first "
+            "argument, and the others have no derivative.",
             call.place,
             do="Pass `jax.lax.stop_gradient` of the parameter; or use "
             "`eqx_grads.host_function`, or write the derivative with `eqx_grads.custom_jvp`. "

@@ -68,8 +68,8 @@ class HostFunction(eqx.Module):
 
         **Arguments:**
 
-        - `rule`: called as `rule(*args, **kwargs)`, like the function. Returns
-            `out, residuals`.
+        - `rule`: called as `rule(*args, **kwargs)`, like the function, with the positional
+            arguments that have their default. Returns `out, residuals`.
         - `residuals`: the types of the residuals, in the forms of `out` of
             [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
             backward pass. By default they may be anything (a factorization, a graph), and stay
@@ -90,7 +90,7 @@ class HostFunction(eqx.Module):
                 place_of(rule),
                 do="Give the number of calls whose residuals stay on the host; 0 for none.",
             )
-        self._code.fwd = Rule(rule)
+        self._code.fwd = Rule(rule, conventions=_CONVENTIONS)
         self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
         return rule
@@ -102,10 +102,12 @@ class HostFunction(eqx.Module):
 
         - `rule`: called as `rule(residuals, ct)`, where `ct` is like the output, with `None`
             for all leaves that are not floating or complex. Returns a tuple with one cotangent
-            for each positional argument, each like the argument, with `None` for any part
-            that is zero. A cotangent is summed over the axes over which the function broadcast
-            its argument, and that of a real one is the real part of what is returned, as in
-            [`eqx_grads.custom_vjp`][]. It may ask by name, with keyword-only parameters, for
+            for each positional argument, those that have their default included, each like
+            the argument, with `None` for any part that is zero. A cotangent is summed over the
+            axes over which the function broadcast its argument, and that of a real one is the
+            real part of what is returned, as in [`eqx_grads.custom_vjp`][]. Complex cotangents
+            are JAX's: `ct` times the derivative, without a conjugate; for a matrix $A$, its
+            transpose times `ct`. The rule may ask by name, with keyword-only parameters, for
             the function's keyword-only arguments, and for `perturbed`: the tuple of trees of
             bools that says which leaves are being differentiated. It may be called more than
             once for the same residuals, and must leave them as they are.
@@ -114,7 +116,7 @@ class HostFunction(eqx.Module):
 
         `rule`.
         """
-        self._code.bwd = Rule(rule)
+        self._code.bwd = Rule(rule, conventions=_CONVENTIONS)
         return rule
 
     def def_jvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,16 +125,23 @@ class HostFunction(eqx.Module):
         **Arguments:**
 
         - `rule`: called as `rule(primals, tangents, **kwargs)`. `primals` is the tuple of all
-            positional arguments, `tangents` that of their tangents: arrays where the
-            primal is floating or complex, `None` for all other leaves. Returns `out, t_out`,
-            the second with `None` for any part that is zero.
+            positional arguments, those that have their default included; `tangents` is that of
+            their tangents: arrays where the primal is floating or complex, `None` for all other
+            leaves. Returns `out, t_out`, the second with `None` for any part that is zero.
 
         **Returns:**
 
         `rule`.
         """
-        self._code.jvp = Rule(rule)
+        self._code.jvp = Rule(rule, conventions=_CONVENTIONS)
         return rule
+
+
+_CONVENTIONS = (
+    "The rules of a host function are called as `jvp(primals, tangents, **kwargs)`, "
+    "`fwd(*args, **kwargs)` and `bwd(residuals, ct)`. Positional arguments that have their "
+    "default are passed too."
+)
 
 
 def host_function(

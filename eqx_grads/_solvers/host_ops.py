@@ -13,7 +13,7 @@ from .._errors import name_of, place_of, rule_error, show_path, show_tree
 from .._rules.closure_convert import Opaque
 from .._rules.flatten_call import Signature
 from .._rules.rule import Rule
-from .host_callback import AbstractHostOp
+from .host_callback import AbstractHostOp, described
 from .host_residual_cache import ResidualCache
 
 
@@ -35,6 +35,7 @@ class HostCode(Opaque):
         step: Any = None,
         max_rule_calls: int = 0,
         is_linear: bool = False,
+        adjoint_of: str = "",
     ):
         self.fn = fn
         self.out = out
@@ -44,6 +45,7 @@ class HostCode(Opaque):
         self.max_rule_calls = max_rule_calls
         self.vmap_method = vmap_method
         self.is_linear = is_linear  # in its first argument, which has its derivative elsewhere
+        self.adjoint_of = adjoint_of  # the name of the map of which this is the adjoint
         self.name = name_of(fn)
         self.place = place_of(fn)
         self.signature = Signature(fn)
@@ -75,6 +77,8 @@ class PrimalOp(AbstractHostOp):
     - `treedef`, `statics`: the tree `(args, kwargs)`, and its leaves that are no arrays, with
         `None` in the place of the arrays.
     - `n_args`: how many of the arrays are in `args`, and can be differentiated.
+    - `defaults`: the positional arguments that were left at their default. Rules are given
+        them behind the others; the function is called as the caller called it.
     """
 
     code: HostCode
@@ -85,6 +89,8 @@ class PrimalOp(AbstractHostOp):
     out_treedef: Any
     out_types: Types
     steps: tuple[float | None, ...]
+    # Follows from the rest and JAX's precision, of which a program is made.
+    defaults: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def call(self):
@@ -107,7 +113,7 @@ class PrimalOp(AbstractHostOp):
 
     def run(self, leaves):
         args, kwargs = self.arguments(leaves)
-        return self.flatten_out(self.code.fn(*args, **kwargs), self.code.name, self.code.place)
+        return self.flatten_out(self.code.fn(*args, **kwargs), self)
 
     @ft.cached_property
     def arrays(self) -> list[int]:
@@ -125,16 +131,30 @@ class PrimalOp(AbstractHostOp):
             full[i] = x
         return self.treedef.unflatten(full)
 
+    def rule_arguments(self, leaves: Sequence[Any]) -> Any:
+        """`(args, kwargs)` as a rule is given them, with these arrays."""
+        args, kwargs = self.arguments(leaves)
+        return (*args, *self.defaults), kwargs
+
+    @property
+    def names(self) -> list[str]:
+        """The positional arguments that a rule is given."""
+        n = len(self.treedef.children()[0].children()) + len(self.defaults)
+        return [self.code.signature.names[i] for i in range(n)]
+
     def keywords(self, rule: Rule, args: Any, kwargs: Any) -> dict[str, Any]:
         """The keyword-only arguments for a rule. Default values of the function are among them
         if the rule has a parameter for them, as for the rules of `custom_vjp`."""
         _, kwargs, filled = self.code.signature.bind(args, kwargs, False)
         return rule.keywords(kwargs, filled)
 
-    def tangents(self, ts: Sequence[Any]) -> Any:
-        """A tree like `args` with `ts` (`None`: zero) for its arrays, and `None` elsewhere."""
+    def tangents(self, ts: Sequence[Any], of_default: Callable[[Any], Any]) -> Any:
+        """A tree like `args` with `ts` (`None`: zero) for its arrays, `of_default(x)` for each
+        array `x` in a default value, and `None` elsewhere."""
         full = [*ts, *[None] * (len(self.in_types) - self.n_args)]
-        return self.arguments(full, [None] * len(self.statics))[0]
+        args = self.arguments(full, [None] * len(self.statics))[0]
+        of_leaf = lambda x: of_default(x) if isinstance(x, np.ndarray) else None
+        return (*args, *jax.tree.map(of_leaf, self.defaults))
 
     def in_path(self, i: int) -> str:
         """Array number `i`, as the user would write it."""
@@ -146,16 +166,16 @@ class PrimalOp(AbstractHostOp):
             return f"`{self.code.signature.names[first.idx]}{show_path(tuple(rest))}`"
         return f"`{first.key}{show_path(tuple(rest))}`"
 
-    def flatten_out(self, out: Any, name: str, place: str) -> list[Any]:
-        """The leaves of what the function, or its forward rule, returned."""
+    def flatten_out(self, out: Any, op: AbstractHostOp) -> list[Any]:
+        """The leaves of what `op` returned: the function, or a rule for it."""
         leaves, treedef = jax.tree.flatten(out)
         if treedef != self.out_treedef:
             promised = jax.tree.unflatten(self.out_treedef, self.out_types)
             raise rule_error(
-                f"`{name}` returned another structure than was promised.",
+                f"{described(op)} returned another structure than was promised.",
                 f"promised was {show_tree(promised)}",
                 f"returned was {show_tree(out)}",
-                place,
+                op.place,
                 do="Return the promised structure, or promise another one in `out`.",
             )
         return leaves

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from .._errors import rule_error, RuleError, show_tree
-from .._rules.rule import Rule
+from .._rules.rule import advice_on_cotangents, Rule
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
 from .host_callback import AbstractHostOp, batch_shape, check_shape
 from .host_ops import is_complex, is_inexact, path_of_leaf, PrimalOp, Types
@@ -67,7 +67,7 @@ class ForwardOp(_AbstractRuleOp):
 
     def run(self, leaves):
         out, residuals = self.call_rule(leaves)
-        flat = self.call.flatten_out(out, self.name, self.place)
+        flat = self.call.flatten_out(out, self)
         if self.residual_treedef is None:
             self.call.code.kept.put(digest_key(self.call, leaves), residuals)
             return flat
@@ -85,7 +85,7 @@ class ForwardOp(_AbstractRuleOp):
         return [*flat, *arrays]
 
     def call_rule(self, leaves) -> tuple[Any, Any]:
-        args, kwargs = self.call.arguments(leaves)
+        args, kwargs = self.call.rule_arguments(leaves)
         result = self.rule(*args, **self.call.keywords(self.rule, args, kwargs))
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
@@ -128,9 +128,14 @@ class TangentOp(_AbstractRuleOp):
             given.get(i, np.zeros_like(x)) if is_inexact(x) else None
             for i, x in enumerate(primals[: call.n_args])
         ]
-        args, kwargs = call.arguments(primals)
+        args, kwargs = call.rule_arguments(primals)
         kwargs = call.keywords(self.rule, args, kwargs)
-        result = self.rule.of_tangents(args, call.tangents(ts), **kwargs)
+        zero = lambda x: np.zeros_like(x) if is_inexact(x) else None
+        try:
+            result = self.rule.of_tangents(args, call.tangents(ts, zero), **kwargs)
+        except ValueError as error:
+            self.rule.note_defaults(error, "`primals` and `tangents`", call.names)
+            raise
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise rule_error(
                 f"The forward rule `{self.name}` of `{call.name}` did not return a pair.",
@@ -138,7 +143,7 @@ class TangentOp(_AbstractRuleOp):
                 self.place,
                 do="Return `out, t_out`: the value and its tangent.",
             )
-        call.flatten_out(result[0], self.name, self.place)
+        call.flatten_out(result[0], self)
         fail = _misfit(self, "a tangent that does not have the structure of its output")
         out = jax.tree.unflatten(call.out_treedef, call.out_types)
         leaves_out = jax.tree.leaves(out, is_leaf=is_none)
@@ -194,15 +199,21 @@ class CotangentOp(_AbstractRuleOp):
         for i, x in zip(call.out_inexact, leaves[m:], strict=True):
             ct[i] = x
         residuals = self._residuals(primals, leaves[n:m])
-        args, kwargs = call.arguments(primals)
+        args, kwargs = call.rule_arguments(primals)
         if self.rule.keyword_only:
             flags = [i in self.live for i in range(call.n_args)]
+            perturbed = call.tangents(flags, lambda _: False)
             kwargs = call.keywords(self.rule, args, kwargs)
-            kwargs = self.rule.asked_for({"perturbed": call.tangents(flags), **kwargs})
+            kwargs = self.rule.asked_for({"perturbed": perturbed, **kwargs})
         else:
             kwargs = {}
         ct = jax.tree.unflatten(call.out_treedef, ct)
-        result = self.rule.of_tangents(residuals, ct, **kwargs)
+        try:
+            result = self.rule.of_tangents(residuals, ct, **kwargs)
+        except ValueError as error:
+            if call.code.fwd is None:  # the residuals are the arguments
+                self.rule.note_defaults(error, "`residuals`", call.names)
+            raise
         cts = self._flatten(result, args)
         batch = batch_shape(self, leaves)
         return [self._fit(k, i, cts[i], batch) for k, i in enumerate(self.live)]
@@ -210,7 +221,7 @@ class CotangentOp(_AbstractRuleOp):
     def _residuals(self, primals, passed):
         call, forward = self.call, self.forward
         if call.code.fwd is None:
-            return call.arguments(primals)[0]
+            return call.rule_arguments(primals)[0]
         if forward.residual_treedef is None:
             # Residuals that are computed again are not put into the cache: a backward rule
             # needs them once, and in a scan it needs those of other steps next.
@@ -224,15 +235,14 @@ class CotangentOp(_AbstractRuleOp):
         """The cotangents of the arrays among the arguments."""
         call = self.call
         if not isinstance(result, tuple | list) or len(result) != len(args):
-            names = ", ".join(f"`{call.code.signature.names[i]}`" for i in range(len(args)))
+            names = ", ".join(f"`{name}`" for name in call.names)
             raise rule_error(
                 f"The backward rule `{self.name}` of `{call.name}` did not return one "
                 "cotangent for each argument.",
                 f"`{call.name}` has {len(args)}: {names}",
                 f"the rule returned {show_tree(result)}",
                 self.place,
-                do="Return a tuple, also for a single argument: `return (ct,)`. "
-                "`None` is zero.",
+                do=advice_on_cotangents(result),
             )
         fail = _misfit(self, "a cotangent that does not have the structure of its argument")
         cts = []

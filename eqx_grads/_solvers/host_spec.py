@@ -41,9 +41,10 @@ def primal_op(
         out_treedef=None,
         out_types=(),
         steps=(),
+        defaults=jax.tree.map(_as_given, code.signature.left_out(len(args))),
     )
     for i, x in enumerate(operands):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if _is_key(x):
             raise rule_error(
                 f"`{op.name}` runs on the host, and was given a random key.",
                 f"at {op.in_path(i)}: {type_of(x)}",
@@ -55,6 +56,18 @@ def primal_op(
         op, out_types=out_types, out_treedef=out_treedef, steps=_steps(code, args, n_args)
     )
     return op, operands
+
+
+def _as_given(x: Any) -> Any:
+    """A leaf of a default value as a rule would be given it: a NumPy array if it is one, of
+    JAX's precision."""
+    if not is_array_leaf(x) or isinstance(x, Tracer) or _is_key(x):
+        return x
+    return np.asarray(x, _promise(x).dtype)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check_hashable(op: PrimalOp) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, place_of, rule_error, show_path, type_of
+from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.linear_primitive import linear_call, LinearMap
 from .._rules.wrapper import reduce_by_name, set_metadata
@@ -188,7 +188,7 @@ def linear_host_function(
         )
     function = LinearHostFunction(
         HostCode(matvec, out=out, vmap_method=vmap_method, is_linear=True),
-        HostCode(rmatvec, vmap_method=vmap_method, is_linear=True),
+        HostCode(rmatvec, vmap_method=vmap_method, is_linear=True, adjoint_of=name_of(matvec)),
     )
     set_metadata(function, matvec)
     return function

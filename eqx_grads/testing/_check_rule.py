@@ -140,7 +140,8 @@ def check_rule(
     - `nonlinear`: whether the backward rule is meant to be non-linear in the cotangent, as
         clipping is. Skips `adjoint`, the part of `linear` about cotangents and, with an
         `expected_cotangent` or without a `reference`, `order`.
-    - `nondifferentiable`: names of positional parameters that are not to be perturbed.
+    - `nondifferentiable`: names of positional parameters that are not to be perturbed. NumPy
+        names those of a ufunc `x`, or `x1`, `x2` and so on.
     - `tangents`, `cotangents`: additional directions, trees like `args` and like the output.
     - `order`: the highest order of derivatives to check.
     - `at`: further points for `finite`, such as kinks and singularities, each a tuple of the
