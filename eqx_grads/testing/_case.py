@@ -250,7 +250,13 @@ class Case:
     @ft.cached_property
     def offers_forward(self) -> bool:
         """Whether there is a forward mode. JAX raises an error for a `jax.custom_vjp`."""
-        return not _raises(self.eager.jvp, "forward-mode")
+        return not (self.has_costly_forward or _raises(self.eager.jvp, "forward-mode"))
+
+    @ft.cached_property
+    def has_costly_forward(self) -> bool:
+        """Whether forward mode takes more calls of the backward rule of a host function than
+        the function allows."""
+        return _raises(self.eager.jvp, "`max_rule_calls` is")
 
     @ft.cached_property
     def offers_reverse(self) -> bool:

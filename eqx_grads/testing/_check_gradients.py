@@ -191,13 +191,13 @@ def _programs(loss, model, args, kwargs) -> tuple[LossProgram, LossProgram, list
     remarks = []
     if wide is None:
         remarks.append(
-            f"{why} Its gradient is in {own.lowest}; the differences are those of its program "
-            "in float64."
+            f"{why} So the gradient is computed in {own.lowest}. The finite differences "
+            "that it is compared with are computed in float64."
         )
     elif wide.lowest is not None:
         remarks.append(
-            f"The loss computes in {wide.lowest} even for a model in float64. The differences "
-            "are those of its program in float64."
+            f"The loss computes in {wide.lowest} even for a model in float64. The finite "
+            "differences that its gradient is compared with are computed in float64."
         )
     return program, own, remarks
 

@@ -1,5 +1,6 @@
 """Findings: made from a comparison of arrays, from an exception, or from a text."""
 
+import itertools
 import os
 import sys
 import sysconfig
@@ -17,6 +18,12 @@ from ._report import apart, FAILED, Finding, PASSED, SKIPPED
 
 # Why a check does nothing.
 NO_REVERSE = "there is no reverse mode"
+
+
+def as_seen(cause: str, error: float) -> str:
+    """The likely cause that the numbers show, whatever the error."""
+    del error
+    return cause
 
 
 def compare(
@@ -37,6 +44,7 @@ def compare(
     directions: Sequence[Sequence[str]] = (),
     scale: float | Sequence[float] = 0.0,
     remark: str = "",
+    refine: Callable[[str, float], str] = as_seen,
 ) -> Finding:
     """Compare two lists of arrays, named `names`.
 
@@ -50,6 +58,7 @@ def compare(
         along them; `along` is what these directions are, "tangent" or "cotangent".
     - `scale`: for each array, what is added to the norm that its error is relative to.
     - `remark`: says of a failure what the tolerance is that of.
+    - `refine`: makes the likely cause of the one that the numbers show, if any, and the error.
     """
     found = differences(expected, got, names, scale=scale)
     largest = found[0].error
@@ -77,8 +86,8 @@ def compare(
         cause, seen = ("", seen) if PRECISION in seen or FINITE in seen else (cause, "")
     if check in ("forward", "reverse") and NO_INFLUENCE in seen:
         seen += "; if that is meant, as of a straight-through rule, pass `reference=`"
-    seen = "; ".join(text for text in (cause, seen) if text)
     error = worst.relative_error
+    seen = refine("; ".join(text for text in (cause, seen) if text), error)
     shown, admitted = apart(error, tolerance, "g")
     lines = [
         f"  at {worst.name}: relative error {shown}, admitted {admitted}",
@@ -114,13 +123,14 @@ def broke(check: str, where: str, error: BaseException, cause: str = "") -> Find
     """A failed finding from an exception: its message, and the innermost line of the user's
     code in its traceback."""
     message = _without_traceback(str(error).strip().splitlines()) or [type(error).__name__]
+    kind, message = _of_equinox(message) or (type(error).__name__, message)
     if isinstance(error, RuleError) or len(message) <= 12:
         shown = message
     else:
         shown = [*message[:12], "..."]
     line = _users_line(error)
     place = [f"  raised below {line.filename}:{line.lineno}"] if line else []
-    raised = f"{type(error).__name__}: {shown[0]}"
+    raised = f"{kind}: {shown[0]}"
     # JAX adds a note to each exception that says how to see its own frames.
     notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
     lines = [
@@ -139,6 +149,20 @@ def in_one_line(error: BaseException) -> str:
     last = _without_traceback(lines)
     kind = [type(error).__name__] if len(last) == len(lines) else []
     return ": ".join([*kind, *last[:1]])
+
+
+def _of_equinox(message: list[str]) -> tuple[str, list[str]] | None:
+    """The error of an `eqx.error_if` in a message: its kind, and what the user wrote there.
+    What is around it depends on how the program was compiled."""
+    numbers = [i for i, line in enumerate(message) if _EQUINOX in line]
+    if not numbers:
+        return None
+    _, _, first = message[numbers[-1]].partition(_EQUINOX)
+    rest = itertools.takewhile(lambda x: not x.startswith("---"), message[numbers[-1] + 1 :])
+    return _EQUINOX.rstrip(": "), "\n".join([first, *rest]).rstrip().splitlines()
+
+
+_EQUINOX = "EquinoxRuntimeError: "
 
 
 def _without_traceback(lines: list[str]) -> list[str]:

@@ -29,6 +29,7 @@ _SINGLE = 1e-6  # errors below are those of single precision
 _ROUNDED = {"float16": (4e-5, 5e-4, 2.0**-10), "bfloat16": (5e-4, 4e-3, 2.0**-7)}
 FINITE = "finite where the expected value is"
 PRECISION = "precision was lost"
+MISSING = "zero everywhere"
 NO_INFLUENCE = "has no influence here"
 _WORDS = {2.0: "twice", 0.5: "half", 3.0: "three times", -2.0: "minus twice"}
 
@@ -67,7 +68,7 @@ def likely_cause(
     if norm(as_real(want)) == 0:
         return f"it should be zero: {name} {NO_INFLUENCE}"
     if norm(as_real(have)) == 0:
-        return f"zero everywhere: the term of {name} is missing"
+        return f"{MISSING}: the term of {name} is missing"
     if want.size < 2 and (_close(want, have) or _rounded_to(want, have)):
         return _factor(want, have, directions, others) or _slightly_off(want, have)
     if _rounded_to(want, have) and not _is_multiple(want, have):

@@ -254,10 +254,8 @@ def trace_in_both_precisions(
             wide.check_gradient()
     except Exception as error:  # the loss is for one precision only, and the report says so
         if captures:
-            why = (
-                "The loss captures NumPy arrays of 64 bits: it is compared in its own precision"
-            )
-            return own, None, f"{why}. With `jnp.asarray` of them, it is in float64."
+            why = "The loss captures NumPy arrays, and can't run in float64"
+            return own, None, f"{why}: it can with `jnp.asarray` of them."
         why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         return own, None, f"The loss can't be differentiated in float64 ({why})."
     if _is_another(own, wide):

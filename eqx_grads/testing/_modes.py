@@ -21,6 +21,7 @@ from ._report import Finding
 _FULL_JACOBIAN = 16  # the number of entries up to which every unit vector is a direction
 _RANDOM = 2  # directions for each leaf above it
 _LEAVES = 12  # above this, all leaves are perturbed together
+_OUTPUTS = 12  # above this, all outputs have a cotangent together
 
 _Arrays = list[Any]
 
@@ -90,6 +91,7 @@ class Differences(NamedTuple):
     - `error`: the largest estimated relative error.
     - `rounding`: for each array, its estimated error if the function is rounded, or zero.
     - `in_form`: brings `rule` or `expected` of a mode into the same form.
+    - `directions`: for each array, the names of its directions if it is a stack along them.
     """
 
     want: _Arrays
@@ -97,6 +99,7 @@ class Differences(NamedTuple):
     error: float
     rounding: list[float]
     in_form: Callable[[Callable[..., _Arrays]], _Arrays]
+    directions: Sequence[Sequence[str]] = ()
 
 
 class ForwardMode(AbstractMode):
@@ -106,13 +109,10 @@ class ForwardMode(AbstractMode):
         (self.witness, *_) = witnesses("forward", case.options)
         self.case, self.precision, self.primals = case, case.precision, None
         self._by_leaf = _tangents_by_leaf(case)
+        self.names = _of_each_output(case, [part.name for part in self._by_leaf])
         outputs = case.output_names
-        self.names = [part.name for part in self._by_leaf for _ in outputs]
         self.directions = [list(part.tangents) for part in self._by_leaf for _ in outputs]
-        if len(outputs) > 1:
-            pairs = [(part.name, out) for part in self._by_leaf for out in outputs]
-            self.names = [f"{name} (in {out})" for name, out in pairs]
-        self.names_out = case.output_names
+        self.names_out = outputs
 
     def rule(self, precision: Precision, direction: _Arrays) -> _Arrays:
         return precision.rule.jvp(direction)
@@ -173,7 +173,7 @@ class ForwardMode(AbstractMode):
         found = [part.by_differences for part in parts]
         want = [d for by_differences in found for d in by_differences.tangents_out]
         rounding = [error for by_differences in found for error in by_differences.rounding]
-        names = [part.name for part in parts for _ in part.by_differences.tangents_out]
+        names = _of_each_output(self.case, [part.name for part in parts])
         return Differences(want, names, _largest_error(parts), rounding, in_form)
 
     def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
@@ -240,20 +240,25 @@ class ReverseMode(AbstractMode):
 
     def differences(self) -> Differences:
         """`<J v, w>`, to be compared with `<v, J' w>`: one random `w`, and the `v` of each
-        finite difference."""
+        finite difference. Of a few outputs, `w` is that of each of them alone."""
         parts, p = self.case.finite_differences, self.precision
-        w = p.like_outputs(self.case.cotangents())
+        w, outputs = p.like_outputs(self.case.cotangents()), self.case.output_names
+        alone = 1 < len(outputs) <= _OUTPUTS
+        ws = [only(w, [i]) for i in range(len(w))] if alone else [w]
+        stacked = lambda xs: np.stack(xs) if alone else np.asarray(xs[0])
 
         def in_form(derivative):
-            cts = derivative(p, w)
-            return [np.asarray(pairing(cts, p.like_leaves(part.tangents))) for part in parts]
+            cts = [derivative(p, w) for w in ws]
+            of_parts = [p.like_leaves(part.tangents) for part in parts]
+            return [stacked([pairing(ct, t) for ct in cts]) for t in of_parts]
 
         found = [part.by_differences for part in parts]
-        want = [np.asarray(pairing(d.tangents_out, w)) for d in found]
+        want = [stacked([pairing(d.tangents_out, w) for w in ws]) for d in found]
         sizes = [norm(as_real(x)) for x in w]
         rounding = [float(np.dot(d.rounding, sizes)) for d in found]
         names = [part.name for part in parts]
-        return Differences(want, names, _largest_error(parts), rounding, in_form)
+        directions = [outputs] * len(parts) if alone else ()
+        return Differences(want, names, _largest_error(parts), rounding, in_form, directions)
 
     def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
         """JAX accepts a backward rule that returns another dtype, and fails where the cotangent
@@ -264,6 +269,14 @@ class ReverseMode(AbstractMode):
                 text = f"the cotangent of {name} has dtype {ct.dtype}, {name} has {x.dtype}"
                 findings.append(failed("reverse", name, text))
         return findings
+
+
+def _of_each_output(case: Case, names: Sequence[str]) -> list[str]:
+    """What is along each name, for each output: it is said which one, if there are several."""
+    outputs = case.output_names
+    if len(outputs) < 2:
+        return [name for name in names for _ in outputs]
+    return [f"{name} (in {out})" for name in names for out in outputs]
 
 
 def _largest_error(parts: Sequence[DirectionalDerivative]) -> float:

@@ -15,8 +15,9 @@ import numpy as np
 from .._case import Case
 from .._compare import as_real, difference, norm
 from .._expected import is_given, witnesses
-from .._findings import broke, compare, failed, in_one_line, skipped
+from .._findings import as_seen, broke, compare, failed, in_one_line, skipped
 from .._finite_differences import FailsNearby
+from .._likely_cause import MISSING, NO_INFLUENCE
 from .._modes import AbstractMode, Differences, ForwardMode, ReverseMode
 from .._precision import Precision
 from .._report import FAILED, Finding, NO_REFERENCE, PASSED, SKIPPED
@@ -33,6 +34,9 @@ def forward(case: Case) -> Iterator[Finding]:
     """Forward mode against both references."""
     if not case.own.outputs:
         yield skipped("forward", "no output has a derivative")
+    elif case.has_costly_forward:
+        why = "it takes more calls of the backward rule than `max_rule_calls`"
+        yield skipped("forward", why)
     elif not case.offers_forward:
         why = "reverse mode only, as of every `jax.custom_vjp`"
         yield skipped("forward", f"{why}; `eqx_grads.custom_vjp` has both modes")
@@ -62,7 +66,7 @@ def _check(mode: AbstractMode) -> Iterator[Finding]:
         finding = dataclasses.replace(finding, where=where)
     elif finding.verdict == PASSED and mode.case.wide is None and mode.case.captures_numpy:
         dtype = mode.case.subject.leaves[0].dtype
-        where = f"in {dtype}: it captures NumPy arrays of 64 bits"
+        where = f"in {dtype}: it captures NumPy arrays (`jnp.asarray` of them runs in float64)"
         finding = dataclasses.replace(finding, where=where)
     elif finding.verdict == PASSED and mode.case.wide is not None:
         where = finding.where or mode.precision.where_rounded
@@ -146,7 +150,8 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     by_differences = compare(
         mode.check, "", steps.want, have, steps.names, loose, wider,
         reference=reference, scale=scale, remark=_remark(p, loose),
-        cause=_OF_A_SOLVER if is_undifferentiated else "",
+        along="cotangent", directions=steps.directions,
+        refine=_of_a_solver if is_undifferentiated else as_seen,
     )  # fmt: skip
     if by_autodiff is None:
         return by_differences
@@ -164,11 +169,25 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     return by_autodiff if by_autodiff.verdict == wanted else by_differences
 
 
-_OF_A_SOLVER = (
-    "a solver that stops at a tolerance, which differences show; or\n"
-    "  the residual of `eqg.implicit` is another equation: is it zero at the solution?\n"
-    "  Check the solver with a tolerance near rounding, or give `reference=`"
-)
+# No larger error of a derivative is that of a solver which stops at a tolerance.
+_OF_TOLERANCE = 0.1
+
+
+def _of_a_solver(seen: str, error: float) -> str:
+    """The likely cause, of the derivative of a solution by its residual.
+
+    - `seen`: the one that the numbers show.
+    - `error`: the relative error.
+    """
+    if MISSING in seen:
+        return f"{seen} in the residual of `eqg.implicit`"
+    residual = "the residual of `eqg.implicit` {} another equation: is it zero at the solution?"
+    if NO_INFLUENCE in seen or error <= _OF_TOLERANCE:
+        return (
+            "a solver that stops at a tolerance, which differences show: check it with a\n"
+            f"  tolerance near rounding, or give `reference=`; or\n  {residual.format('is')}"
+        )
+    return f"{seen},\n  as if {residual.format('were')}" if seen else residual.format("is")
 
 
 def _why_not_trusted(steps: Differences) -> str:

@@ -4,6 +4,7 @@ Eager calls compute value, tangent and cotangents, and every transformation has 
 same. The rule is compared with itself, so no other reference is needed.
 """
 
+import dataclasses
 import functools as ft
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._jaxprs.plain_scan import lax_scan
+from ..._jaxprs.structure import equations
 from .._case import Case
 from .._compiled import all_at_once, compiled
 from .._findings import broke, compare
-from .._report import Finding
+from .._report import FAILED, Finding
 
 
 # What the leaves are multiplied with in the examples of a batch. The first of these at which
@@ -204,9 +206,13 @@ def transforms(case: Case) -> Iterator[Finding]:
     expected = _where_defined(case)
     trials = [*_program_trials(case, expected), *_vmap_trials(case, expected)]
     trials += [*_scan_trials(expected)] if expected.reverse else []
-    tolerance = case.tolerance_with_rounding()
+    trials += _sharding_trials(expected)
     results = _run_all(trials, expected.points)
     is_broken = any(trial.name == _JITTED and _is_error(got) for trial, got in results)
+    tolerance = case.tolerance_with_rounding()
+    # The first value that is wrong under `vmap`, and the leaves for which values are.
+    wrong: Finding | None = None
+    batches: set[str] = set()
     for trial, got in results:
         cause = f"right eagerly, wrong under {trial.name}"
         if _is_error(got):
@@ -224,10 +230,37 @@ def transforms(case: Case) -> Iterator[Finding]:
         names = expected.names
         if len(want) != len(names):
             names = [f"result {i}" for i in range(len(want))]
-        yield compare("transforms", trial.name, want, got, names, *tolerance, cause=cause)
+        transformation, _, leaves = trial.name.partition(_OVER)
+        is_value = transformation == "vmap"
+        if is_value:
+            names = expected.names[: len(want)]
+        refine = lambda seen, _, is_value=is_value: seen + _of_batches(case) * is_value
+        finding = compare(
+            "transforms", trial.name, want, got, names, *tolerance, cause=cause, refine=refine
+        )
+        if finding.verdict == FAILED and is_value:
+            batches |= {leaves, _SHARDING}
+            wrong = wrong or finding
+        is_of_batch = (leaves or trial.name) in batches
+        if finding.verdict == FAILED and wrong is not None and is_of_batch:
+            finding = dataclasses.replace(finding, text=wrong.text)  # it has the same cause
+        yield finding
 
 
-_JITTED, _SHARDED = "jit of the derivative", "sharding over two devices"
+def _of_batches(case: Case) -> str:
+    """What `vmap_method` asks of a host function, if it is called with whole batches."""
+    found = list(equations(jax.make_jaxpr(case.subject.arrays)(*case.subject.leaves)))
+    methods = [e.params.get("vmap_method") for e in found if "callback" in e.primitive.name]
+    method = next((m for m in methods if m not in (None, "sequential")), None)
+    if method is None:
+        return ""
+    text = "the host function gets the whole batch in one call"
+    return f":\n  with `vmap_method={method!r}` {text}"
+
+
+_OVER = ", over "
+_JITTED = "jit of the derivative"
+_SHARDING = "sharding over two devices"  # of a batch over all leaves
 
 
 def _run_all(
@@ -236,14 +269,14 @@ def _run_all(
     """The trials, with their results. Most are compiled as one program, which is much faster
     than one by one."""
     by_name = {trial.name: trial for trial in trials}
-    alone = [name for name in (_JITTED, _SHARDED) if name in by_name]
+    alone = [name for name in (_JITTED, _SHARDING) if name in by_name]
     together = [name for name in by_name if name not in alone]
     runs = [by_name[name].run for name in together]
     done = dict(zip(together, all_at_once(runs, (points,), eagerly=False), strict=True))
     for name in alone:
         # XLA kills the process if a host function raises while another device waits for it.
         is_safe = _has_want(by_name[name]) and not any(map(_is_error, done.values()))
-        if name != _SHARDED or is_safe:
+        if name != _SHARDING or is_safe:
             done[name] = _attempt(by_name[name], points)
     return [(trial, done[name]) for name, trial in by_name.items() if name in done]
 
@@ -280,9 +313,12 @@ def _program_trials(case: Case, e: _Expected) -> Iterator[_Trial]:
     yield _Trial("jax.checkpoint", of(checkpoint), want)
     yield _Trial("jax.checkpoint with a policy", of(nothing), want)
     yield _Trial("cond", of(_in_cond(e.fn)), want)
+
+
+def _sharding_trials(e: _Expected) -> Iterator[_Trial]:
     if len(jax.devices()) > 1:
-        two = lambda: [x[:2] for x in e.per_example(range(len(arguments)))]
-        yield _Trial(_SHARDED, lambda p: _sharded(e, p), two)
+        two = lambda: [x[:2] for x in e.per_example(range(len(e.points.leaves)))]
+        yield _Trial(_SHARDING, lambda p: _sharded(e, p), two)
 
 
 def _filter_jitted(case: Case):
@@ -330,17 +366,17 @@ def _vmap_trials(case: Case, e: _Expected) -> Iterator[_Trial]:
         if e.are_equal(kept):
             label += " (equal examples: at others, the function raises)"
         yield _Trial(
-            f"vmap, over {label}",
+            f"vmap{_OVER}{label}",
             ft.partial(_batched_value, e, kept),
             lambda kept=kept: e.per_example(kept)[: e.n_outputs],
         )
         yield _Trial(
-            f"vmap of the derivative, over {label}",
+            f"vmap of the derivative{_OVER}{label}",
             ft.partial(_batched_derivative, e, kept),
             lambda kept=kept: e.per_example(kept),
         )
         yield _Trial(
-            f"derivative of vmap, over {label}",
+            f"derivative of vmap{_OVER}{label}",
             ft.partial(_derivative_of_batched, e, kept),
             lambda kept=kept: e.of_batch(kept),
         )

@@ -1,0 +1,154 @@
+"""What `check_rule` says of host functions: which output is wrong, one cause once."""
+
+import eqx_grads as eqg
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+X = jnp.array([0.3, 0.8])
+MODES = ("forward", "reverse")
+
+
+def _sine_and_cosine(x):
+    return {"cos": np.cos(x), "sin": np.sin(x)}
+
+
+def _two_outputs(factor):
+    two = eqg.host_function(_sine_and_cosine, out=lambda x: {"cos": x, "sin": x})
+
+    @two.def_bwd
+    def two_bwd(x, ct):
+        return (ct["sin"] * np.cos(x) - factor * ct["cos"] * np.sin(x),)
+
+    return two
+
+
+def test_the_output_that_is_wrong_is_named():
+    report = eqgt.check_rule(_two_outputs(3.0), X, checks=MODES, raises=False)
+    (ahead,), (back,) = report["forward"], report["reverse"]
+    assert ahead.where == "`x` (in output['cos'])"
+    assert "every entry is three times the expected one" in ahead.text
+    assert "output['sin']" not in ahead.text
+    (cause,) = [line for line in back.text.splitlines() if "likely cause" in line]
+    assert "output['cos']" in cause
+    assert "output['sin']" not in cause
+    assert eqgt.check_rule(_two_outputs(1.0), X, checks=MODES).passed
+
+
+def test_more_outputs_than_are_told_apart():
+    many = eqg.host_function(
+        lambda x: [np.sin(x * k) for k in range(14)],
+        out=lambda x: [x] * 14,
+        finite_difference="complex",
+    )
+    assert eqgt.check_rule(many, X, checks=MODES).passed
+
+
+def test_one_cause_under_vmap_is_told_once():
+    """A function that sums over the batch."""
+    fn = lambda x: np.cumsum(np.sin(x)).reshape(x.shape)
+    sums = eqg.host_function(
+        fn, out=lambda x: x, vmap_method="expand_dims", finite_difference="complex"
+    )
+    report = eqgt.check_rule(sums, X, checks=("transforms",), raises=False)
+    failures = [f.where.partition(",")[0] for f in report.failures]
+    assert failures[:3] == ["vmap", "vmap of the derivative", "derivative of vmap"]
+    assert "\n2. " not in str(report)
+    assert "value of output" in report.failures[0].where
+    assert "with `vmap_method='expand_dims'` the host function gets the whole" in str(report)
+
+
+def test_a_derivative_that_is_wrong_under_vmap_is_its_own_failure():
+    batched = eqg.host_function(
+        np.sin, out=lambda x: x, vmap_method="expand_dims", finite_difference="complex"
+    )
+
+    @eqg.custom_vjp
+    def fn(x):
+        return batched(x)
+
+    fn.def_fwd(lambda x: (fn(x), x))
+    slope = eqg.host_function(
+        lambda x: np.cos(np.sort(x, 0)), out=lambda x: x, vmap_method="expand_dims"
+    )
+    fn.def_bwd(lambda x, ct: (ct * slope(x),))
+    x = jnp.array([-0.3, -0.8])  # of smaller absolute value in the later examples
+    report = eqgt.check_rule(fn, x, checks=("transforms",), raises=False)
+    where = [f.where for f in report.failures]
+    assert where
+    assert all("derivative" in w or "sharding" in w for w in where)
+    assert "vmap_method=" not in str(report)
+
+
+def test_more_calls_of_the_backward_rule_than_are_allowed():
+    sine = eqg.host_function(np.sin, out=lambda x: x, max_rule_calls=1)
+    sine.def_bwd(lambda x, ct: (ct * np.cos(x),))
+    report = eqgt.check_rule(sine, X, order=1)
+    assert report.passed
+    (ahead,) = report["forward"]
+    assert ahead.verdict == "skipped"
+    assert "`max_rule_calls`" in ahead.text
+
+
+# ---------------------------------------------------------------- solvers
+
+
+def _cube_root(a, b):
+    return np.cbrt(a * b)
+
+
+def _root_of(residual):
+    return eqg.implicit(residual)(eqg.host_function(_cube_root, out=lambda a, b: a))
+
+
+A, B = jnp.array(3.0), jnp.array(2.0)
+
+
+def _cause(report):
+    lines = report.failures[0].text.splitlines()
+    (start,) = [i for i, line in enumerate(lines) if "likely cause" in line]
+    end = next(i for i, line in enumerate(lines) if "expected  " in line)
+    return "\n".join(lines[start:end])
+
+
+@pytest.mark.parametrize(
+    ("residual", "first", "other"),
+    [
+        (
+            lambda y, a, b: y**3 - a * jax.lax.stop_gradient(b),
+            "likely cause: zero everywhere: the term of `b` is missing in the residual",
+            "tolerance",
+        ),
+        (
+            lambda y, a, b: y**3 - (a + jax.lax.stop_gradient(a)) / 2 * b,
+            "likely cause: the residual of `eqg.implicit` is another equation",
+            "tolerance",
+        ),
+        (
+            lambda y, a, b: y**3 - a * b * (1 + 3e-4 * jnp.log(b / 2.0)),
+            "likely cause: a solver that stops at a tolerance",
+            "finite differences",
+        ),
+    ],
+)
+def test_the_likely_cause_of_a_wrong_residual(residual, first, other):
+    report = eqgt.check_rule(_root_of(residual), A, B, checks=MODES, raises=False)
+    cause = _cause(report)
+    assert first in cause
+    assert other not in cause
+    assert not any(part in cause for part in ("a cast to", "; every", "`step=`"))
+
+
+def test_an_equation_that_is_not_solved_is_told_once():
+    report = eqgt.check_rule(
+        _root_of(lambda y, a, b: y**3 - 2 * a * b), A, B,
+        checks=("primal", "forward", "reverse", "adjoint"), raises=False,
+    )  # fmt: skip
+    assert len(report.failures) > 3
+    assert "\n2. " not in str(report)
+    assert str(report).count("is not small at the solution") == 1
+    assert "EQX_ON_ERROR" not in str(report)
+    assert "filter_jit" not in str(report)
