@@ -169,11 +169,14 @@ _OF_FORMULAS = {
     "underflows.",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
+    "sigmoid of -x": "Use `jax.nn.sigmoid(-x)` in place of `1 / (1 + jnp.exp(x))`.",
     "sqrt": _OF_PRIMITIVES["sqrt"],
     "norm": "The derivative of a norm is not defined at zero. Use `eqg.safe.norm(x)`, whose "
     "derivative is zero there, and whose squares stay in range.",
     "length": "The derivative of a length is not defined at zero. Use `eqg.safe.hypot(x, y)`, "
     "whose derivative is zero there, and whose squares stay in range.",
+    "rms": "The derivative of a root mean square is not defined at zero. Use "
+    "`eqg.safe.sqrt(jnp.mean(x**2))`, whose derivative is zero there.",
     "deviation": "The derivative of a standard deviation is not defined for equal numbers. Use "
     "`eqg.safe.std(x)`, whose derivative is zero there.",
     "x / |x|": "Use `jnp.sign(x)` in place of `x / jnp.abs(x)`.",
@@ -221,6 +224,7 @@ _SAFE_IN_DEAD_BRANCHES = {
     "log of shifted sum": ("eqg.safe.logsumexp(x)", _IN_EMPTY_ROWS),
     "norm": ("eqg.safe.norm(x)", _AT_ZERO),
     "length": ("eqg.safe.hypot(x, y)", _AT_ZERO),
+    "rms": ("eqg.safe.sqrt(jnp.mean(x**2))", _AT_ZERO),
     "deviation": ("eqg.safe.std(x)", "which has the derivative zero for equal numbers"),
     "x / norm": ("eqg.safe.normalize(x)", "which is zero for a vector of zeros"),
 }
