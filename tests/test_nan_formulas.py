@@ -173,3 +173,118 @@ def test_the_cure_of_a_root_mean_square(x):
     np.testing.assert_allclose(cured(x), _root_of_mean(x))
     expected = jax.grad(_root_of_mean)(x) if jnp.any(x) else jnp.zeros(3)
     np.testing.assert_allclose(jax.grad(cured)(x), expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- infinities of a mask
+
+LEGAL = jnp.array([True, True, False])
+LOGITS = jnp.array([1.0, 2.0, 3.0])
+
+
+def _log_p(x):
+    return jax.nn.log_softmax(jnp.where(LEGAL, x, -jnp.inf))
+
+
+def _entropy(x):
+    p = jax.nn.softmax(x[:2])
+    return -jnp.sum(p * jnp.log(p))
+
+
+def test_the_product_of_a_masked_entropy():
+    """It was the line of the mask that was named, where there is nothing to mend."""
+
+    def loss(x):
+        logp = _log_p(x)
+        return -jnp.sum(jnp.where(jnp.isfinite(logp), jnp.exp(logp) * logp, 0.0))
+
+    (record,) = eqg.explain_nan(loss, LOGITS).found
+    assert (record.kind, record.primitive, record.mask) == ("dead branch", "mul", "where")
+    assert "jnp.exp(logp) * logp" in record.code
+    assert "`eqg.safe.entropy(jnp.exp(x))`" in record.cure
+    expected = jax.grad(_entropy)(LOGITS)
+    for cured in (
+        eqg.zero_safe(loss),
+        lambda x: eqg.safe.entropy(jnp.exp(_log_p(x))),
+        lambda x: (lambda y: -jnp.sum(jnp.exp(y) * jnp.where(jnp.isfinite(y), y, 0.0)))(
+            _log_p(x)
+        ),
+    ):
+        np.testing.assert_allclose(jax.grad(cured)(LOGITS), expected, atol=1e-6)
+
+
+def _masked(x):
+    return jnp.where(LEGAL, x, -jnp.inf)
+
+
+# Of products that are NaN, what they are with another infinite factor.
+PRODUCTS = {
+    "probabilities": (lambda x, y: jnp.sum(jax.nn.softmax(_masked(x)) * y(_masked(x)))),
+    "log-probabilities": (lambda x, y: jnp.sum(jnp.exp(_log_p(x)) * y(_log_p(x)))),
+    "of the model": (lambda x, y: jnp.sum(x * (x - 3) * y(_masked(x)))),
+    "dot": (lambda x, y: jnp.array([1.0, 0.5, 0.0]) @ y(_masked(x))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradient_is_finite_with_the_cure_of_a_product(name):
+    """A `where` on the product mends the loss, but not the gradient."""
+    loss = PRODUCTS[name]
+    report = eqg.explain_nan(lambda x: loss(x, lambda y: y), LOGITS)
+    assert report.found[0].is_forward
+    assert "too late for the gradient" in report.found[0].cure
+    cured = lambda x: loss(x, lambda y: jnp.where(LEGAL, y, 0.0))
+    assert jnp.isfinite(cured(LOGITS))
+    assert jnp.all(jnp.isfinite(jax.grad(cured)(LOGITS)))
+
+
+# ---------------------------------------------------------------- forces
+
+
+def _forces(q, x, divide, norm, around=lambda energy: energy):
+    def energy(q, x):
+        r = norm(x[:, None] - x[None])
+        pair = divide(q[:, None] * q[None], r)  # HERE
+        return jnp.sum(jnp.where(jnp.eye(len(x)) > 0, 0.0, pair))
+
+    return jnp.sum(jax.grad(around(energy), 1)(q, x) ** 2)
+
+
+def test_a_quotient_in_forces():
+    """Its cure was that of the norm below it, which does not help."""
+    safe = lambda x: eqg.safe.norm(x, axis=-1)
+    plain = lambda x: jnp.sqrt(jnp.sum(x**2, -1))
+    x = jax.random.normal(jax.random.key(0), (3, 3))
+    divide = lambda x, y: x / y
+    by_zero = lambda energy: eqg.zero_safe(energy, policy="zero")
+    (record,) = eqg.explain_nan(_forces, LOGITS, x, divide, safe).found
+    assert (record.primitive, record.derivative_of) == ("integer_pow", "div")
+    assert "`eqg.safe.divide(x, y)`" in record.cure
+    assert "safe.norm" not in record.cure
+    assert 'eqg.zero_safe(f, policy="zero")' in record.cure
+    report = eqg.explain_nan(_forces, LOGITS, x, divide, plain)
+    found = [(r.primitive, r.derivative_of) for r in report.found]
+    assert found == [("div", "sqrt"), ("integer_pow", "div")]
+    (table, _) = report.tables()
+    assert "div, in the derivative of sqrt" in table.rows[0]
+    expected = jax.grad(_forces)(LOGITS, x, eqg.safe.divide, safe)
+    assert jnp.all(jnp.isfinite(expected))
+    for norm in (safe, plain):
+        gradient = jax.grad(_forces)(LOGITS, x, divide, norm, by_zero)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- `zero_safe` that is no cure
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_it_is_said_that_zero_safe_alone_does_not_help(is_nan):
+    """The cure of the dead branch begins with it."""
+
+    def loss(x):
+        other = jnp.sum(x * jnp.log(x)) if is_nan else jnp.linalg.norm(x)
+        return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0)) + other
+
+    x = jnp.zeros(2)
+    assert jnp.any(jnp.isnan(jax.grad(eqg.zero_safe(loss))(x)))
+    report = eqg.explain_nan(loss, x)
+    assert any("`eqg.zero_safe(loss)` alone does not" in text for text in report.remarks)

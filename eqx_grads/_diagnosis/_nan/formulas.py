@@ -27,6 +27,7 @@ _UNCHANGED = ("convert_element_type", "copy")
 _SUMS = ("reduce_sum", "dot_general")
 # What may choose between the entries of a softmax before the logarithm.
 _SELECTIONS = ("select_n", "gather", "slice", "dynamic_slice")
+_OF_QUOTIENT = "derivative of a quotient"
 
 
 class Formulas:
@@ -61,12 +62,22 @@ class Formulas:
                 return self._formula_of_shift(origin) if self._is_shifted(origin) else ""
             case "integer_pow":
                 return self._formula_of_derivative(origin)
+            case "mul":
+                exps = [(self._made_by(origin, k), 1 - k) for k in (0, 1)]
+                exps = [(e, k) for e, k in exps if e is not None and e.primitive == "exp"]
+                is_same = any(self._is_same(exp, 0, origin, k) for exp, k in exps)
+                return "exp(x) * x" if is_same else ""
             case "div" if formula := self._formula_of_derivative(origin):
                 return formula
             case "div":
                 above = self._made_by(origin, 0)
                 if above is not None and above.primitive in ("expm1", "log1p", "sinh"):
                     return self._formula_of_ratio(above, origin)
+                if above is not None and above.primitive == "sub" and self._is_one(above, 1):
+                    exp = self._made_by(above, 0)
+                    if exp is not None and exp.primitive == "exp":
+                        is_same = self._is_same(exp, 0, origin, 1)
+                        return "expm1(x) / x" if is_same else ""
                 below = self._made_by(origin, 1)
                 if below is not None and below.primitive == "abs":
                     return "x / |x|" if self._is_same(below, 0, origin, 0) else ""
@@ -92,7 +103,17 @@ class Formulas:
             and self._source(o, 1) == divisor
             for o in self._origins
         )
-        return "derivative of a quotient" if is_of_quotient else ""
+        return _OF_QUOTIENT if is_of_quotient else ""
+
+    def differentiated(self, origin: Origin) -> str:
+        """The square root or the quotient of whose derivative, which the loss takes, JAX made
+        this operation, or an empty string."""
+        if origin.primitive not in ("div", "integer_pow"):
+            return ""
+        formula = self._formula_of_derivative(origin)
+        if formula == _OF_QUOTIENT:
+            return "div"
+        return "sqrt" if formula else ""
 
     def is_in_derivative(self, origin: Origin) -> bool:
         """Whether it is in a derivative that the loss takes."""
