@@ -568,3 +568,26 @@ def test_an_infinite_gradient():
         assert (fault.kind, fault.leaf) == ("not finite", "['a']")
         assert "are infinite" in fault.detail
         assert eqgt.check_gradients(whole, model, skip="['a']").passed
+
+
+def _entropy(w):
+    p = jax.nn.softmax(w)
+    return jnp.sum(p * jnp.log(p))
+
+
+def test_a_loss_that_is_nan_in_the_precision_of_the_model_only():
+    """It was said to be finite, as it is in float64."""
+    w = jnp.array([0.0, 2.0, -120.0], jnp.float32)
+    report = eqgt.check_gradients(_entropy, w, raises=False)
+    (fault,) = report.found
+    assert fault.kind == "not finite"
+    assert fault.detail == "In float32, entries of the gradient are NaN, and the loss is nan."
+
+
+def test_slopes_out_of_the_range_of_the_model_are_no_evidence():
+    """A right gradient was "wrong" by a difference of 1e-49."""
+    w = jnp.array([0.0, 120.0, -120.0], jnp.float32)
+    report = eqgt.check_gradients(lambda w: -eqg.safe.entropy(jax.nn.softmax(w)), w)
+    assert report["model"].verdict == "not measured"
+    (fault,) = eqgt.check_gradients(_entropy, w, raises=False).found
+    assert (fault.kind, fault.detail[-12:]) == ("not finite", "loss is nan.")

@@ -117,7 +117,12 @@ BY_ZERO = '`eqg.zero_safe(loss, policy="zero")`'
 
 def named_zero_safe(report):
     """The call of `zero_safe` that makes the gradient finite, or `None`."""
-    named = [call for call in (PLAIN, BY_ZERO) for x in report.remarks if x.startswith(call)]
+    named = [
+        call
+        for call in (PLAIN, BY_ZERO)
+        for x in report.remarks
+        if x.startswith(f"{call} makes")
+    ]
     assert len(named) <= 1
     in_cures = {
         call for call in (PLAIN, BY_ZERO) for r in report.found if f"use {call}" in r.cure

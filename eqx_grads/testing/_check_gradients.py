@@ -42,6 +42,8 @@ _DROPPED = (
 )
 # Directions that perturb all leaves together.
 _N_TOGETHER = 3
+# Smaller numbers are out of the range of float32.
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 def check_gradients(
@@ -171,6 +173,7 @@ def _report(loss, model, args, kwargs, skip, tolerance, seed) -> GradientReport:
         tolerance = 1e-6 if program.lowest is None else tolerance_of([lowest])
     judge = Judge(program, tolerance, modes, seed)
     leaves, together = _judge_all(judge, skipped)
+    leaves = [_unless_tiny(own, leaf) for leaf in leaves]
     doing("looking for the rules that are wrong")
     found += faults_of_leaves(loss, model, args, kwargs, judge, leaves, together)
     leaves, not_finite = _not_finite(own, judge, leaves)
@@ -275,6 +278,19 @@ def _unsettled(judge: Judge) -> str:
     )
 
 
+def _unless_tiny(own: LossProgram, leaf: LeafVerdict) -> LeafVerdict:
+    """The verdict on a leaf. If all slopes are zero in the precision of the model, as those of
+    a loss of 1e-50 are, differences in float64 are no evidence."""
+    slopes = [leaf.reverse, leaf.forward, leaf.differences]
+    sizes = [abs(slope) for slope in slopes if slope is not None]
+    is_tiny = own.lowest is not None and bool(np.all(np.array(sizes) < _TINY))
+    return (
+        dataclasses.replace(leaf, verdict=UNMEASURED)
+        if (leaf.verdict == WRONG and is_tiny)
+        else leaf
+    )
+
+
 # ---------------------------------------------------------------- precision
 
 
@@ -287,6 +303,7 @@ def _not_finite(
         return leaves, []
     is_other = own is not judge.program and own.is_compiled
     verdicts, faults = [], []
+    values: dict[bool, float] = {}  # of the loss, in the user's precision or in float64
     for leaf, exact, of_user in zip(
         leaves, judge.gradient, own.gradient if is_other else judge.gradient, strict=True
     ):
@@ -296,12 +313,16 @@ def _not_finite(
         if leaf.verdict not in (SKIPPED, WRONG) and (only_own or not is_finite):
             dtype = own.lowest if only_own else judge.program.lowest or np.dtype(float)
             what = "NaN" if np.any(np.isnan(of_user)) else "infinite"
+            if only_own not in values:
+                values[only_own] = (own if only_own else judge.program).value_as_written()
+            value = values[only_own]
+            size = "finite" if np.isfinite(value) else str(value)
             faults.append(
                 GradientFault(
                     kind="not finite",
                     leaf=leaf.leaf,
                     detail=f"In {dtype}, entries of the gradient are {what}, and the loss is "
-                    "finite.",
+                    f"{size}.",
                     cure="`eqg.explain_nan` says where it becomes so.",
                 )
             )

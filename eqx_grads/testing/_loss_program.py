@@ -134,6 +134,11 @@ class LossProgram:
         zeros = [np.zeros(x.shape, in_float64(x).dtype) for x in self.leaves]
         return self.samples(self.leaves, zeros)(0.0)
 
+    def value_as_written(self) -> float:
+        """The loss in the precision of the program, and not in float64."""
+        with self.context():
+            return float(self.compile(self._loss)(self.leaves, self.others))
+
     @ft.cached_property
     def gradient(self) -> list[np.ndarray]:
         return self.gradient_at(self.leaves)

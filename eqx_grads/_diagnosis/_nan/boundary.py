@@ -9,18 +9,30 @@ from .trace_back import index_into, origin_of_value, Spot
 
 
 # What is to be said of the cure then.
-ON_BOUNDARY = (
-    " It is 0 / 0 on the boundary of the mask, or nearly, where both give the derivative of "
-    "the branch that is taken: zero, of a constant. If the quotient has a limit, its "
-    "derivative may be another one: `eqg.testing.check_gradients` compares with differences. "
-    "`eqg.safe.expm1_ratio(x)` and others have the limit."
+_ON_BOUNDARY = (
+    " It is 0 / 0 on the boundary of the mask, or nearly. Either of these cures gives the "
+    "derivative of the branch that is taken there. That of a constant is zero. If the quotient "
+    "has a limit, the true derivative may be another one: compare with "
+    "`eqg.testing.check_gradients`."
 )
+# Functions in place of a quotient, which have its limit.
+_WITH_LIMIT = {
+    "expm1(x) / x": "eqg.safe.expm1_ratio(x)",
+    "log1p(x) / x": "eqg.safe.log1p_ratio(x)",
+    "sinh(x) / x": "eqg.safe.sinhc(x)",
+}
 
 # A mask may have a tolerance, as that of `where(jnp.abs(x) > 1e-6, jnp.sin(x) / x, 1.0)`.
 _NEARLY = 1e-3
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # What may be between a comparison and the mask.
 _ELEMENTWISE = ("and", "or", "not", "xor", "convert_element_type", "copy")
+
+
+def on_boundary(formula: str) -> str:
+    """What is to be said of the cure on the boundary."""
+    name = _WITH_LIMIT.get(formula)
+    return _ON_BOUNDARY + (f" `{name}` has the limit, and its derivative." if name else "")
 
 
 def is_on_boundary(select: Spot) -> bool:

@@ -311,7 +311,10 @@ def _bound_of(derivative: Derivative, cause: Cause, spot: Spot, origin) -> Spot 
 
 
 def _blamed(derivative: Derivative, source: Spot, origin: Origin | None) -> Origin | None:
-    """The equation of the loss to blame: that which made a bad factor."""
+    """The equation of the loss to blame: that which made a bad factor. An infinity that a
+    `where` puts in is meant, and so that which is given it."""
+    if origin is not None and _kind_of_source(source) == INFINITE_CONSTANT:
+        return origin
     return derivative.origin(source.frame.node, source.position) or origin
 
 

@@ -51,8 +51,8 @@ _OF_KINDS = {
     DOMAIN: "Clip the argument of `{op}` to its domain before the call.",
     OVERFLOW: "Keep the argument of `{op}` in range: subtract the maximum, or use logarithms.",
     INFINITE_CONSTANT: "A `jnp.where` selects a constant infinity, and it reaches the "
-    "loss. Mask what is computed from it once more: `jnp.where(mask, y, 0.0)`. Or use a "
-    "large finite number: `jnp.finfo(x.dtype).min`.",
+    "loss. Mask what is computed from it once more, before a product with it: "
+    "`jnp.where(mask, y, 0.0)`. Or use a large finite number: `jnp.finfo(x.dtype).min`.",
     LARGE: "Use `x = eqg.clip_gradient_norm(x, max_norm)` or `x = eqg.clip_gradient(x, min, "
     "max)`, where `x` is the operand of this operation, or, in a loop, the carry at the start "
     "of the step.",
@@ -74,8 +74,9 @@ _HOST_DERIVATIVE = (
 
 # For kinds whose cure differs if a value is bad, and not a cotangent.
 _OF_VALUES = {
-    ZERO_TIMES_INFINITY: "Zero times infinity is NaN. If the zero is that of a mask, use "
-    "`jnp.where(mask, y, 0.0)` in place of the product.",
+    ZERO_TIMES_INFINITY: "Zero times infinity is NaN. Replace the factor that is infinite, "
+    "before the product: `jnp.where(mask, y, 0.0)`. A `where` on the product is too late for "
+    "the gradient.",
     SINGULARITY: "`{op}` is not finite there. Keep its argument away from that point "
     "(`x + eps`).",
     INDETERMINATE: "`{op}` is not defined there. Keep its arguments away from that point, "
@@ -167,13 +168,23 @@ _OF_FORMULAS = {
     "log of product": "The product underflows. Add the logarithms of its factors: that of "
     "`exp(x)` is `x`. With `log(... + eps)`, the gradient is finite, and without what "
     "underflows.",
+    "exp(x) * x": "The factor `x` of `exp(x) * x` is infinite. For the sum of "
+    "`-jnp.exp(x) * x`, use `eqg.safe.entropy(jnp.exp(x))`. Or replace the factor before the "
+    "product: `jnp.where(jnp.isfinite(x), x, 0.0)`. A `where` on the product is too late for "
+    "the gradient.",
+    "derivative of a quotient": "The divisor is zero, in the derivative of a quotient. Use "
+    "`eqg.safe.divide(x, y)` in place of `x / y`, whose derivatives are zero there, or "
+    "keep the divisor away from zero (`y + eps`).",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
+    "sigmoid of -x": "Use `jax.nn.sigmoid(-x)` in place of `1 / (1 + jnp.exp(x))`.",
     "sqrt": _OF_PRIMITIVES["sqrt"],
     "norm": "The derivative of a norm is not defined at zero. Use `eqg.safe.norm(x)`, whose "
     "derivative is zero there, and whose squares stay in range.",
     "length": "The derivative of a length is not defined at zero. Use `eqg.safe.hypot(x, y)`, "
     "whose derivative is zero there, and whose squares stay in range.",
+    "rms": "The derivative of a root mean square is not defined at zero. Use "
+    "`eqg.safe.sqrt(jnp.mean(x**2))`, whose derivative is zero there.",
     "deviation": "The derivative of a standard deviation is not defined for equal numbers. Use "
     "`eqg.safe.std(x)`, whose derivative is zero there.",
     "x / |x|": "Use `jnp.sign(x)` in place of `x / jnp.abs(x)`.",
@@ -221,8 +232,18 @@ _SAFE_IN_DEAD_BRANCHES = {
     "log of shifted sum": ("eqg.safe.logsumexp(x)", _IN_EMPTY_ROWS),
     "norm": ("eqg.safe.norm(x)", _AT_ZERO),
     "length": ("eqg.safe.hypot(x, y)", _AT_ZERO),
+    "rms": ("eqg.safe.sqrt(jnp.mean(x**2))", _AT_ZERO),
     "deviation": ("eqg.safe.std(x)", "which has the derivative zero for equal numbers"),
     "x / norm": ("eqg.safe.normalize(x)", "which is zero for a vector of zeros"),
+    "exp(x) * x": (
+        "eqg.safe.entropy(jnp.exp(x))",
+        "for the sum of `-jnp.exp(x) * x`, or replace the infinite factor before the product: "
+        "`jnp.where(jnp.isfinite(x), x, 0.0)`. A `where` on the product is too late",
+    ),
+    "derivative of a quotient": (
+        "eqg.safe.divide(x, y)",
+        "in place of `x / y`, whose derivatives are zero where `y` is",
+    ),
 }
 
 # For formulas of a row whose entries are all `-inf`.
@@ -235,6 +256,13 @@ _OF_EMPTY_ROWS = {
     "`eqg.safe.logsumexp(x)`, whose derivative is zero there. Its value is `-inf`, which a "
     "`jnp.where` on the result can replace.",
 }
+
+# Of what is not finite in a derivative that the loss takes itself, such as a force.
+IN_A_DERIVATIVE = (
+    " It is in a derivative that the loss takes. If a `where` drops the operation there, this "
+    'also helps: `eqg.zero_safe(f, policy="zero")` in place of the function `f` that is '
+    "differentiated."
+)
 
 
 def cure_of(
@@ -298,8 +326,8 @@ def cure_of_dropped_nan(name: str) -> str:
     array = name if name.isidentifier() else "x"
     return (
         f"{what}, and its product with a zero cotangent is NaN. Replace it where it comes "
-        f"from, before it is used: `jnp.where(ok, {array}, 0.0)`. A `where` on the result is "
-        "too late."
+        f"from, before it is used. Compute `ok` from the data first, `jnp.isfinite({array})`, "
+        f"then `jnp.where(ok, {array}, 0.0)`. A `where` on the result is too late."
     )
 
 

@@ -169,9 +169,16 @@ def explain_nan(
 
 def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     """The report, and whether `zero_safe` makes the gradient finite, which is tried."""
-    if not (report.is_reverse and np.isfinite(report.loss)):
-        return report
     is_dead = lambda r: r.kind == DEAD_BRANCH and ZERO_SAFE in r.cure
+    if not report.is_reverse:
+        return report
+    if not np.isfinite(report.loss):
+        if report.bad_leaves and any(map(is_dead, report.found)):
+            doing("trying `zero_safe`")
+            if not _is_finite_with("selected", loss, model, args, kwargs):
+                remarks = [*report.remarks, _NOT_ALL]
+                return dataclasses.replace(report, remarks=remarks)
+        return report
     others = (DEAD_BRANCH, SINGULARITY, INDETERMINATE, ZERO_TIMES_INFINITY, MASKED_PRODUCT)
     is_other = lambda r: r.kind in others and not is_dead(r) and not r.is_forward
     if not any(is_dead(r) or is_other(r) for r in report.found):
@@ -201,9 +208,10 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
     found = [dataclasses.replace(r, cure=cure(r)) for r in report.found]
     if policy == "selected" and names_call:
         return report  # as its cures say
-    return dataclasses.replace(
-        report, found=found, remarks=[*report.remarks, f"{call} {remark}"]
-    )
+    remarks = [*report.remarks, f"{call} {remark}"]
+    if policy != "selected" and not names_call and any(map(is_dead, report.found)):
+        remarks.insert(len(report.remarks), _NOT_ALL)
+    return dataclasses.replace(report, found=found, remarks=remarks)
 
 
 def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:

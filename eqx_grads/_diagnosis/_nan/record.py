@@ -7,9 +7,19 @@ import numpy as np
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.structure import CallWithRule, structure
 from ..source_lines import UNKNOWN
-from .boundary import is_on_boundary, ON_BOUNDARY
+from .boundary import is_on_boundary, on_boundary
 from .cause import Cause
-from .cures import cure_of, cure_of_dropped_nan, cure_of_input, DEAD_BRANCH, LARGE
+from .cures import (
+    cure_of,
+    cure_of_dropped_nan,
+    cure_of_input,
+    DEAD_BRANCH,
+    IN_A_DERIVATIVE,
+    INDETERMINATE,
+    LARGE,
+    SINGULARITY,
+    ZERO_TIMES_INFINITY,
+)
 from .derivative_program import Derivative
 from .formulas import formula_in, Formulas
 from .lines import library_of, rule_of, users_line
@@ -45,6 +55,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         leaf=leaf,
         caller=caller,
         primitive=primitive,
+        derivative_of=_differentiated(derivative, cause, is_inside),
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
@@ -112,8 +123,29 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
     )
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
     is_dead = is_dead and formula != "x / norm"  # which has no limit
-    on_boundary = is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot)
-    return text + ON_BOUNDARY * on_boundary
+    if is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot):
+        text += on_boundary(formula)
+    return text + _on_derivative(derivative, cause)
+
+
+# What may be dropped by a `where` in a function that the loss differentiates.
+_DROPPED = (SINGULARITY, INDETERMINATE, ZERO_TIMES_INFINITY)
+
+
+def _on_derivative(derivative: Derivative, cause: Cause) -> str:
+    """What is to be said of an operation in a derivative that the loss takes."""
+    if cause.origin is None:
+        return ""
+    is_dropped = cause.forward and cause.kind in _DROPPED
+    formulas = Formulas(derivative.numbered.origins)
+    return IN_A_DERIVATIVE * (is_dropped and formulas.is_in_derivative(cause.origin))
+
+
+def _differentiated(derivative: Derivative, cause: Cause, is_inside: bool) -> str:
+    """The operation whose derivative, which the loss takes, the operation is a part of."""
+    if cause.origin is None or is_inside:
+        return ""
+    return Formulas(derivative.numbered.origins).differentiated(cause.origin)
 
 
 def _is_direct(derivative: Derivative, cause: Cause) -> bool:

@@ -30,6 +30,8 @@ class NonFinite(AbstractRecord):
 
     - `caller`: the line of your code that calls the function that `line` is in, such as
         "model.py:12, in `loss`", if the loss runs this line for several calls.
+    - `derivative_of`: for an operation of a derivative that the loss takes itself, such as a
+        force, the operation on the line whose derivative it is, such as `"sqrt"`, if known.
     - `count`: in how many steps it happens. Of a value of the loss, among the steps that were
         looked at.
     - `mask`: for a dead branch, the operation that does not select it, such as `"where"`.
@@ -46,6 +48,7 @@ class NonFinite(AbstractRecord):
     """
 
     caller: str = ""
+    derivative_of: str = ""
     count: int = 1
     mask: str = ""
     mask_file: str = ""
@@ -165,6 +168,9 @@ def _rows(records: Sequence[NonFinite]) -> list[tuple[str, ...]]:
 
 def _row(record: NonFinite) -> tuple[str, ...]:
     step = ", ".join(map(str, record.step))
+    if record.derivative_of:
+        operation = f"{record.primitive}, in the derivative of {record.derivative_of}"
+        record = dataclasses.replace(record, primitive=operation)
     return (
         *cells(
             record,
