@@ -57,7 +57,10 @@ def nonfinite_operands(elements: Elements, operands: Iterable[int]) -> list[Part
         if not is_inexact(elements.operands[k]):
             continue
         x = np.asarray(elements.operands[k])
-        bad = is_nonfinite(x) & depends_on(elements, k)
+        bad = is_nonfinite(x)
+        if not bad.any():
+            continue
+        bad = bad & depends_on(elements, k)
         for is_nan in (True, False):
             mask = bad & (np.isnan(x) == is_nan)
             if mask.any():
