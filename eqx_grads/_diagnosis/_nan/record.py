@@ -9,7 +9,14 @@ from ..._jaxprs.structure import CallWithRule, structure
 from ..source_lines import UNKNOWN
 from .boundary import is_on_boundary, ON_BOUNDARY
 from .cause import Cause
-from .cures import cure_of, cure_of_dropped_nan, cure_of_input, DEAD_BRANCH, LARGE
+from .cures import (
+    cure_of,
+    cure_of_dropped_nan,
+    cure_of_input,
+    DEAD_BRANCH,
+    LARGE,
+    ZERO_SAFE,
+)
 from .derivative_program import Derivative
 from .formulas import formula_in, Formulas
 from .lines import library_of, rule_of, users_line
@@ -53,7 +60,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=shown.index if shown else (),
-        rule="" if is_inside else rule_of(cause),
+        rule="" if is_inside else rule_of(cause.source, cause.spot),
         shape=np.shape(array),
         n_bad=_number_of_bad(cause, array, root.threshold),
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
@@ -113,6 +120,8 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
     is_dead = is_dead and formula != "x / norm"  # which has no limit
     on_boundary = is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot)
+    if cause.forward:  # in a gradient inside of the loss, which `zero_safe` leaves as it is
+        text = text.replace(f"{ZERO_SAFE}, or ", "")
     return text + ON_BOUNDARY * on_boundary
 
 
