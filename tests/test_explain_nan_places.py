@@ -297,3 +297,42 @@ def test_the_whole_model_is_not_named_as_a_leaf():
     assert "The gradient is zero: `eqg.explain_zero`" in str(report)
     report = eqg.explain_nan(lambda x: jnp.sum(x["a"] * 0 + x["b"]), BAD)
     assert "The gradient of ['a'] is zero: `eqg.explain_zero`" in str(report)
+
+
+def test_each_place_in_the_rule_of_a_loop_of_a_library():
+    """To the loss, all that such a loop runs is one operation: only the first of these places
+    was found, and again after its cure. The steps were those of the loop in the rule, which
+    runs some steps forward and others backward."""
+    skip_without_checkpointed_loops()
+    n_steps = 6
+
+    def field(theta, v):
+        s = jnp.linalg.norm(v, axis=-1, keepdims=True)
+        d = jnp.where(s > 0, v / s, 0.0)
+        return theta * jnp.array([[1.0], [0.0]]) - theta * s**2 * d
+
+    def loss(theta):
+        def advance(carry):
+            i, v, saved = carry
+            v = v + 0.1 * field(theta, v)
+            return i + 1, v, saved.at[i].set(v)
+
+        start = jnp.array(0), jnp.zeros((2, 2)), jnp.zeros((n_steps, 2, 2))
+        loop = eqxi.while_loop(
+            lambda carry: carry[0] < n_steps,
+            advance,
+            start,
+            max_steps=n_steps,
+            checkpoints=3,
+            kind="checkpointed",
+            buffers=lambda carry: carry[2],
+        )
+        return jnp.sum(loop[2] ** 2)
+
+    report = eqg.explain_nan(loss, jnp.array(0.7))
+    assert [(r.primitive, "v / s" in r.code) for r in report.found] == [
+        ("div", True),
+        ("sqrt", False),
+    ]
+    assert all(r.step == () for r in report.found)
+    assert "step" not in str(report).splitlines()[2]

@@ -5,6 +5,7 @@ import dataclasses
 import linecache
 import os
 import sysconfig
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -109,8 +110,7 @@ def source_line(eqn: Any) -> SourceLine:
         return UNKNOWN
     library = f"{_package_path(inside.file_name)}:{inside.line_num}" if inside else ""
     line = _line_at(traceback, every.index(frame), library)
-    callers = tuple((f.file_name, f.line_num, f.function_name) for f in users[1:])
-    return dataclasses.replace(line, callers=callers)
+    return dataclasses.replace(line, callers=_calls(users[1:]))
 
 
 def is_traced_here(eqn: Any, program: ClosedJaxpr) -> bool:
@@ -153,12 +153,16 @@ def rule_line(eqn: Any) -> SourceLine:
     """The line of the rule that made an equation of a derivative, if that was a rule of the
     user's: the innermost frame of the user's code below this package's."""
     traceback = eqn.source_info.traceback
+    users = []
     for i, f in enumerate(traceback.frames if traceback else ()):
         if f.file_name.startswith(_folder(__file__)):
             break
         if not _is_hidden(f) and not f.file_name.startswith(_INSTALLED):
-            return _line_at(traceback, i)
-    return UNKNOWN
+            users.append(i)
+    if not users:
+        return UNKNOWN
+    callers = (traceback.frames[i] for i in users[1:])
+    return dataclasses.replace(_line_at(traceback, users[0]), callers=_calls(callers))
 
 
 def layer_line(eqn: Any) -> str:
@@ -171,6 +175,10 @@ def layer_line(eqn: Any) -> str:
         if not _is_hidden(f):
             break
     return ""
+
+
+def _calls(frames: Iterable[Any]) -> tuple[tuple[str, int, str], ...]:
+    return tuple((f.file_name, f.line_num, f.function_name) for f in frames)
 
 
 def _line_at(traceback: Any, i: int, library: str = "") -> SourceLine:

@@ -28,6 +28,8 @@ from .cures import (
     ZERO_TIMES_INFINITY,
 )
 from .derivative_program import Derivative
+from .inner_gradients import masks_of_sources
+from .lines import place_in_rule
 from .replay import Frame, has_nan_factor, Hit, is_inexact, Way, ways_of
 from .sources import Found, nonfinite_operands, Part, sources_of_nonfinite
 from .trace_back import (
@@ -86,7 +88,7 @@ def causes_of_hits(
     found: dict[Any, list[Cause]] = {}
     for way, hit in hits.items():
         for cause in _causes_of_hit(derivative, number, way, hit, threshold):
-            found.setdefault(key_of_cause(cause), []).append(cause)
+            found.setdefault(key_of_cause(derivative, cause), []).append(cause)
     most = max(hit.count_of_all for hit in hits.values())
     causes = []
     for same in found.values():
@@ -144,7 +146,7 @@ def _causes_at_steps(
         causes: dict[Any, Cause] = {}
         for elements in _bad_elements(frame, position, way, threshold):
             for cause in _causes_of_elements(derivative, elements):
-                causes.setdefault(key_of_cause(cause), cause)
+                causes.setdefault(key_of_cause(derivative, cause), cause)
         found.append(causes)
     return found
 
@@ -153,17 +155,26 @@ def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
     """The causes of a loss that is not finite."""
     loss, value = derivative.root.program.jaxpr.outvars[0], np.asarray(root.results[0])
     part = Part(root, loss, is_nonfinite(value), bool(np.isnan(value)))
+    masks = masks_of_sources([part])
     return [
         dataclasses.replace(
-            _cause_of_source(derivative, each, forward=True),
+            _cause_of_value(derivative, each, masks.get(key)),
             n_made=n_made,
             more_made=source.is_part,
             n_steps=n_steps,
             more_steps=source.is_part,
         )
-        for source in sources_of_nonfinite([part]).values()
+        for key, source in sources_of_nonfinite([part]).items()
         for each, n_made, n_steps in _of_each_kind(source)
     ]
+
+
+def _cause_of_value(derivative: Derivative, source: Spot | Input, mask: Spot | None) -> Cause:
+    """- `mask`: the selection in a gradient inside of the loss that does not take the value."""
+    cause = _cause_of_source(derivative, source, forward=True)
+    if mask is None or cause.kind != SINGULARITY:
+        return cause
+    return dataclasses.replace(cause, kind=DEAD_BRANCH, mask=Zero(mask, NOT_SELECTED))
 
 
 _MOST_ELEMENTS = 256  # that are looked at one by one
@@ -216,7 +227,7 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
     def at_elements(most):
         spots = [elements.at(index) for index in indices(elements.mask, most)]
         causes = [_cause_at(derivative, spot, key, source) for spot in spots]
-        return [{key_of_cause(cause): cause} for cause in causes]
+        return [{key_of_cause(derivative, cause): cause} for cause in causes]
 
     return [
         dataclasses.replace(cause, n_made=n, more_made=source.is_part or more)
@@ -224,11 +235,14 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
     ]
 
 
-def key_of_cause(cause: Cause) -> Any:
+def key_of_cause(derivative: Derivative, cause: Cause) -> Any:
     """Equal for what is reported once."""
     if isinstance(cause.source, Input):
         return ("input", cause.source.number, cause.kind)
-    return (cause.origin and cause.origin.number, cause.kind)
+    if cause.origin is None:
+        return (None, cause.kind)
+    inside = place_in_rule(derivative, cause.origin, cause.source, cause.spot)
+    return (cause.origin.number, cause.kind, inside)
 
 
 def _because_of(derivative: Derivative, elements: Elements, key: Any, source) -> Cause:

@@ -26,6 +26,7 @@ from ..._jaxprs.structure import (
     While,
 )
 from ..origins import equation_tag, NumberedLoss, Origin
+from ..source_lines import rule_line
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,9 +136,13 @@ class Derivative:
 
     def steps_of(self, node: Node, steps: Sequence[int]) -> tuple[int, ...]:
         """The steps of the loops around a program, as the user counts them: `filter_scan` runs
-        its steps in chunks for some choices of `checkpoint`."""
+        its steps in chunks for some choices of `checkpoint`. Only those that are known: the
+        loop of a solver has a rule, in which another loop runs some steps forward and some
+        backward, and counts both."""
         found, n_before = [], 0
         for (outer, position), step in zip(self.loops_of(node), steps, strict=True):
+            if self._is_of_library(outer, position):
+                break
             names = self._names(outer, position)
             chunks = re.findall(r"eqg_chunks_of_(\d+)", names)
             first = re.findall(r"eqg_steps_from_(\d+)", names)
@@ -148,6 +153,12 @@ class Derivative:
             found.append(n_before + int(step))
             n_before = 0
         return tuple(found)
+
+    def _is_of_library(self, node: Node, position: int) -> bool:
+        """Whether a `while_loop` is in a rule that no code of the user's calls it in."""
+        eqn, origin = node.eqns[position], self.origin(node, position)
+        is_in_rule = origin is None or isinstance(structure(origin.eqn), CallWithRule)
+        return isinstance(structure(eqn), While) and is_in_rule and not rule_line(eqn).file
 
     def _names(self, node: Node, position: int) -> str:
         """The names around an equation of the loss, up to the next loop around it."""

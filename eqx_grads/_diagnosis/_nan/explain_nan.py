@@ -352,7 +352,7 @@ def _find(
     in_gradient.sort(key=lambda cause: cause.spot.place if cause.spot else ())
     causes: dict[Any, list[Cause]] = {}
     for cause in of_value + in_gradient:
-        causes.setdefault(key_of_cause(cause), []).append(cause)
+        causes.setdefault(key_of_cause(derivative, cause), []).append(cause)
     return without_consequences(
         record_of(derivative, root, _merged(same)) for same in _without_repetitions(causes)
     )

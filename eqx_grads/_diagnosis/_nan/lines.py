@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
+from ..._jaxprs.structure import Scan, structure, While
 from ..origins import NumberedLoss, Origin
 from ..source_lines import layer_line, rule_line, SourceLine
-from .cause import Cause
+from .derivative_program import Derivative
 from .trace_back import Spot
 
 
@@ -37,11 +38,35 @@ def library_of(numbered: NumberedLoss, origin: Origin) -> str:
     return origin.source.library or next(filter(None, lines), "")
 
 
-def rule_of(cause: Cause) -> str:
+def rule_of(*spots: Any) -> str:
     """The line of the rule in which the value that is to blame is made, or empty."""
-    for spot in (cause.source, cause.spot):
+    for spot in spots:
         if isinstance(spot, Spot):
             line = rule_line(spot.eqn)
             if line.file:
                 return str(line)
     return ""
+
+
+def place_in_rule(derivative: Derivative, origin: Origin, *spots: Any) -> Any:
+    """Equal for what is at one place of a function that a rule of a library calls, as a solver
+    does: to the loss, all of it is one operation. `None` if it is in no such function."""
+    if not library_of(derivative.numbered, origin):
+        return None
+    for spot in spots:
+        if isinstance(spot, Spot) and _line_in_rule(spot).file:
+            return _calls_in_rule(spot)
+    return None
+
+
+def _calls_in_rule(spot: Spot) -> tuple[Any, ...]:
+    """Those of the user's, as in `_line_in_rule`: of the equation, and of the jitted functions
+    around it, up to the next loop. A jitted function has the lines of its first call only."""
+    eqn, node = spot.eqn, spot.frame.node
+    found = [rule_line(eqn)]
+    while node.parent is not None:
+        eqn, node = node.parent.eqns[node.position], node.parent
+        if isinstance(structure(eqn), Scan | While):
+            break
+        found.append(rule_line(eqn))
+    return tuple((line.calls, line.span) for line in found if line.file)

@@ -18,6 +18,7 @@ from .cures import (
     INDETERMINATE,
     LARGE,
     SINGULARITY,
+    ZERO_SAFE,
     ZERO_TIMES_INFINITY,
 )
 from .derivative_program import Derivative
@@ -64,7 +65,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
         index=shown.index if shown else (),
-        rule="" if is_inside else rule_of(cause),
+        rule="" if is_inside else rule_of(cause.source, cause.spot),
         shape=np.shape(array),
         n_bad=_number_of_bad(cause, array, root.threshold),
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
@@ -123,13 +124,15 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
     )
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
     is_dead = is_dead and formula != "x / norm"  # which has no limit
+    if cause.forward:  # in a gradient inside of the loss, which `zero_safe` leaves as it is
+        text = text.replace(f"{ZERO_SAFE}, or ", "")
     if is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot):
         text += on_boundary(formula)
     return text + _on_derivative(derivative, cause)
 
 
 # What may be dropped by a `where` in a function that the loss differentiates.
-_DROPPED = (SINGULARITY, INDETERMINATE, ZERO_TIMES_INFINITY)
+_DROPPED = (DEAD_BRANCH, SINGULARITY, INDETERMINATE, ZERO_TIMES_INFINITY)
 
 
 def _on_derivative(derivative: Derivative, cause: Cause) -> str:

@@ -176,7 +176,7 @@ def _row(record: NonFinite) -> tuple[str, ...]:
             record,
             kind=_describe(record),
             step=f"{step} and {_least(record.are_more_steps)}{record.count - 1} more"
-            if record.count > 1
+            if step and record.count > 1
             else step,
         ),
         record.caller,

@@ -4,7 +4,7 @@ The elements are followed back all at once: those of one operation may have seve
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,10 @@ def nonfinite_operands(elements: Elements, operands: Iterable[int]) -> list[Part
         if not is_inexact(elements.operands[k]):
             continue
         x = np.asarray(elements.operands[k])
-        bad = is_nonfinite(x) & depends_on(elements, k)
+        bad = is_nonfinite(x)
+        if not bad.any():
+            continue
+        bad = bad & depends_on(elements, k)
         for is_nan in (True, False):
             mask = bad & (np.isnan(x) == is_nan)
             if mask.any():
@@ -76,7 +79,7 @@ def sources_of_nonfinite(parts: Sequence[Part]) -> Found:
     make a NaN of two infinities; and if there are no others, those that use an infinity. The
     difference of two logarithms of zero comes before these: often they are meant.
     """
-    found, first_nans, users = _follow(parts)
+    found, first_nans, users, _ = _follow(parts)
     differences: Found = {}
     for elements in first_nans:
         operands = nonfinite_operands(elements, range(len(elements.operands)))
@@ -89,15 +92,30 @@ def sources_of_nonfinite(parts: Sequence[Part]) -> Found:
     return {**differences, **found} or users
 
 
+def followed(parts: Sequence[Part]) -> Sequence[Elements]:
+    """The elements on the way from what made the parts not finite."""
+    return _follow(parts)[-1]
+
+
+def sources_without(parts: Sequence[Part], dropped: Mapping[Any, Any]) -> Found:
+    """As `sources_of_nonfinite`, if these elements of some arrays were finite."""
+    found, _, users, _ = _follow(parts, dropped)
+    return {**users, **found}
+
+
 def _is_log_of_zero(source: Elements | Input) -> bool:
     if isinstance(source, Input) or source.eqn.primitive.name != "log":
         return False
     return bool(np.all(source.values[source.mask] == -np.inf))
 
 
-def _follow(parts: Sequence[Part]) -> tuple[Found, list[Elements], Found]:
+def _follow(
+    parts: Sequence[Part], dropped: Mapping[Any, Any] | None = None
+) -> tuple[Found, list[Elements], Found, Sequence[Elements]]:
     """The equations and inputs that made the parts; the elements that are NaN because of
-    infinities; and the equations that use an infinite constant."""
+    infinities; the equations that use an infinite constant; and all that was followed.
+
+    - `dropped`: for some arrays the elements that are taken to be finite."""
     found: Found = {}
     users: Found = {}
     first_nans: list[Elements] = []
@@ -115,7 +133,7 @@ def _follow(parts: Sequence[Part]) -> tuple[Found, list[Elements], Found]:
                     _add(found if part.is_nan else users, part.user)
             elif isinstance(place, Input):
                 _add(found, place)
-            elif (new := _unseen(place, seen)).mask.any():
+            elif (new := _unseen(_without(place, dropped), seen)).mask.any():
                 operands = nonfinite_operands(new, range(len(new.operands)))
                 made = new.among(~_union(operands))
                 if made.mask.any():
@@ -128,7 +146,7 @@ def _follow(parts: Sequence[Part]) -> tuple[Found, list[Elements], Found]:
                 if new.eqn.primitive.name in _LAYOUT:
                     operands = [dataclasses.replace(p, user=part.user) for p in operands]
                 todo += operands
-    return found, first_nans, users
+    return found, first_nans, users, [*seen.values()]
 
 
 def _union(parts: Iterable[Part]) -> Any:
@@ -140,9 +158,14 @@ def _union(parts: Iterable[Part]) -> Any:
     return union
 
 
+def _without(place: Elements, dropped: Mapping[Any, Any] | None) -> Elements:
+    mask = (dropped or {}).get(array_of(place))
+    return place if mask is None else place.among(~mask)
+
+
 def _unseen(place: Elements, seen: dict[Any, Elements]) -> Elements:
     """Those of the elements that were not followed yet, which now are."""
-    key = _array_of(place)
+    key = array_of(place)
     if key not in seen:
         seen[key] = place
         return place
@@ -156,18 +179,18 @@ def _add(found: Found, source: Elements | Input) -> None:
     if known is source:
         return
     is_part = known.is_part or source.is_part
-    if _array_of(known) == _array_of(source):
+    if array_of(known) == array_of(source):
         known = dataclasses.replace(known, mask=known.mask | source.mask)
     elif isinstance(known, Elements):
-        others: Found = {_array_of(other): other for other in known.others}
-        same = others.setdefault(_array_of(source), source)
+        others: Found = {array_of(other): other for other in known.others}
+        same = others.setdefault(array_of(source), source)
         mask = same.mask | source.mask
-        others[_array_of(source)] = dataclasses.replace(same, mask=mask)
+        others[array_of(source)] = dataclasses.replace(same, mask=mask)
         known = dataclasses.replace(known, others=tuple(others.values()))
     found[key_of(source)] = dataclasses.replace(known, is_part=is_part)
 
 
-def _array_of(source: Elements | Input) -> Any:
+def array_of(source: Elements | Input) -> Any:
     """Equal for elements of the same array."""
     if isinstance(source, Input):
         return source.number

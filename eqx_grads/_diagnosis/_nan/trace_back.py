@@ -14,6 +14,7 @@ from ..._jaxprs.evaluate import bind
 from ..._jaxprs.linearity import JOINTLY_LINEAR
 from ..._jaxprs.structure import Cond, Scan, structure, While
 from .cures import INFINITE_INPUT, INPUT
+from .layouts import IN_NUMPY, pull_back, push_forward
 from .replay import Frame, is_inexact, spread, step_of
 
 
@@ -283,6 +284,8 @@ def depends_on(elements: Elements, k: int) -> Any:
         # An operand may be a scalar, or have axes of size one.
         axes = [i for i, n in enumerate(mask.shape) if not x.ndim or x.shape[i] < n]
         return np.any(mask, axis=tuple(axes), keepdims=bool(x.ndim))
+    if name in IN_NUMPY:
+        return pull_back(elements.eqn, k, x.shape, mask)
     if name in _BY_DERIVATIVE:
         return _pull_back(elements, k)
     return np.full(x.shape, mask.any())
@@ -295,6 +298,8 @@ def reached_by(elements: Elements, k: int, mask: Any) -> Any:
         reached = mask & _is_chosen(elements, k)
     elif name in ELEMENTWISE:
         reached = np.broadcast_to(mask, shape)
+    elif name in IN_NUMPY:
+        reached = push_forward(elements.eqn, k, mask, shape)
     elif name in _BY_DERIVATIVE and elements.mask.sum() > 1:
         reached = _push_forward(elements, k, mask)
     else:

@@ -1,0 +1,60 @@
+"""`explain_nan` of a loss with a gradient inside, such as that of an energy."""
+
+import inspect
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def _force_matching(energy):
+    return lambda q, x: jnp.sum(jax.grad(energy, 1)(q, x) ** 2)
+
+
+def _pair_energy(q, x, mask):
+    r = jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, -1))  # NORM
+    pair = q[:, None] * q[None] / r  # PAIR
+    return jnp.sum(jnp.where(mask, 0.0, pair))  # MASK
+
+
+def _at(fn, mark):
+    lines, first = inspect.getsourcelines(fn)
+    return first + next(i for i, line in enumerate(lines) if f"# {mark}" in line)
+
+
+CHARGES = jnp.array([1.0, 2.0, 3.0])
+POSITIONS = jnp.array([[0.0, 1.0], [2.0, 0.5], [-1.0, 3.0]])
+
+
+def test_a_dead_branch_in_a_gradient_inside_of_the_loss():
+    """The energy is finite. It was called a true singularity."""
+    energy = lambda q, x: _pair_energy(q, x, jnp.eye(3) > 0)
+    mended = _force_matching(eqg.zero_safe(energy, policy="zero"))
+    assert jnp.all(jnp.isfinite(jax.grad(mended)(CHARGES, POSITIONS)))
+    report = eqg.explain_nan(_force_matching(energy), CHARGES, POSITIONS)
+    assert {r.kind for r in report.found} == {"dead branch"}
+    assert {r.line for r in report.found} == {
+        _at(_pair_energy, "NORM"),
+        _at(_pair_energy, "PAIR"),
+    }
+    assert all(r.is_forward and r.mask == "where" for r in report.found)
+    assert {r.mask_line for r in report.found} == {_at(_pair_energy, "MASK")}
+    assert not any("zero_safe(loss)" in r.cure for r in report.found)  # it leaves the loss NaN
+    assert all('eqg.zero_safe(f, policy="zero")' in r.cure for r in report.found)
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_a_singularity_in_a_gradient_inside_of_the_loss(is_elsewhere):
+    """It is no dead branch if it is also used elsewhere, or at other elements."""
+    mask = jnp.eye(3) > 0
+    if is_elsewhere:
+        energy = lambda q, x: (
+            _pair_energy(q, x, mask) + _pair_energy(q, x, jnp.zeros((3, 3), bool))
+        )
+        positions = POSITIONS
+    else:
+        energy = lambda q, x: _pair_energy(q, x, mask)
+        positions = POSITIONS.at[1].set(POSITIONS[0])
+    report = eqg.explain_nan(_force_matching(energy), CHARGES, positions)
+    assert "true singularity" in {r.kind for r in report.found}
