@@ -208,14 +208,14 @@ def transforms(case: Case) -> Iterator[Finding]:
     trials += [*_scan_trials(expected)] if expected.reverse else []
     trials += _sharding_trials(expected)
     results = _run_all(trials, expected.points)
-    is_broken = any(trial.name == _JITTED and _is_error(got) for trial, got in results)
+    is_broken = any(t.name == _JITTED and isinstance(got, Exception) for t, got in results)
     tolerance = case.tolerance_with_rounding()
     # The first value that is wrong under `vmap`, and the leaves for which values are.
     wrong: Finding | None = None
     batches: set[str] = set()
     for trial, got in results:
         cause = f"right eagerly, wrong under {trial.name}"
-        if _is_error(got):
+        if isinstance(got, Exception):
             yield broke(
                 "transforms", trial.name, got, f"right eagerly, fails under {trial.name}"
             )
@@ -275,14 +275,11 @@ def _run_all(
     done = dict(zip(together, all_at_once(runs, (points,), eagerly=False), strict=True))
     for name in alone:
         # XLA kills the process if a host function raises while another device waits for it.
-        is_safe = _has_want(by_name[name]) and not any(map(_is_error, done.values()))
+        is_safe = not any(isinstance(result, Exception) for result in done.values())
+        is_safe = is_safe and _has_want(by_name[name])
         if name != _SHARDING or is_safe:
             done[name] = _attempt(by_name[name], points)
     return [(trial, done[name]) for name, trial in by_name.items() if name in done]
-
-
-def _is_error(result: Any) -> bool:
-    return isinstance(result, Exception)
 
 
 def _has_want(trial: _Trial) -> bool:
