@@ -11,7 +11,8 @@ _SHOWN = 4  # places where a failure happens again
 # Lines of JAX's messages that say how a check traced the function.
 _TRACED = (
     "    The error occurred while tracing the function",
-    "    This BatchTracer with object id",
+    "    This BatchTracer with object id",  # before JAX 0.12
+    "    This VmapTracer with object id",
     "      /",  # the line of this package that made it
 )
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
