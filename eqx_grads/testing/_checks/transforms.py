@@ -171,20 +171,19 @@ def _where_defined(case: Case) -> _Expected:
     """For each group of leaves, the first moves at which the function alone, whatever its rule
     does there, raises no error."""
     groups, leaves = case.subject.groups, case.subject.leaves
-    fn = compiled(case.own.plain.fn)
     moves = [_MOVES[-1]] * len(leaves)
     for group in dict.fromkeys(groups):
         for move in _MOVES:
             tried = [move if g == group else m for g, m in zip(groups, moves, strict=True)]
-            if _is_defined(fn, case, tried):
+            if _is_defined(case, tried):
                 moves = tried
                 break
-    if not _is_defined(fn, case, moves):  # it has nothing to do with these arguments
+    if not _is_defined(case, moves):  # it has nothing to do with these arguments
         moves = [_MOVES[0]] * len(leaves)
     return _Expected(case, moves)
 
 
-def _is_defined(fn: Callable[..., Any], case: Case, moves: Sequence[Sequence[float]]) -> bool:
+def _is_defined(case: Case, moves: Sequence[Sequence[float]]) -> bool:
     leaves = case.subject.leaves
     try:
         for kept in _batched_leaves(case):
@@ -193,7 +192,7 @@ def _is_defined(fn: Callable[..., Any], case: Case, moves: Sequence[Sequence[flo
                     jnp.asarray(_scaled(x, moves[i][k])) if i in kept else x
                     for i, x in enumerate(leaves)
                 ]
-                jax.block_until_ready(list(fn(*xs)))
+                case.own.plain.value_at(xs)
     except Exception:
         return False
     return True
