@@ -100,7 +100,7 @@ def _scales(found: Sequence[_Arrays]) -> list[list[float]]:
     its error is relative to the largest of them: the rounding error of a sum that cancels along
     one direction is a large part of it."""
     sizes = np.array([[norm(as_real(x)) for x in arrays] for arrays in found])
-    if not np.all(np.isfinite(sizes)):  # in half precision: the fewer directions, the better
+    if not np.all(np.isfinite(sizes)):  # an overflow: each direction is one more
         return [[0.0] * sizes.shape[1]]
     return (np.max(sizes, axis=0) - sizes).tolist()
 
