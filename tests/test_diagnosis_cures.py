@@ -1,6 +1,7 @@
 """The cures of the diagnosis: they are code that runs, and cure what they are for."""
 
 import ast
+import functools as ft
 import inspect
 import re
 
@@ -260,6 +261,38 @@ def test_two_slices_of_all_elements_are_no_dead_branch():
     assert [r.kind for r in report.found] == ["zero mask"]
     assert not report.dropped
     assert 'policy="zero")` makes this gradient finite' in report.remarks[0]
+
+
+def _masked(root, y):
+    """A product with a mask, some operations after the root."""
+    h = jnp.tanh(root(y))
+    return jnp.sum((2 * h + 1) * jnp.array([1.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    "root, cured, named",
+    [
+        (
+            jnp.sqrt,
+            lambda y: eqg.safe.where(jnp.array([True, False]), jnp.sqrt, y, 0.0),
+            "with this operation in `f` and the mask as `ok`",
+        ),
+        (jnp.sqrt, eqg.safe.sqrt, "Or use `eqg.safe.sqrt(x)`"),
+        (
+            lambda y: jnp.linalg.norm(y[:, None], axis=-1),
+            lambda y: eqg.safe.norm(y[:, None], axis=-1),
+            "Use `eqg.safe.norm(x)`",
+        ),
+    ],
+)
+def test_the_cure_of_a_zero_mask_is_at_the_operation(root, cured, named):
+    y = jnp.array([4.0, 0.0])
+    (record,) = eqg.explain_nan(ft.partial(_masked, root), y).found
+    assert record.kind == "zero mask"
+    assert named in record.cure
+    gradient = jax.grad(ft.partial(_masked, cured))(y)
+    assert gradient[0] == jax.grad(ft.partial(_masked, root))(y)[0]
+    assert gradient[1] == 0
 
 
 # ---------------------------------------------------------------- masks

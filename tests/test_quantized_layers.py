@@ -1153,3 +1153,15 @@ def test_a_trained_model_goes_on_with_two_bits(digits):
     assert np.median(after) >= 0.975, after
     assert np.median(before) < np.median(after)
     assert max(values) == 4
+
+
+@pytest.mark.parametrize("bits, low, high", [(8, 0.14, 0.28), (4, 0.6, 1.2), (2, 1.5, 2.1)])
+def test_errors_of_two_quantizers_before_training(bits, low, high):
+    """Of normally distributed numbers, as the docstring of `LSQ` says."""
+    for n in (64, 1_000_000):
+        ratios = []
+        for seed in range(10 if n < 1000 else 1):
+            x = jr.normal(jr.key(seed), (n,), "float32")
+            error = lambda q, x=x: jnp.linalg.norm(q.fit(x)(x) - x)
+            ratios.append(error(nn.FakeQuantize(bits, learn_scale=True)) / error(nn.LSQ(bits)))
+        assert low <= np.mean(np.array(ratios)) <= high

@@ -104,6 +104,16 @@ wrong_jvp.def_jvp(lambda p, t: (wrong_jvp(*p), jnp.cos(p[0]) * p[1] * t[0]))
 POINT = jnp.array([0.5, 1.0]), jnp.array([2.0, -3.0])
 
 
+def test_a_check_draws_the_same_directions_alone_as_among_others():
+    checks = ("forward", "linear", "order")
+    together = eqgt.check_rule(wrong_jvp, *POINT, checks=checks, seed=3, raises=False)
+    for name in checks:
+        alone = eqgt.check_rule(wrong_jvp, *POINT, checks=name, seed=3, raises=False)
+        errors = [f.error for f in together.findings if f.check == name]
+        assert errors == [f.error for f in alone.findings]
+        assert any(errors)  # which differ between directions
+
+
 def test_it_raises_with_the_report():
     with pytest.raises(eqgt.RuleCheckError, match="the term of `y` is missing") as error:
         eqgt.check_rule(wrong_jvp, *POINT, checks="forward")

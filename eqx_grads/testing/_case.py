@@ -113,7 +113,8 @@ class Case:
         names = as_names("check_rule", "nondifferentiable", options.nondifferentiable)
         self.subject = FlatFunction(fn, args, kwargs, names, own_numbers=not is_asked_for)
         self.own = Precision(self.subject, options.reference, contextlib.nullcontext)
-        self.rng = np.random.default_rng(seed)
+        self.seed = seed
+        self.draw_for("arguments")
         self.subject.check_points(options.at)
         if options.reference is not None:
             check_outputs_of_reference(self.own)
@@ -121,9 +122,14 @@ class Case:
     def with_seed(self, seed: int) -> "Case":
         """The same case with other random directions. Compiled programs are shared."""
         other = copy.copy(self)
-        other.rng = np.random.default_rng(seed)
+        other.seed = seed
         vars(other).pop("finite_differences", None)  # they are along random directions
         return other
+
+    def draw_for(self, purpose: str) -> None:
+        """Draw from the beginning of a sequence that the seed and the purpose determine, so that
+        a check draws the same directions alone as it does among others."""
+        self.rng = np.random.default_rng([self.seed, *purpose.encode()])
 
     @property
     def names(self) -> list[str]:
@@ -289,7 +295,10 @@ class Case:
     @ft.cached_property
     def finite_differences(self) -> list[DirectionalDerivative]:
         """Derivatives without any rule: along each leaf, or along all of them together."""
+        rng = self.rng
+        self.draw_for("finite_differences")
         p, scaled = self.precision, self.scaled_tangents()
+        self.rng = rng
         # Rules change no values. Some can't be removed, as in an operator that JAX solves with.
         plain = p.rule if _fails(p.plain.value) else p.plain
         value_at, context, rounded_to = plain.value_at, p.context, p.rounded_to

@@ -252,6 +252,7 @@ def _with_seeds(case: Case, names, seeds) -> Iterator[tuple[Case, str]]:
 
 def _run(name: str, case: Case) -> list[Finding]:
     findings: list[Finding] = []
+    case.draw_for(name)
     try:
         for finding in CHECKS[name](case):
             findings.append(finding)

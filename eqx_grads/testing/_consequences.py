@@ -3,12 +3,16 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from ._likely_cause import PRECISION
 from ._report import FAILED, Finding
 
 
 _LIKELY = "  likely cause: "
+_HEADINGS = ("  at `", "  expected: ")  # of a comparison, above the numbers
 # Of a second derivative, and of a transformation, if what it is made of is wrong.
 _OF_FIRST = "the first derivative is wrong already, see `{}`"
+_OF_ROUNDING = PRECISION + " in the first derivative already, see `{}`"
+_LARGEST_OF_ROUNDING = 0.1
 _OF_VALUE = "the value is another one with its derivative, see `primal`"
 
 
@@ -24,6 +28,11 @@ def with_consequences(findings: Sequence[Finding]) -> list[Finding]:
         causes["order"] = _OF_FIRST.format(named[0])
     if is_of_value:
         causes["transforms"] = _OF_VALUE
+    # The sum of two rounded results is not the rounded result of the sum.
+    rounded = [f.check for f in first if PRECISION in f.text]
+    linear = _failed(findings, ("linear",))
+    if rounded and all(f.error <= _LARGEST_OF_ROUNDING for f in linear):
+        causes["linear"] = _OF_ROUNDING.format(rounded[0])
     return [_with_cause(f, causes[f.check]) if f.check in causes else f for f in findings]
 
 
@@ -36,5 +45,9 @@ def _with_cause(finding: Finding, cause: str) -> Finding:
     if finding.verdict != FAILED or (finding.check == "transforms" and finding.raised):
         return finding
     lines = finding.text.splitlines()
-    lines = [_LIKELY + cause if line.startswith(_LIKELY) else line for line in lines]
+    if any(line.startswith(_LIKELY) for line in lines):
+        lines = [_LIKELY + cause if line.startswith(_LIKELY) else line for line in lines]
+    elif not finding.raised:
+        headings = [i for i, line in enumerate(lines) if line.startswith(_HEADINGS)]
+        lines.insert(headings[-1] + 1 if headings else 0, _LIKELY + cause)
     return dataclasses.replace(finding, text="\n".join(lines))

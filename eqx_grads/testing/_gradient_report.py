@@ -33,7 +33,8 @@ class LeafVerdict:
     - `reverse`, `forward`: the derivative along one random direction in both modes; `None` if
         there is no such mode.
     - `differences`, `error`: the same by finite differences, and its estimated error.
-    - `relative_error`: how far the gradient is from the differences, relative to its size.
+    - `relative_error`: how far the gradient is from the differences, relative to them or to
+        the typical slope of the leaf, whichever is larger.
     """
 
     leaf: str

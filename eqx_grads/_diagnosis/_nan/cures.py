@@ -36,7 +36,9 @@ ZERO_SAFE = "`eqg.zero_safe(loss)`"
 _OF_KINDS = {
     DEAD_BRANCH: f"Use {ZERO_SAFE}, or `eqg.safe.where(ok, f, x, other)`, with this "
     "operation in `f`, in place of `jnp.where(ok, f(x), other)`.",
-    MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)` in place of the product.",
+    MASKED_PRODUCT: "Use `eqg.safe.where(ok, f, x, 0.0)`, with this operation in `f` and the "
+    "mask as `ok`. A `where` further on, in place of the product, is too late: zero times an "
+    "infinite derivative is NaN.",
     ZERO_TIMES_INFINITY: "The derivative of `{op}` is infinite there, and no selection makes "
     "the cotangent zero: a factor of it is zero, its terms cancel, or a product underflows. "
     "Keep the argument of `{op}` away from that point (`x + eps`).",
@@ -302,6 +304,11 @@ def cure_of(
     if kind == DEAD_BRANCH and formula in _SAFE_IN_DEAD_BRANCHES:
         function, why = _SAFE_IN_DEAD_BRANCHES[formula]
         text = f"Use {ZERO_SAFE}, or `{function}`, {why}."
+    if kind == MASKED_PRODUCT and formula in _SAFE_IN_DEAD_BRANCHES:
+        function, why = _SAFE_IN_DEAD_BRANCHES[formula]
+        text = f"Use `{function}`, {why}."
+    elif kind == MASKED_PRODUCT and primitive in _SAFE:
+        text += f" Or use `eqg.safe.{_SAFE[primitive]}`, whose derivative is zero there."
     if kind in (*_AT_POINTS, OVERFLOW, ZERO_TIMES_INFINITY):
         # Of terms that cancel, and of what underflows, the text on the kind says more.
         at_pole = kind in _AT_POINTS or (kind == ZERO_TIMES_INFINITY and not mask)

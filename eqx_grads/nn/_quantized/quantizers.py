@@ -273,9 +273,10 @@ class LSQ(AbstractQuantizer):
     r"""Learned step size quantization: the scale is a parameter.
 
     [Esser et al. (2020)](https://arxiv.org/abs/1902.08153). The published scale that `fit`
-    chooses is a start for training: with many bits, it uses only some of the integers. Without
-    training, take an [`eqx_grads.nn.FakeQuantize`][] with `learn_scale`, whose error at 8 bits
-    is about a sixth for normally distributed numbers.
+    chooses is a start for training: with many bits, it uses only some of the integers. Before
+    training, an [`eqx_grads.nn.FakeQuantize`][] with `learn_scale` has 0.14 to 0.28 times its
+    error at 8 bits, for 64 to a million normally distributed numbers that share the scale, 0.6
+    to 1.2 times at 4 bits, and 1.5 to 2.1 times at 2 bits.
 
     !!! example
 
