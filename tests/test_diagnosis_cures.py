@@ -270,7 +270,7 @@ def _masked(root, y):
 
 
 @pytest.mark.parametrize(
-    "root, cured, named",
+    ("root", "cured", "named"),
     [
         (
             jnp.sqrt,

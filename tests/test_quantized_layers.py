@@ -1155,7 +1155,9 @@ def test_a_trained_model_goes_on_with_two_bits(digits):
     assert max(values) == 4
 
 
-@pytest.mark.parametrize("bits, low, high", [(8, 0.14, 0.28), (4, 0.6, 1.2), (2, 1.5, 2.1)])
+@pytest.mark.parametrize(
+    ("bits", "low", "high"), [(8, 0.14, 0.28), (4, 0.6, 1.2), (2, 1.5, 2.1)]
+)
 def test_errors_of_two_quantizers_before_training(bits, low, high):
     """Of normally distributed numbers, as the docstring of `LSQ` says."""
     for n in (64, 1_000_000):

@@ -127,8 +127,8 @@ class Case:
         return other
 
     def draw_for(self, purpose: str) -> None:
-        """Draw from the beginning of a sequence that the seed and the purpose determine, so that
-        a check draws the same directions alone as it does among others."""
+        """Draw from the beginning of a sequence that the seed and the purpose determine: a check
+        draws the same directions alone as it does among others."""
         self.rng = np.random.default_rng([self.seed, *purpose.encode()])
 
     @property

@@ -20,8 +20,9 @@ _TO_FIRST_ORDER = (
 _FAILS = _TO_FIRST_ORDER.format("fails")
 _WRONG = _TO_FIRST_ORDER.format("wrong")
 _ONLY_HERE = (
-    "the first derivative is right at these arguments, and wrong at others nearby, as if a factor "
-    "is missing that is 1 here, or a term that is 0 here: check the rule at other arguments too"
+    "the first derivative is right at these arguments, and wrong at others nearby, as if a "
+    "factor is missing that is 1 here, or a term that is 0 here: check the rule at other "
+    "arguments too"
 )
 _TRUSTED = 1e-4  # the largest estimated error of finite differences that are a reference
 _TRUSTED_OF_ROUNDED = 1e-3  # of a function whose values are rounded to float32
