@@ -127,7 +127,7 @@ class Case:
         return other
 
     def draw_for(self, purpose: str) -> None:
-        """Draw from the beginning of a sequence that the seed and the purpose determine: a check
+        """Draw from the start of a sequence that the seed and the purpose determine: a check
         draws the same directions alone as it does among others."""
         self.rng = np.random.default_rng([self.seed, *purpose.encode()])
 
