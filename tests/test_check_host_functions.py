@@ -1,5 +1,7 @@
 """What `check_rule` says of host functions: which output is wrong, one cause once."""
 
+import re
+
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
@@ -152,3 +154,69 @@ def test_an_equation_that_is_not_solved_is_told_once():
     assert str(report).count("is not small at the solution") == 1
     assert "EQX_ON_ERROR" not in str(report)
     assert "filter_jit" not in str(report)
+
+
+# ---------------------------------------------------------------- `check_gradients`
+
+
+def _host_sine(**options):
+    def sine(x):
+        return np.sin(x)
+
+    return eqg.host_function(sine, out=lambda x: x, **options)
+
+
+def _elementwise(sine, factor):
+    return eqg.elementwise(lambda x: sine(x), lambda out, x: factor * jnp.cos(x))
+
+
+def _custom_jvp(sine, factor):
+    fn = eqg.custom_jvp(lambda x: sine(x))
+    fn.def_jvp(lambda p, t: (fn(*p), factor * jnp.cos(p[0]) * t[0]))
+    return fn
+
+
+@pytest.mark.parametrize("make", [_elementwise, _custom_jvp])
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        (
+            {},
+            "JAX can't differentiate the host function `sine` at .*, so the rule of `<lambda>` can't be removed",
+        ),
+        ({"finite_difference": "central"}, "right without the rule of `<lambda>`"),
+    ],
+)
+def test_a_wrong_rule_around_a_host_function(make, options, cure):
+    sine = _host_sine(**options)
+    check = lambda fn: eqgt.check_gradients(
+        lambda w, x: jnp.sum(fn(w * x) ** 2), jnp.array(0.7), jnp.arange(3.0), raises=False
+    )
+    assert check(make(sine, 1.0)).passed
+    (fault,) = check(make(sine, 2.0)).found
+    assert re.search(cure, fault.cure)
+
+
+def test_a_wrong_rule_of_a_host_function_has_its_name():
+    sine = _host_sine()
+    sine.def_bwd(lambda residuals, ct: (2 * ct * np.cos(residuals[0]),))
+    loss = lambda w, x: jnp.sum(sine(w * x) ** 2)
+    report = eqgt.check_gradients(loss, jnp.array(0.7), jnp.arange(3.0), raises=False)
+    assert "the rule of `sine` can't be removed" in report.found[0].cure
+
+
+# ---------------------------------------------------------------- callbacks beside each other
+
+
+@pytest.mark.parametrize("n", [8, 64])
+def test_many_callbacks_of_large_arrays(n):
+    """All transformations in one program wait for ever in JAX 0.10.2, with two cores."""
+    sine = _host_sine()
+    sine.def_bwd(lambda residuals, ct: (ct * np.cos(residuals[0]),))
+
+    def loss(w, x):
+        a = sine(w * jnp.outer(x, x))
+        return jnp.sum(jnp.linalg.cholesky(a @ a.T + jnp.eye(n)))
+
+    args = jnp.array(0.7), jnp.linspace(0.0, 1.0, n)
+    assert eqgt.check_rule(loss, *args, checks="transforms").passed

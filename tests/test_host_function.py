@@ -974,12 +974,53 @@ def test_an_integer_that_does_not_fit():
 
 
 def test_a_shape_without_the_axes_of_vmap():
+    """One result for the whole batch is not the result of each example."""
     f = eqg.host_function(lambda x: np.sum(x), out=jnp.zeros(()), vmap_method="expand_dims")
     g = eqg.host_function(lambda x: x[:2], out=lambda x: x, vmap_method="expand_dims")
+    h = eqg.host_function(lambda x: x[:1], out=lambda x: x, vmap_method="expand_dims")
     xs = jnp.ones((4, 3))
-    assert jnp.array_equal(jax.vmap(f)(xs), jnp.full(4, 12.0))  # one result for the whole batch
-    with pytest.raises(jax.errors.JaxRuntimeError, match="the function is given the axes of"):
-        jax.block_until_ready(jax.vmap(g)(xs))
+    for fn, x in ((f, xs), (g, xs), (h, xs), (h, xs[:, 0])):
+        match = "the function is given the axes of"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+            jax.block_until_ready(jax.vmap(fn)(x))
+
+
+def test_arguments_with_other_numbers_of_axes_than_each_other():
+    """NumPy aligns the batch of the scalar with the axis of the array."""
+    product = eqg.host_function(
+        lambda v, z: v * z, out=lambda v, z: z, vmap_method="expand_dims"
+    )
+    v, z = jnp.array([1.0, 2.0, 3.0]), jnp.array([5.0, 7.0, 9.0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"by `jnp\.broadcast_arrays`"):
+        jax.block_until_ready(jax.vmap(product, (0, None))(v, z))
+    cured = lambda v, z: product(*jnp.broadcast_arrays(v, z))
+    assert jnp.array_equal(jax.vmap(cured, (0, None))(v, z), jnp.outer(v, z))
+
+
+def test_an_output_of_arguments_that_are_not_batched():
+    both = eqg.host_function(
+        lambda x, y: (np.sin(x), np.cos(y)), out=lambda x, y: (x, y), vmap_method="expand_dims"
+    )
+    both.def_bwd(lambda r, ct: (ct[0] * np.cos(r[0]), -ct[1] * np.sin(r[1])))
+    xs, y = jnp.array([1.0, 2.0, 3.0]), jnp.array(0.5)
+    sines, cosines = jax.jit(jax.vmap(both, (0, None)))(xs, y)
+    assert_close(sines, jnp.sin(xs))
+    assert_close(cosines, jnp.full(3, jnp.cos(y)))
+    loss = lambda x, y: sum(both(x, y))
+    of_xs, of_y = jax.vmap(jax.grad(loss, (0, 1)), (0, None))(xs, y)
+    assert_close(of_xs, jnp.cos(xs))
+    assert_close(of_y, jnp.full(3, -jnp.sin(y)))
+
+
+def test_a_zero_cotangent_without_the_axes_of_vmap():
+    fn = eqg.host_function(
+        lambda x, y: x + 0 * y, out=lambda x, y: x, vmap_method="expand_dims"
+    )
+    fn.def_bwd(lambda r, ct: (ct, 0.0))
+    xs, ys = jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 5.0, 6.0])
+    of_xs, of_ys = jax.vmap(jax.grad(fn, (0, 1)))(xs, ys)
+    assert jnp.array_equal(of_xs, jnp.ones(3))
+    assert jnp.array_equal(of_ys, jnp.zeros(3))
 
 
 def _raises(match, fn, *args):

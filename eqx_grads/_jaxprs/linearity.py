@@ -179,6 +179,8 @@ def _one(eqn, name, ins) -> _Status:
         return LINEAR if y == 1 else _nonlinear(f"it raises a tangent to the power {y}")
     if name in _NONLINEAR:
         return _nonlinear(f"it applies `{name}` to a tangent")
+    if name == "bitcast_convert_type":  # before a callback, see `_solvers/host_bits.py`
+        return DEPENDENT
     return UNKNOWN
 
 

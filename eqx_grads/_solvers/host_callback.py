@@ -15,8 +15,17 @@ from jax.core import Tracer
 
 from .._errors import rule_error, RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
+from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.varying import vary_alike
 from .._rules.closure_convert import Opaque
+from .host_bits import (
+    bits_type,
+    from_bits,
+    from_bits_on_host,
+    needs_bits,
+    to_bits,
+    to_bits_on_host,
+)
 
 
 VMAP_METHODS = (
@@ -80,11 +89,8 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
     raised. In a program that is being traced the call is a `jax.pure_callback`.
     """
     if any(isinstance(x, Tracer) for x in leaves) or is_staged(leaves):
-        out = jax.pure_callback(
-            _Callback(op), op.out_types, *leaves, vmap_method=op.vmap_method
-        )
         # Its type does not say that it varies over a mesh as the arguments do.
-        return vary_alike(list(out), leaves)
+        return vary_alike(_callback(op, leaves), leaves)
     try:
         out = _run(op, [np.asarray(x) for x in leaves])
     except Exception as error:
@@ -97,21 +103,50 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         return [jnp.array(x) for x in out]
 
 
+def _callback(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
+    has_bits = needs_bits([*op.in_types, *op.out_types])
+    call, types = HostCallback(op, has_bits), op.out_types
+    if not has_bits:
+        return list(jax.pure_callback(call, types, *leaves, vmap_method=op.vmap_method))
+    leaves = [jnp.asarray(x) for x in leaves]
+    # Without their bits, so that JAX sees a derivative by them, which a callback does not have.
+    empty = [x.ravel()[:0] for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    leaves, types = [to_bits(x) for x in leaves], tuple(map(bits_type, types))
+    out = jax.pure_callback(call, types, *leaves, *empty, vmap_method=op.vmap_method)
+    return [from_bits(x, t.dtype) for x, t in zip(out, op.out_types, strict=True)]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Callback:
-    """What JAX keeps of a callback, and calls."""
+class HostCallback:
+    """What JAX keeps of a callback, and calls. `has_bits`: see `host_bits.py`."""
 
     op: AbstractHostOp
+    has_bits: bool
 
     def __call__(self, *leaves):
+        leaves = [np.asarray(x) for x in leaves]
+        if self.has_bits:
+            pairs = zip(leaves, self.op.in_types, strict=False)  # empty ones are behind them
+            leaves = [from_bits_on_host(x, t.dtype) for x, t in pairs]
         try:
-            return tuple(_run(self.op, [np.asarray(x) for x in leaves]))
+            out = _run(self.op, leaves)
         except RuleError as error:
             # The text says it all, and JAX writes the stack in front of it, twice.
             raise error.with_traceback(None) from None
         except Exception as error:
             # All that leaves a compiled program is the text of the last exception.
             raise RuntimeError(_describe(self.op, leaves, error)) from None
+        return tuple(map(to_bits_on_host, out) if self.has_bits else out)
+
+
+def host_function_in(eqn: Any) -> str:
+    """The name of the host function that an equation calls, or an empty string."""
+    program = primal_program(eqn) if eqn.primitive.name == "eqg_call" else None
+    for inner in () if program is None else program.eqns:
+        callback = getattr(inner.params.get("callback"), "callback_func", None)
+        if isinstance(callback, HostCallback):
+            return callback.op.name
+    return ""
 
 
 def _describe(op, leaves, error) -> str:
@@ -126,8 +161,7 @@ def _describe(op, leaves, error) -> str:
     if [np.ndim(x) for x in leaves] != op.in_ranks:
         do = (
             f'Under `jax.vmap`, `vmap_method="{op.vmap_method}"` puts the axes of the batch in '
-            "front. If arguments have another number of axes than each other, broadcast them "
-            "before the call, by `jnp.broadcast_arrays`."
+            f"front. {_BROADCAST_ARGUMENTS}"
         )
     return (
         f"`{op.name}` raised an exception on the host.\n"
@@ -135,6 +169,10 @@ def _describe(op, leaves, error) -> str:
     )
 
 
+_BROADCAST_ARGUMENTS = (
+    "If arguments have another number of axes than each other, broadcast them before the call, "
+    "by `jnp.broadcast_arrays`."
+)
 _LIBRARY = str(pathlib.Path(__file__).parents[1])
 
 
@@ -167,7 +205,7 @@ def _run(op, leaves) -> list[np.ndarray]:
     if not batch and [(x.shape, x.dtype) for x in out] == op.out_shapes:
         return out
     return [
-        _cast(op, i, check_shape(op, i, x, batch), t.dtype)
+        _cast(op, i, check_shape(op, i, x, leaves), t.dtype)
         for i, (x, t) in enumerate(zip(out, op.out_types, strict=True))
     ]
 
@@ -176,28 +214,46 @@ def check_shape(
     op: AbstractHostOp,
     i: int,
     x: Any,
-    batch: tuple[int, ...],
+    leaves: Sequence[np.ndarray],
     do: str = "Return an array of the promised shape, or promise another one.",
 ) -> np.ndarray:
-    """Output number `i` as an array with the axes of `vmap`; raises if it has another shape
-    than was promised."""
-    x = np.asarray(x)
+    """Output number `i`, given the inputs, as an array with the axes of `vmap`; raises if it
+    has another shape than was promised."""
+    x, batch = np.asarray(x), batch_shape(op, leaves)
     shape = op.out_types[i].shape
     if x.shape == batch + shape:
         return x
-    # An output that does not depend on a batched argument need not have the axes of `vmap`.
     own = x.shape[: x.ndim - len(shape)]
-    missing = (1,) * (len(batch) - len(own))
-    fits = all(n in (1, m) for n, m in zip(missing + own, batch, strict=False))
-    if batch and len(own) <= len(batch) and x.shape[len(own) :] == shape and fits:
-        return np.broadcast_to(x.reshape(missing + x.shape), batch + shape)
+    if batch and len(own) <= len(batch) and x.shape[len(own) :] == shape:
+        own = (1,) * (len(batch) - len(own)) + own
+        may_be_one = _axes_of_size_one(op, leaves, batch)
+        if op is not op.call and not np.any(x):  # a zero cotangent
+            may_be_one = [True] * len(batch)
+        if all(
+            n == m or (n == 1 and k) for n, m, k in zip(own, batch, may_be_one, strict=True)
+        ):
+            return np.broadcast_to(x.reshape(own + shape), batch + shape)
     promised = jax.ShapeDtypeStruct(batch + shape, op.out_types[i].dtype)
     if batch:
         do += (
             f" With `vmap_method={op.vmap_method!r}` the function is given the axes of "
             "`jax.vmap` in front, and returns them; with `'sequential'` it is not."
         )
+        if len(set(op.in_ranks)) > 1:
+            do += f" {_BROADCAST_ARGUMENTS}"
     raise _misfit(op, i, "shape", x, promised, do)
+
+
+def _axes_of_size_one(op, leaves, batch) -> list[bool]:
+    """In which of the axes of `vmap` an output may have one entry: it may depend only on
+    arguments that are not batched there. It may not if arguments have another number of axes
+    than each other: NumPy then aligns an axis of `vmap` with another axis."""
+    if len(set(op.call.in_ranks)) > 1:
+        return [False] * len(batch)
+    pairs = list(zip(leaves, op.in_ranks, strict=True))
+    own = [x.shape[: x.ndim - rank] for x, rank in pairs]
+    own = [(1,) * (len(batch) - len(axes)) + axes for axes in own]
+    return [any(axes[k] == 1 for axes in own) for k in range(len(batch))]
 
 
 def _cast(op, i, x, dtype) -> np.ndarray:

@@ -147,15 +147,14 @@ class DifferenceOp(_AbstractJacobianOp):
 
     def run(self, leaves):
         batch = batch_shape(self, leaves)
-        run = ft.partial(self._outputs, batch)
         columns = []
         for i, source, step in zip(self.live, self.sources, self.steps, strict=True):
             rank = len(source.shape)
             try:
                 if step is None:
-                    columns.append(complex_steps(run, leaves, i, rank))
+                    columns.append(complex_steps(self._outputs, leaves, i, rank))
                 else:
-                    columns.append(central_differences(run, leaves, i, rank, step))
+                    columns.append(central_differences(self._outputs, leaves, i, rank, step))
             except NotComplex:
                 raise rule_error(
                     f"`{self.name}` returned a real array for a complex argument.",
@@ -169,10 +168,10 @@ class DifferenceOp(_AbstractJacobianOp):
                 raise
         return self.blocks(columns, batch)
 
-    def _outputs(self, batch, leaves):
+    def _outputs(self, leaves):
         out = self.op.run(leaves)
         return [
-            check_shape(self.op, i, x, batch)
+            check_shape(self.op, i, x, leaves)
             for i, (x, t) in enumerate(zip(out, self.op.out_types, strict=True))
             if is_inexact(t)
         ]
@@ -204,7 +203,7 @@ class ForwardBasisOp(_AbstractJacobianOp):
             columns.append([])
             for basis in _basis(batch, source):
                 zeros[k] = basis
-                columns[-1].append(_outputs(self.op, [*leaves, *zeros], batch))
+                columns[-1].append(_outputs(self.op, [*leaves, *zeros]))
         return self.blocks(columns, batch)
 
 
@@ -235,7 +234,7 @@ class ReverseBasisOp(_AbstractJacobianOp):
             rows = []
             for basis in _basis(batch, target):
                 zeros[j] = basis
-                rows.append(_outputs(self.op, [*leaves, *zeros], batch))
+                rows.append(_outputs(self.op, [*leaves, *zeros]))
             for s, source in enumerate(self.sources):
                 shape = batch + target.shape + source.shape
                 stack = [row[s] for row in rows]
@@ -262,9 +261,9 @@ def _basis(batch, t):
             yield basis
 
 
-def _outputs(op, leaves, batch):
+def _outputs(op, leaves):
     out = op.run(leaves)
-    return [check_shape(op, i, x, batch) for i, x in enumerate(out)]
+    return [check_shape(op, i, x, leaves) for i, x in enumerate(out)]
 
 
 def _from_cotangents(rows, axis, complex_target, complex_source):

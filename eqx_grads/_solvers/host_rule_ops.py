@@ -215,8 +215,7 @@ class CotangentOp(_AbstractRuleOp):
                 self.rule.note_defaults(error, "`residuals`", call.names)
             raise
         cts = self._flatten(result, args)
-        batch = batch_shape(self, leaves)
-        return [self._fit(k, i, cts[i], batch) for k, i in enumerate(self.live)]
+        return [self._fit(k, i, cts[i], leaves) for k, i in enumerate(self.live)]
 
     def _residuals(self, primals, passed):
         call, forward = self.call, self.forward
@@ -257,13 +256,13 @@ class CotangentOp(_AbstractRuleOp):
             )
         return cts
 
-    def _fit(self, k, i, ct, batch):
-        t = self.call.in_types[i]
+    def _fit(self, k, i, ct, leaves):
+        t, batch = self.call.in_types[i], batch_shape(self, leaves)
         if ct is None:
             return np.zeros(batch + t.shape, t.dtype)
         do = "Return a cotangent of the shape of its argument, or of one that the argument "
         do += "broadcasts to. Did a sum drop an axis, or is a transpose missing?"
-        ct = check_shape(self, k, _summed(np.asarray(ct), batch, t.shape), batch, do)
+        ct = check_shape(self, k, _summed(np.asarray(ct), batch, t.shape), leaves, do)
         # The cotangent of a real value is real, as in all rules of this library.
         return np.real(ct) if np.iscomplexobj(ct) and not is_complex(t) else ct
 

@@ -14,6 +14,7 @@ from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
 from .._jaxprs.structure import inner_programs
+from .._solvers.host_callback import host_function_in
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
 from ._likely_cause import Compared, likely_cause, NO_INFLUENCE
 from ._loss_program import along, LossProgram, trace_in_both_precisions
@@ -265,7 +266,9 @@ def _cure(kind: str, reasons: Sequence[Suspect], known: _Reasons, is_small: bool
             )
         if known.opaque:
             first = known.opaque[0]
-            text = f"JAX can't differentiate `{first.primitive}` at {first.source}"
+            host = host_function_in(first.eqn)
+            what = f"the host function `{host}`" if host else f"`{first.primitive}`"
+            text = f"JAX can't differentiate {what} at {first.source}"
             if known.around:
                 names = ", ".join(dict.fromkeys(f"`{s.name}`" for s in known.around))
                 return f"{text}, so the rule of {names} can't be removed. Check it first."

@@ -29,6 +29,7 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
+from .._solvers.host_callback import host_function_in
 from ._loss_program import LossProgram
 from ._strip_rules import has_given_solver, is_rule
 
@@ -74,7 +75,7 @@ class RuleRemoval:
         self.suspects: list[Suspect] = []
         self._known: dict[frozenset[int], list[np.ndarray]] = {}
         self._index: dict[int, int] = {}  # from the id of an equation
-        known: dict[tuple[str, str, str], int] = {}
+        known: dict[tuple[str, str, str, bool], int] = {}
         origins = NumberedLoss(program.traced).origins
         self.solvers = [origin for origin in origins if has_given_solver(origin.eqn)]
         with program.context():  # in which its equations have their types
@@ -82,12 +83,13 @@ class RuleRemoval:
             self._stopped = _undifferentiable_operands(origins)
         self.opaque = [o for o in origins if self._stopped.get(id(o.eqn)) == _inexact(o.eqn)]
         for origin in origins:
-            if not _is_suspect(origin.eqn):
+            if not _is_suspect(origin.eqn) or id(origin.eqn) in self._stopped:
                 continue
             suspect = Suspect(_name(origin), origin.path, origin)
             # A stop is one line; a function is the same wherever a layer calls it.
             place = str(origin.source) if suspect.is_stop else ""
-            key = (suspect.name, suspect.layer, place)
+            is_host = bool(host_function_in(origin.eqn))  # which has the name of any function
+            key = (suspect.name, suspect.layer, place, is_host)
             if key not in known:
                 known[key] = len(self.suspects)
                 self.suspects.append(suspect)
@@ -220,11 +222,17 @@ def _inexact(eqn) -> frozenset[int]:
 
 def _undifferentiable_operands(origins: Sequence[Origin]) -> dict[int, frozenset[int]]:
     """For the id of an equation, the operands in which JAX can't differentiate it: all, of a
-    primitive without a derivative, or some, as the state of a solver of Lineax."""
+    primitive or a host function without a derivative, or some, as the state of a solver of
+    Lineax."""
     has_derivative: dict[str, bool] = {}  # in all operands together
 
     def of(eqn) -> frozenset[int]:
         name = eqn.primitive.name
+        if host_function_in(eqn):
+            pairs = differentiable_pairs(eqn, _inexact(eqn))
+            return frozenset() if pairs is not None else _inexact(eqn)
+        if "callback" in name:  # which JAX can't differentiate, whatever it returns
+            return _inexact(eqn)
         if structure(eqn) is not None or name in ELEMENTARY or _is_suspect(eqn):
             return frozenset()
         if name not in has_derivative:
@@ -240,6 +248,8 @@ def _undifferentiable_operands(origins: Sequence[Origin]) -> dict[int, frozenset
 def _name(origin: Origin) -> str:
     if origin.eqn.primitive.name == "stop_gradient":
         return "stop_gradient"
+    if name := host_function_in(origin.eqn):
+        return name
     info = getattr(getattr(primal_program(origin.eqn), "jaxpr", None), "debug_info", None)
     # Such as "square at /home/user/model.py:12".
     name = str(getattr(info, "func_src_info", "")).partition(" at ")[0]
