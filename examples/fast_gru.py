@@ -3,7 +3,8 @@ speeds.
 
 Both networks have the same parameters, batches (the text of Python's manual) and loss. One runs
 `equinox.nn.GRUCell` in a `jax.lax.scan`, the other runs the same cell as an `eqx_grads.nn.GRU`.
-The losses agree up to rounding; time and memory differ.
+The losses agree up to rounding; time and memory differ. In a long run rounding grows, and the
+losses may part: compare the gradients of one step instead.
 """
 
 import argparse

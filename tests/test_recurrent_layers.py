@@ -36,7 +36,7 @@ ONE_OF_EACH = ("GRU, gates", "LSTM, states", "RNN, tanh")
 
 @pytest.fixture(params=["at once", "step by step"])
 def chunks(monkeypatch, request):
-    """Chunks of two steps: three steps are a full and a short one. What a large and a small
+    """Chunks of two steps: five steps are two full and a short one. What a large and a small
     batch compute for a chunk at once or step by step is chosen here."""
     at_once = request.param == "at once"
     of_two = lambda xs, hidden: min(2, xs.shape[0])
@@ -270,6 +270,21 @@ def test_memory(make_layer, gates, states, getkey):
             0
         ]
         assert temp_bytes(run, layer.to_cell(), xs) < bound * plain
+
+
+@pytest.mark.cost
+@pytest.mark.parametrize("name", ["GRU, gates", "GRU, states", "LSTM, gates"])
+def test_memory_at_any_number_of_steps(name, getkey):
+    """146 = 2 * 73, 201 = 3 * 67, and 193 is a prime, and one more than 12 * 16."""
+    make_layer, keep = LAYERS[name].func, LAYERS[name].keywords
+    cell = LAYERS[name](32, 96, key=getkey()).to_cell()
+    last = lambda cell, xs: jax.tree.leaves(make_layer.from_cell(cell, **keep)(xs)[1])[0]
+    bytes_of_a_step = {
+        steps: temp_bytes(last, cell, jnp.ones((32, steps, 32))) / steps
+        for steps in (144, 146, 192, 193, 201)
+    }
+    for steps, good in {146: 144, 193: 192, 201: 192}.items():
+        assert bytes_of_a_step[steps] < 1.15 * bytes_of_a_step[good], steps
 
 
 def cast(tree, dtype):

@@ -18,44 +18,29 @@ def scan_in_chunks(
     *,
     chunk: int,
     reverse: bool,
+    in_place: bool = False,
 ) -> tuple[Any, Any]:
     """Run `fn(carry, xs, init) -> carry, ys` on one chunk of steps after another.
 
     - `xs` are arrays with a leading time axis, of which `fn` is given `chunk` steps at a time.
     - `inits` are arrays with one row for each chunk (see `chunk_init`).
     - `ys` are arrays with a row for each step of the chunk, or with any number of rows.
+    - `in_place`: if the last chunk is shorter, the loop over the others slices `xs`, of which
+      it would otherwise have a copy without the steps of the last. That is for rules, which
+      JAX seldom differentiates in reverse mode: it would save each slice.
 
     If `chunk` does not divide the number of steps, the last chunk is shorter. Returns the last
     carry, and the `ys` of all chunks, one after another.
     """
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    n, remainder = divmod(steps, chunk)
+    n, remainder = divmod(jax.tree.leaves(xs)[0].shape[0], chunk)
     row = lambda i: jax.tree.map(lambda e: e[i], inits)
 
     def full_chunks(carry):
-        # Without a shorter chunk, there is nothing to copy.
-        full = xs if remainder == 0 else jax.tree.map(lambda x: x[: n * chunk], xs)
-        if n == 1:
-            return fn(carry, full, row(0))
-        ones = jax.tree.map(
-            lambda x: tuple(i for i in range(1, x.ndim) if x.shape[i] == 1), full
-        )
-
-        def one(carry, xs_and_init):
-            xs, init = xs_and_init
-            xs = jax.tree.map(jnp.expand_dims, xs, ones)
-            return fn(carry, xs, init)
-
-        # Without axes of length one. XLA gives these another layout, and then copies the whole
-        # array to transpose it: openxla/xla#26987 is about that on a GPU, and JAX itself avoids
-        # it in `scan` (jax#21433). On a CPU it was seen in JAX 0.10.
-        full = jax.tree.map(jnp.squeeze, full, ones)
-        full = jax.tree.map(lambda x: x.reshape(n, chunk, *x.shape[1:]), full)
-        full_inits = inits if remainder == 0 else jax.tree.map(lambda e: e[:n], inits)
-        # The name tells `explain_nan` how the steps are numbered, and so does that below.
-        with jax.named_scope(f"eqg_chunks_of_{chunk}"):
-            carry, ys = lax_scan(one, carry, (full, full_inits), reverse=reverse)
-        return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
+        if remainder == 0:
+            return _run_full(fn, carry, xs, inits, n, chunk, reverse, in_place=False)
+        full = xs if in_place and n > 1 else jax.tree.map(lambda x: x[: n * chunk], xs)
+        full_inits = jax.tree.map(lambda e: e[:n], inits)
+        return _run_full(fn, carry, full, full_inits, n, chunk, reverse, in_place=in_place)
 
     if remainder == 0:
         return full_chunks(carry)
@@ -74,6 +59,34 @@ def scan_in_chunks(
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, last_ys)
 
 
+def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
+    """Run `fn` on the first `n` chunks of `xs`, and on no other steps."""
+    if n == 1:
+        return fn(carry, xs, jax.tree.map(lambda e: e[0], inits))
+    ones = jax.tree.map(lambda x: tuple(i for i in range(1, x.ndim) if x.shape[i] == 1), xs)
+    # Without axes of length one. XLA gives these another layout, and then copies the whole
+    # array to transpose it: openxla/xla#26987 is about that on a GPU, and JAX itself avoids
+    # it in `scan` (jax#21433). On a CPU it was seen in JAX 0.10.
+    xs = jax.tree.map(jnp.squeeze, xs, ones)
+    if in_place:
+        slices = jnp.arange(n)
+        read = lambda i: jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk), xs
+        )
+    else:
+        slices = jax.tree.map(lambda x: x.reshape(n, chunk, *x.shape[1:]), xs)
+        read = lambda xs: xs
+
+    def one(carry, slice_and_init):
+        x, init = slice_and_init
+        return fn(carry, jax.tree.map(jnp.expand_dims, read(x), ones), init)
+
+    # The name tells `explain_nan` how the steps are numbered, and so does that of the last.
+    with jax.named_scope(f"eqg_chunks_of_{chunk}"):
+        carry, ys = lax_scan(one, carry, (slices, inits), reverse=reverse)
+    return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
+
+
 def chunk_init(after: jax.Array, first: jax.Array, *, chunk: int, reverse: bool) -> jax.Array:
     """What a loop carried into each chunk, given its carry after each step, and the first."""
     if after.shape[0] == 0:
@@ -90,11 +103,12 @@ def shift_in(after: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
     return jnp.concatenate([init[None], after[:-1]])
 
 
-def near_divisor(steps: int, chunk: int | float, *, longest: int | float = 1.5) -> int:
-    """A divisor of `steps` from 1 / 1.5 to `longest` times `chunk` if there is one: then no
-    chunk is shorter, and nothing has to be copied."""
-    nearby = range(max(1, math.ceil(chunk / 1.5)), min(steps, math.floor(chunk * longest)) + 1)
+def near_divisor(steps: int, chunk: int | float) -> int:
+    """A divisor of `steps` from 1 / 1.5 to 1.5 times `chunk` if there is one, so that no chunk
+    is shorter. Otherwise the number of steps of as few chunks of at most `chunk` steps as there
+    can be, so that the last of a few chunks is not much shorter."""
+    nearby = range(max(1, math.ceil(chunk / 1.5)), min(steps, math.floor(chunk * 1.5)) + 1)
     divisors = [k for k in nearby if steps % k == 0]
     if not divisors:
-        return max(1, min(steps, round(chunk)))
+        return max(1, math.ceil(steps / math.ceil(max(1, steps / chunk))))
     return min(divisors, key=lambda k: abs(math.log(k / chunk)))

@@ -276,6 +276,7 @@ def _replay(body, residuals, cts, perturbed, reverse):
         inits,
         chunk=chunk,
         reverse=not reverse,
+        in_place=True,
     )
     return (
         scatter(const_indices, sums, len(consts)),

@@ -18,16 +18,13 @@ from ..._tangent_spaces import sum_dtype
 
 def chunk_length(xs: jax.Array, hidden: int) -> int:
     """The number of steps of a chunk of the backward pass: all steps if all states together are
-    so few numbers that the loop over chunks takes longer than it saves. Otherwise enough rows
-    for a matrix product to be efficient, and few enough for a chunk to stay in the cache.
-
-    A chunk that divides the number of steps may be much longer than that: a shorter last chunk
-    is compiled a second time.
-    """
+    so few numbers that the loop over chunks, or a second chunk, takes longer than it saves.
+    Otherwise enough rows for a matrix product to be efficient, and few enough for a chunk to
+    stay in the cache."""
     steps, batch, _ = xs.shape
-    if steps * batch * hidden <= 2**13:
-        return max(steps, 1)
-    return near_divisor(steps, min(64, max(16, 256 // max(batch, 1))), longest=5)
+    enough = min(64, max(16, 256 // max(batch, 1)))
+    few = 2**14 if steps < 2 * enough else 2**13
+    return max(steps, 1) if steps * batch * hidden <= few else near_divisor(steps, enough)
 
 
 def forward_chunk(xs: jax.Array, hidden: int) -> int | None:

@@ -61,7 +61,9 @@ def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
     if length is None:
         h, (hs, gates) = lax_scan(step, h, (xs, valid), reverse=reverse)
     else:
-        h, (hs, gates) = scan_in_chunks(chunk, h, (xs, valid), chunk=length, reverse=reverse)
+        h, (hs, gates) = scan_in_chunks(
+            chunk, h, (xs, valid), chunk=length, reverse=reverse, in_place=True
+        )
     return hs, h, gates
 
 
@@ -144,6 +146,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
         chunk_init(hs, h_first, chunk=length, reverse=reverse),
         chunk=length,
         reverse=not reverse,
+        in_place=True,
     )
     return (*sums, ct_xs, d, None)
 

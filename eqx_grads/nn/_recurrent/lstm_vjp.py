@@ -70,7 +70,7 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
         last, (hs, *kept) = lax_scan(step, state, (xs, valid), reverse=reverse)
     else:
         last, (hs, *kept) = scan_in_chunks(
-            chunk, state, (xs, valid), chunk=length, reverse=reverse
+            chunk, state, (xs, valid), chunk=length, reverse=reverse, in_place=True
         )
     return hs, kept, last
 
@@ -164,6 +164,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         entries,
         chunk=length,
         reverse=not reverse,
+        in_place=True,
     )
     return (*sums, ct_xs, cts, None)
 

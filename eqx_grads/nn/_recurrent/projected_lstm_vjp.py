@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow import lax_scan
-from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
+from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
     bias_gradient,
+    chunk_length,
     matmul_steps,
     split_gates,
     vmap_into_batch,
@@ -55,13 +56,14 @@ def _forward(w_in, w_state, bias, w_out, xs, state, valid, reverse):
         return lax_scan(step, state, (from_x, valid), reverse=reverse)
 
     last, (hs, kept) = scan_in_chunks(
-        chunk, state, (xs, valid), chunk=_chunk_length(xs), reverse=reverse
+        chunk,
+        state,
+        (xs, valid),
+        chunk=chunk_length(xs, state[1].shape[1]),
+        reverse=reverse,
+        in_place=True,
     )
     return hs, kept, last
-
-
-def _chunk_length(xs):
-    return near_divisor(len(xs), min(64, max(16, 256 // max(xs.shape[1], 1))))
 
 
 @projected_lstm.def_fwd
@@ -111,7 +113,7 @@ def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
     pairs = zip((ct_h, ct_c), zeros, strict=True)
     cts = tuple(zero if ct is None else ct for ct, zero in pairs)
     weights = zip((w_in, w_state, bias, w_out), perturbed_weights, strict=True)
-    length = _chunk_length(xs)
+    length = chunk_length(xs, cs.shape[2])
     entries = [
         chunk_init(after, before_all, chunk=length, reverse=reverse)
         for after, before_all in zip((hs, cs), first, strict=True)
@@ -123,6 +125,7 @@ def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
         entries,
         chunk=length,
         reverse=not reverse,
+        in_place=True,
     )
     return (*sums, ct_xs, cts, None)
 

@@ -51,7 +51,9 @@ def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     if length is None:
         last, hs = lax_scan(step, h, (xs, valid), reverse=reverse)
     else:
-        last, hs = scan_in_chunks(chunk, h, (xs, valid), chunk=length, reverse=reverse)
+        last, hs = scan_in_chunks(
+            chunk, h, (xs, valid), chunk=length, reverse=reverse, in_place=True
+        )
     return hs, last
 
 
@@ -102,6 +104,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         chunk_init(hs, h_first, chunk=length, reverse=reverse),
         chunk=length,
         reverse=not reverse,
+        in_place=True,
     )
     return (*sums, ct_xs, d, None)
 

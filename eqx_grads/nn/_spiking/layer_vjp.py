@@ -32,13 +32,13 @@ from .dynamics import decayed, Dynamics, NeuronState, over_threshold, reset_by, 
 def chunk_length(xs: Array, hidden_size: int) -> int:
     """The number of steps of a chunk: all of them if their potentials fit in the cache.
     Otherwise enough rows for a matrix product to be efficient, and no more, as a chunk has
-    about eight arrays of intermediate values. A shorter last chunk would copy all inputs."""
+    about eight arrays of intermediate values."""
     steps, batch, _ = xs.shape
     per_step = max(batch, 1) * hidden_size * xs.dtype.itemsize
     if steps * per_step <= 2**20:
         return max(steps, 1)
     fits = max(2**17 / per_step, 320 / max(batch, 1))
-    return near_divisor(steps, min(fits, 128), longest=2.5)
+    return near_divisor(steps, min(fits, 128))
 
 
 @custom_vjp
@@ -76,7 +76,9 @@ def _forward(w_in, bias, w_state, dynamics, xs, state, valid, reverse, keep):
         return last, (ys, membranes, jax.tree.map(lambda s: s[None], entry))
 
     length = chunk_length(xs, state.membrane.shape[1])
-    last, kept = scan_in_chunks(chunk, state, (xs, valid), chunk=length, reverse=reverse)
+    last, kept = scan_in_chunks(
+        chunk, state, (xs, valid), chunk=length, reverse=reverse, in_place=True
+    )
     return kept, last
 
 
@@ -179,6 +181,7 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
         entries._replace(spikes=None if first.spikes is None else init(ys, first.spikes)),
         chunk=length,
         reverse=not reverse,
+        in_place=True,
     )
     return (*sums[:3], _like(dynamics, sums[3:], ct_surrogate), ct_xs, ct_state, None)
 
