@@ -182,7 +182,8 @@ def _custom_jvp(sine, factor):
     [
         (
             {},
-            "JAX can't differentiate the host function `sine` at .*, so the rule of `<lambda>` can't be removed",
+            "JAX can't differentiate the host function `sine` at .*, so the rule of `<lambda>` "
+            "can't be removed",
         ),
         ({"finite_difference": "central"}, "right without the rule of `<lambda>`"),
     ],

@@ -585,13 +585,17 @@ def test_the_types_of_residuals_of_a_host_function():
 
 
 def test_a_host_function_that_returns_the_inner_axis_of_two_vmaps():
-    @ft.partial(eqg.host_function, out=lambda x: x, vmap_method="broadcast_all")
-    def first(x):
-        return np.asarray(x)[0] if np.ndim(x) == 3 else np.asarray(x)
+    """It may where no argument is batched by the outer one."""
 
-    x = jnp.arange(24.0).reshape(2, 4, 3)
-    out = jax.vmap(jax.vmap(first))(x)
-    assert_close(out, jnp.broadcast_to(x[0], (2, 4, 3)))
+    @ft.partial(eqg.host_function, out=lambda x, y: y, vmap_method="expand_dims")
+    def second(x, y):
+        return np.asarray(y)[0] if np.ndim(y) == 3 else np.asarray(y)
+
+    x, y = jnp.arange(24.0).reshape(2, 4, 3), jnp.arange(12.0).reshape(4, 3)
+    inner = jax.vmap(second)
+    assert_close(jax.vmap(inner, (0, None))(x, y), jnp.broadcast_to(y, (2, 4, 3)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="returned another shape"):
+        jax.block_until_ready(jax.vmap(inner)(x, 2 * x))
 
 
 def test_calls_of_a_rule_for_complex_numbers():
@@ -683,3 +687,45 @@ def test_errors_of_drop_ins_name_the_place_of_the_rule():
     forward.defjvp(jvp)
     with pytest.raises(TypeError, match=r"`jvp`, file .*test_mutants.py"):
         jax.grad(forward)(1.0)
+
+
+# ---------------------------------------------------------------- diagnosis
+
+
+def test_a_diagnosis_looks_on_where_jax_would_stop():
+    root = lambda x: jnp.sum(jnp.sqrt(x))
+    for switch in (jax.debug_nans, jax.debug_infs):
+        with switch(True):
+            (record,) = eqg.explain_nan(root, jnp.zeros(2)).found
+            assert record.kind == "true singularity"
+    with jax.debug_nans(True):
+        eqg.explain_nan(root, jnp.zeros(2))
+        assert jax.config.jax_debug_nans
+
+
+def test_rounding_of_what_is_random_is_no_sample():
+    noise = jr.uniform(jr.key(0), (3,))
+    (record,) = eqg.explain_zero(lambda x: jnp.sum(jnp.round(x + noise)), jnp.ones(3)).found
+    assert record.kind == "rounding"
+
+
+@pytest.mark.parametrize("n", [8, 9])
+def test_the_first_of_many_dead_units(n):
+    relu = lambda w: jnp.sum(jax.nn.relu(w * jnp.ones((4, n))))
+    with jax.numpy_rank_promotion("allow"):
+        text = " ".join(str(eqg.explain_zero(relu, jnp.full(n, -1.0))).split())
+    assert f"{n} of {n}" in text
+    assert ("6, 7, ...)" in text) == (n > 8)
+
+
+def test_the_largest_product_is_shown_and_not_the_largest_cotangent():
+    factors, cotangents = jnp.array([1e-30, 1e25]), jnp.array([1e30, 1e20])
+
+    def loss(s):
+        y = factors * jnp.full(2, s)
+        return jnp.dot(y, cotangents)
+
+    (record,) = eqg.explain_nan(loss, jnp.array(1e-30)).found
+    assert record.kind == "overflow"
+    assert_close(record.cotangent, cotangents[1])
+    assert_close(record.operands[0], factors[1])
