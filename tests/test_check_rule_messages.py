@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads.testing._compare import Difference, side_by_side
+from eqx_grads.testing._consequences import with_consequences
 from eqx_grads.testing._likely_cause import likely_cause
+from eqx_grads.testing._report import Finding
 from jaxtyping import Array
 
 
@@ -328,6 +330,19 @@ def test_a_cast_to_half_precision(dtype, of, seed):
     assert f"precision was lost, as by a cast to {dtype}" in causes[0], report
     assert all("precision was lost" in line for line in causes)
     assert "not the sum" not in str(report)
+
+
+@pytest.mark.parametrize(("error", "is_rounding"), [(1e-3, True), (2.0, False), (None, False)])
+def test_a_sum_of_rounded_results_is_not_the_rounded_result_of_a_sum(error, is_rounding):
+    lost = "  likely cause: every entry is a little off: precision was lost"
+    raised = "" if error is not None else "ValueError: no"
+    text = "  likely cause: the rule is not linear" if error is not None else "  it raised"
+    reverse = Finding("reverse", "FAILED", 2e-3, 1e-5, "`a`", lost)
+    linear = Finding("linear", "FAILED", error, 1e-5, "`a`", text, raised)
+    found = with_consequences([reverse, linear])
+    assert found[0] == reverse
+    assert (found[1] == linear) == (not is_rounding)
+    assert ("first derivative already, see `reverse`" in found[1].text) == is_rounding
 
 
 @pytest.mark.parametrize("error", [3e-7, 1.4e-5])

@@ -22,7 +22,8 @@ def needs_bits(types: Any) -> bool:
     if not any(map(_is_wide, types)):
         return False
     found = []
-    other = threading.Thread(target=lambda: found.append(jax.config.jax_enable_x64))
+    look = lambda: found.append(jax.config.jax_enable_x64)  # pyright: ignore
+    other = threading.Thread(target=look)
     other.start()
     other.join()
     return not found[0]

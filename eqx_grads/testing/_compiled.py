@@ -43,7 +43,7 @@ def _compiler_options(platform: str) -> dict[str, Any]:
     return {}
 
 
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any]) -> jax.stages.Wrapped:
     """`jax.jit`, with a short compilation."""
     return jax.jit(fn, compiler_options=_compiler_options(jax.default_backend()))
 

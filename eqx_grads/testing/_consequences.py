@@ -31,7 +31,8 @@ def with_consequences(findings: Sequence[Finding]) -> list[Finding]:
     # The sum of two rounded results is not the rounded result of the sum.
     rounded = [f.check for f in first if PRECISION in f.text]
     linear = _failed(findings, ("linear",))
-    if rounded and all(f.error <= _LARGEST_OF_ROUNDING for f in linear):
+    is_small = [f.error is not None and f.error <= _LARGEST_OF_ROUNDING for f in linear]
+    if rounded and all(is_small):
         causes["linear"] = _OF_ROUNDING.format(rounded[0])
     return [_with_cause(f, causes[f.check]) if f.check in causes else f for f in findings]
 
