@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from .evaluate import evaluate
+from .host_calls import name_on_host
 from .structure import Cond, Scan, structure, While
 
 
@@ -154,7 +155,8 @@ def _one(eqn, name, ins) -> _Status:
         return ZERO if _keeps_zero(eqn, name, ins) else CONSTANT
     worst = max(ins, key=lambda status: status.rank)
     if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
-        called = _called_on_host(eqn)
+        name = name_on_host(eqn)
+        called = f"`{name}`" if name else "a function"
         return _Status(UNKNOWN.rank, f"it calls {called} on the host with a tangent")
     if worst.rank >= DEPENDENT.rank:
         return worst
@@ -182,14 +184,6 @@ def _one(eqn, name, ins) -> _Status:
     if name == "bitcast_convert_type":  # before a callback, see `_solvers/host_bits.py`
         return DEPENDENT
     return UNKNOWN
-
-
-def _called_on_host(eqn) -> str:
-    """What the user calls the function of a callback."""
-    fn = getattr(eqn.params.get("callback"), "callback_func", None)
-    # A host function of this library has its name in the object that JAX calls.
-    name = getattr(getattr(fn, "op", None), "name", getattr(fn, "__name__", None))
-    return f"`{name}`" if name else "a function"
 
 
 def _keeps_zero(eqn, name, ins) -> bool:

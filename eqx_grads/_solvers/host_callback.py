@@ -15,7 +15,6 @@ from jax.core import Tracer
 
 from .._errors import rule_error, RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
-from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.varying import vary_alike
 from .._rules.closure_convert import Opaque
 from .host_bits import (
@@ -137,16 +136,6 @@ class HostCallback:
             # All that leaves a compiled program is the text of the last exception.
             raise RuntimeError(_describe(self.op, leaves, error)) from None
         return tuple(map(to_bits_on_host, out) if self.has_bits else out)
-
-
-def host_function_in(eqn: Any) -> str:
-    """The name of the host function that an equation calls, or an empty string."""
-    program = primal_program(eqn) if eqn.primitive.name == "eqg_call" else None
-    for inner in () if program is None else program.eqns:
-        callback = getattr(inner.params.get("callback"), "callback_func", None)
-        if isinstance(callback, HostCallback):
-            return callback.op.name
-    return ""
 
 
 def _describe(op, leaves, error) -> str:

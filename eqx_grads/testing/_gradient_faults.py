@@ -13,8 +13,8 @@ from jax.extend.core import Literal
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import UNKNOWN
 from .._errors import place_of
+from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.structure import inner_programs
-from .._solvers.host_callback import host_function_in
 from ._gradient_report import GradientFault, LeafVerdict, WRONG
 from ._likely_cause import Compared, likely_cause, NO_INFLUENCE
 from ._loss_program import along, LossProgram, trace_in_both_precisions

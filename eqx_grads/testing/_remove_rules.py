@@ -16,6 +16,7 @@ import numpy as np
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.in_float64 import primal_program
 from .._jaxprs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.linearity import ELEMENTARY
@@ -29,7 +30,6 @@ from .._jaxprs.structure import (
     structure,
     While,
 )
-from .._solvers.host_callback import host_function_in
 from ._loss_program import LossProgram
 from ._strip_rules import has_given_solver, is_rule
 

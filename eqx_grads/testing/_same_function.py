@@ -14,8 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from .._jaxprs.host_calls import host_function_in
 from .._jaxprs.structure import inner_programs
-from .._solvers.host_callback import host_function_in
 from ._compare import as_real, norm
 
 
