@@ -706,3 +706,30 @@ def test_one_right_entry_of_the_other_sign_is_no_pattern():
     report = eqgt.check_rule(Scaled(scale), x, checks="reverse", raises=False)
     assert not report.passed
     assert "only where" not in str(report)
+
+
+# ---------------------------------------------------------------- rounding
+
+
+def test_some_entries_that_are_a_little_off():
+    want = np.array([1.0, 2.0, 3.0])
+    assert likely_cause(want, want * (1 + 3e-5), "`x`").startswith("every entry is")
+    cause = likely_cause(want, want + np.array([0.0, 2e-5, -3e-5]), "`x`")
+    assert cause.startswith("some entries are a little off")
+
+
+def test_a_rule_that_cancels_is_not_called_wrong_under_vmap():
+    """In float32, where `x` is small: the eager rule and the compiled one round differently."""
+    sine = lambda x: jnp.sin(x)
+    rule = eqg.custom_jvp(sine)
+
+    @rule.def_jvp
+    def rule_jvp(primals, tangents):
+        (x,), (t,) = primals, tangents
+        slope = (jnp.exp(x) - 1 - jnp.expm1(-x) * 0 - x) / (x * x / 2)  # about 1 + x / 3
+        return rule(x), slope / (1 + x / 3) * jnp.cos(x) * t
+
+    report = eqgt.check_rule(rule, jnp.array(0.004), checks="transforms", raises=False)
+    for failure in report.failures:
+        assert "right eagerly" not in failure.text
+        assert "rounded differently" in failure.text

@@ -295,6 +295,24 @@ def test_the_cure_of_a_zero_mask_is_at_the_operation(root, cured, named):
     assert gradient[1] == 0
 
 
+def test_a_divisor_whose_square_underflows():
+    """The derivative is in range, `y**-2` is not."""
+    x, y = jnp.array(1.74e-31, "float32"), jnp.array(6.85e-30, "float32")
+    slope = lambda divide: jax.grad(lambda y: divide(x, y) * jnp.float32(-2e-3))
+    (record,) = eqg.explain_nan(lambda y: x / y * jnp.float32(-2e-3), y).found
+    assert record.kind == "overflow"
+    assert "`eqg.safe.divide(x, y)`" in record.cure
+    exact = -float(x) / float(y) ** 2 * -2e-3
+    assert not jnp.isfinite(slope(jnp.divide)(y))
+    assert abs(slope(eqg.safe.divide)(y) / exact - 1) < 1e-5
+    # And so it is in a branch that is not taken.
+    masked = lambda divide: lambda y: jnp.where(y > 1, divide(jnp.zeros_like(y), y), 0.0)
+    (record,) = eqg.explain_nan(masked(jnp.divide), y).found
+    assert record.kind == "dead branch"
+    assert "Or use `eqg.safe.divide(x, y)`" in record.cure
+    assert jax.grad(masked(eqg.safe.divide))(y) == 0
+
+
 # ---------------------------------------------------------------- masks
 
 

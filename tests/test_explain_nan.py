@@ -296,6 +296,11 @@ def test_rule():
 
     (record,) = eqg.explain_nan(lambda x: square(x), jnp.array(0.0)).found
     assert record.rule.endswith(f":{_lines(test_rule, 'HERE')[0]}")
+    # The derivative is defined there.
+    assert record.kind == "0/0"
+    assert record.cure.startswith(
+        "The rule of `square` is not defined there. If the derivative"
+    )
 
 
 @pytest.mark.thorough

@@ -215,7 +215,9 @@ def _some_entries(want, have, name, primal, directions) -> str:
 
 def _slightly_off(want, have) -> str:
     error = norm(as_real(want - have)) / norm(as_real(want))
-    text = f"every entry is a little off ({error:.0e} of its size)"
+    is_off = np.abs(have - want) > 1e-7 * np.abs(want)
+    which = "every entry is" if np.all(is_off | (want == 0)) else "some entries are"
+    text = f"{which} a little off ({error:.0e} of the size of all)"
     factor = _factor_of(want, have)
     if factor is not None and abs(factor - 1) > _SINGLE:  # of one number, or `_factor` names it
         text += ": a factor or a term of the rule is a little wrong, or"
@@ -224,8 +226,8 @@ def _slightly_off(want, have) -> str:
     dtype = _rounded_to(want, have)
     if dtype:
         return (
-            f"{text} {PRECISION}, as by a cast to {dtype}, or by the finite differences of a "
-            "host function (then pass `tolerance=`)"
+            f"{text} {PRECISION}, as by a cast to {dtype}, by a difference of nearly equal "
+            "numbers, or by the finite differences of a host function (then pass `tolerance=`)"
         )
     rest = (
         "a derivative by finite differences (`step=` of a host function), or a solver that "

@@ -225,6 +225,13 @@ _SAFE = {
     "atan2": "arctan2(y, x)",
 }
 
+_OR_SAFE = " Or use `eqg.safe.{}`, whose derivative is finite there."
+_OF_DIVISOR = (
+    "JAX computes the derivative of `x / y` with `y**-2`, which is out of range. Use "
+    "`eqg.safe.divide(x, y)`, which computes it without. If the derivative itself is too "
+    "large, keep `y` away from zero, or use logarithms."
+)
+
 _IN_EMPTY_ROWS = "which has the derivative zero where all entries are `-inf`"
 _AT_ZERO = "which has the derivative zero at zero"
 # Functions in place of formulas in a branch that is not taken.
@@ -258,6 +265,15 @@ _OF_EMPTY_ROWS = {
     "`eqg.safe.logsumexp(x)`, whose derivative is zero there. Its value is `-inf`, which a "
     "`jnp.where` on the result can replace.",
 }
+
+# Of a rule of the user's, which may not be finite where the derivative is.
+_IN_A_RULE = (
+    "The rule of `{op}` is %s there. If the derivative has a limit, compute it in the rule, "
+    "with a `jnp.where` on the arguments of the quotient, root or logarithm: one on the result "
+    "keeps the value, and not its derivative. If it has none, keep the argument of `{op}` away "
+    "from that point (`x + eps`)."
+)
+_OF_RULES = {SINGULARITY: _IN_A_RULE % "infinite", INDETERMINATE: _IN_A_RULE % "not defined"}
 
 # Of what is not finite in a derivative that the loss takes itself, such as a force.
 IN_A_DERIVATIVE = (
@@ -308,7 +324,11 @@ def cure_of(
         function, why = _SAFE_IN_DEAD_BRANCHES[formula]
         text = f"Use `{function}`, {why}."
     elif kind == MASKED_PRODUCT and primitive in _SAFE:
-        text += f" Or use `eqg.safe.{_SAFE[primitive]}`, whose derivative is zero there."
+        text += _OR_SAFE.format(_SAFE[primitive])
+    if kind == DEAD_BRANCH and primitive == "div" and text == _OF_KINDS[DEAD_BRANCH]:
+        text += _OR_SAFE.format(_SAFE[primitive])
+    if kind == OVERFLOW and primitive == "div" and not is_value:
+        text = _OF_DIVISOR
     if kind in (*_AT_POINTS, OVERFLOW, ZERO_TIMES_INFINITY):
         # Of terms that cancel, and of what underflows, the text on the kind says more.
         at_pole = kind in _AT_POINTS or (kind == ZERO_TIMES_INFINITY and not mask)
@@ -322,6 +342,11 @@ def cure_of(
     safe = _SAFE.get(primitive)
     safe = f"`eqg.safe.{safe}`" if safe else "a function of `eqg.safe`"
     return text.format(op=primitive, mask=mask, safe=safe)
+
+
+def cure_of_rule(kind: str, primitive: str) -> str:
+    """What to do if a rule of the user's is not finite, or an empty string for other kinds."""
+    return _OF_RULES[kind].format(op=primitive) if kind in _OF_RULES else ""
 
 
 def cure_of_dropped_nan(name: str) -> str:

@@ -13,6 +13,7 @@ from .cures import (
     cure_of,
     cure_of_dropped_nan,
     cure_of_input,
+    cure_of_rule,
     DEAD_BRANCH,
     IN_A_DERIVATIVE,
     INDETERMINATE,
@@ -112,6 +113,9 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         formula = formula_in(source.frame.node.program, first_of_rule(source))
     elif cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
+    is_rule = not cause.forward and not is_inside and rule_of(cause.source, cause.spot)
+    if is_rule and (text := cure_of_rule(cause.kind, primitive)):
+        return text
     text = cure_of(
         cause.kind,
         primitive,

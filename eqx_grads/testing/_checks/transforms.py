@@ -22,6 +22,7 @@ from ..._jaxprs.structure import equations
 from .._case import Case
 from .._compiled import all_at_once, compiled
 from .._findings import broke, compare
+from .._likely_cause import PRECISION
 from .._report import FAILED, Finding
 
 
@@ -233,7 +234,10 @@ def transforms(case: Case) -> Iterator[Finding]:
         is_value = transformation == "vmap"
         if is_value:
             names = expected.names[: len(want)]
-        refine = lambda seen, _, is_value=is_value: seen + _of_batches(case) * is_value
+        of_rounding = _OF_ROUNDING.format(trial.name)
+        refine = lambda seen, _, is_value=is_value, of_rounding=of_rounding: (
+            of_rounding if PRECISION in seen else seen + _of_batches(case) * is_value
+        )
         finding = compare(
             "transforms", trial.name, want, got, names, *tolerance, cause=cause, refine=refine
         )
@@ -244,6 +248,12 @@ def transforms(case: Case) -> Iterator[Finding]:
         if finding.verdict == FAILED and wrong is not None and is_of_batch:
             finding = dataclasses.replace(finding, text=wrong.text)  # it has the same cause
         yield finding
+
+
+_OF_ROUNDING = (
+    "eagerly and under {}, the results are rounded differently, and the rule amplifies that, "
+    "as a difference of nearly equal numbers does"
+)
 
 
 def _of_batches(case: Case) -> str:
