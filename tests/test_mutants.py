@@ -719,13 +719,14 @@ def test_the_first_of_many_dead_units(n):
 
 
 def test_the_largest_product_is_shown_and_not_the_largest_cotangent():
-    factors, cotangents = jnp.array([1e-30, 1e25]), jnp.array([1e30, 1e20])
+    factors = jnp.array([1e-30, 1e25], "float32")
+    cotangents = jnp.array([1e30, 1e20], "float32")
 
     def loss(s):
         y = factors * jnp.full(2, s)
         return jnp.dot(y, cotangents)
 
-    (record,) = eqg.explain_nan(loss, jnp.array(1e-30)).found
+    (record,) = eqg.explain_nan(loss, jnp.array(1e-30, "float32")).found
     assert record.kind == "overflow"
     assert_close(record.cotangent, cotangents[1])
     assert_close(record.operands[0], factors[1])
