@@ -89,7 +89,7 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
     """
     if any(isinstance(x, Tracer) for x in leaves) or is_staged(leaves):
         # Its type does not say that it varies over a mesh as the arguments do.
-        return vary_alike(_callback(op, leaves), leaves)
+        return vary_alike(_call_in_program(op, leaves), leaves)
     try:
         out = _run(op, [np.asarray(x) for x in leaves])
     except Exception as error:
@@ -102,13 +102,14 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         return [jnp.array(x) for x in out]
 
 
-def _callback(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
+def _call_in_program(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
     has_bits = needs_bits([*op.in_types, *op.out_types])
-    call, types = HostCallback(op, has_bits), op.out_types
+    call, types = _Callback(op, has_bits), op.out_types
     if not has_bits:
         return list(jax.pure_callback(call, types, *leaves, vmap_method=op.vmap_method))
     leaves = [jnp.asarray(x) for x in leaves]
-    # Without their bits, so that JAX sees a derivative by them, which a callback does not have.
+    # Integers have no tangents. From the empty parts of the arrays JAX sees that the arrays are
+    # differentiated, and raises, as for any callback.
     empty = [x.ravel()[:0] for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     leaves, types = [to_bits(x) for x in leaves], tuple(map(bits_type, types))
     out = jax.pure_callback(call, types, *leaves, *empty, vmap_method=op.vmap_method)
@@ -116,7 +117,7 @@ def _callback(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class HostCallback:
+class _Callback:
     """What JAX keeps of a callback, and calls. `has_bits`: see `host_bits.py`."""
 
     op: AbstractHostOp
@@ -218,9 +219,8 @@ def check_shape(
         may_be_one = _axes_of_size_one(op, leaves, batch)
         if op is not op.call and not np.any(x):  # a zero cotangent
             may_be_one = [True] * len(batch)
-        if all(
-            n == m or (n == 1 and k) for n, m, k in zip(own, batch, may_be_one, strict=True)
-        ):
+        axes = zip(own, batch, may_be_one, strict=True)
+        if all(n == m or (n == 1 and one_is_enough) for n, m, one_is_enough in axes):
             return np.broadcast_to(x.reshape(own + shape), batch + shape)
     promised = jax.ShapeDtypeStruct(batch + shape, op.out_types[i].dtype)
     if batch:

@@ -227,9 +227,9 @@ _SAFE = {
 
 _OR_SAFE = " Or use `eqg.safe.{}`, whose derivative is finite there."
 _OF_DIVISOR = (
-    "JAX computes the derivative of `x / y` with `y**-2`, which is out of range. Use "
-    "`eqg.safe.divide(x, y)`, which computes it without. If the derivative itself is too "
-    "large, keep `y` away from zero, or use logarithms."
+    "JAX computes the derivative of `x / y` with `y**-2`, which may be out of range where the "
+    "derivative is not. Use `eqg.safe.divide(x, y)`, which computes it without. If the "
+    "derivative itself is too large, keep `y` away from zero, or use logarithms."
 )
 
 _IN_EMPTY_ROWS = "which has the derivative zero where all entries are `-inf`"

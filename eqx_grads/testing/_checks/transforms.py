@@ -251,8 +251,8 @@ def transforms(case: Case) -> Iterator[Finding]:
 
 
 _OF_ROUNDING = (
-    "eagerly and under {}, the results are rounded differently, and the rule amplifies that, "
-    "as a difference of nearly equal numbers does"
+    "eagerly and under {}, the results are rounded differently: one of them is cast to lower "
+    "precision, or the rule amplifies rounding, as a difference of nearly equal numbers does"
 )
 
 
