@@ -382,6 +382,31 @@ def test_a_layer_that_keeps_its_gates(layer):
     assert states.estimated < 0.7 * gates.estimated
 
 
+def test_a_layer_that_is_made_in_the_call_of_a_model():
+    """As `from_cell` is used: the layer is not among those of the model."""
+
+    class Model(eqx.Module):
+        cell: eqx.nn.GRUCell
+        keep: str = eqx.field(static=True)
+
+        def __call__(self, x):
+            return eqg.nn.GRU.from_cell(self.cell, keep=self.keep)(x)[0]
+
+    def loss(model, x):
+        return jnp.sum(jax.vmap(model)(x))
+
+    cell = eqx.nn.GRUCell(4, 32, key=jr.key(0))
+    remarks = {
+        keep: eqg.explain_memory(
+            loss, Model(cell, keep), jnp.ones((8, 500, 4)), compiled=False
+        ).remarks
+        for keep in ("gates", "states")
+    }
+    (remark,) = [r for r in remarks["gates"] if 'keep="states"' in r]
+    assert remark.startswith("The `GRU` at test_explain_memory_loops.py:")
+    assert not [r for r in remarks["states"] if 'keep="states"' in r]
+
+
 class TwoCells(eqx.Module):
     cell1: eqx.nn.GRUCell
     cell2: eqx.nn.GRUCell

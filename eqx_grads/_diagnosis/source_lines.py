@@ -77,9 +77,10 @@ UNKNOWN = SourceLine("", 0, "")
 _folder = lambda file: os.path.dirname(os.path.abspath(file)) + os.sep
 _JAX = _folder(jax.__file__)
 # Frames of these packages tell the user nothing.
+_PACKAGE = os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep
 _HIDDEN = (
     *(_folder(package.__file__) for package in (jax, jaxlib, eqx, jaxtyping)),
-    os.path.dirname(_folder(__file__).rstrip(os.sep)) + os.sep,  # eqx_grads
+    _PACKAGE,
 )
 _LAYERS = (
     os.path.join(_folder(eqx.__file__), "nn", ""),
@@ -175,6 +176,13 @@ def layer_line(eqn: Any) -> str:
         if not _is_hidden(f):
             break
     return ""
+
+
+def is_made_in(eqn: Any, file: str) -> bool:
+    """Whether an equation is made in a file of this package, such as `nn/_recurrent/gru.py`."""
+    traceback = traceback_of(eqn)
+    path = os.path.join(_PACKAGE, *file.split("/"))
+    return any(f.file_name == path for f in (traceback.frames if traceback else ()))
 
 
 def _calls(frames: Iterable[Any]) -> tuple[tuple[str, int, str], ...]:

@@ -11,6 +11,7 @@ from ..._control_flow.replay import replayed_scan
 from ..._jaxprs.dependence import variables
 from ..._jaxprs.structure import inner_programs, Scan, structure
 from ..origins import NumberedLoss, Origin
+from ..source_lines import is_made_in
 from ..traced_loss import layer_calls
 from .advice import Pairs
 from .loop_of_cell import loop_of_cell
@@ -24,8 +25,9 @@ _LEAST_STATES = 2**15
 _LEAST_SHARE = 0.1
 # An LSTM that keeps its states only keeps two arrays for each step.
 _MOST_STATES = 2
-# The modules of the layers that have `keep`. A diagnosis does not import them.
-_WITH_KEEP = ("eqx_grads.nn._recurrent.gru", "eqx_grads.nn._recurrent.lstm")
+# The layers that have `keep`, and their files. A diagnosis does not import them, and a model
+# may make one in its call, as `from_cell` is for: it is then not among the model's layers.
+_WITH_KEEP = {"GRU": "nn/_recurrent/gru.py", "LSTM": "nn/_recurrent/lstm.py"}
 # The figures are those of `benchmarks/recurrent.py`.
 _LAYERS = {
     eqx.nn.GRUCell: "GRU",
@@ -84,7 +86,7 @@ _IS_REPLAYED = (
     "one after another."
 )
 _KEEPS_GATES = (
-    '`{path}` keeps the gates of each step. With `keep="states"` it keeps the states only, and '
+    '{layer} keeps the gates of each step. With `keep="states"` it keeps the states only, and '
     "computes the gates once more."
 )
 _TRANSPOSED = (
@@ -236,10 +238,13 @@ def _layers_that_keep_gates(
     for origin in numbered.origins:
         kept = [r for s, r in pairs if s.origin is origin and r.n_steps > 1]
         is_large = sum(r.bytes for r in kept) >= least
+        names = [n for n, file in _WITH_KEEP.items() if is_made_in(origin.eqn, file)]
+        if not names or not is_large or len(kept) <= _MOST_STATES:
+            continue
         types = [numbered.traced.types[layer] for layer, _ in layer_calls(origin.eqn)]
-        is_layer = types and types[-1].__module__ in _WITH_KEEP
-        if is_layer and is_large and len(kept) > _MOST_STATES:
-            yield _KEEPS_GATES.format(path=origin.path or origin.primitive)
+        is_in_model = bool(types) and types[-1].__name__ in names
+        layer = f"`{origin.path}`" if is_in_model else f"The `{names[0]}` at {origin.source}"
+        yield _KEEPS_GATES.format(layer=layer)
 
 
 def _transposed(numbered: NumberedLoss, pairs: Pairs, least: int | float) -> Iterator[str]:
