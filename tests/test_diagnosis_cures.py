@@ -383,6 +383,62 @@ def test_logarithm_of_a_softmax(loss, cured):
     assert jnp.any(jax.grad(cured)(FAR))
 
 
+@pytest.mark.parametrize(
+    "entropy",
+    [
+        lambda p: -jnp.sum(p * jnp.log(p)),
+        lambda p: jnp.sum(jnp.log(p) * -p),
+        lambda p: -p @ jnp.log(p),
+    ],
+    ids=["negated sum", "negated factor", "matmul"],
+)
+def test_logarithm_of_a_softmax_in_an_entropy(entropy):
+    """The other factor of its product is the softmax: one function has both."""
+    (record,) = eqg.explain_nan(lambda x: entropy(jax.nn.softmax(x)), FAR).found
+    assert record.cure.startswith("Use `eqg.safe.entropy(p)`")
+    cured = lambda x: eqg.safe.entropy(jax.nn.softmax(x))
+    assert not eqg.explain_nan(cured, FAR)
+    near = jnp.array([1.0, -2.0, 0.5])
+    want = jax.grad(lambda x: entropy(jax.nn.softmax(x)))(near)
+    sign = 1 if entropy(jnp.array([0.5, 0.5])) > 0 else -1
+    assert jnp.allclose(sign * want, jax.grad(cured)(near), rtol=1e-5)
+
+
+def test_logarithm_of_a_softmax_with_the_entropy_of_another():
+    cross_entropy = lambda x, p: -jnp.sum(p * jnp.log(jax.nn.softmax(x)))
+    (record,) = eqg.explain_nan(cross_entropy, FAR, jnp.array([0.2, 0.3, 0.5])).found
+    assert record.cure.startswith("Use `eqg.safe.log_softmax(x)`")
+
+
+@pytest.mark.parametrize(
+    ("operation", "outside", "cured"),
+    [
+        (jnp.arccos, 1 + 1e-6, lambda x: eqg.safe.arccos(jnp.clip(x, -1, 1))),
+        (jnp.arcsin, -1 - 1e-6, lambda x: eqg.safe.arcsin(jnp.clip(x, -1, 1))),
+        (jnp.sqrt, -1e-6, lambda x: eqg.safe.sqrt(jnp.maximum(x, 0))),
+        (lambda x: x**0.3, -1e-6, lambda x: eqg.safe.power(jnp.maximum(x, 0), 0.3)),
+        (jnp.log, -1e-6, lambda x: jnp.log(jnp.maximum(x, 1e-6))),
+    ],
+    ids=["arccos", "arcsin", "sqrt", "pow", "log"],
+)
+def test_an_argument_that_rounds_to_the_outside_of_a_domain(operation, outside, cured):
+    """Clipped alone, it is at an end of the domain, at which the derivative is infinite."""
+    x = jnp.array(outside)
+    (record,) = eqg.explain_nan(operation, x).found
+    assert record.kind == "outside of the domain"
+    assert "jnp.clip(x, -1, 1)" in record.cure or "jnp.maximum(x, " in record.cure
+    assert not eqg.explain_nan(cured, x)
+    inside = x - 0.1 * jnp.sign(x) if abs(outside) > 1 else -x + 0.5
+    assert jnp.allclose(jax.grad(cured)(inside), jax.grad(operation)(inside))
+
+
+def test_an_operand_next_to_the_end_of_a_domain_has_its_digits():
+    x = jnp.nextafter(jnp.ones(()), 2 * jnp.ones(()))
+    report = str(eqg.explain_nan(jnp.arccos, x))
+    assert f"{float(x):.9g}" in report
+    assert ("  1.00000012" in report) == (x.dtype == jnp.float32)
+
+
 def test_logarithm_of_something_else_is_no_softmax():
     loss = lambda x: jnp.sum(jnp.log(jnp.where(MASK, x, 1.0)))
     (record,) = eqg.explain_nan(loss, jnp.zeros(3)).found

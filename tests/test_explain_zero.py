@@ -1201,3 +1201,35 @@ def test_leaves_of_integers_are_named():
     loss = lambda m, i: m["w"][m["table"][i]]
     assert "not looked at: ['table']." in str(eqg.explain_zero(loss, model, jnp.array(1)))
     assert "integers" not in str(eqg.explain_zero(lambda w, i: w[i], X, jnp.array(1)))
+
+
+def test_a_safe_function_whose_second_derivative_is_zero():
+    """The report names the function that the user calls, and not a rule inside of it."""
+    square = lambda s: jnp.trace(jax.hessian(lambda x: eqg.safe.norm(s * x) ** 2)(jnp.zeros(2)))
+    report = eqg.explain_zero(square, jnp.array(2.0))
+    named = "`safe.norm` has the derivative zero where it has none"
+    assert any(named in record.cure for record in report.found)
+    text = str(report)
+    assert "polar" not in text
+    assert "inverse" not in text
+
+
+def test_a_safe_function_whose_value_is_zero():
+    """A factor that is zero, outside of any derivative: nothing is to be said of its rule."""
+    report = eqg.explain_zero(lambda w: w * eqg.safe.norm(jnp.zeros(2)), jnp.array(2.0))
+    (record,) = report.found
+    assert record.kind == "multiplied by zero"
+    assert record.detail.startswith("the result of `safe.norm` at")
+    assert record.cure.startswith("Give the factor other values")
+
+
+def test_a_safe_function_at_its_kink():
+    (record,) = eqg.explain_zero(eqg.safe.norm, jnp.zeros(2)).found
+    assert record.primitive == "safe.norm"
+    assert "threshold" not in record.cure
+
+
+def test_a_surrogate_far_from_its_threshold():
+    spike = lambda x: jnp.sum(eqg.surrogates.spike(x, eqg.surrogates.triangle()))
+    (record,) = eqg.explain_zero(spike, jnp.array([-9.0, 9.0])).found
+    assert "larger inputs or a lower threshold" in record.cure

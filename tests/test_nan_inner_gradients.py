@@ -23,6 +23,24 @@ def _at(fn, mark):
     return first + next(i for i, line in enumerate(lines) if f"# {mark}" in line)
 
 
+def _second(norm):
+    """The trace of the second derivative of a smooth function of the norm, at zero: 4 s**2."""
+    return lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(jnp.zeros(2)))
+
+
+def test_a_safe_function_in_a_second_derivative_is_said_to_be_zero():
+    """`safe.norm` alone mends the NaN, and makes a smooth second derivative zero."""
+    s = jnp.array(2.0)
+    report = eqg.explain_nan(_second(jnp.linalg.norm), s)
+    assert all("Its second derivative is zero there, too" in r.cure for r in report.found)
+    assert _second(eqg.safe.norm)(s) == 0  # as it says
+    squares = lambda s: jnp.trace(jax.hessian(lambda x: jnp.sum((s * x) ** 2))(jnp.zeros(2)))
+    assert squares(s) == 4 * s**2  # as it says
+    assert not eqg.explain_nan(squares, s)
+    (record,) = eqg.explain_nan(lambda x: jnp.linalg.norm(x), jnp.zeros(2)).found
+    assert "second derivative" not in record.cure
+
+
 CHARGES = jnp.array([1.0, 2.0, 3.0])
 POSITIONS = jnp.array([[0.0, 1.0], [2.0, 0.5], [-1.0, 3.0]])
 

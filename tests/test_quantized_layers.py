@@ -277,7 +277,7 @@ def test_weight_decay_leaves_a_given_number(getkey):
     for number in (0.1, np.float32(0.25), 1):
         given = nn.FakeQuantize(4, scale=number)
         assert jax.tree.leaves(given) == []
-        assert given.scale == number
+        assert (given.scale, given.constant) == (None, number)
         np.testing.assert_array_equal(
             given(x), nn.FakeQuantize(4, scale=jnp.array(float(number)))(x)
         )
@@ -296,7 +296,7 @@ def test_weight_decay_leaves_a_given_number(getkey):
             updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_array))
         model = eqx.apply_updates(model, updates)
     assert jnp.all(model.weight != before.weight)
-    assert (model.weight_quantizer.scale, model.input_quantizer.scale) == (0.1, 1)
+    assert (model.weight_quantizer.constant, model.input_quantizer.constant) == (0.1, 1)
     # `equinox.nn.MLP` scans over its layers, which may then hold arrays only.
     mlp = eqx.nn.MLP(2, 2, 2, 3, scan=True, key=getkey())
     quantized = nn.quantize_model(mlp, {"*": (nn.FakeQuantize(4, scale=0.1), given)})[0]
@@ -304,6 +304,23 @@ def test_weight_decay_leaves_a_given_number(getkey):
     # A learned one is a parameter still.
     learned = nn.FakeQuantize(4, scale=0.1, learn_scale=True)
     assert len(jax.tree.leaves(learned)) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSQ(4, channel_axis=0),
+        lambda: nn.FakeQuantize(4, channel_axis=0, learn_scale=True),
+        lambda: nn.FakeQuantize(4, scale=jnp.full((2, 1), 0.1)),
+    ],
+    ids=["LSQ", "learned", "array"],
+)
+def test_a_scale_has_the_path_of_the_page(make, getkey):
+    """`is_scale` of the page on quantization layers, for weight decay and frozen scales."""
+    layer = nn.QuantizedLinear(6, 2, weight_quantizer=make(), key=getkey())
+    leaves = jax.tree_util.tree_leaves_with_path(layer)
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    assert paths == [".layer.weight", ".layer.bias", ".weight_quantizer.scale"]
 
 
 def test_the_largest_is_not_clipped_in_half_precision():

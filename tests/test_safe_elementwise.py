@@ -467,8 +467,15 @@ def test_errors_of_where():
         RuleError, match=r"The condition of `safe.where` does not hold booleans"
     ):
         safe.where(jnp.ones(3), jnp.log, x, 0.0)
-    with pytest.raises(RuleError, match=r"The `cond` of `safe.where` does not broadcast to x"):
-        safe.where(jnp.ones(2, bool), jnp.log, x, 0.0)
+    rows = jnp.ones(2, bool)
+    with pytest.raises(
+        RuleError, match=r"The `cond` of `safe.where` does not broadcast to x"
+    ) as e:
+        safe.where(rows, jnp.log, x, 0.0)
+    assert "give it axes of size one: `cond[..., None]`" in str(e.value)
+    assert jnp.all(safe.where(rows[..., None], jnp.log, x, 1.0) == 0)  # as it says
+    with pytest.raises(RuleError, match="Broadcast x to the shape of `cond` before"):
+        safe.where(x > 0, jnp.log, jnp.ones(3), 0.0)
     with pytest.raises(RuleError, match="does not broadcast to the result of `<lambda>`") as e:
         safe.where(jnp.ones((2, 1), bool), lambda x: jnp.linalg.norm(x, axis=1), x, 0.0)
     assert "use `jax.vmap` around `safe.where`" in str(e.value)

@@ -27,7 +27,7 @@ from .._jaxprs.structure import (
     While,
 )
 from .._jaxprs.versions import assigns_shardings, function_name
-from .source_lines import is_traced_here, source_line, SourceLine, UNKNOWN
+from .source_lines import is_traced_here, safe_function, source_line, SourceLine, UNKNOWN
 from .traced_loss import layer_calls, TracedLoss
 
 
@@ -35,7 +35,8 @@ from .traced_loss import layer_calls, TracedLoss
 class Origin:
     """An equation of the loss.
 
-    - `primitive`: its name. For a call of a function with a rule, the function's.
+    - `primitive`: its name. For a call of a function with a rule, the function's, or that of
+        the function of `eqx_grads.safe` that it is a part of, such as `safe.norm`.
     - `source`: the line of the user's code.
     - `path`: the path of the innermost layer that it is called in, or empty.
     - `loops`: the numbers of the equations of the enclosing loops, outermost first.
@@ -49,6 +50,12 @@ class Origin:
     path: str
     loops: tuple[int, ...]
     enclosing: tuple[int, ...]
+
+
+def is_in_derivative(origins: Sequence[Origin], origin: Origin) -> bool:
+    """Whether an equation of the loss is in a derivative that the loss takes."""
+    around = (origins[i] for i in (origin.number, *origin.enclosing))
+    return any("jvp(" in str(o.eqn.source_info.name_stack) for o in around)
 
 
 def equation_tag(eqn: Any) -> str:
@@ -121,7 +128,8 @@ class NumberedLoss:
                 library = source.library or outer.library
                 source = dataclasses.replace(outer, library=library) if outer.file else source
             source = _called_from(source, self.origins[enclosing[-1]]) if enclosing else source
-            name = _name_of_primitive(eqn)
+            around = [self.origins[i].eqn for i in reversed(enclosing)]
+            name = _name_of_primitive(eqn, around)
             origin = Origin(number, eqn, name, source, layer, loops, enclosing)
             self.origins.append(origin)
             numbers.append(number)
@@ -191,11 +199,16 @@ def _layer_of(eqn, layers: Sequence[str]) -> str:
     return layers[calls[-1][0]] if calls and layers else ""
 
 
-def _name_of_primitive(eqn) -> str:
-    """The name of the primitive, or of the function that an equation calls."""
+def _name_of_primitive(eqn, around: Sequence[Any]) -> str:
+    """The name of the primitive, or of the function that an equation calls.
+
+    - `around`: the equations that it is in, innermost first.
+    """
     known = structure(eqn)
     if isinstance(known, CallWithRule | Call):
         name = eqn.params.get("name") or getattr(eqn.params.get("call"), "name", None)
+        if isinstance(known, CallWithRule) and (safe := safe_function([eqn, *around])):
+            return safe  # and not a helper of it that has the rule
         return name if isinstance(name, str) else function_name(*known.programs)
     # JAX 0.12 calls some operations, such as `searchsorted`, by one primitive.
     called = eqn.params.get("_prim")

@@ -82,6 +82,7 @@ _HIDDEN = (
     *(_folder(package.__file__) for package in (jax, jaxlib, eqx, jaxtyping)),
     _PACKAGE,
 )
+_SAFE = os.path.join(_PACKAGE, "safe", "")
 _LAYERS = (
     os.path.join(_folder(eqx.__file__), "nn", ""),
     os.path.join(_folder(eqx.__file__), "internal", "_loop", ""),
@@ -176,6 +177,24 @@ def layer_line(eqn: Any) -> str:
         if not _is_hidden(f):
             break
     return ""
+
+
+def safe_function(eqns: Iterable[Any]) -> str:
+    """The function of `eqx_grads.safe` that makes an equation, such as `safe.norm`: the first
+    one that the user calls, or an empty string.
+
+    - `eqns`: the equation and those that it is in, innermost first. JAX cuts tracebacks at a
+        `jit`.
+    """
+    name = ""
+    for eqn in eqns:
+        traceback = traceback_of(eqn)
+        for f in traceback.frames if traceback else ():  # innermost first
+            if f.file_name.startswith(_SAFE) and not f.function_name.startswith(("_", "<")):
+                name = f.function_name
+            elif not _is_hidden(f):
+                return name and f"safe.{name}"
+    return name and f"safe.{name}"
 
 
 def is_made_in(eqn: Any, file: str) -> bool:

@@ -63,7 +63,9 @@ def norm(
     this over the elements of the largest magnitude. At zero, which is the minimum, the
     derivative is zero, and so is that of each $|x_i|$ at $x_i = 0$. An infinite element
     outweighs all finite ones. Both modes and all orders; second derivatives at zero, where they
-    do not exist, are zero.
+    do not exist, are zero. So the second derivative of what is smooth at zero, such as
+    `norm(x)**2`, is zero there, which is wrong: write `jnp.sum(x**2)`, or a rule for what is
+    computed from the norm.
 
     **Raises:**
 

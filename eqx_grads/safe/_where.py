@@ -126,8 +126,23 @@ def _select(cond, x, other, name, argument, dtype):
             raise rule_error(
                 f"The `{what}` of `safe.where` does not broadcast to {name}.",
                 f"`{what}` is {type_of(value)}, {name} is {type_of(x)}",
-                do="The function acts on each element by itself. For one that does not, such "
-                "as a norm of each row, use `jax.vmap` around `safe.where`.",
+                do=_way_out(what, shape_of(value), name, shape_of(x)),
             )
     x, other = (jnp.asarray(value).astype(dtype) for value in (x, other))
     return jnp.where(jnp.broadcast_to(cond, x.shape), x, jnp.broadcast_to(other, x.shape))
+
+
+def _way_out(what, shape, name, of_x):
+    if shape == of_x[: len(shape)]:
+        axes = ", None" * (len(of_x) - len(shape))
+        return (
+            f"If it is one number for each row of {name}, give it axes of size one: "
+            f"`{what}[...{axes}]`. If the function is one of a row, such as its norm, use "
+            "`jax.vmap` around `safe.where`."
+        )
+    if broadcasts_to(of_x, shape):
+        return f"Broadcast {name} to the shape of `{what}` before: `jnp.broadcast_to`."
+    return (
+        "The function acts on each element by itself. For one that does not, such as a norm of "
+        "each row, use `jax.vmap` around `safe.where`."
+    )

@@ -342,7 +342,7 @@ def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
     names = {eqn.primitive.name for eqn in equations(own.traced.program)}
     if any("random" in name or "threefry" in name for name in names):
         return ""  # it draws other numbers in another precision
-    off = []
+    off, lost = [], []
     admitted = 30 * tolerance_of([np.zeros((), own.lowest)])
     for i, (g, exact) in enumerate(zip(own.gradient, judge.gradient, strict=True)):
         g, exact = as_real(g), as_real(exact)
@@ -350,13 +350,24 @@ def _precision_lost(own: LossProgram, judge: Judge, skipped: set[int]) -> str:
         if i in skipped or size == 0 or not np.all(np.isfinite(exact)):
             continue
         error = norm(g - exact) / size
-        if admitted < error < np.inf:  # what is not finite is a fault
+        if 1 < error < np.inf:  # what is not finite is a fault
+            lost.append(f"{own.names[i]} ({norm(g):.1g} and {size:.1g})")
+        elif admitted < error < np.inf:
             off.append((error, own.names[i]))
-    if not off:
-        return ""
     off.sort(reverse=True)
-    shown = ", ".join(f"{name} ({error:.1g})" for error, name in off[:6])
-    return f"In {own.lowest}, rounding changes the gradient. Its relative error: {shown}."
+    remarks = []
+    if lost:
+        remarks.append(
+            f"In {own.lowest}, the gradient is mostly a rounding error. Its norm there and in "
+            f"float64: {', '.join(lost[:6])}. Where the second is tiny, terms cancel, and the "
+            "gradient may be zero, as that of a bias before a softmax is."
+        )
+    if off:
+        shown = ", ".join(f"{name} ({error:.1g})" for error, name in off[:6])
+        remarks.append(
+            f"In {own.lowest}, rounding changes the gradient. Its relative error: {shown}."
+        )
+    return " ".join(remarks)
 
 
 # ---------------------------------------------------------------- verdicts

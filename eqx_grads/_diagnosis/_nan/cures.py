@@ -154,6 +154,8 @@ _OF_FORMULAS = {
     "log of softmax": "Use `eqg.safe.log_softmax(x)` in place of the logarithm of a "
     "softmax. Select or mask its entries before a product with them: zero times `-inf` is NaN. "
     "For the sum of `-p * log(p)`, use `eqg.safe.entropy(p)`.",
+    "entropy": "Use `eqg.safe.entropy(p)` in place of the sum of `-p * log(p)`: its "
+    "derivatives are finite also where `p` is zero, as entries of a softmax may be.",
     "log of sigmoid": "Use `jax.nn.log_sigmoid(x)` in place of the logarithm of the sigmoid "
     "of `x`.",
     "log of 1 - sigmoid": "Use `jax.nn.log_sigmoid(-x)` in place of the logarithm of one "
@@ -225,6 +227,19 @@ _SAFE = {
     "atan2": "arctan2(y, x)",
 }
 
+# Where a clipped argument is: at an end of the domain, at which the derivative is infinite.
+_IN_PLACE = (
+    " At the ends of it, the derivative is infinite: use `eqg.safe.%s`, whose derivative is "
+    "zero there."
+)
+_AT_ENDS_OF_DOMAIN = {
+    "acos": _IN_PLACE % "arccos(jnp.clip(x, -1, 1))",
+    "asin": _IN_PLACE % "arcsin(jnp.clip(x, -1, 1))",
+    "sqrt": _IN_PLACE % "sqrt(jnp.maximum(x, 0))",
+    "pow": _IN_PLACE % "power(jnp.maximum(x, 0), y)",
+    "log": " At zero, it is infinite: `jnp.log(jnp.maximum(x, eps))`.",
+}
+
 _OR_SAFE = " Or use `eqg.safe.{}`, whose derivative is finite there."
 _OF_DIVISOR = (
     "JAX computes the derivative of `x / y` with `y**-2`, which may be out of range where the "
@@ -275,6 +290,13 @@ _IN_A_RULE = (
 )
 _OF_RULES = {SINGULARITY: _IN_A_RULE % "infinite", INDETERMINATE: _IN_A_RULE % "not defined"}
 
+# Of a function with the derivative zero, in a derivative that the loss takes.
+SECOND_IS_ZERO = (
+    " Its second derivative is zero there, too. If what the loss computes from it is smooth "
+    "there, as `norm(x)**2` is, that is wrong: compute it without (`jnp.sum(x**2)`), or write "
+    "a rule for it."
+)
+
 # Of what is not finite in a derivative that the loss takes itself, such as a force.
 IN_A_DERIVATIVE = (
     " It is in a derivative that the loss takes. If a `where` drops the operation there, this "
@@ -306,6 +328,8 @@ def cure_of(
         return _EXPLODES.format(op=primitive)
     cures = {**_OF_KINDS, **_OF_VALUES} if is_value else _OF_KINDS
     text = cures[kind] if kind in cures else _of_constant(kind)
+    if kind == DOMAIN:
+        text += _AT_ENDS_OF_DOMAIN.get(primitive, "")
     if kind == OVERFLOW and primitive in _PRODUCTS:
         text = _TOO_LARGE_A_PRODUCT
     if kind == DEAD_BRANCH and mask not in ("", "where"):
@@ -313,7 +337,7 @@ def cure_of(
         text = _OF_INDEX if is_index else _OF_SELECTION
     if kind == DEAD_BRANCH and is_bound:
         text = _OF_BOUND
-    if kind == DEAD_BRANCH and formula == "log of softmax":
+    if kind == DEAD_BRANCH and formula in ("log of softmax", "entropy"):
         text = _OF_FORMULAS[formula]
     if kind == DEAD_BRANCH and primitive in ("eigh", "svd"):
         text = _OF_PRIMITIVES[primitive]

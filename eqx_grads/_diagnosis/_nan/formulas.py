@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, structure
-from ..origins import Origin
+from ..origins import is_in_derivative, Origin
 from ..source_lines import UNKNOWN
 from .groups import are_same_groups, group_of, is_of_own_group
 
@@ -117,8 +117,7 @@ class Formulas:
 
     def is_in_derivative(self, origin: Origin) -> bool:
         """Whether it is in a derivative that the loss takes."""
-        calls = (self._origins[i].eqn for i in (origin.number, *origin.enclosing))
-        return any("jvp(" in str(eqn.source_info.name_stack) for eqn in calls)
+        return is_in_derivative(self._origins, origin)
 
     def _root(self, origin: Origin) -> Origin | None:
         """The square root in `0.5 / sqrt(x)` and in `sqrt(x) ** -2`."""
@@ -214,8 +213,9 @@ class Formulas:
             return "log of 1 - sigmoid" if is_sigmoid else ""
         below = self._made_by(made, 0)
         if below is not None and below.primitive == "exp" and made.primitive == "div":
-            is_softmax = self._is_sum_of(below, self._made_by(made, 1))
-            return "log of softmax" if is_softmax else "log of product"
+            if not self._is_sum_of(below, self._made_by(made, 1)):
+                return "log of product"
+            return "entropy" if self._is_times_its_argument(log) else "log of softmax"
         if made.primitive == "div" and below is not None and below.primitive in _SUMS:
             made, below = below, self._made_by(below, 0)  # a mean
         if made.primitive == "reduce_prod" or self._has_factor_exp(made):
@@ -228,6 +228,21 @@ class Formulas:
         if any(map(self._has_factor_softmax, terms)):
             return "log of chosen softmax"
         return "log of weighted exp" if any(map(self._has_factor_exp, terms)) else ""
+
+    def _is_times_its_argument(self, log: Origin) -> bool:
+        """Whether `log(p)` is multiplied by `p` or `-p` only: for the sum of `-p * log(p)`."""
+        users = self._users[log.number]
+        p = self._source(log, 0)
+
+        def is_p(product: Origin, k: int) -> bool:
+            made = self._made_by(product, k)
+            is_negated = made is not None and made.primitive == "neg"
+            return p == (self._source(made, 0) if is_negated else self._source(product, k))
+
+        products = ("mul", "dot_general")
+        return bool(users) and all(
+            user.primitive in products and (is_p(user, 0) or is_p(user, 1)) for user in users
+        )
 
     def _past_selections(self, made: Origin | None) -> Origin | None:
         """What an operation selects from, if that is what it does."""

@@ -18,6 +18,7 @@ from .cures import (
     IN_A_DERIVATIVE,
     INDETERMINATE,
     LARGE,
+    SECOND_IS_ZERO,
     SINGULARITY,
     ZERO_SAFE,
     ZERO_TIMES_INFINITY,
@@ -132,20 +133,20 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         text = text.replace(f"{ZERO_SAFE}, or ", "")
     if is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot):
         text += on_boundary(formula)
-    return text + _on_derivative(derivative, cause)
+    return text + _on_derivative(derivative, cause, text)
 
 
 # What may be dropped by a `where` in a function that the loss differentiates.
 _DROPPED = (DEAD_BRANCH, SINGULARITY, INDETERMINATE, ZERO_TIMES_INFINITY)
 
 
-def _on_derivative(derivative: Derivative, cause: Cause) -> str:
+def _on_derivative(derivative: Derivative, cause: Cause, cure: str) -> str:
     """What is to be said of an operation in a derivative that the loss takes."""
-    if cause.origin is None:
+    formulas = Formulas(derivative.numbered.origins)
+    if cause.origin is None or not formulas.is_in_derivative(cause.origin):
         return ""
     is_dropped = cause.forward and cause.kind in _DROPPED
-    formulas = Formulas(derivative.numbered.origins)
-    return IN_A_DERIVATIVE * (is_dropped and formulas.is_in_derivative(cause.origin))
+    return SECOND_IS_ZERO * ("zero there" in cure) + IN_A_DERIVATIVE * is_dropped
 
 
 def _differentiated(derivative: Derivative, cause: Cause, is_inside: bool) -> str:

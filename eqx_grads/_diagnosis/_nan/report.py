@@ -182,10 +182,15 @@ def _row(record: NonFinite) -> tuple[str, ...]:
         record.caller,
         record.rule,
         _show_elements(record),
-        ", ".join(f"{x:.3g}" for x in record.operands),
+        ", ".join(map(_show_operand, record.operands)),
         # Of a dead branch it is zero, as the kind says.
         f"{record.cotangent:.3g}" if record.cotangent else "",
     )
+
+
+def _show_operand(x: float) -> str:
+    """With as many digits as tell it from 1 and -1, where domains end."""
+    return f"{x:.9g}" if abs(x) != 1 and f"{abs(x):.3g}" == "1" else f"{x:.3g}"
 
 
 def _show_elements(record: NonFinite) -> str:

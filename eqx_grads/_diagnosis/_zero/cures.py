@@ -106,6 +106,13 @@ _ZERO_RULE = (
     "threshold: use a wider one (`eqg.surrogates.atan()` is zero nowhere), larger inputs or a "
     "lower threshold."
 )
+# Of a function of `eqx_grads.safe`, and of what its derivative is made of.
+_ZERO_OF_SAFE = (
+    "`{name}` has the derivative zero where it has none, such as at zero, and so are its "
+    "higher derivatives. A loss that takes one of these gets zero also where what it computes "
+    "from `{name}` is smooth, as `norm(x)**2` is: compute that without (`jnp.sum(x**2)`), or "
+    "write a rule for it."
+)
 _ROUNDED = {"round": "round", "floor": "floor", "ceil": "ceil"}
 
 
@@ -116,13 +123,17 @@ def cure_of(
     is_index: bool = False,
     has_rules: bool = False,
     is_rule: bool = False,
+    safe: str = "",
 ) -> str:
     """What to do.
 
     - `is_index`: whether the value is used as an index first of all.
     - `has_rules`: whether derivatives of the loss may be those of another function.
     - `is_rule`: whether that of this operation is.
+    - `safe`: the function of `eqx_grads.safe` whose derivative is zero, if it is one.
     """
+    if safe:
+        return _ZERO_OF_SAFE.format(name=safe)
     if (kind, primitive) == ("dead units", "select_n"):
         return _OTHER_BRANCH
     if kind == "zero derivative" and is_rule:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..nan_checks import without_nan_checks
-from ..origins import no_derivative_error, NumberedLoss, Origin
+from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import UNKNOWN
@@ -285,6 +285,9 @@ class _Explanation:
         if origin and any(map(is_truncation, (origin, *around))):
             kind = "truncated"
         detail, n_units, step = "", 0, end.step
+        safe = ""
+        if kind in ("multiplied by zero", "zero derivative"):
+            safe = _safe_function(self._numbered, origin, end)
         if kind == "multiplied by zero":
             names = [factor_name(source, origin_of) for source in end.zero_factors]
             detail = ", ".join(name for name in names if name)
@@ -295,7 +298,14 @@ class _Explanation:
             of_leaf, n_units = likely[-1]
             units = of_leaf if units is None else units
         return self._record(
-            leaf, kind, origin, step=step, detail=detail, units=units or (), n_units=n_units
+            leaf,
+            kind,
+            origin,
+            step=step,
+            detail=detail,
+            units=units or (),
+            n_units=n_units,
+            safe=safe,
         )
 
     def _record(
@@ -309,6 +319,7 @@ class _Explanation:
         units=(),
         n_units=0,
         by_structure=False,
+        safe="",
     ) -> ZeroGradient:
         return ZeroGradient(
             leaf=self._leaves[leaf],
@@ -327,8 +338,21 @@ class _Explanation:
                 is_index=detail == INDEX,
                 has_rules=kind == "canceled" and has_rules(self._numbered.origins),
                 is_rule=origin is not None and is_rule(origin),
+                safe=safe,
             ),
         )
+
+
+def _safe_function(numbered: NumberedLoss, origin: Origin | None, end: End) -> str:
+    """The function of `eqx_grads.safe` whose derivative is zero, or empty: the operation, or a
+    factor in a derivative that the loss takes. Elsewhere, the value of a factor is zero."""
+    if origin is None:
+        return ""
+    factors = [s for s in end.zero_factors if s is not None and not isinstance(s, str)]
+    if not is_in_derivative(numbered.origins, origin):
+        factors = []
+    names = [o.primitive for o in (origin, *map(numbered.origin_of, factors)) if o is not None]
+    return next((name for name in names if name.startswith("safe.")), "")
 
 
 def _integer_leaves(traced: TracedLoss) -> str:

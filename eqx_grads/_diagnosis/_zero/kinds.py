@@ -145,7 +145,7 @@ def _kind_of_product(end: End, origin: Origin, name_of_leaf: str) -> str:
     name = end.eqn.primitive.name
     if name == "div" or (end.overlaps and not end.cancels):
         return "underflow"
-    if origin.primitive in _SATURATING:
+    if origin.primitive.removeprefix("safe.") in _SATURATING:
         return "saturated"
     if end.cancels:
         return "canceled"

@@ -149,9 +149,9 @@ class FakeQuantize(AbstractQuantizer):
     respect to `scale` only if it is learned; otherwise zero. Both modes and all orders.
     """
 
-    _scale: Float[Array, "..."] | None
-    # Static, so that weight decay does not change it.
-    _constant: float | None = eqx.field(static=True)
+    scale: Float[Array, "..."] | None
+    # Of a scale that is constant. Static, so that weight decay does not change it.
+    constant: float | None = eqx.field(static=True)
     bits: int = eqx.field(static=True)
     signed: bool = eqx.field(static=True)
     narrow: bool = eqx.field(static=True)
@@ -173,28 +173,23 @@ class FakeQuantize(AbstractQuantizer):
         - `bits`, `signed`, `narrow`: as for [`eqx_grads.ste.fake_quantize`][].
         - `scale`: positive, a number or an array that broadcasts to the quantized array, with
             ones for the axes that share a scale. A number that is not learned is a
-            constant. An array is a leaf even if it is not learned: mask it in an optimizer with
-            weight decay, which would change it. With `None`, each call computes the scale at
-            which its largest number is the largest integer
-            ([`eqx_grads.ste.absmax_scale`][]).
+            constant: the attribute `constant`, and no leaf. An array is the leaf `scale`, even
+            if it is not learned: mask it in an optimizer with weight decay, which would change
+            it. With `None`, each call computes the scale at which its largest number is the
+            largest integer ([`eqx_grads.ste.absmax_scale`][]).
         - `learn_scale`: whether the scale is a parameter. Give it, or let `fit` choose it.
         - `channel_axis`: if no scale is given, the axis along which each index has a scale of
             its own: 0 for one scale for each output of a weight. `None` is one scale for all.
         """
         check_flags("FakeQuantize", learn_scale=learn_scale, signed=signed, narrow=narrow)
-        self._scale, self._constant = as_scale("FakeQuantize", scale), None
+        self.scale, self.constant = as_scale("FakeQuantize", scale), None
         if is_number(scale) and not learn_scale:
-            self._scale, self._constant = None, float(scale)
+            self.scale, self.constant = None, float(scale)
         self.bits = as_bits("FakeQuantize", bits, signed)
         self.signed = bool(signed)
         self.narrow = bool(narrow)
         self.channel_axis = as_channel_axis("FakeQuantize", channel_axis)
         self.learn_scale = bool(learn_scale)
-
-    @property
-    def scale(self) -> Any:
-        """The scale: an array, or a float if it was given as a number and is not learned."""
-        return self._scale if self._constant is None else self._constant
 
     @property
     def needs_fit(self) -> bool:
@@ -254,9 +249,10 @@ class FakeQuantize(AbstractQuantizer):
     def _scale_of(self, x):
         if self.needs_fit:
             raise _has_no_scale("FakeQuantize", x)
-        if self.scale is None:
+        scale = self.scale if self.constant is None else self.constant
+        if scale is None:
             return self._absmax(as_floats("FakeQuantize", x))
-        return _positive(self._scale) if self.learn_scale else jax.lax.stop_gradient(self.scale)
+        return _positive(scale) if self.learn_scale else jax.lax.stop_gradient(scale)
 
     def _quantize(self, x, scale):
         return ste.fake_quantize(

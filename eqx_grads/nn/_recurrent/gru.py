@@ -149,7 +149,7 @@ class GRU(AbstractRecurrent):
         **Arguments:**
 
         - `cell`: an `equinox.nn.GRUCell`.
-        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as above.
+        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as for the layer itself.
 
         **Returns:**
 

@@ -161,7 +161,7 @@ class LSTM(AbstractRecurrent):
         **Arguments:**
 
         - `cell`: an `equinox.nn.LSTMCell`.
-        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as above.
+        - `keep`, `reverse`, `time_major`, `learn_initial_state`: as for the layer itself.
 
         **Returns:**
 

@@ -194,7 +194,7 @@ class RNN(AbstractRecurrent):
         **Arguments:**
 
         - `cell`: an [`eqx_grads.nn.RNNCell`][].
-        - `reverse`, `time_major`, `learn_initial_state`: as above.
+        - `reverse`, `time_major`, `learn_initial_state`: as for the layer itself.
 
         **Returns:**
 
