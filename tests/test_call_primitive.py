@@ -17,6 +17,8 @@ import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import pytest
+from eqx_grads import ste
+from eqx_grads._jaxprs.structure import equations
 from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 from jax.interpreters import partial_eval as pe
 
@@ -670,6 +672,59 @@ def test_a_collective_of_a_value_without_the_batch(transform):
     assert jax.grad(lambda w: jnp.sum(f(jnp.arange(3.0), w)))(2.0) == 3.0
     total = transform(jax.vmap(mean_over_axis, out_axes=None, axis_name="i"))
     assert total(jnp.arange(3.0)) == 1.0
+
+
+def _rounded_jvp():
+    f = eqg.custom_jvp(lambda w: jnp.round(w))
+    f.def_jvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    return f
+
+
+def _rounded_vjp():
+    f = eqg.custom_vjp(lambda w: jnp.round(w))
+    f.def_fwd(lambda w: (f(w), None))
+    f.def_bwd(lambda _, ct: (ct,))
+    return f
+
+
+@pytest.mark.parametrize("axis_name", [None, "i"])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "rounded",
+    [_rounded_jvp(), _rounded_vjp(), eqg.elementwise(jnp.round, lambda y, w: 1.0), ste.round],
+    ids=["custom_jvp", "custom_vjp", "elementwise", "ste"],
+)
+def test_a_call_without_the_batch_stays_one_call_under_a_named_axis(
+    rounded, transform, axis_name
+):
+    """In a gradient, with the name of an axis that the function does not use, it was computed
+    for each example, and so was all that used its result: a convolution of weights that are
+    quantized was a grouped one, and took several hundred times as long."""
+    w, xs = jnp.ones((5, 3)), jnp.ones((64, 3))
+    mapped = jax.vmap(lambda w, x: rounded(w) @ x, (None, 0), axis_name=axis_name)
+    gradient = transform(jax.grad(lambda w: jnp.sum(mapped(w, xs))))
+    eqgt.assert_trees_close(gradient(w), jnp.full((5, 3), 64.0))
+    program = jax.make_jaxpr(gradient)(w)
+    sizes = {v.aval.size for eqn in equations(program) for v in eqn.outvars}
+    assert max(sizes) == 64 * 5  # the outputs, and not the weights, of each example
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_that_uses_the_axis_of_a_value_without_the_batch(transform):
+    """The value has no batch dimension, and the residual, and so the cotangent, has one."""
+    f = eqg.custom_vjp(lambda w: w * 1.0)
+    f.def_fwd(lambda w: (f(w), _index()))
+    f.def_bwd(lambda index, ct: (ct * index,))
+    g = eqg.custom_jvp(lambda w: w * 1.0)
+    g.def_jvp(lambda primals, tangents: (g(*primals), tangents[0] * _index()))
+    xs = jnp.arange(1.0, 5.0)
+    for fn in (f, g):
+        mapped = jax.vmap(lambda w, x, fn=fn: fn(w) * x, (None, 0), axis_name="i")
+        loss = lambda w, mapped=mapped: jnp.sum(transform(mapped)(w, xs))
+        assert transform(jax.grad(loss))(2.0) == jnp.sum(xs * jnp.arange(4.0))
+        twice = lambda w, mapped=mapped: jnp.sum(transform(mapped)(w, xs) ** 2)
+        # Of the square, with the value `w` and the slope `index`.
+        assert transform(jax.grad(twice))(2.0) == jnp.sum(2 * 2.0 * xs**2 * jnp.arange(4.0))
 
 
 def test_a_pruned_rule_that_uses_one_output_of_its_own_function():

@@ -40,21 +40,15 @@ class BatchedCall(AbstractCall):
         )
 
     def primal(self, operands):
-        found: list[bool] = []
-
-        def one(*xs):
-            out = self._evaluate_example(*xs)
-            found[:] = map(is_of_innermost_trace, out)
-            return out
-
-        out = try_to_trace(self._vmap(one, self._axes), *operands)
-        if out is None:  # it looks at operands that are not batched, which is fine eagerly
-            out = self._vmap(self._primal_of_example, self._axes)(*operands)
+        result = try_to_trace(self._run, self._evaluate_example, self._axes, *operands)
+        if result is None:  # it looks at operands that are not batched, which is fine eagerly
+            out, moved = self._run(self._primal_of_example, self._axes, *operands)
             self.out_batched = [True] * len(out)
-            return out
-        if self.out_batched is None:
-            self.out_batched = self._find_batched(found, operands)
-        return _select(out, self.out_batched)
+        else:
+            out, moved = result
+            if self.out_batched is None:
+                self.out_batched = self._find_batched(moved, operands)
+        return self._as_decided(out, moved)
 
     def jvp(self, primals, tangents):
         perturbed = [i for i, t in enumerate(tangents) if t is not None]
@@ -66,19 +60,61 @@ class BatchedCall(AbstractCall):
                 full[i] = t
             out, t_out = self._call.jvp(xs[self._n_consts :], full[self._n_consts :])
             has_tangent[:] = [t is not None for t in t_out]
-            return out, [t for t in t_out if t is not None]
+            return [*out, *(t for t in t_out if t is not None)]
 
         axes = (self._axes, [self._axes[i] for i in perturbed])
-        out, ts = self._vmap(one, axes)(list(primals), [tangents[i] for i in perturbed])
-        ts = iter(ts)
+        values, moved = self._run(one, axes, list(primals), [tangents[i] for i in perturbed])
+        n = len(has_tangent)
+        out, ts, t_moves = values[:n], iter(values[n:]), iter(moved[n:])
         t_out = [next(ts) if has else None for has in has_tangent]
+        t_moved = [has and next(t_moves) for has in has_tangent]
         if self.out_batched is None:
-            if all(map(is_differentiable, out)) and (self.is_reverse or len(out) == 1):
+            if not any(self._batched):
+                self.out_batched = [v or t for v, t in zip(moved[:n], t_moved, strict=True)]
+            elif all(map(is_differentiable, out)) and (self.is_reverse or len(out) == 1):
                 self.out_batched = [True] * len(out)
             else:
-                values = self._moves(self._evaluate_example, primals, self._axes)
-                self.out_batched = self._find_batched(values, primals)
-        return _select(out, self.out_batched), _select(t_out, self.out_batched)
+                evaluated = self._moves(self._evaluate_example, primals, self._axes)
+                self.out_batched = self._find_batched(evaluated, primals)
+        return self._as_decided(out, moved[:n]), self._as_decided(t_out, t_moved)
+
+    def _run(self, fn, axes, *operands) -> tuple[list[Any], list[bool]]:
+        """The outputs of `fn` for the batch, and which of them `jax.vmap` gave the batch
+        dimension.
+
+        If no operand is batched, only the name of the axis matters. Outputs that do not depend
+        on it are computed once, outside of `jax.vmap`, and returned as they are. Otherwise, all
+        outputs have the batch dimension.
+        """
+        values: list[Any] = []
+        moved: list[bool] = []
+
+        def one(*xs):
+            values[:] = fn(*xs)
+            moved[:] = map(is_of_innermost_trace, values)
+            if any(self._batched):
+                return list(values)
+            return [x for x, is_moved in zip(values, moved, strict=True) if is_moved]
+
+        batches = self._vmap(one, axes)(*operands)
+        if any(self._batched):
+            return batches, moved
+        rest = iter(batches)
+        pairs = zip(values, moved, strict=True)
+        return [next(rest) if is_moved else x for x, is_moved in pairs], moved
+
+    def _as_decided(self, values, moved) -> list[Any]:
+        """The values of `_run` with the batch dimension where `out_batched` says so."""
+        assert self.out_batched is not None
+        found = []
+        for x, is_moved, is_batched in zip(values, moved, self.out_batched, strict=True):
+            has_batch = is_moved or any(self._batched)
+            if x is not None and has_batch and not is_batched:
+                x = x[0]
+            elif x is not None and is_batched and not has_batch:
+                x = self._vmap(lambda x: x, in_axes=None)(x)
+            found.append(x)
+        return found
 
     def vmap(self, axis_data, batched, operands):
         return None  # a batching rule of the user's has had its turn
@@ -110,7 +146,7 @@ class BatchedCall(AbstractCall):
         assert self._example is not None
         inexact = [is_differentiable(t) for t in self._example.out_avals]
         together = [v or x for v, x in zip(values, inexact, strict=True)]
-        if self.is_reverse or values == together:
+        if (self.is_reverse and any(self._batched)) or values == together:
             return together
         # The rule may say otherwise: the value of `replace_gradient` depends on one operand,
         # its tangent on the other.
@@ -126,8 +162,3 @@ class BatchedCall(AbstractCall):
             # The rule has not been asked for: what it raises is for the one who differentiates.
             return together
         return [v or t for v, t in zip(values, moves[len(values) :], strict=True)]
-
-
-def _select(values, batched):
-    """`values`, of which all have the batch dimension, without it where not `batched`."""
-    return [x if b or x is None else x[0] for x, b in zip(values, batched, strict=True)]

@@ -51,10 +51,13 @@ def norm(x: Any) -> float:
 
 
 def scale_of(x: Any) -> np.ndarray:
-    """The sizes of the entries; that of a usual entry for one that is zero."""
+    """The sizes of the entries; that of a usual entry for one that is zero, and zero for one
+    that is not finite, which can't be moved."""
     x = np.abs(np.asarray(x))
-    usual = norm(as_real(x)) / max(np.sqrt(x.size), 1) or 1.0
-    return np.where(x > 0, x, usual)
+    is_finite = np.isfinite(x)
+    sizes = np.where(is_finite, x, 0)
+    usual = norm(as_real(sizes)) / max(np.sqrt(is_finite.sum()), 1) or 1.0
+    return np.where(is_finite & (x == 0), usual, sizes)
 
 
 def pairing(xs: Sequence[Any], ys: Sequence[Any]) -> float:

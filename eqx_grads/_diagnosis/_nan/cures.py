@@ -387,6 +387,21 @@ def cure_of_dropped_nan(name: str) -> str:
     )
 
 
+def cure_of_infinite_operand(primitive: str, name: str) -> str:
+    """What to do about an infinite value whose product with a cotangent, zero, is NaN.
+
+    - `name`: of the argument that holds it, if that is known.
+    """
+    what = f"`{name}` holds an infinity" if name else f"An operand of `{primitive}` is infinite"
+    array = name if name.isidentifier() else "x"
+    return (
+        f"{what}, and its product with a cotangent that is zero is NaN. Use "
+        f"`eqg.safe.where(jnp.isfinite({array}), f, {array}, limit)`, with all in `f` that is "
+        "computed from it until the result is finite, `limit`. A `where` on the result only is "
+        "too late."
+    )
+
+
 def _of_constant(kind: str) -> str:
     what = "NaN" if kind == INPUT else "infinity"
     return f"A constant of the loss holds the {what}. Replace it before it is used."

@@ -12,6 +12,7 @@ from .cause import Cause
 from .cures import (
     cure_of,
     cure_of_dropped_nan,
+    cure_of_infinite_operand,
     cure_of_input,
     cure_of_rule,
     DEAD_BRANCH,
@@ -69,7 +70,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         index=shown.index if shown else (),
         rule="" if is_inside else rule_of(cause.source, cause.spot),
         shape=np.shape(array),
-        n_bad=_number_of_bad(cause, array, root.threshold),
+        n_bad=_number_of_bad(cause, shown, array, root.threshold),
         is_batched=origin is not None and derivative.numbered.is_batched(origin),
         operands=tuple(map(_number, operands)),
         cotangent=_cotangent_of(cause),
@@ -81,14 +82,18 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
 
 def _shown(cause: Cause) -> Spot | Input | None:
     """Whose element is shown: that of the value that is made bad. Of a cotangent, elements may
-    be bad because of others."""
-    if cause.n_made is None and cause.spot is not None:
+    be bad because of others. Of an operation in a loop, an input may hold the values of all
+    steps: it is shown if it is what is to be mended."""
+    is_of_operation = isinstance(cause.source, Input) and cause.origin is not None
+    if cause.spot is not None and (cause.n_made is None or is_of_operation):
         return cause.spot
     return cause.source
 
 
-def _number_of_bad(cause: Cause, array: Any, threshold: float | None) -> int:
-    if cause.n_made is not None:
+def _number_of_bad(
+    cause: Cause, shown: Spot | Input | None, array: Any, threshold: float | None
+) -> int:
+    if cause.n_made is not None and shown is cause.source:
         return cause.n_made
     return int(is_bad(np.asarray(array), threshold).sum()) if is_inexact(array) else 1
 
@@ -109,6 +114,12 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
     if cause.kind == DEAD_BRANCH and any(map(np.isnan, operands)):
         is_input = isinstance(source, Input)
         return cure_of_dropped_nan(traced.inputs[source.number] if is_input else "")
+    is_infinite = any(map(np.isinf, operands))
+    if cause.kind == ZERO_TIMES_INFINITY and not cause.forward and is_infinite:
+        is_input = isinstance(source, Input)
+        return cure_of_infinite_operand(
+            primitive, traced.inputs[source.number] if is_input else ""
+        )
     formula = ""
     if is_inside and isinstance(source, Spot):
         formula = formula_in(source.frame.node.program, first_of_rule(source))

@@ -73,7 +73,22 @@ def without_consequences(records: Iterable[NonFinite]) -> list[NonFinite]:
     place = lambda r: (r.file, r.line, r.column, r.caller, r.path, r.primitive, r.operands)
     known = {place(record) for record in records if record.is_forward}
     is_consequence = lambda r: any(map(math.isnan, r.operands)) or place(r) in known
-    return [r for r in records if r.is_forward or not (known and is_consequence(r))]
+    kept = [r for r in records if r.is_forward or not (known and is_consequence(r))]
+    return _once_by_operation(kept)
+
+
+def _once_by_operation(records: Iterable[NonFinite]) -> list[NonFinite]:
+    """If the loss takes the derivative of an operation, without others that JAX makes of the
+    same derivative, and without the operation: they have one cause."""
+    of_derivative = set()
+    found = []
+    for r in records:
+        operation = (r.derivative_of or r.primitive, r.file, r.line, r.column, r.caller, r.path)
+        if operation not in of_derivative:
+            found.append(r)
+        if r.derivative_of and r.is_forward:
+            of_derivative.add(operation)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
