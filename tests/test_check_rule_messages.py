@@ -129,6 +129,47 @@ def test_a_solver_that_stops_at_a_tolerance():
     assert "has no influence" not in str(report)
 
 
+def _with_a_bound(slope_at_infinity):
+    """The right slope in `rate` is zero where `upper` is infinite. Autodiff: NaN."""
+
+    @eqg.custom_jvp
+    def below(rate, mean, upper):
+        return jnp.tanh((upper - mean) * rate)
+
+    @below.def_jvp
+    def _(primals, tangents):
+        (rate, mean, upper), (t_rate, t_mean, t_upper) = primals, tangents
+        y = below(rate, mean, upper)
+        is_bound = jnp.isfinite(upper)
+        width = jnp.where(is_bound, upper - mean, 0.0)
+        slope = (1 - y**2) * (width * t_rate + rate * (t_upper - t_mean))
+        if slope_at_infinity:
+            slope = slope + jnp.where(is_bound, 0.0, slope_at_infinity) * t_rate
+        return y, slope
+
+    return below
+
+
+BOUNDED = 2.0, 0.3, jnp.array([0.5, jnp.inf])
+
+
+def test_a_right_rule_of_an_infinite_argument():
+    """It failed, with an error that is infinite: differences moved all entries to NaN."""
+    report = eqgt.check_rule(_with_a_bound(0.0), *BOUNDED)
+    assert "Entries of `upper` are not finite. Finite differences do not move them" in str(
+        report
+    )
+    assert report.numbers["not_finite"] == ["`upper`"]
+
+
+def test_a_wrong_rule_of_an_infinite_argument():
+    report = eqgt.check_rule(_with_a_bound(1.0), *BOUNDED, raises=False)
+    failed = {(f.check, f.where) for f in report.failures}
+    assert {("forward", "`rate`"), ("reverse", "`rate`")} <= failed
+    assert "nan" not in str(report["forward"][0].text)
+    assert "finite differences in float64" in report["forward"][0].text
+
+
 def test_a_function_that_is_constant():
     @eqg.custom_jvp
     def constant(x):

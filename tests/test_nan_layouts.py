@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqx_grads._diagnosis._nan import trace_back
-from eqx_grads._diagnosis._nan.layouts import IN_NUMPY
+from eqx_grads._diagnosis._nan.layouts import IN_NUMPY, pull_back, push_forward
 
 
 ones = jnp.ones
@@ -55,6 +55,32 @@ def test_dependence_in_numpy_is_that_of_the_derivative_at_ones(name):
                 np.testing.assert_array_equal(trace_back.reached_by(elements, k, inner), want)
                 n_compared += 1
     assert n_compared
+
+
+@pytest.mark.parametrize("transform", ["fft", "rfft", "irfft", "fft2"])
+def test_dependence_of_a_fourier_transform(transform):
+    """At ones, its derivative along an axis is zero but for one entry: roots of unity cancel.
+    The logarithm was said to be bad in half of the elements, and the transform in the rest."""
+    of_last = lambda x: getattr(jnp.fft, transform)(x)
+    loss = lambda x: jnp.sum(jnp.abs(of_last(jnp.log(x))))
+    x = jnp.ones((2, 4, 8)).at[0, 1].set(-1.0)
+    n_bad = int(jnp.isnan(jnp.log(x)).sum())
+    (record,) = eqg.explain_nan(loss, x).found
+    assert (record.primitive, record.n_bad) == ("log", n_bad)
+    # The entries that become NaN are those that a NaN in the operand reaches.
+    (eqn,) = [e for e in jax.make_jaxpr(of_last)(x).eqns if e.primitive.name in ("fft", "jit")]
+    while eqn.primitive.name == "jit":
+        (eqn,) = [e for e in eqn.params["jaxpr"].eqns if e.primitive.name in ("fft", "jit")]
+    operand = jnp.ones(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype)
+    mask = np.zeros(operand.shape, bool)
+    mask[0, 1, 0] = True
+    out = eqn.primitive.bind(jnp.where(mask, jnp.nan, operand), **eqn.params)
+    want = ~np.isfinite(np.asarray(out))
+    got = push_forward(eqn, 0, mask, want.shape)
+    np.testing.assert_array_equal(got, want)
+    pulled = pull_back(eqn, 0, mask.shape, want)
+    assert pulled[mask].all()
+    assert not pulled[1].any()
 
 
 def test_no_derivative_is_traced_for_layouts(monkeypatch):

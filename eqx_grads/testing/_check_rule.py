@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._diagnosis.nan_checks import without_nan_checks
 from .._diagnosis.progress import doing, is_shown, showing_progress
@@ -21,6 +22,7 @@ from ._checks.residuals import residuals
 from ._checks.transforms import transforms
 from ._checks.values import deterministic, finite
 from ._checks.zeros import zeros
+from ._compare import as_real
 from ._compiled import count_equations, without_log
 from ._consequences import with_consequences
 from ._findings import broke, skipped
@@ -208,7 +210,9 @@ def check_rule(
             what = f"the check `{name}`," if not why_slow else f"`{name}`,"
             doing(what, names.index(name), len(names), why_slow)
             findings += _run(name, one)
-    numbers = {"seed": seed, "leaves": case.names}
+    pairs = zip(case.names, case.subject.leaves, strict=True)
+    not_finite = [name for name, x in pairs if not np.all(np.isfinite(as_real(x)))]
+    numbers = {"seed": seed, "leaves": case.names, "not_finite": not_finite}
     report = Report(case.subject.name, with_consequences(findings), numbers)
     if raises:
         report.raise_if_failed()

@@ -68,8 +68,9 @@ class Report:
 
     - `findings`: all comparisons, a list of `Finding`s with the fields `check`, `verdict`,
         `error`, `tolerance`, `where`, `text` and `raised`.
-    - `numbers`: a dictionary with the `"seed"`, and the names of the perturbed leaves as
-        `"leaves"`.
+    - `numbers`: a dictionary with the `"seed"`, the names of the perturbed leaves as
+        `"leaves"`, and of those with entries that are not finite, which finite differences do
+        not move, as `"not_finite"`.
     """
 
     def __init__(self, name: str, findings: Sequence[Finding], numbers: dict[str, object]):
@@ -103,6 +104,12 @@ class Report:
         if self.passed and self._is_without_reference():
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})", ""]
+        if names := self.numbers.get("not_finite"):
+            lines[1:1] = [
+                f"Entries of {', '.join(names)} are not finite. Finite differences do not move "
+                "them;",
+                "`nondifferentiable=` leaves out an argument.",
+            ]
         lines += list(self._table())
         for number, (first, *others) in enumerate(self._alike(), start=1):
             lines += ["", f"{number}. {first.check}, {first.where}", first.text]

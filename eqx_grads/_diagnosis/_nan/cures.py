@@ -387,6 +387,11 @@ def cure_of_dropped_nan(name: str) -> str:
     )
 
 
+def has_cure(primitive: str, formula: str) -> bool:
+    """Whether there is one for this operation, or for what it is a part of."""
+    return primitive in _OF_PRIMITIVES or formula in _OF_FORMULAS
+
+
 def cure_of_infinite_operand(primitive: str, name: str) -> str:
     """What to do about an infinite value whose product with a cotangent, zero, is NaN.
 

@@ -60,9 +60,10 @@ _NOT_THESE = (
 )
 
 _ONLY_COMPILED = (
-    "Compiled as a whole, as by `jax.jit`, the gradient of {} is not finite. XLA rounds "
-    "otherwise there: what is exactly zero operation by operation, such as `x - jnp.mean(x)` "
-    "of equal numbers, may be a rounding error, which an infinite derivative multiplies."
+    "XLA rounds otherwise in a program that is compiled as a whole, as by `jax.jit`. What is "
+    "exactly zero operation by operation, such as `x - jnp.mean(x)` of equal numbers, may be a "
+    "rounding error, which an infinite derivative multiplies; and what is a rounding error may "
+    "be zero, of which a logarithm is infinite."
 )
 
 
@@ -108,14 +109,14 @@ def explain_nan(
 
     **Returns:**
 
-    A report. Print it for a table; it is false if everything is finite. `found` are records
-    with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`, `cure` and others: the
-    first places, in the order of the backward pass, where a finite cotangent becomes non-finite
-    (or exceeds `threshold`), and before these the places where the value does. Each place is
-    found, also if one alone makes everything NaN. In a loop, it is the first step in the order
-    of the backward pass, which begins at the end. Where many steps or elements of one operation
-    are NaN, or infinite, 3 of them are looked at, and 16 if the causes of these differ: each
-    cause is a record.
+    A report. Print it for a table; it is false if everything is finite, compiled as well.
+    `found` are records with the fields `file`, `line`, `primitive`, `path`, `step`, `kind`,
+    `cure` and others: the first places, in the order of the backward pass, where a finite
+    cotangent becomes non-finite (or exceeds `threshold`), and before these the places where the
+    value does. Each place is found, also if one alone makes everything NaN. In a loop, it is
+    the first step in the order of the backward pass, which begins at the end. Where many steps
+    or elements of one operation are NaN, or infinite, 3 of them are looked at, and 16 if the
+    causes of these differ: each cause is a record.
 
     The kinds are `"dead branch"` (`mask` is what did not select it), `"zero mask"` (as a
     factor), `"zero times infinity"` (`mask` says whether terms of the cotangent cancel, or it
@@ -246,6 +247,7 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     value = float(root.results[0])
     found: list[NonFinite] = []
     remarks = [f"The error of the gradient: {error}"] if error else []
+    if_compiled = ""
     if bad or not np.isfinite(value):
         numbers, dropped = _that_matter(derivative, root, threshold)
         found = _find(derivative, root, numbers, threshold)
@@ -253,7 +255,8 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     if not bad and np.isfinite(value) and derivative.is_reverse:
         is_exact = threshold is None or not root.hits  # and no cotangent was replaced
         remarks += _zeros(names, root.results[1:]) if is_exact else []
-        remarks += _bad_if_compiled(derivative, values, names)
+        if_compiled = _bad_if_compiled(derivative, values, names)
+        remarks += [_ONLY_COMPILED] if if_compiled else []
     return NaNReport(
         found,
         value,
@@ -262,6 +265,7 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
         derivative.is_reverse,
         threshold,
         raises=bool(error),
+        if_compiled=if_compiled,
         remarks=remarks,
     )
 
@@ -276,19 +280,21 @@ def _zeros(names, gradients) -> list[str]:
     return [f"The gradient{where} is zero: `eqg.explain_zero` says why."]
 
 
-def _bad_if_compiled(derivative: Derivative, values, names) -> list[str]:
-    """A remark on leaves whose gradient is finite, but not if it is compiled as a whole."""
+def _bad_if_compiled(derivative: Derivative, values, names) -> str:
+    """What is finite, but not if it is compiled as a whole: the loss, or gradients."""
     program = derivative.root.program
     if program.effects:  # such as those of `jax.debug.print`, which would run once more
-        return []
+        return ""
     doing("compiling the gradient")
     try:
-        _, *gradients = jax.jit(lambda values: evaluate(program, values, bind))(values)
+        loss, *gradients = jax.jit(lambda values: evaluate(program, values, bind))(values)
         pairs = zip(names, gradients, strict=True)
         bad = [n for n, x in pairs if is_inexact(x) and is_bad(np.asarray(x), None).any()]
     except RuntimeError:  # of a check in the program, such as `eqx.error_if`
-        return []
-    return [_ONLY_COMPILED.format(show_list(bad, 8))] if bad else []
+        return ""
+    found = [] if np.isfinite(loss) else [f"the loss is {float(loss):.6g}"]
+    found += [f"the gradient of {show_list(bad, 8)} is not finite"] if bad else []
+    return ", and ".join(found)
 
 
 def _differentiate(numbered: NumberedLoss, loss) -> Derivative:

@@ -13,7 +13,7 @@ import numpy as np
 _SAME_ORDER = frozenset(("reshape", "squeeze", "expand_dims"))
 _SAME_SHAPE = frozenset(("neg", "copy", "conj", "real", "imag", "reduce_precision"))
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"))
-_OWN = frozenset(("transpose", "broadcast_in_dim", "dot_general"))
+_OWN = frozenset(("transpose", "broadcast_in_dim", "dot_general", "fft"))
 IN_NUMPY = _SAME_ORDER | _SAME_SHAPE | _REDUCTIONS | _OWN
 
 
@@ -43,6 +43,12 @@ def _maps(eqn: Any, k: int, inner: Sequence[int], outer: Sequence[int]) -> tuple
     if name in _REDUCTIONS:
         axes = tuple(params["axes"])
         return lambda m: _spread(m, axes, inner), lambda m: np.any(m, axis=axes)
+    if name == "fft":  # a derivative at ones does not tell: the roots of unity cancel
+        axes = tuple(range(len(inner)))[-len(params["fft_lengths"]) :]
+        rows = lambda m: np.any(m, axis=axes, keepdims=True)
+        return lambda m: np.broadcast_to(rows(m), inner), lambda m: np.broadcast_to(
+            rows(m), outer
+        )
     if name == "broadcast_in_dim":
         return _broadcast(params["broadcast_dimensions"], inner, outer)
     return _dot_general(params["dimension_numbers"], k, inner, outer)

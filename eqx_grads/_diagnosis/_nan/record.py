@@ -1,5 +1,6 @@
 """The record of one cause: its place, its operands, and what to do about it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from .cures import (
     cure_of_input,
     cure_of_rule,
     DEAD_BRANCH,
+    has_cure,
     IN_A_DERIVATIVE,
     INDETERMINATE,
     LARGE,
@@ -84,9 +86,12 @@ def _shown(cause: Cause) -> Spot | Input | None:
     """Whose element is shown: that of the value that is made bad. Of a cotangent, elements may
     be bad because of others. Of an operation in a loop, an input may hold the values of all
     steps: it is shown if it is what is to be mended."""
-    is_of_operation = isinstance(cause.source, Input) and cause.origin is not None
-    if cause.spot is not None and (cause.n_made is None or is_of_operation):
-        return cause.spot
+    spot = cause.spot
+    if spot is None:
+        return cause.source
+    is_of_steps = isinstance(cause.source, Input) and bool(spot.frame.steps)
+    if cause.n_made is None or (is_of_steps and cause.origin is not None):
+        return spot
     return cause.source
 
 
@@ -114,17 +119,16 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
     if cause.kind == DEAD_BRANCH and any(map(np.isnan, operands)):
         is_input = isinstance(source, Input)
         return cure_of_dropped_nan(traced.inputs[source.number] if is_input else "")
-    is_infinite = any(map(np.isinf, operands))
-    if cause.kind == ZERO_TIMES_INFINITY and not cause.forward and is_infinite:
-        is_input = isinstance(source, Input)
-        return cure_of_infinite_operand(
-            primitive, traced.inputs[source.number] if is_input else ""
-        )
     formula = ""
     if is_inside and isinstance(source, Spot):
         formula = formula_in(source.frame.node.program, first_of_rule(source))
     elif cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
+    if _is_of_infinite_operand(cause, operands) and not has_cure(primitive, formula):
+        is_input = isinstance(source, Input)
+        return cure_of_infinite_operand(
+            primitive, traced.inputs[source.number] if is_input else ""
+        )
     is_rule = not cause.forward and not is_inside and rule_of(cause.source, cause.spot)
     if is_rule and (text := cure_of_rule(cause.kind, primitive)):
         return text
@@ -145,6 +149,12 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
     if is_dead and cause.mask is not None and is_on_boundary(cause.mask.spot):
         text += on_boundary(formula)
     return text + _on_derivative(derivative, cause, text)
+
+
+def _is_of_infinite_operand(cause: Cause, operands: Sequence[Any]) -> bool:
+    """Whether an infinite value multiplies a cotangent, and not an infinite derivative."""
+    is_product = cause.kind == ZERO_TIMES_INFINITY and not cause.forward
+    return is_product and any(map(np.isinf, operands))
 
 
 # What may be dropped by a `where` in a function that the loss differentiates.

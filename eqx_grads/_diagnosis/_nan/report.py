@@ -83,7 +83,8 @@ def _once_by_operation(records: Iterable[NonFinite]) -> list[NonFinite]:
     of_derivative = set()
     found = []
     for r in records:
-        operation = (r.derivative_of or r.primitive, r.file, r.line, r.column, r.caller, r.path)
+        name = r.derivative_of or r.primitive
+        operation = (name, r.kind, r.file, r.line, r.column, r.caller, r.path)
         if operation not in of_derivative:
             found.append(r)
         if r.derivative_of and r.is_forward:
@@ -93,7 +94,8 @@ def _once_by_operation(records: Iterable[NonFinite]) -> list[NonFinite]:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class NaNReport(AbstractReport):
-    """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite.
+    """What [`eqx_grads.explain_nan`][] found. False if the loss and its gradient are finite,
+    compiled as well.
 
     - `found`: a [`eqx_grads.NonFinite`][] for each place, in the order in which the gradient is
         computed, after those of the loss itself.
@@ -102,6 +104,8 @@ class NaNReport(AbstractReport):
     - `is_reverse`: false for the derivative in forward mode of a loss that has no other.
     - `raises`: whether the gradient raises an error, for example in a solver that is given a
         NaN. The error is in `remarks`.
+    - `if_compiled`: what is finite operation by operation, and not if the gradient is compiled
+        as a whole, or empty. Nothing is found of it.
     - `dropped`: the records of what [`eqx_grads.zero_safe`][] drops.
     - `remarks`: what else there is to know.
     """
@@ -113,11 +117,20 @@ class NaNReport(AbstractReport):
     is_reverse: bool
     threshold: float | None
     raises: bool = False
+    if_compiled: str = ""
     dropped: Sequence[NonFinite] = ()
     remarks: Sequence[str] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.found or self.if_compiled)
+
     @property
     def headline(self) -> str:
+        if self.if_compiled:
+            return (
+                "Operation by operation, the loss and its gradient are finite. Compiled as a "
+                f"whole, {self.if_compiled}."
+            )
         if not self.bad_leaves and np.isfinite(self.loss):
             return "The loss and its gradient are finite" + (
                 "." if self.threshold is None else f" and at most {self.threshold:g}."

@@ -156,7 +156,8 @@ def _against_references(mode: AbstractMode, got: _Arrays) -> Finding:
     if by_autodiff is None:
         return by_differences
     if by_autodiff.verdict == by_differences.verdict:
-        return by_differences if is_undifferentiated else by_autodiff
+        shows_more = exact is not None and not _are_finite(exact) and _are_finite(steps.want)
+        return by_differences if is_undifferentiated or shows_more else by_autodiff
     # One of them passed. If the references disagree, that is enough. If they agree, the failure
     # is in entries that only one of them compared.
     exact = steps.in_form(mode.expected)
