@@ -245,19 +245,18 @@ class ReverseMode(AbstractMode):
         w, outputs = p.like_outputs(self.case.cotangents()), self.case.output_names
         alone = 1 < len(outputs) <= _OUTPUTS
         ws = [only(w, [i]) for i in range(len(w))] if alone else [w]
-        stacked = lambda xs: np.stack(xs) if alone else np.asarray(xs[0])
 
         def in_form(derivative):
             cts = [derivative(p, w) for w in ws]
             of_parts = [p.like_leaves(part.tangents) for part in parts]
-            return [stacked([pairing(ct, t) for ct in cts]) for t in of_parts]
+            return [np.stack([pairing(ct, t) for ct in cts]) for t in of_parts]
 
         found = [part.by_differences for part in parts]
-        want = [stacked([pairing(d.tangents_out, w) for w in ws]) for d in found]
+        want = [np.stack([pairing(d.tangents_out, w) for w in ws]) for d in found]
         sizes = [norm(as_real(x)) for x in w]
         rounding = [float(np.dot(d.rounding, sizes)) for d in found]
         names = [part.name for part in parts]
-        directions = [outputs] * len(parts) if alone else ()
+        directions = [outputs if alone else ["random"]] * len(parts)
         return Differences(want, names, _largest_error(parts), rounding, in_form, directions)
 
     def wrong_dtypes(self, derivative: _Arrays) -> list[Finding]:
