@@ -765,3 +765,53 @@ def test_the_number_of_infinite_values_in_a_step_of_a_scan():
     loss = lambda rate, bound: jnp.sum(jax.vmap(one, (None, 0))(rate, bound))
     (record,) = eqg.explain_nan(loss, jnp.array(2.0), bound).found
     assert (record.n_bad, record.shape, record.index, record.count) == (3, (4,), (1,), 6)
+
+
+def test_a_cause_that_a_mask_drops_beside_a_loss_that_is_nan():
+    """It was named as a cause, and its own gradient is finite."""
+    ok = jnp.array([True, True, False, False])
+
+    def loss(model, divisor):
+        x = jnp.where(ok, model["scores"], -jnp.inf)
+        left = jax.lax.cumlogsumexp(x, reverse=True)
+        nll = -jnp.sum(jnp.where(ok, x - left, 0.0))
+        return nll + jnp.sum(model["b"]) / divisor(model["b"][0])
+
+    model = {"scores": jnp.arange(1.0, 5.0), "b": jnp.zeros(2)}
+    bad = lambda model: loss(model, lambda b: 0.0 * b)
+    assert jnp.all(jnp.isfinite(jax.grad(bad)(model)["scores"]))
+    report = eqg.explain_nan(bad, model)
+    assert [record.kind for record in report.found] == ["0/0"]
+    assert any("does not reach the gradient" in remark for remark in report.remarks)
+    assert not eqg.explain_nan(lambda model: loss(model, lambda b: 1.0), model)
+
+
+def test_the_cure_of_an_operation_that_is_not_elementwise():
+    """`safe.where` puts a number in for what is masked, and a sum over elements has it."""
+    ok = jnp.array([True, True, False, False])
+    c, mask = jnp.arange(1.0, 5.0), jnp.where(ok, 0.0, -jnp.inf)
+
+    def loss(w, cumlogsumexp):
+        left = cumlogsumexp(w * c + mask, reverse=True)
+        return jnp.sum(jnp.where(ok, w * c - left, 0.0))
+
+    w = jnp.array(1.0)
+    plain = lambda w: loss(w, jax.lax.cumlogsumexp)
+    (record,) = eqg.explain_nan(plain, w).found
+    assert "`eqg.safe.cumlogsumexp(x)`" in record.cure
+    assert "safe.where" not in record.cure
+    cured = lambda w: loss(w, eqg.safe.cumlogsumexp)
+    assert not eqg.explain_nan(cured, w)
+    true = lambda w: w - jax.nn.logsumexp(w * c[:2])
+    assert jnp.allclose(jax.grad(cured)(w), jax.grad(true)(w), rtol=1e-5)
+
+
+def test_a_dead_branch_of_a_product_of_a_row():
+    """Not elementwise, and no formula: what is not used is replaced before it."""
+    ok = jnp.array([True, False])
+    rows = jnp.array([[1.0, 2.0], [1e30, 1e30]])
+    product = lambda w, rows: jnp.linalg.cholesky(jnp.einsum("ni,nj->nij", w * rows, w * rows))
+    loss = lambda w: jnp.sum(jnp.where(ok, product(w, rows)[:, 0, 0], 0.0))
+    report = eqg.explain_nan(loss, jnp.array(1.0))
+    assert report
+    assert not any("safe.where" in record.cure for record in report.found)

@@ -1,5 +1,8 @@
 """The kinds of `explain_nan`, and what to do about each of them."""
 
+from ..._jaxprs.elementwise import ELEMENTWISE
+
+
 DEAD_BRANCH = "dead branch"
 MASKED_PRODUCT = "zero mask"
 ZERO_TIMES_INFINITY = "zero times infinity"
@@ -143,6 +146,8 @@ _OF_PRIMITIVES = {
     "Use `eqg.safe.xlog1py(x, y)`, whose derivative is zero there.",
     "logaddexp": "`logaddexp` has no derivative where both arguments are infinite. Use "
     "`eqg.safe.logaddexp(x, y)`, whose derivative is zero there.",
+    "cumlogsumexp": "The derivative of `cumlogsumexp` is not defined where all entries up to "
+    "one are `-inf`. Use `eqg.safe.cumlogsumexp(x)`, whose derivative is zero there.",
     "eigh": _EQUAL % ("eigenvectors", "eigenvalues", "eigh(a)"),
     "svd": _EQUAL % ("singular vectors", "singular values", "svd(a)"),
     "atan2": "`arctan2` has no derivative at (0, 0). Use `eqg.safe.arctan2(y, x)`, whose "
@@ -215,6 +220,15 @@ _OF_BOUND = (
     "infinite and the other zero: their product is NaN. Use {safe}, or a constant at which "
     "`{op}` has a derivative."
 )
+
+# `safe.where` is for functions of each element by itself.
+_BEFORE = {
+    DEAD_BRANCH: f"Use {ZERO_SAFE}, or replace what is not used before `{{op}}`, by numbers at "
+    "which its derivative is finite: `jnp.where(ok, x, other)` on its operand.",
+    MASKED_PRODUCT: "Replace what the mask drops before `{op}`, by numbers at which its "
+    "derivative is finite: `jnp.where(mask != 0, x, other)` on its operand. A `where` further "
+    "on, in place of the product, is too late: zero times an infinite derivative is NaN.",
+}
 
 # The function of `eqg.safe` for an operation.
 _SAFE = {
@@ -339,8 +353,11 @@ def cure_of(
         text = _OF_BOUND
     if kind == DEAD_BRANCH and formula in ("log of softmax", "entropy"):
         text = _OF_FORMULAS[formula]
-    if kind == DEAD_BRANCH and primitive in ("eigh", "svd"):
+    if kind == DEAD_BRANCH and primitive in ("eigh", "svd", "cumlogsumexp"):
         text = _OF_PRIMITIVES[primitive]
+    is_elementwise = primitive in ELEMENTWISE
+    if kind in _BEFORE and not is_elementwise and text == _OF_KINDS[kind]:
+        text = _BEFORE[kind]
     if kind == DEAD_BRANCH and formula in _SAFE_IN_DEAD_BRANCHES:
         function, why = _SAFE_IN_DEAD_BRANCHES[formula]
         text = f"Use {ZERO_SAFE}, or `{function}`, {why}."

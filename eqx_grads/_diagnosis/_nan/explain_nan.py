@@ -249,7 +249,7 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     remarks = [f"The error of the gradient: {error}"] if error else []
     if_compiled = ""
     if bad or not np.isfinite(value):
-        numbers, dropped = _that_matter(derivative, root, threshold)
+        numbers, dropped = _that_matter(derivative, root, threshold, bool(bad))
         found = _find(derivative, root, numbers, threshold)
         remarks += _show_dropped(derivative, dropped, found)
     if not bad and np.isfinite(value) and derivative.is_reverse:
@@ -327,13 +327,18 @@ def _bad_leaves(derivative: Derivative, values, names, threshold) -> tuple[list[
     return bad, ""
 
 
-def _that_matter(derivative: Derivative, root: Frame, threshold) -> tuple[list[int], list[int]]:
+def _that_matter(
+    derivative: Derivative, root: Frame, threshold, has_bad_leaf: bool
+) -> tuple[list[int], list[int]]:
     """The equations with bad cotangents, and those of them that a later mask makes harmless."""
     numbers = sorted(root.hits)[:_MOST_CAUSES]
-    if threshold is not None or not np.isfinite(root.results[0]) or len(numbers) == 1:
+    is_only_cause = np.isfinite(root.results[0]) and len(numbers) == 1
+    if threshold is not None or is_only_cause:
         return numbers, []
     reaching = [n for n in numbers if reaches_gradient(derivative, root, n)]
-    return (reaching, [n for n in numbers if n not in reaching]) if reaching else (numbers, [])
+    if has_bad_leaf and not reaching:
+        return numbers, []
+    return reaching, [n for n in numbers if n not in reaching]
 
 
 def _show_dropped(derivative: Derivative, numbers: list[int], found) -> list[str]:

@@ -154,7 +154,9 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
 def _is_of_infinite_operand(cause: Cause, operands: Sequence[Any]) -> bool:
     """Whether an infinite value multiplies a cotangent, and not an infinite derivative."""
     is_product = cause.kind == ZERO_TIMES_INFINITY and not cause.forward
-    return is_product and any(map(np.isinf, operands))
+    if not is_product or cause.origin is None or cause.origin.primitive not in ELEMENTWISE:
+        return False
+    return any(map(np.isinf, operands))
 
 
 # What may be dropped by a `where` in a function that the loss differentiates.
