@@ -104,7 +104,8 @@ class Report:
         if self.passed and self._is_without_reference():
             status = f"{PASSED}, without a reference for the derivative"
         lines = [f"The rule of `{self.name}`: {status} (seed {self.numbers.get('seed')})", ""]
-        if names := self.numbers.get("not_finite"):
+        names = self.numbers.get("not_finite")
+        if isinstance(names, list) and names:
             lines[1:1] = [
                 f"Entries of {', '.join(names)} are not finite. Finite differences do not move "
                 "them;",

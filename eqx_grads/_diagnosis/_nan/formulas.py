@@ -236,8 +236,9 @@ class Formulas:
 
         def is_p(product: Origin, k: int) -> bool:
             made = self._made_by(product, k)
-            is_negated = made is not None and made.primitive == "neg"
-            return p == (self._source(made, 0) if is_negated else self._source(product, k))
+            if made is not None and made.primitive == "neg":
+                return p == self._source(made, 0)
+            return p == self._source(product, k)
 
         products = ("mul", "dot_general")
         return bool(users) and all(

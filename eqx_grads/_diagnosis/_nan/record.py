@@ -116,19 +116,16 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
             cause.kind, traced.inputs[source.number], traced.leaf_of(source.number)
         )
     mask = _mask_of(derivative, cause.mask) if cause.mask else ""
+    holder = traced.inputs[source.number] if isinstance(source, Input) else ""
     if cause.kind == DEAD_BRANCH and any(map(np.isnan, operands)):
-        is_input = isinstance(source, Input)
-        return cure_of_dropped_nan(traced.inputs[source.number] if is_input else "")
+        return cure_of_dropped_nan(holder)
     formula = ""
     if is_inside and isinstance(source, Spot):
         formula = formula_in(source.frame.node.program, first_of_rule(source))
     elif cause.origin is not None:
         formula = Formulas(derivative.numbered.origins).formula_of(cause.origin)
     if _is_of_infinite_operand(cause, operands) and not has_cure(primitive, formula):
-        is_input = isinstance(source, Input)
-        return cure_of_infinite_operand(
-            primitive, traced.inputs[source.number] if is_input else ""
-        )
+        return cure_of_infinite_operand(primitive, holder)
     is_rule = not cause.forward and not is_inside and rule_of(cause.source, cause.spot)
     if is_rule and (text := cure_of_rule(cause.kind, primitive)):
         return text
