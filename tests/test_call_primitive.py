@@ -687,12 +687,18 @@ def _rounded_vjp():
     return f
 
 
-@pytest.mark.parametrize("axis_name", [None, "i"])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
-    "rounded",
-    [_rounded_jvp(), _rounded_vjp(), eqg.elementwise(jnp.round, lambda y, w: 1.0), ste.round],
-    ids=["custom_jvp", "custom_vjp", "elementwise", "ste"],
+    ("rounded", "axis_name"),
+    [
+        (_rounded_jvp(), "i"),
+        (eqg.elementwise(jnp.round, lambda y, w: 1.0), "i"),
+        (ste.round, "i"),
+        (_rounded_jvp(), None),
+        # With a named axis, as its backward rule may use the axis, it is called by example.
+        (_rounded_vjp(), None),
+    ],
+    ids=["custom_jvp", "elementwise", "ste", "custom_jvp, no name", "custom_vjp, no name"],
 )
 def test_a_call_without_the_batch_stays_one_call_under_a_named_axis(
     rounded, transform, axis_name
@@ -725,6 +731,64 @@ def test_a_rule_that_uses_the_axis_of_a_value_without_the_batch(transform):
         twice = lambda w, mapped=mapped: jnp.sum(transform(mapped)(w, xs) ** 2)
         # Of the square, with the value `w` and the slope `index`.
         assert transform(jax.grad(twice))(2.0) == jnp.sum(2 * 2.0 * xs**2 * jnp.arange(4.0))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_forward_rule_that_uses_the_axis_if_some_arguments_are_perturbed(transform):
+    f = eqg.custom_vjp(lambda a, b: a * b)
+
+    @f.def_fwd
+    def _(a, b, *, perturbed):
+        factor = 1 + _index() if perturbed == (True, False) else jnp.ones(())
+        return f(a, b), (a, b, factor)
+
+    f.def_bwd(lambda r, ct: (ct * r[1] * r[2], ct * r[0]))
+    xs = jnp.array([1.0, 2.0, 3.0])
+    mapped = jax.vmap(lambda a, b, x: f(a, b) * x, (None, None, 0), axis_name="i")
+    loss = lambda a: jnp.sum(transform(mapped)(a, 3.0, xs))
+    assert jax.grad(loss)(2.0) == jnp.sum(3.0 * xs * jnp.array([1.0, 2.0, 3.0]))
+
+
+def test_a_tangent_rule_that_uses_the_axis_if_some_arguments_are_perturbed():
+    """Under `jit`, the batch dimension is decided with all of them perturbed."""
+    f = eqg.custom_jvp(lambda a, b: a * b)
+
+    @f.def_jvp(symbolic_zeros=True)
+    def _(primals, tangents):
+        (a, b), (t_a, t_b) = primals, tangents
+        if t_b is None:
+            return f(a, b), b * t_a * (1 + _index())
+        return f(a, b), eqg.tangents.add(None if t_a is None else b * t_a, a * t_b)
+
+    xs = jnp.array([1.0, 2.0, 3.0])
+    mapped = jax.vmap(lambda a, b, x: f(a, b) * x, (None, None, 0), axis_name="i")
+    assert jax.grad(lambda a: jnp.sum(mapped(a, 3.0, xs)))(2.0) == 42.0
+    with pytest.raises(eqg.RuleError, match="only with some of its arguments perturbed"):
+        jax.grad(lambda a: jnp.sum(jax.jit(mapped)(a, 3.0, xs)))(2.0)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_backward_rule_that_uses_the_axis_in_a_scan(transform):
+    f = eqg.custom_vjp(lambda a: a * 1.0)
+    f.def_fwd(lambda a: (f(a), None))
+    f.def_bwd(lambda _, ct: (ct * (1 + _index()),))
+    step = lambda c, _: (f(c), None)
+    mapped = jax.vmap(
+        lambda a, x: jax.lax.scan(step, a, None, length=1)[0] * x, (None, 0), axis_name="i"
+    )
+    xs = jnp.array([1.0, 2.0, 3.0])
+    assert jax.grad(lambda a: jnp.sum(transform(mapped)(a, xs)))(2.0) == 14.0
+
+
+def test_a_constant_output_under_a_named_axis_is_an_array():
+    """A literal of a jaxpr is none."""
+    f = eqg.custom_jvp(lambda a: (a * 1.0, jnp.ones((), int)))
+    f.def_jvp(lambda primals, tangents: (f(*primals), (tangents[0], None)))
+    added = jax.vmap(lambda x: f(2.0)[1].at[()].add(1), axis_name="i", out_axes=None)
+    assert added(jnp.ones(3)) == 2
+    total = lambda a: jax.vmap(lambda x: f(a)[0] * x * f(a)[1].sum(), axis_name="i")(X).sum()
+    with jax.numpy_dtype_promotion("standard"):
+        assert jnp.allclose(jax.grad(total)(2.0), jnp.sum(X))
 
 
 def test_a_pruned_rule_that_uses_one_output_of_its_own_function():

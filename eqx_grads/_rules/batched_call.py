@@ -4,8 +4,10 @@ import functools as ft
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .._errors import rule_error
 from .._jaxprs.current_trace import is_of_innermost_trace
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
@@ -76,6 +78,9 @@ class BatchedCall(AbstractCall):
             else:
                 evaluated = self._moves(self._evaluate_example, primals, self._axes)
                 self.out_batched = self._find_batched(evaluated, primals)
+        for has_batch, is_batched in zip(t_moved, self.out_batched, strict=True):
+            if has_batch and not is_batched:
+                raise self._depends_on_perturbed()
         return self._as_decided(out, moved[:n]), self._as_decided(t_out, t_moved)
 
     def _run(self, fn, axes, *operands) -> tuple[list[Any], list[bool]]:
@@ -86,22 +91,24 @@ class BatchedCall(AbstractCall):
         on it are computed once, outside of `jax.vmap`, and returned as they are. Otherwise, all
         outputs have the batch dimension.
         """
-        values: list[Any] = []
         moved: list[bool] = []
+        once: list[Any] = []
 
         def one(*xs):
-            values[:] = fn(*xs)
+            values = fn(*xs)
             moved[:] = map(is_of_innermost_trace, values)
             if any(self._batched):
                 return list(values)
-            return [x for x, is_moved in zip(values, moved, strict=True) if is_moved]
+            pairs = list(zip(values, moved, strict=True))
+            # No tracer of this `vmap` is kept. A literal of a jaxpr is no `jax.Array`.
+            once[:] = [jnp.asarray(x) for x, is_moved in pairs if not is_moved]
+            return [x for x, is_moved in pairs if is_moved]
 
         batches = self._vmap(one, axes)(*operands)
         if any(self._batched):
             return batches, moved
-        rest = iter(batches)
-        pairs = zip(values, moved, strict=True)
-        return [next(rest) if is_moved else x for x, is_moved in pairs], moved
+        with_batch, without = iter(batches), iter(once)
+        return [next(with_batch if is_moved else without) for is_moved in moved], moved
 
     def _as_decided(self, values, moved) -> list[Any]:
         """The values of `_run` with the batch dimension where `out_batched` says so."""
@@ -115,6 +122,16 @@ class BatchedCall(AbstractCall):
                 x = self._vmap(lambda x: x, in_axes=None)(x)
             found.append(x)
         return found
+
+    def _depends_on_perturbed(self):
+        return rule_error(
+            f"A tangent of `{self.name}` depends on a mapped axis, and only with some of its "
+            "arguments perturbed.",
+            "with all of them perturbed, it did not, and JAX was told so under a `jit`, "
+            "`checkpoint` or loop",
+            do="Let the tangent depend on the axis whichever arguments are perturbed, for "
+            "example by adding `0 * jax.lax.axis_index(name)`.",
+        )
 
     def vmap(self, axis_data, batched, operands):
         return None  # a batching rule of the user's has had its turn
@@ -146,7 +163,9 @@ class BatchedCall(AbstractCall):
         assert self._example is not None
         inexact = [is_differentiable(t) for t in self._example.out_avals]
         together = [v or x for v, x in zip(values, inexact, strict=True)]
-        if (self.is_reverse and any(self._batched)) or values == together:
+        # A forward rule may depend on which arguments are perturbed, and a backward rule on the
+        # axis.
+        if self.is_reverse or values == together:
             return together
         # The rule may say otherwise: the value of `replace_gradient` depends on one operand,
         # its tangent on the other.

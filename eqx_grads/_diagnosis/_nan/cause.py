@@ -28,6 +28,7 @@ from .cures import (
     ZERO_TIMES_INFINITY,
 )
 from .derivative_program import Derivative
+from .harmless import harmless_infinities
 from .inner_gradients import masks_of_sources
 from .lines import place_in_rule
 from .replay import Frame, has_nan_factor, Hit, is_inexact, Way, ways_of
@@ -151,22 +152,27 @@ def _causes_at_steps(
     return found
 
 
-def causes_of_value(derivative: Derivative, root: Frame) -> list[Cause]:
-    """The causes of a loss that is not finite."""
+def causes_of_value(derivative: Derivative, root: Frame) -> tuple[list[Cause], list[Cause]]:
+    """The causes of a loss that is not finite, and infinities that meet a NaN, and without it
+    would do no harm."""
     loss, value = derivative.root.program.jaxpr.outvars[0], np.asarray(root.results[0])
     part = Part(root, loss, is_nonfinite(value), bool(np.isnan(value)))
     masks = masks_of_sources([part])
-    return [
-        dataclasses.replace(
-            _cause_of_value(derivative, each, masks.get(key)),
-            n_made=n_made,
-            more_made=source.is_part,
-            n_steps=n_steps,
-            more_steps=source.is_part,
+    found = sources_of_nonfinite([part])
+    harmless = harmless_infinities(root, found)
+    causes: tuple[list[Cause], list[Cause]] = [], []
+    for key, source in found.items():
+        causes[key in harmless].extend(
+            dataclasses.replace(
+                _cause_of_value(derivative, each, masks.get(key)),
+                n_made=n_made,
+                more_made=source.is_part,
+                n_steps=n_steps,
+                more_steps=source.is_part,
+            )
+            for each, n_made, n_steps in _of_each_kind(source)
         )
-        for key, source in sources_of_nonfinite([part]).items()
-        for each, n_made, n_steps in _of_each_kind(source)
-    ]
+    return causes
 
 
 def _cause_of_value(derivative: Derivative, source: Spot | Input, mask: Spot | None) -> Cause:

@@ -254,6 +254,9 @@ _AT_ENDS_OF_DOMAIN = {
     "log": " At zero, it is infinite: `jnp.log(jnp.maximum(x, eps))`.",
 }
 
+# `safe.divide` has a finite derivative, and the value of JAX: a NaN, which may be multiplied by
+# what comes next.
+_OTHER_DIVISOR = " Or replace the divisor before it, `x / jnp.where(y == 0, 1.0, y)`."
 _OR_SAFE = " Or use `eqg.safe.{}`, whose derivative is finite there."
 _OF_DIVISOR = (
     "JAX computes the derivative of `x / y` with `y**-2`, which may be out of range where the "
@@ -367,7 +370,7 @@ def cure_of(
     elif kind == MASKED_PRODUCT and primitive in _SAFE:
         text += _OR_SAFE.format(_SAFE[primitive])
     if kind == DEAD_BRANCH and primitive == "div" and text == _OF_KINDS[DEAD_BRANCH]:
-        text += _OR_SAFE.format(_SAFE[primitive])
+        text += _OTHER_DIVISOR
     if kind == OVERFLOW and primitive == "div" and not is_value:
         text = _OF_DIVISOR
     if kind in (*_AT_POINTS, OVERFLOW, ZERO_TIMES_INFINITY):

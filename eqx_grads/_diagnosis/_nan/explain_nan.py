@@ -1,7 +1,7 @@
 """`explain_nan`: where and why a loss or its gradient is not finite, or too large."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from ..._jaxprs.evaluate import bind, evaluate
 from ..._rules.float_args import as_number
 from .._zero.structure import loss_structure
 from ..nan_checks import without_nan_checks
-from ..origins import no_derivative_error, NumberedLoss
+from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..traced_loss import trace_loss
@@ -250,7 +250,8 @@ def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     if_compiled = ""
     if bad or not np.isfinite(value):
         numbers, dropped = _that_matter(derivative, root, threshold, bool(bad))
-        found = _find(derivative, root, numbers, threshold)
+        found, harmless = _find(derivative, root, numbers, threshold)
+        remarks += _show_harmless(harmless, found)
         remarks += _show_dropped(derivative, dropped, found)
     if not bad and np.isfinite(value) and derivative.is_reverse:
         is_exact = threshold is None or not root.hits  # and no cotangent was replaced
@@ -344,18 +345,38 @@ def _that_matter(
 def _show_dropped(derivative: Derivative, numbers: list[int], found) -> list[str]:
     """A remark on places that are none of those that were found."""
     origins = [derivative.origin(*derivative.places[n]) for n in numbers]
+    shown = _other_places(origins, found)
+    if not shown:
+        return []
+    return [f"What is not finite at {shown} does not reach the gradient: a mask drops it."]
+
+
+def _show_harmless(causes: Sequence[Cause], found) -> list[str]:
+    """The same of infinities, of values of the loss."""
+    shown = _other_places([cause.origin for cause in causes], found)
+    if not shown:
+        return []
+    return [
+        f"An infinity at {shown} meets what is not finite. If that is mended, it does no harm "
+        "to the loss here, as `exp(-inf)` is zero."
+    ]
+
+
+def _other_places(origins: Iterable[Origin | None], found: Iterable[NonFinite]) -> str:
     known = {(r.file, r.line) for r in found}
     places = [o.source for o in origins if o and (o.source.file, o.source.line) not in known]
-    if not places:
-        return []
-    shown = show_list(list(dict.fromkeys(map(str, places))), 4)
-    return [f"What is not finite at {shown} does not reach the gradient: a mask drops it."]
+    return show_list(list(dict.fromkeys(map(str, places))), 4) if places else ""
 
 
 def _find(
     derivative: Derivative, root: Frame, numbers: list[int], threshold
-) -> list[NonFinite]:
-    of_value = [] if np.isfinite(root.results[0]) else causes_of_value(derivative, root)
+) -> tuple[list[NonFinite], list[Cause]]:
+    """What is reported, and infinities that are none of the causes."""
+    of_value: list[Cause]
+    harmless: list[Cause]
+    of_value, harmless = [], []
+    if not np.isfinite(root.results[0]):
+        of_value, harmless = causes_of_value(derivative, root)
     in_gradient: list[Cause] = []
     for i, number in enumerate(numbers):
         doing("looking for the cause of place", i, len(numbers))
@@ -364,9 +385,13 @@ def _find(
     causes: dict[Any, list[Cause]] = {}
     for cause in of_value + in_gradient:
         causes.setdefault(key_of_cause(derivative, cause), []).append(cause)
-    return without_consequences(
-        record_of(derivative, root, _merged(same)) for same in _without_repetitions(causes)
+    known = {key_of_cause(derivative, cause)[0] for cause in (*of_value, *harmless)}
+    records = without_consequences(
+        record_of(derivative, root, _merged(same))
+        for key, same in causes.items()
+        if same[0].forward or key[0] not in known  # a non-finite value explains it
     )
+    return records, harmless
 
 
 def _merged(same: list[Cause]) -> Cause:
@@ -377,9 +402,3 @@ def _merged(same: list[Cause]) -> Cause:
     largest = max(alike, key=lambda cause: (cause.n_steps, not cause.more_steps))
     n_steps, more_steps = largest.n_steps, largest.more_steps
     return dataclasses.replace(same[0], n_steps=n_steps, more_steps=more_steps)
-
-
-def _without_repetitions(causes) -> list[list[Cause]]:
-    """Without those that a non-finite value of the loss explains."""
-    forward = {key[0] for key, same in causes.items() if same[0].forward}
-    return [same for key, same in causes.items() if same[0].forward or key[0] not in forward]

@@ -164,8 +164,10 @@ _FITTED = "FakeQuantize(bits=8, learn_scale=True)"
 
 
 def _computes_its_scale(quantizer):
-    is_known = isinstance(quantizer, FakeQuantize)
-    return is_known and quantizer.scale is None and not quantizer.learn_scale
+    if not isinstance(quantizer, FakeQuantize):
+        return False
+    is_given = quantizer.scale is not None or quantizer.constant is not None
+    return not is_given and not quantizer.learn_scale
 
 
 def _show(quantizer, *options):
