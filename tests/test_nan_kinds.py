@@ -815,3 +815,52 @@ def test_a_dead_branch_of_a_product_of_a_row():
     report = eqg.explain_nan(loss, jnp.array(1.0))
     assert report
     assert not any("safe.where" in record.cure for record in report.found)
+
+
+WEIGHTS = jnp.array([0.0, 1.0])  # the first entry has no weight
+
+
+def _weighted(x, root, log):
+    weights = jnp.where(x[2] < 9, WEIGHTS, x[:2])
+    return jax.nn.logsumexp(root(x[0]) + x[:2] + log(weights))
+
+
+@pytest.mark.parametrize("log", [jnp.log, eqg.safe.log])
+def test_an_infinity_that_meets_a_nan_is_no_cause(log):
+    """`log(0)` was, and is right as it is."""
+    x = jnp.array([-1.0, 2.0, 3.0])
+    (record,) = eqg.explain_nan(lambda x: _weighted(x, jnp.sqrt, log), x).found
+    assert record.primitive == "sqrt"
+    mended = lambda x: _weighted(x, lambda y: eqg.safe.sqrt(jnp.maximum(y, 0)), log)
+    assert not eqg.explain_nan(mended, x)
+
+
+def test_a_harmless_infinity_is_said_in_a_remark():
+    def loss(x):
+        weights = jnp.log(WEIGHTS * x[2])
+        return jax.nn.logsumexp(weights + jnp.sqrt(x[0]))
+
+    report = eqg.explain_nan(loss, jnp.array([-1.0, 2.0, 3.0]))
+    assert "sqrt" in {record.primitive for record in report.found if record.is_forward}
+    assert "log" not in {record.primitive for record in report.found if record.is_forward}
+    assert any("does no harm to the loss" in remark for remark in report.remarks)
+
+
+def test_infinities_that_are_causes_beside_a_nan():
+    """Without the one, the loss is not finite because of the other."""
+    loss = lambda x: jnp.sqrt(x[0]) + jnp.log(x[1]) + jnp.exp(x[2])
+    report = eqg.explain_nan(loss, jnp.array([-1.0, 0.0, 1e4]))
+    assert {r.primitive for r in report.found} == {"sqrt", "log", "exp"}
+
+
+def test_a_dead_quotient_before_a_function():
+    """The value of `safe.divide` is NaN there, and what comes next multiplies it."""
+    loss = lambda y, x: jnp.where(y > 0, jnp.exp(x / y), 0.0)
+    zero = jnp.zeros(())
+    (record,) = eqg.explain_nan(loss, zero, zero).found
+    assert record.kind == "dead branch"
+    assert "`x / jnp.where(y == 0, 1.0, y)`" in record.cure
+    assert "safe.divide" not in record.cure
+    cured = lambda y, x: jnp.where(y > 0, jnp.exp(x / jnp.where(y == 0, 1.0, y)), 0.0)
+    assert not eqg.explain_nan(cured, zero, zero)
+    assert jax.grad(cured)(2.0, 3.0) == jax.grad(loss)(2.0, 3.0)

@@ -28,6 +28,10 @@ CASES = {
     "reshape": (lambda x: x.reshape(6), (2, 3)),
     "squeeze": (lambda x: x.squeeze(1), (2, 1, 3)),
     "neg": (lambda x: -x, (2,)),
+    "slice": (lambda x: x[1:, :3], (3, 4)),
+    "strides": (lambda x: jax.lax.slice(x, (0, 1), (5, 6), (2, 3)), (5, 7)),
+    "concatenate": (lambda x, y, z: jnp.concatenate([x, y, z], 1), (2, 3), (2, 1), (2, 4)),
+    "split": (lambda x: jnp.split(x, [1, 4], 1), (2, 5)),
 }
 
 
@@ -43,9 +47,10 @@ def test_dependence_in_numpy_is_that_of_the_derivative_at_ones(name):
         frame = types.SimpleNamespace(
             node=types.SimpleNamespace(eqns=[eqn]), operands=[operands]
         )
-        for _ in range(3):
-            mask = np.asarray(rng.random(eqn.outvars[0].aval.shape) < 0.3)
-            elements = trace_back.Elements(frame, 0, 0, mask)
+        for i in range(3):
+            output = i % len(eqn.outvars)
+            mask = np.asarray(rng.random(eqn.outvars[output].aval.shape) < 0.3)
+            elements = trace_back.Elements(frame, 0, output, mask)
             for k, x in enumerate(operands):
                 got = trace_back.depends_on(elements, k)
                 assert got.shape == x.shape

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,12 +83,19 @@ class Cause:
 
 
 def causes_of_hits(
-    derivative: Derivative, number: int, hits: Mapping[Way, Hit], threshold: float | None
+    derivative: Derivative,
+    number: int,
+    hits: Mapping[Way, Hit],
+    threshold: float | None,
+    known: Collection[int] = (),
 ) -> list[Cause]:
-    """The causes that an equation makes a cotangent bad."""
+    """The causes that an equation makes a cotangent bad.
+
+    - `known`: the numbers of equations of the loss that are causes anyway, which are left out.
+    """
     found: dict[Any, list[Cause]] = {}
     for way, hit in hits.items():
-        for cause in _causes_of_hit(derivative, number, way, hit, threshold):
+        for cause in _causes_of_hit(derivative, number, way, hit, threshold, known):
             found.setdefault(key_of_cause(derivative, cause), []).append(cause)
     most = max(hit.count_of_all for hit in hits.values())
     causes = []
@@ -102,12 +109,13 @@ def causes_of_hits(
 
 
 def _causes_of_hit(
-    derivative: Derivative, number: int, way: Way, hit: Hit, threshold: float | None
+    derivative: Derivative, number: int, way: Way, hit: Hit, threshold, known
 ) -> list[Cause]:
     _, position = derivative.places[number]
 
     def at_steps(most):
-        return _causes_at_steps(derivative, position, way, hit.frames(most), threshold)
+        frames = hit.frames(most)
+        return _causes_at_steps(derivative, position, way, frames, threshold, known)
 
     return [
         dataclasses.replace(cause, n_steps=n, more_steps=more)
@@ -139,14 +147,14 @@ def _with_counts(
 
 
 def _causes_at_steps(
-    derivative: Derivative, position: int, way: Way, frames: Iterable[Frame], threshold
+    derivative: Derivative, position: int, way: Way, frames: Iterable[Frame], threshold, known
 ) -> list[dict[Any, Cause]]:
     """For each step the causes."""
     found = []
     for frame in frames:
         causes: dict[Any, Cause] = {}
         for elements in _bad_elements(frame, position, way, threshold):
-            for cause in _causes_of_elements(derivative, elements):
+            for cause in _causes_of_elements(derivative, elements, known):
                 causes.setdefault(key_of_cause(derivative, cause), cause)
         found.append(causes)
     return found
@@ -217,7 +225,9 @@ def _bad_elements(frame: Frame, position: int, way: Way, threshold) -> list[Elem
     return found
 
 
-def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Cause]:
+def _causes_of_elements(
+    derivative: Derivative, elements: Elements, known: Collection[int]
+) -> list[Cause]:
     """A cause for each equation or input that makes some of the elements of a cotangent bad."""
     first = elements.first
     if np.isfinite(first.value):
@@ -226,6 +236,16 @@ def _causes_of_elements(derivative: Derivative, elements: Elements) -> list[Caus
     sources = _sources(derivative, elements)
     if not sources:
         return [_cause_in_derivative(derivative, first, first)]
+    at = derivative.origin(first.frame.node, first.position)
+    sources = {
+        key: source
+        for key, source in sources.items()
+        if isinstance(source, Input)
+        or (blamed := _blamed(derivative, source.first, at)) is None
+        or blamed.number not in known
+    }
+    if not sources:
+        return []
     if len(sources) > 1:
         return [_because_of(derivative, elements, *each) for each in sources.items()]
     ((key, source),) = sources.items()

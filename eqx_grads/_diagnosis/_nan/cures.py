@@ -131,7 +131,8 @@ _OF_PRIMITIVES = {
     "acos": _CLIPPED % "cos",
     "asin": _CLIPPED % "sin",
     "log": "Keep the argument of `log` away from zero: `jnp.log(x + eps)`, with an `eps` of at "
-    "least `jnp.finfo(x.dtype).tiny`. For `x * log(y)`, use `eqg.safe.xlogy(x, y)`.",
+    "least `jnp.finfo(x.dtype).tiny`. For `x * log(y)`, use `eqg.safe.xlogy(x, y)`. If the "
+    "value `-inf` does no harm, use `eqg.safe.log(x)`, whose derivative is zero there.",
     "pow": "The derivative of `x**y` is not finite where `x` is zero and `y` less than one. "
     "Use `eqg.safe.power(x, y)`, whose derivative is zero there, or `(x + eps)**y`. For an "
     "exponent that is always whole, pass a Python `int`.",
@@ -205,6 +206,11 @@ _OF_FORMULAS = {
     "log1p(x) / x": "Use `eqg.safe.log1p_ratio(x)` in place of `log1p(x) / x`.",
     "sinh(x) / x": "Use `eqg.safe.sinhc(x)` in place of `sinh(x) / x`.",
 }
+
+# Of these, the ones that are cures of dead branches as well.
+_FOR_DEAD_BRANCHES = frozenset(
+    ("log of softmax", "entropy", "log of weighted exp", "log of chosen softmax", "logsumexp")
+)
 
 # Of dead branches, by what does not select them, if it is no `where`.
 _OF_INDEX = (
@@ -332,6 +338,7 @@ def cure_of(
     mask: str = "",
     is_direct: bool = False,
     is_bound: bool = False,
+    by_zero: bool = False,
 ) -> str:
     """What to do at an operation of the loss.
 
@@ -339,6 +346,7 @@ def cure_of(
         whether that is given the result, and not, for example, a sorted one; `is_bound`:
         whether the argument is a constant of it.
     - `formula`: what it is a part of, if that is known; see `formulas.py`.
+    - `by_zero`: of a quotient, whether the divisor is zero.
     - `explodes`: of an overflow, whether it is that of a product with a finite cotangent.
     """
     if kind == OVERFLOW and explodes:
@@ -354,7 +362,7 @@ def cure_of(
         text = _OF_INDEX if is_index else _OF_SELECTION
     if kind == DEAD_BRANCH and is_bound:
         text = _OF_BOUND
-    if kind == DEAD_BRANCH and formula in ("log of softmax", "entropy"):
+    if kind == DEAD_BRANCH and formula in _FOR_DEAD_BRANCHES:
         text = _OF_FORMULAS[formula]
     if kind == DEAD_BRANCH and primitive in ("eigh", "svd", "cumlogsumexp"):
         text = _OF_PRIMITIVES[primitive]
@@ -370,7 +378,7 @@ def cure_of(
     elif kind == MASKED_PRODUCT and primitive in _SAFE:
         text += _OR_SAFE.format(_SAFE[primitive])
     if kind == DEAD_BRANCH and primitive == "div" and text == _OF_KINDS[DEAD_BRANCH]:
-        text += _OTHER_DIVISOR
+        text += _OTHER_DIVISOR if by_zero else _OR_SAFE.format(_SAFE[primitive])
     if kind == OVERFLOW and primitive == "div" and not is_value:
         text = _OF_DIVISOR
     if kind in (*_AT_POINTS, OVERFLOW, ZERO_TIMES_INFINITY):

@@ -377,15 +377,16 @@ def _find(
     of_value, harmless = [], []
     if not np.isfinite(root.results[0]):
         of_value, harmless = causes_of_value(derivative, root)
+    known = {key_of_cause(derivative, cause)[0] for cause in (*of_value, *harmless)}
     in_gradient: list[Cause] = []
     for i, number in enumerate(numbers):
         doing("looking for the cause of place", i, len(numbers))
-        in_gradient += causes_of_hits(derivative, number, root.hits[number], threshold)
+        hits = root.hits[number]
+        in_gradient += causes_of_hits(derivative, number, hits, threshold, known)
     in_gradient.sort(key=lambda cause: cause.spot.place if cause.spot else ())
     causes: dict[Any, list[Cause]] = {}
     for cause in of_value + in_gradient:
         causes.setdefault(key_of_cause(derivative, cause), []).append(cause)
-    known = {key_of_cause(derivative, cause)[0] for cause in (*of_value, *harmless)}
     records = without_consequences(
         record_of(derivative, root, _merged(same))
         for key, same in causes.items()

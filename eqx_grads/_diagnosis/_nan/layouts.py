@@ -13,26 +13,34 @@ import numpy as np
 _SAME_ORDER = frozenset(("reshape", "squeeze", "expand_dims"))
 _SAME_SHAPE = frozenset(("neg", "copy", "conj", "real", "imag", "reduce_precision"))
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"))
+_PARTS = frozenset(("slice", "split", "concatenate"))
 _OWN = frozenset(("transpose", "broadcast_in_dim", "dot_general", "fft"))
-IN_NUMPY = _SAME_ORDER | _SAME_SHAPE | _REDUCTIONS | _OWN
+IN_NUMPY = _SAME_ORDER | _SAME_SHAPE | _REDUCTIONS | _PARTS | _OWN
 
 
-def pull_back(eqn: Any, k: int, shape: Sequence[int], mask: Any) -> Any:
-    """The elements of operand `k`, of this shape, on which some elements of the output do."""
-    return _maps(eqn, k, shape, np.shape(mask))[0](mask)
+def pull_back(eqn: Any, k: int, shape: Sequence[int], mask: Any, output: int = 0) -> Any:
+    """The elements of operand `k`, of this shape, on which some elements of an output do."""
+    return _maps(eqn, k, shape, np.shape(mask), output)[0](mask)
 
 
-def push_forward(eqn: Any, k: int, mask: Any, shape: Sequence[int]) -> Any:
-    """The elements of the output, of this shape, that depend on some of operand `k`."""
-    return _maps(eqn, k, np.shape(mask), shape)[1](mask)
+def push_forward(eqn: Any, k: int, mask: Any, shape: Sequence[int], output: int = 0) -> Any:
+    """The elements of an output, of this shape, that depend on some of operand `k`."""
+    return _maps(eqn, k, np.shape(mask), shape, output)[1](mask)
 
 
 _Map = Callable[[Any], Any]
 
 
-def _maps(eqn: Any, k: int, inner: Sequence[int], outer: Sequence[int]) -> tuple[_Map, _Map]:
-    """From a mask of the output, `outer`, to one of the operand, and back."""
+def _maps(
+    eqn: Any, k: int, inner: Sequence[int], outer: Sequence[int], output: int
+) -> tuple[_Map, _Map]:
+    """From a mask of an output, `outer`, to one of the operand, and back."""
     name, params = eqn.primitive.name, eqn.params
+    if name in _PARTS:
+        part = _part(eqn, k, output)
+        into = lambda shape: lambda m: _into(m, part, shape)
+        take = lambda m: m[part]
+        return (take, into(outer)) if name == "concatenate" else (into(inner), take)
     if name in _SAME_SHAPE:
         return lambda m: m, lambda m: m
     if name in _SAME_ORDER:
@@ -52,6 +60,27 @@ def _maps(eqn: Any, k: int, inner: Sequence[int], outer: Sequence[int]) -> tuple
     if name == "broadcast_in_dim":
         return _broadcast(params["broadcast_dimensions"], inner, outer)
     return _dot_general(params["dimension_numbers"], k, inner, outer)
+
+
+def _part(eqn: Any, k: int, output: int) -> tuple[slice, ...]:
+    """Where an output is in the operand, or of a `concatenate`, operand `k` in the output."""
+    params = eqn.params
+    if eqn.primitive.name == "slice":
+        bounds = params["start_indices"], params["limit_indices"]
+        steps = params["strides"] or (1,) * len(bounds[0])
+        return tuple(map(slice, *bounds, steps))
+    is_split = eqn.primitive.name == "split"
+    axis = params["axis" if is_split else "dimension"]
+    sizes = params["sizes"] if is_split else [v.aval.shape[axis] for v in eqn.invars]
+    number = output if is_split else k
+    begin = sum(sizes[:number])
+    return (slice(None),) * axis + (slice(begin, begin + sizes[number]),)
+
+
+def _into(mask: Any, part: tuple[slice, ...], shape: Sequence[int]) -> Any:
+    found = np.zeros(shape, bool)
+    found[part] = mask
+    return found
 
 
 def _spread(mask: Any, axes: Sequence[int], shape: Sequence[int]) -> Any:

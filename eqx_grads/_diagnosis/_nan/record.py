@@ -138,6 +138,7 @@ def _cure_of(derivative: Derivative, cause: Cause, primitive: str, operands, is_
         mask=mask,
         is_direct=_is_direct(derivative, cause),
         is_bound=cause.mask is not None and cause.mask.why == BOUND,
+        by_zero=len(operands) == 2 and not operands[1],
     )
     is_dead = cause.kind == DEAD_BRANCH and primitive == "div" and not any(operands)
     is_dead = is_dead and formula != "x / norm"  # which has no limit

@@ -285,7 +285,7 @@ def depends_on(elements: Elements, k: int) -> Any:
         axes = [i for i, n in enumerate(mask.shape) if not x.ndim or x.shape[i] < n]
         return np.any(mask, axis=tuple(axes), keepdims=bool(x.ndim))
     if name in IN_NUMPY:
-        return pull_back(elements.eqn, k, x.shape, mask)
+        return pull_back(elements.eqn, k, x.shape, mask, elements.output)
     if name in _BY_DERIVATIVE:
         return _pull_back(elements, k)
     return np.full(x.shape, mask.any())
@@ -299,7 +299,7 @@ def reached_by(elements: Elements, k: int, mask: Any) -> Any:
     elif name in ELEMENTWISE:
         reached = np.broadcast_to(mask, shape)
     elif name in IN_NUMPY:
-        reached = push_forward(elements.eqn, k, mask, shape)
+        reached = push_forward(elements.eqn, k, mask, shape, elements.output)
     elif name in _BY_DERIVATIVE and elements.mask.sum() > 1:
         reached = _push_forward(elements, k, mask)
     else:
