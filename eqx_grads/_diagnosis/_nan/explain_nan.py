@@ -348,7 +348,10 @@ def _show_dropped(derivative: Derivative, numbers: list[int], found) -> list[str
     shown = _other_places(origins, found)
     if not shown:
         return []
-    return [f"What is not finite at {shown} does not reach the gradient: a mask drops it."]
+    return [
+        f"What is not finite at {shown} does not reach the gradient here: a mask drops it. Once "
+        "the rest is mended, call `explain_nan` again."
+    ]
 
 
 def _show_harmless(causes: Sequence[Cause], found) -> list[str]:
@@ -365,7 +368,7 @@ def _show_harmless(causes: Sequence[Cause], found) -> list[str]:
 def _other_places(origins: Iterable[Origin | None], found: Iterable[NonFinite]) -> str:
     known = {(r.file, r.line) for r in found}
     places = [o.source for o in origins if o and (o.source.file, o.source.line) not in known]
-    return show_list(list(dict.fromkeys(map(str, places))), 4) if places else ""
+    return show_list(list(dict.fromkeys(map(str, places))), 12) if places else ""
 
 
 def _find(
