@@ -349,8 +349,8 @@ def _show_dropped(derivative: Derivative, numbers: list[int], found) -> list[str
     if not shown:
         return []
     return [
-        f"What is not finite at {shown} does not reach the gradient here: a mask drops it. Once "
-        "the rest is mended, call `explain_nan` again."
+        f"What is not finite at {shown} does not reach the gradient here: a mask drops it. "
+        "Once the rest is mended, call `explain_nan` again."
     ]
 
 
