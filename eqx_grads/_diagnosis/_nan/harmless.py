@@ -21,17 +21,18 @@ class _NotFollowed(Exception):
 
 
 def harmless_infinities(root: Frame, found: Found) -> list[Any]:
-    """The keys of infinities with which the loss is finite, if all that is not finite elsewhere
-    is one.
+    """The keys of values of minus infinity with which the loss is finite, if all that is not
+    finite elsewhere is one.
 
     A NaN makes the loss NaN, unless it is dropped, and then it is not among those found. An
-    infinity that meets it may do no harm: of a logarithm of zero, the exponential is zero.
+    infinity that meets it may do no harm: of a logarithm of zero, the exponential is zero. Of
+    what overflows, a quotient by it is finite as well, and wrong.
     """
     if len(found) < 2:
         return []
     keys = []
     for key, source in [*found.items()][:_MOST]:
-        if isinstance(source, Input) or not np.all(np.isinf(source.values[source.mask])):
+        if isinstance(source, Input) or np.any(source.values[source.mask] != -np.inf):
             continue
         others = [other for k, other in found.items() if k != key]
         try:
