@@ -36,15 +36,14 @@ def test_the_policy_is_advised_if_the_compiled_gradient_is_finite(seed):
 def test_a_loss_that_is_infinite_if_it_is_compiled():
     """Operation by operation, the argument of the outer logarithm is a rounding error."""
     loss = lambda x: jnp.log(jnp.abs(jnp.log(jnp.exp(x)) - x))
-    xs = jnp.linspace(0.1, 5, 50)
-    differing = [x for x in xs if jnp.isfinite(loss(x)) and jnp.isinf(jax.jit(loss)(x))]
-    if not differing:
-        pytest.skip("XLA rounds as JAX does here")
-    report = eqg.explain_nan(loss, differing[0])
-    assert report
+    finite = [x for x in jnp.linspace(0.1, 5, 50) if jnp.isfinite(loss(x))]
+    differing = [x for x in finite if jnp.isinf(jax.jit(loss)(x))]
+    # A compiler that rounds as JAX does leaves nothing to report.
+    report = eqg.explain_nan(loss, (differing or finite)[0])
+    assert bool(report) == bool(differing)
     assert not report.found
-    assert "Compiled as a whole, the loss is -inf" in report.headline
-    assert "of which a logarithm is infinite" in str(report)
+    assert ("Compiled as a whole, the loss is -inf" in report.headline) == bool(differing)
+    assert ("of which a logarithm is infinite" in str(report)) == bool(differing)
 
 
 def test_nothing_is_said_of_a_gradient_that_is_finite_compiled():

@@ -227,8 +227,8 @@ _OF_BOUND = (
     "`{op}` has a derivative."
 )
 
-# `safe.where` is for functions of each element by itself.
-_BEFORE = {
+# Of operations that are not elementwise, for which `safe.where` is none.
+_NOT_ELEMENTWISE = {
     DEAD_BRANCH: f"Use {ZERO_SAFE}, or replace what is not used before `{{op}}`, by numbers at "
     "which its derivative is finite: `jnp.where(ok, x, other)` on its operand.",
     MASKED_PRODUCT: "Replace what the mask drops before `{op}`, by numbers at which its "
@@ -366,9 +366,8 @@ def cure_of(
         text = _OF_FORMULAS[formula]
     if kind == DEAD_BRANCH and primitive in ("eigh", "svd", "cumlogsumexp"):
         text = _OF_PRIMITIVES[primitive]
-    is_elementwise = primitive in ELEMENTWISE
-    if kind in _BEFORE and not is_elementwise and text == _OF_KINDS[kind]:
-        text = _BEFORE[kind]
+    if primitive not in ELEMENTWISE and text == _OF_KINDS.get(kind):
+        text = _NOT_ELEMENTWISE.get(kind, text)
     if kind == DEAD_BRANCH and formula in _SAFE_IN_DEAD_BRANCHES:
         function, why = _SAFE_IN_DEAD_BRANCHES[formula]
         text = f"Use {ZERO_SAFE}, or `{function}`, {why}."

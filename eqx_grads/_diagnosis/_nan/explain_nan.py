@@ -375,11 +375,8 @@ def _find(
     derivative: Derivative, root: Frame, numbers: list[int], threshold
 ) -> tuple[list[NonFinite], list[Cause]]:
     """What is reported, and infinities that are none of the causes."""
-    of_value: list[Cause]
-    harmless: list[Cause]
-    of_value, harmless = [], []
-    if not np.isfinite(root.results[0]):
-        of_value, harmless = causes_of_value(derivative, root)
+    is_finite = np.isfinite(root.results[0])
+    of_value, harmless = ([], []) if is_finite else causes_of_value(derivative, root)
     known = {key_of_cause(derivative, cause)[0] for cause in (*of_value, *harmless)}
     in_gradient: list[Cause] = []
     for i, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""Which of several values that are not finite do not make the loss so, as a weight `log(0)`."""
+"""Which infinities do not make the loss so, though they meet a NaN: as a weight `log(0)`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

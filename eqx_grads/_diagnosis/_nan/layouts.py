@@ -53,10 +53,8 @@ def _maps(
         return lambda m: _spread(m, axes, inner), lambda m: np.any(m, axis=axes)
     if name == "fft":  # a derivative at ones does not tell: the roots of unity cancel
         axes = tuple(range(len(inner)))[-len(params["fft_lengths"]) :]
-        rows = lambda m: np.any(m, axis=axes, keepdims=True)
-        return lambda m: np.broadcast_to(rows(m), inner), lambda m: np.broadcast_to(
-            rows(m), outer
-        )
+        spread = lambda m, shape: np.broadcast_to(np.any(m, axis=axes, keepdims=True), shape)
+        return lambda m: spread(m, inner), lambda m: spread(m, outer)
     if name == "broadcast_in_dim":
         return _broadcast(params["broadcast_dimensions"], inner, outer)
     return _dot_general(params["dimension_numbers"], k, inner, outer)
