@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -46,6 +48,32 @@ def checking_leaks():
 def temp_bytes(fn: Any, *args: Any) -> int:
     """What the compiled program needs besides its arguments and outputs."""
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def count_calls(fn: Callable, *args: Any) -> int:
+    """How often the library calls a function, its own or another, in `fn(*args)`: what it has
+    to do, as a number that does not depend on the machine."""
+    count = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        # At a call into C, `frame` is the one that calls.
+        if event in ("call", "c_call"):
+            count += frame.f_globals.get("__name__", "").startswith("eqx_grads.")
+
+    sys.setprofile(profile)
+    try:
+        fn(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def assert_linear_in_size(fn: Callable[[int], Any], size: int) -> None:
+    """What the library does in `fn(n)` grows in proportion to `n`, up to `4 * size`."""
+    fn(size)  # fills caches
+    small, middle, large = (count_calls(fn, n) for n in (size, 2 * size, 4 * size))
+    assert 0 < large - middle < 2.2 * (middle - small)
 
 
 def skip_without_checkpointed_loops():

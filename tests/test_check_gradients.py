@@ -1,7 +1,6 @@
 """`check_gradients` finds every planted fault of a model, and accuses no right model."""
 
 import re
-import time
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -25,6 +24,7 @@ from eqx_grads.testing._slope import (
     with_sides,
 )
 
+from .helpers import assert_linear_in_size
 from .model_faults import between, DATA, dense_stack, FAULTS, with_rule
 from .right_models import RIGHT
 
@@ -361,14 +361,21 @@ def test_the_numbers_are_those_of_autodiff():
 
 
 @pytest.mark.thorough
-def test_a_hundred_thousand_parameters_take_seconds():
+def test_a_hundred_thousand_parameters_take_few_evaluations():
     model = eqx.nn.MLP(100, 10, 256, 2, key=jr.key(0))
     assert sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x)) > 90_000
     xs = jr.normal(jr.key(1), (32, 100))
-    start = time.perf_counter()
-    report = eqgt.check_gradients(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), model, xs)
+    evaluations = []
+
+    def loss(m, x):
+        jax.debug.callback(lambda: evaluations.append(1))
+        return jnp.mean(jax.vmap(m)(x) ** 2)
+
+    report = eqgt.check_gradients(loss, model, xs)
+    jax.effects_barrier()
     assert [leaf.verdict for leaf in report.leaves] == ["right"] * 6
-    assert time.perf_counter() - start < 30
+    # 552 at the time of writing.
+    assert 0 < len(evaluations) < 1000
 
 
 @pytest.mark.slow
@@ -390,17 +397,24 @@ def test_a_wrong_bias_among_a_hundred_thousand_parameters():
     assert [found.leaf for found in report.found] == ["['b'][1]"]
 
 
-@pytest.mark.slow
-def test_ten_thousand_equations():
+def check_many_layers(n):
     def fn(m, x):
-        for _ in range(2500):
+        for _ in range(n):
             x = x + 1e-3 * jnp.tanh(m @ x)
         return jnp.sum(x)
 
-    start = time.process_time()
     report = eqgt.check_gradients(fn, jnp.eye(3), jnp.asarray(DATA[0]))
     assert report["model"].verdict == "right"
-    assert time.process_time() - start < 60
+
+
+@pytest.mark.slow
+def test_ten_thousand_equations():
+    check_many_layers(2500)
+
+
+@pytest.mark.thorough
+def test_work_is_linear_in_the_number_of_equations():
+    assert_linear_in_size(check_many_layers, 5)
 
 
 @pytest.mark.thorough
