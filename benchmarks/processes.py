@@ -41,6 +41,7 @@ def work(args):
     mine = [cores[(args.process + i) % len(cores)] for i in range(args.cores)]
     os.sched_setaffinity(0, mine)
     jax.distributed.initialize(args.coordinator, args.processes, args.process)
+    sys.path.insert(0, str(EXAMPLE.parent))  # as `python examples/data_parallel.py` has it
     example = runpy.run_path(str(EXAMPLE))
     mesh = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(AxisType.Auto,))
     length, characters = example["LENGTH"], example["CHARACTERS"]
