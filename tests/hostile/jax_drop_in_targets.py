@@ -12,7 +12,8 @@ from .targets import target
 
 
 def _position(i):
-    return isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0
+    """Of an argument of `_add`, from the end if negative."""
+    return isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= -2
 
 
 def _one_or_some(is_one):

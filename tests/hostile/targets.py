@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 
 from .domains import Domain
@@ -22,9 +23,9 @@ class Target(NamedTuple):
     called: str = ""
 
 
-def arrays(tree: Any) -> list[jax.Array]:
-    """The leaves of a tree that a traced function may return."""
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+def arrays(tree: Any) -> list[Any]:
+    """The leaves of a tree that a traced function may return, of JAX or NumPy."""
+    return [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
 
 
 TARGETS: dict[str, Target] = {}
