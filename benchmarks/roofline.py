@@ -18,6 +18,7 @@ run. A pod has the same program.
 import argparse
 import pathlib
 import runpy
+import sys
 from typing import NamedTuple
 
 import equinox as eqx
@@ -66,6 +67,7 @@ SIZES = {
 
 
 def compiled(size):
+    sys.path.insert(0, str(EXAMPLE.parent))  # as `python examples/data_parallel.py` has it
     example = runpy.run_path(str(EXAMPLE))
     mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AxisType.Auto,))
 

@@ -44,7 +44,8 @@ def _run(path, cwd, *args):
     result = subprocess.run(
         [sys.executable, str(path), *args],
         cwd=cwd,
-        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
+        # A reader's JAX computes in single precision.
+        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -54,8 +55,9 @@ def _run(path, cwd, *args):
 
 
 def _marker(path):
-    """The main one for every day, and all of them with the slow tests."""
-    return "thorough" if path.name == "spiking_digits.py" else "slow"
+    """The main one, and the one whose page shows a report, for every day; all of them with the
+    slow tests."""
+    return "thorough" if path.name in ("spiking_digits.py", "nan_hunt.py") else "slow"
 
 
 SOME = [pytest.param(path, marks=getattr(pytest.mark, _marker(path))) for path in EXAMPLES]
