@@ -13,15 +13,6 @@ from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list
 
 
-class BecomesArray(Exception):
-    """Python integers in the carry turn out to vary from step to step: the leaves at these
-    indices. They have to be arrays from the start."""
-
-    def __init__(self, indices: frozenset[int]):
-        Exception.__init__(self)
-        self.indices = indices
-
-
 def is_sliced(x: Any) -> bool:
     """Whether a leaf of `xs` has a leading time axis, of which each step gets a slice."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
@@ -47,11 +38,29 @@ class Carry:
         indices = [i for i, d in enumerate(dynamic) if d]
         static = [None if d else x for x, d in zip(leaves, dynamic, strict=True)]
         self._split = TreeSplit(treedef, indices, static)
+        # The integers that a step changes, while it is traced to find them.
+        self._varying: set[int] | None = None
 
     def first(self, init: Any) -> list[jax.Array]:
         """The arrays that the loop starts from."""
         leaves = jax.tree.leaves(init)
         return as_array_list(leaves[i] for i in self._split.indices)
+
+    def integers_that_vary(self, trace_step: Callable[[], Any]) -> frozenset[int]:
+        """The indices of the Python integers that a step changes: they have to be arrays from
+        the start.
+
+        A step is traced to find them. No exception may end that trace: JAX would keep its
+        tracers, if it closes over a tracer, for as long as the process lives.
+        """
+        if not any(isinstance(x, bool | int) for x in self._split.static):
+            return frozenset()
+        self._varying = set()
+        try:
+            trace_step()
+            return frozenset(self._varying)
+        finally:
+            self._varying = None
 
     def paths(self) -> list[str]:
         """Where each array is, as the user would write it."""
@@ -79,20 +88,20 @@ class Carry:
         paths = jax.tree_util.tree_leaves_with_path(new)
         where = lambda i: f"carry{show_path(paths[i][0])}"
         dynamic = set(old.indices)
-        becomes_array = set()
         for i, (before, after) in enumerate(zip(old.static, leaves, strict=True)):
             if i in dynamic or same_static(before, after):
                 continue
-            if isinstance(before, bool | int) and is_number(after):
-                becomes_array.add(i)
+            can_vary = isinstance(before, bool | int) and is_number(after)
+            if can_vary and self._varying is not None:
+                self._varying.add(i)
                 continue
             raise fail(
                 f"at {where(i)}: it was {type_of(before)}, and is {type_of(after)}",
                 do="What is not an array is static: it must not change. Store a value that "
                 "varies as an array, or choose with `jax.lax.cond`.",
             )
-        if becomes_array:
-            raise BecomesArray(frozenset(becomes_array))
+        if self._varying:
+            return list(given)  # the step is traced once more, with these as arrays
         arrays = []
         for i, start in zip(old.indices, given, strict=True):
             if not is_number(leaves[i]):

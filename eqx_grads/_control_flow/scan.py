@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
 from .._jaxprs.plain_scan import plain_scans
-from .carry import BecomesArray, is_sliced
+from .carry import is_sliced
 from .chunked_scan import near_divisor
 from .eager_bodies import eager_call
 from .online import Online
@@ -187,28 +187,32 @@ def filter_scan(
     if call is not None and (body := call.kept_body()) is not None:
         loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
         return body.outputs(*Plain().run(loop))
+    step = f if call is None else weakref.proxy(f)
+    with plain_scans():
+        body = _body(step, init, xs, carry_gradient)
+        # A rule is given operands that all vary alike.
+        is_call = truncate is not None or isinstance(method, Replayed | Online)
+        arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
+        loop = Loop(body, *arrays, steps, reverse, unroll, line)
+        if isinstance(method, Online):
+            names, where = tuple(body.carry_paths()), body.place()
+            method = dataclasses.replace(method, names=names, where=where)
+        chosen, loop = _choose(method, loop, truncate)
+        # Nothing is differentiated in an eager call, and all methods compute the same.
+        carry, ys = (chosen if call is None else Plain()).run(loop)
+    if call is not None:
+        call.keep_body(body)
+    return body.outputs(carry, ys)
+
+
+def _body(step, init, xs, carry_gradient) -> ScanBody:
     becomes_array: frozenset[int] = frozenset()
     while True:
-        step = f if call is None else weakref.proxy(f)
         body = ScanBody(step, init, xs, carry_gradient, becomes_array)
-        try:
-            with plain_scans():
-                # A rule is given operands that all vary alike.
-                is_call = truncate is not None or isinstance(method, Replayed | Online)
-                arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
-                loop = Loop(body, *arrays, steps, reverse, unroll, line)
-                if isinstance(method, Online):
-                    names, where = tuple(body.carry_paths()), body.place()
-                    method = dataclasses.replace(method, names=names, where=where)
-                chosen, loop = _choose(method, loop, truncate)
-                # Nothing is differentiated in an eager call, and all methods compute the same.
-                carry, ys = (chosen if call is None else Plain()).run(loop)
-        except BecomesArray as found:
-            becomes_array |= found.indices
-            continue
-        if call is not None:
-            call.keep_body(body)
-        return body.outputs(carry, ys)
+        more = body.integers_that_vary(init, xs)
+        if not more:
+            return body
+        becomes_array |= more
 
 
 def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:

@@ -43,14 +43,19 @@ class ScanBody:
         """The arrays that the loop starts from, and those that it slices."""
         return self._carry.first(init), TreeSplit.split(xs, is_sliced)[1]
 
+    def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
+        """The indices of the Python integers in the carry that a step changes."""
+        carry, arrays = self.arrays(init, xs)
+        return self._carry.integers_that_vary(lambda: self._trace(carry, arrays))
+
+    def _trace(self, carry: Sequence[Any], xs: Sequence[Any]) -> ClosedJaxpr:
+        one = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
+        return jax.make_jaxpr(self)(carry, one)
+
     def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The same, with the first carry cast to the type on the mesh that later ones have."""
         carry, xs = self.arrays(init, xs)
-
-        def step_types(carry):
-            one = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
-            return jax.make_jaxpr(self)(carry, one).out_avals[: len(carry)]
-
+        step_types = lambda carry: self._trace(carry, xs).out_avals[: len(carry)]
         return cast_carry(step_types, carry), xs
 
     def varying_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:

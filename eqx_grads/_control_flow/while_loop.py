@@ -1,5 +1,6 @@
 """`filter_while_loop`: a `while_loop` whose carry is any PyTree."""
 
+import functools as ft
 from collections.abc import Callable
 
 import jax
@@ -7,7 +8,7 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of
 from .._jaxprs.varying import cast_carry
-from .carry import BecomesArray, Carry
+from .carry import Carry
 
 
 def filter_while_loop(
@@ -65,21 +66,22 @@ def filter_while_loop(
     """
     check_function(cond_fun, "cond_fun", "filter_while_loop")
     check_function(body_fun, "body_fun", "filter_while_loop")
-    becomes_array: frozenset[int] = frozenset()
-    while True:
-        try:
-            return _while_loop(cond_fun, body_fun, init, Carry(init, becomes_array))
-        except BecomesArray as found:
-            becomes_array |= found.indices
-
-
-def _while_loop(cond_fun, body_fun, init, carry: Carry):
     error = (
         f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
         "it was given."
     )
-    body = lambda arrays: carry.arrays(body_fun(carry.tree(arrays)), arrays, body_fun, error)
+    becomes_array: frozenset[int] = frozenset()
+    while True:
+        carry = Carry(init, becomes_array)
+        first, body = carry.first(init), _body(body_fun, carry, error)
+        more = carry.integers_that_vary(ft.partial(jax.make_jaxpr(body), first))
+        if not more:
+            break
+        becomes_array |= more
     cond = lambda arrays: cond_fun(carry.tree(arrays))
-    types = lambda arrays: jax.make_jaxpr(body)(arrays).out_avals
-    first = cast_carry(types, carry.first(init))
+    first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     return carry.tree(jax.lax.while_loop(cond, body, first))
+
+
+def _body(fn, carry: Carry, error: str):
+    return lambda arrays: carry.arrays(fn(carry.tree(arrays)), arrays, fn, error)
