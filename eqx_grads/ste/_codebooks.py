@@ -12,6 +12,7 @@ from .._errors import rule_error, type_of
 from .._rules.explicit_sharding import rows
 from .._rules.float_args import as_dtype, as_floats, as_levels, widen
 from .._rules.replace_gradient import replace_gradient
+from ._sign_and_step import nan_along
 
 
 def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
@@ -60,7 +61,8 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
     **Returns:**
 
     - The nearest entries in Euclidean distance, the first of equally near ones: an array
-        like `z`. If the codebook has the dtype of `z`, they are exactly its entries.
+        like `z`. If the codebook has the dtype of `z`, they are exactly its entries. NaN for a
+        `z` with a NaN, and everywhere if the codebook has one.
     - Their indices, of shape `(...)`.
 
     **Derivative:**
@@ -84,8 +86,9 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
             do="Give it `z` of shape `(..., size)` and a codebook of shape `(entries, size)`.",
         )
     index = _nearest(jax.lax.stop_gradient(z), jax.lax.stop_gradient(codebook))
-    entries = rows(jax.lax.stop_gradient(codebook), index)
-    return replace_gradient(entries.astype(z.dtype), z), index
+    entries = rows(jax.lax.stop_gradient(codebook), index).astype(z.dtype)
+    entries = jnp.where(jnp.any(jnp.isnan(codebook)), jnp.nan, nan_along(z, -1, entries))
+    return replace_gradient(entries, z), index
 
 
 def _nearest(z, codebook):

@@ -258,7 +258,7 @@ def reinmax(
 
     **Returns:**
 
-    An array like `logits`, one-hot along the axis.
+    An array like `logits`, one-hot along the axis. NaN along an axis with a NaN.
 
     **Derivative:**
 

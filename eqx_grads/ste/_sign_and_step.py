@@ -354,7 +354,7 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
     **Returns:**
 
     An array like `x`: one for the largest element, and for the first of equal ones; zero
-    elsewhere.
+    elsewhere. NaN along an axis with a NaN.
 
     **Derivative:**
 
@@ -375,7 +375,14 @@ def one_hot_argmax(x: ArrayLike, *, axis: int = -1, temperature: ArrayLike = 1.0
 
 
 def one_hot_of_largest(x: Array, like: Array, axis: int) -> Array:
-    """One at the first of the largest elements along an axis, which may be empty."""
+    """One at the first of the largest elements along an axis, which may be empty; NaN along an
+    axis with a NaN."""
     if x.size == 0:
         return jnp.zeros_like(like)
-    return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=like.dtype, axis=axis)
+    hard = jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=like.dtype, axis=axis)
+    return nan_along(x, axis, hard)
+
+
+def nan_along(x: Array, axis: int, out: Array) -> Array:
+    """`out`, and NaN along an axis of `x` with a NaN: an index would hide it."""
+    return jnp.where(jnp.any(jnp.isnan(x), axis, keepdims=True), jnp.nan, out)

@@ -15,6 +15,7 @@ from .._rules.float_args import (
     widen,
 )
 from .._rules.replace_gradient import replace_gradient
+from ._sign_and_step import nan_along
 
 
 # Each halves the interval: more than a float64 has bits.
@@ -84,7 +85,7 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
     scaled = wide / broadcast_parameter("ste.top_k", "temperature", temperature, wide)
     order = jnp.argsort(x, axis, descending=True, stable=True)
     hard = (jnp.argsort(order, axis) < count).astype(x.dtype)
-    hard = jnp.where(jnp.any(jnp.isnan(x), axis, keepdims=True), jnp.nan, hard)
+    hard = nan_along(x, axis, hard)
     if count == x.shape[axis] or x.size == 0:
         return hard
     soft = jax.nn.sigmoid(scaled - _threshold(scaled, k=count, axis=axis))
