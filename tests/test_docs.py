@@ -71,7 +71,7 @@ PROGRAMS = [
         path,
         program,
         id=f"{path.relative_to(ROOT)}:{name}",
-        marks=pytest.mark.slow if path.name in LONG else (),
+        marks=pytest.mark.thorough if path.name in LONG else (),
     )
     for path, name, program in _programs()
     if program
@@ -87,7 +87,7 @@ def test_code_blocks_run(path, program, monkeypatch):
 
 
 WITH_OUTPUTS = [
-    pytest.param(path, marks=pytest.mark.slow if path.name in LONG else ())
+    pytest.param(path, marks=pytest.mark.thorough if path.name in LONG else ())
     for path in OUTPUTS.PAGES
 ]
 
