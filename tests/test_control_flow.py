@@ -293,3 +293,21 @@ def test_nothing_is_kept_alive():
             )
         )(model().weight)
     assert traced() <= before
+
+
+@pytest.mark.parametrize("loop", ["scan", "while_loop"])
+def test_a_counter_without_jit(loop):
+    """Without `jit`, a step may depend on values."""
+
+    def step(state):
+        count, x = state
+        return count + 1, 2 * x if x > 0 else x
+
+    with jax.disable_jit():
+        if loop == "scan":
+            state = eqg.filter_scan(
+                lambda c, _: (step(c), None), (0, jnp.array(1.5)), length=3
+            )[0]
+        else:
+            state = eqg.filter_while_loop(lambda c: c[0] < 3, step, (0, jnp.array(1.5)))
+    assert (int(state[0]), float(state[1])) == (3, 12.0)

@@ -940,6 +940,7 @@ def explain_many_products(n):
         return jnp.sum(x)
 
     w = jnp.ones((8, 8))
+    assert len(jax.make_jaxpr(loss)(w, w[0]).eqns) > 6 * n
     assert len(eqg.explain_memory(loss, w, w[0], compiled=False).found) > n
 
 

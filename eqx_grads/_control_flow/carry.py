@@ -46,18 +46,20 @@ class Carry:
         leaves = jax.tree.leaves(init)
         return as_array_list(leaves[i] for i in self._split.indices)
 
-    def integers_that_vary(self, trace_step: Callable[[], Any]) -> frozenset[int]:
+    def integers_that_vary(self, step: Callable[..., Any], *args: Any) -> frozenset[int]:
         """The indices of the Python integers that a step changes: they have to be arrays from
         the start.
 
-        A step is traced to find them. No exception may end that trace: JAX would keep its
-        tracers, if it closes over a tracer, for as long as the process lives.
+        A step is traced to find them, or run if there is no `jit`, where it may depend on
+        values. No exception may end that trace: JAX would keep its tracers, if it closes over
+        a tracer, for as long as the process lives.
         """
         if not any(isinstance(x, bool | int) for x in self._split.static):
             return frozenset()
         self._varying = set()
         try:
-            trace_step()
+            disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
+            step(*args) if disabled_jit else jax.make_jaxpr(step)(*args)
             return frozenset(self._varying)
         finally:
             self._varying = None

@@ -16,6 +16,10 @@ from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
 
 
+def _slice_types(xs: Sequence[jax.Array]) -> list[Any]:
+    return [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
+
+
 class ScanBody:
     """`f` of a scan as a function of lists of arrays: `carry, x` to `carry, y`.
 
@@ -46,16 +50,18 @@ class ScanBody:
     def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
         """The indices of the Python integers in the carry that a step changes."""
         carry, arrays = self.arrays(init, xs)
-        return self._carry.integers_that_vary(lambda: self._trace(carry, arrays))
-
-    def _trace(self, carry: Sequence[Any], xs: Sequence[Any]) -> ClosedJaxpr:
-        one = [mapped_aval(x.shape[0], 0, jax.typeof(x)) for x in xs]
-        return jax.make_jaxpr(self)(carry, one)
+        # Without `jit`, JAX's loops are written out, and have at least one step.
+        disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
+        one = [x[0] for x in arrays] if disabled_jit else _slice_types(arrays)
+        return self._carry.integers_that_vary(self, carry, one)
 
     def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """The same, with the first carry cast to the type on the mesh that later ones have."""
         carry, xs = self.arrays(init, xs)
-        step_types = lambda carry: self._trace(carry, xs).out_avals[: len(carry)]
+
+        def step_types(carry):
+            return jax.make_jaxpr(self)(carry, _slice_types(xs)).out_avals[: len(carry)]
+
         return cast_carry(step_types, carry), xs
 
     def varying_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:

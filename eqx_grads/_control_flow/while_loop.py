@@ -1,6 +1,5 @@
 """`filter_while_loop`: a `while_loop` whose carry is any PyTree."""
 
-import functools as ft
 from collections.abc import Callable
 
 import jax
@@ -74,7 +73,7 @@ def filter_while_loop(
     while True:
         carry = Carry(init, becomes_array)
         first, body = carry.first(init), _body(body_fun, carry, error)
-        more = carry.integers_that_vary(ft.partial(jax.make_jaxpr(body), first))
+        more = carry.integers_that_vary(body, first)
         if not more:
             break
         becomes_array |= more
