@@ -1059,3 +1059,27 @@ def test_a_network_of_bits_learns_and_only_straight_through(tmp_path):
     assert result["plain sign"] <= 0.3  # guessing: 0.1
     assert result["two bits"] >= 0.975
     assert (tmp_path / "binary-network.png").read_bytes().startswith(b"\x89PNG")
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        ste.one_hot_argmax,
+        lambda x: ste.reinmax(x, key=jr.key(0)),
+        lambda x: ste.gumbel_softmax(x, hard=True, key=jr.key(0)),
+        lambda x: ste.vector_quantize(x, jnp.eye(3))[0],
+    ],
+)
+def test_an_index_does_not_hide_nan(fn):
+    """In the row that has it, and in no other."""
+    out = fn(jnp.array([[0.1, NAN, 0.3], [0.3, 0.2, 0.1]]))
+    assert jnp.isnan(out[0]).all()
+    assert not jnp.isnan(out[1]).any()
+
+
+def test_nan_in_a_codebook_is_not_hidden():
+    codebook = jnp.eye(3).at[2, 1].set(NAN)
+    assert jnp.isnan(ste.vector_quantize(jnp.ones((2, 3)), codebook)[0]).all()

@@ -50,8 +50,9 @@ class ScanBody:
     def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
         """The indices of the Python integers in the carry that a step changes."""
         carry, arrays = self.arrays(init, xs)
-        # Without `jit`, JAX's loops are written out, and have at least one step.
         disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
+        if disabled_jit and not all(x.shape[0] for x in arrays):
+            return frozenset()  # without `jit`, JAX raises an error for a scan of no steps
         one = [x[0] for x in arrays] if disabled_jit else _slice_types(arrays)
         return self._carry.integers_that_vary(self, carry, one)
 

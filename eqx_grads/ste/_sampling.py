@@ -68,7 +68,8 @@ def gumbel_softmax(
 
     **Returns:**
 
-    An array like `logits`. Half precision is sampled in single precision.
+    An array like `logits`, NaN along an axis with a NaN. Half precision is sampled in single
+    precision.
 
     **Derivative:**
 
