@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .domains import Domain
 
@@ -25,7 +26,13 @@ class Target(NamedTuple):
 
 def arrays(tree: Any) -> list[Any]:
     """The leaves of a tree that a traced function may return, of JAX or NumPy."""
-    return [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
+
+
+def _is_array(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number)
+    return isinstance(leaf, jax.Array)
 
 
 TARGETS: dict[str, Target] = {}
