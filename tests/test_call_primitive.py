@@ -696,30 +696,30 @@ def _rounded_vjp():
     return f
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+_GRADIENTS = {
+    "eager": lambda mapped: jax.grad(lambda w, xs: jnp.sum(mapped(w, xs))),
+    "jit of grad": lambda mapped: jax.jit(jax.grad(lambda w, xs: jnp.sum(mapped(w, xs)))),
+    "grad of jit": lambda mapped: jax.grad(lambda w, xs: jnp.sum(jax.jit(mapped)(w, xs))),
+}
+
+
+@pytest.mark.parametrize("gradient", _GRADIENTS.values(), ids=_GRADIENTS)
+@pytest.mark.parametrize("axis_name", [None, "i"])
 @pytest.mark.parametrize(
-    ("rounded", "axis_name"),
-    [
-        (_rounded_jvp(), "i"),
-        (eqg.elementwise(jnp.round, lambda y, w: 1.0), "i"),
-        (ste.round, "i"),
-        (_rounded_jvp(), None),
-        # With a named axis, as its backward rule may use the axis, it is called by example.
-        (_rounded_vjp(), None),
-    ],
-    ids=["custom_jvp", "elementwise", "ste", "custom_jvp, no name", "custom_vjp, no name"],
+    "rounded",
+    [_rounded_jvp(), _rounded_vjp(), eqg.elementwise(jnp.round, lambda y, w: 1.0), ste.round],
+    ids=["custom_jvp", "custom_vjp", "elementwise", "ste"],
 )
 def test_a_call_without_the_batch_stays_one_call_under_a_named_axis(
-    rounded, transform, axis_name
+    rounded, axis_name, gradient
 ):
     """In a gradient, with the name of an axis that the function does not use, it was computed
     for each example, and so was all that used its result: a convolution of weights that are
     quantized was a grouped one, and took several hundred times as long."""
     w, xs = jnp.ones((5, 3)), jnp.ones((64, 3))
     mapped = jax.vmap(lambda w, x: rounded(w) @ x, (None, 0), axis_name=axis_name)
-    gradient = transform(jax.grad(lambda w: jnp.sum(mapped(w, xs))))
-    eqgt.assert_trees_close(gradient(w), jnp.full((5, 3), 64.0))
-    program = jax.make_jaxpr(gradient)(w)
+    eqgt.assert_trees_close(gradient(mapped)(w, xs), jnp.full((5, 3), 64.0))
+    program = jax.make_jaxpr(gradient(mapped))(w, xs)
     sizes = {v.aval.size for eqn in equations(program) for v in eqn.outvars}
     assert max(sizes) == 64 * 5  # the outputs, and not the weights, of each example
 
@@ -742,8 +742,8 @@ def test_a_rule_that_uses_the_axis_of_a_value_without_the_batch(transform):
         assert transform(jax.grad(twice))(2.0) == jnp.sum(2 * 2.0 * xs**2 * jnp.arange(4.0))
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
-def test_a_forward_rule_that_uses_the_axis_if_some_arguments_are_perturbed(transform):
+def test_a_forward_rule_that_uses_the_axis_if_some_arguments_are_perturbed():
+    """Under `jit`, the batch dimension is decided with all of them perturbed."""
     f = eqg.custom_vjp(lambda a, b: a * b)
 
     @f.def_fwd
@@ -754,8 +754,10 @@ def test_a_forward_rule_that_uses_the_axis_if_some_arguments_are_perturbed(trans
     f.def_bwd(lambda r, ct: (ct * r[1] * r[2], ct * r[0]))
     xs = jnp.array([1.0, 2.0, 3.0])
     mapped = jax.vmap(lambda a, b, x: f(a, b) * x, (None, None, 0), axis_name="i")
-    loss = lambda a: jnp.sum(transform(mapped)(a, 3.0, xs))
-    assert jax.grad(loss)(2.0) == jnp.sum(3.0 * xs * jnp.array([1.0, 2.0, 3.0]))
+    assert jax.grad(lambda a: jnp.sum(mapped(a, 3.0, xs)))(2.0) == 42.0
+    for transform in (jax.jit, jax.checkpoint):
+        with pytest.raises(eqg.RuleError, match="only with some of its arguments perturbed"):
+            jax.grad(lambda a, t=transform: jnp.sum(t(mapped)(a, 3.0, xs)))(2.0)
 
 
 def test_a_tangent_rule_that_uses_the_axis_if_some_arguments_are_perturbed():
@@ -774,6 +776,74 @@ def test_a_tangent_rule_that_uses_the_axis_if_some_arguments_are_perturbed():
     assert jax.grad(lambda a: jnp.sum(mapped(a, 3.0, xs)))(2.0) == 42.0
     with pytest.raises(eqg.RuleError, match="only with some of its arguments perturbed"):
         jax.grad(lambda a: jnp.sum(jax.jit(mapped)(a, 3.0, xs)))(2.0)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("use", ["index", "sum", "inner call"])
+def test_a_backward_rule_that_uses_the_axis(transform, use):
+    """JAX 0.10 gives 36 for the index, and JAX 0.12 refuses it."""
+    f = eqg.custom_vjp(lambda a: a * 1.0)
+    f.def_fwd(lambda a: (f(a), None))
+    backward = {
+        "index": lambda ct: ct * (1 + _index()),
+        "sum": lambda ct: jax.lax.psum(ct * (1 + _index()), "i") / 3,
+        "inner call": jax.jit(lambda ct: ct * (1 + _index())),
+    }
+    f.def_bwd(lambda _, ct: (backward[use](ct),))
+    mapped = jax.vmap(lambda a, x: f(a) * x, (None, 0), axis_name="i")
+    xs = jnp.array([1.0, 2.0, 3.0])
+    assert jax.grad(lambda a: jnp.sum(transform(mapped)(a, xs)))(2.0) == 14.0
+    assert jax.jit(jax.grad(lambda a: jnp.sum(transform(mapped)(a, xs))))(2.0) == 14.0
+
+
+def test_a_custom_vjp_with_a_collective_of_a_value_without_the_batch():
+    """A sum over the axis has no batch dimension: a test of JAX's own."""
+    f = eqg.custom_vjp(lambda w: jax.lax.psum(w, "i"))
+    f.def_fwd(lambda w: (f(w), None))
+    f.def_bwd(lambda _, ct: (2 * ct,))
+    staged = lambda w: jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)(w))(w)[0]
+    xs = jnp.arange(4.0)
+    for fn in (f, staged, jax.jit(f)):
+        mapped = jax.vmap(lambda _, w, fn=fn: fn(w), (0, None), out_axes=None, axis_name="i")
+        assert mapped(xs, 2.0) == jax.jit(mapped)(xs, 2.0) == 8.0
+        assert jax.grad(mapped, 1)(xs, 2.0) == jax.grad(jax.jit(mapped), 1)(xs, 2.0) == 2.0
+
+
+@pytest.mark.parametrize("make", [_rounded_jvp, _rounded_vjp])
+def test_an_output_without_the_batch_is_not_mapped(make):
+    """`out_axes=None` accepts it, as a state that a BatchNorm's axis goes around."""
+    f, xs = make(), jnp.arange(4.0)
+    step = lambda x, w: (x * f(w), f(w))
+    mapped = jax.vmap(step, (0, None), out_axes=(0, None), axis_name="i")
+    for fn in (mapped, jax.jit(mapped)):
+        eqgt.assert_trees_close(fn(xs, 1.6), (2 * xs, jnp.array(2.0)))
+        assert jax.grad(lambda w, fn=fn: jnp.sum(fn(xs, w)[0]))(1.6) == 6.0
+
+
+@pytest.mark.parametrize("way", ["custom_jvp", "custom_vjp"])
+def test_a_rule_that_calls_its_function_is_asked_once_for_its_axes(way):
+    """And not by that call once more, to the limit of recursion."""
+    n_calls = []
+    f = getattr(eqg, way)(lambda a, b: (a * b, b))
+
+    def rule(primals, tangents):
+        n_calls.append(1)
+        return f(*primals), (tangents[0] * primals[1], tangents[1])
+
+    def fwd(a, b):
+        n_calls.append(1)
+        return f(a, b), (a, b)
+
+    if way == "custom_jvp":
+        f.def_jvp(rule)
+    else:
+        f.def_fwd(fwd)
+        f.def_bwd(lambda residuals, ct: (ct[0] * residuals[1], ct[1]))
+    for axes, name in (((None, None), "i"), ((0, None), None), ((0, None), "i")):
+        a = jnp.ones((3, 2)) if axes[0] == 0 else jnp.ones(2)
+        n_calls.clear()
+        jax.make_jaxpr(jax.vmap(f, axes, axis_size=3, axis_name=name))(a, jnp.ones(2))
+        assert len(n_calls) <= 2
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])

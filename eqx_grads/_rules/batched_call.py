@@ -11,6 +11,7 @@ from .._errors import rule_error
 from .._jaxprs.current_trace import is_of_innermost_trace
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
+from .asked_rules import asking, is_asked
 from .rule import try_to_trace
 
 
@@ -163,10 +164,10 @@ class BatchedCall(AbstractCall):
         assert self._example is not None
         inexact = [is_differentiable(t) for t in self._example.out_avals]
         together = [v or x for v, x in zip(values, inexact, strict=True)]
-        # A forward rule may depend on which arguments are perturbed, and a backward rule on the
-        # axis.
-        if self.is_reverse or values == together:
+        if (self.is_reverse and any(self._batched)) or values == together:
             return together
+        if is_asked(self):  # by its own rule, for the value
+            return values
         # The rule may say otherwise: the value of `replace_gradient` depends on one operand,
         # its tangent on the other.
         first, last = self._n_consts, self._n_consts + self._call.n_args
@@ -176,7 +177,8 @@ class BatchedCall(AbstractCall):
         rule = ft.partial(tangents_of_call, self._call, first, args)
         traced = lambda *xs: jaxpr_as_fun(jax.make_jaxpr(rule)(*map(jax.typeof, xs)))(*xs)
         try:
-            moves = self._moves(traced, operands, axes)
+            with asking(self):
+                moves = self._moves(traced, operands, axes)
         except Exception:
             # The rule has not been asked for: what it raises is for the one who differentiates.
             return together

@@ -20,6 +20,7 @@ from .._errors import rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
+from .backward_axis import backward_uses_axis
 from .batched_call import BatchedCall
 from .pruned_call import prune
 
@@ -186,6 +187,10 @@ def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
         for x, dim in zip(operands, dims, strict=True)
     ]
     batched = [dim is not None for dim in dims]
+    if not any(batched) and backward_uses_axis(call, bind_call, axis_data, operands[n_consts:]):
+        copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
+        operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
+        batched = [i >= n_consts for i in range(len(operands))]
     result = None
     if any(batched) and not any(batched[:n_consts]):
         result = call.vmap(axis_data, batched[n_consts:], operands[n_consts:])
