@@ -696,6 +696,15 @@ def _rounded_vjp():
     return f
 
 
+def _rounded_by_another():
+    """JAX keeps the batched program of the inner `jit`."""
+    inner = jax.jit(ste.round)
+    f = eqg.custom_vjp(lambda w: inner(w))
+    f.def_fwd(lambda w: (inner(w), None))
+    f.def_bwd(lambda _, ct: (ct,))
+    return f
+
+
 _GRADIENTS = {
     "eager": lambda mapped: jax.grad(lambda w, xs: jnp.sum(mapped(w, xs))),
     "jit of grad": lambda mapped: jax.jit(jax.grad(lambda w, xs: jnp.sum(mapped(w, xs)))),
@@ -707,8 +716,14 @@ _GRADIENTS = {
 @pytest.mark.parametrize("axis_name", [None, "i"])
 @pytest.mark.parametrize(
     "rounded",
-    [_rounded_jvp(), _rounded_vjp(), eqg.elementwise(jnp.round, lambda y, w: 1.0), ste.round],
-    ids=["custom_jvp", "custom_vjp", "elementwise", "ste"],
+    [
+        _rounded_jvp(),
+        _rounded_vjp(),
+        _rounded_by_another(),
+        eqg.elementwise(jnp.round, lambda y, w: 1.0),
+        ste.round,
+    ],
+    ids=["custom_jvp", "custom_vjp", "another", "elementwise", "ste"],
 )
 def test_a_call_without_the_batch_stays_one_call_under_a_named_axis(
     rounded, axis_name, gradient

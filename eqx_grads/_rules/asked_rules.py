@@ -1,7 +1,8 @@
 """Rules that are being traced to see on which axes their results depend.
 
 A rule usually calls its own function, for the value. If that call asked the rule as well, there
-would be no end.
+would be no end. Calls of other functions ask theirs: JAX keeps a program that it has batched,
+as that of a `jax.jit` inside of the rule, and uses it again where nothing is asked.
 """
 
 import contextlib
