@@ -30,7 +30,7 @@ def arrays(tree: Any) -> list[Any]:
 
 
 def _is_array(leaf):
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number)
     return isinstance(leaf, jax.Array)
 
