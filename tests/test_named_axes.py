@@ -30,7 +30,7 @@ USES = {
 
 def _function(way, in_value, in_residual, in_backward, has_two_outputs):
     """A function, and rules that are none of its derivatives, which use the axis or do not."""
-    of_value, of_residual, of_backward = map(USES.get, (in_value, in_residual, in_backward))
+    of_value, of_residual, of_backward = USES[in_value], USES[in_residual], USES[in_backward]
 
     def value(w):
         out = of_value(jnp.sin(w))
