@@ -126,7 +126,9 @@ class custom_vjp(AbstractDecorated[P, T]):
             argument would have broadcast, and cast to its dtype. If the rule has a
             keyword-only parameter `perturbed`, it is given the tree of Python bools that
             says which leaves are being differentiated; likewise it may ask for the
-            function's keyword-only arguments by name.
+            function's keyword-only arguments by name. Under a `jax.vmap`, a rule that uses
+            the name of the axis runs for each example, also if no argument has the batch
+            dimension.
         - `symbolic_zeros`: by default the cotangents of outputs that are not used are
             arrays of zeros. With `True`, they are `None`.
 
