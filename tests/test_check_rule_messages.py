@@ -429,6 +429,17 @@ def test_forward_mode_of_a_reverse_rule_at_a_singular_point():
     eqgt.check_rule(length, jnp.zeros(3), checks=("finite",))
 
 
+def test_the_number_of_directions_is_not_a_number_of_entries():
+    want = np.arange(1.0, 16.0).reshape(5, 3)
+
+    def cause(want):
+        directions = [f"tangent {i}" for i in range(len(want))]
+        return likely_cause(want, 5 * want, "`x`", directions=directions)
+
+    assert cause(want) == "every entry is 5 times the expected one"
+    assert cause(want.T).endswith("a sum and a mean over 5 entries were confused")
+
+
 def test_a_factor_of_one_number_is_no_cause():
     cause = lambda want, have: likely_cause(np.asarray(want), np.asarray(have), "`x`")
     assert cause(1.3, 0.7084 * 1.3) == ""

@@ -1,5 +1,6 @@
 """The likely cause of a wrong derivative: known mistakes, recognized from the numbers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def _factor(want, have, directions, others) -> str:
         numbers += [x for o in others for x in _independent(o.want, o.directions)]
         if _n_different(numbers) < 2:
             return ""
-    return _named_factor(want, have, factor)
+    return _named_factor(want, have, factor, len(directions) > 0)
 
 
 def _factor_of(want, have) -> complex | None:
@@ -141,7 +142,7 @@ def _n_different(numbers: Sequence[complex]) -> int:
     return int(np.sum(np.diff(sizes) > _CLOSE * sizes[1:])) + 1 if sizes.size else 0
 
 
-def _named_factor(want, have, factor: complex) -> str:
+def _named_factor(want, have, factor: complex, is_stacked: bool) -> str:
     if abs(factor - 1) <= _SINGLE:
         return f"{_slightly_off(want, have)}; all by the same factor, 1{factor.real - 1:+.1e}"
     if abs(factor.imag) > _CLOSE * abs(factor):
@@ -159,7 +160,8 @@ def _named_factor(want, have, factor: complex) -> str:
             "if that is meant, pass `tolerance=`"
         )
     text = f"every entry is {shown} times the expected one"
-    for n in {want.size, *want.shape} - {0, 1, 2, 3}:
+    shape = want.shape[int(is_stacked) :]
+    for n in {math.prod(shape), *shape} - {0, 1, 2, 3}:
         if abs(factor / n - 1) < _CLOSE or abs(factor * n - 1) < _CLOSE:
             return f"{text}: a sum and a mean over {n} entries were confused"
     return text
