@@ -8,6 +8,7 @@ import jax
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
 from .asked_rules import asking, is_asked
+from .rule import try_to_trace
 
 
 def backward_uses_axis(
@@ -39,10 +40,7 @@ def backward_uses_axis(
         return ()
 
     vmapped = jax.vmap(one, None, axis_size=axis_data.size, axis_name=axis_data.name)
-    try:
-        with asking(call):
-            jax.eval_shape(vmapped, *operands)
-    except Exception:
-        # The rule has not been asked for: what it raises is for the one who differentiates.
-        return False
-    return found[0]
+    with asking(call):
+        # What the rule raises, if it does, is for the one who differentiates.
+        try_to_trace(jax.eval_shape, vmapped, *operands)
+    return any(found)

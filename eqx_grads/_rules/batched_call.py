@@ -176,10 +176,8 @@ class BatchedCall(AbstractCall):
         operands, axes = [operands[i] for i in indices], [self._axes[i] for i in indices]
         rule = ft.partial(tangents_of_call, self._call, first, args)
         traced = lambda *xs: jaxpr_as_fun(jax.make_jaxpr(rule)(*map(jax.typeof, xs)))(*xs)
-        try:
-            with asking(self):
-                moves = self._moves(traced, operands, axes)
-        except Exception:
-            # The rule has not been asked for: what it raises is for the one who differentiates.
+        with asking(self):
+            moves = try_to_trace(self._moves, traced, operands, axes)
+        if moves is None:  # what the rule raises is for the one who differentiates
             return together
         return [v or t for v, t in zip(values, moves[len(values) :], strict=True)]
