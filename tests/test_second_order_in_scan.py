@@ -189,3 +189,235 @@ def test_what_the_steps_close_over(name, checkpoint, request):
     eqgt.assert_trees_close(
         second_derivative(loop(scan), OPS[name]), second_derivative(loop(None), OPS[name])
     )
+
+
+# ---------------------------------------------------------------- rules of two arguments
+
+
+@eqg.custom_vjp
+def calls_itself(x, w):
+    """Its backward rule calls it, and says something else of `x` and `w` than autodiff."""
+    return jnp.sin(x * w)
+
+
+calls_itself.def_fwd(lambda x, w: (calls_itself(x, w), (x, w)))
+
+
+@calls_itself.def_bwd
+def _calls_itself_bwd(residuals, ct):
+    x, w = residuals
+    return 1.3 * ct * w * calls_itself(x, w), 0.7 * ct * calls_itself(x, x)
+
+
+@eqg.custom_vjp
+def product(x, w):
+    """Its backward rule applies it to the cotangent."""
+    return x * w
+
+
+product.def_fwd(lambda x, w: (product(x, w), (x, w)))
+
+
+@product.def_bwd
+def _product_bwd(residuals, ct):
+    x, w = residuals
+    return 0.5 * product(ct, w), 2.0 * product(ct, x)
+
+
+@eqg.custom_jvp
+def forward(x, w):
+    """Its forward rule applies it to the tangents."""
+    return x * w
+
+
+@forward.def_jvp
+def _forward_jvp(primals, tangents):
+    (x, w), (t_x, t_w) = primals, tangents
+    return forward(x, w), 0.5 * forward(t_x, w) + 1.5 * forward(jnp.cos(x), t_w)
+
+
+@eqg.custom_vjp
+def rule_of_rules(x, w):
+    return jnp.sin(x) + 0.0 * w
+
+
+rule_of_rules.def_fwd(lambda x, w: (rule_of_rules(x, w), (x, w)))
+rule_of_rules.def_bwd(lambda r, ct: (forward(ct, r[1]), product(ct, r[0]) + product(r[0], ct)))
+
+
+@eqg.jax_custom_vjp
+def drop_in(x, w):
+    return jnp.sin(x * w)
+
+
+drop_in.defvjp(
+    lambda x, w: (drop_in(x, w), (x, w)),
+    lambda r, g: (0.5 * product(g, drop_in(*r)), g * drop_in(r[0], r[0] + 0.3)),
+)
+
+
+@eqg.jax_custom_jvp
+def forward_drop_in(x, w):
+    return jnp.sin(x * w)
+
+
+@forward_drop_in.defjvp
+def _forward_drop_in_jvp(primals, tangents):
+    (x, w), (t_x, t_w) = primals, tangents
+    return forward_drop_in(x, w), 0.5 * forward(t_x, w) + t_w * forward_drop_in(x, x)
+
+
+OF_TWO = {
+    "jump": lambda x, w: eqg.jump(None, x, lambda _, x: -w, x * x)[1],
+    "calls itself": calls_itself,
+    "product": lambda x, w: product(jnp.sin(x), w),
+    "forward": forward,
+    "rule of rules": rule_of_rules,
+    "drop-in": drop_in,
+    "forward drop-in": forward_drop_in,
+    "replace_gradient": lambda x, w: eqg.replace_gradient(jnp.sin(x * w), jnp.tanh(x + w)),
+    "custom_gradient": eqg.custom_gradient(
+        lambda x, w: (jnp.sin(x * w), lambda ct: (product(ct, x) * w, 2 * ct * x * w))
+    ),
+    "scale_gradient": lambda x, w: eqg.scale_gradient(jnp.sin(x * w), w),
+    "on_backward": lambda x, w: eqg.on_backward(x, lambda ct: ct * 0.5) * w,
+    "straight-through": lambda x, w: ste.round(3 * x * w) * jnp.cos(x),
+    "clip_gradient": lambda x, w: eqg.clip_gradient(jnp.sin(x * w), -0.4, 0.3),
+    "reverse_gradient": lambda x, w: eqg.reverse_gradient(jnp.sin(x * w), 0.7),
+}
+# An online scan follows no backward rule that is not seen to be linear, which is an error.
+NOT_ONLINE = ("jump", "product", "rule of rules", "drop-in", "custom_gradient", "clip_gradient")
+F, R = jax.jacfwd, jax.jacrev
+SECOND = {"RR": (R, R), "FR": (R, F), "RF": (F, R)}  # the innermost first
+THIRD = {
+    "RRR": (R, R, R),
+    "FFR": (R, F, F),
+    "RFR": (R, F, R),
+    "FRR": (R, R, F),
+    "RFF": (F, F, R),
+}
+P = (jnp.array(0.7), jnp.array(1.3), jnp.array(0.9))
+
+
+def of_two(rule, scan, p):
+    h, w, u = p
+
+    def step(c, x):
+        c = c + 0.5 * x * rule(c + x, w)
+        return c, c * w
+
+    c, ys = scan(step, h, jnp.array([0.3, 0.5, 0.4]) * u)
+    return c**2 + jnp.sum(ys * jnp.array([0.2, 0.4, 0.6]))
+
+
+def of_two_nested(rule, scan, p):
+    h, w, u = p
+
+    def row(c, xs):
+        c, ys = scan(lambda c, x: (c + 0.5 * x * rule(c + x, w), c), c, xs)
+        return c * w, jnp.sum(ys)
+
+    c, ys = scan(row, h, jnp.array([[0.3, 0.5], [0.4, 0.2]]) * u)
+    return c**2 + jnp.sum(ys)
+
+
+def of_two_batched(rule, scan, p):
+    h, w, u = p
+    one = lambda h, w: of_two(rule, scan, (h, w, u))
+    both = jax.vmap(one, (0, None))(h * jnp.array([1.0, 0.5]), w)
+    return jnp.sum(both) + jnp.sum(jax.vmap(one, (None, 0))(h, w * jnp.array([0.4, 1.1])))
+
+
+def in_python(step, carry, xs, truncate=None):
+    ys = []
+    for t in range(len(xs)):
+        if truncate is not None and t > 0 and t % truncate == 0:
+            carry = jax.lax.stop_gradient(carry)
+        carry, y = step(carry, xs[t])
+        ys.append(y)
+    return carry, jnp.stack(ys)
+
+
+WITHOUT_INPUTS = (0, 1)  # `online` has no derivative in `xs`
+METHODS = {
+    **{f"checkpoint={k!r}": {"checkpoint": k} for k in (None, 2, "sqrt", "replay", "auto")},
+    "truncate": {"truncate": 2},
+    "truncate, replay": {"truncate": 2, "checkpoint": "replay"},
+    "online": {"online": True},
+}
+
+REVERSE_IN_TIME = [name for name in METHODS if name != "online"]
+
+
+def derivatives(program, scan, rule, orders, inputs):
+    def of_inputs(values):
+        p = list(P)
+        for i, value in zip(inputs, values, strict=True):
+            p[i] = value
+        return program(OF_TWO[rule], scan, p)
+
+    def derivative(values, modes):
+        fn = of_inputs
+        for mode in modes:
+            fn = mode(fn)
+        return fn(values)
+
+    values = [P[i] for i in inputs]
+    return jax.jit(lambda v: {name: derivative(v, orders[name]) for name in orders})(values)
+
+
+@ft.cache
+def in_a_python_loop(program, truncate, rule, orders, inputs):
+    scan = ft.partial(in_python, truncate=truncate)
+    return derivatives(program, scan, rule, dict(orders), inputs)
+
+
+def check_orders(rule, program, method, orders):
+    options = METHODS[method]
+    inputs = WITHOUT_INPUTS if "online" in options else (0, 1, 2)
+    if "online" in options and rule in NOT_ONLINE:
+        with pytest.raises(eqg.RuleError, match="can't be followed online"):
+            derivatives(program, ft.partial(eqg.filter_scan, **options), rule, orders, inputs)
+        return
+    truncate = options.get("truncate")
+    expected = in_a_python_loop(program, truncate, rule, tuple(orders.items()), inputs)
+    found = derivatives(program, ft.partial(eqg.filter_scan, **options), rule, orders, inputs)
+    eqgt.assert_trees_close(found, expected)
+
+
+QUICK = ("product", "rule of rules", "jump", "straight-through")
+slowly = lambda names, quick: [
+    n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", slowly(OF_TWO, QUICK))
+def test_all_modes_of_the_second_derivative(rule, method):
+    check_orders(rule, of_two, method, SECOND)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", [of_two_nested, of_two_batched])
+@pytest.mark.parametrize("method", slowly(REVERSE_IN_TIME, ("checkpoint='replay'",)))
+@pytest.mark.parametrize("rule", slowly(OF_TWO, ("product", "jump")))
+def test_nested_and_batched(rule, method, program):
+    check_orders(rule, program, method, SECOND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rule", OF_TWO)
+def test_all_modes_of_the_third_derivative(rule, method):
+    check_orders(rule, of_two, method, THIRD)
+
+
+@pytest.mark.parametrize("rule", QUICK)
+@pytest.mark.parametrize("method", ["checkpoint='replay'", "truncate, replay"])
+def test_without_jit(rule, method):
+    options = METHODS[method]
+    loss = lambda scan: lambda w: of_two(OF_TWO[rule], scan, (P[0], w, P[2]))
+    second = lambda scan: jax.grad(jax.grad(loss(scan)))(P[1])
+    expected = second(ft.partial(in_python, truncate=options.get("truncate")))
+    eqgt.assert_trees_close(second(ft.partial(eqg.filter_scan, **options)), expected)

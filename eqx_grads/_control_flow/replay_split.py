@@ -20,8 +20,14 @@ Only (1) is a recurrence. So the equations of the traced VJP fall into three gro
 In nearly all cases `L_t` is linear. Then let `V` map `(ct_W, ct_x)` to `L_t^T (ct_W, ct_x_t)`
 for all `t`, by a `vmap` over time. The transpose of `V` maps all `g_t` to (2) and to the sum in
 (3). The transpose of a matrix-vector product under that `vmap` is one matrix product, in place
-of a sum of outer products. Where `L_t` is not known to be linear (a rule that clips the
-cotangent of a weight), its equations are sequential.
+of a sum of outer products.
+
+Two kinds of equations run sequentially, although (1) does not need them:
+
+- Those that can't be transposed twice. The transpose of the transpose of a call with a rule
+    has another second derivative than the call: what the rule says of its residuals is lost.
+- All of the third group, where `L_t` is not known to be linear: a rule that clips the cotangent
+    of a weight.
 """
 
 from collections.abc import Sequence
@@ -37,9 +43,14 @@ from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
 from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
 from .._jaxprs.plain_scan import lax_scan
-from .._jaxprs.structure import Cond, holds
+from .._jaxprs.structure import CallWithRule, Cond, holds
 from .._jaxprs.vectorize import no_batching_rule
 from .traced_body import TracedBody
+
+
+# Calls with rules, a linear map with a chosen transpose, and `cond`: JAX can't transpose one with
+# a batched predicate (https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12).
+_NOT_TRANSPOSED_TWICE = (CallWithRule, "eqg_linear", Cond)
 
 
 class SplitVjp:
@@ -73,10 +84,12 @@ class SplitVjp:
         no_ct = [False] * len(cts)
         depends_on_ct = depends(program, [*(False for _ in self._inputs), *(True for _ in cts)])
         after = [e for e in jaxpr.eqns if not depends_on_ct.isdisjoint(e.outvars)]
+        after, _ = needed(after, jaxpr.outvars)
         before = [e for e in jaxpr.eqns if depends_on_ct.isdisjoint(e.outvars)]
 
-        # What (1) needs runs sequentially, and what it computes is there for the others.
-        self.sequential_eqns, computed = needed(after, self._ct_carry_out)
+        # What runs sequentially computes values that are there for the others.
+        kept = [v for e in after if holds(e, *_NOT_TRANSPOSED_TWICE) for v in e.outvars]
+        self.sequential_eqns, computed = needed(after, [*self._ct_carry_out, *kept])
         self.parallel_eqns, _ = needed(after, self._parallel_out, computed)
         free = free_variables(self.parallel_eqns, self._parallel_out)
         self._parallel_cts = [v for v in free if v in depends_on_ct]  # `g_t`
@@ -105,9 +118,7 @@ class SplitVjp:
 
         program = jax.make_jaxpr(parallel)(*(v.aval for v in arguments))
         is_ct = [v in set(self._parallel_cts) for v in arguments]
-        # JAX can't transpose a `cond` with a batched predicate:
-        # https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12.
-        return surely_linear(linear_in(program, is_ct)) and not holds(program, Cond)
+        return surely_linear(linear_in(program, is_ct))
 
     def pull_back(
         self, carry, consts, carries, xs, ct_ys, steps: int, *, reverse: bool

@@ -172,17 +172,19 @@ def _jaxprs_in(param: Any) -> Iterator[Any]:
 def equations(program: ClosedJaxpr) -> Iterator[Any]:
     """All equations of a program and of its inner programs."""
     for eqn in program.eqns:
-        yield eqn
-        for inner in inner_programs(eqn):
-            yield from equations(inner)
+        yield from _with_inner(eqn)
 
 
-def holds(program: ClosedJaxpr, *kinds: str | type) -> bool:
-    """Whether a program has an equation, at any depth, of one of these kinds: the name of a
-    primitive, or a class of this file."""
+def _with_inner(eqn: Any) -> Iterator[Any]:
+    yield eqn
+    for inner in inner_programs(eqn):
+        yield from equations(inner)
+
+
+def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
+    """Whether a program, or an equation, has an equation, at any depth, of one of these kinds:
+    the name of a primitive, or a class of this file."""
     names = {kind for kind in kinds if isinstance(kind, str)}
     types = tuple(kind for kind in kinds if isinstance(kind, type))
-    return any(
-        eqn.primitive.name in names or isinstance(structure(eqn), types)
-        for eqn in equations(program)
-    )
+    eqns = equations(part) if isinstance(part, ClosedJaxpr) else _with_inner(part)
+    return any(eqn.primitive.name in names or isinstance(structure(eqn), types) for eqn in eqns)

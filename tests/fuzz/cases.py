@@ -221,6 +221,8 @@ def variants(draw: Any, program: Function | Scan) -> Call | Scan:
     """The program with some style of rule, some way to scan."""
     function = program.function if isinstance(program, Scan) else program
     styles = [name for name in STYLES if _suits(name, function)]
+    if not isinstance(program, Scan):
+        styles = [name for name in styles if not name.startswith("own")]
     style = draw(st.sampled_from(styles))
     function = dataclasses.replace(function, style=style, nested=draw(st.booleans()))
     if isinstance(program, Scan):

@@ -118,7 +118,8 @@ class Function:
     - `out`: the tree of its outputs. Its leaf `k` is the `k`-th of `formulas`, and after
         these the leaf `passed[k - len(formulas)]` of the arguments, plus one if it is an
         integer.
-    - `style`: what the function is decorated with: a key of `STYLES` in `rules.py`.
+    - `style`: what the function is decorated with: a key of `STYLES` in `rules.py`. The rule of
+        a style "own" is not what autodiff computes.
     - `nested`: whether the function and its rule call functions with rules.
     - `closed`: the leaves that the function closes over.
     - `by_keyword`: how many of the last arguments are passed by keyword.
@@ -138,6 +139,10 @@ class Function:
     def differentiable(self) -> tuple[int, ...]:
         inexact = (i for i, leaf in enumerate(self.leaves) if leaf.is_inexact)
         return tuple(i for i in inexact if i not in self.closed)
+
+    @property
+    def has_own_derivative(self) -> bool:
+        return self.style.startswith("own")
 
     @property
     def kind(self) -> "Function":

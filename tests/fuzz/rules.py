@@ -9,7 +9,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 
-from .formulas import NESTED, UNARY
+from .formulas import mul, NESTED, sum_of, UNARY
 from .programs import build, flatten, Function
 
 
@@ -47,6 +47,31 @@ def _with_named_arguments(fn: Callable[..., Any], n: int) -> Callable[..., Any]:
     )[n]
 
 
+@eqg.custom_vjp
+def _bent(t, w):
+    """`t` times a number, with a derivative that is not the one of autodiff."""
+    return mul(t, jax.lax.convert_element_type(jax.lax.cos(w), t.dtype))
+
+
+@_bent.def_fwd
+def _bent_fwd(t, w):
+    return _bent(t, w), (t, w)
+
+
+@_bent.def_bwd
+def _bent_bwd(residuals, ct):
+    t, w = residuals
+    return mul(_bent(ct, w), jax.lax.full_like(ct, 0.5)), jnp.real(sum_of(_bent(mul(ct, t), w)))
+
+
+def _with_own_derivative(function: Function, leaves: Sequence[Any], t: Any) -> Any:
+    """A tangent or a cotangent, or what takes its place if the rule is not autodiff's."""
+    if t is None or not function.has_own_derivative:
+        return t
+    leaf = jnp.asarray(leaves[function.differentiable[0]])
+    return _bent(t, sum_of(jnp.real(leaf)).astype(jnp.real(t).dtype))
+
+
 def _tangents(function: Function, closed, value, *, zeros: bool):
     """The forward rule. `zeros`: some tangents are `None`."""
     unary = NESTED if function.nested else UNARY
@@ -57,6 +82,7 @@ def _tangents(function: Function, closed, value, *, zeros: bool):
         if not zeros:
             assert all(t_leaves[i] is not None for i in function.differentiable)
         outs = [f.tangent(leaves, t_leaves, unary) for f in function.formulas]
+        outs = [_with_own_derivative(function, leaves, t) for t in outs]
         return value(*primals), function.tangents_out(outs)
 
     return jvp
@@ -70,6 +96,7 @@ def _pull_back(function: Function, leaves: Any, cts: Any, wanted: Any = None):
             continue
         for formula, ct in zip(function.formulas, cts, strict=True):
             part = formula.cotangent(leaves, i, ct, unary)
+            part = _with_own_derivative(function, leaves, part)
             if part is not None:
                 part = _to_leaf(part, function.leaves[i])
                 found[i] = part if found[i] is None else found[i] + part
@@ -270,6 +297,11 @@ STYLES: dict[str, Callable[[Function, Sequence[Any]], Callable[..., Any]]] = {
     "method, jvp": ft.partial(_method, _ForwardModel),
     "method, vjp": ft.partial(_method, _ReverseModel),
     "module": _decorated_module,
+    "own, jvp": _forward_style,
+    "own, jvp, zeros": ft.partial(_forward_style, zeros=True),
+    "own, vjp": _reverse_style,
+    "own, vjp, jvp": ft.partial(_reverse_style, jvp=True),
+    "own, method, vjp": ft.partial(_method, _ReverseModel),
     "elementwise": ft.partial(_elementwise, how="function"),
     "elementwise, tuple": ft.partial(_elementwise, how="tuple"),
     "elementwise, setup": ft.partial(_elementwise, how="setup"),

@@ -82,12 +82,16 @@ class Scan:
 
     @property
     def plain(self) -> "Scan":
-        function = dataclasses.replace(self.function, style="", nested=False)
+        """The steps without their rules, unless these have derivatives of their own: then the
+        same steps in `jax.lax.scan`."""
+        function = self.function
+        if not function.has_own_derivative:
+            function = dataclasses.replace(function, style="", nested=False)
         return dataclasses.replace(self, function=function, checkpoint=None, unroll=1)
 
     def run(self, leaves: Sequence[Any], ours: bool) -> list[Any]:
         f = self.function
-        make = decorated if ours else undecorated
+        make = decorated if ours or f.has_own_derivative else undecorated
         fn = make(f, [leaves[i] for i in f.closed])
         init, xs, *weights = f.arguments(leaves)
         step = lambda carry, x: fn(carry, x, *weights)
