@@ -48,8 +48,8 @@ from .._jaxprs.vectorize import no_batching_rule
 from .traced_body import TracedBody
 
 
-# Calls with rules, a linear map with a chosen transpose, and `cond`: JAX can't transpose one with
-# a batched predicate (https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12).
+# Calls with rules, a linear map with a chosen transpose, and `cond`: JAX can't transpose one
+# with a batched predicate (https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12).
 _NOT_TRANSPOSED_TWICE = (CallWithRule, "eqg_linear", Cond)
 
 
