@@ -2,10 +2,10 @@
 the speed of their Equinox cells in `jax.lax.scan`, with 0.20 to 0.41 of the temporary bytes;
 `docs/benchmarks.md` has the table.
 
-The other tables are about linear recurrences, spiking layers and `linear_cross_entropy`, some
-of which are slower than plain JAX on a GPU. Products have JAX's default precision, which is TF32
-there. The variants alternate in one process. A speed is the median over rounds of the ratio to
-the reference in the same round. PyTorch is measured if it is installed, and cuDNN on a GPU.
+The other tables are about linear recurrences, spiking layers and `linear_cross_entropy`. Some
+rows are slower than plain JAX. Products have JAX's default precision, which is TF32 on a GPU.
+The variants alternate in one process. A speed is the median over rounds of the ratio to the
+reference in the same round. PyTorch is measured if it is installed, and cuDNN on a GPU.
 
     python benchmarks/gpu.py [--quick] [--only rnn linear-recurrence spiking loss] [--rounds 7]
 """
