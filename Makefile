@@ -9,13 +9,17 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+# `make test-slow TESTS=tests/test_scan.py`: only these files.
+TESTS :=
 # `make test-slow PART=2/3`: the second of three parts of the slow tests.
 PART ?= 1/1
+# `make demo ARGS=--quick`: options of the example.
+ARGS ?=
 # `make test-switches SWITCHES=jax_remat3`: with some of JAX's experimental switches on.
 SWITCHES ?= jax_custom_vjp3 jax_custom_jvp3 jax_remat3
 # `make CUDA=cuda13 test-gpu`: the extra of JAX that fits the driver.
 CUDA ?= cuda12
-# Of the random cases of `make fuzz`; the tests have the seeds up to 100.
+# The random cases of `make fuzz`. The tests have the seeds up to 100.
 SEED ?= 1000
 CASES ?= 1000
 # `make test-nightly`: the address of the package index with JAX's nightly builds.
@@ -26,7 +30,7 @@ MINUTES ?= 20
 VENV := .venv
 BIN := $(VENV)/bin
 # Contiguous halves of the tests, as neighbors share what they compile and compare with.
-PYTEST := -m pytest -n $(JOBS) --dist worksteal
+PYTEST = -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 QUICK := -m "not (slow or conformance or cost or thorough)"
 WITH_THOROUGH := -m "not (slow or conformance or cost)"
 # What was compiled in the last week is not compiled again, nor by the other process.
@@ -38,6 +42,23 @@ CACHE = JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
 COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
     XLA_FLAGS="$${XLA_FLAGS:+$$XLA_FLAGS }$$($(BIN)/python -c 'import jax; jax.__version_info__ < (0, 11) \
         and print("--xla_cpu_use_fusion_emitters=false")')"
+
+# The test files that the gate runs on other versions and in double precision too: those whose
+# result can differ there (see CONTRIBUTING.md). `TESTS=tests` runs all.
+DIFFERS_BETWEEN_VERSIONS = $(patsubst %,tests/test_%.py, \
+    call_primitive closure_errors closures control_flow custom_gradient decorated def_vmap \
+    elementwise elementwise_table errors explain_nan_places explicit_axes filter_custom_jvp \
+    filter_custom_vjp fuzz hiprim host_function jax_drop_ins jaxprs known_zeros leaks \
+    many_devices many_devices_explicit named_axes nondifferentiable pickles recurrence replay \
+    scan scan3 scan_methods second_order_in_scan self_application shard_map shard_map_cases \
+    sharded_vocabulary tangents threads traced_loss transforms truncate upstream zero_safe zeros)
+DIFFERS_IN_X64 = $(patsubst %,tests/test_%.py, \
+    arguments call_primitive captured_numpy check_rule control_flow custom_gradient def_vmap \
+    elementwise filter_custom_jvp filter_custom_vjp fuzz gradient_layers gradient_ops host_bits \
+    host_broadcast host_function host_rules jax_drop_ins jaxprs known_zeros linear_host_function \
+    losses quantized_integers quantized_layers recurrence replace_gradient replay \
+    rounded_functions safe_elementwise safe_reductions same_function scan ste surrogates \
+    tangents transforms truncate zeros)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-thorough conformance cost test-slow test-x64 test-leaks test-oldest \
@@ -72,7 +93,7 @@ $(VENV)/.%: pyproject.toml $(PINS) | $(BIN)/python
 # ---------------------------------------------------------------- see it work
 
 demo: $(VENV)/.examples  ## train a small spiking network
-	$(BIN)/python examples/spiking_digits.py
+	$(BIN)/python examples/spiking_digits.py $(ARGS)
 
 # ---------------------------------------------------------------- tests
 
@@ -96,7 +117,8 @@ _prune:
 test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
 	$(CACHE) $(BIN)/python $(PYTEST) -m slow --part $(PART) || [ $$? -eq 5 ]
 
-test-x64: $(VENV)/.tests _prune  ## the quick tests, in double precision
+test-x64: TESTS = $(DIFFERS_IN_X64)
+test-x64: $(VENV)/.tests _prune  ## what can differ in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_THOROUGH)
 
 mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
@@ -109,45 +131,34 @@ fuzz: $(VENV)/.tests  ## random cases: SEED=7 CASES=1000
 soak: $(VENV)/.tests  ## train every layer for MINUTES (20), and see that nothing grows
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
+test-leaks: TESTS = tests/test_leaks.py
 test-leaks: $(VENV)/.tests  ## the leak tests, with JAX's leak checker on
-	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST) tests/test_leaks.py
+	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python $(PYTEST)
 
-test-oldest:  ## the quick tests, on the oldest supported versions
-	@python=$$(.ci/find-python 3.11); \
-	if [ -z "$$python" ]; then \
-	    echo "No Python 3.11 here, so the oldest versions were not tested."; \
-	else \
+test-oldest:  ## what can differ between versions, on the oldest supported ones
+	@python=$$(.ci/find-python 3.11) && \
 	    $(MAKE) --no-print-directory VENV=.venv-oldest PYTHON="$$python" \
-	        PINS=.ci/oldest.txt _test-versions; \
-	fi
+	        PINS=.ci/oldest.txt _test-versions
 
-test-newest:  ## the quick tests, on the newest JAX and Python
-	@python=$$(.ci/find-python 3.13 3.12); \
-	if [ -z "$$python" ]; then \
-	    echo "No Python 3.13 or 3.12 here, so the newest JAX was not tested."; \
-	else \
-	    $(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$python" \
-	        _test-versions; \
-	fi
+test-newest:  ## the same, on the newest JAX and Python
+	@python=$$(.ci/find-python 3.13 3.12) && \
+	    $(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$python" _test-versions
 
-test-nightly:  ## the quick tests, on the last nightly build of JAX, from NIGHTLY
+test-nightly:  ## the same, on the last nightly build of JAX, from NIGHTLY
 	@test -n "$(NIGHTLY)" || { echo "make NIGHTLY=index test-nightly: the index is on" \
-	    "https://docs.jax.dev/en/latest/installation.html#nightly-installation" >&2; exit 1; }; \
-	python=$$(.ci/find-python 3.13 3.12); \
-	if [ -z "$$python" ]; then \
-	    echo "No Python 3.13 or 3.12 here, so no nightly build of JAX was tested."; \
-	else \
-	    $(MAKE) --no-print-directory VENV=.venv-nightly PYTHON="$$python" _nightly; \
-	fi
+	    "https://docs.jax.dev/en/latest/installation.html#nightly-installation" >&2; exit 1; }
+	@python=$$(.ci/find-python 3.13 3.12) && \
+	    $(MAKE) --no-print-directory VENV=.venv-nightly PYTHON="$$python" _nightly
 
 _nightly: $(VENV)/.tests
 	$(BIN)/python -m pip install --quiet --upgrade --pre jax jaxlib --index-url "$(NIGHTLY)"
 	@$(MAKE) --no-print-directory _test-versions
 
-test-switches:  ## the quick tests on the newest JAX, with SWITCHES on (all three)
+test-switches:  ## the same, on the newest JAX with SWITCHES on (all three)
 	@switches="$(SWITCHES)" $(MAKE) --no-print-directory test-newest
 
 # JAX reads a switch from the environment: `JAX_REMAT3=1`.
+_test-versions: TESTS = $(DIFFERS_BETWEEN_VERSIONS)
 _test-versions: $(VENV)/.tests _prune
 	@$(BIN)/python -c "import equinox, jax, numpy, sys; \
 	    print('Python', sys.version.split()[0], 'JAX', jax.__version__, \
@@ -202,14 +213,9 @@ notebooks: $(VENV)/.notebooks  ## an executed notebook of each example, in noteb
 wheel: $(VENV)/.build  ## build the package, and use it in empty environments
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
-	@python=$$(.ci/find-python 3.11); \
-	if [ -z "$$python" ]; then \
-	    echo "No Python 3.11 here, so the package was not used with the oldest versions."; \
-	else \
-	    .ci/install-and-use "$$python" dist/*.whl --constraint .ci/oldest.txt; \
-	fi
-	@python=$$(.ci/find-python 3.13 3.12); \
-	.ci/install-and-use "$${python:-$(BIN)/python}" dist/*.tar.gz
+	@python=$$(.ci/find-python 3.11) && \
+	    .ci/install-and-use "$$python" dist/*.whl --constraint .ci/oldest.txt
+	@python=$$(.ci/find-python 3.13 3.12) && .ci/install-and-use "$$python" dist/*.tar.gz
 
 clean:  ## remove all that these commands made
 	rm -rf .venv .venv-oldest .venv-newest .venv-nightly .venv-gpu gpu-report.md dist build site \

@@ -36,6 +36,7 @@ SECTIONS = {
     "Host functions": ("host",),
     "Many devices": ("processes", "roofline"),
     "JAX 0.12": ("engines",),
+    "On a GPU": ("gpu",),
 }
 BLUE, LIGHT_BLUE, ORANGE, RED, GRAY = "#3d85c6", "#8fbce6", "#e07b1a", "#c0504d", "#888888"
 STYLE: dict[Any, Any] = {

@@ -122,9 +122,8 @@ def in_torch(name, steps, batch, hidden, size):
     return run
 
 
-def in_cudnn(name, steps, batch, hidden, size):
+def compiled_cudnn(steps, batch, hidden, size):
     """The LSTM of cuDNN in `jax.experimental`, which may change. It has two biases."""
-    del name
     rnn = importlib.import_module("jax.experimental.rnn")
     weights = rnn.init_lstm_weight(jr.key(0), size, hidden, 1, False)
     x, zero = jnp.ones((batch, steps, size)), jnp.zeros((1, batch, hidden))
@@ -134,7 +133,12 @@ def in_cudnn(name, steps, batch, hidden, size):
         ys, *_ = rnn.lstm(x, zero, zero, weights, lengths, size, hidden, 1, 0.0, False)
         return jnp.sum(ys)
 
-    return compiled(jax.value_and_grad(total, (0, 1)), weights, x).run
+    return compiled(jax.value_and_grad(total, (0, 1)), weights, x)
+
+
+def in_cudnn(name, *shape):
+    del name
+    return compiled_cudnn(*shape).run
 
 
 def in_flax(name, steps, batch, hidden, size):
