@@ -47,15 +47,9 @@ class AbstractHostOp(Opaque, abc.ABC):
     in_types: Any  # tuples of `jax.ShapeDtypeStruct`s
     out_types: Any
 
-    # Compared at each call, for which the comparison of lists is quickest.
-
     @ft.cached_property
-    def in_ranks(self) -> list[int]:
+    def in_ranks(self) -> list[int]:  # compared at each call
         return [len(t.shape) for t in self.in_types]
-
-    @ft.cached_property
-    def out_shapes(self) -> list[Any]:
-        return [(t.shape, np.dtype(t.dtype)) for t in self.out_types]
 
     @property
     @abc.abstractmethod
@@ -78,7 +72,7 @@ class AbstractHostOp(Opaque, abc.ABC):
     @abc.abstractmethod
     def run(self, leaves: Sequence[np.ndarray]) -> list[Any]:
         """The outputs as the user's code returned them: nothing is cast yet, so that
-        differences of them can be taken."""
+        differences of them can be taken. Only `own_outputs` calls this."""
 
 
 def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -98,8 +92,7 @@ def call_on_host(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
         )
         raise
     with outside_of_linearization(()):
-        # A copy: the function may write to its array again.
-        return [jnp.array(x) for x in out]
+        return [jnp.asarray(x) for x in out]
 
 
 def _call_in_program(op: AbstractHostOp, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -189,14 +182,21 @@ def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, 
     return np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in pairs))
 
 
+def own_outputs(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The outputs of `op`, of the promised shapes, in memory that the host code does not have.
+
+    All arrays that host code returns enter the library here, and are copied. Host code may write
+    into the same memory in its next call, as C and Fortran do, and differences and Jacobians
+    are made of the outputs of several calls.
+    """
+    out = [np.array(x) for x in op.run(leaves)]
+    return [check_shape(op, i, x, leaves) for i, x in enumerate(out)]
+
+
 def _run(op, leaves) -> list[np.ndarray]:
-    batch = batch_shape(op, leaves)
-    out = [x if isinstance(x, np.ndarray) else np.asarray(x) for x in op.run(leaves)]
-    if not batch and [(x.shape, x.dtype) for x in out] == op.out_shapes:
-        return out
+    out = own_outputs(op, leaves)
     return [
-        _cast(op, i, check_shape(op, i, x, leaves), t.dtype)
-        for i, (x, t) in enumerate(zip(out, op.out_types, strict=True))
+        _cast(op, i, x, t.dtype) for i, (x, t) in enumerate(zip(out, op.out_types, strict=True))
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from .._errors import rule_error
 from .._jaxprs.varying import vary_alike, varying_types
 from .finite_difference import central_differences, complex_steps, NotComplex
-from .host_callback import AbstractHostOp, batch_shape, check_shape
+from .host_callback import AbstractHostOp, batch_shape, own_outputs
 from .host_ops import is_complex, is_inexact, Types
 from .host_rule_ops import CotangentOp, TangentOp
 
@@ -169,12 +169,8 @@ class DifferenceOp(_AbstractJacobianOp):
         return self.blocks(columns, batch)
 
     def _outputs(self, leaves):
-        out = self.op.run(leaves)
-        return [
-            check_shape(self.op, i, x, leaves)
-            for i, (x, t) in enumerate(zip(out, self.op.out_types, strict=True))
-            if is_inexact(t)
-        ]
+        out = zip(own_outputs(self.op, leaves), self.op.out_types, strict=True)
+        return [x for x, t in out if is_inexact(t)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +193,10 @@ class ForwardBasisOp(_AbstractJacobianOp):
 
     def run(self, leaves):
         batch = batch_shape(self, leaves)
-        columns = []
-        for k, source in enumerate(self.sources):
-            zeros = [np.zeros(batch + s.shape, s.dtype) for s in self.sources]
-            columns.append([])
-            for basis in _basis(batch, source):
-                zeros[k] = basis
-                columns[-1].append(_outputs(self.op, [*leaves, *zeros]))
+        columns = [
+            [own_outputs(self.op, [*leaves, *ts]) for ts in _basis(batch, self.sources, k)]
+            for k in range(len(self.sources))
+        ]
         return self.blocks(columns, batch)
 
 
@@ -230,11 +223,8 @@ class ReverseBasisOp(_AbstractJacobianOp):
         batch = batch_shape(self, leaves)
         blocks = []
         for j, target in enumerate(self.targets):
-            zeros = [np.zeros(batch + t.shape, t.dtype) for t in self.targets]
-            rows = []
-            for basis in _basis(batch, target):
-                zeros[j] = basis
-                rows.append(_outputs(self.op, [*leaves, *zeros]))
+            bases = _basis(batch, self.targets, j)
+            rows = [own_outputs(self.op, [*leaves, *cts]) for cts in bases]
             for s, source in enumerate(self.sources):
                 shape = batch + target.shape + source.shape
                 stack = [row[s] for row in rows]
@@ -250,20 +240,20 @@ class ReverseBasisOp(_AbstractJacobianOp):
         return blocks
 
 
-def _basis(batch, t):
-    """The arrays of this type in which one element is 1 (and then `1j`, if it is complex)."""
+def _basis(batch, types, i):
+    """Lists of arrays of these types, of zeros but for one element of array number `i`. That is
+    1 (and then `1j`, if the array is complex)."""
+    t = types[i]
+    size = int(np.prod(t.shape, dtype=int))
+    arrays = [np.zeros(batch + t.shape, t.dtype) for t in types]
     for direction in (1, 1j) if is_complex(t) else (1,):
-        for k in range(int(np.prod(t.shape, dtype=int))):
-            basis = np.zeros((*batch, int(np.prod(t.shape, dtype=int))), t.dtype)
+        for k in range(size):
+            basis = np.zeros((*batch, size), t.dtype)
             basis[..., k] = direction
-            basis = basis.reshape(batch + t.shape)
-            basis.flags.writeable = False
-            yield basis
-
-
-def _outputs(op, leaves):
-    out = op.run(leaves)
-    return [check_shape(op, i, x, leaves) for i, x in enumerate(out)]
+            arrays[i] = basis.reshape(batch + t.shape)
+            for x in arrays:
+                x.flags.writeable = False  # as all arrays that host code is given
+            yield arrays
 
 
 def _from_cotangents(rows, axis, complex_target, complex_source):

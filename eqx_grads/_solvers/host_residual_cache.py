@@ -3,9 +3,11 @@
 import collections
 import hashlib
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._rules.closure_convert import Opaque
@@ -17,32 +19,67 @@ class ResidualCache(Opaque):
     They are found by the values of the arguments and not by a handle. So it does not matter if
     JAX calls a forward rule twice, or drops it, or never calls the backward rule: residuals
     that are not found are computed again, and no more than `most` of them are ever kept.
+
+    A later call may write into what an earlier call returned. So arrays are copied. Any other
+    object that two calls return (a solver that factorizes in place) belongs to the later one:
+    the residuals of the earlier one are dropped, and computed again when they are needed.
     """
 
     def __init__(self, most: int):
         self.most = most
+        # The residuals and the objects in them, for each key.
         self._found: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self):
         return ResidualCache, (self.most,)
 
-    def put(self, key: Any, residuals: Any) -> None:
+    def put(self, key: Any, residuals: Any) -> Any:
+        """Keep the residuals, which are returned as they are kept."""
+        objects: set[int] = set()
+        residuals = _copied(residuals, objects)
         with self._lock:
-            self._found[key] = residuals
-            self._found.move_to_end(key)
+            shared = objects and [k for k, (_, o) in self._found.items() if objects & o]
+            for other in (key, *shared):
+                self._found.pop(other, None)
+            self._found[key] = residuals, objects
             while len(self._found) > self.most:
                 self._found.popitem(last=False)
+        return residuals
 
     def get(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """The residuals, computed where they are not kept."""
+        """The residuals, computed where they are not kept, and kept from then on."""
         with self._lock:
             if key in self._found:
-                return self._found[key]
-        return compute()
+                return self._found[key][0]
+        return self.put(key, compute())
 
     def __len__(self):
         return len(self._found)
+
+
+def _copied(residuals: Any, objects: set[int]) -> Any:
+    """The residuals with copies of their arrays, which can't be written to: a rule may be called
+    again with them. The identities of other objects are added to `objects`."""
+
+    def copied(x):
+        if isinstance(x, np.ndarray):
+            x = x.copy()
+            x.flags.writeable = False
+        elif type(x) is dict:  # JAX sorts the keys, which may be anything here
+            return {key: _copied(value, objects) for key, value in x.items()}
+        elif not isinstance(x, _CONSTANT):
+            objects.add(id(x))
+        return x
+
+    leaves, treedef = jax.tree.flatten(residuals, lambda x: type(x) is dict)
+    return treedef.unflatten(map(copied, leaves))
+
+
+_CONSTANT = (
+    *(int, float, complex, str, bytes, type, np.generic, np.dtype, jax.Array),
+    *(types.FunctionType, types.BuiltinFunctionType, np.ufunc),
+)
 
 
 def digest_key(call: Any, leaves: Sequence[np.ndarray]) -> Any:

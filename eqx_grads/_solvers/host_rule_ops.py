@@ -162,8 +162,8 @@ class CotangentOp(_AbstractRuleOp):
     were passed through, then the cotangents of the inexact outputs; the outputs are the
     cotangents of the inputs `live`.
 
-    With `recompute`, the residuals that were passed through are not used but computed again, so
-    that this is a function of the arguments, of which differences can be taken.
+    With `recompute`, the residuals are computed again, so that this is a function of the
+    arguments, of which differences can be taken.
     """
 
     forward: ForwardOp
@@ -221,14 +221,12 @@ class CotangentOp(_AbstractRuleOp):
         call, forward = self.call, self.forward
         if call.code.fwd is None:
             return call.rule_arguments(primals)[0]
-        if forward.residual_treedef is None:
-            # Residuals that are computed again are not put into the cache: a backward rule
-            # needs them once, and in a scan it needs those of other steps next.
-            compute = lambda: forward.call_rule(primals)[1]
-            return call.code.kept.get(digest_key(call, primals), compute)
-        if self.recompute:
-            return forward.call_rule(primals)[1]
-        return jax.tree.unflatten(forward.residual_treedef, passed)
+        compute = lambda: forward.call_rule(primals)[1]
+        if self.recompute:  # at another point each time, so that nothing is kept
+            return compute()
+        if forward.residual_treedef is not None:
+            return jax.tree.unflatten(forward.residual_treedef, passed)
+        return call.code.kept.get(digest_key(call, primals), compute)
 
     def _flatten(self, result, args) -> list[Any]:
         """The cotangents of the arrays among the arguments."""
