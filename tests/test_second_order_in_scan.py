@@ -233,7 +233,7 @@ def forward(x, w):
 @forward.def_jvp
 def _forward_jvp(primals, tangents):
     (x, w), (t_x, t_w) = primals, tangents
-    return forward(x, w), 0.5 * forward(t_x, w) + 1.5 * forward(jnp.cos(x), t_w)
+    return forward(x, w), 0.5 * forward(t_x, w) + 1.5 * forward(x, t_w) * jnp.cos(w)
 
 
 @eqg.custom_vjp
