@@ -46,7 +46,8 @@ def make(*rules, residuals=None, **options):
     w = Workspace()
 
     def value(x, y):
-        return {"a": w("0", np.sin(x) * y), "b": (w("1", np.cos(x * y)), w("2", np.exp(y + 0 * x)))}
+        b = w("1", np.cos(x * y)), w("2", np.exp(y + 0 * x))
+        return {"a": w("0", np.sin(x) * y), "b": b}
 
     f = eqg.host_function(lambda x, p: value(x, p["y"]), out=_like, **options)
 
@@ -275,7 +276,7 @@ def test_one_object_that_all_calls_return(transform):
     assert counts["fwd"] == 5  # the last step is the first to be differentiated
 
 
-# ---------------------------------------------------------------- what is given can't be changed
+# ---------------------------------------------------------------- what host code is given
 
 
 def test_arguments_and_residuals_are_read_only():

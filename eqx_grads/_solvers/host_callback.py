@@ -174,6 +174,13 @@ def described(op: AbstractHostOp) -> str:
     return f"`{op.name}`" if op.name == function else f"`{op.name}` of `{function}`"
 
 
+def read_only(x: np.ndarray) -> np.ndarray:
+    """`x` itself, as all arrays that host code is given: what it wrote into one would change
+    what its next call is given."""
+    x.flags.writeable = False
+    return x
+
+
 def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, ...]:
     """The axes of `vmap` in front of the arrays."""
     if [x.ndim for x in leaves] == op.in_ranks:
@@ -185,9 +192,9 @@ def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, 
 def own_outputs(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The outputs of `op`, of the promised shapes, in memory that the host code does not have.
 
-    All arrays that host code returns enter the library here, and are copied. Host code may write
-    into the same memory in its next call, as C and Fortran do, and differences and Jacobians
-    are made of the outputs of several calls.
+    All arrays that host code returns enter the library here, and are copied. Host code may
+    write into the same memory in its next call, as C and Fortran do, and a Jacobian is made of
+    the outputs of several calls.
     """
     out = [np.array(x) for x in op.run(leaves)]
     return [check_shape(op, i, x, leaves) for i, x in enumerate(out)]

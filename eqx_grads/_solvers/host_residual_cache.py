@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .._rules.closure_convert import Opaque
+from .host_callback import read_only
 
 
 class ResidualCache(Opaque):
@@ -59,16 +60,15 @@ class ResidualCache(Opaque):
 
 
 def _copied(residuals: Any, objects: set[int]) -> Any:
-    """The residuals with copies of their arrays, which can't be written to: a rule may be called
-    again with them. The identities of other objects are added to `objects`."""
+    """The residuals with copies of their arrays. The identities of other objects are added to
+    `objects`."""
 
     def copied(x):
         if isinstance(x, np.ndarray):
-            x = x.copy()
-            x.flags.writeable = False
-        elif type(x) is dict:  # JAX sorts the keys, which may be anything here
+            return read_only(x.copy())
+        if type(x) is dict:  # JAX sorts the keys, which may be anything here
             return {key: _copied(value, objects) for key, value in x.items()}
-        elif not isinstance(x, _CONSTANT):
+        if not isinstance(x, _CONSTANT):
             objects.add(id(x))
         return x
 

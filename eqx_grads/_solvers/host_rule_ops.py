@@ -12,7 +12,7 @@ import numpy as np
 from .._errors import rule_error, RuleError, show_tree
 from .._rules.rule import advice_on_cotangents, Rule
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
-from .host_callback import AbstractHostOp, batch_shape, check_shape
+from .host_callback import AbstractHostOp, batch_shape, check_shape, read_only
 from .host_ops import is_complex, is_inexact, path_of_leaf, PrimalOp, Types
 from .host_residual_cache import digest_key
 
@@ -124,13 +124,10 @@ class TangentOp(_AbstractRuleOp):
     def run(self, leaves):
         call, n = self.call, len(self.call.in_types)
         primals, given = list(leaves[:n]), dict(zip(self.live, leaves[n:], strict=True))
-        ts = [
-            given.get(i, np.zeros_like(x)) if is_inexact(x) else None
-            for i, x in enumerate(primals[: call.n_args])
-        ]
+        zero = lambda x: read_only(np.zeros_like(x)) if is_inexact(x) else None
+        ts = [given.get(i, zero(x)) for i, x in enumerate(primals[: call.n_args])]
         args, kwargs = call.rule_arguments(primals)
         kwargs = call.keywords(self.rule, args, kwargs)
-        zero = lambda x: np.zeros_like(x) if is_inexact(x) else None
         try:
             result = self.rule.of_tangents(args, call.tangents(ts, zero), **kwargs)
         except ValueError as error:
