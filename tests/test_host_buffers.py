@@ -368,6 +368,24 @@ def test_a_hessian_runs_the_forward_rule_once_at_each_point(transform, residuals
     assert counts["fwd"] == 7  # at `x`, and with each element moved up and down
 
 
+@pytest.mark.parametrize(("again", "in_a_scan"), [(3, False), (2, True)])
+def test_residuals_that_are_computed_again_are_dropped_first(again, in_a_scan):
+    """The others are needed later in the same backward pass: of ten calls, eight are kept."""
+    f, counts = _counted()
+
+    def loss(f):
+        def run(xs):
+            if in_a_scan:
+                return jax.lax.scan(lambda y, x: (f(x + y), None), 0.0, xs)[0]
+            return jnp.sum(jax.vmap(f)(xs) ** 2)  # so that the backward pass is later
+
+        return run
+
+    xs = jnp.arange(10.0) / 10
+    assert_close(jax.jit(jax.grad(loss(f)))(xs), jax.grad(loss(jnp.sin))(xs))
+    assert counts == {"fwd": 10 + again, "bwd": 10}
+
+
 def test_residuals_of_which_none_are_kept():
     f, counts = _counted(keep=0)
     jax.jit(jax.jacrev(f))(jnp.ones(3)).block_until_ready()

@@ -175,8 +175,8 @@ def described(op: AbstractHostOp) -> str:
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
-    """`x` itself, as all arrays that host code is given: what it wrote into one would change
-    what its next call is given."""
+    """`x`, to which host code can't write. It is given all arrays like this, as the library
+    may give it the same array in the next call."""
     x.flags.writeable = False
     return x
 
@@ -210,13 +210,13 @@ def _run(op, leaves) -> list[np.ndarray]:
 def check_shape(
     op: AbstractHostOp,
     i: int,
-    x: Any,
+    x: np.ndarray,
     leaves: Sequence[np.ndarray],
     do: str = "Return an array of the promised shape, or promise another one.",
 ) -> np.ndarray:
     """Output number `i`, given the inputs, as an array with the axes of `vmap`; raises if it
     has another shape than was promised."""
-    x, batch = np.asarray(x), batch_shape(op, leaves)
+    batch = batch_shape(op, leaves)
     shape = op.out_types[i].shape
     if x.shape == batch + shape:
         return x
