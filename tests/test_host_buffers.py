@@ -46,7 +46,8 @@ def make(*rules, residuals=None, **options):
     w = Workspace()
 
     def value(x, y):
-        return {"a": w("0", np.sin(x) * y), "b": (w("1", np.cos(x * y)), w("2", np.exp(y + 0 * x)))}
+        b = w("1", np.cos(x * y)), w("2", np.exp(y + 0 * x))
+        return {"a": w("0", np.sin(x) * y), "b": b}
 
     f = eqg.host_function(lambda x, p: value(x, p["y"]), out=_like, **options)
 
@@ -275,7 +276,7 @@ def test_one_object_that_all_calls_return(transform):
     assert counts["fwd"] == 5  # the last step is the first to be differentiated
 
 
-# ---------------------------------------------------------------- what is given can't be changed
+# ---------------------------------------------------------------- what host code is given
 
 
 def test_arguments_and_residuals_are_read_only():
@@ -365,6 +366,24 @@ def test_a_hessian_runs_the_forward_rule_once_at_each_point(transform, residuals
         hessian = lambda f: transform(jax.hessian(lambda x: jnp.sum(f(x) ** 3)))(x)
         assert_close(hessian(f), hessian(jnp.sin), tolerance=1e-9)
     assert counts["fwd"] == 7  # at `x`, and with each element moved up and down
+
+
+@pytest.mark.parametrize(("again", "in_a_scan"), [(3, False), (2, True)])
+def test_residuals_that_are_computed_again_are_dropped_first(again, in_a_scan):
+    """The others are needed later in the same backward pass: of ten calls, eight are kept."""
+    f, counts = _counted()
+
+    def loss(f):
+        def run(xs):
+            if in_a_scan:
+                return jax.lax.scan(lambda y, x: (f(x + y), None), 0.0, xs)[0]
+            return jnp.sum(jax.vmap(f)(xs) ** 2)  # so that the backward pass is later
+
+        return run
+
+    xs = jnp.arange(10.0) / 10
+    assert_close(jax.jit(jax.grad(loss(f)))(xs), jax.grad(loss(jnp.sin))(xs))
+    assert counts == {"fwd": 10 + again, "bwd": 10}
 
 
 def test_residuals_of_which_none_are_kept():

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import traceback
+from types import SimpleNamespace
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -918,6 +919,30 @@ def test_a_promise_of_python_numbers():
     assert jax.jit(count)(jnp.ones(3)) == 3
 
 
+def test_a_promise_of_what_has_a_shape_and_a_dtype():
+    x = jnp.arange(3.0)
+
+    class Like:
+        shape, dtype = [3], jnp.float32
+
+    types = (jax.typeof(x), jax.eval_shape(jnp.sin, x), np.zeros(3, np.float64), Like())
+    for t in types:
+        f = eqg.host_function(np.sin, out=t)
+        f.def_fwd(lambda x: (np.sin(x), np.cos(x)), residuals=t)
+        f.def_bwd(lambda cos, ct: (cos * ct,))
+        for run in (jax.vjp, jax.jit(jax.vjp, static_argnums=0)):
+            out, pull = run(f, x)
+            assert_close((out, pull(x)[0]), (jnp.sin(x), x * jnp.cos(x)))
+        tree = eqg.host_function(lambda x: (x, {"a": -x}), out=lambda _, t=t: (t, {"a": t}))
+        assert_close(tree(x), (x, {"a": -x}))
+    f = eqg.host_function(np.sin, out=jax.typeof)
+    assert_close(jax.vmap(f)(x), jnp.sin(x))
+    linear = eqg.linear_host_function(lambda x: 2 * x, lambda y: 2 * y, out=jax.typeof(x))
+    assert_close(linear(x), 2 * x)
+    for key in (jax.random.key(0), jax.typeof(jax.random.key(0))):
+        _raises("NumPy has no keys", eqg.host_function(lambda x: x, out=key), x)
+
+
 def test_a_compiled_program_logs_the_exception_once(caplog):
     """And with no frame of this library but the one that raises it."""
 
@@ -1110,6 +1135,7 @@ def test_bad_arguments():
     f = eqg.host_function(lambda x: x, out=lambda x: "x")
     _raises("`out` of `<lambda>` does not say what is returned", f, 1.0)
     types = (float, int, np.float32, jnp.float32, np.dtype("float32"))
+    types += (SimpleNamespace(shape=(1,), dtype="torch.float32"),)
     for out in (0, (3,), [3], True, *types, lambda x: x.shape, lambda x: x.dtype, [float]):
         f = eqg.host_function(lambda x: x, out=out)
         _raises("not say what is returned(?s:.*)A shape or a dtype alone is", f, jnp.ones(1))

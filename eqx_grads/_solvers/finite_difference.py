@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .host_callback import read_only
+
 
 Run = Callable[[list[np.ndarray]], list[Any]]
 
@@ -67,9 +69,7 @@ def _moved(x, rank, k, h):
     moved = np.array(_elements(x, rank))
     moved[..., k] += h
     element = moved[..., k].copy()
-    moved = moved.reshape(x.shape)
-    moved.flags.writeable = False  # as the arrays that the function is given otherwise
-    return element, moved
+    return element, read_only(moved.reshape(x.shape))
 
 
 def _run_at(run, leaves, i, x):

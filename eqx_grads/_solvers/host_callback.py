@@ -174,6 +174,13 @@ def described(op: AbstractHostOp) -> str:
     return f"`{op.name}`" if op.name == function else f"`{op.name}` of `{function}`"
 
 
+def read_only(x: np.ndarray) -> np.ndarray:
+    """`x`, to which host code can't write. It is given all arrays like this, as the library
+    may give it the same array in the next call."""
+    x.flags.writeable = False
+    return x
+
+
 def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, ...]:
     """The axes of `vmap` in front of the arrays."""
     if [x.ndim for x in leaves] == op.in_ranks:
@@ -185,9 +192,9 @@ def batch_shape(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> tuple[int, 
 def own_outputs(op: AbstractHostOp, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The outputs of `op`, of the promised shapes, in memory that the host code does not have.
 
-    All arrays that host code returns enter the library here, and are copied. Host code may write
-    into the same memory in its next call, as C and Fortran do, and differences and Jacobians
-    are made of the outputs of several calls.
+    All arrays that host code returns enter the library here, and are copied. Host code may
+    write into the same memory in its next call, as C and Fortran do, and a Jacobian is made of
+    the outputs of several calls.
     """
     out = [np.array(x) for x in op.run(leaves)]
     return [check_shape(op, i, x, leaves) for i, x in enumerate(out)]
@@ -203,13 +210,13 @@ def _run(op, leaves) -> list[np.ndarray]:
 def check_shape(
     op: AbstractHostOp,
     i: int,
-    x: Any,
+    x: np.ndarray,
     leaves: Sequence[np.ndarray],
     do: str = "Return an array of the promised shape, or promise another one.",
 ) -> np.ndarray:
     """Output number `i`, given the inputs, as an array with the axes of `vmap`; raises if it
     has another shape than was promised."""
-    x, batch = np.asarray(x), batch_shape(op, leaves)
+    batch = batch_shape(op, leaves)
     shape = op.out_types[i].shape
     if x.shape == batch + shape:
         return x

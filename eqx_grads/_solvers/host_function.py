@@ -74,7 +74,10 @@ class HostFunction(eqx.Module):
             [`eqx_grads.host_function`][]. Then they are arrays, and JAX keeps them for the
             backward pass. By default they may be anything (a factorization, a graph), and stay
             on the host: those of the last `keep` calls, which are found by a digest of the
-            arguments. The backward pass of an earlier call computes them again.
+            arguments. The backward pass of an earlier call computes them again. The library
+            copies NumPy arrays in any PyTree of residuals, and keeps other objects as they
+            are. If two calls return the same object, it belongs to the later call, and the
+            residuals of the earlier call are computed again.
         - `keep`: of how many calls residuals stay on the host.
 
         **Returns:**
@@ -110,7 +113,7 @@ class HostFunction(eqx.Module):
             transpose times `ct`. The rule may ask by name, with keyword-only parameters, for
             the function's keyword-only arguments, and for `perturbed`: the tuple of trees of
             bools that says which leaves are being differentiated. It may be called more than
-            once for the same residuals, and must leave them as they are.
+            once for the same residuals, whose arrays can't be written to.
 
         **Returns:**
 
@@ -194,10 +197,12 @@ def host_function(
     **Arguments:**
 
     - `fn`: the function, which must be pure. Without it, a decorator. Its arguments may be any
-        PyTrees, Modules included; it is given NumPy arrays. A traced value that it closes over
-        is an error.
-    - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array, a float (for
-        one number of JAX's default precision), or a tree of these; or a function of the
+        PyTrees, Modules included; it is given NumPy arrays, which can't be written to. It may
+        return the same memory in each call (`np.sin(x, out=buffer)`), as its rules may: the
+        library copies what they return. A traced value that it closes over is an error.
+    - `out`: what it returns: a `jax.ShapeDtypeStruct(shape, dtype)`, an array or anything else
+        that has a shape and a dtype (such as `jax.typeof(x)`), a float (for one number of
+        JAX's default precision), or a tree of these; or a function of the
         arguments that returns such a tree. It is called with the arguments that the caller
         gave, and `jax.ShapeDtypeStruct`s in the place of arrays and floats; a Python integer
         is given as it is. Of the keyword-only arguments it is given those that it has

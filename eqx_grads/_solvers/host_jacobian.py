@@ -13,7 +13,7 @@ import numpy as np
 from .._errors import rule_error
 from .._jaxprs.varying import vary_alike, varying_types
 from .finite_difference import central_differences, complex_steps, NotComplex
-from .host_callback import AbstractHostOp, batch_shape, own_outputs
+from .host_callback import AbstractHostOp, batch_shape, own_outputs, read_only
 from .host_ops import is_complex, is_inexact, Types
 from .host_rule_ops import CotangentOp, TangentOp
 
@@ -245,14 +245,12 @@ def _basis(batch, types, i):
     1 (and then `1j`, if the array is complex)."""
     t = types[i]
     size = int(np.prod(t.shape, dtype=int))
-    arrays = [np.zeros(batch + t.shape, t.dtype) for t in types]
+    arrays = [read_only(np.zeros(batch + t.shape, t.dtype)) for t in types]
     for direction in (1, 1j) if is_complex(t) else (1,):
         for k in range(size):
             basis = np.zeros((*batch, size), t.dtype)
             basis[..., k] = direction
-            arrays[i] = basis.reshape(batch + t.shape)
-            for x in arrays:
-                x.flags.writeable = False  # as all arrays that host code is given
+            arrays[i] = read_only(basis.reshape(batch + t.shape))
             yield arrays
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .._rules.closure_convert import Opaque
+from .host_callback import read_only
 
 
 class ResidualCache(Opaque):
@@ -34,17 +35,24 @@ class ResidualCache(Opaque):
     def __reduce__(self):
         return ResidualCache, (self.most,)
 
-    def put(self, key: Any, residuals: Any) -> Any:
-        """Keep the residuals, which are returned as they are kept."""
+    def put(self, key: Any, residuals: Any, again: bool = False) -> Any:
+        """Keep the residuals, which are returned as they are kept.
+
+        A Jacobian needs residuals that were computed `again` several times in succession. After
+        that, the backward pass needs the residuals of other calls next. So those that were
+        computed again are the first to be dropped.
+        """
         objects: set[int] = set()
         residuals = _copied(residuals, objects)
         with self._lock:
             shared = objects and [k for k, (_, o) in self._found.items() if objects & o]
             for other in (key, *shared):
                 self._found.pop(other, None)
-            self._found[key] = residuals, objects
-            while len(self._found) > self.most:
+            while self._found and len(self._found) >= self.most:
                 self._found.popitem(last=False)
+            if self.most:
+                self._found[key] = residuals, objects
+                self._found.move_to_end(key, last=not again)
         return residuals
 
     def get(self, key: Any, compute: Callable[[], Any]) -> Any:
@@ -52,23 +60,22 @@ class ResidualCache(Opaque):
         with self._lock:
             if key in self._found:
                 return self._found[key][0]
-        return self.put(key, compute())
+        return self.put(key, compute(), again=True)
 
     def __len__(self):
         return len(self._found)
 
 
 def _copied(residuals: Any, objects: set[int]) -> Any:
-    """The residuals with copies of their arrays, which can't be written to: a rule may be called
-    again with them. The identities of other objects are added to `objects`."""
+    """The residuals with copies of their arrays. The identities of other objects are added to
+    `objects`."""
 
     def copied(x):
         if isinstance(x, np.ndarray):
-            x = x.copy()
-            x.flags.writeable = False
-        elif type(x) is dict:  # JAX sorts the keys, which may be anything here
+            return read_only(x.copy())
+        if type(x) is dict:  # JAX sorts the keys, which may be anything here
             return {key: _copied(value, objects) for key, value in x.items()}
-        elif not isinstance(x, _CONSTANT):
+        if not isinstance(x, _CONSTANT):
             objects.add(id(x))
         return x
 

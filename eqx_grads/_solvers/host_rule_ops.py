@@ -12,7 +12,7 @@ import numpy as np
 from .._errors import rule_error, RuleError, show_tree
 from .._rules.rule import advice_on_cotangents, Rule
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
-from .host_callback import AbstractHostOp, batch_shape, check_shape
+from .host_callback import AbstractHostOp, batch_shape, check_shape, read_only
 from .host_ops import is_complex, is_inexact, path_of_leaf, PrimalOp, Types
 from .host_residual_cache import digest_key
 
@@ -35,6 +35,17 @@ class _AbstractRuleOp(AbstractHostOp):
     @property
     def vmap_method(self):
         return self.call.vmap_method
+
+    def pair(self, result: Any, do: str) -> tuple[Any, Any]:
+        """What a forward rule returned."""
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise rule_error(
+                f"The forward rule `{self.name}` of `{self.call.name}` did not return a pair.",
+                f"it returned {show_tree(result)}",
+                self.place,
+                do=do,
+            )
+        return result[0], result[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +98,8 @@ class ForwardOp(_AbstractRuleOp):
     def call_rule(self, leaves) -> tuple[Any, Any]:
         args, kwargs = self.call.rule_arguments(leaves)
         result = self.rule(*args, **self.call.keywords(self.rule, args, kwargs))
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise rule_error(
-                f"The forward rule `{self.name}` of `{self.call.name}` did not return a pair.",
-                f"it returned {show_tree(result)}",
-                self.place,
-                do="Return `out, residuals`: the value, and what the backward rule needs.",
-            )
-        return result[0], result[1]
+        do = "Return `out, residuals`: the value, and what the backward rule needs."
+        return self.pair(result, do)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,30 +129,21 @@ class TangentOp(_AbstractRuleOp):
     def run(self, leaves):
         call, n = self.call, len(self.call.in_types)
         primals, given = list(leaves[:n]), dict(zip(self.live, leaves[n:], strict=True))
-        ts = [
-            given.get(i, np.zeros_like(x)) if is_inexact(x) else None
-            for i, x in enumerate(primals[: call.n_args])
-        ]
+        zero = lambda x: read_only(np.zeros_like(x)) if is_inexact(x) else None
+        ts = [given.get(i, zero(x)) for i, x in enumerate(primals[: call.n_args])]
         args, kwargs = call.rule_arguments(primals)
         kwargs = call.keywords(self.rule, args, kwargs)
-        zero = lambda x: np.zeros_like(x) if is_inexact(x) else None
         try:
             result = self.rule.of_tangents(args, call.tangents(ts, zero), **kwargs)
         except ValueError as error:
             self.rule.note_defaults(error, "`primals` and `tangents`", call.names)
             raise
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise rule_error(
-                f"The forward rule `{self.name}` of `{call.name}` did not return a pair.",
-                f"it returned {show_tree(result)}",
-                self.place,
-                do="Return `out, t_out`: the value and its tangent.",
-            )
-        call.flatten_out(result[0], self)
+        value, tangent = self.pair(result, "Return `out, t_out`: the value and its tangent.")
+        call.flatten_out(value, self)
         fail = _misfit(self, "a tangent that does not have the structure of its output")
         out = jax.tree.unflatten(call.out_treedef, call.out_types)
         leaves_out = jax.tree.leaves(out, is_leaf=is_none)
-        matched = match_leaves(result[1], out, "out", fail)
+        matched = match_leaves(tangent, out, "out", fail)
         t_out = [t for t, x in zip(matched, leaves_out, strict=True) if x is not None]
         batch = batch_shape(self, leaves)
         return [

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from .._errors import first_line, rule_error, show_path, show_tree, type_of
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import check_no_tracers
+from .host_callback import read_only
 from .host_ops import HostCode, is_array_leaf, PrimalOp
 from .host_rule_ops import ForwardOp
 
@@ -63,11 +64,12 @@ def _as_given(x: Any) -> Any:
     JAX's precision."""
     if not is_array_leaf(x) or isinstance(x, Tracer) or _is_key(x):
         return x
-    return np.asarray(x, _promise(x).dtype)
+    return read_only(np.asarray(x, _promise(x).dtype).view())
 
 
 def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    # Not `jnp.issubdtype`, which raises if the dtype is that of another library.
+    return getattr(getattr(x, "dtype", None), "type", None) is jax.dtypes.prng_key
 
 
 def check_hashable(op: PrimalOp) -> None:
@@ -154,7 +156,8 @@ def _check_like_example(op) -> None:
 
 
 def _has_shape(x):
-    return is_array_leaf(x) or isinstance(x, jax.ShapeDtypeStruct)
+    """Of arrays, `jax.ShapeDtypeStruct`s, what `jax.typeof` returns and the like."""
+    return is_array_leaf(x) or (hasattr(x, "shape") and _is_dtype(getattr(x, "dtype", None)))
 
 
 def _accepted(spec, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +214,13 @@ def _types(op: PrimalOp, spec: Any, what: str):
             ) from None
     leaves, treedef = jax.tree.flatten(spec)
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
+        if _is_key(leaf):
+            raise rule_error(
+                f"`{what}` of `{op.name}` promises a random key, and NumPy has no keys.",
+                f"at {what}{show_path(path)}: {type_of(leaf)}",
+                op.place,
+                do="Return the integers, and call `jax.random.wrap_key_data` on them.",
+            )
         if not _is_dtype(leaf) and _has_shape(leaf):
             _check_shape_is_known(op, what, path, np.shape(leaf))
             continue
