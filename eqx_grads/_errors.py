@@ -39,6 +39,9 @@ class RuleError(TypeError, ValueError, RuntimeError):
         ```
     """
 
+    # Whether the error says that a value must not be differentiated.
+    forbids_derivative = False
+
 
 def rule_error(what: str, *where: str, do: str) -> RuleError:
     """A `RuleError` in three parts; each line of `where` is indented."""

@@ -35,6 +35,7 @@ from .rule import (
     try_to_trace,
 )
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
+from .zero_derivative import check_zeros, function_of
 
 
 class custom_vjp(AbstractDecorated[P, T]):
@@ -297,23 +298,21 @@ class _VjpSpec:
         ]
 
     def _forward_of_function(self, operands, live_ts):
-        def of_live(xs):
-            full = list(operands)
-            for i, x in zip(self.perturbed, xs, strict=True):
-                full[i] = x
-            fn, rules, args, kwargs = self.flat.restore(full)
-            _, arrays = OutputSpec.of(fn(*args, **kwargs), rules.operands)
+        fn = function_of(self.flat, operands, self.perturbed)
+
+        def of_live(*xs):
+            arrays = fn(*xs)
             return [arrays[i] for i in self.out_indices]
 
-        primals = [operands[i] for i in self.perturbed]
-        return jax.jvp(of_live, (primals,), (list(live_ts),))[1]
+        return jax.jvp(of_live, [operands[i] for i in self.perturbed], list(live_ts))[1]
 
     def transpose(self, residuals, cts):
         # JAX hands over a constant as the Python or NumPy number that it once was.
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        fn, rules, _, kwargs = self.flat.restore(residuals[: self.n_operands])
+        operands = residuals[: self.n_operands]
+        fn, rules, args, kwargs = self.flat.restore(operands)
         end = self.n_operands + self.n_residuals
         static, _ = self.res_closures.substitute(residuals[end:])
         kept = self.res_split.tree(residuals[self.n_operands : end], static)
@@ -324,7 +323,14 @@ class _VjpSpec:
                 full[i] = ct
             with running_rule(fn, rules):
                 ct = self.out_split.tree(full)
-                return self._run_bwd(fn, rules.bwd_rule, kwargs, kept, ct)
+                ct_args = self._run_bwd(fn, rules.bwd_rule, kwargs, kept, ct)
+            zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
+            check_zeros(
+                rules.bwd_rule,
+                RuleCall(rules, fn, args, kwargs, operands, [], self.flat),
+                zeros,
+            )
+            return ct_args
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
