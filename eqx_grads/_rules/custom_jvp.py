@@ -203,9 +203,10 @@ def _not_transposable(rule, call, ts, reasons):
             f"The forward rule `{rule.name}` of `{name_of(call.fn)}` was used in reverse mode, "
             f"and has no transpose: {reason}.",
             rule.place,
-            do="A host function of a tangent has to be an `eqx_grads.linear_host_function`, "
-            "which knows its adjoint. Or use `eqx_grads.custom_vjp`: give a backward rule, and "
-            "this rule by `def_jvp`.",
+            do="Apply such an operation to primals only, and multiply the tangents by the "
+            "result. A host function of a tangent has to be an "
+            "`eqx_grads.linear_host_function`, which knows its adjoint. Or use "
+            "`eqx_grads.custom_vjp`: give a backward rule, and this rule by `def_jvp`.",
         )
         text = str(error)
 
@@ -278,11 +279,11 @@ def _check_program(
     statuses = output_statuses(program)[: len(live)]
     reason = why_nonlinear(statuses)
     if reason is None:
-        reasons = zip(live, map(why_not_transposable, statuses), strict=True)
+        reasons = why_not_transposable(program, statuses)
         _, used = needed(program.eqns, program.jaxpr.outvars[: len(live)])
         inputs = zip(indices, program.jaxpr.invars, strict=True)
         ignored = [i for i, v in inputs if v not in used]
-        return {i: reason for i, reason in reasons if reason is not None}, ignored
+        return {live[i]: reason for i, reason in reasons.items()}, ignored
     raise rule_error(
         f"The forward rule `{rule.name}` of `{name_of(call.fn)}` is not linear in its "
         f"tangents: {reason}.",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.core import AbstractValue
 from jax.interpreters import ad
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import first_line, name_of, place_of, rule_error, RuleError, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
@@ -304,7 +304,11 @@ class _VjpSpec:
             arrays = fn(*xs)
             return [arrays[i] for i in self.out_indices]
 
-        return jax.jvp(of_live, [operands[i] for i in self.perturbed], list(live_ts))[1]
+        try:
+            return jax.jvp(of_live, [operands[i] for i in self.perturbed], list(live_ts))[1]
+        except Exception as error:
+            _explain_forward_mode(self.flat.fn, error)
+            raise
 
     def transpose(self, residuals, cts):
         # JAX hands over a constant as the Python or NumPy number that it once was.
@@ -357,6 +361,21 @@ class _VjpSpec:
         for i, (ct_arg, arg) in enumerate(zip(result, args, strict=True)):
             cts.extend(_project(fn, rule, ct_arg, arg, self.flat.names[i]))
         return [cts[i] for i in self.perturbed]
+
+
+def _explain_forward_mode(fn: Any, error: Exception) -> None:
+    """What JAX raises does not say that it is about forward mode, or of which function."""
+    what = f"Forward mode of `{name_of(fn)}` differentiates the function itself, which failed"
+    way_out = (
+        "Its backward rule is for reverse mode. Give forward mode a rule of its own: `def_jvp` "
+        "of `eqx_grads.custom_vjp`."
+    )
+    if not isinstance(error, RuleError | jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        reason = f"{type(error).__name__}: {first_line(error)}" if str(error) else repr(error)
+        raise rule_error(f"{what}: {reason}", place_of(fn), do=way_out) from error
+    note = f"{what}. {way_out}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _project(fn, rule, ct, arg, name):

@@ -150,9 +150,9 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
             place_of(decorated.__wrapped__),
             do="Return one partial for each argument; `None` is zero.",
         )
+    fn = decorated.__wrapped__
     for i, (d, t) in enumerate(zip(partials, tangents, strict=True)):
         if d is None and not is_zero(t):
-            fn = decorated.__wrapped__
             of_one = lambda x, i=i: fn(*primals[:i], x, *primals[i + 1 :], **kwargs)
             check_function_of_zeros("derivative", fn, of_one, [primals[i]])
     return out, add(

@@ -1,8 +1,8 @@
 """Where a rule says that a derivative is zero, the function may say that there is none.
 
 `nondifferentiable` raises where it is differentiated. A rule stands for the derivative of its
-function, so nothing in the function is differentiated. Without the check here, a rule that
-returns `None` for what the function calls nondifferentiable would make a silent zero of an error.
+function, so nothing in the function is differentiated. Without the check here, the rule may
+return `None` for what the function calls nondifferentiable: a silent zero instead of an error.
 """
 
 from collections.abc import Callable, Sequence
