@@ -38,24 +38,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
-from ._errors import check_function, rule_error, show_path, type_of
+from ._errors import check_function, rule_error, type_of
 from ._tangent_spaces import (
     as_numbers,
     as_tangent,
     broadcasts_to,
-    check_none,
     check_shapes,
-    DoesNotFit,
     dtype_of_array,
-    is_arraylike,
-    is_differentiable,
     is_none,
     is_zero_leaf,
-    match_leaves,
+    materialize_leaves,
     project_leaves,
     promote,
     zip_trees,
@@ -207,12 +202,8 @@ def scale(t: PyTree, s: ArrayLike) -> PyTree:
             return None
         x, s_ = as_tangent(x), as_numbers(s, "The factor `s` of a tangent")
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise rule_error(
-                "A tangent was given as an integer.",
-                f"the tangent is {type_of(x)}, the factor {type_of(s_)}",
-                do="Give an array of floats, or `None` for zero. The order of the arguments is "
-                "`scale(t, s)`.",
-            )
+            do = "Give an array of floats. The order of the arguments is `scale(t, s)`."
+            raise rule_error("A tangent was an integer.", f"it is {type_of(x)}", do=do)
         if jnp.iscomplexobj(s_) and not jnp.iscomplexobj(x):
             raise rule_error(
                 "A real tangent was scaled by a complex number.",
@@ -408,43 +399,10 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
 
     **Raises:**
 
-    [`eqx_grads.RuleError`][] if `t` is no tangent of `primal`, as if the two were swapped: its
-    structure or a shape is another one, or it is not zero where `primal` has no tangent.
+    [`eqx_grads.RuleError`][] if `t` is no tangent of `primal`, as if the two were swapped.
     """
-
-    ts = match_leaves(t, primal, "primal", _fail_to_materialize)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(primal, is_leaf=is_none)
-    arrays = []
-    for (path, x), dx in zip(flat, ts, strict=True):
-        try:
-            arrays.append(_materialize_leaf(x, dx))
-        except DoesNotFit as misfit:
-            where = f"at primal{show_path(path)}: it is {type_of(x)}, `t` is {type_of(dx)}"
-            raise _fail_to_materialize(where, do=f"{misfit} {_ORDER}") from None
-    return jax.tree.unflatten(treedef, arrays)
-
-
-_ORDER = "The order of the arguments is `materialize(primal, t)`."
-
-
-def _fail_to_materialize(*where, do):
-    return rule_error("A tangent does not fit its value.", *where, do=do)
-
-
-def _materialize_leaf(x, dx):
-    if not (is_arraylike(x) and is_differentiable(x)):
-        if x is not None and is_zero_leaf(x):
-            raise DoesNotFit("A symbolic zero is a tangent, and no value.")
-        check_none(dx, x)
-        return np.zeros(np.shape(x), jax.dtypes.float0) if is_arraylike(x) else None
-    if is_zero_leaf(dx):
-        return jnp.zeros_like(jnp.asarray(x))
-    dx, dtype = as_tangent(dx), dtype_of_array(x)
-    if dx.shape != jnp.shape(x):
-        raise DoesNotFit("A tangent has the shape of its value.")
-    if jnp.iscomplexobj(dx) and not jnp.iscomplexobj(x):
-        raise DoesNotFit("The tangent of a real value is real.")
-    return dx.astype(dtype)
+    leaves, treedef = jax.tree.flatten(primal, is_leaf=is_none)
+    return jax.tree.unflatten(treedef, materialize_leaves(t, primal, leaves))
 
 
 def zeros_like(primal: PyTree) -> PyTree:

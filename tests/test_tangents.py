@@ -225,8 +225,8 @@ class TestSwappedArguments:
     @pytest.mark.parametrize(
         ("call", "match"),
         [
-            (lambda t: tangents.scale(2, jnp.array(0.5)), "given as an integer"),  # it was 0
-            (lambda t: tangents.scale(jnp.array(2), jnp.ones(3)), "given as an integer"),
+            (lambda t: tangents.scale(2, jnp.array(0.5)), "was an integer"),  # it was 0
+            (lambda t: tangents.scale(jnp.array(2), jnp.ones(3)), "was an integer"),
             (lambda t: tangents.scale(2.0, t), "The factor `s` of a tangent is not"),
             (lambda t: tangents.scale(2.0, None), "The factor `s` of a tangent is not"),
             (lambda t: tangents.where(t, jnp.array(True), t), "."),

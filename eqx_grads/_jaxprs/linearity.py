@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._errors import first_line
 from .dependence import without_unused
 from .evaluate import evaluate
 from .host_calls import name_on_host
@@ -83,7 +82,8 @@ def _failure_of_transpose(program: ClosedJaxpr, i: int) -> str | None:
     try:
         jax.eval_shape(transpose, one.out_avals)
     except Exception as error:  # of JAX, or of a rule of another library
-        return f"JAX can't transpose it ({first_line(error)})"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"JAX can't transpose it ({reason})"
     return None
 
 
