@@ -3,6 +3,7 @@
 import functools as ft
 import importlib
 import inspect
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class RuleError(TypeError, ValueError, RuntimeError):
             assert "`double` has no forward rule" in str(error)
         ```
     """
+
+    # Whether the error says that a value must not be differentiated.
+    forbids_derivative = False
 
 
 def rule_error(what: str, *where: str, do: str) -> RuleError:
@@ -100,16 +104,25 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+_LIBRARY = __file__.removesuffix("_errors.py")
+
+
 def place_of(fn: Any) -> str:
-    """`name, file, line` of a function, as far as Python knows them."""
-    name = name_of(fn)
+    """`name, file, line` of a function of the user's, as far as Python knows them."""
+    name, code = name_of(fn), code_of(fn)
+    if code is None or code.co_filename.startswith(_LIBRARY):
+        return f"in `{name}`"
+    return f'in `{name}`, file "{code.co_filename}", line {code.co_firstlineno}'
+
+
+def code_of(fn: Any) -> types.CodeType | None:
+    """The code that the user wrote, if Python knows it."""
     while isinstance(fn, ft.partial):
         fn = fn.func
     fn = inspect.unwrap(fn) if callable(fn) else fn
-    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
-    if code is None:
-        return f"in `{name}`"
-    return f'in `{name}`, file "{code.co_filename}", line {code.co_firstlineno}'
+    fn = getattr(fn, "__func__", fn)
+    # A copy of a function that wraps another one does not lead to it (`closure_convert.py`).
+    return getattr(fn, "_eqg_code", None) or getattr(fn, "__code__", None)
 
 
 # Where a wrapper of this package, or a bound method, has the function that users know.

@@ -121,24 +121,40 @@ def project_leaves(
     primal; `fail(where, do)` makes the error.
     """
     fail = _fail_to_project if fail is None else fail
-    cts = match_leaves(ct, primal, name, fail)
-    out = []
-    for i, (c, p) in enumerate(zip(cts, primal_leaves, strict=True)):
-        try:
-            out.append(_project_leaf(c, p))
-        except DoesNotFit as misfit:
-            paths = jax.tree_util.tree_leaves_with_path(primal, is_leaf=is_none)
-            where = name + show_path(paths[i][0])
-            raise fail(
-                f"at {where or 'the only leaf'}: the value is {type_of(p)}, "
-                f"the cotangent is {type_of(c)}",
-                do=str(misfit),
-            ) from None
-    return out
+    return _fit_leaves(_project_leaf, "cotangent", ct, primal, primal_leaves, name, fail)
 
 
 def _fail_to_project(*where, do):
     return rule_error("A cotangent does not fit its value.", *where, do=do)
+
+
+def materialize_leaves(t: PyTree, primal: PyTree, primal_leaves: Sequence[Any]) -> list[Any]:
+    """`materialize`, flat, as `project_leaves`."""
+    fail = _fail_to_materialize
+    return _fit_leaves(_materialize_leaf, "tangent", t, primal, primal_leaves, "primal", fail)
+
+
+def _fail_to_materialize(*where, do):
+    do = f"{do} The order of the arguments is `materialize(primal, t)`."
+    return rule_error("A tangent does not fit its value.", *where, do=do)
+
+
+def _fit_leaves(fit, kind, t, primal, primal_leaves, name, fail) -> list[Any]:
+    out = []
+    for i, (dx, x) in enumerate(
+        zip(match_leaves(t, primal, name, fail), primal_leaves, strict=True)
+    ):
+        try:
+            out.append(fit(dx, x))
+        except DoesNotFit as misfit:
+            paths = jax.tree_util.tree_leaves_with_path(primal, is_leaf=is_none)
+            where = name + show_path(paths[i][0])
+            raise fail(
+                f"at {where or 'the only leaf'}: the value is {type_of(x)}, "
+                f"the {kind} is {type_of(dx)}",
+                do=str(misfit),
+            ) from None
+    return out
 
 
 def match_leaves(
@@ -186,6 +202,23 @@ def _project_leaf(ct, primal):
             ct = jnp.real(ct)
         ct = ct.astype(dtype)
     return _match_varying(ct, primal)
+
+
+def _materialize_leaf(t, primal):
+    if not (is_arraylike(primal) and is_differentiable(primal)):
+        if primal is not None and is_zero_leaf(primal):
+            raise DoesNotFit("A symbolic zero is a tangent, and no value.")
+        check_none(t, primal)
+        is_array = is_arraylike(primal)
+        return np.zeros(np.shape(primal), jax.dtypes.float0) if is_array else None
+    if is_zero_leaf(t):
+        return jnp.zeros_like(jnp.asarray(primal))
+    t = as_tangent(t)
+    if t.shape != shape_of(primal):
+        raise DoesNotFit("A tangent has the shape of its value.")
+    if jnp.iscomplexobj(t) and not jnp.iscomplexobj(primal):
+        raise DoesNotFit("The tangent of a real value is real.")
+    return t.astype(dtype_of(primal))
 
 
 def tangent_leaf(t: Any, primal: Any) -> Array | None:

@@ -38,7 +38,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
@@ -49,10 +48,9 @@ from ._tangent_spaces import (
     broadcasts_to,
     check_shapes,
     dtype_of_array,
-    is_arraylike,
-    is_differentiable,
     is_none,
     is_zero_leaf,
+    materialize_leaves,
     project_leaves,
     promote,
     zip_trees,
@@ -203,6 +201,9 @@ def scale(t: PyTree, s: ArrayLike) -> PyTree:
         if is_zero_leaf(x):
             return None
         x, s_ = as_tangent(x), as_numbers(s, "The factor `s` of a tangent")
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            do = "Give an array of floats. The order of the arguments is `scale(t, s)`."
+            raise rule_error("A tangent was an integer.", f"it is {type_of(x)}", do=do)
         if jnp.iscomplexobj(s_) and not jnp.iscomplexobj(x):
             raise rule_error(
                 "A real tangent was scaled by a complex number.",
@@ -395,22 +396,13 @@ def materialize(primal: PyTree, t: PyTree) -> PyTree:
     A tree like `primal`. Floating and complex leaves (including Python and NumPy numbers)
     have an array of their shape and dtype; integers, booleans and PRNG keys have an array
     of dtype `float0`; leaves that are not arrays have `None`.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if `t` is no tangent of `primal`, as if the two were swapped.
     """
-
-    def materialize_leaf(x, dx):
-        if not is_arraylike(x):
-            return None
-        if not is_differentiable(x):
-            return np.zeros(np.shape(x), jax.dtypes.float0)
-        if is_zero_leaf(dx):
-            return jnp.zeros_like(jnp.asarray(x))
-        dx = as_tangent(dx)
-        check_shapes([jnp.asarray(x), dx])
-        return dx
-
-    if t is None:
-        return jax.tree.map(lambda x: materialize_leaf(x, None), primal)
-    return zip_trees(materialize_leaf, (primal, t))
+    leaves, treedef = jax.tree.flatten(primal, is_leaf=is_none)
+    return jax.tree.unflatten(treedef, materialize_leaves(t, primal, leaves))
 
 
 def zeros_like(primal: PyTree) -> PyTree:

@@ -784,3 +784,35 @@ def test_what_differs_by_rounding_under_vmap_is_not_called_wrong():
     for text in texts:
         assert "right eagerly" not in text
         assert "rounded differently: one of them is cast to lower precision" in text
+
+
+_BY_FORMULA = "returns its value by a formula instead of calling the function"
+
+
+def _sine_with_value(value, slope=jnp.cos):
+    return lambda f: _with_jvp(
+        f, lambda primals, tangents: (value(*primals), slope(*primals) * tangents[0])
+    )
+
+
+def _sine_in_reverse(f):
+    decorated = eqg.custom_vjp(f)
+    decorated.def_fwd(lambda x: (jax.lax.stop_gradient(jnp.sin(x)), x))
+    decorated.def_bwd(lambda x, ct: (ct * jnp.cos(x),))
+    return decorated
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("decorate", "is_named"),
+    [
+        (_sine_with_value(lambda x: jax.lax.stop_gradient(jnp.sin(x))), True),
+        (_sine_in_reverse, True),
+        (_sine_with_value(jnp.sin, lambda x: jax.lax.stop_gradient(jnp.cos(x))), False),
+    ],
+)
+def test_a_value_by_a_formula_has_no_rule_at_second_order(decorate, is_named):
+    x = jnp.array([0.2, 1.7, -2.4])
+    report = eqgt.check_rule(decorate(jnp.sin), x, checks=("order",), raises=False)
+    assert "right to first order" in str(report)
+    assert (_BY_FORMULA in str(report)) == is_named

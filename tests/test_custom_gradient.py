@@ -1,11 +1,16 @@
 """A function that returns its value and its backward rule, a closure."""
 
+import re
+
 import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import pytest
 from eqx_grads import RuleError
+
+
+X = jnp.arange(1.0, 4.0)
 
 
 @eqg.custom_gradient
@@ -86,3 +91,50 @@ def test_errors():
         RuleError, match=r"did not return one cotangent for each(?s:.)*`x`, `y`"
     ):
         jax.grad(wrong)(1.0, 2.0)
+
+
+class TestErrorsNameTheUsersLine:
+    """And never a file of this library."""
+
+    @staticmethod
+    def _scaled(k):
+        @eqg.custom_gradient
+        def scaled(x):
+            return x * k, lambda ct: ct * k
+
+        return scaled
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            lambda k: TestErrorsNameTheUsersLine._scaled(k)(X).sum(),
+            lambda k: eqg.elementwise(lambda x: x * k, lambda out, x: k)(X).sum(),
+            lambda k: eqg.ste.wrap(lambda x: x * k)(X).sum(),
+            lambda k: eqg.custom_gradient(lambda x, *, k: (x * k, lambda ct: ct))(X, k=k).sum(),
+        ],
+    )
+    @pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+    def test_what_is_closed_over(self, loss, compile):
+        with pytest.raises(RuleError, match="was differentiated with respect to") as caught:
+            compile(jax.grad(loss))(2.0)
+        files = re.findall(r'file "(.*)"', str(caught.value))
+        assert files
+        assert set(files) == {__file__}
+
+    def test_jax_names_the_function_too(self):
+        @eqg.custom_gradient
+        def positive(x):
+            return x if x[0] > 0 else -x, lambda ct: ct
+
+        match = rf"tracing the function positive at {re.escape(__file__)}:\d+ for"
+        with pytest.raises(jax.errors.TracerBoolConversionError, match=match):
+            jax.jit(positive)(X)
+
+        def of_traced(k):
+            f = eqg.custom_gradient(lambda x: (x if x[0] > k else -x, lambda ct: ct))
+            return f(X)
+
+        with pytest.raises(
+            jax.errors.TracerBoolConversionError, match=rf"<lambda> at {re.escape(__file__)}:"
+        ):
+            jax.jit(of_traced)(2.0)

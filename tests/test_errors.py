@@ -7,9 +7,11 @@ import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from eqx_grads import RuleError
 from eqx_grads._rules.wrapper import unwrap_method
+from jax.experimental import pallas as pl  # noqa: TID251
 
 from .helpers import fails_with_remat3, REMAT3_HAS_NO_TRANSPOSE
 
@@ -37,6 +39,23 @@ def square(x):
 
 def pair(tree, scale):
     return {"sum": jnp.sum(tree["x"]) * scale, "name": "pair"}
+
+
+@jax.custom_vjp
+def jax_double(t):
+    return 2 * t
+
+
+jax_double.defvjp(lambda t: (2 * t, None), lambda _, ct: (2 * ct,))
+
+
+def doubled_twice(t):
+    step = lambda state: (2 * state[0], state[1] + 1)
+    return jax.lax.while_loop(lambda state: state[1] < 2, step, (t, 0))[0]
+
+
+def stopped_in_scan(t):
+    return jax.lax.scan(lambda c, _: (jax.lax.stop_gradient(c), None), t, None, 2)[0]
 
 
 def fails(fn, *args, match):
@@ -191,6 +210,14 @@ class TestForwardRule:
                 lambda x, t: jax.lax.scan(lambda c, _: (c * c, None), t, None, 2)[0],
                 "multiplies a tangent by a tangent",
             ),
+            (lambda x, t: jnp.abs(t), "applies `abs` to a tangent"),
+            (lambda x, t: jnp.round(t), "applies `round` to a tangent"),
+            (lambda x, t: jnp.where(t > 0, t, 0.0), "applies `gt` to a tangent"),
+            (lambda x, t: t.astype(int).astype(t.dtype), "casts a tangent to int"),
+            (
+                lambda x, t: jax.lax.cond(t[0] > 0, lambda t: t, lambda t: 2 * t, t),
+                "applies `gt` to a tangent",
+            ),
         ],
     )
     def test_not_linear(self, tangent, match):
@@ -201,6 +228,43 @@ class TestForwardRule:
         fails(forward(square, rule), X, match=match)
         with pytest.raises(RuleError, match="not linear"):
             jax.jvp(forward(square, rule), (X,), (X,))
+
+    @pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+    @pytest.mark.parametrize(
+        ("tangent", "match"),
+        [
+            (jax.lax.stop_gradient, "applies `stop_gradient` to a tangent"),
+            (lambda t: t + jax.lax.stop_gradient(t), "applies `stop_gradient` to a tangent"),
+            (jax.jit(jax.lax.stop_gradient), "applies `stop_gradient` to a tangent"),
+            (stopped_in_scan, "applies `stop_gradient` to a tangent"),
+            (lambda t: jax.lax.top_k(t, 3)[0], "JAX can't transpose it .*top_k"),
+            (
+                lambda t: jnp.diag(jnp.linalg.cholesky(jnp.diag(t))),
+                "JAX can't transpose it .*cholesky",
+            ),
+            (doubled_twice, "JAX can't transpose it .*while_loop"),
+            (jax_double, "JAX can't transpose it .*custom_vjp"),
+        ],
+    )
+    def test_without_a_transpose(self, tangent, match, compile):
+        def rule(primals, tangents):
+            return square(*primals), tangent(2 * primals[0] * tangents[0])
+
+        f = forward(square, rule)
+        match = f"forward rule `rule` of `square` was used in reverse mode.*: .*{match}"
+        with pytest.raises(RuleError, match=match):
+            compile(jax.grad(lambda x: jnp.sum(f(x))))(X)
+        _, t = compile(lambda x: jax.jvp(f, (x,), (x,)))(X)  # as in JAX, forward mode runs
+        assert jnp.array_equal(t, tangent(2 * X * X))
+
+    def test_an_operation_without_a_transpose_whose_result_no_tangent_needs(self):
+        def rule(primals, tangents):
+            top = jax.lax.top_k(primals[0], 3)[0] + 0 * jax.lax.stop_gradient(primals[0])
+            return square(*primals), 2 * jnp.flip(top) * tangents[0]
+
+        x = jnp.arange(3.0)
+        gradient = jax.grad(lambda x: jnp.sum(forward(square, rule)(x)))
+        assert jnp.allclose(gradient(x), 2 * x)
 
     @pytest.mark.thorough
     def test_linear_rules_are_not_accused(self):
@@ -556,3 +620,60 @@ def test_rules_of_other_conventions_are_not_told_of_those_of_this_library(rules)
     with pytest.raises(AttributeError, match="missing") as error:
         jax.grad(decorated)(1.0)
     assert not [n for n in getattr(error.value, "__notes__", ()) if "called as" in n]
+
+
+def _accumulate(x, out):
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        out[...] = jnp.zeros_like(out)
+
+    out[...] += jnp.sum(x[...])
+
+
+def kernel_sum(x):
+    """JAX's forward mode of a kernel with a grid is a bare `AssertionError`."""
+    blocks = {"in_specs": [pl.BlockSpec((2,), lambda i: (i,))]}
+    blocks["out_specs"] = pl.BlockSpec((1,), lambda i: (0,))
+    out = jax.ShapeDtypeStruct((1,), x.dtype)
+    return pl.pallas_call(_accumulate, out, grid=(2,), interpret=True, **blocks)(x)
+
+
+def host_sum(x):
+    out = jax.ShapeDtypeStruct((1,), x.dtype)
+    return jax.pure_callback(lambda x: np.sum(x, keepdims=True), out, x)
+
+
+class TestForwardModeOfTheFunctionItself:
+    @pytest.mark.parametrize(
+        ("fn", "reason"), [(kernel_sum, "AssertionError"), (host_sum, "ValueError: Pure callb")]
+    )
+    @pytest.mark.parametrize(
+        "derive",
+        [
+            lambda f, x: jax.jvp(f, (x,), (x,)),
+            lambda f, x: jax.jacfwd(f)(x),
+            lambda f, x: jax.jit(jax.jacfwd(f))(x),
+            lambda f, x: jax.linearize(f, x)[1](x),
+            lambda f, x: jax.hessian(lambda x: jnp.sum(f(x) ** 2))(x),
+            lambda f, x: jax.vmap(lambda t: jax.jvp(f, (x,), (t,)))(jnp.ones((2, 4))),
+            lambda f, x: jax.jvp(
+                lambda x: jax.lax.scan(lambda c, _: (f(c) * c, None), x, None, 2), (x,), (x,)
+            ),
+        ],
+    )
+    def test_says_so_and_names_the_way_out(self, fn, reason, derive):
+        f = reverse(fn, lambda x: (f(x), x), lambda x, ct: (jnp.broadcast_to(ct, x.shape),))
+        x = jnp.arange(4.0)
+        assert jnp.array_equal(jax.grad(lambda x: jnp.sum(f(x)))(x), jnp.ones(4))
+        match = rf"(?s)Forward mode of `{fn.__name__}` diff.*{reason}.*`def_jvp` of `eqx_grads"
+        with pytest.raises(RuleError, match=match):
+            derive(f, x)
+        f.def_jvp(lambda primals, tangents: (f(*primals), jnp.sum(*tangents, keepdims=True)))
+        derive(f, x)
+
+    def test_an_error_that_names_its_cause_stays_and_gets_a_note(self):
+        fn = lambda x: eqg.nondifferentiable(x, "the key")
+        f = reverse(fn, lambda x: (x, None), lambda _, ct: (ct,))
+        with pytest.raises(RuleError, match="the key was differentiated") as caught:
+            jax.jvp(f, (1.0,), (1.0,))
+        assert "differentiates the function itself" in caught.value.__notes__[0]

@@ -180,6 +180,65 @@ def test_materialize():
     jax.jvp(lambda p: p["x"] * p["count"], (primal,), (tangents.materialize(primal, None),))
 
 
+class TestSwappedArguments:
+    """What a tangent and its value, or a tangent and its factor, tell about their order."""
+
+    linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+
+    @pytest.mark.parametrize(
+        ("primal", "t"),
+        [
+            (linear, tangents.of(linear, bias=jnp.ones(3))),
+            ({"x": jnp.ones(2), "n": 3}, {"x": jnp.ones(2), "n": None}),
+            ({"x": jnp.ones(2), "n": 3}, None),
+            ((jnp.ones(2), jnp.tanh), (None, None)),
+            ([jnp.ones(2), jax.random.key(0)], [jnp.ones(2), None]),
+            ([jnp.ones(2), np.arange(2)], [jnp.ones(2), np.zeros(2, jax.dtypes.float0)]),
+            ((jnp.ones(2), {"a": jnp.ones(3)}), (jnp.ones(2), None)),
+        ],
+    )
+    def test_materialize(self, primal, t):
+        dense = tangents.materialize(primal, t)
+        assert jax.tree.leaves(dense)
+        with pytest.raises(RuleError, match="A tangent does not fit its value"):
+            tangents.materialize(t, primal)
+
+    def test_materialize_names_the_leaf_and_the_order(self):
+        t = tangents.of(self.linear, bias=jnp.ones(3))
+        with pytest.raises(
+            RuleError, match=r"at primal.weight(.|\n)*`materialize\(primal, t\)`"
+        ):
+            tangents.materialize(t, self.linear)
+
+    def test_the_dtype_is_that_of_the_value(self):
+        t = tangents.materialize(jnp.ones(2, "bfloat16"), jnp.ones(2))
+        assert t.dtype == "bfloat16"
+
+    def test_project(self):
+        ct = tangents.of(self.linear, bias=jnp.ones(3))
+        assert tangents.project(ct, self.linear).bias.shape == (3,)
+        with pytest.raises(RuleError, match=r"at \.weight"):
+            tangents.project(self.linear, ct)
+        with pytest.raises(RuleError, match="does not fit"):
+            tangents.project(self.linear, None)
+
+    @pytest.mark.parametrize(
+        ("call", "match"),
+        [
+            (lambda t: tangents.scale(2, jnp.array(0.5)), "was an integer"),  # it was 0
+            (lambda t: tangents.scale(jnp.array(2), jnp.ones(3)), "was an integer"),
+            (lambda t: tangents.scale(2.0, t), "The factor `s` of a tangent is not"),
+            (lambda t: tangents.scale(2.0, None), "The factor `s` of a tangent is not"),
+            (lambda t: tangents.where(t, jnp.array(True), t), "."),
+            (lambda t: tangents.where(t, t, jnp.array(True)), "."),
+            (lambda t: tangents.linear(t, jnp.sum), "The `fn` of `tangents.linear` is not"),
+        ],
+    )
+    def test_others(self, call, match):
+        with pytest.raises(RuleError, match=match):
+            call({"x": jnp.array(0.5)})
+
+
 def test_zeros_like():
     linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
     zeros = tangents.zeros_like((linear, {"a": 1, "b": [None, "x"]}))

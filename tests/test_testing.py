@@ -3,6 +3,7 @@
 import gc
 import re
 
+import equinox as eqx
 import eqx_grads as eqg
 import eqx_grads.testing as eqgt
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from .faults import FAULTS
 from .right_rules import RIGHT
@@ -151,7 +153,8 @@ def test_checks_and_skip():
     [
         ({"checks": ("forwards",)}, "no check `forwards`"),
         ({"skip": "backward"}, "no check `backward`"),
-        ({"nondifferentiable": ("z",)}, "names `z`"),
+        ({"nondifferentiable": ("z",)}, "names `z`, which is no positional argument"),
+        ({"nondifferentiable": ("x.z",)}, "names `x.z`(.|\n)*there are `x`"),
     ],
 )
 def test_options_that_make_no_sense(options, match):
@@ -319,3 +322,76 @@ def test_the_plugin_adds_the_report_and_the_seed(pytester):
     result = pytester.runpytest_subprocess("--eqx-grads-seed", "7", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*The rule of `sin`: FAILED (seed 7)*"])
+
+
+class _Part(eqx.Module):
+    scale: Array
+    frozen: Array
+
+
+class _WithFrozen(eqx.Module):
+    """Its rule has no cotangent for what is called frozen, which the function uses."""
+
+    weight: Array
+    parts: list
+    table: dict
+
+    @eqg.custom_vjp
+    def __call__(self, x):
+        (part,) = self.parts
+        return self.weight * x * part.scale * part.frozen * self.table["frozen"]
+
+    @__call__.def_fwd
+    def _call_fwd(self, x):
+        return self(x), (self, x)
+
+    @__call__.def_bwd
+    def _call_bwd(residuals, ct):
+        self, x = residuals
+        (part,) = self.parts
+        ct = ct * part.frozen * self.table["frozen"]
+        parts = [_Part(jnp.sum(ct * self.weight * x), None)]
+        weight = jnp.sum(ct * x * part.scale)
+        return eqg.tangents.of(self, weight=weight, parts=parts), ct * self.weight * part.scale
+
+
+_QUICK = {"checks": ("reverse", "zeros", "adjoint", "order"), "raises": False}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("names", "passes"),
+    [
+        (("self.parts[0].frozen", "self.table['frozen']"), True),
+        (("self.parts[0].frozen", 'self.table["frozen"]'), True),
+        (("self.parts[0].frozen", "self.table"), True),
+        (("self.parts", "self.table"), True),
+        ("self", True),
+        (("self.parts[0].scale", "self.table"), False),
+        (("self.table",), False),
+    ],
+)
+def test_fields_that_are_not_perturbed(names, passes):
+    module = _WithFrozen(
+        jnp.array(2.0), [_Part(jnp.array(1.5), jnp.array(0.7))], {"frozen": jnp.array(1.1)}
+    )
+    x = jnp.array([1.5, 0.2])
+    report = eqgt.check_rule(module, x, nondifferentiable=names, **_QUICK)
+    assert report.passed == passes
+    if not passes:
+        assert "`self.parts[0].frozen`" in str(report)
+
+
+@pytest.mark.thorough
+def test_entries_of_an_argument_that_are_not_perturbed():
+    def f(params, xs):
+        return params["w"] * xs[0] * jax.lax.stop_gradient(params["frozen"][1] * xs[1])
+
+    params = {"w": jnp.array(2.0), "frozen": [jnp.array(3.0), jnp.array(0.5)]}
+    xs = (jnp.array(1.5), jnp.array(0.3))
+    names = ("params['frozen'][1]", "xs[1]")
+    differences = {"checks": ("finite", "reverse"), "reference": f}
+    report = eqgt.check_rule(f, params, xs, nondifferentiable=names, **differences)
+    assert report.passed
+    for part in ("params['frozen']", "xs"):
+        assert eqgt.check_rule(f, params, xs, nondifferentiable=part, **differences).passed

@@ -244,6 +244,33 @@ def test_rules_are_kept_and_masked(fn):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.array([0.0, 4.0])), jnp.array([0.0, 3.5]))
 
 
+_our_half = eqg.elementwise(lambda x: 0.5 * x, lambda out, x: 0.5)
+_half_in_reverse = eqg.custom_vjp(lambda x: 0.5 * x)
+_half_in_reverse.def_fwd(lambda x: (0.5 * x, None))
+_half_in_reverse.def_bwd(lambda _, ct: (0.5 * ct,))
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        lambda x: 0.5 * x,
+        _our_half,
+        _half_in_reverse,
+        jax.jit(_our_half),
+        jax.checkpoint(_our_half),
+        lambda x: jax.vmap(_our_half)(x),
+    ],
+    ids=["plain", "elementwise", "custom_vjp", "jit", "checkpoint", "vmap"],
+)
+def test_a_backward_rule_that_calls_an_elementwise_function(half):
+    f = jax.custom_vjp(jnp.sqrt)
+    f.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, ct: (half(ct / jnp.sqrt(x)),))
+    if getattr(jax.config, "jax_custom_vjp3", False):
+        pytest.skip("an opaque primitive, whose rule JAX does not show")
+    loss = eqg.zero_safe(lambda x: jnp.sum(jnp.where(x > 0, f(x), 0.0)))
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.array([0.0, 4.0])), [0.0, 0.25])
+
+
 def test_a_rule_that_mixes_is_dropped_as_a_whole():
     @jax.custom_vjp
     def norm(x):
@@ -301,6 +328,47 @@ def test_policy_zero(fn, x, expected):
     np.testing.assert_array_equal(jax.grad(safe)(x), jnp.full_like(x, expected))
     if jnp.isfinite(expected):
         np.testing.assert_array_equal(jax.jacfwd(safe)(x), jnp.full_like(x, expected))
+
+
+_X = jnp.array([1.0, -2.0, 0.5, 3.0])
+_Z = jax.lax.complex(_X, jnp.array([0.3, 0.7, -1.0, 0.2]))
+_OF_COMPLEX = {
+    "abs": jnp.abs,
+    "real": jnp.real,
+    "imag": jnp.imag,
+    "conj": lambda z: jnp.imag(jnp.conj(z)),
+    "angle": jnp.angle,
+    "sign": lambda z: jnp.imag(jnp.sign(z)),
+    "fft": lambda z: jnp.abs(jnp.fft.fft(z)),
+    "irfft": jnp.fft.irfft,
+    "rfft": lambda z: jnp.abs(jnp.fft.rfft(jnp.real(z))),
+    "norm": jnp.linalg.norm,
+    "square": lambda z: jnp.abs(z) ** 2,
+    "sqrt": lambda z: jnp.real(jnp.sqrt(z)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("policy", ["selected", "zero"])
+@pytest.mark.parametrize("name", _OF_COMPLEX)
+def test_between_real_and_complex(name, policy):
+    loss = lambda z: jnp.sum(_OF_COMPLEX[name](z))
+    safe = eqg.zero_safe(loss, policy=policy)
+    assert_close(jax.grad(safe)(_Z), jax.grad(loss)(_Z), eps=100)
+    of_real = lambda loss: lambda x: loss(jax.lax.complex(x, x**2))
+    assert_close(jax.grad(of_real(safe))(_X), jax.grad(of_real(loss))(_X), eps=100)
+    assert_close(jax.hessian(of_real(safe))(_X), jax.hessian(of_real(loss))(_X), eps=1000)
+    t = jnp.conj(_Z)
+    assert_close(jax.jvp(safe, (_Z,), (t,))[1], jax.jvp(loss, (_Z,), (t,))[1], eps=100)
+
+
+def test_policy_zero_at_a_complex_zero():
+    loss = lambda z: jnp.sum(jnp.sqrt(jnp.abs(z)))
+    z, slope = jnp.array([0j, 3 + 4j]), 0.5 / np.sqrt(5)
+    safe = eqg.zero_safe(loss, policy="zero")
+    assert_close(jax.grad(safe)(z), jnp.array([0, slope * (0.6 - 0.8j)]))
+    assert_close(jax.jvp(safe, (z,), (jnp.array([0j, 1 + 1j]),))[1], jnp.asarray(1.4 * slope))
+    assert "`sqrt` is infinite at zero" in str(eqg.explain_nan(loss, z))
 
 
 @pytest.mark.parametrize("name", _healthy())

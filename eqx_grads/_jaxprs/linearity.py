@@ -8,14 +8,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .dependence import without_unused
 from .evaluate import evaluate
 from .host_calls import name_on_host
-from .structure import Cond, Scan, structure, While
+from .structure import Cond, holds, Scan, structure, While
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +62,29 @@ def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
     return None
 
 
-def why_not_transposable(status: _Status) -> str | None:
-    """What JAX is seen not to transpose in a value that may be linear."""
-    return (status.rank == UNKNOWN.rank and status.reason) or None
+def why_not_transposable(program: ClosedJaxpr, statuses: Sequence[_Status]) -> dict[int, str]:
+    """Why JAX can't transpose an output, by index. It is tried where that is not certain."""
+    # JAX transposes no `jax.custom_vjp`, linear or not.
+    is_certain = not holds(program, "custom_vjp_call")
+    reasons: dict[int, str] = {}
+    for i, status in enumerate(statuses):
+        if is_certain and status in (ZERO, LINEAR):
+            continue
+        reason = status.reason or _failure_of_transpose(program, i)
+        if reason is not None:
+            reasons[i] = reason
+    return reasons
+
+
+def _failure_of_transpose(program: ClosedJaxpr, i: int) -> str | None:
+    one = without_unused(program, [j == i for j in range(len(program.out_avals))])
+    transpose = jax.linear_transpose(jaxpr_as_fun(one), *program.in_avals)
+    try:
+        jax.eval_shape(transpose, one.out_avals)
+    except Exception as error:  # of JAX, or of a rule of another library
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"JAX can't transpose it ({reason})"
+    return None
 
 
 def surely_linear(statuses: Sequence[_Status]) -> bool:
@@ -175,12 +197,16 @@ def _one(eqn, name, ins) -> _Status:
             else _nonlinear("it multiplies a tangent by a tangent")
         )
     if name == "convert_element_type":
-        return LINEAR if jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact) else UNKNOWN
+        dtype = eqn.params["new_dtype"]
+        inexact = jnp.issubdtype(dtype, jnp.inexact)
+        return LINEAR if inexact else _nonlinear(f"it casts a tangent to {dtype}")
     if name == "integer_pow":
         y = eqn.params["y"]
         return LINEAR if y == 1 else _nonlinear(f"it raises a tangent to the power {y}")
     if name in _NONLINEAR:
         return _nonlinear(f"it applies `{name}` to a tangent")
+    if name == "stop_gradient":
+        return _Status(UNKNOWN.rank, "it applies `stop_gradient` to a tangent")
     if name == "bitcast_convert_type":  # before a callback, see `_solvers/host_bits.py`
         return DEPENDENT
     return UNKNOWN
@@ -211,7 +237,8 @@ def _join(a: _Status, b: _Status) -> _Status:
 
 def _cond(cond: Cond, ins: list[_Status]) -> list[_Status]:
     if ins[0].rank >= LINEAR.rank:
-        return [UNKNOWN] * len(cond.programs[0].out_avals)
+        status = ins[0] if ins[0].rank > UNKNOWN.rank else UNKNOWN
+        return [status] * len(cond.programs[0].out_avals)
     outs = [_statuses(branch, ins[1:]) for branch in cond.programs]
     result = outs[0]
     for other in outs[1:]:

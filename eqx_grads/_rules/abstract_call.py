@@ -1,6 +1,7 @@
 """The interface between the primitive and a call: primal, JVP and batching, all flat."""
 
 import abc
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ class AbstractCall(abc.ABC):
     JAX keeps it for as long as it keeps the program."""
 
     name: str
+    code: types.CodeType | None = None  # what the user wrote, for errors of JAX
     n_operands: int
     n_args: int  # so many of the operands, the first ones, can have a tangent
     # Whether a tangent may depend on operands that its output does not depend on, in a way

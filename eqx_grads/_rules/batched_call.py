@@ -25,6 +25,7 @@ class BatchedCall(AbstractCall):
 
     def __init__(self, call, axis_data, batched, call_jaxpr, n_consts):
         self.name = call.name
+        self.code = call.code
         self.n_operands = n_consts + call.n_operands
         self.n_args = n_consts + call.n_args
         self.is_reverse = call.is_reverse

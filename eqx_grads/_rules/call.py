@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error
+from .._errors import code_of, name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
@@ -74,6 +74,7 @@ class _Call(AbstractCall):
 
     def __init__(self, flat: FlatCall, n_operands: int):
         self.name = name_of(flat.fn)
+        self.code = code_of(flat.fn)
         self.n_operands = n_operands
         self.n_args = flat.n_args
         self.is_reverse = flat.rules.is_reverse

@@ -8,7 +8,9 @@ is that of the function, not of the rule. A `jax.custom_vjp` has no forward mode
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 
+import inspect
 from collections.abc import Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 import jax
@@ -49,8 +51,18 @@ def invalid_tracer(call: AbstractCall) -> RuleError:
     )
 
 
+_OF_OPERANDS = inspect.signature(lambda *operands: operands)
+
+
 def _trace(call: AbstractCall, types: Sequence[Any]) -> ClosedJaxpr:
-    return jax.make_jaxpr(lambda *operands: list(call.primal(operands)))(*types)
+    def function(*operands):
+        return list(call.primal(operands))
+
+    if call.code is not None:  # JAX's errors name the function and the line that this shows
+        cells = tuple(CellType() for _ in call.code.co_freevars)
+        vars(function)["__signature__"] = _OF_OPERANDS
+        vars(function)["__wrapped__"] = FunctionType(call.code, {}, call.name, None, cells)
+    return jax.make_jaxpr(function)(*types)
 
 
 def _consts_as_inputs(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import name_of, place_of, rule_error, show_path
+from .._errors import code_of, name_of, place_of, rule_error, show_path
 
 
 class _Placeholder(NamedTuple):
@@ -478,11 +478,9 @@ def _rebuild_function(fn, changes, again, remember):
     )
     # Not `functools.update_wrapper`: `__wrapped__` leads to the original.
     vars(new).update(_attributes(fn))
-    new.__qualname__, new.__doc__, new.__module__ = (
-        fn.__qualname__,
-        fn.__doc__,
-        fn.__module__,
-    )
+    new._eqg_code = code_of(fn)  # for errors: of the function that users know
+    for name in ("__qualname__", "__doc__", "__module__"):
+        setattr(new, name, getattr(fn, name))
     for cell, old in zip(cells, old_cells, strict=True):
         if cell is not old:
             cell.cell_contents = again(old.cell_contents)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._errors import name_of, place_of, rule_error, RuleError, show_path, show_tree, type_of
 from .._jaxprs.current_trace import unknown_to_linearization
+from .._jaxprs.dependence import needed
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
@@ -18,6 +19,7 @@ from .flatten_call import is_inexact, OutputSpec
 from .linear_primitive import linear_call, LinearMap
 from .rule import AbstractRules, check_outputs, CheckCache, Rule, RuleCall, try_to_trace
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
+from .zero_derivative import check_zeros
 
 
 class custom_jvp(AbstractDecorated[P, T]):
@@ -149,7 +151,8 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any
         if not rule.surely_linear:
             # With symbolic zeros a rule may be another one for each pattern of zeros.
             check = ft.partial(_check_linear, rule, call, run, perturbed)
-            reasons = call.rules.cache.get(call, ("linear", *perturbed), check)
+            reasons, ignored = call.rules.cache.get(call, ("linear", *perturbed), check)
+            check_zeros(rule, call, ignored)
         outputs, arrays, ts = run(perturbed, [call.tangents[i] for i in perturbed])
     else:
         (outputs, arrays, ts), reasons = _without_dead_terms(rule, call, run, inexact)
@@ -200,9 +203,10 @@ def _not_transposable(rule, call, ts, reasons):
             f"The forward rule `{rule.name}` of `{name_of(call.fn)}` was used in reverse mode, "
             f"and has no transpose: {reason}.",
             rule.place,
-            do="A host function of a tangent has to be an `eqx_grads.linear_host_function`, "
-            "which knows its adjoint. Or use `eqx_grads.custom_vjp`: give a backward rule, and "
-            "this rule by `def_jvp`.",
+            do="Apply such an operation to primals only, and multiply the tangents by the "
+            "result. A host function of a tangent has to be an "
+            "`eqx_grads.linear_host_function`, which knows its adjoint. Or use "
+            "`eqx_grads.custom_vjp`: give a backward rule, and this rule by `def_jvp`.",
         )
         text = str(error)
 
@@ -240,17 +244,19 @@ def _without_dead_terms(rule, call, run, inexact):
     outputs, has_tangent = static
     reasons = {}
     if not rule.surely_linear:
-        check = ft.partial(_check_program, rule, call, program, has_tangent)
-        reasons = call.rules.cache.get(call, ("linear", *inexact), check)
+        check = ft.partial(_check_program, rule, call, program, inexact, has_tangent)
+        reasons, ignored = call.rules.cache.get(call, ("linear", *inexact), check)
+        check_zeros(rule, call, [i for i in ignored if call.tangents[i] is not None])
     out = evaluate_with_zeros(program, tangents)
     answers = iter(out)
     t_arrays = [next(answers) if has else None for has in has_tangent]
     return (outputs, list(answers), t_arrays), reasons
 
 
-def _check_linear(rule, call, run, indices) -> dict[int, str]:
+def _check_linear(rule, call, run, indices) -> tuple[dict[int, str], list[int]]:
     """Raise if the rule is seen not to be linear in the tangents at these indices. Returns why
-    output tangents are not transposable, by index."""
+    output tangents are not transposable, by index, and which of the tangents the rule ignores.
+    """
     types = [jax.typeof(call.operands[i]).to_tangent_aval() for i in indices]
     has_tangent: list[bool] = []
 
@@ -261,18 +267,23 @@ def _check_linear(rule, call, run, indices) -> dict[int, str]:
 
     program = try_to_trace(jax.make_jaxpr(of_tangents), *types)
     if program is None:  # of an eager rule that looks at values, nothing is seen
-        return {}
-    return _check_program(rule, call, program, has_tangent)
+        return {}, []
+    return _check_program(rule, call, program, indices, has_tangent)
 
 
-def _check_program(rule, call, program, has_tangent) -> dict[int, str]:
+def _check_program(
+    rule, call, program, indices, has_tangent
+) -> tuple[dict[int, str], list[int]]:
     """The same of the traced rule, whose first outputs are the output tangents that it has."""
     live = [i for i, has in enumerate(has_tangent) if has]
     statuses = output_statuses(program)[: len(live)]
     reason = why_nonlinear(statuses)
     if reason is None:
-        reasons = zip(live, map(why_not_transposable, statuses), strict=True)
-        return {i: reason for i, reason in reasons if reason is not None}
+        reasons = why_not_transposable(program, statuses)
+        _, used = needed(program.eqns, program.jaxpr.outvars[: len(live)])
+        inputs = zip(indices, program.jaxpr.invars, strict=True)
+        ignored = [i for i, v in inputs if v not in used]
+        return {live[i]: reason for i, reason in reasons.items()}, ignored
     raise rule_error(
         f"The forward rule `{rule.name}` of `{name_of(call.fn)}` is not linear in its "
         f"tangents: {reason}.",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.core import AbstractValue
 from jax.interpreters import ad
 
-from .._errors import name_of, place_of, rule_error, show_tree
+from .._errors import first_line, name_of, place_of, rule_error, RuleError, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
@@ -35,6 +35,7 @@ from .rule import (
     try_to_trace,
 )
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
+from .zero_derivative import check_zeros, function_of
 
 
 class custom_vjp(AbstractDecorated[P, T]):
@@ -297,23 +298,25 @@ class _VjpSpec:
         ]
 
     def _forward_of_function(self, operands, live_ts):
-        def of_live(xs):
-            full = list(operands)
-            for i, x in zip(self.perturbed, xs, strict=True):
-                full[i] = x
-            fn, rules, args, kwargs = self.flat.restore(full)
-            _, arrays = OutputSpec.of(fn(*args, **kwargs), rules.operands)
+        fn = function_of(self.flat, operands, self.perturbed)
+
+        def of_live(*xs):
+            arrays = fn(*xs)
             return [arrays[i] for i in self.out_indices]
 
-        primals = [operands[i] for i in self.perturbed]
-        return jax.jvp(of_live, (primals,), (list(live_ts),))[1]
+        try:
+            return jax.jvp(of_live, [operands[i] for i in self.perturbed], list(live_ts))[1]
+        except Exception as error:
+            _explain_forward_mode(self.flat.fn, error)
+            raise
 
     def transpose(self, residuals, cts):
         # JAX hands over a constant as the Python or NumPy number that it once was.
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        fn, rules, _, kwargs = self.flat.restore(residuals[: self.n_operands])
+        operands = residuals[: self.n_operands]
+        fn, rules, args, kwargs = self.flat.restore(operands)
         end = self.n_operands + self.n_residuals
         static, _ = self.res_closures.substitute(residuals[end:])
         kept = self.res_split.tree(residuals[self.n_operands : end], static)
@@ -324,7 +327,14 @@ class _VjpSpec:
                 full[i] = ct
             with running_rule(fn, rules):
                 ct = self.out_split.tree(full)
-                return self._run_bwd(fn, rules.bwd_rule, kwargs, kept, ct)
+                ct_args = self._run_bwd(fn, rules.bwd_rule, kwargs, kept, ct)
+            zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
+            check_zeros(
+                rules.bwd_rule,
+                RuleCall(rules, fn, args, kwargs, operands, [], self.flat),
+                zeros,
+            )
+            return ct_args
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
@@ -351,6 +361,21 @@ class _VjpSpec:
         for i, (ct_arg, arg) in enumerate(zip(result, args, strict=True)):
             cts.extend(_project(fn, rule, ct_arg, arg, self.flat.names[i]))
         return [cts[i] for i in self.perturbed]
+
+
+def _explain_forward_mode(fn: Any, error: Exception) -> None:
+    """What JAX raises does not say that it is about forward mode, or of which function."""
+    what = f"Forward mode of `{name_of(fn)}` differentiates the function itself, which failed"
+    way_out = (
+        "Its backward rule is for reverse mode. Give forward mode a rule of its own: `def_jvp` "
+        "of `eqx_grads.custom_vjp`."
+    )
+    if not isinstance(error, RuleError | jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        reason = f"{type(error).__name__}: {first_line(error)}" if str(error) else repr(error)
+        raise rule_error(f"{what}: {reason}", place_of(fn), do=way_out) from error
+    note = f"{what}. {way_out}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _project(fn, rule, ct, arg, name):

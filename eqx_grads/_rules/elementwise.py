@@ -12,6 +12,7 @@ from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
 from .custom_jvp import custom_jvp
 from .rule import Rule
+from .zero_derivative import check_function_of_zeros
 
 
 def elementwise(
@@ -149,6 +150,11 @@ def _elementwise_jvp(decorated, derivative, setup, primals, tangents, **kwargs):
             place_of(decorated.__wrapped__),
             do="Return one partial for each argument; `None` is zero.",
         )
+    fn = decorated.__wrapped__
+    for i, (d, t) in enumerate(zip(partials, tangents, strict=True)):
+        if d is None and not is_zero(t):
+            of_one = lambda x, i=i: fn(*primals[:i], x, *primals[i + 1 :], **kwargs)
+            check_function_of_zeros("derivative", fn, of_one, [primals[i]])
     return out, add(
         *(
             _term(decorated.__wrapped__, i, d, t, out)

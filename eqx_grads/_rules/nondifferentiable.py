@@ -37,7 +37,9 @@ def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:
     **Derivative:**
 
     None, in any mode: [`eqx_grads.RuleError`][] while tracing, which names the leaf. Where
-    `x` is not being differentiated, nothing happens.
+    `x` is not being differentiated, nothing happens. In a function with a rule, the rule
+    gives the derivative; the error is raised if the rule returns `None` for an argument that
+    the function passes to `nondifferentiable`.
     """
     if not isinstance(name, str):
         raise rule_error(
@@ -64,8 +66,10 @@ def _nondifferentiable(values, *, name, places):
 def _nondifferentiable_jvp(primals, tangents, *, name: str, places: Sequence[str]):
     del primals
     pairs = zip(places, *tangents, strict=True)
-    raise rule_error(
+    error = rule_error(
         f"{name} was differentiated, and must not be.",
         *(f"at {place}" for place, t in pairs if t is not None and place != "x"),
         do="Pass `jax.lax.stop_gradient` of it to treat it as a constant.",
     )
+    error.forbids_derivative = True
+    raise error

@@ -165,16 +165,19 @@ class Program:
         cotangents: Sequence[Any],
         order: int,
         leaves: Sequence[Any] | None = None,
+        of_linear_loss: bool = False,
     ) -> list[Any]:
         """A derivative of order `order` of a scalar loss along `tangents`, as a list of arrays
         like the leaves.
 
         The loss is the quadratic `sum(r + r**2 / 2s)` with `r` the outputs weighted with
-        `cotangents`, so that the cotangents depend on the leaves as well.
+        `cotangents`, so that the cotangents depend on the leaves as well. With
+        `of_linear_loss`, it is `sum(r)`.
         """
         leaves = list(self.leaves if leaves is None else leaves)
         args = leaves, list(tangents), list(cotangents), self._scales(cotangents)
-        return self._run(f"{kind} {order}", self._higher(kind, order), *args)
+        name = f"{kind} {order}{' linear' if of_linear_loss else ''}"
+        return self._run(name, self._higher(kind, order, of_linear_loss), *args)
 
     def higher_of_kinds(
         self,
@@ -200,9 +203,9 @@ class Program:
         except Exception as e:
             return e
 
-    def _higher(self, kind, order):
-        derive = _HIGHER[kind]
-        return lambda xs, t, w, s: derive(_loss(self.fn, w, s), xs, t, order)
+    def _higher(self, kind, order, of_linear_loss=False):
+        derive, loss = _HIGHER[kind], _linear_loss if of_linear_loss else _loss
+        return lambda xs, t, w, s: derive(loss(self.fn, w, s), xs, t, order)
 
     def _scales(self, cotangents):
         products = [np.abs(x * w) for x, w in zip(self.value(), cotangents, strict=True)]
@@ -239,6 +242,11 @@ def _loss(fn, cotangents, scales):
         return total
 
     return loss
+
+
+def _linear_loss(fn, cotangents, scales):
+    del scales
+    return lambda *xs: sum((x * w).real.sum() for x, w in zip(fn(*xs), cotangents, strict=True))
 
 
 def _gradient(fn, xs):

@@ -19,6 +19,7 @@ from .._rules.flatten_call import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none, match_leaves
 
 
+_MOST_NAMES = 12
 __tracebackhide__ = True  # pytest shows the user's call, and not the functions in here
 
 
@@ -56,21 +57,25 @@ class FlatFunction:
         # The arrays of a Module, or of a bound method, are arguments as well.
         flat, self._treedef = jax.tree_util.tree_flatten_with_path((fn, args))
         self._all = [leaf for _, leaf in flat]
-        fixed = set(getattr(fn, "nondiff_argnums", ()))
-        fixed |= _numbers(nondifferentiable, signature.names, len(args), self.name)
         self.argument_names = [signature.names[i] for i in range(len(args))]
         self.indices, self.names, self.groups = [], [], []
+        fixed = [name.replace('"', "'") for name in nondifferentiable]
+        numbers_are_fixed = set(getattr(fn, "nondiff_argnums", ()))
+        paths = []
         for index, (path, leaf) in enumerate(flat):
             argument = path[1].idx if path[0].idx == 1 else -1
-            is_constant = argument in fixed or (
-                argument < 0 and not own_numbers and isinstance(leaf, float | complex)
+            rest = show_path(path[2:] if argument >= 0 else path[1:])
+            paths.append(f"{signature.names[argument] if argument >= 0 else 'self'}{rest}")
+            is_constant = (
+                argument in numbers_are_fixed
+                or (argument < 0 and not own_numbers and isinstance(leaf, float | complex))
+                or any(_is_part_of(paths[-1], name) for name in fixed)
             )
             if is_arraylike(leaf) and is_differentiable(leaf) and not is_constant:
                 self.indices.append(index)
                 self.groups.append(argument)
-                rest = show_path(path[2:] if argument >= 0 else path[1:])
-                name = signature.names[argument] if argument >= 0 else "self"
-                self.names.append(f"`{name}{rest}`")
+                self.names.append(f"`{paths[-1]}`")
+        _check_names(fixed, self.argument_names, paths, self.name)
         self.leaves = [jnp.asarray(self._all[i]) for i in self.indices]
         self.has_self = -1 in self.groups
         self._given_owner = _owner(fn)  # also where the function is that of float64
@@ -298,17 +303,24 @@ def _canonical(x):
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
-def _numbers(names, known, n_args, fn_name) -> set[int]:
-    by_name = {known[i]: i for i in range(n_args)}
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        raise rule_error(
-            f"`nondifferentiable` names `{unknown[0]}`, which is not a positional argument.",
-            f"`{fn_name}` was given {', '.join(f'`{name}`' for name in by_name)}",
-            do="Name the arguments that are not to be perturbed. For a leaf of a Module, check "
-            "a function that closes over it.",
-        )
-    return {by_name[name] for name in names}
+def _is_part_of(path: str, name: str) -> bool:
+    """Whether a leaf is what is named, or a part of it."""
+    return path == name or path.startswith((f"{name}.", f"{name}["))
+
+
+def _check_names(names, arguments, paths, fn_name) -> None:
+    for name in names:
+        if name not in arguments and not any(_is_part_of(path, name) for path in paths):
+            known = list(dict.fromkeys([*arguments, *paths]))
+            raise rule_error(
+                f"`nondifferentiable` names `{name}`, which is no positional argument of "
+                f"`{fn_name}` and no part of one.",
+                "there are "
+                + ", ".join(f"`{name}`" for name in known[:_MOST_NAMES])
+                + (", ..." if len(known) > _MOST_NAMES else ""),
+                do="Name arguments, or parts of them as the report names them, such as "
+                "`self.frozen` or `params['scale']`.",
+            )
 
 
 def is_output(x: Any) -> bool:

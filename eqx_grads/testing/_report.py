@@ -109,7 +109,7 @@ class Report:
             lines[1:1] = [
                 f"Entries of {', '.join(names)} are not finite. Finite differences do not move "
                 "them;",
-                "`nondifferentiable=` leaves out an argument.",
+                "`nondifferentiable=` leaves out an argument, or a part of one.",
             ]
         lines += list(self._table())
         for number, (first, *others) in enumerate(self._alike(), start=1):

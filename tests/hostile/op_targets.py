@@ -442,7 +442,7 @@ target(
     "tangents.scale",
     eqg.tangents.scale,
     called="tangent",
-    t=(X, _tangent),
+    t=(X, tree_of(inexact)),
     s=(2.0, fits(numbers)),
 )
 target(
@@ -464,7 +464,7 @@ target(
     "tangents.materialize",
     eqg.tangents.materialize,
     called="tangent",
-    primal=(X, either(shaped(inexact, 3), no_floats)),
+    primal=(X, shaped(inexact, 3)),
     t=TANGENT,
 )
 target(

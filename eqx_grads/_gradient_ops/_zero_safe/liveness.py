@@ -16,7 +16,7 @@ from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.plain_scan import lax_scan
-from ..._jaxprs.structure import Call, Checkpoint, Scan
+from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Scan, structure
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
 from .ranges import CONSTANT, inexact_indices
@@ -346,10 +346,9 @@ def _is_elementwise(program, shape) -> bool:
 
 
 def _is_elementwise_equation(eqn, shape) -> bool:
-    name = eqn.primitive.name
-    if name in ("jit", "closed_call", "custom_jvp_call"):
-        key = "jaxpr" if name == "jit" else "call_jaxpr"
-        return _is_elementwise(eqn.params[key], shape)
+    name, known = eqn.primitive.name, structure(eqn)
+    if isinstance(known, Call | CallWithRule | Checkpoint):
+        return _is_elementwise(*known.programs, shape)
     if name == "broadcast_in_dim":
         return not eqn.invars[0].aval.shape or eqn.invars[0].aval.shape == shape
     return name in ELEMENTWISE and all(v.aval.shape in (shape, ()) for v in eqn.outvars)

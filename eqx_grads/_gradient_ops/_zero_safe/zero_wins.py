@@ -113,19 +113,23 @@ def _bind_zero_wins(eqn: Any, values: Sequence[Any]) -> Any:
 def _term(eqn, values, i, tangent, shape):
     if _is_inner_product(eqn):
         return jnp.sum(_linear_product(values[1 - i], tangent))
-    factor = _factor(eqn, values, i)
-    return _linear_product(factor, jnp.broadcast_to(tangent, shape))
+    tangent = jnp.broadcast_to(tangent, shape)
+    if jnp.iscomplexobj(tangent) and not jnp.iscomplexobj(eqn.outvars[0].aval):
+        # As of `abs`: no complex factor, but one for each part.
+        by_real = _linear_product(_factor(eqn, values, i, 1), jnp.real(tangent))
+        return by_real + _linear_product(_factor(eqn, values, i, 1j), jnp.imag(tangent))
+    return _linear_product(_factor(eqn, values, i, 1), tangent)
 
 
-def _factor(eqn, values, i):
-    """The derivative with respect to operand `i`, elementwise. It has the derivative of this
-    policy as well."""
+def _factor(eqn, values, i, unit):
+    """The derivative with respect to operand `i` along `unit`, elementwise. It has the
+    derivative of this policy as well."""
 
     def derivative(*values):
         def of_operand(x):
             return bind(eqn, [*values[:i], x, *values[i + 1 :]])[0]
 
-        return jax.jvp(of_operand, [values[i]], [jnp.ones_like(values[i])])[1]
+        return jax.jvp(of_operand, [values[i]], [jnp.full_like(values[i], unit)])[1]
 
     program = jax.make_jaxpr(derivative)(*values)
     # It is a factor itself only where it is differentiated, so nothing is pruned.

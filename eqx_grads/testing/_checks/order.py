@@ -24,6 +24,12 @@ _ONLY_HERE = (
     "factor is missing that is 1 here, or a term that is 0 here: check the rule at other "
     "arguments too"
 )
+# A loss that is linear in the output does not depend on the derivative of that value.
+_VALUE_BY_FORMULA = (
+    "right to first order, wrong at the next, but not for a loss that is linear in the output: "
+    "the rule returns its value by a formula instead of calling the function, and so the value "
+    "has no rule at the next order; return `f(*primals)` as the value"
+)
 _TRUSTED = 1e-4  # the largest estimated error of finite differences that are a reference
 _TRUSTED_OF_ROUNDED = 1e-3  # of a function whose values are rounded to float32
 # The error of such differences that is admitted where autodiff without the rule has another
@@ -156,8 +162,20 @@ def _compare(
     )  # fmt: skip
     finding = compared("")
     if finding.verdict == FAILED and _is_right_to_first_order(case, p, t, w):
-        return compared(_ONLY_HERE if _is_wrong_nearby(case, p, w) else _WRONG)
+        if _is_wrong_nearby(case, p, w):
+            return compared(_ONLY_HERE)
+        is_right = _is_right_for_linear_loss(case, p, t, w)
+        return compared(_VALUE_BY_FORMULA if is_right else _WRONG)
     return finding
+
+
+def _is_right_for_linear_loss(case: Case, p: Precision, t, w) -> bool:
+    functions = (p.reference, p.rule)
+    try:
+        want, got = (f.higher(_KINDS[0], t, w, 2, of_linear_loss=True) for f in functions)
+    except Exception:
+        return False
+    return difference(want, got, case.names).error <= case.tolerance_of_order(p)
 
 
 def _is_right_to_first_order(case: Case, p: Precision, t, w) -> bool:

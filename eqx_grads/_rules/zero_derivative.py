@@ -1,0 +1,67 @@
+"""Where a rule says that a derivative is zero, the function may say that there is none.
+
+`nondifferentiable` raises where it is differentiated. A rule stands for the derivative of its
+function, so nothing in the function is differentiated. Without the check here, the rule may
+return `None` for what the function calls nondifferentiable: a silent zero instead of an error.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._errors import name_of, RuleError
+from .flatten_call import FlatCall, OutputSpec
+from .rule import Rule, RuleCall, try_to_trace
+
+
+def function_of(
+    flat: FlatCall, operands: Sequence[Any], indices: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """The undecorated function: the arrays of its output, given the operands at `indices`."""
+
+    def of_some(*xs):
+        full = list(operands)
+        for i, x in zip(indices, xs, strict=True):
+            full[i] = x
+        fn, rules, args, kwargs = flat.restore(full)
+        return OutputSpec.of(fn(*args, **kwargs), rules.operands)[1]
+
+    return of_some
+
+
+def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
+    """Raise if the function forbids a derivative with respect to the perturbed operands at
+    `indices`, for which `rule` says zero."""
+    if not indices:
+        return
+
+    def check():
+        fn = function_of(call.flat, call.operands, indices)
+        check_function_of_zeros(rule.name, call.fn, fn, [call.operands[i] for i in indices])
+
+    call.rules.cache.get(call, ("zeros", *indices), check)
+
+
+def check_function_of_zeros(
+    rule: str, fn: Any, of_zeros: Callable[..., Any], primals: Sequence[Any]
+) -> None:
+    """The same of `of_zeros`, which is `fn` as a function of these primals only."""
+    errors: list[RuleError] = []
+
+    def forward(*xs):
+        try:
+            return jax.jvp(of_zeros, xs, xs)[1]  # for the types, any tangents do
+        except RuleError as error:
+            if error.forbids_derivative:
+                errors.append(error)
+            raise
+
+    try_to_trace(jax.eval_shape, forward, *primals)
+    if errors:
+        errors[0].add_note(
+            f"`{name_of(fn)}` passes it to `nondifferentiable`, and the rule `{rule}` returns "
+            "no derivative for it, which would be a silent zero. Return the derivative, or an "
+            "array of zeros if zero is meant."
+        )
+        raise errors[0]
