@@ -106,8 +106,9 @@ class SplitVjp:
         program = jax.make_jaxpr(parallel)(*(v.aval for v in arguments))
         is_ct = [v in set(self._parallel_cts) for v in arguments]
         # JAX can't transpose a `cond` with a batched predicate:
-        # https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12.
-        return surely_linear(linear_in(program, is_ct)) and not holds(program, Cond)
+        # https://github.com/jax-ml/jax/issues/39219, open in JAX 0.12. And the transpose of a
+        # call is by its rules, so the transpose of its transpose may be another function.
+        return surely_linear(linear_in(program, is_ct)) and not holds(program, Cond, "eqg_call")
 
     def pull_back(
         self, carry, consts, carries, xs, ct_ys, steps: int, *, reverse: bool

@@ -145,7 +145,10 @@ def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
         if isinstance(known, While) and status.rank in (DEPENDENT.rank, UNKNOWN.rank):
             status = UNKNOWN  # of any one output
         return [status] * len(eqn.outvars)
-    return _statuses(*known.programs, ins)
+    outs = _statuses(*known.programs, ins)
+    if eqn.primitive.name == "eqg_call":  # our own: its rules know how to transpose it
+        outs = [UNKNOWN if status.rank == UNKNOWN.rank else status for status in outs]
+    return outs
 
 
 def _one(eqn, name, ins) -> _Status:
