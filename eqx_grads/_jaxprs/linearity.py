@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from .evaluate import evaluate
-from .host_calls import name_on_host
+from .host_calls import is_without_derivative, name_on_host
 from .structure import Cond, Scan, structure, While
 
 
@@ -146,7 +146,8 @@ def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
             status = UNKNOWN  # of any one output
         return [status] * len(eqn.outvars)
     outs = _statuses(*known.programs, ins)
-    if eqn.primitive.name == "eqg_call":  # our own: its rules know how to transpose it
+    if eqn.primitive.name == "eqg_call" and not is_without_derivative(eqn):
+        # Our own: its rules know how to transpose it.
         outs = [UNKNOWN if status.rank == UNKNOWN.rank else status for status in outs]
     return outs
 

@@ -78,6 +78,10 @@ class custom_vjp(AbstractDecorated[P, T]):
     mode is the derivative of `fn` itself, or what you give with `def_jvp`. Higher orders
     differentiate your rules. What is kept for the backward pass is what `def_fwd`'s rule
     returned; arrays that only forward mode needs are dropped by the compiler under `jit`.
+
+    The rule is also used where a linear function is transposed: where another rule applies it
+    to a tangent, and in `jax.linear_transpose`. There, the linear arguments are zero in
+    `def_fwd`: the derivative of a linear function is the same everywhere.
     """
 
     fn: Callable[..., Any]
