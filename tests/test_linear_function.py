@@ -188,6 +188,14 @@ def test_a_method_with_trees():
     assert_close(by_keyword["b"], jnp.ones(2))
 
 
+def test_in_a_linear_solver():
+    """Which transposes the operator, for the backward pass."""
+    matrix, b = jnp.array([[2.0, 0.3], [-0.5, 1.0]]), jnp.array([0.3, 0.7])
+    f = eqg.linear_function(ft.partial(product, matrix), ft.partial(product, matrix.T))
+    solve = lambda b: jax.scipy.sparse.linalg.gmres(f, b)[0]
+    assert_close(jax.jacrev(solve)(b), jnp.linalg.inv(matrix), eps=100)
+
+
 def test_an_argument_of_a_class_that_computes():
     """JAX unflattens arrays, tracers, `None` and `object()` only."""
 

@@ -198,6 +198,28 @@ def test_a_method_with_trees_and_keyword_arguments():
         assert_close(got, derivative(loss(witness), (0, 1))(MATRIX, ct), eps=100)
 
 
+def test_a_bilinear_function():
+    """Each term of the rule applies it to one tangent and to one value."""
+    product = eqg.custom_vjp(lambda a, b: loop(a) * b)
+    product.def_fwd(lambda a, b: (product(a, b), (a, b)))
+    product.def_bwd(lambda r, ct: (2 * ct * r[1], 2 * ct * r[0]))
+    f = eqg.custom_jvp(lambda a, b: 2 * a * b)
+    f.def_jvp(lambda p, t: (f(*p), product(t[0], p[1]) + product(p[0], t[1])))
+    got, witness = (lambda a, b: jnp.sin(f(a, b))), (lambda a, b: jnp.sin(2 * a * b))
+    for derivative in (jax.grad, jax.hessian, lambda f, n: jax.jacrev(jax.grad(f, n), n)):
+        assert_close(derivative(got, (0, 1))(0.3, 0.4), derivative(witness, (0, 1))(0.3, 0.4))
+
+
+def test_a_batching_rule_of_a_linear_function():
+    f = eqg.custom_vjp(loop)
+    f.def_fwd(lambda t: (f(t), None))
+    f.def_bwd(lambda _, ct: (2 * ct,))
+    f.def_vmap(lambda axis_size, batched, t: (double(t), batched[0]))
+    x = jnp.array([0.3, 0.7])
+    got = jax.grad(lambda x: jnp.sum(jax.vmap(sine_of(f))(x)))(x)
+    assert_close(got, 2 * jnp.cos(2 * x))
+
+
 def test_outputs_without_a_cotangent():
     seen = []
     f = eqg.custom_vjp(lambda x: (loop(x), loop(loop(x)), jnp.array(1)))

@@ -1,4 +1,4 @@
-"""A linear map and its transpose, each of which JAX transposes into the other."""
+"""Two linear maps. JAX transposes the first into the second, and the second into the first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ from .linear_primitive import linear_call, LinearMap
 class Side(NamedTuple):
     """One of the two maps.
 
-    - `run(parameters, xs)` returns the arrays of the output, of these `types`. It holds no
-        tracer, as JAX keeps it with the program. It may depend on the parameters in any way,
-        and is differentiated with respect to them as it is.
+    - `run(parameters, xs)` returns the arrays of the output, which have these `types`. JAX
+        differentiates the function with respect to the parameters. The function holds no
+        tracer, as JAX keeps it with the program.
     """
 
     name: str
@@ -25,8 +25,8 @@ class Side(NamedTuple):
 def apply_side(
     side: Side, transpose: Side, parameters: Sequence[Any], xs: Sequence[Any]
 ) -> list[Any]:
-    """Apply `side`. `transpose` takes its place wherever JAX transposes it, and the other way
-    round."""
+    """Apply `side`. JAX uses `transpose` where it transposes `side`, and `side` where it
+    transposes `transpose`."""
 
     def pull_back(parameters, cts):
         pairs = zip(cts, side.types, strict=True)

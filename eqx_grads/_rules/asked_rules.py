@@ -2,8 +2,8 @@
 
 A rule usually calls its own function for the value, and may apply it to a tangent. If that
 call asked the rule as well, there would be no end. Calls of other functions ask theirs: JAX
-keeps a program that it has batched or transposed, as that of a `jax.jit` inside of the rule,
-and uses it again where nothing is asked.
+keeps a program that it has batched or transposed, such as a `jax.jit` inside of the rule, and
+uses the program again where nothing is asked.
 """
 
 import contextlib

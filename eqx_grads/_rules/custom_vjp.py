@@ -79,9 +79,9 @@ class custom_vjp(AbstractDecorated[P, T]):
     differentiate your rules. What is kept for the backward pass is what `def_fwd`'s rule
     returned; arrays that only forward mode needs are dropped by the compiler under `jit`.
 
-    The rule is also used where a linear function is transposed: where another rule applies it
-    to a tangent, and in `jax.linear_transpose`. There, the linear arguments are zero in
-    `def_fwd`: the derivative of a linear function is the same everywhere.
+    Another rule may apply a linear function to a tangent. Reverse mode then uses `def_fwd` and
+    `def_bwd` of that function at zero, as does `jax.linear_transpose`: the derivative of a
+    linear function is the same everywhere.
     """
 
     fn: Callable[..., Any]

@@ -102,7 +102,8 @@ class _Adjoint(Rebuildable):
         for path, leaf in leaves:
             if not is_differentiable(leaf):
                 raise rule_error(
-                    f"`{name}` is linear in an argument that is not floating or complex.",
+                    f"`{name}` is linear in an argument, and was given one that is not "
+                    "floating or complex.",
                     f"at `{names[self.argnum]}{show_path(path)}`: {type_of(leaf)}",
                     place,
                     do="Cast it, pass it as another argument, or give as `argnum` the position "
@@ -113,8 +114,8 @@ class _Adjoint(Rebuildable):
 class _Call:
     """All of a call but its arrays. JAX keeps it with the program, so it holds no tracer.
 
-    Of the operands, those from `first` to `last` are the arrays of the argument in which the
-    function is linear. All others are parameters.
+    The operands from `first` to `last` are the arrays of the argument in which the function is
+    linear. All others are parameters.
     """
 
     def __init__(self, flat: FlatCall, args, kwargs, operands: Sequence[Any]):
@@ -186,7 +187,7 @@ class _Call:
         return list(map(jnp.conj, self._as_argument(result, rule)))
 
     def _as_argument(self, result, rule):
-        """What `rmatvec` returned, as arrays like those of the linear argument."""
+        """What `rmatvec` returned, as arrays with the types of the linear argument."""
 
         def fail(*where, do):
             return rule_error(
@@ -300,17 +301,18 @@ def linear_function(
     function, so that a rule may apply it to tangents.
 
     With respect to a parameter, or a value that the two functions close over, the derivative is
-    JAX's derivative of `matvec`, and at second order also JAX's derivative of `rmatvec`. If
-    `matvec` is a kernel that JAX can't differentiate, pass `jax.lax.stop_gradient` of the
-    parameter, or call the linear function in the rules of an [`eqx_grads.custom_vjp`][].
+    JAX's derivative of `matvec` or `rmatvec`. This is also so in mixed second derivatives: in
+    reverse over reverse mode, JAX transposes `matvec`. Where JAX can't differentiate a
+    parameter, pass `jax.lax.stop_gradient` of it, or call the linear function in the rules of
+    an [`eqx_grads.custom_vjp`][].
 
     A call does not check that the adjoint is right: [`eqx_grads.testing.check_rule`][] does.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
-    While JAX traces the call, also if one of the two functions is seen not to be linear, or if
-    `rmatvec` returns another structure or shape than the linear argument has.
+    Under a transformation, there are two more: one of the functions is seen not to be linear,
+    or `rmatvec` returns another structure or shape than the linear argument has.
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
