@@ -381,6 +381,25 @@ def test_errors(case):
         fn()
 
 
+def test_a_method_that_is_linear_in_self():
+    """Which was not meant."""
+
+    class Forgotten(eqx.Module):
+        matrix: jax.Array
+
+        @eqg.linear_function
+        def __call__(self, x):
+            return self.matrix @ x
+
+        @__call__.def_rmatvec
+        def adjoint(self, y):
+            return self.matrix.T @ y
+
+    with pytest.raises(AttributeError, match="matrix") as caught:
+        jax.jit(lambda x: Forgotten(jnp.asarray(MATRIX, X.dtype))(x))(X)
+    assert "or another by `argnum`" in caught.value.__notes__[0]
+
+
 def test_a_parameter_without_a_derivative():
     def on_host(x, scale):
         call = lambda x, scale: np.asarray(scale) * np.asarray(x)

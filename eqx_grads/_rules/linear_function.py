@@ -59,14 +59,14 @@ class LinearFunction(AbstractWrapper[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function with its arguments."""
         rules, signature = self._rules, Signature(self.fn)
-        args, kwargs, filled = signature.bind(args, kwargs, rules.fill_defaults)
-        rules.check_call(args, signature.names)
-        leaves = jax.tree.leaves((args, kwargs))
+        given, options, filled = signature.bind(args, kwargs, rules.fill_defaults)
+        rules.check_call(given, signature.names)
+        leaves = jax.tree.leaves((given, options))
         if is_eager() and not any(isinstance(x, Tracer) for x in leaves):
-            return as_arrays(self.fn(*as_arrays(args), **kwargs))
-        flat, operands = FlatCall.of(self.fn, rules, args, kwargs, filled, signature.names)
+            return as_arrays(self.fn(*as_arrays(given), **options))
+        flat, operands = FlatCall.of(self.fn, rules, given, options, filled, signature.names)
         operands = vary_tracers_alike(operands)
-        return _Call(flat, args, kwargs, operands).apply(operands)
+        return _Call(flat, given, options, operands).apply(operands)
 
 
 class _Adjoint(Rebuildable):
@@ -183,7 +183,7 @@ class _Call:
         args = list(args)
         args[self._argnum] = self._outputs.tree(list(map(jnp.conj, cts)))
         rule = rules.rmatvec
-        result = rule(*args, **rule.keywords(kwargs, self._flat.filled))
+        result = rule.of_tangents(*args, **rule.keywords(kwargs, self._flat.filled))
         return list(map(jnp.conj, self._as_argument(result, rule)))
 
     def _as_argument(self, result, rule):
@@ -317,7 +317,9 @@ def linear_function(
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
     fn, binding = unwrap_method(matvec)
-    function = LinearFunction(fn, _Adjoint(fn, _check_argnum(argnum, fn)), binding)
+    function = LinearFunction(
+        fn=fn, _rules=_Adjoint(fn, _check_argnum(argnum, fn)), _binding=binding
+    )
     set_metadata(function, fn)
     if rmatvec is not None:
         function.def_rmatvec(rmatvec)
@@ -341,5 +343,5 @@ def _check_argnum(argnum, fn):
 
 _CONVENTIONS = (
     "`rmatvec` is called as `matvec` is, with what is like the output in the place of the "
-    "argument in which the function is linear."
+    "argument in which the function is linear: the first one, or another by `argnum`."
 )
