@@ -61,6 +61,10 @@ from ._rules.custom_gradient import custom_gradient as custom_gradient
 from ._rules.custom_jvp import custom_jvp as custom_jvp
 from ._rules.custom_vjp import custom_vjp as custom_vjp
 from ._rules.elementwise import elementwise as elementwise
+from ._rules.linear_function import (
+    linear_function as linear_function,
+    LinearFunction as LinearFunction,
+)
 from ._rules.nondifferentiable import nondifferentiable as nondifferentiable
 from ._rules.replace_gradient import (
     replace_gradient as replace_gradient,

@@ -1,5 +1,6 @@
 """Which function an equation calls on the host."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from .in_float64 import primal_program
@@ -12,14 +13,28 @@ def name_on_host(eqn: Any) -> str:
 
 def host_function_in(eqn: Any) -> str:
     """The name of the host function that an equation is the call of, or an empty string."""
+    return next(filter(None, map(_name_in_library, _equations_of_call(eqn))), "")
+
+
+def is_without_derivative(eqn: Any) -> bool:
+    """Whether an equation is the call of a host function that was given no derivative."""
+    codes = [getattr(_op(e), "code", None) for e in _equations_of_call(eqn)]
+    has_rule = lambda code: (code.jvp, code.bwd, code.finite_difference) != (None, None, None)
+    return any(code is not None and not has_rule(code) for code in codes)
+
+
+def _equations_of_call(eqn: Any) -> Sequence[Any]:
     program = primal_program(eqn) if eqn.primitive.name == "eqg_call" else None
-    names = map(_name_in_library, () if program is None else program.eqns)
-    return next(filter(None, names), "")
+    return () if program is None else program.eqns
 
 
 def _name_in_library(eqn: Any) -> str:
     """That of a host function of this library is in the object that JAX calls for it."""
-    return getattr(getattr(_function(eqn), "op", None), "name", "")
+    return getattr(_op(eqn), "name", "")
+
+
+def _op(eqn: Any) -> Any:
+    return getattr(_function(eqn), "op", None)
 
 
 def _function(eqn: Any) -> Any:

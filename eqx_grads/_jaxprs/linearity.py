@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .dependence import without_unused
 from .evaluate import evaluate
-from .host_calls import name_on_host
+from .host_calls import is_without_derivative, name_on_host
 from .structure import Cond, holds, Scan, structure, While
 
 
@@ -167,7 +167,11 @@ def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
         if isinstance(known, While) and status.rank in (DEPENDENT.rank, UNKNOWN.rank):
             status = UNKNOWN  # of any one output
         return [status] * len(eqn.outvars)
-    return _statuses(*known.programs, ins)
+    outs = _statuses(*known.programs, ins)
+    if eqn.primitive.name == "eqg_call" and not is_without_derivative(eqn):
+        # Our own: its rules know how to transpose it.
+        outs = [UNKNOWN if status.rank == UNKNOWN.rank else status for status in outs]
+    return outs
 
 
 def _one(eqn, name, ins) -> _Status:

@@ -1,8 +1,9 @@
-"""Rules that are being traced to see on which axes their results depend.
+"""Rules that are being asked: on which axes their results depend, or for a transpose.
 
-A rule usually calls its own function, for the value. If that call asked the rule as well, there
-would be no end. Calls of other functions ask theirs: JAX keeps a program that it has batched,
-as that of a `jax.jit` inside of the rule, and uses it again where nothing is asked.
+A rule usually calls its own function for the value, and may apply it to a tangent. If that
+call asked the rule as well, there would be no end. Calls of other functions ask theirs: JAX
+keeps a program that it has batched or transposed, such as a `jax.jit` inside of the rule, and
+uses the program again where nothing is asked.
 """
 
 import contextlib
@@ -18,15 +19,18 @@ _asked: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar(
 )
 
 
-def is_asked(call: AbstractCall) -> bool:
-    """Whether the rules of `call` are being asked."""
-    return call.rules_key in _asked.get()
+AXES, TRANSPOSE = "axes", "transpose"
+
+
+def is_asked(call: AbstractCall, question: str) -> bool:
+    """Whether the rules of `call` are being asked this."""
+    return (call.rules_key, question) in _asked.get()
 
 
 @contextlib.contextmanager
-def asking(call: AbstractCall) -> Iterator[None]:
-    """While the rules of `call` are asked."""
-    token = _asked.set(_asked.get() | {call.rules_key})
+def asking(call: AbstractCall, question: str) -> Iterator[None]:
+    """While the rules of `call` are asked this."""
+    token = _asked.set(_asked.get() | {(call.rules_key, question)})
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import jax
 
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
-from .asked_rules import asking, is_asked
+from .asked_rules import asking, AXES, is_asked
 from .rule import try_to_trace
 
 
@@ -23,7 +23,7 @@ def backward_uses_axis(
     dimension then, and the backward rule is batched with them.
     """
     places = [i for i, x in enumerate(operands[: call.n_args]) if is_differentiable(x)]
-    if not call.is_reverse or not places or is_asked(call):
+    if not call.is_reverse or not places or is_asked(call, AXES):
         return False
     found: list[bool] = []
 
@@ -40,7 +40,7 @@ def backward_uses_axis(
         return ()
 
     vmapped = jax.vmap(one, None, axis_size=axis_data.size, axis_name=axis_data.name)
-    with asking(call):
+    with asking(call, AXES):
         # What the rule raises, if it does, is for the one who differentiates.
         try_to_trace(jax.eval_shape, vmapped, *operands)
     return any(found)

@@ -11,7 +11,7 @@ from .._errors import rule_error
 from .._jaxprs.current_trace import is_of_innermost_trace
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall, tangents_of_call
-from .asked_rules import asking, is_asked
+from .asked_rules import asking, AXES, is_asked
 from .rule import try_to_trace
 
 
@@ -167,7 +167,7 @@ class BatchedCall(AbstractCall):
         together = [v or x for v, x in zip(values, inexact, strict=True)]
         if (self.is_reverse and any(self._batched)) or values == together:
             return together
-        if is_asked(self):  # by its own rule, for the value
+        if is_asked(self, AXES):  # by its own rule, for the value
             return values
         # The rule may say otherwise: the value of `replace_gradient` depends on one operand,
         # its tangent on the other.
@@ -177,7 +177,7 @@ class BatchedCall(AbstractCall):
         operands, axes = [operands[i] for i in indices], [self._axes[i] for i in indices]
         rule = ft.partial(tangents_of_call, self._call, first, args)
         traced = lambda *xs: jaxpr_as_fun(jax.make_jaxpr(rule)(*map(jax.typeof, xs)))(*xs)
-        with asking(self):
+        with asking(self, AXES):
             moves = try_to_trace(self._moves, traced, operands, axes)
         if moves is None:  # what the rule raises is for the one who differentiates
             return together

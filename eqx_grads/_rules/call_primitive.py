@@ -20,8 +20,10 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .._errors import rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
+from .._jaxprs.linearity import CONSTANT, linear_in, why_nonlinear
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
+from .asked_rules import asking, is_asked, TRANSPOSE
 from .backward_axis import backward_uses_axis
 from .batched_call import BatchedCall
 from .pruned_call import prune
@@ -153,12 +155,7 @@ def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
         for x, t in zip(primals, tangents, strict=True)
     ]
     if any(t is not None for t in ts[:n_consts]):
-        raise rule_error(
-            f"`{call.name}` was differentiated with respect to a value that it closes over.",
-            "at a value that was not found among its arguments, closures and attributes",
-            do="A rule gives derivatives with respect to arguments. Make the value a "
-            "positional parameter, or close over `jax.lax.stop_gradient` of it.",
-        )
+        raise _closed_over(call)
     if all(t is None for t in ts):  # JAX counts integers as perturbed in places
         out = call_p.bind(*primals, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
         t_out = [None] * len(out)
@@ -170,23 +167,71 @@ def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
     ]
 
 
+def _closed_over(call: AbstractCall) -> RuleError:
+    return rule_error(
+        f"`{call.name}` was differentiated with respect to a value that it closes over.",
+        "at a value that was not found among its arguments, closures and attributes",
+        do="A rule gives derivatives with respect to arguments. Make the value a "
+        "positional parameter, or close over `jax.lax.stop_gradient` of it.",
+    )
+
+
 def _transpose(cts, *operands, call, call_jaxpr, n_consts):
-    """A linear function, applied to a tangent: transpose what it does."""
+    """A linear function, applied to a tangent: transpose its derivative, which its rules give.
+
+    The derivative of a linear function is the same everywhere. So the rules run at zero, the
+    one point that is known here.
+    """
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+    types = [operands[i].aval for i in linear]
+    if any(i < n_consts for i in linear):
+        raise _closed_over(call)
+    _check_linear(call, call_jaxpr, operands, used)
+    zeros = dict(zip(linear, map(ad.zeros_like_aval, types), strict=True))
+    primals = [zeros.get(i, x) for i, x in enumerate(operands)]
 
-    def of_linear(*xs):
-        full = list(operands)
+    def derivative(*ts):
+        tangents: list[Any] = [None] * len(operands)
+        for i, t in zip(linear, ts, strict=True):
+            tangents[i] = t
+        out, t_out = call.jvp(primals[n_consts:], tangents[n_consts:])
+        return [jnp.zeros_like(out[i]) if t_out[i] is None else t_out[i] for i in used]
+
+    def function(*xs):
+        full = [*operands]
         for i, x in zip(linear, xs, strict=True):
             full[i] = x
         out = _impl(*full, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
         return [out[i] for i in used]
 
-    transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
+    # A forward rule may apply its own function to its tangents, and then says nothing of the
+    # transpose.
+    linear_map = function if is_asked(call, TRANSPOSE) else derivative
+    with asking(call, TRANSPOSE):
+        ct_linear = jax.linear_transpose(linear_map, *types)([cts[i] for i in used])
     ct_operands: list[Any] = [None] * len(operands)
-    for i, ct in zip(linear, transpose([cts[i] for i in used]), strict=True):
+    for i, ct in zip(linear, ct_linear, strict=True):
         ct_operands[i] = ct
     return ct_operands
+
+
+def _check_linear(call, call_jaxpr, operands, used):
+    """Raise if the function is seen not to be linear: its rules would still give something."""
+    flags = [ad.is_undefined_primal(x) for x in operands]
+    if call_jaxpr is None:
+        types = [
+            x.aval if flag else jax.typeof(x) for x, flag in zip(operands, flags, strict=True)
+        ]
+        call_jaxpr = _trace(call, types)
+    statuses = linear_in(call_jaxpr, flags)
+    reason = why_nonlinear([s for s in (statuses[i] for i in used) if s != CONSTANT])
+    if reason is not None:
+        raise rule_error(
+            f"`{call.name}` was transposed, and is not linear: {reason}.",
+            do="Only a linear function has a transpose. `jax.vjp` gives the transpose of the "
+            "derivative of any function.",
+        )
 
 
 def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):

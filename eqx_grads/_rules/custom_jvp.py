@@ -68,6 +68,10 @@ class custom_jvp(AbstractDecorated[P, T]):
     its transpose, so the rule has to be linear in its tangents; a rule that is seen not to
     be is an error. Both modes and all orders are available, the higher ones by
     differentiating your rule.
+
+    Another rule may apply a linear function to a tangent. Reverse mode then transposes the rule
+    of that function at zero, as does `jax.linear_transpose`. A rule that applies its own
+    function to a tangent does not say how to transpose it: JAX transposes the function.
     """
 
     fn: Callable[..., Any]

@@ -79,6 +79,10 @@ class custom_vjp(AbstractDecorated[P, T]):
     mode is the derivative of `fn` itself, or what you give with `def_jvp`. Higher orders
     differentiate your rules. What is kept for the backward pass is what `def_fwd`'s rule
     returned; arrays that only forward mode needs are dropped by the compiler under `jit`.
+
+    Another rule may apply a linear function to a tangent. Reverse mode then uses `def_fwd` and
+    `def_bwd` of that function at zero, as does `jax.linear_transpose`: the derivative of a
+    linear function is the same everywhere.
     """
 
     fn: Callable[..., Any]

@@ -25,6 +25,7 @@ class LinearMap:
     - `transpose(residuals, cotangents)` returns the list of input cotangents, `None` for
         zero; so may be the cotangents that it is given. It need not be linear.
     - `out_types` are the types of the output tangents.
+    - `note` is added to an error of the derivative with respect to the residuals.
 
     None of them may hold a tracer: JAX keeps them for as long as it keeps the program.
     """
@@ -35,9 +36,11 @@ class LinearMap:
         forward: Callable[[list[Any], list[Any]], Sequence[Any]],
         transpose: Callable[[list[Any], list[Any]], Sequence[Any]],
         out_types: Sequence[Any],
+        note: str | None = None,
     ):
         self.name = name
         self.out_types = tuple(out_types)
+        self.note = note
         self._forward = forward
         self._transpose = transpose
         self._precision = matmul_precision()
@@ -136,7 +139,13 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
                 *operands, linear_map=linear_map, n_residuals=n_residuals, places=places
             )
 
-        _, moved = jax.jvp(of_live, [primals[i] for i in live], [t_residuals[i] for i in live])
+        try:
+            values, ts = [primals[i] for i in live], [t_residuals[i] for i in live]
+            _, moved = jax.jvp(of_live, values, ts)
+        except Exception as error:
+            if linear_map.note is not None:
+                error.add_note(linear_map.note)
+            raise
         t_out = moved if t_out is None else [a + b for a, b in zip(t_out, moved, strict=True)]
     if t_out is None:
         t_out = [ad.Zero(t.to_tangent_aval()) for t in linear_map.out_types]
@@ -145,6 +154,8 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
 
 def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
     del lifetime
+    if any(map(ad.is_undefined_primal, operands[:n_residuals])):
+        return _transpose_residuals(cts, operands, linear_map, n_residuals, places)
     residuals, linear = _split(operands, n_residuals, places)
     # Called right here, not staged: JAX and XLA see through it, it can be differentiated
     # again, and it may be non-linear.
@@ -155,6 +166,23 @@ def _transpose(cts, *operands, linear_map, n_residuals, places, lifetime):
         for ct, x in zip(ct_linear, linear, strict=True)
     ]
     return [None] * n_residuals + ct_linear
+
+
+def _transpose_residuals(cts, operands, linear_map, n_residuals, places):
+    """The map is linear in a residual too, which is a tangent: JAX transposes what it does."""
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+
+    def of_linear(*xs):
+        full = list(operands)
+        for i, x in zip(linear, xs, strict=True):
+            full[i] = x
+        out = _impl(*full, linear_map=linear_map, n_residuals=n_residuals, places=places)
+        return [out[i] for i in used]
+
+    transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
+    ct_linear = dict(zip(linear, transpose([cts[i] for i in used]), strict=True))
+    return [ct_linear.get(i) for i in range(len(operands))]
 
 
 def _batch(axis_data, operands, dims, *, linear_map, n_residuals, places, lifetime):
@@ -201,7 +229,7 @@ def _vmap(linear_map, axis_data, axes, n_residuals, places):
         unmapped_aval(axis_data.size, 0, t, axis_data.explicit_mesh_axis)
         for t in linear_map.out_types
     ]
-    return LinearMap(linear_map.name, forward, transpose, out_types)
+    return LinearMap(linear_map.name, forward, transpose, out_types, linear_map.note)
 
 
 linear_p.def_impl(_impl)

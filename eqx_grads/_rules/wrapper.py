@@ -229,7 +229,7 @@ _HINTS = {
     "def_vjp": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`.",
     "def_fwd": "Use `eqx_grads.custom_vjp`.",
     "def_bwd": "Use `eqx_grads.custom_vjp`.",
-    "def_transpose": "Use `eqx_grads.custom_vjp` with `def_fwd` and `def_bwd`.",
+    "def_transpose": "Use `eqx_grads.linear_function`, or `eqx_grads.custom_vjp`.",
 }
 
 

@@ -11,10 +11,10 @@ from jaxtyping import PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.varying import vary_alike, varying_types
-from .._rules.linear_primitive import linear_call, LinearMap
+from .._rules.adjoint_pair import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
 from .host_callback import VMAP_METHODS
-from .host_derivative import dense, host_call, tangent_type
+from .host_derivative import host_call, tangent_type
 from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp
 from .host_spec import check_captures, check_hashable, primal_op
 
@@ -77,7 +77,7 @@ def _check_inexact(code: HostCode, x: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """A linear map and its transpose, each of which is the transpose of the other.
+    """A linear map and its transpose.
 
     `n` is the number of arrays in the first argument, of structure `treedef`. The arrays behind
     these are the parameters, residuals of both maps; they are in `n_args` arguments.
@@ -93,19 +93,14 @@ class _Pair:
         # Inside `shard_map`, the transpose of the cast sums the cotangents of the devices.
         n = len(parameters)
         operands = vary_alike([*parameters, *xs])
-        parameters, xs = operands[:n], operands[n:]
-        types = varying_types(map(tangent_type, self.op.out_types), operands)
-        matvec = LinearMap(self.op.name, self._matvec, self._transpose, types)
-        return list(linear_call(matvec, parameters, xs))
+        types_of = lambda types: varying_types(map(tangent_type, types), operands)
+        matvec = Side(self.op.name, self._matvec, types_of(self.op.out_types))
+        in_types = types_of(self.op.in_types[: self.n])
+        rmatvec = Side(self.rmatvec.name, self._rmatvec, in_types)
+        return apply_side(matvec, rmatvec, operands[:n], operands[n:])
 
     def _matvec(self, parameters, xs):
         return host_call(self.op, [*xs, *parameters])
-
-    def _transpose(self, parameters, cts):
-        cts = dense(cts, self.op.out_types)
-        types = varying_types(map(tangent_type, self.op.in_types[: self.n]), parameters, cts)
-        rmatvec = LinearMap(self.rmatvec.name, self._rmatvec, self._matvec_again, types)
-        return list(linear_call(rmatvec, parameters, cts))
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""
@@ -117,9 +112,6 @@ class _Pair:
             self.rmatvec, given, {}, jax.tree.unflatten(self.treedef, types)
         )
         return [jnp.conj(x) for x in host_call(adjoint, operands)]
-
-    def _matvec_again(self, parameters, ts):
-        return self.apply(parameters, dense(ts, self.op.in_types[: self.n]))
 
 
 def linear_host_function(

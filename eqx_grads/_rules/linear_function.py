@@ -1,0 +1,347 @@
+"""`linear_function`: a linear function in JAX, with an adjoint of its own."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.interpreters import ad
+
+from .._errors import (
+    check_function,
+    name_of,
+    place_of,
+    rule_error,
+    show_path,
+    show_tree,
+    type_of,
+)
+from .._jaxprs.current_trace import is_eager
+from .._jaxprs.linearity import linear_in, why_nonlinear
+from .._jaxprs.varying import vary_tracers_alike
+from .._tangent_spaces import is_differentiable, is_none, project_leaves
+from .adjoint_pair import apply_side, Side
+from .closure_convert import Rebuildable
+from .flatten_call import as_arrays, FlatCall, Operands, OutputSpec, Signature, TreeSplit
+from .rule import CheckCache, Rule, RuleCall
+from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
+
+
+class LinearFunction(AbstractWrapper[P, T]):
+    """A linear function with its adjoint. Made by [`eqx_grads.linear_function`][]."""
+
+    # Static: an optimizer that changed the arrays in one of the two functions would not change
+    # those in the other.
+    fn: Callable[..., Any] = eqx.field(static=True)
+    _rules: "_Adjoint" = eqx.field(static=True)
+    _binding: str = eqx.field(static=True)
+    _has_rules: ClassVar[bool] = True
+
+    def def_rmatvec(self, rmatvec: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the adjoint. Use it as a decorator.
+
+        **Arguments:**
+
+        - `rmatvec`: as for [`eqx_grads.linear_function`][].
+
+        **Returns:**
+
+        `rmatvec`.
+        """
+        check_function(rmatvec, "rmatvec", "linear_function")
+        self._rules.rmatvec = Rule(rmatvec, conventions=_CONVENTIONS)
+        self._rules.cache = CheckCache()
+        return rmatvec
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function with its arguments."""
+        rules, signature = self._rules, Signature(self.fn)
+        given, options, filled = signature.bind(args, kwargs, rules.fill_defaults)
+        rules.check_call(given, signature.names)
+        leaves = jax.tree.leaves((given, options))
+        if is_eager() and not any(isinstance(x, Tracer) for x in leaves):
+            return as_arrays(self.fn(*as_arrays(given), **options))
+        flat, operands = FlatCall.of(self.fn, rules, given, options, filled, signature.names)
+        operands = vary_tracers_alike(operands)
+        return _Call(flat, given, options, operands).apply(operands)
+
+
+class _Adjoint(Rebuildable):
+    """The two functions. Static data for JAX: compared by identity."""
+
+    captures = ("matvec", "rmatvec")
+    operands = Operands()
+    fill_defaults = False  # both functions are given what the caller gave
+
+    def __init__(self, matvec: Callable[..., Any], argnum: int):
+        self.matvec = matvec
+        self.argnum = argnum
+        self.rmatvec: Rule | None = None
+        self.cache = CheckCache()
+
+    def check_call(self, args, names) -> None:
+        name, place = name_of(self.matvec), place_of(self.matvec)
+        if self.rmatvec is None:
+            raise rule_error(
+                f"`{name}` has no adjoint.",
+                place,
+                do=f"Define one with `@{name}.def_rmatvec`. Without one, remove the decorator, "
+                "and JAX transposes the function.",
+            )
+        if len(args) <= self.argnum:
+            raise rule_error(
+                f"`{name}` was called without the argument in which it is linear.",
+                f"`argnum` is {self.argnum}, and there are {len(args)} arguments",
+                place,
+                do="Pass it, or give another `argnum`.",
+            )
+        leaves = jax.tree_util.tree_leaves_with_path(args[self.argnum])
+        for path, leaf in leaves:
+            if not is_differentiable(leaf):
+                raise rule_error(
+                    f"`{name}` is linear in an argument, and was given one that is not "
+                    "floating or complex.",
+                    f"at `{names[self.argnum]}{show_path(path)}`: {type_of(leaf)}",
+                    place,
+                    do="Cast it, pass it as another argument, or give as `argnum` the position "
+                    "of the argument in which the function is linear.",
+                )
+
+
+class _Call:
+    """All of a call but its arrays. JAX keeps it with the program, so it holds no tracer.
+
+    The operands from `first` to `last` are the arrays of the argument in which the function is
+    linear. All others are parameters.
+    """
+
+    def __init__(self, flat: FlatCall, args, kwargs, operands: Sequence[Any]):
+        rules = flat.rules
+        x = args[rules.argnum]
+        self._flat = flat
+        self._argnum = rules.argnum
+        self._name = name_of(flat.fn)
+        self._x_name = flat.names[rules.argnum]
+        self._paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+        self._x_tree = jax.tree.structure(x, is_leaf=is_none)
+        self._x_arrays = [leaf is not None for leaf in jax.tree.leaves(x, is_leaf=is_none)]
+        self._first = len(TreeSplit.split(args[: rules.argnum], rules.operands.args)[1])
+        self._last = self._first + len(self._paths)
+        types = list(map(jax.typeof, operands))
+        self._x_types = [t.to_tangent_aval() for t in types[self._first : self._last]]
+        flags = [self._first <= i < self._last for i in range(len(types))]
+        program = jax.make_jaxpr(lambda *xs: self._matvec(*self._split(xs)))(*types)
+        _check_linear(program, flags, flat.fn, self._name, f"`{self._x_name}`")
+        self._out_types = program.out_avals
+        # Once for each type: neither mode needs both functions.
+        call = RuleCall(rules, flat.fn, args, kwargs, list(operands), [], flat)
+        rules.cache.get(call, "adjoint", lambda: self._check_adjoint(types))
+
+    def apply(self, operands):
+        matvec = Side(self._name, self._matvec, self._out_types, self._note)
+        rmatvec = Side(self._flat.rules.rmatvec.name, self._rmatvec, self._x_types, self._note)
+        return self._outputs.tree(apply_side(matvec, rmatvec, *self._split(operands)))
+
+    @property
+    def _note(self):
+        return (
+            f"`{self._name}` is linear in `{self._x_name}`. With respect to all else, JAX "
+            "differentiates it. Where JAX can't, pass `jax.lax.stop_gradient` of the "
+            f"parameter, or call `{self._name}` in the rules of an `eqx_grads.custom_vjp`."
+        )
+
+    def _split(self, operands):
+        x = operands[self._first : self._last]
+        return [*operands[: self._first], *operands[self._last :]], list(x)
+
+    def _restore(self, parameters, xs):
+        first = self._first
+        return self._flat.restore([*parameters[:first], *xs, *parameters[first:]])
+
+    def _matvec(self, parameters, xs):
+        fn, rules, args, kwargs = self._restore(parameters, xs)
+        out = fn(*args, **kwargs)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+            if not is_differentiable(leaf):
+                raise rule_error(
+                    f"`{self._name}` returned an output that is not floating or complex.",
+                    f"at out{show_path(path)}: {type_of(leaf)}",
+                    place_of(fn),
+                    do="A linear function returns arrays that can be differentiated. Return "
+                    "what is constant from another function.",
+                )
+        self._outputs, arrays = OutputSpec.of(out, rules.operands)
+        return arrays
+
+    def _rmatvec(self, parameters, cts):
+        """The transpose, which is the conjugate of the adjoint of the conjugate."""
+        nothing = [None] * len(self._paths)
+        _, rules, args, kwargs = self._restore(parameters, nothing)
+        args = list(args)
+        args[self._argnum] = self._outputs.tree(list(map(jnp.conj, cts)))
+        rule = rules.rmatvec
+        result = rule.of_tangents(*args, **rule.keywords(kwargs, self._flat.filled))
+        return list(map(jnp.conj, self._as_argument(result, rule)))
+
+    def _as_argument(self, result, rule):
+        """What `rmatvec` returned, as arrays with the types of the linear argument."""
+
+        def fail(*where, do):
+            return rule_error(
+                f"The adjoint `{rule.name}` of `{self._name}` returned what is not like "
+                f"`{self._x_name}`.",
+                *where,
+                rule.place,
+                do=do,
+            )
+
+        leaves, treedef = jax.tree.flatten(result, is_leaf=is_none)
+        if treedef != self._x_tree:
+            leaves = zip(self._paths, self._x_types, strict=True)
+            places = (f"`{self._x_name}{show_path(p)}` is {type_of(t)}" for p, t in leaves)
+            raise fail(
+                *places,
+                f"what was returned is {show_tree(result)}",
+                do="The adjoint takes what is like the output, and returns what is like "
+                f"`{self._x_name}`.",
+            )
+        leaves = [leaf for leaf, flag in zip(leaves, self._x_arrays, strict=True) if flag]
+        arrays = []
+        for path, leaf, t in zip(self._paths, leaves, self._x_types, strict=True):
+            name = self._x_name + show_path(path)
+            (array,) = project_leaves(leaf, t, [t], name=name, fail=fail)
+            arrays.append(ad.zeros_like_aval(t) if array is None else array)
+        return arrays
+
+    def _check_adjoint(self, types):
+        parameters, _ = self._split(types)
+        rule = self._flat.rules.rmatvec
+        run = lambda parameters, cts: self._rmatvec(parameters, cts)
+        program = jax.make_jaxpr(run)(parameters, list(self._out_types))
+        flags = [i >= len(parameters) for i in range(len(program.in_avals))]
+        _check_linear(program, flags, rule.fn, rule.name, "its argument")
+
+
+def _check_linear(program, flags, fn, name, x) -> None:
+    """Raise if a function is seen not to be linear in the flagged inputs."""
+    reason = why_nonlinear(linear_in(program, flags))
+    if reason is not None:
+        # The words are those for a function of tangents.
+        reason = reason.replace("no tangent multiplies", f"{x} does not multiply")
+        raise rule_error(
+            f"`{name}` is not linear in {x}: {reason.replace('a tangent', x)}.",
+            place_of(fn),
+            do="Add constants outside of the function. Give a function that is not linear a "
+            "rule with `eqx_grads.custom_vjp`.",
+        )
+
+
+def linear_function(
+    matvec: Callable[..., Any] | None = None,
+    rmatvec: Callable[..., Any] | None = None,
+    *,
+    argnum: int = 0,
+) -> Any:
+    r"""Give a linear function an adjoint of its own.
+
+    Use it for a function that JAX can trace and can't transpose, such as a kernel or a foreign
+    function, or that you transpose better than JAX does. For code that JAX can't trace, use
+    [`eqx_grads.linear_host_function`][].
+
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        @eqg.linear_function
+        def differences(x):
+            return x[1:] - x[:-1]
+
+        @differences.def_rmatvec
+        def differences_rmatvec(y):
+            zero = jnp.zeros(1)
+            return jnp.concatenate([zero, y]) - jnp.concatenate([y, zero])
+
+        x = jnp.array([1.0, 3.0, 2.0])
+        print(jax.grad(lambda x: jnp.sum(differences(x) ** 2))(x))
+        print(jax.linear_transpose(differences, x)(jnp.array([1.0, 0.0]))[0])
+        ```
+
+        ```text
+        [-4.  6. -2.]
+        [-1.  1.  0.]
+        ```
+
+    **Arguments:**
+
+    - `matvec`: a function that is linear in one of its arguments, which is any PyTree of
+        floating or complex arrays, as is the output. All other arguments are parameters.
+    - `rmatvec`: its adjoint. It is called as `matvec` is, with what is like the output instead
+        of the linear argument, and returns what is like the linear argument. `None` is zero.
+        For a complex map it is the adjoint $A^H y$, as in
+        `scipy.sparse.linalg.LinearOperator`, and not the transpose. For a symmetric map, give
+        `matvec` again. Or define it later with `def_rmatvec`.
+    - `argnum`: the position of the linear argument. A method of a Module has the parameters in
+        `self`, and `argnum=1`.
+
+    **Returns:**
+
+    The function with its adjoint, an [`eqx_grads.LinearFunction`][]. Without `matvec`, a
+    decorator.
+
+    **Derivative:**
+
+    With respect to the linear argument, the forward rule is $\dot y = A \dot x$ and the reverse
+    rule $\bar x = A^T \bar y$. Both modes and all orders; `jax.linear_transpose` accepts the
+    function, so that a rule may apply it to tangents.
+
+    With respect to a parameter, or a value that the two functions close over, the derivative is
+    JAX's derivative of `matvec` or `rmatvec`. This is also so in mixed second derivatives: in
+    reverse over reverse mode, JAX transposes `matvec`. Where JAX can't differentiate a
+    parameter, pass `jax.lax.stop_gradient` of it, or call the linear function in the rules of
+    an [`eqx_grads.custom_vjp`][].
+
+    A call does not check that the adjoint is right: [`eqx_grads.testing.check_rule`][] does.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if the linear argument or the output is not floating or complex.
+    Under a transformation, there are two more: one of the functions is seen not to be linear,
+    or `rmatvec` returns another structure or shape than the linear argument has.
+    """
+    if matvec is None:
+        return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
+    fn, binding = unwrap_method(matvec)
+    function = LinearFunction(
+        fn=fn, _rules=_Adjoint(fn, _check_argnum(argnum, fn)), _binding=binding
+    )
+    set_metadata(function, fn)
+    if rmatvec is not None:
+        function.def_rmatvec(rmatvec)
+    return function
+
+
+def _check_argnum(argnum, fn):
+    try:
+        number = operator.index(argnum)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise rule_error(
+            "The `argnum` of `linear_function` is not the position of an argument.",
+            f"it is {argnum!r:.60}",
+            place_of(fn),
+            do="Give an integer: 0 is the first argument, 1 is the first one after `self`.",
+        )
+    return number
+
+
+_CONVENTIONS = (
+    "`rmatvec` is called as `matvec` is, with what is like the output in the place of the "
+    "argument in which the function is linear: the first one, or another by `argnum`."
+)
