@@ -5,7 +5,8 @@ that closes over arrays is a new object in each call. So an eager call runs in `
 the arrays as operands, and JAX finds the compiled program by their types.
 
 JAX knows the user's functions by their identity, as in `jax.lax.scan`, and so does this file.
-It does not keep them alive.
+It does not keep them alive. A function that finds another object under a name than before is
+compiled again. (`jax.lax.scan` computes with the old one.)
 """
 
 import contextlib
@@ -142,21 +143,55 @@ def lives_in_a_module(x: Any) -> bool:
 class _Calls:
     """The compiled calls of some functions, and those of these and one more function."""
 
-    def __init__(self):
+    def __init__(self, reads: Sequence[Any] = ()):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
         self.of: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
+        self._reads = list(map(_reference, reads))
+
+    def are_of(self, reads: Sequence[Any]) -> bool:
+        """Whether the last function read the same objects when it was compiled."""
+        same = len(self._reads) == len(reads)
+        return same and all(old() is new for old, new in zip(self._reads, reads, strict=True))
+
+
+def _reference(x: Any) -> Callable[[], Any]:
+    # Not a reference to the function itself, which it would keep alive.
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
 
 
 _ALL = _Calls()
 
 
 def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashable, Any]:
-    calls = _ALL
-    for f in (run, *functions):
+    calls = _ALL.of.setdefault(run, _Calls())
+    for f in functions:
         if not isinstance(f, _FUNCTIONS):
             raise _HasNoKey  # an object of a class may change
-        calls = calls.of.setdefault(f, _Calls())
+        reads = _reads(f)
+        if f not in calls.of or not calls.of[f].are_of(reads):
+            calls.of[f] = _Calls(reads)
+        calls = calls.of[f]
     return calls.compiled
+
+
+def _reads(f: Any) -> list[Any]:
+    """What a Python function reads by name: variables around it, and global ones."""
+    if not isinstance(f, types.FunctionType):
+        return []
+    reads = [f.__globals__[name] for name in _names(f.__code__) if name in f.__globals__]
+    for cell in f.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            reads.append(cell.cell_contents)
+    return reads
+
+
+@ft.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return (*code.co_names, *(name for c in inner for name in _names(c)))
 
 
 class _Tree:
