@@ -82,7 +82,7 @@ class _Checkpoint(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         options = self._policy, self._prevent_cse
-        return call_compiled(_run, (self._eqg_fn,), *options, args, kwargs)
+        return call_compiled(_run, (self._eqg_fn,), *options, args, kwargs, has_loop=False)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -140,12 +140,11 @@ def filter_scan(
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
     needs besides: of two choices that differ by a few percent, either may need less.
 
-    An eager call has no backward pass. It is not traced and compiled again if `f` is the same
-    function as in an earlier eager call, with arguments of the same types and the same numbers
-    in `xs`, and reaches the same values as then: its closure, its global variables, those of
-    the functions that it calls, and the attributes of functions and classes. If it reaches an
-    object that can be changed in place (a list, a NumPy array, an object of a class of your own
-    that is neither a Module nor a named tuple), or a module of your own, each call is compiled.
+    An eager call, and its derivative, are compiled in the first call only, if later calls are
+    given the same `f` and arguments of the same types. A function is the same if it is the same
+    Python object, and finds the same objects in its closure and under the names of global
+    variables. A Module is the same if its static parts are equal. What was changed in place (a
+    list, or an attribute) is not seen, as in `jax.lax.scan`: pass it in `init` or `xs`.
 
     **Returns:**
 

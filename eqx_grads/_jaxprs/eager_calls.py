@@ -44,35 +44,39 @@ def call_compiled(
     run: Callable[..., T],
     functions: Sequence[Callable[..., Any] | None],
     *args: Any,
+    has_loop: bool = True,
     **kwargs: Any,
 ) -> T:
     """`run(*functions, *args, **kwargs)`, where `run` is a function of the library.
 
     The call is not compiled where a program is being staged, to which `jax.jit` would add
-    nothing, and where Python objects may differ in the next call.
+    nothing, and where Python objects may differ in the next call. Without `has_loop`, the first
+    call runs operation by operation: the next one may be of another function.
     """
     as_it_is = lambda: run(*functions, *args, **kwargs)
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
     if staging_trace() is not None or disabled_jit or is_in_shard_map():
         return as_it_is()
-    is_key = [callable(f) and not _is_operand(f) for f in functions]
-    keys = [f for f, key in zip(functions, is_key, strict=True) if key]
-    operands = [None if key else f for f, key in zip(functions, is_key, strict=True)]
+    pairs = [(f, callable(f) and not _is_operand(f)) for f in functions]
+    operands = [None if is_key else f for f, is_key in pairs]
     leaves, treedef = jax.tree.flatten((operands, args, kwargs))
     try:
-        calls = _calls_of(run, keys)
+        calls = _calls_of(run, [f for f, is_key in pairs if is_key])
         key = treedef, tuple(map(_key, leaves))
         hash(key)
     except TypeError:  # something has no key, no hash or no weak reference
         return as_it_is()
-    if key not in calls:
+    is_new = key not in calls
+    jitted = calls.get(key)
+    if jitted is None:
         if len(calls) >= _MOST:
             calls.clear()
-        proxy = lambda f, is_key: weakref.proxy(f) if is_key else None
-        proxies = list(map(proxy, functions, is_key))
-        calls[key] = _jit(run, proxies, _Tree(treedef, leaves))
+        proxies = [weakref.proxy(f) if is_key else None for f, is_key in pairs]
+        jitted = calls[key] = _jit(run, proxies, _Tree(treedef, leaves))
+    if is_new and not has_loop:
+        return as_it_is()
     with contextlib.suppress(_HasNoKey, *_LOOKS_AT_VALUES):
-        arrays, static = calls[key](list(filter(_is_array, leaves)))
+        arrays, static = jitted(list(filter(_is_array, leaves)))
         return static.tree.unflatten(arrays)
     return as_it_is()
 
@@ -92,8 +96,6 @@ _FUNCTIONS = (
     eqx.Module,
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
-
-
 _ARRAY = object()  # in the place of an array
 
 
@@ -170,10 +172,10 @@ def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashabl
     for f in functions:
         if not isinstance(f, _FUNCTIONS):
             raise _HasNoKey  # an object of a class may change
-        reads = _reads(f)
-        if f not in calls.of or not calls.of[f].are_of(reads):
-            calls.of[f] = _Calls(reads)
-        calls = calls.of[f]
+        reads, known = _reads(f), calls.of.get(f)
+        if known is None or not known.are_of(reads):
+            known = calls.of[f] = _Calls(reads)
+        calls = known
     return calls.compiled
 
 

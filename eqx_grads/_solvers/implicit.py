@@ -226,7 +226,8 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         name = name_of(self.fn)
         config = _config(self.residual, args, kwargs, name)
         options = _Options(self._solver, self._tags, self._tolerance, name)
-        return call_compiled(_with_tangent, (self.residual,), y, args, config, options)
+        functions = (self.residual,)
+        return call_compiled(_with_tangent, functions, y, args, config, options, has_loop=False)
 
 
 class _Options(eqx.Module):
