@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +11,7 @@ import eqx_grads.testing as eqgt
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import monitoring
 
 
 # How far two programs may be apart that round the operands of their matrix products to 23, 10
@@ -48,6 +49,23 @@ def checking_leaks():
         raise RuntimeError("Leaked tracers, of which JAX's report crashed") from error
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """A list with an entry for each program that JAX compiles, or reads from its cache."""
+    found = []
+
+    def listen(event, duration_secs, **kwargs):
+        del duration_secs, kwargs
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
 
 
 def temp_bytes(fn: Any, *args: Any) -> int:

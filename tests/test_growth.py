@@ -12,10 +12,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache  # noqa: TID251, to leave it
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .cases import CASES
 from .leaks.captures import capturing
 from .leaks.modules import ForwardLayer, Layer
 from .leaks.registry import op_of, WithRules
 from .rules.formulas import sin_times, sin_times_cotangents
+from .test_eager_calls import call_and_differentiate
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -264,3 +266,65 @@ def test_an_eager_scan_is_traced_once():
     for value in (0.1, 0.2, 0.3):
         jax.lax.scan(body, jnp.array(value), jnp.ones(3))
     assert len(traces) == 1
+
+
+# ------------------------------------------------------------------ loops
+
+
+def new_functions(loop):
+    """A gradient that makes new functions in each call, as a loss with lambdas does."""
+    xs = jnp.ones((5, 2))
+    loops = {
+        "filter_scan": lambda fn, x: eqg.filter_scan(lambda c, x: (fn(c), x), x, xs)[0],
+        "filter_cond": lambda fn, x: eqg.filter_cond(True, fn, lambda x: x, x),
+        "filter_checkpoint": lambda fn, x: eqg.filter_checkpoint(fn)(x),
+        "losses.chunked": lambda fn, x: eqg.losses.chunked(
+            lambda w, xs: jnp.sum(fn(w) * xs), chunk=2
+        )(x, xs),
+    }
+
+    def step():
+        w = jnp.array([0.3, 0.7])
+        fn = lambda x: jnp.tanh(w[None] * x[None])[0]
+        jax.grad(lambda x: jnp.sum(loops[loop](fn, x)))(w)
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loop", ["filter_scan", "filter_cond", "filter_checkpoint", "losses.chunked"]
+)
+def test_50_eager_gradients_of_new_functions(loop):
+    """Of an eager loop over a new function, `jax.lax.scan` keeps each program."""
+    assert not growth(new_functions(loop), 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "filter_scan: replayed",
+        "filter_checkpoint",
+        "linear_recurrence",
+        "losses.chunked",
+        "nn.GRU",
+        "nn.LIF",
+        "nn.MinGRU",
+        "nn.Recurrent",
+        "implicit",
+    ],
+)
+def test_50_eager_calls_of_a_loop(name):
+    fn, args = CASES[name].make()
+    assert not growth(lambda: call_and_differentiate(fn, args, 1), 50)
+
+
+@pytest.mark.slow
+def test_10_reports_of_a_nan_in_a_loop():
+    def report():
+        step = lambda c, x: (jnp.sqrt(c * x), c)
+        loss = lambda c: jnp.sum(jax.lax.scan(step, c, jnp.zeros((5, 3)))[0])
+        eqg.explain_nan(loss, jnp.ones(3))
+
+    assert "compiled" not in growth(report, 10)

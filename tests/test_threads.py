@@ -11,6 +11,7 @@ import pkgutil
 import sys
 import threading
 import time
+import weakref
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -21,11 +22,10 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads._control_flow import eager_bodies
 from eqx_grads._jaxprs import versions
 from eqx_grads._rules import rule
 
-from .helpers import assert_close
+from .helpers import assert_close, compilations
 
 
 N_THREADS = 8
@@ -262,10 +262,12 @@ def test_a_shared_step(checkpoint):
 
 
 def test_an_eager_scan_is_compiled_once():
-    """In a thread as in the main thread, nothing transforms the call: the body is kept."""
+    """The program is kept for the next call, of whichever thread."""
     run = lambda i: eqg.filter_scan(shared_step, jnp.asarray(0.3), jnp.ones(9))[0]
-    assert in_threads(run, rounds=2) == [run(0)] * 2 * N_THREADS
-    assert len(eager_bodies._KEPT[shared_step]) >= 1
+    expected = run(0)
+    with compilations() as found:
+        assert in_threads(run, rounds=2) == [expected] * 2 * N_THREADS
+    assert not found
 
 
 @pytest.mark.thorough
@@ -509,12 +511,14 @@ def _raise(x):
 
 @pytest.mark.thorough
 def test_nothing_stays_alive():
-    """No tracers of threads that are over, and no bodies of steps that are gone."""
+    """No tracers of threads that are over, and no steps that are gone."""
+    steps = []
 
     def run(i):
         x, a = numbers(i)
         f = both(a)
         step = lambda h, x: (f(h) + x, None)
+        steps.append(weakref.ref(step))
         with pytest.raises(ValueError, match="the user's"):
             jax.jit(jax.grad(lambda x: _raise(f(x))))(x)
         return jax.grad(lambda x: eqg.filter_scan(step, x, jnp.ones(3))[0])(x)
@@ -522,8 +526,7 @@ def test_nothing_stays_alive():
     in_threads(run)
     gc.collect()
     tracers = [x for x in gc.get_objects() if isinstance(x, jax.core.Tracer)]
-    kept = len(eager_bodies._KEPT)
     in_threads(run)
     gc.collect()
     assert len([x for x in gc.get_objects() if isinstance(x, jax.core.Tracer)]) <= len(tracers)
-    assert len(eager_bodies._KEPT) <= kept
+    assert not any(step() for step in steps)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import place_of, rule_error, show_path, type_of
 from .._rules.flatten_call import is_dynamic, TreeSplit
-from .._tangent_spaces import as_array_list
+from .._tangent_spaces import as_array_list, is_arraylike
 
 
 def is_sliced(x: Any) -> bool:
@@ -21,6 +21,11 @@ def is_sliced(x: Any) -> bool:
 def is_number(x: Any) -> bool:
     """Whether JAX can make an array of a leaf."""
     return is_sliced(x) or isinstance(x, bool | int | float | complex)
+
+
+def as_array_if_varying(x: Any) -> Any:
+    """A leaf of the first carry: an array if it certainly varies from step to step."""
+    return jnp.asarray(x) if is_arraylike(x) and not isinstance(x, bool | int) else x
 
 
 class Carry:

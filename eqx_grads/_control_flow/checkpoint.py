@@ -8,6 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function
+from .._jaxprs.eager_calls import call_compiled
 from .._rules.flatten_call import is_array, TreeSplit
 
 
@@ -80,19 +81,23 @@ class _Checkpoint(eqx.Module):
         return getattr(fn, name)
 
     def __call__(self, /, *args, **kwargs):
-        call, arrays = TreeSplit.split((self._eqg_fn, args, kwargs), is_array)
-        returned: list[TreeSplit] = []
-
-        # A new function for each call, of which JAX keeps nothing for the next one.
-        def run(arrays):
-            fn, args, kwargs = call.tree(arrays)
-            out, ys = TreeSplit.split(fn(*args, **kwargs), is_array)
-            returned[:] = [out]
-            return ys
-
-        run = jax.checkpoint(run, prevent_cse=self._prevent_cse, policy=self._policy)
-        ys = run(arrays)
-        return returned[0].tree(ys)
+        options = self._policy, self._prevent_cse
+        return call_compiled(_run, (self._eqg_fn,), *options, args, kwargs, has_loop=False)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)
+
+
+def _run(fn, policy, prevent_cse, args, kwargs):
+    call, arrays = TreeSplit.split((fn, args, kwargs), is_array)
+    returned: list[TreeSplit] = []
+
+    # A new function for each call, of which JAX keeps nothing for the next one.
+    def run(arrays):
+        fn, args, kwargs = call.tree(arrays)
+        out, ys = TreeSplit.split(fn(*args, **kwargs), is_array)
+        returned[:] = [out]
+        return ys
+
+    ys = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)(arrays)
+    return returned[0].tree(ys)

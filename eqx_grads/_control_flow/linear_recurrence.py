@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import check_flags, rule_error, type_of
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
@@ -155,6 +156,11 @@ def _sharded_alike(a, b, h0):
 # The adjoint of either is the other one, in the other direction.
 @custom_vjp
 def _recurrence(a, b, s, *, reverse, associative, delayed=False):
+    return _run(a, b, s, reverse, associative, delayed)
+
+
+@compile_eager_calls
+def _run(a, b, s, reverse, associative, delayed):
     if associative:
         return _associative(a, b, s, reverse, delayed)
     constant = a.shape[0] != b.shape[0]

@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
+from .._jaxprs.eager_calls import call_compiled
 from .._jaxprs.plain_scan import plain_scans
-from .carry import is_sliced
+from .carry import as_array_if_varying, is_sliced
 from .chunked_scan import near_divisor
-from .eager_bodies import eager_call
 from .online import Online
 from .progress import progress_line
 from .replay import log_choice, Replayed
@@ -141,12 +140,11 @@ def filter_scan(
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
     needs besides: of two choices that differ by a few percent, either may need less.
 
-    An eager call has no backward pass. It is not traced and compiled again if `f` is the same
-    function as in an earlier eager call, with arguments of the same types and the same numbers
-    in `xs`, and reaches the same values as then: its closure, its global variables, those of
-    the functions that it calls, and the attributes of functions and classes. If it reaches an
-    object that can be changed in place (a list, a NumPy array, an object of a class of your own
-    that is neither a Module nor a named tuple), or a module of your own, each call is compiled.
+    An eager call, and its derivative, are compiled in the first call only, if later calls are
+    given the same `f` and arguments of the same types. A function is the same if it is the same
+    Python object, and finds the same objects in its closure and under the names of global
+    variables. A Module is the same if its static parts are equal. What was changed in place (a
+    list, or an attribute) is not seen, as in `jax.lax.scan`: pass it in `init` or `xs`.
 
     **Returns:**
 
@@ -177,19 +175,36 @@ def filter_scan(
     _check_unroll(unroll)
     steps = common_length(xs, length)
     _check_window(truncate)
+    line = progress_line(steps) if progress else None
+    call = call_compiled if line is None else _call
+    # In an eager call, numbers that vary are operands, as arrays are.
+    init = jax.tree.map(as_array_if_varying, init)
+    return call(
+        _run,
+        (f, carry_gradient),
+        init,
+        xs,
+        steps,
+        reverse=reverse,
+        unroll=unroll,
+        checkpoint=checkpoint,
+        truncate=truncate,
+        online=online,
+        line=line,
+    )
+
+
+def _call(run, functions, *args, **kwargs):
+    return run(*functions, *args, **kwargs)
+
+
+def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, line, **options):
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
-    method = named_method(checkpoint, steps if truncate is None else truncate)
-    method = _online_method(online, checkpoint, truncate) or method
-    line = progress_line(steps) if progress else None
-    options = (steps, checkpoint, truncate, online, carry_gradient, reverse, unroll)
-    call = eager_call(f, init, xs, options) if line is None else None
-    if call is not None and (body := call.kept_body()) is not None:
-        loop = Loop(body, *body.arrays(init, xs), steps, reverse, unroll)
-        return body.outputs(*Plain().run(loop))
-    step = f if call is None else weakref.proxy(f)
+    method = named_method(options["checkpoint"], steps if truncate is None else truncate)
+    method = _online_method(options["online"], options["checkpoint"], truncate) or method
     with plain_scans():
-        body = _body(step, init, xs, carry_gradient)
+        body = _body(f, init, xs, carry_gradient)
         # A rule is given operands that all vary alike.
         is_call = truncate is not None or isinstance(method, Replayed | Online)
         arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
@@ -198,11 +213,7 @@ def filter_scan(
             names, where = tuple(body.carry_paths()), body.place()
             method = dataclasses.replace(method, names=names, where=where)
         chosen, loop = _choose(method, loop, truncate)
-        # Nothing is differentiated in an eager call, and all methods compute the same.
-        carry, ys = (chosen if call is None else Plain()).run(loop)
-    if call is not None:
-        call.keep_body(body)
-    return body.outputs(carry, ys)
+        return body.outputs(*chosen.run(loop))
 
 
 def _body(step, init, xs, carry_gradient) -> ScanBody:

@@ -6,8 +6,9 @@ import jax
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of
+from .._jaxprs.eager_calls import call_compiled
 from .._jaxprs.varying import cast_carry
-from .carry import Carry
+from .carry import as_array_if_varying, Carry
 
 
 def filter_while_loop(
@@ -65,6 +66,12 @@ def filter_while_loop(
     """
     check_function(cond_fun, "cond_fun", "filter_while_loop")
     check_function(body_fun, "body_fun", "filter_while_loop")
+    # In an eager call, numbers that vary are operands, as arrays are.
+    init = jax.tree.map(as_array_if_varying, init)
+    return call_compiled(_run, (cond_fun, body_fun), init)
+
+
+def _run(cond_fun, body_fun, init):
     error = (
         f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
         "it was given."

@@ -390,16 +390,19 @@ def _watch(name, step, ct):
     counts = jnp.stack(
         [jnp.stack([jnp.sum(jnp.isnan(c)), jnp.sum(jnp.isinf(c))]) for c in leaves]
     )
-    check = ft.partial(_raise_if_not_finite, name, paths, sizes, step is not None)
+    call_host = _host_call(name, paths, sizes, step is not None)
     step = jnp.asarray(-1 if step is None else step)
-    return jax.lax.cond(
-        jnp.any(counts > 0), ft.partial(_call_host, check), _return_ct, ct, counts, step
-    )
+    return jax.lax.cond(jnp.any(counts > 0), call_host, _return_ct, ct, counts, step)
 
 
 def _return_ct(ct, counts, step):
     del counts, step
     return ct
+
+
+@ft.lru_cache  # in an eager backward pass, JAX compiles each new function
+def _host_call(*options):
+    return ft.partial(_call_host, ft.partial(_raise_if_not_finite, *options))
 
 
 def _call_host(check, ct, counts, step):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from .current_trace import is_eager
 from .plain_scan import lax_scan
 from .structure import (
     Call,
@@ -35,7 +36,13 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
         # The transpose of `scatter_mul` reads the shape of what may be a number in the program
         # (JAX 0.10 to 0.12).
         values = [x if hasattr(x, "shape") else jnp.asarray(x) for x in values]
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    run = lambda *values: eqn.primitive.bind(
+        *values, **eqn.primitive.get_bind_params(eqn.params)
+    )
+    if is_eager() and isinstance(structure(eqn), Scan | While | Cond):
+        # Of an eager loop, JAX keeps the compiled program for good. `jax.jit` forgets it.
+        run = jax.jit(run)
+    out = run(*values)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

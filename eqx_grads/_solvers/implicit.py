@@ -18,6 +18,7 @@ from .._errors import (
     type_of,
 )
 from .._jaxprs.current_trace import is_eager
+from .._jaxprs.eager_calls import call_compiled
 from .._rules.closure_convert import contains_tracer, lift_tracers
 from .._rules.flatten_call import as_arrays, Signature
 from .._rules.float_args import as_number
@@ -224,15 +225,32 @@ class ImplicitFunction(AbstractWrapper[P, T]):
     def _with_tangent(self, y, args, kwargs):
         name = name_of(self.fn)
         config = _config(self.residual, args, kwargs, name)
-        # The derivative of whatever is traced: the arguments, and what the residual or a
-        # function among the arguments closes over.
-        template, operands = lift_tracers([self.residual, args, config])
-        if not operands:
-            return y
-        equation = Equation(template, self._solver, self._tags, self._tolerance, name)
-        return differentiable_solution(
-            y, operands, residual=equation.residual, solve=equation.solve_tangent
-        )
+        options = _Options(self._solver, self._tags, self._tolerance, name)
+        functions = (self.residual,)
+        return call_compiled(_with_tangent, functions, y, args, config, options, has_loop=False)
+
+
+class _Options(eqx.Module):
+    """The options of an `Equation`."""
+
+    solver: Any = eqx.field(static=True)
+    tags: frozenset[object] = eqx.field(static=True)
+    tolerance: float | None = eqx.field(static=True)
+    solve: str = eqx.field(static=True)
+
+
+def _with_tangent(residual, y, args, config, options):
+    # The derivative of whatever is traced: the arguments, and what the residual or a function
+    # among the arguments closes over.
+    template, operands = lift_tracers([residual, args, config])
+    if not operands:
+        return y
+    equation = Equation(
+        template, options.solver, options.tags, options.tolerance, options.solve
+    )
+    return differentiable_solution(
+        y, operands, residual=equation.residual, solve=equation.solve_tangent
+    )
 
 
 def _checked(fn, out, has_aux):

@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._jaxprs.eager_calls import call_compiled
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -136,6 +137,10 @@ class _Chunked(eqx.Module):
         return self._loss
 
     def __call__(self, /, *args, **kwargs):
+        axis = jax.tree.unflatten(self._axes_treedef, self._axes)
+        return call_compiled(_run, (self._loss,), axis, self._chunk, self._mean, args, kwargs)
+
+    def _call(self, args, kwargs):
         axes = self._axes_of(args)
         length = self._split_length(args, axes)
         axes = (*(None for _ in _leaves(self._loss)[0]), *axes)
@@ -201,6 +206,11 @@ class _Chunked(eqx.Module):
         return rule_error(
             f"`losses.chunked` of `{name_of(self._loss)}` was given {what}.", *where, do=do
         )
+
+
+def _run(loss, axis, chunk, mean, args, kwargs):
+    axes, treedef = jax.tree.flatten(axis, is_leaf=is_none)
+    return _Chunked(loss, tuple(axes), treedef, chunk, mean)._call(args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .._control_flow import lax_scan
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -61,8 +62,13 @@ def summed_loss(x, weight, bias, labels, scale, *, options: Options):
 # cotangent.
 @summed_loss.def_jvp(symbolic_zeros=True)
 def _summed_loss_jvp(primals, tangents, *, options):
-    x, weight, bias, labels, scale = primals
     live = [t is not None for t in tangents[:3]]
+    loss, cts = _summed_loss_and_gradients(*primals, live=live, options=options)
+    return loss, options.total(inner_product(cts, tangents[:3]))
+
+
+@compile_eager_calls
+def _summed_loss_and_gradients(x, weight, bias, labels, scale, *, live, options):
     # For the second derivative of a chunk, its logits are computed again.
     of_chunk = jax.checkpoint(
         ft.partial(_losses_and_gradients, live=live, options=options), prevent_cse=False
@@ -73,11 +79,11 @@ def _summed_loss_jvp(primals, tangents, *, options):
         return add(sums, tuple(cts)), (losses, ct_x)
 
     # The losses are summed after the loop: of sharded tokens, that is one sum over the devices.
+    primals = x, weight, bias, labels, scale
     (ct_weight_t, ct_bias), (losses, ct_x) = _over_chunks(
         chunk, _zero_gradients(primals, live), (x, labels, scale), weight, options
     )
-    cts = (ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias)
-    return jnp.sum(losses), options.total(inner_product(cts, tangents[:3]))
+    return jnp.sum(losses), (ct_x, None if ct_weight_t is None else ct_weight_t.T, ct_bias)
 
 
 def _losses_and_gradients(x, labels, scale, weight, bias, *, live, options):
@@ -105,6 +111,7 @@ def token_losses(x, weight, bias, labels, scale, *, options: Options):
     return _forward(x, weight, bias, labels, scale, options)[0]
 
 
+@compile_eager_calls
 def _forward(x, weight, bias, labels, scale, options):
     def chunk(_, tokens):
         x, labels, scale = tokens
@@ -122,6 +129,7 @@ def _token_losses_fwd(x, weight, bias, labels, scale, *, options):
 # The cotangent of each token is known here only, so that the gradients can't be formed in the
 # forward pass. With the normalizer, the softmax of a chunk is one exponential of its logits.
 @token_losses.def_bwd
+@compile_eager_calls
 def _token_losses_bwd(residuals, ct, *, options, perturbed: tuple[Any, ...]):
     x, weight, bias, labels, scale, normalizer = residuals
     live = [p is True for p in perturbed[:3]]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
     as_axis,
@@ -94,7 +95,12 @@ def top_k(x: ArrayLike, k: int, *, axis: int = -1, temperature: ArrayLike = 1.0)
 
 @custom_jvp
 def _threshold(x, *, k, axis):
-    """The number `t` at which the sum of `sigmoid(x - t)` is `k`, by bisection."""
+    """The number `t` at which the sum of `sigmoid(x - t)` is `k`."""
+    return _bisect(x, k, axis)
+
+
+@compile_eager_calls
+def _bisect(x, k, axis):
     n, is_finite = x.shape[axis], jnp.isfinite(x)
     lowest = jnp.min(x, axis, where=is_finite, initial=0, keepdims=True)
     largest = jnp.max(x, axis, where=is_finite, initial=0, keepdims=True)

@@ -1,5 +1,6 @@
 """Scans, recurrences and recurrent layers."""
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -46,18 +47,24 @@ def _():
     return fn, (_numbers(2), _numbers(5, 2))
 
 
+class _Elementwise(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, carry, x):
+        carry = jnp.tanh(self.w * carry + x)
+        return carry, 2 * carry
+
+
 @case("filter_scan: online")
 def _():
-    def fn(h, w):
-        step = lambda h, x: (lambda h: (h, 2 * h))(jnp.tanh(w * h + x))
-        return eqg.filter_scan(step, h, _numbers(5, 2), online=True)
-
+    fn = lambda h, w: eqg.filter_scan(_Elementwise(w), h, _numbers(5, 2), online=True)
     return fn, (_numbers(2), _numbers(2))
 
 
 @case("filter_cond")
 def _():
-    fn = lambda flag, x: eqg.filter_cond(flag, jnp.sin, lambda x: 2 * x, x)
+    double = lambda x: 2 * x
+    fn = lambda flag, x: eqg.filter_cond(flag, jnp.sin, double, x)
     return fn, (jnp.array(True), _numbers(3))
 
 

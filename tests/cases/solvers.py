@@ -18,13 +18,15 @@ def _closed_form(a, b):
 
 @case("implicit", reference=_closed_form)
 def _():
+    def step(state):
+        i, u, ab = state
+        return i + 1, u - (jnp.sinh(u) - ab) / jnp.cosh(u), ab
+
+    is_early = lambda state: state[0] < 20
+
     @eqg.implicit(_residual)
     def solve(a, b):
-        def step(state):
-            i, u = state
-            return i + 1, u - (jnp.sinh(u) - a * b) / jnp.cosh(u)
-
-        _, u = eqg.filter_while_loop(lambda state: state[0] < 20, step, (0, 0.1 * a))
+        _, u, _ = eqg.filter_while_loop(is_early, step, (0, 0.1 * a, a * b))
         return {"u": u, "v": jnp.arctanh(jnp.sum(a) * u / 8)}
 
     return solve, vectors()

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from ..._errors import rule_error, RuleError
@@ -220,11 +221,15 @@ def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
     safe = zero_safe(loss, policy=policy)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
 
-    def gradient(arrays, args, kwargs):
+    def gradient(arrays):
         return jax.grad(lambda x: safe(eqx.combine(x, rest), *args, **kwargs))(arrays)
 
+    program = jax.make_jaxpr(gradient)(arrays)
+    # What the loss closes over is an operand, as it is in the user's program.
+    run = lambda consts, values: evaluate(ClosedJaxpr(program.jaxpr, consts), values)
+    operands = list(program.consts), jax.tree.leaves(arrays)
     try:
-        grads = [fn(arrays, args, kwargs) for fn in (gradient, eqx.filter_jit(gradient))]
+        grads = [fn(*operands) for fn in (run, jax.jit(run))]
     except RuntimeError:  # of a check in the program, such as `eqx.error_if`
         return False
     return all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(grads))

@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
+from ..._jaxprs.eager_calls import call_compiled
 from ..._rules.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
 
@@ -26,7 +27,11 @@ def scan_cell(
 ) -> tuple[PyTree, PyTree]:
     """All outputs, and the last state. `output` is a function of the state, by default its
     first array."""
+    options = reverse, checkpoint
+    return call_compiled(_scan_cell, (cell, output), xs, state, valid, *options)
 
+
+def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
     def step(state, inputs):
         x, valid = inputs
         new = jax.vmap(lambda x, s: cell(x, s))(x, state)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
+from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -41,6 +42,7 @@ def gru(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
     return _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, "states")[:2]
 
 
+@compile_eager_calls
 def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
     w_in, w_state = w_in.T, w_state.T
     products = lambda x: split_gates(matmul_steps(x, w_in, bias), 3)
@@ -107,6 +109,7 @@ def gru_fwd(w_in, w_state, bias, bias_n, xs, h, valid, *, reverse, keep):
 # loop (`is_small`). Then the gradients of weights and inputs are again one matrix product for
 # all steps of the chunk.
 @gru.def_bwd(symbolic_zeros=True)
+@compile_eager_calls
 def gru_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, bias_n, xs, h_first, valid, hs, gates = residuals
     ct_hs, ct_last = cts

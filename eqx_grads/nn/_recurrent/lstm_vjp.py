@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
+from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -41,6 +42,7 @@ def lstm(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
     return hs, last
 
 
+@compile_eager_calls
 def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
     w_in, w_state = w_in.T, w_state.T
     length = forward_chunk(xs, state[0].shape[1])
@@ -115,6 +117,7 @@ def lstm_fwd(w_in, w_state, bias, xs, state, valid, *, reverse, keep):
 # and d, with one matrix product for each step, and the factors, as in `gru_vjp.py`. Then the
 # gradients of weights and inputs are one matrix product for all steps of the chunk.
 @lstm.def_bwd(symbolic_zeros=True)
+@compile_eager_calls
 def lstm_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, xs, first, valid, hs, (cs, *gates) = residuals
     ct_hs, (ct_h, ct_c) = cts

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
+from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -34,6 +35,7 @@ def projected_lstm(w_in, w_state, bias, w_out, xs, state, valid, *, reverse):
     return hs, last
 
 
+@compile_eager_calls
 def _forward(w_in, w_state, bias, w_out, xs, state, valid, reverse):
     w_in, w_state, w_out = w_in.T, w_state.T, w_out.T
 
@@ -81,6 +83,7 @@ def projected_lstm_fwd(w_in, w_state, bias, w_out, xs, state, valid, *, reverse)
 # in place of d_h. The gradient of P is the sum over the steps of the outer products of d_h
 # and m.
 @projected_lstm.def_bwd(symbolic_zeros=True)
+@compile_eager_calls
 def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
     w_in, w_state, bias, w_out, xs, first, valid, hs, (cs, gates) = residuals
     ct_hs, (ct_h, ct_c) = cts

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
+from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,
@@ -31,6 +32,11 @@ _SLOPES = {"tanh": lambda h: 1 - h * h, "relu": lambda h: (h > 0).astype(h.dtype
 @custom_vjp
 def rnn(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
     """All states, `(time, batch, hidden)`, and the last one. Arguments as in `gru`."""
+    return _forward(w_in, w_state, bias, xs, h, valid, reverse, activation)
+
+
+@compile_eager_calls
+def _forward(w_in, w_state, bias, xs, h, valid, reverse, activation):
     w_in, w_state = w_in.T, w_state.T
     length = forward_chunk(xs, h.shape[1])
 
@@ -72,6 +78,7 @@ def rnn_fwd(w_in, w_state, bias, xs, h, valid, *, reverse, activation):
 # The slope s is a function of h' for either phi: 1 - h'² and h' > 0. So the states are the only
 # residuals of the recurrence.
 @rnn.def_bwd(symbolic_zeros=True)
+@compile_eager_calls
 def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
     w_in, w_state, bias, xs, h_first, valid, hs = residuals
     ct_hs, ct_last = cts

@@ -16,6 +16,7 @@ from jax import Array
 
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
+from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from ...surrogates import spike
 from .._recurrent.chunked_matmuls import (
@@ -55,6 +56,7 @@ def spiking(w_in, bias, w_state, dynamics, xs, state, valid, *, reverse, keep):
     return ys, last
 
 
+@compile_eager_calls
 def _forward(w_in, bias, w_state, dynamics, xs, state, valid, reverse, keep):
     """The outputs and, if they are kept, the potentials of all steps; the rest of the states
     before each chunk; the last state."""
@@ -129,6 +131,7 @@ def spiking_fwd(w_in, bias, w_state, dynamics, xs, state, valid, *, reverse, kee
 # Then a loop over the steps computes I, and S, U and A if they are needed. Then the gradients
 # of weights, inputs and constants are one matrix product, or one sum, for the chunk.
 @spiking.def_bwd(symbolic_zeros=True)
+@compile_eager_calls
 def spiking_bwd(residuals, cts, *, reverse, perturbed):
     w_in, bias, w_state, dynamics, xs, first, valid, ys, membranes, entries = residuals
     ct_ys, ct_last = cts
