@@ -129,6 +129,9 @@ def pairwise_distance(
 def _distance(x, y, *, ord, is_self):
     differences = in_single(x) - in_single(y)
     # A point does not move away from itself.
-    others = ~jnp.eye(x.shape[-2], dtype=bool)[..., None] if is_self else None
+    others = None
+    if is_self:
+        others = ~jnp.eye(x.shape[-2], dtype=bool)[..., None]
+        others = jnp.broadcast_to(others, (*x.shape[:-1], 1))
     norms = norm_of(differences, others, ord=ord, axes=(x.ndim - 1,), keepdims=False)
     return norms.astype(jnp.finfo(x.dtype).dtype)

@@ -36,7 +36,7 @@ def _inverse_jvp(primals, tangents):
 @jax.jit
 def quotient(x, y):
     """`x / y`, and zero where `y` is, or where `x` is infinite."""
-    return jnp.where((y == 0) | jnp.isinf(x), 0, x / y)
+    return jnp.where(jnp.isinf(x), 0, x / jnp.where(y == 0, jnp.inf, y))
 
 
 @quotient.def_jvp(symbolic_zeros=True)

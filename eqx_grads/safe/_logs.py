@@ -3,7 +3,6 @@ products with them."""
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.special as jsp
 from jaxtyping import Array, ArrayLike
 
 from .._rules.elementwise import elementwise
@@ -117,7 +116,17 @@ def _ratio_to(divisor, is_pole, x, y):
     return corner(slope, is_pole & (x != 0), y)
 
 
-_xlogy = elementwise(jsp.xlogy, (_log_of_second, _ratio))
+def _times_log(log):
+    """`x * log(y)`, and zero where `x` is. No zero is multiplied by an infinity on the way."""
+
+    def value(x, y):
+        is_zero = x == 0
+        return jnp.where(is_zero, 0, x * log(jnp.where(is_zero, 1, y)))
+
+    return jax.jit(value)
+
+
+_xlogy = elementwise(_times_log(jnp.log), (_log_of_second, _ratio))
 
 
 def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
@@ -182,7 +191,7 @@ def _ratio_to_one_more(out, x, y):
     return _ratio_to(positive(1 + y), y == -1, x, y)
 
 
-_xlog1py = elementwise(jsp.xlog1py, (_log1p_of_second, _ratio_to_one_more))
+_xlog1py = elementwise(_times_log(jnp.log1p), (_log1p_of_second, _ratio_to_one_more))
 
 
 def log_cosh(x: ArrayLike) -> Array:

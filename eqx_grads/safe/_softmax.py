@@ -4,7 +4,6 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import entr
 from jaxtyping import Array, ArrayLike, Float
 
 from .._rules.custom_jvp import custom_jvp
@@ -218,4 +217,9 @@ def _entr_derivative(out, p):
     return corner(slope, p == 0, p)
 
 
-_entr = elementwise(entr, _entr_derivative)
+def _entr_value(p):
+    # `jax.scipy.special.entr` multiplies zero by minus infinity on the way.
+    return jnp.where(p < 0, -jnp.inf, -p * jnp.log(jnp.where(p <= 0, 1, p)))
+
+
+_entr = elementwise(_entr_value, _entr_derivative)
