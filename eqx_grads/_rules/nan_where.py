@@ -1,6 +1,7 @@
 """A NaN at some elements, that no eager operation makes at the others."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, ArrayLike
 
 
@@ -11,4 +12,4 @@ def nan_where(is_nan: ArrayLike, x: Array) -> Array:
     `jax.debug_nans` stops there, even if none is selected. Here `sqrt` makes the NaN, at the
     selected elements only.
     """
-    return jnp.where(is_nan, jnp.sqrt(jnp.where(is_nan, -1, 0).astype(x.dtype)), x)
+    return jnp.where(is_nan, lax.sqrt(jnp.where(is_nan, -1, 0).astype(x.dtype)), x)
