@@ -2,6 +2,7 @@
 
 import functools as ft
 import io
+import itertools
 import traceback
 
 import equinox as eqx
@@ -1189,3 +1190,17 @@ def test_errors_of_two_quantizers_before_training(bits, low, high):
             error = lambda q, x=x: jnp.linalg.norm(q.fit(x)(x) - x)
             ratios.append(error(nn.FakeQuantize(bits, learn_scale=True)) / error(nn.LSQ(bits)))
         assert low <= np.mean(np.array(ratios)) <= high
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_scale_of_lsq_is_in_range(dtype):
+    """Where the numbers are the largest of the dtype, their sum and the scale are larger."""
+    largest = float(jnp.finfo(dtype).max)
+    for bits, size in itertools.product((2, 4, 8), (1.0, largest)):
+        x = jnp.full((3, 1000), size, dtype)
+        expected = min(2 * size / (2 ** (bits - 1) - 1) ** 0.5, largest)
+        for options in ({}, {"channel_axis": 0}):
+            scale = nn.LSQ(bits, **options).fit(x).scale
+            assert scale.dtype == dtype
+            scale = np.asarray(scale.astype(jnp.float32), np.float64)
+            np.testing.assert_allclose(scale, expected, rtol=4 * float(jnp.finfo(dtype).eps))

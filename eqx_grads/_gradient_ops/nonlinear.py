@@ -16,6 +16,7 @@ from jaxtyping import ArrayLike, PRNGKeyArray, PyTree
 from .._errors import rule_error
 from .._rules.custom_vjp import custom_vjp
 from .._rules.float_args import as_dtype, check_key, check_nonnegative_number, check_positive
+from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
 from ..tangents import scale
@@ -482,7 +483,10 @@ def _round_to(dtype, x):
         rounded = jnp.where(subnormal, jnp.round(wide / step) * step, rounded)
     if target.maxexp <= source.maxexp:
         has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))
-        overflow = jnp.copysign(jnp.inf, wide) if has_infinity else jnp.nan
-        rounded = jnp.where(jnp.abs(rounded) > float(target.max), overflow, rounded)
+        overflows = jnp.abs(rounded) > float(target.max)
+        if has_infinity:
+            rounded = jnp.where(overflows, jnp.copysign(jnp.inf, wide), rounded)
+        else:
+            rounded = nan_where(overflows, rounded)
     rounded = rounded.astype(x.dtype)
     return replace_gradient(rounded, x)

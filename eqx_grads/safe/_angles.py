@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
+from ._corner import corner
 from ._dtypes import apply
 from ._inverse import inverse
 
@@ -98,24 +99,28 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
 
 def _cosine(out, x, y):
     del out
-    return _direction(x, y)[0]
+    return _at_origin(_direction(x, y)[0], x, y)
 
 
 def _sine(out, x, y):
     del out
-    return _direction(x, y)[1]
+    return _at_origin(_direction(x, y)[1], x, y)
 
 
 @jax.jit
 def _cosine_per_length(out, y, x):
     del out
-    return _direction(x, y)[0] * inverse(_hypot(x, y))
+    return _at_origin(_direction(x, y)[0] * inverse(_hypot(x, y)), x, y)
 
 
 @jax.jit
 def _minus_sine_per_length(out, y, x):
     del out
-    return -_direction(x, y)[1] * inverse(_hypot(x, y))
+    return _at_origin(-_direction(x, y)[1] * inverse(_hypot(x, y)), x, y)
+
+
+def _at_origin(slope, x, y):
+    return corner(slope, (x == 0) & (y == 0), x, y)
 
 
 _hypot = elementwise(jnp.hypot, (_cosine, _sine))
@@ -241,12 +246,11 @@ def _slope_of_slope(out, x):
 
 def _arcsin_slope(out, x):
     del out
-    return _slope(x)
+    return corner(_slope(x), jnp.abs(x) == 1, x)
 
 
 def _arccos_slope(out, x):
-    del out
-    return -_slope(x)
+    return -_arcsin_slope(out, x)
 
 
 _slope = elementwise(_slope_value, _slope_of_slope)

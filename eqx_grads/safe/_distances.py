@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact
 from .._errors import rule_error, type_of
 from .._tangent_spaces import promote
 from ._dtypes import broadcast, real_arrays
-from ._norms import check_order, norm, normalize
+from ._norms import check_order, norm_of, normalize
 from ._reduction_arguments import as_inexact, axes_of, Axis, in_single
 
 
@@ -109,8 +109,9 @@ def pairwise_distance(
 
     [`eqx_grads.RuleError`][] if the points have different dimensions, or for another `ord`.
     """
+    is_self = y is None or y is x
     x = as_inexact("pairwise_distance", x)
-    y = x if y is None else as_inexact("pairwise_distance", y, "y")
+    y = x if is_self else as_inexact("pairwise_distance", y, "y")
     if min(x.ndim, y.ndim) < 2 or x.shape[-1] != y.shape[-1]:
         raise rule_error(
             "`safe.pairwise_distance` was not given points of one dimension.",
@@ -120,10 +121,17 @@ def pairwise_distance(
     check_order("pairwise_distance", ord)
     dtype = promote([x, y])
     pairs = [x.astype(dtype)[..., :, None, :], y.astype(dtype)[..., None, :, :]]
-    return _distance(*broadcast("pairwise_distance", {"x": x, "y": y}, pairs), ord=ord)
+    pairs = broadcast("pairwise_distance", {"x": x, "y": y}, pairs)
+    return _distance(*pairs, ord=ord, is_self=is_self)
 
 
-@ft.partial(jax.jit, static_argnames=("ord",))
-def _distance(x, y, *, ord):
+@ft.partial(jax.jit, static_argnames=("ord", "is_self"))
+def _distance(x, y, *, ord, is_self):
     differences = in_single(x) - in_single(y)
-    return norm(differences, ord, axis=-1).astype(jnp.finfo(x.dtype).dtype)
+    # A point does not move away from itself.
+    others = None
+    if is_self:
+        others = ~jnp.eye(x.shape[-2], dtype=bool)[..., None]
+        others = jnp.broadcast_to(others, (*x.shape[:-1], 1))
+    norms = norm_of(differences, others, ord=ord, axes=(x.ndim - 1,), keepdims=False)
+    return norms.astype(jnp.finfo(x.dtype).dtype)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._rules.custom_jvp import custom_jvp
 from ..tangents import add, neg, scale
+from ._corner import corner
 
 
 def positive(x):
@@ -35,7 +36,7 @@ def _inverse_jvp(primals, tangents):
 @jax.jit
 def quotient(x, y):
     """`x / y`, and zero where `y` is, or where `x` is infinite."""
-    return jnp.where((y == 0) | jnp.isinf(x), 0, x / y)
+    return jnp.where(jnp.isinf(x), 0, x / jnp.where(y == 0, jnp.inf, y))
 
 
 @quotient.def_jvp(symbolic_zeros=True)
@@ -47,6 +48,6 @@ def quotient_jvp(out, primals, tangents):
     """`out`, and its tangent, which is zero at a pole and where `x` is infinite."""
     x, y = primals
     t_x, t_y = tangents
-    r = inverse(y)
-    ratio = jnp.where((y == 0) | jnp.isinf(x), 0, out)
+    r = corner(inverse(y), y == 0, y)
+    ratio = corner(jnp.where((y == 0) | jnp.isinf(x), 0, out), y == 0, x)
     return out, scale(add(t_x, neg(scale(t_y, ratio))), r)

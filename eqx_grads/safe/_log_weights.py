@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._rules.custom_jvp import custom_jvp
+from ._corner import corner
 
 
 @custom_jvp
@@ -42,9 +43,19 @@ def _log_weights_jvp(primals, tangents, *, axes):
     if b is None:
         t_terms = q * t_a
     else:
-        t_terms = jnp.where(b == 0, 0, b * q) * t_a + q * t_b
+        weights = _without_derivative_at_zero(q, sign, a, b, axes)
+        t_terms = jnp.where(b == 0, 0, b * weights) * t_a + weights * t_b
     t_y = jnp.sum(t_terms, axes, keepdims=True)
     return (y, sign, q), (t_y, None, q * (t_a - t_y))
+
+
+def _without_derivative_at_zero(q, sign, a, b, axes):
+    """The weights, where terms of a sum cancel, or the factors of all are zero."""
+    is_term = a != -jnp.inf
+    is_pole = lambda terms: (sign == 0) & jnp.any(terms, axes, keepdims=True)
+    # A tangent of minus infinity may be infinite, too.
+    q = corner(q, is_pole(is_term & (b != 0)), jnp.where(is_term, a, 0), axes=axes)
+    return corner(q, is_pole(is_term), b, axes=axes)
 
 
 def shift(a, largest):

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.elementwise import elementwise
+from ._corner import corner
 from ._inverse import inverse, positive
 
 
 @jax.jit
 def _logarithm_slope(out, x):
     del out
-    return inverse(positive(x))
+    return corner(inverse(positive(x)), x == 0, x)
 
 
 logarithm = elementwise(jnp.log, _logarithm_slope)

@@ -3,10 +3,11 @@ products with them."""
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.special as jsp
 from jaxtyping import Array, ArrayLike
 
 from .._rules.elementwise import elementwise
+from .._rules.nan_where import nan_where
+from ._corner import corner
 from ._dtypes import apply
 from ._inverse import inverse, positive, quotient
 from ._logarithm import finite_logarithm, logarithm
@@ -100,16 +101,32 @@ def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
 @jax.jit
 def _log_of_second(out, x, y):
     del out, x
-    return finite_logarithm(y)
+    return corner(finite_logarithm(y), y == 0, y)
 
 
 @jax.jit
 def _ratio(out, x, y):
     del out
-    return quotient(x, positive(y))
+    return _ratio_to(positive(y), y == 0, x, y)
 
 
-_xlogy = elementwise(jsp.xlogy, (_log_of_second, _ratio))
+def _ratio_to(divisor, is_pole, x, y):
+    slope = corner(quotient(x, divisor), is_pole, x)
+    # Of zero times a logarithm, all derivatives by `y` are zero.
+    return corner(slope, is_pole & (x != 0), y)
+
+
+def _times_log(log):
+    """`x * log(y)`, and zero where `x` is. No zero is multiplied by an infinity on the way."""
+
+    def value(x, y):
+        is_zero = x == 0
+        return jnp.where(is_zero, 0, x * log(jnp.where(is_zero, 1, y)))
+
+    return jax.jit(value)
+
+
+_xlogy = elementwise(_times_log(jnp.log), (_log_of_second, _ratio))
 
 
 def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
@@ -155,7 +172,7 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
 @jax.jit
 def _log1p_slope(out, x):
     del out
-    return inverse(positive(1 + x))
+    return corner(inverse(positive(1 + x)), x == -1, x)
 
 
 _log1p = elementwise(jnp.log1p, _log1p_slope)
@@ -164,16 +181,17 @@ _log1p = elementwise(jnp.log1p, _log1p_slope)
 @jax.jit
 def _log1p_of_second(out, x, y):
     del out, x
-    return jnp.where((y <= -1) | (y == jnp.inf), 0, _log1p(y))
+    slope = jnp.where((y <= -1) | (y == jnp.inf), 0, _log1p(y))
+    return corner(slope, y == -1, y)
 
 
 @jax.jit
 def _ratio_to_one_more(out, x, y):
     del out
-    return quotient(x, positive(1 + y))
+    return _ratio_to(positive(1 + y), y == -1, x, y)
 
 
-_xlog1py = elementwise(jsp.xlog1py, (_log1p_of_second, _ratio_to_one_more))
+_xlog1py = elementwise(_times_log(jnp.log1p), (_log1p_of_second, _ratio_to_one_more))
 
 
 def log_cosh(x: ArrayLike) -> Array:
@@ -315,7 +333,7 @@ def _log_one_minus_exp(x):
     """`log(1 - exp(-x))`."""
     # As minus the logarithm of the reciprocal, `1 + 1 / (exp(x) - 1)`: it keeps a small and a
     # large exponential. Below zero the quotient may be rounded to -1.
-    return jnp.where(x < 0, jnp.nan, -jnp.log1p(1 / jnp.expm1(x)))
+    return nan_where(x < 0, -jnp.log1p(1 / jnp.expm1(x)))
 
 
 def _log_expm1_value(x):
@@ -334,7 +352,7 @@ def _weight_slope(out, x):
 
 def _weight_of(out, x):
     del out
-    return _weight(x)
+    return corner(_weight(x), x == 0, x)
 
 
 _log_expm1 = elementwise(jax.jit(_log_expm1_value), _weight_of)
@@ -400,14 +418,19 @@ def _gap(x, y):
 @jax.jit
 def _weight_of_first(out, x, y):
     del out
-    return jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y)))
+    weight = jnp.where(jnp.isneginf(x), 0, _weight(_gap(x, y)))
+    return _at_equal(weight, x, y)
 
 
 @jax.jit
 def _weight_of_second(out, x, y):
     del out
     gap = _gap(x, y)
-    return -jnp.exp(-positive(gap)) * _weight(gap)
+    return _at_equal(-jnp.exp(-positive(gap)) * _weight(gap), x, y)
+
+
+def _at_equal(slope, x, y):
+    return corner(slope, (x == y) & jnp.isfinite(x), x, y)
 
 
 _log_sub_exp = elementwise(jax.jit(_log_sub_exp_value), (_weight_of_first, _weight_of_second))

@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from .._errors import check_flags, rule_error, type_of
 from .._rules.custom_jvp import custom_jvp
+from .._rules.nan_where import nan_where
 from .._tangent_spaces import broadcasts_to
 from ._dtypes import apply, real_arrays
 from ._log_weights import log_weights
@@ -135,7 +136,7 @@ def _logsumexp(a, b, mask, *, axes, keepdims, signed):
         b = None if b is None else jnp.where(mask, b, 0)
     out, sign, _ = log_weights(x, b, axes=axes)
     if not signed:
-        out = jnp.where(sign < 0, jnp.nan, out)
+        out = nan_where(sign < 0, out)
     return tuple(squeeze(y, axes, keepdims).astype(a.dtype) for y in (out, sign))
 
 

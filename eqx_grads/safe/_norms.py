@@ -11,6 +11,9 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact
 
 from .._errors import check_flags, rule_error, type_of
+from .._rules.custom_jvp import custom_jvp
+from .._rules.elementwise import elementwise
+from ._corner import corner
 from ._polar import as_pairs, polar
 from ._reduction_arguments import as_inexact, axes_of, Axis, in_single, squeeze
 
@@ -85,7 +88,8 @@ def norm(
             do="For the norm of all the elements, leave out `ord`, or reshape `x` to a vector. "
             "For norms of rows, pass `axis=-1`.",
         )
-    return _norm(x, ord=2 if ord is None else ord, axes=axes, keepdims=keepdims)
+    ord = 2 if ord is None else ord
+    return norm_of(x, None, ord=ord, axes=axes, keepdims=keepdims)
 
 
 def check_order(name: str, ord: Any) -> None:
@@ -99,24 +103,53 @@ def check_order(name: str, ord: Any) -> None:
 
 
 @ft.partial(jax.jit, static_argnames=("ord", "axes", "keepdims"))
-def _norm(x, *, ord, axes, keepdims):
+def norm_of(x, mask, *, ord, axes, keepdims):
+    """The norm. The elements that a `mask` leaves out are zero, and constant."""
     y = in_single(x)
     if ord == 2:
         y, pair = (as_pairs(y), (y.ndim,)) if jnp.iscomplexobj(y) else (y, ())
-        out = jnp.squeeze(polar(y, None, 1.0, axes=axes + pair, center=None)[0], pair)
+        mask = mask[..., None] if pair and mask is not None else mask
+        out = jnp.squeeze(polar(y, mask, 1.0, axes=axes + pair, center=None)[0], pair)
     elif ord == 1:
-        out = jnp.sum(_magnitude(y), axes, keepdims=True)
+        out = jnp.sum(_magnitude(y, mask), axes, keepdims=True)
     else:
-        out = jnp.max(_magnitude(y), axes, keepdims=True, initial=0.0)
+        out = _largest(_magnitude(y, mask), mask, axes=axes)
     dtype = jnp.finfo(x.dtype).dtype
     return squeeze(out, axes, keepdims).astype(dtype)
 
 
-def _magnitude(x):
+def _magnitude(x, mask):
     """The absolute value, with the derivative zero at zero."""
     if jnp.iscomplexobj(x):
-        return jnp.squeeze(polar(as_pairs(x), None, 1.0, axes=(x.ndim,), center=None)[0], -1)
-    return x * lax.stop_gradient(jnp.sign(x))
+        return norm_of(x[..., None], mask, ord=2, axes=(x.ndim,), keepdims=False)
+    return _abs(x, True if mask is None else mask)
+
+
+def _abs_slope(out, x, mask):
+    del out
+    return corner(jnp.sign(x), (x == 0) & mask, x)
+
+
+_abs = elementwise(lambda x, mask: jnp.abs(x), (_abs_slope, None))
+
+
+@custom_jvp
+def _largest(x, mask, *, axes):
+    """The largest of magnitudes, with the mean of the derivatives of equal ones."""
+    del mask
+    return jnp.max(x, axes, keepdims=True, initial=0.0)
+
+
+@_largest.def_jvp
+def _largest_jvp(primals, tangents, *, axes):
+    x, mask = primals
+    out = _largest(x, mask, axes=axes)
+    is_largest = x == out
+    count = jnp.sum(is_largest, axes, keepdims=True)
+    share = is_largest.astype(x.dtype) / count.astype(x.dtype)
+    is_tie = is_largest & (count > 1) & (True if mask is None else mask)
+    share = corner(share, is_tie, x, axes=axes)
+    return out, jnp.sum(share * tangents[0], axes, keepdims=True)
 
 
 def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:

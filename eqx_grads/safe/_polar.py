@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._rules.custom_jvp import custom_jvp
+from ._corner import corner
 from ._inverse import inverse
 
 
@@ -12,15 +13,16 @@ from ._inverse import inverse
 def polar(x, mask, factor, *, axes, center):
     r"""`factor * ‖x‖` and `x / ‖x‖`, which is zero where `x` is zero; the axes are kept.
 
-    `x` is real. The mean over the axes `center` is subtracted before, if they are given; `mask`
-    says which elements take part in it. The others have to be zero. `mask` and `factor` are
-    constants.
+    `x` is real. The mean over the axes `center` is subtracted before, if they are given. `mask`
+    says which elements take part in it, or, without, which are not constant. The others have to
+    be zero. `mask` and `factor` are constants.
 
     **Derivative:**
 
     With $u$ for the direction, $n$ for the norm and $P$ for the subtraction of the mean,
     $\dot n = u^\top \dot x$ and $\dot u = (P \dot x - u \dot n) / n$. Both formulas are made of
-    what the function returns, so that they hold at all orders. Both are zero at zero.
+    what the function returns, so that they hold at all orders. Both are zero at zero, where
+    they have no derivative.
     """
     largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0.0)
     scale = _power_of_two(largest)
@@ -41,12 +43,21 @@ def _polar_jvp(primals, tangents, *, axes, center):
     x, mask, factor = primals
     t_x, _, _ = tangents
     n, u = polar(x, mask, factor, axes=axes, center=center)
+    is_corner = (n == 0) & _can_change(mask, axes, center)
+    at_zero = lambda slope: corner(slope, is_corner, x, axes=axes)
     # The mean need not be subtracted here: the sum of the directions is zero.
-    t_n = jnp.sum(u * t_x, axes, keepdims=True)
+    t_n = jnp.sum(at_zero(u) * t_x, axes, keepdims=True)
     if center is not None:
         t_x = _minus_mean(t_x, mask, center)
     # Not as a quotient, whose derivative has the square of the norm: that may be out of range.
-    return (n, u), (factor * t_n, (t_x - u * t_n) * inverse(n / factor))
+    return (n, u), (factor * t_n, (t_x - u * t_n) * at_zero(inverse(n / factor)))
+
+
+def _can_change(mask, axes, center):
+    if center is None:
+        return True if mask is None else jnp.any(mask, axes, keepdims=True)
+    # One number is equal to its mean, whatever it is.
+    return jnp.any(jnp.sum(mask, center, keepdims=True) > 1, axes, keepdims=True)
 
 
 def _power_of_two(x):

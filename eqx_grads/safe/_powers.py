@@ -8,6 +8,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
+from ._corner import corner
 from ._dtypes import apply
 from ._inverse import inverse, quotient, quotient_jvp
 from ._logarithm import finite_logarithm
@@ -59,7 +60,7 @@ def sqrt(x: ArrayLike) -> Array:
 
 @jax.jit
 def _square_root_slope(out, x):
-    return 0.5 * inverse(jnp.where(x <= 0, 0, out))
+    return corner(0.5 * inverse(jnp.where(x <= 0, 0, out)), x == 0, x)
 
 
 square_root = elementwise(jnp.sqrt, _square_root_slope)
@@ -112,9 +113,9 @@ def _reciprocal(x):
 
 @_reciprocal.def_jvp
 def _reciprocal_jvp(primals, tangents):
-    r = inverse(*primals)
-    (t_x,) = tangents
-    return _reciprocal(*primals), -(r * t_x) * r
+    (x,), (t_x,) = primals, tangents
+    r = corner(inverse(x), x == 0, x)
+    return _reciprocal(x), -(r * t_x) * r
 
 
 def divide(x: ArrayLike, y: ArrayLike) -> Array:
@@ -226,12 +227,14 @@ def power(x: ArrayLike, y: ArrayLike) -> Array:
 @jax.jit
 def _base_slope(out, x, y):
     del out
-    return _derivative(x, y, order=1)
+    return _slope(x, y, order=1)
 
 
 @jax.jit
 def _exponent_slope(out, x, y):
-    return jnp.where(_is_without_log(x, y), 0, out) * finite_logarithm(x)
+    slope = jnp.where(_is_without_log(x, y), 0, out) * finite_logarithm(x)
+    slope = corner(slope, (x == 0) & (y <= 1), x)
+    return corner(slope, (x == 0) & (y <= 0), y)
 
 
 def _is_without_log(x, y):
@@ -259,7 +262,14 @@ def _derivative_value(x, y, *, order):
 
 def _in_base(out, x, y, *, order):
     del out
-    return _derivative(x, y, order=order + 1)
+    return _slope(x, y, order=order + 1)
+
+
+def _slope(x, y, *, order):
+    is_polynomial = (y >= 0) & (jnp.floor(y) == y)
+    slope = _derivative(x, y, order=order)
+    slope = corner(slope, (x == 0) & (y < order + 1) & ~is_polynomial, x)
+    return corner(slope, (x == 0) & (y <= order), y)
 
 
 @ft.partial(jax.jit, static_argnames="order")

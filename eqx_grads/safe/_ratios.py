@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._rules.elementwise import elementwise
+from ._corner import corner
 from ._dtypes import apply
 
 
@@ -252,7 +253,8 @@ def _atanh_ratio(w, first=0):
 @jax.jit
 def _log1p_ratio_slope(out, x):
     del out
-    return _near_zero(_log1p_ratio_series, _log1p_ratio_closed, x, -0.5, -1)
+    slope = _near_zero(_log1p_ratio_series, _log1p_ratio_closed, x, -0.5, -1)
+    return corner(slope, x == -1, x)
 
 
 def _log1p_ratio_series(x):

@@ -4,11 +4,11 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import entr
 from jaxtyping import Array, ArrayLike, Float
 
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
+from ._corner import corner
 from ._dtypes import real_arrays
 from ._log_weights import log_weights, shift
 from ._reduction_arguments import as_mask, axes_of, Axis, in_single
@@ -206,14 +206,20 @@ def entropy(
 @ft.partial(jax.jit, static_argnames=("axes",))
 def _entropy(p, mask, *, axes):
     x = in_single(p)
-    x = x if mask is None else jnp.where(mask, x, 0)
+    x = x if mask is None else jnp.where(mask, x, 1)
     return jnp.sum(_entr(x), axes).astype(p.dtype)
 
 
 def _entr_derivative(out, p):
     del out
     is_possible = ~(p <= 0)
-    return jnp.where(is_possible, -jnp.log(jnp.where(is_possible, p, 1)) - 1, 0)
+    slope = jnp.where(is_possible, -jnp.log(jnp.where(is_possible, p, 1)) - 1, 0)
+    return corner(slope, p == 0, p)
 
 
-_entr = elementwise(entr, _entr_derivative)
+def _entr_value(p):
+    # `jax.scipy.special.entr` multiplies zero by minus infinity on the way.
+    return jnp.where(p < 0, -jnp.inf, -p * jnp.log(jnp.where(p <= 0, 1, p)))
+
+
+_entr = elementwise(_entr_value, _entr_derivative)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from .._errors import check_flags, rule_error, type_of
+from .._rules.nan_where import nan_where
 from ._polar import as_pairs, polar
 from ._reduction_arguments import as_inexact, as_mask, axes_of, Axis, in_single, squeeze
 
@@ -92,5 +93,5 @@ def _std(x, mask, *, axes, ddof, keepdims):
         mask = jnp.broadcast_to(mask[..., None], y.shape)
     factor = jax.lax.rsqrt(jnp.where(divisor > 0, divisor, 1))
     out, _ = polar(y, mask, factor, axes=axes + pair, center=axes)
-    out = jnp.squeeze(jnp.where(divisor > 0, out, jnp.nan), pair)
+    out = jnp.squeeze(nan_where(divisor <= 0, out), pair)
     return squeeze(out, axes, keepdims).astype(jnp.finfo(x.dtype).dtype)

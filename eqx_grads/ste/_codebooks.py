@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike
 from .._errors import rule_error, type_of
 from .._rules.explicit_sharding import rows
 from .._rules.float_args import as_dtype, as_floats, as_levels, widen
+from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
 from ._sign_and_step import nan_along
 
@@ -87,7 +88,7 @@ def vector_quantize(z: ArrayLike, codebook: ArrayLike) -> tuple[Array, Array]:
         )
     index = _nearest(jax.lax.stop_gradient(z), jax.lax.stop_gradient(codebook))
     entries = rows(jax.lax.stop_gradient(codebook), index).astype(z.dtype)
-    entries = jnp.where(jnp.any(jnp.isnan(codebook)), jnp.nan, nan_along(z, -1, entries))
+    entries = nan_where(jnp.any(jnp.isnan(codebook)), nan_along(z, -1, entries))
     return replace_gradient(entries, z), index
 
 

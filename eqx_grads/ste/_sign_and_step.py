@@ -21,6 +21,7 @@ from .._rules.float_args import (
     map_floats,
     widen,
 )
+from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
 from ._wrap import Backward, wrap
 
@@ -385,4 +386,4 @@ def one_hot_of_largest(x: Array, like: Array, axis: int) -> Array:
 
 def nan_along(x: Array, axis: int, out: Array) -> Array:
     """`out`, and NaN along an axis of `x` with a NaN: an index would hide it."""
-    return jnp.where(jnp.any(jnp.isnan(x), axis, keepdims=True), jnp.nan, out)
+    return nan_where(jnp.any(jnp.isnan(x), axis, keepdims=True), out)

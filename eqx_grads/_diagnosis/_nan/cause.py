@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.elementwise import ELEMENTWISE
+from ...safe._corner import SCOPE
 from ..origins import Origin
 from .cures import (
     DEAD_BRANCH,
@@ -458,8 +459,20 @@ def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False
         return Cause(source.kind, None, None, source, forward=forward)
     origin = derivative.origin(source.frame.node, source.position)
     is_log_determinant = origin is not None and origin.primitive in LOG_DETERMINANTS
-    kind = SINGULARITY if is_log_determinant else _kind_of_source(source)
+    is_singular = is_log_determinant or is_corner(derivative, source)
+    kind = SINGULARITY if is_singular else _kind_of_source(source)
     return Cause(kind, origin, source, source, forward=forward)
+
+
+def is_corner(derivative: Derivative, source: Spot | Input | None) -> bool:
+    """Whether an equation makes the NaN that is the second derivative of a function of
+    `eqx_grads.safe` at a kink or a pole."""
+    if not isinstance(source, Spot) or source.eqn.primitive.name != "sqrt":
+        return False
+    # In the loss, or in the derivative of the loss.
+    origin = derivative.origin(source.frame.node, source.position)
+    eqns = [source.eqn] if origin is None else [source.eqn, origin.eqn]
+    return any(SCOPE in str(eqn.source_info.name_stack) for eqn in eqns)
 
 
 # Infinite at a point where the operand is finite.

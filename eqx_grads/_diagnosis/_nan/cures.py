@@ -313,11 +313,19 @@ _IN_A_RULE = (
 )
 _OF_RULES = {SINGULARITY: _IN_A_RULE % "infinite", INDETERMINATE: _IN_A_RULE % "not defined"}
 
-# Of a function with the derivative zero, in a derivative that the loss takes.
-SECOND_IS_ZERO = (
-    " Its second derivative is zero there, too. If what the loss computes from it is smooth "
-    "there, as `norm(x)**2` is, that is wrong: compute it without (`jnp.sum(x**2)`), or write "
-    "a rule for it."
+# Of a function with the derivative zero at a kink, in a derivative that the loss takes.
+NO_SECOND = (
+    " Its second derivative is NaN there. If what the loss computes from it is smooth there, "
+    "as `norm(x)**2` is, compute it without (`jnp.sum(x**2)`), or write a rule for it."
+)
+
+# Of such a function of `eqg.safe`, where the second derivative is NaN.
+_AT_A_CORNER = (
+    "`{function}` has a kink or a pole there: its first derivative is a convention, and its "
+    "second one does not exist. If a mask drops the element, mask the argument as well: "
+    "`eqg.safe.where(ok, f, x, other)`, with `{function}` in `f`. If what is computed from it "
+    "is smooth there, as `norm(x)**2` is, compute it without: `jnp.sum(x**2)`. The docs have "
+    "kernels of a distance, in `recipes/nan-and-zero`."
 )
 
 # Of what is not finite in a derivative that the loss takes itself, such as a force.
@@ -393,6 +401,11 @@ def cure_of(
     safe = _SAFE.get(primitive)
     safe = f"`eqg.safe.{safe}`" if safe else "a function of `eqg.safe`"
     return text.format(op=primitive, mask=mask, safe=safe)
+
+
+def cure_at_corner(function: str) -> str:
+    """What to do where a function of `eqg.safe` has no second derivative."""
+    return _AT_A_CORNER.format(function=function)
 
 
 def cure_of_rule(kind: str, primitive: str) -> str:

@@ -7,10 +7,11 @@ import numpy as np
 
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.structure import CallWithRule, structure
-from ..source_lines import UNKNOWN
+from ..source_lines import safe_function, UNKNOWN
 from .boundary import is_on_boundary, on_boundary
-from .cause import Cause
+from .cause import Cause, is_corner
 from .cures import (
+    cure_at_corner,
     cure_of,
     cure_of_dropped_nan,
     cure_of_infinite_operand,
@@ -21,7 +22,7 @@ from .cures import (
     IN_A_DERIVATIVE,
     INDETERMINATE,
     LARGE,
-    SECOND_IS_ZERO,
+    NO_SECOND,
     SINGULARITY,
     ZERO_SAFE,
     ZERO_TIMES_INFINITY,
@@ -45,6 +46,9 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
     origin, spot, source = cause.origin, cause.spot, cause.source
     where = users_line(derivative.numbered, origin, source, spot) if origin else UNKNOWN
     primitive = origin.primitive if origin else ""
+    is_at_corner = is_corner(derivative, cause.source)
+    if is_at_corner:
+        primitive = _safe_function(derivative, cause) or primitive
     is_inside = origin is not None and where != origin.source
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
@@ -65,7 +69,9 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         path=origin.path if origin else "",
         step=derivative.steps_of(spot.frame.node, spot.frame.steps) if spot else (),
         kind=cause.kind,
-        cure=_cure_of(derivative, cause, primitive, operands, is_inside)
+        cure=cure_at_corner(primitive)
+        if is_at_corner
+        else _cure_of(derivative, cause, primitive, operands, is_inside)
         + _IN_A_LIBRARY * (not has_loss and bool(library) and not is_inside),
         **(_mask_fields(derivative, cause.mask) if cause.mask else {}),
         is_forward=cause.forward,
@@ -80,6 +86,13 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         are_more_steps=cause.more_steps,
         are_more_bad=cause.more_made,
     )
+
+
+def _safe_function(derivative: Derivative, cause: Cause) -> str:
+    origins = derivative.numbered.origins
+    around = [origins[i].eqn for i in reversed(cause.origin.enclosing)] if cause.origin else []
+    origin = [cause.origin.eqn] if cause.origin else []
+    return safe_function([cause.source.eqn, *origin, *around])
 
 
 def _shown(cause: Cause) -> Spot | Input | None:
@@ -167,7 +180,7 @@ def _on_derivative(derivative: Derivative, cause: Cause, cure: str) -> str:
     if cause.origin is None or not formulas.is_in_derivative(cause.origin):
         return ""
     is_dropped = cause.forward and cause.kind in _DROPPED
-    return SECOND_IS_ZERO * ("zero there" in cure) + IN_A_DERIVATIVE * is_dropped
+    return NO_SECOND * ("zero there" in cure) + IN_A_DERIVATIVE * is_dropped
 
 
 def _differentiated(derivative: Derivative, cause: Cause, is_inside: bool) -> str:

@@ -1,6 +1,7 @@
 """Quantizers as layers, whose scale is given, computed in each call, or learned."""
 
 import abc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -356,10 +357,15 @@ class LSQ(AbstractQuantizer):
         check_examples("LSQ", given, x.dtype)
         axes = _other_axes("LSQ", self.channel_axis, x)
         size = jnp.abs(widen(jax.lax.stop_gradient(x)))
-        total = jnp.sum(size, axes, keepdims=axes is not None)
-        sharing = max(x.size, 1) // max(total.size, 1)
-        scale = total * (2 / (sharing * _largest(self.bits, self.signed) ** 0.5))
-        return _with_scale(self, jnp.maximum(scale.astype(x.dtype), jnp.finfo(x.dtype).tiny))
+        sharing = max(math.prod(x.shape[i] for i in axes or range(x.ndim)), 1)
+        # The sum may be out of range, and by a power of two it is not rounded.
+        power = 2.0 ** math.ceil(math.log2(sharing))
+        total = jnp.sum(size / power, axes, keepdims=axes is not None)
+        scale = total * (2 * power / (sharing * _largest(self.bits, self.signed) ** 0.5))
+        info = jnp.finfo(x.dtype)
+        return _with_scale(
+            self, jnp.clip(scale, float(info.tiny), float(info.max)).astype(x.dtype)
+        )
 
     def __call__(
         self, x: Float[ArrayLike, "..."], *, key: Key[Array, ""] | None = None
