@@ -2,8 +2,8 @@
 
 JAX promises the classes that users register that it unflattens them with arrays, tracers, `None`
 and `object()` only, so their constructors may compute. A tree of types, bools or texts is a
-mirror of the user's tree instead: containers of Python and Modules are what they were, and any
-other class is a `Mirror` of itself.
+mirror of the user's tree instead: containers of Python and Modules are what they were, and
+an object of any other class is a `Mirror`.
 """
 
 import collections
@@ -15,23 +15,11 @@ import equinox as eqx
 import jax
 
 
-# JAX, or Equinox, rebuilds these without a constructor of the user's.
-_REBUILT = (
-    dict,
-    list,
-    tuple,
-    collections.OrderedDict,
-    collections.defaultdict,
-    type(None),
-)
-_LEAF = jax.tree.structure(0)
-
-
-def one_level(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """The keys and the children of a node, and its structure; a leaf has no key."""
+def one_level(tree: Any) -> tuple[list[Any], list[Any], Any]:
+    """The keys and the children of a node, and its structure."""
     flatten = jax.tree_util.tree_flatten_with_path
     below, treedef = flatten(tree, is_leaf=lambda x: x is not tree)
-    return [(path[0] if path else None, child) for path, child in below], treedef
+    return [path[0] for path, _ in below if path], [child for _, child in below], treedef
 
 
 def name_of_key(key: Any) -> Any:
@@ -44,20 +32,19 @@ def name_of_key(key: Any) -> Any:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Mirror:
-    """What a tree has instead of a user's class: `mirror.weight` and `mirror[0]` are what is
-    there instead of the child of that name, or of that number."""
+    """Stands for an object of a user's class: `mirror.weight` and `mirror[0]` are what is there
+    instead of the child of that name, or of that number."""
 
     def __init__(
-        self, name: str, keys: Sequence[Any], children: Iterable[Any], static: Any = None
+        self, keys: Sequence[Any], treedef: Any, children: Iterable[Any], static: Any = None
     ):
-        self._name = name
         self._keys = tuple(keys)
+        self._treedef = treedef  # of the object, with its children for leaves
         self._children = tuple(children)
         self._static = static or {}  # for errors
 
     def tree_flatten_with_keys(self):
-        children = zip(self._keys, self._children, strict=True)
-        return tuple(children), (self._name, self._keys)
+        return tuple(zip(self._keys, self._children, strict=True)), (self._keys, self._treedef)
 
     @classmethod
     def tree_unflatten(cls, aux, children):
@@ -70,47 +57,74 @@ class Mirror:
         return self._named()[key]
 
     def __getattr__(self, name):
-        # Also asked for what every class may have, such as `__deepcopy__`.
-        if not name.startswith("_") and name in self._named():
-            return self[name]
-        raise AttributeError(f"`{self.__dict__.get('_name')}` has no child `{name}`")
-
-    def __eq__(self, other):
-        return (
-            isinstance(other, Mirror)
-            and (self._name, self._keys) == (other._name, other._keys)
-            and self._children == other._children
-        )
-
-    __hash__ = None  # as a list
+        # Python asks for what any class may have, such as `__deepcopy__`.
+        if name.startswith("__") or name not in self._named():
+            raise AttributeError(f"There is no child `{name}`.")
+        return self[name]
 
     def __repr__(self):
         shown = {**self._named(), **self._static}.items()
-        return f"{self._name}({', '.join(f'{name}={x!r}' for name, x in shown)})"
+        return f"{class_of(self).__qualname__}({', '.join(f'{k}={x!r}' for k, x in shown)})"
 
 
-def _mirror_node(tree, keys, children, treedef):
-    kind = type(tree)
-    if kind in _REBUILT or isinstance(tree, eqx.Module | Mirror):
-        return jax.tree.unflatten(treedef, children)
-    if isinstance(tree, tuple):  # a named tuple, without its `__new__`
-        return tuple.__new__(kind, children)
-    names = set(map(name_of_key, keys))
-    fields = dataclasses.fields(tree) if dataclasses.is_dataclass(tree) else ()
-    static = {f.name: getattr(tree, f.name, None) for f in fields if f.name not in names}
-    return Mirror(kind.__qualname__, keys, children, static)
+# Nothing of the user's runs when these are unflattened.
+_REBUILT = (
+    dict,
+    list,
+    tuple,
+    collections.OrderedDict,
+    collections.defaultdict,
+    type(None),
+    Mirror,
+)
+_LEAF = jax.tree.structure(0)
+
+
+def is_leaf_structure(treedef: Any) -> bool:
+    """Whether it is that of a leaf, which an empty container is not."""
+    return treedef == _LEAF
 
 
 def mirror(
     fn: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False
 ) -> Any:
     """`jax.tree.map` of a function that may return anything."""
-    below, treedef = one_level(tree)
-    if treedef == _LEAF or is_leaf(tree):
+    keys, children, treedef = one_level(tree)
+    if is_leaf_structure(treedef) or is_leaf(tree):
         return fn(tree)
-    keys = [key for key, _ in below]
-    children = [mirror(fn, child, is_leaf) for _, child in below]
-    return _mirror_node(tree, keys, children, treedef)
+    children = [mirror(fn, child, is_leaf) for child in children]
+    if type(tree) in _REBUILT or isinstance(tree, eqx.Module):
+        return jax.tree.unflatten(treedef, children)
+    if isinstance(tree, tuple):  # a named tuple, without its `__new__`
+        return tuple.__new__(type(tree), children)
+    children_names = set(map(name_of_key, keys))
+    fields = dataclasses.fields(tree) if dataclasses.is_dataclass(tree) else ()
+    names = [f.name for f in fields if f.name not in children_names]
+    return Mirror(keys, treedef, children, {k: getattr(tree, k, None) for k in names})
+
+
+def class_of(tree: Any) -> type:
+    """The class of an object, or of the one that a mirror stands for."""
+    return tree._treedef.node_data()[0] if isinstance(tree, Mirror) else type(tree)
+
+
+def static_fields(tree: Any) -> dict[str, Any]:
+    """The fields of a Module, or of a mirror of a dataclass, that are no children."""
+    if isinstance(tree, Mirror):
+        return tree._static
+    if not isinstance(tree, eqx.Module):
+        return {}
+    fields = [f for f in dataclasses.fields(tree) if f.metadata.get("static", False)]
+    return {f.name: getattr(tree, f.name, None) for f in fields}
+
+
+def unmirror(tree: Any) -> Any:
+    """The user's tree of a mirror of arrays."""
+    is_mirror = lambda x: isinstance(x, Mirror)
+    restore = lambda x: (
+        jax.tree.unflatten(x._treedef, map(unmirror, x._children)) if is_mirror(x) else x
+    )
+    return jax.tree.map(restore, tree, is_leaf=is_mirror)
 
 
 def mirror_of(treedef: Any, leaves: Iterable[Any], like: Sequence[Any] | None = None) -> Any:
@@ -119,6 +133,40 @@ def mirror_of(treedef: Any, leaves: Iterable[Any], like: Sequence[Any] | None = 
     remaining = iter(leaves)
     tree = _without_leaves(treedef) if like is None else jax.tree.unflatten(treedef, like)
     return mirror(lambda _: next(remaining), tree)
+
+
+def on_leaves(fn: Callable[..., list[Any]], *trees: Any) -> Any:
+    """The tree whose leaves are `fn` of the lists of leaves of the trees, which are alike."""
+    leaves, treedefs = zip(*map(jax.tree.flatten, trees), strict=True)
+    return jax.tree.unflatten(treedefs[0], fn(*leaves))
+
+
+def filter_jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """`eqx.filter_jvp`, which unflattens bools, of a function of leaves."""
+    leaves, treedef = jax.tree.flatten(primals, is_leaf=lambda x: x is None)
+    ts = jax.tree.leaves(tangents, is_leaf=lambda x: x is None)
+    returned: list[Any] = []
+
+    def of_leaves(*leaves):
+        out, out_treedef = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, leaves)))
+        returned[:] = [out_treedef]
+        return out
+
+    out, t_out = eqx.filter_jvp(of_leaves, leaves, ts)
+    return jax.tree.unflatten(returned[0], out), jax.tree.unflatten(returned[0], t_out)
+
+
+def floating_only(tree: Any) -> Any:
+    """The tree with `None` for all but its inexact arrays."""
+    return jax.tree.map(lambda x: x if eqx.is_inexact_array(x) else None, tree)
+
+
+def prefix_leaves(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
+    """For each leaf of a tree, the leaf of a prefix of the tree that stands for it."""
+    filled: list[Any] = []
+    fill = lambda x, branch: filled.extend([x] * len(jax.tree.leaves(branch)))
+    jax.tree.map(fill, mirror(lambda x: x, prefix), mirror(lambda x: x, tree), is_leaf=is_leaf)
+    return filled
 
 
 def leaf_paths(treedef: Any) -> list[Any]:

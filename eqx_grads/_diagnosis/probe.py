@@ -380,11 +380,10 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
 
 
 def _watch(name, step, ct):
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(ct)
-    if not paths_and_leaves:
+    leaves, treedef = jax.tree.flatten(ct)
+    if not leaves:
         return ct
-    paths = tuple(show_path(path) for path, _ in paths_and_leaves)
-    leaves = [leaf for _, leaf in paths_and_leaves]
+    paths = tuple(show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(ct))
     sizes = tuple(leaf.size for leaf in leaves)
     # Shape (leaves, 2): how many elements of each leaf are NaN, and how many infinite.
     counts = jnp.stack(
@@ -392,22 +391,23 @@ def _watch(name, step, ct):
     )
     check = ft.partial(_raise_if_not_finite, name, paths, sizes, step is not None)
     step = jnp.asarray(-1 if step is None else step)
-    return jax.lax.cond(
-        jnp.any(counts > 0), ft.partial(_call_host, check), _return_ct, ct, counts, step
+    leaves = jax.lax.cond(
+        jnp.any(counts > 0), ft.partial(_call_host, check), _return, leaves, counts, step
     )
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def _return_ct(ct, counts, step):
+def _return(cts, counts, step):
     del counts, step
-    return ct
+    return cts
 
 
-def _call_host(check, ct, counts, step):
+def _call_host(check, cts, counts, step):
     # Not a debug callback: the result depends on the output of this callback, so JAX waits
     # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
     zero = jax.ShapeDtypeStruct((), jnp.float32)
     zero = jax.pure_callback(check, zero, counts, step, vmap_method="sequential")
-    return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
+    return [c + zero.astype(c.dtype) for c in cts]
 
 
 def _raise_if_not_finite(name, paths, sizes, has_step, counts, step):

@@ -13,7 +13,6 @@ from .._errors import (
     name_of,
     place_of,
     rule_error,
-    RuleError,
     type_of,
 )
 from .._rules.closure_convert import Opaque, Rebuildable
@@ -21,7 +20,7 @@ from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_differentiable, is_none
-from .._trees import mirror
+from .._trees import mirror, prefix_leaves
 from .jax_custom_jvp import is_array
 from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
 
@@ -220,14 +219,11 @@ class _BwdRule(Rebuildable):
         """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a
         part of the argument, and what is returned for an integer is dropped."""
         types, treedef = arg
-        leaves = []
-        to_all = lambda c, part: leaves.extend(self._leaf(c, t) for t in jax.tree.leaves(part))
         try:
-            jax.tree.map(to_all, mirror(lambda c: c, ct), types, is_leaf=is_none)
-        except RuleError:
-            raise
+            cts = prefix_leaves(ct, types, is_leaf=is_none)
         except ValueError:  # another structure, which is an error
             return ct
+        leaves = map(self._leaf, cts, jax.tree.leaves(types))
         return jax.tree.unflatten(treedef, leaves)
 
     def _leaf(self, ct, type_):

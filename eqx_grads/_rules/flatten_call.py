@@ -153,9 +153,10 @@ class TreeSplit:
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
-        return jax.tree.unflatten(self.treedef, self._leaves(arrays, static))
+        return jax.tree.unflatten(self.treedef, self.leaves(arrays, static))
 
-    def _leaves(self, arrays, static):
+    def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
+        """The leaves of the tree with these arrays."""
         leaves = list(self.static if static is None else static)
         for i, x in zip(self.indices, arrays, strict=True):
             leaves[i] = x
@@ -174,8 +175,8 @@ class TreeSplit:
         """`tree` for values that are not arrays. The classes of the tree are unflattened with
         the `arrays`, if these are given."""
         objects = [object()] * len(self.static)
-        like = None if arrays is None else self._leaves(arrays, objects)
-        return mirror_of(self.treedef, self._leaves(values, static), like)
+        like = None if arrays is None else self.leaves(arrays, objects)
+        return mirror_of(self.treedef, self.leaves(values, static), like)
 
     def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays, and `None` for all static leaves."""

@@ -7,7 +7,7 @@ import jax
 
 from .._errors import name_of, rule_error, show_tree
 from .._tangent_spaces import as_array_list
-from .._trees import mirror
+from .._trees import prefix_leaves
 from .copies import running_rule
 from .flatten_call import FlatCall, OutputSpec
 from .rule import Rule, try_to_trace
@@ -51,10 +51,8 @@ def apply_vmap_rule(
 
 def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]:
     """A flag for each array. The user may give a prefix of the tree."""
-    fill = lambda flag, branch: jax.tree.map(lambda _: bool(flag), branch)
-    bare = lambda tree: mirror(lambda x: x, tree)
     try:
-        filled = jax.tree.map(fill, bare(prefix), bare(out))
+        flags = prefix_leaves(prefix, out)
     except ValueError as error:
         raise rule_error(
             f"The batching rule `{rule.name}` of `{name_of(fn)}` did not say which of its "
@@ -63,8 +61,7 @@ def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]
             rule.place,
             do="`out_batched` is a bool, or a tree of bools that is a prefix of the output.",
         ) from error
-    flags = jax.tree.leaves(filled)
-    return [flags[i] for i in outputs.split.indices]
+    return [bool(flags[i]) for i in outputs.split.indices]
 
 
 def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec | None:
