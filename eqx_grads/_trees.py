@@ -1,8 +1,8 @@
 """Trees of what is not an array, in the shape of a user's tree.
 
-JAX promises the classes that users register that it unflattens them with arrays, tracers, `None`
-and `object()` only, so their constructors may compute. A tree of types, bools or texts is a
-mirror of the user's tree instead: containers of Python and Modules are what they were, and
+JAX promises that it unflattens a registered class with arrays, tracers, `None` and `object()`
+only, so the constructor of a user's class may compute. A tree of types, bools or texts is
+therefore a mirror of the user's tree: containers of Python and Modules are what they were, and
 an object of any other class is a `Mirror`.
 """
 
@@ -118,6 +118,11 @@ def static_fields(tree: Any) -> dict[str, Any]:
     return {f.name: getattr(tree, f.name, None) for f in fields}
 
 
+def mirrored(tree: Any) -> Any:
+    """The mirror with the leaves of the tree, for code that maps anything over it."""
+    return mirror(lambda x: x, tree)
+
+
 def unmirror(tree: Any) -> Any:
     """The user's tree of a mirror of arrays."""
     is_mirror = lambda x: isinstance(x, Mirror)
@@ -165,7 +170,7 @@ def prefix_leaves(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
     """For each leaf of a tree, the leaf of a prefix of the tree that stands for it."""
     filled: list[Any] = []
     fill = lambda x, branch: filled.extend([x] * len(jax.tree.leaves(branch)))
-    jax.tree.map(fill, mirror(lambda x: x, prefix), mirror(lambda x: x, tree), is_leaf=is_leaf)
+    jax.tree.map(fill, mirrored(prefix), mirrored(tree), is_leaf=is_leaf)
     return filled
 
 

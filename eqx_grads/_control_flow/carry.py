@@ -11,7 +11,7 @@ from jax.core import AbstractValue
 from .._errors import place_of, rule_error, show_path, type_of
 from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list
-from .._trees import class_of, leaf_paths, mirror, one_level, static_fields
+from .._trees import class_of, leaf_paths, mirrored, one_level, static_fields
 
 
 def is_sliced(x: Any) -> bool:
@@ -82,9 +82,8 @@ class Carry:
         fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            as_it_is = lambda tree: mirror(lambda x: x, tree)
-            before, after = as_it_is(self.tree(given)), as_it_is(new)
-            path, was, is_now = structure_difference(before, after)
+            before = mirrored(self.tree(given))
+            path, was, is_now = structure_difference(before, mirrored(new))
             raise fail(
                 f"at carry{path}: it was {was}, and is {is_now}",
                 do="Every step returns a carry of the structure of `init`.",

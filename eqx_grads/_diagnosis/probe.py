@@ -25,6 +25,7 @@ from .._tangent_spaces import (
     match_leaves,
     shape_of,
 )
+from .._trees import on_leaves
 from ..tangents import add
 
 
@@ -171,14 +172,15 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
                 do="Scan over it, and give `probe` the slot of each step; or make one slot "
                 "with `GradientStatistics()`, which sums over all steps.",
             )
-        return _probe_statistics(x, slot)
-    return _probe(*_match_slots(x, slot))
+        return on_leaves(lambda leaves: _probe_statistics(leaves, slot), x)
+    leaves, slots = _match_slots(x, slot)
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=is_none), _probe(leaves, slots))
 
 
 def _match_slots(x, slot):
-    """`x`, and one slot for each of its leaves: an array or `None`."""
+    """The leaves of `x`, and one slot for each of them: an array or `None`."""
     slots = match_leaves(slot, x, "slot", _does_not_fit)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_none)
     out = [leaf for _, leaf in leaves]
     for i, (s, (path, leaf)) in enumerate(zip(slots, leaves, strict=True)):
         if not is_differentiable(leaf):
@@ -196,7 +198,7 @@ def _match_slots(x, slot):
         elif s is not None:
             # Inside `shard_map`, the gradient of a replicated slot is the sum over the devices.
             out[i], slots[i] = vary_alike([leaf, s])
-    return jax.tree.unflatten(treedef, out), slots
+    return out, slots
 
 
 def _does_not_fit(*where, do):
@@ -213,13 +215,11 @@ def _probe(x, slots):
 def _probe_jvp(primals, tangents):
     x, slots = primals
     t_x, t_slots = tangents
-    leaves = jax.tree.leaves(x, is_leaf=is_none)
-    ts, treedef = jax.tree.flatten(t_x, is_leaf=is_none)
     t_slots = [
         None if is_zero_leaf(t) else t.astype(leaf.dtype)
-        for t, leaf in zip(t_slots, leaves, strict=True)
+        for t, leaf in zip(t_slots, x, strict=True)
     ]
-    return _probe(x, slots), jax.tree.unflatten(treedef, add(ts, t_slots))
+    return _probe(x, slots), add(t_x, t_slots)
 
 
 @custom_vjp

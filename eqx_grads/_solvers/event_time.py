@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import dtype_of, shape_of
-from .._trees import filter_jvp
+from .._trees import filter_jvp, mirrored, unmirror
 from .trajectory import as_time, Closure, finite, state_at, VectorField
 
 
@@ -119,8 +119,9 @@ def event_time(
     """
     check_function(condition, "condition", "event_time")
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")
+    y = mirrored(y)
     t_event = _event_time(Closure(condition), field, y, time, _as_flag(where))
-    return t_event, state_at(field, y, time, t_event)
+    return t_event, unmirror(state_at(field, y, time, t_event))
 
 
 def _as_flag(where):
@@ -173,7 +174,7 @@ def _event_time_jvp(primals, tangents):
 
 def _value(closure, t, y):
     condition = closure.fn
-    value = condition(finite(t), y)
+    value = condition(finite(t), unmirror(y))
     array = jnp.asarray(value) if eqx.is_array_like(value) else None
     if array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.floating):
         return array

@@ -34,7 +34,9 @@ def differentiable_solution(
     and `value` is the residual there.
     """
     leaves, treedef = jax.tree.flatten(y)
-    leaves = _differentiable_solution(leaves, inputs, treedef=treedef, residual=residual, solve=solve)
+    leaves = _differentiable_solution(
+        leaves, inputs, treedef=treedef, residual=residual, solve=solve
+    )
     return jax.tree.unflatten(treedef, leaves)
 
 

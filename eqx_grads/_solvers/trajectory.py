@@ -30,7 +30,7 @@ from .._tangent_spaces import (
     shape_of,
     tangent_leaf,
 )
-from .._trees import filter_jvp, floating_only
+from .._trees import filter_jvp, floating_only, mirrored, unmirror
 
 
 class Closure(eqx.Module):
@@ -60,6 +60,7 @@ class Closure(eqx.Module):
 
 class VectorField(eqx.Module):
     """`f(t, y)`, the derivative of `y` with respect to time, checked to be a tangent of `y`.
+    Here a state is a mirror.
 
     `caller` is the name of the public function that was given `f`.
     """
@@ -74,7 +75,7 @@ class VectorField(eqx.Module):
 
     def __call__(self, t: Float[Array, ""], y: PyTree) -> PyTree:
         f = self.closure.fn
-        t_y = f(finite(t), y)
+        t_y = mirrored(f(finite(t), unmirror(y)))
         fail = ft.partial(_not_a_rate, f, self.caller)
         leaves, treedef = jax.tree.flatten(y, is_leaf=is_none)
         rates = match_leaves(t_y, y, "y", fail)

@@ -17,7 +17,7 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer
 from .._tangent_spaces import is_arraylike, is_none, sum_dtype
-from .._trees import mirror, prefix_leaves
+from .._trees import mirror, mirrored, prefix_leaves
 from ._gradient_sums import add, inner_product, zero_sum
 
 
@@ -110,7 +110,7 @@ def chunked(
             f"`reduction` is {reduction!r:.60}",
             do='Give "sum" or "mean": how the loss of all follows from those of its parts.',
         )
-    axes, treedef = jax.tree.flatten(mirror(lambda a: a, axis), is_leaf=is_none)
+    axes, treedef = jax.tree.flatten(mirrored(axis), is_leaf=is_none)
     for entry in axes:
         if entry is not None and as_integer(entry) is None:
             raise rule_error(
