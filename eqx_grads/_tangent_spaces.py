@@ -1,7 +1,7 @@
 """Tangent spaces: check tangents, sum and cast cotangents to the types of their primals."""
 
 import functools as ft
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -155,11 +155,12 @@ def match_leaves(
     parts, primal_def = flatten(primal, is_leaf=lambda x: x is not primal)
     t_parts, t_def = flatten(t, is_leaf=lambda x: x is not t)
     if primal_def != t_def or is_leaf_structure(primal_def):
+        given = "**mapping" if isinstance(t, Mapping) else "field=..."
         raise fail(
             f"at {name or 'the root'}: the value is {show_tree(primal)}",
             f"what was returned for it is {show_tree(t)}",
             do="A tangent or cotangent has the structure of its value, with `None` for any "
-            "part that is zero. `eqx_grads.tangents.of(module, field=...)` makes that of a "
+            f"part that is zero. `eqx_grads.tangents.of(module, {given})` makes that of a "
             "Module.",
         )
     return [
