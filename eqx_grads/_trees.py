@@ -62,6 +62,11 @@ class Mirror:
             raise AttributeError(f"There is no child `{name}`.")
         return self[name]
 
+    def __eq__(self, other):
+        return isinstance(other, Mirror) and jax.tree.flatten(self) == jax.tree.flatten(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
     def __repr__(self):
         shown = {**self._named(), **self._static}.items()
         return f"{class_of(self).__qualname__}({', '.join(f'{k}={x!r}' for k, x in shown)})"
