@@ -11,6 +11,8 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from ._trees import mirror
+
 
 class RuleError(TypeError, ValueError, RuntimeError):
     """A rule, or a call of a function with a rule, breaks the contract of rules.
@@ -156,7 +158,5 @@ class _Type:
 def show_tree(tree: Any) -> str:
     """The structure of a PyTree, with types in place of arrays."""
     is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
-    return eqx.tree_pformat(
-        jax.tree.map(lambda x: _Type(x) if is_array(x) else x, tree, is_leaf=is_array),
-        width=80,
-    )
+    shown = mirror(lambda x: _Type(x) if is_array(x) else x, tree, is_leaf=is_array)
+    return eqx.tree_pformat(shown, width=80)

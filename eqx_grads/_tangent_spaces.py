@@ -1,7 +1,7 @@
 """Tangent spaces: check tangents, sum and cast cotangents to the types of their primals."""
 
 import functools as ft
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 from ._errors import rule_error, RuleError, show_path, show_tree, type_of
 from ._jaxprs.current_trace import outside_of_transformations, staging_trace
 from ._jaxprs.varying import vary_over, varying_axes
+from ._trees import is_leaf_structure
 
 
 def is_none(x: Any) -> bool:
@@ -83,7 +84,7 @@ def zip_trees(fn: Callable[..., Any], trees: Sequence[PyTree]) -> PyTree:
             do="Tangents of one value have the structure of that value, "
             "with `None` in place of any part that is zero.",
         )
-    if jax.tree_util.treedef_is_leaf(treedef):
+    if is_leaf_structure(treedef):
         return fn(*trees)
     width = len(flat[0][0])
     levels = iter(leaves for leaves, _ in flat)
@@ -169,12 +170,13 @@ def match_leaves(
     flatten = jax.tree_util.tree_flatten_with_path
     parts, primal_def = flatten(primal, is_leaf=lambda x: x is not primal)
     t_parts, t_def = flatten(t, is_leaf=lambda x: x is not t)
-    if primal_def != t_def or jax.tree_util.treedef_is_leaf(primal_def):
+    if primal_def != t_def or is_leaf_structure(primal_def):
+        given = "**mapping" if isinstance(t, Mapping) else "field=..."
         raise fail(
             f"at {name or 'the root'}: the value is {show_tree(primal)}",
             f"what was returned for it is {show_tree(t)}",
             do="A tangent or cotangent has the structure of its value, with `None` for any "
-            "part that is zero. `eqx_grads.tangents.of(module, field=...)` makes that of a "
+            f"part that is zero. `eqx_grads.tangents.of(module, {given})` makes that of a "
             "Module.",
         )
     return [

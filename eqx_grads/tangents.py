@@ -32,8 +32,7 @@ tangent `None` as well. No function makes arrays of zeros, except
     ```
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -55,6 +54,7 @@ from ._tangent_spaces import (
     promote,
     zip_trees,
 )
+from ._trees import is_leaf_structure, one_level
 
 
 def is_zero(t: PyTree) -> bool:
@@ -454,50 +454,72 @@ def of(module: Any, **fields: PyTree) -> Any:
 
     **Arguments:**
 
-    - `module`: an `eqx.Module`, or any dataclass or named tuple that is a PyTree.
-    - `**fields`: tangents of the fields of those names.
+    - `module`: an `eqx.Module`, an `nnx.Module`, or an object of any other class that is a
+        PyTree whose children are its attributes: a dataclass or a named tuple, say.
+    - `**fields`: tangents of the fields of those names. A field with a single array in it, such
+        as an `nnx.Param`, may be given the tangent of the array. A mapping, such as an
+        `nnx.State`, gives those of the fields of a field: `tangents.of(module, **state)`.
 
     **Returns:**
 
-    A Module of the same type.
+    An object of the same class.
 
     **Raises:**
 
     [`eqx_grads.RuleError`][] for a name that is not a field, or is a static one.
     """
-    names = getattr(module, "_fields", None)  # of a named tuple
-    if isinstance(names, tuple):
-        known, static = set(names), set()
-    elif dataclasses.is_dataclass(module) and not isinstance(module, type):
-        own = dataclasses.fields(module)
-        known = {f.name for f in own}
-        static = {f.name for f in own if f.metadata.get("static", False)}
-    else:
+    keys, children, treedef = one_level(module)
+    names = _field_names(module, keys, children)
+    kind = type(module).__qualname__
+    if fields and not any(names):
         raise rule_error(
             "`tangents.of` was given something that has no fields.",
-            f"`module` is a `{type(module).__qualname__}`",
-            do="Give it an `eqx.Module`, a dataclass or a named tuple.",
+            f"`module` is a `{kind}`",
+            do="Give it a Module, a dataclass, a named tuple, or another PyTree whose children "
+            "are its attributes.",
         )
-    kind = type(module).__qualname__
     for name in fields:
-        if name not in known:
-            raise rule_error(
-                f"`tangents.of` was given `{name}`, which is not a field of `{kind}`.",
-                f"its fields are: {', '.join(sorted(known))}",
-                do="Name the fields that have a derivative.",
-            )
-        if name in static:
+        if name in names:
+            continue
+        if name in getattr(module, "__dict__", ()):
             raise rule_error(
                 f"`tangents.of` was given `{name}`, which is a static field of `{kind}`.",
                 do="A static field has no derivative: leave it out.",
             )
-    zeros = zeros_like(module)
-    if isinstance(names, tuple):
-        return zeros._replace(**fields)
-    for name, t in fields.items():
-        # Modules are frozen, but `zeros` is a new object that is not shared yet.
-        object.__setattr__(zeros, name, t)
-    return zeros
+        known = [n for n, x in zip(names, children, strict=True) if n and jax.tree.leaves(x)]
+        raise rule_error(
+            f"`tangents.of` was given `{name}`, which is not a field of `{kind}`.",
+            f"its fields are: {', '.join(sorted(known))}",
+            do="Name the fields that have a derivative.",
+        )
+    ts = [
+        _tangent_of_field(fields[name], child) if name in fields else zeros_like(child)
+        for name, child in zip(names, children, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, ts)
+
+
+def _field_names(module, keys, children) -> list[str | None]:
+    """The attributes that the children are; `None` for a child that is no attribute."""
+    if all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
+        return [key.name for key in keys]
+    # A class that was registered without keys. Two attributes that are the same object are
+    # not told apart.
+    attributes = getattr(module, "__dict__", {})
+    found = [[name for name, x in attributes.items() if x is child] for child in children]
+    return [names[0] if len(names) == 1 else None for names in found]
+
+
+def _tangent_of_field(t, field):
+    if isinstance(t, Mapping) and not isinstance(field, Mapping):
+        return of(field, **t)
+    as_leaf = lambda x: jnp.asarray(x) if is_arraylike(x) else x
+    t = jax.tree.map(lambda x: None if is_zero_leaf(x) else as_leaf(x), t)
+    structure = jax.tree.structure(field)
+    is_boxed = structure.num_leaves == 1 and not is_leaf_structure(structure)
+    if is_boxed and t is not None and is_leaf_structure(jax.tree.structure(t)):
+        return jax.tree.unflatten(structure, [t])
+    return t
 
 
 def project(ct: PyTree, primal: PyTree) -> PyTree:

@@ -1,16 +1,17 @@
 """Scan carries: split into arrays and static leaves, and checked for a fixed type."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 
 from .._errors import place_of, rule_error, show_path, type_of
 from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list, is_arraylike
+from .._trees import class_of, leaf_paths, mirrored, one_level, static_fields
 
 
 def is_sliced(x: Any) -> bool:
@@ -71,8 +72,8 @@ class Carry:
 
     def paths(self) -> list[str]:
         """Where each array is, as the user would write it."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self.tree(self._split.indices))
-        return [f"carry{show_path(flat[i][0])}" for i in self._split.indices]
+        paths = leaf_paths(self._split.treedef)
+        return [f"carry{show_path(paths[i])}" for i in self._split.indices]
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         return self._split.tree(as_array_list(arrays))
@@ -86,8 +87,8 @@ class Carry:
         fail = lambda where, do: rule_error(error, where, place_of(fn), do=do)
         leaves, treedef = jax.tree.flatten(new)
         if treedef != old.treedef:
-            before = old.tree([_Array()] * len(old.indices))
-            path, was, is_now = structure_difference(before, new)
+            before = mirrored(self.tree(given))
+            path, was, is_now = structure_difference(before, mirrored(new))
             raise fail(
                 f"at carry{path}: it was {was}, and is {is_now}",
                 do="Every step returns a carry of the structure of `init`.",
@@ -124,11 +125,6 @@ class Carry:
                 )
             arrays.append(after)
         return arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """Takes the place of an array when two structures are compared."""
 
 
 def _fits(before, after) -> bool:
@@ -190,35 +186,31 @@ def _is_equal(a, b) -> bool:
 
 
 def structure_difference(a, b) -> tuple[str, str, str]:
-    """Where two trees of different structure first differ, and what is there in each."""
+    """Where two mirrors of different structure first differ, and what is there in each."""
     here = "", _describe(a), _describe(b)
-    if type(a) is not type(b):
+    if class_of(a) is not class_of(b):
         return here
-    below_a = jax.tree_util.tree_flatten_with_path(a, is_leaf=lambda x: x is not a)[0]
-    below_b = jax.tree_util.tree_flatten_with_path(b, is_leaf=lambda x: x is not b)[0]
-    paths_a, paths_b = [p for p, _ in below_a], [p for p, _ in below_b]
-    if paths_a != paths_b:
+    keys_a, below_a, _ = one_level(a)
+    keys_b, below_b, _ = one_level(b)
+    if keys_a != keys_b:
         return here
-    for (path, x), (_, y) in zip(below_a, below_b, strict=True):
+    for key, x, y in zip(keys_a, below_a, below_b, strict=True):
         if jax.tree.structure(x) != jax.tree.structure(y):
             below, x_there, y_there = structure_difference(x, y)
-            return show_path(path) + below, x_there, y_there
-    fields = getattr(type(a), "__dataclass_fields__", {})
-    for name in fields:
-        x, y = getattr(a, name, None), getattr(b, name, None)
-        if fields[name].metadata.get("static", False) and not same_static(x, y):
-            return f".{name}", f"{x!r:.60}", f"{y!r:.60}, a static field"
+            return show_path((key,)) + below, x_there, y_there
+    of_b = static_fields(b)
+    for name, x in static_fields(a).items():
+        if not same_static(x, of_b.get(name)):
+            return f".{name}", f"{x!r:.60}", f"{of_b.get(name)!r:.60}, a static field"
     return here
 
 
 def _describe(x) -> str:
     if x is None:
         return "None"
-    if isinstance(x, _Array):
-        return "an array"
-    if is_number(x):
+    if is_number(x) or isinstance(x, AbstractValue):
         return type_of(x)
     if isinstance(x, tuple | list | dict):
         keys = f" with the keys {list(x)}" if isinstance(x, dict) else f" of {len(x)}"
         return f"a {type(x).__name__}{keys}"
-    return f"a {type(x).__name__}"
+    return f"a {class_of(x).__name__}"

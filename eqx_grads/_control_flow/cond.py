@@ -127,6 +127,7 @@ class _Branch:
         self.fn = fn
         self.split = split
         self.types = [jax.typeof(x) for x in arrays]
+        self.leaves = split.leaves(self.types)
         leaves = jax.tree.leaves(out)
         numbers = [leaves[i] for i in split.indices]
         self.python_numbers = [x if isinstance(x, bool | int) else None for x in numbers]
@@ -135,7 +136,8 @@ class _Branch:
 def _check_same_types(one: _Branch, other: _Branch) -> None:
     names = f"`{name_of(one.fn)}`", f"`{name_of(other.fn)}`"
 
-    def fail(path, this, that, do):
+    def fail(where, this, that, do):
+        path = show_path(one.split.path(where)) if isinstance(where, int) else where
         return rule_error(
             "The branches of `filter_cond` return different things.",
             f"at out{path}: {names[0]} returns {this}, and {names[1]} {that}",
@@ -144,23 +146,21 @@ def _check_same_types(one: _Branch, other: _Branch) -> None:
             do=do,
         )
 
-    trees = one.split.tree(one.types), other.split.tree(other.types)
     if one.split.treedef != other.split.treedef:
+        trees = one.split.mirror(one.types), other.split.mirror(other.types)
         raise fail(*structure_difference(*trees), do="Return the same structure from both.")
-    leaves = [jax.tree_util.tree_leaves_with_path(tree) for tree in trees]
-    for (path, x), (_, y) in zip(*leaves, strict=True):
-        path = show_path(path)
-        if not (_is_type(x) and _is_type(y)):
-            if not same_static(x, y):
-                what = [type_of(z) if _is_type(z) else f"{z!r:.60}" for z in (x, y)]
-                raise fail(
-                    path,
-                    *what,
-                    do="What is not an array is static, and the same in both. Hold what varies "
-                    "in an array.",
-                )
-        elif x.shape != y.shape or x.dtype != y.dtype:
-            raise fail(path, type_of(x), type_of(y), do="Return one shape and one dtype.")
+    for i, (x, y) in enumerate(zip(one.leaves, other.leaves, strict=True)):
+        if _is_type(x) and _is_type(y):
+            if x.shape != y.shape or x.dtype != y.dtype:
+                raise fail(i, type_of(x), type_of(y), do="Return one shape and one dtype.")
+        elif not same_static(x, y):
+            what = [type_of(z) if _is_type(z) else f"{z!r:.60}" for z in (x, y)]
+            raise fail(
+                i,
+                *what,
+                do="What is not an array is static, and the same in both. Hold what varies "
+                "in an array.",
+            )
 
 
 def _is_type(x) -> bool:

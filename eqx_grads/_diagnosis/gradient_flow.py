@@ -21,6 +21,7 @@ from .._errors import check_function, place_of, rule_error, show_path, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
+from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import is_differentiable
 from .layers import (
     AbstractCellLayer,
@@ -115,12 +116,10 @@ def gradient_flow(
     names, marked = _mark_layers(model, where)
     only_cells = _only_cells(model)
     names = [only_cells.get(name, name) for name in names]
-    dynamic, static = eqx.partition((marked, args, kwargs), eqx.is_array)
-    values, treedef = jax.tree.flatten(dynamic)
+    rest, values = TreeSplit.split((marked, args, kwargs), eqx.is_array)
 
     def flat_loss(values):
-        dynamic = jax.tree.unflatten(treedef, values)
-        model, args, kwargs = eqx.combine(dynamic, static)
+        model, args, kwargs = rest.tree(values)
         return check_scalar("gradient_flow", loss, loss(model, *args, **kwargs))
 
     # So that the marks in the steps of `filter_scan` and of recurrent layers are found.

@@ -25,6 +25,7 @@ from .._tangent_spaces import (
     match_leaves,
     shape_of,
 )
+from .._trees import on_leaves
 from ..tangents import add
 
 
@@ -171,14 +172,15 @@ def probe(x: PyTree, slot: PyTree) -> PyTree:
                 do="Scan over it, and give `probe` the slot of each step; or make one slot "
                 "with `GradientStatistics()`, which sums over all steps.",
             )
-        return _probe_statistics(x, slot)
-    return _probe(*_match_slots(x, slot))
+        return on_leaves(lambda leaves: _probe_statistics(leaves, slot), x)
+    leaves, slots = _match_slots(x, slot)
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=is_none), _probe(leaves, slots))
 
 
 def _match_slots(x, slot):
-    """`x`, and one slot for each of its leaves: an array or `None`."""
+    """The leaves of `x`, and one slot for each of them: an array or `None`."""
     slots = match_leaves(slot, x, "slot", _does_not_fit)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_none)
     out = [leaf for _, leaf in leaves]
     for i, (s, (path, leaf)) in enumerate(zip(slots, leaves, strict=True)):
         if not is_differentiable(leaf):
@@ -196,7 +198,7 @@ def _match_slots(x, slot):
         elif s is not None:
             # Inside `shard_map`, the gradient of a replicated slot is the sum over the devices.
             out[i], slots[i] = vary_alike([leaf, s])
-    return jax.tree.unflatten(treedef, out), slots
+    return out, slots
 
 
 def _does_not_fit(*where, do):
@@ -213,13 +215,11 @@ def _probe(x, slots):
 def _probe_jvp(primals, tangents):
     x, slots = primals
     t_x, t_slots = tangents
-    leaves = jax.tree.leaves(x, is_leaf=is_none)
-    ts, treedef = jax.tree.flatten(t_x, is_leaf=is_none)
     t_slots = [
         None if is_zero_leaf(t) else t.astype(leaf.dtype)
-        for t, leaf in zip(t_slots, leaves, strict=True)
+        for t, leaf in zip(t_slots, x, strict=True)
     ]
-    return _probe(x, slots), jax.tree.unflatten(treedef, add(ts, t_slots))
+    return _probe(x, slots), add(t_x, t_slots)
 
 
 @custom_vjp
@@ -380,11 +380,10 @@ def watch_gradient(x: PyTree, name: str, *, step: int | Int[Array, ""] | None = 
 
 
 def _watch(name, step, ct):
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(ct)
-    if not paths_and_leaves:
+    leaves, treedef = jax.tree.flatten(ct)
+    if not leaves:
         return ct
-    paths = tuple(show_path(path) for path, _ in paths_and_leaves)
-    leaves = [leaf for _, leaf in paths_and_leaves]
+    paths = tuple(show_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(ct))
     sizes = tuple(leaf.size for leaf in leaves)
     # Shape (leaves, 2): how many elements of each leaf are NaN, and how many infinite.
     counts = jnp.stack(
@@ -392,12 +391,13 @@ def _watch(name, step, ct):
     )
     call_host = _host_call(name, paths, sizes, step is not None)
     step = jnp.asarray(-1 if step is None else step)
-    return jax.lax.cond(jnp.any(counts > 0), call_host, _return_ct, ct, counts, step)
+    leaves = jax.lax.cond(jnp.any(counts > 0), call_host, _return, leaves, counts, step)
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def _return_ct(ct, counts, step):
+def _return(cts, counts, step):
     del counts, step
-    return ct
+    return cts
 
 
 @ft.lru_cache  # in an eager backward pass, JAX compiles each new function
@@ -405,12 +405,12 @@ def _host_call(*options):
     return ft.partial(_call_host, ft.partial(_raise_if_not_finite, *options))
 
 
-def _call_host(check, ct, counts, step):
+def _call_host(check, cts, counts, step):
     # Not a debug callback: the result depends on the output of this callback, so JAX waits
     # for it. The output is -0.0, as `x + -0.0` is bitwise `x`.
     zero = jax.ShapeDtypeStruct((), jnp.float32)
     zero = jax.pure_callback(check, zero, counts, step, vmap_method="sequential")
-    return jax.tree.map(lambda c: c + zero.astype(c.dtype), ct)
+    return [c + zero.astype(c.dtype) for c in cts]
 
 
 def _raise_if_not_finite(name, paths, sizes, has_step, counts, step):

@@ -91,8 +91,13 @@ def trace_loss(
             place_of(loss),
             do=f"Pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`, which returns the loss.",
         )
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
+    flat, treedef = jax.tree_util.tree_flatten_with_path((model, args, dict(kwargs)))
+    leaves = [leaf for _, leaf in flat]
+    # The arrays of floats of the model, and then all other arrays.
+    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
+    first = [i for i, is_one in enumerate(is_first) if is_one]
+    others = [i for i, x in enumerate(leaves) if eqx.is_array(x) and not is_first[i]]
+    paths = [flat[i][0][1:] for i in first]
     if not paths:
         raise rule_error(
             f"`{caller}` was given a model without inexact arrays.",
@@ -100,10 +105,9 @@ def trace_loss(
             do="It differentiates with respect to the arrays of floats in `model`, the first "
             "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
         )
-    others, static = eqx.partition((rest, args, dict(kwargs)), eqx.is_array)
-    values, treedef = jax.tree.flatten((arrays, others))
+    values = [leaves[i] for i in first + others]
     _check_concrete(caller, values)
-    other_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(others)]
+    static = [None if eqx.is_array(x) else x for x in leaves]
     layers: list[str] = []
     types: list[type] = []
 
@@ -112,9 +116,10 @@ def trace_loss(
         return True
 
     def flat_loss(values, wrap):
-        arrays, others = jax.tree.unflatten(treedef, values)
-        rest, args, kwargs = eqx.combine(others, static)
-        model = eqx.combine(arrays, rest)
+        full = list(static)
+        for i, x in zip(first + others, values, strict=True):
+            full[i] = x
+        model, args, kwargs = jax.tree.unflatten(treedef, full)
         if wrap:
             types.clear()
             layers[:], model = wrap_layers(model, select, _call_named)
@@ -132,7 +137,7 @@ def trace_loss(
         values,
         [_name_of_path(path) for path in paths],
         [f"model{show_path(path)}" for path in paths]
-        + [_name_of_other(path, names) for path in other_paths],
+        + [_name_of_other(flat[i][0], names) for i in others],
         layers,
         types if layers else [],
     )

@@ -13,7 +13,6 @@ from .._errors import (
     name_of,
     place_of,
     rule_error,
-    RuleError,
     type_of,
 )
 from .._rules.closure_convert import Opaque, Rebuildable
@@ -21,6 +20,7 @@ from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_differentiable, is_none
+from .._trees import mirror, prefix_leaves
 from .jax_custom_jvp import is_array
 from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
 
@@ -148,12 +148,14 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
 
 
 class _Types(Opaque):
-    """The types of the cotangents of a call: trees like the arguments, with `False` for a leaf
-    that can't have one, and like the output, with `None`."""
+    """The types of the cotangents of a call: of each argument a mirror, with `False` for a leaf
+    that can't have one, and of each leaf of the output, with `None`. And the structures."""
 
-    def __init__(self, ct_args: tuple[Any, ...], ct_out: Any):
-        self.ct_args = ct_args
-        self.ct_out = ct_out
+    def __init__(self, args: tuple[Any, ...], out: Any):
+        of_arg = lambda x: is_differentiable(x) and _ct_type(x)
+        self.ct_args = [(mirror(of_arg, arg), jax.tree.structure(arg)) for arg in args]
+        leaves, self.treedef = jax.tree.flatten(out, is_leaf=is_none)
+        self.ct_out = list(map(_ct_type, leaves))
 
 
 class _Residuals(NamedTuple):
@@ -172,17 +174,18 @@ class _FwdRule(Rebuildable):
         self._symbolic_zeros = symbolic_zeros
 
     def __call__(self, *args, perturbed, nondiff=None):
-        values = (
-            jax.tree.map(CustomVJPPrimal, args, perturbed) if self._symbolic_zeros else args
-        )
+        values = args
+        if self._symbolic_zeros:
+            leaves, treedef = jax.tree.flatten(args)
+            leaves = map(CustomVJPPrimal, leaves, jax.tree.leaves(perturbed))
+            values = jax.tree.unflatten(treedef, leaves)  # as JAX does, whatever the class
         if nondiff is not None:
             values = merge(values, self._argnums, nondiff)
         result = self._fwd(*values)
         if not isinstance(result, tuple | list) or len(result) != 2:
             return result  # an error
         out, residuals = result
-        ct_args = jax.tree.map(lambda x: is_differentiable(x) and _ct_type(x), args)
-        return out, _Residuals(residuals, _Types(ct_args, jax.tree.map(_ct_type, out)))
+        return out, _Residuals(residuals, _Types(args, out))
 
 
 def _ct_type(x):
@@ -200,27 +203,28 @@ class _BwdRule(Rebuildable):
 
     def __call__(self, kept, ct, *, nondiff=None):
         values = () if nondiff is None else nondiff.values()
-        types, treedef = jax.tree.flatten(kept.types.ct_out, is_leaf=is_none)
+        types, cts = kept.types.ct_out, jax.tree.leaves(ct, is_leaf=is_none)
         cts = [
             self._zero(t) if ct is None and t is not None else ct
-            for t, ct in zip(types, jax.tree.leaves(ct, is_leaf=is_none), strict=True)
+            for t, ct in zip(types, cts, strict=True)
         ]
-        result = self._bwd(*values, kept.residuals, jax.tree.unflatten(treedef, cts))
+        ct = jax.tree.unflatten(kept.types.treedef, cts)
+        result = self._bwd(*values, kept.residuals, ct)
         args = kept.types.ct_args
         if not isinstance(result, tuple | list) or len(result) != len(args):
             return result  # an error
         return tuple(map(self._expand, result, args))
 
-    def _expand(self, ct, types):
+    def _expand(self, ct, arg):
         """The cotangent of an argument. As in JAX, a leaf of it may stand for all leaves of a
         part of the argument, and what is returned for an integer is dropped."""
-        to_all = lambda c, part: jax.tree.map(lambda t: self._leaf(c, t), part)
+        types, treedef = arg
         try:
-            return jax.tree.map(to_all, ct, types, is_leaf=is_none)
-        except RuleError:
-            raise
+            cts = prefix_leaves(ct, types, is_leaf=is_none)
         except ValueError:  # another structure, which is an error
             return ct
+        leaves = map(self._leaf, cts, jax.tree.leaves(types))
+        return jax.tree.unflatten(treedef, leaves)
 
     def _leaf(self, ct, type_):
         if type_ is False:
@@ -233,4 +237,4 @@ class _BwdRule(Rebuildable):
                 place_of(self._bwd),
                 do="Return `None` for zero. Are two cotangents in the wrong order?",
             )
-        return ct
+        return None if isinstance(ct, SymbolicZero) else ct

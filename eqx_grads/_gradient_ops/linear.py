@@ -25,6 +25,7 @@ from .._tangent_spaces import (
     is_differentiable,
     is_none,
 )
+from .._trees import prefix_leaves
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 
@@ -304,10 +305,10 @@ def _mask_leaf(mask, t):
 def _mask_of_each_leaf(mask, x) -> list[Any]:
     """One mask, a Python bool or an array, for each leaf of `x`."""
     try:
-        filled = jax.tree.map(lambda m, branch: jax.tree.map(lambda _: m, branch), mask, x)
+        masks = prefix_leaves(mask, x)
     except (ValueError, TypeError):
-        filled = None
-    masks, leaves = jax.tree.leaves(filled), jax.tree_util.tree_leaves_with_path(x)
+        masks = []
+    leaves = jax.tree_util.tree_leaves_with_path(x)
     if len(masks) != len(leaves):
         raise rule_error(
             "`mask_gradient` was given a `mask` of another structure than `x`.",

@@ -19,6 +19,7 @@ from .._rules.float_args import as_dtype, check_key, check_nonnegative_number, c
 from .._rules.nan_where import nan_where
 from .._rules.replace_gradient import replace_gradient
 from .._tangent_spaces import promote
+from .._trees import on_leaves
 from ..tangents import scale
 from .argument_checks import check_axis, check_bounds, check_broadcasts
 from .norms import divide, scaled_norm
@@ -302,7 +303,7 @@ def zero_nonfinite_gradient(x: PyTree) -> PyTree:
     Forward mode is the identity. Backward, elementwise, $\bar x = \bar y$ where $\bar y$ is
     finite and zero elsewhere. Higher orders differentiate that.
     """
-    return _zero_nonfinite_gradient(x)
+    return on_leaves(_zero_nonfinite_gradient, x)
 
 
 @custom_vjp
@@ -443,7 +444,7 @@ def cast_gradient(x: PyTree, dtype: Any) -> PyTree:
             do="Use a floating dtype, such as `jnp.bfloat16`. For a complex gradient, give the "
             "dtype of its real and imaginary part.",
         )
-    return _cast_gradient(x, dtype=known)
+    return on_leaves(ft.partial(_cast_gradient, dtype=known), x)
 
 
 @custom_vjp

@@ -72,12 +72,13 @@ def on_backward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:
     for a real leaf.
     """
     check_function(fn, "fn", "on_backward")
+    leaves, treedef = jax.tree.flatten(x, is_leaf=is_none)
     identity = custom_vjp(_on_backward)
     identity.def_fwd(_on_backward_fwd)
     # `fn` is part of the rule and not an argument, so that it may close over values that are
     # being differentiated.
-    identity.def_bwd(ft.partial(_on_backward_bwd, fn), symbolic_zeros=True)
-    return identity(x)
+    identity.def_bwd(ft.partial(_on_backward_bwd, fn, treedef), symbolic_zeros=True)
+    return jax.tree.unflatten(treedef, identity(leaves))
 
 
 def _on_backward(x):
@@ -85,14 +86,20 @@ def _on_backward(x):
 
 
 def _on_backward_fwd(x):
-    return x, _gradient_types(x)
+    is_floating = map(is_differentiable, x)
+    types = zip(x, is_floating, strict=True)
+    return x, [jax.ShapeDtypeStruct(shape_of(y), y.dtype) if f else None for y, f in types]
 
 
-def _on_backward_bwd(fn, types, ct):
-    ct = _dense(types, ct)
+def _on_backward_bwd(fn, treedef, types, ct):
+    cts = [
+        jnp.zeros(t.shape, t.dtype) if c is None and t is not None else c
+        for c, t in zip(ct, types, strict=True)
+    ]
+    ct = jax.tree.unflatten(treedef, cts)
     result = fn(ct)
-    leaves = jax.tree_util.tree_leaves_with_path(ct, is_leaf=is_none)
     results = match_leaves(result, ct, "gradient", ft.partial(_not_a_gradient, fn))
+    leaves = jax.tree_util.tree_leaves_with_path(ct, is_leaf=is_none)
     for (path, c), r in zip(leaves, results, strict=True):
         if is_zero_leaf(r):
             continue
@@ -104,7 +111,7 @@ def _on_backward_bwd(fn, types, ct):
                 f"and returned {type_of(r)}",
                 do="Return a floating array of the same shape, or `None` for zero.",
             )
-    return (result,)
+    return (results,)
 
 
 def _not_a_gradient(fn, *where, do):
@@ -114,27 +121,6 @@ def _not_a_gradient(fn, *where, do):
         place_of(fn),
         do=do,
     )
-
-
-def _gradient_types(x: PyTree) -> PyTree:
-    """A tree like `x`, with types for the leaves that have a gradient, `None` for others."""
-    return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(shape_of(leaf), leaf.dtype)
-            if is_differentiable(leaf)
-            else None
-        ),
-        x,
-    )
-
-
-def _dense(types: PyTree, ct: PyTree) -> PyTree:
-    """The cotangent with arrays of zeros in place of symbolic zeros."""
-    cts = match_leaves(ct, types, "ct", rule_error)
-    leaves, treedef = jax.tree.flatten(types, is_leaf=is_none)
-    zeros = [None if t is None else jnp.zeros(t.shape, t.dtype) for t in leaves]
-    pairs = zip(cts, zeros, strict=True)
-    return jax.tree.unflatten(treedef, [zero if c is None else c for c, zero in pairs])
 
 
 def on_forward(x: PyTree, fn: Callable[[Any], Any]) -> PyTree:

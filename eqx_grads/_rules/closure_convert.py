@@ -11,6 +11,7 @@ ordinary Python. An object without tracers stays the very same object.
 
 import collections
 import copy
+import dataclasses
 import functools as ft
 import gc
 import inspect
@@ -30,6 +31,15 @@ class _Placeholder(NamedTuple):
     """Stands where a tracer was."""
 
     number: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Node:
+    """Stands where an object of a user's class was that led to a tracer: the class is not
+    unflattened with placeholders, as its constructor may compute."""
+
+    treedef: Any
+    parts: list[Any]
 
 
 class Rebuildable:
@@ -464,8 +474,10 @@ def _rebuild(x, swap: Callable[[Any], Any], owners: set[int], memo: dict[int, An
         for key, part in x.items():
             new[key] = again(part)
         return new
+    if isinstance(x, _Node):
+        return remember(jax.tree.unflatten(x.treedef, [again(part) for part in x.parts]))
     parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
-    return remember(jax.tree.unflatten(treedef, [again(part) for part in parts]))
+    return remember(_Node(treedef, [again(part) for part in parts]))
 
 
 def _rebuild_function(fn, changes, again, remember):

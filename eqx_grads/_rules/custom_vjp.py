@@ -20,7 +20,7 @@ from .._errors import first_line, name_of, place_of, rule_error, RuleError, show
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
-from .._tangent_spaces import as_array_list, project_leaves
+from .._tangent_spaces import as_array_list, is_none, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
 from .copies import running_rule
 from .custom_jvp import apply_forward_rule
@@ -245,17 +245,17 @@ class ReverseRules(AbstractRules):
         return outputs, arrays, t_arrays
 
 
-def _perturbed_tree(flat: FlatCall, perturbed: Sequence[int]):
+def _perturbed_tree(flat: FlatCall, perturbed: Sequence[int], operands: Sequence[Any]):
     """The tuple of trees of bools: which leaves are being differentiated."""
-    flags = [i in perturbed for i in range(flat.n_args)]
-    return flat.args.tree(flags, [False] * len(flat.args.static))
+    return flat.flags([i in perturbed for i in range(flat.n_args)], operands)
 
 
 def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
     rule = call.rules.fwd_rule
     keywords = call.keywords(rule)
     if "perturbed" in rule.keyword_only:
-        keywords = {"perturbed": _perturbed_tree(call.flat, call.perturbed()), **keywords}
+        perturbed = _perturbed_tree(call.flat, call.perturbed(), call.operands)
+        keywords = {"perturbed": perturbed, **keywords}
     with running_rule(call.fn, call.rules):
         result = rule(*call.args, **keywords)
     if not isinstance(result, tuple | list) or len(result) != 2:
@@ -331,13 +331,10 @@ class _VjpSpec:
                 full[i] = ct
             with running_rule(fn, rules):
                 ct = self.out_split.tree(full)
-                ct_args = self._run_bwd(fn, rules.bwd_rule, kwargs, kept, ct)
+                ct_args = self._run_bwd(fn, rules.bwd_rule, operands, args, kwargs, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
-            check_zeros(
-                rules.bwd_rule,
-                RuleCall(rules, fn, args, kwargs, operands, [], self.flat),
-                zeros,
-            )
+            call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
+            check_zeros(rules.bwd_rule, call, zeros)
             return ct_args
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
@@ -346,11 +343,11 @@ class _VjpSpec:
             pull_back, cts, [self.out_types[i] for i in self.out_indices]
         )
 
-    def _run_bwd(self, fn, rule, kwargs, kept, ct):
+    def _run_bwd(self, fn, rule, operands, args, kwargs, kept, ct):
         if "perturbed" in rule.keyword_only:
-            kwargs = {"perturbed": _perturbed_tree(self.flat, self.perturbed), **kwargs}
+            perturbed = _perturbed_tree(self.flat, self.perturbed, operands)
+            kwargs = {"perturbed": perturbed, **kwargs}
         result = rule.of_tangents(kept, ct, **rule.asked_for(kwargs))
-        args = self.flat.args.tree(self.arg_types)
         if not isinstance(result, tuple | list) or len(result) != len(args):
             raise rule_error(
                 f"The backward rule `{rule.name}` of `{name_of(fn)}` did not return one "
@@ -361,9 +358,10 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
+        types = self.flat.args.mirror(self.arg_types, arrays=operands[: self.flat.n_args])
         cts = []
-        for i, (ct_arg, arg) in enumerate(zip(result, args, strict=True)):
-            cts.extend(_project(fn, rule, ct_arg, arg, self.flat.names[i]))
+        for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
+            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names[i]))
         return [cts[i] for i in self.perturbed]
 
 
@@ -382,9 +380,9 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
         error.add_note(note)
 
 
-def _project(fn, rule, ct, arg, name):
+def _project(fn, rule, ct, arg, types, name):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and _is_type(arg) and jax.typeof(ct) == arg:
+    if isinstance(ct, jax.Array) and _is_type(types) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):
@@ -396,7 +394,7 @@ def _project(fn, rule, ct, arg, name):
             do=do,
         )
 
-    leaves = jax.tree.leaves(arg, is_leaf=lambda x: x is None)
+    leaves = jax.tree.leaves(types, is_leaf=is_none)
     cts = project_leaves(ct, arg, leaves, name=name, fail=fail)
     return [c for c, leaf in zip(cts, leaves, strict=True) if _is_type(leaf)]
 

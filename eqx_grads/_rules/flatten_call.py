@@ -18,6 +18,7 @@ import numpy as np
 
 from .._errors import name_of, show_path
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
+from .._trees import leaf_paths, mirror_of
 from .closure_convert import (
     ClosureTemplate,
     contains_tracer,
@@ -152,15 +153,30 @@ class TreeSplit:
 
     def tree(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> Any:
         """The tree with these arrays."""
+        return jax.tree.unflatten(self.treedef, self.leaves(arrays, static))
+
+    def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
+        """The leaves of the tree with these arrays."""
         leaves = list(self.static if static is None else static)
         for i, x in zip(self.indices, arrays, strict=True):
             leaves[i] = x
-        return jax.tree.unflatten(self.treedef, leaves)
+        return leaves
 
     def path(self, i: int) -> Any:
         """Where the leaf number `i` is in the tree."""
-        tree = jax.tree.unflatten(self.treedef, range(len(self.static)))
-        return jax.tree_util.tree_leaves_with_path(tree)[i][0]
+        return leaf_paths(self.treedef)[i]
+
+    def mirror(
+        self,
+        values: Sequence[Any],
+        static: Sequence[Any] | None = None,
+        arrays: Sequence[Any] | None = None,
+    ) -> Any:
+        """`tree` for values that are not arrays. The classes of the tree are unflattened with
+        the `arrays`, if these are given."""
+        objects = [object()] * len(self.static)
+        like = None if arrays is None else self.leaves(arrays, objects)
+        return mirror_of(self.treedef, self.leaves(values, static), like)
 
     def dynamic_tree(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays, and `None` for all static leaves."""
@@ -303,6 +319,12 @@ class FlatCall:
             return None
         return key
 
+    def flags(self, flags: Sequence[bool], operands: Sequence[Any]) -> tuple[Any, ...]:
+        """A flag for each leaf of the positional arguments, of which these `flags` are those of
+        the arrays."""
+        static = [False] * len(self.args.static)
+        return self.args.mirror(flags, static, operands[: self.n_args])
+
     def path(self, i: int) -> str:
         """The operand number `i`, which is of no positional argument, as the user would write
         it."""
@@ -353,7 +375,7 @@ class OutputSpec:
 
     def describe(self) -> Any:
         """The tree of types, for messages."""
-        return self.tree(self.types)
+        return self.split.mirror(self.types)
 
     def static_path(self, i: int) -> str:
         """Where the leaf number `i` is in the tree."""

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from .._errors import check_function, name_of, rule_error, show_path, show_tree, type_of
 from .._tangent_spaces import tangents_match
+from .._trees import on_leaves
 from .custom_jvp import custom_jvp
 from .wrapper import set_metadata
 
@@ -57,7 +58,7 @@ def replace_gradient(value: PyTree, surrogate: PyTree) -> PyTree:
     differentiated and that of the other can't.
     """
     _check_alike("`replace_gradient` was given", ("value", "surrogate"), value, surrogate)
-    return _replace_gradient(value, surrogate)
+    return on_leaves(_replace_gradient, value, surrogate)
 
 
 def _check_alike(caller, names, value, surrogate):
@@ -171,7 +172,7 @@ class _WithGradientOf(eqx.Module):
         value, surrogate = fn(*args_, **kwargs_), self.surrogate_fn(*args, **kwargs)
         names = [f"value of `{name_of(f)}`" for f in (self.fn, self.surrogate_fn)]
         _check_alike("`with_gradient_of` was given", names, value, surrogate)
-        return _replace_gradient(value, surrogate)
+        return on_leaves(_replace_gradient, value, surrogate)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)

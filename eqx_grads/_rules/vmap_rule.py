@@ -7,6 +7,7 @@ import jax
 
 from .._errors import name_of, rule_error, show_tree
 from .._tangent_spaces import as_array_list
+from .._trees import prefix_leaves
 from .copies import running_rule
 from .flatten_call import FlatCall, OutputSpec
 from .rule import Rule, try_to_trace
@@ -21,13 +22,14 @@ def apply_vmap_rule(
 ) -> tuple[OutputSpec, list[Any], list[bool]] | None:
     """The outputs, their arrays and which of these are batched; `None` if there is no rule for
     this batch. `primal` is the function of one example's operands."""
-    fn, rules, args, kwargs = flat.restore(as_array_list(operands))
+    operands = as_array_list(operands)
+    fn, rules, args, kwargs = flat.restore(operands)
     n = flat.n_args
     # The user's rule knows of positional arguments only.
     if rules.vmap_rule is None or any(batched[n:]):
         return None
     rule = rules.vmap_rule
-    flags = flat.args.tree(batched[:n], [False] * len(flat.args.static))
+    flags = flat.flags(batched[:n], operands)
     with running_rule(fn, rules):
         result = rule(axis_data.size, flags, *args, **kwargs)
     if result is NotImplemented:
@@ -50,9 +52,7 @@ def apply_vmap_rule(
 def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]:
     """A flag for each array. The user may give a prefix of the tree."""
     try:
-        filled = jax.tree.map(
-            lambda flag, branch: jax.tree.map(lambda _: bool(flag), branch), prefix, out
-        )
+        flags = prefix_leaves(prefix, out)
     except ValueError as error:
         raise rule_error(
             f"The batching rule `{rule.name}` of `{name_of(fn)}` did not say which of its "
@@ -61,8 +61,7 @@ def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]
             rule.place,
             do="`out_batched` is a bool, or a tree of bools that is a prefix of the output.",
         ) from error
-    flags = jax.tree.leaves(filled)
-    return [flags[i] for i in outputs.split.indices]
+    return [bool(flags[i]) for i in outputs.split.indices]
 
 
 def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec | None:

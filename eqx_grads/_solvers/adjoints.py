@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .._errors import check_flags, rule_error
 from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
+from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer, is_number
 from .linear_solve import check_linear_solver, linear_solve
 from .optimistix import optimistix as optx
@@ -43,7 +44,7 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         inputs = (fn, *constant((solver, y0)), args, *constant(options))
         y, rest = primal_fn((*constant(inputs), _while_loop))
         # Python numbers are static where Equinox has traced `fn`, and remain so.
-        arrays, static = eqx.partition(inputs, eqx.is_array)
+        static, arrays = TreeSplit.split(inputs, is_array)
         residual = ft.partial(_residual, rewrite_fn, static)
         solve = ft.partial(_solve, self, tags)
         return differentiable_solution(y, arrays, residual=residual, solve=solve), rest
@@ -90,7 +91,7 @@ def _solve(adjoint, tags, linear_map, b, *_):
 
 def _residual(rewrite_fn, static, y, arrays):
     # `None` is for what the solver returned besides `y`; no function of Optimistix reads it.
-    return rewrite_fn(y, None, eqx.combine(arrays, static))
+    return rewrite_fn(y, None, static.tree(arrays))
 
 
 def _while_loop(cond_fun, body_fun, init_val, *, max_steps):

@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
 from .._rules.custom_jvp import custom_jvp
 from .._tangent_spaces import dtype_of, shape_of
+from .._trees import filter_jvp, mirrored, unmirror
 from .trajectory import as_time, Closure, finite, state_at, VectorField
 
 
@@ -118,8 +119,9 @@ def event_time(
     """
     check_function(condition, "condition", "event_time")
     time, field = as_time(t, "event_time"), VectorField(f, "event_time")
+    y = mirrored(y)
     t_event = _event_time(Closure(condition), field, y, time, _as_flag(where))
-    return t_event, state_at(field, y, time, t_event)
+    return t_event, unmirror(state_at(field, y, time, t_event))
 
 
 def _as_flag(where):
@@ -146,15 +148,15 @@ def _event_time_jvp(primals, tangents):
     condition, field, y, t, happens = primals
     t_condition, t_field, t_y, t_t, _ = tangents
     t_event = _event_time(*primals)
-    y_event, t_y_event = eqx.filter_jvp(
+    y_event, t_y_event = filter_jvp(
         lambda field, y, t: state_at(field, y, t, t_event), (field, y, t), (t_field, t_y, t_t)
     )
-    value, t_value = eqx.filter_jvp(
+    value, t_value = filter_jvp(
         lambda condition, y: _value(condition, t_event, y),
         (condition, y_event),
         (t_condition, t_y_event),
     )
-    _, rate = eqx.filter_jvp(
+    _, rate = filter_jvp(
         lambda t, y: _value(condition, t, y),
         (t_event, y_event),
         (jnp.ones_like(t_event), field(t_event, y_event)),
@@ -172,7 +174,7 @@ def _event_time_jvp(primals, tangents):
 
 def _value(closure, t, y):
     condition = closure.fn
-    value = condition(finite(t), y)
+    value = condition(finite(t), unmirror(y))
     array = jnp.asarray(value) if eqx.is_array_like(value) else None
     if array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.floating):
         return array

@@ -1,5 +1,6 @@
 """`fixed_point`: the solution of y = f(y), and its derivative by choice."""
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -22,6 +23,7 @@ from .._errors import (
 from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of_array
+from .._trees import mirror, mirrored, unmirror
 from .linear_solve import as_tags
 from .run_time_error import branched_error_if
 from .solution_tangent import constant
@@ -154,7 +156,11 @@ def fixed_point(
             do="Give the options of the solver as a dictionary, or `None`.",
         )
     tags = as_tags(tags, "fixed_point")
-    return _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
+    # Equinox and Optimistix map bools and types over trees.
+    y0, args = mirrored(y0), mirrored(args)
+    solution = _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
+    value, aux = unmirror((solution.value, solution.aux))
+    return dataclasses.replace(solution, value=value, aux=aux)
 
 
 @eqx.filter_jit
@@ -220,12 +226,13 @@ def _residual(y, _, inputs):
 
 
 class _SameType(eqx.Module):
-    """`fn` as Optimistix calls it, with a check of what it returns."""
+    """`fn` as Optimistix calls it, of mirrors, with a check of what it returns."""
 
     fn: Callable[..., Any]
     has_aux: bool
 
     def __call__(self, y, args):
+        y, args = unmirror(y), unmirror(args)
         try:
             out, aux = self.fn(y, *args), None
         except Exception as error:
@@ -244,7 +251,7 @@ class _SameType(eqx.Module):
                 )
             out, aux = out
         _check_same_type(self.fn, out, y)
-        return jax.tree.map(jnp.asarray, out), aux
+        return mirror(jnp.asarray, out), mirrored(aux)
 
 
 def _check_same_type(fn, out, y):

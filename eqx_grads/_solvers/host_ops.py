@@ -13,6 +13,7 @@ from .._errors import name_of, place_of, rule_error, show_path, show_tree
 from .._rules.closure_convert import Opaque
 from .._rules.flatten_call import Signature
 from .._rules.rule import Rule
+from .._trees import leaf_paths, mirror, mirror_of
 from .host_callback import AbstractHostOp, described
 from .host_residual_cache import ResidualCache
 
@@ -70,6 +71,11 @@ def is_array_leaf(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
 
 
+def without_memory(types: Sequence[Any]) -> list[np.ndarray]:
+    """Arrays of these types, to unflatten a user's class with."""
+    return [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in types]
+
+
 @dataclasses.dataclass(frozen=True)
 class PrimalOp(AbstractHostOp):
     """A call of the user's function.
@@ -124,12 +130,20 @@ class PrimalOp(AbstractHostOp):
     def out_inexact(self) -> tuple[int, ...]:
         return tuple(i for i, t in enumerate(self.out_types) if is_inexact(t))
 
-    def arguments(self, leaves: Sequence[Any], statics: Any = None) -> Any:
+    def arguments(self, leaves: Sequence[Any]) -> Any:
         """`(args, kwargs)` with these arrays."""
-        full = list(self.statics if statics is None else statics)
-        for i, x in zip(self.arrays, leaves, strict=True):
+        return self.treedef.unflatten(self._leaves(leaves, self.statics))
+
+    def types(self) -> Any:
+        """`(args, kwargs)` with types instead of the arrays."""
+        like = self._leaves(without_memory(self.in_types), self.statics)
+        return mirror_of(self.treedef, self._leaves(self.in_types, self.statics), like)
+
+    def _leaves(self, arrays, statics):
+        full = list(statics)
+        for i, x in zip(self.arrays, arrays, strict=True):
             full[i] = x
-        return self.treedef.unflatten(full)
+        return full
 
     def rule_arguments(self, leaves: Sequence[Any]) -> Any:
         """`(args, kwargs)` as a rule is given them, with these arrays."""
@@ -151,17 +165,27 @@ class PrimalOp(AbstractHostOp):
     def tangents(self, ts: Sequence[Any], of_default: Callable[[Any], Any]) -> Any:
         """A tree like `args` with `ts` (`None`: zero) for its arrays, `of_default(x)` for each
         array `x` in a default value, and `None` elsewhere."""
-        full = [*ts, *[None] * (len(self.in_types) - self.n_args)]
-        args = self.arguments(full, [None] * len(self.statics))[0]
+        args, _ = self.treedef.unflatten(self._of_args(ts))
         of_leaf = lambda x: of_default(x) if isinstance(x, np.ndarray) else None
         return (*args, *jax.tree.map(of_leaf, self.defaults))
 
+    def flags(self, flags: Sequence[bool], arrays: Sequence[Any]) -> Any:
+        """As `tangents`, with bools; those of the `arrays` of the arguments are `flags`."""
+        args, _ = mirror_of(
+            self.treedef,
+            self._of_args(flags),
+            self._leaves(arrays, [object()] * len(self.statics)),
+        )
+        of_leaf = lambda x: False if isinstance(x, np.ndarray) else None
+        return (*args, *mirror(of_leaf, self.defaults))
+
+    def _of_args(self, values):
+        full = [*values, *[None] * (len(self.in_types) - self.n_args)]
+        return self._leaves(full, [None] * len(self.statics))
+
     def in_path(self, i: int) -> str:
         """Array number `i`, as the user would write it."""
-        paths = jax.tree_util.tree_leaves_with_path(
-            self.arguments(range(len(self.in_types)), [None] * len(self.statics))
-        )
-        (part, first, *rest), _ = paths[i]
+        part, first, *rest = leaf_paths(self.treedef)[self.arrays[i]]
         if part.idx == 0:
             return f"`{self.code.signature.names[first.idx]}{show_path(tuple(rest))}`"
         return f"`{first.key}{show_path(tuple(rest))}`"
@@ -170,7 +194,7 @@ class PrimalOp(AbstractHostOp):
         """The leaves of what `op` returned: the function, or a rule for it."""
         leaves, treedef = jax.tree.flatten(out)
         if treedef != self.out_treedef:
-            promised = jax.tree.unflatten(self.out_treedef, self.out_types)
+            promised = mirror_of(self.out_treedef, self.out_types)
             raise rule_error(
                 f"{described(op)} returned another structure than was promised.",
                 f"promised was {show_tree(promised)}",
@@ -183,7 +207,4 @@ class PrimalOp(AbstractHostOp):
 
 def path_of_leaf(treedef: Any, i: int) -> str:
     """Where leaf number `i` of an output is."""
-    paths = jax.tree_util.tree_leaves_with_path(
-        jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    )
-    return "out" + show_path(paths[i][0])
+    return "out" + show_path(leaf_paths(treedef)[i])

@@ -12,8 +12,9 @@ import numpy as np
 from .._errors import rule_error, RuleError, show_tree
 from .._rules.rule import advice_on_cotangents, Rule
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
+from .._trees import mirror_of
 from .host_callback import AbstractHostOp, batch_shape, check_shape, read_only
-from .host_ops import is_complex, is_inexact, path_of_leaf, PrimalOp, Types
+from .host_ops import is_array_leaf, is_complex, is_inexact, path_of_leaf, PrimalOp, Types
 from .host_residual_cache import digest_key
 
 
@@ -84,7 +85,7 @@ class ForwardOp(_AbstractRuleOp):
             return flat
         arrays, treedef = jax.tree.flatten(residuals)
         if treedef != self.residual_treedef:
-            promised = jax.tree.unflatten(self.residual_treedef, self.residual_types)
+            promised = mirror_of(self.residual_treedef, self.residual_types)
             raise rule_error(
                 f"`{self.name}` returned residuals of another structure than was promised.",
                 f"promised was {show_tree(promised)}",
@@ -141,9 +142,8 @@ class TangentOp(_AbstractRuleOp):
         value, tangent = self.pair(result, "Return `out, t_out`: the value and its tangent.")
         call.flatten_out(value, self)
         fail = _misfit(self, "a tangent that does not have the structure of its output")
-        out = jax.tree.unflatten(call.out_treedef, call.out_types)
-        leaves_out = jax.tree.leaves(out, is_leaf=is_none)
-        matched = match_leaves(tangent, out, "out", fail)
+        leaves_out = jax.tree.leaves(value, is_leaf=is_none)
+        matched = match_leaves(tangent, value, "out", fail)
         t_out = [t for t, x in zip(matched, leaves_out, strict=True) if x is not None]
         batch = batch_shape(self, leaves)
         return [
@@ -198,7 +198,7 @@ class CotangentOp(_AbstractRuleOp):
         args, kwargs = call.rule_arguments(primals)
         if self.rule.keyword_only:
             flags = [i in self.live for i in range(call.n_args)]
-            perturbed = call.tangents(flags, lambda _: False)
+            perturbed = call.flags(flags, primals)
             kwargs = call.keywords(self.rule, args, kwargs)
             kwargs = self.rule.asked_for({"perturbed": perturbed, **kwargs})
         else:
@@ -245,9 +245,7 @@ class CotangentOp(_AbstractRuleOp):
                 continue
             leaves = jax.tree.leaves(arg, is_leaf=is_none)
             matched = match_leaves(ct, arg, call.code.signature.names[i], fail)
-            cts.extend(
-                c for c, x in zip(matched, leaves, strict=True) if isinstance(x, np.ndarray)
-            )
+            cts.extend(c for c, x in zip(matched, leaves, strict=True) if is_array_leaf(x))
         return cts
 
     def _fit(self, k, i, ct, leaves):

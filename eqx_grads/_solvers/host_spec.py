@@ -15,8 +15,9 @@ from jax.core import Tracer
 from .._errors import first_line, rule_error, show_path, show_tree, type_of
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import check_no_tracers
+from .._trees import leaf_paths, prefix_leaves, unmirror
 from .host_callback import read_only
-from .host_ops import HostCode, is_array_leaf, PrimalOp
+from .host_ops import HostCode, is_array_leaf, PrimalOp, without_memory
 from .host_rule_ops import ForwardOp
 
 
@@ -77,8 +78,7 @@ def check_hashable(op: PrimalOp) -> None:
         try:
             hash(x)
         except TypeError:
-            tree = jax.tree.unflatten(op.treedef, range(len(op.statics)))
-            path = jax.tree_util.tree_leaves_with_path(tree)[i][0][1:]
+            path = leaf_paths(op.treedef)[i][1:]
             raise rule_error(
                 f"`{op.name}` was given an argument that is no array and has no hash.",
                 f"at argument {show_path(path)}: {type_of(x)}",
@@ -131,9 +131,9 @@ def _promised(op: PrimalOp, out: Any):
     if op.code.example_out is None:
         # One call, at arguments that the user chose: a solver may never end at others.
         out = op.code.fn(*jax.tree.map(_to_numpy, op.code.example))
-        op.code.example_out = jax.tree.map(_promise, out)
-    leaves, treedef = jax.tree.flatten(op.code.example_out)
-    return tuple(leaves), treedef
+        leaves, treedef = jax.tree.flatten(out)
+        op.code.example_out = tuple(map(_promise, leaves)), treedef
+    return op.code.example_out
 
 
 def _to_numpy(x):
@@ -141,7 +141,7 @@ def _to_numpy(x):
 
 
 def _check_like_example(op) -> None:
-    args = op.arguments(op.in_types)[0]
+    args, _ = op.types()
     example = op.code.example
     shapes = lambda tree: [np.shape(x) for x in jax.tree.leaves(tree) if _has_shape(x)]
     if shapes(args) != shapes(example):
@@ -194,7 +194,7 @@ def _types(op: PrimalOp, spec: Any, what: str):
     arguments that returns one."""
     given: tuple[Any, Any] = ((), {})
     if callable(spec) and not isinstance(spec, eqx.Module) and not _is_dtype(spec):
-        args, kwargs = op.arguments(op.in_types)
+        args, kwargs = op.types()
         kwargs = _accepted(spec, kwargs)
         given = args, kwargs
         _check_binds(op, spec, what, args, kwargs)
@@ -240,7 +240,10 @@ def _types(op: PrimalOp, spec: Any, what: str):
             op.place,
             do=do,
         )
-    return tuple(map(_promise, leaves)), treedef
+    types = tuple(map(_promise, leaves))
+    # `spec` may hold mirrors of arguments, and what the host returns is of the user's classes.
+    out = unmirror(jax.tree.unflatten(treedef, without_memory(types)))
+    return types, jax.tree.structure(out)
 
 
 _VALUES_IN_SHAPES = (
@@ -297,14 +300,9 @@ def _steps(code: HostCode, args, n_args) -> tuple[float | None, ...]:
     step = code.step
     if step is None or isinstance(step, float | int):
         return (step,) * n_args
-    steps: list[float | None] = []
-
-    def fill(step, arg):
-        steps.extend([step] * sum(map(is_array_leaf, jax.tree.leaves(arg))))
-
     is_leaf = lambda x: x is None or isinstance(x, float | int)
     try:
-        jax.tree.map(fill, tuple(step), tuple(args), is_leaf=is_leaf)
+        steps = prefix_leaves(tuple(step), tuple(args), is_leaf)
     except (ValueError, TypeError) as error:
         raise rule_error(
             f"`step` of `{code.name}` does not fit the arguments.",
@@ -314,4 +312,5 @@ def _steps(code: HostCode, args, n_args) -> tuple[float | None, ...]:
             do="Give one number, or a tuple with one entry for each argument: a number or "
             "`None` for all of it, or a tree of them.",
         ) from error
-    return tuple(steps)
+    leaves = zip(steps, jax.tree.leaves(tuple(args)), strict=True)
+    return tuple(step for step, x in leaves if is_array_leaf(x))

@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._errors import check_function
+from .._trees import mirrored, unmirror
 from .trajectory import as_time, state_at, VectorField
 
 
@@ -102,4 +103,5 @@ def jump(
     time = as_time(t, "jump")
     after = y if reset is None else reset(time, y)
     fixed = jax.lax.stop_gradient(time)
-    return fixed, state_at(VectorField(f, "jump"), after, time, fixed)
+    state = state_at(VectorField(f, "jump"), mirrored(after), time, fixed)
+    return fixed, unmirror(state)

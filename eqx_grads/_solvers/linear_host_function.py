@@ -13,9 +13,10 @@ from .._errors import check_function, name_of, place_of, rule_error, show_path, 
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.adjoint_pair import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
+from .._trees import mirror_of
 from .host_callback import VMAP_METHODS
 from .host_derivative import host_call, tangent_type
-from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp
+from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp, without_memory
 from .host_spec import check_captures, check_hashable, primal_op
 
 
@@ -105,12 +106,12 @@ class _Pair:
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""
         types = self.op.in_types[: self.n]
-        args = self.op.arguments([*types, *parameters])[0]
+        like = without_memory(types)
+        args, _ = self.op.arguments([*like, *parameters])
         ct = jax.tree.unflatten(self.op.out_treedef, [jnp.conj(ct) for ct in cts])
         given = (ct, *args[1 : 1 + self.n_args])
-        adjoint, operands = primal_op(
-            self.rmatvec, given, {}, jax.tree.unflatten(self.treedef, types)
-        )
+        out = mirror_of(self.treedef, types, like)
+        adjoint, operands = primal_op(self.rmatvec, given, {}, out)
         return [jnp.conj(x) for x in host_call(adjoint, operands)]
 
 

@@ -203,7 +203,7 @@ def _batched_like(operator, vector):
     cotangents of an unbatched operand of `vmap` (Equinox 0.13.8, Lineax 0.1.1; no upstream
     issue was found). The compiler removes the selection.
     """
-    arrays = jax.tree.leaves(eqx.filter(operator, eqx.is_array))
+    arrays = list(filter(eqx.is_array, jax.tree.leaves(operator)))
     first = [jnp.reshape(x, -1)[:1] for x in arrays]
     predicate = ft.reduce(jnp.logical_and, [jnp.all(x == x) for x in first], jnp.array(True))
     return jax.lax.select(jnp.broadcast_to(predicate, vector.shape), vector, vector)

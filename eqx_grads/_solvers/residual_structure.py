@@ -37,7 +37,8 @@ def residual_leaves(
 
     leaves = jax.tree_util.tree_map_with_path(leaf, out)
     if not _accepts_any_shape(solver):
-        _check_same_structure(leaves, eqx.filter(y, _is_unknown), residual, solve)
+        unknowns = jax.tree.map(lambda x: x if _is_unknown(x) else None, y)
+        _check_same_structure(leaves, unknowns, residual, solve)
     return leaves
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PyTree
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
+from .._rules.flatten_call import is_array, TreeSplit
 from .._tangent_spaces import (
     DoesNotFit,
     is_differentiable,
@@ -29,6 +30,7 @@ from .._tangent_spaces import (
     shape_of,
     tangent_leaf,
 )
+from .._trees import filter_jvp, floating_only, mirrored, unmirror
 
 
 class Closure(eqx.Module):
@@ -37,25 +39,28 @@ class Closure(eqx.Module):
 
     parts: PyTree
     captured: Sequence[Array]
-    template: ClosureTemplate | None = eqx.field(static=True)
+    template: tuple[TreeSplit, ClosureTemplate] | None = eqx.field(static=True)
 
     def __init__(self, fn: Callable[..., Any]):
-        arrays, rest = eqx.partition(fn, eqx.is_array)
-        template, self.captured = lift_tracers([rest])
+        split, arrays = TreeSplit.split(fn, is_array)
+        template, self.captured = lift_tracers(split.static)
         # A template is kept only if something was captured: each call makes a new one, by
         # which what JAX caches of an earlier call of the same function would not be found.
-        self.parts, self.template = (arrays, template) if self.captured else (fn, None)
+        self.parts, self.template = fn, None
+        if self.captured:
+            self.parts, self.template = arrays, (split.without_static(), template)
 
     @property
     def fn(self) -> Callable[..., Any]:
         if self.template is None:
             return self.parts
-        (rest,), _ = self.template.substitute(self.captured)
-        return eqx.combine(self.parts, rest)
+        split, template = self.template
+        return split.tree(self.parts, template.substitute(self.captured)[0])
 
 
 class VectorField(eqx.Module):
     """`f(t, y)`, the derivative of `y` with respect to time, checked to be a tangent of `y`.
+    Here a state is a mirror.
 
     `caller` is the name of the public function that was given `f`.
     """
@@ -70,7 +75,7 @@ class VectorField(eqx.Module):
 
     def __call__(self, t: Float[Array, ""], y: PyTree) -> PyTree:
         f = self.closure.fn
-        t_y = f(finite(t), y)
+        t_y = mirrored(f(finite(t), unmirror(y)))
         fail = ft.partial(_not_a_rate, f, self.caller)
         leaves, treedef = jax.tree.flatten(y, is_leaf=is_none)
         rates = match_leaves(t_y, y, "y", fail)
@@ -152,7 +157,7 @@ def _state_at_bwd(residuals, ct, *, perturbed):
     field, y, t, t_new = residuals
     ct = _arrays(ct, y)
     y_new = state_at(field, y, t, t_new)
-    no_ct_field = jax.tree.map(jnp.zeros_like, eqx.filter(field, eqx.is_inexact_array))
+    no_ct_field = jax.tree.map(jnp.zeros_like, floating_only(field))
     end = (y_new, ct, no_ct_field)
     _, ct_y, ct_field = state_at(_CotangentField(field), end, t_new, t)
     _, _, is_moved, is_moved_new = perturbed
@@ -170,7 +175,7 @@ class _TangentField(eqx.Module):
     def __call__(self, t, state):
         y, t_y = state
         call = lambda field, y: field(t, y)
-        y_rate, t_y_rate = eqx.filter_jvp(call, (self.field, y), (self.t_field, t_y))
+        y_rate, t_y_rate = filter_jvp(call, (self.field, y), (self.t_field, t_y))
         return y_rate, _arrays(t_y_rate, y)
 
 
@@ -181,18 +186,24 @@ class _CotangentField(eqx.Module):
 
     def __call__(self, t, state):
         y, ct_y, _ = state
-        call = lambda field_and_y: field_and_y[0](t, field_and_y[1])
-        y_rate, pull_back = eqx.filter_vjp(call, (self.field, y))
-        ((ct_field, ct_y),) = pull_back(ct_y)
-        negative = lambda tree: jax.tree.map(jnp.negative, tree)
-        return y_rate, negative(ct_y), negative(ct_field)
+        split, arrays = TreeSplit.split((self.field, y), eqx.is_inexact_array)
+
+        def call(arrays):
+            field, y = split.tree(arrays)
+            y_rate = field(t, y)
+            return list(filter(eqx.is_inexact_array, jax.tree.leaves(y_rate))), y_rate
+
+        _, pull_back, y_rate = jax.vjp(call, arrays, has_aux=True)
+        (cts,) = pull_back(jax.tree.leaves(ct_y))
+        ct_field, ct_y = split.dynamic_tree([-ct for ct in cts])
+        return y_rate, ct_y, ct_field
 
 
 def _arrays(t: PyTree, y: PyTree) -> PyTree:
     """A tangent or cotangent of a state with arrays of zeros for what is `None`."""
     return jax.tree.map(
         lambda leaf, t_leaf: jnp.zeros_like(leaf) if t_leaf is None else t_leaf,
-        eqx.filter(y, eqx.is_inexact_array),
+        floating_only(y),
         t,
     )
 

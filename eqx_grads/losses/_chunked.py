@@ -18,6 +18,7 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer
 from .._tangent_spaces import is_arraylike, is_none, sum_dtype
+from .._trees import mirror, mirrored, prefix_leaves
 from ._gradient_sums import add, inner_product, zero_sum
 
 
@@ -110,7 +111,7 @@ def chunked(
             f"`reduction` is {reduction!r:.60}",
             do='Give "sum" or "mean": how the loss of all follows from those of its parts.',
         )
-    axes, treedef = jax.tree.flatten(axis, is_leaf=is_none)
+    axes, treedef = jax.tree.flatten(mirrored(axis), is_leaf=is_none)
     for entry in axes:
         if entry is not None and as_integer(entry) is None:
             raise rule_error(
@@ -166,9 +167,9 @@ class _Chunked(eqx.Module):
         axes = jax.tree.unflatten(self._axes_treedef, self._axes)
         if isinstance(axes, int):
             axes = (None, *(axes for _ in args[1:]))
-        fill = lambda a, part: [a if is_arraylike(x) else None for x in _leaves(part)[0]]
+        has_axis = mirror(is_arraylike, args, is_leaf=is_none)
         try:
-            filled = jax.tree.map(fill, tuple(axes), args, is_leaf=is_none)
+            filled = prefix_leaves(tuple(axes), has_axis, is_leaf=is_none)
         except (TypeError, ValueError):
             raise self._error(
                 "an `axis` that does not fit its arguments",
@@ -176,7 +177,7 @@ class _Chunked(eqx.Module):
                 do="Give an integer, or a tuple with one entry for each argument: an integer, "
                 "`None`, or a tree of these that is a prefix of the argument.",
             ) from None
-        return jax.tree.leaves(filled, is_leaf=is_none)
+        return [a if has else None for a, has in zip(filled, _leaves(has_axis)[0], strict=True)]
 
     def _split_length(self, args, axes) -> int:
         leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_none)

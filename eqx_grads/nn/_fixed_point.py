@@ -141,7 +141,7 @@ class FixedPoint(eqx.Module):
         the code in `result`, the number of steps and the norm of the residual in `stats`.
         """
         if z0 is None:
-            leaves = jax.tree.leaves(eqx.filter((x, self.cell), eqx.is_inexact_array))
+            leaves = list(filter(eqx.is_inexact_array, jax.tree.leaves((x, self.cell))))
             z0 = jnp.zeros(self.shape, promote(leaves) if leaves else None)
         return fixed_point(
             _OfState(self.cell),

@@ -13,6 +13,7 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
 from .._rules.wrapper import set_metadata
 from .._tangent_spaces import is_differentiable, tangents_match
+from .._trees import filter_jvp
 
 
 Backward = str | Callable[..., Any]
@@ -132,7 +133,7 @@ def _straight_through_jvp(primals, tangents):
     t_x, t_fn, t_backward, t_args, t_kwargs = tangents
     _check_unperturbed(fn, {"fn": t_fn, "args": t_args, "kwargs": t_kwargs})
     out = straight_through(*primals)
-    surrogate, t_surrogate = eqx.filter_jvp(_call, (backward, x), (t_backward, t_x))
+    surrogate, t_surrogate = filter_jvp(_call, (backward, x), (t_backward, t_x))
     _check_tangents_match(fn, backward, out, surrogate)
     return out, jax.tree.map(_cast, out, t_surrogate, is_leaf=lambda x: x is None)
 

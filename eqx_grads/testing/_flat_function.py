@@ -168,14 +168,17 @@ class FlatFunction:
 
     def like_output(self, cotangents: Sequence[Any]) -> Any:
         """A cotangent of the whole output, with `None` where there is no derivative."""
-        out = jax.eval_shape(lambda xs: _dynamic(self.call(xs)), self.leaves)
-        leaves, treedef = jax.tree.flatten(out)
-        rest = iter(cotangents)
-        filled = [
-            jnp.asarray(next(rest)) if jnp.issubdtype(x.dtype, jnp.inexact) else None
-            for x in leaves
-        ]
-        return jax.tree.unflatten(treedef, filled)
+        found: list[Any] = []
+
+        def run(leaves):
+            out, treedef = jax.tree.flatten(self.call(leaves))
+            found[:] = [treedef]
+            return [x if isinstance(x, jax.Array) else None for x in out]
+
+        out, rest = jax.eval_shape(run, self.leaves), iter(cotangents)
+        has_ct = [x is not None and jnp.issubdtype(x.dtype, jnp.inexact) for x in out]
+        filled = [jnp.asarray(next(rest)) if has else None for has in has_ct]
+        return jax.tree.unflatten(found[0], filled)
 
     def cotangents_by_leaf(self, cotangents: Any) -> list[Any]:
         """One cotangent for each leaf, from a tuple of trees, one for each of `arguments`."""
@@ -331,10 +334,6 @@ def is_output(x: Any) -> bool:
 def _without_values(x):
     """Zeros for an array, which may be traced."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape) if is_output(x) else None
-
-
-def _dynamic(out):
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, out)
 
 
 def _widen(x):

@@ -10,7 +10,7 @@ from .._jaxprs.structure import equations
 
 
 # The calls that `eqg.implicit`, around a host function or another solver, makes.
-_OF_SOLVERS = {"differentiable_solution", "host_call"}
+_OF_SOLVERS = {"_differentiable_solution", "host_call"}
 
 
 def is_solver(fn: Callable[..., Any], leaves: Sequence[Any]) -> bool:
@@ -21,7 +21,7 @@ def is_solver(fn: Callable[..., Any], leaves: Sequence[Any]) -> bool:
     except Exception:  # it can't be traced
         return False
     calls = {str(eqn.params["call"]) for eqn in found if eqn.primitive.name == "eqg_call"}
-    is_solution = "differentiable_solution" in calls and calls <= _OF_SOLVERS
+    is_solution = "_differentiable_solution" in calls and calls <= _OF_SOLVERS
     return is_solution and not any(map(_is_users, found))
 
 

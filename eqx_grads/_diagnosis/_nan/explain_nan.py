@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from ..._errors import rule_error, RuleError
 from ..._gradient_ops._zero_safe.zero_safe import zero_safe, ZeroSafe
 from ..._jaxprs.evaluate import bind, evaluate
+from ..._rules.flatten_call import TreeSplit
 from ..._rules.float_args import as_number
 from .._zero.structure import loss_structure
 from ..nan_checks import without_nan_checks
@@ -219,10 +220,10 @@ def _with_zero_safe(report: NaNReport, loss, model, args, kwargs) -> NaNReport:
 def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
     """Whether `zero_safe` with this policy makes the gradient finite, compiled as well."""
     safe = zero_safe(loss, policy=policy)
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
 
     def gradient(arrays):
-        return jax.grad(lambda x: safe(eqx.combine(x, rest), *args, **kwargs))(arrays)
+        return jax.grad(lambda x: safe(rest.tree(x), *args, **kwargs))(arrays)
 
     program = jax.make_jaxpr(gradient)(arrays)
     # What the loss closes over is an operand, as it is in the user's program.

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
+from ..._rules.flatten_call import TreeSplit
 from ..nan_checks import without_nan_checks
 from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
@@ -125,9 +126,8 @@ def explain_zero(
         return _Explanation(numbered, below).report()
 
     def gradients():
-        arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-        of_arrays = lambda arrays: loss(eqx.combine(arrays, rest), *args, **kwargs)
-        return jax.tree.leaves(jax.grad(of_arrays)(arrays))
+        rest, arrays = TreeSplit.split(model, eqx.is_inexact_array)
+        return jax.grad(lambda arrays: loss(rest.tree(arrays), *args, **kwargs))(arrays)
 
     return _Explanation(numbered, below, gradients).report()
 

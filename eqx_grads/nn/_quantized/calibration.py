@@ -57,7 +57,7 @@ def fit_to_inputs(
                 "`call=lambda model, batch: ...`."
             )
         raise
-    jax.block_until_ready(eqx.filter(outputs, eqx.is_array))
+    jax.block_until_ready(list(filter(eqx.is_array, jax.tree.leaves(outputs))))
     jax.effects_barrier()
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(outputs))
     if is_traced and not gathered.inputs:

@@ -13,6 +13,7 @@ from ..._errors import place_of, rule_error, show_tree
 from ..._jaxprs.eager_calls import call_compiled
 from ..._rules.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
+from ..._trees import mirror, mirror_of
 
 
 def scan_cell(
@@ -69,10 +70,17 @@ def _first_state(
 ) -> PyTree:
     """The first state in the dtypes of the next one, which the inputs may have widened."""
     without_batch = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    of_one = lambda tree: jax.tree.map(without_batch, tree)
+    of_one = lambda tree: mirror(without_batch, tree)
     types = jax.tree.map(_type_of_step, inputs)
+    found: list[Any] = []
+
+    def leaves_of_next(state, inputs):
+        leaves, treedef = jax.tree.flatten(step(state, inputs)[0])
+        found[:] = [treedef]
+        return leaves
+
     try:
-        new, _ = jax.eval_shape(step, state, types)
+        new = jax.eval_shape(leaves_of_next, state, types)
     except Exception as error:
         error.add_note(
             f"It was raised in a step of a recurrent layer, {place_of(cell)}. The cell was "
@@ -81,18 +89,18 @@ def _first_state(
             "of the sizes that it takes."
         )
         raise
-    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-    same_tree = jax.tree.structure(new) == jax.tree.structure(state)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    cast = lambda s, t: s.astype(t.dtype) if is_float(s) and is_float(t) else s
-    state_as_new = jax.tree.map(cast, state, new) if same_tree else state
-    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
-    if same_tree and shapes(new) == shapes(state) and dtypes(new) == dtypes(state_as_new):
-        return state_as_new
+    leaves, treedef = jax.tree.flatten(state)
+    if found[0] == treedef:
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        pairs = zip(leaves, new, strict=True)
+        leaves = [s.astype(t.dtype) if is_float(s) and is_float(t) else s for s, t in pairs]
+        types_of = lambda leaves: [(x.shape, x.dtype) for x in leaves]
+        if types_of(new) == types_of(leaves):
+            return jax.tree.unflatten(treedef, leaves)
     raise rule_error(
         "The cell of `Recurrent` returned another state than it was given.",
         f"it was given {show_tree(of_one(state))}",
-        f"it returned {show_tree(of_one(new))}",
+        f"it returned {show_tree(mirror_of(found[0], map(without_batch, new)))}",
         place_of(cell),
         do="Return a state like the first one, or give the layer another `initial_state`.",
     )

@@ -15,6 +15,7 @@ from ..._errors import rule_error, show_path, type_of
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._rules.float_args import is_key_array
 from ..._tangent_spaces import holds_numbers
+from ..._trees import mirror
 
 
 class Stack(eqx.Module):
@@ -256,7 +257,7 @@ def first_states(
             )
     given = default if state is None else state
     state = expected if state is None else jax.tree.map(jnp.asarray, state)
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    shapes = lambda tree: mirror(jnp.shape, tree)
     if default is None:  # then the cell may have a state of any shape
         expected = state
         if is_batch and {s.shape[:1] for s in jax.tree.leaves(state)} - {xs.shape[1:2]}:

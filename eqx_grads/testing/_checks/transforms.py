@@ -328,12 +328,12 @@ def _sharding_trials(e: _Expected) -> Iterator[_Trial]:
 
 
 def _filter_jitted(case: Case):
-    # Modules are arguments of the jitted function, with their static leaves.
-    call = eqx.filter_jit(lambda fn, args: fn(*args, **case.subject.kwargs))
+    # Modules are arguments of the jitted function, with their static leaves. It returns leaves,
+    # as Equinox would map bools over a user's class.
+    call = eqx.filter_jit(lambda fn, args: jax.tree.leaves(fn(*args, **case.subject.kwargs)))
 
     def fn(*leaves):
-        module, args = case.subject.tree(leaves)
-        return [x for x in jax.tree.leaves(call(module, args)) if _is_inexact(x)]
+        return list(filter(_is_inexact, call(*case.subject.tree(leaves))))
 
     return fn
 
