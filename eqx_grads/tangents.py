@@ -47,6 +47,7 @@ from ._tangent_spaces import (
     broadcasts_to,
     check_shapes,
     dtype_of_array,
+    is_arraylike,
     is_none,
     is_zero_leaf,
     materialize_leaves,
