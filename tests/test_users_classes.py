@@ -93,6 +93,11 @@ class Layer(nnx.Module):
 
 
 CLASSES = [WithoutKeys, PostInit, Registered, Pair, Layer]
+# The first one sees all that is forbidden.
+KINDS = [
+    pytest.param(k, id=k.__name__, marks=[pytest.mark.slow] if k is not WithoutKeys else [])
+    for k in CLASSES
+]
 X = jnp.array([0.5, -1.0, 2.0])
 A, B = jnp.array([1.0, 0.25, -0.5]), jnp.array([2.0, 3.0, 0.75])
 
@@ -283,7 +288,7 @@ RULES = [
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_rules(rule, kind):
     for got, want in zip(
@@ -361,7 +366,7 @@ RETURNS = [returns_jvp, returns_vjp, returns_jax_vjp, returns_vmap]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RETURNS, ids=lambda r: r.__name__)
 def test_rules_of_functions_that_return_a_class(rule, kind):
     loss = lambda f: lambda p, x: _energy(f(p, x), x)
@@ -715,7 +720,7 @@ class _Cell(eqx.Module):
 def _case_recurrent_layer(p):
     def loss(p, xs):
         ys, last = eqg.nn.Recurrent(_Cell(p))(xs)
-        return jnp.sum(ys) + _energy(last, X)
+        return jnp.sum(ys) + sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(last))
 
     return jax.grad(loss, (0, 1))(p, jnp.stack([X, 2 * X])[:, None])
 
@@ -730,8 +735,111 @@ def _case_safe_where(p):
     )(p)
 
 
+LONG = ("checks", "implicit", "fixed_point", "diagnoses")
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda k: k.__name__)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CASES],
+)
 def test_everything_that_takes_or_returns_trees(name, kind):
     assert_close(CASES[name](kind(A, B)), CASES[name]((A, B)), tolerance=1e-5)
+
+
+def test_perturbed_has_the_attributes_of_the_object():
+    seen = []
+    f = eqg.custom_vjp(_energy)
+
+    @f.def_fwd
+    def fwd(p, x, *, perturbed):
+        seen.append(perturbed)
+        return f(p, x), (p, x)
+
+    f.def_bwd(lambda res, ct: _cotangents(*res, ct))
+    jax.grad(f, 1)(Registered(A, B), X)
+    jax.grad(lambda a: f(Registered(a, B), X))(A)
+    jax.grad(f)(WithoutKeys(A, B), X)
+    assert [(p.a, p.b, x) for p, x in seen[:2]] == [(False, False, True), (True, False, False)]
+    assert (seen[2][0][0], seen[2][0][1]) == (True, True)
+    assert str(seen[1]) == "(Registered(a=True, b=False), False)"
+    with pytest.raises(AttributeError, match="no child `c`"):
+        _ = seen[1][0].c
+
+
+def test_errors_show_objects_and_name_their_leaves():
+    f = eqg.custom_vjp(_energy)
+    f.def_fwd(lambda p, x: (f(p, x), (p, x)))
+    f.def_bwd(lambda res, ct: (Registered(ct * X, jnp.ones((2, 2))), None))
+    match = r"at p\.b: the value is float32\[3\], the cotangent is float32\[2,2\]"
+    with pytest.raises(eqg.RuleError, match=match):
+        jax.grad(f)(Registered(A, B), X)
+
+    match = r"out: `half` returns a Registered, and `<lambda>` a tuple of 2"
+    half = lambda p: p
+    half.__qualname__ = "half"
+    with pytest.raises(eqg.RuleError, match=match):
+        eqg.filter_cond(jnp.array(True), half, lambda p: (A, B), Registered(A, B))
+
+    match = r"at carry\.b: it was float32\[3\], and is float32\[\]"
+    step = lambda p, _: (Registered(p.a, p.b[0]), None)
+    with pytest.raises(eqg.RuleError, match=match):
+        eqg.filter_scan(step, Registered(A, B), None, length=2)
+
+    double = eqg.host_function(lambda p: (p.a, p.b), out=lambda p: p)
+    with pytest.raises(Exception, match=r"promised was Registered\(a=float32\[3\], b="):
+        jax.block_until_ready(double(Registered(A, B)))
+
+
+class TestTangentOf:
+    """`tangents.of` of classes whose children are their attributes."""
+
+    @pytest.mark.parametrize("kind", CLASSES, ids=lambda k: k.__name__)
+    def test_fields(self, kind):
+        p = kind(A, B)
+        t = tangents.of(p, a=2 * A, b=3 * B)
+        assert type(t) is kind
+        assert_close(jax.tree.leaves(t), [2 * A, 3 * B])
+        if kind is not PostInit:  # it can't hold `None`
+            assert_close(jax.tree.leaves(tangents.of(p, b=B)), [B])
+
+    def test_a_state_of_nnx(self):
+        layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        state = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
+        expected = jax.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
+        assert_close(tangents.of(layer, **state), expected)
+        assert_close(tangents.of(layer, kernel=state["kernel"]).kernel, expected.kernel)
+
+        f = eqg.custom_vjp(lambda layer, x: layer(x))
+        f.def_fwd(lambda layer, x: (layer(x), layer))
+        f.def_bwd(lambda layer, ct: (nnx.state(layer), None))
+        with pytest.raises(eqg.RuleError, match=r"is State\(.*\n.*\n.*of\(module, \*\*mapping"):
+            jax.grad(lambda layer: jnp.sum(f(layer, X)))(layer)
+
+    def test_fields_of_fields(self):
+        t = tangents.of(Pair(Pair(A, B), Layer(A, B)), a={"b": A}, b={"a": B})
+        assert_close([t.a.b, t.b.a[...]], [A, B])
+        assert t.a.a is None
+
+    def test_names(self):
+        with pytest.raises(eqg.RuleError, match=r"`c`, which is not a field.*\n.*a, b"):
+            tangents.of(Layer(A, B), c=A)
+        with pytest.raises(eqg.RuleError, match="`name`, which is a static field of `Layer`"):
+            tangents.of(Layer(A, B), name=A)
+        # It was registered without names, and both attributes are the same array.
+        with pytest.raises(eqg.RuleError, match="has no fields"):
+            tangents.of(WithoutKeys(A, A), a=A)
+
+
+def test_a_rule_of_an_nnx_module_is_used_by_both_grads():
+    f = custom_vjp()
+    layer = Layer(A, B)
+    expected = jax.grad(_energy, (0, 1))((A, B), X)
+    assert_close(jax.tree.leaves(jax.grad(f, (0, 1))(layer, X)), jax.tree.leaves(expected))
+    state = nnx.jit(nnx.grad(f))(layer, X)
+    assert isinstance(state, nnx.State)
+    assert_close([state["a"][...], state["b"][...]], list(expected[0]))
+    t = jax.tree.map(jnp.ones_like, layer)
+    t_out = jax.jvp(_energy, ((A, B), X), ((jnp.ones(3), jnp.ones(3)), X))[1]
+    assert_close(jax.jvp(f, (layer, X), (t, X))[1], t_out)

@@ -104,7 +104,10 @@ class custom_vjp(AbstractDecorated[P, T]):
             that have their default. Returns `out, residuals`, where `residuals` is any
             PyTree (Modules and functions may be in it). If it has a keyword-only
             parameter `perturbed`, it is given the tree of Python bools that says which
-            leaves of `args` are being differentiated.
+            leaves of `args` are being differentiated. Instead of an object of a class that
+            was registered with JAX, which is never given bools, the tree has an object with
+            the same attributes: `perturbed[0].weight`. Modules, named tuples and Python's
+            containers are what they are in `args`.
 
         **Returns:**
 

@@ -205,8 +205,9 @@ def host_function(
         JAX's default precision), or a tree of these; or a function of the
         arguments that returns such a tree. It is called with the arguments that the caller
         gave, and `jax.ShapeDtypeStruct`s in the place of arrays and floats; a Python integer
-        is given as it is. Of the keyword-only arguments it is given those that it has
-        parameters for. Floats that `fn` returns are cast to the precision of `out`. An
+        is given as it is. An object of a registered class is replaced by one with the same
+        attributes, which `out` may return. Of the keyword-only arguments it is given those
+        that it has parameters for. Floats that `fn` returns are cast to the precision of `out`. An
         integer, a shape or a dtype is an error: an integer output is
         `jax.ShapeDtypeStruct((), int)`.
     - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
