@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -279,7 +280,7 @@ def _loss_of_chunk(treedef, chunks: _Chunks, whole, parts) -> Array:
             place_of(loss),
             do="Return the sum, or the mean, of the losses of the elements of a chunk.",
         )
-    if not chunks.mean:
+    if not chunks.mean or is_symbolic(chunks.length):  # then this is the only chunk
         return value
     [length] = {len(part) for part in parts if part is not None}
     return value * (length / max(chunks.length, 1))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
+from ..._jaxprs.symbolic_sizes import size_or
 from ..._rules.explicit_sharding import (
     distribute_like,
     explicit_spec,
@@ -22,9 +23,10 @@ def chunk_length(xs: jax.Array, hidden: int) -> int:
     Otherwise enough rows for a matrix product to be efficient, and few enough for a chunk to
     stay in the cache."""
     steps, batch, _ = xs.shape
-    enough = min(64, max(16, 256 // max(batch, 1)))
-    few = 2**14 if steps < 2 * enough else 2**13
-    return max(steps, 1) if steps * batch * hidden <= few else near_divisor(steps, enough)
+    enough = min(64, max(16, 256 // max(size_or(batch, 64), 1)))
+    few = 2**14 if size_or(steps, 2**9) < 2 * enough else 2**13
+    all_at_once = size_or(steps * batch * hidden, 2**15) <= few
+    return max(steps, 1) if all_at_once else near_divisor(steps, enough)
 
 
 def forward_chunk(xs: jax.Array, hidden: int) -> int | None:
@@ -35,14 +37,14 @@ def forward_chunk(xs: jax.Array, hidden: int) -> int | None:
     has several rows, or if it is small: the products of all steps are neither written nor read.
     """
     _, batch, features = xs.shape
-    at_once = batch < 4 and features * hidden >= 2**11
+    at_once = size_or(batch, 64) < 4 and features * hidden >= 2**11
     return chunk_length(xs, hidden) if at_once else None
 
 
 def is_small(h: jax.Array) -> bool:
     """Whether the state of a batch is so small that a step costs by the operation, not by the
     element. A step then should have few operations, and otherwise few bytes."""
-    return h.size < 64
+    return size_or(h.size, 2**12) < 64
 
 
 def matmul_of_step(
@@ -54,7 +56,7 @@ def matmul_of_step(
     joint weight. In a large step, the features of `x` or of `h` may be sharded over devices,
     and all of `[x, h]` would be moved between them.
     """
-    if x.size + h.size > 2**9:
+    if size_or(x.size + h.size, 2**12) > 2**9:
         return matmul_steps(x, w_in, bias) + h @ w_state
     return matmul_steps(jnp.concatenate([x, h], -1), jnp.concatenate([w_in, w_state]), bias)
 
@@ -102,7 +104,7 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     if x.shape[-1] == 1:
         # XLA:CPU is slow at a product with one column, and fast at one with one row.
         return _sum_of_products(x, ct, (0, 1)).T
-    if ct.size * x.shape[-1] <= 2**12:
+    if size_or(ct.size * x.shape[-1], 2**20) <= 2**12:
         # XLA calls a library for a matrix product, which takes longer than a small sum.
         return jnp.sum(ct[..., None] * x[..., None, :], (0, 1), dtype=sum_dtype(x.dtype))
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
