@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.plain_scan import lax_scan
-from .._jaxprs.symbolic_sizes import is_symbolic
+from .._jaxprs.symbolic_sizes import is_symbolic, Size
 
 
 def scan_in_chunks(
@@ -17,7 +17,7 @@ def scan_in_chunks(
     xs: Any,
     inits: Any = None,
     *,
-    chunk: int,
+    chunk: Size,
     reverse: bool,
     in_place: bool = False,
 ) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
     return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
 
-def chunk_init(after: jax.Array, first: jax.Array, *, chunk: int, reverse: bool) -> jax.Array:
+def chunk_init(after: jax.Array, first: jax.Array, *, chunk: Size, reverse: bool) -> jax.Array:
     """What a loop carried into each chunk, given its carry after each step, and the first."""
     if after.shape[0] == 0:
         return after
@@ -110,7 +110,7 @@ def shift_in(after: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
     return jnp.concatenate([init[None], after[:-1]])
 
 
-def near_divisor(steps: int, chunk: int | float) -> int:
+def near_divisor(steps: Size, chunk: int | float) -> Size:
     """A divisor of `steps` from 1 / 1.5 to 1.5 times `chunk` if there is one, so that no chunk
     is shorter. Otherwise the number of steps of as few chunks of at most `chunk` steps as there
     can be, so that the last of a few chunks is not much shorter. A symbolic number is one."""

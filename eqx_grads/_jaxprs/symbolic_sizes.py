@@ -4,13 +4,17 @@ JAX can't compare such a size with a number. So where a size only decides how fa
 runs, choose as for a `likely` size; where it decides what is computed, do what works for any.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 
-def is_symbolic(size: Any) -> bool:
+# An integer or, while a program is exported, a symbolic size, which has no public class.
+Size: TypeAlias = Any
+
+
+def is_symbolic(size: Size) -> bool:
     return not isinstance(size, int)
 
 
-def size_or(size: Any, likely: int) -> int:
+def size_or(size: Size, likely: int) -> int:
     """`size`, or the `likely` one if it is symbolic: for a choice of speed only."""
     return likely if is_symbolic(size) else size

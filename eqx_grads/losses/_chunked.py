@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
-from .._jaxprs.symbolic_sizes import is_symbolic
+from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -174,7 +174,7 @@ class _Chunked(eqx.Module):
             ) from None
         return jax.tree.leaves(filled, is_leaf=is_none)
 
-    def _split_length(self, args, axes) -> int:
+    def _split_length(self, args, axes) -> Size:
         leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_none)
         lengths = {}
         for (path, x), axis in zip(leaves, axes, strict=True):
@@ -213,7 +213,7 @@ class _Chunks:
 
     axes: tuple[int | None, ...]
     numbers: tuple[int | float | complex | None, ...]
-    length: int
+    length: Size
     chunk: int
     mean: bool
     closures: ClosureTemplate | None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .._control_flow import lax_scan
-from .._jaxprs.symbolic_sizes import is_symbolic, size_or
+from .._jaxprs.symbolic_sizes import is_symbolic, Size, size_or
 from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -298,7 +298,7 @@ def _over_chunks(
     return carry, jax.tree.map(join, ys)
 
 
-def _number_of_chunks(size: int, chunk: int) -> int:
+def _number_of_chunks(size: Size, chunk: int) -> Size:
     """A number of chunks of at most `chunk` tokens, and at most twice as many as needed.
 
     If possible, all are equally long, and their length is divisible by the largest power of

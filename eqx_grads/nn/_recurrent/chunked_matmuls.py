@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
-from ..._jaxprs.symbolic_sizes import size_or
+from ..._jaxprs.symbolic_sizes import Size, size_or
 from ..._rules.explicit_sharding import (
     distribute_like,
     explicit_spec,
@@ -17,7 +17,7 @@ from ..._rules.explicit_sharding import (
 from ..._tangent_spaces import sum_dtype
 
 
-def chunk_length(xs: jax.Array, hidden: int) -> int:
+def chunk_length(xs: jax.Array, hidden: int) -> Size:
     """The number of steps of a chunk of the backward pass: all steps if all states together are
     so few numbers that the loop over chunks, or a second chunk, takes longer than it saves.
     Otherwise enough rows for a matrix product to be efficient, and few enough for a chunk to
@@ -29,7 +29,7 @@ def chunk_length(xs: jax.Array, hidden: int) -> int:
     return max(steps, 1) if all_at_once else near_divisor(steps, enough)
 
 
-def forward_chunk(xs: jax.Array, hidden: int) -> int | None:
+def forward_chunk(xs: jax.Array, hidden: int) -> Size | None:
     """The number of steps of a chunk of the forward pass, for all of which the products with
     the inputs are computed at once; `None` if they are computed step by step.
 
@@ -54,9 +54,10 @@ def matmul_of_step(
 
     In a small step, where each operation costs time, this is one product of `[x, h]` with a
     joint weight. In a large step, the features of `x` or of `h` may be sharded over devices,
-    and all of `[x, h]` would be moved between them.
+    and all of `[x, h]` would be moved between them; over explicit axes, they can't be joined.
     """
-    if size_or(x.size + h.size, 2**12) > 2**9:
+    is_sharded = explicit_spec(x)[-1] is not None or explicit_spec(h)[-1] is not None
+    if is_sharded or size_or(x.size + h.size, 2**12) > 2**9:
         return matmul_steps(x, w_in, bias) + h @ w_state
     return matmul_steps(jnp.concatenate([x, h], -1), jnp.concatenate([w_in, w_state]), bias)
 
@@ -92,10 +93,15 @@ def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Arr
 def add_gradients(
     sums: Sequence[jax.Array | None], *gradients: tuple[Any, ...]
 ) -> list[jax.Array | None]:
-    """Add a gradient `fn(*args)` to each sum. Where there is no sum, it is not computed."""
+    """Add a gradient `fn(*args)` to each sum, sharded as the sum is. Where there is no sum, it
+    is not computed."""
+
+    def add(total, fn, *args):
+        return total + distribute_like(fn(*args), total, explicit_spec(total))
+
     return [
-        None if total is None else total + fn(*args)
-        for total, (fn, *args) in zip(sums, gradients, strict=True)
+        None if total is None else add(total, *gradient)
+        for total, gradient in zip(sums, gradients, strict=True)
     ]
 
 
@@ -135,7 +141,7 @@ def bias_gradient(ct: jax.Array) -> jax.Array:
 
 def vmap_into_batch(
     layer: Callable[..., tuple[Any, Any]],
-    axis_size: int,
+    axis_size: Size,
     batched: Sequence[Any],
     args: Sequence[Any],
     **options: Any,
@@ -187,7 +193,7 @@ def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
     return jax.tree.map(fold, tree, batched)
 
 
-def _unfold_batch(sizes: tuple[int, int], axis: int, tree: Any) -> Any:
+def _unfold_batch(sizes: tuple[Size, Size], axis: int, tree: Any) -> Any:
     """The inverse of `_fold_batch`, to batch dimensions of these sizes."""
 
     def unfold(x):

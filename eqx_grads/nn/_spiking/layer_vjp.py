@@ -16,7 +16,7 @@ from jax import Array
 
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
-from ..._jaxprs.symbolic_sizes import size_or
+from ..._jaxprs.symbolic_sizes import Size, size_or
 from ..._rules.custom_vjp import custom_vjp
 from ...surrogates import spike
 from .._recurrent.chunked_matmuls import (
@@ -30,7 +30,7 @@ from .._recurrent.chunked_matmuls import (
 from .dynamics import decayed, Dynamics, NeuronState, over_threshold, reset_by, step
 
 
-def chunk_length(xs: Array, hidden_size: int) -> int:
+def chunk_length(xs: Array, hidden_size: int) -> Size:
     """The number of steps of a chunk: all of them if their potentials fit in the cache.
     Otherwise enough rows for a matrix product to be efficient, and no more, as a chunk has
     about eight arrays of intermediate values."""
