@@ -203,7 +203,7 @@ def _project_leaf(ct, primal):
         if jnp.iscomplexobj(ct) and not jnp.issubdtype(dtype, jnp.complexfloating):
             ct = jnp.real(ct)
         ct = ct.astype(dtype)
-    return _match_varying(ct, primal)
+    return _match_sharding(_match_varying(ct, primal), primal)
 
 
 def _materialize_leaf(t, primal):
@@ -352,6 +352,15 @@ def _unbroadcast(ct, shape):
     axes = tuple(i for i, (p, c) in enumerate(zip(padded, ct.shape, strict=True)) if p != c)
     summed = jnp.sum(ct, axes, keepdims=True) if axes else ct
     return jnp.reshape(summed, shape)
+
+
+def _match_sharding(ct, primal):
+    """Over explicit mesh axes, the sharding is part of the type."""
+    aval = jax.typeof(primal) if isinstance(primal, jax.Array) else primal
+    if not isinstance(aval, jax.core.ShapedArray) or not aval.sharding.mesh.explicit_axes:
+        return ct
+    is_same = jax.typeof(ct).sharding == aval.sharding
+    return ct if is_same else jax.sharding.reshard(ct, aval.sharding)
 
 
 def _match_varying(ct, primal):

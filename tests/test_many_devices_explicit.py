@@ -144,3 +144,44 @@ def test_units_over_an_explicit_axis(name):
         got = both(weights, put(xs, Spec(), EXPLICIT_MESH))
     assert got[0].sharding.spec == Spec(None, None, "i")
     eqgt.assert_trees_close(got, expected, tolerance=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", [Spec(None, None, "i"), Spec("i", None, None)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: eqg.nn.GRU(8, 32, key=jr.key(0)), id="GRU"),
+        pytest.param(lambda: eqg.nn.LSTM(8, 3, key=jr.key(0)), id="LSTM"),
+        pytest.param(lambda: eqg.nn.RNN(8, 3, key=jr.key(0)), id="RNN"),
+        pytest.param(lambda: eqg.nn.LIF(8, 3, beta=0.9, key=jr.key(0)), id="LIF"),
+    ],
+)
+def test_inputs_whose_features_are_sharded(layer, spec):
+    """With weights that are not: the gradient of each has its own sharding, also where the
+    steps are in several chunks, as those of the GRU are."""
+    params, static = eqx.partition(layer(), eqx.is_inexact_array)
+    loss = lambda params, xs: jnp.sum(eqx.combine(params, static)(xs)[0] ** 2)
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    xs = jr.normal(jr.key(1), (8, 40, 8))
+    expected = gradient(params, xs)
+    with jax.set_mesh(EXPLICIT_MESH):
+        sharded = put(xs, spec, EXPLICIT_MESH)
+        got = gradient(params, sharded)
+        assert jax.typeof(got[1][1]).sharding.spec == jax.typeof(sharded).sharding.spec
+    eqgt.assert_trees_close(got, expected, tolerance=1e-4)
+
+
+def test_a_cotangent_that_is_sharded_otherwise_than_its_value():
+    @eqg.custom_vjp
+    def matvec(w, x):
+        return w @ x
+
+    matvec.def_fwd(lambda w, x: (matvec(w, x), (w, x)))
+    matvec.def_bwd(lambda r, ct: (jnp.outer(ct, r[1]), ct @ r[0]))
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(matvec(w, x) ** 2), (0, 1)))
+    w, x = jr.normal(jr.key(0), (3, 8)), jr.normal(jr.key(1), (8,))
+    expected = jax.grad(lambda w, x: jnp.sum((w @ x) ** 2), (0, 1))(w, x)
+    with jax.set_mesh(EXPLICIT_MESH):
+        got = gradient(w, put(x, Spec("i"), EXPLICIT_MESH))
+    eqgt.assert_trees_close(got, expected, tolerance=1e-5)

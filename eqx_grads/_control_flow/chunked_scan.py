@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.plain_scan import lax_scan
+from .._jaxprs.symbolic_sizes import is_symbolic, Size
 
 
 def scan_in_chunks(
@@ -16,7 +17,7 @@ def scan_in_chunks(
     xs: Any,
     inits: Any = None,
     *,
-    chunk: int,
+    chunk: Size,
     reverse: bool,
     in_place: bool = False,
 ) -> tuple[Any, Any]:
@@ -30,10 +31,14 @@ def scan_in_chunks(
       JAX seldom differentiates in reverse mode: it would save each slice.
 
     If `chunk` does not divide the number of steps, the last chunk is shorter. Returns the last
-    carry, and the `ys` of all chunks, one after another.
+    carry, and the `ys` of all chunks, one after another. A symbolic number of steps is one
+    chunk, as nothing is known to divide it.
     """
-    n, remainder = divmod(jax.tree.leaves(xs)[0].shape[0], chunk)
+    steps = jax.tree.leaves(xs)[0].shape[0]
     row = lambda i: jax.tree.map(lambda e: e[i], inits)
+    if is_symbolic(steps):
+        return fn(carry, xs, row(0))
+    n, remainder = divmod(steps, chunk)
 
     def full_chunks(carry):
         if remainder == 0:
@@ -87,10 +92,12 @@ def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
     return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
 
-def chunk_init(after: jax.Array, first: jax.Array, *, chunk: int, reverse: bool) -> jax.Array:
+def chunk_init(after: jax.Array, first: jax.Array, *, chunk: Size, reverse: bool) -> jax.Array:
     """What a loop carried into each chunk, given its carry after each step, and the first."""
     if after.shape[0] == 0:
         return after
+    if is_symbolic(after.shape[0]):
+        return first[None]
     if reverse:
         return jnp.concatenate([after[chunk::chunk], first[None]])
     return jnp.concatenate([first[None], after[chunk - 1 : -1 : chunk]])
@@ -103,10 +110,12 @@ def shift_in(after: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
     return jnp.concatenate([init[None], after[:-1]])
 
 
-def near_divisor(steps: int, chunk: int | float) -> int:
+def near_divisor(steps: Size, chunk: int | float) -> Size:
     """A divisor of `steps` from 1 / 1.5 to 1.5 times `chunk` if there is one, so that no chunk
     is shorter. Otherwise the number of steps of as few chunks of at most `chunk` steps as there
-    can be, so that the last of a few chunks is not much shorter."""
+    can be, so that the last of a few chunks is not much shorter. A symbolic number is one."""
+    if is_symbolic(steps):
+        return steps
     nearby = range(max(1, math.ceil(chunk / 1.5)), min(steps, math.floor(chunk * 1.5)) + 1)
     divisors = [k for k in nearby if steps % k == 0]
     if not divisors:

@@ -7,6 +7,7 @@ from jaxtyping import Array, ArrayLike
 from .._errors import check_flags, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.plain_scan import lax_scan
+from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
 from .._tangent_spaces import holds_numbers
@@ -57,7 +58,8 @@ def linear_recurrence(
     - `method`: `"scan"` is one step after another; `"associative"` is a parallel prefix in
         $O(\log T)$ steps, which does about twice the work and needs several times the
         memory. They agree to rounding. `"auto"` is `"scan"` if JAX's default backend is a CPU,
-        and `"associative"` otherwise.
+        and `"associative"` otherwise. A symbolic number of steps (see `jax.export`) is
+        always run by `"scan"`.
 
     **Returns:**
 
@@ -90,7 +92,9 @@ def linear_recurrence(
         return b
     if b.shape[0] == 1:
         return a * h0[None] + b  # no loop, so that a step of a scan is seen to be elementwise
-    return _recurrence(a, b, h0, reverse=reverse, associative=method == "associative")
+    # JAX has no parallel prefix over a symbolic size.
+    associative = method == "associative" and not is_symbolic(b.shape[0])
+    return _recurrence(a, b, h0, reverse=reverse, associative=associative)
 
 
 def _fit(a, b, h0):

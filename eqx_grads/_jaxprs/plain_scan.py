@@ -12,11 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from .symbolic_sizes import is_symbolic
 
 
 def lax_scan(f: Callable, init: Any, xs: Any = None, length: Any = None, **options: Any) -> Any:
+    if length is not None and is_symbolic(length):
+        # JAX takes a symbolic length from the arrays in `xs` only.
+        xs, length = (xs, jnp.zeros((length, 0))), None
+        f = _without_count(f)
     with plain_scans():
         return jax.lax.scan(f, init, xs, length, **options)
+
+
+def _without_count(f):
+    return lambda carry, xs_and_count: f(carry, xs_and_count[0])
 
 
 def lax_fori_loop(lower: Any, upper: Any, body: Callable, init: Any) -> Any:

@@ -1,6 +1,7 @@
 """Errors of compiled programs: `equinox.error_if`, also inside `jax.shard_map`."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jaxtyping import PyTree
 
+from .._errors import rule_error
 from .._jaxprs.varying import varying_axes
 
 
@@ -18,22 +22,36 @@ def branched_error_if(
 ) -> PyTree:
     """`x`, or the error `messages[index]` at run time if `is_error`.
 
-    Inside a `shard_map` with `check_vma=True`, one branch of `eqx.branched_error_if` varies and
-    the other does not, which JAX rejects (Equinox 0.13.8; no upstream issue was found). There,
-    a callback is called each time, and looks at `is_error`.
+    The error is raised by a callback, which `jax.export` refuses: that is an error here, with
+    what to do. Inside a `shard_map` with `check_vma=True`, one branch of
+    `eqx.branched_error_if` varies and the other does not, which JAX rejects (Equinox 0.13.8; no
+    upstream issue was found). There, the callback is called each time, and looks at `is_error`.
     """
+    if isinstance(is_error, jax.core.Tracer):
+        is_error = _not_exported_p.bind(is_error, message=messages[0])
     if not any(map(varying_axes, jax.tree.leaves((x, is_error)))):
         return eqx.branched_error_if(x, is_error, index, messages)
-    index = jnp.where(is_error, index, -1)
-    zero = jax.pure_callback(
-        _Raise(tuple(messages)),
-        jax.ShapeDtypeStruct((), jnp.float32),
-        index,
-        vmap_method="expand_dims",
-    )
+    if not _raises():
+        one = jnp.where(is_error & (_on_error() == "nan"), jnp.nan, jnp.ones(()))
+    else:
+        one = jax.pure_callback(
+            _Raise(tuple(messages)),
+            jax.ShapeDtypeStruct((), jnp.float32),
+            jnp.where(is_error, index, -1),
+            vmap_method="expand_dims",
+        )
     # The compiler would remove a callback whose result is not used.
-    add_zero = lambda x: x + zero.astype(x.dtype) if eqx.is_inexact_array(x) else x
-    return jax.tree.map(add_zero, x)
+    check = lambda x: x * one.astype(x.dtype) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(check, x)
+
+
+def _on_error() -> str:
+    """Equinox's setting, which it reads when it is imported."""
+    return os.environ.get("EQX_ON_ERROR", "raise")
+
+
+def _raises() -> bool:
+    return _on_error() not in ("nan", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,4 +62,28 @@ class _Raise:
         index = np.asarray(index)
         if np.any(index >= 0):
             raise RuntimeError(self.messages[int(np.max(index))])
-        return np.zeros(index.shape, np.float32)
+        return np.ones(index.shape, np.float32)
+
+
+# The identity. JAX knows that a program is exported when it lowers the program, and only then.
+_not_exported_p = Primitive("eqg_not_exported")
+
+
+def _lower(ctx, x, *, message):
+    if ctx.module_context.lowering_parameters.for_export and _raises():
+        raise rule_error(
+            "A check at run time can't be exported: it calls Python, to raise an error.",
+            f"the error begins with: {message.splitlines()[0]}",
+            do="Set the environment variable `EQX_ON_ERROR=nan` before Python starts. A check "
+            "that fails then returns NaN, and calls nothing.",
+        )
+    return [x]
+
+
+_not_exported_p.def_impl(lambda x, *, message: x)
+_not_exported_p.def_abstract_eval(lambda x, *, message: x)
+mlir.register_lowering(_not_exported_p, _lower)
+batching.primitive_batchers[_not_exported_p] = lambda args, dims, *, message: (
+    _not_exported_p.bind(*args, message=message),
+    dims[0],
+)

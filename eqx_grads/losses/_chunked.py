@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import call_compiled
+from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -179,7 +180,7 @@ class _Chunked(eqx.Module):
             ) from None
         return [a if has else None for a, has in zip(filled, _leaves(has_axis)[0], strict=True)]
 
-    def _split_length(self, args, axes) -> int:
+    def _split_length(self, args, axes) -> Size:
         leaves = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_none)
         lengths = {}
         for (path, x), axis in zip(leaves, axes, strict=True):
@@ -223,7 +224,7 @@ class _Chunks:
 
     axes: tuple[int | None, ...]
     numbers: tuple[int | float | complex | None, ...]
-    length: int
+    length: Size
     chunk: int
     mean: bool
     closures: ClosureTemplate | None
@@ -290,7 +291,7 @@ def _loss_of_chunk(treedef, chunks: _Chunks, whole, parts) -> Array:
             place_of(loss),
             do="Return the sum, or the mean, of the losses of the elements of a chunk.",
         )
-    if not chunks.mean:
+    if not chunks.mean or is_symbolic(chunks.length):  # then this is the only chunk
         return value
     [length] = {len(part) for part in parts if part is not None}
     return value * (length / max(chunks.length, 1))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .._control_flow import lax_scan
 from .._jaxprs.eager_calls import compile_eager_calls
+from .._jaxprs.symbolic_sizes import is_symbolic, Size, size_or
 from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -289,9 +290,9 @@ def _over_chunks(
     size, vocabulary = tokens[0].shape[0], weight.shape[0]
     chunk = options.chunk or default_chunk(weight.shape[1], vocabulary)
     n = _number_of_chunks(size, chunk)
-    if n <= 1:
+    if size_or(n, 2) <= 1:
         return fn(carry, tokens)
-    rows = -(-size // n)
+    rows = chunk if is_symbolic(size) else -(-size // n)
 
     def split(x):
         if rows * n != size:
@@ -305,13 +306,15 @@ def _over_chunks(
     return carry, jax.tree.map(join, ys)
 
 
-def _number_of_chunks(size: int, chunk: int) -> int:
+def _number_of_chunks(size: Size, chunk: int) -> Size:
     """A number of chunks of at most `chunk` tokens, and at most twice as many as needed.
 
     If possible, all are equally long, and their length is divisible by the largest power of
     two. So devices have equal parts of each chunk; unequal parts would be gathered.
     """
     fewest = -(-size // chunk)
+    if is_symbolic(size):
+        return fewest
     equal = [n for n in range(fewest, 2 * fewest + 1) if n > 0 and size % n == 0]
     power_of_two = lambda n: (size // n) & -(size // n)
     return max(equal, key=power_of_two, default=fewest)

@@ -45,7 +45,7 @@ def run_recurrence(
     if valid is not None:
         a, b = jnp.where(valid[:, :, None], a, 1), jnp.where(valid[:, :, None], b, 0)
     hs = linear_recurrence(a, b, state, reverse=reverse, method=method)
-    if len(hs) == 0:
+    if hs.shape[0] == 0:
         return hs, state
     return hs, hs[0 if reverse else -1]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._control_flow.chunked_scan import near_divisor
+from ..._jaxprs.symbolic_sizes import Size, size_or
 from ..._rules.explicit_sharding import (
     distribute_like,
     explicit_spec,
@@ -16,18 +17,19 @@ from ..._rules.explicit_sharding import (
 from ..._tangent_spaces import sum_dtype
 
 
-def chunk_length(xs: jax.Array, hidden: int) -> int:
+def chunk_length(xs: jax.Array, hidden: int) -> Size:
     """The number of steps of a chunk of the backward pass: all steps if all states together are
     so few numbers that the loop over chunks, or a second chunk, takes longer than it saves.
     Otherwise enough rows for a matrix product to be efficient, and few enough for a chunk to
     stay in the cache."""
     steps, batch, _ = xs.shape
-    enough = min(64, max(16, 256 // max(batch, 1)))
-    few = 2**14 if steps < 2 * enough else 2**13
-    return max(steps, 1) if steps * batch * hidden <= few else near_divisor(steps, enough)
+    enough = min(64, max(16, 256 // max(size_or(batch, 64), 1)))
+    few = 2**14 if size_or(steps, 2**9) < 2 * enough else 2**13
+    all_at_once = size_or(steps * batch * hidden, 2**15) <= few
+    return max(steps, 1) if all_at_once else near_divisor(steps, enough)
 
 
-def forward_chunk(xs: jax.Array, hidden: int) -> int | None:
+def forward_chunk(xs: jax.Array, hidden: int) -> Size | None:
     """The number of steps of a chunk of the forward pass, for all of which the products with
     the inputs are computed at once; `None` if they are computed step by step.
 
@@ -35,14 +37,14 @@ def forward_chunk(xs: jax.Array, hidden: int) -> int | None:
     has several rows, or if it is small: the products of all steps are neither written nor read.
     """
     _, batch, features = xs.shape
-    at_once = batch < 4 and features * hidden >= 2**11
+    at_once = size_or(batch, 64) < 4 and features * hidden >= 2**11
     return chunk_length(xs, hidden) if at_once else None
 
 
 def is_small(h: jax.Array) -> bool:
     """Whether the state of a batch is so small that a step costs by the operation, not by the
     element. A step then should have few operations, and otherwise few bytes."""
-    return h.size < 64
+    return size_or(h.size, 2**12) < 64
 
 
 def matmul_of_step(
@@ -52,9 +54,10 @@ def matmul_of_step(
 
     In a small step, where each operation costs time, this is one product of `[x, h]` with a
     joint weight. In a large step, the features of `x` or of `h` may be sharded over devices,
-    and all of `[x, h]` would be moved between them.
+    and all of `[x, h]` would be moved between them; over explicit axes, they can't be joined.
     """
-    if x.size + h.size > 2**9:
+    is_sharded = explicit_spec(x)[-1] is not None or explicit_spec(h)[-1] is not None
+    if is_sharded or size_or(x.size + h.size, 2**12) > 2**9:
         return matmul_steps(x, w_in, bias) + h @ w_state
     return matmul_steps(jnp.concatenate([x, h], -1), jnp.concatenate([w_in, w_state]), bias)
 
@@ -90,10 +93,15 @@ def zero_sum(weight: jax.Array | None, perturbed: Any, hs: jax.Array) -> jax.Arr
 def add_gradients(
     sums: Sequence[jax.Array | None], *gradients: tuple[Any, ...]
 ) -> list[jax.Array | None]:
-    """Add a gradient `fn(*args)` to each sum. Where there is no sum, it is not computed."""
+    """Add a gradient `fn(*args)` to each sum, sharded as the sum is. Where there is no sum, it
+    is not computed."""
+
+    def add(total, fn, *args):
+        return total + distribute_like(fn(*args), total, explicit_spec(total))
+
     return [
-        None if total is None else total + fn(*args)
-        for total, (fn, *args) in zip(sums, gradients, strict=True)
+        None if total is None else add(total, *gradient)
+        for total, gradient in zip(sums, gradients, strict=True)
     ]
 
 
@@ -102,7 +110,7 @@ def weight_gradient(ct: jax.Array, x: jax.Array) -> jax.Array:
     if x.shape[-1] == 1:
         # XLA:CPU is slow at a product with one column, and fast at one with one row.
         return _sum_of_products(x, ct, (0, 1)).T
-    if ct.size * x.shape[-1] <= 2**12:
+    if size_or(ct.size * x.shape[-1], 2**20) <= 2**12:
         # XLA calls a library for a matrix product, which takes longer than a small sum.
         return jnp.sum(ct[..., None] * x[..., None, :], (0, 1), dtype=sum_dtype(x.dtype))
     # The barrier keeps XLA from merging the transpose into the product. XLA:CPU is slow at a
@@ -133,7 +141,7 @@ def bias_gradient(ct: jax.Array) -> jax.Array:
 
 def vmap_into_batch(
     layer: Callable[..., tuple[Any, Any]],
-    axis_size: int,
+    axis_size: Size,
     batched: Sequence[Any],
     args: Sequence[Any],
     **options: Any,
@@ -185,7 +193,7 @@ def _fold_batch(of_batch: Any, axis: int, tree: Any, batched: Any) -> Any:
     return jax.tree.map(fold, tree, batched)
 
 
-def _unfold_batch(sizes: tuple[int, int], axis: int, tree: Any) -> Any:
+def _unfold_batch(sizes: tuple[Size, Size], axis: int, tree: Any) -> Any:
     """The inverse of `_fold_batch`, to batch dimensions of these sizes."""
 
     def unfold(x):

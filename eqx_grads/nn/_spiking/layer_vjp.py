@@ -17,6 +17,7 @@ from jax import Array
 from ..._control_flow import lax_scan
 from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
 from ..._jaxprs.eager_calls import compile_eager_calls
+from ..._jaxprs.symbolic_sizes import Size, size_or
 from ..._rules.custom_vjp import custom_vjp
 from ...surrogates import spike
 from .._recurrent.chunked_matmuls import (
@@ -30,13 +31,13 @@ from .._recurrent.chunked_matmuls import (
 from .dynamics import decayed, Dynamics, NeuronState, over_threshold, reset_by, step
 
 
-def chunk_length(xs: Array, hidden_size: int) -> int:
+def chunk_length(xs: Array, hidden_size: int) -> Size:
     """The number of steps of a chunk: all of them if their potentials fit in the cache.
     Otherwise enough rows for a matrix product to be efficient, and no more, as a chunk has
     about eight arrays of intermediate values."""
-    steps, batch, _ = xs.shape
+    steps, batch = xs.shape[0], size_or(xs.shape[1], 64)
     per_step = max(batch, 1) * hidden_size * xs.dtype.itemsize
-    if steps * per_step <= 2**20:
+    if size_or(steps * per_step, 2**21) <= 2**20:
         return max(steps, 1)
     fits = max(2**17 / per_step, 320 / max(batch, 1))
     return near_divisor(steps, min(fits, 128))
@@ -153,7 +154,8 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
             # One array for the loop to read, not two.
             slope, ct_output = None if ct_y is None else slope * ct_y, None
         inputs = (_for_reset(dynamics, before), slope, ct_output, valid)
-        ct_state, cts = lax_scan(jax.vmap(back), ct_state, inputs, len(x), reverse=not reverse)
+        steps = x.shape[0]
+        ct_state, cts = lax_scan(jax.vmap(back), ct_state, inputs, steps, reverse=not reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, cts.x, x),

@@ -1,0 +1,289 @@
+"""`jax.export` of values and gradients, compared with the program that was exported."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from eqx_grads import losses, nn
+from jax import export
+
+from .helpers import assert_close
+
+
+KEY = jr.key(0)
+X = jnp.linspace(0.1, 0.9, 6).reshape(2, 3)
+
+
+def types_of(args):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+
+
+def assert_exports(fn, *args, types=None):
+    """The exported program of `fn`, with these types, computes what `fn` does."""
+    program = export.export(jax.jit(fn))(*(types or types_of(args)))
+    for got, expected in zip(
+        jax.tree.leaves(program.call(*args)), jax.tree.leaves(fn(*args)), strict=True
+    ):
+        scale = jnp.max(jnp.abs(expected), initial=1.0)
+        assert_close(got / scale, expected / scale, tolerance=1e-5)
+
+
+@eqg.custom_jvp
+def softplus(x):
+    return jnp.logaddexp(x, 0.0)
+
+
+@softplus.def_jvp
+def _softplus_jvp(primals, tangents):
+    (x,), (t_x,) = primals, tangents
+    return softplus(x), 2 * jax.nn.sigmoid(x) * t_x
+
+
+@eqg.custom_vjp
+def square(x):
+    return x * x
+
+
+@square.def_fwd
+def _square_fwd(x):
+    return square(x), x
+
+
+@square.def_bwd
+def _square_bwd(x, ct):
+    return (3 * x * ct,)
+
+
+@pytest.mark.parametrize("rule", [softplus, square])
+def test_rules(rule):
+    """The factors 2 and 3 are wrong on purpose: the exported gradient is the rule's."""
+    loss = lambda x: jnp.sum(jnp.sin(rule(x)))
+    assert_exports(jax.value_and_grad(loss), X)
+    (b,) = export.symbolic_shape("b")
+    types = (jax.ShapeDtypeStruct((b, 3), X.dtype),)
+    assert_exports(jax.vmap(jax.grad(loss)), X, types=types)
+
+
+def test_the_gradient_of_an_exported_program():
+    """With `vjp_order=1`, the rule is exported with the value."""
+    fn = lambda x: square(softplus(x))
+    exported = export.export(jax.jit(fn))(*types_of((X,)))
+    data = exported.serialize(vjp_order=1) if _has_flatbuffers() else None
+    program = exported if data is None else export.deserialize(bytearray(data))
+    loss = lambda fn: lambda x: jnp.sum(fn(x))
+    expected = 3 * softplus(X) * 2 * jax.nn.sigmoid(X)
+    assert_close(jax.grad(loss(program.call))(X), expected, tolerance=1e-5)
+
+
+def _has_flatbuffers():
+    try:
+        import flatbuffers  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("checkpoint", [None, 2, "sqrt", "replay", "auto"])
+def test_scans(checkpoint):
+    def loss(h, xs):
+        step = lambda h, x: (square(jnp.tanh(h + x)), h)
+        return jnp.sum(eqg.filter_scan(step, h, xs, checkpoint=checkpoint)[0])
+
+    xs = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
+    assert_exports(jax.value_and_grad(loss, (0, 1)), X[0], xs)
+
+
+# ---------------------------------------------------------------- symbolic sizes
+
+
+LAYERS = {
+    "GRU": lambda: nn.GRU(3, 4, key=KEY),
+    "LSTM": lambda: nn.LSTM(3, 4, bidirectional=True, key=KEY),
+    "LSTM with a projection": lambda: nn.LSTM(3, 4, proj_size=2, key=KEY),
+    "RNN": lambda: nn.RNN(3, 4, key=KEY),
+    "Recurrent": lambda: nn.Recurrent(eqx.nn.GRUCell(3, 4, key=KEY)),
+    "MinGRU": lambda: nn.MinGRU(3, 4, key=KEY),
+    "LRU": lambda: nn.LRU(3, 4, 4, key=KEY),
+    "S5": lambda: nn.S5(3, 4, 4, key=KEY),
+    "LIF": lambda: nn.LIF(3, 4, beta=0.9, key=KEY),
+    "LI": lambda: nn.LI(3, 4, beta=0.9, key=KEY),
+    "RALIF": lambda: nn.RALIF(3, 4, beta=0.9, rho=0.9, key=KEY),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("of_last", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_over_time(layer, of_last):
+    """A batch and a number of steps that are both symbolic, run at two sizes of each. With
+    `of_last`, the outputs have no cotangent."""
+    params, static = eqx.partition(LAYERS[layer](), eqx.is_inexact_array)
+
+    def loss(params, xs):
+        ys, state = jax.vmap(eqx.combine(params, static))(xs)
+        leaves = jax.tree.leaves(state if of_last else ys)
+        return sum(jnp.sum(jnp.abs(y) ** 2) for y in leaves)
+
+    gradient = jax.grad(loss, (0, 1))
+    b, t = export.symbolic_shape("b, t")
+    types = (types_of(params), jax.ShapeDtypeStruct((b, t, 3), jnp.float32))
+    program = export.export(jax.jit(gradient))(*types)
+    for shape in ((2, 1, 3), (9, 70, 3)):
+        xs = jr.normal(KEY, shape)
+        for got, expected in zip(
+            jax.tree.leaves(program.call(params, xs)),
+            jax.tree.leaves(jax.jit(gradient)(params, xs)),
+            strict=True,
+        ):
+            scale = jnp.max(jnp.abs(expected)) + 1e-6
+            assert_close(got / scale, expected / scale, tolerance=1e-4)
+
+
+def test_a_symbolic_time_and_batch_of_a_layer():
+    """The quick one of `test_layers_over_time`."""
+    params, static = eqx.partition(nn.GRU(3, 4, key=KEY), eqx.is_inexact_array)
+    loss = lambda params, xs: jnp.sum(jax.vmap(eqx.combine(params, static))(xs)[0] ** 2)
+    b, t = export.symbolic_shape("b, t")
+    types = (types_of(params), jax.ShapeDtypeStruct((b, t, 3), jnp.float32))
+    assert_exports(jax.grad(loss), params, jr.normal(KEY, (2, 5, 3)), types=types)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.BinaryLinear(3, 4, key=KEY),
+        lambda: nn.QuantizedLinear(3, 4, weight_quantizer=nn.LSQ(bits=4), key=KEY),
+        lambda: eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY), nn.GradientClip(-1.0, 1.0)]),
+    ],
+)
+def test_layers_of_one_example(layer):
+    params, static = eqx.partition(layer(), eqx.is_inexact_array)
+    loss = lambda params, xs: jnp.sum(jax.vmap(eqx.combine(params, static))(xs) ** 2)
+    (b,) = export.symbolic_shape("b")
+    types = (types_of(params), jax.ShapeDtypeStruct((b, 3), jnp.float32))
+    assert_exports(jax.grad(loss, (0, 1)), params, X, types=types)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_cross_entropy_of_a_linear_layer(reduction):
+    """The tokens are padded to whole chunks: neither size is a multiple of four."""
+    options = {"chunk": 4, "reduction": reduction}
+    weight = jr.normal(KEY, (10, 3))
+
+    def loss(weight, x, labels):
+        return jnp.sum(losses.linear_cross_entropy(x, weight, labels, **options))
+
+    b, t = export.symbolic_shape("b, t")
+    types = (
+        types_of(weight),
+        jax.ShapeDtypeStruct((b, t, 3), jnp.float32),
+        jax.ShapeDtypeStruct((b, t), jnp.int32),
+    )
+    for shape in ((1, 1), (5, 3)):
+        x, labels = jr.normal(KEY, (*shape, 3)), jr.randint(KEY, shape, 0, 10)
+        assert_exports(jax.value_and_grad(loss, (0, 1)), weight, x, labels, types=types)
+
+
+def test_a_symbolic_number_of_tokens_is_in_chunks():
+    """The largest array is as large as the logits of one chunk, and not of all tokens."""
+    loss = lambda w, x, y: losses.linear_cross_entropy(x, w, y, chunk=4)
+    (b,) = export.symbolic_shape("b")
+    types = [((999, 3), jnp.float32), ((b, 3), jnp.float32), ((b,), jnp.int32)]
+    types = [jax.ShapeDtypeStruct(*t) for t in types]
+    text = str(jax.make_jaxpr(jax.grad(loss))(*types))
+    assert "[4,999]" in text
+    assert "b,999]" not in text
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_chunked_loss(reduction):
+    of_rows = lambda w, x: getattr(jnp, reduction)((x @ w) ** 2)
+    loss = losses.chunked(of_rows, (None, 0), 4, reduction=reduction)
+    (b,) = export.symbolic_shape("b")
+    types = (types_of(X[0]), jax.ShapeDtypeStruct((b, 3), jnp.float32))
+    args = (X[0], jr.normal(KEY, (7, 3)))
+    assert_exports(jax.value_and_grad(loss, (0, 1)), *args, types=types)
+    assert_close(loss(*args), of_rows(*args), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("method", ["scan", "associative"])
+def test_a_linear_recurrence(method):
+    loss = lambda a, b: jnp.sum(eqg.linear_recurrence(a, b, method=method) ** 2)
+    (t,) = export.symbolic_shape("t")
+    types = (types_of(jnp.float32(0)), jax.ShapeDtypeStruct((t, 3), jnp.float32))
+    args = (jnp.float32(0.5), jr.normal(KEY, (7, 3)))
+    assert_exports(jax.grad(loss, (0, 1)), *args, types=types)
+
+
+# ---------------------------------------------------------------- checks at run time
+
+
+SOLVERS = """
+    import eqx_grads as eqg
+    import jax
+    import jax.numpy as jnp
+
+    def residual(y, a):
+        return y**3 + jnp.flip(y) - a
+
+    @eqg.implicit(residual)
+    def solve(a, *, steps=40):
+        newton = lambda _, y: y - residual(y, a) / (3 * y**2 + 1)
+        return jax.lax.fori_loop(0, steps, newton, a)
+
+    def implicit(a):
+        return jnp.sum(solve(jnp.stack([a, a + 1])))
+
+    def fixed_point(a):
+        return eqg.fixed_point(lambda y, a: jnp.cos(y) * a, 1.0, a).value
+
+    def inexact(a):
+        return jnp.sum(solve(jnp.stack([a, a + 1]), steps=0))
+
+    def diverging(a):
+        return eqg.fixed_point(lambda y, a: 3.0 * y + a, 1.0, a).value
+"""
+
+
+@pytest.mark.parametrize("name", ["implicit", "fixed_point"])
+def test_a_check_at_run_time_names_the_setting(name):
+    scope = {}
+    exec(textwrap.dedent(SOLVERS), scope)
+    with pytest.raises(eqg.RuleError, match="EQX_ON_ERROR=nan"):
+        export.export(jax.jit(jax.grad(scope[name])))(jnp.float32(0.5))
+
+
+@pytest.mark.slow
+def test_solvers_are_exported_with_the_setting():
+    """In a process of its own, as Equinox reads it when it is imported."""
+    script = textwrap.dedent(SOLVERS) + textwrap.dedent("""
+        from jax import export
+
+        x = jnp.float32(0.5)
+        for fn in (implicit, fixed_point, inexact, diverging):
+            for fn in (fn, jax.grad(fn)):
+                exported = export.export(jax.jit(fn))(x)
+                print(exported.call(x), jax.jit(fn)(x))
+    """)
+    output = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "EQX_ON_ERROR": "nan"},
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    got = [tuple(map(float, line.split())) for line in output.splitlines()]
+    assert_close(jnp.array(got)[:, 0], jnp.array(got)[:, 1], tolerance=1e-5)
+    is_nan = jnp.isnan(jnp.array(got)[:, 0]).tolist()
+    # The value of a solver is not checked by `implicit`; the derivative of a linear equation is
+    # the same everywhere.
+    assert is_nan == [False, False, False, False, False, True, True, False]
