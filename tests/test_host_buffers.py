@@ -136,7 +136,13 @@ def test_first_order(form, dtype):
         assert_close(compiled, expected, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("vmap_method", VMAP_METHODS)
+_quick = ("sequential", "expand_dims")
+
+
+@pytest.mark.parametrize(
+    "vmap_method",
+    [pytest.param(m, marks=[] if m in _quick else pytest.mark.thorough) for m in VMAP_METHODS],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_under_vmap(form, vmap_method):
     rules, options = FORMS[form]
