@@ -92,7 +92,8 @@ def _safe_function(derivative: Derivative, cause: Cause) -> str:
     origins = derivative.numbered.origins
     around = [origins[i].eqn for i in reversed(cause.origin.enclosing)] if cause.origin else []
     origin = [cause.origin.eqn] if cause.origin else []
-    return safe_function([cause.source.eqn, *origin, *around])
+    source = [cause.source.eqn] if isinstance(cause.source, Spot) else []
+    return safe_function([*source, *origin, *around])
 
 
 def _shown(cause: Cause) -> Spot | Input | None:
