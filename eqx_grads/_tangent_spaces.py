@@ -210,7 +210,7 @@ def _materialize_leaf(t, primal):
             raise DoesNotFit("A symbolic zero is a tangent, and no value.")
         check_none(t, primal)
         is_array = is_arraylike(primal)
-        return np.zeros(np.shape(primal), jax.dtypes.float0) if is_array else None
+        return np.zeros(shape_of(primal), jax.dtypes.float0) if is_array else None
     if is_zero_leaf(t):
         return jnp.zeros_like(jnp.asarray(primal))
     t = as_tangent(t)
