@@ -212,9 +212,8 @@ def _materialize_leaf(t, primal):
         if primal is not None and is_zero_leaf(primal):
             raise DoesNotFit("A symbolic zero is a tangent, and no value.")
         check_none(t, primal)
-        if primal is None or not is_arraylike(primal):
-            return None
-        return np.zeros(np.shape(primal), jax.dtypes.float0)
+        is_array = is_arraylike(primal)
+        return np.zeros(shape_of(primal), jax.dtypes.float0) if is_array else None
     if is_zero_leaf(t):
         return jnp.zeros_like(jnp.asarray(primal))
     t = as_tangent(t)
