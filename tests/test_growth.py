@@ -279,7 +279,7 @@ def new_functions(loop):
         "filter_cond": lambda fn, x: eqg.filter_cond(True, fn, lambda x: x, x),
         "filter_checkpoint": lambda fn, x: eqg.filter_checkpoint(fn)(x),
         "losses.chunked": lambda fn, x: eqg.losses.chunked(
-            lambda w, xs: jnp.sum(fn(w) * xs), chunk=2
+            lambda w, xs: jnp.sum(fn(w)) * jnp.sum(xs), chunk=2
         )(x, xs),
     }
 

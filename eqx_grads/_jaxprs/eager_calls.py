@@ -10,6 +10,7 @@ compiled again. (`jax.lax.scan` computes with the old one.)
 """
 
 import contextlib
+import dataclasses
 import functools as ft
 import sys
 import types
@@ -50,7 +51,8 @@ def call_compiled(
     """`run(*functions, *args, **kwargs)`, where `run` is a function of the library.
 
     The call is not compiled where a program is being staged, to which `jax.jit` would add
-    nothing, and where Python objects may differ in the next call. Without `has_loop`, the first
+    nothing, and where Python objects may differ in the next call. `run` may not look into the
+    functions, for tracers that they close over. Without `has_loop`, the first
     call runs operation by operation: the next one may be of another function.
     """
     as_it_is = lambda: run(*functions, *args, **kwargs)
@@ -62,7 +64,7 @@ def call_compiled(
     leaves, treedef = jax.tree.flatten((operands, args, kwargs))
     try:
         calls = _calls_of(run, [f for f, is_key in pairs if is_key])
-        key = treedef, tuple(map(_key, leaves))
+        key = _Tree.without_arrays(leaves, treedef)
         hash(key)
     except TypeError:  # something has no key, no hash or no weak reference
         return as_it_is()
@@ -72,7 +74,7 @@ def call_compiled(
         if len(calls) >= _MOST:
             calls.clear()
         proxies = [weakref.proxy(f) if is_key else None for f, is_key in pairs]
-        jitted = calls[key] = _jit(run, proxies, _Tree(treedef, leaves))
+        jitted = calls[key] = _jit(run, proxies, key)
     if is_new and not has_loop:
         return as_it_is()
     with contextlib.suppress(_HasNoKey, *_LOOKS_AT_VALUES):
@@ -196,17 +198,23 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return (*code.co_names, *(name for c in inner for name in _names(c)))
 
 
+@dataclasses.dataclass(frozen=True)
 class _Tree:
-    """A tree without its arrays."""
+    """A tree without its arrays. Equal trees are one in the caches of JAX."""
 
-    def __init__(self, treedef: Any, leaves: Sequence[Any]):
-        self._treedef = treedef
-        self._static = [_ARRAY if _is_array(x) else x for x in leaves]
+    treedef: Any
+    keys: tuple[Hashable, ...]
+    leaves: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    @staticmethod
+    def without_arrays(leaves: Sequence[Any], treedef: Any) -> "_Tree":
+        static = tuple(_ARRAY if _is_array(x) else x for x in leaves)
+        return _Tree(treedef, tuple(map(_key, leaves)), static)
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         array = iter(arrays)
-        leaves = [next(array) if x is _ARRAY else x for x in self._static]
-        return self._treedef.unflatten(leaves)
+        leaves = [next(array) if x is _ARRAY else x for x in self.leaves]
+        return self.treedef.unflatten(leaves)
 
 
 class _Static(eqx.Module):
@@ -220,9 +228,8 @@ def _jit(run: Callable[..., Any], proxies: Sequence[Any], tree: _Tree) -> Callab
         operands, args, kwargs = tree.unflatten(arrays)
         functions = [f if p is None else p for p, f in zip(proxies, operands, strict=True)]
         leaves, treedef = jax.tree.flatten(run(*functions, *args, **kwargs))
-        for x in leaves:
-            _key(x)
-        return list(filter(_is_array, leaves)), _Static(_Tree(treedef, leaves))
+        out = _Tree.without_arrays(leaves, treedef)
+        return list(filter(_is_array, leaves)), _Static(out)
 
     call.__name__ = call.__qualname__ = run.__name__
     return jax.jit(call)

@@ -14,7 +14,7 @@ from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import call_compiled
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
-from .._rules.closure_convert import ClosureTemplate, lift_tracers
+from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
 from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer
@@ -139,6 +139,8 @@ class _Chunked(eqx.Module):
         return self._loss
 
     def __call__(self, /, *args, **kwargs):
+        if contains_tracer(eqx.filter(self._loss, is_array, inverse=True)):
+            return self._call(args, kwargs)  # which makes operands of what it closes over
         axis = jax.tree.unflatten(self._axes_treedef, self._axes)
         return call_compiled(_run, (self._loss,), axis, self._chunk, self._mean, args, kwargs)
 
