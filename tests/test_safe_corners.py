@@ -2,6 +2,8 @@
 compositions of the two modes."""
 
 import itertools
+import pathlib
+import re
 
 import eqx_grads as eqg
 import jax
@@ -327,3 +329,101 @@ def test_points_that_coincide():
         hessian = second(energy)(points)
         assert jnp.isnan(hessian[0, :, 2]).all()
         assert jnp.isfinite(hessian[1, :, 1]).all() or name == "forward over forward"
+
+
+# ---------------------------------------------------------------- kernels of a distance
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "recipes" / "nan-and-zero.md"
+# The kernels of a distance, and the factor `c` of `1 - c r**2 + ...`, if it is smooth.
+KERNELS = {
+    "Matern 1/2": (lambda r: mp.exp(-r), None),
+    "Matern 3/2": (lambda r: (1 + mp.sqrt(3) * r) * mp.exp(-mp.sqrt(3) * r), 3 / 2),
+    "Matern 5/2": (
+        lambda r: (1 + mp.sqrt(5) * r + 5 * r**2 / 3) * mp.exp(-mp.sqrt(5) * r),
+        5 / 6,
+    ),
+    "RBF": (lambda r: mp.exp(-r * r / 2), 1 / 2),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Those of the recipe."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {"eqg": eqg, "jax": jax, "jnp": jnp}
+    exec(next(block for block in blocks if "matern52" in block), names)
+    return names["kernels"]
+
+
+def _of_both(kernel):
+    return lambda z: kernel(z[:2], z[2:])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_where_points_coincide(name, kernels):
+    """By both points: `d2k/dx dx` is minus `d2k/dx dx'`. In all modes, compiled, batched."""
+    truth, factor = KERNELS[name]
+    with jax.enable_x64(), mp.workdps(120):
+        f, z = _of_both(kernels[name]), jnp.array([0.3, -1.0, 0.3, -1.0])
+        assert (jax.grad(f)(z) == 0).all()
+        assert (jax.jacfwd(f)(z) == 0).all()
+        for got in _all_second(f, z):
+            if factor is None:
+                assert np.isnan(got).all()
+                continue
+            curvature = float(mp.diff(lambda r: truth(abs(r)), mp.mpf("1e-30"), 2, h="1e-32"))
+            np.testing.assert_allclose(curvature, -2 * factor, rtol=1e-8)
+            expected = -2 * factor * np.kron([[1, -1], [-1, 1]], np.eye(2))
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+        third = jax.jacfwd(jax.hessian(f))(z)
+        if name in ("Matern 5/2", "RBF"):
+            np.testing.assert_allclose(third, 0, atol=1e-12)
+        else:
+            assert jnp.isnan(third).any()
+
+
+def _derivative(truth, z, h):
+    """By the coordinates with these numbers, of a kernel of two points."""
+    of_both = lambda a, b, c, d: truth(mp.sqrt((a - c) ** 2 + (b - d) ** 2))
+    point = tuple(map(mp.mpf, z))
+
+    def true(*axes):
+        order = tuple(axes.count(i) for i in range(4))
+        return float(mp.diff(of_both, point, order, h=h))
+
+    return true
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_points_near_and_far(name, kernels):
+    truth, _ = KERNELS[name]
+    with jax.enable_x64(), mp.workdps(40):
+        for distance in (1e-6, 1e-3, 0.7, 4.0):
+            z = (0.3, -1.0, 0.3 + distance * 0.6, -1.0 + distance * 0.8)
+            true = _derivative(truth, z, mp.mpf(distance) * mp.mpf("1e-12"))
+            expected = [[true(i, j) for j in range(4)] for i in range(4)]
+            first = [true(i) for i in range(4)]
+            f = _of_both(kernels[name])
+            np.testing.assert_allclose(jax.grad(f)(jnp.array(z)), first, rtol=1e-6, atol=1e-12)
+            for got in _all_second(f, jnp.array(z))[:4]:
+                np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_hessian_of_a_likelihood_with_two_equal_points(kernels):
+    """By all points, against central differences of the gradient."""
+
+    def likelihood(z):
+        y = jnp.array([0.3, -0.4, 1.0])
+        x = z.reshape(3, 2)
+        k = jax.vmap(lambda a: jax.vmap(lambda b: kernels["Matern 3/2"](a, b))(x))(x)
+        k = k + 0.1 * jnp.eye(3)
+        return y @ jnp.linalg.solve(k, y) + jnp.linalg.slogdet(k)[1]
+
+    with jax.enable_x64():
+        z = jnp.array([0.0, 0.5, 1.0, -1.0, 0.0, 0.5])
+        step, grad = 1e-6, jax.jit(jax.grad(likelihood))
+        columns = [(grad(z + step * e) - grad(z - step * e)) / (2 * step) for e in jnp.eye(6)]
+        got = jax.jit(jax.hessian(likelihood))(z)
+        np.testing.assert_allclose(got, jnp.stack(columns), atol=1e-4)
