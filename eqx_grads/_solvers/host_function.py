@@ -202,8 +202,8 @@ def host_function(
         gave, and `jax.ShapeDtypeStruct`s in the place of arrays and floats; a Python integer
         is given as it is. An object of a registered class is replaced by one with the same
         attributes, which `out` may return. Of the keyword-only arguments it is given those
-        that it has parameters for. Floats that `fn` returns are cast to the precision of `out`. An
-        integer, a shape or a dtype is an error: an integer output is
+        that it has parameters for. Floats that `fn` returns are cast to the precision of
+        `out`. An integer, a shape or a dtype is an error: an integer output is
         `jax.ShapeDtypeStruct((), int)`.
     - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
         function is first used. (No call is made at zeros or ones, where a solver may fail,

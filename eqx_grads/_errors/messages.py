@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._trees import mirror
+from .trees import mirror
 
 
 class RuleError(TypeError, ValueError, RuntimeError):
