@@ -92,11 +92,7 @@ def trace_loss(
             do=f"Pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`, which returns the loss.",
         )
     flat, treedef = jax.tree_util.tree_flatten_with_path((model, args, dict(kwargs)))
-    leaves = [leaf for _, leaf in flat]
-    # The arrays of floats of the model, and then all other arrays.
-    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
-    first = [i for i, is_one in enumerate(is_first) if is_one]
-    others = [i for i, x in enumerate(leaves) if eqx.is_array(x) and not is_first[i]]
+    first, others = _arrays(flat)
     paths = [flat[i][0][1:] for i in first]
     if not paths:
         raise rule_error(
@@ -105,9 +101,9 @@ def trace_loss(
             do="It differentiates with respect to the arrays of floats in `model`, the first "
             "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
         )
-    values = [leaves[i] for i in first + others]
+    values = [flat[i][1] for i in first + others]
     _check_concrete(caller, values)
-    static = [None if eqx.is_array(x) else x for x in leaves]
+    static = [None if eqx.is_array(x) else x for _, x in flat]
     layers: list[str] = []
     types: list[type] = []
 
@@ -141,6 +137,14 @@ def trace_loss(
         layers,
         types if layers else [],
     )
+
+
+def _arrays(flat) -> tuple[list[int], list[int]]:
+    """The indices of the arrays of floats of the model, and of all other arrays."""
+    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
+    first = [i for i, is_one in enumerate(is_first) if is_one]
+    others = [i for i, (_, x) in enumerate(flat) if eqx.is_array(x) and not is_first[i]]
+    return first, others
 
 
 def layer_calls(eqn: Any) -> list[tuple[int, int]]:

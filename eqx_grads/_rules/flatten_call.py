@@ -8,6 +8,7 @@ holds no tracer, and so may live as long as JAX keeps the program.
 import dataclasses
 import functools as ft
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +16,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._errors import name_of, show_path
+from .._errors.trees import leaf_paths, mirror_of
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
-from .._trees import leaf_paths, mirror_of
 from .closure_convert import (
     ClosureTemplate,
     contains_tracer,
     is_closed,
     lift_tracers,
     Opaque,
-    without_traced_defaults,
 )
 
 
@@ -269,7 +270,7 @@ class FlatCall:
         kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, rules.operands.kwargs)
         if rules.fill_defaults:
             # The default values are arguments by now, and may be differentiated as such.
-            fn = without_traced_defaults(fn)
+            fn = _without_traced_defaults(fn)
         statics = [*args_split.static, *kwargs_split.static]
         closures, captured = lift_tracers([fn, *statics], rules)
         n = 1 + len(args_split.static)
@@ -355,6 +356,17 @@ class FlatCall:
     def _keyword_path(self, i: int) -> str:
         path = self.kwargs.path(i)
         return f"`{path[0].key}{show_path(path[1:])}`"
+
+
+def _without_traced_defaults(fn: Any) -> Any:
+    """`fn` without its default values, if there are tracers among them. For a function that is
+    called with all of its arguments."""
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
+    if not any(isinstance(x, Tracer) for x in defaults):
+        return fn
+    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
 @dataclasses.dataclass(frozen=True)
