@@ -106,7 +106,7 @@ def pairwise_distance(
     That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders. Second
     derivatives by points that coincide are NaN, also where the kernel that is computed from
     their distance is smooth: see the
-    [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance-such-as-materns).
+    [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
     If `y` is left out, or is `x` itself, the distance of a point to itself is a constant, and
     all its derivatives are zero.
 

@@ -70,7 +70,7 @@ def norm(
     Second derivatives do not exist at zero, and are NaN there, also where a mask on the result
     drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
     those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
-    there is a [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance-such-as-materns).
+    there is a [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
     With `ord=1`, they are NaN by an element that is zero, and with `ord=jnp.inf`, where several
     elements are the largest.
 
