@@ -21,8 +21,8 @@ def corner(slope, is_corner, *xs, axes=()):
     and wrong: zero for `norm(x)**2` at zero, instead of two. The elements along `axes` share a
     corner.
 
-    A tangent that is zero makes a NaN too: in `norm(x**2)`, `x**2` has the tangent zero at
-    zero, and the second derivative does not exist there.
+    A tangent that is zero makes a NaN too: at zero, `x**2` has the tangent zero, and
+    `norm(x**2)` the second derivative two.
     """
     del is_corner, xs, axes
     return slope
