@@ -16,12 +16,13 @@ SCOPE = "eqg_no_second_derivative"
 def corner(slope, is_corner, *xs, axes=()):
     """`slope`, whose derivative by each of `xs` is NaN where `is_corner`.
 
-    A rule returns a number by convention where its function has no derivative. The derivative
-    of that number would be a second derivative that is finite and wrong: that of `norm(x)**2`
-    at zero is two. The elements along `axes` share a corner.
+    A rule returns a number by convention where its function has no derivative. Without this
+    function, autodiff would differentiate that number, and a second derivative would be finite
+    and wrong: zero for `norm(x)**2` at zero, instead of two. The elements along `axes` share a
+    corner.
 
-    A tangent that is zero makes a NaN too: in `norm(x**2)`, `x**2` has the tangent zero at
-    zero, and the second derivative does not exist there.
+    A tangent that is zero makes a NaN too: at zero, `x**2` has the tangent zero, and
+    `norm(x**2)` the second derivative two.
     """
     del is_corner, xs, axes
     return slope
