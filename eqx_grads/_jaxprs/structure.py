@@ -177,6 +177,11 @@ def equations(program: ClosedJaxpr) -> Iterator[Any]:
             yield from equations(inner)
 
 
+def is_reference(aval: Any) -> bool:
+    """Whether a type is that of a `jax.new_ref`, which has no public name."""
+    return type(aval).__name__ == "AbstractRef"
+
+
 def holds(program: ClosedJaxpr, *kinds: str | type) -> bool:
     """Whether a program has an equation, at any depth, of one of these kinds: the name of a
     primitive, or a class of this file."""
