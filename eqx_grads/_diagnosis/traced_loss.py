@@ -27,7 +27,7 @@ from .._errors import (
 )
 from .._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from .._jaxprs.plain_scan import plain_scans
-from .._jaxprs.structure import holds
+from .._jaxprs.structure import holds, is_reference
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .layers import wrap_layers
@@ -145,6 +145,20 @@ def _arrays(flat) -> tuple[list[int], list[int]]:
     first = [i for i, is_one in enumerate(is_first) if is_one]
     others = [i for i, (_, x) in enumerate(flat) if eqx.is_array(x) and not is_first[i]]
     return first, others
+
+
+def check_no_references(caller: str, loss: Callable[..., Any], program: ClosedJaxpr) -> None:
+    """Raise if the loss makes a reference, or holds one: what is written to it and read from it
+    later is no output of an equation, and could not be followed."""
+    inputs = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    if holds(program, "new_ref") or any(is_reference(v.aval) for v in inputs):
+        raise rule_error(
+            f"`{caller}` can't follow what the loss `{name_of(loss)}` writes to a reference.",
+            "it uses a `jax.new_ref`",
+            place_of(loss),
+            do="Pass a loss that returns these values, or carries them through its loops, "
+            "instead of writing them to a reference.",
+        )
 
 
 def layer_calls(eqn: Any) -> list[tuple[int, int]]:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import name_of, show_path
+from .._errors import name_of, rule_error, show_path
 from .._errors.trees import leaf_paths, mirror_of
+from .._jaxprs.structure import is_reference
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
 from .closure_convert import (
     ClosureTemplate,
@@ -276,7 +277,19 @@ class FlatCall:
         n = 1 + len(args_split.static)
         args_split.static, kwargs_split.static = closures.items[1:n], closures.items[n:]
         call = FlatCall(args_split, kwargs_split, filled, names, closures)
-        return call, [*arrays, *kwargs_arrays, *captured]
+        arrays = [*arrays, *kwargs_arrays]
+        for i, x in enumerate(captured, len(arrays)):
+            if is_reference(jax.typeof(x)):
+                raise call._error_of_reference(i, x)
+        return call, [*arrays, *captured]
+
+    def _error_of_reference(self, i, x):
+        holder = self.holder(i)
+        return rule_error(
+            f"`{name_of(self.fn)}`, a function with a rule, was given a reference.",
+            f"{self.path(i) if holder is None else holder[1]} is {jax.typeof(x)}",
+            do="Pass the value, `ref[...]`, and write to the reference outside of it.",
+        )
 
     @property
     def fn(self) -> Any:
