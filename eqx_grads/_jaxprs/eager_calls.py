@@ -93,6 +93,7 @@ _LOOKS_AT_VALUES = (
 )
 _FUNCTIONS = (
     types.FunctionType,
+    ft.partial,
     type(jax.jit(lambda: None)),
     jax.custom_jvp,
     jax.custom_vjp,
