@@ -140,11 +140,12 @@ def filter_scan(
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
     needs besides: of two choices that differ by a few percent, either may need less.
 
-    An eager call, and its derivative, are compiled in the first call only, if later calls are
-    given the same `f` and arguments of the same types. A function is the same if it is the same
+    Only the first eager call is compiled, and so is only its first derivative, if later calls
+    have the same `f` and arguments of the same types. A function is the same if it is the same
     Python object, and finds the same objects in its closure and under the names of global
-    variables. A Module is the same if its static parts are equal. What was changed in place (a
-    list, or an attribute) is not seen, as in `jax.lax.scan`: pass it in `init` or `xs`.
+    variables. A Module is the same if its static parts are equal. As in `jax.lax.scan`, `f` is
+    not traced again after you change an object in place, such as a list: pass the value in
+    `init` or `xs`.
 
     **Returns:**
 

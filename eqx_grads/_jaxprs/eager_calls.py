@@ -1,4 +1,4 @@
-"""Eager calls of loops, compiled once: `jax.jit`, where all that is no array is static.
+"""Compile eager calls of loops once: `jax.jit`, with arrays as operands and the rest static.
 
 JAX compiles an eager loop again unless its step is the same Python object as before, and a step
 that closes over arrays is a new object in each call. So an eager call runs in `jax.jit`, with
@@ -50,10 +50,11 @@ def call_compiled(
 ) -> T:
     """`run(*functions, *args, **kwargs)`, where `run` is a function of the library.
 
-    The call is not compiled where a program is being staged, to which `jax.jit` would add
-    nothing, and where Python objects may differ in the next call. `run` may not look into the
-    functions, for tracers that they close over. Without `has_loop`, the first
-    call runs operation by operation: the next one may be of another function.
+    - A program that is being staged runs `run` itself: `jax.jit` would add nothing.
+    - So does a call with objects that may differ in the next call, though they look the same.
+    - `run` is given weak proxies, and so can't search the functions for captured tracers.
+    - Without `has_loop`, the first call runs operation by operation. Of a function that is new
+      in each call, nothing is compiled.
     """
     as_it_is = lambda: run(*functions, *args, **kwargs)
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -83,7 +84,7 @@ def call_compiled(
     return as_it_is()
 
 
-# Of one `run` and the same functions, so many programs are kept.
+# The number of programs that are kept for one `run` and the same functions.
 _MOST = 64
 _LOOKS_AT_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -92,6 +93,7 @@ _LOOKS_AT_VALUES = (
 )
 _FUNCTIONS = (
     types.FunctionType,
+    ft.partial,
     type(jax.jit(lambda: None)),
     jax.custom_jvp,
     jax.custom_vjp,
@@ -145,7 +147,7 @@ def lives_in_a_module(x: Any) -> bool:
 
 
 class _Calls:
-    """The compiled calls of some functions, and those of these and one more function."""
+    """The compiled calls of some functions. `of[f]`: those of these functions and `f`."""
 
     def __init__(self, reads: Sequence[Any] = ()):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
@@ -182,7 +184,7 @@ def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashabl
 
 
 def _reads(f: Any) -> list[Any]:
-    """What a Python function reads by name: variables around it, and global ones."""
+    """The objects that a Python function reads by name: in its closure, and global ones."""
     if not isinstance(f, types.FunctionType):
         return []
     reads = [f.__globals__[name] for name in _names(f.__code__) if name in f.__globals__]

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from ..._control_flow import call_compiled
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
 from ..._errors.trees import mirror, mirror_of
-from ..._jaxprs.eager_calls import call_compiled
 from ..._rules.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
 

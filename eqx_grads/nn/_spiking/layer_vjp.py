@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..._control_flow import lax_scan
+from ..._control_flow import compile_eager_calls, lax_scan
 from ..._control_flow.chunked_scan import (
     chunk_init,
     near_divisor,
@@ -23,7 +23,6 @@ from ..._control_flow.chunked_scan import (
     Size,
     size_or,
 )
-from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from ...surrogates import spike
 from .._recurrent.chunked_matmuls import (
