@@ -48,7 +48,8 @@ class Mirror:
 
     @classmethod
     def tree_unflatten(cls, aux, children):
-        return cls(*aux, children)
+        keys, treedef = aux
+        return cls(keys, treedef, children)
 
     def _named(self) -> dict[Any, Any]:
         return dict(zip(map(name_of_key, self._keys), self._children, strict=True))
