@@ -4,12 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.custom_jvp import custom_jvp
-from .._rules.nan_where import nan_where
+from .._rules.nan_where import nan_where, NO_SECOND_DERIVATIVE
 from ..tangents import add, is_zero
-
-
-# By this name, `explain_nan` knows the equation that makes the NaN.
-SCOPE = "eqg_no_second_derivative"
 
 
 @custom_jvp
@@ -34,7 +30,7 @@ def _corner_jvp(primals, tangents, *, axes):
     t_slope, _, *t_xs = tangents
     shape = jnp.broadcast_shapes(slope.shape, jnp.shape(is_corner))
     # It has no derivative either, at all orders.
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(NO_SECOND_DERIVATIVE):
         factor = nan_where(is_corner, jnp.ones(shape, slope.dtype))
     factor = corner(factor, is_corner, *xs, axes=axes)
 
