@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
@@ -321,7 +322,7 @@ def _unbroadcast(ct, shape):
 def _match_sharding(ct, primal):
     """Over explicit mesh axes, the sharding is part of the type."""
     aval = jax.typeof(primal) if isinstance(primal, jax.Array) else primal
-    if not isinstance(aval, jax.core.ShapedArray) or not aval.sharding.mesh.explicit_axes:
+    if not isinstance(aval, ShapedArray) or not aval.sharding.mesh.explicit_axes:
         return ct
     is_same = jax.typeof(ct).sharding == aval.sharding
     return ct if is_same else jax.sharding.reshard(ct, aval.sharding)

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import PyTree
@@ -27,7 +28,7 @@ def branched_error_if(
     `eqx.branched_error_if` varies and the other does not, which JAX rejects (Equinox 0.13.8; no
     upstream issue was found). There, the callback is called each time, and looks at `is_error`.
     """
-    if isinstance(is_error, jax.core.Tracer):
+    if isinstance(is_error, Tracer):
         is_error = _not_exported_p.bind(is_error, message=messages[0])
     if not any(map(varying_axes, jax.tree.leaves((x, is_error)))):
         return eqx.branched_error_if(x, is_error, index, messages)
