@@ -259,6 +259,7 @@ def test_a_quotient_in_forces():
     (record,) = eqg.explain_nan(_forces, LOGITS, x, divide, safe).found
     assert (record.primitive, record.derivative_of) == ("integer_pow", "div")
     assert "`eqg.safe.divide(x, y)`" in record.cure
+    assert "its second ones NaN" in record.cure
     assert "safe.norm" not in record.cure
     assert 'eqg.zero_safe(f, policy="zero")' in record.cure
     report = eqg.explain_nan(_forces, LOGITS, x, divide, plain)
@@ -266,7 +267,12 @@ def test_a_quotient_in_forces():
     assert found == [("div", "sqrt"), ("integer_pow", "div")]
     (table, _) = report.tables()
     assert "div, in the derivative of sqrt" in table.rows[0]
-    expected = jax.grad(_forces)(LOGITS, x, eqg.safe.divide, safe)
+    # A second derivative of `safe.divide` at zero: NaN, and its cure is the mask.
+    (record,) = eqg.explain_nan(_forces, LOGITS, x, eqg.safe.divide, safe).found
+    assert "`safe.divide` has a kink or a pole there" in record.cure
+    assert "eqg.safe.where(ok, f, x, other)" in record.cure
+    masked = lambda x: jnp.sqrt(jnp.where(x.any(-1), jnp.sum(x**2, -1), 1.0))
+    expected = jax.grad(_forces)(LOGITS, x, divide, masked)
     assert jnp.all(jnp.isfinite(expected))
     for norm in (safe, plain):
         gradient = jax.grad(_forces)(LOGITS, x, divide, norm, by_zero)

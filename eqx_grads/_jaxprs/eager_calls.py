@@ -6,7 +6,8 @@ the arrays as operands, and JAX finds the compiled program by their types.
 
 JAX knows the user's functions by their identity, as in `jax.lax.scan`, and so does this file.
 It does not keep them alive. A function that finds another object under a name than before is
-compiled again. (`jax.lax.scan` computes with the old one.)
+compiled again, and a call is not compiled if the function reads an object that may be changed
+in place. (`jax.lax.scan` computes with the old one.)
 """
 
 import contextlib
@@ -177,6 +178,8 @@ def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashabl
         if not isinstance(f, _FUNCTIONS):
             raise _HasNoKey  # an object of a class may change
         reads, known = _reads(f), calls.of.get(f)
+        if any(map(_may_change, reads)):
+            raise _HasNoKey
         if known is None or not known.are_of(reads):
             known = calls.of[f] = _Calls(reads)
         calls = known
@@ -192,6 +195,15 @@ def _reads(f: Any) -> list[Any]:
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             reads.append(cell.cell_contents)
     return reads
+
+
+def _may_change(x: Any) -> bool:
+    """Whether an object can be changed in place, as one that was read before was not."""
+    if isinstance(x, tuple):
+        return any(map(_may_change, x))
+    if isinstance(x, (jax.Array, types.ModuleType, type, *_FUNCTIONS, *_PLAIN)):
+        return False
+    return isinstance(x, list | dict | set | np.ndarray) or hasattr(x, "__dict__")
 
 
 @ft.lru_cache(maxsize=1024)

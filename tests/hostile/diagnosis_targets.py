@@ -420,6 +420,19 @@ target(
 )
 
 
+def _linear(matvec, rmatvec, argnum):
+    return eqg.linear_function(matvec, rmatvec, argnum=argnum)(X)
+
+
+target(
+    "linear_function",
+    _linear,
+    matvec=good(_twice),
+    rmatvec=good(_twice),
+    argnum=(0, integer(0, 0)),
+)
+
+
 def _add(parameters, x):
     return parameters + x
 
@@ -568,7 +581,8 @@ for _name in ("check_forward", "check_linear"):
 # Records, reports and states of cells, which the library makes; errors; abstract classes; and
 # what Optimistix calls.
 NOT_CALLED |= {
-    *("RuleError", "HostFunction", "LinearHostFunction", "MemoryAdvice", "MemoryReport"),
+    *("RuleError", "HostFunction", "LinearFunction", "LinearHostFunction", "MemoryAdvice"),
+    "MemoryReport",
     *("NaNReport", "NonFinite", "Residual", "ZeroGradient", "ZeroReport"),
     *("nn.AbstractQuantizer", "nn.ALIFState", "nn.CuBaLIFState", "nn.LIFState", "nn.LIState"),
     *("nn.QuantizationReport", "safe.EighResult", "safe.SVDResult"),

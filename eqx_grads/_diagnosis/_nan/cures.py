@@ -183,8 +183,8 @@ _OF_FORMULAS = {
     "product: `jnp.where(jnp.isfinite(x), x, 0.0)`. A `where` on the product is too late for "
     "the gradient.",
     "derivative of a quotient": "The divisor is zero, in the derivative of a quotient. Use "
-    "`eqg.safe.divide(x, y)` in place of `x / y`, whose derivatives are zero there, or "
-    "keep the divisor away from zero (`y + eps`).",
+    "`eqg.safe.divide(x, y)` instead of `x / y`: its first derivatives are zero there, and its "
+    "second ones are NaN. Or keep the divisor away from zero (`y + eps`).",
     "softmax": "Use `jax.nn.softmax(x)`, which subtracts the maximum first.",
     "sigmoid": "Use `jax.nn.sigmoid(x)`, which has no overflow.",
     "sigmoid of -x": "Use `jax.nn.sigmoid(-x)` in place of `1 / (1 + jnp.exp(x))`.",
@@ -289,7 +289,7 @@ _SAFE_IN_DEAD_BRANCHES = {
     ),
     "derivative of a quotient": (
         "eqg.safe.divide(x, y)",
-        "in place of `x / y`, whose derivatives are zero where `y` is",
+        "instead of `x / y`: its first derivatives are zero where `y` is, its second ones NaN",
     ),
 }
 
