@@ -5,12 +5,13 @@ that closes over arrays is a new object in each call. So an eager call runs in `
 the arrays as operands, and JAX finds the compiled program by their types.
 
 JAX knows the user's functions by their identity, as in `jax.lax.scan`, and so does this file.
-It does not keep them alive. A function that finds another object under a name than before is
-compiled again. (`jax.lax.scan` computes with the old one.)
+It does not keep them alive. A function that finds another object under a name than before, or
+another number in a NumPy array, is compiled again. (`jax.lax.scan` computes with the old object.)
 """
 
 import contextlib
 import dataclasses
+import dis
 import functools as ft
 import sys
 import types
@@ -53,7 +54,8 @@ def call_compiled(
     The call is not compiled where a program is being staged, to which `jax.jit` would add
     nothing, and where Python objects may differ in the next call. `run` may not look into the
     functions, for tracers that they close over. Without `has_loop`, the first
-    call runs operation by operation: the next one may be of another function.
+    call runs operation by operation: the next one may be of another function. So does each
+    call of a function that reads an object that may change: JAX would not compile it either.
     """
     as_it_is = lambda: run(*functions, *args, **kwargs)
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -63,7 +65,7 @@ def call_compiled(
     operands = [None if is_key else f for f, is_key in pairs]
     leaves, treedef = jax.tree.flatten((operands, args, kwargs))
     try:
-        calls = _calls_of(run, [f for f, is_key in pairs if is_key])
+        calls = _calls_of(run, [f for f, is_key in pairs if is_key], has_loop)
         key = _Tree.without_arrays(leaves, treedef)
         hash(key)
     except TypeError:  # something has no key, no hash or no weak reference
@@ -98,6 +100,8 @@ _FUNCTIONS = (
     eqx.Module,
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
+# What may not change without notice: the bits of NumPy arrays are compared.
+_FIXED = (*_FUNCTIONS, *_PLAIN, jax.Array, np.ndarray, type, types.ModuleType)
 _ARRAY = object()  # in the place of an array
 
 
@@ -150,31 +154,51 @@ class _Calls:
     def __init__(self, reads: Sequence[Any] = ()):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
         self.of: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
-        self._reads = list(map(_reference, reads))
+        self._reads = list(map(_is_same, reads))
 
     def are_of(self, reads: Sequence[Any]) -> bool:
         """Whether the last function read the same objects when it was compiled."""
         same = len(self._reads) == len(reads)
-        return same and all(old() is new for old, new in zip(self._reads, reads, strict=True))
+        return same and all(is_it(x) for is_it, x in zip(self._reads, reads, strict=True))
 
 
-def _reference(x: Any) -> Callable[[], Any]:
+def _is_same(x: Any) -> Callable[[Any], bool]:
+    """Whether a later object is `x`. A NumPy array may have changed since."""
+    if type(x) is np.ndarray:
+        bits = _bits(x)
+        return lambda y: type(y) is np.ndarray and _bits(y) == bits
     # Not a reference to the function itself, which it would keep alive.
     try:
-        return weakref.ref(x)
+        reference = weakref.ref(x)
     except TypeError:
-        return lambda: x
+        return lambda y: y is x
+    return lambda y: y is reference()
+
+
+def _bits(x: np.ndarray) -> Hashable:
+    return x.shape, x.dtype, hash(x.tobytes())
+
+
+def _may_change(x: Any) -> bool:
+    """Whether `x` may become another value and stay the same object."""
+    if isinstance(x, tuple):
+        return any(map(_may_change, x))
+    return not (isinstance(x, _FIXED) or lives_in_a_module(x))
 
 
 _ALL = _Calls()
 
 
-def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashable, Any]:
+def _calls_of(
+    run: Callable[..., Any], functions: Sequence[Any], has_loop: bool
+) -> dict[Hashable, Any]:
     calls = _ALL.of.setdefault(run, _Calls())
     for f in functions:
         if not isinstance(f, _FUNCTIONS):
             raise _HasNoKey  # an object of a class may change
         reads, known = _reads(f), calls.of.get(f)
+        if not has_loop and any(map(_may_change, reads)):
+            raise _HasNoKey
         if known is None or not known.are_of(reads):
             known = calls.of[f] = _Calls(reads)
         calls = known
@@ -182,20 +206,29 @@ def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashabl
 
 
 def _reads(f: Any) -> list[Any]:
-    """What a Python function reads by name: variables around it, and global ones."""
-    if not isinstance(f, types.FunctionType):
-        return []
-    reads = [f.__globals__[name] for name in _names(f.__code__) if name in f.__globals__]
-    for cell in f.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            reads.append(cell.cell_contents)
+    """What a Python function, and those of its module that it calls, read by name: variables
+    around them, and global ones; and their default arguments."""
+    reads: list[Any] = []
+    functions = [f]
+    for g in functions:  # which grows
+        if not isinstance(g, types.FunctionType) or g.__globals__ is not f.__globals__:
+            continue
+        new = [g.__globals__[name] for name in _names(g.__code__) if name in g.__globals__]
+        for cell in g.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                new.append(cell.cell_contents)
+        new += [*(g.__defaults__ or ()), *(g.__kwdefaults__ or {}).values()]
+        reads += new
+        functions += [x for x in new if not any(x is known for known in functions)]
     return reads
 
 
 @ft.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that code reads. `co_names` has those of attributes too."""
+    loads = [i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return (*code.co_names, *(name for c in inner for name in _names(c)))
+    return (*(i.argval for i in loads), *(name for c in inner for name in _names(c)))
 
 
 @dataclasses.dataclass(frozen=True)
