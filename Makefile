@@ -47,18 +47,20 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 # result can differ there (see CONTRIBUTING.md). `TESTS=tests` runs all.
 DIFFERS_BETWEEN_VERSIONS = $(patsubst %,tests/test_%.py, \
     call_primitive closure_errors closures control_flow custom_gradient decorated def_vmap \
-    elementwise elementwise_table errors explain_nan_places explicit_axes filter_custom_jvp \
-    filter_custom_vjp fuzz hiprim host_function jax_drop_ins jaxprs known_zeros leaks \
-    many_devices many_devices_explicit named_axes nondifferentiable pickles recurrence replay \
-    scan scan3 scan_methods second_order_in_scan self_application shard_map shard_map_cases \
-    sharded_vocabulary tangents threads traced_loss transforms truncate upstream zero_safe zeros)
+    eager_calls elementwise elementwise_table errors explain_nan_places explicit_axes export \
+    filter_custom_jvp filter_custom_vjp fuzz hiprim host_buffers host_function jax_drop_ins \
+    jaxprs known_zeros leaks linear_function many_devices many_devices_explicit named_axes \
+    nondifferentiable pickles recurrence replay scan scan3 scan_methods second_order_in_scan \
+    self_application shard_map shard_map_cases sharded_vocabulary tangents threads traced_loss \
+    transforms transposes truncate upstream users_classes zero_safe zeros)
 DIFFERS_IN_X64 = $(patsubst %,tests/test_%.py, \
     arguments call_primitive captured_numpy check_rule control_flow custom_gradient def_vmap \
-    elementwise filter_custom_jvp filter_custom_vjp fuzz gradient_layers gradient_ops host_bits \
-    host_broadcast host_function host_rules jax_drop_ins jaxprs known_zeros linear_host_function \
-    losses quantized_integers quantized_layers recurrence replace_gradient replay \
-    rounded_functions safe_elementwise safe_reductions same_function scan ste surrogates \
-    tangents transforms truncate zeros)
+    elementwise filter_custom_jvp filter_custom_vjp fuzz gradient_layers gradient_ops \
+    host_bits host_broadcast host_buffers host_function host_rules jax_drop_ins jaxprs \
+    known_zeros linear_function linear_host_function losses quantized_integers \
+    quantized_layers recurrence replace_gradient replay rounded_functions safe_corners \
+    safe_elementwise safe_reductions same_function scan ste surrogates tangents transforms \
+    transposes truncate zeros)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-thorough conformance cost test-slow test-x64 test-leaks test-oldest \

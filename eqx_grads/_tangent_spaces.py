@@ -13,9 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 from ._errors import rule_error, RuleError, show_path, show_tree, type_of
+from ._errors.trees import is_leaf_structure
 from ._jaxprs.current_trace import outside_of_transformations, staging_trace
 from ._jaxprs.varying import vary_over, varying_axes
-from ._trees import is_leaf_structure
 
 
 def is_none(x: Any) -> bool:
@@ -185,6 +185,44 @@ def match_leaves(
         for (path, part), (_, t_part) in zip(parts, t_parts, strict=True)
         for leaf in match_leaves(t_part, part, name + show_path(path), fail)
     ]
+
+
+def field_names(module: Any, keys: Sequence[Any], children: Sequence[Any]) -> list[str | None]:
+    """The attributes that the children are; `None` for a child that is no attribute."""
+    if all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
+        return [key.name for key in keys]
+    # A class that was registered without keys. Two attributes that are the same object are
+    # not told apart.
+    attributes = getattr(module, "__dict__", {})
+    found = [[name for name, x in attributes.items() if x is child] for child in children]
+    return [names[0] if len(names) == 1 else None for names in found]
+
+
+def check_field_names(
+    module: Any, names: Sequence[Any], children: Sequence[Any], fields: Iterable[str]
+) -> None:
+    """Raise unless `fields` are among the names of the children of a module."""
+    kind = type(module).__qualname__
+    if fields and not any(names):
+        raise rule_error(
+            "`tangents.of` was given something that has no fields.",
+            f"`module` is a `{kind}`",
+            do="Give it a Module, or another PyTree whose children are its attributes.",
+        )
+    for name in fields:
+        if name in names:
+            continue
+        if name in getattr(module, "__dict__", ()):
+            raise rule_error(
+                f"`tangents.of` was given `{name}`, which is a static field of `{kind}`.",
+                do="A static field has no derivative: leave it out.",
+            )
+        known = [n for n, x in zip(names, children, strict=True) if n and jax.tree.leaves(x)]
+        raise rule_error(
+            f"`tangents.of` was given `{name}`, which is not a field of `{kind}`.",
+            f"its fields are: {', '.join(sorted(known))}",
+            do="Name the fields that have a derivative.",
+        )
 
 
 class DoesNotFit(Exception):

@@ -41,12 +41,15 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, PyTree
 
 from ._errors import check_function, rule_error, type_of
+from ._errors.trees import is_leaf_structure, one_level
 from ._tangent_spaces import (
     as_numbers,
     as_tangent,
     broadcasts_to,
+    check_field_names,
     check_shapes,
     dtype_of_array,
+    field_names,
     is_arraylike,
     is_none,
     is_zero_leaf,
@@ -55,7 +58,6 @@ from ._tangent_spaces import (
     promote,
     zip_trees,
 )
-from ._trees import is_leaf_structure, one_level
 
 
 def is_zero(t: PyTree) -> bool:
@@ -470,45 +472,13 @@ def of(module: Any, **fields: PyTree) -> Any:
     [`eqx_grads.RuleError`][] for a name that is not a field, or is a static one.
     """
     keys, children, treedef = one_level(module)
-    names = _field_names(module, keys, children)
-    kind = type(module).__qualname__
-    if fields and not any(names):
-        raise rule_error(
-            "`tangents.of` was given something that has no fields.",
-            f"`module` is a `{kind}`",
-            do="Give it a Module, a dataclass, a named tuple, or another PyTree whose children "
-            "are its attributes.",
-        )
-    for name in fields:
-        if name in names:
-            continue
-        if name in getattr(module, "__dict__", ()):
-            raise rule_error(
-                f"`tangents.of` was given `{name}`, which is a static field of `{kind}`.",
-                do="A static field has no derivative: leave it out.",
-            )
-        known = [n for n, x in zip(names, children, strict=True) if n and jax.tree.leaves(x)]
-        raise rule_error(
-            f"`tangents.of` was given `{name}`, which is not a field of `{kind}`.",
-            f"its fields are: {', '.join(sorted(known))}",
-            do="Name the fields that have a derivative.",
-        )
+    names = field_names(module, keys, children)
+    check_field_names(module, names, children, fields)
     ts = [
         _tangent_of_field(fields[name], child) if name in fields else zeros_like(child)
         for name, child in zip(names, children, strict=True)
     ]
     return jax.tree.unflatten(treedef, ts)
-
-
-def _field_names(module, keys, children) -> list[str | None]:
-    """The attributes that the children are; `None` for a child that is no attribute."""
-    if all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
-        return [key.name for key in keys]
-    # A class that was registered without keys. Two attributes that are the same object are
-    # not told apart.
-    attributes = getattr(module, "__dict__", {})
-    found = [[name for name, x in attributes.items() if x is child] for child in children]
-    return [names[0] if len(names) == 1 else None for names in found]
 
 
 def _tangent_of_field(t, field):

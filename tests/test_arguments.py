@@ -466,3 +466,19 @@ def test_a_module_as_cotangent():
     assert eqx.tree_equal(eqx.filter_grad(loss(f))(linear), expected, rtol=1e-6)
     frozen = eqx.filter_grad(lambda w: loss(f)(eqx.tree_at(lambda m: m.weight, linear, w)))
     assert jnp.allclose(frozen(linear.weight), expected.weight)
+
+
+def test_a_reference_as_an_argument():
+    """The error names the leaf, and not a line of the library."""
+
+    @eqg.custom_jvp
+    def read(refs, x):
+        return refs["a"][...] * x
+
+    read.def_jvp(lambda primals, tangents: (read(*primals), tangents[1]))
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(read({"a": jax.new_ref(x)}, x), x * x)  # not traced
+    loss = lambda x: jnp.sum(read({"a": jax.new_ref(x * x)}, x))
+    for transform in (jax.jit, jax.grad):
+        with pytest.raises(eqg.RuleError, match=r"reference.\n  `refs\['a'\]` is Ref"):
+            transform(loss)(x)

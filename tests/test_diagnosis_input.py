@@ -167,3 +167,33 @@ def test_side_effects_do_not_multiply(tool):
     jax.block_until_ready(gradient_of_zero_safe(loss, X))
     jax.effects_barrier()
     assert len(seen) <= 2
+
+
+def _writes_to_a_reference(x):
+    ref = jax.new_ref(jnp.zeros(3))
+    ref[...] = jnp.sqrt(x)
+    return jnp.sum(ref[...])
+
+
+_OUTSIDE = []
+
+
+def _writes_to_a_reference_outside(x):
+    _OUTSIDE[0][...] = x
+    return jnp.sum(jnp.sqrt(x))
+
+
+@pytest.mark.parametrize("explain", [eqg.explain_nan, eqg.explain_zero])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _writes_to_a_reference,
+        jax.jit(_writes_to_a_reference),
+        _writes_to_a_reference_outside,
+    ],
+)
+def test_a_reference_is_not_followed(explain, loss):
+    """`explain_nan` raised "Out of bound indexer", and `explain_zero` said "never used"."""
+    _OUTSIDE[:] = [jax.new_ref(jnp.zeros(3))]
+    with pytest.raises(eqg.RuleError, match=r"can't follow(?s:.)*new_ref(?s:.)*in `_writes"):
+        explain(loss, jnp.arange(3.0))

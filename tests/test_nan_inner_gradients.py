@@ -28,20 +28,48 @@ def _second(norm):
     return lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(jnp.zeros(2)))
 
 
-def test_a_safe_function_in_a_second_derivative_is_said_to_be_zero():
-    """`safe.norm` alone mends the NaN, and makes a smooth second derivative zero."""
+def test_a_safe_function_has_no_second_derivative_at_its_kink():
+    """`safe.norm` alone would make a smooth second derivative zero; it is NaN, with a cure."""
     s = jnp.array(2.0)
     report = eqg.explain_nan(_second(jnp.linalg.norm), s)
     # One of four operations of one square root. (JAX 0.10.0 may place another one elsewhere.)
     assert len(report.found) <= 2
     assert (report.found[0].primitive, report.found[0].derivative_of) == ("div", "sqrt")
-    assert all("Its second derivative is zero there, too" in r.cure for r in report.found)
-    assert _second(eqg.safe.norm)(s) == 0  # as it says
+    assert all("Its second derivative is NaN there" in r.cure for r in report.found)
+    assert jnp.isnan(_second(eqg.safe.norm)(s))  # as it says
     squares = lambda s: jnp.trace(jax.hessian(lambda x: jnp.sum((s * x) ** 2))(jnp.zeros(2)))
     assert squares(s) == 4 * s**2  # as it says
     assert not eqg.explain_nan(squares, s)
     (record,) = eqg.explain_nan(lambda x: jnp.linalg.norm(x), jnp.zeros(2)).found
     assert "second derivative" not in record.cure
+
+
+@pytest.mark.thorough
+def test_the_cure_of_a_second_derivative_of_a_safe_function():
+    """In the value of the loss, in its gradient, and behind a mask."""
+    distances = lambda x: eqg.safe.pairwise_distance(x, x + 0)
+    masked = lambda x: jnp.where(x > 0, eqg.safe.sqrt(x), 0.0)
+    losses = {
+        "safe.norm": (_second(eqg.safe.norm), jnp.array(2.0)),
+        "safe.pairwise_distance": (_force(distances), jnp.ones((2, 2))),
+        "safe.sqrt": (_force(masked), jnp.array([0.0, 1.0])),
+    }
+    for name, (loss, x) in losses.items():
+        records = eqg.explain_nan(loss, x).found
+        assert {r.primitive for r in records} == {name}
+        for record in records:
+            assert f"`{name}` has a kink or a pole there" in record.cure
+            assert "`eqg.safe.where(ok, f, x, other)`" in record.cure
+            assert "kernels of a distance" in record.cure
+    cured = lambda x: eqg.safe.where(x > 0, eqg.safe.sqrt, x, 0.0)  # as it says
+    for energy in (cured, eqg.zero_safe(masked)):
+        gradient = jax.grad(_force(energy))(jnp.array([0.0, 1.0]))
+        assert jnp.array_equal(gradient, jax.grad(_force(cured))(jnp.array([0.0, 1.0])))
+        assert jnp.isfinite(gradient).all()
+
+
+def _force(energy):
+    return lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(energy(x) ** 2 + energy(x)))(x) ** 2)
 
 
 CHARGES = jnp.array([1.0, 2.0, 3.0])

@@ -117,6 +117,31 @@ def test_a_rule_that_gives_a_derivative_is_used(form):
     assert _FORMS[form](zero) == 0.0  # an array of zeros is meant
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_rule_around_a_rule(around):
+    inner = around(_rule_with(lambda res, ct: None))
+    f = eqg.custom_vjp(lambda x, y: inner(x, y))
+    f.def_fwd(lambda x, y: (f(x, y), (x, y)))
+    f.def_bwd(lambda res, ct: (ct * jnp.cos(res[0]) * res[1], None))
+    assert jnp.allclose(jax.grad(f)(1.0, 2.0), 2 * jnp.cos(1.0))
+    for derive in (jax.grad, lambda f, n: jax.jit(jax.grad(f, n))):
+        with pytest.raises(RuleError, match="y was differentiated, and must not be"):
+            derive(f, 1)(1.0, 2.0)
+
+
+def test_a_loop_without_a_transpose():
+    def power(x, y):
+        step = lambda state: (state[0] * eqg.nondifferentiable(y, "y"), state[1] + 1)
+        return jax.lax.while_loop(lambda state: state[1] < 3, step, (x, 0))
+
+    f = eqg.custom_vjp(power)
+    f.def_fwd(lambda x, y: (f(x, y), y))
+    f.def_bwd(lambda y, cts: (cts[0] * y**3, None))
+    assert jax.grad(lambda x: f(x, 2.0)[0])(1.0) == 8.0
+    with pytest.raises(RuleError, match="y was differentiated, and must not be"):
+        jax.grad(lambda y: f(1.0, y)[0])(2.0)
+
+
 def test_a_rule_of_what_is_not_perturbed_runs():
     f = _rule_with(lambda res, ct: None)
     assert jnp.allclose(jax.grad(f)(1.0, 2.0), 2 * jnp.cos(1.0))

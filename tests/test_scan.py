@@ -492,3 +492,27 @@ class TestErrors:
     def test_options(self, options, message):
         with pytest.raises(RuleError, match=message):
             eqg.filter_scan(lambda c, x: (c, None), 0.0, **options)
+
+
+@pytest.mark.parametrize("unroll", [0, True, False, np.int32(0), np.int64(2)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": 1}, {"checkpoint": "sqrt"}, {"truncate": 5}, {"online": True}],
+)
+def test_unroll_is_as_for_jax(unroll, options):
+    w, xs = jnp.linspace(0.1, 0.9, 3), jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
+
+    def loss(w, scan, **options):
+        step = lambda h, x: (jnp.tanh(h * w + x), h)
+        h, hs = scan(step, jnp.zeros(3), xs, **options)
+        return jnp.sum(h) + jnp.sum(hs**2)
+
+    expected = jax.grad(loss)(w, jax.lax.scan)
+    got = jax.grad(loss)(w, eqg.filter_scan, unroll=unroll, **options)
+    assert_close(got, expected)
+
+
+def test_unroll_of_zero_is_the_whole_loop():
+    step = lambda h, x: (h + x, None)
+    program = jax.make_jaxpr(lambda xs: eqg.filter_scan(step, 0.0, xs, unroll=0))(jnp.ones(7))
+    assert "unroll=7" in str(program)

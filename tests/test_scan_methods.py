@@ -5,6 +5,7 @@ import functools as ft
 import gc
 import types
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -371,6 +372,29 @@ def test_eager_derivatives_compile_once(options):
     assert count_of_third_call(lambda: jax.jvp(loss, (H,), (H,))) == 0
     assert count_of_third_call(lambda: jax.jvp(gradient, (H,), (H,))) == 0
     assert_trees_close(gradient(H), jax.jit(gradient)(H))
+
+
+class Cell(eqx.Module):
+    weight: jax.Array
+    activation: Callable
+
+    def step(self, h, x):
+        return self.activation(h @ self.weight + x), None
+
+
+def test_new_modules_compile_once():
+    """B12: the arrays of a Module are operands. JAX compiles each new step."""
+    activation = lambda x: jnp.tanh(x)
+    with_array = lambda i: Cell(i * WEIGHT, activation)
+    for i in (1.0, 2.0):
+        cell = with_array(i)
+        expected = jax.lax.scan(lambda h, x: (jnp.tanh(h @ cell.weight + x), None), H, XS)  # noqa: B023
+        assert_trees_close(eqg.filter_scan(cell.step, H, XS), expected)
+    numbers = iter((1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    value = lambda: eqg.filter_scan(with_array(next(numbers)).step, H, XS)
+    assert count_of_third_call(value) == 0
+    loss = lambda cell: jnp.sum(eqg.filter_scan(cell.step, H, XS, checkpoint=3)[0])
+    assert count_of_third_call(lambda: eqx.filter_grad(loss)(with_array(next(numbers)))) == 0
 
 
 def test_a_function_in_a_function_compiles_once():

@@ -9,9 +9,9 @@ import numpy as np
 from jax.core import AbstractValue
 
 from .._errors import place_of, rule_error, show_path, type_of
+from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
 from .._rules.flatten_call import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list, is_arraylike
-from .._trees import class_of, leaf_paths, mirrored, one_level, static_fields
 
 
 def is_sliced(x: Any) -> bool:

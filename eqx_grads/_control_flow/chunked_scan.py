@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.plain_scan import lax_scan
-from .._jaxprs.symbolic_sizes import is_symbolic, Size
+from .._jaxprs.symbolic_sizes import is_symbolic, Size as Size, size_or as size_or
 
 
 def scan_in_chunks(

@@ -140,11 +140,12 @@ def filter_scan(
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
     needs besides: of two choices that differ by a few percent, either may need less.
 
-    An eager call, and its derivative, are compiled in the first call only, if later calls are
-    given the same `f` and arguments of the same types. A function is the same if it is the same
+    Only the first eager call is compiled, and so is only its first derivative, if later calls
+    have the same `f` and arguments of the same types. A function is the same if it is the same
     Python object, and finds the same objects in its closure and under the names of global
-    variables. A Module is the same if its static parts are equal. What was changed in place (a
-    list, or an attribute) is not seen, as in `jax.lax.scan`: pass it in `init` or `xs`.
+    variables. A Module is the same if its static parts are equal. As in `jax.lax.scan`, `f` is
+    not traced again after you change an object in place, such as a list: pass the value in
+    `init` or `xs`.
 
     **Returns:**
 
@@ -172,7 +173,7 @@ def filter_scan(
     check_flags("filter_scan", reverse=reverse, progress=progress)
     if carry_gradient is not None:
         check_function(carry_gradient, "carry_gradient", "filter_scan")
-    _check_unroll(unroll)
+    unroll = _as_unroll(unroll)
     steps = common_length(xs, length)
     _check_window(truncate)
     line = progress_line(steps) if progress else None
@@ -401,14 +402,17 @@ def _check_window(truncate: Any) -> None:
         )
 
 
-def _check_unroll(unroll: Any) -> None:
-    is_flag = isinstance(unroll, bool | np.bool_)  # whether to write out the whole loop
-    if not is_flag and not _is_positive_integer(unroll):
+def _as_unroll(unroll: Any) -> int | bool:
+    """The number of steps, or whether to write out the whole loop, for which JAX also has 0."""
+    if not isinstance(unroll, int | np.integer | np.bool_) or unroll < 0:
         raise rule_error(
             "`filter_scan` was given an `unroll` that is not a number of steps.",
             f"it is {unroll!r:.60}",
-            do="Give a positive integer, or a bool.",
+            do="Give a bool, or an integer from zero, which is the whole loop.",
         )
+    if isinstance(unroll, bool | np.bool_):
+        return bool(unroll)
+    return int(unroll) or True
 
 
 def _is_positive_integer(x: Any) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
+from .._errors.trees import on_leaves
 from .._gradient_ops.norms import norm
 from .._gradient_ops.value_or_gradient_only import on_backward
 from .._jaxprs.varying import vary_alike
@@ -25,7 +26,6 @@ from .._tangent_spaces import (
     match_leaves,
     shape_of,
 )
-from .._trees import on_leaves
 from ..tangents import add
 
 

@@ -27,7 +27,7 @@ from .._errors import (
 )
 from .._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from .._jaxprs.plain_scan import plain_scans
-from .._jaxprs.structure import holds
+from .._jaxprs.structure import holds, is_reference
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
 from .layers import wrap_layers
@@ -92,11 +92,7 @@ def trace_loss(
             do=f"Pass `lambda *a, **k: {name_of(loss)}(*a, **k)[0]`, which returns the loss.",
         )
     flat, treedef = jax.tree_util.tree_flatten_with_path((model, args, dict(kwargs)))
-    leaves = [leaf for _, leaf in flat]
-    # The arrays of floats of the model, and then all other arrays.
-    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
-    first = [i for i, is_one in enumerate(is_first) if is_one]
-    others = [i for i, x in enumerate(leaves) if eqx.is_array(x) and not is_first[i]]
+    first, others = _arrays(flat)
     paths = [flat[i][0][1:] for i in first]
     if not paths:
         raise rule_error(
@@ -105,9 +101,9 @@ def trace_loss(
             do="It differentiates with respect to the arrays of floats in `model`, the first "
             "argument of the loss. A Python number is no array: pass `jnp.array(0.5)`.",
         )
-    values = [leaves[i] for i in first + others]
+    values = [flat[i][1] for i in first + others]
     _check_concrete(caller, values)
-    static = [None if eqx.is_array(x) else x for x in leaves]
+    static = [None if eqx.is_array(x) else x for _, x in flat]
     layers: list[str] = []
     types: list[type] = []
 
@@ -141,6 +137,28 @@ def trace_loss(
         layers,
         types if layers else [],
     )
+
+
+def _arrays(flat) -> tuple[list[int], list[int]]:
+    """The indices of the arrays of floats of the model, and of all other arrays."""
+    is_first = [path[0].idx == 0 and eqx.is_inexact_array(x) for path, x in flat]
+    first = [i for i, is_one in enumerate(is_first) if is_one]
+    others = [i for i, (_, x) in enumerate(flat) if eqx.is_array(x) and not is_first[i]]
+    return first, others
+
+
+def check_no_references(caller: str, loss: Callable[..., Any], program: ClosedJaxpr) -> None:
+    """Raise if the loss makes a reference, or holds one: what is written to it and read from it
+    later is no output of an equation, and could not be followed."""
+    inputs = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    if holds(program, "new_ref") or any(is_reference(v.aval) for v in inputs):
+        raise rule_error(
+            f"`{caller}` can't follow what the loss `{name_of(loss)}` writes to a reference.",
+            "it uses a `jax.new_ref`",
+            place_of(loss),
+            do="Pass a loss that returns these values, or carries them through its loops, "
+            "instead of writing them to a reference.",
+        )
 
 
 def layer_calls(eqn: Any) -> list[tuple[int, int]]:

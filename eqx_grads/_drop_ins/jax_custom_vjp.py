@@ -15,12 +15,12 @@ from .._errors import (
     rule_error,
     type_of,
 )
+from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque, Rebuildable
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_differentiable, is_none
-from .._trees import mirror, prefix_leaves
 from .jax_custom_jvp import is_array
 from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._errors import rule_error, show_path, show_tree, type_of
+from .._errors.trees import prefix_leaves
 from .._jaxprs.varying import varying_axes
 from .._rules.custom_jvp import custom_jvp
 from .._rules.custom_vjp import custom_vjp
@@ -25,7 +26,6 @@ from .._tangent_spaces import (
     is_differentiable,
     is_none,
 )
-from .._trees import prefix_leaves
 from ..tangents import neg, scale, where
 from .argument_checks import check_broadcasts, check_broadcasts_to_leaf
 

@@ -1,4 +1,4 @@
-"""Eager calls of loops, compiled once: `jax.jit`, where all that is no array is static.
+"""Compile eager calls of loops once: `jax.jit`, with arrays as operands and the rest static.
 
 JAX compiles an eager loop again unless its step is the same Python object as before, and a step
 that closes over arrays is a new object in each call. So an eager call runs in `jax.jit`, with
@@ -51,11 +51,12 @@ def call_compiled(
 ) -> T:
     """`run(*functions, *args, **kwargs)`, where `run` is a function of the library.
 
-    The call is not compiled where a program is being staged, to which `jax.jit` would add
-    nothing, and where Python objects may differ in the next call. `run` may not look into the
-    functions, for tracers that they close over. Without `has_loop`, the first
-    call runs operation by operation: the next one may be of another function. So does each
-    call of a function that reads an object that may change: JAX would not compile it either.
+    - A program that is being staged runs `run` itself: `jax.jit` would add nothing.
+    - So does a call with objects that may differ in the next call, though they look the same.
+    - `run` is given weak proxies, and so can't search the functions for captured tracers.
+    - Without `has_loop`, the first call runs operation by operation. Of a function that is new
+      in each call, nothing is compiled. Nor is anything of a function that reads an object that may change:
+      JAX would see the change.
     """
     as_it_is = lambda: run(*functions, *args, **kwargs)
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -85,7 +86,7 @@ def call_compiled(
     return as_it_is()
 
 
-# Of one `run` and the same functions, so many programs are kept.
+# The number of programs that are kept for one `run` and the same functions.
 _MOST = 64
 _LOOKS_AT_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -94,6 +95,7 @@ _LOOKS_AT_VALUES = (
 )
 _FUNCTIONS = (
     types.FunctionType,
+    ft.partial,
     type(jax.jit(lambda: None)),
     jax.custom_jvp,
     jax.custom_vjp,
@@ -149,7 +151,7 @@ def lives_in_a_module(x: Any) -> bool:
 
 
 class _Calls:
-    """The compiled calls of some functions, and those of these and one more function."""
+    """The compiled calls of some functions. `of[f]`: those of these functions and `f`."""
 
     def __init__(self, reads: Sequence[Any] = ()):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
@@ -206,20 +208,22 @@ def _calls_of(
 
 
 def _reads(f: Any) -> list[Any]:
-    """What a Python function, and those of its module that it calls, read by name: variables
-    around them, and global ones; and their default arguments."""
+    """The objects that a Python function reads by name: in its closure, global ones, and default
+    arguments. And those that the functions among them read, which are of the same module."""
     reads: list[Any] = []
-    functions = [f]
-    for g in functions:  # which grows
+    seen, functions = {id(f)}, [f]
+    while functions:
+        g = functions.pop()
         if not isinstance(g, types.FunctionType) or g.__globals__ is not f.__globals__:
             continue
         new = [g.__globals__[name] for name in _names(g.__code__) if name in g.__globals__]
+        new += [*(g.__defaults__ or ()), *(g.__kwdefaults__ or {}).values()]
         for cell in g.__closure__ or ():
             with contextlib.suppress(ValueError):  # a name that is not bound yet
                 new.append(cell.cell_contents)
-        new += [*(g.__defaults__ or ()), *(g.__kwdefaults__ or {}).values()]
         reads += new
-        functions += [x for x in new if not any(x is known for known in functions)]
+        functions += [x for x in new if id(x) not in seen]
+        seen.update(map(id, new))
     return reads
 
 

@@ -175,6 +175,11 @@ def equations(program: ClosedJaxpr) -> Iterator[Any]:
         yield from _with_inner(eqn)
 
 
+def is_reference(aval: Any) -> bool:
+    """Whether a type is that of a `jax.new_ref`, which has no public name."""
+    return type(aval).__name__ == "AbstractRef"
+
+
 def _with_inner(eqn: Any) -> Iterator[Any]:
     yield eqn
     for inner in inner_programs(eqn):

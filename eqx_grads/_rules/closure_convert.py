@@ -11,7 +11,6 @@ ordinary Python. An object without tracers stays the very same object.
 
 import collections
 import copy
-import dataclasses
 import functools as ft
 import gc
 import inspect
@@ -33,13 +32,12 @@ class _Placeholder(NamedTuple):
     number: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Node:
-    """Stands where an object of a user's class was that led to a tracer: the class is not
-    unflattened with placeholders, as its constructor may compute."""
+    """Stands where an object of a user's class was that led to a tracer."""
 
-    treedef: Any
-    parts: list[Any]
+    def __init__(self, treedef: Any, parts: Sequence[Any]):
+        self.treedef = treedef
+        self.parts = parts
 
 
 class Rebuildable:
@@ -97,17 +95,6 @@ _ENTERED = (
     types.MethodType,
     types.MappingProxyType,
 )
-
-
-def without_traced_defaults(fn: Any) -> Any:
-    """`fn` without its default values, if there are tracers among them. For a function that is
-    called with all of its arguments."""
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
-    if not any(isinstance(x, Tracer) for x in defaults):
-        return fn
-    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
 def _captures_nothing(fn: types.FunctionType) -> bool:

@@ -8,6 +8,7 @@ holds no tracer, and so may live as long as JAX keeps the program.
 import dataclasses
 import functools as ft
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +16,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from .._errors import name_of, show_path
+from .._errors import name_of, rule_error, show_path
+from .._errors.trees import leaf_paths, mirror_of
+from .._jaxprs.structure import is_reference
 from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
-from .._trees import leaf_paths, mirror_of
 from .closure_convert import (
     ClosureTemplate,
     contains_tracer,
     is_closed,
     lift_tracers,
     Opaque,
-    without_traced_defaults,
 )
 
 
@@ -269,13 +271,25 @@ class FlatCall:
         kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, rules.operands.kwargs)
         if rules.fill_defaults:
             # The default values are arguments by now, and may be differentiated as such.
-            fn = without_traced_defaults(fn)
+            fn = _without_traced_defaults(fn)
         statics = [*args_split.static, *kwargs_split.static]
         closures, captured = lift_tracers([fn, *statics], rules)
         n = 1 + len(args_split.static)
         args_split.static, kwargs_split.static = closures.items[1:n], closures.items[n:]
         call = FlatCall(args_split, kwargs_split, filled, names, closures)
-        return call, [*arrays, *kwargs_arrays, *captured]
+        arrays = [*arrays, *kwargs_arrays]
+        for i, x in enumerate(captured, len(arrays)):
+            if is_reference(jax.typeof(x)):
+                raise call._error_of_reference(i, x)
+        return call, [*arrays, *captured]
+
+    def _error_of_reference(self, i, x):
+        holder = self.holder(i)
+        return rule_error(
+            f"`{name_of(self.fn)}`, a function with a rule, was given a reference.",
+            f"{self.path(i) if holder is None else holder[1]} is {jax.typeof(x)}",
+            do="Pass the value, `ref[...]`, and write to the reference outside of it.",
+        )
 
     @property
     def fn(self) -> Any:
@@ -355,6 +369,17 @@ class FlatCall:
     def _keyword_path(self, i: int) -> str:
         path = self.kwargs.path(i)
         return f"`{path[0].key}{show_path(path[1:])}`"
+
+
+def _without_traced_defaults(fn: Any) -> Any:
+    """`fn` without its default values, if there are tracers among them. For a function that is
+    called with all of its arguments."""
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
+    if not any(isinstance(x, Tracer) for x in defaults):
+        return fn
+    return types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .._errors import name_of, RuleError
+from .._tangent_spaces import is_differentiable
 from .flatten_call import FlatCall, OutputSpec
 from .rule import Rule, RuleCall, try_to_trace
 
@@ -49,15 +50,19 @@ def check_function_of_zeros(
     """The same of `of_zeros`, which is `fn` as a function of these primals only."""
     errors: list[RuleError] = []
 
-    def forward(*xs):
+    def inexact_outputs(*xs):
+        return [y for y in jax.tree.leaves(of_zeros(*xs)) if is_differentiable(y)]
+
+    def backward(*xs):
         try:
-            return jax.jvp(of_zeros, xs, xs)[1]  # for the types, any tangents do
+            out, pull_back = jax.vjp(inexact_outputs, *xs)
+            return pull_back(out)  # for the types, any cotangents do
         except RuleError as error:
             if error.forbids_derivative:
                 errors.append(error)
             raise
 
-    try_to_trace(jax.eval_shape, forward, *primals)
+    try_to_trace(jax.eval_shape, backward, *primals)
     if errors:
         errors[0].add_note(
             f"`{name_of(fn)}` passes it to `nondifferentiable`, and the rule `{rule}` returns "

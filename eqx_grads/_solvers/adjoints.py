@@ -45,7 +45,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         y, rest = primal_fn((*constant(inputs), _while_loop))
         # Python numbers are static where Equinox has traced `fn`, and remain so.
         static, arrays = TreeSplit.split(inputs, is_array)
-        residual = ft.partial(_residual, rewrite_fn, static)
+        # `None` is for what the solver returned besides `y`: Optimistix reads no such thing.
+        residual = lambda y, arrays: rewrite_fn(y, None, static.tree(arrays))
         solve = ft.partial(_solve, self, tags)
         return differentiable_solution(y, arrays, residual=residual, solve=solve), rest
 
@@ -87,11 +88,6 @@ def _check_fixed_point(adjoint, solver, rewrite_fn):
 
 def _solve(adjoint, tags, linear_map, b, *_):
     return adjoint.solve_tangent(linear_map, b, tags)
-
-
-def _residual(rewrite_fn, static, y, arrays):
-    # `None` is for what the solver returned besides `y`; no function of Optimistix reads it.
-    return rewrite_fn(y, None, static.tree(arrays))
 
 
 def _while_loop(cond_fun, body_fun, init_val, *, max_steps):

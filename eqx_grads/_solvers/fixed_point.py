@@ -20,10 +20,10 @@ from .._errors import (
     show_tree,
     type_of,
 )
+from .._errors.trees import mirror, mirrored, unmirror
 from .._jaxprs.varying import cast_carry
 from .._rules.float_args import as_integer
 from .._tangent_spaces import dtype_of_array
-from .._trees import mirror, mirrored, unmirror
 from .linear_solve import as_tags
 from .run_time_error import branched_error_if
 from .solution_tangent import constant

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from .._errors import rule_error, RuleError, show_tree
+from .._errors.trees import mirror_of
 from .._rules.rule import advice_on_cotangents, Rule
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
-from .._trees import mirror_of
 from .host_callback import AbstractHostOp, batch_shape, check_shape, read_only
 from .host_ops import is_array_leaf, is_complex, is_inexact, path_of_leaf, PrimalOp, Types
 from .host_residual_cache import digest_key

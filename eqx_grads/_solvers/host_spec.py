@@ -13,9 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from .._errors import first_line, rule_error, show_path, show_tree, type_of
+from .._errors.trees import leaf_paths, prefix_leaves, unmirror
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import check_no_tracers
-from .._trees import leaf_paths, prefix_leaves, unmirror
 from .host_callback import read_only
 from .host_ops import HostCode, is_array_leaf, PrimalOp, without_memory
 from .host_rule_ops import ForwardOp

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._errors import check_function
-from .._trees import mirrored, unmirror
+from .._errors.trees import mirrored, unmirror
 from .trajectory import as_time, state_at, VectorField
 
 

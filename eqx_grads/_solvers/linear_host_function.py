@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.adjoint_pair import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
-from .._trees import mirror_of
 from .host_callback import VMAP_METHODS
 from .host_derivative import host_call, tangent_type
 from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp, without_memory

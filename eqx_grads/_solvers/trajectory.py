@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors.trees import filter_jvp, floating_only, mirrored, unmirror
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
 from .._rules.flatten_call import is_array, TreeSplit
@@ -30,7 +31,6 @@ from .._tangent_spaces import (
     shape_of,
     tangent_leaf,
 )
-from .._trees import filter_jvp, floating_only, mirrored, unmirror
 
 
 class Closure(eqx.Module):

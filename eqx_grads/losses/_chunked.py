@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors.trees import mirror, mirrored, prefix_leaves
 from .._jaxprs.eager_calls import call_compiled
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
@@ -19,7 +20,6 @@ from .._rules.custom_jvp import custom_jvp
 from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer
 from .._tangent_spaces import is_arraylike, is_none, sum_dtype
-from .._trees import mirror, mirrored, prefix_leaves
 from ._gradient_sums import add, inner_product, zero_sum
 
 

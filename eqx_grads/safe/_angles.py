@@ -43,7 +43,8 @@ def hypot(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     With $\phi$ for the angle of $(x, y)$, $\dot h = \cos\phi\,\dot x + \sin\phi\,\dot y$. At
-    the origin, the minimum, the derivative is zero. Both modes and all orders.
+    the origin, the minimum, the derivative is zero. Both modes and all orders; second
+    derivatives are NaN at the origin.
 
     **Raises:**
 
@@ -86,8 +87,8 @@ def arctan2(y: ArrayLike, x: ArrayLike) -> Array:
 
     With $h$ for the length of $(x, y)$ and $\phi$ for its angle,
     $\dot\phi = (\cos\phi\,\dot y - \sin\phi\,\dot x) / h$. At the origin, where it does not
-    exist, the derivative is zero. Both modes and all orders; second derivatives are right where
-    $1 / h^2$ is in range.
+    exist, the derivative is zero. Both modes and all orders; second derivatives are NaN at the
+    origin, and right where $1 / h^2$ is in range.
 
     **Raises:**
 
@@ -186,7 +187,7 @@ def arccos(x: ArrayLike) -> Array:
 
     $\dot y = -\dot x / \sqrt{(1 - x)(1 + x)}$. At the ends, where it is infinite, the
     derivative is zero: of the angle between vectors, this is a minimum or a maximum. Zero
-    outside as well. Both modes and all orders.
+    outside as well. Both modes and all orders; the second derivative is NaN at the ends.
 
     **Raises:**
 
@@ -224,7 +225,7 @@ def arcsin(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \dot x / \sqrt{(1 - x)(1 + x)}$, and zero at the ends, where it is infinite, and
-    outside. Both modes and all orders.
+    outside. Both modes and all orders; the second derivative is NaN at the ends.
 
     **Raises:**
 

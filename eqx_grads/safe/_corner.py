@@ -4,24 +4,21 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.custom_jvp import custom_jvp
-from .._rules.nan_where import nan_where
+from .._rules.nan_where import nan_where, NO_SECOND_DERIVATIVE
 from ..tangents import add, is_zero
-
-
-# By this name, `explain_nan` knows the equation that makes the NaN.
-SCOPE = "eqg_no_second_derivative"
 
 
 @custom_jvp
 def corner(slope, is_corner, *xs, axes=()):
     """`slope`, whose derivative by each of `xs` is NaN where `is_corner`.
 
-    A rule returns a number by convention where its function has no derivative. The derivative
-    of that number would be a second derivative that is finite and wrong: that of `norm(x)**2`
-    at zero is two. The elements along `axes` share a corner.
+    A rule returns a number by convention where its function has no derivative. Without this
+    function, autodiff would differentiate that number, and a second derivative would be finite
+    and wrong: zero for `norm(x)**2` at zero, instead of two. The elements along `axes` share a
+    corner.
 
-    A tangent that is zero makes a NaN too: in `norm(x**2)`, `x**2` has the tangent zero at
-    zero, and the second derivative does not exist there.
+    A tangent that is zero makes a NaN too: at zero, `x**2` has the tangent zero, and
+    `norm(x**2)` the second derivative two.
     """
     del is_corner, xs, axes
     return slope
@@ -33,7 +30,7 @@ def _corner_jvp(primals, tangents, *, axes):
     t_slope, _, *t_xs = tangents
     shape = jnp.broadcast_shapes(slope.shape, jnp.shape(is_corner))
     # It has no derivative either, at all orders.
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(NO_SECOND_DERIVATIVE):
         factor = nan_where(is_corner, jnp.ones(shape, slope.dtype))
     factor = corner(factor, is_corner, *xs, axes=axes)
 

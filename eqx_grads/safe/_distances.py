@@ -46,7 +46,7 @@ def cosine_similarity(x: ArrayLike, y: ArrayLike, *, axis: Axis = -1) -> Float[A
 
     That of [`eqx_grads.safe.normalize`][] of both: zero with respect to a vector that is zero,
     where the function has no limit, and with respect to the other one. Both modes and all
-    orders.
+    orders; second derivatives with respect to a vector that is zero are NaN.
 
     **Raises:**
 
@@ -103,7 +103,12 @@ def pairwise_distance(
 
     **Derivative:**
 
-    That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders.
+    That of [`eqx_grads.safe.norm`][] of the differences. Both modes and all orders. Second
+    derivatives by points that coincide are NaN, also where the kernel that is computed from
+    their distance is smooth: see the
+    [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
+    If `y` is left out, or is `x` itself, the distance of a point to itself is a constant, and
+    all its derivatives are zero.
 
     **Raises:**
 

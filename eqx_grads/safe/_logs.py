@@ -46,7 +46,7 @@ def log(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \dot x / x$. At zero, where it is infinite, and below, the derivative is zero.
-    Both modes and all orders.
+    Both modes and all orders; the second derivative is NaN at zero.
 
     **Raises:**
 
@@ -88,7 +88,8 @@ def xlogy(x: ArrayLike, y: ArrayLike) -> Array:
 
     $\dot z = \log y\,\dot x + \frac{x}{y}\dot y$. Where `y` is zero, where both factors are
     infinite or undefined, both terms are zero. For a negative `y` they are zero as well. Both
-    modes and all orders.
+    modes and all orders; second derivatives are NaN where `y` is zero, except that by `y` where
+    `x` is zero as well.
 
     **Raises:**
 
@@ -159,7 +160,8 @@ def xlog1py(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot z = \log(1 + y)\,\dot x + \frac{x}{1 + y}\dot y$. Both terms are zero where `y` is -1
-    or less. Both modes and all orders.
+    or less. Both modes and all orders; second derivatives are NaN where `y` is -1, except that
+    by `y` where `x` is zero.
 
     **Raises:**
 
@@ -283,7 +285,7 @@ def log_expm1(x: ArrayLike) -> Array:
     **Derivative:**
 
     $\dot y = \dot x / (1 - e^{-x})$. At zero, where it is infinite, and below, the derivative
-    is zero. Both modes and all orders.
+    is zero. Both modes and all orders; the second derivative is NaN at zero.
 
     **Raises:**
 
@@ -395,7 +397,7 @@ def log_sub_exp(x: ArrayLike, y: ArrayLike) -> Array:
     With $w = 1 / (1 - e^{y - x})$, $\dot z = w\,\dot x - e^{y - x} w\,\dot y$. Both terms are
     zero where $x \le y$, and the first where `x` is $-\infty$. The second, and all of higher
     orders, have the relative error of `exp` of a rounded difference, $\epsilon\,|x - y|$. Both
-    modes and all orders.
+    modes and all orders; second derivatives are NaN where `x` equals `y`.
 
     **Raises:**
 

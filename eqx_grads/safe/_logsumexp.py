@@ -100,7 +100,8 @@ def logsumexp(
     With the weights $q_i = e^{a_i} / \sum_j b_j e^{a_j}$:
     $\dot y = \sum_i q_i (b_i \dot a_i + \dot b_i)$, the reverse rule being the transpose. Zero
     where the sum is zero, and with respect to a term that is $-\infty$. Terms that are
-    $+\infty$ share the weight. Both modes and all orders. Second derivatives with respect to
+    $+\infty$ share the weight. Both modes and all orders. Where terms cancel to a sum of zero,
+    second derivatives are NaN. Second derivatives with respect to
     $a$ are $q_i (\delta_{ij} - q_j)$ and right in units in the last place of $q_i$: that of a
     term that outweighs the others, on the diagonal, is rounded to zero from a factor of
     $1 / \epsilon$ on, as in JAX. Those of [`eqx_grads.safe.logaddexp`][] are not.

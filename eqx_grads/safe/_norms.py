@@ -65,10 +65,14 @@ def norm(
     `ord=1`, $\dot y = \sum_i \operatorname{sign}(x_i) \dot x_i$. For `ord=jnp.inf`, the mean of
     this over the elements of the largest magnitude. At zero, which is the minimum, the
     derivative is zero, and so is that of each $|x_i|$ at $x_i = 0$. An infinite element
-    outweighs all finite ones. Both modes and all orders; second derivatives at zero, where they
-    do not exist, are zero. So the second derivative of what is smooth at zero, such as
-    `norm(x)**2`, is zero there, which is wrong: write `jnp.sum(x**2)`, or a rule for what is
-    computed from the norm.
+    outweighs all finite ones. Both modes and all orders.
+
+    Second derivatives do not exist at zero, and are NaN there, also where a mask on the result
+    drops them: mask the argument, with [`eqx_grads.safe.where`][] under `jax.vmap`. So are
+    those of `norm(x)**2`, which is smooth: write `jnp.sum(x**2)`. For kernels of a distance,
+    there is a [recipe](../recipes/nan-and-zero.md#how-do-i-write-a-kernel-of-a-distance).
+    With `ord=1`, they are NaN by an element that is zero, and with `ord=jnp.inf`, where several
+    elements are the largest.
 
     **Raises:**
 
@@ -188,7 +192,7 @@ def normalize(x: ArrayLike, *, axis: Axis = -1) -> Inexact[Array, "..."]:
 
     With $u$ for the result: $\dot u = (\dot x - u\, u^\top \dot x) / \lVert x \rVert$. The map
     is its own transpose. Zero at the zero vector, where the function jumps. Both modes and all
-    orders.
+    orders; second derivatives are NaN at the zero vector.
 
     **Raises:**
 

@@ -49,7 +49,8 @@ def sqrt(x: ArrayLike) -> Array:
 
     $\dot y = \dot x / 2y$. At zero, where it is infinite, the derivative is zero, as it is of
     a norm, whose minimum this is. (So it is for `sqrt(x) ** 2`, whose true derivative is one.)
-    Below zero it is zero as well. Both modes and all orders.
+    Below zero it is zero as well. Both modes and all orders; the second derivative is NaN at
+    zero.
 
     **Raises:**
 
@@ -96,7 +97,8 @@ def reciprocal(x: ArrayLike) -> Array:
 
     **Derivative:**
 
-    $\dot y = -y^2\,\dot x$, and zero at zero. Both modes and all orders.
+    $\dot y = -y^2\,\dot x$, and zero at zero. Both modes and all orders; the second derivative
+    is NaN at zero.
 
     **Raises:**
 
@@ -154,8 +156,9 @@ def divide(x: ArrayLike, y: ArrayLike) -> Array:
     **Derivative:**
 
     With $q = x / y$, $\dot q = \frac{1}{y}\dot x - \frac{q}{y}\dot y$. Both terms are zero
-    where `y` is zero, and the second also where `x` is infinite. Both modes and all orders; a
-    second derivative with respect to `y` is right where $1 / y^2$ is in range.
+    where `y` is zero, and the second also where `x` is infinite. Both modes and all orders;
+    second derivatives are NaN where `y` is zero, and that with respect to `y` is right where
+    $1 / y^2$ is in range.
 
     **Raises:**
 
@@ -212,7 +215,8 @@ def power(x: ArrayLike, y: ArrayLike) -> Array:
     $y < 1$, and for a negative `x` if `y` is not whole. The second is zero unless `x` is
     positive: at $x = 0$ the power is zero for $y > 0$, one at $y = 0$ and infinite for
     $y < 0$. Both terms are zero where they would be infinite as `x` or `y` is. Both modes and
-    all orders. Those in `x` are quotients of the power, so that a large `y` remains even or
+    all orders. At $x = 0$, a derivative of higher order is NaN where it is infinite. Those in
+    `x` are quotients of the power, so that a large `y` remains even or
     odd. Where the power is out of range, and in mixed derivatives, the exponent is `y - 1` or
     `y - 2`, which is rounded: a relative error of $\epsilon\,|\log x|$ as well.
 

@@ -89,7 +89,7 @@ def log1p_ratio(x: ArrayLike) -> Array:
 
     $\dot y = \frac{1}{x}\bigl(\frac{1}{1 + x} - y\bigr)\,\dot x$, and by its series for
     $-\frac12 < x < 1$, where this difference cancels. Zero at -1, where it is infinite, below,
-    and at infinity. Both modes and all orders.
+    and at infinity. Both modes and all orders; the second derivative is NaN at -1.
 
     **Raises:**
 

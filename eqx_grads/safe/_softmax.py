@@ -191,7 +191,8 @@ def entropy(
     $\dot y = -\sum_i (\log p_i + 1)\,\dot p_i$. At $p_i = 0$, where the derivative from the
     right is infinite, it is taken to be zero: such a probability is that of a masked event, or
     of a logit that is far below the others, and the derivative with respect to the logit is
-    zero. Below zero, it is zero as well. Both modes and all orders.
+    zero. Below zero, it is zero as well. Both modes and all orders. The second derivative at
+    $p_i = 0$ is NaN: leave such an event out, with `where=p > 0`.
 
     **Raises:**
 

@@ -60,7 +60,8 @@ def std(
 
     With $c = x - \operatorname{mean}(x)$ and $m$ for the divisor:
     $\dot y = c^\top \dot x / (\lVert c \rVert \sqrt m)$, the reverse rule being its transpose.
-    Zero where $c$ is, which is the minimum. Both modes and all orders.
+    Zero where $c$ is, which is the minimum. Both modes and all orders; second derivatives are
+    NaN there, except of one number, whose deviation is a constant.
 
     **Raises:**
 

@@ -1,11 +1,12 @@
 """The mask of the largest elements, straight through."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from .._errors import rule_error
-from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.custom_jvp import custom_jvp
 from .._rules.float_args import (
     as_axis,
@@ -99,7 +100,8 @@ def _threshold(x, *, k, axis):
     return _bisect(x, k, axis)
 
 
-@compile_eager_calls
+# Eagerly, JAX would compile the loop in each call.
+@ft.partial(jax.jit, static_argnames=("k", "axis"), inline=True)
 def _bisect(x, k, axis):
     n, is_finite = x.shape[axis], jnp.isfinite(x)
     lowest = jnp.min(x, axis, where=is_finite, initial=0, keepdims=True)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import name_of, place_of, rule_error, show_path, show_tree
+from .._errors.trees import filter_jvp
 from .._rules.custom_jvp import custom_jvp
 from .._rules.elementwise import elementwise
 from .._rules.wrapper import set_metadata
 from .._tangent_spaces import is_differentiable, tangents_match
-from .._trees import filter_jvp
 
 
 Backward = str | Callable[..., Any]

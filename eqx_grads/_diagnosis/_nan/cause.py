@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.elementwise import ELEMENTWISE
-from ...safe._corner import SCOPE
 from ..origins import Origin
+from .corners import is_corner
 from .cures import (
     DEAD_BRANCH,
     DOMAIN,
@@ -458,21 +458,10 @@ def _cause_of_source(derivative: Derivative, source: Spot | Input, forward=False
     if isinstance(source, Input):
         return Cause(source.kind, None, None, source, forward=forward)
     origin = derivative.origin(source.frame.node, source.position)
-    is_log_determinant = origin is not None and origin.primitive in LOG_DETERMINANTS
-    is_singular = is_log_determinant or is_corner(derivative, source)
+    is_singular = origin is not None and origin.primitive in LOG_DETERMINANTS
+    is_singular = is_singular or is_corner(derivative, source)
     kind = SINGULARITY if is_singular else _kind_of_source(source)
     return Cause(kind, origin, source, source, forward=forward)
-
-
-def is_corner(derivative: Derivative, source: Spot | Input | None) -> bool:
-    """Whether an equation makes the NaN that is the second derivative of a function of
-    `eqx_grads.safe` at a kink or a pole."""
-    if not isinstance(source, Spot) or source.eqn.primitive.name != "sqrt":
-        return False
-    # In the loss, or in the derivative of the loss.
-    origin = derivative.origin(source.frame.node, source.position)
-    eqns = [source.eqn] if origin is None else [source.eqn, origin.eqn]
-    return any(SCOPE in str(eqn.source_info.name_stack) for eqn in eqns)
 
 
 # Infinite at a point where the operand is finite.
@@ -505,8 +494,6 @@ def _kind_of_source(source: Spot) -> str:
         return OVERFLOW
     if np.isnan(value):
         return INDETERMINATE if name in ("pow", "atan2", "rem") and is_zero(xs[0]) else DOMAIN
-    if name == "pow":
-        return SINGULARITY if is_zero(xs[0]) else OVERFLOW
-    if name == "integer_pow":
+    if name in ("pow", "integer_pow"):
         return SINGULARITY if is_zero(xs[0]) else OVERFLOW
     return SINGULARITY if name in _POLES else OVERFLOW

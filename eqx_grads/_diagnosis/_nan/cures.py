@@ -323,9 +323,10 @@ NO_SECOND = (
 _AT_A_CORNER = (
     "`{function}` has a kink or a pole there: its first derivative is a convention, and its "
     "second one does not exist. If a mask drops the element, mask the argument as well: "
-    "`eqg.safe.where(ok, f, x, other)`, with `{function}` in `f`. If what is computed from it "
-    "is smooth there, as `norm(x)**2` is, compute it without: `jnp.sum(x**2)`. The docs have "
-    "kernels of a distance, in `recipes/nan-and-zero`."
+    "`eqg.safe.where(ok, f, x, other)`, with `{function}` in `f`. Or use `eqg.zero_safe(f)` "
+    "for the function `f` that you differentiate. If what is computed from it is smooth there, "
+    "as `norm(x)**2` is, compute it without: `jnp.sum(x**2)`. The docs have kernels of a "
+    "distance, in `recipes/nan-and-zero`."
 )
 
 # Of what is not finite in a derivative that the loss takes itself, such as a force.

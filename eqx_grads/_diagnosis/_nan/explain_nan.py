@@ -21,7 +21,7 @@ from ..nan_checks import without_nan_checks
 from ..origins import no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
 from ..report import show_list
-from ..traced_loss import trace_loss
+from ..traced_loss import check_no_references, trace_loss
 from .cause import Cause, causes_of_hits, causes_of_value, key_of_cause
 from .cures import (
     DEAD_BRANCH,
@@ -239,6 +239,7 @@ def _is_finite_with(policy: str, loss, model, args, kwargs) -> bool:
 def _explain(loss, model, args, kwargs, threshold) -> NaNReport:
     doing("tracing the loss and its derivative")
     traced = trace_loss("explain_nan", loss, model, args, kwargs)
+    check_no_references("explain_nan", loss, traced.program)
     derivative = _differentiate(NumberedLoss(traced), loss)
     seed = jnp.ones_like(traced.program.out_avals[0])
     leaves = traced.values[: len(traced.leaves)]

@@ -7,9 +7,10 @@ import numpy as np
 
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.structure import CallWithRule, structure
-from ..source_lines import safe_function, UNKNOWN
+from ..source_lines import UNKNOWN
 from .boundary import is_on_boundary, on_boundary
-from .cause import Cause, is_corner
+from .cause import Cause
+from .corners import function_at_corner, is_corner
 from .cures import (
     cure_at_corner,
     cure_of,
@@ -48,7 +49,7 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
     primitive = origin.primitive if origin else ""
     is_at_corner = is_corner(derivative, cause.source)
     if is_at_corner:
-        primitive = _safe_function(derivative, cause) or primitive
+        primitive = function_at_corner(derivative, origin)
     is_inside = origin is not None and where != origin.source
     if is_inside and isinstance(source, Spot):
         primitive = first_of_rule(source).primitive.name
@@ -86,14 +87,6 @@ def record_of(derivative: Derivative, root: Frame, cause: Cause) -> NonFinite:
         are_more_steps=cause.more_steps,
         are_more_bad=cause.more_made,
     )
-
-
-def _safe_function(derivative: Derivative, cause: Cause) -> str:
-    origins = derivative.numbered.origins
-    around = [origins[i].eqn for i in reversed(cause.origin.enclosing)] if cause.origin else []
-    origin = [cause.origin.eqn] if cause.origin else []
-    source = [cause.source.eqn] if isinstance(cause.source, Spot) else []
-    return safe_function([*source, *origin, *around])
 
 
 def _shown(cause: Cause) -> Spot | Input | None:

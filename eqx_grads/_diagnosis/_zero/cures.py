@@ -108,10 +108,9 @@ _ZERO_RULE = (
 )
 # Of a function of `eqx_grads.safe`, and of what its derivative is made of.
 _ZERO_OF_SAFE = (
-    "`{name}` has the derivative zero where it has none, such as at zero, and so are its "
-    "higher derivatives. A loss that takes one of these gets zero also where what it computes "
-    "from `{name}` is smooth, as `norm(x)**2` is: compute that without (`jnp.sum(x**2)`), or "
-    "write a rule for it."
+    "`{name}` has the derivative zero where it has none, such as at zero. Keep its argument "
+    "away from that point. If what the loss computes from `{name}` is smooth there, as "
+    "`norm(x)**2` is, compute it without (`jnp.sum(x**2)`)."
 )
 _ROUNDED = {"round": "round", "floor": "floor", "ceil": "ceil"}
 

@@ -17,7 +17,7 @@ from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origi
 from ..progress import doing, showing_progress
 from ..report import show_list
 from ..source_lines import UNKNOWN
-from ..traced_loss import trace_loss, TracedLoss
+from ..traced_loss import check_no_references, trace_loss, TracedLoss
 from .cures import cure_of
 from .derivative import AbstractDerivative, derivative_of
 from .kinds import (
@@ -121,7 +121,9 @@ def explain_zero(
     # What `zero_safe` puts in the program is not the user's, and has no line.
     below = loss.__wrapped__ if isinstance(loss, ZeroSafe) else loss
     doing("tracing the loss")
-    numbered = NumberedLoss(trace_loss("explain_zero", below, model, args, kwargs))
+    traced = trace_loss("explain_zero", below, model, args, kwargs)
+    check_no_references("explain_zero", below, traced.program)
+    numbered = NumberedLoss(traced)
     if below is loss:
         return _Explanation(numbered, below).report()
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from ..._control_flow import call_compiled
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
-from ..._jaxprs.eager_calls import call_compiled
+from ..._errors.trees import mirror, mirror_of
 from ..._rules.explicit_sharding import explicit_spec, sharding_like
 from ..._tangent_spaces import is_differentiable, promote
-from ..._trees import mirror, mirror_of
 
 
 def scan_cell(

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow.chunked_scan import near_divisor
-from ..._jaxprs.symbolic_sizes import Size, size_or
+from ..._control_flow.chunked_scan import near_divisor, Size, size_or
 from ..._rules.explicit_sharding import (
     distribute_like,
     explicit_spec,

@@ -96,7 +96,8 @@ class AbstractRecurrent(AbstractCellLayer):
         `ys, state`: the outputs of all steps, in the layout of `xs`, and the last state. The
         state of a single cell is what the cell has, with a batch axis for a batch. The state of
         several cells has one more axis in front: for each layer the cell that runs forward,
-        then the cell that runs backward.
+        then the cell that runs backward. In `equinox.nn.Sequential`, where the next layer takes
+        an array, use [`eqx_grads.nn.Outputs`][] of this layer, which returns `ys` only.
         """
         name = type(self).__name__
         if not isinstance(xs, jax.Array | np.ndarray):

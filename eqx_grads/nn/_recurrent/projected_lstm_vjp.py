@@ -9,9 +9,8 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow import lax_scan
+from ..._control_flow import compile_eager_calls, lax_scan
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
-from ..._jaxprs.eager_calls import compile_eager_calls
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
     add_gradients,

@@ -12,10 +12,10 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..._errors import rule_error, show_path, type_of
+from ..._errors.trees import mirror
 from ..._rules.explicit_sharding import distribute_like, explicit_spec
 from ..._rules.float_args import is_key_array
 from ..._tangent_spaces import holds_numbers
-from ..._trees import mirror
 
 
 class Stack(eqx.Module):

@@ -14,10 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..._control_flow import lax_scan
-from ..._control_flow.chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
-from ..._jaxprs.eager_calls import compile_eager_calls
-from ..._jaxprs.symbolic_sizes import Size, size_or
+from ..._control_flow import compile_eager_calls, lax_scan
+from ..._control_flow.chunked_scan import (
+    chunk_init,
+    near_divisor,
+    scan_in_chunks,
+    shift_in,
+    Size,
+    size_or,
+)
 from ..._rules.custom_vjp import custom_vjp
 from ...surrogates import spike
 from .._recurrent.chunked_matmuls import (

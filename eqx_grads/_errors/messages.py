@@ -3,6 +3,7 @@
 import functools as ft
 import importlib
 import inspect
+import pathlib
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._trees import mirror
+from .trees import mirror
 
 
 class RuleError(TypeError, ValueError, RuntimeError):
@@ -106,7 +107,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_LIBRARY = __file__.removesuffix("_errors.py")
+_LIBRARY = str(pathlib.Path(__file__).parents[1])
 
 
 def place_of(fn: Any) -> str:
