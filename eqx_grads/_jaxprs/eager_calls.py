@@ -6,7 +6,7 @@ the arrays as operands, and JAX finds the compiled program by their types.
 
 JAX knows the user's functions by their identity, as in `jax.lax.scan`, and so does this file.
 It does not keep them alive. A function that finds another object under a name than before, or
-another number in a NumPy array, is compiled again. (`jax.lax.scan` computes with the old object.)
+another number in a NumPy array, is compiled again. (`jax.lax.scan` computes with the old one.)
 """
 
 import contextlib
@@ -55,8 +55,8 @@ def call_compiled(
     - So does a call with objects that may differ in the next call, though they look the same.
     - `run` is given weak proxies, and so can't search the functions for captured tracers.
     - Without `has_loop`, the first call runs operation by operation. Of a function that is new
-      in each call, nothing is compiled. Nor is anything of a function that reads an object that may change:
-      JAX would see the change.
+      in each call, nothing is compiled. Nor is it if the function reads an object that may
+      change, such as a list.
     """
     as_it_is = lambda: run(*functions, *args, **kwargs)
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -208,23 +208,32 @@ def _calls_of(
 
 
 def _reads(f: Any) -> list[Any]:
-    """The objects that a Python function reads by name: in its closure, global ones, and default
-    arguments. And those that the functions among them read, which are of the same module."""
+    """The objects that a Python function reads by name. And those that the functions among
+    them read, which are of the same module."""
     reads: list[Any] = []
-    seen, functions = {id(f)}, [f]
+    functions, seen, module = [f], {id(f)}, None
     while functions:
         g = functions.pop()
-        if not isinstance(g, types.FunctionType) or g.__globals__ is not f.__globals__:
+        if isinstance(g, ft.partial):
+            found = [g.func, *g.args, *g.keywords.values()]
+        elif isinstance(g, types.FunctionType) and module in (None, g.__module__):
+            found, module = _read_by(g), g.__module__
+        else:
             continue
-        new = [g.__globals__[name] for name in _names(g.__code__) if name in g.__globals__]
-        new += [*(g.__defaults__ or ()), *(g.__kwdefaults__ or {}).values()]
-        for cell in g.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                new.append(cell.cell_contents)
-        reads += new
-        functions += [x for x in new if id(x) not in seen]
-        seen.update(map(id, new))
+        reads += found
+        functions += [x for x in found if id(x) not in seen]
+        seen.update(map(id, found))
     return reads
+
+
+def _read_by(f: types.FunctionType) -> list[Any]:
+    """Global objects, default arguments, and those in the closure."""
+    found = [f.__globals__[name] for name in _names(f.__code__) if name in f.__globals__]
+    found += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    for cell in f.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            found.append(cell.cell_contents)
+    return found
 
 
 @ft.lru_cache(maxsize=1024)
