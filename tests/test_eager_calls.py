@@ -5,6 +5,7 @@ And again where a function has changed. JAX's own counter of compilations is the
 """
 
 import functools as ft
+from collections.abc import Callable
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -145,3 +146,24 @@ def test_a_residual_that_reads_what_changes(kind):
         array[...] = number
         expected = jax.grad(lambda a: jnp.sqrt(number * a))(1.5)  # noqa: B023
         assert jnp.allclose(jax.grad(solve)(1.5), expected)
+
+
+class Scaled(eqx.Module):
+    """Whose method, and whose function, read a global variable."""
+
+    fn: Callable[[jax.Array], jax.Array]
+
+    def __call__(self, h, x):
+        return self.fn(h) + x, None
+
+    def step(self, h, x):
+        return SCALE * h + x, None
+
+
+def test_a_global_variable_of_a_module(monkeypatch):
+    module = Scaled(_scaled)
+    for scale in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        expected = jax.lax.scan(lambda h, x: (h * scale + x, None), 1.0, XS)[0]  # noqa: B023
+        for step in (module, module.step):
+            assert eqg.filter_scan(step, 1.0, XS)[0] == expected

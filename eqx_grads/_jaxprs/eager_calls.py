@@ -66,7 +66,12 @@ def call_compiled(
     operands = [None if is_key else f for f, is_key in pairs]
     leaves, treedef = jax.tree.flatten((operands, args, kwargs))
     try:
-        calls = _calls_of(run, [f for f, is_key in pairs if is_key], has_loop)
+        keys = [f for f, is_key in pairs if is_key]
+        if not has_loop and any(_may_change(x) for f in keys for x in _reads(f)):
+            return as_it_is()
+        methods = [getattr(f, "__func__", type(f).__call__) for f in operands if f is not None]
+        inner = [f for f in (*methods, *leaves) if isinstance(f, types.FunctionType)]
+        calls = _calls_of(run, [*keys, *inner])
         key = _Tree.without_arrays(leaves, treedef)
         hash(key)
     except TypeError:  # something has no key, no hash or no weak reference
@@ -191,16 +196,12 @@ def _may_change(x: Any) -> bool:
 _ALL = _Calls()
 
 
-def _calls_of(
-    run: Callable[..., Any], functions: Sequence[Any], has_loop: bool
-) -> dict[Hashable, Any]:
+def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashable, Any]:
     calls = _ALL.of.setdefault(run, _Calls())
     for f in functions:
         if not isinstance(f, _FUNCTIONS):
             raise _HasNoKey  # an object of a class may change
         reads, known = _reads(f), calls.of.get(f)
-        if not has_loop and any(map(_may_change, reads)):
-            raise _HasNoKey
         if known is None or not known.are_of(reads):
             known = calls.of[f] = _Calls(reads)
         calls = known
