@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as Spec
 
-from .helpers import assert_close, fails_with_remat3, REMAT3_HAS_NO_TRANSPOSE
+from .helpers import (
+    assert_close,
+    fails_with_remat3,
+    REMAT3_HAS_NO_TRANSPOSE,
+)
 
 
 def loop(t):
@@ -339,3 +343,49 @@ def test_errors():
     keyword.def_jvp(lambda p, t, *, y: (keyword(*p, y=y), t[0] * y))
     with pytest.raises(eqg.RuleError, match=r"a keyword-only argument.\n  at `y`"):
         jax.linear_transpose(lambda y: keyword(2.0, y=y), 1.0)(1.0)
+
+
+def _affine(w, x, b):
+    return jnp.tanh(w) @ x + b
+
+
+@pytest.mark.parametrize("custom_jvp", [jax.custom_jvp, eqg.custom_jvp])
+def test_an_affine_function_of_a_tangent_and_of_zero(custom_jvp):
+    """An addend that is an operand may be zero. The witness: the function without rules."""
+    affine = eqg.custom_vjp(_affine)
+    affine.def_fwd(lambda w, x, b: (affine(w, x, b), (w, x)))
+    affine.def_bwd(lambda r, ct: (None, jnp.tanh(r[0]).T @ ct, ct))
+    w, x = jnp.array([[0.5, -1.0], [0.3, 0.2]]), jnp.array([0.4, 0.7])
+
+    def gradients(layer, custom_jvp):
+        f = custom_jvp(lambda x: layer(w, x, jnp.ones(2)))
+        define = getattr(f, "def_jvp", None) or f.defjvp
+        define(lambda p, t: (f(*p), layer(w, t[0], jnp.zeros(2))))
+        loss = lambda x: jnp.sum(jnp.sin(f(x)))
+        steps = lambda x: jax.lax.scan(lambda h, _: (f(h), None), x, None, 2)[0]
+        return [
+            jax.grad(loss)(x),
+            jax.jit(jax.grad(loss))(x),
+            jax.vmap(jax.grad(loss))(jnp.stack([x, 2 * x])),
+            jax.grad(lambda x: jnp.sum(steps(x)))(x),
+            jax.hessian(loss)(x),
+            *jax.linear_transpose(lambda x: layer(w, x, jnp.zeros(2)), x)(x),
+        ]
+
+    for got, expected in zip(
+        gradients(affine, custom_jvp), gradients(_affine, jax.custom_jvp), strict=True
+    ):
+        assert_close(got, expected)
+
+
+def test_what_is_surely_not_linear_is_an_error():
+    @eqg.custom_jvp
+    def adds_one(x, y):
+        return x + y + 1.0
+
+    adds_one.def_jvp(lambda p, t: (adds_one(*p), t[0] + t[1]))
+    multiply = eqg.custom_jvp(lambda x, y: x * (x + y))
+    multiply.def_jvp(lambda p, t: (multiply(*p), t[0]))
+    for f, match in ((adds_one, "it adds something"), (multiply, "a tangent by a tangent")):
+        with pytest.raises(eqg.RuleError, match=match):
+            jax.linear_transpose(lambda x: f(x, jnp.zeros(2)), jnp.ones(2))(jnp.ones(2))  # noqa: B023

@@ -5,13 +5,14 @@ that closes over arrays is a new object in each call. So an eager call runs in `
 the arrays as operands, and JAX finds the compiled program by their types.
 
 JAX knows the user's functions by their identity, as in `jax.lax.scan`, and so does this file.
-It does not keep them alive. A function that finds another object under a name than before is
-compiled again, and a call is not compiled if the function reads an object that may be changed
-in place. (`jax.lax.scan` computes with the old one.)
+It does not keep them alive. A function that finds another object under a name than before, or
+another number in a NumPy array, is compiled again. A call is not compiled if a function reads
+an object that may be changed in place. (`jax.lax.scan` computes with the old value.)
 """
 
 import contextlib
 import dataclasses
+import dis
 import functools as ft
 import sys
 import types
@@ -65,7 +66,10 @@ def call_compiled(
     operands = [None if is_key else f for f, is_key in pairs]
     leaves, treedef = jax.tree.flatten((operands, args, kwargs))
     try:
-        calls = _calls_of(run, [f for f, is_key in pairs if is_key])
+        keys = [f for f, is_key in pairs if is_key]
+        methods = [getattr(f, "__func__", type(f).__call__) for f in operands if f is not None]
+        inner = [f for f in (*methods, *leaves) if isinstance(f, types.FunctionType)]
+        calls = _calls_of(run, [*keys, *inner])
         key = _Tree.without_arrays(leaves, treedef)
         hash(key)
     except TypeError:  # something has no key, no hash or no weak reference
@@ -101,6 +105,8 @@ _FUNCTIONS = (
     eqx.Module,
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
+# What may not change without notice: the bits of NumPy arrays are compared.
+_FIXED = (*_FUNCTIONS, *_PLAIN, jax.Array, np.ndarray, type, types.ModuleType)
 _ARRAY = object()  # in the place of an array
 
 
@@ -153,20 +159,36 @@ class _Calls:
     def __init__(self, reads: Sequence[Any] = ()):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
         self.of: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
-        self._reads = list(map(_reference, reads))
+        self._reads = list(map(_is_same, reads))
 
     def are_of(self, reads: Sequence[Any]) -> bool:
         """Whether the last function read the same objects when it was compiled."""
         same = len(self._reads) == len(reads)
-        return same and all(old() is new for old, new in zip(self._reads, reads, strict=True))
+        return same and all(is_it(x) for is_it, x in zip(self._reads, reads, strict=True))
 
 
-def _reference(x: Any) -> Callable[[], Any]:
+def _is_same(x: Any) -> Callable[[Any], bool]:
+    """Whether a later object is `x`. A NumPy array may have changed since."""
+    if type(x) is np.ndarray:
+        bits = _bits(x)
+        return lambda y: type(y) is np.ndarray and _bits(y) == bits
     # Not a reference to the function itself, which it would keep alive.
     try:
-        return weakref.ref(x)
+        reference = weakref.ref(x)
     except TypeError:
-        return lambda: x
+        return lambda y: y is x
+    return lambda y: y is reference()
+
+
+def _bits(x: np.ndarray) -> Hashable:
+    return x.shape, x.dtype, hash(x.tobytes())
+
+
+def _may_change(x: Any) -> bool:
+    """Whether `x` may become another value and stay the same object."""
+    if isinstance(x, tuple):
+        return any(map(_may_change, x))
+    return not (isinstance(x, _FIXED) or lives_in_a_module(x))
 
 
 _ALL = _Calls()
@@ -187,29 +209,40 @@ def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashabl
 
 
 def _reads(f: Any) -> list[Any]:
-    """The objects that a Python function reads by name: in its closure, and global ones."""
-    if not isinstance(f, types.FunctionType):
-        return []
-    reads = [f.__globals__[name] for name in _names(f.__code__) if name in f.__globals__]
-    for cell in f.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            reads.append(cell.cell_contents)
+    """The objects that a Python function reads by name. And those that the functions among
+    them read, which are of the same module."""
+    reads: list[Any] = []
+    functions, seen, module = [f], {id(f)}, None
+    while functions:
+        g = functions.pop()
+        if isinstance(g, ft.partial):
+            found = [g.func, *g.args, *g.keywords.values()]
+        elif isinstance(g, types.FunctionType) and module in (None, g.__module__):
+            found, module = _read_by(g), g.__module__
+        else:
+            continue
+        reads += found
+        functions += [x for x in found if id(x) not in seen]
+        seen.update(map(id, found))
     return reads
 
 
-def _may_change(x: Any) -> bool:
-    """Whether an object can be changed in place, as one that was read before was not."""
-    if isinstance(x, tuple):
-        return any(map(_may_change, x))
-    if isinstance(x, (jax.Array, types.ModuleType, type, *_FUNCTIONS, *_PLAIN)):
-        return False
-    return isinstance(x, list | dict | set | np.ndarray) or hasattr(x, "__dict__")
+def _read_by(f: types.FunctionType) -> list[Any]:
+    """Global objects, default arguments, and those in the closure."""
+    found = [f.__globals__[name] for name in _names(f.__code__) if name in f.__globals__]
+    found += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    for cell in f.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            found.append(cell.cell_contents)
+    return found
 
 
 @ft.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that code reads. `co_names` has those of attributes too."""
+    loads = [i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return (*code.co_names, *(name for c in inner for name in _names(c)))
+    return (*(i.argval for i in loads), *(name for c in inner for name in _names(c)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ class _Status:
 
 ZERO = _Status(0)  # does not depend on them, and is known to be zero
 CONSTANT = _Status(1)  # does not depend on them
+MAYBE_ZERO = _Status(1, "of an operand")  # as `CONSTANT`, and may be zero where it is added
 LINEAR = _Status(2)
 DEPENDENT = _Status(3)  # depends on them, and perhaps adds something that does not
 # May depend on them in a way that this file does not know. The reason, if there is one, is why
@@ -46,9 +47,11 @@ def output_statuses(program: ClosedJaxpr) -> list[_Status]:
     return _statuses(program, [LINEAR] * len(program.in_avals))
 
 
-def linear_in(program: ClosedJaxpr, flags: Sequence[bool]) -> list[_Status]:
+def linear_in(
+    program: ClosedJaxpr, flags: Sequence[bool], others: _Status = CONSTANT
+) -> list[_Status]:
     """How each output depends on the flagged inputs."""
-    return _statuses(program, [LINEAR if f else CONSTANT for f in flags])
+    return _statuses(program, [LINEAR if f else others for f in flags])
 
 
 def why_nonlinear(statuses: Sequence[_Status]) -> str | None:
@@ -177,8 +180,9 @@ def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
 def _one(eqn, name, ins) -> _Status:
     if name in MULTILINEAR and ZERO in ins:
         return ZERO
-    if all(status in (ZERO, CONSTANT) for status in ins):
-        return ZERO if _keeps_zero(eqn, name, ins) else CONSTANT
+    if all(status.rank <= CONSTANT.rank for status in ins):
+        other = MAYBE_ZERO if MAYBE_ZERO in ins else CONSTANT
+        return ZERO if _keeps_zero(eqn, name, ins) else other
     worst = max(ins, key=lambda status: status.rank)
     if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
         name = name_on_host(eqn)
@@ -226,7 +230,7 @@ def _keeps_zero(eqn, name, ins) -> bool:
 
 
 def _joint(name, ins) -> _Status:
-    if all(status in (ZERO, LINEAR) for status in ins):
+    if all(status in (ZERO, LINEAR, MAYBE_ZERO) for status in ins):
         return LINEAR
     if name in ("add", "sub", "add_any"):
         return _nonlinear("it adds something that no tangent multiplies")
@@ -236,7 +240,7 @@ def _joint(name, ins) -> _Status:
 def _join(a: _Status, b: _Status) -> _Status:
     """What is known of a value that is either the one or the other."""
     low, high = (a, b) if b.rank > a.rank else (b, a)  # of equals `a`, for loops to end
-    return UNKNOWN if (low, high) == (CONSTANT, LINEAR) else high
+    return UNKNOWN if low.rank == CONSTANT.rank and high == LINEAR else high
 
 
 def _cond(cond: Cond, ins: list[_Status]) -> list[_Status]:

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from .._errors import rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
-from .._jaxprs.linearity import CONSTANT, linear_in, why_nonlinear
+from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
 from .asked_rules import asking, is_asked, TRANSPOSE
@@ -217,15 +217,20 @@ def _transpose(cts, *operands, call, call_jaxpr, n_consts):
 
 
 def _check_linear(call, call_jaxpr, operands, used):
-    """Raise if the function is seen not to be linear: its rules would still give something."""
+    """Raise if the function is seen not to be linear: its rules would still give something.
+
+    An operand that is added may be zero: a forward rule of `w @ x + b` may call the function
+    with the tangent of `x` and a zero `b`. JAX transposes each addition of an operand too.
+    """
     flags = [ad.is_undefined_primal(x) for x in operands]
     if call_jaxpr is None:
         types = [
             x.aval if flag else jax.typeof(x) for x, flag in zip(operands, flags, strict=True)
         ]
         call_jaxpr = _trace(call, types)
-    statuses = linear_in(call_jaxpr, flags)
-    reason = why_nonlinear([s for s in (statuses[i] for i in used) if s != CONSTANT])
+    statuses = linear_in(call_jaxpr, flags, others=MAYBE_ZERO)
+    dependent = [statuses[i] for i in used if statuses[i].rank > CONSTANT.rank]
+    reason = why_nonlinear(dependent)
     if reason is not None:
         raise rule_error(
             f"`{call.name}` was transposed, and is not linear: {reason}.",
