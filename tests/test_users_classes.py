@@ -126,11 +126,10 @@ def grad(loss, p):
     return jax.tree.leaves(jax.grad(loss)(p, X))
 
 
-def everything(fn):
+def everything(f):
     """A loss in many modes."""
 
     def run(p):
-        f = fn if callable(fn) else None
         ones = jax.tree.map(jnp.ones_like, (p, X))
         of_p = lambda p: f(p, X)
         return jax.tree.leaves(

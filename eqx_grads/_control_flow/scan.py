@@ -143,9 +143,10 @@ def filter_scan(
     Only the first eager call is compiled, and so is only its first derivative, if later calls
     have the same `f` and arguments of the same types. A function is the same if it is the same
     Python object, and finds the same objects in its closure and under the names of global
-    variables. A Module is the same if its static parts are equal. If `f` itself reads an object
-    that can be changed in place, such as a list or a NumPy array, each call is traced. What
-    other functions read is not looked at, as in `jax.lax.scan`: pass such values in `init` or
+    variables. So do the functions of the same module that it calls. A NumPy array is the same
+    if its numbers are. A Module is the same if its static parts are equal. If `f` reads an
+    object that can be changed in place, such as a list, each call is traced. What functions of
+    other modules read is not looked at, as in `jax.lax.scan`: pass such values in `init` or
     `xs`.
 
     **Returns:**
