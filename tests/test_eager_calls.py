@@ -69,7 +69,6 @@ class Config:
 
 
 rate = jnp.array(0.0)
-CONFIG = Config()
 XS = jnp.arange(1.0, 4.0)
 
 
@@ -82,7 +81,7 @@ def _step_with_a_helper(h, x):
 
 
 def _step_with_an_attribute(h, x):
-    return h * CONFIG.rate + x, None
+    return h * Config.rate + x, None
 
 
 SCALE = 2.0

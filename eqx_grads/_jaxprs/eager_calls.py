@@ -67,6 +67,8 @@ def call_compiled(
     leaves, treedef = jax.tree.flatten((operands, args, kwargs))
     try:
         keys = [f for f, is_key in pairs if is_key]
+        if any(_may_change(x) for f in keys for x in _reads(f)):
+            return as_it_is()
         methods = [getattr(f, "__func__", type(f).__call__) for f in operands if f is not None]
         inner = [f for f in (*methods, *leaves) if isinstance(f, types.FunctionType)]
         calls = _calls_of(run, [*keys, *inner])
@@ -200,8 +202,6 @@ def _calls_of(run: Callable[..., Any], functions: Sequence[Any]) -> dict[Hashabl
         if not isinstance(f, _FUNCTIONS):
             raise _HasNoKey  # an object of a class may change
         reads, known = _reads(f), calls.of.get(f)
-        if any(map(_may_change, reads)):
-            raise _HasNoKey
         if known is None or not known.are_of(reads):
             known = calls.of[f] = _Calls(reads)
         calls = known
