@@ -385,7 +385,7 @@ def check_orders(rule, program, method, orders):
     eqgt.assert_trees_close(found, expected)
 
 
-QUICK = ("product", "rule of rules", "jump", "straight-through")
+QUICK = ("product", "jump")
 slowly = lambda names, quick: [
     n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names
 ]
@@ -401,7 +401,7 @@ def test_all_modes_of_the_second_derivative(rule, method):
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", [of_two_nested, of_two_batched])
 @pytest.mark.parametrize("method", slowly(REVERSE_IN_TIME, ("checkpoint='replay'",)))
-@pytest.mark.parametrize("rule", slowly(OF_TWO, ("product", "jump")))
+@pytest.mark.parametrize("rule", slowly(OF_TWO, QUICK))
 def test_nested_and_batched(rule, method, program):
     check_orders(rule, program, method, SECOND)
 
