@@ -33,6 +33,8 @@ BIN := $(VENV)/bin
 PYTEST = -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 QUICK := -m "not (slow or conformance or cost or thorough)"
 WITH_THOROUGH := -m "not (slow or conformance or cost)"
+# On other versions and in double precision: the quick tests, or with `TESTS=tests` both.
+MARKS = $(if $(filter tests,$(TESTS)),$(WITH_THOROUGH),$(QUICK))
 # What was compiled in the last week is not compiled again, nor by the other process.
 CACHE = JAX_COMPILATION_CACHE_DIR="$(abspath $(VENV))/compiled" \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
@@ -121,7 +123,7 @@ test-slow: $(VENV)/.tests _prune  ## the slow tests, or a part: PART=2/3
 
 test-x64: TESTS = $(DIFFERS_IN_X64)
 test-x64: $(VENV)/.tests _prune  ## what can differ in double precision
-	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_THOROUGH)
+	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(MARKS)
 
 mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
 	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py reached --work $(VENV)/mutants
@@ -170,7 +172,7 @@ _test-versions: $(VENV)/.tests _prune
 	    $(BIN)/python -c "import jax; assert jax.config.$$switch" || exit 1; \
 	    echo "JAX's switch $$switch is on."; \
 	done; \
-	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(WITH_THOROUGH)
+	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(MARKS)
 
 # ---------------------------------------------------------------- on a GPU
 
