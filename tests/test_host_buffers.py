@@ -225,7 +225,7 @@ def test_a_linear_map(is_complex):
 @pytest.mark.parametrize("rule", ["central", "def_bwd", "def_jvp"])
 def test_an_array_of_c(rule):
     """NumPy shares the memory of what it makes an array of."""
-    memory = (ctypes.c_float * 3)()
+    memory = (ctypes.c_double * 3)()
 
     def filled(x):
         memory[:] = [float(value) for value in x]
