@@ -923,7 +923,7 @@ def test_a_promise_of_what_has_a_shape_and_a_dtype():
     x = jnp.arange(3.0)
 
     class Like:
-        shape, dtype = [3], jnp.float32
+        shape, dtype = [3], x.dtype
 
     types = (jax.typeof(x), jax.eval_shape(jnp.sin, x), np.zeros(3, np.float64), Like())
     for t in types:
