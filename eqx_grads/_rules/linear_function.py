@@ -316,6 +316,8 @@ def linear_function(
     """
     if matvec is None:
         return lambda matvec: linear_function(matvec, rmatvec, argnum=argnum)
+    if not isinstance(matvec, staticmethod | classmethod):
+        check_function(matvec, "matvec", "linear_function")
     fn, binding = unwrap_method(matvec)
     function = LinearFunction(
         fn=fn, _rules=_Adjoint(fn, _check_argnum(argnum, fn)), _binding=binding
