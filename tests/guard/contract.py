@@ -1,0 +1,350 @@
+"""The properties of an op: each is a function of an entry that yields what was found wrong.
+
+An op and its reference run through the same program, and what comes out is compared by name.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..helpers import checking_leaks
+from .registry import Entry
+
+
+# ---------------------------------------------------------------- a function of its arrays
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    """The floating arrays in another precision; complex ones in the one that corresponds."""
+
+    def leaf(x):
+        if not isinstance(x, np.ndarray | np.generic):
+            return x
+        if np.issubdtype(x.dtype, np.complexfloating):
+            return jnp.asarray(x, {"float64": "complex128", "float32": "complex64"}[dtype])
+        return jnp.asarray(x, dtype) if np.issubdtype(x.dtype, np.floating) else jnp.asarray(x)
+
+    return jax.tree.map(leaf, tree)
+
+
+class Flat:
+    """A function of the inexact arrays in `args` alone, which returns those in its output."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any):
+        self.dynamic, self.static = eqx.partition(args, eqx.is_inexact_array)
+        self.leaves, self.treedef = jax.tree.flatten(self.dynamic)
+        self.fn = fn
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        dynamic = jax.tree.unflatten(self.treedef, leaves)
+        out = self.fn(*eqx.combine(dynamic, self.static))
+        return [x for x in jax.tree.leaves(out) if eqx.is_inexact_array(x)]
+
+    def all_outputs(self, *leaves: Any) -> list[Any]:
+        """With those that have no derivative."""
+        dynamic = jax.tree.unflatten(self.treedef, leaves)
+        out = self.fn(*eqx.combine(dynamic, self.static))
+        return [x for x in jax.tree.leaves(out) if eqx.is_array_like(x)]
+
+
+def reference(entry: Entry) -> Callable[..., Any]:
+    """A function without the library that has the value and all derivatives of the op."""
+    if entry.smooth is None:
+        return entry.plain
+
+    def fn(*args):
+        def leaf(value, smooth):
+            if not eqx.is_inexact_array(value):
+                return value
+            return jax.lax.stop_gradient(value - smooth) + smooth
+
+        return jax.tree.map(leaf, entry.plain(*args), entry.smooth(*args))
+
+    return fn
+
+
+def numbers(seed: int, types: Any) -> list[jax.Array]:
+    """Arrays of these shapes and dtypes, of numbers around one that are all different."""
+    rng = np.random.default_rng(seed)
+
+    def array(x):
+        values = rng.normal(size=x.shape)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            values = values + 1j * rng.normal(size=x.shape)
+        return jnp.asarray(values, x.dtype)
+
+    return [array(x) for x in types]
+
+
+# ---------------------------------------------------------------- the program
+
+
+def derivatives(fn: Flat, orders: Any) -> Callable[..., dict[str, Any]]:
+    """Value and derivatives of `fn`, and the second derivatives of `fn` between two others."""
+
+    def curved(*leaves):
+        """Nonlinear before and after, and other outputs than `fn` has."""
+        outs = fn(*(x + 0.05 * jnp.sin(x) for x in leaves))
+        return [x + 0.3 * x * x for x in outs]
+
+    def run(xs, ts, us, cts):
+        found = {}
+        if "value" in orders:
+            found["value"] = fn.all_outputs(*xs)
+        if "jvp" in orders:
+            found["jvp"] = jax.jvp(fn, xs, ts)[1]
+        if "vjp" in orders:
+            found["vjp"] = jax.vjp(fn, *xs)[1](cts)
+        forward = lambda *xs: jax.jvp(curved, xs, ts)[1]
+        reverse = lambda *xs: jax.vjp(curved, *xs)[1](cts)
+        if "FF" in orders:
+            found["FF"] = jax.jvp(forward, xs, us)[1]
+        if "FR" in orders:
+            found["FR"] = jax.jvp(reverse, xs, us)[1]
+        if "RF" in orders:
+            found["RF"] = jax.vjp(forward, *xs)[1](cts)
+        if "RR" in orders:
+            found["RR"] = jax.vjp(reverse, *xs)[1](us)
+        return found
+
+    return run
+
+
+def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
+    """Gradients of sums over a batch, with `scan`, `checkpoint` and captured arrays."""
+
+    def weighted(outs):
+        return sum(
+            jnp.sum(jnp.real(x * w)) for x, w in zip(outs, numbers(7, outs), strict=True)
+        )
+
+    def of_batch(batch, xs):
+        """Only the first argument is batched; the others are captured."""
+        first = lambda x: fn(x, *xs[1:])
+        return weighted(jax.vmap(first)(batch))
+
+    def of_scan(batch, xs):
+        def step(carry, x):
+            # Random keys and integers in the closure are those of each step.
+            return carry + weighted(jax.checkpoint(fn)(x, *xs[1:])), None
+
+        total, _ = jax.lax.scan(step, jnp.zeros((), jnp.finfo(batch.dtype).dtype), batch)
+        return total
+
+    def run(xs):
+        batch = jnp.stack([xs[0], 0.97 * xs[0]])
+        found = {"scan": jax.grad(of_scan, (0, 1))(batch, xs)}
+        if entry.batches:
+            found["vmap"] = jax.grad(of_batch, (0, 1))(batch, xs)
+            # A gradient for each example, and a captured array that is batched.
+            per_example = lambda x: jax.grad(lambda xs: weighted(fn(x, *xs[1:])))(xs)
+            found["captured"] = jax.vmap(per_example)(batch)
+        return found
+
+    return run
+
+
+def orders_of(entry: Entry, dtype: str) -> Iterator[str]:
+    """Value, both modes, second order, `jit`, `vmap`, `scan`, `checkpoint`."""
+    tolerance = entry.tolerance if dtype == "float64" else entry.tolerance32
+    args = cast(entry.args, dtype)
+    op, plain = Flat(entry.fn, args), Flat(reference(entry), args)
+    outs = jax.eval_shape(plain, *plain.leaves)
+    ts, us, cts = (
+        tuple(numbers(1, op.leaves)),
+        tuple(numbers(2, op.leaves)),
+        numbers(3, outs),
+    )
+    xs = tuple(op.leaves)
+
+    def program(fn, orders):
+        def run(xs, ts, us, cts):
+            found = derivatives(fn, orders)(xs, ts, us, cts)
+            if "vjp" in orders and entry.transforms:
+                found |= transformed(fn, entry)(xs)
+            return found
+
+        return jax.jit(run)(xs, ts, us, cts)
+
+    got = program(op, entry.orders)
+    if entry.forward is None:
+        want = program(plain, entry.orders)
+    else:
+        forward = {"value", "jvp", "FF"} & set(entry.orders)
+        want = program(plain, [order for order in entry.orders if order not in forward])
+        want |= program(Flat(entry.forward, args), forward)
+    yield from differences(got, want, tolerance)
+
+
+def eager(entry: Entry) -> Iterator[str]:
+    """As users run it first: eagerly, in float32."""
+    args = cast(entry.args, "float32")
+    op, plain = Flat(entry.fn, args), Flat(reference(entry), args)
+    got, want = {"eager value": op.all_outputs(*op.leaves)}, {}
+    cts = numbers(3, jax.eval_shape(plain, *plain.leaves))
+    want["eager value"] = jax.jit(plain.all_outputs)(*plain.leaves)
+    if "vjp" in entry.orders:
+        got["eager vjp"] = jax.vjp(op, *op.leaves)[1](cts)
+        want["eager vjp"] = jax.jit(lambda xs: jax.vjp(plain, *xs)[1](cts))(plain.leaves)
+    yield from differences(got, want, entry.tolerance32)
+
+
+def at_edges(entry: Entry) -> Iterator[str]:
+    """Value and cotangents at the points where formulas break."""
+    for i, point in enumerate(entry.nasty):
+        args = cast(point.args, "float64")
+        got = jax.jit(ft.partial(_value_and_vjp, Flat(entry.fn, args)))(*op_leaves(args))
+        want = {"value": point.value, "vjp": point.cts}
+        if point.value is None or point.cts is None:
+            plain = Flat(reference(entry), args)
+            of_plain = jax.jit(ft.partial(_value_and_vjp, plain))(*op_leaves(args))
+            want = {name: of_plain[name] if x is None else x for name, x in want.items()}
+        if "vjp" not in entry.orders:
+            del want["vjp"]
+        for text in differences(got, want, entry.tolerance):
+            yield f"nasty point {i}: {text}"
+
+
+def op_leaves(args: Any) -> list[Any]:
+    return jax.tree.leaves(eqx.filter(args, eqx.is_inexact_array))
+
+
+def _value_and_vjp(fn: Flat, *xs: Any) -> dict[str, Any]:
+    """The cotangents are those of ones."""
+    outs, pull = jax.vjp(fn, *xs)
+    return {"value": fn.all_outputs(*xs), "vjp": pull([jnp.ones_like(x) for x in outs])}
+
+
+def in_half_precision(entry: Entry) -> Iterator[str]:
+    """Long sums are accumulated in a higher precision."""
+    for dtype in ("bfloat16", "float16") if entry.half else ():
+        args = cast(entry.half, dtype)
+        widen = lambda x: x.astype("float64") if eqx.is_inexact_array(x) else x
+        exact = jax.tree.map(widen, args)
+        got = jax.jit(ft.partial(_value_and_vjp, Flat(entry.fn, args)))(*op_leaves(args))
+        plain = ft.partial(_value_and_vjp, Flat(reference(entry), exact))
+        want = jax.jit(plain)(*op_leaves(exact))
+        eps = float(jnp.finfo(dtype).eps)
+        for text in differences(got, want, 4 * eps, dtypes=False):
+            yield f"{dtype}: {text}"
+        for x, y in zip(got["vjp"], op_leaves(args), strict=True):
+            if x.dtype != y.dtype:
+                yield f"{dtype}: a cotangent is {x.dtype} instead of {y.dtype}"
+
+
+def of_complex_numbers(entry: Entry) -> Iterator[str]:
+    """The same for complex arguments."""
+    if entry.complex_args is not None:
+        other = dataclasses.replace(entry, args=entry.complex_args, complex_args=None)
+        yield from (f"complex: {text}" for text in orders_of(other, "float64"))
+
+
+def without_leaks(entry: Entry) -> Iterator[str]:
+    """Under JAX's leak checker."""
+    op = Flat(entry.fn, cast(entry.args, "float32"))
+
+    def run(*xs):
+        outs, pull = jax.vjp(op, *xs)
+        return pull(outs) if "vjp" in entry.orders else outs
+
+    with checking_leaks():
+        jax.make_jaxpr(run)(*op.leaves)
+    yield from ()
+
+
+def frozen_arguments(entry: Entry) -> Iterator[str]:
+    """A gradient with respect to one argument costs less than with respect to all, where this
+    is so without the library."""
+    args = cast(entry.args, "float32")
+    op, plain = Flat(entry.fn, args), Flat(reference(entry), args)
+    if not entry.costs or "vjp" not in entry.orders or len(op.leaves) < 2:
+        return
+
+    def flops(fn, chosen):
+        def run(xs):
+            chosen_xs = [xs[i] for i in chosen]
+            at = lambda some: fn(
+                *(some[chosen.index(i)] if i in chosen else x for i, x in enumerate(xs))
+            )
+            outs, pull = jax.vjp(lambda *some: at(some), *chosen_xs)
+            return pull([jnp.ones_like(x) for x in outs])
+
+        return jax.jit(run).lower(op.leaves).cost_analysis().get("flops", 0.0)
+
+    everything = range(len(op.leaves))
+    every_op, every_plain = flops(op, everything), flops(plain, everything)
+    for i in everything:
+        if flops(plain, [i]) < 0.8 * every_plain and flops(op, [i]) >= every_op:
+            yield f"argument {i} alone costs {flops(op, [i])} FLOPs, as all do"
+
+
+def with_garbage(entry: Entry) -> Iterator[str]:
+    """What does not count may be NaN or infinite, and its cotangents too."""
+    if entry.garbage is None:
+        return
+    counts = entry.counts or (lambda out: jax.tree.map(lambda x: np.ones(x.shape, bool), out))
+
+    def run(args, bad):
+        op = Flat(entry.fn, args)
+        out = entry.fn(*args)
+        flags = [
+            flag
+            for x, flag in zip(jax.tree.leaves(out), jax.tree.leaves(counts(out)), strict=True)
+            if eqx.is_inexact_array(x)
+        ]
+        outs, pull = jax.vjp(op, *op.leaves)
+        cts = [
+            jnp.where(flag, ct, bad) for ct, flag in zip(numbers(3, outs), flags, strict=True)
+        ]
+        value = [jnp.where(flag, x, 0) for x, flag in zip(outs, flags, strict=True)]
+        return {"garbage: value": value, "garbage: vjp": pull(cts)}
+
+    clean, dirty = cast(entry.args, "float64"), cast(entry.garbage, "float64")
+    run = jax.jit(run)
+    want = run(clean, 0.0)
+    for bad in (np.inf, np.nan):
+        yield from differences(run(dirty, bad), want, entry.tolerance)
+
+
+PROPERTIES = (
+    at_edges,
+    in_half_precision,
+    of_complex_numbers,
+    without_leaks,
+    frozen_arguments,
+    with_garbage,
+)
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def differences(got: Any, want: Any, tolerance: float, dtypes: bool = True) -> Iterator[str]:
+    """By name, where two programs differ by more than a tolerance relative to the largest
+    number of the array. NaN and infinities are equal only to themselves."""
+    for name in want:
+        pairs = jax.tree.leaves(got[name]), jax.tree.leaves(want[name])
+        if len(pairs[0]) != len(pairs[1]):
+            yield f"{name}: {len(pairs[0])} arrays instead of {len(pairs[1])}"
+            continue
+        for i, (x, y) in enumerate(zip(*pairs, strict=True)):
+            x, y = np.asarray(x), np.asarray(y)
+            if x.shape != y.shape or (dtypes and x.dtype != y.dtype):
+                yield f"{name}[{i}]: {x.dtype}{x.shape} instead of {y.dtype}{y.shape}"
+                continue
+            wide = np.result_type(x.dtype, np.float64) if x.dtype.kind in "fcV" else x.dtype
+            x, y = x.astype(wide), y.astype(wide)
+            if x.dtype.kind not in "fc":
+                if not np.array_equal(x, y):
+                    yield f"{name}[{i}]: {x} instead of {y}"
+                continue
+            size = np.max(np.abs(y[np.isfinite(y)]), initial=0.0)
+            close = np.isclose(x, y, rtol=0, atol=tolerance * max(size, 1e-3), equal_nan=True)
+            if not close.all():
+                yield f"{name}[{i}]: {x[~close][:5]} instead of {y[~close][:5]}"
