@@ -605,3 +605,37 @@ def test_slopes_out_of_the_range_of_the_model_are_no_evidence():
     assert report["model"].verdict == "not measured"
     (fault,) = eqgt.check_gradients(_entropy, w, raises=False).found
     assert (fault.kind, fault.detail[-12:]) == ("not finite", "loss is nan.")
+
+
+class TestOrder2:
+    def test_a_rule_that_is_right_to_first_order_only(self):
+        @eqg.custom_vjp
+        def cube(x):
+            return x**3
+
+        cube.def_fwd(lambda x: (cube(x), x))
+        cube.def_bwd(lambda x, ct: (3 * jax.lax.stop_gradient(x) ** 2 * ct,))
+        loss = lambda model: jnp.sum(cube(model["x"]) * model["y"])
+        model = {"x": jnp.array([0.5, -1.2]), "y": jnp.array([0.7, 0.4])}
+        assert not eqgt.check_gradients(loss, model)
+        report = eqgt.check_gradients(loss, model, order=2, raises=False)
+        assert [fault.leaf for fault in report.found] == ["['x']"]
+        assert report["['y']"].verdict == "right"
+        right = lambda model: jnp.sum(model["x"] ** 3 * model["y"])
+        assert not eqgt.check_gradients(right, model, order=2)
+
+    def test_a_kernel_at_coincident_points(self):
+        """The Hessian of a Matern kernel by its two points is 3 and -3 there, not NaN."""
+
+        def kernel(points):
+            d = jnp.sqrt(3.0) * eqg.safe.norm(points[0] - points[1])
+            return (1 + d) * jnp.exp(-d)
+
+        points = jnp.array([[0.5, 0.25], [0.5, 0.25]])
+        assert not eqgt.check_gradients(kernel, points)
+        report = eqgt.check_gradients(kernel, points, order=2, raises=False)
+        assert {fault.kind for fault in report.found} == {"not finite"}
+
+    def test_another_order(self):
+        with pytest.raises(eqg.RuleError, match="`order` of `check_gradients`"):
+            eqgt.check_gradients(lambda x: x, jnp.array(1.0), order=3)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import fnmatch
+import functools as ft
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -50,6 +53,7 @@ def check_gradients(
     loss: Callable[..., Any],
     model: PyTree,
     *args: Any,
+    order: int = 1,
     skip: Collection[str] = (),
     tolerance: float | None = None,
     seed: int = 0,
@@ -121,6 +125,8 @@ def check_gradients(
         `functools.partial` if it has a parameter with one of the names below.
     - `model`: any PyTree. Its inexact arrays are the leaves; integers, keys and `None` are not.
     - `*args`, `**kwargs`: anything.
+    - `order`: 1, or 2 to check the second derivative: the product of the Hessian with a random
+        direction, against differences of the gradient. Check the gradient itself first.
     - `skip`: the paths of leaves not to check, such as `"layers[0].weight"`; the path of a
         layer stands for all leaves in it, and `*` for anything. For gradients that are not
         derivatives on purpose: leaves before a straight-through estimator or a surrogate.
@@ -150,11 +156,33 @@ def check_gradients(
     check_tolerance(CALLER, tolerance=tolerance)
     as_names(CALLER, "skip", skip)
     seed = as_seed(CALLER, seed)
+    if order not in (1, 2):
+        raise rule_error(
+            f"The `order` of `{CALLER}` is neither 1 nor 2.",
+            f"it is {order!r:.60}",
+            do="Use 1 for the gradient, or 2 for the second derivative.",
+        )
+    if order == 2:
+        loss = _slope(loss, seed)
     with showing_progress(CALLER), without_nan_checks():
         report = _report(loss, model, args, kwargs, skip, tolerance, seed)
     if raises:
         report.raise_if_failed()
     return report
+
+
+def _slope(loss: Callable[..., Any], seed: int) -> Callable[..., Any]:
+    """The slope of `loss` along a random direction. Its gradient is the product of the Hessian
+    with this direction."""
+
+    @ft.wraps(loss)
+    def slope(model, *args, **kwargs):
+        gradient = eqx.filter_grad(lambda model: loss(model, *args, **kwargs))(model)
+        rng = np.random.default_rng(seed)
+        along = lambda x: jnp.sum(jnp.real(x * rng.normal(size=x.shape).astype(x.dtype)))
+        return sum(map(along, jax.tree.leaves(gradient)))
+
+    return slope
 
 
 def _report(loss, model, args, kwargs, skip, tolerance, seed) -> GradientReport:
