@@ -58,6 +58,7 @@ def _works(fn):
 
 
 @pytest.mark.thorough
+@pytest.mark.every(4)
 @OF_EACH
 @pytest.mark.parametrize("is_compiled_before", [False, True])
 def test_check_rule(name, is_compiled_before):

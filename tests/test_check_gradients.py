@@ -238,7 +238,7 @@ def test_a_constant_in_float32_says_nothing_of_the_loss():
     assert "computes in float32 even for a model" in str(eqgt.check_gradients(rounded, w))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_loop_without_reverse_mode_behind_a_stop():
     """Without the `stop_gradient`, there is no gradient to compare with."""
 
@@ -288,7 +288,7 @@ def test_a_gradient_that_is_not_finite_in_the_user_s_precision(is_chaotic):
     assert not eqgt.check_gradients(loss, model, raises=False).found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_determinant_of_a_matrix():
     """JAX computes its diagonal by a branch for each platform, also in float64."""
     w = jr.normal(jr.key(2), (3, 3), jnp.float32)
@@ -345,7 +345,7 @@ def test_report():
         report["layers"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_numbers_are_those_of_autodiff():
     """An outside witness for the columns of the report."""
     fn, model, *data = RIGHT["recurrent_stack"]()
@@ -360,7 +360,7 @@ def test_the_numbers_are_those_of_autodiff():
 # ---------------------------------------------------------------- size
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_hundred_thousand_parameters_take_few_evaluations():
     model = eqx.nn.MLP(100, 10, 256, 2, key=jr.key(0))
     assert sum(x.size for x in jax.tree.leaves(model) if eqx.is_array(x)) > 90_000
@@ -412,12 +412,12 @@ def test_ten_thousand_equations():
     check_many_layers(2500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_work_is_linear_in_the_number_of_equations():
     assert_linear_in_size(check_many_layers, 5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_other_solvers():
     optx = pytest.importorskip("optimistix")
 

@@ -50,14 +50,14 @@ def _multiplied(ct, x, y):
     return jnp.cos(x) * y * ct, jnp.sin(x) * ct
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L5_programs_are_shared_between_the_checks():
     args = jnp.float32(0.7), jnp.float32(1.3)
     eqgt.check_rule(_times_sin(1.0), *args)  # compiles single operations as well
     assert _compiled_by(lambda: eqgt.check_rule(_times_sin(2.0), *args)) <= 24
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L5_a_scan_is_compiled_few_times():
     """JAX compiles a loop again in each eager call; there were 173."""
 
@@ -338,7 +338,7 @@ def test_L5_a_line_on_the_terminal_says_which_check_is_running(monkeypatch):
     assert text.endswith("\r\x1b[K")  # it is taken back
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_function_whose_autodiff_is_wrong_in_single_precision():
     """The derivative of a solver's loop is zero, of which only the rule says otherwise."""
 
@@ -392,7 +392,7 @@ def test_an_error_on_the_host_is_shown_without_the_traceback():
     assert "  File " not in failure.text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_numpy_array_in_both_precisions_of_one_process():
     @eqg.custom_jvp
     def decay(x, times):
@@ -452,7 +452,7 @@ def _variance(factor):
     return fn, jnp.ones(3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "right", "wrong"),
     [(_sum_of_squares, 2.0, 10.0), (_log_determinant, True, False), (_variance, 2.0, 0.0)],
@@ -506,7 +506,7 @@ KEPT_TANGENTS = []
 EPS = float(jnp.finfo(jnp.result_type(float)).eps)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "failing"),
     [

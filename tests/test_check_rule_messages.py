@@ -118,7 +118,7 @@ def _bisection(a):
     return (low + high) / 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_solver_that_stops_at_a_tolerance():
     root = eqg.implicit(_residual)(_bisection)
     checks = ("forward", "reverse")
@@ -617,7 +617,7 @@ def test_orders_of_modes_with_the_same_numbers_are_one_finding():
     assert text.count("at `x`") == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_primal_is_returned_as_the_cotangent():
     @eqg.custom_vjp
     def affine(layer, x):

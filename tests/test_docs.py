@@ -64,14 +64,14 @@ def _programs():
                     yield path, name, _blocks(doc, node.body[0].lineno)
 
 
-# It runs all checks on several rules.
-LONG = ("testing-a-rule.md",)
+# They run all checks on several rules, calls of the host in loops, or whole layers.
+LONG = ("testing-a-rule.md", "host-code.md", "quantization-layers.md", "implicit.md")
 PROGRAMS = [
     pytest.param(
         path,
         program,
         id=f"{path.relative_to(ROOT)}:{name}",
-        marks=pytest.mark.thorough if path.name in LONG else (),
+        marks=pytest.mark.slow if path.name in LONG else (),
     )
     for path, name, program in _programs()
     if program
@@ -87,7 +87,7 @@ def test_code_blocks_run(path, program, monkeypatch):
 
 
 WITH_OUTPUTS = [
-    pytest.param(path, marks=pytest.mark.thorough if path.name in LONG else ())
+    pytest.param(path, marks=pytest.mark.slow if path.name in LONG else ())
     for path in OUTPUTS.PAGES
 ]
 

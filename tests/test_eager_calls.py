@@ -48,7 +48,7 @@ def call_and_differentiate(fn, args, i):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
         for name in CASES
         if name not in LEFT_OUT
     ],

@@ -46,7 +46,7 @@ def test_out_is_differentiated_by_the_rule_itself():
 SHAPES = [((3,), (3,)), ((), (3,)), ((2, 1), (1, 3)), ((2, 3), (1, 1)), ((1,), (4,))]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_broadcasting(shapes, getkey):
     x, y = (jax.random.uniform(getkey(), shape, minval=0.5) for shape in shapes)

@@ -266,7 +266,7 @@ class TestForwardRule:
         gradient = jax.grad(lambda x: jnp.sum(forward(square, rule)(x)))
         assert jnp.allclose(gradient(x), 2 * x)
 
-    @pytest.mark.thorough
+    @pytest.mark.slow
     def test_linear_rules_are_not_accused(self):
         weight = jnp.ones((3, 3))
         maps = [

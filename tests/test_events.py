@@ -87,7 +87,7 @@ def ball(dtype=None):
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_bouncing_ball_through_several_bounces(float64):
     compare(
         lambda params: bounces(params, 2, 2.5),
@@ -105,7 +105,7 @@ def test_bouncing_ball_in_single_precision():
     assert_close(jax.jit(jax.jacfwd(fn))(ball("float32")), expected, tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_thrown_ball(float64):
     """Range, time of flight and speed, with a state that is a Module."""
 
@@ -176,7 +176,7 @@ def accelerated_closed_form(params):
     return t * a + q * (2.0**2 - t**2) / 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "closed_form", "params"),
     [
@@ -228,7 +228,7 @@ def decay(state, dt):
     return v * slow + 2 * i * (slow - fast), i * fast
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("orders", [(1,), pytest.param((2,), marks=pytest.mark.slow)])
 def test_eventprop_spike_time(float64, orders):
     """The time of a spike by the times and the weights of the spikes that it answers, each of
@@ -299,7 +299,7 @@ def in_a_scan(params, n_steps, dt, scan=jax.lax.scan, bounce=True, jump=True):
     return scan(step, start, dt * jnp.arange(n_steps, dtype=dt.dtype))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [jax.lax.scan, eqg.filter_scan])
 def test_brax_73_the_ball_that_bounces_in_a_scan(float64, scan):
     """google/brax#73: "When I try taking the derivative of the final height with respect to the
@@ -387,7 +387,7 @@ def test_diffrax_451_derivative_of_the_final_time(float64):
     assert slopes[False] != 0.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_diffrax_729_state_after_the_event(float64):
     """diffrax#729: "state sensitivity in post-event simulations is now always wrong". The field
     is 1 until the event and 0 afterwards, so y(2) is the time of the event."""

@@ -242,7 +242,7 @@ def _half(derivative):
     return rule
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_modes_that_are_meant_to_differ_are_not_adjoint():
     """Forward mode is that of the function, as in every `custom_vjp` of this library."""
     options = {"expected_cotangent": lambda primals, ct: (0.5 * ct,)}
@@ -280,7 +280,7 @@ def test_forward_mode_of_a_rule_without_def_jvp():
     eqgt.check_rule(rule, POINT, **options)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_solvers_are_no_reference_of_second_order():
     """Autodiff of a solver on the host, which stops at a tolerance, is zero."""
     optimize = pytest.importorskip("scipy.optimize")

@@ -224,7 +224,7 @@ def used_by_pullback(loss, model, *args) -> int:
 # ---------------------------------------------------------------- what is kept
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_total_is_what_jax_says(model):
     report = report_of(model)
@@ -402,7 +402,7 @@ def test_implicit_solve():
     assert all(r.n_steps == 1 for r in report.found)  # no step of the solver is kept
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_differential_equation():
     dfx = pytest.importorskip("diffrax")
 
@@ -497,7 +497,7 @@ def test_predicted_is_near_the_measured(model):
         assert all(a.is_undone == _undoes_checkpoints() for a in verified.advice)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [gru, nested, transformer])
 def test_advice_changes_no_result(model):
     loss, model, args = model()
@@ -612,7 +612,7 @@ def of_one_hot(model, tokens):
     return -jnp.mean(jnp.sum(jax.nn.one_hot(tokens, VOCABULARY) * log_p, -1))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "call"),
     [
@@ -949,7 +949,7 @@ def test_ten_thousand_equations():
     explain_many_products(1700)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_work_is_linear_in_the_number_of_equations():
     assert_linear_in_size(explain_many_products, 10)
 

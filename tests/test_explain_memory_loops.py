@@ -127,7 +127,7 @@ def test_a_loop_in_a_vmap_in_chunks_is_the_same_loop(steps, reverse):
         assert jnp.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_else_saves_memory_in_a_loop():
     model, xs = network(), jnp.ones((BATCH, 6 * STEPS, INPUTS))
     report = eqg.explain_memory(outside(0), model, xs, compiled=False)

@@ -109,7 +109,7 @@ def test_step_of_a_scan(name, step):
     assert record.cotangent == 0.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_all_of_ten():
     loss, state = ten_poisons()
     report = eqg.explain_nan(loss, state)
@@ -147,7 +147,7 @@ def test_programs_of_many_equations():
     explain_many_sines(2000)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_work_is_linear_in_the_number_of_equations():
     assert_linear_in_size(explain_many_sines, 10)
 
@@ -208,7 +208,7 @@ def _numbered_lines(fn):
     return list(enumerate(lines, first))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_buffer_of_infinities():
     """Solvers keep their results so. The NaN of a step is not that of a constant."""
 
@@ -308,7 +308,7 @@ def test_rule():
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_line_in_a_function_that_a_solver_calls():
     """Diffrax differentiates its loop by a rule, in which it calls the vector field."""
     skip_without_checkpointed_loops()
@@ -332,7 +332,7 @@ def test_line_in_a_function_that_a_solver_calls():
     assert record.library.startswith("diffrax")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_formula_in_a_function_that_a_solver_calls(is_masked):
     """The norm is in the rule of the loop, which `zero_safe` does not enter."""
@@ -354,7 +354,7 @@ def test_formula_in_a_function_that_a_solver_calls(is_masked):
     assert ("as the loop of Diffrax is" in " ".join(str(report).split())) == is_masked
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_function_that_a_library_calls_is_the_users():
     """Diffrax calls the field in a rule. The advice is for a line of this file."""
     diffrax = pytest.importorskip("diffrax")
@@ -370,7 +370,7 @@ def test_a_function_that_a_library_calls_is_the_users():
     assert "is in a library" not in record.cure
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_host_function_at_the_edge_of_its_domain():
     """Differences leave the domain. The operands are those of the element."""
     fn = lambda nu, x: np.where(x > 0, nu * np.sqrt(np.abs(x)), np.nan).astype(x.dtype)
@@ -387,7 +387,7 @@ def test_host_function_at_the_edge_of_its_domain():
         assert "The host function returns this" in record.cure
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_example_of_which_a_weight_has_a_bad_gradient(getkey):
     """The gradient of the weight is a sum over examples. The empty one is shown."""
 

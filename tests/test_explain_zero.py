@@ -428,7 +428,7 @@ def test_equinox_442():
     assert {record.kind for record in report.found} == {"closed over"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_optimistix_54():
     optx = pytest.importorskip("optimistix")
 
@@ -445,7 +445,7 @@ def test_optimistix_54():
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_diffrax_event():
     dfx = pytest.importorskip("diffrax")
     skip_without_checkpointed_loops()
@@ -526,7 +526,7 @@ def test_a_value_that_decides_and_is_added(decide):
         assert [bool(r.detail) for r in found] == [not adds]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_dead_units():
     model = eqx.tree_at(lambda m: m.layers[0].bias, relu_mlp(), jnp.full(8, -100.0))
     records = {r.leaf: r for r in check(batch_loss, model, XS).found}
@@ -560,7 +560,7 @@ def test_some_dead_units(activation):
         assert text in str(report)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_dead_channels_of_a_convolution():
     conv = eqx.nn.Conv1d(2, 4, 3, key=KEY)
     bias = jnp.full((4, 1), 9.0).at[1].set(-100.0)
@@ -735,7 +735,7 @@ def test_the_cure_of_an_index_is_right():
     np.testing.assert_allclose(jax.grad(interpolated)(jnp.array(2.3)), 0.5, rtol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_inputs_that_a_function_with_a_rule_multiplies_by():
     xs = jnp.zeros((5, 3))
     for layer in (eqg.nn.LIF(3, 4, 0.9, key=KEY), eqg.nn.GRU(3, 4, key=KEY)):

@@ -70,7 +70,7 @@ def test_scan_from_zeros(options):
     check(fn, plain, (Spec(), Spec(None, "i")), SQUARE, XS, eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["replay", None])
 def test_batch_of_scans(checkpoint):
     cell = eqx.nn.GRUCell(3, 3, key=jr.key(0))

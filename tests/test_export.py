@@ -107,6 +107,7 @@ LAYERS = {
 
 
 @pytest.mark.thorough
+@pytest.mark.every(5)
 @pytest.mark.parametrize("of_last", [False, True])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_over_time(layer, of_last):
@@ -160,7 +161,7 @@ def test_layers_of_one_example(layer):
     assert_exports(jax.grad(loss, (0, 1)), params, X, types=types)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_cross_entropy_of_a_linear_layer(reduction):
     """The tokens are padded to whole chunks: neither size is a multiple of four."""

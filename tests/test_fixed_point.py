@@ -115,7 +115,7 @@ def test_linear_closed_form_with_defaults(getkey):
 # ---------------------------------------------------------------- exact derivatives
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", EXACT)
 def test_all_modes_and_second_order(getkey, backward):
     with jax.enable_x64(True):
@@ -226,7 +226,7 @@ def test_approximate_derivatives_are_the_published_ones(getkey, backward, number
         assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(theirs))(), eps=1e3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_second_order_of_an_approximation():
     """The derivative of x -> df/dx(y, x), in which y has the approximate derivative again."""
     with jax.enable_x64(True):
@@ -269,7 +269,7 @@ def test_names_are_adjoints(getkey):
 # ---------------------------------------------------------------- transformations
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backward", ["implicit", pytest.param("fixed_point", marks=pytest.mark.slow)]
 )
@@ -295,7 +295,7 @@ def test_transformations(getkey, backward):
     assert_close(jax.grad(in_vmap)(w), expected, tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_closed_over_values_and_trees(getkey):
     w, u, x = problem(getkey)
 
@@ -323,7 +323,7 @@ def test_no_leaks(getkey):
         jax.jit(jax.grad(loss))(args[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_fixed_point_inside_another():
     """y = x cos(z) with z = y sin(z) / 2 + 1: both levels are differentiated."""
     with jax.enable_x64(True):
@@ -348,7 +348,7 @@ class Damped(eqx.Module):
         return self.damping * jnp.tanh(self.weight * y) + x if self.damping > 0 else x
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [*EXACT, *APPROXIMATE])
 def test_numbers_of_python_are_static(backward):
     """In arguments, and in the fields of a Module that is an argument."""
@@ -427,7 +427,7 @@ def test_memory_does_not_depend_on_the_number_of_steps(backward):
 # ---------------------------------------------------------------- in Optimistix
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adjoint",
     [solvers.ImplicitAdjoint(), pytest.param(SERIES, marks=pytest.mark.slow)],
@@ -450,7 +450,7 @@ def test_adjoints_in_optimistix(getkey, adjoint):
         assert_close(got, ours, tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_adjoints_where_optimistix_minimizes(getkey):
     args = problem(getkey)
     fn = lambda z, args: nonlinear(z, *args)
@@ -467,7 +467,7 @@ def test_adjoints_where_optimistix_minimizes(getkey):
             gradient(adjoint)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_adjoints_of_optimistix(getkey):
     skip_without_checkpointed_loops()
     args = problem(getkey)
@@ -765,7 +765,7 @@ def through_steps(cell, x):
     return steps(lambda z: cell(x, z), n=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", EXACT)
 def test_layer_in_a_network(getkey, backward):
     cell = Cell(3, 4, key=getkey())

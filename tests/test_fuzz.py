@@ -40,7 +40,7 @@ def test_many(start):
     jax.clear_caches()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reproducible():
     first, second = (list(fresh_batches(3, 60)) for _ in range(2))
     assert first == second

@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_solver_of_another_equation_is_wrong(name):
     make, args = CASES[name]
@@ -78,7 +78,7 @@ def test_a_gradient_through_such_a_solver(name):
     assert "is that of the equation that it is given, and is wrong if it solves another" in text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_solvers_of_jax_keep_their_derivative():
     """They solve the equation that they are given."""
 
@@ -89,7 +89,7 @@ def test_the_solvers_of_jax_keep_their_derivative():
     eqgt.check_rule(ridge, MATRIX, SIDE, checks=("primal", "forward", "reverse"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_solver_with_other_outputs():
     def solve(matrix, side):
         solver = lambda matrix: lambda _, side: (jnp.linalg.solve(matrix, side), jnp.array(3))
@@ -135,7 +135,7 @@ def _square(factor):
     return solve
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rule_inside_the_operator_of_a_solver():
     checks = ("primal", "forward", "reverse")
     eqgt.check_rule(_square(1.0), MATRIX, SIDE, checks=checks)
@@ -147,7 +147,7 @@ def test_a_rule_inside_the_operator_of_a_solver():
     assert "The gradient is right without the rule of `operator`" in text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_wrong_rule_after_a_solver_of_lineax():
     """One operand of its primitive has no derivative, the others have one."""
     lineax = pytest.importorskip("lineax")

@@ -771,7 +771,7 @@ def recurrent_loss(clip, params, xs, targets):
     return jnp.mean((jax.lax.scan(step, h, xs)[1] - targets) ** 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_expansive_network_of_1000_steps_trains_with_per_step_clipping(getkey):
     n, steps = 24, 1000
     params = {

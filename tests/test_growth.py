@@ -166,7 +166,7 @@ def test_100_traces_of_functions_that_capture_tracers(kind):
     assert not growth(lambda: program(f_of).trace(x, x), 100)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_compiled_functions_are_freed(kind):
     x = jnp.array(0.7)

@@ -110,7 +110,7 @@ def slow(*args):
     return pytest.param(*args, marks=pytest.mark.slow)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules", [(), slow(("def_bwd",)), slow(("def_jvp",)), ("def_bwd", "def_jvp")]
 )
@@ -549,7 +549,7 @@ def test_a_backward_rule_may_ask_what_is_perturbed():
 # ---------------------------------------------------------------- who calls what
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_scipy_solve_ivp():
     """The decay of a linear system, against the matrix exponential."""
 

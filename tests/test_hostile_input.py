@@ -55,7 +55,7 @@ def _part(i):
     return list(TARGETS)[i::PARTS]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_some_nonsense(part):
     quick = [target for target in _part(part) if not TARGETS[target].is_eager]

@@ -148,7 +148,7 @@ class Ridge(eqx.Module):
         return eqx.tree_at(lambda m: (m.weight, m.bias), linear, (theta[:, :2], theta[:, 2]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_modules_and_methods(getkey):
     x, y = jr.normal(getkey(), (8, 2)), jr.normal(getkey(), (8, 2))
     ridge = Ridge(jnp.array(0.3))
@@ -162,7 +162,7 @@ def test_modules_and_methods(getkey):
     assert repr(Ridge.fit) == "<eqx_grads.ImplicitFunction of Ridge.fit>"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2])
 def test_closures(order):
     """What the residual closes over is differentiated. What only the solver closes over can't
@@ -371,7 +371,7 @@ class TestTheResidualIsSmall:
         assert jnp.isfinite(jax.jit(jax.grad(near))(a))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_solvers_of_others():
     """SciPy, which sees numbers in eager mode and a callback else, and Optimistix."""
     optimize = pytest.importorskip("scipy.optimize")
@@ -530,7 +530,7 @@ def _two_equations(z, a):
     return jnp.stack([z[0] ** 2 - a, z[1] + z[0] - 1.0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_tracers_that_lineax_keeps_are_no_fault_of_a_rule():
     """From JAX 0.11 on with each trace, before Python 3.13 in a run-time check."""
     solve = lambda a: np.stack([np.sqrt(a), 1 - np.sqrt(a)])

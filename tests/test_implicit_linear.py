@@ -24,7 +24,7 @@ def _solve(x, matrix):
     return jnp.linalg.solve(matrix, x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["QR", "SVD", "LSMR"])
 def test_more_equations_than_unknowns(name, getkey):
     a = jr.normal(getkey(), (5, 2))
@@ -152,7 +152,7 @@ def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
         jax.block_until_ready(jax.vjp(solve, jnp.ones(2))[1](jnp.array([jnp.nan, 1.0])))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_matrix_free(getkey):
     """Many unknowns: GMRES, or conjugate gradients; also for a tiny cotangent."""
     n = 300

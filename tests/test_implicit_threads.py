@@ -27,7 +27,7 @@ def bisection(fn, low, high, n_steps=60):
     return (low + high) / 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_jaxopt_474_hessian(getkey):
     """Ridge regression under `custom_root`: `jax.hessian` has no forward mode there."""
     x, y = jr.normal(getkey(), (20, 3)), jr.normal(getkey(), (20,))
@@ -49,7 +49,7 @@ def test_jaxopt_474_hessian(getkey):
     assert_close(mixed(loss(ridge)), mixed(loss(closed_form)), eps=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_discopt_380_hessian_of_a_block(getkey):
     """A cyclic block, solved by Newton's method, inside the objective of an optimizer."""
     a = jnp.eye(3) * 3 + jr.normal(getkey(), (3, 3)) / 3
@@ -95,7 +95,7 @@ class Aerosol(eqx.Module):
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pyrcel_56_bisection():
     """A maximum supersaturation of a few thousandths, by bisection in a `while_loop`."""
     aerosol = Aerosol(jnp.array([1.0, 3.0]), jnp.array([0.6, 0.1]))
@@ -201,7 +201,7 @@ def test_optimistix_218_memory(getkey):
     assert used["ours"] < 0.1 * used["dogleg"], used
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_jax_5309_reverse_mode_by_gmres(getkey):
     """GMRES in a forward rule of JAX's has no transpose."""
     a = jnp.eye(10) * 3 + jr.normal(getkey(), (10, 10)) / 3
@@ -217,7 +217,7 @@ def test_jax_5309_reverse_mode_by_gmres(getkey):
     assert_close(jax.jit(jax.jacfwd(ours))(p), inverse, tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_jaxopt_141_second_order_of_bisection():
     """The solver's own derivative is zero, which the second derivative must not use."""
     forward = lambda x, aux: (aux[0] * x**2 + aux[1] * x) / (aux[0] + aux[1])

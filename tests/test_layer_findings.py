@@ -42,7 +42,7 @@ def raises(match):
 # ---------------------------------------------------------------- L7
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L7_numpy_integers_are_integers():
     four, int_ = np.int64(4), np.int32
     expected = ste.fake_quantize(X, 0.1, bits=4)
@@ -357,7 +357,7 @@ def loss_of(network, xs):
     return jnp.sum(network(xs) ** 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_L1_gradient_flow_of_recurrent_layers(name, getkey):
     network = Network(GATED[name](3, 4, key=getkey()), eqx.nn.Linear(4, 2, key=getkey()))
@@ -379,7 +379,7 @@ def test_L1_gradient_flow_of_recurrent_layers(name, getkey):
     assert np.all(norms > 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L1_several_cells(getkey):
     layer = nn.GRU(3, 4, num_layers=2, bidirectional=True, reverse=True, key=getkey())
     network = Network(layer, eqx.nn.Linear(8, 2, key=getkey()))
@@ -513,7 +513,7 @@ def test_L10_vector_quantizer_does_not_collapse(fitted, keyed, getkey):
     assert quantizer.perplexity() >= 20
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L10_fit_of_a_codebook(getkey):
     """Each entry is the mean of the vectors that are nearest to it, wherever the data are."""
     centers = 100 + 10 * jr.normal(getkey(), (4, 3), "float32")
@@ -534,7 +534,7 @@ def test_L10_fit_of_a_codebook(getkey):
     np.testing.assert_array_equal(nothing.codebook, new.codebook)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reverse"), [("GRU", False), ("GRU", True), ("LSTM", False), ("LRU", True)]
 )
@@ -585,7 +585,7 @@ def projected_lstm(weights, xs, h, c):
     return np.stack(hs), h, c
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L10_proj_size(getkey):
     with jax.enable_x64(True):
         lstm = nn.LSTM(3, 5, proj_size=2, dtype="float64", key=getkey())
@@ -631,7 +631,7 @@ def _example_by_example(layer, xs, state, *, lengths):
     return jax.vmap(call, (0, 0, None if lengths is None else 0))(xs, state, lengths)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_L10_proj_size_against_autodiff_of_its_cell(reverse, getkey):
     """In two chunks, with lengths and a state, for a batch and under `vmap`."""
@@ -667,7 +667,7 @@ def test_L10_proj_size_against_autodiff_of_its_cell(reverse, getkey):
         np.testing.assert_allclose(jax.jit(jax.grad(frozen))(of_out(lstm)), got[4], rtol=1e-9)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L10_proj_size_in_stacks_and_errors(getkey):
     lstm = nn.LSTM(3, 5, proj_size=2, num_layers=2, bidirectional=True, key=getkey())
     ys, (h, c) = lstm(jnp.ones((4, 6, 3)), lengths=[6, 0, 3, 1])
@@ -690,7 +690,7 @@ def test_L10_proj_size_in_stacks_and_errors(getkey):
             layer(3, 5, proj_size=2, key=getkey())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LRU", "S5"])
 def test_L10_half_precision(name, getkey):
     """What half precision loses is the rounding of weights, inputs and outputs, 2^-9 each: the
@@ -755,7 +755,7 @@ def test_L10_proj_size_is_that_of_torch():
 QUANTIZERS = (nn.LSQ(4), nn.LSQ(3, signed=False))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L10_calibration(getkey):
     """The scales are those of quantizers fitted by hand to the inputs of each layer."""
     keys = jr.split(getkey(), 3)

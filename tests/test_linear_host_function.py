@@ -67,7 +67,7 @@ def test_eagerly():
     assert_close(jax.hessian(loss(linear))(point()), jax.hessian(loss(in_jax))(point()))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_vmap_scan_and_checkpoint():
     xs = jnp.stack([point(), 2 * point(), -point()])
 
@@ -107,7 +107,7 @@ def test_it_is_linear_for_jax():
     assert_close(twice(x)[0], in_jax(x))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rule_applies_it_to_its_tangents():
     """jax#30401: a `pure_callback` there fails, here or in the Hessian."""
 

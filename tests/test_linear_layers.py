@@ -117,7 +117,7 @@ def all_of(run):
     return value_and_gradient
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize("name", quick("LRU", "MinLSTM"))
 def test_values_and_gradients(name, reverse, getkey):
@@ -333,7 +333,7 @@ def test_ensembles_and_files(name, getkey):
 # ------------------------------------------------------------------ how they begin
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_lru_begins_in_a_ring(getkey):
     layer = nn.LRU(1, 1, 4000, r_min=0.5, r_max=0.9, max_phase=0.3, key=getkey())
     ((cell,),) = layer.cells
@@ -383,7 +383,7 @@ def legs(size):
     return a, p
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_s5_begins_as_hippo(getkey):
     a, p = legs(32)
     normal = a + np.outer(p, p)
@@ -408,7 +408,7 @@ def test_s5_begins_as_hippo(getkey):
     assert uniform.pvalue > 1e-3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_s5_solves_the_differential_equation(getkey):
     """Against SciPy's zero-order hold of the real system with both conjugate halves."""
     with jax.enable_x64(True):

@@ -80,7 +80,7 @@ def everything(fn, args, tangents):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_both_modes_and_second_order(name, getkey):
     fns = [ft.partial(fn, **OPTIONS[name]) for fn in (ours, plain)]
@@ -89,7 +89,7 @@ def test_both_modes_and_second_order(name, getkey):
     assert_close(got, expected, eps=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_vmap(reduction, getkey):
     """Of what is batched, with and without a batch of weights; also per-example gradients."""
@@ -200,7 +200,7 @@ def test_a_sum_in_half_precision_does_not_overflow():
     assert_close(total / 4096, jnp.log(jnp.float32(2)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mixed_dtypes(getkey):
     x, weight, bias = sample(getkey, jnp.bfloat16)
     master = weight.astype(jnp.float32)
@@ -308,7 +308,7 @@ def test_nothing(getkey):
     assert ours(x, weight, bias, labels, reduction="none").shape == (0,)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_numpy_arrays_and_plain_labels(getkey):
     x, weight, bias = map(np.asarray, sample(getkey))
     assert_close(ours(x, weight, bias, np.asarray(LABELS)), plain(x, weight, bias))
@@ -375,7 +375,7 @@ def test_layer_is_the_function(getkey):
     assert grads.bias.shape == (7,)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_layer_with_the_weight_of_an_embedding(getkey):
     embedding = eqx.nn.Embedding(7, 4, key=getkey())
     head = eqg.nn.LinearCrossEntropy(4, 7, use_bias=False, key=getkey())
@@ -559,7 +559,7 @@ def test_chunked_in_other_transformations(getkey):
     assert_close(got, expected, eps=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_chunked_mean_and_other_axes(getkey):
     """Trees of axes, an argument that is not split, integers, keys, `None` and a keyword."""
     xs, weight = jr.normal(getkey(), (3, 7)), jr.normal(getkey(), (3,))
@@ -645,7 +645,7 @@ def test_chunked_numbers_are_static(getkey):
     assert_close(got, plain)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_chunked_half_precision_and_nothing(getkey):
     model, xs, ys = jax.tree.map(lambda x: x.astype(jnp.bfloat16), regression(getkey, 256))
     value, grads = jax.value_and_grad(chunked(squares, chunk=4))(model, xs, ys)

@@ -74,6 +74,7 @@ def _some_are_slow(names):
 
 
 @pytest.mark.thorough
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", _some_are_slow(n for n in JITTED if n not in CHUNKS_OF_TWO))
 def test_each_device_has_its_examples(name):
     """Nothing is gathered or moved, and the gradient of a parameter is summed once."""
@@ -266,7 +267,7 @@ def _arguments(make, setting):
 RECOMPUTED = {"GRU that keeps states", "Recurrent, replayed", "Recurrent, in chunks"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     ["batch", *(pytest.param(s, marks=pytest.mark.slow) for s in ("features", "hidden"))],

@@ -33,7 +33,7 @@ def _check(fn, *args):
     eqgt.assert_trees_close(got, expected, tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10, 2),
     reason="JAX 0.10.0 can't select between constants under `vmap` over an explicit axis",
@@ -103,7 +103,7 @@ def test_gradient_of_the_codebook_of_a_layer():
     eqgt.assert_trees_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     "name",

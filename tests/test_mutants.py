@@ -183,7 +183,7 @@ def test_vector_quantization_with_a_codebook_in_another_precision():
 # ---------------------------------------------------------------- recurrent layers
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "batch", "mapped"),
     [

@@ -102,6 +102,7 @@ CASES = [
 
 
 @pytest.mark.thorough
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("way", "wrap", "uses"), CASES)
 def test_gradient_of_an_argument_without_the_batch(way, wrap, uses):
     """The value, the residual (or factor of the tangent) and the cotangent use the axis."""

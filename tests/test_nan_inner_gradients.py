@@ -44,7 +44,7 @@ def test_a_safe_function_has_no_second_derivative_at_its_kink():
     assert "second derivative" not in record.cure
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_cure_of_a_second_derivative_of_a_safe_function():
     """In the value of the loss, in its gradient, and behind a mask."""
     distances = lambda x: eqg.safe.pairwise_distance(x, x + 0)

@@ -111,6 +111,7 @@ def assert_same(got, expected, tolerance):
 
 
 @pytest.mark.thorough
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "reverse"),
     [
@@ -138,7 +139,7 @@ def test_no_tracer_leaks(name):
         eqx.filter_jit(eqx.filter_grad(lambda args: loss(args, online=True)))(args)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LIF", "MinGRU", "user's"])
 def test_batch_inside_and_outside(name):
     model = MODELS[name]
@@ -158,7 +159,7 @@ def test_batch_inside_and_outside(name):
     assert_same(eqx.filter_grad(lambda m: outside(m, online=True))(model), expected, 1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_batch_of_models():
     models = eqx.filter_vmap(
         lambda key: Decay(eqx.nn.MLP(IN, HIDDEN, 5, 1, jnp.tanh, key=key), jnp.zeros(HIDDEN))
@@ -172,7 +173,7 @@ def test_batch_of_models():
     assert_same(gradient(online=True), gradient(), 1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_second_order():
     decay = lambda d, **options: loss(
         (eqx.tree_at(lambda m: m.decay, MODELS["user's"], d), jnp.zeros(HIDDEN)), **options
@@ -209,7 +210,7 @@ def test_forward_mode_is_the_adjoint(mode, model):
     assert jnp.allclose(dot(t_out, cotangents), dot(tangents, pulled), rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_other_leaves_of_the_carry():
     """Integers, keys and static leaves in the carry; floats that depend on nothing."""
 
@@ -228,7 +229,7 @@ def test_other_leaves_of_the_carry():
     assert_same(jax.grad(lambda w: run(w, online=True))(w), jax.grad(run)(w), 1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_half_precision():
     model = MODELS["MinGRU"]
     half = lambda tree: jax.tree.map(
@@ -343,7 +344,7 @@ def test_eprop_against_the_published_formulas():
     assert np.allclose(got.cell.weight_hh, total, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_eprop_is_exact_for_diagonal_networks():
     """Without recurrent weights, and with recurrent weights of zero for the input weights."""
     model = MODELS["ALIF"]
@@ -624,7 +625,7 @@ def _derivatives(loss, first_only=False):
     return jax.jit(all_of_them)(args)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_rules_in_a_step(name):
     """That of backpropagation through time, where a rule is not the derivative of its value."""

@@ -429,7 +429,7 @@ def explicit_flow(stack, xs):
 
 
 class TestGradientFlow:
-    @pytest.mark.thorough
+    @pytest.mark.slow
     def test_against_explicit_gradients(self, stack, getkey):
         xs = jr.normal(getkey(), (7, 2))
         flow = eqg.gradient_flow(square, stack, xs)

@@ -89,7 +89,7 @@ def _step_on(devices, example, units=8):
     return step.lower(state, text).compile(), state, text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_devices_that_share_a_batch_sum_the_gradients_once(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     example = importlib.import_module("data_parallel")

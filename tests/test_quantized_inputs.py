@@ -8,7 +8,7 @@ import pytest
 from eqx_grads import nn, RuleError
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_inputs_of_a_model_with_quantized_weights(getkey):
     """Training goes on with quantized inputs: the weights and their scales stay."""
     model = eqx.nn.MLP(4, 2, 8, 1, key=getkey())

@@ -40,7 +40,7 @@ def test_the_product_is_the_output_of_the_quantizer(quantizer, dtype, getkey):
     assert int(integers.max()) < low + 2**bits
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_negative_scale_and_an_ensemble(getkey):
     x = jr.normal(getkey(), (5, 7))
     negative = eqx.tree_at(lambda q: q.scale, eqg.nn.LSQ(4, scale=0.2), jnp.array(-0.2))
@@ -113,7 +113,7 @@ def make_quantized(key, dtype=None):
     return eqg.nn.quantize_model(make_network(key, dtype), NETWORK_RULES)[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_a_model_of_integers_has_the_outputs_of_the_model(dtype, getkey):
     model = make_quantized(getkey(), dtype)
@@ -137,7 +137,7 @@ def test_a_model_of_integers_has_the_outputs_of_the_model(dtype, getkey):
     assert jnp.any(grads[6].bias != 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_a_model_of_integers_is_read_into_one_that_was_never_made(dtype, getkey):
     model = make_quantized(getkey(), dtype)
@@ -204,7 +204,7 @@ def _nbytes(model):
     return sum(x.nbytes for x in jax.tree.leaves(model) if eqx.is_array(x))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_integers_of_ensembles_and_scans(scan, getkey):
     mlp = eqx.nn.MLP(3, 2, 4, 3, scan=scan, key=getkey())
@@ -295,7 +295,7 @@ def test_a_calibrated_model_is_read_without_a_batch(quantizer, skeleton, scan, g
     assert equal_bits(read(batch[0]), model(batch[0]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_ensemble_a_channel_axis_and_half_precision(getkey):
     """Where a scale is not a number of the default precision, an array like it is given."""
     key, batch = getkey(), jr.uniform(getkey(), (10, 2, 6)).astype(jnp.bfloat16)

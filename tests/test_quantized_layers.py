@@ -147,7 +147,7 @@ def everything(call, *, thorough):
     return program
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "plain", "shape", "thorough"),
     [
@@ -247,7 +247,7 @@ def test_a_scale_that_training_made_negative(getkey):
         assert jnp.isfinite(both(jnp.array(0.0))[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fake_quantize(getkey):
     x = jr.normal(getkey(), (6, 5), "float32")
     dynamic = nn.FakeQuantize(4, channel_axis=-1)
@@ -405,7 +405,7 @@ def test_entries_and_losses(getkey):
     assert not eqx.filter_grad(loss)((moving, z))[0].codebook.any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_moving_averages(getkey):
     """The counts and the sums of the paper, in NumPy."""
     vq = nn.VectorQuantizer(4, 2, ema=True, decay=0.9, dtype="float32", key=getkey())
@@ -461,7 +461,7 @@ def test_losses_of_nothing_and_of_large_numbers(getkey):
     np.testing.assert_allclose(commitment_loss, 0.25 * expected, rtol=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_vectors_that_are_not_finite_are_left_out(getkey):
     key = getkey()
     z = jr.normal(getkey(), (6, 2), "float32")
@@ -486,7 +486,7 @@ def test_vectors_that_are_not_finite_are_left_out(getkey):
     assert eqx.tree_equal(half.updated(jnp.full((3, 2), 1e30, "float32")), half)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [False, True])
 def test_dead_entries_are_replaced(ema, getkey):
     vq = nn.VectorQuantizer(8, 2, ema=ema, decay=0.5, dead_below=0.2, key=getkey())
@@ -508,7 +508,7 @@ def test_dead_entries_are_replaced(ema, getkey):
     assert eqx.tree_equal(vq.fit(z), vq.fit(z))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_codebook_for_images_and_an_ensemble(getkey):
     images = jr.normal(getkey(), (2, 3, 4, 6), "float32")
     flat = jnp.moveaxis(images, 1, -1).reshape(-1, 3)
@@ -838,7 +838,7 @@ def test_mlp(scan, getkey):
     assert_close(grad(run), grad(plain), tolerance=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ensembles(getkey):
     def make(key):
         key1, key2 = jr.split(key)

@@ -155,7 +155,7 @@ def test_padding(name, getkey):
     assert_close(grad(padded), grad(alone), tolerance=2e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [None, pytest.param((5, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_vmap(name, lengths, getkey):
@@ -452,7 +452,7 @@ def test_one_input_column(layer, cell, getkey):
     assert_close(grad.weight_ih, expected.weight_ih)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_learned_initial_state_and_dropout(getkey):
     layer = nn.GRU(
         3, 4, num_layers=2, dropout=0.5, learn_initial_state=True, key=getkey(), use_bias=False

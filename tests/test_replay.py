@@ -71,7 +71,7 @@ def test_second_order_and_batches(name):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_carry_of_all_kinds():
     """A counter, a key, a static leaf, `None`, and a Python number that becomes an array."""
 

@@ -192,7 +192,7 @@ def test_implicit_around_a_solver_on_the_host():
     eqgt.check_rule(_solver(_equations), _P, order=1, checks=checks, seed=range(4))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_second_derivatives_of_implicit_around_a_solver_on_the_host():
     eqgt.check_rule(_solver(_equations), _P, checks=("order",), seed=range(8))
 

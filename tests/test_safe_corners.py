@@ -230,6 +230,7 @@ def test_every_function_is_in_the_table():
 
 
 @pytest.mark.thorough
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_second_derivatives_are_right_or_nan(name):
     fn, truth, points = CASES[name]
@@ -251,7 +252,7 @@ def test_second_derivatives_are_right_or_nan(name):
                     assert known.all(), point
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm", "hypot", "sqrt", "log", "std", "arcsin", "divide"])
 def test_third_derivatives_are_nan(name):
     fn, _, points = CASES[name]
@@ -303,7 +304,7 @@ def test_what_is_constant_makes_no_nan():
         assert (second(std)(jnp.array([3.0, 1.0])) == 0).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", [2, 1, INF])
 def test_the_distance_of_a_point_to_itself_is_constant(ord):
     """Against distances of pairs of different points."""
@@ -359,7 +360,7 @@ def _of_both(kernel):
     return lambda z: kernel(z[:2], z[2:])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_where_points_coincide(name, kernels):
     """By both points: `d2k/dx dx` is minus `d2k/dx dx'`. In all modes, compiled, batched."""

@@ -91,7 +91,7 @@ def test_functions_of_a_matrix_have_the_right_derivative(spectrum):
                 np.testing.assert_allclose(x, y, rtol=0, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     ["float32", "complex64", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)],
@@ -114,7 +114,7 @@ def test_single_precision(dtype, getkey):
     assert error < {"float32": 1e-3, "complex64": 1e-3, "float16": 0.1, "bfloat16": 0.2}[dtype]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_all_distances_of_two_eigenvalues():
     """From equal to far apart, the error does not exceed a few tolerances. JAX's does."""
     with jax.enable_x64():
@@ -153,7 +153,7 @@ def test_many_equal_eigenvalues_in_single_precision(getkey):
     assert error < 3e-3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_projectors_and_occupations(getkey):
     """A density matrix: the projector on the lowest eigenvectors, a pair of equal ones among
     them, against its contour integral, the resolvent summed around the occupied eigenvalues."""
@@ -178,7 +178,7 @@ def test_projectors_and_occupations(getkey):
         np.testing.assert_allclose(*grads, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_second_derivatives_at_equal_eigenvalues():
     """To the tolerance, and to the machine epsilon divided by its square: 2e-6."""
     with jax.enable_x64():
@@ -198,7 +198,7 @@ def test_second_derivatives_at_equal_eigenvalues():
         np.testing.assert_allclose(forward, jnp.sum(expected * t), atol=3e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_second_derivatives_of_separate_eigenvalues_are_exact():
     with jax.enable_x64():
         a = _with_eigenvalues(jr.key(1), [-1.0, 0.5, 2.0])
@@ -282,7 +282,7 @@ def test_functions_of_singular_values(matrix):
                 np.testing.assert_allclose(x, y, rtol=0, atol=3e-6, err_msg=name)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_even_functions_on_the_left():
     with jax.enable_x64():
         a = 0.5 * _orthogonal(jr.key(0), 3)
@@ -292,7 +292,7 @@ def test_even_functions_on_the_left():
         np.testing.assert_allclose(*grads, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(3, 3), (4, 2), pytest.param((2, 4), marks=pytest.mark.slow)]
 )
@@ -314,7 +314,7 @@ def test_complex_matrices(shape):
                 np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_complex_hermitian_matrices():
     with jax.enable_x64():
         re, im = jr.normal(jr.key(0), (2, 3, 3))
@@ -332,7 +332,7 @@ def test_complex_hermitian_matrices():
 # ---------------------------------------------------------------- transformations and edges
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_transformations(getkey):
     """`vmap`, batch dimensions, `scan` and `checkpoint`, against a loop over the matrices."""
     a = jnp.stack([jnp.eye(3), jnp.diag(jnp.array([1.0, 2.0, 2.0]))])

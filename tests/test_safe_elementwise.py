@@ -264,7 +264,7 @@ CONVENTIONS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_conventions():
     names = {key[0] for key in CONVENTIONS}
     points = {name: [key[1:] for key in CONVENTIONS if key[0] == name] for name in names}
@@ -288,7 +288,7 @@ def test_conventions():
             assert tuple(float(t[i]) for t in forward) == expected, (name, point)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_mask_on_the_result_is_enough():
     """Derivatives are finite at infinity, at a pole and outside of the domain. Second ones are
     not finite at a pole: see `test_safe_corners.py`."""

@@ -128,7 +128,7 @@ def _orders(n_arguments):
     return [order for order in orders if sum(order) <= 3]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", CASES)
 def test_to_the_third_order_in_all_nestings(name, dtype):
@@ -155,7 +155,7 @@ def test_to_the_third_order_in_all_nestings(name, dtype):
             )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("order", [4, 5])
 def test_higher_derivatives_of_log_ndtr_in_the_tail(order, dtype):
@@ -250,7 +250,7 @@ def test_derivatives_of_power_in_its_base(dtype):
 LINEAR = {("divide", 0), ("xlogy", 0), ("xlog1py", 0)}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nan_has_the_derivative_nan():
     """As in JAX, so that it is not hidden; to the second order too."""
     names = [*FORMULAS, "logaddexp"]

@@ -146,7 +146,7 @@ def _logits(dtype):
     return grid.rounded(dtype, [-large, -100, -3.3, -tiny, 0.0, 0.7, 88.0, large])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_exponentials_are_right(dtype):
     fns = [
@@ -427,7 +427,7 @@ def _forward_algorithm(log_a, log_b, logsumexp):
     return logsumexp(jax.lax.scan(step, log_p, log_b[1:])[0], 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_expected_transitions_of_a_left_right_model():
     """Against the counts of all paths, one by one; they sum to the number of steps."""
     with jax.enable_x64():
@@ -493,7 +493,7 @@ def test_empty_arrays():
     assert jax.grad(safe.norm)(empty).shape == (0, 3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_complex_numbers():
     z = jnp.array([3 + 4j, 0, 1e-30 + 1e-30j], jnp.complex64)
     assert safe.norm(z).dtype == jnp.float32

@@ -143,7 +143,7 @@ class Cell(eqx.Module):
         return self(h, x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_modules_methods_and_closures(getkey):
     weight, h, xs = arguments(getkey)
     module = Cell(weight, jnp.tanh, 2)

@@ -129,7 +129,7 @@ def test_says_so():
             jax.grad(lambda x: jax.lax.scan(lambda h, x: (h + x, h), 0.0, x)[0])(jnp.ones(3))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
 @pytest.mark.parametrize(

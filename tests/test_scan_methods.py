@@ -161,7 +161,7 @@ def test_the_error_names_the_reason(reason, truncate, methods):
     assert_trees_close(auto, over_batch(h, None))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gradient_flow_sees_the_steps():
     """Without a mark that the scan knows: it asks for visible steps."""
 

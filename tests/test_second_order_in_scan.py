@@ -392,13 +392,14 @@ slowly = lambda names, quick: [
 
 
 @pytest.mark.thorough
+@pytest.mark.every(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rule", slowly(OF_TWO, QUICK))
 def test_all_modes_of_the_second_derivative(rule, method):
     check_orders(rule, of_two, method, SECOND)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [of_two_nested, of_two_batched])
 @pytest.mark.parametrize("method", slowly(REVERSE_IN_TIME, ("checkpoint='replay'",)))
 @pytest.mark.parametrize("rule", slowly(OF_TWO, QUICK))

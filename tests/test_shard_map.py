@@ -292,7 +292,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n in ("GRU", "LRU") else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS],

@@ -52,7 +52,7 @@ def _normals(seed, xs):
     return [jr.normal(key, x.shape, x.dtype) for key, x in zip(keys, xs, strict=True)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which", "check_vma", "mode"), list(_parameters()))
 def test_op(name, which, check_vma, mode):
     case = CASES[name]

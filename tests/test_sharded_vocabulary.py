@@ -83,7 +83,7 @@ def test_under_jit(name, kind, reduction):
         assert not [line for line in lines if re.search(rf"\[{rows}\D", line)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduction", ["sum", pytest.param("none", marks=pytest.mark.slow)])
 def test_axis_name(reduction, check_vma):

@@ -193,7 +193,7 @@ def by_hand(values, xs, name, reset="subtract", detach_reset=True):
     return loss_of(*map(jnp.stack, zip(*outputs, strict=True)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_gradient_through_the_reset():
     """Where snnTorch has no number: the adaptation, and a reset that is not detached."""
     for name, options in (
@@ -228,7 +228,7 @@ TRANSFORMS = {
 QUICK = ("jvp(grad)", "grad(vmap)")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMS],

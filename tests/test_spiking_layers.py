@@ -96,7 +96,7 @@ def keeping(keep, layer):
 # ---------------------------------------------------------------- against the cells
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(("name", "reset", "detach", "learn"), CASES)
 def test_values_and_gradients(name, reset, detach, learn, getkey):
@@ -113,7 +113,7 @@ def test_values_and_gradients(name, reset, detach, learn, getkey):
             assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 def test_leaky_integrators(getkey):
     with jax.enable_x64(True):
@@ -121,7 +121,7 @@ def test_leaky_integrators(getkey):
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(
     ("name", "reset"),
@@ -146,7 +146,7 @@ def test_gradient_of_one_output(name, reset, getkey):
             assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), tolerance=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(
     "name", ["CuBaLIF", *(pytest.param(n, marks=pytest.mark.slow) for n in ("LIF", "RALIF"))]
@@ -170,7 +170,7 @@ def test_padding(name, reverse, getkey):
             )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", ["RLIF", pytest.param("ALIF", marks=pytest.mark.slow)])
 def test_stacked_and_bidirectional(name, getkey):
@@ -180,7 +180,7 @@ def test_stacked_and_bidirectional(name, getkey):
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", ["LIF", pytest.param("RCuBaLIF", marks=pytest.mark.slow)])
 def test_without_input_weights(name, getkey):
@@ -194,7 +194,7 @@ def test_without_input_weights(name, getkey):
         assert_close(both(run)(args), both(reference)(args), tolerance=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("name", ["LIF", pytest.param("RALIF", marks=pytest.mark.slow)])
 def test_forward_mode_and_second_order(name, getkey):
@@ -359,7 +359,7 @@ def test_gradient_flow_per_step(getkey):
     assert eqg.gradient_flow(total, layer)["cells[0][0]"].shape == (5,)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_dropout_and_casting(getkey):
     layer = nn.LIF(3, 4, 0.5, num_layers=2, dropout=0.5, key=getkey(), **SINGLE)
     xs, key = 3 * jr.normal(getkey(), (2, 20, 3), "float32"), getkey()

@@ -183,7 +183,7 @@ def _sigmoids(x, t, k):
     return jax.nn.sigmoid(x - u)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_top_k():
     x = jnp.array([[0.3, -1.0, 0.9, 0.2], [2.0, 2.0, -np.inf, 2.0], [np.inf, 0, 1, -np.inf]])
     for k in (1, 2, 3, 4):
@@ -201,7 +201,7 @@ def test_top_k():
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_derivatives_of_top_k(k):
     weight = jnp.array([[1.0, -2.0, 0.5, 0.1], [0.3, 0.1, 4.0, 2.0]])
@@ -566,7 +566,7 @@ def test_fsq(levels, getkey):
     assert np.array_equal(bits(back), bits(codebook))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fsq_derivative(getkey):
     levels = (8, 5, 2)
     with jax.enable_x64(True):
@@ -618,7 +618,7 @@ def test_nearest_entries_far_from_the_origin(getkey):
 # ---------------------------------------------------------------- samples
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_argmax_of_noisy_logits_is_distributed_as_the_softmax(getkey):
     logits = jnp.array([0.3, -1.0, 1.5, 0.0, -np.inf])
     n = 300_000
@@ -634,7 +634,7 @@ def _reinmax(x, key):
     return ste.reinmax(x, key=key)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_bits_are_distributed_as_they_should(getkey):
     p = jnp.array([0.0, 0.1, 0.5, 0.93, 1.0])
     n = 300_000
@@ -654,7 +654,7 @@ def test_bits_are_distributed_as_they_should(getkey):
     assert jnp.isnan(ste.bernoulli(jnp.nan, key=key))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_hard_sample_has_the_gradient_of_the_soft_one(getkey):
     logits, weight, key = jr.normal(getkey(), (4, 3)), jr.normal(getkey(), (4, 3)), getkey()
     noise = jr.gumbel(key, (4, 3), logits.dtype)
@@ -682,7 +682,7 @@ def test_a_hard_sample_has_the_gradient_of_the_soft_one(getkey):
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reinmax_is_right_to_second_order(getkey):
     """Its mean over all outcomes is the gradient of the mean, for a quadratic loss. That of
     the plain straight-through gradient is not."""

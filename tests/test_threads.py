@@ -148,7 +148,7 @@ def _fresh_rules(kinds, ways):
         assert_close(got[i], (expected, (plain(x), a * jnp.cos(x))), eps=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fresh_rules():
     _fresh_rules(RULES, WAYS[::2])
 
@@ -233,7 +233,7 @@ def shared_step(h, x):
     return jnp.tanh(0.9 * h + x), h
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpoint",
     ["replay", *(pytest.param(c, marks=pytest.mark.slow) for c in (None, "sqrt", "auto", 2))],
@@ -271,7 +271,7 @@ def test_an_eager_scan_is_compiled_once():
     assert got == [expected] * 2 * N_THREADS
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_control_flow_and_recurrences():
     def program(x, cond, while_loop, recurrence):
         x = cond(x > 0, lambda x: jnp.sin(x), lambda x: x, x)
@@ -305,7 +305,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["GRU", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYERS)[1:])]
 )
@@ -451,7 +451,7 @@ def test_host_functions():
         assert_close((gradient, tangent), (jnp.cos(x), jnp.cos(x) * x), eps=100)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_implicit_functions():
     pytest.importorskip("lineax")
 

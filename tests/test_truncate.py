@@ -91,7 +91,7 @@ def test_cotangents_of_one_part_only(part, window):
         assert weights["w"].any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [6, 7])
 def test_all_orders_and_batches(window):
     def all_of_it(f):
@@ -125,7 +125,7 @@ def test_all_orders_of_every_step(name):
     assert_close(jax.jit(lambda: all_of_it(f))(), jax.jit(lambda: all_of_it(plain))(), eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_keys_counters_and_static_leaves():
     def value(weight, options):
         def step(carry, x):

@@ -349,6 +349,7 @@ _OF_COMPLEX = {
 
 
 @pytest.mark.thorough
+@pytest.mark.every(4)
 @pytest.mark.parametrize("policy", ["selected", "zero"])
 @pytest.mark.parametrize("name", _OF_COMPLEX)
 def test_between_real_and_complex(name, policy):
@@ -466,7 +467,7 @@ def test_what_another_example_takes_is_kept():
     np.testing.assert_array_equal(jax.grad(lambda x: mean(eqg.zero_safe(loss), x))(x), grad)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_strict_promotion():
     def loss(w, x):
         h = jnp.where(x > 0, jnp.sqrt(x), 0.0) @ jnp.where(w > 0, jnp.log(w), 0.0)

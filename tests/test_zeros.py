@@ -174,7 +174,7 @@ def test_what_a_rule_is_given():
     assert all(flags == ({**nones, "x": False}, True) for flags in seen)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rule_may_apply_its_own_function_to_a_tangent():
     """As a bilinear function does: `f(t_x, y) + f(x, t_y)`."""
     f = eqg.custom_jvp(lambda x, y: x @ y)
