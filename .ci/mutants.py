@@ -45,7 +45,7 @@ SUITES = {"old": "tests/test_*.py", "guard": "tests/guard/**/test_*.py"}
 IMPORTED = (
     "jax equinox beartype jaxtyping hypothesis mpmath scipy.stats optax optimistix diffrax"
 )
-RECORDING = 3600  # seconds that a test may take while it is recorded
+RECORDING = 4 * 3600  # seconds that a test file may take while it is recorded
 PROCESSES = 3  # for a mutant: each test that does not end, or crashes, takes one
 MEMORY = 8 * 2**30
 
@@ -339,13 +339,10 @@ def read_results(work: Path, suite: str) -> dict[str, dict[str, Any]]:
 def run_all(work: Path, suite: str, chosen: list[Mutant], args: argparse.Namespace) -> None:
     tests, known = Tests(work, suite), read_results(work, suite)
     is_open = lambda old: old is None or (args.again and not old["noticed"] and old["cut"])
-    until = time.time() + 60 * args.minutes
 
     def do(mutant: Mutant, tree: Path) -> None:
         target = tree / mutant.path
         source, stat = target.read_bytes(), target.stat()
-        if time.time() > until:
-            return
         try:
             target.write_bytes(mutant.apply(source))
             result = run_tests(tree, tests.of(mutant), args)
@@ -370,7 +367,9 @@ def control(work: Path, suite: str, args: argparse.Namespace) -> None:
     print(f"control of {suite}: {len(tests)} tests,", found or "all pass")
 
 
-def report(work: Path, chosen: list[Mutant], why: dict[str, str]) -> None:
+def report(work: Path, chosen: list[Mutant], reasons: Path | None, names: set[str]) -> None:
+    """Print the tables. In the file of reasons, each mutant that the guard does not notice has
+    an entry. The entries of mutants that no longer exist are dropped."""
     results = {suite: read_results(work, suite) for suite in SUITES}
     known = [m for m in chosen if all(m.name in results[suite] for suite in SUITES)]
     noticed = {s: {m.name for m in known if results[s][m.name]["noticed"]} for s in SUITES}
@@ -379,21 +378,24 @@ def report(work: Path, chosen: list[Mutant], why: dict[str, str]) -> None:
     for title, label in (("room", lambda m: room_of(m.path)), ("kind", lambda m: m.kind)):
         print(f"\n| {title} | mutants | old | guard | both |\n|---|--:|--:|--:|--:|")
         for row in (*sorted(set(map(label, known))), "all"):
-            names = {m.name for m in known if row in ("all", label(m))}
-            counts = [len(names & noticed[suite]) for suite in noticed]
-            shares = [f"{n} ({100 * n / len(names):.0f} %)" for n in counts]
-            print(f"| {row} | {len(names)} | {' | '.join(shares)} |")
-    print(
-        "\nThe guard does not notice:\n\n| mutant | before | after | old suite | cut | reason |"
-    )
-    print("|---|---|---|---|---|---|")
-    for m in known:
-        if m.name not in noticed["guard"]:
-            texts = [" ".join(text.split()).replace("|", "\\|") for text in (m.before, m.after)]
-            old = [Path(file).stem for file in results["old"][m.name]["noticed"]]
-            cells = f"{m.kind}: {m.path}:{m.line}", *(f"`{text}`" for text in texts)
-            cut = len(results["guard"][m.name]["cut"]) or ""
-            print("|", " | ".join([*cells, ", ".join(old), str(cut), why.get(m.name, "")]), "|")
+            those = {m.name for m in known if row in ("all", label(m))}
+            counts = [len(those & noticed[suite]) for suite in noticed]
+            shares = [f"{n} ({100 * n / len(those):.0f} %)" for n in counts]
+            print(f"| {row} | {len(those)} | {' | '.join(shares)} |")
+    survivors = [m for m in known if m.name not in noticed["guard"]]
+    why = json.loads(reasons.read_text()) if reasons and reasons.exists() else {}
+    why = {m.name: "" for m in survivors} | why
+    why = {name: why[name] for name in why if name in names - noticed["guard"]}
+    if reasons:
+        reasons.write_text(json.dumps(why, indent=4, ensure_ascii=False) + "\n")
+    print(f"\nThe guard does not notice {len(survivors)}:\n")
+    print("| mutant | before | after | old suite | cut | reason |\n|---|---|---|---|---|---|")
+    for m in survivors:
+        texts = [" ".join(text.split()).replace("|", "\\|") for text in (m.before, m.after)]
+        old = [Path(file).stem for file in results["old"][m.name]["noticed"]]
+        cells = f"{m.kind}: {m.path}:{m.line}", *(f"`{text}`" for text in texts), ", ".join(old)
+        cut = len(results["guard"][m.name]["cut"]) or ""
+        print("|", " | ".join([*cells, str(cut), why[m.name]]), "|")
 
 
 def main() -> None:
@@ -408,7 +410,6 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1000, help="the most direct ones")
     parser.add_argument("--per-file", type=float, default=60.0, help="CPU seconds")
     parser.add_argument("--per-mutant", type=float, default=60.0, help="thrice if none notices")
-    parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--again", action="store_true", help="also survivors that were cut")
     parser.add_argument("--reasons", type=Path, help="JSON: why a mutant may survive")
     args = parser.parse_intermixed_args()
@@ -421,14 +422,8 @@ def main() -> None:
     )
     chosen = [m for m in chosen if all(part in m.name for part in args.only)]
     if args.command == "report":
-        has_reasons = args.reasons is not None and args.reasons.exists()
-        why = json.loads(args.reasons.read_text()) if has_reasons else {}
         names = {m.name for path, source in sources.items() for m in mutants_of(path, source)}
-        if gone := [name for name in why if name not in names]:
-            why = {name: reason for name, reason in why.items() if name in names}
-            args.reasons.write_text(json.dumps(why, indent=4, ensure_ascii=False) + "\n")
-            print(f"Reasons dropped, as their mutants are gone: {gone}\n")
-        return report(work, chosen, why)
+        return report(work, chosen, args.reasons, names)
     for name in IMPORTED.split():
         __import__(name)
     for suite in suites:

@@ -47,47 +47,26 @@ def record_reached(root: Path, cache: Path) -> "Reached":
 class _Instrumented(ast.NodeTransformer):
     def __init__(self, path: str, source: str):
         self.path = path
-        self.source = source.splitlines()
+        self.lines = source.splitlines()
         self.scope: list[str] = []
 
-    def _block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        block = []
-        for statement in statements:
-            is_docstring = isinstance(statement, ast.Expr) and isinstance(
-                statement.value, ast.Constant
-            )
-            if not is_docstring and not isinstance(statement, ast.Nonlocal | ast.Global):
-                line = self.source[statement.lineno - 1]
-                key = ast.Constant(statement_key(self.path, self.scope, line))
-                call = ast.Call(ast.Name(_REPORT, ast.Load()), [key], [])
-                block.append(ast.copy_location(ast.Expr(call), statement))
-            block.append(self.visit(statement))
-        return block
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        self.scope.append(node.name)
-        self.generic_visit(node)
-        self.scope.pop()
+    def generic_visit(self, node: Any) -> Any:
+        names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        self.scope += names
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody") if self.scope else ():
+            block = getattr(node, field, None)
+            if isinstance(block, list) and not isinstance(node, ast.ClassDef):
+                setattr(node, field, [new for old in block for new in self._reported(old)])
+        self.scope = self.scope[: len(self.scope) - len(names)]
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self.scope.append(node.name)
-        self._inside(node)
-        self.scope.pop()
-        return node
-
-    def _inside(self, node: Any) -> Any:
-        if self.scope:  # not at import
-            for field in ("body", "orelse", "finalbody"):
-                if getattr(node, field, None):
-                    setattr(node, field, self._block(getattr(node, field)))
-            for case in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                case.body = self._block(case.body)
-        else:
-            self.generic_visit(node)
-        return node
-
-    visit_If = visit_For = visit_While = visit_With = visit_Try = visit_Match = _inside
+    def _reported(self, statement: ast.stmt) -> list[ast.stmt]:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            return [statement]  # a docstring is the first statement
+        key = statement_key(self.path, self.scope, self.lines[statement.lineno - 1])
+        call = ast.Call(ast.Name(_REPORT, ast.Load()), [ast.Constant(key)], [])
+        return [ast.copy_location(ast.Expr(call), statement), statement]
 
 
 class Reached:
