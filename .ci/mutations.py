@@ -72,49 +72,34 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 
 def sample(sources: dict[str, bytes], number: int, seed: int, least: int = 10) -> list[Mutant]:
     """About `number` mutants: `least` of each room, and the others in proportion to the square
-    root of how many the room has. The choice from a room depends on that room only, up to its
-    share."""
+    root of how many the room has. The choice from a room depends on its code and its share."""
     rooms: dict[str, list[Mutant]] = {}
     for path, source in sorted(sources.items()):
-        rooms.setdefault(room_of(path), []).extend(mutants_of(path, source))
-    rooms = {room: pool for room, pool in rooms.items() if pool}
-    weights = {room: math.sqrt(len(pool)) for room, pool in rooms.items()}
-    others = max(0, number - least * len(rooms)) / sum(weights.values())
+        if found := mutants_of(path, source):
+            rooms.setdefault(room_of(path), []).extend(found)
+    others = number - least * len(rooms)
+    unit = others / sum(math.sqrt(len(pool)) for pool in rooms.values())
+    shares = {room: least + round(unit * math.sqrt(len(pool))) for room, pool in rooms.items()}
     return [
-        mutant
-        for room, pool in sorted(rooms.items())
-        for mutant in _of_room(pool, sources, least + round(others * weights[room]), seed)
+        m for room in sorted(rooms) for m in _of_room(room, rooms[room], shares[room], seed)
     ]
 
 
-def _of_room(
-    pool: list[Mutant], sources: dict[str, bytes], share: int, seed: int
-) -> list[Mutant]:
-    """The kinds alternate, from the file that has the fewest so far. No two mutants change the
-    same statement."""
-    rank = {m.name: zlib.crc32(f"{seed} {m.name}".encode()) for m in pool}
-    room = room_of(pool[0].path)
-    kinds = sorted(KINDS, key=lambda kind: zlib.crc32(f"{seed} {room} {kind}".encode()))
+def _of_room(room: str, pool: list[Mutant], share: int, seed: int) -> list[Mutant]:
+    """The kinds alternate, and each mutant is from the file that has the fewest so far. No two
+    mutants change the same statement."""
+    rank = lambda text: zlib.crc32(f"{seed} {text}".encode())
     chosen: list[Mutant] = []
     n_of: Counter[str] = Counter()
-    while len(chosen) < share and pool:
-        for kind in kinds:
-            of_kind = [m for m in pool if m.kind == kind]
-            if of_kind and len(chosen) < share:
-                mutant = min(of_kind, key=lambda m: (n_of[m.path], rank[m.name]))
-                pool = [m for m in pool if m.key != mutant.key]
-                if _compiles(mutant, sources[mutant.path]):
-                    chosen.append(mutant)
-                    n_of[mutant.path] += 1
+    for kind in itertools.cycle(sorted(KINDS, key=lambda kind: rank(f"{room} {kind}"))):
+        if len(chosen) == share or not pool:
+            break
+        if of_kind := [m for m in pool if m.kind == kind]:
+            mutant = min(of_kind, key=lambda m: (n_of[m.path], rank(m.name)))
+            pool = [m for m in pool if m.key != mutant.key]
+            n_of[mutant.path] += 1
+            chosen.append(mutant)
     return chosen
-
-
-def _compiles(mutant: Mutant, source: bytes) -> bool:
-    try:
-        compile(mutant.apply(source), mutant.path, "exec", dont_inherit=True)
-    except SyntaxError:
-        return False
-    return True
 
 
 class _Finder(ast.NodeVisitor):
