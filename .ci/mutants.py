@@ -1,9 +1,9 @@
 """Count the mutants of the library that the tests notice: `make mutants`.
 
 Each mutant (see `mutations.py`) is written into a copy of the tree. Two suites run on it, each
-on its own: `old` is the quick tests of `tests/test_*.py`, `guard` those of `tests/guard`. A
-process runs the tests that reach the changed statement (see `reached.py`), the cheapest first,
-and leaves a test file at its first failure. So the results name every file that notices.
+on its own: `old` (the quick tests of `tests/test_*.py`) and `guard` (`tests/guard`). A process
+runs the tests that reach the changed statement (see `reached.py`), the cheapest first, and
+leaves a test file at its first failure. So the results name every file that notices.
 
 `--files`, `--per-file` and `--per-mutant` limit the run; the results name the files that were
 cut. The results are lines of JSON in the folder `--work`, and the next run adds what is
@@ -284,8 +284,15 @@ def record(work: Path, suite: str, n_jobs: int) -> None:
         (*message,), ended = in_child(run, RECORDING, tree.parent / "log")
         print(f"{file}: {_cpu_of_children() - before:.0f} s {ended}", *message, flush=True)
 
-    missing = [file for file in files_of(suite) if not reached_by(work, file).exists()]
-    in_parallel(n_jobs, missing, work, do)
+    in_parallel(n_jobs, [f for f in files_of(suite) if not is_recorded(work, f)], work, do)
+
+
+def is_recorded(work: Path, file: str) -> bool:
+    """Whether the record is younger than the file, and than all files of the guard."""
+    test, result = ROOT / file, reached_by(work, file)
+    sources = [test] if test.parent == ROOT / "tests" else test.parent.rglob("*.py")
+    times = [path.stat().st_mtime for path in sources]
+    return result.exists() and max(times) < result.stat().st_mtime
 
 
 class Tests:
@@ -303,9 +310,9 @@ class Tests:
             self.files.append(found)
 
     def of(self, mutant: Mutant) -> dict[str, float]:
-        """Those that reach the statement, then those in a file that reaches it when it is
-        imported. If there is none, as the statement is new or runs when the library is
-        imported: those that reach its function, or its file."""
+        """The tests that reach the statement, then the tests of a file that reaches it at
+        import. If no test is recorded, the statement is new, or runs when the library is
+        imported. Then the result is the tests that reach its function, or its file."""
         within = mutant.key.partition(": ")[0]
         prefix = (within,) if within.endswith("::") else (f"{within}:", f"{within}.")
         for is_wanted in (mutant.key.__eq__, lambda key: key.startswith(prefix)):
@@ -338,7 +345,7 @@ def read_results(work: Path, suite: str) -> dict[str, dict[str, Any]]:
 
 def run_all(work: Path, suite: str, chosen: list[Mutant], args: argparse.Namespace) -> None:
     tests, known = Tests(work, suite), read_results(work, suite)
-    is_open = lambda old: old is None or (args.again and not old["noticed"] and old["cut"])
+    is_open = lambda old: old is None or (args.again and not old["noticed"])
 
     def do(mutant: Mutant, tree: Path) -> None:
         target = tree / mutant.path
@@ -410,7 +417,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1000, help="the most direct ones")
     parser.add_argument("--per-file", type=float, default=60.0, help="CPU seconds")
     parser.add_argument("--per-mutant", type=float, default=60.0, help="thrice if none notices")
-    parser.add_argument("--again", action="store_true", help="also survivors that were cut")
+    parser.add_argument("--again", action="store_true", help="also those that nothing noticed")
     parser.add_argument("--reasons", type=Path, help="JSON: why a mutant may survive")
     args = parser.parse_intermixed_args()
     args.work.mkdir(parents=True, exist_ok=True)
