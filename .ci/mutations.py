@@ -3,8 +3,8 @@
 A mutant is a fault that somebody could have made. It has another sign, branch or mask, an index
 that is off by one, or two swapped elements of a tuple. Or it lacks a term, a factor, a
 statement, a sum, a cast, a check, a conjugate, a `stop_gradient` or a part of the key of a
-cache. Or it has a tolerance ten times as large or as small. A suite that passes on a mutant does
-not test what was changed (`mutants.py` counts those). Texts of errors, docstrings and
+cache. Or it has a tolerance ten times as large or as small. A suite that passes on a mutant
+does not test what was changed (`mutants.py` counts those). Texts of errors, docstrings and
 annotations stay.
 """
 
