@@ -216,17 +216,16 @@ def copy_of_tree(folder: Path) -> Path:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     names = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
-    for name in names:
-        source, target = ROOT / name, tree / name
-        if not target.exists() or target.read_bytes() != source.read_bytes():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
+    content = lambda path: path.read_bytes() if path.exists() else None
+    changed = [name for name in names if content(tree / name) != content(ROOT / name)]
+    for name in changed:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tree / name)
     for package in ("eqx_grads", "tests"):
         for target in (tree / package).rglob("*.py"):
             if str(target.relative_to(tree)) not in names:
                 target.unlink()
-    if not (tree / "eqx_grads" / "__pycache__").exists():
-        # A process that imports everything writes the compiled files.
+    if changed:  # a process that imports everything writes the compiled files
         collect = lambda send: pytest_in(tree, ["--collect-only", "tests"])
         in_child(collect, RECORDING, folder / "log")
     return tree
