@@ -125,9 +125,13 @@ test-x64: TESTS = $(DIFFERS_IN_X64)
 test-x64: $(VENV)/.tests _prune  ## what can differ in double precision
 	JAX_ENABLE_X64=1 $(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(MARKS)
 
+MUTANTS = $(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py --work $(VENV)/mutants
+
 mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they noticed? (hours)
-	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py reached --work $(VENV)/mutants
-	$(COMPILE_QUICKLY) $(BIN)/python .ci/mutants.py run --work $(VENV)/mutants
+	$(MUTANTS) reached
+	$(MUTANTS) run --suite guard
+	$(MUTANTS) run --suite old --files 25 --per-file 4 --per-mutant 30
+	$(MUTANTS) report --reasons tests/guard/survivors.json
 
 fuzz: $(VENV)/.tests  ## random cases: SEED=7 CASES=1000
 	$(BIN)/python -m tests.fuzz $(SEED) $(CASES)
