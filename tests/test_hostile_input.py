@@ -24,6 +24,7 @@ MASKED = "masked array"  # JAX refuses them where they enter, in its own words, 
 NO_ARRAYS = ("array of objects", "array of strings", "array of dates", "structured array")
 KNOWN = {
     ("custom_vjp.def_bwd", "bwd", "none"): "then it is a decorator, and there is no rule",
+    ("linear_function", "rmatvec", "none"): "then it is defined later, and the call says so",
     ("elementwise", "derivative", "none"): "then it is a decorator of the derivative",
     **{("filter_scan", "init", kind): "the error is that of JAX" for kind in NO_ARRAYS},
 }

@@ -191,7 +191,7 @@ target(
     xs=(jnp.ones((4, 2)), _four_steps),
     length=(4, optional(integer(4, 4))),
     reverse=FLAG,
-    unroll=(1, either(flag, size)),
+    unroll=(1, either(flag, integer(0, 10**40))),
     checkpoint=(None, either(one_of(None, "auto", "sqrt", "replay"), size)),
     truncate=(None, optional(size)),
     online=(False, either(flag, one_of("e-prop"))),

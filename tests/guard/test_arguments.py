@@ -1,0 +1,41 @@
+"""A wrong argument is an error that names it, or has a right answer: `tests/hostile` has the
+public functions and layers, with what each argument may be."""
+
+import zlib
+
+import pytest
+
+from ..hostile import TARGETS
+from ..test_hostile_input import _faults, _no_type_checks  # noqa: F401  as users run it
+
+
+# What tells a check that is missing; `test_hostile_input` has all kinds, which are slow tests.
+TELLING = (
+    "none",
+    "string",
+    "function",
+    "negative",
+    "zero",
+    "fraction",
+    "nan",
+    "some floats",
+    "one axis more",
+    "one longer",
+    "integers",
+    "complex array",
+    "misspelled",
+)
+PARTS = 8
+
+
+def _some_kinds(target, argument):
+    """Other kinds for other arguments, and the same in every run."""
+    return sorted(TELLING, key=lambda kind: zlib.crc32(f"{target}{argument}{kind}".encode()))[
+        :6
+    ]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_wrong_arguments(part):
+    targets = [name for name in list(TARGETS)[part::PARTS] if not TARGETS[name].is_eager]
+    assert not _faults(targets, _some_kinds)
