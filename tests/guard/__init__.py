@@ -1,0 +1,1 @@
+"""The guard: every public op keeps the contract, in each of its properties."""
