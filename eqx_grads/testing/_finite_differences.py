@@ -3,9 +3,9 @@
 A long step has a large truncation error, a short step a large rounding error, and the best
 step depends on the function. So several steps are tried, and each is extrapolated with its
 half. The estimate that changes least from one step to the next is returned. Its error is that
-change, and what rounding explains: by chance, two rounded values may not change at all. A step to
-where the function raises an error, or is not finite, counts for nothing;
-if all do, there are differences of one side.
+change, and what rounding explains, as two rounded values may be equal by chance. A step to
+where the function raises an error, or is not finite, counts for nothing; if all do, there are
+differences of one side.
 
 Values that are rounded to float32 are the same at two points that are close to each other, so
 that two short steps may agree on a slope of zero. Of a function with such values the rounding
