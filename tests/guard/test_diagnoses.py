@@ -1,7 +1,7 @@
-"""The diagnoses: causes that are more than one hop, or more than one path, from what they spoil.
+"""The diagnoses: causes that are several hops, or several paths, away from what they spoil.
 
-Each program is run twice: with arguments that have the cause, of which the fields of the records
-are known, and with others that have not, for which nothing is reported.
+Each program is run twice: with arguments that have the cause, of which the fields of the
+records are known, and with others that have not, for which nothing is reported.
 """
 
 from collections.abc import Callable
@@ -229,7 +229,7 @@ def overflow(m):
 
 @nan(
     arrays(x=[1.0, np.nan], y=[1.0, 2.0]), arrays(x=[1.0, 2.0], y=[1.0, 2.0]),
-    [{"kind": "NaN in the input", "primitive": "model['x']", "index": (1,), "is_forward": True}],
+    [{"kind": "NaN in the input", "primitive": "model['x']", "index": (1,)}],
     ["x", "y"],
 )  # fmt: skip
 def nan_in_the_input(m):
@@ -238,7 +238,7 @@ def nan_in_the_input(m):
 
 @nan(
     arrays(x=[1.0, np.inf], y=[1.0, 2.0]), arrays(x=[1.0, 2.0], y=[1.0, 2.0]),
-    [{"kind": "inf in the input", "primitive": "model['x']", "index": (1,), "is_forward": True}],
+    [{"kind": "inf in the input", "primitive": "model['x']", "index": (1,)}],
     ["y"],
 )  # fmt: skip
 def infinity_in_the_input(m):
@@ -737,16 +737,19 @@ class Sines(eqx.Module):
         return x
 
 
+@pytest.mark.parametrize("is_group", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-def test_advice_on_layers(n):
+def test_advice_on_layers(n, is_group):
+    """Of one layer alone, a checkpoint has to compute all again at the peak."""
     layers = [Sines(jnp.eye(16), n) for _ in range(3)]
-    loss = lambda m, x: jnp.sum(m["c"](m["b"](m["a"](x))))
-    report = _memory(loss, dict(zip("abc", layers, strict=True)), jnp.ones((16, 40)))
-    assert {r.path for r in report.found} == {"['a']", "['b']", "['c']"}
+    names = range(3) if is_group else "abc"
+    model = layers if is_group else dict(zip(names, layers, strict=True))
+    loss = lambda m, x: jnp.sum(m[names[2]](m[names[1]](m[names[0]](x))))
+    report = _memory(loss, model, jnp.ones((16, 40)))
     # The cosines of each layer, and its results that go into products.
-    of_c = 2560 * (2 * n - 1)
-    assert report.by_path() == {"['a']": 2560 * 2 * n, "['b']": 2560 * 2 * n, "['c']": of_c}
-    assert {a.kind for a in report.advice} == {"layer"}
+    sizes = [2560 * 2 * n, 2560 * 2 * n, 2560 * (2 * n - 1)]
+    assert report.by_path() == {f"[{x!r}]": size for x, size in zip(names, sizes, strict=True)}
+    assert [(a.kind, a.path) for a in report.advice] == [("layer", "[*]")] * is_group
 
 
 @pytest.mark.parametrize(
