@@ -236,11 +236,6 @@ def conversions_inside(k):
     return jvp_rule(fn, lambda p, t: 3 * p[0] ** 2 * t[0] * factor(t[0])), (x_of("float32"),)
 
 
-@row("forward", "", 0.5, 2.0)
-def forward_with_a_tolerance(k):
-    return cube_rule(constant(k * 1e-3)), (x_of("float32"),), {"tolerance": 1e-3}
-
-
 @row("reverse", "", 0.5, 2.0)
 def reverse_with_a_tolerance(k):
     return cube_backward(constant(k * 1e-3)), (x_of("float32"),), {"tolerance": 1e-3}
@@ -690,12 +685,6 @@ def test_check_rule(name):
     assert {f.check for f in failures} == {one.check}
     texts = [f"{f.where}\n{f.text}".replace("`", "") for f in failures]
     assert any(one.match in text for text in texts), str(wrong)
-
-
-def test_the_report_has_the_seed_and_what_is_not_finite():
-    x = np.array([1.0, np.inf], np.float32)
-    report = eqgt.check_rule(jnp.tanh, x, checks=("residuals",), seed=3)
-    assert report.numbers == {"seed": 3, "leaves": ["`x`"], "not_finite": ["`x`"]}
 
 
 # ---------------------------------------------------------------- likely causes
