@@ -832,8 +832,11 @@ SAFE: dict[str, Safe] = {
         "maximum": lambda log: (
             lambda x: jnp.sum(jnp.maximum(jnp.where(POSITIVE(x), log(x), -1.0), 0.5) * x)
         ),
+        # A row that is dead is a factor of what the other rows are products with.
         "product": lambda log: (
-            lambda x: jnp.sum(jnp.array(W) @ jnp.where(POSITIVE(x), log(x), x))
+            lambda x: jnp.sum(
+                jnp.where(POSITIVE(x)[:, None], log(x)[:, None] * W[:1, :2] @ (W * x[2]), 0.0)
+            )
         ),
         "broadcast": lambda log: (
             lambda x: jnp.sum(
@@ -883,6 +886,9 @@ def test_zero_safe_keeps_a_singularity_that_is_taken():
     gradient = jax.grad(eqg.zero_safe(both))(X0)
     np.testing.assert_array_equal(np.isinf(gradient), [False, True, False, False])
     assert gradient[3] == 0
+    # Of a constant, the tangent is zero, and no term of an infinite slope is left.
+    padded = eqg.zero_safe(lambda x: jnp.sum(jnp.sqrt(jnp.concatenate([x, jnp.zeros(1)]))))
+    assert jax.jvp(padded, (jnp.array([4.0]),), (jnp.ones(1),))[1] == 0.25
     squared = lambda x: jnp.sum(jnp.sqrt(x) ** 2)
     assert np.isnan(jax.grad(eqg.zero_safe(squared))(jnp.zeros(1))).all()
     zero_wins = jax.grad(eqg.zero_safe(squared, policy="zero"))(jnp.array([0.0, 4.0]))
