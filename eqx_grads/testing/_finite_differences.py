@@ -2,9 +2,10 @@
 
 A long step has a large truncation error, a short step a large rounding error, and the best
 step depends on the function. So several steps are tried, and each is extrapolated with its
-half. The estimate that changes least from one step to the next is returned, with that change as
-its error. A step to where the function raises an error, or is not finite, counts for nothing;
-if all do, there are differences of one side.
+half. The estimate that changes least from one step to the next is returned. Its error is that
+change, and what rounding explains, as two rounded values may be equal by chance. A step to
+where the function raises an error, or is not finite, counts for nothing; if all do, there are
+differences of one side.
 
 Values that are rounded to float32 are the same at two points that are close to each other, so
 that two short steps may agree on a slope of zero. Of a function with such values the rounding
@@ -84,6 +85,12 @@ class _Recorded:
         return out
 
     @property
+    def sizes(self) -> list[float]:
+        """The norm of each value, at a point where all are finite."""
+        found = ([norm(x) for x in xs] for xs in self._values)
+        return next(filter(lambda sizes: np.all(np.isfinite(sizes)), found), [])
+
+    @property
     def is_single(self) -> bool:
         with np.errstate(over="ignore"):
             fits = all(np.all(x == x.astype(np.float32)) for xs in self._values for x in xs)
@@ -94,12 +101,15 @@ class _Recorded:
 
 
 def _of_smooth(fn, leaves, tangents) -> FiniteDifference:
-    estimates, _ = _estimates(fn, leaves, tangents, _STEPS)
+    estimates, weight = _estimates(fn, leaves, tangents, _STEPS)
     best, error = _first(estimates), float("inf")
-    for coarse, fine in itertools.pairwise(estimates):
+    for step, coarse, fine in zip(_STEPS[1:], estimates, estimates[1:], strict=False):
         if coarse is None or fine is None:
             continue
         gap = _norm([a - b for a, b in zip(coarse, fine, strict=True)])
+        # What does not change at all has no rounding errors.
+        sizes = [n for n, x in zip(fn.sizes, fine, strict=False) if np.any(x)]
+        gap += weight * np.finfo(np.float64).eps * norm(np.array(sizes)) / step
         size = max(_norm(fine), np.finfo(np.float64).tiny)
         change = gap / size if _norm(fine) > 0 else (0.0 if gap == 0 else 1.0)
         if np.isfinite(change) and change < error:
