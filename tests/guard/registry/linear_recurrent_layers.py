@@ -1,0 +1,234 @@
+"""Layers over linear recurrences, against plain scans of the papers' equations."""
+
+import functools as ft
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .entry import entry
+from .over_time import CHEAP, layer, padding, plain
+
+
+nn = eqg.nn
+rng = np.random.default_rng(1)
+
+
+def normal(*shape, scale=1.0):
+    return scale * rng.normal(size=shape)
+
+
+# ---------------------------------------------------------------- the papers' equations
+
+
+def complex_of(parts):
+    return jax.lax.complex(parts[0], parts[1])
+
+
+def diagonal(factor, scale, gain, activation, c, x, h):
+    h = factor * h + scale.astype(h.dtype) * (complex_of(c["weight_in"]) @ x.astype(h.dtype))
+    skip = c["skip"] * x if c["skip"].ndim == 1 else c["skip"] @ x
+    y = activation(gain * jnp.real(complex_of(c["weight_out"]) @ h) + skip)
+    return h, y
+
+
+def lru_step(activation, c, x, h):
+    """Orvieto et al. (2023), "Resurrecting recurrent neural networks for long sequences"."""
+    factor = jnp.exp(jax.lax.complex(-jnp.exp(c["log_decay"]), jnp.exp(c["log_phase"])))
+    return diagonal(factor, jnp.exp(c["log_gamma"]), 1, activation, c, x, h)
+
+
+def s5_step(activation, c, x, h):
+    """Smith et al. (2022), with zero-order hold."""
+    rate = jax.lax.complex(-jnp.exp(c["log_decay"]), c["frequency"])
+    factor = jnp.exp(rate * jnp.exp(c["log_step"]).astype(rate.dtype))
+    return diagonal(factor, (factor - 1) / rate, 2, activation, c, x, h)
+
+
+def min_gru_step(c, x, h):
+    """Feng et al. (2024), "Were RNNs all we needed?"."""
+    z, candidate = jnp.split(c["weight"] @ x + c.get("bias", 0), 2)
+    z = jax.nn.sigmoid(z)
+    h = (1 - z) * h + z * candidate
+    return h, h
+
+
+def min_lstm_step(c, x, h):
+    f, i, candidate = jnp.split(c["weight"] @ x + c.get("bias", 0), 3)
+    f, i = jax.nn.sigmoid(f), jax.nn.sigmoid(i)
+    h = f / (f + i) * h + i / (f + i) * candidate
+    return h, h
+
+
+def zero_complex(c):
+    w = c["weight_in"]
+    return jnp.zeros(w.shape[1], jnp.result_type(w.dtype, jnp.complex64))
+
+
+def zero_real(gates):
+    return lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
+
+
+# ---------------------------------------------------------------- entries
+
+NAMES = {
+    "LRU": ("log_decay", "log_phase", "log_gamma"),
+    "S5": ("log_decay", "frequency", "log_step"),
+}
+
+
+def diagonal_cell(kind, size, out, state, skip):
+    # Frequencies of S5 are steps apart, so that all of exp(rate * step) differ.
+    centers = {
+        "log_decay": -1.0,
+        "log_phase": 0.0,
+        "log_gamma": -0.5,
+        "frequency": 2.0,
+        "log_step": -0.7,
+    }
+    c = {name: centers[name] + normal(state, scale=0.5) for name in NAMES[kind]}
+    c |= {"weight_in": normal(2, state, size), "weight_out": normal(2, out, state)}
+    return c | {"skip": normal(out) if skip == "vector" else normal(out, size)}
+
+
+def minimal_cell(gates, size, hidden, bias):
+    c = {"weight": normal(gates * hidden, size)}
+    return c | ({"bias": normal(gates * hidden)} if bias else {})
+
+
+def state_of(kind, *shape):
+    if kind in NAMES:
+        return normal(*shape) + 1j * normal(*shape)
+    return normal(*shape)
+
+
+def linear(
+    name,
+    kind,
+    xs,
+    hidden,
+    *,
+    out=2,
+    bias=True,
+    activation=None,
+    state=None,
+    first=None,
+    lengths=None,
+    layers=1,
+    directions=1,
+    options=CHEAP,
+    half=None,
+    **given,
+):
+    size = xs.shape[-1]
+    is_diagonal = kind in NAMES
+    given |= {"num_layers": layers, "bidirectional": directions == 2}
+    sizes = [size, *(layers - 1) * [directions * (out if is_diagonal else hidden)]]
+    if is_diagonal:
+        # S5 is given the number of eigenvalues, of which half are states.
+        sized = ft.partial(getattr(nn, kind), size, out, 2 * hidden if kind == "S5" else hidden)
+        make = ft.partial(sized, activation=activation)
+        steps = {"LRU": lru_step, "S5": s5_step}
+        step, zero = ft.partial(steps[kind], activation or (lambda y: y)), zero_complex
+        of = lambda n: diagonal_cell(kind, n, out, hidden, "vector" if n == out else "matrix")
+    else:
+        make = ft.partial(getattr(nn, kind), size, hidden, use_bias=bias)
+        gates, step = {"MinGRU": (2, min_gru_step), "MinLSTM": (3, min_lstm_step)}[kind]
+        zero = zero_real(gates)
+        of = lambda n: minimal_cell(gates, n, hidden, bias)
+    cells = tuple(tuple(of(n) for _ in range(directions)) for n in sizes)
+    learned = first is not None
+    fn = layer(
+        make,
+        "initial_parts" if is_diagonal else "initial_state",
+        learn_initial_state=learned,
+        **given,
+    )
+    reference = plain(
+        step,
+        zero,
+        reverse=given.get("reverse", False),
+        time_major=given.get("time_major", False),
+    )
+    if learned and is_diagonal:
+        with_parts = reference
+        reference = lambda xs, cells, state, lengths, first: with_parts(
+            xs, cells, state, lengths, complex_of(first)
+        )
+    args = (xs, cells, state, lengths, first)
+    options = dict(options)
+    if lengths is not None:
+        bad, counts = padding(xs, lengths, given.get("time_major", False))
+        options |= {"garbage": (bad, *args[1:]), "counts": counts}
+    if half is not None:
+        options |= {"half": (half, *args[1:])}
+    entry(name, fn, *args, plain=reference, **options)
+
+
+SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
+linear(
+    "nn.LRU",
+    "LRU",
+    normal(5, 2),
+    3,
+    activation=jnp.tanh,
+    state=state_of("LRU", 3),
+    options={"costs": False},
+)
+linear(
+    "nn.S5",
+    "S5",
+    normal(5, 2),
+    3,
+    out=1,
+    activation=jnp.tanh,
+    state=state_of("S5", 3),
+    options=SOME,
+)
+linear("nn.MinGRU", "MinGRU", normal(5, 2), 3, state=state_of("MinGRU", 3), options=SOME)
+linear("nn.MinLSTM", "MinLSTM", normal(5, 2), 3, state=state_of("MinLSTM", 3), options=SOME)
+
+LENGTHS = np.array([7, 3, 0])
+for kind in ("LRU", "S5"):
+    linear(
+        f"nn.{kind}: padded",
+        kind,
+        normal(7, 3, 2),
+        3,
+        out=1,
+        lengths=LENGTHS,
+        layers=2,
+        directions=2,
+        time_major=True,
+        state=state_of(kind, 4, 3, 3),
+        method="associative",
+        activation=jnp.tanh,
+    )
+    linear(
+        f"nn.{kind}: learned state", kind, normal(3, 7, 2), 3, first=normal(2, 3), reverse=True
+    )
+for kind in ("MinGRU", "MinLSTM"):
+    linear(
+        f"nn.{kind}: padded",
+        kind,
+        normal(3, 7, 2),
+        3,
+        lengths=LENGTHS,
+        directions=2,
+        reverse=True,
+        state=state_of(kind, 2, 3, 3),
+        method="associative",
+        bias=False,
+    )
+    linear(
+        f"nn.{kind}: learned state",
+        kind,
+        normal(7, 3, 2),
+        3,
+        layers=2,
+        first=normal(2, 3),
+        time_major=True,
+        lengths=LENGTHS,
+    )
+linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU", 3))
