@@ -5,6 +5,7 @@ The spike is a step with the derivative of a smooth step.
 
 import dataclasses
 import functools as ft
+import json
 import math
 
 import equinox as eqx
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from .entry import entry
+from ...fixtures import record_spiking
+from .entry import entry, Nasty
 from .over_time import CHEAP, padding, plain
 
 
@@ -32,8 +34,8 @@ def normal(*shape, scale=1.0):
 def fire(v, slope):
     """A step whose derivative is slope / 2 / (1 + (pi / 2 slope v)**2): Fang et al. (2021).
 
-    Not a `jax.custom_jvp`: in a `scan`, forward over reverse mode of one that is multiplied by
-    itself is wrong in JAX.
+    Not a raw `jax.custom_jvp`: where a function of the outputs of a `scan` is not linear, JAX's
+    forward over reverse mode forgets its rule.
     """
     smooth = jnp.arctan(math.pi / 2 * slope * v) / math.pi
     return smooth + jax.lax.stop_gradient((v > 0).astype(v.dtype) - smooth)
@@ -361,3 +363,121 @@ layer(
     time_major=False,
     state=(64,),
 )
+
+
+# ---------------------------------------------------------------- cells
+
+
+def cell(name, kind, learned, *, inputs=0, constants=None, shape=3, bias=True, **neurons):
+    c = cell_arrays(kind, inputs, shape, learned, bias)
+
+    def fn(x, state, c):
+        given = {**(constants or {}), **neurons}
+        made = make_cell(kind, c, shape, given, x.dtype)
+        return fields_of(made(x, to_state(kind, state)))
+
+    options = {name: neurons[name] for name in ("reset", "detach_reset") if name in neurons}
+    of_step = ft.partial(step, *options.values()) if options else None
+    reset, detach = options.get("reset", "subtract"), options.get("detach_reset", True)
+    of_step = ft.partial(step, reset, detach, DEFAULTS | (constants or {}))
+    sizes = shape if isinstance(shape, tuple) else (shape,)
+    x = normal(inputs) if inputs else 0.8 + normal(*sizes)
+    reference = lambda x, state, c: of_step(c, x, state)[0]
+    orders = ("value", "jvp", "vjp", "RR")
+    options = {**CHEAP, "plain": reference, "orders": orders}
+    entry(name, fn, x, state_arrays(kind, *sizes), c, **options)
+
+
+cell("nn.LIFCell", "LIF", ["beta"], detach_reset=False)
+cell("nn.LIFCell: zero", "LIF", ["threshold"], reset="zero", constants={"beta": 0.85})
+cell("nn.LIFCell: a grid", "LIF", [], shape=(2, 3), reset="none", constants={"beta": 0.85})
+cell("nn.ALIFCell", "ALIF", ["beta", "rho", "threshold"], reset="zero", detach_reset=False)
+cell("nn.ALIFCell: strength", "ALIF", ["rho"], constants={"beta": 0.85, "strength": 0.6})
+cell("nn.CuBaLIFCell", "CuBaLIF", ["alpha", "beta", "threshold"], detach_reset=False)
+cell("nn.LICell", "LI", ["beta"])
+cell("nn.RLIFCell", "RLIF", ["beta", "threshold"])
+cell("nn.RALIFCell", "RALIF", ["beta", "rho", "slope"], detach_reset=False)
+cell("nn.RCuBaLIFCell", "RCuBaLIF", ["alpha", "beta"], reset="zero")
+cell("nn.WeightedCell", "ALIF", ["beta", "rho"], inputs=2)
+cell("nn.WeightedCell: without a bias", "RLIF", ["beta"], inputs=2, bias=False)
+
+# Decays that training has moved out of [0, 1], each with the straight-through gradient.
+entry(
+    "nn.LI: decays out of range",
+    lambda xs, beta: nn.LI.from_cell(nn.LICell(3, beta, learn_beta=True))(xs)[0],
+    normal(5, 3),
+    np.array([1.2, -0.3, 0.7]),
+    plain=lambda xs, beta: reference("LI")(xs, (({"beta": beta},),))[0],
+    **CHEAP,
+)
+own = lambda v: 0.3 * jnp.exp(-jnp.abs(v))  # the integral of it is below
+
+
+def fire_by_own(v):
+    smooth = 0.3 * jnp.sign(v) * (1 - jnp.exp(-jnp.abs(v)))
+    return smooth + jax.lax.stop_gradient((v > 0).astype(v.dtype) - smooth)
+
+
+def own_plain(xs, u):
+    for x in xs:
+        u = 0.85 * u + x
+    return fire_by_own(u - 0.7)
+
+
+entry(
+    "nn.LIF: a density of one's own",
+    lambda xs, u: nn.LIF.from_cell(
+        nn.LIFCell(3, 0.85, threshold=0.7, reset="none", surrogate=own)
+    )(xs, nn.LIFState(jnp.zeros_like(u), u))[0][-1],
+    normal(5, 3),
+    normal(3),
+    plain=own_plain,
+    **CHEAP,
+)
+
+
+# ---------------------------------------------------------------- numbers of snnTorch
+
+RECORDED = json.loads(record_spiking.PATH.read_text())
+
+
+def loss(outputs, states):
+    of_spikes = jnp.sum(outputs * jnp.asarray(record_spiking.OF_SPIKES, outputs.dtype))
+    u = states["membrane"]
+    return of_spikes + jnp.sum(u * jnp.asarray(record_spiking.OF_MEMBRANES, u.dtype))
+
+
+def recorded(kind, reset):
+    """The loss of spikes and potentials, and its gradients."""
+    given = RECORDED[f"{kind}Cell, {reset}"]
+    c = {name: np.float64(record_spiking.PARAMETERS[name]) for name in given["parameters"]}
+
+    def fn(xs, c):
+        made = make_cell(kind, c, record_spiking.NEURONS, {"reset": reset}, xs.dtype)
+        both = lambda state: (state.spikes, state.membrane)
+        spikes, membranes = nn.Recurrent(made, output=both)(xs)[0]
+        return loss(spikes, {"membrane": membranes})
+
+    def plain_loss(xs, c):
+        states, state = [], zero(kind, c)
+        for x in xs:
+            state, _ = step(reset, True, DEFAULTS, c, x, state)
+            states.append(state)
+        states = {name: jnp.stack([s[name] for s in states]) for name in states[0]}
+        return loss(states["spikes"], states)
+
+    value = np.sum(np.multiply(given["spikes"], record_spiking.OF_SPIKES))
+    value += np.sum(np.multiply(given["membranes"], record_spiking.OF_MEMBRANES))
+    # In the order of the arguments' leaves: of a dictionary, by name.
+    cts = [
+        np.array(x) for x in (given["xs"], *(given["parameters"][name] for name in sorted(c)))
+    ]
+    args = np.float64(record_spiking.XS), c
+    points = [Nasty(*args, value=[np.array(value)], cts=cts)]
+    options = {**CHEAP, "orders": ("value", "vjp"), "tolerance": 1e-6}
+    name = f"nn.{kind}Cell: snnTorch, {reset}"
+    entry(name, fn, *args, plain=plain_loss, nasty=points, **options)
+
+
+for kind, reset in (("LIF", "zero"), ("CuBaLIF", "subtract"), ("RLIF", "subtract")):
+    recorded(kind, reset)
