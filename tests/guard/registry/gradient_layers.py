@@ -180,7 +180,7 @@ for method, z0, options in (
         normal(3),
         z0,
         plain=steps,
-        **{**options, "tolerance": 1e-8},
+        **{**options, "tolerance": 1e-8, "leaks": False},
     )
 
 

@@ -62,8 +62,8 @@ def min_lstm_step(c, x, h):
 
 
 def zero_complex(c):
-    w = c["weight_in"]
-    return jnp.zeros(w.shape[1], jnp.result_type(w.dtype, jnp.complex64))
+    zeros = jnp.zeros(c["weight_in"].shape[1], c["weight_in"].dtype)
+    return jax.lax.complex(zeros, zeros)
 
 
 def zero_real(gates):
@@ -162,52 +162,38 @@ def linear(
         bad, counts = padding(xs, lengths, given.get("time_major", False))
         options |= {"garbage": (bad, *args[1:]), "counts": counts}
     if half is not None:
-        options |= {"half": (half, *args[1:])}
+        xs, cell = half
+        options |= {"half": (xs, ((cell,),), *args[2:])}
     entry(name, fn, *args, plain=reference, **options)
 
 
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
-linear(
-    "nn.LRU",
-    "LRU",
-    normal(5, 2),
-    3,
-    activation=jnp.tanh,
-    state=state_of("LRU", 3),
-    options={"costs": False},
-)
-linear(
-    "nn.S5",
-    "S5",
-    normal(5, 2),
-    3,
-    out=1,
-    activation=jnp.tanh,
-    state=state_of("S5", 3),
-    options=SOME,
-)
-linear("nn.MinGRU", "MinGRU", normal(5, 2), 3, state=state_of("MinGRU", 3), options=SOME)
-linear("nn.MinLSTM", "MinLSTM", normal(5, 2), 3, state=state_of("MinLSTM", 3), options=SOME)
+AGAIN = {**SOME, "transforms": False, "precisions": ("float64",)}
+for kind, out, options in (("LRU", 2, SOME), ("S5", 1, AGAIN)):
+    state = state_of(kind, 3)
+    given = {"out": out, "activation": jnp.tanh, "state": state, "options": options}
+    linear(f"nn.{kind}", kind, normal(5, 2), 3, **given)
+for kind, options in (("MinGRU", SOME), ("MinLSTM", AGAIN)):
+    linear(f"nn.{kind}", kind, normal(5, 2), 3, state=state_of(kind, 3), options=options)
 
 LENGTHS = np.array([7, 3, 0])
-for kind in ("LRU", "S5"):
+for kind, layers, directions, out in (("LRU", 2, 1, 1), ("S5", 1, 2, 2)):
     linear(
         f"nn.{kind}: padded",
         kind,
         normal(7, 3, 2),
         3,
-        out=1,
+        out=out,
         lengths=LENGTHS,
-        layers=2,
-        directions=2,
+        layers=layers,
+        directions=directions,
         time_major=True,
-        state=state_of(kind, 4, 3, 3),
+        state=state_of(kind, 2, 3, 3),
         method="associative",
         activation=jnp.tanh,
     )
-    linear(
-        f"nn.{kind}: learned state", kind, normal(3, 7, 2), 3, first=normal(2, 3), reverse=True
-    )
+    first = normal(2, 3)
+    linear(f"nn.{kind}: learned state", kind, normal(3, 7, 2), 3, first=first, reverse=True)
 for kind in ("MinGRU", "MinLSTM"):
     linear(
         f"nn.{kind}: padded",
@@ -232,3 +218,14 @@ for kind in ("MinGRU", "MinLSTM"):
         lengths=LENGTHS,
     )
 linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU", 3))
+
+
+# States that remember a hundred steps: a sum in half precision would lose most of its terms.
+def long(kind, steps, slow):
+    xs = np.abs(normal(steps, 2)) + 0.2
+    linear(f"nn.{kind}: long sums", kind, xs[:3], 3, half=(xs, slow), options=CHEAP)
+
+
+SLOW = {"weight": normal(6, 2, scale=0.3), "bias": np.array([-4.5, -5, -4, 0.3, 0.5, 0.2])}
+long("MinGRU", 509, SLOW)
+long("LRU", 509, diagonal_cell("LRU", 2, 2, 3, "vector") | {"log_decay": np.full(3, -4.0)})
