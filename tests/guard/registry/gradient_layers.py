@@ -10,16 +10,12 @@ import jax.random as jr
 import numpy as np
 
 from .entry import entry
-from .over_time import CHEAP
+from .over_time import CHEAP, draws
 
 
 nn = eqg.nn
-rng = np.random.default_rng(4)
+normal = draws(4)
 SOME = {**CHEAP, "orders": ("value", "jvp", "vjp", "RR")}
-
-
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
 
 
 def backward(rule, *args):
@@ -37,16 +33,15 @@ def backward(rule, *args):
 
 TREE = {"a": normal(2, 3), "b": normal(3)}
 double = lambda tree, factor: jax.tree.map(lambda x: factor * x, tree)
+# A line has as many arguments as there is room for.
+# fmt: off
 for name, layer, factor in (
     ("nn.GradientReversal", lambda: nn.GradientReversal(0.4), -0.4),
     ("nn.GradientReversal: the default", lambda: nn.GradientReversal(), -1.0),
     ("nn.GradientScale", lambda: nn.GradientScale(2.3), 2.3),
 ):
     entry(
-        name,
-        lambda tree, layer=layer: layer()(tree),
-        TREE,
-        plain=lambda tree: tree,
+        name, lambda tree, layer=layer: layer()(tree), TREE, plain=lambda tree: tree,
         smooth=lambda tree, factor=factor: double(tree, factor),
         **{**CHEAP, "orders": ("value", "jvp", "vjp")},
     )
@@ -73,16 +68,12 @@ def to_norm(max_norm, axis, ct):
 
 
 for max_norm, axis, args in (
-    (0.6, None, TREE),
-    (50.0, None, TREE),
-    (1.3, 1, {"a": normal(5, 3)}),
+    (0.6, None, TREE), (50.0, None, TREE), (1.3, 1, {"a": normal(5, 3)}),
 ):
     entry(
         f"nn.GradientNormClip: {max_norm} over {axis}",
-        lambda tree, n=max_norm, axis=axis: nn.GradientNormClip(n, axis)(tree),
-        args,
-        plain=ft.partial(backward, ft.partial(to_norm, max_norm, axis)),
-        **CHEAP,
+        lambda tree, n=max_norm, axis=axis: nn.GradientNormClip(n, axis)(tree), args,
+        plain=ft.partial(backward, ft.partial(to_norm, max_norm, axis)), **CHEAP,
     )
 
 
@@ -100,20 +91,12 @@ def with_statistics(tree, slot):
 
 ZEROS = tuple(np.zeros(()) for _ in range(4))
 entry(
-    "nn.GradientProbe",
-    with_statistics,
-    TREE,
-    ZEROS,
-    plain=ft.partial(backward, statistics),
+    "nn.GradientProbe", with_statistics, TREE, ZEROS, plain=ft.partial(backward, statistics),
     **CHEAP,
 )
 entry(
-    "nn.GradientProbe: the whole gradient",
-    lambda x, slot: nn.GradientProbe(slot)(x),
-    normal(3),
-    np.zeros(3),
-    plain=lambda x, slot: x + slot,
-    **CHEAP,
+    "nn.GradientProbe: the whole gradient", lambda x, slot: nn.GradientProbe(slot)(x),
+    normal(3), np.zeros(3), plain=lambda x, slot: x + slot, **CHEAP,
 )
 
 
@@ -141,10 +124,7 @@ def host_layer(x, parameters):
 
 
 entry(
-    "nn.HostLayer",
-    host_layer,
-    normal(5),
-    {"weight": normal(3), "bias": normal()},
+    "nn.HostLayer", host_layer, normal(5), {"weight": normal(3), "bias": normal()},
     plain=lambda x, p: jnp.convolve(x, p["weight"], precision="highest") + p["bias"],
     **{**CHEAP, "orders": ("value", "vjp")},
 )
@@ -173,13 +153,8 @@ for method, z0, options in (
     ("fixed_point", normal(3), CHEAP),
 ):
     entry(
-        f"nn.FixedPoint: {method}",
-        ft.partial(fixed_point, method),
-        normal(3),
-        normal(3, 3, scale=0.3),
-        normal(3),
-        z0,
-        plain=steps,
+        f"nn.FixedPoint: {method}", ft.partial(fixed_point, method), normal(3),
+        normal(3, 3, scale=0.3), normal(3), z0, plain=steps,
         **{**options, "tolerance": 1e-8, "leaks": False},
     )
 
@@ -231,13 +206,7 @@ for name, options, bias in (
 ):
     x, weight = normal(7, 4), normal(5, 4)
     entry(
-        f"nn.LinearCrossEntropy{name}",
-        ft.partial(head, options),
-        x,
-        weight,
-        bias,
-        LABELS,
-        plain=ft.partial(head_plain, options),
-        garbage=(ignored(x), weight, bias, LABELS),
+        f"nn.LinearCrossEntropy{name}", ft.partial(head, options), x, weight, bias, LABELS,
+        plain=ft.partial(head_plain, options), garbage=(ignored(x), weight, bias, LABELS),
         **SOME,
     )

@@ -7,16 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .entry import entry
-from .over_time import CHEAP, layer, padding, plain
+from .over_time import CHEAP, draws, enter, layer, plain
 
 
 nn = eqg.nn
-rng = np.random.default_rng(1)
-
-
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
+normal = draws(1)
 
 
 # ---------------------------------------------------------------- the papers' equations
@@ -103,68 +98,40 @@ def state_of(kind, *shape):
     return normal(*shape)
 
 
+STEPS = {"LRU": lru_step, "S5": s5_step}
+GATES = {"MinGRU": (2, min_gru_step), "MinLSTM": (3, min_lstm_step)}
+
+
 def linear(
-    name,
-    kind,
-    xs,
-    hidden,
-    *,
-    out=2,
-    bias=True,
-    activation=None,
-    state=None,
-    first=None,
-    lengths=None,
-    layers=1,
-    directions=1,
-    options=CHEAP,
-    half=None,
-    **given,
+    name, kind, xs, hidden, *, out=2, state=None, first=None, lengths=None, half=None, **given
 ):
-    size = xs.shape[-1]
-    is_diagonal = kind in NAMES
-    given |= {"num_layers": layers, "bidirectional": directions == 2}
+    size, options, is_diagonal = xs.shape[-1], given.pop("options", CHEAP), kind in NAMES
+    layers, directions = given.get("num_layers", 1), 1 + given.get("bidirectional", False)
     sizes = [size, *(layers - 1) * [directions * (out if is_diagonal else hidden)]]
+    time = {name: given[name] for name in ("reverse", "time_major") if name in given}
+    given["learn_initial_state"] = first is not None
     if is_diagonal:
         # S5 is given the number of eigenvalues, of which half are states.
-        sized = ft.partial(getattr(nn, kind), size, out, 2 * hidden if kind == "S5" else hidden)
-        make = ft.partial(sized, activation=activation)
-        steps = {"LRU": lru_step, "S5": s5_step}
-        step, zero = ft.partial(steps[kind], activation or (lambda y: y)), zero_complex
+        make = ft.partial(getattr(nn, kind), size, out, 2 * hidden if kind == "S5" else hidden)
+        step, zero = (
+            ft.partial(STEPS[kind], given.get("activation") or (lambda y: y)),
+            zero_complex,
+        )
         of = lambda n: diagonal_cell(kind, n, out, hidden, "vector" if n == out else "matrix")
     else:
-        make = ft.partial(getattr(nn, kind), size, hidden, use_bias=bias)
-        gates, step = {"MinGRU": (2, min_gru_step), "MinLSTM": (3, min_lstm_step)}[kind]
+        make, (gates, step) = ft.partial(getattr(nn, kind), size, hidden), GATES[kind]
         zero = zero_real(gates)
-        of = lambda n: minimal_cell(gates, n, hidden, bias)
+        of = lambda n: minimal_cell(gates, n, hidden, given.get("use_bias", True))
     cells = tuple(tuple(of(n) for _ in range(directions)) for n in sizes)
-    learned = first is not None
-    fn = layer(
-        make,
-        "initial_parts" if is_diagonal else "initial_state",
-        learn_initial_state=learned,
-        **given,
-    )
-    reference = plain(
-        step,
-        zero,
-        reverse=given.get("reverse", False),
-        time_major=given.get("time_major", False),
-    )
-    if learned and is_diagonal:
-        with_parts = reference
-        reference = lambda xs, cells, state, lengths, first: with_parts(
-            xs, cells, state, lengths, complex_of(first)
-        )
-    args = (xs, cells, state, lengths, first)
-    options = dict(options)
-    if lengths is not None:
-        bad, counts = padding(xs, lengths, given.get("time_major", False))
-        options |= {"garbage": (bad, *args[1:]), "counts": counts}
-    if half is not None:
-        xs, cell = half
-        options |= {"half": (xs, ((cell,),), *args[2:])}
-    entry(name, fn, *args, plain=reference, **options)
+    fn = layer(make, "initial_parts" if is_diagonal else "initial_state", **given)
+    run = plain(step, zero, **time)
+
+    def reference(xs, cells, state, lengths, first):
+        first = complex_of(first) if is_diagonal and first is not None else first
+        return run(xs, cells, state, lengths, first)
+
+    options = {**options, "half": half, "time_major": time.get("time_major", False)}
+    enter(name, fn, xs, cells, state, lengths, first, plain=reference, **options)
 
 
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
@@ -177,45 +144,24 @@ for kind, options in (("MinGRU", SOME), ("MinLSTM", AGAIN)):
     linear(f"nn.{kind}", kind, normal(5, 2), 3, state=state_of(kind, 3), options=options)
 
 LENGTHS = np.array([7, 3, 0])
+# A line has as many arguments as there is room for.
+# fmt: off
 for kind, layers, directions, out in (("LRU", 2, 1, 1), ("S5", 1, 2, 2)):
     linear(
-        f"nn.{kind}: padded",
-        kind,
-        normal(7, 3, 2),
-        3,
-        out=out,
-        lengths=LENGTHS,
-        layers=layers,
-        directions=directions,
-        time_major=True,
-        state=state_of(kind, 2, 3, 3),
-        method="associative",
-        activation=jnp.tanh,
+        f"nn.{kind}: padded", kind, normal(7, 3, 2), 3, out=out, lengths=LENGTHS,
+        num_layers=layers, bidirectional=directions == 2, time_major=True,
+        state=state_of(kind, 2, 3, 3), method="associative", activation=jnp.tanh,
     )
     first = normal(2, 3)
     linear(f"nn.{kind}: learned state", kind, normal(3, 7, 2), 3, first=first, reverse=True)
 for kind in ("MinGRU", "MinLSTM"):
     linear(
-        f"nn.{kind}: padded",
-        kind,
-        normal(3, 7, 2),
-        3,
-        lengths=LENGTHS,
-        directions=2,
-        reverse=True,
-        state=state_of(kind, 2, 3, 3),
-        method="associative",
-        bias=False,
+        f"nn.{kind}: padded", kind, normal(3, 7, 2), 3, lengths=LENGTHS, bidirectional=True,
+        reverse=True, state=state_of(kind, 2, 3, 3), method="associative", use_bias=False,
     )
     linear(
-        f"nn.{kind}: learned state",
-        kind,
-        normal(7, 3, 2),
-        3,
-        layers=2,
-        first=normal(2, 3),
-        time_major=True,
-        lengths=LENGTHS,
+        f"nn.{kind}: learned state", kind, normal(7, 3, 2), 3, num_layers=2, first=normal(2, 3),
+        time_major=True, lengths=LENGTHS,
     )
 linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU", 3))
 
@@ -223,7 +169,7 @@ linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU"
 # States that remember a hundred steps: a sum in half precision would lose most of its terms.
 def long(kind, steps, slow):
     xs = np.abs(normal(steps, 2)) + 0.2
-    linear(f"nn.{kind}: long sums", kind, xs[:3], 3, half=(xs, slow), options=CHEAP)
+    linear(f"nn.{kind}: long sums", kind, xs[:3], 3, half=(xs, ((slow,),)), options=CHEAP)
 
 
 SLOW = {"weight": normal(6, 2, scale=0.3), "bias": np.array([-4.5, -5, -4, 0.3, 0.5, 0.2])}

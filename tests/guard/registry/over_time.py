@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from .entry import entry
+
 
 # Options of an entry whose layer has a full entry already.
 CHEAP = {
@@ -110,6 +112,22 @@ def plain(step, zero, *, reverse=False, time_major=False, dropout=0.0, then=lamb
         return many(xs, first if state is None else state, lengths)
 
     return of_batch
+
+
+def draws(seed):
+    """A function `normal(*shape, scale=1)`, of numbers that are the same in every run."""
+    rng = np.random.default_rng(seed)
+    return lambda *shape, scale=1.0: scale * rng.normal(size=shape)
+
+
+def enter(name, fn, xs, cells, state, lengths, *args, half=None, time_major=False, **options):
+    """Enter a layer, with garbage after the lengths. `half` are inputs with long sums."""
+    if lengths is not None and xs.ndim < 4:
+        bad, counts = padding(xs, lengths, time_major)
+        options |= {"garbage": (bad, cells, state, lengths, *args), "counts": counts}
+    if half is not None:
+        options |= {"half": (*half, None, None, *args)}
+    entry(name, fn, xs, cells, state, lengths, *args, **options)
 
 
 def padding(xs, lengths, time_major=False):

@@ -8,18 +8,14 @@ import jax.random as jr
 import numpy as np
 
 from .entry import entry
-from .over_time import CHEAP
+from .over_time import CHEAP, draws
 
 
 nn = eqg.nn
 stop = jax.lax.stop_gradient
-rng = np.random.default_rng(3)
+normal = draws(3)
 SOME = {**CHEAP, "orders": ("value", "jvp", "vjp", "RR")}
 VALUE = {**CHEAP, "orders": ("value",)}
-
-
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
 
 
 # ---------------------------------------------------------------- the formulas
@@ -74,27 +70,23 @@ def with_arrays(layer, weight, bias):
 # Beyond the range, in the last half step of it, and a negative number.
 X = np.array([[0.52, -1.23, 1.6, 40.0, 2.26], [-0.1, 0.9, -30.0, -2.62, 2.9]])
 SCALES = np.array([[0.31], [0.23]])
+# A line has as many arguments as there is room for.
+# fmt: off
 for name, options in (
-    ("nn.FakeQuantize", {}),
-    ("nn.FakeQuantize: narrow", {"narrow": True}),
+    ("nn.FakeQuantize", {}), ("nn.FakeQuantize: narrow", {"narrow": True}),
     ("nn.FakeQuantize: unsigned", {"signed": False}),
 ):
     entry(
-        name,
-        lambda x, s, o=options: nn.FakeQuantize(4, scale=s, learn_scale=True, **o)(x),
-        X,
+        name, lambda x, s, o=options: nn.FakeQuantize(4, scale=s, learn_scale=True, **o)(x), X,
         SCALES if options else np.array(0.31),
-        plain=lambda x, s, o=options: fake_quantize(x, s, *limits(4, **o)),
-        **SOME,
+        plain=lambda x, s, o=options: fake_quantize(x, s, *limits(4, **o)), **SOME,
     )
 for name, axis in (("dynamic", None), ("a scale for each row", 0), ("each column", -1)):
     axes = {None: None, 0: 1, -1: 0}[axis]
     entry(
         f"nn.FakeQuantize: {name}",
-        lambda x, axis=axis: nn.FakeQuantize(3, channel_axis=axis)(x),
-        X,
-        plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3),
-        **SOME,
+        lambda x, axis=axis: nn.FakeQuantize(3, channel_axis=axis)(x), X,
+        plain=lambda x, axes=axes: fake_quantize(x, absmax(x, 3, axes), -4, 3), **SOME,
     )
 entry(
     "nn.FakeQuantize: a constant scale",
@@ -134,12 +126,8 @@ def integers(x, scale, low, high, dtype="int8"):
 
 
 entry(
-    "nn.LSQ: a scale that has become negative",
-    of_negative_scale,
-    X,
-    np.array(0.31),
-    plain=lambda x, s: (lsq(x, s, -8, 7), (integers(x, s, -8, 7), s)),
-    **CHEAP,
+    "nn.LSQ: a scale that has become negative", of_negative_scale, X, np.array(0.31),
+    plain=lambda x, s: (lsq(x, s, -8, 7), (integers(x, s, -8, 7), s)), **CHEAP,
 )
 
 
@@ -159,8 +147,7 @@ def fits_plain(x):
     found = rows, 2 * jnp.mean(size, 0, keepdims=True) / 3**0.5, 2 * jnp.mean(size) / 31**0.5
     constant = jnp.full((), 0.3, x.dtype)
     return (
-        found,
-        (integers(x, rows, -4, 3), rows),
+        found, (integers(x, rows, -4, 3), rows),
         (integers(x, 0.3, 0, 4095, "uint16"), constant),
     )
 
@@ -219,7 +206,6 @@ def vector_quantizer(ema, z, codebook, usage):
 
 def vector_quantizer_plain(ema, z, codebook, usage):
     """Van den Oord et al. (2017), with moving averages as in their appendix A.1."""
-    shape = z.shape
     z = jnp.moveaxis(z, -2, -1)
     index = jnp.argmin(jnp.sum((z[..., None, :] - codebook[None, None]) ** 2, -1), -1)
     entries = codebook[index]
@@ -234,20 +220,15 @@ def vector_quantizer_plain(ema, z, codebook, usage):
     share = old_usage / jnp.sum(old_usage)
     perplexity = jnp.exp(-jnp.sum(share * jnp.log(share)))
     value, decoded = (jnp.moveaxis(x, -1, -2) for x in (value, entries))
-    assert value.shape == shape
     return (value, index, of_codebook, commitment), decoded, perplexity, new, new_usage
 
 
 USAGE = np.array([0.1, 0.4, 0.2, 0.3])
 for ema in (True, False):
     entry(
-        f"nn.VectorQuantizer: {ema=}",
-        lambda z, c, u, ema=ema: vector_quantizer(ema, z, c, u),
-        normal(3, 2, 5),
-        normal(4, 2),
-        USAGE,
-        plain=lambda z, c, u, ema=ema: vector_quantizer_plain(ema, z, c, u),
-        **CHEAP,
+        f"nn.VectorQuantizer: {ema=}", lambda z, c, u, ema=ema: vector_quantizer(ema, z, c, u),
+        normal(3, 2, 5), normal(4, 2), USAGE,
+        plain=lambda z, c, u, ema=ema: vector_quantizer_plain(ema, z, c, u), **CHEAP,
     )
 
 
@@ -255,8 +236,7 @@ def codebook_of(z):
     """Fitted to as many vectors as it has entries, and an entry that is dead."""
     fitted = nn.VectorQuantizer(4, 2, key=jr.key(0)).fit(z, key=jr.key(1))
     far = eqx.tree_at(
-        lambda m: (m.codebook, m.usage),
-        fitted,
+        lambda m: (m.codebook, m.usage), fitted,
         (z.at[2].set(1e3), jnp.asarray([0.3, 0.36, 0.02, 0.32], z.dtype)),
     )
     new = far.updated(z[:1])
@@ -312,12 +292,8 @@ def made(kind, **options):
 
 
 linear(
-    "nn.BinaryLinear",
-    made(nn.BinaryLinear),
-    lambda w, x: (sign(w) * row_mean(jnp.abs(w)), x),
-    transforms=True,
-    costs=True,
-    precisions=("float64", "float32"),
+    "nn.BinaryLinear", made(nn.BinaryLinear), lambda w, x: (sign(w) * row_mean(jnp.abs(w)), x),
+    transforms=True, costs=True, precisions=("float64", "float32"),
 )
 linear(
     "nn.BinaryLinear: without a scale",
@@ -325,8 +301,7 @@ linear(
     lambda w, x: (sign(w, "identity"), jnp.sin(x)),
 )
 linear(
-    "nn.TernaryLinear",
-    made(nn.TernaryLinear),
+    "nn.TernaryLinear", made(nn.TernaryLinear),
     lambda w, x: (ternary(w, by_mean(w)) * kept_mean(w, by_mean(w)), x),
 )
 linear(
@@ -335,8 +310,7 @@ linear(
     lambda w, x: (ternary(w, 0.25, "identity") * kept_mean(w, 0.25), x),
 )
 linear(
-    "nn.TernaryLinear: without a scale",
-    made(nn.TernaryLinear, threshold=0.4, scale=False),
+    "nn.TernaryLinear: without a scale", made(nn.TernaryLinear, threshold=0.4, scale=False),
     lambda w, x: (ternary(w, 0.4), x),
 )
 
@@ -351,8 +325,7 @@ def quantizers():
 of_weight = lambda w: fake_quantize(w, absmax(w, 3, 1), -4, 3)
 of_input = lambda x: fake_quantize(x, jnp.full((), 0.35, x.dtype), 0, 15)
 linear(
-    "nn.QuantizedLinear",
-    lambda dtype: made(nn.QuantizedLinear, **quantizers())(dtype),
+    "nn.QuantizedLinear", lambda dtype: made(nn.QuantizedLinear, **quantizers())(dtype),
     lambda w, x: (of_weight(w), of_input(x)),
 )
 
@@ -372,13 +345,8 @@ def fitted_linear_plain(x, weight, bias):
 
 
 entry(
-    "nn.QuantizedLinear: fitted",
-    fitted_linear,
-    normal(4),
-    WEIGHT,
-    BIAS,
-    plain=fitted_linear_plain,
-    **SOME,
+    "nn.QuantizedLinear: fitted", fitted_linear, normal(4), WEIGHT, BIAS,
+    plain=fitted_linear_plain, **SOME,
 )
 CONV = {"stride": 2, "padding": ((1, 0),), "dilation": 2, "groups": 2}
 
@@ -397,12 +365,7 @@ def conv_plain(x, weight, bias):
 
 
 entry(
-    "nn.QuantizedConv",
-    conv,
-    normal(4, 9),
-    normal(2, 2, 3),
-    normal(2, 1),
-    plain=conv_plain,
+    "nn.QuantizedConv", conv, normal(4, 9), normal(2, 2, 3), normal(2, 1), plain=conv_plain,
     **SOME,
 )
 
@@ -442,14 +405,7 @@ def model_plain(x, w1, b1, w2, b2, w3, b3):
 
 
 WEIGHTS = [normal(*shape) for shape in 3 * [(4, 4), (4,)]]
-entry(
-    "nn.quantize_model",
-    model,
-    normal(4),
-    *WEIGHTS,
-    plain=model_plain,
-    **CHEAP,
-)
+entry("nn.quantize_model", model, normal(4), *WEIGHTS, plain=model_plain, **CHEAP)
 BATCH = normal(7, 4)
 
 

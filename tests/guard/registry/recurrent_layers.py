@@ -11,15 +11,11 @@ import jax.random as jr
 import numpy as np
 
 from .entry import entry
-from .over_time import CHEAP, layer, padding, plain, with_arrays
+from .over_time import CHEAP, draws, enter, layer, plain, with_arrays
 
 
 nn = eqg.nn
-rng = np.random.default_rng(0)
-
-
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
+normal = draws(0)
 
 
 # ---------------------------------------------------------------- the textbook's cells
@@ -57,17 +53,14 @@ def zero_pair(c):
     return h, jnp.zeros(len(c["weight_hh"]) // 4, h.dtype)
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 KINDS = {
-    "GRU": (nn.GRU, 3, gru_step, zero_hidden),
-    "LSTM": (nn.LSTM, 4, lstm_step, zero_pair),
+    "GRU": (nn.GRU, 3, gru_step, zero_hidden), "LSTM": (nn.LSTM, 4, lstm_step, zero_pair),
     "RNN": (nn.RNN, 1, ft.partial(rnn_step, jnp.tanh), zero_hidden),
-    "RNN, relu": (
-        ft.partial(nn.RNN, activation="relu"),
-        1,
-        ft.partial(rnn_step, jax.nn.relu),
-        zero_hidden,
-    ),
 }
+relu = ft.partial(rnn_step, jax.nn.relu)
+KINDS["RNN, relu"] = (ft.partial(nn.RNN, activation="relu"), 1, relu, zero_hidden)
 
 
 def cells_of(kind, sizes, hidden, proj=None, directions=1, bias=True):
@@ -103,50 +96,27 @@ def recurrent(
     xs,
     hidden,
     *,
-    layers=1,
-    bidirectional=False,
-    proj=None,
     lengths=None,
     state=None,
-    learned=False,
-    bias=True,
-    reverse=False,
-    time_major=False,
-    dropout=0.0,
     key=None,
-    keep=None,
     half=None,
     options=CHEAP,
+    **given,
 ):
     make, _, step, zero = KINDS[kind]
-    directions = 1 + bidirectional
+    layers, directions = given.get("num_layers", 1), 1 + given.get("bidirectional", False)
+    proj, n = given.get("proj_size"), layers * directions
     sizes = [xs.shape[-1], *(layers - 1) * [directions * (proj or hidden)]]
-    cells = cells_of(kind, sizes, hidden, proj, directions, bias)
-    n = layers * directions
-    given = {
-        "num_layers": layers,
-        "bidirectional": bidirectional,
-        "use_bias": bias,
-        "reverse": reverse,
-        "time_major": time_major,
-        "dropout": dropout,
-        "learn_initial_state": learned,
-    }
-    given |= {} if proj is None else {"proj_size": proj}
-    given |= {} if keep is None else {"keep": keep}
-    fn = layer(ft.partial(make, xs.shape[-1], hidden), **given)
-    if state is not None:
-        state = states_of(kind, *state, hidden, proj=proj)
-    first = states_of(kind, *((n,) if n > 1 else ()), hidden, proj=proj) if learned else None
+    cells = cells_of(kind, sizes, hidden, proj, directions, given.get("use_bias", True))
+    state, first = None if state is None else states_of(kind, *state, hidden, proj=proj), None
+    if given.get("learn_initial_state"):
+        first = states_of(kind, *((n,) if n > 1 else ()), hidden, proj=proj)
+    time = {name: given[name] for name in ("reverse", "time_major", "dropout") if name in given}
+    options = {**options, "half": None if half is None else (half, cells)}
     args = (xs, cells, state, lengths, first, key)
-    options = dict(options)
-    if lengths is not None and xs.ndim < 4:
-        bad, counts = padding(xs, lengths, time_major)
-        options |= {"garbage": (bad, *args[1:]), "counts": counts}
-    if half is not None:
-        options |= {"half": (half, *args[1:])}
-    reference = plain(step, zero, reverse=reverse, time_major=time_major, dropout=dropout)
-    entry(name, fn, *args, plain=reference, **options)
+    fn = layer(ft.partial(make, xs.shape[-1], hidden), **given)
+    options |= {"plain": plain(step, zero, **time)}
+    enter(name, fn, *args, time_major=time.get("time_major", False), **options)
 
 
 # ---------------------------------------------------------------- entries
@@ -156,74 +126,53 @@ def recurrent(
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
 recurrent("nn.GRU", "GRU", normal(5, 2), 3, state=(), options={})
 recurrent("nn.LSTM", "LSTM", normal(5, 2), 3, state=(), options=SOME)
-recurrent("nn.LSTM: projected", "LSTM", normal(5, 2), 3, proj=2, state=(), options=SOME)
+recurrent("nn.LSTM: projected", "LSTM", normal(5, 2), 3, proj_size=2, state=(), options=SOME)
 recurrent("nn.RNN", "RNN", normal(5, 2), 3, state=(), options=SOME)
 
 # Padded batches. The states differ for each of the cells.
 PADDED = {"lengths": np.array([5, 2, 0])}
 recurrent(
-    "nn.GRU: stacked",
-    "GRU",
-    normal(3, 5, 2),
-    3,
-    state=(4, 3),
-    layers=2,
-    bidirectional=True,
+    "nn.GRU: stacked", "GRU", normal(3, 5, 2), 3, state=(4, 3), num_layers=2,
+    bidirectional=True, **PADDED,
+)
+recurrent(
+    "nn.LSTM: stacked, time major", "LSTM", normal(5, 3, 2), 3, num_layers=2,
+    learn_initial_state=True, reverse=True, time_major=True, keep="states", **PADDED,
+)
+recurrent(
+    "nn.LSTM: projected, stacked", "LSTM", normal(3, 5, 2), 3, proj_size=2, num_layers=2,
     **PADDED,
 )
 recurrent(
-    "nn.LSTM: stacked, time major",
-    "LSTM",
-    normal(5, 3, 2),
-    3,
-    layers=2,
-    learned=True,
-    reverse=True,
-    time_major=True,
-    keep="states",
-    **PADDED,
+    "nn.RNN: two directions", "RNN, relu", normal(3, 5, 1), 3, bidirectional=True,
+    use_bias=False, **PADDED,
 )
-recurrent("nn.LSTM: projected, stacked", "LSTM", normal(3, 5, 2), 3, proj=2, layers=2, **PADDED)
+recurrent("nn.GRU: without biases", "GRU", normal(5, 1), 3, use_bias=False, keep="states")
 recurrent(
-    "nn.RNN: two directions",
-    "RNN, relu",
-    normal(3, 5, 1),
-    3,
-    bidirectional=True,
-    bias=False,
-    **PADDED,
+    "nn.LSTM: without biases", "LSTM", normal(5, 1), 3, use_bias=False, learn_initial_state=True
 )
-recurrent("nn.GRU: without biases", "GRU", normal(5, 1), 3, bias=False, keep="states")
-recurrent("nn.LSTM: without biases", "LSTM", normal(5, 1), 3, bias=False, learned=True)
 KEY = np.array([3, 5], np.uint32)
 for name, key in (("with a key", KEY), ("in inference", None)):
-    recurrent(f"nn.RNN: dropout {name}", "RNN", normal(5, 2), 3, layers=2, dropout=0.3, key=key)
+    recurrent(
+        f"nn.RNN: dropout {name}", "RNN", normal(5, 2), 3, num_layers=2, dropout=0.3, key=key
+    )
 recurrent(
-    "nn.LSTM: vmap of batches",
-    "LSTM",
-    normal(2, 3, 5, 2),
-    3,
-    state=(2, 3),
+    "nn.LSTM: vmap of batches", "LSTM", normal(2, 3, 5, 2), 3, state=(2, 3),
     lengths=np.array([[5, 2, 0], [1, 3, 4]]),
 )
 
 # Three chunks of the backward pass, of 16, 16 and 15 steps.
 LENGTHS = np.array([47, 0, 1, 15, 16, 17, 31, 32, 33, 40, 46])
 for kind, keep in (("GRU", "gates"), ("LSTM", "gates"), ("RNN", None)):
-    chunked = {"state": (11,), "time_major": True, "keep": keep}
+    chunked = {"state": (11,), "time_major": True} | ({"keep": keep} if keep else {})
     recurrent(f"nn.{kind}: chunks", kind, normal(47, 11, 2), 17, **chunked)
 for kind, keep in (("GRU", "states"), ("LSTM", "states"), ("RNN", None)):
-    padded = {"reverse": True, "lengths": LENGTHS, "state": (11,), "keep": keep}
+    padded = {"reverse": True, "lengths": LENGTHS, "state": (11,)}
+    padded |= {"keep": keep} if keep else {}
     recurrent(f"nn.{kind}: padded chunks", kind, normal(11, 47, 2), 17, **padded)
 recurrent(
-    "nn.LSTM: projected, chunks",
-    "LSTM",
-    normal(11, 47, 2),
-    17,
-    proj=3,
-    reverse=True,
-    lengths=LENGTHS,
-    state=(11,),
+    "nn.LSTM: projected, chunks", "LSTM", normal(11, 47, 2), 17, proj_size=3, reverse=True,
+    lengths=LENGTHS, state=(11,),
 )
 # Three chunks of the forward pass: few examples, and wide inputs.
 for kind, reverse in (("GRU", True), ("LSTM", False), ("RNN", True)):
@@ -240,12 +189,7 @@ def long_inputs():
 
 
 recurrent(
-    "nn.GRU: long sums",
-    "GRU",
-    normal(3, 2, 2),
-    3,
-    time_major=True,
-    bias=False,
+    "nn.GRU: long sums", "GRU", normal(3, 2, 2), 3, time_major=True, use_bias=False,
     half=long_inputs(),
 )
 
@@ -279,13 +223,8 @@ def rnn_cell(x, h, arrays):
 
 
 entry(
-    "nn.RNNCell",
-    rnn_cell,
-    normal(2),
-    normal(3),
-    cells_of("RNN", [2], 3)[0][0],
-    plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1],
-    **CHEAP,
+    "nn.RNNCell", rnn_cell, normal(2), normal(3), cells_of("RNN", [2], 3)[0][0],
+    plain=lambda x, h, c: rnn_step(jax.nn.relu, c, x, h)[1], **CHEAP,
 )
 
 
@@ -305,21 +244,16 @@ class Oscillator(eqx.Module):
 
 
 def any_cell(output, checkpoint, **options):
-    def fn(xs, cell, first, state, lengths):
-        made = nn.Recurrent(
-            Oscillator(**cell),
-            initial_state=first,
-            output=output,
-            checkpoint=checkpoint,
-            **options,
-        )
+    def fn(xs, cell, state, lengths, first):
+        more = {"output": output, "checkpoint": checkpoint, **options}
+        made = nn.Recurrent(Oscillator(**cell), initial_state=first, **more)
         return made(xs, state, lengths=lengths)
 
     def step(cell, x, state):
         new = Oscillator(**cell)(x, state)
         return new, new["fast"] if output is None else output(new)
 
-    def reference(xs, cell, first, state, lengths):
+    def reference(xs, cell, state, lengths, first):
         run = plain(step, lambda cell: Oscillator(**cell).initial_state(), **options)
         return run(xs, ((cell,),), state, lengths, first)
 
@@ -333,16 +267,13 @@ def two_states(*batch):
 OSCILLATOR = {"decay": np.array([0.4, -0.7, 0.9]), "weight": normal(3, 2)}
 mixed = lambda state: state["fast"] * state["slow"]
 fn, reference = any_cell(mixed, "replay", reverse=True)
-args = normal(7, 2), OSCILLATOR, two_states(), None, None
+args = normal(7, 2), OSCILLATOR, None, None, two_states()
 entry("nn.Recurrent", fn, *args, plain=reference, **SOME)
 for checkpoint, state in ((None, None), (3, two_states(2)), ("sqrt", two_states(2))):
     fn, reference = any_cell(None, checkpoint, time_major=True)
-    lengths = np.array([7, 4])
-    xs = normal(7, 2, 2)
-    bad, counts = padding(xs, lengths, True)
-    args = (OSCILLATOR, None, state, lengths)
-    options = {**CHEAP, "garbage": (bad, *args), "counts": counts}
-    entry(f"nn.Recurrent: checkpoint={checkpoint}", fn, xs, *args, plain=reference, **options)
+    args = normal(7, 2, 2), OSCILLATOR, state, np.array([7, 4]), None
+    options = {**CHEAP, "time_major": True, "plain": reference}
+    enter(f"nn.Recurrent: checkpoint={checkpoint}", fn, *args, **options)
 
 
 def of_eqx_cell(xs, arrays):
@@ -351,12 +282,9 @@ def of_eqx_cell(xs, arrays):
 
 
 entry(
-    "nn.Recurrent: a cell of Equinox",
-    of_eqx_cell,
-    normal(5, 2),
+    "nn.Recurrent: a cell of Equinox", of_eqx_cell, normal(5, 2),
     cells_of("LSTM", [2], 3)[0][0],
-    plain=lambda xs, c: plain(lstm_step, zero_pair)(xs, ((c,),)),
-    **CHEAP,
+    plain=lambda xs, c: plain(lstm_step, zero_pair)(xs, ((c,),)), **CHEAP,
 )
 
 
@@ -374,9 +302,7 @@ def outputs_plain(last, reverse, xs, cells):
 
 
 for last, reverse, shape in (
-    (True, True, (5, 3, 2)),
-    (True, False, (5, 2)),
-    (False, True, (5, 2)),
+    (True, True, (5, 3, 2)), (True, False, (5, 2)), (False, True, (5, 2)),
 ):
     two = cells_of("RNN", [2], 3, directions=2)
     options = {**CHEAP, "plain": ft.partial(outputs_plain, last, reverse)}

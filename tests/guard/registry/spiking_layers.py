@@ -5,7 +5,6 @@ The spike is a step with the derivative of a smooth step.
 
 import dataclasses
 import functools as ft
-import json
 import math
 
 import equinox as eqx
@@ -15,17 +14,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from ...fixtures import record_spiking
-from .entry import entry, Nasty
-from .over_time import CHEAP, padding, plain
+from .entry import entry
+from .over_time import CHEAP, draws, enter, plain
 
 
 nn = eqg.nn
-rng = np.random.default_rng(2)
-
-
-def normal(*shape, scale=1.0):
-    return scale * rng.normal(size=shape)
+normal, rng = draws(2), np.random.default_rng(5)
 
 
 # ---------------------------------------------------------------- the equations
@@ -66,17 +60,14 @@ def step(reset, detach_reset, constants, c, x, state):
     return {**new, "membrane": u, "spikes": s}, s
 
 
+# A line has as many arguments as there is room for.
+# fmt: off
 FIELDS = {
-    "LI": ("membrane",),
-    "LIF": ("membrane", "spikes"),
-    "ALIF": ("adaptation", "membrane", "spikes"),
-    "CuBaLIF": ("current", "membrane", "spikes"),
+    "LI": ("membrane",), "LIF": ("membrane", "spikes"),
+    "ALIF": ("adaptation", "membrane", "spikes"), "CuBaLIF": ("current", "membrane", "spikes"),
 }
 DECAYS = {
-    "LI": ("beta",),
-    "LIF": ("beta",),
-    "ALIF": ("beta", "rho"),
-    "CuBaLIF": ("alpha", "beta"),
+    "LI": ("beta",), "LIF": ("beta",), "ALIF": ("beta", "rho"), "CuBaLIF": ("alpha", "beta"),
 }
 DEFAULTS = {"threshold": 1.0, "strength": 1.8, "slope": 2.0}
 
@@ -171,196 +162,96 @@ def state_arrays(kind, *shape):
     return {name: normal(*shape, scale=0.7) for name in FIELDS[base(kind)]}
 
 
-def layer(
-    name,
-    kind,
-    xs,
-    hidden,
-    learned,
-    *,
-    constants=None,
-    reset="subtract",
-    detach_reset=True,
-    inputs=True,
-    bias=True,
-    layers=1,
-    directions=1,
-    state=None,
-    first=None,
-    lengths=None,
-    options=CHEAP,
-    **given,
-):
+NEURONS = ("constants", "reset", "detach_reset")
+
+
+def layer(name, kind, xs, hidden, learned, *, inputs=True, state=None, lengths=None, **given):
+    options, bias = given.pop("options", CHEAP), given.get("use_bias", True)
+    neurons = {name: given.pop(name) for name in NEURONS if name in given}
+    layers, directions = given.pop("num_layers", 1), 1 + given.pop("bidirectional", False)
     sizes = [xs.shape[-1], *(layers - 1) * [directions * hidden]]
     of = lambda size: cell_arrays(kind, size if inputs else 0, hidden, learned, bias)
     cells = tuple(tuple(of(size) for _ in range(directions)) for size in sizes)
-    state, first = (
-        None if s is None else state_arrays(kind, *s, hidden) for s in (state, first)
-    )
-    neurons = dict(constants or {})
-    if kind != "LI":
-        neurons |= {"reset": reset, "detach_reset": detach_reset}
-    of_layer = {**given, "learn_initial_state": first is not None}
-    args = (xs, cells, state, lengths, first)
+    state = None if state is None else state_arrays(kind, *state, hidden)
+    first = state_arrays(kind, hidden) if given.get("learn_initial_state") else None
     time = {name: given[name] for name in ("reverse", "time_major") if name in given}
-    options = dict(options)
-    if lengths is not None:
-        bad, counts = padding(xs, lengths, time.get("time_major", False))
-        options |= {"garbage": (bad, *args[1:]), "counts": counts}
-    plain_layer = reference(kind, reset, detach_reset, constants, **time)
-    entry(name, spiking(kind, hidden, neurons, of_layer), *args, plain=plain_layer, **options)
+    of_layer = {name: value for name, value in given.items() if name != "use_bias"}
+    fn = spiking(kind, hidden, neurons.get("constants", {}) | without(neurons), of_layer)
+    run = reference(kind, **neurons, **time)
+    options = {**options, "time_major": time.get("time_major", False), "plain": run}
+    enter(name, fn, xs, cells, state, lengths, first, **options)
+
+
+def without(neurons):
+    return {name: value for name, value in neurons.items() if name != "constants"}
 
 
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "transforms": False, "costs": False}
 layer("nn.LIF", "LIF", normal(7, 2), 3, ["beta"], state=(), options={"costs": False})
 layer(
-    "nn.RALIF",
-    "RALIF",
-    normal(7, 2),
-    3,
-    ["beta", "rho", "threshold"],
-    detach_reset=False,
-    state=(),
-    options=SOME,
+    "nn.RALIF", "RALIF", normal(7, 2), 3, ["beta", "rho", "threshold"], detach_reset=False,
+    state=(), options=SOME,
 )
 layer(
-    "nn.CuBaLIF",
-    "CuBaLIF",
-    normal(7, 2),
-    3,
-    ["alpha", "beta", "threshold"],
-    reset="zero",
-    detach_reset=False,
-    state=(),
-    options=SOME,
+    "nn.CuBaLIF", "CuBaLIF", normal(7, 2), 3, ["alpha", "beta", "threshold"], reset="zero",
+    detach_reset=False, state=(), options=SOME,
 )
 
 LENGTHS = {"lengths": np.array([7, 3, 0])}
 layer(
-    "nn.LIF: zero",
-    "LIF",
-    normal(3, 7, 2),
-    3,
-    ["beta", "threshold"],
-    reset="zero",
-    keep="spikes",
-    reverse=True,
-    first=(),
-    **LENGTHS,
+    "nn.LIF: zero", "LIF", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
+    keep="spikes", reverse=True, learn_initial_state=True, **LENGTHS,
 )
 layer(
-    "nn.LIF: stacked",
-    "LIF",
-    normal(7, 3, 2),
-    3,
-    ["beta"],
-    layers=2,
-    directions=2,
-    bias=False,
-    time_major=True,
-    state=(4, 3),
-    detach_reset=False,
-    **LENGTHS,
+    "nn.LIF: stacked", "LIF", normal(7, 3, 2), 3, ["beta"], num_layers=2, bidirectional=True,
+    use_bias=False, time_major=True, state=(4, 3), detach_reset=False, **LENGTHS,
 )
 layer(
-    "nn.LIF: own inputs",
-    "LIF",
-    normal(7, 3),
-    3,
-    ["beta", "slope"],
-    inputs=False,
+    "nn.LIF: own inputs", "LIF", normal(7, 3), 3, ["beta", "slope"], inputs=False,
     constants={"threshold": 0.7},
 )
 layer(
-    "nn.ALIF",
-    "ALIF",
-    normal(3, 7, 2),
-    3,
-    ["rho", "threshold"],
-    reset="none",
-    constants={"beta": 0.85, "strength": 0.6},
-    reverse=True,
-    state=(3,),
-    **LENGTHS,
+    "nn.ALIF", "ALIF", normal(3, 7, 2), 3, ["rho", "threshold"], reset="none",
+    constants={"beta": 0.85, "strength": 0.6}, reverse=True, state=(3,), **LENGTHS,
 )
-layer("nn.ALIF: defaults", "ALIF", normal(3, 7, 2), 3, ["rho", "beta"], keep="spikes", first=())
 layer(
-    "nn.CuBaLIF: subtract",
-    "CuBaLIF",
-    normal(7, 3, 2),
-    3,
-    ["alpha", "threshold"],
-    keep="spikes",
-    constants={"beta": 0.85},
-    time_major=True,
-    state=(3,),
-    **LENGTHS,
+    "nn.ALIF: defaults", "ALIF", normal(3, 7, 2), 3, ["rho", "beta"], keep="spikes",
+    learn_initial_state=True,
 )
-layer("nn.LI", "LI", normal(3, 7, 2), 3, ["beta"], reverse=True, first=(), **LENGTHS)
 layer(
-    "nn.RLIF",
-    "RLIF",
-    normal(3, 7, 2),
-    3,
-    ["beta", "slope"],
-    reset="none",
-    state=(3,),
+    "nn.CuBaLIF: subtract", "CuBaLIF", normal(7, 3, 2), 3, ["alpha", "threshold"],
+    keep="spikes", constants={"beta": 0.85}, time_major=True, reverse=True, state=(3,),
     **LENGTHS,
 )
 layer(
-    "nn.RLIF: zero",
-    "RLIF",
-    normal(3, 7, 2),
-    3,
-    ["beta", "threshold"],
-    reset="zero",
-    detach_reset=False,
-    keep="spikes",
-    state=(3,),
-    reverse=True,
+    "nn.LI", "LI", normal(3, 7, 2), 3, ["beta"], reverse=True, learn_initial_state=True,
     **LENGTHS,
 )
 layer(
-    "nn.RCuBaLIF",
-    "RCuBaLIF",
-    normal(7, 3, 2),
-    3,
-    ["alpha", "beta"],
-    time_major=True,
-    keep="spikes",
-    state=(3,),
+    "nn.RLIF", "RLIF", normal(3, 7, 2), 3, ["beta", "slope"], reset="none", state=(3,),
     **LENGTHS,
+)
+layer(
+    "nn.RLIF: zero", "RLIF", normal(3, 7, 2), 3, ["beta", "threshold"], reset="zero",
+    detach_reset=False, keep="spikes", state=(3,), reverse=True, **LENGTHS,
+)
+layer(
+    "nn.RCuBaLIF", "RCuBaLIF", normal(7, 3, 2), 3, ["alpha", "beta"], time_major=True,
+    keep="spikes", state=(3,), **LENGTHS,
 )
 
 # Eight chunks, of five steps, and two steps in the last one.
 MANY = {"lengths": np.resize([37, 0, 1, 4, 5, 6, 34, 35, 36], 64)}
 layer(
-    "nn.RALIF: chunks",
-    "RALIF",
-    normal(64, 37, 2),
-    59,
-    ["beta", "rho", "threshold"],
-    reverse=True,
-    state=(64,),
-    **MANY,
+    "nn.RALIF: chunks", "RALIF", normal(64, 37, 2), 59, ["beta", "rho", "threshold"],
+    reverse=True, state=(64,), **MANY,
 )
 layer(
-    "nn.CuBaLIF: chunks",
-    "CuBaLIF",
-    normal(64, 37, 2),
-    59,
-    ["alpha", "beta", "threshold"],
-    keep="spikes",
-    state=(64,),
-    **MANY,
+    "nn.CuBaLIF: chunks", "CuBaLIF", normal(64, 37, 2), 59, ["alpha", "beta", "threshold"],
+    keep="spikes", state=(64,), **MANY,
 )
 layer(
-    "nn.LIF: chunks",
-    "LIF",
-    normal(64, 37, 2),
-    59,
-    ["beta", "slope"],
-    time_major=False,
+    "nn.LIF: chunks", "LIF", normal(64, 37, 2), 59, ["beta", "slope"], time_major=False,
     state=(64,),
 )
 
@@ -376,15 +267,14 @@ def cell(name, kind, learned, *, inputs=0, constants=None, shape=3, bias=True, *
         made = make_cell(kind, c, shape, given, x.dtype)
         return fields_of(made(x, to_state(kind, state)))
 
-    options = {name: neurons[name] for name in ("reset", "detach_reset") if name in neurons}
-    of_step = ft.partial(step, *options.values()) if options else None
-    reset, detach = options.get("reset", "subtract"), options.get("detach_reset", True)
-    of_step = ft.partial(step, reset, detach, DEFAULTS | (constants or {}))
+    of_step = ft.partial(
+        step, neurons.get("reset", "subtract"), neurons.get("detach_reset", True)
+    )
+    of_step = ft.partial(of_step, DEFAULTS | (constants or {}))
     sizes = shape if isinstance(shape, tuple) else (shape,)
     x = normal(inputs) if inputs else 0.8 + normal(*sizes)
-    reference = lambda x, state, c: of_step(c, x, state)[0]
-    orders = ("value", "jvp", "vjp", "RR")
-    options = {**CHEAP, "plain": reference, "orders": orders}
+    options = {**CHEAP, "orders": ("value", "jvp", "vjp", "RR")}
+    options["plain"] = lambda x, state, c: of_step(c, x, state)[0]
     entry(name, fn, x, state_arrays(kind, *sizes), c, **options)
 
 
@@ -404,11 +294,9 @@ cell("nn.WeightedCell: without a bias", "RLIF", ["beta"], inputs=2, bias=False)
 # Decays that training has moved out of [0, 1], each with the straight-through gradient.
 entry(
     "nn.LI: decays out of range",
-    lambda xs, beta: nn.LI.from_cell(nn.LICell(3, beta, learn_beta=True))(xs)[0],
-    normal(5, 3),
+    lambda xs, beta: nn.LI.from_cell(nn.LICell(3, beta, learn_beta=True))(xs)[0], normal(5, 3),
     np.array([1.2, -0.3, 0.7]),
-    plain=lambda xs, beta: reference("LI")(xs, (({"beta": beta},),))[0],
-    **CHEAP,
+    plain=lambda xs, beta: reference("LI")(xs, (({"beta": beta},),))[0], **CHEAP,
 )
 own = lambda v: 0.3 * jnp.exp(-jnp.abs(v))  # the integral of it is below
 
@@ -434,50 +322,3 @@ entry(
     plain=own_plain,
     **CHEAP,
 )
-
-
-# ---------------------------------------------------------------- numbers of snnTorch
-
-RECORDED = json.loads(record_spiking.PATH.read_text())
-
-
-def loss(outputs, states):
-    of_spikes = jnp.sum(outputs * jnp.asarray(record_spiking.OF_SPIKES, outputs.dtype))
-    u = states["membrane"]
-    return of_spikes + jnp.sum(u * jnp.asarray(record_spiking.OF_MEMBRANES, u.dtype))
-
-
-def recorded(kind, reset):
-    """The loss of spikes and potentials, and its gradients."""
-    given = RECORDED[f"{kind}Cell, {reset}"]
-    c = {name: np.float64(record_spiking.PARAMETERS[name]) for name in given["parameters"]}
-
-    def fn(xs, c):
-        made = make_cell(kind, c, record_spiking.NEURONS, {"reset": reset}, xs.dtype)
-        both = lambda state: (state.spikes, state.membrane)
-        spikes, membranes = nn.Recurrent(made, output=both)(xs)[0]
-        return loss(spikes, {"membrane": membranes})
-
-    def plain_loss(xs, c):
-        states, state = [], zero(kind, c)
-        for x in xs:
-            state, _ = step(reset, True, DEFAULTS, c, x, state)
-            states.append(state)
-        states = {name: jnp.stack([s[name] for s in states]) for name in states[0]}
-        return loss(states["spikes"], states)
-
-    value = np.sum(np.multiply(given["spikes"], record_spiking.OF_SPIKES))
-    value += np.sum(np.multiply(given["membranes"], record_spiking.OF_MEMBRANES))
-    # In the order of the arguments' leaves: of a dictionary, by name.
-    cts = [
-        np.array(x) for x in (given["xs"], *(given["parameters"][name] for name in sorted(c)))
-    ]
-    args = np.float64(record_spiking.XS), c
-    points = [Nasty(*args, value=[np.array(value)], cts=cts)]
-    options = {**CHEAP, "orders": ("value", "vjp"), "tolerance": 1e-6}
-    name = f"nn.{kind}Cell: snnTorch, {reset}"
-    entry(name, fn, *args, plain=plain_loss, nasty=points, **options)
-
-
-for kind, reset in (("LIF", "zero"), ("CuBaLIF", "subtract"), ("RLIF", "subtract")):
-    recorded(kind, reset)
