@@ -387,25 +387,33 @@ def rules():
 
 
 def model(x, *weights):
-    """Quantized, and then with weights that are stored as integers."""
+    return nn.quantize_model(network(weights, x.dtype), rules())[0](x)
+
+
+def stored(x, *weights):
+    """The same with weights that are integers."""
     quantized, _ = nn.quantize_model(network(weights, x.dtype), rules())
     stored, _ = nn.to_integers(quantized)
     first, _, second, _ = stored.layers
-    found = [first.weight, first.weight_quantizer.scale, second.weight]
-    return quantized(x), [stop(x) for x in (stored(x), *found)]
+    found = first.weight, first.weight_quantizer.scale, second.weight
+    return stored(x), found, second.weight_quantizer.scale
 
 
 def model_plain(x, w1, b1, w2, b2, w3, b3):
-    scale = absmax(w1, 3)
     x = fake_quantize(x, jnp.full((), 0.35, x.dtype), -8, 7)
-    x = jnp.tanh(fake_quantize(w1, scale, -4, 3) @ x + b1)
-    x = w3 @ ((sign(w2) * row_mean(jnp.abs(w2))) @ x + b2) + b3
-    of_signs = jnp.where(w2 < 0, -1, 1).astype("int8")
-    return x, [stop(x) for x in (x, integers(w1, scale, -4, 3), scale, of_signs)]
+    x = jnp.tanh(fake_quantize(w1, absmax(w1, 3), -4, 3) @ x + b1)
+    return w3 @ ((sign(w2) * row_mean(jnp.abs(w2))) @ x + b2) + b3
+
+
+def stored_plain(x, w1, b1, w2, *rest):
+    scale, of_signs = absmax(w1, 3), jnp.where(w2 < 0, -1, 1).astype("int8")
+    found = integers(w1, scale, -4, 3), scale, of_signs
+    return model_plain(x, w1, b1, w2, *rest), found, row_mean(jnp.abs(w2))
 
 
 WEIGHTS = [normal(*shape) for shape in 3 * [(4, 4), (4,)]]
 entry("nn.quantize_model", model, normal(4), *WEIGHTS, plain=model_plain, **CHEAP)
+entry("nn.to_integers", stored, normal(4), *WEIGHTS, plain=stored_plain, **VALUE)
 BATCH = normal(7, 4)
 
 
