@@ -135,8 +135,9 @@ def linear(
 
 
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
-AGAIN = {**SOME, "transforms": False, "precisions": ("float64",)}
-for kind, out, options in (("LRU", 2, SOME), ("S5", 1, AGAIN)):
+DOUBLE = {**SOME, "precisions": ("float64",)}
+AGAIN = {**CHEAP, "orders": ("value", "jvp", "vjp")}
+for kind, out, options in (("LRU", 2, DOUBLE), ("S5", 1, AGAIN)):
     state = state_of(kind, 3)
     given = {"out": out, "activation": jnp.tanh, "state": state, "options": options}
     linear(f"nn.{kind}", kind, normal(5, 2), 3, **given)

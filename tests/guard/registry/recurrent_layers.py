@@ -124,9 +124,10 @@ def recurrent(
 # One sequence, with a state and biases. All rules are of one form: the orders that are left out
 # for the others tell apart what they have in common.
 SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
+AGAIN = {**CHEAP, "orders": SOME["orders"]}
 recurrent("nn.GRU", "GRU", normal(5, 2), 3, state=(), options={})
 recurrent("nn.LSTM", "LSTM", normal(5, 2), 3, state=(), options=SOME)
-recurrent("nn.LSTM: projected", "LSTM", normal(5, 2), 3, proj_size=2, state=(), options=SOME)
+recurrent("nn.LSTM: projected", "LSTM", normal(5, 2), 3, proj_size=2, state=(), options=AGAIN)
 recurrent("nn.RNN", "RNN", normal(5, 2), 3, state=(), options=SOME)
 
 # Padded batches. The states differ for each of the cells.
@@ -268,7 +269,7 @@ OSCILLATOR = {"decay": np.array([0.4, -0.7, 0.9]), "weight": normal(3, 2)}
 mixed = lambda state: state["fast"] * state["slow"]
 fn, reference = any_cell(mixed, "replay", reverse=True)
 args = normal(7, 2), OSCILLATOR, None, None, two_states()
-entry("nn.Recurrent", fn, *args, plain=reference, **SOME)
+entry("nn.Recurrent", fn, *args, plain=reference, **AGAIN)
 for checkpoint, state in ((None, None), (3, two_states(2)), ("sqrt", two_states(2))):
     fn, reference = any_cell(None, checkpoint, time_major=True)
     args = normal(7, 2, 2), OSCILLATOR, state, np.array([7, 4]), None
