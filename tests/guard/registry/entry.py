@@ -14,11 +14,21 @@ class Nasty:
     """A point at the edge of the domain, at which value and cotangents are compared.
 
     `value` and `cts` are the expected ones, for a cotangent of ones. By default they are those
-    of `plain`, NaN and infinity included.
+    of `plain`, NaN and infinity included. `second` is the gradient of the sum of the
+    cotangents, the first once, the next twice and so on, if it is given. With `each`, the
+    tolerance is relative to each number, and not to the largest.
     """
 
-    def __init__(self, *args: Any, value: Any = None, cts: Any = None):
+    def __init__(
+        self,
+        *args: Any,
+        value: Any = None,
+        cts: Any = None,
+        second: Any = None,
+        each: bool = False,
+    ):
         self.args, self.value, self.cts = args, value, cts
+        self.second, self.each = second, each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Entry:
     # Whether it also runs inside `scan`, `checkpoint` and `vmap`, with captured arrays. Off for
     # an option that changes nothing about that: these programs take most of the time.
     transforms: bool = True
+    leaks: bool = True  # whether it passes JAX's leak checker, as Lineax and Optimistix do not
     costs: bool = True  # whether frozen arguments must cost nothing
 
 

@@ -1,0 +1,178 @@
+"""Layers over linear recurrences, against plain scans of the papers' equations."""
+
+import functools as ft
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .over_time import CHEAP, draws, enter, layer, plain
+
+
+nn = eqg.nn
+normal = draws(1)
+
+
+# ---------------------------------------------------------------- the papers' equations
+
+
+def complex_of(parts):
+    return jax.lax.complex(parts[0], parts[1])
+
+
+def diagonal(factor, scale, gain, activation, c, x, h):
+    h = factor * h + scale.astype(h.dtype) * (complex_of(c["weight_in"]) @ x.astype(h.dtype))
+    skip = c["skip"] * x if c["skip"].ndim == 1 else c["skip"] @ x
+    y = activation(gain * jnp.real(complex_of(c["weight_out"]) @ h) + skip)
+    return h, y
+
+
+def lru_step(activation, c, x, h):
+    """Orvieto et al. (2023), "Resurrecting recurrent neural networks for long sequences"."""
+    factor = jnp.exp(jax.lax.complex(-jnp.exp(c["log_decay"]), jnp.exp(c["log_phase"])))
+    return diagonal(factor, jnp.exp(c["log_gamma"]), 1, activation, c, x, h)
+
+
+def s5_step(activation, c, x, h):
+    """Smith et al. (2022), with zero-order hold."""
+    rate = jax.lax.complex(-jnp.exp(c["log_decay"]), c["frequency"])
+    factor = jnp.exp(rate * jnp.exp(c["log_step"]).astype(rate.dtype))
+    return diagonal(factor, (factor - 1) / rate, 2, activation, c, x, h)
+
+
+def min_gru_step(c, x, h):
+    """Feng et al. (2024), "Were RNNs all we needed?"."""
+    z, candidate = jnp.split(c["weight"] @ x + c.get("bias", 0), 2)
+    z = jax.nn.sigmoid(z)
+    h = (1 - z) * h + z * candidate
+    return h, h
+
+
+def min_lstm_step(c, x, h):
+    f, i, candidate = jnp.split(c["weight"] @ x + c.get("bias", 0), 3)
+    f, i = jax.nn.sigmoid(f), jax.nn.sigmoid(i)
+    h = f / (f + i) * h + i / (f + i) * candidate
+    return h, h
+
+
+def zero_complex(c):
+    zeros = jnp.zeros(c["weight_in"].shape[1], c["weight_in"].dtype)
+    return jax.lax.complex(zeros, zeros)
+
+
+def zero_real(gates):
+    return lambda c: jnp.zeros(len(c["weight"]) // gates, c["weight"].dtype)
+
+
+# ---------------------------------------------------------------- entries
+
+NAMES = {
+    "LRU": ("log_decay", "log_phase", "log_gamma"),
+    "S5": ("log_decay", "frequency", "log_step"),
+}
+
+
+def diagonal_cell(kind, size, out, state, skip):
+    # Frequencies of S5 are steps apart, so that all of exp(rate * step) differ.
+    centers = {
+        "log_decay": -1.0,
+        "log_phase": 0.0,
+        "log_gamma": -0.5,
+        "frequency": 2.0,
+        "log_step": -0.7,
+    }
+    c = {name: centers[name] + normal(state, scale=0.5) for name in NAMES[kind]}
+    c |= {"weight_in": normal(2, state, size), "weight_out": normal(2, out, state)}
+    return c | {"skip": normal(out) if skip == "vector" else normal(out, size)}
+
+
+def minimal_cell(gates, size, hidden, bias):
+    c = {"weight": normal(gates * hidden, size)}
+    return c | ({"bias": normal(gates * hidden)} if bias else {})
+
+
+def state_of(kind, *shape):
+    if kind in NAMES:
+        return normal(*shape) + 1j * normal(*shape)
+    return normal(*shape)
+
+
+STEPS = {"LRU": lru_step, "S5": s5_step}
+GATES = {"MinGRU": (2, min_gru_step), "MinLSTM": (3, min_lstm_step)}
+
+
+def linear(
+    name, kind, xs, hidden, *, out=2, state=None, first=None, lengths=None, half=None, **given
+):
+    size, options, is_diagonal = xs.shape[-1], given.pop("options", CHEAP), kind in NAMES
+    layers, directions = given.get("num_layers", 1), 1 + given.get("bidirectional", False)
+    sizes = [size, *(layers - 1) * [directions * (out if is_diagonal else hidden)]]
+    time = {name: given[name] for name in ("reverse", "time_major") if name in given}
+    given["learn_initial_state"] = first is not None
+    if is_diagonal:
+        # S5 is given the number of eigenvalues, of which half are states.
+        make = ft.partial(getattr(nn, kind), size, out, 2 * hidden if kind == "S5" else hidden)
+        step, zero = (
+            ft.partial(STEPS[kind], given.get("activation") or (lambda y: y)),
+            zero_complex,
+        )
+        of = lambda n: diagonal_cell(kind, n, out, hidden, "vector" if n == out else "matrix")
+    else:
+        make, (gates, step) = ft.partial(getattr(nn, kind), size, hidden), GATES[kind]
+        zero = zero_real(gates)
+        of = lambda n: minimal_cell(gates, n, hidden, given.get("use_bias", True))
+    cells = tuple(tuple(of(n) for _ in range(directions)) for n in sizes)
+    fn = layer(make, "initial_parts" if is_diagonal else "initial_state", **given)
+    run = plain(step, zero, **time)
+
+    def reference(xs, cells, state, lengths, first):
+        first = complex_of(first) if is_diagonal and first is not None else first
+        return run(xs, cells, state, lengths, first)
+
+    options = {**options, "half": half, "time_major": time.get("time_major", False)}
+    enter(name, fn, xs, cells, state, lengths, first, plain=reference, **options)
+
+
+SOME = {"orders": ("value", "jvp", "vjp", "RR"), "costs": False}
+DOUBLE = {**SOME, "precisions": ("float64",)}
+AGAIN = {**CHEAP, "orders": ("value", "jvp", "vjp")}
+for kind, out, options in (("LRU", 2, DOUBLE), ("S5", 1, AGAIN)):
+    state = state_of(kind, 3)
+    given = {"out": out, "activation": jnp.tanh, "state": state, "options": options}
+    linear(f"nn.{kind}", kind, normal(5, 2), 3, **given)
+for kind, options in (("MinGRU", SOME), ("MinLSTM", AGAIN)):
+    linear(f"nn.{kind}", kind, normal(5, 2), 3, state=state_of(kind, 3), options=options)
+
+LENGTHS = np.array([7, 3, 0])
+# A line has as many arguments as there is room for.
+# fmt: off
+for kind, layers, directions, out in (("LRU", 2, 1, 1), ("S5", 1, 2, 2)):
+    linear(
+        f"nn.{kind}: padded", kind, normal(7, 3, 2), 3, out=out, lengths=LENGTHS,
+        num_layers=layers, bidirectional=directions == 2, time_major=True,
+        state=state_of(kind, 2, 3, 3), method="associative", activation=jnp.tanh,
+    )
+    first = normal(2, 3)
+    linear(f"nn.{kind}: learned state", kind, normal(3, 7, 2), 3, first=first, reverse=True)
+for kind in ("MinGRU", "MinLSTM"):
+    linear(
+        f"nn.{kind}: padded", kind, normal(3, 7, 2), 3, lengths=LENGTHS, bidirectional=True,
+        reverse=True, state=state_of(kind, 2, 3, 3), method="associative", use_bias=False,
+    )
+    linear(
+        f"nn.{kind}: learned state", kind, normal(7, 3, 2), 3, num_layers=2, first=normal(2, 3),
+        time_major=True, lengths=LENGTHS,
+    )
+linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU", 3))
+
+
+# States that remember a hundred steps: a sum in half precision would lose most of its terms.
+def long(kind, steps, slow):
+    xs = np.abs(normal(steps, 2)) + 0.2
+    linear(f"nn.{kind}: long sums", kind, xs[:3], 3, half=(xs, ((slow,),)), options=CHEAP)
+
+
+SLOW = {"weight": normal(6, 2, scale=0.3), "bias": np.array([-4.5, -5, -4, 0.3, 0.5, 0.2])}
+long("MinGRU", 509, SLOW)
+long("LRU", 509, diagonal_cell("LRU", 2, 2, 3, "vector") | {"log_decay": np.full(3, -4.0)})
