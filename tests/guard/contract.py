@@ -199,15 +199,19 @@ def at_edges(entry: Entry) -> Iterator[str]:
     """Value and cotangents at the points where formulas break."""
     for i, point in enumerate(entry.nasty):
         args = cast(point.args, "float64")
-        got = jax.jit(ft.partial(_value_and_vjp, Flat(entry.fn, args)))(*op_leaves(args))
+        op = Flat(entry.fn, args)
+        got = jax.jit(ft.partial(_value_and_vjp, op))(*op.leaves)
         want = {"value": point.value, "vjp": point.cts}
+        if point.second is not None:
+            got["second"] = jax.jit(ft.partial(_gradient_of_cotangents, op))(*op.leaves)
+            want["second"] = point.second
         if point.value is None or point.cts is None:
             plain = Flat(reference(entry), args)
             of_plain = jax.jit(ft.partial(_value_and_vjp, plain))(*op_leaves(args))
             want = {name: of_plain[name] if x is None else x for name, x in want.items()}
         if "vjp" not in entry.orders:
             del want["vjp"]
-        for text in differences(got, want, entry.tolerance):
+        for text in differences(got, want, entry.tolerance, each=point.each):
             yield f"nasty point {i}: {text}"
 
 
@@ -219,6 +223,14 @@ def _value_and_vjp(fn: Flat, *xs: Any) -> dict[str, Any]:
     """The cotangents are those of ones."""
     outs, pull = jax.vjp(fn, *xs)
     return {"value": fn.all_outputs(*xs), "vjp": pull([jnp.ones_like(x) for x in outs])}
+
+
+def _gradient_of_cotangents(fn: Flat, *xs: Any) -> Any:
+    def total(*xs):
+        outs, pull = jax.vjp(fn, *xs)
+        return sum(jnp.sum(jnp.real(ct)) for ct in pull([jnp.ones_like(x) for x in outs]))
+
+    return jax.grad(total, range(len(xs)))(*xs)
 
 
 def in_half_precision(entry: Entry) -> Iterator[str]:
@@ -250,8 +262,10 @@ def without_leaks(entry: Entry) -> Iterator[str]:
     op = Flat(entry.fn, cast(entry.args, "float32"))
 
     def run(*xs):
+        if "vjp" not in entry.orders:
+            return op(*xs)
         outs, pull = jax.vjp(op, *xs)
-        return pull(outs) if "vjp" in entry.orders else outs
+        return pull(outs)
 
     with checking_leaks():
         jax.make_jaxpr(run)(*op.leaves)
@@ -325,9 +339,11 @@ PROPERTIES = (
 # ---------------------------------------------------------------- the comparison
 
 
-def differences(got: Any, want: Any, tolerance: float, dtypes: bool = True) -> Iterator[str]:
+def differences(
+    got: Any, want: Any, tolerance: float, dtypes: bool = True, each: bool = False
+) -> Iterator[str]:
     """By name, where two programs differ by more than a tolerance relative to the largest
-    number of the array. NaN and infinities are equal only to themselves."""
+    number of the array, or to each number. NaN and infinities are equal only to themselves."""
     for name in want:
         pairs = jax.tree.leaves(got[name]), jax.tree.leaves(want[name])
         if len(pairs[0]) != len(pairs[1]):
@@ -345,6 +361,7 @@ def differences(got: Any, want: Any, tolerance: float, dtypes: bool = True) -> I
                     yield f"{name}[{i}]: {x} instead of {y}"
                 continue
             size = np.max(np.abs(y[np.isfinite(y)]), initial=0.0)
-            close = np.isclose(x, y, rtol=0, atol=tolerance * max(size, 1e-3), equal_nan=True)
+            rtol, atol = (tolerance, 1e-300) if each else (0, tolerance * max(size, 1e-3))
+            close = np.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
             if not close.all():
                 yield f"{name}[{i}]: {x[~close][:5]} instead of {y[~close][:5]}"

@@ -14,11 +14,20 @@ class Nasty:
     """A point at the edge of the domain, at which value and cotangents are compared.
 
     `value` and `cts` are the expected ones, for a cotangent of ones. By default they are those
-    of `plain`, NaN and infinity included.
+    of `plain`, NaN and infinity included. `second` is the gradient of the sum of all cotangents,
+    if it is given. With `each`, the tolerance is relative to each number, and not to the largest.
     """
 
-    def __init__(self, *args: Any, value: Any = None, cts: Any = None):
+    def __init__(
+        self,
+        *args: Any,
+        value: Any = None,
+        cts: Any = None,
+        second: Any = None,
+        each: bool = False,
+    ):
         self.args, self.value, self.cts = args, value, cts
+        self.second, self.each = second, each
 
 
 @dataclasses.dataclass(frozen=True)
