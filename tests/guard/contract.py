@@ -228,7 +228,8 @@ def _value_and_vjp(fn: Flat, *xs: Any) -> dict[str, Any]:
 def _gradient_of_cotangents(fn: Flat, *xs: Any) -> Any:
     def total(*xs):
         outs, pull = jax.vjp(fn, *xs)
-        return sum(jnp.sum(jnp.real(ct)) for ct in pull([jnp.ones_like(x) for x in outs]))
+        cts = pull([jnp.ones_like(x) for x in outs])
+        return sum(i * jnp.sum(jnp.real(ct)) for i, ct in enumerate(cts, start=1))
 
     return jax.grad(total, range(len(xs)))(*xs)
 

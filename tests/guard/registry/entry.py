@@ -14,8 +14,9 @@ class Nasty:
     """A point at the edge of the domain, at which value and cotangents are compared.
 
     `value` and `cts` are the expected ones, for a cotangent of ones. By default they are those
-    of `plain`, NaN and infinity included. `second` is the gradient of the sum of all cotangents,
-    if it is given. With `each`, the tolerance is relative to each number, and not to the largest.
+    of `plain`, NaN and infinity included. `second` is the gradient of the sum of the
+    cotangents, the first once, the next twice and so on, if it is given. With `each`, the
+    tolerance is relative to each number, and not to the largest.
     """
 
     def __init__(
