@@ -68,6 +68,7 @@ class Entry:
     # Whether it also runs inside `scan`, `checkpoint` and `vmap`, with captured arrays. Off for
     # an option that changes nothing about that: these programs take most of the time.
     transforms: bool = True
+    leaks: bool = True  # whether it passes JAX's leak checker, as Lineax and Optimistix do not
     costs: bool = True  # whether frozen arguments must cost nothing
 
 
