@@ -151,11 +151,7 @@ def of_gradient_plain(h, xs, w, b):
 
 
 entry(
-    "filter_scan: carry_gradient",
-    of_gradient,
-    *arguments(7),
-    plain=of_gradient_plain,
-    **FIRST,
+    "filter_scan: carry_gradient", of_gradient, *arguments(7), plain=of_gradient_plain, **FIRST
 )
 
 # ---------------------------------------------------------------- online

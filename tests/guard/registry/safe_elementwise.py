@@ -15,6 +15,7 @@ from .entry import entry, Nasty, ORDERS
 
 safe = eqg.safe
 NAN, INF = np.nan, np.inf
+ONCE = {"transforms": False, "costs": False}
 
 
 def exact(formula, *columns, smooth=False):
@@ -48,233 +49,123 @@ def exact(formula, *columns, smooth=False):
     return Nasty(*columns, value=value, cts=rest[:n], second=rest[n:], each=True)
 
 
-def table(n, *rows):
-    """At poles, by convention: the `n` arguments, the value, cotangents, second derivatives."""
-    columns = [np.array(column, float) for column in zip(*rows, strict=True)]
+def rows(text):
+    """The columns of a table of numbers."""
+    return np.array([[float(x) for x in row.split()] for row in text.split(",")]).T
+
+
+def poles(n, text):
+    """By convention: the `n` arguments, the value, the cotangents, and second derivatives."""
+    columns = list(rows(text))
     args, value, rest = columns[:n], columns[n], columns[n + 1 :]
     return Nasty(*args, value=value, cts=rest[:n], second=rest[n:] or None, each=True)
 
 
 def joined(nasty):
-    """As few calls as there can be: with and without second derivatives."""
-    groups = [], []
-    for x in nasty:
-        groups[x.second is None].append(x)
-    for group in filter(None, groups):
+    """One point for all that have second derivatives, and one for the others."""
+    for is_second in (True, False):
+        group = [x for x in nasty if (x.second is not None) == is_second]
         columns = lambda name, group=group: [
             np.concatenate(parts)
             for parts in zip(*(getattr(x, name) for x in group), strict=True)
         ]
-        second = columns("second") if group[0].second else None
-        value = np.concatenate([x.value for x in group])
-        yield Nasty(*columns("args"), value=value, cts=columns("cts"), second=second, each=True)
-
-
-def points(*numbers):
-    return [np.array(column, float) for column in zip(*numbers, strict=True)]
+        if group:
+            second = columns("second") if is_second else None
+            value = np.concatenate([x.value for x in group])
+            args, cts = columns("args"), columns("cts")
+            yield Nasty(*args, value=value, cts=cts, second=second, each=True)
 
 
 A, B = np.array([[0.3, -0.6, 0.8]]), np.array([[1.5], [0.4], [-0.7], [2.6]])
-POSITIVE = np.array([0.3, 1.6, 2.8])
-LARGE = points([1e-200], [3e-20], [0.7], [5.0], [2e20], [3e200])
-SMALL = points([-1e200], [-4e7], [-30.0], [-0.9], [-1e-9], [2e-9], [0.4], [25.0], [3e200])
-NEAR_ZERO = points([0.0], [1e-30], [-2e-9], [1e-5], [-0.3], [0.97], [-0.99], [1.03], [7.0])
-
+POSITIVE, ONE = np.array([0.3, 1.6, 2.8]), (np.append(A, B),)
+LARGE = "1e-200, 3e-20, 0.7, 5, 2e20, 3e200"
+NEAR_ZERO = "0, 1e-30, -2e-9, 1e-5, -0.3, 0.97, -0.99, 1.03, 7"
 OF_JAX = types.SimpleNamespace(**vars(jnp), erfc=jax.scipy.special.erfc, mpf=float)
+ratio = lambda fn: lambda m, x: getattr(m, fn)(x) / x if m is OF_JAX or x else m.mpf(1)
+AB, PB = (A, B), (POSITIVE[None], B)
 
-# Of each function: its formula for JAX and mpmath, arguments, and nasty points.
-FORMULAS: dict[str, tuple[Any, tuple[Any, ...], list[Any]]] = {
-    "log": (
-        lambda m, x: m.log(x),
-        (POSITIVE,),
-        [LARGE, table(1, (0, -INF, 0, NAN), (-2, NAN, 0, 0), (INF, INF, 0, 0))],
-    ),
-    "sqrt": (
-        lambda m, x: m.sqrt(x),
-        (POSITIVE,),
-        [LARGE, table(1, (0, 0, 0, NAN), (-2, NAN, 0, 0), (INF, INF, 0, 0))],
-    ),
-    "reciprocal": (
-        lambda m, x: 1 / x,
-        (A,),
-        [
-            points([1e-100], [-3e-20], [4e50], [-2e100]),
-            table(1, (0, INF, 0, NAN), (-INF, 0, 0, 0)),
-        ],
-    ),
+# The formula for JAX and mpmath, arguments, points at which it is right, and poles.
+FORMULAS: dict[str, tuple[Any, Any, str, str]] = {
+    "log": (lambda m, x: m.log(x), (POSITIVE,), LARGE, "0 -inf 0 nan, -2 nan 0 0, inf inf 0 0"),
+    "sqrt": (lambda m, x: m.sqrt(x), (POSITIVE,), LARGE, "0 0 0 nan, -2 nan 0 0, inf inf 0 0"),
+    "reciprocal": (lambda m, x: 1 / x, (A,), "1e-100, -3e-20, 4e50", "0 inf 0 nan, -inf 0 0 0"),
     "divide": (
-        lambda m, x, y: x / y,
-        (A, B),
-        [
-            points((1e-30, 1e-100), (1e150, -1e100), (-1e-200, 1e-150), (3.0, 1e90)),
-            table(
-                2,
-                (1, 0, INF, 0, 0, NAN, NAN),
-                (0, 0, NAN, 0, 0, NAN, NAN),
-                (INF, 2, INF, 0.5, 0, 0, -0.25),
-                (3, -INF, 0, 0, 0, 0, 0),
-            ),
-        ],
+        *(lambda m, x, y: x / y, AB, "1e-30 1e-100, 1e150 -1e100, -1e-200 1e-150, 3 1e90"),
+        "1 0 inf 0 0 nan nan, 0 0 nan 0 0 nan nan, inf 2 inf 0.5 0 0 -0.25, 3 -inf 0 0 0 0 0",
     ),
+    # A power whose exponent is whole is a polynomial at zero, too.
     "power": (
-        lambda m, x, y: x**y,
-        (POSITIVE[None], B),
-        [
-            points((1e-200, 0.5), (1e-10, -3.5), (4e100, 1.2), (2.0, 900.0), (0.9, 1e-12)),
-            # An exponent that is whole: even at zero it is a polynomial in `x`.
-            table(2, (0, 0.5, 0, 0, 0), (0, 2, 0, 0, 0), (0, 1, 0, 1, 0), (0, 0, 1, 0, 0)),
-            table(2, (0, -1, INF, 0, 0), (-2, 3, -8, 12, 0), (-2, 2, 4, -4, 0)),
-            table(2, (-2, 0.5, NAN, 0, 0), (INF, 0.5, INF, 0, 0), (INF, 2, INF, 0, 0)),
-            table(2, (-3, 2**53, INF, -INF, 0), (2, INF, INF, 0, 0)),
-        ],
+        *(lambda m, x, y: x**y, PB, "1e-200 0.5, 1e-10 -3.5, 4e100 1.2, 2 900, 0.9 1e-12"),
+        "0 0.5 0 0 0, 0 2 0 0 0, 0 1 0 1 0, 0 0 1 0 0, 0 -1 inf 0 0, -2 3 -8 12 0, -2 2 4 -4 0,"
+        "-2 0.5 nan 0 0, inf 0.5 inf 0 0, inf 2 inf 0 0, -3 9007199254740992 inf -inf 0,"
+        "2 inf inf 0 0",
     ),
     "hypot": (
         lambda m, x, y: m.sqrt(x * x + y * y),  # `mp.hypot` rounds too much
-        (A, B),
-        [
-            points((1e-200, 3e-200), (3e200, -1e200), (0.0, -2.0), (3.0, 4e-20), (-1e9, 1e9)),
-            table(
-                2,
-                (0, 0, 0, 0, 0, NAN, NAN),
-                (-INF, 1, INF, -1, 0, 0, 0),
-                (INF, -INF, INF, 0.5**0.5, -(0.5**0.5), 0, 0),
-            ),
-        ],
+        *(AB, "1e-200 3e-200, 3e200 -1e200, 0 -2, 3 4e-20, -1e9 1e9"),
+        "0 0 0 0 0 nan nan, -inf 1 inf -1 0 0 0,"
+        "inf -inf inf 0.7071067811865476 -0.7071067811865476 0 0",
     ),
     "arctan2": (
         lambda m, y, x: m.atan2(y, x),
-        (A, B),
-        [
-            points((1e-100, 2e-100), (3e100, -1e100), (2.0, 0.0), (-2.0, -3.0), (1e-9, -1e9)),
-            table(
-                2,
-                (0, 0, 0, 0, 0, NAN, NAN),
-                (0, -2, np.pi, -0.5, 0, -0.5, -0.25),
-                (INF, 1, np.pi / 2, 0, 0, 0, 0),
-            ),
-        ],
+        *(AB, "1e-100 2e-100, 3e100 -1e100, 2 0, -2 -3, 1e-9 -1e9"),
+        "0 0 0 0 0 nan nan, 0 -2 3.141592653589793 -0.5 0 -0.5 -0.25,"
+        "inf 1 1.5707963267948966 0 0 0 0",
     ),
     "arccos": (
-        lambda m, x: m.acos(x),
-        (A,),
-        [
-            points([1 - 1e-12], [-1 + 1e-12], [1e-30], [0.6]),
-            table(1, (1, 0, 0, NAN), (-1, np.pi, 0, NAN), (1.5, NAN, 0, 0), (-3, NAN, 0, 0)),
-        ],
+        *(lambda m, x: m.acos(x), (A,), "0.999999999999, -0.999999999999, 1e-30, 0.6"),
+        "1 0 0 nan, -1 3.141592653589793 0 nan, 1.5 nan 0 0, -3 nan 0 0",
     ),
     "arcsin": (
-        lambda m, x: m.asin(x),
-        (A,),
-        [
-            points([1 - 1e-12], [-1 + 1e-12], [1e-30], [0.6]),
-            table(1, (1, np.pi / 2, 0, NAN), (-1, -np.pi / 2, 0, NAN), (1.5, NAN, 0, 0)),
-        ],
+        *(lambda m, x: m.asin(x), (A,), "0.999999999999, -0.999999999999, 1e-30, 0.6"),
+        "1 1.5707963267948966 0 nan, -1 -1.5707963267948966 0 nan, 1.5 nan 0 0",
     ),
     "xlogy": (
-        lambda m, x, y: x * m.log(y),
-        (A, POSITIVE[:, None]),
-        [
-            points((1e-200, 1e-100), (-3e100, 2e100), (2.0, 1e-9)),
-            table(
-                2,
-                (0, 0, 0, 0, 0, NAN, NAN),
-                (2, 0, -INF, 0, 0, NAN, NAN),
-                (0, 2, 0, np.log(2), 0, 1, 0.5),
-                (2, -1, NAN, 0, 0, 0, 0),
-                (2, INF, INF, 0, 0, 0, 0),
-            ),
-        ],
+        *(lambda m, x, y: x * m.log(y), (A, POSITIVE[:, None])),
+        "1e-200 1e-100, -3e100 2e100, 2 1e-9",
+        "0 0 0 0 0 nan nan, 2 0 -inf 0 0 nan nan, 0 2 0 0.6931471805599453 0 1 0.5,"
+        "2 -1 nan 0 0 0 0, 2 inf inf 0 0 0 0",
     ),
     "xlog1py": (
-        lambda m, x, y: x * m.log1p(y),
-        (A, POSITIVE[:, None]),
-        [
-            points((1e-200, 1e-100), (-3e100, 2e100), (2.0, 1e-17), (3.0, -1 + 1e-9)),
-            table(
-                2,
-                (0, -1, 0, 0, 0, NAN, NAN),
-                (2, -1, -INF, 0, 0, NAN, NAN),
-                (3, 0, 0, 0, 3, 2, -5),
-                (2, -2, NAN, 0, 0, 0, 0),
-            ),
-        ],
+        *(lambda m, x, y: x * m.log1p(y), (A, POSITIVE[:, None])),
+        "1e-200 1e-100, -3e100 2e100, 2 1e-17, 3 -0.999999999",
+        "0 -1 0 0 0 nan nan, 2 -1 -inf 0 0 nan nan, 3 0 0 0 3 2 -5, 2 -2 nan 0 0 0 0",
     ),
     "log_cosh": (
-        lambda m, x: m.log(m.cosh(x)),
-        (A,),
-        [
-            points([0.0], [1e-9], [-1e-3], [19.0], [-21.0], [300.0]),
-            table(1, (-INF, INF, -1, 0)),
-        ],
+        *(lambda m, x: m.log(m.cosh(x)), (A,)),
+        *("0, 1e-9, -1e-3, 19, -21, 300", "-inf inf -1 0"),
     ),
     "log_expm1": (
-        lambda m, x: m.log(m.expm1(x)),
-        (POSITIVE,),
-        [
-            points([1e-100], [1e-9], [0.69], [0.7], [30.0], [600.0]),
-            table(1, (0, -INF, 0, NAN), (-2, NAN, 0, 0), (INF, INF, 1, 0)),
-        ],
+        *(lambda m, x: m.log(m.expm1(x)), (POSITIVE,)),
+        *("1e-100, 1e-9, 0.69, 0.7, 30, 600", "0 -inf 0 nan, -2 nan 0 0, inf inf 1 0"),
     ),
     "softplus_inverse": (
         lambda m, x: m.log(m.expm1(x)),
         (POSITIVE,),
-        [points([1e-9], [800.0])],
+        "1e-9, 500",
+        "0 -inf 0 nan",
     ),
     "log_sub_exp": (
         lambda m, x, y: m.log(m.exp(x) - m.exp(y)),
         (POSITIVE[None], np.array([[0.1], [-0.6]])),
-        [
-            points((1000.0, 999.0), (2.0, -700.0), (0.25, 0.125), (1e-6, -1e-6)),
-            table(
-                2,
-                (2, 2, -INF, 0, 0, NAN, NAN),
-                (-INF, -INF, -INF, 0, 0, 0, 0),
-                (3, -INF, 3, 1, 0, 0, 0),
-                (1, 2, NAN, 0, 0, 0, 0),
-            ),
-        ],
+        "1000 999, 2 -500, 0.25 0.125, 1e-6 -1e-6",
+        "2 2 -inf 0 0 nan nan, -inf -inf -inf 0 0 0 0, 3 -inf 3 1 0 0 0, 1 2 nan 0 0 0 0",
     ),
-    "expm1_ratio": (
-        lambda m, x: m.expm1(x) / x if m is OF_JAX or x else m.mpf(1),
-        (np.append(A, B),),
-        [NEAR_ZERO, points([-40.0], [700.0], [712.0], [-1e9]), table(1, (-INF, 0, 0, 0))],
-    ),
+    "expm1_ratio": (ratio("expm1"), ONE, NEAR_ZERO + ", -40, 700, 712, -1e9", "-inf 0 0 0"),
     "log1p_ratio": (
-        lambda m, x: m.log1p(x) / x if m is OF_JAX or x else m.mpf(1),
-        (np.append(A, B),),
-        [
-            NEAR_ZERO,
-            points([-0.51], [-0.49], [1e9], [-1 + 1e-9]),
-            table(1, (-1, INF, 0, NAN), (-2, NAN, 0, 0), (INF, 0, 0, 0)),
-        ],
+        *(ratio("log1p"), ONE, NEAR_ZERO + ", -0.51, -0.49, 1e9, -0.999999999"),
+        "-1 inf 0 nan, -2 nan 0 0, inf 0 0 0",
     ),
-    "sinhc": (
-        lambda m, x: m.sinh(x) / x if m is OF_JAX or x else m.mpf(1),
-        (np.append(A, B),),
-        [NEAR_ZERO, points([-40.0], [700.0], [-712.0]), table(1, (INF, INF, 0, 0))],
-    ),
+    "sinhc": (ratio("sinh"), ONE, NEAR_ZERO + ", -40, 700, -712", "inf inf 0 0"),
     "logaddexp": (
-        lambda m, x, y: m.log(m.exp(x) + m.exp(y)),
-        (A, B),
-        [
-            points((1000.0, 999.0), (2.0, -300.0), (-300.0, 2.0), (-2e3, -2e3)),
-            table(
-                2,
-                (-INF, -INF, -INF, 0, 0, 0, 0),
-                (INF, INF, INF, 0.5, 0.5, 0, 0),
-                (3, -INF, 3, 1, 0, 0, 0),
-                (INF, 3, INF, 1, 0, 0, 0),
-            ),
-        ],
+        *(lambda m, x, y: m.log(m.exp(x) + m.exp(y)), AB),
+        "1000 999, 2 -300, -300 2, -2e3 -2e3",
+        "-inf -inf -inf 0 0 0 0, inf inf inf 0.5 0.5 0 0, 3 -inf 3 1 0 0 0, inf 3 inf 1 0 0 0",
     ),
     "log_ndtr": (
-        lambda m, x: m.log(m.erfc(-x / m.sqrt(m.mpf(2))) / 2),
-        (np.append(A, B),),
-        [
-            points([-1e5], [-300.0], [-5.0], [-3.01], [-2.99], [-1.5], [-0.01], [0.0]),
-            points([0.59], [0.61], [2.99], [3.01], [9.0], [30.0]),
-            table(1, (-INF, -INF, 0, 0), (INF, 0, 0, 0)),
-        ],
+        *(lambda m, x: m.log(m.erfc(-x / m.sqrt(m.mpf(2))) / 2), ONE),
+        "-1e5, -300, -5, -3.01, -2.99, -1.5, -0.01, 0, 0.59, 0.61, 2.99, 3.01, 9, 30",
+        "-inf -inf 0 0, inf 0 0 0",
     ),
 }
 # Where the formula is smooth at zero, and where half precision has to be widened.
@@ -283,28 +174,17 @@ SMOOTH += ("log_sub_exp", "logaddexp", "log_ndtr")
 FULL = ("divide", "log_sub_exp")  # of the others, each has the same rule in all programs
 HALF = ("power", "xlogy", "log_ndtr", "sinhc", "log_sub_exp", "arctan2")
 
-for _name, (_formula, _args, _nasty) in FORMULAS.items():
-
-    def _plain(*xs, formula=_formula):
-        return formula(OF_JAX, *xs)
-
+for _name, (_formula, _args, _points, _poles) in FORMULAS.items():
     _is_smooth, _is_full = _name in SMOOTH, _name in FULL
+    _points = exact(_formula, *rows(_points), smooth=_is_smooth)
     entry(
-        f"safe.{_name}",
-        getattr(safe, _name),
-        *_args,
-        plain=_plain,
-        nasty=tuple(
-            joined(
-                x if isinstance(x, Nasty) else exact(_formula, *x, smooth=_is_smooth)
-                for x in _nasty
-            )
-        ),
+        *(f"safe.{_name}", getattr(safe, _name), *_args),
+        plain=ft.partial(_formula, OF_JAX),
+        nasty=tuple(joined([_points, poles(len(_args), _poles)])),
         half=_args if _name in HALF else None,
         tolerance=1e-12,
         orders=ORDERS if _is_full else ("value", "jvp", "vjp", "FR"),
-        transforms=_is_full,
-        costs=_is_full,
+        **({} if _is_full else ONCE),
     )
 
 
@@ -332,8 +212,7 @@ entry(
     plain=_second(lambda name: ft.partial(FORMULAS[name][0], OF_JAX)),
     orders=("jvp",),
     precisions=("float64",),
-    transforms=False,
-    costs=False,
+    **ONCE,
 )
 
 

@@ -399,13 +399,7 @@ entry(
     lambda x: [safe.pairwise_distance(x), safe.pairwise_distance(x, x)],
     normal(2, 4, 3),
     plain=lambda x: [own_distances(x)] * 2,
-    nasty=[
-        nasty(
-            COINCIDENT,
-            None,
-            4 * np.array([[-0.6, -0.8], [1.2, 1.6], [-0.6, -0.8]]),
-        )
-    ],
+    nasty=[nasty(COINCIDENT, None, 4 * np.array([[-0.6, -0.8], [1.2, 1.6], [-0.6, -0.8]]))],
     transforms=False,
 )
 for _ord in (1, INF):
