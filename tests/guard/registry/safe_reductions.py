@@ -1,5 +1,7 @@
 """`safe`: norms, sums in the logarithm, probabilities, distances; and decompositions."""
 
+import functools as ft
+
 import eqx_grads as eqg
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ from .entry import entry, Nasty, ORDERS
 
 
 safe = eqg.safe
-NAN, INF = np.nan, np.inf
+NAN, INF, LOG_2 = np.nan, np.inf, np.log(2)
+MASK = np.array([[1, 0, 1, 1, 0], [1, 1, 0, 1, 1], [0, 0, 0, 1, 1]], bool)
 rng = np.random.default_rng(1)
 OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp", "RR")}
 
@@ -34,7 +37,13 @@ def nasty(x, value, ct, second=None):
     )
 
 
-# ---------------------------------------------------------------- norms
+def dirty(x, mask=MASK):
+    """With garbage where the mask is false."""
+    junk = np.array([NAN, INF, -INF])[np.arange(x.size) % 3].reshape(x.shape)
+    return (np.where(mask, x, junk),)
+
+
+# ---------------------------------------------------------------- what they are in the textbook
 
 
 def norm(x, ord=2, axis=None, keepdims=False):
@@ -46,131 +55,15 @@ def norm(x, ord=2, axis=None, keepdims=False):
     return jnp.take_along_axis(size, jnp.argmax(size, axis, keepdims=True), axis).squeeze(axis)
 
 
-X = np.array([[3e-200, 4e-200], [0.0, 0.0], [3e200, -4e200], [INF, -2.0], [1e-300, 1e9]])
-ROWS = nasty(
-    X, [5e-200, 0, 5e200, INF, 1e9], [[0.6, 0.8], [0, 0], [0.6, -0.8], [1, 0], [1e-309, 1]]
-)
-ZERO = nasty(np.zeros(3), 0, np.zeros(3), np.full(3, NAN))
-TIES = np.array([2.0, -5.0, 5.0, 0.0])
-ENDS = {
-    2: [ROWS],
-    1: [nasty(TIES[None], [12], [[1, -1, 1, 0]], [[0, 0, 0, NAN]])],
-    INF: [
-        nasty([[2, -5, 5]], [5], [[0, -0.5, 0.5]], [[0, NAN, NAN]]),
-        nasty([[0, 0]], [0], [[0, 0]], [[NAN, NAN]]),
-    ],
-}
-
-entry(
-    "safe.norm",
-    safe.norm,
-    normal(7),
-    plain=norm,
-    nasty=[ZERO, nasty(np.zeros(0), 0, np.zeros(0))],
-    half=(normal(1500),),
-    complex_args=(complex_normal(7),),
-)
-for _ord, _nasty in ENDS.items():
-    entry(
-        f"safe.norm: {_ord} of an axis",
-        lambda x, ord=_ord: safe.norm(x, ord, axis=-1),
-        normal(3, 5),
-        plain=lambda x, ord=_ord: norm(x, ord, axis=-1),
-        nasty=_nasty,
-        half=(normal(2, 1000),),
-        complex_args=(complex_normal(3, 5),),
-        **OPTION,
-    )
-entry(
-    "safe.norm: several axes",
-    lambda x: [
-        safe.norm(x, axis=(0, -1), keepdims=True),
-        safe.norm(x, 1, axis=1, keepdims=True),
-    ],
-    normal(2, 3, 5),
-    plain=lambda x: [norm(x, 2, (0, 2), True), norm(x, 1, 1, True)],
-    **OPTION,
-)
-entry(
-    "safe.normalize",
-    safe.normalize,
-    normal(3, 5),
-    plain=lambda x: x / norm(x, axis=-1, keepdims=True).astype(x.dtype),
-    nasty=[
-        nasty(X[:1], [[0.6, 0.8]], [[0.2 * 0.8 / 5e-200, -0.2 * 0.6 / 5e-200]]),
-        nasty(
-            X[1:4],
-            [[0, 0], [0.6, -0.8], [1, 0]],
-            [[0, 0], [1.4 * 0.8 / 5e200] * 1 + [1.4 * 0.6 / 5e200], [0, 0]],
-        ),
-    ],
-    half=(normal(2, 1000),),
-    complex_args=(complex_normal(3, 5),),
-)
-entry(
-    "safe.normalize: several axes",
-    lambda x: [safe.normalize(x, axis=(0, 2)), safe.normalize(x, axis=None)],
-    normal(2, 3, 5),
-    plain=lambda x: [x / norm(x, axis=(0, 2), keepdims=True), x / norm(x)],
-    **OPTION,
-)
+def normalize(x, axis=-1):
+    return x / norm(x, axis=axis, keepdims=True).astype(x.dtype)
 
 
-MASK = np.array(
-    [
-        [True, False, True, True, False],
-        [True, True, False, True, True],
-        [False] * 3 + [True] * 2,
-    ]
-)
-
-
-def dirty(x, mask=MASK):
-    """With garbage where the mask is false."""
-    junk = np.array([NAN, INF, -INF])[np.arange(x.size) % 3].reshape(x.shape)
-    return np.where(mask, x, junk)
-
-
-_x = normal(3, 5)
-entry(
-    "safe.std",
-    safe.std,
-    normal(7),
-    plain=jnp.std,
-    nasty=[
-        nasty([0.1] * 3, 0, np.zeros(3), np.full(3, NAN)),
-        nasty([7.0], 0, [0], [0]),
-        nasty([-1e200, 1e200], 1e200, [-0.5, 0.5]),
-        nasty([3e-200, 1e-200], 1e-200, [0.5, -0.5]),
-    ],
-    half=(normal(1500, shift=3.0),),
-)
-entry(
-    "safe.std: options",
-    lambda x: safe.std(x, -1, ddof=0.5, keepdims=True, where=MASK),
-    _x,
-    plain=lambda x: jnp.std(x, -1, ddof=0.5, keepdims=True, where=MASK),
-    garbage=(dirty(_x),),
-    complex_args=(complex_normal(3, 5),),
-    **OPTION,
-)
-entry(
-    "safe.std: several axes",
-    lambda x: safe.std(x, (0, 2), ddof=1),
-    normal(2, 3, 5),
-    plain=lambda x: jnp.std(x, (0, 2), ddof=1),
-    nasty=[nasty(np.ones((1, 2, 1)), [NAN, NAN], np.zeros((1, 2, 1)))],
-    **OPTION,
-)
-
-# ---------------------------------------------------------------- sums in the logarithm
-
-
-def logsumexp(a, axis=None, b=None, keepdims=False, where=True):
-    total = jnp.sum(
-        jnp.exp(a) if b is None else b * jnp.exp(a), axis, keepdims=keepdims, where=where
-    )
-    return jnp.log(jnp.abs(total)), jnp.sign(total)
+def logsumexp(a, axis=None, b=None, keepdims=False, return_sign=False, where=True):
+    terms = jnp.exp(a) if b is None else b * jnp.exp(a)
+    total = jnp.sum(terms, axis, keepdims=keepdims, where=where)
+    out = jnp.log(jnp.abs(total))
+    return (out, jnp.sign(total)) if return_sign else out
 
 
 def softmax(x, axis=-1, where=True):
@@ -178,239 +71,192 @@ def softmax(x, axis=-1, where=True):
     return e / jnp.sum(e, axis, keepdims=True)
 
 
-LOGITS = [
-    [-INF, -INF, -INF],
-    [INF, 2, INF],
-    [-INF, 1000, 1000],
-    [-INF, 0, -INF],
-    [-1e300, 0, -800],
+def log_softmax(x, axis=-1, where=True):
+    p = softmax(x, axis, where)
+    return jnp.where(where, jnp.log(jnp.where(where, p, 1)), -INF)
+
+
+def cumlogsumexp(x, axis=0, reverse=False):
+    turned = lambda x: jnp.flip(x, axis) if reverse else x
+    return turned(jnp.log(jnp.cumsum(turned(jnp.exp(x)), axis)))
+
+
+def cosine_similarity(x, y, axis=-1):
+    return jnp.sum(x * y, axis) / (norm(x, 2, axis) * norm(y, 2, axis))
+
+
+def pairwise_distance(x, y=None, ord=2):
+    """Without the derivative of a distance to itself."""
+    gap = x[..., :, None, :] - (x if y is None else y)[..., None, :, :]
+    if y is None:
+        same = jnp.eye(x.shape[-2], dtype=bool)
+        return jnp.where(same, 0, norm(jnp.where(same[..., None], 1, gap), ord, -1))
+    return norm(gap, ord, -1)
+
+
+PLAIN = {
+    "std": jnp.std,
+    "entropy": lambda p, axis=-1, where=True: -jnp.sum(p * jnp.log(p), axis, where=where),
+    **{f.__name__: f for f in (norm, normalize, logsumexp, softmax, log_softmax)},
+    **{f.__name__: f for f in (cumlogsumexp, cosine_similarity, pairwise_distance)},
+}
+
+
+def of(name, call, *args, **options):
+    """An entry for a call of the function in `safe`, and of its formula."""
+    base = name.split(":")[0]
+    fn, plain = ft.partial(call, getattr(safe, base)), ft.partial(call, PLAIN[base])
+    entry(f"safe.{name}", fn, *args, plain=plain, **options)
+
+
+# ---------------------------------------------------------------- norms
+
+call = lambda f, *args: f(*args)
+X, Z = normal(3, 5), complex_normal(3, 5)
+BLOCK, HALF, ONE_D = normal(2, 3, 5), (normal(2, 1000),), normal(7)
+VECTORS = np.array([[3e-200, 4e-200], [0, 0], [3e200, -4e200], [INF, -2], [1e-300, 1e9]])
+SLOPES = [[0.6, 0.8], [0, 0], [0.6, -0.8], [1, 0], [1e-309, 1]]
+NASTY = {
+    2: [nasty(VECTORS, [5e-200, 0, 5e200, INF, 1e9], SLOPES)],
+    1: [nasty([[2, -5, 5, 0]], [12], [[1, -1, 1, 0]], [[0, 0, 0, NAN]])],
+    INF: [
+        nasty([[2, -5, 5]], [5], [[0, -0.5, 0.5]], [[0, NAN, NAN]]),
+        nasty([[0, 0]], [0], [[0, 0]], [[NAN, NAN]]),
+    ],
+}
+ZEROS = [
+    nasty(np.zeros(3), 0, np.zeros(3), np.full(3, NAN)),
+    nasty(np.zeros(0), 0, np.zeros(0)),
 ]
-SHARES = [[0, 0, 0], [0.5, 0, 0.5], [0, 0.5, 0.5], [0, 1, 0], [0, 1, 0]]
-_sums = [-INF, INF, 1000 + np.log(2), 0, 0]
-_b = 0.5 + rng.random((3, 5))
-entry(
-    "safe.logsumexp",
-    safe.logsumexp,
-    normal(7),
-    plain=lambda a: logsumexp(a)[0],
+of("norm", call, ONE_D, nasty=ZEROS, half=(normal(1500),), complex_args=(Z[0],))
+for _ord, _nasty in NASTY.items():
+    _call = lambda f, x, ord=_ord: f(x, ord, axis=-1)
+    of(f"norm: {_ord}", _call, X, nasty=_nasty, half=HALF, complex_args=(Z,), **OPTION)
+of("norm: axes", lambda f, x: f(x, axis=(0, 2), keepdims=True), BLOCK, **OPTION)
+of("norm: keepdims", lambda f, x: f(x, 1, axis=1, keepdims=True), BLOCK, **OPTION)
+_nasty = nasty(
+    VECTORS[:4],
+    SLOPES[:4],
+    [
+        [0.2 * 0.8 / 5e-200, -0.2 * 0.6 / 5e-200],
+        [0, 0],
+        [1.4 * 0.8 / 5e200, 1.4 * 0.6 / 5e200],
+        [0, 0],
+    ],
+)
+of("normalize", call, X, nasty=[_nasty], half=HALF, complex_args=(Z,))
+of("normalize: axes", lambda f, x: [f(x, axis=(0, 2)), f(x, axis=None)], BLOCK, **OPTION)
+EQUAL = [
+    nasty([0.1] * 3, 0, np.zeros(3), np.full(3, NAN)),
+    nasty([7.0], 0, [0], [0]),
+    nasty([-1e200, 1e200], 1e200, [-0.5, 0.5]),
+    nasty([3e-200, 1e-200], 1e-200, [0.5, -0.5]),
+]
+of("std", call, ONE_D, nasty=EQUAL, half=(normal(1500, shift=3.0),))
+_call = lambda f, x: f(x, -1, ddof=0.5, keepdims=True, where=MASK)
+of("std: options", _call, X, garbage=dirty(X), complex_args=(Z,), **OPTION)
+_undefined = [nasty(np.ones((1, 2, 1)), [NAN, NAN], np.zeros((1, 2, 1)))]
+of("std: axes", lambda f, x: f(x, (0, 2), ddof=1), BLOCK, nasty=_undefined, **OPTION)
+
+# ---------------------------------------------------------------- sums of exponentials
+
+LOGITS = [[-INF] * 3, [INF, 2, INF], [-INF, 1000, 1000], [-INF, 0, -INF], [-1e300, 0, -800]]
+SHARES = np.array([[0, 0, 0], [0.5, 0, 0.5], [0, 0.5, 0.5], [0, 1, 0], [0, 1, 0]])
+SUMS = [-INF, INF, 1000 + LOG_2, 0, 0]
+LOGS = [[-INF] * 3, [-LOG_2, -INF, -LOG_2], [-INF, -LOG_2, -LOG_2], [-INF, 0, -INF], LOGITS[4]]
+_counts = np.isfinite(LOGS)
+LOG_CTS = _counts - _counts.sum(-1, keepdims=True) * SHARES
+ONES = np.ones((1, 1, 1))
+# Terms that cancel; a factor that is zero, and a negative sum.
+CANCEL = Nasty(
+    ONES + [[[0, 0]]],
+    2 * np.array([[[1.0, -1]]]),
+    value=[-INF * ONES, 0 * ONES],
+    cts=[np.zeros((1, 1, 2))] * 2,
+)
+SIGNED = Nasty(
+    np.array([[[INF, 1.0, -INF]]]),
+    np.array([[[0.0, -3.0, 2.0]]]),
+    value=[(1 + np.log(3)) * ONES, -ONES],
+    cts=[np.array([[[0, 1.0, 0]]]), np.array([[[0, -1 / 3, 0]]])],
+)
+FACTORS = 0.5 + rng.random((3, 5))
+_call = lambda f, a, b: f(a, (0, 2), b, keepdims=True, return_sign=True)
+of(
+    "logsumexp",
+    call,
+    ONE_D,
     nasty=[nasty(np.zeros(0), -INF, np.zeros(0))],
     half=(normal(1500),),
 )
-entry(
-    "safe.logsumexp: an axis",
-    lambda a: safe.logsumexp(a, -1),
-    normal(2, 3),
-    plain=lambda a: logsumexp(a, -1)[0],
-    nasty=[nasty(LOGITS, _sums, SHARES)],
-    **OPTION,
-)
-entry(
-    "safe.logsumexp: factors and signs",
-    lambda a, b: safe.logsumexp(a, (0, 2), b, keepdims=True, return_sign=True),
-    normal(2, 3, 5),
-    normal(2, 3, 1),
-    plain=lambda a, b: logsumexp(a, (0, 2), b, True),
+of("logsumexp: axis", lambda f, a: f(a, -1), X, nasty=[nasty(LOGITS, SUMS, SHARES)], **OPTION)
+of(
+    *("logsumexp: factors", _call, BLOCK, normal(2, 3, 1)),
     half=(normal(40, 2, 30), 1 + normal(40, 2, 1) ** 2),
-    nasty=[
-        # Terms that cancel, a factor that is zero and a negative sum.
-        Nasty(
-            np.array([[[1.0, 1.0]], [[INF, -INF]], [[0.0, 0.0]]])[:1],
-            np.array([[[2.0, -2.0]]]),
-            value=[np.full((1, 1, 1), -INF), np.zeros((1, 1, 1))],
-            cts=[np.zeros((1, 1, 2))] * 2,
-        ),
-        Nasty(
-            np.array([[[INF, 1.0, -INF]]]),
-            np.array([[[0.0, -3.0, 2.0]]]),
-            value=[np.full((1, 1, 1), 1 + np.log(3)), np.full((1, 1, 1), -1.0)],
-            cts=[np.array([[[0, 1.0, 0]]]), np.array([[[0, -1 / 3, 0]]])],
-        ),
-    ],
+    nasty=[CANCEL, SIGNED],
 )
-entry(
-    "safe.logsumexp: where",
-    lambda a, b: [safe.logsumexp(a, 1, b, where=MASK), safe.logsumexp(a, 0, where=MASK)],
-    _x,
-    _b,
-    plain=lambda a, b: [
-        logsumexp(a, 1, b, False, MASK)[0],
-        logsumexp(a, 0, None, False, MASK)[0],
-    ],
-    garbage=(dirty(_x), dirty(_b)),
-    **OPTION,
-)
-entry(
-    "safe.cumlogsumexp",
-    safe.cumlogsumexp,
-    normal(7),
-    plain=lambda x: jnp.log(jnp.cumsum(jnp.exp(x))),
-    nasty=[nasty([-INF, -INF, 0, 0], [-INF, -INF, 0, np.log(2)], [0, 0, 1.5, 0.5])],
-    transforms=False,
-)
-entry(
-    "safe.cumlogsumexp: options",
-    lambda x: safe.cumlogsumexp(x, -1, reverse=True),
-    normal(2, 5),
-    plain=lambda x: jnp.log(jnp.cumsum(jnp.exp(x)[:, ::-1], -1))[:, ::-1],
-    **OPTION,
-)
-_probabilities = np.log([[1, 1, 1], [1, 1, 1]]) + SHARES[1:3]
-for _name, _of, _value in (
-    ("softmax", lambda p: p, SHARES),
-    (
-        "log_softmax",
-        jnp.log,
-        [
-            [-INF] * 3,
-            [np.log(0.5), -INF, np.log(0.5)],
-            [-INF, *np.log([0.5, 0.5])],
-            [-INF, 0, -INF],
-            [-1e300, 0, -800],
-        ],
-    ),
-):
-    _op = getattr(safe, _name)
-    _n = np.sum(np.isfinite(_value), -1, keepdims=True)
-    _cts = np.where(np.isfinite(_value), 1, 0) - _n * np.array(SHARES)
-    entry(
-        f"safe.{_name}",
-        _op,
-        normal(7),
-        plain=lambda x, of=_of: of(softmax(x)),
-        nasty=[nasty(LOGITS, _value, 0 * _cts if _name == "softmax" else _cts)],
-        half=(normal(700),),
-    )
-    entry(
-        f"safe.{_name}: options",
-        lambda x, op=_op: [op(x, 0, where=MASK), op(x, (0, 1))],
-        _x,
-        plain=lambda x, of=_of: [
-            jnp.where(MASK, of(jnp.where(MASK, softmax(x, 0, MASK), 1)), of(jnp.zeros(()))),
-            of(softmax(x, (0, 1))),
-        ],
-        **OPTION,
-    )
-    entry(
-        f"safe.{_name}: garbage",
-        lambda x, op=_op: op(x, where=MASK),
-        _x,
-        plain=lambda x, of=_of: of(softmax(x, -1, MASK)),
-        garbage=(dirty(_x),),
-        counts=lambda out: MASK,
-        orders=("value",),
-        transforms=False,
-    )
-P = np.array([[0.2, 0.5, 0.3, 0.0, 1.0], [0.0, 1.0, 0.7, 0.3, -0.5]])
-entry(
-    "safe.entropy",
-    safe.entropy,
-    np.array([0.2, 0.5, 0.35]),
-    plain=lambda p: -jnp.sum(p * jnp.log(p)),
-    nasty=[
-        nasty([0.0, 1.0, 1e-300], 690.7755278982137e-300, [0, -1, 689.7755278982137]),
-        nasty([-0.5, 0.5], -INF, [0, np.log(2) - 1]),
-        nasty([0.0, 0.5], 0.5 * np.log(2), [0, np.log(2) - 1], [NAN, -2]),
-    ],
-    half=(np.full(1000, 0.01) + 0.005 * rng.random(1000),),
-)
-entry(
-    "safe.entropy: options",
-    lambda p: [safe.entropy(p, (0, 1), where=MASK), safe.entropy(p, 0)],
-    abs(_x),
-    plain=lambda p: [-jnp.sum(p * jnp.log(p), where=MASK), -jnp.sum(p * jnp.log(p), 0)],
-    **OPTION,
-)
-entry(
-    "safe.entropy: garbage",
-    lambda p: safe.entropy(p, where=MASK),
-    abs(_x),
-    plain=lambda p: -jnp.sum(p * jnp.log(p), -1, where=MASK),
-    garbage=(dirty(abs(_x)),),
-    orders=("value",),
-    transforms=False,
-)
+_call = lambda f, a, b: [f(a, 1, b, where=MASK), f(a, 0, where=MASK)]
+of("logsumexp: where", _call, X, FACTORS, garbage=dirty(X) + dirty(FACTORS), **OPTION)
+_first = nasty([-INF, -INF, 0, 0], [-INF, -INF, 0, LOG_2], [0, 0, 1.5, 0.5])
+of("cumlogsumexp", call, ONE_D, nasty=[_first], transforms=False)
+of("cumlogsumexp: options", lambda f, x: f(x, -1, reverse=True), X, **OPTION)
+for _name, _values, _cts in (("softmax", SHARES, 0 * SHARES), ("log_softmax", LOGS, LOG_CTS)):
+    of(_name, call, ONE_D, nasty=[nasty(LOGITS, _values, _cts)], half=(normal(700),))
+    of(f"{_name}: axes", lambda f, x: f(x, (0, 1)), X, **OPTION)
+    _call = lambda f, x: f(x, 0, where=MASK)
+    of(f"{_name}: where", _call, X, garbage=dirty(X), counts=lambda out: MASK, **OPTION)
+IMPOSSIBLE = [
+    nasty([0, 1, 1e-300], 690.7755278982137e-300, [0, -1, 689.7755278982137]),
+    nasty([-0.5, 0.5], -INF, [0, LOG_2 - 1]),
+    nasty([0.0, 0.5], 0.5 * LOG_2, [0, LOG_2 - 1], [NAN, -2]),
+]
+P = abs(X)
+of("entropy", call, P[0], nasty=IMPOSSIBLE, half=(0.01 + 0.005 * rng.random(1000),))
+of("entropy: axes", lambda f, p: f(p, (0, 1)), P, **OPTION)
+of("entropy: where", lambda f, p: f(p, 0, where=MASK), P, garbage=dirty(P), **OPTION)
 
 # ---------------------------------------------------------------- distances
 
-_u, _v = np.array([[3e200, 4e200], [0, 0], [1, 2]]), np.array([[1e-200, 0], [1, 2], [2, -1]])
-entry(
-    "safe.cosine_similarity",
-    safe.cosine_similarity,
-    normal(3, 5),
-    normal(1, 5),
-    plain=lambda x, y: jnp.sum(x * y, -1) / (norm(x, 2, -1) * norm(y, 2, -1)),
-    nasty=[
-        Nasty(
-            _u,
-            _v,
-            value=np.array([0.6, 0, 0]),
-            cts=[
-                np.array([[0.64 / 5e200, -0.48 / 5e200], [0, 0], [2 / 5, -1 / 5]]),
-                np.array([[0, 0.8 / 1e-200], [0, 0], [1 / 5, 2 / 5]]),
-            ],
-        )
+ANGLES = Nasty(
+    np.array([[3e200, 4e200], [0, 0], [1, 2]]),
+    np.array([[1e-200, 0], [1, 2], [2, -1]]),
+    value=np.array([0.6, 0, 0]),
+    cts=[
+        np.array([[0.64 / 5e200, -0.48 / 5e200], [0, 0], [2 / 5, -1 / 5]]),
+        np.array([[0, 0.8 / 1e-200], [0, 0], [1 / 5, 2 / 5]]),
     ],
-    half=(normal(2, 1000), normal(2, 1000)),
+)
+COINCIDENT = np.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+PAIRS = Nasty(
+    *(COINCIDENT[:1], COINCIDENT),
+    value=np.array([[0.0, 5, 0]]),
+    cts=[np.array([[-0.6, -0.8]]), np.array([[0, 0], [0.6, 0.8], [0, 0]])],
+    second=[np.full((1, 2), NAN), np.array([[NAN, NAN], [0.032, -0.024], [NAN, NAN]])],
+)
+OWN = nasty(COINCIDENT, None, 2 * np.array([[-0.6, -0.8], [1.2, 1.6], [-0.6, -0.8]]))
+_half = normal(3, 1000), normal(2, 1000)
+_call = lambda f, x, y: f(x, y, axis=(0, 2))
+of(
+    "cosine_similarity",
+    call,
+    X,
+    X[:1] ** 2,
+    nasty=[ANGLES],
+    half=_half[:1] * 2,
     transforms=False,
 )
+of("cosine_similarity: axes", _call, BLOCK, normal(2, 3, 5), **OPTION)
+_options = {"half": _half, "complex_args": (Z, Z[:2] * 2j), "transforms": False}
+of("pairwise_distance", call, X, X[:2] ** 2, nasty=[PAIRS], **_options)
+of("pairwise_distance: itself", call, BLOCK, nasty=[OWN], transforms=False)
 entry(
-    "safe.cosine_similarity: axes",
-    lambda x, y: safe.cosine_similarity(x, y, axis=(0, 2)),
-    normal(2, 3, 5),
-    normal(2, 3, 5),
-    plain=lambda x, y: jnp.sum(x * y, (0, 2)) / (norm(x, 2, (0, 2)) * norm(y, 2, (0, 2))),
+    *("safe.pairwise_distance: the same array", lambda x: safe.pairwise_distance(x, x), X),
+    plain=pairwise_distance,
     **OPTION,
 )
-
-
-def distances(x, y, ord=2):
-    return norm(x[..., :, None, :] - y[..., None, :, :], ord, -1)
-
-
-def own_distances(x):
-    """Without those to itself, whose derivatives are zero."""
-    same = jnp.eye(x.shape[-2], dtype=bool)
-    gap = x[..., :, None, :] - x[..., None, :, :]
-    return jnp.where(same, 0, norm(jnp.where(same[..., None], 1, gap), 2, -1))
-
-
-COINCIDENT = np.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
-entry(
-    "safe.pairwise_distance",
-    safe.pairwise_distance,
-    normal(2, 3),
-    normal(3, 3),
-    plain=distances,
-    nasty=[
-        Nasty(
-            COINCIDENT[:1],
-            COINCIDENT,
-            value=np.array([[0.0, 5, 0]]),
-            cts=[np.array([[-0.6, -0.8]]), np.array([[0, 0], [0.6, 0.8], [0, 0]])],
-            second=[np.full((1, 2), NAN), np.array([[NAN, NAN], [0.032, -0.024], [NAN, NAN]])],
-        )
-    ],
-    half=(normal(3, 1000), normal(2, 1000)),
-    complex_args=(complex_normal(2, 3), complex_normal(3, 3)),
-    transforms=False,
-)
-entry(
-    "safe.pairwise_distance: itself",
-    lambda x: [safe.pairwise_distance(x), safe.pairwise_distance(x, x)],
-    normal(2, 4, 3),
-    plain=lambda x: [own_distances(x)] * 2,
-    nasty=[nasty(COINCIDENT, None, 4 * np.array([[-0.6, -0.8], [1.2, 1.6], [-0.6, -0.8]]))],
-    transforms=False,
-)
 for _ord in (1, INF):
-    entry(
-        f"safe.pairwise_distance: {_ord}",
-        lambda x, y, ord=_ord: safe.pairwise_distance(x, y, ord=ord),
-        normal(2, 2, 3),
-        normal(1, 4, 3),
-        plain=lambda x, y, ord=_ord: distances(x, y, ord),
-        **OPTION,
-    )
+    _call = lambda f, x, y, ord=_ord: f(x, y, ord=ord)
+    of(f"pairwise_distance: {_ord}", _call, BLOCK, normal(1, 4, 5), **OPTION)
 
 # ---------------------------------------------------------------- decompositions
 
@@ -465,7 +311,7 @@ entry(
     lambda a: polynomial(*safe.eigh(a, symmetrize_input=False)),
     _matrix,
     plain=lambda a: _polynomial(jnp.tril(a) + jnp.conj(jnp.tril(a, -1).T)),
-    garbage=(dirty(_matrix, _lower),),
+    garbage=dirty(_matrix, _lower),
     tolerance=1e-8,
     **OPTION,
 )
