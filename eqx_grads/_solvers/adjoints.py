@@ -406,8 +406,8 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
 
 def _common_dtype(b):
     dtypes = {x.dtype for x in jax.tree.leaves(b)}
-    is_one = len(dtypes) == 1 and not any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
-    return dtypes.pop() if is_one else working_dtype(b)
+    is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
+    return working_dtype(b) if is_complex or len(dtypes) > 1 else dtypes.pop()
 
 
 def _iterate(adjoint, solver, matvec, b):

@@ -131,7 +131,7 @@ for _method in ("sequential", "sequential_unrolled", "expand_dims", "broadcast_a
             **OPTION,
         )
 
-# ---------------------------------------------------------------- trees, complex numbers, buffers
+# ---------------------------------------------------------------- trees and buffers
 
 
 class Parameters(eqx.Module):
@@ -159,7 +159,7 @@ def trees_out(params, x, n):
 
 
 def trees_bwd(residuals, ct, *, power, perturbed):
-    params, x, n = residuals
+    params, x, _ = residuals
     a, z, y, total = x["a"], x["z"], ct["y"], ct["total"]
     gain = np.sum(y * a**power) + total * np.sum(z * a)  # its real part counts
     # What is not asked for may be anything.

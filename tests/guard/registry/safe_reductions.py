@@ -169,7 +169,7 @@ LOG_CTS = _counts - _counts.sum(-1, keepdims=True) * SHARES
 ONES = np.ones((1, 1, 1))
 # Terms that cancel; a factor that is zero, and a negative sum.
 CANCEL = Nasty(
-    ONES + [[[0, 0]]],
+    np.ones((1, 1, 2)),
     2 * np.array([[[1.0, -1]]]),
     value=[-INF * ONES, 0 * ONES],
     cts=[np.zeros((1, 1, 2))] * 2,
