@@ -215,6 +215,24 @@ of("entropy", call, P[0], nasty=IMPOSSIBLE, half=(0.01 + 0.005 * rng.random(1000
 of("entropy: axes", lambda f, p: f(p, (0, 1)), P, **OPTION)
 of("entropy: where", lambda f, p: f(p, 0, where=MASK), P, garbage=dirty(P), **OPTION)
 
+
+def _of_logarithms(p):
+    """The tangent of the logarithm of zero is infinite, and its weight is zero."""
+    logs = jnp.log(p)
+    return safe.logsumexp(logs), safe.softmax(logs)[1:], safe.logaddexp(logs[0], logs[1])
+
+
+def _of_weights(p):
+    p = p.at[0].set(0.0)
+    return jnp.log(jnp.sum(p)), (p / jnp.sum(p))[1:], jnp.log(p[1])
+
+
+entry(
+    *("safe.logaddexp: of logarithms", _of_logarithms, np.array([0.0, 0.4, 0.7])),
+    plain=_of_weights,
+    **OPTION | {"orders": ("value", "jvp")},
+)
+
 # ---------------------------------------------------------------- distances
 
 ANGLES = Nasty(
