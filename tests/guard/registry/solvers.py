@@ -338,7 +338,7 @@ def bounce(h, v, g, floor):
     reset = lambda t, y: (y[0] + 0.1 * t, -0.8 * g * y[1])
     t, y = eqg.jump(reset, y, back, t)
     up, v_up = flight(y, 2.0 * g, 3.5, t)
-    return up + floor * (3.5 - t), v_up
+    return up + floor * (3.5 - t), v_up, t
 
 
 def hit_plain(h, v, g, floor):
@@ -349,7 +349,7 @@ def hit_plain(h, v, g, floor):
 def bounce_plain(h, v, g, floor):
     t, (h, v) = hit_plain(h, v, g, floor)
     up, v_up = flight((h + 0.1 * t, -0.8 * g * v), 2.0 * g, 3.5, t)
-    return up + floor * (3.5 - t), v_up
+    return up + floor * (3.5 - t), v_up, solved(t)
 
 
 _start = np.array(1.5), np.array(0.7), np.array(0.9), np.array(0.2)
