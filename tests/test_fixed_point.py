@@ -837,3 +837,21 @@ def test_layer_errors(getkey):
         explodes(jnp.ones(3))
     quiet = eqg.nn.FixedPoint(lambda x, z: 2 * z + x, 3, throw=False)
     assert quiet.solve(jnp.ones(3)).result != optx.RESULTS.successful
+
+
+def test_part_without_arguments():
+    """A part of the state, which `f` computes from the other part alone."""
+
+    def step(z, x):
+        return {"a": 0.3 * jnp.tanh(z["a"] + x), "b": 0.5 * z["b"] + jnp.sum(z["a"])}
+
+    def loss(x, backward):
+        start = {"a": jnp.zeros(2), "b": jnp.zeros(())}
+        return eqg.fixed_point(step, start, x, backward=backward).value["b"]
+
+    def plain(x):
+        z = {"a": jnp.zeros(2), "b": jnp.zeros(())}
+        return jax.lax.scan(lambda z, _: (step(z, x), None), z, None, length=40)[0]["b"]
+
+    x = jnp.array([0.5, -1.2])
+    assert_close(jax.grad(loss)(x, "fixed_point"), jax.grad(plain)(x), tolerance=1e-4)

@@ -17,6 +17,7 @@ from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer, is_number
 from .linear_solve import check_linear_solver, linear_solve
 from .optimistix import optimistix as optx
+from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
 from .solution_tangent import constant, differentiable_solution
 
@@ -391,11 +392,25 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
         del tags
         matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
-        solve = ft.partial(_iterate, self)
-        return jax.lax.custom_linear_solve(matvec, b, solve, solve)
+        solver = plain_iteration(b) if self.solver is None else self.solver
+        solve = ft.partial(_iterate, self, solver)
+        if len(jax.tree.leaves(b)) == 1:
+            return jax.lax.custom_linear_solve(matvec, b, solve, solve)
+        # JAX's transpose asks that all parts of the right-hand side are perturbed, which those
+        # that `fn` computes without its arguments are not. A vector is perturbed as a whole.
+        view = RealView(b, _common_dtype(b))
+        of_vector = lambda v: view.to_vector(matvec(view.from_vector(v)))
+        vector = jax.lax.custom_linear_solve(of_vector, view.to_vector(b), solve, solve)
+        return view.from_vector(vector)
 
 
-def _iterate(adjoint, matvec, b):
+def _common_dtype(b):
+    dtypes = {x.dtype for x in jax.tree.leaves(b)}
+    is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
+    return working_dtype(b) if is_complex or len(dtypes) > 1 else dtypes.pop()
+
+
+def _iterate(adjoint, solver, matvec, b):
     """Solve `matvec(t) = b` by t <- t + b - matvec(t)."""
     # A cotangent may be of any size, and an absolute tolerance would accept zero for a small
     # one. So the cotangent is divided by its norm, and the solution is multiplied by it.
@@ -403,7 +418,6 @@ def _iterate(adjoint, matvec, b):
     scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
     unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
     step = lambda t, _: jax.tree.map(lambda t, b, a: t + (b - a), t, unit, matvec(t))
-    solver = plain_iteration(b) if adjoint.solver is None else adjoint.solver
     solution = optx.fixed_point(
         step,
         solver,

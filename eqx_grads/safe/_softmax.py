@@ -70,7 +70,9 @@ def softmax(
 
 @ft.partial(jax.jit, static_argnames=("axes",))
 def _softmax(x, mask, *, axes):
-    return log_weights(_masked(x, mask), None, axes=axes)[2].astype(x.dtype)
+    out = log_weights(_masked(x, mask), None, axes=axes)[2].astype(x.dtype)
+    # What is masked is a constant: its cotangent may be infinite, as that of a logarithm.
+    return out if mask is None else jnp.where(mask, out, 0)
 
 
 def _masked(x, mask):

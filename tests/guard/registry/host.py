@@ -1,0 +1,279 @@
+"""Functions on the host, against the same functions in JAX."""
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .entry import entry
+
+
+X, Y = np.array([0.5, -1.2, 2.0]), np.array([0.7, 1.3, -0.4])
+OPTION = {"transforms": False, "costs": False, "orders": ("value", "jvp", "vjp")}
+
+
+def in_numpy(x, y):
+    """Not symmetric, and not elementwise."""
+    return np.sin(x) * y[..., ::-1] + np.sum(x * x * y, -1, keepdims=True)
+
+
+def in_jax(x, y):
+    return jnp.sin(x) * y[..., ::-1] + jnp.sum(x * x * y, -1, keepdims=True)
+
+
+def fwd(x, y):
+    return in_numpy(x, y), (np.sin(x), np.cos(x), x, y)
+
+
+def bwd(residuals, ct):
+    sin, cos, x, y = residuals
+    total = np.sum(ct, -1, keepdims=True)
+    return ct * cos * y[..., ::-1] + 2 * total * x * y, (ct * sin)[..., ::-1] + total * x * x
+
+
+def tangent(primals, tangents):
+    (x, y), (t_x, t_y) = primals, tangents
+    total = np.sum(2 * x * y * t_x + x * x * t_y, -1, keepdims=True)
+    return in_numpy(x, y), np.cos(x) * t_x * y[..., ::-1] + np.sin(x) * t_y[..., ::-1] + total
+
+
+def host(*rules, residuals=None, keep=8, **options):
+    """A host function with the rules of these names."""
+    options = {"out": lambda x, y: x} | options
+
+    def fn(x, y):
+        function = eqg.host_function(in_numpy, **options)
+        if "fwd" in rules:
+            function.def_fwd(fwd, residuals=residuals, keep=keep)
+            function.def_bwd(bwd)
+        if "bwd" in rules:
+            function.def_bwd(lambda args, ct: bwd(fwd(*args)[1], ct))
+        if "jvp" in rules:
+            function.def_jvp(tangent)
+        return function(x, y)
+
+    return fn
+
+
+BATCH = {"vmap_method": "broadcast_all"}
+# The modes without a rule take the rows or columns of the Jacobian.
+entry("host_function", host("fwd"), X, Y, plain=in_jax, orders=OPTION["orders"], costs=False)
+for _name, _fn in {
+    "residuals that JAX keeps": host("fwd", residuals=lambda x, y: (x, x, x, y)),
+    "no residuals kept": host("fwd", keep=0),
+    "backward rule": host("bwd"),
+    "forward rule": host("jvp"),
+    "both rules": host("jvp", "bwd"),
+    "complex steps": host(finite_difference="complex"),
+}.items():
+    entry(f"host_function: {_name}", _fn, X, Y, plain=in_jax, **OPTION)
+# Differences of float64 are known to 1e-10, of float32 to 1e-5; those of differences to less.
+for _precision, _tolerance, _second in (("float64", 1e-8, 1e-3), ("float32", 2e-3, 0.3)):
+    _options = {"precisions": (_precision,), "tolerance": _tolerance, "tolerance32": _tolerance}
+    _central = host(finite_difference="central")
+    entry(
+        f"host_function: central differences, {_precision}",
+        _central,
+        X,
+        Y,
+        plain=in_jax,
+        **OPTION | _options,
+    )
+    if _precision == "float32":
+        continue
+    _options["tolerance"] = _second
+    _orders = OPTION | _options | {"orders": ("FF", "FR", "RF", "RR")}
+    entry("host_function: differences of differences", _central, X, Y, plain=in_jax, **_orders)
+    _options["tolerance"] = 1e-7
+    for _rules, _of_rules in ((("fwd",), ("FR", "RR")), (("jvp",), ("FF", "RF"))):
+        entry(
+            f"host_function: differences of {_rules}",
+            host(*_rules, finite_difference="central", step=(1e-5, 2e-5)),
+            X,
+            Y,
+            plain=in_jax,
+            **_orders
+            | _options
+            | {"orders": ("FR", "RR") if _rules == ("fwd",) else ("FF", "RF")},
+        )
+
+
+def batched(fn):
+    """With a captured argument, and with both batched."""
+
+    def run(x, y):
+        xs, ys = jnp.stack([x, 0.7 * x, y]), jnp.stack([y, x, 1.2 * y])
+        return (
+            jax.vmap(fn)(xs, ys),
+            jax.vmap(fn, (0, None))(xs, y),
+            jax.vmap(fn, (None, 0))(x, ys),
+        )
+
+    return run
+
+
+for _method in ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all"):
+    for _name, _fn in {
+        "rules": host("fwd", "jvp", vmap_method=_method),
+        "differences": host(finite_difference="complex", vmap_method=_method),
+        "residuals": host("fwd", residuals=lambda x, y: (x, x, x, y), vmap_method=_method),
+    }.items():
+        if _name != "rules" and _method not in ("sequential", "broadcast_all"):
+            continue
+        entry(
+            f"host_function: {_method}, {_name}",
+            batched(_fn),
+            X,
+            Y,
+            plain=batched(in_jax),
+            precisions=("float64",),
+            **OPTION,
+        )
+
+# ---------------------------------------------------------------- trees and buffers
+
+
+class Parameters(eqx.Module):
+    gain: jax.Array
+    name: str = eqx.field(static=True)
+
+
+buffer = np.zeros(3)
+
+
+def trees(params, x, n, *, power):
+    """In the same memory in each call."""
+    wide = np.multiply(params.gain, np.asarray(x["a"], np.float64) ** power, out=buffer)
+    return {"y": wide, "n": np.asarray(n + 1), "total": np.sum(x["z"] * x["a"]) * params.gain}
+
+
+def trees_jax(params, x, n, *, power):
+    total = jnp.sum(x["z"] * x["a"].astype(x["z"].dtype)) * params.gain.astype(x["z"].dtype)
+    return {"y": params.gain * x["a"] ** power, "n": n + 1, "total": total}
+
+
+def trees_out(params, x, n):
+    z = x["z"]
+    return {"y": x["a"], "n": n, "total": jax.ShapeDtypeStruct((), z.dtype)}
+
+
+def trees_bwd(residuals, ct, *, power, perturbed):
+    params, x, _ = residuals
+    a, z, y, total = x["a"], x["z"], ct["y"], ct["total"]
+    gain = np.sum(y * a**power) + total * np.sum(z * a)  # its real part counts
+    # What is not asked for may be anything.
+    ct_z = total * a * params.gain if perturbed[1]["z"] else None
+    ct_a = np.multiply(y, params.gain * power * a ** (power - 1), out=buffer) + np.real(
+        total * z * params.gain
+    )
+    return eqg.tangents.of(params, gain=gain), {"a": ct_a, "z": ct_z}, None
+
+
+def on_host(**options):
+    def fn(gain, a, z):
+        function = eqg.host_function(trees, **options)
+        if "finite_difference" not in options:
+            function.def_bwd(trees_bwd)
+        args = Parameters(gain, "gain"), {"a": a, "z": z}, jnp.array([3, 5])
+        return function(*args, power=3)
+
+    return fn
+
+
+def on_host_plain(gain, a, z):
+    return trees_jax(Parameters(gain, ""), {"a": a, "z": z}, jnp.array([3, 5]), power=3)
+
+
+_complex = (np.array(0.7), X, Y + 0.3j * X)
+for _name, _fn, _tolerance in (
+    ("a rule", on_host(out=trees_out), 1e-9),
+    ("central differences", on_host(out=trees_out, finite_difference="central"), 1e-7),
+):
+    entry(
+        f"host_function: trees, {_name}",
+        _fn,
+        np.array(0.7),
+        X,
+        Y,
+        plain=on_host_plain,
+        complex_args=_complex,
+        tolerance=_tolerance,
+        precisions=("float64",),
+        **OPTION,
+    )
+entry(
+    "host_function: an example",
+    lambda x, y: eqg.host_function(
+        in_numpy,
+        example=(np.ones(3, x.dtype), np.ones(3, y.dtype)),
+        finite_difference="complex",
+    )(x, y=y),
+    X,
+    Y,
+    plain=in_jax,
+    **OPTION,
+)
+
+# ---------------------------------------------------------------- linear maps
+
+MATRIX = np.array([[0.5, -1.0, 0.3], [0.2, 0.7, -0.4]])
+PHASES = np.exp(1j * np.arange(6.0).reshape(2, 3))
+
+
+def matrix(x, scale):
+    return MATRIX * (PHASES if np.iscomplexobj(x) else 1) * np.asarray(scale)[..., None, None]
+
+
+def forward(x, scale):
+    return {"u": np.einsum("...ij,...j->...i", matrix(x["a"], scale), x["a"]), "v": 2 * x["b"]}
+
+
+def adjoint(y, scale):
+    rows = np.conj(matrix(y["u"], scale))
+    return {"a": np.einsum("...ij,...i->...j", rows, y["u"]), "b": 2 * y["v"]}
+
+
+def linear(**options):
+    def fn(a, b):
+        out = lambda x, scale: {"u": jax.ShapeDtypeStruct((2,), x["a"].dtype), "v": x["b"]}
+        function = eqg.linear_host_function(forward, adjoint, out=out, **options)
+        return function({"a": a, "b": b}, 1.5)
+
+    return fn
+
+
+def linear_plain(a, b):
+    m = MATRIX * PHASES if jnp.iscomplexobj(a) else MATRIX
+    return {"u": 1.5 * jnp.asarray(m, a.dtype) @ a, "v": 2 * b}
+
+
+entry(
+    "linear_host_function",
+    linear(),
+    X,
+    np.array([0.3, -0.7]),
+    plain=linear_plain,
+    complex_args=(X + 0.4j * Y, np.array([0.3, -0.7])),
+    costs=False,
+)
+entry(
+    "linear_host_function: a batch",
+    lambda a, b: jax.vmap(linear(**BATCH), (0, None))(jnp.stack([a, 2.5 * a]), b),
+    X,
+    np.array([0.3, -0.7]),
+    plain=lambda a, b: jax.vmap(linear_plain, (0, None))(jnp.stack([a, 2.5 * a]), b),
+    **OPTION,
+)
+entry(
+    "linear_host_function: transposed",
+    lambda y: jax.linear_transpose(
+        eqg.linear_host_function(
+            lambda x: np.cumsum(x, -1), lambda y: np.cumsum(y[::-1])[::-1]
+        ),
+        y,
+    )(y)[0],
+    X,
+    plain=lambda y: jnp.cumsum(y[::-1])[::-1],
+    **OPTION,
+)
