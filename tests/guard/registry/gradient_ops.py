@@ -7,7 +7,6 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import ml_dtypes
 import numpy as np
 
 from .entry import entry, Nasty
@@ -323,9 +322,7 @@ backward_op(
     TREE,
     rule=lambda ct: ct,
     nasty=[
-        Nasty(
-            A([NAN, 2.0, INF, -INF]), value=[A([0, 2, 0, 0])], cts=[A([0, 1, 0, 0])]
-        ),
+        Nasty(A([NAN, 2.0, INF, -INF]), value=[A([0, 2, 0, 0])], cts=[A([0, 1, 0, 0])]),
         Nasty(
             A([complex(1, NAN), 2 - 1j, complex(INF, 1)]),
             value=[A([0, 2 - 1j, 0])],
@@ -606,7 +603,9 @@ entry(
 def new_field(position, speed):
     """A particle that is faster beyond one, with no reset; one part of the state is fixed."""
     t = (1 - position) / speed
-    time, y = eqg.jump(None, (jnp.ones_like(t), position), lambda t, y: (2 * t * speed, None), t)
+    time, y = eqg.jump(
+        None, (jnp.ones_like(t), position), lambda t, y: (2 * t * speed, None), t
+    )
     return y[0] + speed * (4 - time**2), y[1]
 
 

@@ -135,7 +135,9 @@ for _name in BACKWARDS:
 
 
 def step_at(zero):
-    return lambda x: jnp.where(x == 0, zero, jnp.where(jnp.isnan(x), x, (x > 0).astype(x.dtype)))
+    return lambda x: jnp.where(
+        x == 0, zero, jnp.where(jnp.isnan(x), x, (x > 0).astype(x.dtype))
+    )
 
 
 STEPS = {
@@ -474,7 +476,9 @@ option(
     smooth=lambda x, s: s * between(-128, 127, straight_round(x / s)),
     orders=("value", "vjp"),
     nasty=[
-        Nasty(A([INF, -INF, 3.0]), A(2.0), value=[A([254, -256, 4.0])], cts=[A([0, 0, 1]), -0.5])
+        Nasty(
+            A([INF, -INF, 3.0]), A(2.0), value=[A([254, -256, 4.0])], cts=[A([0, 0, 1]), -0.5]
+        )
     ],
     # Of 1,500 numbers, whose cotangent of the scale is a sum.
     half=(np.linspace(-3, 3, 1500), A(0.25)),
@@ -608,7 +612,9 @@ option(
     ),
     smooth=lambda x, alpha: (pact(x, alpha),) * 2,
     costs=False,
-    nasty=[Nasty(A([[0.0, 1.5, 3.0]]), A([[1.0, 1.5, 2.0]]), cts=[A([[2, 0, 0]]), A([[0, 2, 2]])])],
+    nasty=[
+        Nasty(A([[0.0, 1.5, 3.0]]), A([[1.0, 1.5, 2.0]]), cts=[A([[2, 0, 0]]), A([[0, 2, 2]])])
+    ],
 )
 
 # ---------------------------------------------------------------- codebooks
@@ -643,10 +649,15 @@ option(
     "ste.fsq_codebook",
     lambda x: ste.fsq_codebook(LEVELS, x.dtype) @ x,
     A([0.4, -1.3, 2.1]),
-    plain=lambda x: A(
-        [[a / 2 - 1, b / 2 - 1, c - 1] for c, b, a in itertools.product(*map(range, (3, 4, 5)))]
-    ).astype(x.dtype)
-    @ x,
+    plain=lambda x: (
+        A(
+            [
+                [a / 2 - 1, b / 2 - 1, c - 1]
+                for c, b, a in itertools.product(*map(range, (3, 4, 5)))
+            ]
+        ).astype(x.dtype)
+        @ x
+    ),
     orders=("value",),
 )
 CODEBOOK = A([[0.1, 0.0, -0.4], [1.0, 1.2, 0.3], [0.0, 2.0, -1.1], [0.3, -1.9, 0.2]])
