@@ -131,10 +131,7 @@ entry(
         Nasty(  # the logits are 1000 times the columns of the weight
             1000 * np.eye(3),
             A([[1, -1.0, 0.5], [2, 0.0, 0.5], [0, 2.0, 0.5], [-1, 1.0, 0.5], [1, 1, 0.5]]),
-            value=[
-                A([1000.0, 1000.0, np.log(5)]),
-                A([1000.0, NAN, NAN]),
-            ],
+            value=[A([1000.0, 1000.0, np.log(5)]), A([1000.0, NAN, NAN])],
         )
     ],
 )

@@ -56,10 +56,7 @@ entry(
     ),
     X,
     Y,
-    plain=lambda x, y: (
-        wave({"x": x}, y, None),
-        wave({"x": y}, x, None, power=3, scale=0.5),
-    ),
+    plain=lambda x, y: (wave({"x": x}, y, None), wave({"x": y}, x, None, power=3, scale=0.5)),
     complex_args=(Z, C),
 )
 
@@ -207,10 +204,7 @@ def three_forward(x, y):
 
 
 three_forward.defjvp(
-    lambda p, t: (
-        three_forward(*p),
-        3 * (jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]),
-    )
+    lambda p, t: (three_forward(*p), 3 * (jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]))
 )
 option(
     "custom_vjp: three rules",
@@ -261,12 +255,7 @@ option(
 # A rule for batches is used before differentiation: it is twice the function.
 batched = eqg.custom_vjp(lambda x, w: jnp.sin(w @ x))
 batched.def_fwd(lambda x, w: (batched(x, w), (x, w)))
-batched.def_bwd(
-    lambda r, ct: (
-        r[1].T @ (ct := ct * jnp.cos(r[1] @ r[0])),
-        jnp.outer(ct, r[0]),
-    )
-)
+batched.def_bwd(lambda r, ct: (r[1].T @ (ct := ct * jnp.cos(r[1] @ r[0])), jnp.outer(ct, r[0])))
 
 
 @batched.def_vmap
@@ -488,10 +477,7 @@ option(
 jax_vjp = eqg.jax_custom_vjp(sin_times, nondiff_argnums=(2,))
 jax_vjp.defvjp(
     lambda x, y, n: (sin_times(x, y, n), (x, y)),
-    lambda n, r, ct: (
-        jnp.cos(r[0]) * r[1] ** n * ct,
-        n * jnp.sin(r[0]) * r[1] ** (n - 1) * ct,
-    ),
+    lambda n, r, ct: (jnp.cos(r[0]) * r[1] ** n * ct, n * jnp.sin(r[0]) * r[1] ** (n - 1) * ct),
 )
 jax_zeros = eqg.jax_custom_vjp(lambda x, y: (jnp.sin(x), y))
 jax_zeros.defvjp(
@@ -504,11 +490,7 @@ jax_zeros.defvjp(
 )
 option(
     "jax_custom_vjp",
-    lambda x, y: (
-        jax_vjp(x, y, 3),
-        jax_zeros(x, y),
-        jax_zeros(x, jax.lax.stop_gradient(y))[0],
-    ),
+    lambda x, y: (jax_vjp(x, y, 3), jax_zeros(x, y), jax_zeros(x, jax.lax.stop_gradient(y))[0]),
     X,
     Y,
     plain=lambda x, y: (sin_times(x, y, 3), (jnp.sin(x), y), jnp.sin(x)),

@@ -137,12 +137,7 @@ def enter(name, density, integral, params):
         V,
         *others,
         plain=lambda v, *p: (step(v), step(v), density(v, *p), integral(v, *p)),
-        smooth=lambda v, *p: (
-            integral(v, *p),
-            of_defaults(v),
-            density(v, *p),
-            integral(v, *p),
-        ),
+        smooth=lambda v, *p: (integral(v, *p), of_defaults(v), density(v, *p), integral(v, *p)),
         half=(np.linspace(-1.1, 1.4, 31), *(A(p) for p in defaults)) if full else None,
         # The rule is one for all: what is their own are two formulas.
         orders=ORDERS if full else ("value", "vjp", "FR"),
