@@ -68,18 +68,18 @@ for _reduction, _plain in (
 # Fifteen tokens in two dimensions, in chunks of four, with labels of eight bits.
 SMALL = A([[0, 3, 250, 1, 2], [4, 250, 2, 0, 1], [2, 3, 3, 4, 250]], np.uint8)
 TWO_D = normal(3, 5, 3), normal(5, 3)
+of_small = ft.partial(cross_entropy, labels=SMALL.astype(int), ignore=250)
 for _reduction, _chunk, _reduce in (
     ("sum", 4, jnp.sum),
     ("none", 4, lambda x: x),
     ("mean", None, lambda x: jnp.sum(x) / 12),
 ):
     _options = {"ignore_index": 250, "reduction": _reduction, "chunk": _chunk}
-    _all = ft.partial(cross_entropy, labels=SMALL.astype(int), ignore=250)
     entry(
         f"{CE}: {_reduction}, without bias, in two dimensions",
         lambda x, w, options=_options: loss_of(x, w, SMALL, **options),
         *TWO_D,
-        plain=lambda x, w, reduce=_reduce: reduce(_all(x, w)),
+        plain=lambda x, w, reduce=_reduce: reduce(of_small(x, w)),
         orders=SHORT,
         transforms=_reduction != "mean",
     )
@@ -100,15 +100,16 @@ for _labels, _losses in (
     ([0, 3, 2], [1000.0, 1000.0, np.log(5)]),
     ([0, 5, -100], [1000.0, NAN, NAN]),
 ):
-    wrong = A([0, *(NAN if y not in range(5) else 0 for y in _labels[1:])])
+    wrong = np.where(A(_losses) < np.inf, 0, NAN)
+    args = {"labels": A(_labels), "ignore": None}
     entry(
         f"{CE}: large logits, and labels {_labels}",
-        lambda x, w, labels=A(_labels): loss_of(
-            x, w, labels, ignore_index=None, chunk=2, reduction="none"
+        lambda x, w, y=args["labels"]: loss_of(
+            x, w, y, ignore_index=None, chunk=2, reduction="none"
         ),
         *(normal(3, 3), normal(5, 3)),
-        plain=lambda x, w, labels=A(_labels), wrong=wrong: (
-            cross_entropy(x, w, labels, ignore=None) + wrong.astype(x.dtype)
+        plain=lambda x, w, args=args, wrong=wrong: (
+            cross_entropy(x, w, **args) + wrong.astype(x.dtype)
         ),
         orders=("value",),
         nasty=[Nasty(1000 * np.eye(3), WEIGHT, value=[A(_losses)])],
@@ -123,11 +124,8 @@ def on_two_devices(x, w, b):
     spec = jax.sharding.PartitionSpec
 
     def fn(x, w, b):
-        options = {"bias": b, "axis_name": "v", **OPTIONS}
-        labels = jnp.asarray(SHARDED)
-        return loss_of(x, w, labels, **options), loss_of(
-            x, w, labels, reduction="none", **options
-        )
+        fn = ft.partial(loss_of, x, w, jnp.asarray(SHARDED), bias=b, axis_name="v", **OPTIONS)
+        return fn(), fn(reduction="none")
 
     in_specs = spec(), spec("v"), spec("v")
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=spec())(x, w, b)
@@ -140,7 +138,7 @@ def sharded_plain(x, w, b):
 
 entry(
     f"{CE}: a sharded vocabulary",
-    *(on_two_devices, normal(7, 3), normal(6, 3), normal(6)),
+    *(jax.jit(on_two_devices), normal(7, 3), normal(6, 3), normal(6)),
     plain=sharded_plain,
     orders=FIRST,
     precisions=("float32",),  # without the leak checker, which finds leaks of `shard_map`
