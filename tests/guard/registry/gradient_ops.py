@@ -451,7 +451,8 @@ def after_a_bounce(height, gravity, restitution):
     reset = lambda t, y: y | {"velocity": -restitution * y["velocity"] + 0.1 * t}
     field = lambda t, y: {"height": y["velocity"], "velocity": -gravity}
     time, y = eqg.jump(reset, y, field, t)
-    rest, v = 1 - time, y["velocity"]
+    # The time is a number, and the state has all of the derivative.
+    rest, v = 1 - jax.lax.stop_gradient(time), y["velocity"]
     return y["height"] + v * rest - gravity * rest**2 / 2, v - gravity * rest
 
 

@@ -340,6 +340,10 @@ def with_closure(x, y, *, n=2):
     return {"a": sin_times(x, y, n)}, lambda ct: (3 * d_x * ct["a"], d_y * ct["a"])
 
 
+# An only cotangent need not be in a tuple.
+of_only = eqg.custom_gradient(lambda x: (x**2, lambda ct: 4 * x * ct))
+
+
 def more_of_x(factor, x, y, n):
     """`sin_times`, with a multiple of its derivative with respect to `x`."""
     return sin_times(x, y, n) + (factor - 1) * sin_times(x, const(y), n)
@@ -347,10 +351,10 @@ def more_of_x(factor, x, y, n):
 
 rule(
     "custom_gradient",
-    lambda x, y: (with_closure(x, y), with_closure(x, y, n=3)),
-    lambda x, y: ({"a": sin_times(x, y, 2)}, {"a": sin_times(x, y, 3)}),
+    lambda x, y: (with_closure(x, y), with_closure(x, y, n=3), of_only(x)),
+    lambda x, y: ({"a": sin_times(x, y, 2)}, {"a": sin_times(x, y, 3)}, x**2),
     *(X, Y),
-    smooth=lambda x, y: ({"a": more_of_x(3, x, y, 2)}, {"a": more_of_x(3, x, y, 3)}),
+    smooth=lambda x, y: (*({"a": more_of_x(3, x, y, n)} for n in (2, 3)), 2 * x**2),
     orders=VJP,
     transforms=True,
 )
