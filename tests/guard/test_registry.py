@@ -45,7 +45,7 @@ TRUE = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRUE)
 def test_reference(name):
-    """Its derivative is that of its value, by differences."""
+    """Its tangent agrees with differences of its value."""
     jax.config.update("jax_enable_x64", True)
     try:
         for args in (ENTRIES[name].args, ENTRIES[name].complex_args):

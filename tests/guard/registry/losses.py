@@ -22,7 +22,7 @@ ONLY = {"transforms": False, "costs": False}
 
 
 def cross_entropy(x, weight, labels, bias=None, ignore=-100, smoothing=0.0, z=0.0):
-    """Of each token, with all logits."""
+    """The loss of each token, with all logits."""
     counted = labels != ignore
     x = jnp.where(counted[..., None], x, 0)
     logits = jnp.einsum("...d,vd->...v", x, weight, precision="highest")

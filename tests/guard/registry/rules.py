@@ -1,5 +1,5 @@
-"""What rules are written with. Where a rule is not the derivative of its function, the numbers
-show which of the functions was used."""
+"""The decorators and shorthands for rules. Where a rule is not the derivative of its function,
+the numbers show which of the functions was used."""
 
 import functools as ft
 from typing import Any
@@ -135,7 +135,7 @@ rule(
 
 
 class Layer(eqx.Module):
-    """A method: `self` has a cotangent of its own, and integers have none."""
+    """A method: `self` has a cotangent of its own, and integers have no cotangent."""
 
     weight: jax.Array
     bias: jax.Array | None
@@ -484,7 +484,7 @@ def filter_vjp_fwd(perturbed, xy, n, *, scale):
 
 @filter_vjp.def_bwd
 def filter_vjp_bwd(kept, ct, perturbed, xy, n, *, scale):
-    """Twice the derivative with respect to `x`, and three times that of the second output."""
+    """Twice the derivative of the first output in `x`, three times the identity."""
     assert kept == perturbed
     d_x, d_y = slopes(*xy, n)
     if not perturbed[1]:

@@ -167,7 +167,7 @@ op(
 
 
 def one_hot(x, axis):
-    """Of the first of the largest; NaN where there is one."""
+    """One at the first of the largest elements; NaN beside a NaN."""
     largest = jnp.max(x, axis, keepdims=True)
     first = jnp.cumsum(jnp.cumsum((x == largest), axis), axis) == 1
     return jnp.where(jnp.isnan(largest), largest, first.astype(x.dtype))
@@ -209,7 +209,7 @@ def soft_top_k(x, k, axis):
 
 
 def top_k(x, k, axis):
-    """Those of which fewer than `k` are larger, or equal and before."""
+    """One where fewer than `k` elements are larger, or equal and before."""
     x = jnp.moveaxis(x, axis, -1)
     other, own = x[..., None, :], x[..., :, None]
     earlier = np.tril(np.ones((x.shape[-1],) * 2, bool), -1)[(None,) * (x.ndim - 1)]
