@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs.varying import vary_over, varying_axes
-from .._tangent_spaces import sum_dtype
+from .._tangent_spaces import promote, sum_dtype
 
 
 def zero_sum(shape: Sequence[int], dtype: Any, args: Any) -> jax.Array:
@@ -29,9 +29,14 @@ def inner_product(gradients: Iterable[Any], tangents: Iterable[Any]) -> jax.Arra
 
     The products are not flattened, so that distributed arrays stay where they are.
     """
-    products = [
-        jnp.sum(gradient * t.astype(gradient.dtype))
-        for gradient, t in zip(gradients, tangents, strict=True)
-        if gradient is not None
-    ]
+    pairs = [(g, t) for g, t in zip(gradients, tangents, strict=True) if g is not None]
+    # Real, as the loss is, and in one dtype: sums over chunks of half precision are in single
+    # precision, and the gradients of what is split are not.
+    dtype = promote([sum_dtype(jnp.finfo(g.dtype).dtype) for g, _ in pairs])
+
+    def product(g, t):
+        wide = sum_dtype(g.dtype)
+        return jnp.real(jnp.sum(g.astype(wide) * t.astype(wide))).astype(dtype)
+
+    products = [product(g, t) for g, t in pairs]
     return sum(products[1:], products[0])

@@ -32,6 +32,7 @@ NOT_OPS = {
     "RuleError",
     "GradientStatistics",
     "HostFunction",  # made by `host_function`
+    "LinearFunction",
     "LinearHostFunction",
     "filter_while_loop",  # forward mode only
     "explain_memory",

@@ -55,6 +55,22 @@ def _():
     return square, (vectors()[0],)
 
 
+def _weighted_differences(w, x):
+    return w * (x[1:] - x[:-1])
+
+
+@case("linear_function", reference=_weighted_differences)
+def _():
+    def adjoint(w, y):
+        zero = jnp.zeros(1)
+        return jnp.concatenate([zero, w * y]) - jnp.concatenate([w * y, zero])
+
+    return eqg.linear_function(_weighted_differences, adjoint, argnum=1), (
+        jnp.array([1.5, -0.4]),
+        vectors()[0],
+    )
+
+
 @case("jax_custom_jvp")
 def _():
     @eqg.jax_custom_jvp

@@ -13,4 +13,35 @@ from .entry import ENTRIES, Entry
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ENTRIES", "Entry"]
+# Public, and no op: what has no derivative of its own, or is not called for one. Each has
+# tests of its own.
+NOT_OPS = {
+    "RuleError",
+    "GradientStatistics",
+    "HostFunction",
+    "LinearFunction",
+    "LinearHostFunction",
+    "explain_memory",
+    "explain_nan",
+    "explain_zero",
+    "gradient_flow",
+    "MemoryAdvice",
+    "MemoryReport",
+    "NaNReport",
+    "NonFinite",
+    "Residual",
+    "ZeroGradient",
+    "ZeroReport",
+    "plot_gradient_flow",
+    "nn.AbstractQuantizer",
+    "nn.ALIFState",
+    "nn.CuBaLIFState",
+    "nn.LIFState",
+    "nn.LIState",
+    "nn.QuantizationReport",
+    "surrogates.AbstractSurrogate",
+    "safe.EighResult",
+    "safe.SVDResult",
+}
+
+__all__ = ["ENTRIES", "NOT_OPS", "Entry"]

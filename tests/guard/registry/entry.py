@@ -51,6 +51,8 @@ class Entry:
     # Another reference in forward mode, for ops whose two modes differ. `plain` is a function
     # with a raw `jax.custom_vjp` then.
     forward: Callable[..., Any] | None = None
+    # Whether `plain` has a raw rule, so that its derivative is not that of its value.
+    own_rule: bool = False
     orders: Sequence[str] = ORDERS
     nasty: Sequence[Nasty] = ()
     # Arguments with long sums, run in bfloat16 and float16: the error stays that of rounding

@@ -1,0 +1,228 @@
+"""Losses in chunks, against the formulas for all at once."""
+
+import functools as ft
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from .entry import entry, Nasty
+
+
+A, NAN = np.array, np.nan
+rng = np.random.default_rng(1)
+normal = lambda *shape: rng.normal(size=shape)
+loss_of, chunked = eqg.losses.linear_cross_entropy, eqg.losses.chunked
+CE = "losses.linear_cross_entropy"
+VJP, FIRST, SHORT = ("value", "vjp"), ("value", "jvp", "vjp"), ("value", "jvp", "vjp", "FR")
+ONLY = {"transforms": False, "costs": False}
+
+
+def cross_entropy(x, weight, labels, bias=None, ignore=-100, smoothing=0.0, z=0.0):
+    """The loss of each token, with all logits."""
+    counted = labels != ignore
+    x = jnp.where(counted[..., None], x, 0)
+    logits = jnp.einsum("...d,vd->...v", x, weight, precision="highest")
+    if bias is not None:
+        logits = logits + bias[(None,) * (logits.ndim - 1)]
+    lse = jnp.log(jnp.sum(jnp.exp(logits), -1))
+    is_label = labels[..., None] == np.arange(len(weight))[(None,) * labels.ndim]
+    target = (1 - smoothing) * is_label.astype(x.dtype) + smoothing / len(weight)
+    loss = lse - jnp.sum(target * logits, -1) + z * lse**2
+    return jnp.where(counted, loss, 0)
+
+
+# Eleven tokens, in chunks of three; three do not count. And 700, whose sums are long.
+LABELS = A([0, 3, -100, 1, 2, 4, -100, 2, 0, 1, -100])
+LONG_LABELS = np.where(rng.random(700) < 0.1, -100, rng.integers(0, 7, 700))
+TOKENS = normal(11, 3), normal(5, 3), normal(5)
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.02, "chunk": 3}
+
+
+def labels_of(x):
+    return LABELS if len(x) == 11 else LONG_LABELS
+
+
+def smoothed(x, w, b):
+    return cross_entropy(x, w, labels_of(x), b, smoothing=0.1, z=0.02)
+
+
+for _reduction, _plain in (
+    ("mean", lambda x, w, b: jnp.sum(smoothed(x, w, b)) / int(np.sum(labels_of(x) >= 0))),
+    ("none", smoothed),
+):
+    entry(
+        CE if _reduction == "mean" else f"{CE}: of each token",
+        lambda x, w, b, r=_reduction: loss_of(
+            x, w, labels_of(x), bias=b, reduction=r, **OPTIONS
+        ),
+        *TOKENS,
+        plain=_plain,
+        garbage=(np.where(LABELS[:, None] < 0, NAN, TOKENS[0]), *TOKENS[1:]),
+        counts=(lambda out: LABELS >= 0) if _reduction == "none" else None,
+        half=(normal(700, 2), normal(7, 2), normal(7)),
+    )
+# Fifteen tokens in two dimensions, in chunks of four, with labels of eight bits.
+SMALL = A([[0, 3, 250, 1, 2], [4, 250, 2, 0, 1], [2, 3, 3, 4, 250]], np.uint8)
+of_small = ft.partial(cross_entropy, labels=SMALL.astype(int), ignore=250)
+for _reduction, _chunk, _rows, _reduce in (
+    ("sum", 4, 5, jnp.sum),
+    ("none", 4, 5, lambda x: x),
+    # Eight bits can't hold every index of the vocabulary.
+    ("mean", None, 300, lambda x: jnp.sum(x) / 12),
+):
+    _options = {"ignore_index": 250, "reduction": _reduction, "chunk": _chunk}
+    entry(
+        f"{CE}: {_reduction}, without bias, in two dimensions",
+        lambda x, w, options=_options: loss_of(x, w, SMALL, **options),
+        *(normal(3, 5, 3), normal(_rows, 3)),
+        plain=lambda x, w, reduce=_reduce: reduce(of_small(x, w)),
+        orders=SHORT,
+        transforms=_reduction != "mean",
+    )
+BATCH = A([[0, 3, 2, 1, 2], [4, 4, 4, 4, 4], [4, 4, 3, 3, 0]])
+of_rows = lambda x, w, y: loss_of(x, w, y, chunk=2, ignore_index=4, z_loss=0.1)
+of_rows_plain = lambda x, w, y: jnp.sum(cross_entropy(x, w, y, ignore=4, z=0.1))
+entry(
+    f"{CE}: of a batch of weights, and without labels that count",
+    lambda x, w: jax.vmap(of_rows)(x, w, BATCH),
+    *(normal(3, 5, 3), normal(3, 5, 3)),
+    plain=lambda x, w: jax.vmap(of_rows_plain)(x, w, BATCH) / A([5, 1, 3]).astype(x.dtype),
+    orders=VJP,
+    **ONLY,
+)
+# The logits are 1000 times the columns of the weight, and two labels are out of range.
+WEIGHT = A([[1, -1.0, 0.5], [2, 0.0, 0.5], [0, 2.0, 0.5], [-1, 1.0, 0.5], [1, 1, 0.5]])
+for _labels, _losses in (
+    ([0, 3, 2], [1000.0, 1000.0, np.log(5)]),
+    ([0, 5, -100], [1000.0, NAN, NAN]),
+):
+    wrong = np.where(A(_losses) < np.inf, 0, NAN)
+    args = {"labels": A(_labels), "ignore": None}
+    entry(
+        f"{CE}: large logits, and labels {_labels}",
+        lambda x, w, y=args["labels"]: loss_of(
+            x, w, y, ignore_index=None, chunk=2, reduction="none"
+        ),
+        *(normal(3, 3), normal(5, 3)),
+        plain=lambda x, w, args=args, wrong=wrong: (
+            cross_entropy(x, w, **args) + wrong.astype(x.dtype)
+        ),
+        orders=("value",),
+        nasty=[Nasty(1000 * np.eye(3), WEIGHT, value=[A(_losses)])],
+        **ONLY,
+    )
+SHARDED = A([0, 5, -100, 3, 2, 4, 1])
+
+
+def on_two_devices(x, w, b):
+    """Each of two devices has three of the six rows of the weight."""
+    mesh = jax.make_mesh((2,), ("v",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def fn(x, w, b):
+        fn = ft.partial(loss_of, x, w, jnp.asarray(SHARDED), bias=b, axis_name="v", **OPTIONS)
+        return fn(), fn(reduction="none")
+
+    in_specs = spec(), spec("v"), spec("v")
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=spec())(x, w, b)
+
+
+def sharded_plain(x, w, b):
+    losses = cross_entropy(x, w, SHARDED, b, smoothing=0.1, z=0.02)
+    return jnp.sum(losses) / 6, losses
+
+
+entry(
+    f"{CE}: a sharded vocabulary",
+    *(jax.jit(on_two_devices), normal(7, 3), normal(6, 3), normal(6)),
+    plain=sharded_plain,
+    orders=FIRST,
+    precisions=("float32",),  # without the leak checker, which finds leaks of `shard_map`
+    **ONLY,
+)
+
+# ---------------------------------------------------------------- any loss
+
+
+class Model(eqx.Module):
+    """With a function, a number and an integer, and weights."""
+
+    weight: jax.Array
+    bias: jax.Array
+    activation: object = jnp.tanh
+    power: int = 2
+
+    def __call__(self, x):
+        return self.activation(self.weight @ x) + self.bias
+
+
+def squares(model, xs, ys, scale=1.0):
+    return scale * jnp.sum((jax.vmap(model)(xs) - ys) ** model.power)
+
+
+def squares_plain(weight, bias, xs, ys, scale=1.0):
+    return scale * jnp.sum((jnp.tanh(xs @ weight.T) + bias[None] - ys) ** 2)
+
+
+MODEL = normal(2, 3), normal(2)
+entry(
+    "losses.chunked",
+    lambda xs, ys, w, b: chunked(squares, axis=0, chunk=3)(Model(w, b), xs, ys),
+    *(normal(11, 3), normal(11, 2), *MODEL),
+    plain=lambda xs, ys, w, b: squares_plain(w, b, xs, ys),
+    # The sum over all chunks is not zero beside the terms.
+    half=(normal(700, 3), 2 + np.abs(normal(700, 2)), *MODEL),
+)
+
+
+def in_a_closure(xs, ys, w, b):
+    """A mean, over the last axis of one argument; a key and weights that are not split, and
+    a closed-over bias."""
+
+    def loss(xs, extra, ys):
+        noise = jr.normal(extra["key"], (2,), xs.dtype)
+        out = jnp.tanh(xs.T @ extra["w"].T) + b[None] + noise[None]
+        return jnp.mean(extra["scale"] * jnp.sum((out - ys["y"]) ** 2, 1))
+
+    fn = chunked(loss, axis=(1, None, {"y": 0, "n": None}), chunk=2, reduction="mean")
+    return fn(xs, {"w": w, "key": jr.key(2), "scale": 0.6}, {"y": ys, "n": 7})
+
+
+def in_a_closure_plain(xs, ys, w, b):
+    noise = jr.normal(jr.key(2), (2,), ys.dtype)
+    return squares_plain(w, b + noise, xs.T, ys, 0.6) / len(ys)
+
+
+entry(
+    "losses.chunked: a mean, with a closure",
+    *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL),
+    plain=in_a_closure_plain,
+    orders=SHORT,
+)
+of_model = lambda w, b, xs, ys: chunked(squares, (None, 0, 0), 2)(Model(w, b), xs, ys, scale=3)
+entry(
+    "losses.chunked: of a batch of models",
+    jax.vmap(of_model, (0, 0, None, None)),
+    *(normal(3, 2, 3), normal(3, 2), normal(5, 3), normal(5, 2)),
+    plain=jax.vmap(lambda *args: squares_plain(*args, 3), (0, 0, None, None)),
+    orders=VJP,
+    **ONLY,
+)
+
+
+def moduli(xs, w):
+    """Of complex data, with a real weight."""
+    return jnp.sum(jnp.abs(jnp.tanh(xs @ w.astype(xs.dtype))) ** 2)
+
+
+entry(
+    "losses.chunked: of complex data",
+    *(chunked(moduli, chunk=2, axis=(0, None)), normal(5, 2) + 1j * normal(5, 2), normal(2)),
+    plain=moduli,
+    orders=FIRST,
+    **ONLY,
+)
