@@ -472,7 +472,7 @@ def new_field(position, speed):
 
 
 BALL = A(3.0), A(9.8), A(0.8)
-entry("jump", after_a_bounce, *BALL, plain=after_a_bounce_closed_form)
+entry("jump: in closed form", after_a_bounce, *BALL, plain=after_a_bounce_closed_form)
 entry(
     "jump: no reset",
     new_field,
