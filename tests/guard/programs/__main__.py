@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz SEED CASES`: random cases beyond those of the tests.
+"""`python -m tests.guard.programs SEED CASES`: random cases beyond those of the tests.
 
 Prints each case that is wrong, in a form that can be pasted into a test.
 """
@@ -6,7 +6,7 @@ Prints each case that is wrong, in a form that can be pasted into a test.
 import sys
 import time
 
-from .. import conftest as conftest  # the configuration of the tests
+from ... import conftest as conftest  # the configuration of the tests
 from .cases import judge
 from .run import fresh_batches
 

@@ -1,0 +1,1 @@
+"""The guard: checks of the whole library that find unknown faults."""
