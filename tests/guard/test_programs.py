@@ -1,19 +1,16 @@
 """Random programs with random rules, in random chains of transformations.
 
-What they compute has to be what the same chain computes of the undecorated function. A program
-is a call of a random function, or a scan of one; a chain has up to five transformations.
+What they compute has to be what the same program computes without the library: with plain
+loops, and with plain autodiff, or with a `jax.custom_jvp` or `jax.custom_vjp` where the rule is
+not autodiff's. A program is a call of a random function, or a scan of one. A chain has up to
+five transformations, loops and ops.
 
-A program and a chain are counted as a case. Two cases differ in the structure, shapes and
-dtypes of the arguments and outputs, in the formulas, in the style of the rule, in the options
-of the scan, in the transformations or in what is perturbed, batched or carried in these;
-cases that differ in values only are one. What makes them fast are small shapes, references
-that the variants of a program share, and one compiled program for up to 18 cases: 250 to 650
-cases in a minute of one CPU, 400 on average, measured on two cores of a loaded machine
-without a compilation cache. So each third of the slow tests, which is what CI runs, needs
-about eight minutes on two cores.
+A program and a chain are a case. Cases that differ in values only count as one. The quick test
+has few cases, which have all productions of the grammar (`programs/coverage.py`). If the
+grammar changes, `python -m tests.guard.programs choose` finds new ones.
 
-`make fuzz SEED=1000 CASES=500` runs others. A case that was wrong becomes a test with a name,
-in the file of what was wrong.
+`make fuzz SEED=1000 CASES=500` runs others. A fault that another test found becomes a
+production.
 """
 
 import dataclasses
@@ -21,16 +18,33 @@ import dataclasses
 import jax
 import pytest
 
-from .fuzz.cases import Batch, Case, judge
-from .fuzz.chains import Step
-from .fuzz.formulas import Formula, Term
-from .fuzz.programs import Function, Leaf
-from .fuzz.run import fresh_batches, wrong_cases
-from .fuzz.scans import Call, Scan
+from .programs.cases import Batch, Case, judge
+from .programs.chains import Step
+from .programs.coverage import chosen_batches, missing
+from .programs.formulas import Formula, Term
+from .programs.functions import Function, Leaf
+from .programs.run import fresh_batches, wrong_cases
+from .programs.scans import Call, Scan
 
 
-def test_quick():
-    assert not wrong_cases(0, 60)
+# fmt: off
+SEEDS = (
+    738, 899, 1077, 2346, 3542, 3764, 4020, 4566, 5318, 6375, 6566, 6818,
+    7231, 7498, 7820, 8189, 8213, 8423, 9481, 10119, 10851, 10968, 11812, 11880,
+    11990, 12083, 12311, 12655, 12921, 12967, 13515, 14016, 14984, 15027, 17406, 17694,
+    18746, 19825, 20575, 21349, 21722, 21964, 22799, 25052, 28124, 29301, 30105, 30855,
+    31446, 31656, 32509, 32953, 33176, 33437, 33471, 33795, 36962, 37279, 38128, 39707,
+)
+# fmt: on
+
+
+def test_all_productions():
+    assert not missing(chosen_batches(SEEDS))
+
+
+@pytest.mark.parametrize("batch", chosen_batches(SEEDS), ids=lambda batch: f"{len(batch.cases)}")
+def test_quick(batch):
+    assert not judge(batch)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Random cases, and the comparison of many of them with autodiff in one compiled program."""
+"""Cases, and the comparison of many of them with their references in one compiled program."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,13 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
 
 from ...helpers import checking_leaks
 from .chains import Step, transformed
-from .formulas import Formula, Term, UNARY
-from .functions import Function, Leaf, Node
-from .rules import STYLES
 from .scans import Call, Scan
 
 
@@ -84,7 +80,7 @@ QUICKLY = {
 
 
 def judge(batch: Batch) -> list[Wrong]:
-    """The cases whose outputs differ from those of autodiff of the undecorated function."""
+    """The cases whose outputs differ from those of the reference."""
     with jax.enable_x64(batch.x64):
         leaking = (
             [w for case in batch.cases for w in _leaks(case, batch)] if batch.leaks else []

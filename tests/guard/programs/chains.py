@@ -134,7 +134,8 @@ def _contract(outs: Sequence[Any]) -> list[Any]:
 
 def _moved(x: Any, amount: Any) -> Any:
     """A leaf that depends on a number, small enough for loops of it to stay finite."""
-    amount = jax.lax.convert_element_type(jax.lax.tanh(amount), x.dtype)
+    amount = jax.lax.tanh(mul(amount, jax.lax.full_like(amount, 0.125)))
+    amount = jax.lax.convert_element_type(amount, x.dtype)
     half = jax.lax.full_like(x, 0.5)
     return mul(half, add(x, jnp.broadcast_to(amount, x.shape)))
 
