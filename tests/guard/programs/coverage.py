@@ -12,7 +12,7 @@ from typing import Any
 
 from .cases import Batch, Case
 from .chains import OPTIONS, Step
-from .draw import CONTAINERS, COSTS, METHODS, one_case, STEPS
+from .draw import CONTAINERS, COSTS, LONG, METHODS, one_case, STEPS
 from .formulas import UNARY
 from .functions import Node
 from .ops import OPS
@@ -93,6 +93,8 @@ def _of_scan(scan: Scan, modes: Sequence[str]) -> Iterator[Any]:
     truncates = scan.truncate is not None and scan.truncate < scan.steps
     if scan.reverse:
         yield "scan", method, "from the last step"
+    if scan.steps == LONG and not truncates:
+        yield "scan", method, "long"
     if truncates:
         yield "scan", method, "truncated"
         yield "truncated", scan.truncate, "from the last" if scan.reverse else "from the first"
@@ -159,6 +161,8 @@ def all_productions() -> set[Any]:
     for method in (*METHODS, "online"):
         found |= {("scan", method, mode) for mode in MODES}
         found.add(("scan", method, "from the last step"))
+        if method in ("replay", "auto", "sqrt", "online"):
+            found.add(("scan", method, "long"))
         if method != "online":
             found.add(("scan", method, "truncated"))
         if isinstance(method, int) and method > 1:

@@ -23,7 +23,8 @@ COEFFICIENTS = (0.5, -0.5, 0.75, 1.0)
 CONTAINERS = ("tuple", "list", "dict", *CLASSES)
 EXTRAS = (("none",), ("text",), ("function",))
 METHODS = (None, 1, 2, 3, 4, "sqrt", "replay", "auto")
-STEPS = (4, 5, 7, 11, 13, 1, 2, 0)
+LONG = 97  # several chunks of a replay, the last of which is shorter
+STEPS = (4, 5, 7, 11, 13, 1, 2, 0, LONG)
 DERIVATIVES = ("grad", "jvp", "vjp", "linearize", "transpose", "jacobian")
 BATCHING = ("vmap", "named", "shard_map")
 # About how many times larger each transformation makes a program.
@@ -67,19 +68,21 @@ def _formula(
     dtype: str | None = None,
     shape: Any = None,
     usable: Sequence[int] | None = None,
+    contracts: bool = False,
 ) -> Formula:
     """With the `dtype` and `shape` of a carry, a formula has only leaves that broadcast to it,
-    and bounded functions, so that the carry stays small in any number of steps."""
+    and bounded functions, so that the carry stays small in any number of steps. With
+    `contracts`, so does its derivative."""
     functions = list(UNARY) if shape is None else ["sin", "tanh"]
     usable = range(len(leaves)) if usable is None else usable
     usable = [i for i in usable if leaves[i].is_inexact]
     if shape is not None:
         usable = [i for i in usable if _broadcasts(leaves[i].shape, shape)]
     terms = []
-    for _ in range(dice.randint(1, 2)):
+    for _ in range(1 if contracts else dice.randint(1, 2)):
         indices = dice.sample(usable, min(len(usable), dice.randint(1, 2)))
         factors = tuple((i, dice.choice(functions)) for i in indices)
-        terms.append(Term(dice.choice(COEFFICIENTS), factors))
+        terms.append(Term(dice.choice(COEFFICIENTS[: 2 if contracts else 4]), factors))
     used = [leaves[i] for term in terms for i, _ in term.factors]
     if dtype is None:
         dtypes = sorted({"float32" if x.dtype == "float" else x.dtype for x in used})
@@ -143,7 +146,7 @@ def _scan(dice: Dice, x64: bool) -> Scan:
     sliced = list(dice.subset(sliced, 0)) if sliced else []
     weights = [i for i in rest if i not in sliced]
     args = [_tree(dice, part) if part else ("none",) for part in (carry, sliced, weights)]
-    elementwise = dice.one_in(5)
+    elementwise, steps = dice.one_in(5), dice.choice(STEPS)
     outs, passed, order = [], [], []
     for i in carry:
         if found[i].is_inexact:
@@ -152,7 +155,7 @@ def _scan(dice: Dice, x64: bool) -> Scan:
                 dtype = "float64" if x64 else "float32"
             like = lambda k, i=i: k not in carry or found[k].shape == found[i].shape
             usable = [k for k in range(n) if like(k) or not elementwise]
-            outs.append(_formula(dice, found, dtype, found[i].shape, usable))
+            outs.append(_formula(dice, found, dtype, found[i].shape, usable, steps == LONG))
             order.append(("formula", len(outs) - 1))
         else:
             passed.append(i)
@@ -167,7 +170,7 @@ def _scan(dice: Dice, x64: bool) -> Scan:
     function = Function(found, tuple(args), out, tuple(outs), tuple(passed), axis=axis)
     return Scan(
         function,
-        dice.choice(STEPS),
+        steps,
         tuple(sliced),
         reverse=dice.one_in(2),
         truncate=None if elementwise else dice.choice((None, 2, 3)),
