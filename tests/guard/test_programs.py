@@ -43,7 +43,9 @@ def test_all_productions():
     assert not missing(chosen_batches(SEEDS))
 
 
-@pytest.mark.parametrize("batch", chosen_batches(SEEDS), ids=lambda batch: f"{len(batch.cases)}")
+@pytest.mark.parametrize(
+    "batch", chosen_batches(SEEDS), ids=lambda batch: f"{len(batch.cases)}"
+)
 def test_quick(batch):
     assert not judge(batch)
 

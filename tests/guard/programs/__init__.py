@@ -1,1 +1,1 @@
-"""Random programs with random rules, in random chains of transformations: `test_fuzz.py`."""
+"""Random programs with random rules, in chains of transformations: `test_programs.py`."""

@@ -28,9 +28,18 @@ KINDS = {
     "cond": "branch",
 }
 MODES = ("forward", "reverse")
-DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int32", "key", "float", "int")
-# In reverse mode: a loop without a bound has no such derivative, and one of a host function of
-# which a `while` moves the argument is of no use.
+DTYPES = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "int32",
+    "key",
+    "float",
+    "int",
+)
+# A loop without a bound has no reverse derivative.
 FORWARD_ONLY = ("while",)
 
 
@@ -78,7 +87,9 @@ def _of_node(node: Node) -> Iterator[Any]:
     kind, *rest = node
     if kind != "leaf":
         yield "tree", kind
-        yield from (found for part in rest if isinstance(part, tuple) for found in _of_node(part))
+        yield from (
+            found for part in rest if isinstance(part, tuple) for found in _of_node(part)
+        )
 
 
 def _of_scan(scan: Scan, modes: Sequence[str]) -> Iterator[Any]:
@@ -201,16 +212,16 @@ def choose(pool: int, n_cases: int) -> list[int]:
     """The seeds, of so many, whose cases have the most productions for what they cost."""
     found = {seed: one_case(seed) for seed in range(pool)}
     wanted, counts = all_productions(), Counter[Any]()
-    have = {
-        seed: wanted & productions(batch.cases[0], batch) for seed, batch in found.items()
-    }
+    have = {seed: wanted & productions(batch.cases[0], batch) for seed, batch in found.items()}
     costs = {seed: _cost(batch.cases[0], batch) for seed, batch in found.items()}
     n_having = Counter[Any](p for ps in have.values() for p in ps)  # rare ones first
     chosen: list[int] = []
 
     def take():
         values = {p: 32.0 ** -counts[p] / n_having[p] ** 0.5 for p in wanted}
-        worth = {k: sum(map(values.__getitem__, ps)) / costs[k] ** 0.25 for k, ps in have.items()}
+        worth = {
+            k: sum(map(values.__getitem__, ps)) / costs[k] ** 0.25 for k, ps in have.items()
+        }
         best = max(have.keys() - set(chosen), key=lambda k: (worth[k], k))
         counts.update(have[best])
         chosen.append(best)

@@ -336,7 +336,9 @@ def _step(dice: Dice, name: str, program: Any, steps: Sequence[Step], leaves: An
         return Step(name, tuple(of))
     names = {step.name for step in steps}
     function = program.function if isinstance(program, Scan) else program
-    if name == "scan" and ({"while", "cond"} <= names or (function.axis and "named" not in names)):
+    if name == "scan" and (
+        {"while", "cond"} <= names or (function.axis and "named" not in names)
+    ):
         options = ()  # it is an error to replay a loop in a branch, or what communicates
     return Step(name, dice.subset(of), options)
 

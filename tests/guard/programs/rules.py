@@ -365,7 +365,9 @@ def _flat_vjp(decorator, rules: _FlatRules):
 
 
 def _scaled(outs, low, high):
-    return tuple(out if out is None else mul(out, jax.lax.full_like(out, high - low)) for out in outs)
+    return tuple(
+        out if out is None else mul(out, jax.lax.full_like(out, high - low)) for out in outs
+    )
 
 
 def _flat_nondiff_jvp(decorator, rules: _FlatRules):
@@ -385,7 +387,8 @@ def _flat_nondiff_jvp(decorator, rules: _FlatRules):
 
 def _flat_nondiff_vjp(decorator, rules: _FlatRules):
     f = decorator(
-        lambda low, x, high, *xs: _scaled(rules.value(x, *xs), low, high), nondiff_argnums=(0, 2)
+        lambda low, x, high, *xs: _scaled(rules.value(x, *xs), low, high),
+        nondiff_argnums=(0, 2),
     )
     f.defvjp(
         lambda low, x, high, *xs: (_scaled(rules.value(x, *xs), low, high), (x, *xs)),

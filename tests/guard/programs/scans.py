@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .formulas import mul
-from .functions import flatten, Function, Leaf
+from .functions import Function, Leaf
 from .rules import decorated, reference
 
 
