@@ -104,8 +104,11 @@ def _of_scan(scan: Scan, modes: Sequence[str]) -> Iterator[Any]:
     truncates = scan.truncate is not None and scan.truncate < scan.steps
     if scan.reverse:
         yield "scan", method, "from the last step"
+    if scan.emits:
+        yield "scan", method, "emits its carry"
     if scan.steps == LONG and not truncates:
         yield "scan", method, "long"
+        yield "scan", method, "long", scan.emits
     if truncates:
         yield "scan", method, "truncated"
         yield "truncated", scan.truncate, "from the last" if scan.reverse else "from the first"
@@ -174,6 +177,7 @@ def all_productions() -> set[Any]:
         found.add(("scan", method, "from the last step"))
         if method in ("replay", "auto", "sqrt", "online"):
             found.add(("scan", method, "long"))
+            found.add(("scan", method, "emits its carry"))
         if method != "online":
             found.add(("scan", method, "truncated"))
         if isinstance(method, int) and method > 1:
@@ -181,6 +185,7 @@ def all_productions() -> set[Any]:
     for window in (2, 3):
         ways = ("from the first", "from the last", "with a remainder")
         found |= {("truncated", window, way) for way in ways}
+    found |= {("scan", "replay", "long", emits) for emits in (False, True)}
     found |= {("second order", outer, "of", inner) for outer in MODES for inner in MODES}
     kinds = {*KINDS.values(), "derivative"}
     found |= {(inner, "in", outer) for inner in kinds for outer in kinds}

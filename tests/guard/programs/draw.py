@@ -176,6 +176,7 @@ def _scan(dice: Dice, x64: bool) -> Scan:
         truncate=None if elementwise else dice.choice((None, 2, 3)),
         halves_carry_gradient=dice.one_in(6),
         elementwise=elementwise,
+        emits=dice.one_in(2),
     )
 
 
@@ -223,6 +224,8 @@ def _suits(style: str, function: Function, is_scan: bool, chain: Sequence[Step])
         if function.axis:
             return False  # JAX's own rules fail where they communicate
         derivatives = [step for step in chain if step.is_derivative]
+        if style == "raw, defjvps" and len(derivatives) > 1:
+            return False  # in a loop of JAX, the function in its own rule loses the rule
         return not only_in_reverse(style) or derivatives[0].is_reverse
     if style.startswith("elementwise"):
         return not function.axis and _is_elementwise(function)

@@ -10,7 +10,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 
-from .formulas import mul, NESTED, sum_of, UNARY
+from .formulas import Formula, mul, NESTED, sum_of, UNARY
 from .functions import build, flatten, Function
 
 
@@ -75,15 +75,19 @@ def _bent_bwd(residuals, ct):
     return mul(_bent(ct, w), jax.lax.full_like(ct, 0.5)), jnp.real(sum_of(_bent(mul(ct, t), w)))
 
 
-def _with_own_derivative(function: Function, leaves: Sequence[Any], t: Any) -> Any:
+def _with_own_derivative(
+    function: Function, formula: Formula, leaves: Sequence[Any], t: Any
+) -> Any:
     """A tangent or a cotangent, or what takes its place if the rule is not autodiff's."""
     if t is None or not (function.has_own_derivative or function.is_raw):
         return t
-    leaf = jnp.asarray(leaves[function.differentiable[0]])
+    # JAX's own rule may not depend on a leaf in a batch that the value does not depend on.
+    first = formula.terms[0].factors[0][0] if function.is_raw else function.differentiable[0]
+    number = sum_of(jnp.real(jnp.asarray(leaves[first]))).astype(jnp.real(t).dtype)
     if function.is_raw:
-        factor = jax.lax.cos(sum_of(jnp.real(leaf)).astype(jnp.real(t).dtype))
-        return mul(t, jnp.broadcast_to(factor.astype(t.dtype), t.shape))
-    return _bent(t, sum_of(jnp.real(leaf)).astype(jnp.real(t).dtype))
+        factor = jax.lax.cos(number).astype(t.dtype)
+        return mul(t, jnp.broadcast_to(factor, t.shape))
+    return _bent(t, number)
 
 
 def _tangents(function: Function, closed, value, *, zeros: bool):
@@ -95,8 +99,10 @@ def _tangents(function: Function, closed, value, *, zeros: bool):
         t_leaves = function.leaves_of(tangents, [None] * len(closed))
         if not zeros:
             assert all(t_leaves[i] is not None for i in function.differentiable)
-        outs = [function.psum(f.tangent(leaves, t_leaves, unary)) for f in function.formulas]
-        outs = [_with_own_derivative(function, leaves, t) for t in outs]
+        outs = []
+        for formula in function.formulas:
+            t = function.psum(formula.tangent(leaves, t_leaves, unary))
+            outs.append(_with_own_derivative(function, formula, leaves, t))
         return value(*primals), function.tangents_out(outs)
 
     return jvp
@@ -111,7 +117,7 @@ def _pull_back(function: Function, leaves: Any, cts: Any, wanted: Any = None):
             continue
         for formula, ct in zip(function.formulas, cts, strict=True):
             part = formula.cotangent(leaves, i, ct, unary)
-            part = _with_own_derivative(function, leaves, part)
+            part = _with_own_derivative(function, formula, leaves, part)
             if part is not None:
                 part = _to_leaf(part, function.leaves[i])
                 found[i] = part if found[i] is None else found[i] + part
@@ -308,14 +314,16 @@ class _FlatRules:
         self.function = function
 
     def value(self, *xs):
-        f = self.function
-        return tuple(f.psum(formula.value(xs)) for formula in f.formulas)
+        return tuple(formula.value(xs) for formula in self.function.formulas)
 
     def jvp(self, primals, tangents):
         f = self.function
         ts = [t if i in f.differentiable else None for i, t in enumerate(tangents)]
-        outs = [f.psum(formula.tangent(primals, ts)) for formula in f.formulas]
-        return self.value(*primals), tuple(_with_own_derivative(f, primals, t) for t in outs)
+        outs = [
+            _with_own_derivative(f, formula, primals, formula.tangent(primals, ts))
+            for formula in f.formulas
+        ]
+        return self.value(*primals), tuple(outs)
 
     def term(self, index):
         """For `defjvps`."""

@@ -53,6 +53,7 @@ class Scan:
     - `function`: its first argument is the carry, the second the slice, and the others are the
         weights. Its output is a pair of a carry and a `y`.
     - `sliced`: the leaves of the second argument.
+    - `emits`: whether the steps return their carry as an output, too.
     - `elementwise`: whether an element of the next carry depends on the same element only, as
         `online` needs it. Then the slices are not differentiated.
     """
@@ -66,6 +67,7 @@ class Scan:
     unroll: int = 1
     halves_carry_gradient: bool = False
     elementwise: bool = False
+    emits: bool = False
     online: bool = False
 
     @property
@@ -103,9 +105,14 @@ class Scan:
         make = decorated if ours else reference
         fn = make(f, [leaves[i] for i in f.closed])
         init, xs, *weights = f.arguments(leaves)
-        step = lambda carry, x: fn(carry, x, *weights)
+
+        def step(carry, x):
+            carry, y = fn(carry, x, *weights)
+            inexact = [c for c in jax.tree.leaves(carry) if eqx.is_array(c) and _is_inexact(c)]
+            return carry, (y, inexact if self.emits else [])
+
         if ours:
-            carry, ys = eqg.filter_scan(
+            carry, (ys, carries) = eqg.filter_scan(
                 step,
                 init,
                 xs,
@@ -117,8 +124,9 @@ class Scan:
                 online=self.online,
                 carry_gradient=_halve if self.halves_carry_gradient else None,
             )
-            return f.numbers((carry, ys))
-        return f.numbers(self._plain_scan(step, init, xs))
+        else:
+            carry, (ys, carries) = self._plain_scan(step, init, xs)
+        return f.numbers((carry, ys)) + carries
 
     def _plain_scan(self, step: Callable[..., Any], init: Any, xs: Any) -> Any:
         """`jax.lax.scan`, with a `stop_gradient` where the derivative is cut."""
