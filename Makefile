@@ -19,7 +19,7 @@ ARGS ?=
 SWITCHES ?= jax_custom_vjp3 jax_custom_jvp3 jax_remat3
 # `make CUDA=cuda13 test-gpu`: the extra of JAX that fits the driver.
 CUDA ?= cuda12
-# The random cases of `make fuzz`. The tests have the seeds up to 100.
+# The random cases of `make fuzz`. The slow tests have the seeds up to 40.
 SEED ?= 1000
 CASES ?= 1000
 # `make test-nightly`: the address of the package index with JAX's nightly builds.

@@ -1,9 +1,9 @@
 """Random programs with random rules, in random chains of transformations.
 
-What they compute has to be what the same program computes without the library: with plain
-loops, and with plain autodiff, or with a `jax.custom_jvp` or `jax.custom_vjp` where the rule is
-not autodiff's. A program is a call of a random function, or a scan of one. A chain has up to
-five transformations, loops and ops.
+Each result has to be the result of the same program without the library: with plain loops, and
+with plain autodiff. Where the rule is not autodiff's, the reference has the same rule by
+`jax.custom_jvp` or `jax.custom_vjp`. A program is a call of a random function, or a scan of one. A
+chain has up to five transformations, loops and ops.
 
 A program and a chain are a case. Cases that differ in values only count as one. The quick test
 has few cases, which have all productions of the grammar (`programs/coverage.py`). If the
@@ -29,12 +29,12 @@ from .programs.scans import Call, Scan
 
 # fmt: off
 SEEDS = (
-    899, 1155, 1631, 1759, 2134, 2564, 4020, 4769, 5001, 5300, 5890, 7038,
-    7231, 7444, 7481, 7884, 8423, 8516, 8774, 9118, 10119, 10802, 11880, 12921,
-    12967, 13023, 14436, 15846, 16670, 16915, 17187, 17406, 17694, 18025, 18371, 18619,
-    18640, 18746, 20835, 21721, 22281, 22397, 22408, 22552, 23606, 24034, 25262, 25997,
-    26420, 26801, 27259, 27815, 28096, 28711, 31726, 32198, 34065, 35691, 35778, 36127,
-    36183, 36942, 37071, 37964, 39239,
+    1125, 1772, 1819, 3635, 4257, 4576, 4794, 4994, 5393, 6992, 7139, 7946,
+    8445, 9933, 10228, 10977, 11446, 11452, 11558, 11850, 11853, 12743, 13791, 13961,
+    13970, 14691, 18422, 18513, 18530, 20053, 20363, 20364, 20526, 21050, 21385, 21775,
+    21780, 22940, 23131, 24986, 25418, 25483, 25932, 26652, 26887, 26931, 27260, 27408,
+    27505, 28233, 28509, 29197, 29469, 33107, 34381, 34404, 35083, 36301, 36696, 37141,
+    37581, 37974, 38686, 38729, 39036, 39829,
 )
 # fmt: on
 
@@ -51,13 +51,12 @@ def test_quick(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(1, 101))
+@pytest.mark.parametrize("start", range(1, 41))
 def test_many(start):
     assert not wrong_cases(start, 200)
     jax.clear_caches()
 
 
-@pytest.mark.thorough
 def test_reproducible():
     first, second = (list(fresh_batches(3, 60)) for _ in range(2))
     assert first == second

@@ -62,9 +62,9 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "while": {"api": ("jax", "ours")},
     "scan": {
         "method": (None, 2, 3, "sqrt", "auto", "replay"),
-        "steps": (3, 7, 1),
+        "steps": (3, 7, 7, 1),
         "reverse": BOOLS,
-        "truncate": (None, 2),
+        "truncate": (None, None, 2),
     },
     "recurrence": {
         "method": ("scan", "associative"),

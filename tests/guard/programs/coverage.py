@@ -1,7 +1,7 @@
 """The productions of the grammar, and a few cases that have them all.
 
-Most productions are pairs: a style or an op and the modes in which it is differentiated, a way
-to scan and what else the scan has, two kinds of transformations one inside the other.
+Most productions are pairs. A style or an op has a mode of derivative, and a way to scan has
+another option of the scan. A kind of transformation is inside another one.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def _of_case(case: Case, batch: Batch) -> Iterator[Any]:
         if step.name == "vmap" and set(step.chosen) & set(function.closed):
             yield "closes over a batched array"
     if isinstance(program, Scan):
-        yield from _of_scan(program, outside)
+        yield from _of_scan(program, outside, _is_pulled_back(chain))
     orders = [step for step in chain if step.is_derivative]
     for inner, outer in itertools.pairwise(orders):
         yield "second order", _mode(outer), "of", _mode(inner)
@@ -80,7 +80,7 @@ def _of_case(case: Case, batch: Batch) -> Iterator[Any]:
     kinds = ["loop"] * isinstance(program, Scan) + [kind for kind in kinds if kind]
     yield from ((inner, "in", outer) for inner, outer in itertools.combinations(kinds, 2))
     for k, step in enumerate(chain):
-        yield from _of_step(step, chain[k + 1 :], chain[:k], function.style)
+        yield from _of_step(step, chain[k + 1 :], chain[:k], function.style, program.leaves)
 
 
 def _of_node(node: Node) -> Iterator[Any]:
@@ -92,14 +92,14 @@ def _of_node(node: Node) -> Iterator[Any]:
         )
 
 
-def _of_scan(scan: Scan, modes: Sequence[str]) -> Iterator[Any]:
+def _of_scan(scan: Scan, modes: Sequence[str], is_pulled_back: bool) -> Iterator[Any]:
     method = "online" if scan.online else scan.checkpoint
     yield "steps", scan.steps
     if scan.steps < 2:
         return
     for mode in modes:
         yield "scan", method, mode
-    if "reverse" not in modes:
+    if not is_pulled_back:
         return
     truncates = scan.truncate is not None and scan.truncate < scan.steps
     if scan.reverse:
@@ -123,7 +123,7 @@ def _of_scan(scan: Scan, modes: Sequence[str]) -> Iterator[Any]:
 
 
 def _of_step(
-    step: Step, outside: Sequence[Step], inside: Sequence[Step], style: str
+    step: Step, outside: Sequence[Step], inside: Sequence[Step], style: str, leaves: Any
 ) -> Iterator[Any]:
     modes = _modes(outside)
     if step.is_derivative:
@@ -134,7 +134,9 @@ def _of_step(
         yield step.name, mode
         if step.name == "op":
             yield step["op"], mode
-    if "reverse" in modes or (step.name in FORWARD_ONLY and modes):
+    if step.name == "op" and "reverse" in modes and leaves[step.chosen[0]].dtype == "complex64":
+        yield step["op"], "complex"
+    if _is_pulled_back(outside) or (step.name in FORWARD_ONLY and modes):
         yield from ((step.name, name, value) for name, value in step.options)
         if step.name == "recurrence" and step["steps"] > 1:
             yield "recurrence", step["method"], step["reverse"], step["h0"]
@@ -154,6 +156,11 @@ def _of_step(
 
 def _mode(step: Step) -> str:
     return "reverse" if step.is_reverse or step.name == "transpose" else "forward"
+
+
+def _is_pulled_back(chain: Sequence[Step]) -> bool:
+    """Whether what is inside of the chain is differentiated in reverse mode first."""
+    return next((_mode(step) == "reverse" for step in chain if step.is_derivative), False)
 
 
 def _modes(chain: Sequence[Step]) -> tuple[str, ...]:
@@ -195,8 +202,9 @@ def all_productions() -> set[Any]:
             found |= {(name, option, v) for option, values in options.items() for v in values}
             found |= {name} if step.is_derivative else {(name, mode) for mode in MODES}
     found.discard(("while", "reverse"))
-    for op, (_, _, _, is_linear, _) in OPS.items():
-        found |= {(op, mode) for mode in (MODES if is_linear else MODES[1:])}
+    for name, op in OPS.items():
+        found |= {(name, mode) for mode in (MODES if op.is_linear else MODES[1:])}
+        found |= {(name, "complex")} if op.of_complex else set()
     bools = (False, True)
     methods = OPTIONS["recurrence"]["method"]
     found |= {("recurrence", *x) for x in itertools.product(methods, bools, bools)}

@@ -54,7 +54,7 @@ class Dice(random.Random):
 
 def _leaves(dice: Dice, x64: bool, at_least: int) -> tuple[Leaf, ...]:
     real = ("float64", "float64", "float32") if x64 else REAL
-    main = dice.choice(real)
+    main = "complex64" if dice.one_in(12) else dice.choice(real)
     kinds = (*[main] * 4, "complex64", "int32", "key", dice.choice(real), "float", "int")
     found = [main] * at_least + [dice.choice(kinds) for _ in range(dice.randrange(4))]
     shapes = EMPTY_SHAPES if dice.one_in(12) else SHAPES
@@ -70,9 +70,11 @@ def _formula(
     usable: Sequence[int] | None = None,
     contracts: bool = False,
 ) -> Formula:
-    """With the `dtype` and `shape` of a carry, a formula has only leaves that broadcast to it,
-    and bounded functions, so that the carry stays small in any number of steps. With
-    `contracts`, so does its derivative."""
+    """A formula, or that of a carry if the `dtype` and `shape` of the carry are given.
+
+    Such a formula has only leaves that broadcast to the carry, and bounded functions. So the
+    carry stays small in any number of steps. With `contracts`, so does its derivative.
+    """
     functions = list(UNARY) if shape is None else ["sin", "tanh"]
     usable = range(len(leaves)) if usable is None else usable
     usable = [i for i in usable if leaves[i].is_inexact]
@@ -277,7 +279,7 @@ def _pruned(node: Node, closed: Sequence[int]) -> Node | None:
 
 
 def _chain(dice: Dice, program: Any, longest: int, devices: bool) -> tuple[Step, ...]:
-    """The transformations, of which one to three differentiate."""
+    """Random transformations. One to three of them differentiate."""
     leaves, is_scan = program.leaves, isinstance(program, Scan)
     function = program.function if is_scan else program
     is_complex = any(leaf.dtype.startswith("complex") for leaf in leaves)
@@ -328,10 +330,8 @@ def _step(dice: Dice, name: str, program: Any, steps: Sequence[Step], leaves: An
     if name == "op":
         op = OPS[dict(options)["op"]]
         real = lambda i: leaves[i].dtype not in ("float", "complex64") or op.of_complex
-        of = [i for i in of if real(i)][:1]
-        if not of:
-            return None
-        return Step(name, tuple(of), options)
+        of = [i for i in of if real(i)]
+        return Step(name, (dice.choice(of),), options) if of else None
     if name == "shard_map" and (
         isinstance(program, Scan) or any(step.name in ("scan", "while") for step in steps)
     ):
