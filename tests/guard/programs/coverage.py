@@ -14,7 +14,7 @@ from .cases import Batch, Case
 from .chains import OPTIONS, Step
 from .draw import CONTAINERS, COSTS, LONG, METHODS, one_case, STEPS
 from .formulas import UNARY
-from .functions import Node
+from .functions import Function, Node
 from .ops import OPS
 from .rules import only_in_reverse, STYLES
 from .scans import Scan
@@ -69,8 +69,9 @@ def _of_case(case: Case, batch: Batch) -> Iterator[Any]:
     if function.axis:
         yield "named axis", type(program).__name__
     for step in chain:
-        if step.name == "vmap" and set(step.chosen) & set(function.closed):
-            yield "closes over a batched array"
+        used = [i for i in function.closed if any(f.depends_on(i) for f in function.formulas)]
+        if step.name == "vmap" and outside and set(step.chosen) & set(used):
+            yield "closes over a batched array", function.style.partition(",")[0]
     if isinstance(program, Scan):
         yield from _of_scan(program, outside, _is_pulled_back(chain))
     orders = [step for step in chain if step.is_derivative]
@@ -80,7 +81,7 @@ def _of_case(case: Case, batch: Batch) -> Iterator[Any]:
     kinds = ["loop"] * isinstance(program, Scan) + [kind for kind in kinds if kind]
     yield from ((inner, "in", outer) for inner, outer in itertools.combinations(kinds, 2))
     for k, step in enumerate(chain):
-        yield from _of_step(step, chain[k + 1 :], chain[:k], function.style, program.leaves)
+        yield from _of_step(step, chain[k + 1 :], chain[:k], function)
 
 
 def _of_node(node: Node) -> Iterator[Any]:
@@ -108,7 +109,7 @@ def _of_scan(scan: Scan, modes: Sequence[str], is_pulled_back: bool) -> Iterator
         yield "scan", method, "emits its carry"
     if scan.steps == LONG and not truncates:
         yield "scan", method, "long"
-        yield "scan", method, "long", scan.emits
+        yield "scan", method, "long", scan.emits, scan.reverse
     if truncates:
         yield "scan", method, "truncated"
         yield "truncated", scan.truncate, "from the last" if scan.reverse else "from the first"
@@ -123,7 +124,7 @@ def _of_scan(scan: Scan, modes: Sequence[str], is_pulled_back: bool) -> Iterator
 
 
 def _of_step(
-    step: Step, outside: Sequence[Step], inside: Sequence[Step], style: str, leaves: Any
+    step: Step, outside: Sequence[Step], inside: Sequence[Step], function: Function
 ) -> Iterator[Any]:
     modes = _modes(outside)
     if step.is_derivative:
@@ -132,10 +133,13 @@ def _of_step(
         return
     for mode in modes:
         yield step.name, mode
-        if step.name == "op":
-            yield step["op"], mode
-    if step.name == "op" and "reverse" in modes and leaves[step.chosen[0]].dtype == "complex64":
-        yield step["op"], "complex"
+    if step.name == "op":
+        (chosen,) = step.chosen
+        through = [f.dtype for f in function.formulas if f.depends_on(chosen)]
+        found = _modes([later for later in outside if through and chosen in later.chosen])
+        yield from ((step["op"], mode) for mode in found)
+        if "reverse" in found and {function.leaves[chosen].dtype, *through} == {"complex64"}:
+            yield step["op"], "complex"
     if _is_pulled_back(outside) or (step.name in FORWARD_ONLY and modes):
         yield from ((step.name, name, value) for name, value in step.options)
         if step.name == "recurrence" and step["steps"] > 1:
@@ -150,8 +154,12 @@ def _of_step(
         ]
         yield from (("batch that shares what is differentiated", m) for m in _modes(shared))
         if "reverse" in _modes(shared):
-            yield "batch that shares, of a rule", style
+            yield "batch that shares, of a rule", _kind(function.style)
         yield from (("derivative in a batch", m) for m in _modes(inside))
+
+
+def _kind(style: str) -> str:
+    return "elementwise" if style.startswith("elementwise") else style
 
 
 def _mode(step: Step) -> str:
@@ -170,13 +178,15 @@ def _modes(chain: Sequence[Step]) -> tuple[str, ...]:
 
 def all_productions() -> set[Any]:
     found: set[Any] = {"x64", "eager", "leaks", "no elements", "nested", "by keyword"}
-    found |= {"unrolled", "carry_gradient", "closes over a batched array"}
+    found |= {"unrolled", "carry_gradient"}
+    rules = ("jvp", "vjp", "custom_gradient")
+    found |= {("closes over a batched array", rule) for rule in rules}
     found |= {("leaf", dtype) for dtype in DTYPES}
     found |= {("function", name) for name in UNARY}
     found |= {("tree", kind) for kind in (*CONTAINERS, "none", "text", "function")}
     found |= {("style", style, "reverse") for style in STYLES}
     found |= {("style", style, "forward") for style in STYLES if not only_in_reverse(style)}
-    found |= {("batch that shares, of a rule", style) for style in STYLES}
+    found |= {("batch that shares, of a rule", _kind(style)) for style in STYLES}
     found |= {("named axis", kind) for kind in ("Call", "Scan")}
     found |= {("steps", n) for n in STEPS}
     for method in (*METHODS, "online"):
@@ -192,7 +202,6 @@ def all_productions() -> set[Any]:
     for window in (2, 3):
         ways = ("from the first", "from the last", "with a remainder")
         found |= {("truncated", window, way) for way in ways}
-    found |= {("scan", "replay", "long", emits) for emits in (False, True)}
     found |= {("second order", outer, "of", inner) for outer in MODES for inner in MODES}
     kinds = {*KINDS.values(), "derivative"}
     found |= {(inner, "in", outer) for inner in kinds for outer in kinds}
@@ -206,6 +215,7 @@ def all_productions() -> set[Any]:
         found |= {(name, mode) for mode in (MODES if op.is_linear else MODES[1:])}
         found |= {(name, "complex")} if op.of_complex else set()
     bools = (False, True)
+    found |= {("scan", "replay", "long", *x) for x in itertools.product(bools, bools)}
     methods = OPTIONS["recurrence"]["method"]
     found |= {("recurrence", *x) for x in itertools.product(methods, bools, bools)}
     methods = OPTIONS["scan"]["method"]

@@ -339,10 +339,10 @@ def _step(dice: Dice, name: str, program: Any, steps: Sequence[Step], leaves: An
         return Step(name, tuple(of))
     names = {step.name for step in steps}
     function = program.function if isinstance(program, Scan) else program
-    if name == "scan" and (
-        {"while", "cond"} <= names or (function.axis and "named" not in names)
-    ):
-        options = ()  # it is an error to replay a loop in a branch, or what communicates
+    communicates = function.axis and "named" not in names
+    calls_host = any(("op", "host") in step.options for step in steps)
+    if name == "scan" and (communicates or calls_host or {"while", "cond"} <= names):
+        options = ()  # replays of such steps are an error
     return Step(name, dice.subset(of), options)
 
 
