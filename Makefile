@@ -19,7 +19,7 @@ ARGS ?=
 SWITCHES ?= jax_custom_vjp3 jax_custom_jvp3 jax_remat3
 # `make CUDA=cuda13 test-gpu`: the extra of JAX that fits the driver.
 CUDA ?= cuda12
-# The random cases of `make fuzz`. The tests have the seeds up to 100.
+# The random cases of `make fuzz`. The slow tests have the seeds up to 40.
 SEED ?= 1000
 CASES ?= 1000
 # `make test-nightly`: the address of the package index with JAX's nightly builds.
@@ -47,17 +47,17 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 
 # The test files that the gate runs on other versions and in double precision too: those whose
 # result can differ there (see CONTRIBUTING.md). `TESTS=tests` runs all.
-DIFFERS_BETWEEN_VERSIONS = $(patsubst %,tests/test_%.py, \
+DIFFERS_BETWEEN_VERSIONS = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \
     call_primitive closure_errors closures control_flow custom_gradient decorated def_vmap \
     eager_calls elementwise elementwise_table errors explain_nan_places explicit_axes export \
-    filter_custom_jvp filter_custom_vjp fuzz hiprim host_buffers host_function jax_drop_ins \
+    filter_custom_jvp filter_custom_vjp hiprim host_buffers host_function jax_drop_ins \
     jaxprs known_zeros leaks linear_function many_devices many_devices_explicit named_axes \
     nondifferentiable pickles recurrence replay scan scan3 scan_methods second_order_in_scan \
     self_application shard_map shard_map_cases sharded_vocabulary tangents threads traced_loss \
     transforms transposes truncate upstream users_classes zero_safe zeros)
-DIFFERS_IN_X64 = $(patsubst %,tests/test_%.py, \
+DIFFERS_IN_X64 = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \
     arguments call_primitive captured_numpy check_rule control_flow custom_gradient def_vmap \
-    elementwise filter_custom_jvp filter_custom_vjp fuzz gradient_layers gradient_ops \
+    elementwise filter_custom_jvp filter_custom_vjp gradient_layers gradient_ops \
     host_bits host_broadcast host_buffers host_function host_rules jax_drop_ins jaxprs \
     known_zeros linear_function linear_host_function losses quantized_integers \
     quantized_layers recurrence replace_gradient replay rounded_functions safe_corners \
@@ -134,7 +134,7 @@ mutants: $(VENV)/.tests _prune  ## faults planted in the library: are they notic
 	$(MUTANTS) report --reasons tests/guard/survivors.json
 
 fuzz: $(VENV)/.tests  ## random cases: SEED=7 CASES=1000
-	$(BIN)/python -m tests.fuzz $(SEED) $(CASES)
+	$(BIN)/python -m tests.guard.programs $(SEED) $(CASES)
 
 soak: $(VENV)/.tests  ## train every layer for MINUTES (20), and see that nothing grows
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)

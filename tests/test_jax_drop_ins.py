@@ -582,6 +582,22 @@ def test_a_forward_rule_looks_at_values(run):
     assert_close(run(eqg.jax_custom_jvp), run(jax.custom_jvp))
 
 
+@pytest.mark.parametrize(
+    "n", [np.arange(3), jax.random.split(jax.random.key(0), 3)], ids=["integers", "keys"]
+)
+def test_beside_an_array_that_has_no_tangent(n):
+    """JAX's zero for such an array is of no number, and the zero of `y` is known to be one."""
+
+    def gradients(custom_jvp):
+        f = custom_jvp(lambda x, n, y: jnp.sin(x) * y)
+        slope = lambda p, t: jnp.cos(p[0]) * p[2] * t[0] + jnp.sin(p[0]) * t[2]
+        f.defjvp(lambda p, t: (f(*p), slope(p, t)))
+        grad = jax.grad(f)
+        return grad(0.5, n, 2.0), jax.jit(grad)(0.5, n, 2.0), jax.grad(grad)(0.5, n, 2.0)
+
+    assert_close(gradients(eqg.jax_custom_jvp), gradients(jax.custom_jvp))
+
+
 def test_the_error_of_a_rule_is_raised_once():
     f = eqg.jax_custom_jvp(lambda x, y: x * y)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
@@ -186,4 +187,5 @@ def _either(*flags: Flag) -> Flag:
 
 def _flag_of_constant(x: Any) -> Flag:
     is_number = isinstance(x, int | float | complex | np.ndarray | np.generic)
-    return None if is_number and np.ndim(x) == 0 and x == 0 else False
+    is_scalar = is_number and np.ndim(x) == 0 and np.result_type(x) != float0
+    return None if is_scalar and x == 0 else False

@@ -294,7 +294,7 @@ def root(x, w):
 
 
 entry(
-    "solvers.FixedPointAdjoint: of Optimistix",
+    "fixed_point: its adjoint in Optimistix",
     root,
     A,
     W,

@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,9 +14,10 @@ from .formulas import Formula
 
 
 # What is in a tree: ("leaf", index), ("none",), ("text",), ("function",), or a container of
-# nodes: ("tuple", *nodes), ("list", *nodes), ("dict", *nodes), ("module", *nodes).
+# nodes: ("tuple", *nodes), and as well "list", "dict", or a class of `CLASSES`.
 Node = tuple
 
+AXIS = "guard"
 INEXACT = ("float16", "bfloat16", "float32", "float64", "complex64", "float")
 
 
@@ -65,6 +66,55 @@ class Holder(eqx.Module):
     label: str = eqx.field(static=True, default="holder")
 
 
+def _computed(x: Any) -> Any:
+    """What the constructor of a user's class computes: JAX promises that it is given arrays,
+    tracers, `None` and `object()` only, besides the leaves of the user."""
+    for leaf in jax.tree.leaves(x):
+        is_number = eqx.is_array_like(leaf) and not isinstance(leaf, bool)
+        if not (is_number or type(leaf) in (object, str) or leaf is jnp.exp):
+            raise TypeError(f"a constructor was called with {leaf!r}")
+    return x
+
+
+@jax.tree_util.register_pytree_node_class
+class Computing:
+    """A user's class, without the paths of its leaves."""
+
+    def __init__(self, *parts):
+        self.parts = tuple(map(_computed, parts))
+
+    def tree_flatten(self):
+        return self.parts, "computing"
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        assert aux == "computing"
+        return cls(*children)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    parts: tuple[Any, ...]
+
+    def __post_init__(self):
+        _computed(self.parts)
+
+
+class Named(NamedTuple):
+    parts: tuple[Any, ...]
+    nothing: None = None
+
+
+# The containers with a field `parts`, and how to make them.
+CLASSES = {
+    "module": (Holder, Holder),
+    "class": (Computing, lambda parts: Computing(*parts)),
+    "dataclass": (Frozen, Frozen),
+    "namedtuple": (Named, Named),
+}
+
+
 def build(node: Node, values: Sequence[Any]) -> Any:
     """The PyTree that a node describes."""
     kind, *rest = node
@@ -79,8 +129,8 @@ def build(node: Node, values: Sequence[Any]) -> Any:
     parts = [build(part, values) for part in rest]
     if kind == "dict":
         return {chr(ord("a") + i): part for i, part in enumerate(parts)}
-    if kind == "module":
-        return Holder(tuple(parts))
+    if kind in CLASSES:
+        return CLASSES[kind][1](tuple(parts))
     return {"tuple": tuple, "list": list}[kind](parts)
 
 
@@ -100,9 +150,12 @@ def flatten(node: Node, tree: Any) -> list[tuple[int, Any]]:
         assert isinstance(tree, dict)
         assert list(tree) == [chr(ord("a") + i) for i in range(len(rest))]
         parts = tree.values()
-    elif kind == "module":
-        assert isinstance(tree, Holder)
+    elif kind in CLASSES and isinstance(tree, CLASSES[kind][0]):
         parts = tree.parts
+    elif kind in ("class", "dataclass"):
+        assert type(tree).__name__ == "Mirror"  # of `perturbed`, whose bools are no arrays
+        parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
+        parts = parts if kind == "class" else parts[0]
     else:
         assert type(tree) is {"tuple": tuple, "list": list}[kind]
         parts = tree
@@ -123,6 +176,7 @@ class Function:
     - `nested`: whether the function and its rule call functions with rules.
     - `closed`: the leaves that the function closes over.
     - `by_keyword`: how many of the last arguments are passed by keyword.
+    - `axis`: whether the function sums its formulas over the named axis `AXIS`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -134,6 +188,7 @@ class Function:
     nested: bool = False
     closed: tuple[int, ...] = ()
     by_keyword: int = 0
+    axis: bool = False
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -143,6 +198,14 @@ class Function:
     @property
     def has_own_derivative(self) -> bool:
         return self.style.startswith("own")
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the reference has the same rule by JAX's own decorator."""
+        return self.style.startswith("raw")
+
+    def psum(self, x: Any) -> Any:
+        return jax.lax.psum(x, AXIS) if self.axis and x is not None else x
 
     @property
     def kind(self) -> "Function":

@@ -1,13 +1,16 @@
-"""`python -m tests.fuzz SEED CASES`: random cases beyond those of the tests.
+"""`python -m tests.guard.programs SEED CASES`: random cases beyond those of the tests.
 
 Prints each case that is wrong, in a form that can be pasted into a test.
+`python -m tests.guard.programs choose` prints the seeds of the quick test, after a change of
+the grammar.
 """
 
 import sys
 import time
 
-from .. import conftest as conftest  # the configuration of the tests
+from ... import conftest as conftest  # the configuration of the tests
 from .cases import judge
+from .coverage import choose
 from .run import fresh_batches
 
 
@@ -28,4 +31,7 @@ def main(start: int, n_cases: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(*map(int, sys.argv[1:3]))))
+    if sys.argv[1:] == ["choose"]:
+        print(choose(60_000, 60))
+    else:
+        sys.exit(bool(main(*map(int, sys.argv[1:3]))))

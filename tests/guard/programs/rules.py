@@ -1,6 +1,7 @@
 """The ways to give a random function its derivative: every kind of rule."""
 
 import functools as ft
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +10,21 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 
-from .formulas import mul, NESTED, sum_of, UNARY
-from .programs import build, flatten, Function
+from .formulas import Formula, mul, NESTED, sum_of, UNARY
+from .functions import build, flatten, Function
 
 
 def undecorated(function: Function, closed: Sequence[Any] = ()) -> Callable[..., Any]:
     return _value(function, closed, UNARY)
+
+
+def reference(function: Function, closed: Sequence[Any] = ()) -> Callable[..., Any]:
+    """Without this library, except for a rule "own", which then runs in loops of JAX."""
+    if function.is_raw:
+        return _by_flat(function, RAW[function.style][1])
+    if function.has_own_derivative:
+        return decorated(function, closed)
+    return undecorated(function, closed)
 
 
 def decorated(function: Function, closed: Sequence[Any] = ()) -> Callable[..., Any]:
@@ -33,7 +43,8 @@ def _value(function: Function, closed: Sequence[Any], unary: Any = None):
 
     def value(args):
         leaves = function.leaves_of(args, closed)
-        return function.outputs([f.value(leaves, unary) for f in function.formulas], leaves)
+        outs = [function.psum(f.value(leaves, unary)) for f in function.formulas]
+        return function.outputs(outs, leaves)
 
     return _with_named_arguments(value, len(function.args))
 
@@ -64,12 +75,19 @@ def _bent_bwd(residuals, ct):
     return mul(_bent(ct, w), jax.lax.full_like(ct, 0.5)), jnp.real(sum_of(_bent(mul(ct, t), w)))
 
 
-def _with_own_derivative(function: Function, leaves: Sequence[Any], t: Any) -> Any:
+def _with_own_derivative(
+    function: Function, formula: Formula, leaves: Sequence[Any], t: Any
+) -> Any:
     """A tangent or a cotangent, or what takes its place if the rule is not autodiff's."""
-    if t is None or not function.has_own_derivative:
+    if t is None or not (function.has_own_derivative or function.is_raw):
         return t
-    leaf = jnp.asarray(leaves[function.differentiable[0]])
-    return _bent(t, sum_of(jnp.real(leaf)).astype(jnp.real(t).dtype))
+    # JAX's own rule may not depend on a leaf in a batch that the value does not depend on.
+    first = formula.terms[0].factors[0][0] if function.is_raw else function.differentiable[0]
+    number = sum_of(jnp.real(jnp.asarray(leaves[first]))).astype(jnp.real(t).dtype)
+    if function.is_raw:
+        factor = jax.lax.cos(number).astype(t.dtype)
+        return mul(t, jnp.broadcast_to(factor, t.shape))
+    return _bent(t, number)
 
 
 def _tangents(function: Function, closed, value, *, zeros: bool):
@@ -81,8 +99,10 @@ def _tangents(function: Function, closed, value, *, zeros: bool):
         t_leaves = function.leaves_of(tangents, [None] * len(closed))
         if not zeros:
             assert all(t_leaves[i] is not None for i in function.differentiable)
-        outs = [f.tangent(leaves, t_leaves, unary) for f in function.formulas]
-        outs = [_with_own_derivative(function, leaves, t) for t in outs]
+        outs = []
+        for formula in function.formulas:
+            t = function.psum(formula.tangent(leaves, t_leaves, unary))
+            outs.append(_with_own_derivative(function, formula, leaves, t))
         return value(*primals), function.tangents_out(outs)
 
     return jvp
@@ -91,12 +111,13 @@ def _tangents(function: Function, closed, value, *, zeros: bool):
 def _pull_back(function: Function, leaves: Any, cts: Any, wanted: Any = None):
     unary = NESTED if function.nested else UNARY
     found: list[Any] = [None] * len(function.leaves)
+    cts = [function.psum(ct) for ct in cts]
     for i in function.differentiable:
         if wanted is not None and not wanted[i]:
             continue
         for formula, ct in zip(function.formulas, cts, strict=True):
             part = formula.cotangent(leaves, i, ct, unary)
-            part = _with_own_derivative(function, leaves, part)
+            part = _with_own_derivative(function, formula, leaves, part)
             if part is not None:
                 part = _to_leaf(part, function.leaves[i])
                 found[i] = part if found[i] is None else found[i] + part
@@ -282,6 +303,188 @@ def _decorated_module(function, closed):
     return f
 
 
+# ---------------------------------------------------------------- the rules of JAX's forms
+
+
+class _FlatRules:
+    """A function of arrays, and rules in the forms of `jax.custom_jvp` and `jax.custom_vjp`,
+    with a derivative that is not the one of autodiff."""
+
+    def __init__(self, function: Function):
+        self.function = function
+
+    def value(self, *xs):
+        return tuple(formula.value(xs) for formula in self.function.formulas)
+
+    def jvp(self, primals, tangents):
+        f = self.function
+        ts = [t if i in f.differentiable else None for i, t in enumerate(tangents)]
+        outs = [
+            _with_own_derivative(f, formula, primals, formula.tangent(primals, ts))
+            for formula in f.formulas
+        ]
+        return self.value(*primals), tuple(outs)
+
+    def term(self, index):
+        """For `defjvps`."""
+        n = len(self.function.leaves)
+        alone = lambda t: [t if i == index else None for i in range(n)]
+        zeros = lambda outs: tuple(map(jnp.zeros_like, outs))
+
+        def jvp(t, out, *xs):
+            found = self.jvp(xs, alone(t))[1]
+            pairs = zip(found, zeros(out), strict=True)
+            return tuple(zero if t is None else t for t, zero in pairs)
+
+        return jvp if index in self.function.differentiable else None
+
+    def fwd(self, *xs):
+        return self.value(*xs), xs
+
+    def bwd(self, xs, cts):
+        found = _pull_back(self.function, xs, cts)
+        pairs = zip(found, xs, strict=True)
+        return tuple(ct if ct is None else ct.astype(x.dtype) for ct, x in pairs)
+
+    def with_gradient(self, *xs):
+        return self.value(*xs), lambda cts: self.bwd(xs, cts)
+
+
+def _flat_jvp(decorator, rules: _FlatRules):
+    f = decorator(rules.value)
+    (f.def_jvp if hasattr(f, "def_jvp") else f.defjvp)(rules.jvp)
+    return f
+
+
+def _flat_terms(decorator, rules: _FlatRules):
+    f = decorator(rules.value)
+    f.defjvps(*(rules.term(i) for i in range(len(rules.function.leaves))))
+    return f
+
+
+def _flat_vjp(decorator, rules: _FlatRules):
+    f = decorator(rules.value)
+    if hasattr(f, "def_fwd"):
+        f.def_fwd(rules.fwd)
+        f.def_bwd(rules.bwd)
+    else:
+        f.defvjp(rules.fwd, rules.bwd)
+    return f
+
+
+def _scaled(outs, low, high):
+    return tuple(
+        out if out is None else mul(out, jax.lax.full_like(out, high - low)) for out in outs
+    )
+
+
+def _flat_nondiff_jvp(decorator, rules: _FlatRules):
+    """With two numbers that are not differentiated, around the first argument."""
+
+    @ft.partial(decorator, nondiff_argnums=(0, 2))
+    def f(low, x, high, *xs):
+        return _scaled(rules.value(x, *xs), low, high)
+
+    @f.defjvp
+    def _(low, high, primals, tangents):
+        out, t_out = rules.jvp(primals, tangents)
+        return _scaled(out, low, high), _scaled(t_out, low, high)
+
+    return lambda x, *xs: f(-0.25, x, 0.5, *xs)
+
+
+def _flat_nondiff_vjp(decorator, rules: _FlatRules):
+    f = decorator(
+        lambda low, x, high, *xs: _scaled(rules.value(x, *xs), low, high),
+        nondiff_argnums=(0, 2),
+    )
+    f.defvjp(
+        lambda low, x, high, *xs: (_scaled(rules.value(x, *xs), low, high), (x, *xs)),
+        lambda low, high, xs, cts: rules.bwd(xs, _scaled(cts, low, high)),
+    )
+    return lambda x, *xs: f(-0.25, x, 0.5, *xs)
+
+
+def _flat_custom_gradient(decorator, rules: _FlatRules):
+    return decorator(rules.with_gradient)
+
+
+def _flat_equinox_vjp(decorator, rules: _FlatRules, *, deprecated: bool):
+    """Equinox's form: only the first argument is differentiated."""
+    n, chosen = len(rules.function.leaves), rules.function.differentiable
+
+    def joined(xs, others):
+        found = dict(zip(chosen, xs, strict=True))
+        rest = iter(others)
+        return [found[i] if i in found else next(rest) for i in range(n)]
+
+    def bwd(residuals, cts):
+        found = rules.bwd(residuals, cts)
+        return tuple(found[i] for i in chosen)
+
+    f = decorator(lambda xs, *others: rules.value(*joined(xs, others)))
+    if deprecated:
+        with warnings.catch_warnings(action="ignore"):
+            f.defvjp(
+                lambda xs, *others: rules.fwd(*joined(xs, others)),
+                lambda residuals, cts, xs, *others: bwd(residuals, cts),
+            )
+    else:
+        f.def_fwd(lambda perturbed, xs, *others: rules.fwd(*joined(xs, others)))
+        f.def_bwd(lambda residuals, cts, perturbed, xs, *others: bwd(residuals, cts))
+
+    def call(*xs):
+        return f(tuple(xs[i] for i in chosen), *(xs[i] for i in range(n) if i not in chosen))
+
+    return call
+
+
+def _flat_equinox_jvp(decorator, rules: _FlatRules):
+    f = decorator(rules.value)
+    with warnings.catch_warnings(action="ignore"):
+        f.defjvp(rules.jvp)
+    return f
+
+
+def _by_flat(function: Function, decorate: Callable[[_FlatRules], Callable[..., Any]]):
+    flat = decorate(_FlatRules(function))
+
+    def call(args):
+        leaves = function.leaves_of(args)
+        return function.outputs(flat(*map(jnp.asarray, leaves)), leaves)
+
+    return _with_named_arguments(call, len(function.args))
+
+
+_JVP, _VJP = ft.partial(_flat_jvp, jax.custom_jvp), ft.partial(_flat_vjp, jax.custom_vjp)
+_NONDIFF_JVP = ft.partial(_flat_nondiff_jvp, jax.custom_jvp)
+_NONDIFF_VJP = ft.partial(_flat_nondiff_vjp, jax.custom_vjp)
+_EQX_VJP = ft.partial(_flat_equinox_vjp, eqg.filter_custom_vjp)
+# Rules of which JAX has the same, by its own decorator: ours, and JAX's.
+RAW: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "raw, jvp": (ft.partial(_flat_jvp, eqg.custom_jvp), _JVP),
+    "raw, jax_custom_jvp": (ft.partial(_flat_jvp, eqg.jax_custom_jvp), _JVP),
+    "raw, defjvps": (
+        ft.partial(_flat_terms, eqg.jax_custom_jvp),
+        ft.partial(_flat_terms, jax.custom_jvp),
+    ),
+    "raw, nondiff jvp": (ft.partial(_flat_nondiff_jvp, eqg.jax_custom_jvp), _NONDIFF_JVP),
+    "raw, filter_custom_jvp": (ft.partial(_flat_jvp, eqg.filter_custom_jvp), _JVP),
+    "raw, filter defjvp": (ft.partial(_flat_equinox_jvp, eqg.filter_custom_jvp), _JVP),
+    "raw, vjp": (ft.partial(_flat_vjp, eqg.custom_vjp), _VJP),
+    "raw, jax_custom_vjp": (ft.partial(_flat_vjp, eqg.jax_custom_vjp), _VJP),
+    "raw, nondiff vjp": (ft.partial(_flat_nondiff_vjp, eqg.jax_custom_vjp), _NONDIFF_VJP),
+    "raw, custom_gradient": (ft.partial(_flat_custom_gradient, eqg.custom_gradient), _VJP),
+    "raw, filter_custom_vjp": (ft.partial(_EQX_VJP, deprecated=False), _VJP),
+    "raw, filter defvjp": (ft.partial(_EQX_VJP, deprecated=True), _VJP),
+}
+
+
+def only_in_reverse(style: str) -> bool:
+    """Whether the reference is a `jax.custom_vjp`, which has no forward mode."""
+    return style in RAW and RAW[style][1] in (_VJP, _NONDIFF_VJP)
+
+
 STYLES: dict[str, Callable[[Function, Sequence[Any]], Callable[..., Any]]] = {
     "jvp": _forward_style,
     "jvp, zeros": ft.partial(_forward_style, zeros=True),
@@ -302,6 +505,10 @@ STYLES: dict[str, Callable[[Function, Sequence[Any]], Callable[..., Any]]] = {
     "own, vjp": _reverse_style,
     "own, vjp, jvp": ft.partial(_reverse_style, jvp=True),
     "own, method, vjp": ft.partial(_method, _ReverseModel),
+    **{
+        style: lambda function, _, ours=ours: _by_flat(function, ours)
+        for style, (ours, _) in RAW.items()
+    },
     "elementwise": ft.partial(_elementwise, how="function"),
     "elementwise, tuple": ft.partial(_elementwise, how="tuple"),
     "elementwise, setup": ft.partial(_elementwise, how="setup"),

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .formulas import mul
-from .programs import flatten, Function, Leaf
-from .rules import decorated, undecorated
+from .functions import Function, Leaf
+from .rules import decorated, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,13 @@ class Call:
     @property
     def plain(self) -> "Call":
         """The program whose derivative this one has to have. It is the key of the reference."""
-        function = dataclasses.replace(self.function, style="", nested=False, by_keyword=0)
+        style = self.function.style if self.function.is_raw else ""
+        function = dataclasses.replace(self.function, style=style, nested=False, by_keyword=0)
         return Call(function)
 
     def run(self, leaves: Sequence[Any], ours: bool) -> list[Any]:
         f = self.function
-        make = decorated if ours else undecorated
+        make = decorated if ours else reference
         fn = make(f, [leaves[i] for i in f.closed])
         return f.numbers(f.call(fn, leaves))
 
@@ -52,6 +53,9 @@ class Scan:
     - `function`: its first argument is the carry, the second the slice, and the others are the
         weights. Its output is a pair of a carry and a `y`.
     - `sliced`: the leaves of the second argument.
+    - `emits`: whether the steps return their carry as an output, too.
+    - `elementwise`: whether an element of the next carry depends on the same element only, as
+        `online` needs it. Then the slices are not differentiated.
     """
 
     function: Function
@@ -62,6 +66,9 @@ class Scan:
     truncate: int | None = None
     unroll: int = 1
     halves_carry_gradient: bool = False
+    elementwise: bool = False
+    emits: bool = False
+    online: bool = False
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -74,7 +81,8 @@ class Scan:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        return self.function.differentiable
+        found = self.function.differentiable
+        return tuple(i for i in found if not (self.elementwise and i in self.sliced))
 
     @property
     def kind(self) -> "Scan":
@@ -86,17 +94,25 @@ class Scan:
         same steps in `jax.lax.scan`."""
         function = self.function
         if not function.has_own_derivative:
-            function = dataclasses.replace(function, style="", nested=False)
-        return dataclasses.replace(self, function=function, checkpoint=None, unroll=1)
+            style = function.style if function.is_raw else ""
+            function = dataclasses.replace(function, style=style, nested=False)
+        return dataclasses.replace(
+            self, function=function, checkpoint=None, unroll=1, online=False
+        )
 
     def run(self, leaves: Sequence[Any], ours: bool) -> list[Any]:
         f = self.function
-        make = decorated if ours or f.has_own_derivative else undecorated
+        make = decorated if ours else reference
         fn = make(f, [leaves[i] for i in f.closed])
         init, xs, *weights = f.arguments(leaves)
-        step = lambda carry, x: fn(carry, x, *weights)
+
+        def step(carry, x):
+            carry, y = fn(carry, x, *weights)
+            inexact = [c for c in jax.tree.leaves(carry) if eqx.is_array(c) and _is_inexact(c)]
+            return carry, (y, inexact if self.emits else [])
+
         if ours:
-            carry, ys = eqg.filter_scan(
+            carry, (ys, carries) = eqg.filter_scan(
                 step,
                 init,
                 xs,
@@ -105,16 +121,18 @@ class Scan:
                 unroll=self.unroll,
                 checkpoint=self.checkpoint,
                 truncate=self.truncate,
+                online=self.online,
                 carry_gradient=_halve if self.halves_carry_gradient else None,
             )
-            return f.numbers((carry, ys))
-        return f.numbers(self._plain_scan(step, init, xs))
+        else:
+            carry, (ys, carries) = self._plain_scan(step, init, xs)
+        return f.numbers((carry, ys)) + carries
 
     def _plain_scan(self, step: Callable[..., Any], init: Any, xs: Any) -> Any:
         """`jax.lax.scan`, with a `stop_gradient` where the derivative is cut."""
         init = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, float) else x, init)
-        arrays, static = eqx.partition(init, eqx.is_array)
-        sliced, same = eqx.partition(xs, eqx.is_array)
+        arrays, with_arrays = _split(init)
+        sliced, with_slices = _split(xs)
         index = jnp.arange(self.steps)
         index = index[::-1] if self.reverse else index
         found = []
@@ -126,14 +144,26 @@ class Scan:
                 arrays = jax.tree.map(lambda x: _cut(cut, x), arrays)
             if self.halves_carry_gradient:
                 arrays = jax.tree.map(_plainly_halved, arrays)
-            carry, y = step(eqx.combine(arrays, static), eqx.combine(sliced, same))
-            carry, _ = eqx.partition(carry, eqx.is_array)
-            y, y_static = eqx.partition(y, eqx.is_array)
-            found.append(y_static)
-            return carry, y
+            carry, y = step(with_arrays(arrays), with_slices(sliced))
+            ys, with_ys = _split(y)
+            found.append(with_ys)
+            return _split(carry)[0], ys
 
         arrays, ys = jax.lax.scan(body, arrays, (index, sliced), self.steps, self.reverse)
-        return eqx.combine(arrays, static), eqx.combine(ys, found[-1])
+        return with_arrays(arrays), found[-1](ys)
+
+
+def _split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, and a function that replaces them. Not `eqx.partition`, which calls
+    constructors of users with booleans."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def with_arrays(arrays):
+        rest = iter(arrays)
+        found = [next(rest) if eqx.is_array(x) else x for x in leaves]
+        return jax.tree.unflatten(treedef, found)
+
+    return [x for x in leaves if eqx.is_array(x)], with_arrays
 
 
 def _is_inexact(x: Any) -> bool:
@@ -167,10 +197,3 @@ def _plainly_halved(x: Any) -> Any:
     # Exact in the value: `x` and a difference that is zero.
     half = (0.5 * x).astype(x.dtype)
     return jax.lax.stop_gradient(x) + (half - jax.lax.stop_gradient(half))
-
-
-def is_carry_like(function: Function) -> bool:
-    """Whether a function can be the step of a scan: the carry keeps its structure and types."""
-    carry = [k for k, _ in flatten(function.args[0], None)]
-    kept = [k for k, _ in flatten(function.out[1], None)]
-    return len(carry) == len(kept)

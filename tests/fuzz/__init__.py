@@ -1,1 +1,0 @@
-"""Random programs with random rules, in random chains of transformations: `test_fuzz.py`."""

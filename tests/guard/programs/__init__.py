@@ -1,0 +1,1 @@
+"""Random programs with random rules, in chains of transformations: `test_programs.py`."""
