@@ -65,7 +65,7 @@ DIFFERS_IN_X64 = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \
     transposes truncate zeros)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough conformance cost test-slow test-x64 test-leaks test-oldest \
+.PHONY: help demo test guard test-thorough conformance cost test-slow test-x64 test-leaks test-oldest \
     test-newest test-nightly test-switches test-gpu gpu-report mutants fuzz soak lint format types \
     layers docs notebooks wheel clean _test-versions _nightly _report _prune
 
@@ -104,12 +104,22 @@ demo: $(VENV)/.examples  ## train a small spiking network
 test: $(VENV)/.tests _prune  ## the quick tests
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
 
+guard: TESTS = tests/guard
+guard: $(VENV)/.tests _prune  ## the part of the quick tests that has every op and the contract
+	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) $(QUICK)
+
+# Other files need not be imported.
+FILES_WITH = $(shell grep -lE 'mark\.$(1)\b' tests/*.py tests/guard/*.py)
+
+test-thorough: TESTS = $(call FILES_WITH,thorough)
 test-thorough: $(VENV)/.tests _prune  ## longer: whole models, the documentation, an example
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) -m "thorough and not slow"
 
-conformance: $(VENV)/.tests _prune  ## every public op, and every planted fault
+conformance: TESTS = $(call FILES_WITH,conformance)
+conformance: $(VENV)/.tests _prune  ## every healthy op, and every planted fault
 	$(COMPILE_QUICKLY) $(BIN)/python $(PYTEST) -m conformance
 
+cost: TESTS = $(call FILES_WITH,cost)
 cost: $(VENV)/.tests  ## FLOPs and bytes, compiled as users do
 	$(BIN)/python $(PYTEST) -m cost
 

@@ -70,7 +70,7 @@ def test_a_function_that_has_the_limit_is_named_for_its_quotient(above):
     assert jnp.allclose(jax.grad(eqg.safe.expm1_ratio)(0.0), 0.5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_zero_safe_loses_a_derivative_and_all_say_so():
     safe, lam = eqg.zero_safe(loss), jnp.array(0.0)
     assert jax.grad(safe)(lam) == 0

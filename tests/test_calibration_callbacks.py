@@ -60,7 +60,7 @@ def test_calibration_of_a_model_that_differentiates(getkey):
     np.testing.assert_allclose(got.layer.input_quantizer.scale, want, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_members_of_an_ensemble_have_inputs_of_their_own(getkey):
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))
     layers = make(jr.split(getkey(), 3))

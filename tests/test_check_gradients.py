@@ -51,7 +51,7 @@ def names(cases):
     return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in cases]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(FAULTS))
 def test_fault_is_found(name):
     fault = FAULTS[name]
@@ -149,7 +149,7 @@ def straight_through():
     return between(lambda x: eqg.ste.round(3 * x) / 3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_gradient_that_is_no_derivative_on_purpose():
     fn, model, data = straight_through()
     report = eqgt.check_gradients(fn, model, data, raises=False)

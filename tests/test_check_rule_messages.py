@@ -276,7 +276,7 @@ def test_higher_orders_of_a_cotangent_that_is_not_linear_have_no_reference():
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_reference_of_higher_orders_is_named():
     double = eqg.with_gradient_of(jnp.sin, lambda x: 2 * jnp.sin(x))
     options = {"checks": "order", "order": 3, "raises": False}
@@ -463,7 +463,7 @@ def test_numbers_have_no_column_of_indices():
     assert "divided by" in str(report)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_error_is_one_row():
     rule = _product(lambda residuals, ct: (jnp.ones(7, ct.dtype), ct * residuals[0]))
     text = str(eqgt.check_rule(rule, _A, _B, raises=False))

@@ -1,4 +1,4 @@
-"""Every public op keeps the contract: `check_rule` on each, and none is missing."""
+"""`check_rule` on every public op. `tests/guard` has the contract, without `check_rule`."""
 
 import types
 
@@ -36,7 +36,7 @@ def _without(check):
     return [name for name in CASES if check not in CASES[name].options.get("skip", ())]
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_op_in_both_modes(name):
     case = CASES[name]
@@ -45,7 +45,7 @@ def test_op_in_both_modes(name):
     eqgt.check_rule(fn, *args, checks=checks, **{**case.options, "skip": ()})
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _without("transforms"))
 def test_op_under_jit_vmap_and_scan(name):
     """Value, tangent and cotangents at two points: eagerly, and in one program of each kind."""

@@ -59,7 +59,7 @@ def branches(choose):
     return f
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True])
 def test_all_orders_of_cond(flag):
     def all_of_it(f):
@@ -205,7 +205,7 @@ def module_with_rules(rule):
     return Layer(weight, jnp.tanh)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [sin_times_jvp, sin_times_vjp])
 def test_checkpoint_of_a_module(rule):
     layer = module_with_rules(rule)
@@ -276,7 +276,7 @@ def test_checkpoint_is_like_the_function():
     assert_close(jax.tree.leaves(grads), jax.tree.leaves(expected), eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_is_kept_alive():
     """No traced value after the trace (`eqx.filter_checkpoint` keeps a few for each)."""
     import gc

@@ -165,7 +165,7 @@ def test_the_listing_is_short():
     assert len(entries) <= 18, sorted(entries)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_there_are_few_layers_and_arrows():
     arrows = _arrows()
     assert len(arrows) <= 79

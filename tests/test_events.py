@@ -611,7 +611,7 @@ def crossing(height, where=True, t=1.0):
     return eqg.event_time(lambda t, y: y[0], y, still, t, where=where)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_event_has_no_derivative():
     for where, t in ((False, 1.0), (True, jnp.inf), (True, jnp.nan)):
         fn = lambda height: crossing(height, where, t)  # noqa: B023

@@ -454,7 +454,7 @@ def test_estimate_is_near_the_compiled(model):
     assert report.estimated == pytest.approx(report.compiled, rel=0.2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [(1, 8), (3, 8, 16, 32)])
 def test_estimate_counts_the_indices_of_a_max_pooling(channels):
     layers = []
@@ -550,7 +550,7 @@ def test_advice_covers_the_layer_only():
     assert all("filter_checkpoint" not in r.cure for r in outside)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_advice_can_be_followed():
     """What is predicted for `checkpoint=k` is what a model written so needs."""
     report = eqg.explain_memory(*flat(gru()), compiled=False)

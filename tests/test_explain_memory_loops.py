@@ -99,7 +99,7 @@ def test_the_advice_is_measured_as_it_would_be_followed():
     assert stays.measured > 2 * moves.measured
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [20, 23])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_in_a_vmap_in_chunks_is_the_same_loop(steps, reverse):

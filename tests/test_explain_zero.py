@@ -811,7 +811,7 @@ def test_a_zero_term_beside_another_one_is_no_cause():
     assert {record.step for record in records} == {(1,)}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpoint",
     [None, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, "auto"))],
@@ -1144,7 +1144,7 @@ def _normalized(x):
     return (x - jnp.mean(x, 0, keepdims=True)) / (jnp.std(x, 0, keepdims=True) + 1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_a_rounding_error_is_no_gradient(scale):
     """That of a bias before a BatchNorm, on which the loss does not depend."""

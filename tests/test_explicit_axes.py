@@ -160,7 +160,7 @@ def test_large_coupled_equation_that_is_sharded():
             jax.grad(lambda a: jnp.sum(solve(a)))(a)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
 def test_first_states_of_several_cells(options):
     """They are distributed as the batch is."""

@@ -24,7 +24,7 @@ class _Tokens(eqx.Module):
         return jax.vmap(self.layer)(tokens)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_program_of_a_calibration_does_not_grow_with_the_batch(getkey, monkeypatch):
     programs = []
     run = calibration._call_over_batch

@@ -155,7 +155,7 @@ def test_third_order():
         assert_close(slope(x), ddy, tolerance=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver",
     [
@@ -536,7 +536,7 @@ def conjugating(z, c):
     return 0.3 * z * jnp.conj(z) + 0.2j * jnp.conj(z) + c
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
 @pytest.mark.parametrize("backward", EXACT)
 def test_complex(backward):

@@ -65,7 +65,7 @@ def test_a_solver_of_another_equation_is_wrong(name):
         eqgt.check_rule(make(2.0), *args, checks=checks)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_gradient_through_such_a_solver(name):
     make, args = CASES[name]
@@ -102,7 +102,7 @@ def test_a_solver_with_other_outputs():
     assert eqgt.check_gradients(in_float32, MATRIX).passed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.vmap, lambda f: jax.jit(jax.vmap(f))])
 def test_a_batch_of_wrong_roots(transform):
     """With JAX 0.12, the solver of a batch is a function of JAX."""

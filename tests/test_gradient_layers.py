@@ -101,7 +101,7 @@ def test_a_strength_can_change_without_compiling_again():
     np.testing.assert_allclose(*weights, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ensembles_and_files(tmp_path):
     make = lambda strength, key: network(nn.GradientScale(strength), key)
     strengths, keys = jnp.array([0.0, 1.0, 2.0]), jr.split(jr.key(0), 3)

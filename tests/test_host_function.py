@@ -668,7 +668,7 @@ def test_ufunc_as_a_rule():
     assert_close(jax.grad(cubed)(2.0), jnp.asarray(12.0))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_scipy_cho_solve():
     """The factorization stays on the host, and serves the backward pass."""
     factorized = []
@@ -794,7 +794,7 @@ def test_a_pytorch_module():
     assert_close(got.parameters, expected, eps=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_host_layer_is_trained():
     """The filter of a convolution on the host is recovered, behind a layer of JAX."""
 

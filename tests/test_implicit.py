@@ -86,7 +86,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_closed_form(name):
     args = jnp.array(0.7), jnp.array(1.3)
@@ -95,7 +95,7 @@ def test_closed_form(name):
     assert_close(got, transform(loss_of(closed_form))(*args), eps=300)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_value_and_metadata():
     assert_close(solve(0.7, 1.3), closed_form(0.7, 1.3))  # Python numbers, eagerly
     assert_close(jax.grad(loss_of(solve))(0.7, 1.3), jax.grad(loss_of(closed_form))(0.7, 1.3))
@@ -273,7 +273,7 @@ def test_half_precision(dtype):
     assert_close(gradient, jnp.array([1 / 4, 1 / 13], dtype), eps=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("holomorphic", [True, False])
 def test_complex(holomorphic):
     """The derivative of a function that is not holomorphic is linear over the reals only."""

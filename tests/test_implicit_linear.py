@@ -39,7 +39,7 @@ def test_more_equations_than_unknowns(name, getkey):
         assert_close(jax.jit(jacobian(consistent))(x), jnp.eye(2), tolerance=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fewer_equations_than_unknowns(getkey):
     """The smallest change, as the pseudo-inverse gives it."""
     a = jr.normal(getkey(), (2, 4))
@@ -169,7 +169,7 @@ def test_matrix_free(getkey):
         assert_close(got(x) * 1e25, np.linalg.solve(matrix.T, ct * 1e25), tolerance=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_matrix_free_failure_is_an_error(getkey):
     n = 300
     a = jr.normal(getkey(), (n, n))

@@ -712,7 +712,7 @@ def test_L10_half_precision(name, getkey):
     assert error(rounded(xs)[0], single(widen(xs))[0]) < 5e-3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_L10_proj_size_is_that_of_torch():
     """Recorded from `torch.nn.LSTM(2, 4, proj_size=3)` of PyTorch 2 in double precision."""
     draw = np.random.RandomState(7).standard_normal

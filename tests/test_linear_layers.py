@@ -186,7 +186,7 @@ def test_forward_mode_and_second_order(name, getkey):
             assert_close(got, expected, tolerance=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [None, pytest.param((4, 2), marks=slow)])
 @pytest.mark.parametrize("name", quick("MinLSTM"))
 def test_vmap(name, lengths, getkey):

@@ -162,7 +162,7 @@ def test_leading_dimensions_and_no_bias(shape, getkey):
     assert_close(jnp.mean(losses), expected[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "reduction"),
     [
@@ -189,7 +189,7 @@ def test_half_precision(dtype, reduction, getkey):
         assert float(jnp.max(error)) <= 1.5 * float(jnp.finfo(dtype).eps) * largest
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_sum_in_half_precision_does_not_overflow():
     """The gradient of the weight is summed in single precision, the loss too."""
     x, weight = jnp.ones((4096, 2), jnp.float16), jnp.zeros((2, 2), jnp.float16)
@@ -210,7 +210,7 @@ def test_mixed_dtypes(getkey):
     assert_close(grads[1], expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ignored_tokens_may_be_anything(getkey):
     x, weight, bias = sample(getkey)
     broken = jnp.where((LABELS >= 0)[..., None], x, jnp.nan)
@@ -299,7 +299,7 @@ def test_masked_vocabulary(getkey):
     assert jax.tree.all(jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), large))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing(getkey):
     _, weight, bias = sample(getkey)
     x, labels = jnp.zeros((0, 4)), jnp.zeros(0, int)
@@ -358,7 +358,7 @@ def test_labels_in_a_list():
 # The layer.
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_layer_is_the_function(getkey):
     x, _, _ = sample(getkey)
     linear = eqx.nn.Linear(4, 7, key=getkey())
@@ -535,7 +535,7 @@ def test_chunked(chunk, getkey):
     assert_close(got, expected, eps=200)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_chunked_in_other_transformations(getkey):
     model, xs, ys = regression(getkey)
     models = jax.tree.map(lambda x: jnp.stack([x, -x]), model)
@@ -584,7 +584,7 @@ def test_chunked_mean_and_other_axes(getkey):
     assert_close(of_power(chunked(square, axis, 2, reduction="mean")), of_power(square), eps=50)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_chunked_module_closure_and_method(getkey):
     model, xs, ys = regression(getkey)
 

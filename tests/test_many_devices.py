@@ -296,7 +296,7 @@ def test_no_more_than_a_scan(name, setting):
         _assert_no_more(program, expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _quick_first([*LAYERS, *LINEAR_LAYERS, *OTHERS]))
 def test_batch_over_an_explicit_axis(name):
     """Types say how arrays are distributed, and that of the carry of a loop never changes."""
@@ -353,7 +353,7 @@ def test_calls_of_the_host_gather_as_a_callback_does(batched):
 # ---------------------------------------------------------------- a loss in chunks
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "chunk"), [(128, 32), (128, 48), pytest.param(96, 20, marks=pytest.mark.slow)]
 )

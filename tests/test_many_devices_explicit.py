@@ -63,7 +63,7 @@ def test_gradient_of_an_online_scan(online):
     eqgt.assert_trees_close(got, expected, tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_implicit_with_a_loop():
     @eqg.implicit(lambda y, x: y**2 - x)
     def root(x):

@@ -653,7 +653,7 @@ def test_a_reversed_layer_with_wide_inputs(make, steps):
     assert_close(jax.tree.leaves(grads), jax.tree.leaves(expected), eps=2000)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_state_space_of_s5_starts_from_unit_variance():
     """Real and imaginary parts of as many weights as there are states, in conjugate pairs."""
     layer = nn.S5(32, 16, 64, key=jr.key(0))

@@ -131,7 +131,7 @@ def test_is_exact(name, reverse):
         assert_same(gradient(online=True), gradient(), 1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LIF", "LRU", "user's"])
 def test_no_tracer_leaks(name):
     args = (MODELS[name], MODELS[name].init())
@@ -634,7 +634,7 @@ def test_rules_in_a_step(name):
         assert_same(got, _derivatives(_loss_of_rules(RULES[name], plain=True)), 1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["custom_vjp", "scale", "reverse", "two outputs"])
 def test_rules_in_a_step_in_forward_mode(name):
     with jax.enable_x64(True):

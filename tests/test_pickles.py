@@ -60,7 +60,7 @@ def test_every_layer_is_here():
     assert sorted(c for c in classes if not c.startswith("Abstract")) == sorted(LAYERS)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_in_this_process():
     assert read(write([*FUNCTIONS, *REPORTS])) == {}
 

@@ -436,7 +436,7 @@ class TestGradientFlow:
         assert list(flow) == ["cells[0]", "cells[1]", "readout"]
         assert_close(flow, explicit_flow(stack, xs))
 
-    @pytest.mark.thorough
+    @pytest.mark.slow
     @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
     def test_through_other_transformations(self, stack, getkey, wrap):
         xs = jr.normal(getkey(), (4, 2))
@@ -449,7 +449,7 @@ class TestGradientFlow:
         flow = eqx.filter_jit(eqg.gradient_flow)(loss, stack, xs)
         assert_close(flow, explicit_flow(stack, xs))
 
-    @pytest.mark.thorough
+    @pytest.mark.slow
     def test_a_batch(self, stack, getkey):
         """The norm over the whole batch."""
         batch = jr.normal(getkey(), (5, 4, 2))

@@ -155,7 +155,7 @@ def test_a_model_of_integers_is_read_into_one_that_was_never_made(dtype, getkey)
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_report_of_to_integers(getkey):
     linear = eqx.nn.Linear(3, 2, dtype="float32", key=getkey())
     conv = eqx.nn.Conv1d(1, 2, 3, dtype="float32", key=getkey())

@@ -171,7 +171,7 @@ def test_every_transformation(make, plain, shape, thorough, getkey):
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(got["grad"][0]) if g.ndim > 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "values", "shape"),
     [
@@ -213,7 +213,7 @@ def test_serialization_and_tree_at(getkey):
 # ---------------------------------------------------------------- quantizers
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_scales_of_lsq(getkey):
     x = jr.normal(getkey(), (6, 5, 2), "float32")
     for options, largest in (((2, True), 1), ((4, True), 7), ((4, False), 15)):
@@ -272,7 +272,7 @@ def test_fake_quantize(getkey):
     assert nn.FakeQuantize(2, signed=False)(x).min() == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_weight_decay_leaves_a_given_number(getkey):
     x = jr.normal(getkey(), (6,))
     for number in (0.1, np.float32(0.25), 1):
@@ -372,7 +372,7 @@ def nearest(z, codebook):
     return ((z[:, None] - codebook) ** 2).sum(-1).argmin(1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_entries_and_losses(getkey):
     vq = nn.VectorQuantizer(7, 3, commitment=0.3, ema=False, key=getkey())
     z = jr.normal(getkey(), (20, 3), vq.codebook.dtype)
@@ -548,7 +548,7 @@ def test_a_codebook_for_images_and_an_ensemble(getkey):
 # ---------------------------------------------------------------- layers
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_layers_of_equinox_with_other_weights(getkey):
     key, x = getkey(), jr.normal(getkey(), (6,))
     linear = eqx.nn.Linear(6, 3, key=key)
@@ -604,7 +604,7 @@ def test_sizes_and_options_of_linear_layers(getkey):
         np.testing.assert_array_equal(layer(jnp.array(0.5)), layer(jnp.array(7.0)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dims", "options"),
     [

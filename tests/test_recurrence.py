@@ -162,7 +162,7 @@ def test_no_step_and_one_step(method):
     assert_close(grads, (jnp.full((1, 2), 5.0), jnp.ones((1, 2)), jnp.full(2, 3.0)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_dtypes(method):
     for dtype in ("float16", "bfloat16", "float32", "complex64"):

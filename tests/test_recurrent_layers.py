@@ -76,7 +76,7 @@ def test_gradient_of_one_output(name, getkey):
         assert_close(got, gradients(reference)(args), tolerance=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
@@ -130,7 +130,7 @@ def test_forward_mode_and_second_order(name, getkey):
             )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRU, states", "LSTM, gates", "RNN, relu"])
 def test_padding(name, getkey):
     """Padded sequences against each by itself, with what is not a number in the padding."""
@@ -311,7 +311,7 @@ def test_half_precision(name, getkey):
         assert jnp.max(jnp.abs((got - want).astype("float32"))) < 0.05 * scale
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize(
     "name",
@@ -361,7 +361,7 @@ def test_no_step_in_stacks_and_of_any_cell(getkey):
             assert_close(end, state, tolerance=1e-10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_example(getkey):
     any_cell = nn.Recurrent(eqx.nn.GRUCell(3, 4, key=getkey()))
     for layer in (nn.GRU(3, 4, key=getkey()), nn.LSTM(3, 4, key=getkey()), any_cell):
@@ -377,7 +377,7 @@ def test_inputs_that_the_cell_of_recurrent_does_not_take(getkey):
         layer(jnp.ones((2, 5, 2)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_outputs_of_any_shape(getkey):
     """A number, a matrix, a tree; and what is past the end of each is zero."""
     running = nn.Recurrent(
@@ -431,7 +431,7 @@ def test_layouts(getkey):
     assert_close(one, jax.tree.map(lambda y: y[0], layer(xs, state)), tolerance=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "cell"), [(nn.GRU, eqx.nn.GRUCell), (nn.LSTM, eqx.nn.LSTMCell)]
 )

@@ -98,7 +98,7 @@ def test_carry_of_all_kinds():
     assert jnp.array_equal(counts, jnp.arange(STEPS))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_truncated_and_clipped():
     def grad(**options):
         def value(p):
@@ -406,7 +406,7 @@ def test_a_carry_in_no_result_has_no_backward_pass(checkpoint, steps):
         assert got["second"].any() == last
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plain_and_replayed_agree():
     module = eqx.nn.GRUCell(WIDTH, WIDTH, key=jr.key(0))
 
@@ -420,7 +420,7 @@ def test_plain_and_replayed_agree():
         assert_close(grad(module, checkpoint), expected, eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["replay", "auto"])
 @pytest.mark.parametrize("truncate", [None, 4])
 def test_derivatives_of_little(truncate, checkpoint):

@@ -172,7 +172,7 @@ def test_an_operation_on_several_lines():
     assert all(r.code[r.column :].startswith("jnp." + r.primitive) for r in report.found)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_how_many_elements_are_bad():
     x = jnp.ones((4, 8)).at[1, 2].set(0.0).at[3].set(0.0)
     loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))

@@ -396,7 +396,7 @@ def _derivative(truth, z, h):
     return true
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_of_points_near_and_far(name, kernels):
     truth, _ = KERNELS[name]

@@ -381,7 +381,7 @@ def test_small_eigenvalues_that_are_known_are_not_moved():
     np.testing.assert_allclose(jnp.diag(grad), 1 / w, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_depends_on_the_choice_is_finite():
     a = jnp.diag(jnp.array([1.0, 1.0, 2.0]))
     assert jnp.isfinite(jax.jacobian(lambda a: eigh(a).eigenvectors)(a)).all()

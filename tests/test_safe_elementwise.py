@@ -397,7 +397,7 @@ def test_errors():
 # ---------------------------------------------------------------- in programs
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_under_every_transformation():
     """A ball with drag, whose gradient by plain JAX is NaN from the step at which it stops."""
 
@@ -425,7 +425,7 @@ def test_under_every_transformation():
     assert jnp.isnan(jax.grad(height)(0.5, jnp.sqrt))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_third_derivative():
     third = jax.jacfwd(jax.grad(jax.grad(safe.log_ndtr)))
     expected = mp.diff(lambda x: mp.log(mp.ncdf(x)), -1.5, 3)

@@ -209,7 +209,7 @@ def test_second_derivatives_of_logsumexp_are_right_in_units_of_one():
 NESTINGS = ["".join(modes) for modes in itertools.product("fr", repeat=3)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sinhc", "expm1_ratio"])
 def test_past_overflow_every_derivative_is_infinite(name):
     """Compiled, and element by element."""

@@ -338,7 +338,7 @@ def test_zero_at_kinks(fn, x, dtype):
     assert (hessian == 0).all() if len(x) == 1 else jnp.isnan(hessian).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_distances_of_equal_points_have_the_derivative_zero():
     points = jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
     distances, pull_back = jax.vjp(safe.pairwise_distance, points)
@@ -408,7 +408,7 @@ def test_the_tangent_of_the_logarithm_of_zero_is_dropped():
     assert t == 2.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nan_is_not_hidden():
     x = jnp.array([jnp.nan, 1.0])
     assert jnp.isnan(safe.std(jnp.array([INF, 1.0])))  # infinity minus itself
@@ -563,7 +563,7 @@ def test_errors(call, message):
         call()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [1000.0, INF])
 def test_a_factor_of_zero_masks_a_large_term(masked):
     """Also of a finite term whose exponential is infinite beside the others."""
@@ -581,7 +581,7 @@ def test_a_factor_of_zero_masks_a_large_term(masked):
             np.testing.assert_allclose(jax.jit(outer(inner(fn)))(a), expected, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_second_derivatives_of_directions_at_extreme_scales(scale):
     """In range after the chain rule, though the inverse square of the norm is not."""

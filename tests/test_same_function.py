@@ -60,7 +60,7 @@ def _slope(draw, x, key):
     return draw(key, x) * jnp.cos(x)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [_forward, _reverse])
 @pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_a_factor_in_the_rule_of_a_random_function(rule, name, seed):

@@ -367,7 +367,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [None, 30, "replay"])
 def test_progress(checkpoint, monkeypatch, getkey):
     args = arguments(getkey, steps=100)

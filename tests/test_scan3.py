@@ -95,7 +95,7 @@ def _some_are_quick(names):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @needs_switch
 @pytest.mark.filterwarnings(SAYS_SO)
 @pytest.mark.parametrize("name", _some_are_quick(LOSSES))
@@ -176,7 +176,7 @@ def test_a_jax_with_another_way_to_switch(monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_loop_runs_without_the_switch():
     loops = {"jax.lax.scan", "jax.lax.fori_loop", "jax.lax.map"}
     found = {

@@ -195,7 +195,7 @@ def test_scan_from_zeros(options, check_vma):
     assert_close(got, expected, eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[5]], ids=str)
 def test_constants_of_a_scan_inside_two_derivatives(options, jit):

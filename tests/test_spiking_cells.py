@@ -261,7 +261,7 @@ def test_gradients_of_a_layer_over_time():
         assert_close(jax.jit(jax.grad(of_layer))(*args), want, tolerance=2e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_as_a_layer_over_time(getkey):
     cell = make("RLIFCell", parameters("RLIFCell"))
     layer = nn.Recurrent(cell)

@@ -226,7 +226,7 @@ def test_forward_mode_and_second_order(name, getkey):
 SINGLE = {"dtype": "float32"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ALIF", pytest.param("RLIF", marks=pytest.mark.slow)])
 def test_vmap(name, getkey):
     args = make(getkey, name, **SINGLE)
@@ -238,7 +238,7 @@ def test_vmap(name, getkey):
     assert f"[2,{args[0].cells[0][0].weight_ih.shape[0]},3]" not in jaxpr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_ensemble(getkey):
     """Networks of their own, with a decay of their own."""
     make_one = lambda beta, key: nn.LIF(3, 4, beta, learn_beta=True, key=key)
@@ -251,7 +251,7 @@ def test_an_ensemble(getkey):
         assert_close(jax.tree.leaves(one), jax.tree.leaves(expected), tolerance=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_checkpoint_scan_and_leaks(getkey):
     args = make(getkey, "RLIF", steps=3, **SINGLE)
     expected = eqx.filter_jit(eqx.filter_grad(loss(run)))(args)
@@ -282,7 +282,7 @@ def test_what_is_frozen_costs_nothing(getkey):
     assert products(jax.grad(total, 1), layer, xs) < everything - 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["bfloat16", "float32"])
 def test_half_precision(given, getkey):
     """With few binary digits there is nothing to round, so that spikes are the same."""

@@ -149,7 +149,7 @@ def test_clip():
     assert ste.clip(jnp.ones(2, "bfloat16"), jnp.zeros(2), 3.0).dtype == "bfloat16"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_hot_argmax():
     x = jnp.array([[0.3, -1.0, 0.9], [2.0, 2.0, -np.inf]])
     for axis in (-1, 0):
@@ -456,7 +456,7 @@ def test_lsq_against_plain_autodiff(shape, signed, getkey):
         np.testing.assert_allclose(jax.grad(unscaled, 1)(x, step) * g, got[1])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_dorefa_against_finite_differences(getkey):
     with jax.enable_x64(True):
         w = jr.normal(getkey(), (6,), "float64")
@@ -485,7 +485,7 @@ def test_pact_as_published():
         assert jnp.array_equal(ste.pact(x, 1.5, bits=k)[3:], jnp.array([1.5, 1.5]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_largest_is_not_clipped_in_half_precision():
     """Rounded down, a scale of eight bits in the mantissa is too small for twelve."""
     for dtype in ("bfloat16", "float16"):
@@ -713,7 +713,7 @@ def test_reinmax_is_right_to_second_order(getkey):
         assert np.max(np.abs(expectation(plain) - exact)) > 0.01
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reinmax_with_temperature_as_in_the_paper(getkey):
     """Algorithm 2, as it is written."""
     logits, weight, key = jr.normal(getkey(), (3, 4)), jr.normal(getkey(), (3, 4)), getkey()

@@ -139,7 +139,7 @@ def test_report_of_a_failure():
         report.raise_if_failed()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_checks_and_skip():
     everything = eqgt.check_rule(jnp.sin, 1.0)
     names = {finding.check for finding in everything.findings}
@@ -382,7 +382,7 @@ def test_fields_that_are_not_perturbed(names, passes):
         assert "`self.parts[0].frozen`" in str(report)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_entries_of_an_argument_that_are_not_perturbed():
     def f(params, xs):
         return params["w"] * xs[0] * jax.lax.stop_gradient(params["frozen"][1] * xs[1])

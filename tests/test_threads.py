@@ -329,7 +329,7 @@ def test_a_shared_layer(name):
 # ------------------------------------------------------------------ probes and diagnoses
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_probes():
     def run(i):
         x, a = numbers(i)
@@ -362,7 +362,7 @@ def _nan_of(i, x):
     return jnp.sum(jnp.where(x > 0, x**0.5, 0.0))  # line of 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reports_have_lines_of_their_own():
     model = Scale(jnp.zeros(3))
 
@@ -510,7 +510,7 @@ def _raise(x):
     raise ValueError("the user's")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_stays_alive():
     """No tracers of threads that are over, and no steps that are gone."""
     steps = []

@@ -150,7 +150,7 @@ def test_keys_counters_and_static_leaves():
     assert_close(one_window, whole, eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_half_precision_is_summed_in_single():
     """The sum of 512 gradients of about one has more digits than `bfloat16`."""
 
@@ -188,7 +188,7 @@ def test_steps_that_may_run_once_only(strange):
     assert_close(got, plain, eps=500)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_within_shard_map():
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((len(devices),), ("batch",), (AxisType.Auto,), devices=devices)

@@ -482,7 +482,7 @@ def test_strict_promotion():
             assert all(jnp.all(jnp.isfinite(g)) for g in jax.grad(safe, (0, 1))(w, x))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_optimistix():
     optimistix = pytest.importorskip("optimistix")
     solver = optimistix.Newton(rtol=1e-6, atol=1e-6)
@@ -497,7 +497,7 @@ def test_optimistix():
     assert grad(-1.0) == 1.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_diffrax():
     diffrax = pytest.importorskip("diffrax")
     skip_without_checkpointed_loops()

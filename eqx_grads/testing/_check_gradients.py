@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import functools as ft
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -175,13 +174,13 @@ def _slope(loss: Callable[..., Any], seed: int) -> Callable[..., Any]:
     """The slope of `loss` along a random direction. Its gradient is the product of the Hessian
     with this direction."""
 
-    @ft.wraps(loss)
     def slope(model, *args, **kwargs):
         gradient = eqx.filter_grad(lambda model: loss(model, *args, **kwargs))(model)
         rng = np.random.default_rng(seed)
         along = lambda x: jnp.sum(jnp.real(x * rng.normal(size=x.shape).astype(x.dtype)))
         return sum(map(along, jax.tree.leaves(gradient)))
 
+    slope.__name__ = slope.__qualname__ = f"slope of {name_of(loss)}"
     return slope
 
 
