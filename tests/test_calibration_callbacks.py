@@ -19,6 +19,7 @@ class _Tokens(eqx.Module):
         return jax.vmap(jax.vmap(self.layer))(tokens)
 
 
+@pytest.mark.slow
 def test_a_vmap_inside_of_a_model_is_one_callback(getkey, monkeypatch):
     calls = []
     add = calibration._Gathered.add

@@ -418,6 +418,7 @@ def test_d8_captured_containers_are_read_once():
     assert calls_of_the_second_trace(3000) == calls_of_the_second_trace(3) > 0
 
 
+@pytest.mark.slow
 def test_d8_the_first_trace_is_linear_in_the_size_of_containers():
     assert_linear_in_size(lambda n: jax.make_jaxpr(capturing_containers(n))(1.0), 300)
 

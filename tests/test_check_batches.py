@@ -35,6 +35,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("width", [0.0, 1e-3, 1.0])
@@ -54,6 +55,7 @@ def test_cotangents_are_mixed(mixed, dtype, width):
     assert all(("equal examples" in where) == is_one_point for where in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_other_argument_is_mixed(is_right):
     """`x <= y` at equal arguments: one of them is moved up, the other one down."""
@@ -72,6 +74,7 @@ def test_the_other_argument_is_mixed(is_right):
     assert bool(found) == (not is_right), found
 
 
+@pytest.mark.slow
 def test_a_rule_that_raises_at_other_arguments():
     def bwd(residuals, ct):
         if residuals[0] != 1:

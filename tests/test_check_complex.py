@@ -88,6 +88,7 @@ def test_a_factor_fails(name):
     assert not eqgt.check_rule(f, x, order=1, checks=("reverse",), raises=False).passed
 
 
+@pytest.mark.slow
 def test_a_tangent_of_a_conjugated_rule_is_the_conjugate():
     exp = eqg.host_function(np.exp, out=lambda z: z)
     right = eqg.elementwise(exp, lambda out, z: out)

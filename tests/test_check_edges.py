@@ -79,6 +79,7 @@ def test_a_directional_derivative_near_an_edge(rounded_to, edge, t):
     assert found == pytest.approx(2 * edge * t, rel=1e-4 if rounded_to else 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [0.0, 1.9, 2.0])
 def test_a_root_in_a_bracket(a):
     residual = lambda y, a: y**3 + y - a

@@ -28,6 +28,7 @@ def _two_outputs(factor):
     return two
 
 
+@pytest.mark.slow
 def test_the_output_that_is_wrong_is_named():
     report = eqgt.check_rule(_two_outputs(3.0), X, checks=MODES, raises=False)
     (ahead,), (back,) = report["forward"], report["reverse"]
@@ -40,6 +41,7 @@ def test_the_output_that_is_wrong_is_named():
     assert eqgt.check_rule(_two_outputs(1.0), X, checks=MODES).passed
 
 
+@pytest.mark.slow
 def test_more_outputs_than_are_told_apart():
     many = eqg.host_function(
         lambda x: [np.sin(x * k) for k in range(14)],
@@ -49,6 +51,7 @@ def test_more_outputs_than_are_told_apart():
     assert eqgt.check_rule(many, X, checks=MODES).passed
 
 
+@pytest.mark.slow
 def test_one_cause_under_vmap_is_told_once():
     """A function that sums over the batch."""
     fn = lambda x: np.cumsum(np.sin(x)).reshape(x.shape)
@@ -63,6 +66,7 @@ def test_one_cause_under_vmap_is_told_once():
     assert "with `vmap_method='expand_dims'` the host function gets the whole" in str(report)
 
 
+@pytest.mark.slow
 def test_a_derivative_that_is_wrong_under_vmap_is_its_own_failure():
     batched = eqg.host_function(
         np.sin, out=lambda x: x, vmap_method="expand_dims", finite_difference="complex"
@@ -85,6 +89,7 @@ def test_a_derivative_that_is_wrong_under_vmap_is_its_own_failure():
     assert "vmap_method=" not in str(report)
 
 
+@pytest.mark.slow
 def test_more_calls_of_the_backward_rule_than_are_allowed():
     sine = eqg.host_function(np.sin, out=lambda x: x, max_rule_calls=1)
     sine.def_bwd(lambda x, ct: (ct * np.cos(x),))
@@ -116,6 +121,7 @@ def _cause(report):
     return "\n".join(lines[start:end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("residual", "first", "other"),
     [
@@ -144,6 +150,7 @@ def test_the_likely_cause_of_a_wrong_residual(residual, first, other):
     assert not any(part in cause for part in ("a cast to", "; every", "`step=`"))
 
 
+@pytest.mark.slow
 def test_an_equation_that_is_not_solved_is_told_once():
     report = eqgt.check_rule(
         _root_of(lambda y, a, b: y**3 - 2 * a * b), A, B,
@@ -176,6 +183,7 @@ def _custom_jvp(sine, factor):
     return fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_elementwise, _custom_jvp])
 @pytest.mark.parametrize(
     ("options", "cure"),
@@ -209,6 +217,7 @@ def test_a_wrong_rule_of_a_host_function_has_its_name():
 # ---------------------------------------------------------------- callbacks beside each other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [8, 64])
 def test_many_callbacks_of_large_arrays(n):
     """All transformations in one program wait for ever in JAX 0.10.2, with two cores."""

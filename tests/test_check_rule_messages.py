@@ -153,6 +153,7 @@ def _with_a_bound(slope_at_infinity):
 BOUNDED = 2.0, 0.3, jnp.array([0.5, jnp.inf])
 
 
+@pytest.mark.slow
 def test_a_right_rule_of_an_infinite_argument():
     """It failed, with an error that is infinite: differences moved all entries to NaN."""
     report = eqgt.check_rule(_with_a_bound(0.0), *BOUNDED)
@@ -162,6 +163,7 @@ def test_a_right_rule_of_an_infinite_argument():
     assert report.numbers["not_finite"] == ["`upper`"]
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_of_an_infinite_argument():
     report = eqgt.check_rule(_with_a_bound(1.0), *BOUNDED, raises=False)
     failed = {(f.check, f.where) for f in report.failures}
@@ -324,6 +326,7 @@ class _Cubic(eqx.Module):
         return _newton(self.scale * a)
 
 
+@pytest.mark.slow
 def test_plain_autodiff_of_an_implicit_function_is_that_of_the_solver():
     rule = jax.custom_jvp(_newton)
     rule.defjvp(lambda p, t: (rule(*p), t[0] / (3 * rule(*p) ** 2 + 1)))
@@ -337,6 +340,7 @@ def test_plain_autodiff_of_an_implicit_function_is_that_of_the_solver():
     assert "(plain autodiff: 0" not in method
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_plain_autodiff_where_there_is_none():
     on_host = eqg.host_function(lambda a: a / 2, out=lambda a: a)
     assert "plain" not in _residuals_line(eqg.implicit(lambda y, a: 2 * y - a)(on_host), X)
@@ -493,6 +497,7 @@ def test_a_derivative_that_is_meant():
     eqgt.check_rule(constant, _A, checks="forward", reference=lambda x: x)
 
 
+@pytest.mark.slow
 def test_a_rule_of_the_first_order():
     @eqg.host_function(out=lambda a: a)
     def square(a):
@@ -505,6 +510,7 @@ def test_a_rule_of_the_first_order():
     eqgt.check_rule(square, _A, checks="order", order=1)
 
 
+@pytest.mark.slow
 def test_a_straight_through_rule_is_of_the_first_order():
     """The gradient of a learned step differs from its reference at the second order."""
     rounded = lambda step, x: step * jnp.round(x / step)
@@ -670,6 +676,7 @@ def _with_jvp(fn, rule):
     return decorated
 
 
+@pytest.mark.slow
 def test_a_wrong_value_of_the_rule_is_no_fault_of_vmap():
     rule = lambda primals, tangents: (
         2 * jnp.sin(primals[0]),
@@ -681,6 +688,7 @@ def test_a_wrong_value_of_the_rule_is_no_fault_of_vmap():
     assert "the value is another one with its derivative, see `primal`" in str(report)
 
 
+@pytest.mark.slow
 def test_a_wrong_first_derivative_is_named_in_the_check_of_the_second():
     rule = lambda p, t: (jnp.sin(p[0]) * p[1] ** 2, jnp.cos(p[0]) * p[1] ** 2 * t[0])
     fn = _with_jvp(lambda x, y: jnp.sin(x) * y**2, rule)
@@ -700,6 +708,7 @@ def test_a_second_derivative_that_fails_as_the_first_one_does():
     assert "right to first order" not in str(report)
 
 
+@pytest.mark.slow
 def test_one_exception_of_all_checks_is_described_once():
     """JAX's message names the function of the check that was traced."""
     rule = lambda p, t: (jnp.sin(p[0]), jnp.cos(np.asarray(p[0])) * t[0])
@@ -743,6 +752,7 @@ class Scaled(eqx.Module):
         return self(x), (1 - jnp.tanh(x) ** 2) * t_x + jnp.tanh(x) * t_self.scale
 
 
+@pytest.mark.slow
 def test_a_missing_factor_that_is_one_is_not_called_right_to_first_order():
     x = jnp.array([0.4, -1.1, 2.0])
     text = str(eqgt.check_rule(Scaled(jnp.ones(3)), x, raises=False))

@@ -27,6 +27,7 @@ def _of_half(y, a):
     return y**3 + y - (a + jax.lax.stop_gradient(a)) / 2
 
 
+@pytest.mark.slow
 def test_a_wrong_residual_is_told_in_numbers():
     root = eqg.implicit(_of_half)(lambda a: _newton(a))
     report = eqgt.check_rule(root, jnp.array(2.0), checks=("forward", "reverse"), raises=False)
@@ -51,10 +52,12 @@ def _newton_of_pair(a):
     return y
 
 
+@pytest.mark.slow
 def test_tracers_of_lineax_beside_a_solve_of_jax():
     eqgt.check_rule(_newton_of_pair, jnp.array([2.0, 1.0]), checks=("leaks",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_tracer_that_a_solver_keeps(is_kept):
     root = eqg.implicit(_residual)(lambda a: _newton(a, is_kept))

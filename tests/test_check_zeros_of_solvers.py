@@ -29,6 +29,7 @@ def _fit():
     return eqg.implicit(jax.grad(_objective))(on_host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_residual_with_logaddexp(is_inside):
     with jax.enable_x64(True):
@@ -37,6 +38,7 @@ def test_a_residual_with_logaddexp(is_inside):
         eqgt.check_rule(fn, 1.1, jnp.asarray(X), checks=("zeros",))
 
 
+@pytest.mark.slow
 def test_a_rule_of_the_user_s_next_to_a_solver_is_seen():
     @eqg.custom_jvp
     def scale(lam, x):

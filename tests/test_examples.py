@@ -86,6 +86,7 @@ def test_the_spiking_network_learns_and_only_with_the_rule(tmp_path):
     assert result["plain step"] < 0.3  # guessing: 0.1
 
 
+@pytest.mark.slow
 def test_the_yin_yang_points_are_the_published_ones(monkeypatch):
     """Those in `publication_data` of github.com/lkriener/yin_yang_data_set, and their sums."""
     monkeypatch.syspath_prepend(ROOT / "examples")

@@ -473,6 +473,7 @@ def test_what_xla_fuses(activation):
     assert report.estimated == pytest.approx(report.compiled, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [*IN_LOOPS, transformer])
 def test_predicted_is_near_the_measured(model):
     report = report_of(model)

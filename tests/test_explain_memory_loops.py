@@ -214,6 +214,7 @@ def of_layer(cell, xs, checkpoint):
     return jnp.mean(layer(xs)[0] ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [of_batch, of_stack, of_layer])
 def test_auto_that_is_plain_scan_has_the_report_of_plain_scan(loss):
     make = lambda key: eqx.nn.GRUCell(INPUTS, STATES, dtype="float32", key=key)
@@ -245,6 +246,7 @@ def test_auto_that_is_plain_scan_has_the_report_of_plain_scan(loss):
             assert not any('`checkpoint="auto"`' in r for r in report.remarks)
 
 
+@pytest.mark.slow
 def test_auto_of_a_step_with_a_rule_of_another_function():
     """Only the loop is entered: the rule of a function in it stays."""
 
@@ -331,6 +333,7 @@ def test_a_loop_that_is_better_not_replayed():
         assert not replay_remark(report)
 
 
+@pytest.mark.slow
 def test_a_vmap_to_be_moved_where_the_outputs_are_as_large():
     """To move it saves nothing if the loss swaps the axes of the outputs back."""
     report = eqg.explain_memory(

@@ -196,6 +196,7 @@ def test_a_layer_that_calls_the_users_function_is_no_library():
     assert record.library == ""
 
 
+@pytest.mark.slow
 def test_the_line_in_a_function_that_a_loop_of_equinox_calls():
     """The operation was the name of a function inside of Equinox."""
     skip_without_checkpointed_loops()
@@ -299,6 +300,7 @@ def test_the_whole_model_is_not_named_as_a_leaf():
     assert "The gradient of ['a'] is zero: `eqg.explain_zero`" in str(report)
 
 
+@pytest.mark.slow
 def test_each_place_in_the_rule_of_a_loop_of_a_library():
     """To the loss, all that such a loop runs is one operation: only the first of these places
     was found, and again after its cure. The steps were those of the loop in the rule, which

@@ -480,6 +480,7 @@ def test_adjoints_of_optimistix(getkey):
     assert_close(gradient(solvers.ImplicitAdjoint(gmres)), ours, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_tags_reach_the_linear_solve(getkey):
     w, u, x = problem(getkey)
     w = -w @ w.T  # so that w - 1 is negative definite

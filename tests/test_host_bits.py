@@ -21,6 +21,7 @@ def _at_once(fn, x):
     return jnp.sum(jnp.linalg.cholesky(a)) + jnp.sum(fn(x)) + jnp.sum(fn(x + 1) @ a)
 
 
+@pytest.mark.slow
 def test_large_arrays_of_float64():
     """JAX raises "Expected: float64, Actual: float32" in most calls, if it is given these."""
     sine = _sine()
@@ -57,6 +58,7 @@ def test_all_bits_arrive(dtype, vmap_method):
     assert {(str(a), str(b)) for a, b in seen} == {(dtype, "float32")}
 
 
+@pytest.mark.slow
 def test_rules_and_transformations_in_a_context():
     x = np.array([0.3, 0.8, -1.2])
     for options in ({}, {"vmap_method": "expand_dims"}):
@@ -64,6 +66,7 @@ def test_rules_and_transformations_in_a_context():
             eqgt.check_rule(_sine(**options), jnp.asarray(x), order=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"finite_difference": "complex"}])
 def test_a_gradient_of_float32_is_compared_in_float64(options):
     """`check_gradients` makes the context itself."""

@@ -70,6 +70,7 @@ def test_a_shape_that_is_a_traced_value(size):
     assert jax.jit(run, static_argnums=1)(1.0, 3).shape == (3,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3e-4, 1e-2])
 def test_differences_are_less_precise_than_a_check_asks_for(step):
     with jax.enable_x64(True):
@@ -107,6 +108,7 @@ def _from_one(x):
     return x**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [_at_one, _from_one])
 def test_transformations_at_the_edge_of_a_domain(fn):
     """The examples of the batch are moved less, or not at all."""
@@ -115,6 +117,7 @@ def test_transformations_at_the_edge_of_a_domain(fn):
     eqgt.check_rule(f, 1.0, checks=("transforms",))
 
 
+@pytest.mark.slow
 def test_the_log_does_not_repeat_what_the_report_says(caplog):
     f = eqg.host_function(_at_one, out=lambda x: x)
     f.def_bwd(lambda residuals, ct: (2 * residuals[0] * ct,))

@@ -27,6 +27,7 @@ class TestDefaults:
     """Rules are given positional arguments that have their default, as those of `custom_vjp`
     are; the function and `out` are given what the caller gave."""
 
+    @pytest.mark.slow
     def test_def_bwd(self):
         seen = []
         h = eqg.host_function(_shifted, out=lambda x, shift=None: x)
@@ -292,6 +293,7 @@ class TestAValueOfTangents:
 # ------------------------------------------------------------ complex numbers
 
 
+@pytest.mark.slow
 def test_the_complex_convention():
     """That of JAX, without a conjugate, which a `rmatvec` has."""
     k = np.array([[1 + 2j, 3 - 1j], [0.5j, -2.0]], np.complex64)

@@ -198,6 +198,7 @@ def test_closures_in_scan_and_vmap():
     assert_close(slopes, expected, eps=100)
 
 
+@pytest.mark.slow
 def test_keyword_only():
     """What the residual does not take has the derivative zero; the rest is configuration."""
     assert jax.grad(lambda g: solve(0.7, 1.3, guess=g)["u"])(1.0) == 0

@@ -53,6 +53,7 @@ def test_fewer_equations_than_unknowns(getkey):
         assert_close(jax.jit(jacobian(smallest))(x), np.linalg.pinv(a), tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_singular_matrix():
     """A translation of the solution is free: `SVD` takes the smallest, LU raises."""
     laplacian = jnp.array([[1.0, -1.0, 0.0], [-1.0, 2.0, -1.0], [0.0, -1.0, 1.0]])
@@ -144,6 +145,7 @@ def test_equations_and_unknowns_of_other_sizes_are_not_called_singular(condition
     assert np.max(error(jax.jit(jax.jacfwd(solve))(b))) < 10 * peer
 
 
+@pytest.mark.slow
 def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
     solve = eqg.implicit(lambda y, x: jnp.array([[2.0, 1.0], [1.0, 3.0]]) @ y - x)(
         lambda x: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), x)

@@ -249,6 +249,7 @@ def _forces(q, x, divide, norm, around=lambda energy: energy):
     return jnp.sum(jax.grad(around(energy), 1)(q, x) ** 2)
 
 
+@pytest.mark.slow
 def test_a_quotient_in_forces():
     """Its cure was that of the norm below it, which does not help."""
     safe = lambda x: eqg.safe.norm(x, axis=-1)

@@ -28,6 +28,7 @@ def _second(norm):
     return lambda s: jnp.trace(jax.hessian(lambda x: norm(s * x) ** 2)(jnp.zeros(2)))
 
 
+@pytest.mark.slow
 def test_a_safe_function_has_no_second_derivative_at_its_kink():
     """`safe.norm` alone would make a smooth second derivative zero; it is NaN, with a cure."""
     s = jnp.array(2.0)
@@ -76,6 +77,7 @@ CHARGES = jnp.array([1.0, 2.0, 3.0])
 POSITIONS = jnp.array([[0.0, 1.0], [2.0, 0.5], [-1.0, 3.0]])
 
 
+@pytest.mark.slow
 def test_a_dead_branch_in_a_gradient_inside_of_the_loss():
     """The energy is finite. It was called a true singularity."""
     energy = lambda q, x: _pair_energy(q, x, jnp.eye(3) > 0)

@@ -443,6 +443,7 @@ def _steps(report):
     return {(r.kind, r.step, r.count) for r in report.found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_steps_of_a_loop_with_different_causes(around):
     """With the cure of the one, the gradient is not finite still."""
@@ -460,6 +461,7 @@ def test_steps_of_a_loop_with_different_causes(around):
     assert _steps(report) == expected
 
 
+@pytest.mark.slow
 def test_steps_in_a_loop_of_a_loop():
     def loss(x, xs, live):
         outer = lambda total, at: (total + _roots(x, *at, jnp.ones(2)), None)
@@ -771,6 +773,7 @@ def test_the_number_of_infinite_values_in_a_step_of_a_scan():
     assert (record.n_bad, record.shape, record.index, record.count) == (3, (4,), (1,), 6)
 
 
+@pytest.mark.slow
 def test_a_cause_that_a_mask_drops_beside_a_loss_that_is_nan():
     """It was named as a cause, and its own gradient is finite."""
     ok = jnp.array([True, True, False, False])
@@ -790,6 +793,7 @@ def test_a_cause_that_a_mask_drops_beside_a_loss_that_is_nan():
     assert not eqg.explain_nan(lambda model: loss(model, lambda b: 1.0), model)
 
 
+@pytest.mark.slow
 def test_the_cure_of_an_operation_that_is_not_elementwise():
     """`safe.where` puts a number in for what is masked, and a sum over elements has it."""
     ok = jnp.array([True, True, False, False])

@@ -63,6 +63,7 @@ def masked_rows(w, n, mask):
     return jnp.sum(jnp.where((FIRST > 0) & (LAST > 0), rows, 0.0))
 
 
+@pytest.mark.slow
 def test_a_cause_that_shows_only_where_another_one_does_as_well():
     """The NaN of the division is in each place that the one of the softmax reaches."""
     mask = jnp.array([[True, True], [True, True], [False, False]])
@@ -122,6 +123,7 @@ def test_a_maximum_of_a_constant_nan():
     assert (record.kind, record.primitive) == ("NaN in the input", "mul")
 
 
+@pytest.mark.slow
 def test_a_where_is_named_and_not_the_index_before_it():
     """The index takes an element of the row, and the `where` drops the row."""
     x, n, labels = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([2.0, 0.0]), jnp.array([0, 1])

@@ -735,6 +735,7 @@ def _shifted(x, by):
     return jnp.concatenate([jnp.zeros(by, x.dtype), x])[: x.shape[0]]
 
 
+@pytest.mark.slow
 def test_layouts_that_differ_in_the_other_operands():
     with jax.enable_x64(True):
         shifts = _same(lambda w, h, x: 0.5 * h + _shifted(w, 1) * x + _shifted(w, 2) * x**2)

@@ -62,6 +62,7 @@ def test_inputs_of_some_quantized_layers(getkey):
         nn.quantize_model(layers, {"[0]": (None, inputs)})
 
 
+@pytest.mark.slow
 def test_inputs_of_an_ensemble_with_quantized_weights(getkey):
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))
     layers, _ = nn.quantize_model(make(jr.split(getkey(), 3)), {"*": nn.LSQ(4)})

@@ -90,6 +90,7 @@ def test_the_right_rules_are_right():
         eqgt.assert_trees_close(jax.jacrev(make(), (0, 1))(X, Y), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_right_rules_pass_for_every_seed(name):
     """A host rule failed for one in 15 seeds: "it should be zero, `y` has no influence"."""
@@ -110,6 +111,7 @@ def test_wrong_rules_fail_for_every_seed(name, fault):
             assert len(failures) >= 5, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["factor", "no term", "rounded"])
 def test_a_function_of_which_little_is_in_low_precision(fault):
     """A term in bfloat16 that is a thousandth of the function says nothing about the rest."""
@@ -137,6 +139,7 @@ def test_a_function_of_which_little_is_in_low_precision(fault):
             eqgt.check_reverse(make(fault), x, order=1, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_right_rules_have_right_second_derivatives(name):
     rule, checks = MAKERS[name](), ("order",)
@@ -147,11 +150,13 @@ def test_right_rules_have_right_second_derivatives(name):
         eqgt.check_rule(rule, X, Y, checks=checks, seed=range(10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["output in bfloat16", "through bfloat16", "host"])
 def test_all_other_checks_of_right_rules_pass(name):
     eqgt.check_rule(MAKERS[name](), X, Y, order=1, skip=DERIVATIVES)
 
 
+@pytest.mark.slow
 def test_a_rule_of_a_sum_of_exponentials():
     """It failed for one in three seeds."""
     weights = np.array([1.0, 2.0, 3.0])
@@ -187,6 +192,7 @@ def _solver(residual):
 _P = (jnp.array(2.0), jnp.array(0.7))
 
 
+@pytest.mark.slow
 def test_implicit_around_a_solver_on_the_host():
     checks = ("forward", "reverse", "adjoint")
     eqgt.check_rule(_solver(_equations), _P, order=1, checks=checks, seed=range(4))
@@ -197,6 +203,7 @@ def test_second_derivatives_of_implicit_around_a_solver_on_the_host():
     eqgt.check_rule(_solver(_equations), _P, checks=("order",), seed=range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [1.01, -1.0, 0.0])
 def test_implicit_with_another_residual_than_that_of_the_solver(fault):
     def wrong(z, p):
@@ -225,6 +232,7 @@ def test_the_report_of_a_rule_on_the_host_says_what_is_rounded():
     assert "the output is float32, compared with a tolerance of 3e-05" in text
 
 
+@pytest.mark.slow
 def test_an_output_in_single_precision_for_arguments_in_double_precision():
     with jax.enable_x64(True):
         x, y = jnp.asarray(0.7), jnp.asarray(1.3)
@@ -349,6 +357,7 @@ def _with_backward(fn, backward):
     return rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [_gate, _in_a_scan])
 def test_small_faults_of_functions_in_half_precision(fn):
     """No number in these was rounded: without the conversions, they are exact."""

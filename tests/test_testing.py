@@ -106,6 +106,7 @@ wrong_jvp.def_jvp(lambda p, t: (wrong_jvp(*p), jnp.cos(p[0]) * p[1] * t[0]))
 POINT = jnp.array([0.5, 1.0]), jnp.array([2.0, -3.0])
 
 
+@pytest.mark.slow
 def test_a_check_draws_the_same_directions_alone_as_among_others():
     checks = ("forward", "linear", "order")
     together = eqgt.check_rule(wrong_jvp, *POINT, checks=checks, seed=3, raises=False)

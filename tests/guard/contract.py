@@ -150,49 +150,57 @@ def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def orders_of(entry: Entry, dtype: str) -> Iterator[str]:
-    """Value, both modes, second order, `jit`, `vmap`, `scan`, `checkpoint`."""
+def eager(entry: Entry) -> dict[str, Any]:
+    """Value and cotangents as users see them first: eagerly, in float32."""
+    op = Flat(entry.fn, cast(entry.args, "float32"))
+    if "vjp" not in entry.orders:
+        return {"value": op.all_outputs(*op.leaves)}
+    outs, pull = jax.vjp(op, *op.leaves)
+    return {"value": op.all_outputs(*op.leaves), "vjp": pull(numbers(3, outs))}
+
+
+def orders_of(
+    entry: Entry, dtype: str, of_eager: dict[str, Any] | None = None
+) -> Iterator[str]:
+    """Value, both modes, second order, `jit`, `vmap`, `scan`, `checkpoint`. And the results of
+    `eager`, which are those in float32."""
     tolerance = entry.tolerance if dtype == "float64" else entry.tolerance32
     args = cast(entry.args, dtype)
     op, plain = Flat(entry.fn, args), Flat(reference(entry), args)
     outs = jax.eval_shape(plain, *plain.leaves)
-    ts, us, cts = (
-        tuple(numbers(1, op.leaves)),
-        tuple(numbers(2, op.leaves)),
-        numbers(3, outs),
-    )
-    xs = tuple(op.leaves)
-
-    def program(fn, orders):
-        def run(xs, ts, us, cts):
-            found = derivatives(fn, orders)(xs, ts, us, cts)
-            if "vjp" in orders and entry.transforms:
-                found |= transformed(fn, entry)(xs)
-            return found
-
-        return jax.jit(run)(xs, ts, us, cts)
-
-    got = program(op, entry.orders)
+    xs, ts, us = (tuple(x) for x in (op.leaves, numbers(1, op.leaves), numbers(2, op.leaves)))
+    pairs = [(op, entry.orders)]
     if entry.forward is None:
-        want = program(plain, entry.orders)
+        pairs.append((plain, entry.orders))
     else:
         forward = {"value", "jvp", "FF"} & set(entry.orders)
-        want = program(plain, [order for order in entry.orders if order not in forward])
-        want |= program(Flat(entry.forward, args), forward)
+        pairs.append((plain, [order for order in entry.orders if order not in forward]))
+        pairs.append((Flat(entry.forward, args), forward))
+
+    # One compilation for the op and its references.
+    program = jax.jit(lambda *operands: list(_programs(pairs, entry, *operands)))
+    got, *wanted = program(xs, ts, us, numbers(3, outs))
+    want = {name: array for found in wanted for name, array in found.items()}
     yield from differences(got, want, tolerance)
+    for name, arrays in (of_eager or {}).items():
+        expected = [narrow(x) for x in want[name]]
+        for text in differences({name: arrays}, {name: expected}, entry.tolerance32):
+            yield f"eager {text}"
 
 
-def eager(entry: Entry) -> Iterator[str]:
-    """As users run it first: eagerly, in float32."""
-    args = cast(entry.args, "float32")
-    op, plain = Flat(entry.fn, args), Flat(reference(entry), args)
-    got, want = {"eager value": op.all_outputs(*op.leaves)}, {}
-    cts = numbers(3, jax.eval_shape(plain, *plain.leaves))
-    want["eager value"] = jax.jit(plain.all_outputs)(*plain.leaves)
-    if "vjp" in entry.orders:
-        got["eager vjp"] = jax.vjp(op, *op.leaves)[1](cts)
-        want["eager vjp"] = jax.jit(lambda xs: jax.vjp(plain, *xs)[1](cts))(plain.leaves)
-    yield from differences(got, want, entry.tolerance32)
+def _programs(pairs, entry, xs, ts, us, cts):
+    for fn, orders in pairs:
+        found = derivatives(fn, orders)(xs, ts, us, cts)
+        if "vjp" in orders and entry.transforms:
+            found |= transformed(fn, entry)(xs)
+        yield found
+
+
+def narrow(x: Any) -> np.ndarray:
+    """In the dtype that corresponds without `jax_enable_x64`."""
+    x = np.asarray(x)
+    shorter = {"float64": "float32", "complex128": "complex64", "int64": "int32"}
+    return x.astype(shorter.get(str(x.dtype), x.dtype))
 
 
 def at_edges(entry: Entry) -> Iterator[str]:

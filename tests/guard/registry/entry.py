@@ -66,6 +66,8 @@ class Entry:
     tolerance: float = 1e-9  # relative, in float64
     tolerance32: float = 2e-4  # in float32
     precisions: Sequence[str] = ("float64", "float32")
+    # Whether it draws random numbers, which are others in another precision.
+    draws: bool = False
     batches: bool = True  # whether it may be called under `vmap`
     # Whether it also runs inside `scan`, `checkpoint` and `vmap`, with captured arrays. Off for
     # an option that changes nothing about that: these programs take most of the time.

@@ -66,7 +66,7 @@ def edge(args, value, *cts):
 
 def backward_op(name, op, *params, rule, transforms=True, **options):
     """Enter an op, and its backward rule as a function of the cotangent and the parameters."""
-    both = {"transforms": transforms, "costs": False}
+    both = {"transforms": transforms, "costs": False, "draws": options.pop("draws", False)}
     plain, identity = backward(rule), lambda x, *_: x
     entry(name, op, R, *params, plain=plain, forward=identity, orders=MODES_DIFFER, **both)
     options = both | {"transforms": False, "orders": (*FIRST, "FR")} | options
@@ -300,6 +300,7 @@ backward_op(
     A([[0.5, 2.0, 0.1]]),
     rule=with_noise,
     transforms=False,
+    draws=True,
 )
 
 # Halfway cases, subnormal numbers, overflows.

@@ -60,13 +60,14 @@ def arguments(steps):
     return normal(3), normal(steps, 3), normal(3, 3, scale=0.7), normal(3)
 
 
-entry("filter_scan", run(eqg.filter_scan), *arguments(3), plain=run(scan))
+entry("filter_scan", run(eqg.filter_scan), *arguments(3), plain=run(scan), draws=True)
 entry(
     "filter_scan: replay",
     run(eqg.filter_scan, checkpoint="replay"),
     *arguments(3),
     plain=run(scan),
     costs=False,
+    draws=True,
 )
 for _steps, _options in (
     (5, {"checkpoint": 3, "reverse": True}),

@@ -202,6 +202,7 @@ entry(
     *(in_a_closure, normal(3, 7), normal(7, 2), *MODEL),
     plain=in_a_closure_plain,
     orders=SHORT,
+    draws=True,
 )
 of_model = lambda w, b, xs, ys: chunked(squares, (None, 0, 0), 2)(Model(w, b), xs, ys, scale=3)
 entry(

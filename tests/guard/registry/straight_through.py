@@ -268,6 +268,7 @@ op(
     ),
     *(M, A(0.7)),
     edges=[([[[0.3, -INF, 0.2], [-INF, 0.4, 0.1]], 0.7], None, None)],
+    draws=True,
 )
 bit = ste.gumbel_sigmoid
 op(
@@ -279,6 +280,7 @@ op(
     ),
     lambda x, tau: (jax.nn.sigmoid(logistic(x) / tau), jax.nn.sigmoid(logistic(x))),
     *(M, A(0.7)),
+    draws=True,
 )
 op(
     "bernoulli",
@@ -287,6 +289,7 @@ op(
     identity,
     A([[0.2, 0.5, 0.9, 0.6], [0.1, 0.45, 0.7, 0.8]]),
     edges=[([[[0, 1, NAN]]], [[[0, 1, NAN]]], [np.ones((1, 3))])],
+    draws=True,
 )
 
 
@@ -302,6 +305,7 @@ op(
     lambda x: (one_hot(gumbel(x), -1), one_hot(gumbel(x), 0)),
     lambda x: (reinmax(1, x, -1), reinmax(1.4, x, 0)),
     M,
+    draws=True,
 )
 op(
     "reinmax: what is never sampled",
@@ -311,6 +315,7 @@ op(
     M,
     orders=VJP,
     edges=[([[[0.3, 0.2, -INF]]], [[[1, 0, 0]]], [np.zeros((1, 3))])],
+    draws=True,
 )
 
 # ---------------------------------------------------------------- uniform quantizers
