@@ -392,28 +392,19 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
         del tags
         matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
-        solver = plain_iteration(b) if self.solver is None else self.solver
-        solve = ft.partial(_iterate, self, solver)
+        solve = ft.partial(_iterate, self, self.solver or plain_iteration(b))
         if len(jax.tree.leaves(b)) == 1:
             return jax.lax.custom_linear_solve(matvec, b, solve, solve)
-        # JAX's transpose asks that all parts of the right-hand side are perturbed, which those
-        # that `fn` computes without its arguments are not. A vector is perturbed as a whole.
-        view = RealView(b, _common_dtype(b))
+        # JAX transposes the solve if all of `b` is perturbed, as a single vector is.
+        view = RealView(b, working_dtype(b))
         of_vector = lambda v: view.to_vector(matvec(view.from_vector(v)))
-        vector = jax.lax.custom_linear_solve(of_vector, view.to_vector(b), solve, solve)
-        return view.from_vector(vector)
-
-
-def _common_dtype(b):
-    dtypes = {x.dtype for x in jax.tree.leaves(b)}
-    is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
-    return working_dtype(b) if is_complex or len(dtypes) > 1 else dtypes.pop()
+        b = view.to_vector(b)
+        return view.from_vector(jax.lax.custom_linear_solve(of_vector, b, solve, solve))
 
 
 def _iterate(adjoint, solver, matvec, b):
     """Solve `matvec(t) = b` by t <- t + b - matvec(t)."""
-    # A cotangent may be of any size, and an absolute tolerance would accept zero for a small
-    # one. So the cotangent is divided by its norm, and the solution is multiplied by it.
+    # An absolute tolerance would accept zero for a small cotangent, so its norm is made one.
     norm = optx.max_norm(b)
     scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
     unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
@@ -428,8 +419,7 @@ def _iterate(adjoint, solver, matvec, b):
     )
     t = jax.tree.map(lambda t: t * scale.astype(t.dtype), solution.value)
     if adjoint.throw:
-        failed = solution.result != optx.RESULTS.successful
-        t = branched_error_if(t, failed, 0, [_DIVERGED])
+        t = branched_error_if(t, solution.result != optx.RESULTS.successful, 0, [_DIVERGED])
     return t
 
 
@@ -437,8 +427,8 @@ _DIVERGED = (
     "The derivative of a fixed point did not converge: `FixedPointAdjoint` was still iterating "
     "after `max_steps`, or became infinite.\n"
     "  The function is no contraction at its fixed point, or a slow one.\n"
-    "Use the adjoint `eqx_grads.solvers.ImplicitAdjoint`, which is a linear solve; or raise "
-    "`max_steps`, or give a `solver` such as `eqx_grads.solvers.Anderson`."
+    "Use `eqx_grads.solvers.ImplicitAdjoint`, which is a linear solve, raise `max_steps`, or "
+    "give a `solver` such as `eqx_grads.solvers.Anderson`."
 )
 
 
@@ -468,8 +458,7 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
 
     - `linear_solver`: a `lineax` solver. By default, the one that the `tags` of the fixed point
         call for; without tags, LU of the dense Jacobian for up to 256 unknowns, and GMRES,
-        which only needs products with the Jacobian, beyond. (The default of
-        `optimistix.ImplicitAdjoint` forms the dense Jacobian in all sizes.)
+        which only needs products with the Jacobian, beyond.
 
     **Derivative:**
 
