@@ -55,8 +55,9 @@ class Flat:
 
 def reference(entry: Entry) -> Callable[..., Any]:
     """A function without the library that has the value and all derivatives of the op."""
-    if entry.smooth is None:
-        return entry.plain
+    plain, smooth_fn = entry.plain, entry.smooth
+    if smooth_fn is None:
+        return plain
 
     def fn(*args):
         def leaf(value, smooth):
@@ -64,7 +65,7 @@ def reference(entry: Entry) -> Callable[..., Any]:
                 return value
             return jax.lax.stop_gradient(value - smooth) + smooth
 
-        return jax.tree.map(leaf, entry.plain(*args), entry.smooth(*args))
+        return jax.tree.map(leaf, plain(*args), smooth_fn(*args))
 
     return fn
 
