@@ -5,6 +5,8 @@ Words are separated by ` | `; `@` stands for the file and the line of the user's
 """
 
 import functools as ft
+from types import SimpleNamespace
+from unittest import mock
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -22,8 +24,8 @@ KEY, PLACE = jax.random.key(0), 'test_errors.py", line '
 ONE, N, LABELS = np.float32(1), np.arange(3), np.arange(4)
 X = np.array([1.0, 2.0, 3.0], "float32")
 TWO, XS, W, SPIN = (np.ones((n, 3), "float32") for n in (2, 4, 5, 3))
-Z, BATCH, TREE = X.astype("complex64"), np.stack([XS, XS]), ({"x": X}, ONE)
-T = {"a": X, "b": [X, None]}
+Z, BATCH = X.astype("complex64"), np.stack([XS, XS])
+TREE, T = ({"x": X}, ONE), {"a": X, "b": [X, None]}
 
 
 def named(name, fn):
@@ -37,8 +39,8 @@ def types(f, *args):
 
 
 def grad(f, *args):
-    is_float = lambda x: eqx.is_inexact_array(x)
-    total = lambda out: sum(jnp.sum(x.real) for x in filter(is_float, jax.tree.leaves(out)))
+    floats = lambda out: jax.tree.leaves(eqx.filter(out, eqx.is_inexact_array))
+    total = lambda out: sum(jnp.sum(x.real) for x in floats(out))
     return types(eqx.filter_grad(lambda args: total(f(*args))), args or (X,))
 
 
@@ -129,11 +131,6 @@ class Holder(eqx.Module):
         return x * self.weight
 
 
-class Plain:
-    def __init__(self, a):
-        self.a = a
-
-
 def held_by_argument(a):
     f = forward(lambda p, t: (p[0](p[1]), t[1]), lambda fn, x: fn(x))
     return f(lambda x: x * a, X)
@@ -151,8 +148,8 @@ def reads_global(x):
 
 
 def with_traced_global(a):
-    globals()["GLOBAL"] = a
-    return grad(tangent(lambda y, t: t, reads_global))()
+    with mock.patch.dict(globals(), GLOBAL=a):
+        return grad(tangent(lambda y, t: t, reads_global))()
 
 
 closes_over = lambda a: tangent(lambda y, t: t, lambda x: x * a)(X)
@@ -325,8 +322,8 @@ WRONG = [
     # values that are not arguments
     (grad(lambda s: reverse(fn=keyword)(X, options={"scale": s}), ONE),
      "at `options['scale']` | @"), (grad(closes_over, ONE), "at `a`, held by `<lambda>` | @"),
-    (grad(held_by_argument, ONE), "at `a` | @"), (holds(Plain,
-     lambda plain: lambda x: x * plain.a), "at `plain.a`"), (holds(lambda a: type("Config", (),
+    (grad(held_by_argument, ONE), "at `a` | @"), (holds(lambda a: SimpleNamespace(a=a),
+     lambda space: lambda x: x * space.a), "at `space.a`"), (holds(lambda a: type("Config", (),
      {"a": a}), lambda config: lambda x: x * config.a), "at `config.a`"),
     (types(with_traced_global, ONE), "`reads_global` reads a | @"),
     (types(lambda x: forward(lambda p, t: p, reads_reference)({"a": jax.new_ref(x)}), X),
