@@ -143,6 +143,9 @@ def calls_itself_compiled():
     return grad(jax.tree.map(lambda x: x + 1, f))()
 
 
+GLOBAL = ONE  # a traced value, for as long as `with_traced_global` runs
+
+
 def reads_global(x):
     return x * GLOBAL
 
@@ -214,7 +217,7 @@ def fixed(fn=lambda y: y / 2, y0=X, **options):
 
 
 def event(condition=lambda t, y: y[0], f=lambda t, y: -y, t=ONE, **options):
-    named("height", condition), named("field", f)
+    condition, f = named("height", condition), named("field", f)
     return grad(lambda t: eqg.event_time(condition, X, f, t, **options), t)
 
 
