@@ -342,6 +342,10 @@ class _StaticFunction(eqx.Module):
 
     fn: Quantizer = eqx.field(static=True)
 
+    @property
+    def __name__(self):
+        return name_of(self.fn)
+
     def __call__(self, x):
         return self.fn(x)
 
@@ -352,7 +356,7 @@ def describe(quantizer: Quantizer | None) -> str:
         return ""
     bits = getattr(quantizer, "bits", None)
     if bits is None:
-        return name_of(quantizer.fn if isinstance(quantizer, _StaticFunction) else quantizer)
+        return name_of(quantizer)
     text = f"{bits} bit" + "s" * (bits != 1)
     signed = getattr(quantizer, "signed", None)
     return text if signed is None else f"{text} {'signed' if signed else 'unsigned'}"

@@ -39,7 +39,8 @@ class Stack(eqx.Module):
         time_major: bool,
         cells: Sequence[Sequence[Any]],
     ):
-        self.dropout = eqx.nn.Dropout(dropout)
+        # Equinox draws with `1 - dropout`, and JAX refuses an integer there.
+        self.dropout = eqx.nn.Dropout(float(dropout))
         self.directions = tuple(map(len, cells))
         self.reverse = bool(reverse)
         self.time_major = bool(time_major)
