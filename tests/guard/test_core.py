@@ -1,0 +1,511 @@
+"""The core as users see it: the arithmetic of tangents, the conventions of JAX's and Equinox's
+decorators, what is compiled once, and loops whose zeros are known.
+
+The references are NumPy, plain JAX, and JAX's and Equinox's own decorators.
+"""
+
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import eqx_grads as eqg
+import eqx_grads.tangents as tangents
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrimal, SymbolicZero
+
+
+def is_none(x):
+    return x is None
+
+
+def assert_same(got: Any, want: Any, rtol: float = 1e-6, name: str = "") -> None:
+    """Trees of one structure, `None` being a leaf, with the same arrays and dtypes."""
+    pairs = [jax.tree.flatten(tree, is_leaf=is_none) for tree in (got, want)]
+    assert pairs[0][1] == pairs[1][1], f"{name}: {got} instead of {want}"
+    for x, y in zip(pairs[0][0], pairs[1][0], strict=True):
+        if not eqx.is_array(y):
+            assert x is y or x == y, f"{name}: {x} instead of {y}"
+            continue
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{name}: {x!r} instead of {y!r}"
+        if x.dtype != jax.dtypes.float0:
+            wide = lambda x: np.asarray(x).astype(np.result_type(x.dtype, np.float32))
+            np.testing.assert_allclose(wide(x), wide(y), rtol=rtol, atol=1e-7, err_msg=name)
+
+
+def array(*xs: Any, dtype: str = "float32") -> np.ndarray:
+    return np.asarray(xs, jnp.dtype(dtype))
+
+
+# ---------------------------------------------------------------- arithmetic of tangents
+
+F, G = array(1.0, -2.0), array(3.0, 5.0)
+H = jnp.array([0.5, 4.0], jnp.bfloat16)
+C, D = array(1 + 2j, -3j, dtype="complex64"), array(2 - 1j, 4 + 1j, dtype="complex64")
+NO_TANGENT = np.zeros(2, jax.dtypes.float0)
+SYMBOLIC = SymbolicZero(jax.core.ShapedArray((2,), jnp.dtype("float32")))
+INF = array(np.inf, np.nan)
+ONE, TWO = np.float32(1), np.float32(2)
+MIXED = {"a": (F, None), "b": [None, H], "c": C}
+PRIMAL = {"a": (G, 3.5), "b": [np.array([1, 2]), H], "c": D, "d": "static", "e": None}
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Layer(eqx.Module):
+    weight: Any
+    bias: Any
+    inner: Any
+    name: str = eqx.field(static=True)
+
+
+class Record:
+    """A class of users that computes when it is made."""
+
+    def __init__(self, mean, rest):
+        self.mean, self.rest = mean, rest
+        self.double = mean if mean is None or type(mean) is object else 2 * mean
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed(Record):
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        return ((key("mean"), self.mean), (key("rest"), self.rest)), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class Plain(Record):
+    def tree_flatten(self):
+        return (self.mean, self.rest), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+LAYER = Layer(jnp.ones((2, 2)), jnp.ones(2), Pair(jnp.ones(2), jnp.array(1)), "name")
+bf16 = lambda *xs: jnp.array(xs, jnp.bfloat16)
+
+# What a function of `tangents` returns, and what it should.
+ARITHMETIC = {
+    "add": lambda t: [
+        (t.add(), None),
+        (t.add(None, None), None),
+        (t.add(F), F),
+        (t.add(F, G, F), F + G + F),
+        (t.add(F, H), F + np.asarray(H, "float32")),
+        (t.add(H, H).dtype, jnp.bfloat16),
+        (t.add(F, C), F + C),
+        (t.add(NO_TANGENT, F, SYMBOLIC), F),
+        (t.add(NO_TANGENT, SYMBOLIC), None),
+        (t.add(2.0, ONE), np.float32(3)),
+        (
+            t.add(MIXED, None, {"a": (G, F), "b": None, "c": None}),
+            {"a": (F + G, F), "b": [None, H], "c": C},
+        ),
+        (t.add({"x": (None, F)}, {"x": None}), {"x": (None, F)}),
+        (t.add(Pair(F, None), Pair(None, (G, None))), Pair(F, (G, None))),
+        (t.add([], []), []),
+    ],
+    "neg": lambda t: [
+        (t.neg(None), None),
+        (t.neg(MIXED), {"a": (-F, None), "b": [None, -H], "c": -C}),
+        (t.neg((NO_TANGENT, SYMBOLIC, 1.5)), (None, None, np.float32(-1.5))),
+    ],
+    "scale": lambda t: [
+        (t.scale(MIXED, 2), {"a": (2 * F, None), "b": [None, 2 * H], "c": 2 * C}),
+        (t.scale(None, np.inf), None),
+        (t.scale((None, SYMBOLIC, NO_TANGENT), INF), (None, None, None)),
+        (t.scale(F, INF), F * INF),
+        (t.scale(H, G), bf16(1.5, 20.0)),
+        (t.scale(C, 1j), 1j * C),
+        (t.scale(C, D), C * D),
+        (t.scale(np.ones((3, 2), "float32"), F), np.broadcast_to(F, (3, 2))),
+        (t.scale(np.ones((3, 2), "float32"), np.ones((3, 1))), np.ones((3, 2), "float32")),
+        (t.scale(F, np.array(True)), F),
+    ],
+    "linear": lambda t: [
+        (t.linear(jnp.sum, MIXED), {"a": (F.sum(), None), "b": [None, H.sum()], "c": C.sum()}),
+        (t.linear(jnp.sum, None), None),
+        (t.linear(lambda a, b: a + np.inf * b, F, None), F),
+        (t.linear(lambda a, b: np.inf * a + 2 * b, SYMBOLIC, F), 2 * F),
+        (t.linear(lambda a, b: 3 * a - b, F, G), 3 * F - G),
+        (t.linear(lambda a, b, c: a + 2 * b + 3 * c, (F, None), None, (G, None)),
+         (F + 3 * G, None)),
+    ],
+    "dot": lambda t: [
+        (t.dot(None, F), None),
+        (t.dot((F, None), (None, G)), None),
+        (t.dot(F, G), np.float32(F @ G)),
+        (t.dot((F, (C, None)), (G, (D, F))), np.float32(F @ G + np.vdot(C, D).real)),
+        (t.dot((F, C), None), None),
+        (t.dot(F, H), np.float32(F @ np.asarray(H, "float32"))),
+        (t.dot(F, C), np.float32((F @ C).real)),
+        (t.dot(C, 1j * C), np.float32(0)),
+    ],
+    "where": lambda t: [
+        (t.where(F > 0, None, None), None),
+        (t.where(F > 0, INF, None), array(np.inf, 0)),
+        (t.where(F > 0, None, F), array(0, -2)),
+        (t.where(F > 0, (F, None), (G, H)), (array(1, 5), bf16(0, 4))),
+        (t.where(True, F, C), F.astype("complex64")),
+        (t.where(False, F, C), C),
+        (t.where(np.array([[True], [False]]), np.eye(2), np.ones((2, 2))),
+         array([1, 0], [1, 1])),
+    ],
+    "materialize": lambda t: [
+        (t.materialize(PRIMAL, None),
+         {"a": (0 * G, np.float32(0)), "b": [NO_TANGENT, 0 * H], "c": 0 * D, "d": None,
+          "e": None}),
+        (t.materialize((G, 1, "s"), (H, None, None)), (array(0.5, 4), NO_TANGENT[0], None)),
+        (t.materialize((D, True), (F, np.zeros((), jax.dtypes.float0))),
+         (F.astype("complex64"), NO_TANGENT[0])),
+        (t.materialize(jax.random.key(0), None), np.zeros((), jax.dtypes.float0)),
+        (t.materialize(Pair(H, (G,)), Pair(None, (2 * F,))), Pair(0 * H, (2 * F,))),
+        (t.materialize(np.array([1, 2]), np.array([0, 0])), NO_TANGENT),
+    ],
+    "zeros_like": lambda t: [
+        (t.zeros_like(PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
+        (t.zeros_like(None), None),
+    ],
+    "is_zero": lambda t: [
+        (t.is_zero(None), True),
+        (t.is_zero((None, [SYMBOLIC, NO_TANGENT])), True),
+        (t.is_zero(()), True),
+        (t.is_zero((None, 0 * F)), False),
+        (t.is_zero([F, None]), False),
+        (jax.jit(lambda x: jnp.array(t.is_zero(x)))(F), np.array(False)),
+    ],
+    "project": lambda t: [
+        (t.project(None, PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
+        (t.project(np.ones((3, 2), "float32"), F), array(3, 3)),
+        (t.project(np.ones((3, 2), "float32"), np.float32(1)), np.float32(6)),
+        (t.project(np.ones((3, 2), "float32"), F[None]), array([3, 3])),
+        (t.project(np.arange(6.0).reshape(1, 2, 3), np.ones((2, 1), "float32")),
+         array([3], [12])),
+        (t.project(C, F), C.real),
+        (t.project(F, C), F.astype("complex64")),
+        (t.project(F, H), bf16(1, -2)),
+        (t.project((np.array([0, 0]), "s", False), (np.array([1, 2]), "s", True)),
+         (None, None, None)),
+        (t.project({"a": SYMBOLIC, "b": (F, None)}, {"a": G, "b": (G, 2)}),
+         {"a": None, "b": (F, None)}),
+        (t.project(2.0, 1.0), np.float32(2)),
+        (t.project(F, jax.ShapeDtypeStruct((), jnp.float32)), np.float32(-1)),
+        (t.project(F, G), F),
+    ],
+    "of": lambda t: [
+        (t.of(LAYER, bias=F), Layer(None, F, Pair(None, None), "name")),
+        (t.of(LAYER, weight=None, inner={"first": F}),
+         Layer(None, None, Pair(F, None), "name")),
+        (t.of(LAYER, inner=Pair(F, NO_TANGENT), bias=2.0),
+         Layer(None, jnp.array(2.0), Pair(F, None), "name")),
+        (t.of(Pair((F, G), F), second=G), Pair((None, None), G)),
+        (t.of(Pair((F,), F), first=G), Pair((G,), None)),
+        (t.of(Pair({"a": F}, F), first={"a": G}), Pair({"a": G}, None)),
+        (t.of(Keyed(F, (G, 1)), mean=G).double, 2 * G),
+        (t.of(Plain(F, (G, 1)), rest=(F, None)).rest, (F, None)),
+        (t.of(Keyed(F, G)).mean, None),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic(name):
+    with jax.numpy_rank_promotion("allow"):
+        pairs = ARITHMETIC[name](tangents)
+    for i, (got, want) in enumerate(pairs):
+        assert_same(got, want, name=f"{name} {i}")
+    assert name in tangents.__dict__
+
+
+def test_every_function_of_tangents_is_here():
+    public = {k for k, f in vars(tangents).items() if getattr(f, "__module__", "") == tangents.__name__}
+    assert {k for k in public if not k.startswith("_")} == set(ARITHMETIC)
+
+
+# ---------------------------------------------------------------- users' classes in rules
+
+
+@dataclasses.dataclass
+class Data:
+    mean: Any
+    rest: Any
+    kind: str = "kind"
+
+
+jax.tree_util.register_dataclass(Data, ["mean", "rest"], ["kind"])
+
+FLAGS = {
+    "tuple": (lambda a, b: (a, b), lambda p: (p[0], p[1]), "(True, (False, True))"),
+    "dict": (
+        lambda a, b: {"a": a, "b": b},
+        lambda p: (p["a"], p["b"]),
+        "{'a': True, 'b': (False, True)}",
+    ),
+    "named tuple": (Pair, lambda p: (p.first, p.second), "Pair(first=True, second=(False, True))"),
+    "with keys": (Keyed, lambda p: (p.mean, p["rest"]), "Keyed(mean=True, rest=(False, True))"),
+    "without keys": (Plain, lambda p: (p[0], p[1]), "Plain(0=True, 1=(False, True))"),
+    "dataclass": (
+        Data,
+        lambda p: (p.mean, p.rest),
+        "Data(mean=True, rest=(False, True), kind='kind')",
+    ),
+    "module": (
+        lambda a, b: Layer(a, b, None, "name"),
+        lambda p: (p.weight, p.bias),
+        "Layer(weight=True, bias=(False, True), inner=None, name='name')",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_perturbed_looks_like_the_argument(kind):
+    """And can be compared, copied and mapped, whatever the class."""
+    make, children, shown = FLAGS[kind]
+    seen = []
+
+    @eqg.custom_vjp
+    def f(p, x):
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * x
+
+    @f.def_fwd
+    def f_fwd(p, x, *, perturbed):
+        seen.append(perturbed[0])
+        return f(p, x), (p, x)
+
+    @f.def_bwd
+    def f_bwd(residuals, ct):
+        p, x = residuals
+        double = [2 * ct * x * jnp.ones_like(leaf) for leaf in jax.tree.leaves(p)]
+        return jax.tree.unflatten(jax.tree.structure(p), double), None
+
+    at = lambda a, b, c: f(make(a, (b, c)), jnp.array(3.0))
+    some, every = jax.grad(at, (0, 2)), jax.grad(at, (0, 1, 2))
+    assert_same(some(F.sum(), G, G), (jnp.array(6.0), jnp.array([6.0, 6.0])))
+    flags = seen[-1]
+    assert children(flags) == (True, (False, True)) and repr(flags) == shown
+    assert jax.tree.leaves(flags) == [True, False, True]
+    assert not hasattr(flags, "nothing") and copy.deepcopy(flags) == flags
+    assert children(jax.tree.map(lambda flag: not flag, flags)) == (False, (True, False))
+    some(F.sum(), F, G)
+    assert seen[-1] == flags and seen[-1] != make and not seen[-1] != flags
+    every(F.sum(), G, G)
+    assert seen[-1] != flags and jax.tree.leaves(seen[-1]) == [True, True, True]
+
+
+# ---------------------------------------------------------------- the conventions of JAX
+
+
+def kind_of(x):
+    """What a rule is given, without its numbers."""
+    if isinstance(x, CustomVJPPrimal):
+        return "primal", kind_of(x.value), x.perturbed
+    if isinstance(x, SymbolicZero):
+        return "zero", x.shape, x.dtype.name
+    dtype = getattr(x, "dtype", None)
+    if dtype == jax.dtypes.float0:
+        return "float0", x.shape
+    return x if dtype is None else ("array", x.shape, dtype.name)
+
+
+def kinds_of(tree):
+    is_leaf = lambda x: x is None or isinstance(x, SymbolicZero | CustomVJPPrimal)
+    return jax.tree.map(kind_of, tree, is_leaf=is_leaf)
+
+
+X, Y, N = jnp.array([0.5, 1.5]), jnp.array([2.0, -1.0]), jnp.array([3, 1])
+
+
+class Given:
+    """What the rules of a program were given: the same with JAX's decorator and with ours."""
+
+    def __init__(self):
+        self.found = {}
+
+    def __call__(self, name, *given):
+        self.found[name] = kinds_of(given)
+
+
+def forward_with_symbolic_zeros(custom, given, symbolic=True):
+    @custom.jvp
+    def f(x, tree, n):
+        return x * tree["y"] * n, n + 1, tree
+
+    def f_jvp(primals, ts):
+        (x, tree, n), (t_x, t_tree, _) = primals, ts
+        given(symbolic, ts)
+        dense = lambda t, y: jnp.zeros_like(y) if isinstance(t, SymbolicZero) else t
+        t_y = dense(t_tree["y"], tree["y"])
+        t = n * (tree["y"] * dense(t_x, x) + 3 * x * t_y)
+        t_m = np.zeros(2, jax.dtypes.float0)
+        return f(x, tree, n), (t, t_m, {"y": t_y})
+
+    f.defjvp(f_jvp, symbolic_zeros=symbolic)
+    at = lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(f(x, {"y": Y}, N)[0]))
+    return (
+        f(X, {"y": Y}, N),
+        jax.grad(at)(X),
+        jax.jit(jax.vmap(jax.grad(at)))(jnp.stack([X, Y])),
+        jax.jvp(lambda y: f(X, {"y": y}, N)[::2], (Y,), (X,)),
+    )
+
+
+def forward_terms(custom, given):
+    f = custom.jvp(lambda x, y, z=Y: (x * y + z, jnp.sin(y)))
+    rows = (
+        lambda t, out, x, y, z: (7 * y * t, 0 * t),
+        None,
+        lambda t, out, x, y, z: (given("third", t, out) or 5 * t * out[0], t),
+    )
+    f.defjvps(*rows)
+    total = lambda *args: sum(map(jnp.sum, f(*args)))
+    return (
+        f(X, Y),
+        jax.grad(total, (0, 1, 2))(X, Y, Y),
+        jax.jvp(f, (X, Y, Y), (X, X, X)),
+        jax.jvp(lambda x: f(x, Y), (X,), (X,)),
+        jax.grad(total, (0, 1))(X, Y),
+    )
+
+
+def static_arguments(custom, given, argnums=(), argnames=()):
+    def rows(kind):
+        f = kind(_of_static, nondiff_argnums=argnums, nondiff_argnames=argnames)
+        if kind is custom.jvp:
+
+            @f.defjvp
+            def f_jvp(scale, fn, primals, ts):
+                given("forward", scale, ts)
+                (x, y), (t_x, t_y) = primals, ts
+                return f(x, scale, fn, y), 3 * scale * (fn(y) * t_x + x * t_y)
+
+        else:
+            fwd = lambda x, scale, fn, y: (f(x, scale, fn, y), (x, y))
+
+            def bwd(scale, fn, residuals, ct):
+                given("backward", scale, ct)
+                x, y = residuals
+                return scale * fn(y) * ct, 5 * scale * x * ct
+
+            f.defvjp(fwd, bwd)
+        total = lambda x, y: jnp.sum(f(x, 2.0, jnp.cos, y))
+        by_name = lambda x, y: jnp.sum(f(fn=jnp.cos, y=y, x=x, scale=4.0))
+        return (
+            f(X, 2.0, jnp.cos, Y),
+            jax.grad(total, (0, 1))(X, Y),
+            jax.jit(jax.grad(by_name, 1))(X, Y),
+            jax.vmap(jax.grad(total), (0, None))(jnp.stack([X, Y]), Y),
+        )
+
+    return rows(custom.jvp), rows(custom.vjp)
+
+
+def _of_static(x, scale, fn, y):
+    return scale * x * fn(y)
+
+
+def static_arrays(custom, given):
+    """What is not differentiated has the derivative zero, and may be traced."""
+    f = custom.jvp(lambda c, x: jnp.sum(c["a"] * x), nondiff_argnums=(0,))
+
+    @f.defjvp
+    def f_jvp(c, primals, ts):
+        given("static", ts)
+        return f(c, *primals), jnp.sum(4 * c["a"] * ts[0])
+
+    both = lambda y, x: f({"a": y}, x) + jnp.sum(y)
+    return jax.grad(both, (0, 1))(Y, X), jax.jit(jax.grad(both, (0, 1)))(Y, X)
+
+
+def reverse_with_symbolic_zeros(custom, given, symbolic=True):
+    f = custom.vjp(lambda x, tree, n: (x * tree["y"], tree["z"] + x, n))
+
+    def fwd(x, tree, n):
+        given(("fwd", symbolic), x, tree, n)
+        values = custom_vjp_primal_tree_values((x, tree, n)) if symbolic else (x, tree, n)
+        return f(*values), values
+
+    def bwd(residuals, cts):
+        given(("bwd", symbolic), cts)
+        x, tree, n = residuals
+        ct = cts[0]
+        zero = SymbolicZero(jax.typeof(tree["z"]).to_tangent_aval()) if symbolic else None
+        return 2 * tree["y"] * ct, {"y": 3 * x * ct, "z": zero}, None
+
+    f.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    at = lambda x, y, z: jnp.sum(f(x, {"y": y, "z": z}, N)[0])
+    if symbolic:
+        return jax.grad(at)(X, Y, Y), jax.jit(jax.grad(at, (1, 2)))(X, Y, Y)
+    return jax.grad(at)(X, Y, Y), jax.vmap(jax.grad(at, (0, 1, 2)))(*[jnp.ones((3, 2))] * 3)
+
+
+def a_leaf_for_a_tree(custom, given):
+    """`None` for a branch, an array for each leaf of a tree, and zeros of `float0`."""
+    f = custom.vjp(lambda p, n, q: (jnp.sum(p["a"] * p["b"]) + n + q[0], q[1][0]))
+
+    def fwd(p, n, q):
+        return f(p, n, q), p
+
+    def bwd(p, cts):
+        given("cts", cts)
+        return {"a": cts[0] * p["b"], "b": 2 * cts[0] * p["a"]}, np.zeros((), jax.dtypes.float0), (
+            3 * cts[1],
+            None,
+        )
+
+    f.defvjp(fwd, bwd)
+    q = jnp.array(1.0), [jnp.array(2.0)]
+    total = lambda p, q: sum(f(p, 2, q))
+    return f({"a": X, "b": Y}, 2, q), jax.grad(total, (0, 1))({"a": X, "b": Y}, q)
+
+
+PROGRAMS = {
+    "forward, symbolic zeros": forward_with_symbolic_zeros,
+    "forward, arrays": lambda *a: forward_with_symbolic_zeros(*a, symbolic=False),
+    "a function for each argument": forward_terms,
+    "positions": lambda *a: static_arguments(*a, argnums=(1, 2)),
+    "positions from the end": lambda *a: static_arguments(
+        *a, argnums=(1, 2) if a[0] is JAX else (-2, np.int64(-3))
+    ),
+    "in another order": lambda *a: static_arguments(*a, argnums=[2, 1]),
+    "names": lambda *a: static_arguments(*a, argnames=("fn", "scale")),
+    "a position and a name": lambda *a: static_arguments(
+        *a, argnums=(1,) if a[0] is JAX else 1, argnames=("fn",) if a[0] is JAX else "fn"
+    ),
+    "arrays that are not differentiated": static_arrays,
+    "reverse, symbolic zeros": reverse_with_symbolic_zeros,
+    "reverse, arrays": lambda *a: reverse_with_symbolic_zeros(*a, symbolic=False),
+    "parts of cotangents": a_leaf_for_a_tree,
+}
+
+
+class Decorators(NamedTuple):
+    jvp: Any
+    vjp: Any
+
+
+JAX = Decorators(jax.custom_jvp, jax.custom_vjp)
+OURS = Decorators(eqg.jax_custom_jvp, eqg.jax_custom_vjp)
+EQUINOX = Decorators(eqx.filter_custom_jvp, eqx.filter_custom_vjp)
+OURS_OF_EQUINOX = Decorators(eqg.filter_custom_jvp, eqg.filter_custom_vjp)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_with_the_decorators_of_jax(name):
+    theirs, ours = Given(), Given()
+    want = PROGRAMS[name](JAX, theirs)
+    got = PROGRAMS[name](OURS, ours)
+    assert_same(got, want, name=name)
+    assert ours.found == theirs.found and ours.found
