@@ -6,6 +6,8 @@ The references are NumPy, plain JAX, and JAX's and Equinox's own decorators.
 
 import copy
 import dataclasses
+import inspect
+import pickle
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -341,14 +343,14 @@ class Given:
 def forward_with_symbolic_zeros(custom, given, symbolic=True):
     @custom.jvp
     def f(x, tree, n):
-        return x * tree["y"] * n, n + 1, tree
+        return x * tree["y"] * n.astype(x.dtype), n + 1, tree
 
     def f_jvp(primals, ts):
         (x, tree, n), (t_x, t_tree, _) = primals, ts
         given(symbolic, ts)
         dense = lambda t, y: jnp.zeros_like(y) if isinstance(t, SymbolicZero) else t
         t_y = dense(t_tree["y"], tree["y"])
-        t = n * (tree["y"] * dense(t_x, x) + 3 * x * t_y)
+        t = n.astype(x.dtype) * (tree["y"] * dense(t_x, x) + 3 * x * t_y)
         t_m = np.zeros(2, jax.dtypes.float0)
         return f(x, tree, n), (t, t_m, {"y": t_y})
 
@@ -509,3 +511,167 @@ def test_as_with_the_decorators_of_jax(name):
     got = PROGRAMS[name](OURS, ours)
     assert_same(got, want, name=name)
     assert ours.found == theirs.found and ours.found
+
+
+# ---------------------------------------------------------------- the conventions of Equinox
+
+
+def forward_of_equinox(custom, given):
+    f = custom.jvp(lambda x, n, *, scale, fn: {"out": scale * fn(x["a"]) * x["b"], "n": n})
+
+    @f.def_jvp
+    def f_jvp(primals, ts, *, scale, fn):
+        given("jvp", primals, ts, scale)
+        (x, n), (t_x, t_n) = primals, ts
+        t = tangents.add(*[tangents.scale(t_x[k], 3 * scale) for k in "ab"])
+        return f(x, n, scale=scale, fn=fn), {"out": t, "n": t_n}
+
+    g = lambda a, b: f({"a": a, "b": b}, N, scale=2.0, fn=jnp.sin)["out"]
+    total = lambda a, b: jnp.sum(g(a, b))
+    return (
+        f({"a": X, "b": Y}, 3, scale=2.0, fn=jnp.sin),
+        jax.grad(total)(X, Y),
+        jax.jit(jax.grad(total, 1))(X, Y),
+        jax.vmap(jax.grad(total), (None, 0))(X, jnp.stack([X, Y])),
+        jax.jvp(g, (X, Y), (Y, X)),
+    )
+
+
+def forward_with_arrays(custom, given):
+    """The deprecated spelling."""
+    f = custom.jvp(lambda x, y, n: x * y)
+
+    def f_jvp(primals, ts):
+        given("jvp", ts)
+        (x, y, _), (t_x, t_y, _) = primals, ts
+        return x * y, 5 * t_x * y + x * t_y
+
+    with pytest.warns(UserWarning, match="deprecated"):
+        f.defjvp(f_jvp)
+    return jax.grad(lambda x: jnp.sum(f(x, Y, N)))(X), jax.jvp(lambda y: f(X, y, 3), (Y,), (X,))
+
+
+def reverse_of_equinox(custom, given):
+    f = custom.vjp(lambda x, y, *, scale: (x["a"] * y, [scale * x["b"]], x["n"]))
+
+    @f.def_fwd
+    def f_fwd(perturbed, x, y, *, scale):
+        given("fwd", perturbed, x, y, scale)
+        return f(x, y, scale=scale), (x["a"], "static")
+
+    @f.def_bwd
+    def f_bwd(residuals, cts, perturbed, x, y, *, scale):
+        given("bwd", residuals, cts, perturbed, y, scale)
+        ct_a, (ct_b,), _ = cts
+        ct_a = None if ct_a is None else 2 * ct_a * y
+        return {"a": ct_a, "b": None if ct_b is None else 3 * ct_b * scale, "n": None}
+
+    g = lambda a, b: f({"a": a, "b": b, "n": N}, Y, scale=4.0)
+    first = lambda a, b: jnp.sum(g(a, b)[0])
+    total = lambda a, b: jnp.sum(g(a, b)[0]) + jnp.sum(g(a, b)[1][0])
+    return (
+        g(X, Y),
+        jax.grad(first)(X, Y),
+        jax.jit(jax.grad(total, (0, 1)))(X, Y),
+        jax.vmap(jax.grad(total), (0, None))(jnp.stack([X, Y]), Y),
+    )
+
+
+def reverse_without_perturbed(custom, given):
+    """The deprecated spelling."""
+    f = custom.vjp(lambda x, y: (x[0] * y, x[1]))
+
+    def bwd(residuals, cts, x, y):
+        given("bwd", residuals, cts, x, y)
+        return 2 * cts[0] * y, 3 * cts[1] + residuals
+
+    with pytest.warns(UserWarning, match="deprecated"):
+        f.defvjp(lambda x, y: (f(x, y), X), bwd)
+    return jax.grad(lambda x: jnp.sum(f(x, 3.0)[0]))((X, Y))
+
+
+OF_EQUINOX = {
+    "forward": forward_of_equinox,
+    "forward, deprecated": forward_with_arrays,
+    "reverse": reverse_of_equinox,
+    "reverse, deprecated": reverse_without_perturbed,
+}
+
+
+@pytest.mark.parametrize("name", OF_EQUINOX)
+def test_as_with_the_decorators_of_equinox(name):
+    theirs, ours = Given(), Given()
+    want = OF_EQUINOX[name](EQUINOX, theirs)
+    assert_same(OF_EQUINOX[name](OURS_OF_EQUINOX, ours), want, name=name)
+    assert ours.found == theirs.found and ours.found
+
+
+# ---------------------------------------------------------------- good citizens
+
+
+def cube(x, y=1.0):
+    """The cube."""
+    return x**3 * y
+
+
+CUBES = {
+    "custom_jvp": eqg.custom_jvp(cube),
+    "custom_vjp": eqg.custom_vjp(cube),
+    "jax_custom_jvp": eqg.jax_custom_jvp(cube),
+    "jax_custom_vjp": eqg.jax_custom_vjp(cube),
+    "filter_custom_jvp": eqg.filter_custom_jvp(cube),
+    "filter_custom_vjp": eqg.filter_custom_vjp(cube),
+}
+
+
+def _give_rules(name, f, factor=5):
+    """A derivative that is not that of the function."""
+    if "jvp" in name:
+        define = f.defjvp if name.startswith("jax") else f.def_jvp
+
+        @define
+        def rule(primals, ts):
+            return cube(*primals), factor * ts[0]
+
+        return
+    if name.startswith("jax"):
+        f.defvjp(lambda x, y=1.0: (cube(x, y), None), lambda _, ct: (factor * ct, None))
+    elif name.startswith("filter"):
+        f.def_fwd(lambda perturbed, x, y=1.0: (cube(x, y), None))
+        f.def_bwd(lambda _, ct, *args: factor * ct)
+    else:
+        f.def_fwd(lambda x, y=1.0: (cube(x, y), None))
+        f.def_bwd(lambda _, ct: (factor * ct, None))
+
+
+for _name, _f in CUBES.items():
+    _give_rules(_name, _f)
+cube_of_module = CUBES["custom_vjp"]
+
+
+@pytest.mark.parametrize("name", CUBES)
+def test_a_decorated_function_is_a_good_citizen(name):
+    f = CUBES[name]
+    assert (f.__name__, f.__doc__, f.__wrapped__) == ("cube", "The cube.", cube)
+    assert f.__module__ == __name__ and list(inspect.signature(f).parameters) == ["x", "y"]
+    assert "cube" in repr(f) and hash(f) == hash(f) and f == f
+    for other in (f, copy.copy(f), copy.deepcopy(f), jax.jit(f), eqx.filter_jit(f)):
+        assert jax.grad(other)(2.0) == 5.0 and other(2.0) == 8.0
+    assert jax.vmap(jax.grad(f))(X).tolist() == [5.0, 5.0]
+    assert jax.make_jaxpr(f)(2.0) is not None and f(2.0, 3.0) == 24.0
+    # The rules that are in force when the function is called.
+    g = type(f)(cube)
+    for factor in (7, 11):
+        _give_rules(name, g, factor)
+        assert jax.grad(g)(2.0) == factor and jax.jit(lambda x: jax.grad(g)(x))(2.0) == factor
+    assert jax.grad(f)(2.0) == 5.0
+
+
+def test_pickles(monkeypatch):
+    f = CUBES["custom_jvp"]
+    monkeypatch.setitem(globals(), "cube", f)
+    monkeypatch.setattr(f.__wrapped__, "__qualname__", "cube")
+    assert pickle.loads(pickle.dumps(f)) is f
+    for name, g in CUBES.items():
+        monkeypatch.setitem(globals(), "cube", g)
+        assert jax.grad(pickle.loads(pickle.dumps(g)))(2.0) == 5.0, name
