@@ -646,7 +646,6 @@ def _give_rules(name, f, factor=5):
 
 for _name, _f in CUBES.items():
     _give_rules(_name, _f)
-cube_of_module = CUBES["custom_vjp"]
 
 
 @pytest.mark.parametrize("name", CUBES)
@@ -668,10 +667,184 @@ def test_a_decorated_function_is_a_good_citizen(name):
 
 
 def test_pickles(monkeypatch):
-    f = CUBES["custom_jvp"]
-    monkeypatch.setitem(globals(), "cube", f)
-    monkeypatch.setattr(f.__wrapped__, "__qualname__", "cube")
-    assert pickle.loads(pickle.dumps(f)) is f
-    for name, g in CUBES.items():
-        monkeypatch.setitem(globals(), "cube", g)
-        assert jax.grad(pickle.loads(pickle.dumps(g)))(2.0) == 5.0, name
+    """By name: another process gets the function that has the rules there."""
+    for name, f in CUBES.items():
+        monkeypatch.setitem(globals(), "cube", f)
+        assert jax.grad(pickle.loads(pickle.dumps(f)))(2.0) == 5.0, name
+
+
+# ---------------------------------------------------------------- what a selection does not take
+
+Z = jnp.array([0.0, 0.5, 4.0])
+# Singular or infinite where the second function is false. The reference is the other `where`.
+SINGULAR = [
+    *[(f, lambda x: x > 0) for f in (
+        jnp.sqrt, jax.lax.rsqrt, jnp.log, jnp.log2, lambda x: jnp.log1p(x - 1), lambda x: 1 / x,
+        lambda x: x**-2, lambda x: x**0.3, lambda x: jnp.arccosh(1 + x), jnp.cbrt,
+        lambda x: jnp.arctan2(x, x), jax.lax.lgamma, lambda x: jnp.sqrt(x * x),
+        lambda x: jnp.sqrt(jnp.abs(x)), lambda x: jnp.sqrt(x**2), lambda x: jnp.sqrt(x**3),
+        lambda x: jnp.sqrt(1 - jnp.cos(x)), lambda x: jnp.sqrt(jnp.tanh(x)),
+        lambda x: jnp.log(jax.nn.sigmoid(x) - 0.5), lambda x: jnp.sqrt(jnp.maximum(x, 0)),
+        lambda x: jnp.sqrt(jnp.minimum(x, 5)), lambda x: jnp.sqrt(jnp.clip(x, 0, 9)),
+        lambda x: 1 / (jnp.exp(x) - 1), lambda x: 1 / jnp.expm1(x), lambda x: 1 / (-x),
+        lambda x: jnp.sqrt(-(-x)), lambda x: jnp.log(3 * x), lambda x: jnp.log(x - 0.0),
+        lambda x: jnp.log(jax.lax.erf(x)), lambda x: jnp.log(1 - jax.lax.erfc(x)),
+        lambda x: jnp.log(x / (1 + x)), lambda x: jnp.sqrt(jnp.sin(x / 4)),
+        lambda x: 1 / (jnp.cosh(x) - 1), lambda x: jnp.sqrt(jnp.arctan(x)),
+        lambda x: (x**2.0) ** 0.5, lambda x: 1 / jnp.sign(x) * x, lambda x: x * jnp.inf * 0 + x,
+        lambda x: jnp.sqrt(jnp.log1p(x)), lambda x: jnp.log(jnp.exp2(x) - 1),
+        lambda x: jnp.log(jnp.stack([x, x])[0]), lambda x: jnp.sqrt(x[::-1])[::-1],
+        lambda x: jnp.sqrt(jnp.where(x > 9, 1.0, x)), lambda x: x ** (1 / (x + 1)),
+        lambda x: (2 + jnp.log(x)) * jnp.sin(x),
+    )],
+    *[(f, lambda x: (x > 0) & (x < 1)) for f in (
+        lambda x: jnp.arccos(1 - x), lambda x: jnp.arcsin(1 - x), lambda x: jnp.arctanh(1 - x),
+        lambda x: jax.lax.erf_inv(1 - x), lambda x: jnp.log(1 - x) / x,
+        lambda x: jnp.sqrt(x) + jnp.sqrt(1 - x), lambda x: jnp.arcsin(jnp.sin(x * jnp.pi / 2)),
+    )],
+    *[(f, lambda x: x < 1) for f in (
+        lambda x: jnp.exp(100 * x), lambda x: jnp.exp2(200 * x), lambda x: jnp.expm1(100 * x),
+        lambda x: jnp.sinh(-100 * x), lambda x: jnp.cosh(100 * x), lambda x: x**40 * 1e30,
+        lambda x: jnp.sin(jnp.exp(100 * x)), lambda x: 1 / jnp.exp(100 * x) / (4 - x),
+    )],
+]  # fmt: skip
+
+
+def twice(f, ok):
+    return lambda x: jnp.where(ok(x), f(jnp.where(ok(x), x, 0.7)), x * x)
+
+
+@jax.custom_jvp
+def root(x):
+    return jnp.sqrt(x)
+
+
+root.defjvp(lambda x, t: (root(*x), 0.5 * t[0] / root(*x)))
+root_of_ours = eqg.custom_jvp(jnp.sqrt)
+root_of_ours.def_jvp(lambda x, t: (jnp.sqrt(*x), 0.5 * t[0] / jnp.sqrt(*x)))
+root_in_reverse = eqg.custom_vjp(jnp.sqrt)
+root_in_reverse.def_fwd(lambda x: (jnp.sqrt(x), x))
+root_in_reverse.def_bwd(lambda x, ct: 0.5 * ct / jnp.sqrt(x))
+
+
+def _resets(x, reverse=False):
+    def step(h, inputs):
+        x, reset = inputs
+        h = jnp.where(reset, x, jnp.sqrt(h) + x)
+        return h, jnp.sqrt(h)
+
+    # The carry is zero first, and its root is not taken: neither at once nor later.
+    resets = jnp.array([False, True, False])
+    h, ys = jax.lax.scan(step, 0 * x[0], (x, resets), reverse=reverse)
+    return h, ys[:1] if reverse else ys[1:]
+
+
+def _resets_taken(x, reverse=False):
+    if reverse:
+        h = jnp.sqrt(x[1]) + x[0]
+        return h, jnp.sqrt(h)[None]
+    h = jnp.sqrt(x[1]) + x[2]
+    return h, jnp.sqrt(jnp.stack([x[1], h]))
+
+
+def _weights_in_scan(x):
+    """A captured array of which each step takes a part."""
+    rows = jnp.array([1, 2, 1])
+    step = lambda h, i: (h * 0.5 + jnp.sqrt(x)[i], jnp.where(i > 1, jnp.log(x), 1.0)[1:])
+    return jax.lax.scan(step, jnp.array(1.0), rows)
+
+
+def _weights_in_scan_taken(x):
+    h, logs = jnp.sqrt(x[1:]), jnp.log(x[1:])
+    ones = jnp.ones(2)
+    return 0.125 + 0.25 * h[0] + 0.5 * h[1] + h[0], jnp.stack([ones, logs, ones])
+
+
+_branch = lambda x: jax.lax.cond(x > 0, lambda x: jnp.sqrt(x), lambda x: 3 * x, x)
+_rows = lambda x: jnp.sqrt(x[:, None] * jnp.array([1.0, 2.0]))
+_rows_taken = lambda x: jnp.sqrt(x[1:, None] * jnp.array([1.0, 2.0]))
+_matrices = lambda x: x[:, None, None] * jnp.array([[2.0, 1.0], [1.0, 3.0]])
+_solve = lambda a: jax.lax.linalg.triangular_solve(a, a, left_side=True, lower=True)
+_B = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+# What is computed, and what is taken of it.
+SELECTIONS = [
+    (lambda x: jnp.maximum(jnp.log(x), 0.1), lambda x: jnp.array([0.1, 0.1, 0.0]) + jnp.array([0, 0, 1.0]) * jnp.log(x + jnp.array([1.0, 0, 0]))),
+    (lambda x: jnp.minimum(1 / x, 1.9)[::2], lambda x: jnp.stack([0 * x[0] + 1.9, 1 / x[2]])),
+    (lambda x: jax.lax.clamp(0.3, jnp.sqrt(x), 1.5), lambda x: jnp.stack([0.3, jnp.sqrt(x[1]), 1.5])),
+    (lambda x: jax.lax.clamp(jnp.log(x), x, x + 1), lambda x: x),
+    (lambda x: (jnp.max(jnp.sqrt(x)), jnp.min(1 / x)), lambda x: (jnp.sqrt(x[2]), 1 / x[2])),
+    (lambda x: jnp.max(_rows(x), 1)[1:], lambda x: _rows_taken(x)[:, 1]),
+    (lambda x: jnp.max(_rows(x), 0), lambda x: _rows_taken(x)[1]),
+    (lambda x: jnp.sort(jnp.log(-(-x)))[1:], lambda x: jnp.log(x[1:])),
+    (lambda x: jax.lax.cummax(jnp.log(x))[1:], lambda x: jnp.log(x[1:])),
+    (lambda x: jax.lax.cummin(1 / x)[1:], lambda x: 1 / x[1:]),
+    (lambda x: jax.lax.top_k(jnp.sqrt(x), 2)[0], lambda x: jnp.sqrt(x[:0:-1])),
+    (lambda x: jnp.sqrt(x)[jnp.argmax(x)], lambda x: jnp.sqrt(x[2])),
+    (lambda x: jax.lax.dynamic_slice(jnp.log(x), (jnp.argmax(x) - 1,), (2,)), lambda x: jnp.log(x[1:])),
+    (lambda x: jnp.sqrt(x).at[0].set(x[1]), lambda x: jnp.stack([x[1], *jnp.sqrt(x[1:])])),
+    (lambda x: jax.lax.dynamic_update_slice(jnp.sqrt(x), x[1:], (0,)), lambda x: jnp.stack([*x[1:], jnp.sqrt(x[2])])),
+    (lambda x: jax.lax.pad(jnp.sqrt(x), jnp.array(0.0), [(-1, 1, 1)]), lambda x: jnp.stack([0 * x[0], jnp.sqrt(x[1]), 0 * x[0], jnp.sqrt(x[2]), 0 * x[0]])),
+    (lambda x: jnp.concatenate([jnp.log(x)[1:], x]), lambda x: jnp.concatenate([jnp.log(x[1:]), x])),
+    (lambda x: jnp.split(jnp.sqrt(x), [1])[1], lambda x: jnp.sqrt(x[1:])),
+    (lambda x: jax.ops.segment_sum(jnp.log(x), jnp.array([7, 1, 1]), 2), lambda x: jnp.stack([0 * x[0], jnp.sum(jnp.log(x[1:]))])),
+    (lambda x: jax.ops.segment_max(jnp.sqrt(x), jnp.array([1, 1, 0]), 2), lambda x: jnp.sqrt(x[:0:-1])),
+    (lambda x: jnp.zeros(2).at[jnp.array([1, 1, 0])].min(-jnp.sqrt(x)), lambda x: -jnp.sqrt(x[:0:-1])),
+    (lambda x: jnp.prod(jnp.where(x > 0, jnp.sqrt(x), 2.0)), lambda x: 2 * jnp.sqrt(x[1] * x[2])),
+    (lambda x: jnp.cumsum(jnp.log(x)[::-1])[:2], lambda x: jnp.cumsum(jnp.log(x[:0:-1]))),
+    (lambda x: jax.lax.cumlogsumexp(_rows(x), 1)[1:], lambda x: jax.lax.cumlogsumexp(_rows_taken(x), 1)),
+    (lambda x: jnp.cumprod(_rows(x), 1)[1:], lambda x: jnp.cumprod(_rows_taken(x), 1)),
+    (lambda x: jnp.prod(_rows(x), 1)[1:], lambda x: jnp.prod(_rows_taken(x), 1)),
+    (lambda x: jnp.convolve(jnp.sqrt(x), jnp.array([2.0, 1.0]))[2:], lambda x: jnp.stack([2 * jnp.sqrt(x[2]) + jnp.sqrt(x[1]), jnp.sqrt(x[2])])),
+    (lambda x: (_rows(x) @ _B)[1:], lambda x: _rows_taken(x) @ _B),
+    (lambda x: (_B.T @ _rows(x).T)[:, 1:], lambda x: _B.T @ _rows_taken(x).T),
+    (lambda x: (_rows(x) @ jnp.sqrt(x[1:]))[1:], lambda x: _rows_taken(x) @ jnp.sqrt(x[1:])),
+    (lambda x: jnp.einsum("bi,bj->jbi", _rows(x), _rows(x))[:, 1:], lambda x: jnp.einsum("bi,bj->jbi", _rows_taken(x), _rows_taken(x))),
+    (lambda x: jnp.einsum("ib,bji->bj", _rows(x).T, _matrices(x))[1:], lambda x: jnp.einsum("bi,bji->bj", _rows_taken(x), _matrices(x[1:]))),
+    (lambda x: jnp.linalg.cholesky(_matrices(x))[1:], lambda x: jnp.linalg.cholesky(_matrices(x[1:]))),
+    (lambda x: _solve(_matrices(x))[1:], lambda x: _solve(_matrices(x[1:]))),
+    (lambda x: jax.vmap(_branch)(x), lambda x: jnp.stack([3 * x[0], *jnp.sqrt(x[1:])])),
+    (lambda x: [_branch(y) for y in x], lambda x: [3 * x[0], *jnp.sqrt(x[1:])]),
+    (lambda x: jax.lax.switch(jnp.argmax(x), [jnp.log, jnp.sqrt, lambda x: jnp.sqrt(x)[1:][jnp.array([0, 0, 1])]], x), lambda x: jnp.sqrt(x[jnp.array([1, 1, 2])])),
+    (_resets, _resets_taken),
+    (lambda x: _resets(x, True), lambda x: _resets_taken(x, True)),
+    (jax.checkpoint(jax.jit(_resets)), _resets_taken),
+    (_weights_in_scan, _weights_in_scan_taken),
+    (lambda x: jnp.where(x > 0, jax.lax.fori_loop(0, 2, lambda _, h: jnp.sqrt(h), x), x), lambda x: jnp.stack([x[0], *x[1:] ** 0.25])),
+    (lambda x: jnp.where(x > 0, root(x), x), lambda x: jnp.stack([x[0], *jnp.sqrt(x[1:])])),
+    (lambda x: root_of_ours(x)[1:], lambda x: jnp.sqrt(x[1:])),
+    (lambda x: jax.jit(root)(x)[1:], lambda x: jnp.sqrt(x[1:])),
+    (lambda x: jnp.where(x > 0, x[1] * (x / jnp.array([0.0, 1.0, 2.0])), 0.0), lambda x: jnp.stack([0 * x[0], x[1] ** 2, x[1] * x[2] / 2])),
+    (lambda x: jnp.where(x > 0, x[1] ** (1 / jnp.array([0.0, 1.0, 2.0])), 0.0), lambda x: jnp.stack([0 * x[0], x[1], jnp.sqrt(x[1])])),
+    (lambda x: jnp.real(jnp.fft.ifft(jnp.fft.fft(jnp.sqrt(x[1:])))), lambda x: jnp.sqrt(x[1:])),
+    (lambda x: jax.lax.reduce_window(jnp.sqrt(x), -jnp.inf, jax.lax.max, (2,), (1,), "valid"), lambda x: jnp.sqrt(x[1:])),
+]  # fmt: skip
+
+
+def _all_modes(fns):
+    """Each row has its own input, so that one derivative is that of each row."""
+    outputs = lambda xs: [f(x) for f, x in zip(fns, xs, strict=True)]
+    wave = lambda y: jnp.cos(1 + jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+
+    def run(transform, xs):
+        outs, pull = jax.vjp(transform(outputs), xs)
+        forward = jax.jvp(transform(outputs), (xs,), ([wave(x) for x in xs],))[1]
+        return list(zip(outs, *pull(jax.tree.map(wave, outs)), forward, strict=True))
+
+    return run
+
+
+@pytest.mark.parametrize("table", ["singular", "selections"])
+def test_zero_safe(table):
+    """All rows in one function, which is transformed once."""
+    pairs = SELECTIONS
+    if table == "singular":
+        masked = lambda f, ok: lambda x: jnp.where(ok(x), f(x), x * x)
+        pairs = [(masked(f, ok), twice(f, ok)) for f, ok in SINGULAR]
+    fns, taken = zip(*pairs, strict=True)
+    xs = [Z] * len(fns)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        got = jax.jit(lambda xs: _all_modes(fns)(eqg.zero_safe, xs))(xs)
+        want = jax.jit(lambda xs: _all_modes(taken)(lambda f: f, xs))(xs)
+    for i, row in enumerate(zip(got, want, strict=True)):
+        for x, y in zip(*map(jax.tree.leaves, row), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-5, err_msg=f"row {i}")
