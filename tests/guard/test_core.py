@@ -162,6 +162,7 @@ ARITHMETIC = {
         (t.where(F > 0, None, F), array(0, -2)),
         (t.where(F > 0, (F, None), (G, H)), (array(1, 5), bf16(0, 4))),
         (t.where(True, F, C), F.astype("complex64")),
+        (t.where(False, C, F), F.astype("complex64")),
         (t.where(False, F, C), C),
         (t.where(np.array([[True], [False]]), np.eye(2), np.ones((2, 2))),
          array([1, 0], [1, 1])),
@@ -848,3 +849,183 @@ def test_zero_safe(table):
     for i, row in enumerate(zip(got, want, strict=True)):
         for x, y in zip(*map(jax.tree.leaves, row), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-5, err_msg=f"row {i}")
+
+
+@pytest.mark.parametrize("policy", ["selected", "zero"])
+def test_zero_safe_keeps_what_is_taken(policy):
+    """What nothing drops is infinite or NaN as it was, unless an exact zero wins."""
+    zero_wins = policy == "zero"
+    rows = [
+        (jnp.sqrt, np.inf),
+        (lambda x: jnp.where(x >= 0, jnp.sqrt(x), x), np.inf),
+        (lambda x: jnp.maximum(jnp.sqrt(x), 0.0), np.inf),
+        (lambda x: jnp.arctan2(x, x), np.nan),
+        (lambda x: jnp.sqrt(x) ** 2, 0.0 if zero_wins else np.nan),
+        (lambda x: x / (1 + jnp.sqrt(x)), 1.0 if zero_wins else np.nan),
+        (lambda x: jnp.linalg.norm(x * jnp.ones(2)), 0.0 if zero_wins else np.nan),
+        (lambda x: jnp.sqrt(x * jnp.ones(2) @ (x * jnp.ones(2))), 0.0 if zero_wins else np.nan),
+        (lambda x: 3 * jnp.cos(x) + x * jnp.exp(x) + jnp.sin(5 * x), 6.0),
+        (lambda x: jax.lax.scan(lambda h, _: (jnp.sqrt(h) ** 2, h), x, None, 2)[0],
+         0.0 if zero_wins else np.nan),
+        (lambda x: jnp.abs(jax.lax.complex(x, 2 + x)) + jnp.imag(jax.lax.complex(x, 5 * x)), 6.0),
+    ]  # fmt: skip
+    fns, want = zip(*rows, strict=True)
+    safe = eqg.zero_safe(lambda xs: [f(x) for f, x in zip(fns, xs, strict=True)], policy=policy)
+    total = lambda xs: jnp.sum(jnp.stack(safe(xs)))
+    zeros = [jnp.array(0.0)] * len(rows)
+    found = jax.jit(lambda xs: (jax.grad(total)(xs), jax.jvp(safe, (xs,), ([x + 1 for x in xs],))))
+    gradient, (_, forward) = found(zeros)
+    np.testing.assert_allclose(gradient, want, rtol=1e-6)
+    np.testing.assert_allclose(forward, want, rtol=1e-6)
+
+
+# Nothing can be singular here, as bounds of the operands tell.
+HEALTHY = [
+    lambda x: jnp.sqrt(1 + x * x), lambda x: jnp.log(2 + jnp.tanh(x)), lambda x: 1 / (2 + jnp.sin(x)),
+    lambda x: jnp.log1p(jnp.abs(x)), lambda x: jnp.exp(-x * x) / (1 + x**2), lambda x: jnp.sqrt(jnp.maximum(x, 0.5)),
+    lambda x: jnp.log(jnp.clip(x, 0.1, 2.0)), lambda x: jnp.arcsin(0.5 * jnp.cos(x)), lambda x: (3 - jax.lax.erf(x)) ** -2,
+    lambda x: jnp.log(1.5 - jax.nn.sigmoid(x)), lambda x: jnp.sqrt(jnp.cosh(jnp.sin(x))), lambda x: jnp.exp(jnp.minimum(x, 1.0)),
+    lambda x: jax.nn.relu(jnp.tanh(x) - 0.1), lambda x: (1 + jnp.abs(x)) ** 0.3, lambda x: jax.lax.rsqrt(jnp.mean(x**2) + 1.0) * x,
+    lambda x: jnp.where(x > 0, jnp.tanh(x), x), lambda x: jax.lax.scan(lambda h, x: (jnp.tanh(h + x), h), x[0], x)[1],
+    lambda x: x / jnp.exp(jnp.sin(x) + 1), lambda x: 1 / (2 - 1 / (1 + x * x)), lambda x: jnp.sqrt(3 + jnp.sort(jnp.sin(x))),
+]  # fmt: skip
+
+
+def test_zero_safe_costs_nothing_where_all_is_finite():
+    with jax.numpy_rank_promotion("allow"):
+        for i, f in enumerate(HEALTHY):
+            size = lambda f: str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(f(x))))(Z)).count(" = ")
+            assert size(eqg.zero_safe(f)) == size(f), i
+
+
+# ---------------------------------------------------------------- zeros that rules multiply
+
+X3 = jnp.array([0.5, -1.0, 2.0])
+T, BAD = jnp.array([1.0, 2.0, 3.0]), jnp.array([jnp.inf, jnp.nan, -jnp.inf])
+_lower = jnp.array([[2.0, 0, 0], [1, 3, 0], [0, 1, 4]])
+
+
+def _zeros_in_scan(d, t, bad):
+    def step(carry, x):
+        a, b, c = carry
+        return (a * bad, (2 + x) * b, b + a * bad), a * bad + c
+
+    return jax.lax.scan(step, (d, t, d), jnp.ones(3))
+
+
+def _zeros_as_inputs(d, t, bad):
+    xs = {"d": jnp.stack([d, d]), "t": jnp.stack([t, 2 * t])}
+    return jax.lax.scan(lambda h, x: (h + x["d"] * bad + t, x["t"] + h), t, xs, reverse=True)
+
+
+def _zeros_in_fori(d, t, bad):
+    body = lambda i, s: (s[0] * bad, s[1] + t * (1 + i), s[2] + s[0] * bad + s[1])
+    return jax.lax.fori_loop(0, 3, body, (d, t, t))
+
+
+def _zeros_in_cond(d, t, bad, pred=True):
+    branches = lambda d, t: (d * bad, t, d), lambda d, t: (d, 2 * t, 5 * t)
+    return jax.lax.cond(jnp.array(pred), *branches, d, t)
+
+
+# Linear in `d` and `t` together, of which the first is zero and multiplies what is not finite.
+LINEAR = [
+    lambda d, t, bad: (d * bad, t * T, bad * d + t),
+    lambda d, t, bad: (jnp.dot(d, bad) + jnp.dot(t, T), jnp.outer(bad, d), T @ jnp.outer(t, T)),
+    lambda d, t, bad: (d * bad - t, t - bad * d, -d * bad - (-t)),
+    lambda d, t, bad: d / (1 / bad) + t / T,
+    lambda d, t, bad: (jnp.where(T > 1, d * bad, t), jnp.where(T > 1, t, 0.0)),
+    lambda d, t, bad: jnp.concatenate([d * bad, t])[::-1].reshape(2, 3).T,
+    lambda d, t, bad: jnp.pad(d * bad, 1)[1:-1] + t,
+    lambda d, t, bad: (d * bad)[1] + t.at[0].add((d * bad)[0]),
+    lambda d, t, bad: t.at[1].set(0.0) + d.at[jnp.array([0, 2])].set(t[:2], unique_indices=True),
+    lambda d, t, bad: (d * bad).astype(jnp.float16).astype(t.dtype) + t,
+    lambda d, t, bad: jax.lax.optimization_barrier((d * bad, t))[1],
+    lambda d, t, bad: jax.jit(lambda d, t: (d * bad + t, d * bad))(d, t),
+    lambda d, t, bad: jax.checkpoint(lambda d, t: (d * bad, d * bad + jnp.sin(T) * t))(d, t),
+    lambda d, t, bad: jnp.zeros(3).at[jnp.array([0, 2])].add(d[:2]) * bad + t,
+    lambda d, t, bad: d.at[1].set(0.0) * bad + t,
+    lambda d, t, bad: jax.lax.dynamic_update_slice(jnp.zeros(3), d[:2], (0,)) * bad + t,
+    lambda d, t, bad: jnp.concatenate([jnp.zeros(1), d[1:]]) * bad + jnp.cumsum(t),
+    lambda d, t, bad: jax.lax.dynamic_slice(t + d * bad, (jnp.argmax(T) - 1,), (2,)),
+    lambda d, t, bad: (d * bad + t[0], t - (d * bad)[0], (d * bad)[0] - t),
+    lambda d, t, bad: jax.scipy.linalg.solve_triangular(_lower, d * bad + t, lower=True),
+    lambda d, t, bad: jnp.convolve(T, d * bad) + jnp.convolve(t, T),
+    lambda d, t, bad: jnp.real(jnp.fft.fft(jax.lax.complex(t, d * bad))),
+    lambda d, t, bad: jnp.real(jnp.conj(jax.lax.complex(d * bad, t)) * (2 + 3j)),
+    lambda d, t, bad: jax.lax.reduce_window(t + d * bad, 0.0, jax.lax.add, (2,), (1,), "valid"),
+    lambda d, t, bad: jnp.stack(jnp.split(d * bad + t, 3)) * jnp.ones((1, 2)),
+    lambda d, t, bad: jnp.einsum("i,bij->bj", t, jnp.ones((2, 3, 3))) + jnp.sum(d * bad),
+    _zeros_in_scan,
+    _zeros_as_inputs,
+    _zeros_in_fori,
+    _zeros_in_cond,
+    lambda d, t, bad: _zeros_in_cond(d, t, bad, False),
+    lambda d, t, bad: jax.lax.scan(lambda h, _: (h + jax.jit(lambda: d * bad + t)(), None), t, None, 2)[0],
+]  # fmt: skip
+
+
+def _all_linear(d, t, bad):
+    return [leaf for f in LINEAR for leaf in jax.tree.leaves(f(d, t, bad))]
+
+
+def test_terms_of_zeros_are_dropped():
+    """Of a forward rule, and of a backward rule whose first output is not used."""
+    f = eqg.custom_jvp(lambda d, t: _all_linear(d, t, jnp.ones(3)))
+
+    @f.def_jvp
+    def f_jvp(primals, ts):
+        return f(*primals), _all_linear(*ts, BAD)
+
+    outs = jax.eval_shape(f, T, T)
+    g = eqg.custom_vjp(lambda xs: (jnp.sum(xs[0]) * T, jnp.sum(xs[1]) * T))
+    g.def_fwd(lambda xs: (g(xs), None))
+    g.def_bwd(lambda _, ct: (_all_linear(*ct, BAD),))
+    cts = [jnp.cos(1 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in outs]
+
+    @jax.jit
+    def run(t):
+        of_t = lambda t: f(T, t)
+        forward = jax.jvp(of_t, (T,), (t,))[1]
+        (reverse,) = jax.vjp(of_t, T)[1](cts)
+        backward = jax.grad(lambda xs: jnp.sum(g(xs)[1] * t))([jnp.ones(x.shape, x.dtype) for x in outs])
+        return forward, reverse, backward
+
+    @jax.jit
+    def plain(t):
+        of_t = lambda t: _all_linear(0 * t, t, jnp.ones(3))
+        out, pull = jax.vjp(of_t, t)
+        return out, pull(cts)[0], out
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        got, want = run(X3), plain(X3)
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tangent", "why"),
+    [
+        (lambda x, t: jnp.sin(t), "applies `sin`"),
+        (lambda x, t: t * t, "multiplies a tangent by a tangent"),
+        (lambda x, t: x * t + 1, "adds something"),
+        (lambda x, t: x, "no tangent multiplies"),
+        (lambda x, t: x / t, "divides by a tangent"),
+        (lambda x, t: t**3, "power 3"),
+        (lambda x, t: jnp.where(t > 0, t, 2 * t), "applies `gt`"),
+        (lambda x, t: jnp.round(t), "applies `round`"),
+        (lambda x, t: t.astype(jnp.int32).astype(t.dtype), "int32"),
+        (lambda x, t: jnp.dot(t, t) * x, "multiplies"),
+        (lambda x, t: jax.lax.scan(lambda h, s: (h + s**2, h), 0 * x[0], t)[1], "multiplies|square|power"),
+        (lambda x, t: jax.lax.scan(lambda h, s: (h + 1, s * h), 1.0 * t[0], t)[1], "adds|multiplies"),
+        (lambda x, t: jax.lax.cond(x[0] > 0, lambda t: t, lambda t: jnp.exp(t), t), "applies `exp`"),
+        (lambda x, t: jax.lax.cond(x[0] > 9, lambda t: jnp.tanh(t), lambda t: t, t), "applies `tanh`"),
+        (lambda x, t: jax.jit(jnp.abs)(t), "applies `abs`"),
+        (lambda x, t: jnp.sort(t), "applies `sort`"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_not_linear(tangent, why):
+    f = eqg.custom_jvp(jnp.sin)
+    f.def_jvp(lambda primals, ts: (jnp.sin(*primals), tangent(*primals, *ts)))
+    with pytest.raises(eqg.RuleError, match=why):
+        jax.grad(lambda x: jnp.sum(f(x)))(X3)
