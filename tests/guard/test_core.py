@@ -4,6 +4,7 @@ decorators, what is compiled once, and loops whose zeros are known.
 The references are NumPy, plain JAX, and JAX's and Equinox's own decorators.
 """
 
+import collections
 import copy
 import dataclasses
 import functools as ft
@@ -80,7 +81,7 @@ class Plain:
 
 
 class Keyed(Plain):
-    pass
+    """The same with the names of its parts."""
 
 
 _flatten = lambda p: ((p.mean, p.rest), None)
@@ -384,11 +385,8 @@ def derivatives(fn, *args):
     """The value, the gradients, and those of a batch of the first argument."""
     every = range(len(args))
     of_batch = jax.vmap(jax.grad(fn, every), (0, *[None] * (len(args) - 1)))
-    return (
-        fn(*args),
-        jax.grad(fn, every)(*args),
-        jax.jit(of_batch)(jnp.stack([X, Y]), *args[1:]),
-    )
+    found = fn(*args), jax.grad(fn, every)(*args)
+    return *found, jax.jit(of_batch)(jnp.stack([X, Y]), *args[1:])
 
 
 _with = lambda program, **options: lambda *args: program(*args, **options)
@@ -405,11 +403,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-class Decorators(NamedTuple):
-    jvp: Any
-    vjp: Any
-
-
+Decorators = collections.namedtuple("Decorators", "jvp vjp")
 JAX = Decorators(jax.custom_jvp, jax.custom_vjp)
 OURS = Decorators(eqg.jax_custom_jvp, eqg.jax_custom_vjp)
 EQUINOX = Decorators(eqx.filter_custom_jvp, eqx.filter_custom_vjp)
@@ -845,9 +839,7 @@ def test_terms_of_zeros_are_dropped():
         of_t = lambda t: f(T, t)
         forward = jax.jvp(of_t, (T,), (t,))[1]
         (reverse,) = jax.vjp(of_t, T)[1](cts)
-        backward = jax.grad(lambda xs: jnp.sum(g(xs)[1] * t))(
-            [jnp.ones(x.shape, x.dtype) for x in outs]
-        )
+        backward = jax.grad(lambda xs: jnp.sum(g(xs)[1] * t))(cts)
         return forward, reverse, backward
 
     @jax.jit
@@ -862,30 +854,24 @@ def test_terms_of_zeros_are_dropped():
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("tangent", "why"),
-    [
-        (lambda x, t: jnp.sin(t), "applies `sin`"),
-        (lambda x, t: t * t, "multiplies a tangent by a tangent"),
-        (lambda x, t: x * t + 1, "adds something"),
-        (lambda x, t: x * t + np.array([0, 1, 0], "float32"), "adds something"),
-        (lambda x, t: x, "no tangent multiplies"),
-        (lambda x, t: x / t, "divides by a tangent"),
-        (lambda x, t: t**3, "power 3"),
-        (lambda x, t: jnp.where(t > 0, t, 2 * t), "applies `gt`"),
-        (lambda x, t: jnp.round(t), "applies `round`"),
-        (lambda x, t: t.astype(jnp.int32).astype(t.dtype), "int32"),
-        (lambda x, t: jnp.dot(t, t) * x, "multiplies"),
-        (lambda x, t: scan(lambda h, s: (h + s**2, h), 0 * x[0], t)[1], "multipl|square|power"),
-        (lambda x, t: scan(lambda h, s: (h + 1, s * h), 1.0 * t[0], t)[1], "adds|multiplies"),
-        (lambda x, t: jax.lax.cond(x[0] > 0, lambda t: t,
-         lambda t: jnp.exp(t), t), "applies `exp`"),
-        (lambda x, t: jax.lax.cond(x[0] > 9, lambda t: jnp.tanh(t),
-         lambda t: t, t), "applies `tanh`"),
-        (lambda x, t: jax.jit(jnp.abs)(t), "applies `abs`"),
-        (lambda x, t: jnp.sort(t), "applies `sort`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tangent", "why"), [
+    (lambda x, t: jnp.sin(t), "applies `sin`"),
+    (lambda x, t: t * t, "multiplies a tangent by a tangent"),
+    (lambda x, t: x * t + 1, "adds something"),
+    (lambda x, t: x * t + np.array([0, 1, 0], "float32"), "adds something"),
+    (lambda x, t: x, "no tangent multiplies"), (lambda x, t: x / t, "divides by a tangent"),
+    (lambda x, t: t ** 3, "power 3"), (lambda x, t: jnp.where(t > 0, t, 2 * t), "applies `gt`"),
+    (lambda x, t: jnp.round(t), "applies `round`"),
+    (lambda x, t: t.astype(jnp.int32).astype(t.dtype), "int32"),
+    (lambda x, t: jnp.dot(t, t) * x, "multiplies"),
+    (lambda x, t: scan(lambda h, s: (h + s ** 2, h), 0 * x[0], t)[1], "multipl|square|power"),
+    (lambda x, t: scan(lambda h, s: (h + 1, s * h), 1.0 * t[0], t)[1], "adds|multiplies"),
+    (lambda x, t: jax.lax.cond(x[0] > 0, lambda t: t, lambda t: jnp.exp(t), t),
+     "applies `exp`"),
+    (lambda x, t: jax.lax.cond(x[0] > 9, lambda t: jnp.tanh(t), lambda t: t, t),
+     "applies `tanh`"), (lambda x, t: jax.jit(jnp.abs)(t), "applies `abs`"),
+    (lambda x, t: jnp.sort(t), "applies `sort`"),
+])  # fmt: skip
 def test_a_rule_that_is_not_linear(tangent, why):
     f = eqg.custom_jvp(jnp.sin)
     f.def_jvp(lambda primals, ts: (jnp.sin(*primals), tangent(*primals, *ts)))
@@ -941,16 +927,13 @@ def _with_closure():
         "NumPy array": lambda: lambda h, x: (h * array + x, h),
         "list": lambda: lambda h, x: (h * listed[0] + x, h),
         "tuple of a list": lambda: ft.partial(lambda s, h, x: (h * s[0][0] + x, h), (listed,)),
-        "attribute": lambda: lambda h, x: (h * box.scale + x, h),
-        "object": lambda: box,
-        "bound method": lambda: box.__call__,
-        "partial": lambda: ft.partial(partial, scale),
-        "default": lambda: by_default,
-        "keyword default": lambda: by_keyword,
+        "attribute": lambda: lambda h, x: (h * box.scale + x, h), "object": lambda: box,
+        "bound method": lambda: box.__call__, "partial": lambda: ft.partial(partial, scale),
+        "default": lambda: by_default, "keyword default": lambda: by_keyword,
         "module": lambda: Step(jnp.asarray(scale), 1),
         "traced power": lambda: Step(jnp.asarray(2.0), 1 if scale == 2 else 2),
         "inner function": lambda: lambda h, x: ((lambda: h * SCALE)() + x, h),
-    }
+    }  # fmt: skip
     return steps, change
 
 
@@ -1026,26 +1009,16 @@ CARRIES = {
 }  # fmt: skip
 
 
-def _by_hand(init, step, reverse=False):
-    h, ys = init, []
-    for x in T[::-1] if reverse else T:
-        h, y = step(h, x)
-        ys.append(y)
-    return h, ys[::-1] if reverse else ys
-
-
 @pytest.mark.parametrize("kind", CARRIES)
 def test_carries(kind):
     init, step = CARRIES[kind]
-    h, ys = _by_hand(init, step, reverse=True)
-    arrays = lambda tree: [
-        jax.random.key_data(x)
-        if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
-        else x
-        for x in jax.tree.leaves(tree)
-        if eqx.is_array_like(x)
-    ]
-    numbers = lambda tree: [np.asarray(x, "complex64") for x in arrays(tree)]
+    h, ys = init, []
+    for x in T[::-1]:
+        h, y = step(h, x)
+        ys.insert(0, y)
+    is_key = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
+    array = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x, "complex64")
+    numbers = lambda tree: [array(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
     for options in ({}, {"checkpoint": 2}, {"unroll": 3}):
         got, got_ys = eqg.filter_scan(step, init, T, reverse=True, **options)
         assert jax.tree.structure(got) == jax.tree.structure(h)
