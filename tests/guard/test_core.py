@@ -24,13 +24,9 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrima
 from ..helpers import compilations
 
 
-def is_none(x):
-    return x is None
-
-
-def assert_same(got: Any, want: Any, rtol: float = 1e-6, name: str = "") -> None:
+def assert_same(got: Any, want: Any, name: str = "") -> None:
     """Trees of one structure, `None` being a leaf, with the same arrays and dtypes."""
-    pairs = [jax.tree.flatten(tree, is_leaf=is_none) for tree in (got, want)]
+    pairs = [jax.tree.flatten(tree, is_leaf=lambda x: x is None) for tree in (got, want)]
     assert pairs[0][1] == pairs[1][1], f"{name}: {got} instead of {want}"
     for x, y in zip(pairs[0][0], pairs[1][0], strict=True):
         if not eqx.is_array(y):
@@ -39,7 +35,7 @@ def assert_same(got: Any, want: Any, rtol: float = 1e-6, name: str = "") -> None
         assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{name}: {x!r} instead of {y!r}"
         if x.dtype != jax.dtypes.float0:
             wide = lambda x: np.asarray(x).astype(np.result_type(x.dtype, np.float32))
-            np.testing.assert_allclose(wide(x), wide(y), rtol=rtol, atol=1e-7, err_msg=name)
+            np.testing.assert_allclose(wide(x), wide(y), rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def array(*xs: Any, dtype: str = "float32") -> np.ndarray:
@@ -54,7 +50,6 @@ C, D = array(1 + 2j, -3j, dtype="complex64"), array(2 - 1j, 4 + 1j, dtype="compl
 NO_TANGENT = np.zeros(2, jax.dtypes.float0)
 SYMBOLIC = SymbolicZero(jax.core.ShapedArray((2,), jnp.dtype("float32")))
 INF = array(np.inf, np.nan)
-ONE, TWO = np.float32(1), np.float32(2)
 AsArray = type("AsArray", (), {"__jax_array__": lambda self: jnp.asarray(G)})
 MIXED = {"a": (F, None), "b": [None, H], "c": C}
 PRIMAL = {"a": (G, 3.5), "b": [np.array([1, 2]), H], "c": D, "d": "static", "e": None}
@@ -101,7 +96,7 @@ ARITHMETIC = {
         (t.add(), None), (t.add(None, None), None), (t.add(F), F), (t.add(F, G, F), F + G + F),
         (t.add(F, H), F + np.asarray(H, "float32")), (t.add(H, H).dtype, jnp.bfloat16),
         (t.add(F, C), F + C), (t.add(AsArray(), F), G + F), (t.add(NO_TANGENT, F, SYMBOLIC), F),
-        (t.add(NO_TANGENT, SYMBOLIC), None), (t.add(2.0, ONE), np.float32(3)),
+        (t.add(NO_TANGENT, SYMBOLIC), None), (t.add(2.0, np.float32(1)), np.float32(3)),
         (t.add(MIXED, None, {"a": (G, F), "b": None, "c": None}),
          {"a": (F + G, F), "b": [None, H], "c": C}),
         (t.add({"x": (None, F)}, {"x": None}), {"x": (None, F)}),
@@ -204,7 +199,6 @@ def test_arithmetic(name):
         pairs = ARITHMETIC[name](tangents)
     for i, (got, want) in enumerate(pairs):
         assert_same(got, want, name=f"{name} {i}")
-    assert name in tangents.__dict__
 
 
 # ---------------------------------------------------------------- users' classes in rules
@@ -522,34 +516,26 @@ CUBES = {of.__name__: give_rules(of(cube), lambda t: 5 * t) for of in DECORATORS
 
 
 @pytest.mark.parametrize("name", CUBES)
-def test_a_decorated_function_is_a_good_citizen(name):
+def test_a_decorated_function_is_a_good_citizen(name, monkeypatch):
     f = CUBES[name]
     assert (f.__name__, f.__doc__, f.__wrapped__) == ("cube", "The cube.", cube)
-    assert f.__module__ == __name__
-    assert list(inspect.signature(f).parameters) == ["x", "y"]
+    assert (f.__module__, [*inspect.signature(f).parameters]) == (__name__, ["x", "y"])
     assert "cube" in repr(f)
-    assert hash(f) == hash(f)
-    assert f == f
-    for other in (f, copy.copy(f), copy.deepcopy(f), jax.jit(f), eqx.filter_jit(f)):
+    assert {f: 1}[f] == 1
+    monkeypatch.setitem(globals(), "cube", f)  # what a pickle finds by name
+    copies = copy.copy(f), copy.deepcopy(f), pickle.loads(pickle.dumps(f))
+    for other in (f, *copies, jax.jit(f), eqx.filter_jit(f)):
         assert jax.grad(other)(2.0) == 5.0
         assert other(2.0) == 8.0
     assert jax.vmap(jax.grad(f))(X).tolist() == [5.0, 5.0]
-    assert jax.make_jaxpr(f)(2.0) is not None
     assert f(2.0, 3.0) == 24.0
     # The rules that are in force when the function is called.
-    g = type(f)(cube)
+    g = type(f)(f.__wrapped__)
     for factor in (7, 11):
         give_rules(g, lambda t, factor=factor: factor * t)
         assert jax.grad(g)(2.0) == factor
         assert jax.jit(lambda x: jax.grad(g)(x))(2.0) == factor
     assert jax.grad(f)(2.0) == 5.0
-
-
-def test_pickles(monkeypatch):
-    """By name: another process gets the function that has the rules there."""
-    for name, f in CUBES.items():
-        monkeypatch.setitem(globals(), "cube", f)
-        assert jax.grad(pickle.loads(pickle.dumps(f)))(2.0) == 5.0, name
 
 
 # ---------------------------------------------------------------- what is compiled once
