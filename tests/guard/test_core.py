@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrimal, SymbolicZero
+from jax.sharding import AxisType, PartitionSpec as P
 
 from ..helpers import compilations
 
@@ -90,6 +91,9 @@ jax.tree_util.register_pytree_with_keys(
 LAYER = Layer(jnp.ones((2, 2)), jnp.ones(2), Pair(jnp.ones(2), jnp.array(1)), "name")
 bf16 = lambda *xs: jnp.array(xs, jnp.bfloat16)
 
+MESH = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+sharded = lambda fn: jax.shard_map(fn, mesh=MESH, in_specs=(P("i"), P()), out_specs=P())
+
 # What a function of `tangents` returns, and what it should.
 ARITHMETIC = {
     "add": lambda t: [
@@ -149,6 +153,7 @@ ARITHMETIC = {
         (t.materialize(jax.random.key(0), None), np.zeros((), jax.dtypes.float0)),
         (t.materialize(Pair(H, (G,)), Pair(None, (2 * F,))), Pair(0 * H, (2 * F,))),
         (t.materialize(np.array([1, 2]), np.array([0, 0])), NO_TANGENT),
+        (t.materialize([np.array(["s"]), np.ma.masked_array([1.0])], None), [None, None]),
     ],
     "zeros_like": lambda t: [
         (t.zeros_like(PRIMAL), jax.tree.map(lambda _: None, PRIMAL)),
@@ -175,7 +180,7 @@ ARITHMETIC = {
         (t.project(2.0, 1.0), np.float32(2)),
         (t.project(("t", jnp.cos), ("s", jnp.sin)), (None, None)),
         (t.project(F, jax.ShapeDtypeStruct((), jnp.float32)), np.float32(-1)),
-        (t.project(F, G), F),
+        (sharded(t.project)(np.arange(4.0, dtype="float32"), F), array(2, 4)),
     ],
     "of": lambda t: [
         (t.of(LAYER, bias=F), Layer(None, F, Pair(None, None), "name")),
