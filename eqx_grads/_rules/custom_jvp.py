@@ -220,7 +220,8 @@ def _not_transposable(rule, call, ts, reasons):
         same = LinearMap(rule.name, lambda residuals, t: t, transpose, [jax.typeof(t)])
         return linear_call(same, [], [t])[0]
 
-    return [checked(t, reasons[i]) if i in reasons else t for i, t in enumerate(ts)]
+    is_checked = lambda i, t: i in reasons and t is not None  # a zero has a transpose
+    return [checked(t, reasons[i]) if is_checked(i, t) else t for i, t in enumerate(ts)]
 
 
 def _without_dead_terms(rule, call, run, inexact):
