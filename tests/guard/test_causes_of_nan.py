@@ -1,0 +1,536 @@
+"""The causes of a NaN: which formula, layout, step and element `explain_nan` names.
+
+A row has a loss, and the point at which it is not finite. The fields of the records are those
+that one reads off the loss by hand.
+"""
+
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, nn
+
+
+Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
+ONES2, EMPTY = np.ones((2, 2), "float32"), np.full(2, -np.inf, "float32")
+BIG = np.array([9e3, 0.0], "float32")
+sqrt, log, exp, total = jnp.sqrt, jnp.log, jnp.exp, jnp.sum
+norm, mean = jnp.linalg.norm, jnp.mean
+
+
+def rms(x, axis=None):
+    return sqrt(mean(x**2, axis))
+
+
+def over(x, y):
+    return exp(x) / total(exp(y))
+
+
+def shift(x):
+    return x - jnp.max(x)
+
+
+# ---------------------------------------------------------------- formulas
+
+# A loss, the point, the function that the cure names, and one that is another function.
+CURES = {
+    "log of softmax": (lambda x: log(nn.softmax(x))[1], BIG, "safe.log_softmax(x)",
+                       "nn.logsumexp"),
+    "by hand": (lambda x: log(over(x, x))[1], [5.0, -2e3], "safe.log_softmax", "logsumexp"),
+    "entropy": (lambda x: (lambda p: -total(p * log(p)))(nn.softmax(x)), BIG, "safe.entropy(p)",
+                "log_softmax"),
+    "log1p of exp": (lambda x: total(jnp.log1p(exp(x))), BIG, "nn.softplus", "logaddexp"),
+    "log of 1 + exp": (lambda x: total(log(1 + exp(x))), BIG, "nn.softplus", "logaddexp"),
+    "logsumexp": (lambda x: log(total(exp(x))), BIG, "nn.logsumexp(x)`", "softmax"),
+    "logaddexp": (lambda x: log(exp(x[0]) + exp(x[1])), BIG, "jnp.logaddexp", "softplus"),
+    "softmax": (lambda x: over(x, x)[0], BIG, "nn.softmax", "sigmoid"),
+    "softmax, one exp": (lambda x: (lambda e: e / total(e))(exp(x))[0], BIG, "nn.softmax",
+                         "logsumexp"),
+    "attention": (lambda x: (exp(x) @ jnp.arange(2.0)) / total(exp(x)), BIG, "nn.softmax",
+                  "logsumexp"),
+    "sigmoid": (lambda x: total(1 / (1 + exp(-x))), -BIG, "nn.sigmoid(x)", "nn.softmax"),
+    "sigmoid of -x": (lambda x: total(1 / (1 + exp(x))), BIG, "nn.sigmoid(-x)", "softmax"),
+    "exp by 1 + exp": (lambda x: total(exp(x) / (1 + exp(x))), BIG, "nn.sigmoid(x)", "softmax"),
+    "log of sigmoid": (lambda x: log(nn.sigmoid(x[0])), -BIG, "log_sigmoid(x)", "log(x)"),
+    "log of 1 - sigmoid": (lambda x: log(1 - nn.sigmoid(x[0])), BIG, "log_sigmoid(-x)",
+                           "log(x)"),
+    "norm": (norm, Z2, "safe.norm(x)", "safe.std"),
+    "norm by hand": (lambda x: sqrt(total(x * x)), Z2, "safe.norm(x)", "safe.sqrt"),
+    "norm by a product": (lambda x: sqrt(x @ x), Z2, "safe.norm(x)", "safe.sqrt"),
+    "norms of rows": (lambda x: total(sqrt(jnp.einsum("ij,ij->i", x, x))), M2, "safe.norm(x)",
+                      "safe.sqrt"),
+    "length": (lambda x: sqrt(x[0] ** 2 + x[1] ** 2), Z2, "safe.hypot(x, y)", "safe.norm"),
+    "rms": (rms, Z2, "safe.sqrt(jnp.mean(x**2))", "safe.std"),
+    "deviation": (jnp.std, np.ones(2, "float32"), "safe.std(x)", "safe.sqrt"),
+    "of columns": (lambda x: total(rms(x - mean(x, 0)[None], 0)), ONES2, "safe.std(x)", "sqrt("),
+    "of rows": (lambda x: total(rms(x - mean(x, 1)[:, None], 1)), ONES2, "safe.std(x)", "sqrt("),
+    "variance": (lambda x: total(sqrt(jnp.var(x, 0, ddof=1))), ONES2, "safe.std(x)", "norm"),
+    "sign": (lambda x: total(x / jnp.abs(x)), Z2, "jnp.sign", "safe.normalize"),
+    "direction": (lambda x: (x / norm(x))[0], Z2, "safe.normalize(x)", "jnp.sign"),
+    "twice": (lambda x: (2 * x / norm(x))[0], Z2, "safe.normalize(x)", "jnp.sign"),
+    "directions": (lambda x: total(x / norm(x, axis=1, keepdims=True)), M2, "safe.normalize(x)",
+                   "jnp.sign"),
+    "vmap of it": (lambda x: total(jax.vmap(lambda x: x / norm(x))(x)), M2, "safe.normalize(x)",
+                   "jnp.sign"),
+    "log of cosh": (lambda x: total(log(jnp.cosh(x))), BIG, "safe.log_cosh(x)", "expm1"),
+    "log of expm1": (lambda x: total(log(jnp.expm1(x))), BIG, "safe.log_expm1(x)", "cosh"),
+    "expm1 by x": (lambda x: total(jnp.expm1(x) / x), Z2, "safe.expm1_ratio(x)", "log_expm1"),
+    "exp - 1 by x": (lambda x: total((exp(x) - 1) / x), Z2, "safe.expm1_ratio(x)", "sinhc"),
+    "log1p by x": (lambda x: total(jnp.log1p(x) / x), Z2, "safe.log1p_ratio(x)", "sinhc"),
+    "sinh by x": (lambda x: total(jnp.sinh(x) / x), Z2, "safe.sinhc(x)", "expm1_ratio"),
+    "empty softmax": (lambda x: nn.softmax(x - jnp.inf)[0], Z2, "safe.softmax(x)", "log_softmax"),
+    "empty log_softmax": (lambda x: nn.log_softmax(x - jnp.inf)[0], Z2, "safe.log_softmax(x)",
+                          "safe.softmax"),
+    "empty logsumexp": (lambda x: nn.logsumexp(x - jnp.inf), Z2, "safe.logsumexp(x)", "softmax"),
+    "weighted": (lambda w: log(exp(np.array([-1e4, -2e4], "float32")) @ w), Z2 + 1,
+                 "nn.logsumexp(x, b=weights)", "log_softmax"),
+    "chosen": (lambda x: log(total(nn.softmax(x)[:2])), [-2e3, -2e3, 1.0],
+               "nn.logsumexp(jax.nn.log_softmax(x), b=weights)", "safe.entropy"),
+    "product": (lambda x: log(exp(-(x[0] ** 2)) * 3), BIG, "logarithms of its factors",
+                "logsumexp"),
+    "force": (lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2), np.float32(1),
+              "safe.norm(x)", "safe.normalize"),
+    "quotient in a force": (lambda w: total(jax.grad(lambda x: w / x)(np.float32(0))),
+                            np.float32(1), "safe.divide(x, y)", "safe.norm"),
+    # Of what looks alike, only the cure of the operation itself.
+    "rmse": (lambda x: rms(x - 1.0), Z2 + 1, "safe.sqrt(jnp.mean", "safe.std"),
+    "mean of the other axis": (lambda x: total(rms(x - mean(x, 0)[None], 1)), ONES2,
+                               "safe.sqrt(", "safe.std"),
+    "means of rows for columns": (lambda x: total(rms(x - mean(x, 1)[None], 1)), ONES2,
+                                  "safe.sqrt(", "safe.std"),
+    "half of the mean": (lambda x: rms(x - total(x) / 4), Z2, "safe.sqrt(", "safe.std"),
+    "with the transpose": (lambda x: sqrt(total(x * x.T)), M2, "safe.sqrt", "safe.norm"),
+    "outer product": (lambda x: sqrt(total(x[:, None] * x[None])), Z2, "safe.sqrt", "safe.norm"),
+    "matrix product": (lambda x: total(sqrt(x @ x)), M2, "safe.sqrt", "safe.norm"),
+    "cubes": (lambda x: sqrt(total((x - 1) ** 3)), Z2 + 1, "safe.sqrt", "safe.norm"),
+    "other norms": (lambda x: total(x / norm(x, axis=1)[None]), M2, "", "safe.normalize"),
+    "no length": (lambda x: sqrt(x[0] ** 2 + x[1]), Z2, "safe.sqrt", "hypot"),
+    "no sign": (lambda x: total(x.T / jnp.abs(x)), M2, "", "jnp.sign"),
+    "of sines": (lambda x: total(jnp.sin(x) / norm(x)), Z2, "", "safe.normalize"),
+    "no softmax": (lambda x: total(over(x, x / 2)), BIG, "", "softmax"),
+    "of a quotient": (lambda x: total(log(exp(x) / 3)), -BIG, "logarithms of", "softmax"),
+    "of another quotient": (lambda x: total(log(over(x, 2 * x))), -BIG, "", "softmax"),
+    "no sigmoid": (lambda x: total(exp(x / 2) / (1 + exp(x))), BIG, "", "nn.sigmoid"),
+    "2 + exp": (lambda x: total(5 / (2 + exp(x)) * 0 + exp(x)), BIG, "in range", "sigmoid"),
+    "shifted": (lambda x: total(exp(shift(x)) / 2), EMPTY, "", "softmax"),
+    "no ratio": (lambda x: total(jnp.expm1(x) / (x + x)), Z2, "", "expm1_ratio"),
+    "cosh + 1": (lambda x: total(log(jnp.cosh(x) + 1)), BIG, "in range", "log_cosh"),
+    "p times log q": (lambda x: -total(nn.softmax(x) * log(nn.softmax(2 * x))), BIG,
+                      "safe.log_softmax", "safe.entropy(p)` in place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_the_function_that_a_cure_names(name):
+    loss, x, named, other = CURES[name]
+    found = eqg.explain_nan(loss, jnp.asarray(x)).found
+    assert found
+    cures = " ".join(record.cure for record in found)
+    assert named in cures
+    assert other not in cures
+
+
+# ---------------------------------------------------------------- kinds
+
+INF = np.array([np.inf, 1.0], "float32")
+IN_DATA = np.array([1.0, np.nan, 1.0], "float32")
+DEAD, SINGULAR, DOMAIN = "dead branch", "true singularity", "outside of the domain"
+ZERO_BY_INF = "zero times infinity"
+ONE, X_OR_0 = np.float32(1), np.array([1.0, 0.0], "float32")
+
+
+def clamped(x):
+    return sqrt(jnp.maximum(x, 0.0))
+
+
+# A loss, the point, and of each record the kind, the operation, the index and the operands.
+KINDS = {
+    "logs": (lambda x: log(x[0]) - log(x[1]), Z2,
+             {("inf - inf", "sub", (), (-np.inf, -np.inf))}),
+    "difference": (lambda x: total((INF + x) - INF), Z2,
+                   {("inf - inf", "sub", (0,), (np.inf, np.inf))}),
+    "quotient": (lambda x: x[0] + total(INF / (INF + x)), Z2,
+                 {("inf / inf", "div", (0,), (np.inf, np.inf))}),
+    "product": (lambda x: total(x * INF), Z2, {(ZERO_BY_INF, "mul", (0,), (0.0, np.inf))}),
+    "sine": (lambda x: total(jnp.sin(INF + x)), Z2, {(DOMAIN, "sin", (0,), (np.inf,))}),
+    "0/0": (lambda x: x[0] / x[1], Z2, {("0/0", "div", (), (0.0, 0.0))}),
+    "1/0": (lambda x: total(1 / x), np.array([0.0, 2.0], "float32"),
+            {(SINGULAR, "div", (0,), (1.0, 0.0))}),
+    "large by small": (lambda x: total(x / 1e-30), np.array([1.0, 1e30], "float32"),
+                       {("overflow", "div", (1,), (1e30, 1e-30))}),
+    "0**-1": (lambda x: total(x**-1), Z2[:1], {(SINGULAR, "integer_pow", (0,), (0.0,))}),
+    "large power": (lambda x: total(x**3), 1 + 1e13 * np.eye(2, dtype="float32")[1],
+                    {("overflow", "integer_pow", (1,), (1e13,))}),
+    "power of zero": (lambda x: x[0] * x[1] ** 0.5, Z2,
+                      {(ZERO_BY_INF, "pow", (), (0.0, 0.5))}),
+    "power of a negative": (lambda x: total(x**0.5), -1 - Z2[:1],
+                            {(DOMAIN, "pow", (0,), (-1.0, 0.5))}),
+    "angle": (lambda x: jnp.arctan2(x[0], x[1]), Z2, {("0/0", "atan2", (), (0.0, 0.0))}),
+    "log of both": (lambda x: total(log(x)), np.array([1.0, -1.0, 0.0], "float32"),
+                    {(DOMAIN, "log", (1,), (-1.0,)), (SINGULAR, "log", (2,), (0.0,))}),
+    "atanh": (lambda x: total(jnp.arctanh(x)), 1 + Z2[:1], {(SINGULAR, "atanh", (0,), (1.0,))}),
+    "mean of none": (lambda x: mean(x[:0]) + x[0], Z2, {("0/0", "div", (), (0.0, 0.0))}),
+    "cumulative": (lambda x: total(jnp.cumsum(x - INF) + INF), Z2,
+                   {("inf - inf", "add", (0,), (-np.inf, np.inf))}),
+    "constant": (lambda x: total(x * IN_DATA), np.ones(3, "float32"),
+                 {("NaN in the input", "mul", (1,), (1.0, np.nan))}),
+    "infinite constant": (lambda x: total(jnp.where(x > 0, x, -jnp.inf)), X_OR_0,
+                          {("constant infinity", "select_n", (1,), (-np.inf,))}),
+    "inverse": (lambda a: total(jnp.linalg.inv(a)), ONES2,
+                {(SINGULAR, "custom_linear_solve", (0, 0), (1.0,) * 5)}),
+    "bound": (lambda x: total(clamped(x)), np.array([4.0, -1.0], "float32"),
+              {(DEAD, "sqrt", (1,), (0.0,))}),
+    "bound of a bound": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1), 0))[None]),
+                         np.array([4.0, -1.0], "float32"), {(DEAD, "sqrt", (1,), (0.0,))}),
+    "a tie is none": (lambda x: clamped(x + 1), -ONE, {(SINGULAR, "sqrt", (), (0.0,))}),
+    "no constant bound": (lambda x: sqrt(jnp.maximum(x, x * x * 0)), -ONE,
+                          {(SINGULAR, "sqrt", (), (0.0,))}),
+    "a selected zero": (lambda x: clamped(x) * jnp.where(x > 0, 2 * x, 0.0), -ONE,
+                        {("zero mask", "sqrt", (), (0.0,))}),
+    "a zero of the model": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE,
+                            {(ZERO_BY_INF, "sqrt", (), (0.0,))}),
+    "cancels": (lambda x: (lambda y: total(y - y))(sqrt(x)), Z2[:1], {(ZERO_BY_INF, "sqrt", (0,), (0.0,))}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_kind_of_a_cause(name):
+    loss, x, expected = KINDS[name]
+    found = eqg.explain_nan(loss, jnp.asarray(x)).found
+    shown = lambda xs: tuple(f"{x:.3g}" for x in xs)
+    got = [(r.kind, r.primitive, r.index, shown(r.operands)) for r in found]
+    assert sorted(got) == sorted((*place, shown(xs)) for *place, xs in expected)
+
+
+# ---------------------------------------------------------------- layouts
+
+# What may be between a root and the mask that drops an element of it.
+X23 = np.arange(6, dtype="float32").reshape(2, 3) + 1
+LAYOUTS = {
+    "itself": lambda x: x,
+    "negative": lambda x: -x,
+    "transpose": lambda x: x.T,
+    "reversed": lambda x: x[:, ::-1],
+    "rolled": lambda x: jnp.roll(x, 1, 1),
+    "slice": lambda x: x[:, 1:],
+    "stride": lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)),
+    "reshape": lambda x: x.reshape(3, 2),
+    "squeeze": lambda x: x[:, None].squeeze(1),
+    "new axis": lambda x: jnp.broadcast_to(x[:, None], (2, 4, 3)),
+    "stretched": lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)),
+    "row for all": lambda x: jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)),
+    "concatenate": lambda x: jnp.concatenate([x * 0.5, x[:, :2]], 1),
+    "split": lambda x: jnp.split(x, [1], 1)[1],
+    "pad": lambda x: jnp.pad(x, ((1, 0), (0, 2))),
+    "sum of rows": lambda x: x.sum(0),
+    "sum of columns": lambda x: x.sum(1),
+    "smallest": lambda x: x.min(1),
+    "largest": lambda x: (-x).max(1),
+    "product": lambda x: x.prod(0),
+    "matrix product": lambda x: x @ jnp.ones((3, 4)),
+    "product from the left": lambda x: jnp.ones((4, 2)) @ x,
+    "batched product": lambda x: jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))),
+    "of the other axis": lambda x: jnp.einsum("ib,kbi->bk", x, jnp.ones((4, 3, 2))),
+    "gather": lambda x: x[jnp.array([1, 0, 1])],
+    "scatter": lambda x: jnp.zeros((4, 3)).at[jnp.array([3, 1])].add(x),
+    "dynamic slice": lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 3)),
+    "updated": lambda x: lax.dynamic_update_slice(jnp.ones((3, 3)), x, (1, 0)),
+    "convolution": lambda x: jax.vmap(lambda x: jnp.convolve(x, jnp.ones(2)))(x),
+    "cumulative": lambda x: jnp.cumsum(x, 1),
+    "half precision": lambda x: x.astype("float16") * 2,
+    "carry": lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2), x.T)[0],
+    "jit": jax.jit(lambda x: x.T * 2),
+}
+
+
+def image(fn, index):
+    """The elements that one of the operand reaches, by finite values."""
+    x = X23.copy()
+    x[index] = 0.01
+    return np.asarray(fn(jnp.array(x)) != fn(jnp.array(X23)))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_element_is_followed_through_a_layout(name):
+    """A mask drops all that one element reaches. What another one reaches is kept."""
+    fn = LAYOUTS[name]
+    bad, other = (0, 1), (1, 2)
+    reached = image(fn, bad), image(fn, other)
+    x = jnp.array(X23).at[bad].set(-1.0)
+    if reached[0].any():
+        # A value that is NaN is that of the one element.
+        (record,) = eqg.explain_nan(lambda x: total(fn(log(x)) * 1.5), x).found
+        assert (record.kind, record.primitive, record.is_forward) == (DOMAIN, "log", True)
+        assert (record.index, record.n_bad, record.shape) == (bad, 1, (2, 3))
+    keep = jnp.asarray(~reached[0])
+    both = jnp.array(X23).at[bad].set(0.0).at[other].set(0.0)
+    found = eqg.explain_nan(lambda x: total(jnp.where(keep, fn(sqrt(x)), 0.0)), both).found
+    of_other = SINGULAR if (reached[1] & ~reached[0]).any() else DEAD
+    assert {(r.kind, r.index) for r in found} == {(DEAD, bad), (of_other, other)}
+
+
+# ---------------------------------------------------------------- boundaries of a mask
+
+
+def quotient(bound, at):
+    """`x / x` beside a mask whose bound is this far from the point."""
+    return lambda x: jnp.where(x - at > bound, (x - at) / (x - at), 1.0)
+
+
+# A loss, the point, whether it is on the boundary of the mask, and the function with the limit.
+BOUNDARIES = {
+    "equal": (lambda x: jnp.where(x == 0, 1.0, jnp.sinh(x) / x), 0.0, True, "safe.sinhc"),
+    "of expm1": (lambda x: jnp.where(x != 0, jnp.expm1(x) / x, 1.0), 0.0, True, "expm1_ratio"),
+    "of log1p": (lambda x: jnp.where(jnp.abs(x) > 0, jnp.log1p(x) / x, 1.0), 0.0, True,
+                 "safe.log1p_ratio"),
+    "nearly": (quotient(0.9e-3, 0.0), 0.0, True, ""),
+    "not nearly": (quotient(1.2e-3, 0.0), 0.0, False, ""),
+    "far": (lambda x: jnp.where(x > 1000.9, (x - 1000) / (x - 1000), 1.0), 1e3, True, ""),
+    "too far": (lambda x: jnp.where(x > 1001.2, (x - 1000) / (x - 1000), 1.0), 1e3, False, ""),
+    "both": (lambda x: jnp.where((x > 0) & (x < 9), x / x, 1.0), 0.0, True, ""),
+    "negated": (lambda x: jnp.where(~(x > 5), 1.0, x / x), 0.0, False, ""),
+    "a row": (lambda x: total(jnp.where(jnp.stack([x, x - 1])[:, None] != 0,
+                                        (x / jnp.stack([x, x + 1]))[:, None], 1.0)), 0.0, True, ""),
+    "of integers": (lambda x: jnp.where(jnp.arange(1)[0] > 0, x / x, 1.0), 0.0, False, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_the_boundary_of_a_mask(name):
+    loss, x, is_on, function = BOUNDARIES[name]
+    (record,) = eqg.explain_nan(loss, jnp.float32(x)).found
+    assert (record.kind, record.primitive, record.mask) == (DEAD, "div", "where")
+    assert ("check_gradients" in record.cure) == is_on
+    assert ("has the limit" in record.cure) == bool(function)
+    assert function in record.cure
+
+
+# ---------------------------------------------------------------- what does not select
+
+
+def _ones(x):
+    return x * np.arange(3, dtype="float32")
+
+
+POSITIVE = np.array([False, True, True])
+# A loss of the logarithms of 0, 1 and 2, what drops the first, and what the cure says.
+SELECTIONS = {
+    "slice": (lambda y: y[1:], "(`f(x[i])`)"),
+    "index": (lambda y: y[np.array([1, 2])], "(`f(x[i])`)"),
+    "maximum": (lambda y: jnp.maximum(y, -5.0), "inside of the `maximum`"),
+    "minimum": (lambda y: jnp.minimum(-y, 5.0), "inside of the `minimum`"),
+    "max": (jnp.max, "inside of the `max`"),
+    "min": (lambda y: jnp.min(-y), "inside of the `min`"),
+    "clip": (lambda y: jnp.clip(y, -5.0, 5.0), "inside of the `clip`"),
+    "where": (lambda y: jnp.where(POSITIVE, y, -5.0), "in place of `jnp.where(ok, f(x), other)`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", SELECTIONS)
+def test_what_does_not_select_an_element(mask):
+    select, cure = SELECTIONS[mask]
+    (record,) = eqg.explain_nan(lambda x: total(select(log(_ones(x)))), ONE).found
+    assert (record.kind, record.mask, record.index) == (DEAD, mask, (0,))
+    assert cure in record.cure
+    # Of a quotient, which has a function of its own, and of data that hold the NaN.
+    (record,) = eqg.explain_nan(lambda x: total(select(_ones(1 / (x * 0 + 1)) / _ones(x))), ONE
+                                ).found  # fmt: skip
+    assert record.primitive == "div"
+
+
+DATA = {
+    "square": lambda w, t: total(jnp.where(~jnp.isnan(t), (_ones(w) - t) ** 2, 0.0)),
+    "vmap": lambda w, t: mean(
+        jax.vmap(lambda x, t: jnp.where(jnp.isnan(t), 0.0, (x - t) ** 2))(_ones(w), t)
+    ),
+    "index": lambda w, t: total(((_ones(w) - t) ** 2)[np.array([0, 2])]),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_nan_of_the_data_that_is_not_selected(name):
+    (record,) = eqg.explain_nan(DATA[name], ONE, jnp.array(IN_DATA)).found
+    assert (record.kind, record.index, record.n_bad) == (DEAD, (1,), 1)
+    assert record.is_batched == (name == "vmap")
+    assert "`t` holds a NaN" in record.cure
+    assert "`jnp.where(ok, t, 0.0)`" in record.cure
+
+
+def test_inputs_that_are_not_finite():
+    loss = lambda model, data: total(model["w"] * data["x"])
+    fine = np.ones(2, "float32")
+    for value, kind, what in ((np.nan, "NaN", "NaN"), (np.inf, "inf", "infinity")):
+        bad = np.array([1.0, value], "float32")
+        (record,) = eqg.explain_nan(loss, {"w": bad}, {"x": fine}).found
+        assert (record.kind, record.leaf, record.index) == (
+            f"{kind} in the input",
+            "['w']",
+            (1,),
+        )
+        assert record.cure.startswith(f"The parameter `['w']` holds the {what}")
+        (record,) = eqg.explain_nan(loss, {"w": fine}, {"x": bad}).found
+        assert (record.leaf, record.primitive, record.n_bad) == ("", "data['x']", 1)
+        assert record.cure.startswith(f"`data['x']` holds the {what}")
+    (record,) = eqg.explain_nan(total, jnp.array(bad)).found
+    assert record.cure.startswith("The model holds the infinity")
+    # An infinite bound of the data, whose product with a cotangent, zero, is NaN.
+    bound = lambda rate, b: total(jnp.tanh((b - 1.3) * rate))
+    (record,) = eqg.explain_nan(bound, jnp.float32(2.0), INF).found
+    assert (record.kind, record.index, record.operands) == (ZERO_BY_INF, (0,), (np.inf,))
+    assert "`b` holds an infinity" in record.cure
+
+
+# ---------------------------------------------------------------- several sources
+
+FIRST, LAST = np.array([1.0, 0.0, 1.0], "float32"), np.array([1.0, 1.0, 0.0], "float32")
+KEEP = FIRST * LAST > 0
+X3 = np.array([1.0, 2.0, 3.0], "float32")
+
+
+def quotients(w, a, b):
+    return total(jnp.where(KEEP, exp(w * (X3 * a / a) + w * b / b), 0.0))
+
+
+def in_scan(w, a, b):
+    c, _ = lax.scan(lambda c, _: (c + w * (X3 * a / a) + w * b / b, None), 0 * X3, None, 4)
+    return total(jnp.where(KEEP, exp(c), 0.0))
+
+
+def inputs_of_one(w, a, b):
+    """Both are operands of one product."""
+    return total(jnp.where(KEEP, exp(w * (X3 / a) * (X3 / b)), 0.0))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("loss", [quotients, in_scan, inputs_of_one])
+def test_each_source_has_its_own_elements(loss, around):
+    found = eqg.explain_nan(around(loss), jnp.float32(0.5), FIRST, LAST).found
+    got = sorted((r.kind, r.primitive, r.index, r.n_bad, r.shape) for r in found)
+    assert got == [(DEAD, "div", (1,), 1, (3,)), (DEAD, "div", (2,), 1, (3,))]
+
+
+def test_one_of_many_elements():
+    n = 10_000
+    a, b = jnp.ones(n).at[77].set(0.0), jnp.ones(n).at[n - 1].set(0.0)
+    loss = lambda w: total(jnp.where(a * b > 0, exp(w / a + w / b), 0.0))
+    found = eqg.explain_nan(loss, ONE).found
+    assert {(r.index, r.n_bad) for r in found} == {((77,), 1), ((n - 1,), 1)}
+    found = eqg.explain_nan(lambda x: total(sqrt(x)), jnp.ones(n).at[7:18].set(0.0)).found
+    assert [(r.index, r.n_bad, r.are_more_bad) for r in found] == [((7,), 11, False)]
+
+
+def test_elements_of_one_operation_with_several_kinds():
+    live, weights = (
+        np.array([1.0, 1.0, 0.0, 0.0]) > 0,
+        np.array([1.0, 0.0, 1.0, 1.0], "float32"),
+    )
+    loss = lambda x: total(weights * jnp.where(live, sqrt(x), 0.0))
+    report = eqg.explain_nan(loss, jnp.array([1.0, 0.0, 0.0, 0.0]))
+    assert {(r.kind, r.index, r.n_bad) for r in report.found} == {
+        ("zero mask", (1,), 1), (DEAD, (2,), 2)
+    }  # fmt: skip
+    assert "2 of 4: [2], ..." in str(report)
+    assert "1 of 4: [1]" in str(report)
+
+
+@pytest.mark.parametrize("is_nan", [True, False])
+def test_an_infinity_that_does_no_harm(is_nan):
+    """`log(0)` is a weight of zero in `logsumexp`, whatever else is not finite."""
+
+    def loss(x):
+        weights = log(np.array([0.0, 1.0], "float32") * x[1])
+        return nn.logsumexp(weights + sqrt(x[0]))
+
+    report = eqg.explain_nan(loss, jnp.array([-1.0 if is_nan else 1.0, 2.0]))
+    assert [r.primitive for r in report.found if r.is_forward] == ["sqrt"] * is_nan
+    assert any("does no harm to the loss" in text for text in report.remarks) == is_nan
+    three = lambda x: sqrt(x[0]) + log(x[1]) + exp(x[2])
+    found = eqg.explain_nan(three, jnp.array([-1.0, 0.0, 1e4])).found
+    assert {r.primitive for r in found} == {"sqrt", "log", "exp"}
+
+
+# ---------------------------------------------------------------- steps
+
+
+def roots(x, xs, live, weights):
+    def step(c, at):
+        x_t, is_live, weight = at
+        return c + weight * jnp.where(is_live, sqrt(x_t - x), 0.0), None
+
+    return lax.scan(step, 0.0, (xs, live, weights))[0]
+
+
+def _steps(n, zeros=(), dead=(), masked=()):
+    """The data of so many steps: where `sqrt` is at zero, is dropped, has the weight zero."""
+    at = lambda steps: np.isin(np.arange(n), steps)
+    dead, masked = at(dead), at(masked)
+    return 2.0 - np.float32(at(zeros) | dead | masked), ~dead, np.float32(~masked)
+
+
+# Of n steps those that are bad, and of each record the kind, the step, the number of steps and
+# whether there are more. Many are sampled: sixteen, from the first to the last.
+STEPS = {
+    "one": (9, {"zeros": [4]}, {(SINGULAR, (4,), 1, False)}),
+    "three": (9, {"zeros": [1, 4, 7]}, {(SINGULAR, (7,), 3, False)}),
+    "four": (9, {"zeros": [1, 2, 4, 7]}, {(SINGULAR, (7,), 4, False)}),
+    "many": (100, {"dead": range(99)}, {(DEAD, (98,), 99, False)}),
+    "two kinds": (9, {"zeros": [2, 5], "dead": [0, 8]},
+                  {(DEAD, (8,), 2, False), (SINGULAR, (5,), 2, False)}),
+    "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]},
+                    {(DEAD, (8,), 1, False), (SINGULAR, (5,), 2, False),
+                     ("zero mask", (3,), 1, False)}),
+    "sampled": (80, {"dead": range(79), "masked": [79]},
+                {("zero mask", (79,), 1, True), (DEAD, (73,), 15, True)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_steps_of_a_loop(name):
+    n, bad, expected = STEPS[name]
+    report = eqg.explain_nan(roots, ONE, *_steps(n, **bad))
+    assert {(r.kind, r.step, r.count, r.are_more_steps) for r in report.found} == expected
+    for record in report.found:
+        least = "at least " * record.are_more_steps
+        if record.count > 1:
+            assert f"{record.step[0]} and {least}{record.count - 1} more" in str(report)
+    # Backwards, the other ends of the same steps come first.
+
+
+def test_steps_in_a_loop_of_a_loop():
+    def loss(x, xs, live):
+        outer = lambda c, at: (c + roots(x, *at, jnp.ones(2)), None)
+        return lax.scan(outer, 0.0, (xs, live), reverse=True)[0]
+
+    live = np.array([[True, True], [False, True], [True, True]])
+    found = eqg.explain_nan(loss, ONE, jnp.ones((3, 2)), live).found
+    got = {(r.kind, r.step, r.count) for r in found}
+    assert got == {(DEAD, (1, 0), 1), (SINGULAR, (0, 1), 5)}
+
+
+@pytest.mark.parametrize("n", [3, 70])
+def test_values_of_steps(n):
+    """The first bad step, of a value that all later steps have, or that each makes anew."""
+    xs = jnp.ones(n).at[1:].set(-1.0)
+    each = lambda w, xs: total(lax.scan(lambda c, x: (c, log(w * x)), 0.0, xs)[1])
+    (record,) = eqg.explain_nan(each, ONE, xs).found
+    assert (record.step, record.operands, record.is_forward) == ((1,), (-1.0,), True)
+    assert (record.count, record.are_more_steps) == ((2, False) if n == 3 else (3, True))
+    carried = lambda w, xs: lax.scan(lambda c, x: (c + log(w * x), None), 0.0, xs)[0]
+    (record,) = eqg.explain_nan(carried, ONE, xs).found
+    assert (record.step, record.kind) == ((1,), DOMAIN)
+    before = lambda x: lax.scan(lambda c, _: (c + log(x) * c, None), 1.0, None, length=n)[0]
+    record, *_ = eqg.explain_nan(before, jnp.float32(0.0)).found
+    assert (record.step, record.count, record.primitive) == ((), 1, "log")
+
+
+def test_a_nan_of_the_data_and_a_root_at_other_steps():
+    def loss(w, xs):
+        ys = lax.scan(lambda c, x: (c, sqrt(w + x)), 0.0, xs)[1]
+        return total(jnp.where(xs > 0, ys, 0.0))
+
+    xs = jnp.ones(10).at[2].set(jnp.nan).at[7].set(-3.0)
+    root, data = eqg.explain_nan(loss, ONE, xs).found
+    assert (root.kind, root.step, root.operands) == (DEAD, (7,), (-2.0,))
+    assert (data.kind, data.step, data.count) == (DEAD, (2,), 1)
+    assert data.cure.startswith("`xs` holds a NaN")
