@@ -438,7 +438,7 @@ KEPT = {
     "computed": (lambda x: jnp.sin(jnp.cumsum(x)), {("sin", "computed", 1, 28)}),
     "a function of the argument": (jnp.sin, {("sin", "recomputable", 1, 28)}),
     "a constant": (lambda x: x * jnp.arange(7.0), {("iota", "constant", 1, 28)}),
-    "an input": (lambda x: x * x, {("x", "input", 1, 28)}),
+    "an input": (lambda x: x * x, {("model", "input", 1, 28)}),
     "a linear map": (lambda x: 3 * x[::-1], set()),
     "raw rule": (rule_with_residual(jax.custom_vjp), {("sin", "rule", 1, 28)}),
     "a rule": (rule_with_residual(eqg.custom_vjp), {("sin", "rule", 1, 28)}),
@@ -448,7 +448,7 @@ KEPT = {
                            {("mul", "carry", 5, 140)}),
     "loop of a loop": (lambda x: lax.scan(lambda h, _: (lax.fori_loop(
         0, 3, lambda i, h: jnp.tanh(jnp.sin(h)), h), None), x, None, 5)[0],
-        {("sin", "computed", 15, 420), ("tanh", "computed", 15, 420)}),
+        {("sin", "computed", 15, 420), ("tanh", "recomputable", 15, 420)}),
     "reverse": (lambda x: lax.scan(lambda c, a: (c, jnp.exp(a)), 0.0, jnp.cumsum(x),
                                    reverse=True)[1], {("exp", "computed", 7, 28)}),
     "jit": (jax.jit(lambda x: jnp.sin(jnp.cumsum(x))), {("sin", "computed", 1, 28)}),
@@ -483,10 +483,6 @@ def test_the_table_of_a_report():
         ("7", "1 KiB", "7 KiB", "78%"), ("", "", "2 KiB", "22%")
     }  # fmt: skip
     assert report.headline.startswith("9 KiB are kept for the backward pass, in 3 arrays")
-    two = explain(
-        lambda x: jnp.sum(jnp.sin(jnp.cumsum(x)) * jnp.exp(jnp.cumsum(x))), jnp.ones(9)
-    )
-    assert "cumsum" not in str(two)
     checked = report.verify()
     assert [checked.found, checked.estimated] == [report.found, report.estimated]
     assert 0.7 * report.estimated < checked.compiled < 1.3 * report.estimated
