@@ -1,6 +1,7 @@
 """The options and reports of the checkers: each once with what passes, and once with what fails."""
 
-import re
+import functools as ft
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -72,11 +73,10 @@ class Option(NamedTuple):
 
 F, R = "forward", "reverse"
 both = lambda fn, *args, **options: check(fn, *args, checks=(F, R), **options)
-LIN = lambda k: lambda p, t: (k * t[0],)
-double = lambda x: jnp.float32(2.0) * x
+added = lambda terms: ft.reduce(operator.add, terms)
 times = lambda k: lambda x: np.asarray(k, x.dtype) * x
 OPTIONS = {
-    "reference": Option(lambda k: both(vjp_rule(jnp.round, lambda xs, ct: (ct,)), X,
+    "reference": Option(lambda k: both(jvp_rule(lambda x: jnp.round(x), lambda p, t: t[0]), X,
                                        reference=times(k)), 1.0, 1.01, {F, R}),
     "reference's value": Option(lambda k: check(jvp_rule(cube, lambda p, t: 2 * t[0]), X,
                                 reference=lambda x: 2 * x + k, checks=("primal", F)), 0.0, 5.0,
@@ -97,27 +97,23 @@ OPTIONS = {
     "a method": Option(lambda k: both(Layer(X, Y, k), X), 1.0, 1.1, {F, R}, "self.frozen"),
     "skip": Option(lambda skip: check(wrong_cube(), X, checks=(F, "finite"), skip=skip), F, (),
                    {F}),
-    "tangents": Option(lambda t: check(jvp_rule(lambda x: 2 * x, lambda p, t: jnp.where(
-        jnp.max(jnp.abs(t[0])) > 50, 0.0, 2.0).astype(p[0].dtype) * t[0]), X, checks=(F,),
-        tangents=t), (X,), (100 + X,), {F}, "given"),
     "cotangents": Option(lambda w: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(
         jnp.max(jnp.abs(ct)) > 50, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,),
         cotangents=w), X, 100 + X, {R}, "given"),
-    "seeds": Option(lambda n: check(jvp_rule(lambda x: 2 * x, lambda p, t: jnp.where(
-        t[0] > 1.0, 0.0, 2.0).astype(p[0].dtype) * t[0]), jnp.float32(1.0), checks=(F,),
-        seed=range(n)), 1, 40, {F}),
+    "seeds": Option(lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(
+        ct > 1.5, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 1, 6, {R}),
     "tolerance": Option(lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
     "points": Option(lambda x: check(jnp.log, X[:1], checks=("finite",), at=[(X[:1] + 9,),
                      (np.float32([x]),)]), 0.5, 0.0, {"finite"}, "at[1]"),
     "bytes of a call": Option(lambda n: check(jnp.sin, X, checks=("residuals",),
                               max_residual_bytes=n), 12, 11, {"residuals"}, "12 bytes"),
-    "five arguments": Option(lambda k: check(jvp_rule(lambda *xs: sum(x**2 for x in xs),
-        lambda p, t: sum(2 * x * y for x, y in zip(p, t, strict=True)) if None not in t else
-        sum(2 * k * x * y for x, y in zip(p, t, strict=True) if y is not None),
-        symbolic_zeros=True), *[X + i for i in range(5)], checks=("zeros",)),
-        np.float32(1), np.float32(1.1), {"zeros"}, "perturbed"),
+    "five arguments": Option(lambda k: check(jvp_rule(lambda *xs: added([x**2 for x in xs]),
+        lambda p, t: added([np.float32(2 * (k if None in t else 1)).astype(y.dtype) * x * y
+                            for x, y in zip(p, t, strict=True) if y is not None]),
+        symbolic_zeros=True), *[X + i for i in range(5)], checks=("zeros",)), 1.0, 1.1,
+        {"zeros"}, "perturbed"),
     "complex": Option(lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,)),
-                                     x_of("complex64")), lambda z: z, jnp.conj, {R, F}),
+                                     x_of("complex64")), lambda z: z, jnp.conj, {R}),
     "half precision": Option(lambda k: both(wrong_cube(np.float16(k)), x_of("float16")), 1.0, 1.2,
                              {F, R}),
     "keyword": Option(lambda k: both(lambda x, *, k: wrong_cube(k)(x), X, k=k), 1.0, 1.1, {F, R}),
@@ -154,4 +150,210 @@ def test_options_of_check_rule(name):
     if one.checks:
         texts = "\n".join(f"{f.where}\n{f.text}" for f in wrong.failures).replace("`", "")
         assert one.match in texts
-        assert wrong.numbers["leaves"] == right.numbers["leaves"] or "differ" in name
+
+
+def test_the_report_of_a_rule():
+    report = check(product(of_y=1.5), X, Y, checks=(F, "finite"), seed=3)
+    assert report.numbers == {"seed": 3, "leaves": ["`x`", "`y`"], "not_finite": []}
+    (failure,) = report.failures
+    # Along `y`, the derivative is off by a half; the norm is that of both.
+    assert failure.error > 1000 * failure.tolerance
+    np.testing.assert_allclose(failure.tolerance, 1e-5)
+    assert {f.verdict for f in report["finite"]} == {"passed"}
+    head, _, columns, *rows = str(report).splitlines()
+    assert head == "The rule of `<lambda>`: FAILED (seed 3)"
+    assert columns.split() == ["check", "status", "worst", "error", "where"]
+    assert [row.split()[:2] for row in rows[:2]] == [[F, "FAILED"], ["finite", "passed"]]
+    assert any("1.5 times" in row for row in rows)
+    with pytest.raises(KeyError, match="reverse"):
+        report["reverse"]
+    with pytest.raises(eqgt.RuleCheckError, match="FAILED"):
+        report.raise_if_failed()
+    # A wrong first derivative is the likely cause of what is made of it.
+    both_orders = check(wrong_cube(), X, checks=(F, "order"))
+    of_order = [f.text for f in both_orders.failures if f.check == "order"]
+    assert of_order
+    assert all("the first derivative is wrong already, see `forward`" in x for x in of_order)
+    infinite = check(lambda x: 2 * x, jnp.array([1.0, jnp.inf]), checks=(F,))
+    assert infinite.numbers["not_finite"] == ["`x`"]
+    assert "Entries of `x` are not finite" in str(infinite)
+    assert "without a reference" not in str(infinite)
+
+
+SINGLE = (F, "reverse", "adjoint", "linear", "transforms", "leaks", "residuals")
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_checks(name):
+    report = getattr(eqgt, f"check_{name}")(cube, X)
+    assert {f.check for f in report.findings} == {name}
+
+
+# What is no option: the name of the argument that the error says, and the argument.
+NO_OPTIONS = {
+    "no check": ("there are `primal`", {"checks": ("values",)}),
+    "nothing": ("told to check nothing", {"checks": (F,), "skip": (F,)}),
+    "seed": ("`seed`", {"seed": -1}),
+    "no seeds": ("`seed`", {"seed": []}),
+    "seeds": ("`seed`", {"seed": [0, 0.5]}),
+    "tolerance": ("`tolerance`", {"tolerance": -1e-3}),
+    "infinite": ("`tolerance`", {"tolerance": np.inf}),
+    "order": ("`order`", {"order": 0}),
+    "bytes": ("`max_residual_bytes`", {"max_residual_bytes": -1}),
+    "points": ("`at\\[1\\]` is 2.0, and no tuple", {"at": [(X,), 2.0]}),
+    "names": ("`skip`", {"skip": 3}),
+    "flags": ("`raises`", {"raises": 1}),
+    "function": ("`reference`", {"reference": 2}),
+    "both": ("`expected_tangent`", {"reference": cube, "expected_tangent": lambda p, t: t[0]}),
+    "parameters": ("`y`", {"nondifferentiable": "y"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_OPTIONS)
+def test_what_is_no_option(name):
+    words, options = NO_OPTIONS[name]
+    with pytest.raises(eqg.RuleError, match=words):
+        eqgt.check_rule(cube, X, **options)
+
+
+# ---------------------------------------------------------------- check_gradients
+
+
+class Net(eqx.Module):
+    layers: list[Any]
+    scale: jax.Array
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return jnp.sum(x * self.scale)
+
+
+class Dense(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+    act: Any = eqx.field(static=True, default=jnp.sin)
+
+    def __call__(self, x):
+        return self.act(self.weight @ x) + self.bias
+
+
+M = jnp.array([[0.3, -1.2, 0.5], [1.1, 0.4, -0.7], [0.2, 0.9, 0.6]])
+
+
+def net(first=jnp.sin, second=jnp.sin):
+    return Net([Dense(M, X, first), Dense(M.T, Y, second)], Y)
+
+
+def wrong_sin(factor=1.2):
+    return vjp_rule(lambda x: jnp.sin(x), lambda xs, ct: (np.asarray(factor, ct.dtype)
+                                                          * jnp.cos(xs[0]) * ct,))  # fmt: skip
+
+
+loss = lambda m, x: m(x) ** 2
+NAMES = ["layers[0].weight", "layers[0].bias", "layers[1].weight", "layers[1].bias", "scale"]
+# What `skip` names, and the leaves that are wrong then, if the rules of both layers are.
+SKIPPED = {
+    "none": ((), ["layers[0].weight", "layers[0].bias", "layers[1].weight"]),
+    "a leaf": ("layers[0].weight", ["layers[0].bias", "layers[1].weight"]),
+    "two": (("layers[0].weight", "layers[0].bias"), ["layers[1].weight"]),
+    "a layer": ("layers[0]", ["layers[1].weight"]),
+    "a list": ("layers", []),
+    "a pattern": ("layers[*].weight", ["layers[0].bias"]),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_leaves_that_are_skipped(name):
+    skip, expected = SKIPPED[name]
+    report = eqgt.check_gradients(loss, net(wrong_sin(), wrong_sin()), X, skip=skip, raises=False)
+    assert [f.leaf for f in report.found] == expected
+    assert [x.leaf for x in report.leaves] == NAMES
+    assert {report["scale"].verdict, report["layers[1].bias"].verdict} <= {"right", "skipped"}
+    n_skipped = {"none": 0, "a leaf": 1, "two": 2, "a layer": 2, "a list": 4, "a pattern": 2}[name]
+    assert [x.verdict for x in report.leaves].count("skipped") == n_skipped
+
+
+@eqg.custom_jvp
+def forward_only(x):
+    return jnp.sin(x)
+
+
+forward_only.def_jvp(lambda p, t: (forward_only(*p), 1.2 * jnp.cos(p[0]) * t[0]))
+
+
+def while_sum(w, act):
+    body = lambda c: (c[0] + 1, c[1] + act(w * c[0].astype(w.dtype)))
+    return jnp.sum(jax.lax.while_loop(lambda c: c[0] < 3, body, (0, 0 * w))[1])
+
+
+@jax.custom_vjp
+def raw_sin(x):
+    return jnp.sin(x)
+
+
+raw_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct * 1.2,))
+second = lambda k: jvp_rule(lambda x: jnp.sin(x), lambda p, t: t[0] * jvp_rule(
+    lambda x: jnp.cos(x), lambda p, t: -jnp.sin(p[0]) * t[0] * np.asarray(k, t[0].dtype)
+)(p[0]))  # fmt: skip
+in_place = lambda act: lambda w: jnp.sum(act(w))
+Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
+# A loss that is right, one that is wrong, the model, options, and of the fault its kind, its
+# leaf, its function and words of its text.
+FAULTS = {
+    "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "", "", "")),
+    "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, forward_only), X, {},
+                     ("wrong", "", "", "")),
+    "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin",
+                                                                    "1.2 times")),
+    "complex": (lambda w: jnp.sum(jnp.real(w**3)), lambda w: jnp.sum(jnp.real(vjp_rule(
+        lambda w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {},
+        ("wrong", "", "<lambda>", "")),
+    "sign": (in_place(jnp.sin), in_place(wrong_sin(-1.0)), X, {}, ("wrong", "", "<lambda>", "sign")),
+    "half": (in_place(jnp.sin), in_place(wrong_sin(0.5)), X, {}, ("wrong", "", "<lambda>", "half")),
+    "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
+                  lambda w: jax.lax.scan(lambda c, x: (wrong_sin()(c + x), None), 0.0, w)[0], X, {},
+                  ("wrong", "", "<lambda>", "")),
+    "in jit": (jax.jit(in_place(jnp.sin)), jax.jit(in_place(wrong_sin())), X, {},
+               ("wrong", "", "<lambda>", "")),
+    "cut": (lambda m: jnp.sum(m["a"] * m["b"]), lambda m: jnp.sum(jax.lax.stop_gradient(m["a"])
+            * m["b"]), {"a": X, "b": Y}, {}, ("cut", "['a']", "stop_gradient", "")),
+    "no number": (in_place(jnp.sin), lambda w: jnp.sum(jnp.log(w - 9)), X, {},
+                  ("not finite", "", "", "The loss itself is nan")),
+    "too large": (lambda w: jnp.sum(jnp.exp(w + 80)), lambda w: jnp.sum(jnp.exp(w + 90)), X, {},
+                  ("not finite", "", "", "")),
+    "python": (in_place(jnp.sin), lambda w: jnp.sum(w) * np.random.uniform(1, 2), X, {},
+               ("random", "", "", "Two calls return different values")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_gradients(name):
+    right, wrong, model, options, (kind, leaf, function, words) = FAULTS[name]
+    assert eqgt.check_gradients(right, model, **options).passed
+    report = eqgt.check_gradients(wrong, model, raises=False, **options)
+    (fault,) = report.found
+    assert fault.kind == kind
+    assert leaf in fault.leaf
+    assert function in fault.primitive
+    assert words in fault.detail
+    if function:
+        assert fault.line > 0
+    remarks = " ".join(report.remarks)
+    assert ("no reverse mode" in remarks) == (name == "forward only")
+    assert ("no forward mode" in remarks) == (name == "reverse only")
+    assert f"FAILED (seed 0), {len(report.leaves)} lea" in report.headline
+
+
+def test_verdicts_on_leaves():
+    model = {"used": X, "unused": Y, "none": jnp.zeros((0,)), "tiny": jnp.float32(1e-30)}
+    loss = lambda m: jnp.sum(jnp.sin(m["used"])) + m["tiny"] ** 2 + jnp.sum(m["none"])
+    report = eqgt.check_gradients(loss, model)
+    assert report["['unused']"].verdict == "zero"
+    assert report["['used']"].verdict == report["['none']"].verdict == "right"
+    assert report["['tiny']"].verdict == "not measured"
+    for words, options in (("skip", {"skip": "other"}), ("skip all", {"skip": "*"}),
+                           ("`order`", {"order": 3}), ("`seed`", {"seed": [0, 1]}),
+                           ("`tolerance`", {"tolerance": -1.0})):  # fmt: skip
+        with pytest.raises(eqg.RuleError, match=words):
+            eqgt.check_gradients(loss, model, **options)
