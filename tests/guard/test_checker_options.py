@@ -101,7 +101,7 @@ OPTIONS = {
         jnp.max(jnp.abs(ct)) > 50, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,),
         cotangents=w), X, 100 + X, {R}, "given"),
     "seeds": Option(lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(
-        ct > 1.5, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 1, 6, {R}),
+        ct > 1.8, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 2, 3, {R}),
     "tolerance": Option(lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
     "points": Option(lambda x: check(jnp.log, X[:1], checks=("finite",), at=[(X[:1] + 9,),
                      (np.float32([x]),)]), 0.5, 0.0, {"finite"}, "at[1]"),
@@ -204,7 +204,6 @@ NO_OPTIONS = {
     "names": ("`skip`", {"skip": 3}),
     "flags": ("`raises`", {"raises": 1}),
     "function": ("`reference`", {"reference": 2}),
-    "both": ("`expected_tangent`", {"reference": cube, "expected_tangent": lambda p, t: t[0]}),
     "parameters": ("`y`", {"nondifferentiable": "y"}),
 }  # fmt: skip
 
