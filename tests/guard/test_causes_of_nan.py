@@ -45,8 +45,6 @@ CURES = {
     "logsumexp": (lambda x: log(total(exp(x))), BIG, "nn.logsumexp(x)`", "softmax"),
     "logaddexp": (lambda x: log(exp(x[0]) + exp(x[1])), BIG, "jnp.logaddexp", "softplus"),
     "softmax": (lambda x: over(x, x)[0], BIG, "nn.softmax", "sigmoid"),
-    "softmax, one exp": (lambda x: (lambda e: e / total(e))(exp(x))[0], BIG, "nn.softmax",
-                         "logsumexp"),
     "attention": (lambda x: (exp(x) @ jnp.arange(2.0)) / total(exp(x)), BIG, "nn.softmax",
                   "logsumexp"),
     "sigmoid": (lambda x: total(1 / (1 + exp(-x))), -BIG, "nn.sigmoid(x)", "nn.softmax"),
@@ -58,20 +56,14 @@ CURES = {
     "norm": (norm, Z2, "safe.norm(x)", "safe.std"),
     "norm by hand": (lambda x: sqrt(total(x * x)), Z2, "safe.norm(x)", "safe.sqrt"),
     "norm by a product": (lambda x: sqrt(x @ x), Z2, "safe.norm(x)", "safe.sqrt"),
-    "norms of rows": (lambda x: total(sqrt(jnp.einsum("ij,ij->i", x, x))), M2, "safe.norm(x)",
-                      "safe.sqrt"),
     "length": (lambda x: sqrt(x[0] ** 2 + x[1] ** 2), Z2, "safe.hypot(x, y)", "safe.norm"),
     "rms": (rms, Z2, "safe.sqrt(jnp.mean(x**2))", "safe.std"),
     "deviation": (jnp.std, np.ones(2, "float32"), "safe.std(x)", "safe.sqrt"),
-    "of columns": (lambda x: total(rms(x - mean(x, 0)[None], 0)), ONES2, "safe.std(x)", "sqrt("),
     "of rows": (lambda x: total(rms(x - mean(x, 1)[:, None], 1)), ONES2, "safe.std(x)", "sqrt("),
-    "variance": (lambda x: total(sqrt(jnp.var(x, 0, ddof=1))), ONES2, "safe.std(x)", "norm"),
     "sign": (lambda x: total(x / jnp.abs(x)), Z2, "jnp.sign", "safe.normalize"),
     "direction": (lambda x: (x / norm(x))[0], Z2, "safe.normalize(x)", "jnp.sign"),
     "twice": (lambda x: (2 * x / norm(x))[0], Z2, "safe.normalize(x)", "jnp.sign"),
     "directions": (lambda x: total(x / norm(x, axis=1, keepdims=True)), M2, "safe.normalize(x)",
-                   "jnp.sign"),
-    "vmap of it": (lambda x: total(jax.vmap(lambda x: x / norm(x))(x)), M2, "safe.normalize(x)",
                    "jnp.sign"),
     "log of cosh": (lambda x: total(log(jnp.cosh(x))), BIG, "safe.log_cosh(x)", "expm1"),
     "log of expm1": (lambda x: total(log(jnp.expm1(x))), BIG, "safe.log_expm1(x)", "cosh"),
@@ -94,7 +86,6 @@ CURES = {
     "quotient in a force": (lambda w: total(jax.grad(lambda x: w / x)(np.float32(0))),
                             np.float32(1), "safe.divide(x, y)", "safe.norm"),
     # Of what looks alike, only the cure of the operation itself.
-    "rmse": (lambda x: rms(x - 1.0), Z2 + 1, "safe.sqrt(jnp.mean", "safe.std"),
     "mean of the other axis": (lambda x: total(rms(x - mean(x, 0)[None], 1)), ONES2,
                                "safe.sqrt(", "safe.std"),
     "means of rows for columns": (lambda x: total(rms(x - mean(x, 1)[None], 1)), ONES2,
@@ -103,7 +94,6 @@ CURES = {
     "with the transpose": (lambda x: sqrt(total(x * x.T)), M2, "safe.sqrt", "safe.norm"),
     "outer product": (lambda x: sqrt(total(x[:, None] * x[None])), Z2, "safe.sqrt", "safe.norm"),
     "matrix product": (lambda x: total(sqrt(x @ x)), M2, "safe.sqrt", "safe.norm"),
-    "cubes": (lambda x: sqrt(total((x - 1) ** 3)), Z2 + 1, "safe.sqrt", "safe.norm"),
     "other norms": (lambda x: total(x / norm(x, axis=1)[None]), M2, "", "safe.normalize"),
     "no length": (lambda x: sqrt(x[0] ** 2 + x[1]), Z2, "safe.sqrt", "hypot"),
     "no sign": (lambda x: total(x.T / jnp.abs(x)), M2, "", "jnp.sign"),
@@ -251,23 +241,40 @@ def image(fn, index):
     return np.asarray(fn(jnp.array(x)) != fn(jnp.array(X23)))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_an_element_is_followed_through_a_layout(name):
+NAMES, CHUNK = list(LAYOUTS), 9
+
+
+@pytest.mark.parametrize("first", range(0, len(NAMES), CHUNK))
+def test_elements_are_followed_through_layouts(first):
     """A mask drops all that one element reaches. What another one reaches is kept."""
-    fn = LAYOUTS[name]
+    layouts = {name: LAYOUTS[name] for name in NAMES[first : first + CHUNK]}
     bad, other = (0, 1), (1, 2)
-    reached = image(fn, bad), image(fn, other)
-    x = jnp.array(X23).at[bad].set(-1.0)
-    if reached[0].any():
-        # A value that is NaN is that of the one element.
-        (record,) = eqg.explain_nan(lambda x: total(fn(log(x)) * 1.5), x).found
-        assert (record.kind, record.primitive, record.is_forward) == (DOMAIN, "log", True)
-        assert (record.index, record.n_bad, record.shape) == (bad, 1, (2, 3))
-    keep = jnp.asarray(~reached[0])
-    both = jnp.array(X23).at[bad].set(0.0).at[other].set(0.0)
-    found = eqg.explain_nan(lambda x: total(jnp.where(keep, fn(sqrt(x)), 0.0)), both).found
-    of_other = SINGULAR if (reached[1] & ~reached[0]).any() else DEAD
-    assert {(r.kind, r.index) for r in found} == {(DEAD, bad), (of_other, other)}
+    reached = {name: (image(fn, bad), image(fn, other)) for name, fn in layouts.items()}
+    # A value that is NaN is that of the one element, in each layout that has it.
+    one = {name: jnp.array(X23).at[bad].set(-1.0) for name in layouts}
+    found = eqg.explain_nan(
+        lambda xs: sum(
+            total(fn(log(xs[name])).astype("float32") * 1.5) for name, fn in layouts.items()
+        ),
+        one,
+    ).found
+    of_values = [
+        (r.index, r.n_bad, r.shape) for r in found if r.kind == DOMAIN and r.is_forward
+    ]
+    assert of_values == [(bad, 1, (2, 3))] * sum(kept.any() for kept, _ in reached.values())
+    both = {name: jnp.array(X23).at[bad].set(0.0).at[other].set(0.0) for name in layouts}
+
+    def loss(xs):
+        terms = ((fn(sqrt(xs[name])), ~reached[name][0]) for name, fn in layouts.items())
+        return sum(total(jnp.where(keep, y, 0.0)).astype("float32") for y, keep in terms)
+
+    found = eqg.explain_nan(loss, both).found
+    n_kept = sum((kept & ~dropped).any() for dropped, kept in reached.values())
+    got = sorted((r.kind, r.index) for r in found)
+    n = len(layouts)
+    assert got == sorted(
+        [(DEAD, bad)] * n + [(SINGULAR, other)] * n_kept + [(DEAD, other)] * (n - n_kept)
+    )
 
 
 # ---------------------------------------------------------------- boundaries of a mask
@@ -333,10 +340,6 @@ def test_what_does_not_select_an_element(mask):
     (record,) = eqg.explain_nan(lambda x: total(select(log(_ones(x)))), ONE).found
     assert (record.kind, record.mask, record.index) == (DEAD, mask, (0,))
     assert cure in record.cure
-    # Of a quotient, which has a function of its own, and of data that hold the NaN.
-    (record,) = eqg.explain_nan(lambda x: total(select(_ones(1 / (x * 0 + 1)) / _ones(x))), ONE
-                                ).found  # fmt: skip
-    assert record.primitive == "div"
 
 
 DATA = {
@@ -402,12 +405,9 @@ def inputs_of_one(w, a, b):
     return total(jnp.where(KEEP, exp(w * (X3 / a) * (X3 / b)), 0.0))
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
-@pytest.mark.parametrize("loss", [quotients, in_scan, inputs_of_one])
-def test_each_source_has_its_own_elements(loss, around):
-    found = eqg.explain_nan(
-        around(loss), jnp.float32(0.5), jnp.array(FIRST), jnp.array(LAST)
-    ).found
+@pytest.mark.parametrize("loss", [quotients, jax.checkpoint(quotients), in_scan, inputs_of_one])
+def test_each_source_has_its_own_elements(loss):
+    found = eqg.explain_nan(loss, jnp.float32(0.5), jnp.array(FIRST), jnp.array(LAST)).found
     got = sorted((r.kind, r.primitive, r.index, r.n_bad, r.shape) for r in found)
     assert got == [(DEAD, "div", (1,), 1, (3,)), (DEAD, "div", (2,), 1, (3,))]
 
@@ -473,12 +473,8 @@ def _steps(n, zeros=(), dead=(), masked=()):
 # Of n steps those that are bad, and of each record the kind, the step, the number of steps and
 # whether there are more. Many are sampled: sixteen, from the first to the last.
 STEPS = {
-    "one": (9, {"zeros": [4]}, {(SINGULAR, (4,), 1, False)}),
     "three": (9, {"zeros": [1, 4, 7]}, {(SINGULAR, (7,), 3, False)}),
-    "four": (9, {"zeros": [1, 2, 4, 7]}, {(SINGULAR, (7,), 4, False)}),
     "many": (100, {"dead": range(99)}, {(DEAD, (98,), 99, False)}),
-    "two kinds": (9, {"zeros": [2, 5], "dead": [0, 8]},
-                  {(DEAD, (8,), 2, False), (SINGULAR, (5,), 2, False)}),
     "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]},
                     {(DEAD, (8,), 1, False), (SINGULAR, (5,), 2, False),
                      ("zero mask", (3,), 1, False)}),

@@ -35,9 +35,7 @@ def wrong_cube(factor=1.1):
 
 def product(of_x=1.0, of_y=1.0):
     """`x * y`, with factors in the derivatives by its arguments."""
-    return jvp_rule(
-        lambda x, y: x * y, lambda p, t: of_x * p[1] * t[0] + of_y * p[0] * t[1]
-    )
+    return jvp_rule(lambda x, y: x * y, lambda p, t: of_x * p[1] * t[0] + of_y * p[0] * t[1])
 
 
 def clipped(bound=0.5):
@@ -103,10 +101,6 @@ OPTIONS = {
     "seeds": Option(lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(
         ct > 1.8, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 2, 3, {R}),
     "tolerance": Option(lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
-    "points": Option(lambda x: check(jnp.log, X[:1], checks=("finite",), at=[(X[:1] + 9,),
-                     (np.float32([x]),)]), 0.5, 0.0, {"finite"}, "at[1]"),
-    "bytes of a call": Option(lambda n: check(jnp.sin, X, checks=("residuals",),
-                              max_residual_bytes=n), 12, 11, {"residuals"}, "12 bytes"),
     "five arguments": Option(lambda k: check(jvp_rule(lambda *xs: added([x**2 for x in xs]),
         lambda p, t: added([np.float32(2 * (k if None in t else 1)).astype(y.dtype) * x * y
                             for x, y in zip(p, t, strict=True) if y is not None]),
@@ -114,19 +108,11 @@ OPTIONS = {
         {"zeros"}, "perturbed"),
     "complex": Option(lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,)),
                                      x_of("complex64")), lambda z: z, jnp.conj, {R}),
-    "half precision": Option(lambda k: both(wrong_cube(np.float16(k)), x_of("float16")), 1.0, 1.2,
-                             {F, R}),
     "keyword": Option(lambda k: both(lambda x, *, k: wrong_cube(k)(x), X, k=k), 1.0, 1.1, {F, R}),
     "an error": Option(lambda bad: check(vjp_rule(cube, lambda xs, ct: 1 / 0 if bad else
         (3 * xs[0] ** 2 * ct,)), X, checks=(R,)), False, True, {R}, "division by zero"),
-    "jit": Option(lambda bad: check(vjp_rule(cube, lambda xs, ct: (3 * xs[0] ** 2 * ct * (float(
-        ct[0]) * 0 + 1 if bad else 1),)), X, checks=("transforms",)), False, True,
-        {"transforms"}, "jit"),
     "a shape": Option(lambda shape: check(jax_rule(lambda x: jnp.sum(x), lambda x, ct:
         jnp.broadcast_to(ct, shape)), X, checks=(R,)), (3,), (1,), {R}),
-    "third order": Option(lambda k: check(jvp_rule(cube, lambda p, t: jvp_rule(lambda x: 3 * x**2,
-        lambda p, t: jnp.float32(k) * 6 * p[0] * t[0])(p[0]) * t[0]), X, checks=("order",)),
-        1.0, 1.1, {"order"}, "order 2"),
     "a value that is static": Option(lambda n: check(vjp_rule(lambda x: (x**2, 3), lambda xs, ct:
         (2 * xs[0] * ct[0],), value=lambda x: (x**2, n)), X, checks=("primal",)), 3, 4,
         {"primal"}),
@@ -265,11 +251,15 @@ SKIPPED = {
 @pytest.mark.parametrize("name", SKIPPED)
 def test_leaves_that_are_skipped(name):
     skip, expected = SKIPPED[name]
-    report = eqgt.check_gradients(loss, net(wrong_sin(), wrong_sin()), X, skip=skip, raises=False)
+    report = eqgt.check_gradients(
+        loss, net(wrong_sin(), wrong_sin()), X, skip=skip, raises=False
+    )
     assert [f.leaf for f in report.found] == expected
     assert [x.leaf for x in report.leaves] == NAMES
     assert {report["scale"].verdict, report["layers[1].bias"].verdict} <= {"right", "skipped"}
-    n_skipped = {"none": 0, "a leaf": 1, "two": 2, "a layer": 2, "a list": 4, "a pattern": 2}[name]
+    n_skipped = {"none": 0, "a leaf": 1, "two": 2, "a layer": 2, "a list": 4, "a pattern": 2}[
+        name
+    ]
     assert [x.verdict for x in report.leaves].count("skipped") == n_skipped
 
 
@@ -309,12 +299,9 @@ FAULTS = {
         lambda w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {},
         ("wrong", "", "<lambda>", "")),
     "sign": (in_place(jnp.sin), in_place(wrong_sin(-1.0)), X, {}, ("wrong", "", "<lambda>", "sign")),
-    "half": (in_place(jnp.sin), in_place(wrong_sin(0.5)), X, {}, ("wrong", "", "<lambda>", "half")),
     "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
                   lambda w: jax.lax.scan(lambda c, x: (wrong_sin()(c + x), None), 0.0, w)[0], X, {},
                   ("wrong", "", "<lambda>", "")),
-    "in jit": (jax.jit(in_place(jnp.sin)), jax.jit(in_place(wrong_sin())), X, {},
-               ("wrong", "", "<lambda>", "")),
     "cut": (lambda m: jnp.sum(m["a"] * m["b"]), lambda m: jnp.sum(jax.lax.stop_gradient(m["a"])
             * m["b"]), {"a": X, "b": Y}, {}, ("cut", "['a']", "stop_gradient", "")),
     "no number": (in_place(jnp.sin), lambda w: jnp.sum(jnp.log(w - 9)), X, {},
