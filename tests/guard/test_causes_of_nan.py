@@ -15,6 +15,10 @@ from jax import lax, nn
 Z2, M2 = np.zeros(2, "float32"), np.zeros((2, 2), "float32")
 ONES2, EMPTY = np.ones((2, 2), "float32"), np.full(2, -np.inf, "float32")
 BIG = np.array([9e3, 0.0], "float32")
+INF, IN_DATA = np.float32([np.inf, 1.0]), np.float32([1.0, np.nan, 1.0])
+ONE, X_OR_0 = np.float32(1), np.float32([1.0, 0.0])
+DEAD, SINGULAR, DOMAIN = "dead branch", "true singularity", "outside of the domain"
+ZERO_BY_INF = "zero times infinity"
 sqrt, log, exp, total = jnp.sqrt, jnp.log, jnp.exp, jnp.sum
 norm, mean = jnp.linalg.norm, jnp.mean
 
@@ -27,170 +31,126 @@ def over(x, y):
     return exp(x) / total(exp(y))
 
 
-def shift(x):
-    return x - jnp.max(x)
-
-
-# ---------------------------------------------------------------- formulas
-
-# A loss, the point, the function that the cure names, and one that is another function.
-CURES = {
-    "log of softmax": (lambda x: log(nn.softmax(x))[1], BIG, "safe.log_softmax(x)",
-                       "nn.logsumexp"),
-    "by hand": (lambda x: log(over(x, x))[1], [5.0, -2e3], "safe.log_softmax", "logsumexp"),
-    "entropy": (lambda x: (lambda p: -total(p * log(p)))(nn.softmax(x)), BIG, "safe.entropy(p)",
-                "log_softmax"),
-    "log1p of exp": (lambda x: total(jnp.log1p(exp(x))), BIG, "nn.softplus", "logaddexp"),
-    "log of 1 + exp": (lambda x: total(log(1 + exp(x))), BIG, "nn.softplus", "logaddexp"),
-    "logsumexp": (lambda x: log(total(exp(x))), BIG, "nn.logsumexp(x)`", "softmax"),
-    "logaddexp": (lambda x: log(exp(x[0]) + exp(x[1])), BIG, "jnp.logaddexp", "softplus"),
-    "softmax": (lambda x: over(x, x)[0], BIG, "nn.softmax", "sigmoid"),
-    "attention": (lambda x: (exp(x) @ jnp.arange(2.0)) / total(exp(x)), BIG, "nn.softmax",
-                  "logsumexp"),
-    "sigmoid": (lambda x: total(1 / (1 + exp(-x))), -BIG, "nn.sigmoid(x)", "nn.softmax"),
-    "sigmoid of -x": (lambda x: total(1 / (1 + exp(x))), BIG, "nn.sigmoid(-x)", "softmax"),
-    "exp by 1 + exp": (lambda x: total(exp(x) / (1 + exp(x))), BIG, "nn.sigmoid(x)", "softmax"),
-    "log of sigmoid": (lambda x: log(nn.sigmoid(x[0])), -BIG, "log_sigmoid(x)", "log(x)"),
-    "log of 1 - sigmoid": (lambda x: log(1 - nn.sigmoid(x[0])), BIG, "log_sigmoid(-x)",
-                           "log(x)"),
-    "norm": (norm, Z2, "safe.norm(x)", "safe.std"),
-    "norm by hand": (lambda x: sqrt(total(x * x)), Z2, "safe.norm(x)", "safe.sqrt"),
-    "norm by a product": (lambda x: sqrt(x @ x), Z2, "safe.norm(x)", "safe.sqrt"),
-    "length": (lambda x: sqrt(x[0] ** 2 + x[1] ** 2), Z2, "safe.hypot(x, y)", "safe.norm"),
-    "rms": (rms, Z2, "safe.sqrt(jnp.mean(x**2))", "safe.std"),
-    "deviation": (jnp.std, np.ones(2, "float32"), "safe.std(x)", "safe.sqrt"),
-    "of rows": (lambda x: total(rms(x - mean(x, 1)[:, None], 1)), ONES2, "safe.std(x)", "sqrt("),
-    "sign": (lambda x: total(x / jnp.abs(x)), Z2, "jnp.sign", "safe.normalize"),
-    "direction": (lambda x: (x / norm(x))[0], Z2, "safe.normalize(x)", "jnp.sign"),
-    "twice": (lambda x: (2 * x / norm(x))[0], Z2, "safe.normalize(x)", "jnp.sign"),
-    "directions": (lambda x: total(x / norm(x, axis=1, keepdims=True)), M2, "safe.normalize(x)",
-                   "jnp.sign"),
-    "log of cosh": (lambda x: total(log(jnp.cosh(x))), BIG, "safe.log_cosh(x)", "expm1"),
-    "log of expm1": (lambda x: total(log(jnp.expm1(x))), BIG, "safe.log_expm1(x)", "cosh"),
-    "expm1 by x": (lambda x: total(jnp.expm1(x) / x), Z2, "safe.expm1_ratio(x)", "log_expm1"),
-    "exp - 1 by x": (lambda x: total((exp(x) - 1) / x), Z2, "safe.expm1_ratio(x)", "sinhc"),
-    "log1p by x": (lambda x: total(jnp.log1p(x) / x), Z2, "safe.log1p_ratio(x)", "sinhc"),
-    "sinh by x": (lambda x: total(jnp.sinh(x) / x), Z2, "safe.sinhc(x)", "expm1_ratio"),
-    "empty softmax": (lambda x: nn.softmax(x - jnp.inf)[0], Z2, "safe.softmax(x)", "log_softmax"),
-    "empty log_softmax": (lambda x: nn.log_softmax(x - jnp.inf)[0], Z2, "safe.log_softmax(x)",
-                          "safe.softmax"),
-    "empty logsumexp": (lambda x: nn.logsumexp(x - jnp.inf), Z2, "safe.logsumexp(x)", "softmax"),
-    "weighted": (lambda w: log(exp(np.array([-1e4, -2e4], "float32")) @ w), Z2 + 1,
-                 "nn.logsumexp(x, b=weights)", "log_softmax"),
-    "chosen": (lambda x: log(total(nn.softmax(x)[:2])), [-2e3, -2e3, 1.0],
-               "nn.logsumexp(jax.nn.log_softmax(x), b=weights)", "safe.entropy"),
-    "product": (lambda x: log(exp(-(x[0] ** 2)) * 3), BIG, "logarithms of its factors",
-                "logsumexp"),
-    "force": (lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2), np.float32(1),
-              "safe.norm(x)", "safe.normalize"),
-    "quotient in a force": (lambda w: total(jax.grad(lambda x: w / x)(np.float32(0))),
-                            np.float32(1), "safe.divide(x, y)", "safe.norm"),
-    # Of what looks alike, only the cure of the operation itself.
-    "mean of the other axis": (lambda x: total(rms(x - mean(x, 0)[None], 1)), ONES2,
-                               "safe.sqrt(", "safe.std"),
-    "means of rows for columns": (lambda x: total(rms(x - mean(x, 1)[None], 1)), ONES2,
-                                  "safe.sqrt(", "safe.std"),
-    "half of the mean": (lambda x: rms(x - total(x) / 4), Z2, "safe.sqrt(", "safe.std"),
-    "with the transpose": (lambda x: sqrt(total(x * x.T)), M2, "safe.sqrt", "safe.norm"),
-    "outer product": (lambda x: sqrt(total(x[:, None] * x[None])), Z2, "safe.sqrt", "safe.norm"),
-    "matrix product": (lambda x: total(sqrt(x @ x)), M2, "safe.sqrt", "safe.norm"),
-    "other norms": (lambda x: total(x / norm(x, axis=1)[None]), M2, "", "safe.normalize"),
-    "no length": (lambda x: sqrt(x[0] ** 2 + x[1]), Z2, "safe.sqrt", "hypot"),
-    "no sign": (lambda x: total(x.T / jnp.abs(x)), M2, "", "jnp.sign"),
-    "of sines": (lambda x: total(jnp.sin(x) / norm(x)), Z2, "", "safe.normalize"),
-    "no softmax": (lambda x: total(over(x, x / 2)), BIG, "", "softmax"),
-    "of a quotient": (lambda x: total(log(exp(x) / 3)), -BIG, "logarithms of", "softmax"),
-    "of another quotient": (lambda x: total(log(over(x, 2 * x))), -BIG, "", "softmax"),
-    "no sigmoid": (lambda x: total(exp(x / 2) / (1 + exp(x))), BIG, "", "nn.sigmoid"),
-    "2 + exp": (lambda x: total(5 / (2 + exp(x)) * 0 + exp(x)), BIG, "in range", "sigmoid"),
-    "shifted": (lambda x: total(exp(shift(x)) / 2), EMPTY, "", "softmax"),
-    "no ratio": (lambda x: total(jnp.expm1(x) / (x + x)), Z2, "", "expm1_ratio"),
-    "cosh + 1": (lambda x: total(log(jnp.cosh(x) + 1)), BIG, "in range", "log_cosh"),
-    "p times log q": (lambda x: -total(nn.softmax(x) * log(nn.softmax(2 * x))), BIG,
-                      "safe.log_softmax", "safe.entropy(p)` in place"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CURES)
-def test_the_function_that_a_cure_names(name):
-    loss, x, named, other = CURES[name]
-    found = eqg.explain_nan(loss, jnp.asarray(x)).found
-    assert found
-    cures = " ".join(record.cure for record in found)
-    assert named in cures
-    assert other not in cures
-
-
-# ---------------------------------------------------------------- kinds
-
-INF = np.array([np.inf, 1.0], "float32")
-IN_DATA = np.array([1.0, np.nan, 1.0], "float32")
-DEAD, SINGULAR, DOMAIN = "dead branch", "true singularity", "outside of the domain"
-ZERO_BY_INF = "zero times infinity"
-ONE, X_OR_0 = np.float32(1), np.array([1.0, 0.0], "float32")
-
-
 def clamped(x):
     return sqrt(jnp.maximum(x, 0.0))
 
 
-# A loss, the point, and of each record the kind, the operation, the index and the operands.
+# ---------------------------------------------------------------- formulas
+
+# By the function that a cure names: losses, and the points at which they are not finite.
+CURES = {
+    "safe.log_softmax(x)": [(lambda x: log(nn.softmax(x))[1], BIG), (lambda x: log(over(x,
+        x))[0], -BIG), (lambda x: nn.log_softmax(x - jnp.inf)[0], Z2)],
+    "safe.entropy(p)": [(lambda x: (lambda p: -total(p * log(p)))(nn.softmax(x)), BIG)],
+    "nn.softplus": [(lambda x: total(jnp.log1p(exp(x))), BIG), (lambda x: total(log(1 +
+        exp(x))), BIG)],
+    "nn.logsumexp(x)`": [(lambda x: log(total(exp(x))), BIG)],
+    "jnp.logaddexp": [(lambda x: log(exp(x[0]) + exp(x[1])), BIG)],
+    "nn.softmax(x)`": [(lambda x: over(x, x)[0], BIG), (lambda x: (exp(x) @ jnp.arange(2.0)) /
+        total(exp(x)), BIG)],
+    "nn.sigmoid(x)": [(lambda x: total(1 / (1 + exp(-x))), -BIG), (lambda x: total(exp(x) / (1
+        + exp(x))), BIG)],
+    "nn.sigmoid(-x)": [(lambda x: total(1 / (1 + exp(x))), BIG)],
+    "log_sigmoid(x)": [(lambda x: log(nn.sigmoid(x[0])), -BIG)],
+    "log_sigmoid(-x)": [(lambda x: log(1 - nn.sigmoid(x[0])), BIG)],
+    "safe.norm(x)": [(norm, Z2), (lambda x: sqrt(total(x * x)), Z2), (lambda x: sqrt(x @ x),
+        Z2), (lambda w: total(jax.grad(lambda x: norm(w * x))(Z2) ** 2), ONE)],
+    "safe.hypot(x, y)": [(lambda x: sqrt(x[0] ** 2 + x[1] ** 2), Z2)],
+    "safe.sqrt(jnp.mean(x**2))": [(rms, Z2)],
+    "safe.std(x)": [(jnp.std, Z2), (lambda x: total(rms(x - mean(x, 1)[:, None], 1)), M2)],
+    "jnp.sign": [(lambda x: total(x / jnp.abs(x)), Z2)],
+    "safe.normalize(x)": [(lambda x: (x / norm(x))[0], Z2), (lambda x: (2 * x / norm(x))[0],
+        Z2), (lambda x: total(x / norm(x, axis=1, keepdims=True)), M2)],
+    "safe.log_cosh(x)": [(lambda x: total(log(jnp.cosh(x))), BIG)],
+    "safe.log_expm1(x)": [(lambda x: total(log(jnp.expm1(x))), BIG)],
+    "safe.expm1_ratio(x)": [(lambda x: total(jnp.expm1(x) / x), Z2), (lambda x: total((exp(x) -
+        1) / x), Z2)],
+    "safe.log1p_ratio(x)": [(lambda x: total(jnp.log1p(x) / x), Z2)],
+    "safe.sinhc(x)": [(lambda x: total(jnp.sinh(x) / x), Z2)],
+    "safe.softmax(x)": [(lambda x: nn.softmax(x - jnp.inf)[0], Z2)],
+    "safe.logsumexp(x)": [(lambda x: nn.logsumexp(x - jnp.inf), Z2)],
+    "nn.logsumexp(x, b=weights)": [(lambda w: log(exp(np.float32([-1e4, -2e4])) @ w), Z2 +
+        1)],
+    "nn.logsumexp(jax.nn.log_softmax(x), b=weights)": [(lambda x:
+        log(total(nn.softmax(x)[:2])), np.float32([-2e3, -2e3, 1.0]))],
+    "logarithms of its factors": [(lambda x: log(exp(-(x[0] ** 2)) * 3), BIG), (lambda x:
+        total(log(exp(x) / 3)), -BIG)],
+    "safe.divide(x, y)": [(lambda w: total(jax.grad(lambda x: w / x)(0 * ONE)), ONE)],
+}  # fmt: skip
+# By a function: losses that look as if it was a part of them.
+LOOK_ALIKES = {
+    "safe.std": [(lambda x: total(rms(x - mean(x, 0)[None], 1)), ONES2), (lambda x: total(rms(x
+        - mean(x, 1)[None], 1)), ONES2), (lambda x: rms(x - total(x) / 4), Z2)],
+    "safe.norm": [(lambda x: sqrt(total(x * x.T)), M2), (lambda x: sqrt(total(x[:, None] *
+        x[None])), Z2), (lambda x: total(sqrt(x @ x)), M2)],
+    "safe.normalize": [(lambda x: total(x / norm(x, axis=1)[None]), M2), (lambda x:
+        total(jnp.sin(x) / norm(x)), Z2)],
+    "safe.hypot": [(lambda x: sqrt(x[0] ** 2 + x[1]), Z2)],
+    "jnp.sign": [(lambda x: total(x.T / jnp.abs(x)), M2)],
+    "softmax": [(lambda x: total(over(x, x / 2)), BIG), (lambda x: total(log(over(x, 2 * x))),
+        -BIG), (lambda x: total(exp(x - jnp.max(x)) / 2), EMPTY)],
+    "nn.sigmoid": [(lambda x: total(exp(x / 2) / (1 + exp(x))), BIG), (lambda x: total(5 / (2 +
+        exp(x)) * 0 + exp(x)), BIG)],
+    "expm1_ratio": [(lambda x: total(jnp.expm1(x) / (x + x)), Z2)],
+    "log_cosh": [(lambda x: total(log(jnp.cosh(x) + 1)), BIG)],
+    "safe.entropy(p)` in place": [(lambda x: -total(nn.softmax(x) * log(nn.softmax(2 * x))),
+        BIG)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CURES, *LOOK_ALIKES])
+def test_the_function_that_a_cure_names(name):
+    for loss, x in CURES.get(name, ()):
+        assert name in " ".join(r.cure for r in eqg.explain_nan(loss, jnp.asarray(x)).found)
+    for loss, x in LOOK_ALIKES.get(name, ()):
+        found = eqg.explain_nan(loss, jnp.asarray(x)).found
+        assert found
+        assert name not in " ".join(r.cure for r in found)
+
+
+# ---------------------------------------------------------------- kinds
+
+# By the kind, the operation, the index and the operands: a loss, and the point.
 KINDS = {
-    "logs": (lambda x: log(x[0]) - log(x[1]), Z2,
-             {("inf - inf", "sub", (), (-np.inf, -np.inf))}),
-    "difference": (lambda x: total((INF + x) - INF), Z2,
-                   {("inf - inf", "sub", (0,), (np.inf, np.inf))}),
-    "quotient": (lambda x: x[0] + total(INF / (INF + x)), Z2,
-                 {("inf / inf", "div", (0,), (np.inf, np.inf))}),
-    "product": (lambda x: total(x * INF), Z2, {(ZERO_BY_INF, "mul", (0,), (0.0, np.inf))}),
-    "sine": (lambda x: total(jnp.sin(INF + x)), Z2, {(DOMAIN, "sin", (0,), (np.inf,))}),
-    "0/0": (lambda x: x[0] / x[1], Z2, {("0/0", "div", (), (0.0, 0.0))}),
-    "1/0": (lambda x: total(1 / x), np.array([0.0, 2.0], "float32"),
-            {(SINGULAR, "div", (0,), (1.0, 0.0))}),
-    "large by small": (lambda x: total(x / 1e-30), np.array([1.0, 1e30], "float32"),
-                       {("overflow", "div", (1,), (1e30, 1e-30))}),
-    "0**-1": (lambda x: total(x**-1), Z2[:1], {(SINGULAR, "integer_pow", (0,), (0.0,))}),
-    "large power": (lambda x: total(x**3), 1 + 1e13 * np.eye(2, dtype="float32")[1],
-                    {("overflow", "integer_pow", (1,), (1e13,))}),
-    "power of zero": (lambda x: x[0] * x[1] ** 0.5, Z2,
-                      {(ZERO_BY_INF, "pow", (), (0.0, 0.5))}),
-    "power of a negative": (lambda x: total(x**0.5), -1 - Z2[:1],
-                            {(DOMAIN, "pow", (0,), (-1.0, 0.5))}),
-    "angle": (lambda x: jnp.arctan2(x[0], x[1]), Z2, {("0/0", "atan2", (), (0.0, 0.0))}),
-    "log of both": (lambda x: total(log(x)), np.array([1.0, -1.0, 0.0], "float32"),
-                    {(DOMAIN, "log", (1,), (-1.0,)), (SINGULAR, "log", (2,), (0.0,))}),
-    "atanh": (lambda x: total(jnp.arctanh(x)), 1 + Z2[:1], {(SINGULAR, "atanh", (0,), (1.0,))}),
-    "mean of none": (lambda x: mean(x[:0]) + x[0], Z2, {("0/0", "div", (), (0.0, 0.0))}),
-    "cumulative": (lambda x: total(jnp.cumsum(x - INF) + INF), Z2,
-                   {("inf - inf", "add", (0,), (-np.inf, np.inf))}),
-    "constant": (lambda x: total(x * IN_DATA), np.ones(3, "float32"),
-                 {("NaN in the input", "mul", (1,), (1.0, np.nan))}),
-    "infinite constant": (lambda x: total(jnp.where(x > 0, x, -jnp.inf)), X_OR_0,
-                          {("constant infinity", "select_n", (1,), (-np.inf,))}),
-    "inverse": (lambda a: total(jnp.linalg.inv(a)), ONES2,
-                {(SINGULAR, "custom_linear_solve", (0, 0), (1.0,) * 5)}),
-    "bound": (lambda x: total(clamped(x)), np.array([4.0, -1.0], "float32"),
-              {(DEAD, "sqrt", (1,), (0.0,))}),
-    "bound of a bound": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1), 0))[None]),
-                         np.array([4.0, -1.0], "float32"), {(DEAD, "sqrt", (1,), (0.0,))}),
-    "a tie is none": (lambda x: clamped(x + 1), -ONE, {(SINGULAR, "sqrt", (), (0.0,))}),
-    "no constant bound": (lambda x: sqrt(jnp.maximum(x, x * x * 0)), -ONE,
-                          {(SINGULAR, "sqrt", (), (0.0,))}),
-    "a selected zero": (lambda x: clamped(x) * jnp.where(x > 0, 2 * x, 0.0), -ONE,
-                        {("zero mask", "sqrt", (), (0.0,))}),
-    "a zero of the model": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE,
-                            {(ZERO_BY_INF, "sqrt", (), (0.0,))}),
-    "cancels": (lambda x: (lambda y: total(y - y))(sqrt(x)), Z2[:1], {(ZERO_BY_INF, "sqrt", (0,), (0.0,))}),
+    "inf - inf: sub[] of -inf, -inf": (lambda x: log(x[0]) - log(x[1]), Z2),
+    "inf / inf: div[0] of inf, inf": (lambda x: x[0] + total(INF / (INF + x)), Z2),
+    "zero times infinity: mul[0] of 0, inf": (lambda x: total(x * INF), Z2),
+    "outside of the domain: sin[0] of inf": (lambda x: total(jnp.sin(INF + x)), Z2),
+    "0/0: div[] of 0, 0": (lambda x: x[0] / x[1], Z2),
+    "true singularity: div[0] of 1, 0": (lambda x: total(1 / x), X_OR_0[::-1]),
+    "overflow: div[0] of 1e+30, 1e-30": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
+    "true singularity: integer_pow[0] of 0": (lambda x: total(x**-1), Z2[:1]),
+    "overflow: integer_pow[0] of 1e+13": (lambda x: total(x**3), np.float32([1e13, 1.0])),
+    "zero times infinity: pow[] of 0, 0.5": (lambda x: x[0] * x[1] ** 0.5, Z2),
+    "outside of the domain: pow[0] of -1, 0.5": (lambda x: total(x**0.5), Z2[:1] - 1),
+    "0/0: atan2[] of 0, 0": (lambda x: jnp.arctan2(x[0], x[1]), Z2),
+    "outside of the domain: log[1] of -1; true singularity: log[0] of 0": (lambda x:
+        total(log(x)), np.float32([0.0, -1.0])),
+    "inf - inf: add[0] of -inf, inf": (lambda x: total(jnp.cumsum(x - INF) + INF), Z2),
+    "NaN in the input: mul[1] of 1, nan": (lambda x: total(x * IN_DATA), np.ones(3,
+        "float32")),
+    "constant infinity: select_n[1] of -inf": (lambda x: total(jnp.where(x > 0, x, -jnp.inf)),
+        X_OR_0),
+    "true singularity: custom_linear_solve[0, 0] of 1, 1, 1, 1, 1": (lambda a:
+        total(jnp.linalg.inv(a)), ONES2),
+    "dead branch: sqrt[1] of 0": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
+        0))[None]), np.float32([4.0, -1.0])),
+    "true singularity: sqrt[] of 0": (lambda x: clamped(x + 1), -ONE),
+    "zero mask: sqrt[] of 0": (lambda x: clamped(x) * jnp.where(x > 0, 2 * x, 0.0), -ONE),
+    "zero times infinity: sqrt[] of 0": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
+    "zero times infinity: sqrt[0] of 0": (lambda x: (lambda y: total(y - y))(sqrt(x)),
+        Z2[:1]),
+    "true singularity: sqrt[1] of 0": (lambda x: total(sqrt(x).real), X_OR_0 + 0j),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kind_of_a_cause(name):
-    loss, x, expected = KINDS[name]
+    loss, x = KINDS[name]
     found = eqg.explain_nan(loss, jnp.asarray(x)).found
-    shown = lambda xs: tuple(f"{x:.3g}" for x in xs)
-    got = [(r.kind, r.primitive, r.index, shown(r.operands)) for r in found]
-    assert sorted(got) == sorted((*place, shown(xs)) for *place, xs in expected)
+    shown = lambda r: ", ".join(f"{x:.3g}" for x in r.operands)
+    texts = sorted(f"{r.kind}: {r.primitive}{list(r.index)} of {shown(r)}" for r in found)
+    assert "; ".join(texts) == name
 
 
 # ---------------------------------------------------------------- layouts
@@ -198,27 +158,19 @@ def test_the_kind_of_a_cause(name):
 # What may be between a root and the mask that drops an element of it.
 X23 = np.arange(6, dtype="float32").reshape(2, 3) + 1
 LAYOUTS = {
-    "itself": lambda x: x,
-    "negative": lambda x: -x,
-    "transpose": lambda x: x.T,
-    "reversed": lambda x: x[:, ::-1],
-    "rolled": lambda x: jnp.roll(x, 1, 1),
+    "itself": lambda x: x, "negative": lambda x: -x, "transpose": lambda x: x.T,
+    "reversed": lambda x: x[:, ::-1], "rolled": lambda x: jnp.roll(x, 1, 1),
     "slice": lambda x: x[:, 1:],
     "stride": lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)),
-    "reshape": lambda x: x.reshape(3, 2),
-    "squeeze": lambda x: x[:, None].squeeze(1),
+    "reshape": lambda x: x.reshape(3, 2), "squeeze": lambda x: x[:, None].squeeze(1),
     "new axis": lambda x: jnp.broadcast_to(x[:, None], (2, 4, 3)),
     "stretched": lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)),
     "row for all": lambda x: jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)),
     "concatenate": lambda x: jnp.concatenate([x * 0.5, x[:, :2]], 1),
-    "split": lambda x: jnp.split(x, [1], 1)[1],
-    "pad": lambda x: jnp.pad(x, ((1, 0), (0, 2))),
-    "sum of rows": lambda x: x.sum(0),
-    "sum of columns": lambda x: x.sum(1),
-    "smallest": lambda x: x.min(1),
-    "largest": lambda x: (-x).max(1),
-    "product": lambda x: x.prod(0),
-    "matrix product": lambda x: x @ jnp.ones((3, 4)),
+    "split": lambda x: jnp.split(x, [1], 1)[1], "pad": lambda x: jnp.pad(x, ((1, 0), (0, 2))),
+    "sum of rows": lambda x: x.sum(0), "sum of columns": lambda x: x.sum(1),
+    "smallest": lambda x: x.min(1), "largest": lambda x: (-x).max(1),
+    "product": lambda x: x.prod(0), "matrix product": lambda x: x @ jnp.ones((3, 4)),
     "product from the left": lambda x: jnp.ones((4, 2)) @ x,
     "batched product": lambda x: jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))),
     "of the other axis": lambda x: jnp.einsum("ib,kbi->bk", x, jnp.ones((4, 3, 2))),
@@ -231,7 +183,7 @@ LAYOUTS = {
     "half precision": lambda x: x.astype("float16") * 2,
     "carry": lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2), x.T)[0],
     "jit": jax.jit(lambda x: x.T * 2),
-}
+}  # fmt: skip
 
 
 def image(fn, index):
@@ -288,17 +240,19 @@ def quotient(bound, at):
 # A loss, the point, whether it is on the boundary of the mask, and the function with the limit.
 BOUNDARIES = {
     "equal": (lambda x: jnp.where(x == 0, 1.0, jnp.sinh(x) / x), 0.0, True, "safe.sinhc"),
-    "of expm1": (lambda x: jnp.where(x != 0, jnp.expm1(x) / x, 1.0), 0.0, True, "expm1_ratio"),
+    "of expm1": (lambda x: jnp.where(x != 0, jnp.expm1(x) / x, 1.0), 0.0, True,
+        "expm1_ratio"),
     "of log1p": (lambda x: jnp.where(jnp.abs(x) > 0, jnp.log1p(x) / x, 1.0), 0.0, True,
-                 "safe.log1p_ratio"),
+        "safe.log1p_ratio"),
     "nearly": (quotient(0.9e-3, 0.0), 0.0, True, ""),
     "not nearly": (quotient(1.2e-3, 0.0), 0.0, False, ""),
     "far": (lambda x: jnp.where(x > 1000.9, (x - 1000) / (x - 1000), 1.0), 1e3, True, ""),
-    "too far": (lambda x: jnp.where(x > 1001.2, (x - 1000) / (x - 1000), 1.0), 1e3, False, ""),
+    "too far": (lambda x: jnp.where(x > 1001.2, (x - 1000) / (x - 1000), 1.0), 1e3, False,
+        ""),
     "both": (lambda x: jnp.where((x > 0) & (x < 9), x / x, 1.0), 0.0, True, ""),
     "negated": (lambda x: jnp.where(~(x > 5), 1.0, x / x), 0.0, False, ""),
-    "a row": (lambda x: total(jnp.where(jnp.stack([x, x - 1])[:, None] != 0,
-                                        (x / jnp.stack([x, x + 1]))[:, None], 1.0)), 0.0, True, ""),
+    "a row": (lambda x: total(jnp.where(jnp.stack([x, x - 1])[:, None] != 0, (x / jnp.stack([x,
+        x + 1]))[:, None], 1.0)), 0.0, True, ""),
     "of integers": (lambda x: jnp.where(jnp.arange(1)[0] > 0, x / x, 1.0), 0.0, False, ""),
 }  # fmt: skip
 
@@ -330,7 +284,8 @@ SELECTIONS = {
     "max": (jnp.max, "inside of the `max`"),
     "min": (lambda y: jnp.min(-y), "inside of the `min`"),
     "clip": (lambda y: jnp.clip(y, -5.0, 5.0), "inside of the `clip`"),
-    "where": (lambda y: jnp.where(POSITIVE, y, -5.0), "in place of `jnp.where(ok, f(x), other)`"),
+    "where": (lambda y: jnp.where(POSITIVE, y, -5.0),
+        "in place of `jnp.where(ok, f(x), other)`"),
 }  # fmt: skip
 
 
@@ -475,11 +430,10 @@ def _steps(n, zeros=(), dead=(), masked=()):
 STEPS = {
     "three": (9, {"zeros": [1, 4, 7]}, {(SINGULAR, (7,), 3, False)}),
     "many": (100, {"dead": range(99)}, {(DEAD, (98,), 99, False)}),
-    "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]},
-                    {(DEAD, (8,), 1, False), (SINGULAR, (5,), 2, False),
-                     ("zero mask", (3,), 1, False)}),
-    "sampled": (80, {"dead": range(79), "masked": [79]},
-                {("zero mask", (79,), 1, True), (DEAD, (74,), 15, True)}),
+    "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]}, {(DEAD, (8,), 1, False),
+        (SINGULAR, (5,), 2, False), ("zero mask", (3,), 1, False)}),
+    "sampled": (80, {"dead": range(79), "masked": [79]}, {("zero mask", (79,), 1, True), (DEAD,
+        (74,), 15, True)}),
 }  # fmt: skip
 
 

@@ -75,46 +75,47 @@ added = lambda terms: ft.reduce(operator.add, terms)
 times = lambda k: lambda x: np.asarray(k, x.dtype) * x
 OPTIONS = {
     "reference": Option(lambda k: both(jvp_rule(lambda x: jnp.round(x), lambda p, t: t[0]), X,
-                                       reference=times(k)), 1.0, 1.01, {F, R}),
+        reference=times(k)), 1.0, 1.01, {F, R}),
     "reference's value": Option(lambda k: check(jvp_rule(cube, lambda p, t: 2 * t[0]), X,
-                                reference=lambda x: 2 * x + k, checks=("primal", F)), 0.0, 5.0,
-                                set()),
+        reference=lambda x: 2 * x + k, checks=("primal", F)), 0.0, 5.0, set()),
     "expected_tangent": Option(lambda k: check(wrong_cube(2.0), X, checks=(F,),
         expected_tangent=lambda p, t: np.asarray(k, t[0].dtype) * p[0] ** 2 * t[0]), 6.0, 6.1,
         {F}),
     "expected_cotangent": Option(lambda k: check(clipped(), X, checks=(R,), nonlinear=True,
         expected_cotangent=lambda p, ct: (jnp.clip(ct, -k, k),)), 0.5, 0.6, {R}),
-    "nonlinear": Option(lambda k: check(clipped(), X, checks=("adjoint", "linear"), nonlinear=k),
-                        True, False, {"adjoint", "linear"}),
+    "nonlinear": Option(lambda k: check(clipped(), X, checks=("adjoint", "linear"),
+        nonlinear=k), True, False, {"adjoint", "linear"}),
     "nondifferentiable": Option(lambda name: both(product(of_y=2.0), X, Y,
-                                                  nondifferentiable=(name,)), "y", "x", {F, R}),
-    "a part of an argument": Option(lambda name: both(lambda p: product(of_y=2.0)(p["a"], p["b"]),
-        {"a": X, "b": Y}, nondifferentiable=(name,)), "p['b']", "p['a']", {F, R}, "p['b']"),
-    "a leaf of a layer": Option(lambda name: both(Layer(X, Y, 2.0), X, nondifferentiable=(name,)),
-                                "self.frozen", "self.weight", {F, R}, "self.frozen"),
+        nondifferentiable=(name,)), "y", "x", {F, R}),
+    "a part of an argument": Option(lambda name: both(lambda p: product(of_y=2.0)(p["a"],
+        p["b"]), {"a": X, "b": Y}, nondifferentiable=(name,)), "p['b']", "p['a']", {F, R},
+        "p['b']"),
+    "a leaf of a layer": Option(lambda name: both(Layer(X, Y, 2.0), X,
+        nondifferentiable=(name,)), "self.frozen", "self.weight", {F, R}, "self.frozen"),
     "a method": Option(lambda k: both(Layer(X, Y, k), X), 1.0, 1.1, {F, R}, "self.frozen"),
     "skip": Option(lambda skip: check(wrong_cube(), X, checks=(F, "finite"), skip=skip), F, (),
-                   {F}),
-    "cotangents": Option(lambda w: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(
-        jnp.max(jnp.abs(ct)) > 50, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,),
-        cotangents=w), X, 100 + X, {R}, "given"),
-    "seeds": Option(lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(
-        ct > 1.8, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 2, 3, {R}),
-    "tolerance": Option(lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
+        {F}),
+    "cotangents": Option(lambda w: check(vjp_rule(lambda x: 2 * x, lambda xs, ct:
+        (jnp.where(jnp.max(jnp.abs(ct)) > 50, 0.0, 2.0).astype(ct.dtype) * ct,)), X,
+        checks=(R,), cotangents=w), X, 100 + X, {R}, "given"),
+    "seeds": Option(lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(ct >
+        1.8, 0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 2, 3, {R}),
+    "tolerance": Option(lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F,
+        R}),
     "five arguments": Option(lambda k: check(jvp_rule(lambda *xs: added([x**2 for x in xs]),
-        lambda p, t: added([np.float32(2 * (k if None in t else 1)).astype(y.dtype) * x * y
-                            for x, y in zip(p, t, strict=True) if y is not None]),
-        symbolic_zeros=True), *[X + i for i in range(5)], checks=("zeros",)), 1.0, 1.1,
-        {"zeros"}, "perturbed"),
-    "complex": Option(lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,)),
-                                     x_of("complex64")), lambda z: z, jnp.conj, {R}),
-    "keyword": Option(lambda k: both(lambda x, *, k: wrong_cube(k)(x), X, k=k), 1.0, 1.1, {F, R}),
-    "an error": Option(lambda bad: check(vjp_rule(cube, lambda xs, ct: 1 / 0 if bad else
-        (3 * xs[0] ** 2 * ct,)), X, checks=(R,)), False, True, {R}, "division by zero"),
+        lambda p, t: added([np.float32(2 * (k if None in t else 1)).astype(y.dtype) * x * y for
+        x, y in zip(p, t, strict=True) if y is not None]), symbolic_zeros=True), *[X + i for i
+        in range(5)], checks=("zeros",)), 1.0, 1.1, {"zeros"}, "perturbed"),
+    "complex": Option(lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) *
+        ct,)), x_of("complex64")), lambda z: z, jnp.conj, {R}),
+    "keyword": Option(lambda k: both(lambda x, *, k: wrong_cube(k)(x), X, k=k), 1.0, 1.1, {F,
+        R}),
+    "an error": Option(lambda bad: check(vjp_rule(cube, lambda xs, ct: 1 / 0 if bad else (3 *
+        xs[0] ** 2 * ct,)), X, checks=(R,)), False, True, {R}, "division by zero"),
     "a shape": Option(lambda shape: check(jax_rule(lambda x: jnp.sum(x), lambda x, ct:
         jnp.broadcast_to(ct, shape)), X, checks=(R,)), (3,), (1,), {R}),
-    "a value that is static": Option(lambda n: check(vjp_rule(lambda x: (x**2, 3), lambda xs, ct:
-        (2 * xs[0] * ct[0],), value=lambda x: (x**2, n)), X, checks=("primal",)), 3, 4,
+    "a value that is static": Option(lambda n: check(vjp_rule(lambda x: (x**2, 3), lambda xs,
+        ct: (2 * xs[0] * ct[0],), value=lambda x: (x**2, n)), X, checks=("primal",)), 3, 4,
         {"primal"}),
 }  # fmt: skip
 
@@ -179,16 +180,12 @@ def test_single_checks(name):
 NO_OPTIONS = {
     "no check": ("there are `primal`", {"checks": ("values",)}),
     "nothing": ("told to check nothing", {"checks": (F,), "skip": (F,)}),
-    "seed": ("`seed`", {"seed": -1}),
-    "no seeds": ("`seed`", {"seed": []}),
-    "seeds": ("`seed`", {"seed": [0, 0.5]}),
-    "tolerance": ("`tolerance`", {"tolerance": -1e-3}),
-    "infinite": ("`tolerance`", {"tolerance": np.inf}),
-    "order": ("`order`", {"order": 0}),
+    "seed": ("`seed`", {"seed": -1}), "no seeds": ("`seed`", {"seed": []}),
+    "seeds": ("`seed`", {"seed": [0, 0.5]}), "tolerance": ("`tolerance`", {"tolerance": -1e-3}),
+    "infinite": ("`tolerance`", {"tolerance": np.inf}), "order": ("`order`", {"order": 0}),
     "bytes": ("`max_residual_bytes`", {"max_residual_bytes": -1}),
     "points": ("`at\\[1\\]` is 2.0, and no tuple", {"at": [(X,), 2.0]}),
-    "names": ("`skip`", {"skip": 3}),
-    "flags": ("`raises`", {"raises": 1}),
+    "names": ("`skip`", {"skip": 3}), "flags": ("`raises`", {"raises": 1}),
     "function": ("`reference`", {"reference": 2}),
     "parameters": ("`y`", {"nondifferentiable": "y"}),
 }  # fmt: skip
@@ -290,26 +287,28 @@ Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
 # A loss that is right, one that is wrong, the model, options, and of the fault its kind, its
 # leaf, its function and words of its text.
 FAULTS = {
-    "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "", "", "")),
-    "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, forward_only), X, {},
-                     ("wrong", "", "", "")),
+    "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "", "",
+        "")),
+    "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, forward_only), X,
+        {}, ("wrong", "", "", "")),
     "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin",
-                                                                    "1.2 times")),
-    "complex": (lambda w: jnp.sum(jnp.real(w**3)), lambda w: jnp.sum(jnp.real(vjp_rule(
-        lambda w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {},
-        ("wrong", "", "<lambda>", "")),
-    "sign": (in_place(jnp.sin), in_place(wrong_sin(-1.0)), X, {}, ("wrong", "", "<lambda>", "sign")),
+        "1.2 times")),
+    "complex": (lambda w: jnp.sum(jnp.real(w**3)), lambda w: jnp.sum(jnp.real(vjp_rule(lambda
+        w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {}, ("wrong", "",
+        "<lambda>", "")),
+    "sign": (in_place(jnp.sin), in_place(wrong_sin(-1.0)), X, {}, ("wrong", "", "<lambda>",
+        "sign")),
     "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
-                  lambda w: jax.lax.scan(lambda c, x: (wrong_sin()(c + x), None), 0.0, w)[0], X, {},
-                  ("wrong", "", "<lambda>", "")),
+        lambda w: jax.lax.scan(lambda c, x: (wrong_sin()(c + x), None), 0.0, w)[0], X, {},
+        ("wrong", "", "<lambda>", "")),
     "cut": (lambda m: jnp.sum(m["a"] * m["b"]), lambda m: jnp.sum(jax.lax.stop_gradient(m["a"])
-            * m["b"]), {"a": X, "b": Y}, {}, ("cut", "['a']", "stop_gradient", "")),
-    "no number": (in_place(jnp.sin), lambda w: jnp.sum(jnp.log(w - 9)), X, {},
-                  ("not finite", "", "", "The loss itself is nan")),
-    "too large": (lambda w: jnp.sum(jnp.exp(w + 80)), lambda w: jnp.sum(jnp.exp(w + 90)), X, {},
-                  ("not finite", "", "", "")),
+        * m["b"]), {"a": X, "b": Y}, {}, ("cut", "['a']", "stop_gradient", "")),
+    "no number": (in_place(jnp.sin), lambda w: jnp.sum(jnp.log(w - 9)), X, {}, ("not finite",
+        "", "", "The loss itself is nan")),
+    "too large": (lambda w: jnp.sum(jnp.exp(w + 80)), lambda w: jnp.sum(jnp.exp(w + 90)), X,
+        {}, ("not finite", "", "", "")),
     "python": (in_place(jnp.sin), lambda w: jnp.sum(w) * np.random.uniform(1, 2), X, {},
-               ("random", "", "", "Two calls return different values")),
+        ("random", "", "", "Two calls return different values")),
 }  # fmt: skip
 
 
