@@ -114,19 +114,15 @@ def test_the_function_that_a_cure_names(name):
 KINDS = {
     "inf - inf: sub[] of -inf, -inf": (lambda x: log(x[0]) - log(x[1]), Z2),
     "inf / inf: div[0] of inf, inf": (lambda x: x[0] + total(INF / (INF + x)), Z2),
-    "zero times infinity: mul[0] of 0, inf": (lambda x: total(x * INF), Z2),
     "outside of the domain: sin[0] of inf": (lambda x: total(jnp.sin(INF + x)), Z2),
     "0/0: div[] of 0, 0": (lambda x: x[0] / x[1], Z2),
     "true singularity: div[0] of 1, 0": (lambda x: total(1 / x), X_OR_0[::-1]),
     "overflow: div[0] of 1e+30, 1e-30": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
-    "true singularity: integer_pow[0] of 0": (lambda x: total(x**-1), Z2[:1]),
     "overflow: integer_pow[0] of 1e+13": (lambda x: total(x**3), np.float32([1e13, 1.0])),
     "zero times infinity: pow[] of 0, 0.5": (lambda x: x[0] * x[1] ** 0.5, Z2),
-    "outside of the domain: pow[0] of -1, 0.5": (lambda x: total(x**0.5), Z2[:1] - 1),
     "0/0: atan2[] of 0, 0": (lambda x: jnp.arctan2(x[0], x[1]), Z2),
     "outside of the domain: log[1] of -1; true singularity: log[0] of 0": (lambda x:
         total(log(x)), np.float32([0.0, -1.0])),
-    "inf - inf: add[0] of -inf, inf": (lambda x: total(jnp.cumsum(x - INF) + INF), Z2),
     "NaN in the input: mul[1] of 1, nan": (lambda x: total(x * IN_DATA), np.ones(3,
         "float32")),
     "constant infinity: select_n[1] of -inf": (lambda x: total(jnp.where(x > 0, x, -jnp.inf)),
@@ -140,7 +136,6 @@ KINDS = {
     "zero times infinity: sqrt[] of 0": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
     "zero times infinity: sqrt[0] of 0": (lambda x: (lambda y: total(y - y))(sqrt(x)),
         Z2[:1]),
-    "true singularity: sqrt[1] of 0": (lambda x: total(sqrt(x).real), X_OR_0 + 0j),
 }  # fmt: skip
 
 
@@ -158,26 +153,21 @@ def test_the_kind_of_a_cause(name):
 # What may be between a root and the mask that drops an element of it.
 X23 = np.arange(6, dtype="float32").reshape(2, 3) + 1
 LAYOUTS = [
-    lambda x: x, lambda x: -x, lambda x: x.T, lambda x: x[:, ::-1], lambda x: jnp.roll(x, 1, 1),
-    lambda x: x[:, 1:], lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)),
-    lambda x: x.reshape(3, 2), lambda x: x[:, None].squeeze(1),
-    lambda x: jnp.broadcast_to(x[:, None], (2, 4, 3)),
-    lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)),
-    lambda x: jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)),
-    lambda x: jnp.concatenate([x * 0.5, x[:, :2]], 1), lambda x: jnp.split(x, [1], 1)[1],
-    lambda x: jnp.pad(x, ((1, 0), (0, 2))), lambda x: x.sum(0), lambda x: x.sum(1),
-    lambda x: x.min(1), lambda x: (-x).max(1), lambda x: x.prod(0),
-    lambda x: x @ jnp.ones((3, 4)), lambda x: jnp.ones((4, 2)) @ x,
-    lambda x: jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))),
-    lambda x: jnp.einsum("ib,kbi->bk", x, jnp.ones((4, 3, 2))),
-    lambda x: x[jnp.array([1, 0, 1])],
-    lambda x: jnp.zeros((4, 3)).at[jnp.array([3, 1])].add(x),
-    lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 3)),
-    lambda x: lax.dynamic_update_slice(jnp.ones((3, 3)), x, (1, 0)),
-    lambda x: jax.vmap(lambda x: jnp.convolve(x, jnp.ones(2)))(x), lambda x: jnp.cumsum(x, 1),
-    lambda x: x.astype("float16") * 2,
-    lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2), x.T)[0],
-    jax.jit(lambda x: x.T * 2),
+    lambda x: x, lambda x: -x, lambda x: x.T, lambda x: x[:, ::-1], lambda x: jnp.roll(x, 1,
+    1), lambda x: x[:, 1:], lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)), lambda x:
+    x.reshape(3, 2), lambda x: x[:, None].squeeze(1), lambda x: jnp.broadcast_to(x[:, None], (2,
+    4, 3)), lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)), lambda x:
+    jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)), lambda x: jnp.concatenate([x * 0.5,
+    x[:, :2]], 1), lambda x: jnp.split(x, [1], 1)[1], lambda x: jnp.pad(x, ((1, 0), (0, 2))),
+    lambda x: x.sum(0), lambda x: x.sum(1), lambda x: x.min(1), lambda x: (-x).max(1), lambda x:
+    x.prod(0), lambda x: x @ jnp.ones((3, 4)), lambda x: jnp.ones((4, 2)) @ x, lambda x:
+    jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))), lambda x: jnp.einsum("ib,kbi->bk", x,
+    jnp.ones((4, 3, 2))), lambda x: x[jnp.array([1, 0, 1])], lambda x: jnp.zeros((4,
+    3)).at[jnp.array([3, 1])].add(x), lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 3)),
+    lambda x: lax.dynamic_update_slice(jnp.ones((3, 3)), x, (1, 0)), lambda x: jax.vmap(lambda
+    x: jnp.convolve(x, jnp.ones(2)))(x), lambda x: jnp.cumsum(x, 1), lambda x:
+    x.astype("float16") * 2, lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2),
+    x.T)[0], jax.jit(lambda x: x.T * 2),
 ]  # fmt: skip
 
 
@@ -223,14 +213,11 @@ BOUNDARIES = {
     "equal": (lambda x: jnp.where(x == 0, 1.0, jnp.sinh(x) / x), 0.0, True, "safe.sinhc"),
     "of expm1": (lambda x: jnp.where(x != 0, jnp.expm1(x) / x, 1.0), 0.0, True,
         "expm1_ratio"),
-    "of log1p": (lambda x: jnp.where(jnp.abs(x) > 0, jnp.log1p(x) / x, 1.0), 0.0, True,
-        "safe.log1p_ratio"),
     "nearly": (lambda x: jnp.where(x > 0.9e-3, x / x, 1.0), 0.0, True, ""),
     "not nearly": (lambda x: jnp.where(x > 1.2e-3, x / x, 1.0), 0.0, False, ""),
     "far": (lambda x: jnp.where(x > 1000.9, (x - 1000) / (x - 1000), 1.0), 1e3, True, ""),
     "too far": (lambda x: jnp.where(x > 1001.2, (x - 1000) / (x - 1000), 1.0), 1e3, False,
         ""),
-    "both": (lambda x: jnp.where((x > 0) & (x < 9), x / x, 1.0), 0.0, True, ""),
 }  # fmt: skip
 
 
@@ -280,24 +267,6 @@ def test_a_nan_of_the_data_that_is_not_selected(around):
     (record,) = eqg.explain_nan(around(square), jnp.ones(3), jnp.array(IN_DATA)).found
     assert (record.kind, record.index, record.n_bad) == (DEAD, (1,), 1)
     assert "`t` holds a NaN" in record.cure or record.is_batched
-
-
-def test_inputs_that_are_not_finite():
-    loss = lambda model, data: total(model["w"] * data["x"])
-    fine = np.ones(2, "float32")
-    for value, kind, what in ((np.nan, "NaN", "NaN"), (np.inf, "inf", "infinity")):
-        bad = np.array([1.0, value], "float32")
-        (record,) = eqg.explain_nan(loss, {"w": bad}, {"x": fine}).found
-        assert (record.kind, record.leaf) == (f"{kind} in the input", "['w']")
-        assert record.cure.startswith(f"The parameter `['w']` holds the {what}")
-        (record,) = eqg.explain_nan(loss, {"w": fine}, {"x": bad}).found
-        assert (record.leaf, record.primitive, record.n_bad) == ("", "data['x']", 1)
-        assert record.cure.startswith(f"`data['x']` holds the {what}")
-    # An infinite bound of the data, whose product with a cotangent, zero, is NaN.
-    bound = lambda rate, b: total(jnp.tanh((b - 1.3) * rate))
-    (record,) = eqg.explain_nan(bound, jnp.float32(2.0), INF).found
-    assert (record.kind, record.index, record.operands) == (ZERO_BY_INF, (0,), (np.inf,))
-    assert "`b` holds an infinity" in record.cure
 
 
 # ---------------------------------------------------------------- several sources
@@ -375,7 +344,6 @@ def _steps(n, zeros=(), dead=(), masked=()):
 # Of n steps those that are bad, and of each record the kind, the step, the number of steps and
 # whether there are more. Many are sampled: sixteen, from the first to the last.
 STEPS = {
-    "three": (9, {"zeros": [1, 4, 7]}, {(SINGULAR, (7,), 3, False)}),
     "many": (100, {"dead": range(99)}, {(DEAD, (98,), 99, False)}),
     "three kinds": (9, {"zeros": [0, 5], "dead": [8], "masked": [3]}, {(DEAD, (8,), 1, False),
         (SINGULAR, (5,), 2, False), ("zero mask", (3,), 1, False)}),
@@ -389,21 +357,9 @@ def test_the_steps_of_a_loop(name):
     n, bad, expected = STEPS[name]
     report = eqg.explain_nan(roots, ONE, *_steps(n, **bad))
     assert {(r.kind, r.step, r.count, r.are_more_steps) for r in report.found} == expected
-    for record in report.found:
-        least = "at least " * record.are_more_steps
-        if record.count > 1:
-            assert f"{record.step[0]} and {least}{record.count - 1} more" in str(report)
-
-
-def test_steps_in_a_loop_of_a_loop():
-    def loss(x, xs, live):
-        outer = lambda c, at: (c + roots(x, *at, jnp.ones(2)), None)
-        return lax.scan(outer, 0.0, (xs, live), reverse=True)[0]
-
-    live = np.array([[True, True], [False, True], [True, True]])
-    found = eqg.explain_nan(loss, ONE, jnp.ones((3, 2)), live).found
-    got = {(r.kind, r.step, r.count) for r in found}
-    assert got == {(DEAD, (1, 0), 1), (SINGULAR, (0, 1), 5)}
+    for r in report.found:
+        least = f" and {'at least ' * r.are_more_steps}{r.count - 1} more" * (r.count > 1)
+        assert f"{r.step[0]}{least}" in str(report)
 
 
 @pytest.mark.parametrize("n", [3, 70])

@@ -50,7 +50,6 @@ W_AND_B, NONE = "x, model['w'], labels, bias=model['b']", ', reduction="none"'
 # A loss, and the arguments of the call that replaces the logits. Empty: it is another loss.
 LOGITS = {
     "mean": (mean_loss(), W_AND_B), "one-hot": (mean_loss(losses=one_hot), W_AND_B),
-    "no bias": (mean_loss(z=lambda m, x: x @ m["w"].T), "x, model['w'], labels"),
     "transposed weight": (mean_loss(z=lambda m, x: x @ m["w"]), "x, model['w'].T, labels"),
     "a weight of two": (mean_loss(z=lambda m, x: x @ (m["w"] * 2).T), "x, weight.T, labels"),
     "in jit": (jax.jit(mean_loss()), W_AND_B),
@@ -58,16 +57,11 @@ LOGITS = {
         W_AND_B),
     "temperature": (mean_loss(z=lambda m, x: logits(m, x) / 2.5),
         "x, model['w'] / t, labels, bias=model['b'] / t"),
-    "by hand": (mean_loss(lambda l: jnp.sum(l) / 48), W_AND_B),
     "sum": (mean_loss(jnp.sum), W_AND_B + NONE),
-    "other number": (mean_loss(lambda l: jnp.sum(l) / 47), W_AND_B + NONE),
     "mask": (mean_loss(lambda l: jnp.sum(l * MASK) / jnp.sum(MASK)), W_AND_B + NONE),
-    "square": (mean_loss(lambda l: jnp.mean(l**2)), W_AND_B + NONE),
     "soft-capped": (mean_loss(z=lambda m, x: 30 * jnp.tanh(logits(m, x) / 30)), ""),
     "used twice": (mean_loss(losses=lambda z, y: of_labels(z, y) + jnp.mean(z**2)), ""),
     "no labels": (mean_loss(losses=lambda z, y: jax.nn.logsumexp(z, -1)), ""),
-    "no exponentials": (mean_loss(losses=lambda z, y: jnp.take_along_axis(z, y[..., None],
-        -1)), ""),
     "all but the last": (mean_loss(losses=lambda z, y: of_labels(z[:, :-1], y[:, 1:])),
         W_AND_B),
     "the first only": (mean_loss(losses=lambda z, y: of_labels(z[:, :1], y[:, :1])), ""),
@@ -124,14 +118,9 @@ CELLS = {
     "GRU": (plain, "GRU"), "LSTM": (plain, "LSTM"), "GRU, mask": (masked, "GRU lengths"),
     "LSTM, mask": (masked, "LSTM lengths"),
     "the other case": (lambda cell, s, x, t: where(t >= 700, s, cell(x, s)), "GRU lengths"),
-    "by cond": (lambda cell, s, x, t: lax.select(jnp.full(s.shape, t < 9), cell(x, s), s),
-        "GRU lengths"),
     "of the input": (lambda cell, s, x, t: cell(jnp.tanh(x), s), "GRU more"),
     "of the state": (lambda cell, s, x, t: jnp.tanh(2 * cell(x, s)), ""),
     "a mask of the state": (lambda cell, s, x, t: where(s[0] < 0.5, cell(x, s), s), ""),
-    "a mask of units": (lambda cell, s, x, t: jnp.where(jnp.arange(32) < t, cell(x, s), s),
-        ""),
-    "reset": (lambda cell, s, x, t: jnp.where(t < 9, cell(x, s), 0.0), ""),
     "a factor": (lambda cell, s, x, t: (lambda m: m * cell(x, s) + (1 - m) * s)(jnp.where(t <
         9, 1.0, 0.0)), ""),
     "an input of the state": (lambda cell, s, x, t: cell(x + s[:4], s), ""),
@@ -139,11 +128,8 @@ CELLS = {
     "other weights": (lambda cell, s, x, t: eqx.tree_at(lambda c: c.weight_hh, cell,
         cell.weight_hh * (1 + x[0]))(x, s), ""),
     "LSTM, swapped": (of_lstm(lambda h, c, h0, c0, x: (c, h)), ""),
-    "LSTM, half a mask": (of_lstm(lambda h, c, h0, c0, x: (where(x[0] > 0, h, h0), c)), ""),
     "LSTM, two masks": (of_lstm(lambda h, c, h0, c0, x: (where(x[0] > 0, h, h0), where(x[1] >
         0, c, c0))), ""),
-    "LSTM, opposite": (of_lstm(lambda h, c, h0, c0, x: (where(x[0] > 0, h, h0), where(x[0] > 0,
-        c0, c))), ""),
     "LSTM, one mask": (of_lstm(lambda h, c, h0, c0, x: (where(x[0] > 0, h, h0), where(x[0] > 0,
         c, c0))), "LSTM lengths more"),
     "LSTM, renamed": (lambda cell, s, x, t: cell(x, s[::-1])[::-1], "LSTM"),
@@ -196,22 +182,13 @@ def test_the_layer_for_a_batch_with_masks(kind):
     assert f'eqg.nn.{kind}.from_cell(cell, keep="states")(xs, lengths=lengths)' in text
 
 
-@pytest.mark.parametrize("state", [None, 0.1 * jnp.ones(STATES)])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_first_state_and_the_direction(state, reverse):
-    loss = lambda cell, xs, s: jnp.sum(run_cell(plain, cell, xs, s, reverse)[1] ** 2)
-    (text,) = layers_of(explain(loss, make_cell("GRU"), XS, state))
-    arguments = "xs" if state is None else "xs, state"
-    of_cell = 'cell, keep="states", reverse=True' if reverse else 'cell, keep="states"'
-    assert f"from_cell({of_cell})({arguments})`" in text
-    assert ("`state` is the first state" in text) == (state is not None)
-
-
 @pytest.mark.parametrize("n", [1024, 1025])
-def test_few_states_are_not_worth_a_layer(n):
-    """2**15 numbers in all states, or less."""
-    loss = lambda cell, xs: jnp.sum(run_cell(plain, cell, xs)[1] ** 2)
-    assert len(layers_of(explain(loss, make_cell("GRU"), jnp.ones((n, INPUTS))))) == (n > 1024)
+def test_the_first_state_and_the_direction(n):
+    """With 2**15 numbers in all states, or less, a layer is not worth it."""
+    loss = lambda cell, xs, s: jnp.sum(run_cell(plain, cell, xs, s, True)[1] ** 2)
+    found = layers_of(explain(loss, make_cell("GRU"), jnp.ones((n, 4)), jnp.ones(STATES)))
+    assert len(found) == (n > 1024)
+    assert all('(cell, keep="states", reverse=True)(xs, state)`' in text for text in found)
 
 
 # ---------------------------------------------------------------- loops and layers
@@ -239,11 +216,7 @@ def nested(m, x):
 
 W16, X16 = jnp.eye(16), jnp.ones((16, 40))
 ROW = 16 * 40 * 4  # the bytes of one array
-OF_A, OF_MODEL, EACH = (
-    "Wrap `['a']` in",
-    "Wrap the model, an instance of `Layer`,",
-    "each call of",
-)
+OF_A, EACH = "Wrap `['a']` in", "each call of"
 # A loss, a model, the arrays that are kept, and words of each advice: of several calls the
 # numbers add up. A single call has to be computed again as a whole when the peak is reached.
 LAYERS = {
@@ -268,15 +241,9 @@ def test_advice_on_layers_that_are_called_several_times(name):
     for words in expected:
         assert any(words in cure for cure in cures)
     for advice in report.advice:
-        assert advice.saves + advice.predicted == report.estimated
-        assert advice.saves > 0.1 * report.estimated
+        assert advice.saves == report.estimated - advice.predicted > 0.1 * report.estimated
         assert not (advice.is_undone and advice.kind == "loop")
-    predicted = [a.predicted for a in report.advice]
-    assert predicted == sorted(predicted)
-    # Each residual has the best advice on it.
-    assert {r.cure for r in report.found} <= {"", *(a.cure for a in report.advice)}
-    if report.advice and "once" not in name:
-        assert {r.cure for r in report.found} == {report.advice[0].cure}
+    assert {r.cure for r in report.found} == ({report.advice[0].cure} if expected else {""})
 
 
 class Unit(eqx.Module):
@@ -290,25 +257,21 @@ class Unit(eqx.Module):
         return (1 - gate) * h + gate * jnp.tanh(self.v @ x + self.w @ (gate * h))
 
 
-def vmap_outside(cell, xs, checkpoint=None, outputs=False, change=lambda x: x):
-    def one(xs):
+def of_batch(cell, xs, checkpoint=None, outputs=False, inside=False, change=lambda x: x):
+    """A `vmap` of a loop, or a loop with the `vmap` in its step."""
+
+    def loop(cell, xs):
         def step(h, x):
             h = cell(change(x), h)
             return h, h if outputs else None
 
-        h, hs = eqg.filter_scan(step, jnp.zeros(32), xs, checkpoint=checkpoint)
+        init = jnp.zeros((8, 32) if inside else 32)
+        h, hs = eqg.filter_scan(step, init, xs, checkpoint=checkpoint)
         return hs if outputs else h
 
-    return jnp.mean(jax.vmap(one)(xs) ** 2)
-
-
-def vmap_inside(cell, xs, checkpoint, outputs=False):
-    def step(h, x):
-        h = jax.vmap(cell)(x, h)
-        return h, h if outputs else None
-
-    h, hs = eqg.filter_scan(step, jnp.zeros((8, 32)), xs, checkpoint=checkpoint)
-    return jnp.mean((hs if outputs else h) ** 2)
+    if inside:
+        return jnp.mean(loop(jax.vmap(cell), jnp.swapaxes(xs, 0, 1)) ** 2)
+    return jnp.mean(jax.vmap(lambda xs: loop(cell, xs))(xs) ** 2)
 
 
 def unit(n=4):
@@ -322,43 +285,31 @@ def _host(x):
 @pytest.mark.parametrize(("n", "outputs"), [(4, True), (64, False)])
 def test_advice_on_a_loop_in_a_vmap_is_what_a_loss_written_so_keeps(n, outputs):
     cell, xs = unit(n)
-    report = explain(lambda cell, xs: vmap_outside(cell, xs, None, outputs), cell, xs)
+    report = explain(of_batch, cell, xs, None, outputs)
     loops = [a for a in report.advice if a.kind == "loop"]
-    assert len(loops) == (1 if n == 4 and not outputs else 2)
+    assert len(loops) == 2
     for advice in loops:
         (every,) = map(int, re.findall(r"checkpoint=(\d+)", advice.cure))
         moves = "into its step" in advice.cure
-        loss, x = (vmap_inside, jnp.swapaxes(xs, 0, 1)) if moves else (vmap_outside, xs)
-        followed = explain(lambda cell, xs, f=loss, k=every: f(cell, xs, k, outputs), cell, x)
-        more = xs.nbytes if moves else 0  # the data are transposed before, once
-        np.testing.assert_allclose(advice.predicted, followed.estimated + more, rtol=0.03)
+        followed = explain(of_batch, cell, xs, every, outputs, moves)
+        np.testing.assert_allclose(advice.predicted, followed.estimated, rtol=0.03)
         assert ("outputs" in advice.cure) == outputs
-    # The copy of the data is worth a remark if it is a tenth of what is left.
-    remarks = [text for text in report.remarks if "a second time, transposed" in text]
-    assert len(remarks) == (not outputs)
-    for text in remarks:
-        assert f"keeps `xs` a second time, transposed ({25 if n == 4 else 400} KiB)" in text
-
-
-def gates(layer, keep):
-    return layer(4, 32, key=jr.key(0), keep=keep), jnp.ones((8, 200, 4))
+    text = "keeps `xs` a second time, transposed (400 KiB)"
+    assert any(text in remark for remark in report.remarks) == (not outputs)
 
 
 of_outputs = lambda layer, xs: jnp.mean(layer(xs)[0] ** 2)
-ANY_CELL, KEEPS = "`eqg.nn.Recurrent` runs any cell", 'With `keep="states"` it keeps'
+ANY_CELL = "`eqg.nn.Recurrent` runs any cell"
 # A loss and its arguments; words of a remark, and words that no remark has.
 REMARKS = {
-    "a cell of the user's": (lambda c, xs: vmap_outside(c, xs, None, True), unit(), ANY_CELL,
+    "a cell of the user's": (lambda c, xs: of_batch(c, xs, None, True), unit(), ANY_CELL,
         "is replayed"),
-    "no cell": (lambda w, xs: vmap_outside(lambda x, h: jnp.tanh(w @ jnp.tanh(h) + x[0]), xs),
-        (jnp.eye(32), unit()[1]), "can be replayed", "Recurrent"),
-    "host code": (lambda c, xs: vmap_outside(c, xs, None, True, _host), unit(), "",
+    "host code": (lambda c, xs: of_batch(c, xs, None, True, False, _host), unit(), "",
         "replayed"),
-    "a replay": (lambda c, xs: vmap_outside(c, xs, "replay"), unit(), "is replayed",
+    "a replay": (lambda c, xs: of_batch(c, xs, "replay"), unit(), "is replayed",
         "can be replayed"),
-    "gates of a GRU": (of_outputs, gates(eqg.nn.GRU, "gates"),
-        f"`GRU` keeps the gates of each " f"step. {KEEPS}", "LSTM"),
-    "states of a GRU": (of_outputs, gates(eqg.nn.GRU, "states"), "", "keeps the gates"),
+    "gates of a GRU": (of_outputs, (eqg.nn.GRU(4, 32, key=jr.key(0), keep="gates"), unit()[1]),
+        "`GRU` keeps the gates of each step", "LSTM"),
 }  # fmt: skip
 
 
@@ -369,49 +320,6 @@ def test_remarks_on_loops(name):
     assert words in text
     assert never not in text
     if words == ANY_CELL:  # the figure is that of the replay
-        left = explain(lambda c, xs: vmap_outside(c, xs, "replay", True), *args).estimated
+        left = explain(lambda c, xs: of_batch(c, xs, "replay", True), *args).estimated
         (shown,) = re.findall(r"By the estimate, ([\d.]+) KiB are left", text)
         np.testing.assert_allclose(float(shown) * 1024, left, rtol=0.05)
-
-
-# ---------------------------------------------------------------- residuals and the report
-
-
-def rule_with_residual(decorate):
-    f = decorate(jnp.sin)
-    define = (
-        f.defvjp if decorate is jax.custom_vjp else lambda a, b: (f.def_fwd(a), f.def_bwd(b))
-    )
-    define(lambda x: (jnp.sin(x), jnp.cumsum(x)), lambda y, ct: (ct * y,))
-    return f
-
-
-N = 7
-# A function of 7 numbers, and of each array that its sum keeps: operation, kind, steps, bytes.
-KEPT = {
-    "computed": (lambda x: jnp.sin(jnp.cumsum(x)), {("sin", "computed", 1, 28)}),
-    "a function of the argument": (jnp.sin, {("sin", "recomputable", 1, 28)}),
-    "a constant": (lambda x: x * jnp.arange(7.0), {("iota", "constant", 1, 28)}),
-    "an input": (lambda x: x * x, {("model", "input", 1, 28)}),
-    "a rule": (rule_with_residual(eqg.custom_vjp), {("sin", "rule", 1, 28)}),
-    "carry": (lambda x: lax.scan(lambda h, _: (jnp.sin(h), None), x, None, 5)[0], {("sin",
-        "computed", 5, 140)}),
-    "carry of a product": (lambda x: lax.scan(lambda h, _: (h * h, None), x, None, 5)[0],
-        {("mul", "carry", 5, 140)}),
-    "checkpoint": (lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.cos(y)))(jnp.cumsum(x)),
-        {("cumsum", "computed", 1, 28)}),
-    "twice the same": (lambda x: (lambda y: y * y)(jnp.cumsum(x)), {("cumsum", "computed", 1,
-        28)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept(name):
-    fn, expected = KEPT[name]
-    report = explain(lambda x: jnp.sum(fn(x)), jnp.ones(N))
-    records = [*report.found, *report.inputs]
-    assert {(r.primitive, r.kind, r.n_steps, r.bytes) for r in records} == expected
-    assert len(records) == len(expected)
-    assert {r.shape for r in records} <= {(N,), ()}
-    assert report.total == sum(r.bytes for r in report.found)
-    assert bool(report) == bool(report.found)
