@@ -87,8 +87,9 @@ LOOK_ALIKES = {
         total(jnp.sin(x) / norm(x)), Z2)],
     "safe.hypot": [(lambda x: sqrt(x[0] ** 2 + x[1]), Z2)],
     "jnp.sign": [(lambda x: total(x.T / jnp.abs(x)), M2)],
-    "softmax": [(lambda x: total(over(x, x / 2)), BIG), (lambda x: total(log(over(x, 2 * x))),
-        -BIG), (lambda x: total(exp(x - jnp.max(x)) / 2), EMPTY)],
+    "softmax": [(lambda x: total(exp(x) / total(x)), BIG), (lambda x: total(over(x, x / 2)),
+        BIG), (lambda x: total(log(over(x, 2 * x))), -BIG), (lambda x: total(exp(x - jnp.max(x))
+        / 2), EMPTY)],
     "nn.sigmoid": [(lambda x: total(exp(x / 2) / (1 + exp(x))), BIG), (lambda x: total(5 / (2 +
         exp(x)) * 0 + exp(x)), BIG)],
     "expm1_ratio": [(lambda x: total(jnp.expm1(x) / (x + x)), Z2)],
@@ -115,11 +116,8 @@ KINDS = {
     "inf - inf: sub[] of -inf, -inf": (lambda x: log(x[0]) - log(x[1]), Z2),
     "inf / inf: div[0] of inf, inf": (lambda x: x[0] + total(INF / (INF + x)), Z2),
     "outside of the domain: sin[0] of inf": (lambda x: total(jnp.sin(INF + x)), Z2),
-    "0/0: div[] of 0, 0": (lambda x: x[0] / x[1], Z2),
     "true singularity: div[0] of 1, 0": (lambda x: total(1 / x), X_OR_0[::-1]),
     "overflow: div[0] of 1e+30, 1e-30": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
-    "overflow: integer_pow[0] of 1e+13": (lambda x: total(x**3), np.float32([1e13, 1.0])),
-    "zero times infinity: pow[] of 0, 0.5": (lambda x: x[0] * x[1] ** 0.5, Z2),
     "0/0: atan2[] of 0, 0": (lambda x: jnp.arctan2(x[0], x[1]), Z2),
     "outside of the domain: log[1] of -1; true singularity: log[0] of 0": (lambda x:
         total(log(x)), np.float32([0.0, -1.0])),
@@ -127,8 +125,6 @@ KINDS = {
         "float32")),
     "constant infinity: select_n[1] of -inf": (lambda x: total(jnp.where(x > 0, x, -jnp.inf)),
         X_OR_0),
-    "true singularity: custom_linear_solve[0, 0] of 1, 1, 1, 1, 1": (lambda a:
-        total(jnp.linalg.inv(a)), ONES2),
     "dead branch: sqrt[1] of 0": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0])),
     "true singularity: sqrt[] of 0": (lambda x: clamped(x + 1), -ONE),
@@ -297,16 +293,6 @@ def test_each_source_has_its_own_elements(loss):
     assert got == [(DEAD, "div", (1,), 1, (3,)), (DEAD, "div", (2,), 1, (3,))]
 
 
-def test_elements_of_one_operation_with_several_kinds():
-    live, weights = np.array([True, True, False, False]), np.float32([1, 0, 1, 1])
-    loss = lambda x: total(weights * jnp.where(live, sqrt(x), 0.0))
-    report = eqg.explain_nan(loss, jnp.array([1.0, 0.0, 0.0, 0.0]))
-    got = {(r.kind, r.index, r.n_bad) for r in report.found}
-    assert got == {("zero mask", (1,), 1), (DEAD, (2,), 2)}
-    assert "2 of 4: [2], ..." in str(report)
-    assert "1 of 4: [1]" in str(report)
-
-
 @pytest.mark.parametrize("is_nan", [True, False])
 def test_an_infinity_that_does_no_harm(is_nan):
     """`log(0)` is a weight of zero in `logsumexp`, whatever else is not finite."""
@@ -373,3 +359,12 @@ def test_values_of_steps(n):
     carried = lambda w, xs: lax.scan(lambda c, x: (c + log(w * x), None), 0.0, xs)[0]
     (record,) = eqg.explain_nan(carried, ONE, xs).found
     assert (record.step, record.kind) == ((1,), DOMAIN)
+
+
+def test_the_largest_product_of_complex_numbers():
+    """Of a sum that exceeds the threshold, the cotangent is the real part of that product's."""
+    matrix = np.complex64([[0.0, 5.0], [1.0, 3.0]])
+    loss = lambda x: (np.complex64([1.0, 200j]) @ (matrix @ x)).real
+    (record,) = eqg.explain_nan(loss, jnp.ones(2, "complex64"), threshold=550.0).found
+    assert (record.kind, record.index) == ("exceeds the threshold", (1,))
+    assert (record.operands, abs(record.cotangent)) == ((3.0,), 0.0)

@@ -4,8 +4,6 @@ Sizes are those of the arrays of the loss, counted by hand. A name of an argumen
 call that the advice says to write.
 """
 
-import re
-
 import equinox as eqx
 import eqx_grads as eqg
 import jax
@@ -244,82 +242,3 @@ def test_advice_on_layers_that_are_called_several_times(name):
         assert advice.saves == report.estimated - advice.predicted > 0.1 * report.estimated
         assert not (advice.is_undone and advice.kind == "loop")
     assert {r.cure for r in report.found} == ({report.advice[0].cure} if expected else {""})
-
-
-class Unit(eqx.Module):
-    """A gated unit of the user's."""
-
-    w: jax.Array
-    v: jax.Array
-
-    def __call__(self, x, h):
-        gate = jax.nn.sigmoid(self.w @ h)
-        return (1 - gate) * h + gate * jnp.tanh(self.v @ x + self.w @ (gate * h))
-
-
-def of_batch(cell, xs, checkpoint=None, outputs=False, inside=False, change=lambda x: x):
-    """A `vmap` of a loop, or a loop with the `vmap` in its step."""
-
-    def loop(cell, xs):
-        def step(h, x):
-            h = cell(change(x), h)
-            return h, h if outputs else None
-
-        init = jnp.zeros((8, 32) if inside else 32)
-        h, hs = eqg.filter_scan(step, init, xs, checkpoint=checkpoint)
-        return hs if outputs else h
-
-    if inside:
-        return jnp.mean(loop(jax.vmap(cell), jnp.swapaxes(xs, 0, 1)) ** 2)
-    return jnp.mean(jax.vmap(lambda xs: loop(cell, xs))(xs) ** 2)
-
-
-def unit(n=4):
-    return Unit(jnp.eye(32), jnp.ones((32, n))), jnp.ones((8, 200, n))
-
-
-def _host(x):
-    return jax.pure_callback(lambda x: x, x, lax.stop_gradient(x), vmap_method="expand_dims")
-
-
-@pytest.mark.parametrize(("n", "outputs"), [(4, True), (64, False)])
-def test_advice_on_a_loop_in_a_vmap_is_what_a_loss_written_so_keeps(n, outputs):
-    cell, xs = unit(n)
-    report = explain(of_batch, cell, xs, None, outputs)
-    loops = [a for a in report.advice if a.kind == "loop"]
-    assert len(loops) == 2
-    for advice in loops:
-        (every,) = map(int, re.findall(r"checkpoint=(\d+)", advice.cure))
-        moves = "into its step" in advice.cure
-        followed = explain(of_batch, cell, xs, every, outputs, moves)
-        np.testing.assert_allclose(advice.predicted, followed.estimated, rtol=0.03)
-        assert ("outputs" in advice.cure) == outputs
-    text = "keeps `xs` a second time, transposed (400 KiB)"
-    assert any(text in remark for remark in report.remarks) == (not outputs)
-
-
-of_outputs = lambda layer, xs: jnp.mean(layer(xs)[0] ** 2)
-ANY_CELL = "`eqg.nn.Recurrent` runs any cell"
-# A loss and its arguments; words of a remark, and words that no remark has.
-REMARKS = {
-    "a cell of the user's": (lambda c, xs: of_batch(c, xs, None, True), unit(), ANY_CELL,
-        "is replayed"),
-    "host code": (lambda c, xs: of_batch(c, xs, None, True, False, _host), unit(), "",
-        "replayed"),
-    "a replay": (lambda c, xs: of_batch(c, xs, "replay"), unit(), "is replayed",
-        "can be replayed"),
-    "gates of a GRU": (of_outputs, (eqg.nn.GRU(4, 32, key=jr.key(0), keep="gates"), unit()[1]),
-        "`GRU` keeps the gates of each step", "LSTM"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REMARKS)
-def test_remarks_on_loops(name):
-    loss, args, words, never = REMARKS[name]
-    text = " ".join(explain(loss, *args).remarks)
-    assert words in text
-    assert never not in text
-    if words == ANY_CELL:  # the figure is that of the replay
-        left = explain(lambda c, xs: of_batch(c, xs, "replay", True), *args).estimated
-        (shown,) = re.findall(r"By the estimate, ([\d.]+) KiB are left", text)
-        np.testing.assert_allclose(float(shown) * 1024, left, rtol=0.05)
