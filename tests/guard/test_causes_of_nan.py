@@ -118,20 +118,14 @@ KINDS = {
     "outside of the domain: sin[0] of inf": (lambda x: total(jnp.sin(INF + x)), Z2),
     "true singularity: div[0] of 1, 0": (lambda x: total(1 / x), X_OR_0[::-1]),
     "overflow: div[0] of 1e+30, 1e-30": (lambda x: total(x / 1e-30), np.float32([1e30, 1.0])),
-    "0/0: atan2[] of 0, 0": (lambda x: jnp.arctan2(x[0], x[1]), Z2),
     "outside of the domain: log[1] of -1; true singularity: log[0] of 0": (lambda x:
         total(log(x)), np.float32([0.0, -1.0])),
     "NaN in the input: mul[1] of 1, nan": (lambda x: total(x * IN_DATA), np.ones(3,
         "float32")),
-    "constant infinity: select_n[1] of -inf": (lambda x: total(jnp.where(x > 0, x, -jnp.inf)),
-        X_OR_0),
     "dead branch: sqrt[1] of 0": (lambda x: total(sqrt(jnp.maximum(jnp.maximum(x, x - 1),
         0))[None]), np.float32([4.0, -1.0])),
-    "true singularity: sqrt[] of 0": (lambda x: clamped(x + 1), -ONE),
     "zero mask: sqrt[] of 0": (lambda x: clamped(x) * jnp.where(x > 0, 2 * x, 0.0), -ONE),
     "zero times infinity: sqrt[] of 0": (lambda x: sqrt(x) * jnp.sin(x), 0 * ONE),
-    "zero times infinity: sqrt[0] of 0": (lambda x: (lambda y: total(y - y))(sqrt(x)),
-        Z2[:1]),
 }  # fmt: skip
 
 
@@ -149,21 +143,25 @@ def test_the_kind_of_a_cause(name):
 # What may be between a root and the mask that drops an element of it.
 X23 = np.arange(6, dtype="float32").reshape(2, 3) + 1
 LAYOUTS = [
-    lambda x: x, lambda x: -x, lambda x: x.T, lambda x: x[:, ::-1], lambda x: jnp.roll(x, 1,
-    1), lambda x: x[:, 1:], lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)), lambda x:
-    x.reshape(3, 2), lambda x: x[:, None].squeeze(1), lambda x: jnp.broadcast_to(x[:, None], (2,
-    4, 3)), lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)), lambda x:
-    jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)), lambda x: jnp.concatenate([x * 0.5,
-    x[:, :2]], 1), lambda x: jnp.split(x, [1], 1)[1], lambda x: jnp.pad(x, ((1, 0), (0, 2))),
-    lambda x: x.sum(0), lambda x: x.sum(1), lambda x: x.min(1), lambda x: (-x).max(1), lambda x:
-    x.prod(0), lambda x: x @ jnp.ones((3, 4)), lambda x: jnp.ones((4, 2)) @ x, lambda x:
-    jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))), lambda x: jnp.einsum("ib,kbi->bk", x,
-    jnp.ones((4, 3, 2))), lambda x: x[jnp.array([1, 0, 1])], lambda x: jnp.zeros((4,
-    3)).at[jnp.array([3, 1])].add(x), lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 3)),
-    lambda x: lax.dynamic_update_slice(jnp.ones((3, 3)), x, (1, 0)), lambda x: jax.vmap(lambda
-    x: jnp.convolve(x, jnp.ones(2)))(x), lambda x: jnp.cumsum(x, 1), lambda x:
-    x.astype("float16") * 2, lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2),
-    x.T)[0], jax.jit(lambda x: x.T * 2),
+    lambda x: x, lambda x: -x, lambda x: x.T, lambda x: x[:, ::-1], lambda x: jnp.roll(x, 1, 1),
+    lambda x: x[:, 1:], lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)),
+    lambda x: x.reshape(3, 2), lambda x: x[:, None].squeeze(1),
+    lambda x: jnp.broadcast_to(x[:, None], (2, 4, 3)),
+    lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)),
+    lambda x: jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)),
+    lambda x: jnp.concatenate([x * 0.5, x[:, :2]], 1), lambda x: jnp.split(x, [1], 1)[1],
+    lambda x: jnp.pad(x, ((1, 0), (0, 2))), lambda x: x.sum(0), lambda x: x.sum(1),
+    lambda x: x.min(1), lambda x: (-x).max(1), lambda x: x.prod(0),
+    lambda x: x @ jnp.ones((3, 4)), lambda x: jnp.ones((4, 2)) @ x,
+    lambda x: jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))),
+    lambda x: jnp.einsum("ib,kbi->bk", x, jnp.ones((4, 3, 2))),
+    lambda x: x[jnp.array([1, 0, 1])], lambda x: jnp.zeros((4, 3)).at[jnp.array([3, 1])].add(x),
+    lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 3)),
+    lambda x: lax.dynamic_update_slice(jnp.ones((3, 3)), x, (1, 0)),
+    lambda x: jax.vmap(lambda x: jnp.convolve(x, jnp.ones(2)))(x), lambda x: jnp.cumsum(x, 1),
+    lambda x: x.astype("float16") * 2,
+    lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2), x.T)[0],
+    jax.jit(lambda x: x.T * 2),
 ]  # fmt: skip
 
 
@@ -174,11 +172,11 @@ def image(fn, index):
     return np.asarray(fn(jnp.array(x)) != fn(jnp.array(X23)))
 
 
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", range(11))
 def test_elements_are_followed_through_layouts(first):
     """A mask drops all that one element reaches. What another one reaches is kept."""
     bad, other = (0, 1), (1, 2)
-    fns = LAYOUTS[first::4]
+    fns = LAYOUTS[first::11]
     reached = [(fn, image(fn, bad), image(fn, other)) for fn in fns]
     value = lambda y: total(y).astype("float32") * 1.5
     # A value that is NaN is that of the one element, in each layout that has it.
@@ -193,12 +191,8 @@ def test_elements_are_followed_through_layouts(first):
 
     both = jnp.array(X23).at[bad].set(0.0).at[other].set(0.0)
     found = eqg.explain_nan(masked, [both] * len(fns)).found
-    expected = [
-        (SINGULAR if (kept & ~drop).any() else DEAD, other) for _, drop, kept in reached
-    ]
-    assert sorted((r.kind, r.index) for r in found) == sorted(
-        expected + [(DEAD, bad)] * len(fns)
-    )
+    want = [(SINGULAR if (kept & ~drop).any() else DEAD, other) for _, drop, kept in reached]
+    assert sorted((r.kind, r.index) for r in found) == sorted(want + [(DEAD, bad)] * len(fns))
 
 
 # ---------------------------------------------------------------- boundaries of a mask
@@ -207,11 +201,8 @@ def test_elements_are_followed_through_layouts(first):
 # A loss, the point, whether it is on the boundary of the mask, and the function with the limit.
 BOUNDARIES = {
     "equal": (lambda x: jnp.where(x == 0, 1.0, jnp.sinh(x) / x), 0.0, True, "safe.sinhc"),
-    "of expm1": (lambda x: jnp.where(x != 0, jnp.expm1(x) / x, 1.0), 0.0, True,
-        "expm1_ratio"),
     "nearly": (lambda x: jnp.where(x > 0.9e-3, x / x, 1.0), 0.0, True, ""),
     "not nearly": (lambda x: jnp.where(x > 1.2e-3, x / x, 1.0), 0.0, False, ""),
-    "far": (lambda x: jnp.where(x > 1000.9, (x - 1000) / (x - 1000), 1.0), 1e3, True, ""),
     "too far": (lambda x: jnp.where(x > 1001.2, (x - 1000) / (x - 1000), 1.0), 1e3, False,
         ""),
 }  # fmt: skip
@@ -257,14 +248,6 @@ def test_what_does_not_select_an_element(mask):
     assert cure in record.cure
 
 
-@pytest.mark.parametrize("around", [lambda f: f, lambda f: lambda *xs: total(jax.vmap(f)(*xs))])
-def test_a_nan_of_the_data_that_is_not_selected(around):
-    square = lambda w, t: total(jnp.where(~jnp.isnan(t), (w - t) ** 2, 0.0))
-    (record,) = eqg.explain_nan(around(square), jnp.ones(3), jnp.array(IN_DATA)).found
-    assert (record.kind, record.index, record.n_bad) == (DEAD, (1,), 1)
-    assert "`t` holds a NaN" in record.cure or record.is_batched
-
-
 # ---------------------------------------------------------------- several sources
 
 FIRST, LAST = np.array([1.0, 0.0, 1.0], "float32"), np.array([1.0, 1.0, 0.0], "float32")
@@ -304,9 +287,6 @@ def test_an_infinity_that_does_no_harm(is_nan):
     report = eqg.explain_nan(loss, jnp.array([-1.0 if is_nan else 1.0, 2.0]))
     assert [r.primitive for r in report.found if r.is_forward] == ["sqrt"] * is_nan
     assert any("does no harm to the loss" in text for text in report.remarks) == is_nan
-    three = lambda x: sqrt(x[0]) + log(x[1]) + exp(x[2])
-    found = eqg.explain_nan(three, jnp.array([-1.0, 0.0, 1e4])).found
-    assert {r.primitive for r in found} == {"sqrt", "log", "exp"}
 
 
 # ---------------------------------------------------------------- steps
@@ -350,15 +330,11 @@ def test_the_steps_of_a_loop(name):
 
 @pytest.mark.parametrize("n", [3, 70])
 def test_values_of_steps(n):
-    """The first bad step, of a value that all later steps have, or that each makes anew."""
     xs = jnp.ones(n).at[1:].set(-1.0)
     each = lambda w, xs: total(lax.scan(lambda c, x: (c, log(w * x)), 0.0, xs)[1])
     (record,) = eqg.explain_nan(each, ONE, xs).found
     assert (record.step, record.operands, record.is_forward) == ((1,), (-1.0,), True)
     assert (record.count, record.are_more_steps) == ((2, False) if n == 3 else (3, True))
-    carried = lambda w, xs: lax.scan(lambda c, x: (c + log(w * x), None), 0.0, xs)[0]
-    (record,) = eqg.explain_nan(carried, ONE, xs).found
-    assert (record.step, record.kind) == ((1,), DOMAIN)
 
 
 def test_the_largest_product_of_complex_numbers():

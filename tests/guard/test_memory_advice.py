@@ -126,24 +126,21 @@ CELLS = {
     "other weights": (lambda cell, s, x, t: eqx.tree_at(lambda c: c.weight_hh, cell,
         cell.weight_hh * (1 + x[0]))(x, s), ""),
     "LSTM, swapped": (of_lstm(lambda h, c, h0, c0, x: (c, h)), ""),
-    "LSTM, two masks": (of_lstm(lambda h, c, h0, c0, x: (where(x[0] > 0, h, h0), where(x[1] >
-        0, c, c0))), ""),
     "LSTM, one mask": (of_lstm(lambda h, c, h0, c0, x: (where(x[0] > 0, h, h0), where(x[0] > 0,
         c, c0))), "LSTM lengths more"),
     "LSTM, renamed": (lambda cell, s, x, t: cell(x, s[::-1])[::-1], "LSTM"),
 }  # fmt: skip
 
 
-def run_cell(step, cell, xs, first=None, reverse=False):
+def run_cell(step, cell, xs):
     zeros = jnp.zeros(STATES)
-    zeros = zeros if first is None else first
     init = (zeros, zeros) if isinstance(cell, eqx.nn.LSTMCell) else zeros
 
     def body(s, at):
         s = step(cell, s, *at)
         return s, jax.tree.leaves(s)[0]
 
-    return lax.scan(body, init, (xs, jnp.arange(len(xs))), reverse=reverse)
+    return lax.scan(body, init, (xs, jnp.arange(len(xs))))
 
 
 def make_cell(name):
@@ -178,15 +175,6 @@ def test_the_layer_for_a_batch_with_masks(kind):
     batch = lambda cell, xs, n: jnp.sum(jax.vmap(loop, (None, 0, 0))(cell, xs, n) ** 2)
     (text,) = layers_of(explain(batch, make_cell(kind), *BATCH))
     assert f'eqg.nn.{kind}.from_cell(cell, keep="states")(xs, lengths=lengths)' in text
-
-
-@pytest.mark.parametrize("n", [1024, 1025])
-def test_the_first_state_and_the_direction(n):
-    """With 2**15 numbers in all states, or less, a layer is not worth it."""
-    loss = lambda cell, xs, s: jnp.sum(run_cell(plain, cell, xs, s, True)[1] ** 2)
-    found = layers_of(explain(loss, make_cell("GRU"), jnp.ones((n, 4)), jnp.ones(STATES)))
-    assert len(found) == (n > 1024)
-    assert all('(cell, keep="states", reverse=True)(xs, state)`' in text for text in found)
 
 
 # ---------------------------------------------------------------- loops and layers
