@@ -168,7 +168,7 @@ def image(fn, index):
 
 @pytest.mark.parametrize("first", range(8))
 def test_elements_are_followed_through_layouts(first):
-    """A mask drops all that one element reaches. What another one reaches is kept."""
+    """A mask drops all that one element reaches, and keeps the rest of another one."""
     bad, other = (0, 1), (1, 2)
     fns = LAYOUTS[first::8]
     reached = [(fn, image(fn, bad), image(fn, other)) for fn in fns]
@@ -332,7 +332,7 @@ def test_values_of_steps(n):
 
 
 def test_the_largest_product_of_complex_numbers():
-    """Of a sum that exceeds the threshold, the cotangent is the real part of that product's."""
+    """The cotangent of a sum over the threshold is the real part in its largest product."""
     matrix = np.complex64([[0.0, 5.0], [1.0, 3.0]])
     loss = lambda x: (np.complex64([1.0, 200j]) @ (matrix @ x)).real
     (record,) = eqg.explain_nan(loss, jnp.ones(2, "complex64"), threshold=550.0).found

@@ -1,7 +1,7 @@
-"""The advice of `explain_memory`: on logits, on loops over cells, on layers and on replays.
+"""The advice of `explain_memory`: on logits, on loops over cells, and on layers.
 
-Sizes are those of the arrays of the loss, counted by hand. A name of an argument is part of a
-call that the advice says to write.
+The sizes are counted by hand from the shapes in the loss. An argument's name is part of a call
+that the advice says to write.
 """
 
 import equinox as eqx
@@ -87,7 +87,6 @@ def test_the_call_that_replaces_logits(name):
 
 INPUTS, STATES = 4, 32
 XS = jnp.ones((1200, INPUTS))
-BATCH = jnp.ones((16, 100, INPUTS)), jnp.arange(16) * 6 + 1
 
 
 def where(on, new, old):
@@ -164,17 +163,6 @@ def test_the_layer_that_does_the_same_as_a_loop(name):
         assert f'`eqg.nn.{layer}.from_cell(cell, keep="states")(xs{lengths})`' in text
         assert ("a mask says so" in text) == ("lengths" in more)
         assert ("does more" in text) == ("more" in more)
-
-
-@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
-def test_the_layer_for_a_batch_with_masks(kind):
-    def loop(cell, xs, length):
-        step = lambda cell, s, x, t: where(t < length, cell(x, s), s)
-        return jax.tree.leaves(run_cell(step, cell, xs)[0])[0]
-
-    batch = lambda cell, xs, n: jnp.sum(jax.vmap(loop, (None, 0, 0))(cell, xs, n) ** 2)
-    (text,) = layers_of(explain(batch, make_cell(kind), *BATCH))
-    assert f'eqg.nn.{kind}.from_cell(cell, keep="states")(xs, lengths=lengths)' in text
 
 
 # ---------------------------------------------------------------- loops and layers
