@@ -1,0 +1,154 @@
+"""The options and reports of the checkers: each once with what passes, once with what fails."""
+
+import eqx_grads.testing as eqgt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .test_checkers import jvp_rule, vjp_rule, x_of
+
+
+X = x_of("float32")
+Y = X + 2
+
+
+def check(fn, *args, **options):
+    return eqgt.check_rule(fn, *args, raises=False, **options)
+
+
+def cube(x):
+    return x**3
+
+
+def wrong_cube(factor=1.1):
+    """The derivative of `x**3` with a factor."""
+    return jvp_rule(cube, lambda p, t: factor * 3 * p[0] ** 2 * t[0])
+
+
+def product(of_x=1.0, of_y=1.0):
+    """`x * y`, with factors in the derivatives by its arguments."""
+    return jvp_rule(lambda x, y: x * y, lambda p, t: of_x * p[1] * t[0] + of_y * p[0] * t[1])
+
+
+def clipped(bound=0.5):
+    return vjp_rule(lambda x: x, lambda xs, ct: (jnp.clip(ct, -bound, bound),))
+
+
+F, R = "forward", "reverse"
+both = lambda fn, *args, **options: check(fn, *args, checks=(F, R), **options)
+times = lambda k: lambda x: np.asarray(k, x.dtype) * x
+# What runs the check with an option, the option with which it passes, the one with which checks
+# fail, their names, and what is in the place or text of a failure.
+OPTIONS = {
+    "reference": (lambda k: both(jvp_rule(lambda x: jnp.round(x), lambda p, t: t[0]), X,
+        reference=times(k)), 1.0, 1.01, {F, R}),
+    "expected_tangent": (lambda k: check(wrong_cube(2.0), X, checks=(F,),
+        expected_tangent=lambda p, t: np.asarray(k, t[0].dtype) * p[0] ** 2 * t[0]), 6.0, 6.1,
+        {F}),
+    "expected_cotangent": (lambda k: check(clipped(), X, checks=(R,), nonlinear=True,
+        expected_cotangent=lambda p, ct: (jnp.clip(ct, -k, k),)), 0.5, 0.6, {R}),
+    "nonlinear": (lambda k: check(clipped(), X, checks=("adjoint", "linear"), nonlinear=k),
+        True, False, {"adjoint", "linear"}),
+    "nondifferentiable": (lambda name: both(product(of_y=2.0), X, Y,
+        nondifferentiable=(name,)), "y", "x", {F, R}),
+    "a part of an argument": (lambda name: both(lambda p: product(of_y=2.0)(p["a"], p["b"]),
+        {"a": X, "b": Y}, nondifferentiable=(name,)), "p['b']", "p['a']", {F, R}, "p['b']"),
+    "seeds": (lambda n: check(vjp_rule(lambda x: 2 * x, lambda xs, ct: (jnp.where(ct > 1.8,
+        0.0, 2.0).astype(ct.dtype) * ct,)), X, checks=(R,), seed=range(n)), 2, 3, {R}),
+    "tolerance": (lambda k: both(wrong_cube(k), X, tolerance=1e-2), 1.005, 1.02, {F, R}),
+    "complex": (lambda f: both(vjp_rule(lambda z: z**2, lambda zs, ct: (2 * f(zs[0]) * ct,)),
+        x_of("complex64")), lambda z: z, jnp.conj, {R}),
+    "an error": (lambda bad: check(vjp_rule(cube, lambda xs, ct: 1 / 0 if bad else (3 * xs[0]
+        ** 2 * ct,)), X, checks=(R,)), False, True, {R}, "division by zero"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_check_rule(name):
+    run, right, wrong, checks, *match = OPTIONS[name]
+    assert run(right).passed
+    report = run(wrong)
+    assert {f.check for f in report.failures} == checks
+    texts = "\n".join(f"{f.where}\n{f.text}" for f in report.failures).replace("`", "")
+    assert all(words in texts for words in match)
+
+
+# ---------------------------------------------------------------- check_gradients
+
+
+def wrong_sin(x):
+    return jvp_rule(lambda x: jnp.sin(x), lambda p, t: 1.2 * jnp.cos(p[0]) * t[0])(x)
+
+
+# What `skip` names, and the leaves that are wrong then.
+SKIPPED = {
+    (): ["[0]['b']", "[0]['w']"], "[0]['w']": ["[0]['b']"], ("[0]['b']",): ["[0]['w']"], "[0]":
+    [], "[*]['w']": ["[0]['b']"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("skip", SKIPPED)
+def test_leaves_that_are_skipped(skip):
+    loss = lambda m: jnp.sum(wrong_sin(m[0]["w"]) + wrong_sin(m[0]["b"]) + jnp.sin(m[1]["w"]))
+    report = eqgt.check_gradients(loss, [{"w": X, "b": Y}, {"w": X}], skip=skip, raises=False)
+    assert [f.leaf for f in report.found] == SKIPPED[skip]
+    skipped = [x.leaf for x in report.leaves if x.verdict == "skipped"]
+    n_skipped = len(SKIPPED[()]) - len(SKIPPED[skip]) + ("*" in skip)
+    assert len(skipped) == n_skipped
+    assert report["[1]['w']"].verdict == ("skipped" if "*" in skip else "right")
+
+
+def while_sum(w, act):
+    body = lambda c: (c[0] + 1, c[1] + act(w * c[0].astype(w.dtype)))
+    return jnp.sum(jax.lax.while_loop(lambda c: c[0] < 3, body, (0, 0 * w))[1])
+
+
+@jax.custom_vjp
+def raw_sin(x):
+    return jnp.sin(x)
+
+
+raw_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.cos(x) * ct * 1.2,))
+second = lambda k: jvp_rule(lambda x: jnp.sin(x), lambda p, t: t[0] * jvp_rule(
+    lambda x: jnp.cos(x), lambda p, t: -jnp.sin(p[0]) * t[0] * np.asarray(k, t[0].dtype)
+)(p[0]))  # fmt: skip
+in_place = lambda act: lambda w: jnp.sum(act(w))
+Z = jnp.array([0.3 + 0.2j, -1.0 + 0.7j])
+# A loss that is right, one that is wrong, the model, options, and of the fault its kind, its
+# leaf, its function and words of its text.
+FAULTS = {
+    "order": (in_place(second(1.0)), in_place(second(1.1)), X, {"order": 2}, ("wrong", "", "",
+        "")),
+    "forward only": (lambda w: while_sum(w, jnp.sin), lambda w: while_sum(w, wrong_sin), X, {},
+        ("wrong", "", "", "")),
+    "reverse only": (in_place(jnp.sin), in_place(raw_sin), X, {}, ("wrong", "", "raw_sin",
+        "1.2 times")),
+    "complex": (lambda w: jnp.sum(jnp.real(w**3)), lambda w: jnp.sum(jnp.real(vjp_rule(lambda
+        w: w**3, lambda ws, ct: (3 * ws[0].conj() ** 2 * ct,))(w))), Z, {}, ("wrong", "",
+        "<lambda>", "")),
+    "in a scan": (lambda w: jax.lax.scan(lambda c, x: (jnp.sin(c + x), None), 0.0, w)[0],
+        lambda w: jax.lax.scan(lambda c, x: (wrong_sin(c + x), None), 0.0, w)[0], X, {},
+        ("wrong", "", "<lambda>", "")),
+    "cut": (lambda m: jnp.sum(m["a"] * m["b"]), lambda m: jnp.sum(jax.lax.stop_gradient(m["a"])
+        * m["b"]), {"a": X, "b": Y}, {}, ("cut", "['a']", "stop_gradient", "")),
+    "too large": (lambda w: jnp.sum(jnp.exp(w + 80)), lambda w: jnp.sum(jnp.exp(w + 90)), X,
+        {}, ("not finite", "", "", "")),
+    "python": (in_place(jnp.sin), lambda w: jnp.sum(w) * np.random.uniform(1, 2), X, {},
+        ("random", "", "", "Two calls return different values")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_gradients(name):
+    right, wrong, model, options, (kind, leaf, function, words) = FAULTS[name]
+    assert eqgt.check_gradients(right, model, **options).passed
+    report = eqgt.check_gradients(wrong, model, raises=False, **options)
+    (fault,) = report.found
+    assert fault.kind == kind
+    assert leaf in fault.leaf
+    assert function in fault.primitive
+    assert words in fault.detail
+    remarks = " ".join(report.remarks)
+    assert ("no reverse mode" in remarks) == (name == "forward only")
+    assert ("no forward mode" in remarks) == (name == "reverse only")
