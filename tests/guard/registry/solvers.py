@@ -86,15 +86,16 @@ _tagged = eqg.implicit(eqx.filter_grad(ridge_objective), tags=lx.positive_semide
 entry("implicit: a minimum", _tagged(ridge), M[:, :2], A, plain=ridge, **OPTION)
 
 
+def cubic(y, self, a):
+    return y**3 + self.p * y - a
+
+
 class Cubic(eqx.Module):
     """y^3 + p y = a for each element, whose Jacobian is diagonal, as a method of a Module."""
 
     p: jax.Array
 
-    def residual(y, self, a):
-        return y**3 + self.p * y - a
-
-    @eqg.implicit(residual)
+    @eqg.implicit(cubic)
     def solve(self, a):
         step = lambda i, y: y - (y**3 + self.p * y - a) / (3 * y**2 + self.p)
         return eqg.filter_while_loop(
