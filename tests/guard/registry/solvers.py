@@ -86,7 +86,7 @@ _tagged = eqg.implicit(eqx.filter_grad(ridge_objective), tags=lx.positive_semide
 entry("implicit: a minimum", _tagged(ridge), M[:, :2], A, plain=ridge, **OPTION)
 
 
-def cubic(y, self, a):
+def cubic_residual(y, self, a):
     return y**3 + self.p * y - a
 
 
@@ -95,7 +95,7 @@ class Cubic(eqx.Module):
 
     p: jax.Array
 
-    @eqg.implicit(cubic)
+    @eqg.implicit(cubic_residual)
     def solve(self, a):
         step = lambda i, y: y - (y**3 + self.p * y - a) / (3 * y**2 + self.p)
         return eqg.filter_while_loop(
