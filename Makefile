@@ -49,12 +49,12 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 # result can differ there (see CONTRIBUTING.md). `TESTS=tests` runs all.
 DIFFERS_BETWEEN_VERSIONS = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \
     call_primitive closure_errors closures control_flow custom_gradient decorated def_vmap \
-    eager_calls elementwise elementwise_table errors explain_nan_places explicit_axes export \
+    eager_calls elementwise explicit_axes export \
     filter_custom_jvp filter_custom_vjp hiprim host_buffers host_function jax_drop_ins \
-    jaxprs known_zeros leaks linear_function many_devices many_devices_explicit named_axes \
+    jaxprs known_zeros linear_function many_devices many_devices_explicit named_axes \
     nondifferentiable pickles recurrence replay scan scan3 scan_methods second_order_in_scan \
     self_application shard_map shard_map_cases sharded_vocabulary tangents threads traced_loss \
-    transforms transposes truncate upstream users_classes zero_safe zeros)
+    transforms transposes truncate upstream users_classes zeros)
 DIFFERS_IN_X64 = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \
     arguments call_primitive captured_numpy check_rule control_flow custom_gradient def_vmap \
     elementwise filter_custom_jvp filter_custom_vjp gradient_layers gradient_ops \
