@@ -639,3 +639,14 @@ class TestOrder2:
     def test_another_order(self):
         with pytest.raises(eqg.RuleError, match="`order` of `check_gradients`"):
             eqgt.check_gradients(lambda x: x, jnp.array(1.0), order=3)
+
+    @pytest.mark.parametrize(
+        ("loss", "model"), [(lambda x: 2 * x, jnp.ones(2)), (lambda n: 2.0, jnp.array(3))]
+    )
+    def test_what_is_not_a_loss(self, loss, model):
+        """The errors are those of the first order."""
+        with pytest.raises(eqg.RuleError, match="check_gradients") as first:
+            eqgt.check_gradients(loss, model)
+        with pytest.raises(eqg.RuleError, match="check_gradients") as second:
+            eqgt.check_gradients(loss, model, order=2)
+        assert str(first.value) == str(second.value)

@@ -161,9 +161,10 @@ def check_gradients(
             f"it is {order!r:.60}",
             do="Use 1 for the gradient, or 2 for the second derivative.",
         )
-    if order == 2:
-        loss = _slope(loss, seed)
     with showing_progress(CALLER), without_nan_checks():
+        if order == 2:
+            _programs(loss, model, args, kwargs)  # raises for what is not a loss
+            loss = _slope(loss, seed)
         report = _report(loss, model, args, kwargs, skip, tolerance, seed)
     if raises:
         report.raise_if_failed()

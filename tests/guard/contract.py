@@ -118,7 +118,7 @@ def derivatives(fn: Flat, orders: Any) -> Callable[..., dict[str, Any]]:
 
 
 def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
-    """Gradients of sums over a batch, with `scan`, `checkpoint` and captured arrays."""
+    """Gradients of sums over a batch, and of each example, with `scan` and `checkpoint`."""
 
     def weighted(outs):
         return sum(
@@ -126,13 +126,12 @@ def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
         )
 
     def of_batch(batch, xs):
-        """Only the first argument is batched; the others are captured."""
+        """Only the first argument is batched."""
         first = lambda x: fn(x, *xs[1:])
         return weighted(jax.vmap(first)(batch))
 
     def of_scan(batch, xs):
         def step(carry, x):
-            # Random keys and integers in the closure are those of each step.
             return carry + weighted(jax.checkpoint(fn)(x, *xs[1:])), None
 
         total, _ = jax.lax.scan(step, jnp.zeros((), jnp.finfo(batch.dtype).dtype), batch)
@@ -143,9 +142,9 @@ def transformed(fn: Flat, entry: Entry) -> Callable[..., dict[str, Any]]:
         found = {"scan": jax.grad(of_scan, (0, 1))(batch, xs)}
         if entry.batches:
             found["vmap"] = jax.grad(of_batch, (0, 1))(batch, xs)
-            # A gradient for each example, and a captured array that is batched.
+            # For each example, with respect to the others: the batched one is not perturbed.
             per_example = lambda x: jax.grad(lambda xs: weighted(fn(x, *xs[1:])))(xs)
-            found["captured"] = jax.vmap(per_example)(batch)
+            found["per example"] = jax.vmap(per_example)(batch)
         return found
 
     return run
