@@ -63,68 +63,82 @@ def test_everything_is_compiled_once(name):
     assert not found
 
 
-class Config:
-    rate = 0.5  # the name of a global variable as well
-    scale = 2.0
-
-
-rate = jnp.array(0.0)
 XS = jnp.arange(1.0, 4.0)
+SCALE = 2.0
 
 
 def _scaled(h):
     return h * SCALE
 
 
-def _step_with_a_helper(h, x):
+def _step(h, x):
     return _scaled(h) + x, None
 
 
-def _step_with_an_attribute(h, x):
-    return h * Config.rate + x, None
-
-
-SCALE = 2.0
-
-
-def test_a_global_variable_of_a_helper(monkeypatch):
-    for scale in (2.0, 3.0, 3.0, 2.0):
-        monkeypatch.setitem(globals(), "SCALE", scale)
-        expected = jax.lax.scan(lambda h, x: (h * scale + x, None), 1.0, XS)[0]  # noqa: B023
-        assert eqg.filter_scan(_step_with_a_helper, 1.0, XS)[0] == expected
-
-
-def test_a_default_argument_that_changes():
-    def step(h, x, scale=2.0):
-        return h * scale + x, None
-
-    for scale in (2.0, 3.0):
-        step.__defaults__ = (scale,)
-        expected = jax.lax.scan(lambda h, x: (h * scale + x, None), 1.0, XS)[0]  # noqa: B023
-        assert eqg.filter_scan(step, 1.0, XS)[0] == expected
-
-
-def test_a_numpy_array_that_is_filled_anew():
+def test_a_function_is_known_by_its_identity(monkeypatch):
+    """Whatever it reads has the value of the first call, as in `jax.lax.scan`. A new function
+    is compiled anew."""
     scale = np.array(2.0, np.float32)
-    helper = lambda h: h * scale
-    steps = (lambda h, x: (h * scale + x, None), lambda h, x: (helper(h) + x, None))
+    same = lambda h, x: (h * scale + x, None)
     for number in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", number)
         scale[...] = number
-        for step in steps:
-            expected = jax.lax.scan(lambda h, x: (h * number + x, None), 1.0, XS)[0]  # noqa: B023
-            assert eqg.filter_scan(step, 1.0, XS)[0] == expected
+        new = lambda h, x: (h * number + x, None)  # noqa: B023
+        for step in (_step, same, new):
+            assert eqg.filter_scan(step, 1.0, XS)[0] == jax.lax.scan(step, 1.0, XS)[0]
 
 
-def test_a_global_variable_with_the_name_of_an_attribute(monkeypatch):
-    def call(i):
-        monkeypatch.setitem(globals(), "rate", i)
-        eqg.filter_scan(_step_with_an_attribute, 1.0, XS)
+class Scaled(eqx.Module):
+    fn: Callable[[jax.Array], jax.Array]
+    shift: jax.Array
 
-    call(jnp.array(1.0))
-    other = jnp.array(2.0)
-    with compilations() as found:
-        call(other)
+    def __call__(self, h, x):
+        return self.fn(h) + self.shift * x, None
+
+    def step(self, h, x):
+        return self(h, x)
+
+
+def test_a_module_is_known_by_its_parts():
+    twice, thrice = (lambda h: 2 * h), (lambda h: 3 * h)
+    modules = [Scaled(fn, jnp.array(s)) for fn in (twice, thrice) for s in (1.0, 2.0)]
+
+    def check():
+        for module in modules:
+            expected = jax.lax.scan(lambda h, x: module(h, x), 1.0, XS)[0]  # noqa: B023
+            assert eqg.filter_scan(module, 1.0, XS)[0] == expected
+            assert eqg.filter_scan(module.step, 1.0, XS)[0] == expected
+
+    check()
+    found = []
+    for module in modules:
+        with compilations() as of_module:
+            eqg.filter_scan(module, 1.0, XS)
+        found += of_module
     assert not found
+
+
+def _second_input(c, x):
+    return c, x[1]
+
+
+def test_static_leaves_come_back_as_they_were_given():
+    """Zero and minus zero are not the same, nor are one and `True`; a function that a step
+    returns is the one that it was given."""
+    step = lambda c, x: ((c[0], c[1] / x[1]), c[0])
+    for divisor in (0.0, -0.0, 0.0):
+        (fn, h), y = eqg.filter_scan(step, (_scaled, 1.0), (jnp.ones(1), divisor))
+        assert h == (-jnp.inf if np.signbit(divisor) else jnp.inf)
+        assert fn is y is _scaled
+    for number in (1, True, 1.0):
+        y = eqg.filter_scan(_second_input, 0.0, (jnp.ones(1), number))[1]
+        assert y.dtype == jnp.asarray(number).dtype
+    make = lambda c, x: (c, lambda: _scaled(1.0))
+    assert eqg.filter_scan(make, 0.0, jnp.ones(2))[1]() == 2.0
+
+
+class Config:
+    scale = 2.0
 
 
 @pytest.mark.parametrize("kind", ["list", "attribute", "array", "helper", "partial"])
@@ -146,24 +160,3 @@ def test_a_residual_that_reads_what_changes(kind):
         array[...] = number
         expected = jax.grad(lambda a: jnp.sqrt(number * a))(1.5)  # noqa: B023
         assert jnp.allclose(jax.grad(solve)(1.5), expected)
-
-
-class Scaled(eqx.Module):
-    """Whose method, and whose function, read a global variable."""
-
-    fn: Callable[[jax.Array], jax.Array]
-
-    def __call__(self, h, x):
-        return self.fn(h) + x, None
-
-    def step(self, h, x):
-        return SCALE * h + x, None
-
-
-def test_a_global_variable_of_a_module(monkeypatch):
-    module = Scaled(_scaled)
-    for scale in (2.0, 3.0):
-        monkeypatch.setitem(globals(), "SCALE", scale)
-        expected = jax.lax.scan(lambda h, x: (h * scale + x, None), 1.0, XS)[0]  # noqa: B023
-        for step in (module, module.step):
-            assert eqg.filter_scan(step, 1.0, XS)[0] == expected

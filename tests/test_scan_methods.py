@@ -412,38 +412,6 @@ def test_a_function_in_a_function_compiles_once():
     assert count_of_third_call(lambda: clip) == 0
 
 
-SCALE = jnp.array(2.0)
-
-
-def reads_a_global(h, x):
-    return jnp.tanh(SCALE * h + x), None
-
-
-def test_another_object_of_the_same_name(monkeypatch):
-    """D5: a step is compiled again if its closure or a global variable is another object."""
-    scale = jnp.array(2.0)
-
-    def step(h, x):
-        return jnp.tanh(scale * h + x), None
-
-    def results():
-        found = []
-        for f in (step, reads_a_global):
-            last = lambda h: eqg.filter_scan(f, h, XS)[0]  # noqa: B023
-            found += [*jax.jvp(last, (H,), (H,)), eqg.filter_scan(f, H, XS)[0]]
-        return found
-
-    def expected(a):
-        last = lambda h: jax.lax.scan(lambda h, x: (jnp.tanh(a * h + x), None), h, XS)[0]
-        return [*jax.jvp(last, (H,), (H,)), last(H)] * 2
-
-    before = [results(), results()]
-    scale = jnp.array(-1.0)
-    monkeypatch.setitem(globals(), "SCALE", scale)
-    assert_trees_close(before, [expected(2.0)] * 2)
-    assert_trees_close(results(), expected(-1.0))
-
-
 class Scaled(eqx.Module):
     """With a method that reads a global variable."""
 

@@ -8,7 +8,6 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function
-from .._jaxprs.eager_calls import call_compiled
 from .._rules.flatten_call import is_array, TreeSplit
 
 
@@ -82,7 +81,7 @@ class _Checkpoint(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         options = self._policy, self._prevent_cse
-        return call_compiled(_run, (self._eqg_fn,), *options, args, kwargs, has_loop=False)
+        return _run(self._eqg_fn, *options, args, kwargs)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -73,7 +73,7 @@ def filter_cond(
     check_function(true_fun, "true_fun", "filter_cond")
     check_function(false_fun, "false_fun", "filter_cond")
     _check_predicate(pred)
-    return call_compiled(_run, (true_fun, false_fun), jnp.asarray(pred), operands)
+    return call_compiled(_run, true_fun, false_fun, jnp.asarray(pred), operands)
 
 
 def _run(true_fun, false_fun, pred, operands):

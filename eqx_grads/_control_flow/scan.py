@@ -141,13 +141,10 @@ def filter_scan(
     needs besides: of two choices that differ by a few percent, either may need less.
 
     Only the first eager call is compiled, and so is only its first derivative, if later calls
-    have the same `f` and arguments of the same types. A function is the same if it is the same
-    Python object, and finds the same objects in its closure and under the names of global
-    variables. So do the functions of the same module that it calls. A NumPy array is the same
-    if its numbers are. A Module is the same if its static parts are equal. If `f` reads an
-    object that can be changed in place, such as a list, each call is traced. What functions of
-    other modules read is not looked at, as in `jax.lax.scan`: pass such values in `init` or
-    `xs`.
+    have the same `f` and arguments of the same types. As in `jax.lax.scan`, a function is the
+    same if it is the same Python object: whatever it reads from its closure or from global
+    variables has the values of the first call. A Module is the same if its class and its static
+    parts are equal. Pass what changes in `init` or `xs`.
 
     **Returns:**
 
@@ -184,7 +181,8 @@ def filter_scan(
     init = jax.tree.map(as_array_if_varying, init)
     return call(
         _run,
-        (f, carry_gradient),
+        f,
+        carry_gradient,
         init,
         xs,
         steps,
@@ -197,8 +195,8 @@ def filter_scan(
     )
 
 
-def _call(run, functions, *args, **kwargs):
-    return run(*functions, *args, **kwargs)
+def _call(run, *args, **kwargs):
+    return run(*args, **kwargs)
 
 
 def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, line, **options):

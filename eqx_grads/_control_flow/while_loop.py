@@ -68,7 +68,7 @@ def filter_while_loop(
     check_function(body_fun, "body_fun", "filter_while_loop")
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    return call_compiled(_run, (cond_fun, body_fun), init)
+    return call_compiled(_run, cond_fun, body_fun, init)
 
 
 def _run(cond_fun, body_fun, init):

@@ -18,9 +18,8 @@ from .._errors import (
     type_of,
 )
 from .._jaxprs.current_trace import is_eager
-from .._jaxprs.eager_calls import call_compiled
 from .._rules.closure_convert import contains_tracer, lift_tracers
-from .._rules.flatten_call import as_arrays, is_array, Signature
+from .._rules.flatten_call import as_arrays, Signature
 from .._rules.float_args import as_number
 from .._rules.nondifferentiable import nondifferentiable
 from .._rules.without_tangents import call_without_tangents
@@ -226,10 +225,7 @@ class ImplicitFunction(AbstractWrapper[P, T]):
         name = name_of(self.fn)
         config = _config(self.residual, args, kwargs, name)
         options = _Options(self._solver, self._tags, self._tolerance, name)
-        given = y, args, config, options
-        if contains_tracer(eqx.filter(self.residual, is_array, inverse=True)):
-            return _with_tangent(self.residual, *given)
-        return call_compiled(_with_tangent, (self.residual,), *given, has_loop=False)
+        return _with_tangent(self.residual, y, args, config, options)
 
 
 class _Options(eqx.Module):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._errors import optional_import, rule_error, show_tree
+from .._jaxprs.current_trace import staging_trace
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
 from .._rules.explicit_sharding import distribute_like, explicit_spec, gathered
@@ -95,10 +96,14 @@ def linear_solve(
     if on_mesh or (is_small and _types_have_meshes()):
         return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages)
     if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
-        # An array and not a function, as `lineax` compiles once more for each new function.
         ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
         operator = lx.DiagonalLinearOperator(codomain.to_vector(matvec(ones)))
         solver = lx.Diagonal(well_posed=True)
+    elif is_small and not tags and staging_trace() is None:
+        # An array and not a function: `lineax` compiles once more for each new function.
+        column = lambda x: codomain.to_vector(matvec(domain.from_vector(x)))
+        columns = jax.vmap(column, out_axes=1)(jnp.eye(domain.vector_type.size, dtype=dtype))
+        operator, solver = lx.MatrixLinearOperator(columns), lx.LU()
     else:
         operator = lx.FunctionLinearOperator(
             lambda x: codomain.to_vector(matvec(domain.from_vector(x))),

@@ -142,7 +142,7 @@ class _Chunked(eqx.Module):
         if contains_tracer(eqx.filter(self._loss, is_array, inverse=True)):
             return self._call(args, kwargs)  # which makes operands of what it closes over
         axis = jax.tree.unflatten(self._axes_treedef, self._axes)
-        return call_compiled(_run, (self._loss,), axis, self._chunk, self._mean, args, kwargs)
+        return call_compiled(_run, self._loss, axis, self._chunk, self._mean, args, kwargs)
 
     def _call(self, args, kwargs):
         axes = self._axes_of(args)

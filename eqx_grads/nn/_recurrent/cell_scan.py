@@ -29,7 +29,7 @@ def scan_cell(
     """All outputs, and the last state. `output` is a function of the state, by default its
     first array."""
     options = reverse, checkpoint
-    return call_compiled(_scan_cell, (cell, output), xs, state, valid, *options)
+    return call_compiled(_scan_cell, cell, output, xs, state, valid, *options)
 
 
 def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
