@@ -52,7 +52,7 @@ DIFFERS_BETWEEN_VERSIONS = tests/guard/test_programs.py $(patsubst %,tests/test_
     eager_calls elementwise explicit_axes export \
     filter_custom_jvp filter_custom_vjp hiprim host_buffers host_function jax_drop_ins \
     jaxprs known_zeros linear_function many_devices many_devices_explicit named_axes \
-    nondifferentiable pickles recurrence replay scan scan3 scan_methods second_order_in_scan \
+    nondifferentiable pickles recurrence replay scan scan_methods second_order_in_scan \
     self_application shard_map shard_map_cases sharded_vocabulary tangents threads traced_loss \
     transforms transposes truncate upstream users_classes zeros)
 DIFFERS_IN_X64 = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \

@@ -1,7 +1,6 @@
 """What no other quick test noticed in a mutant of the library (`make mutants`)."""
 
 import functools as ft
-import io
 
 import equinox as eqx
 import eqx_grads as eqg
@@ -13,7 +12,6 @@ import jax.random as jr
 import jaxtyping
 import numpy as np
 import pytest
-from eqx_grads._control_flow import progress
 from eqx_grads._control_flow.carry import same_static
 from eqx_grads._control_flow.chunked_scan import near_divisor
 from eqx_grads._jaxprs.evaluate import bind, enter, evaluate
@@ -318,16 +316,6 @@ def test_online_gradients_of_a_step_with_a_jitted_function():
     assert_close(jax.grad(loss)(weight, True), jax.grad(loss)(weight, False))
 
 
-def test_progress_of_truncated_backpropagation(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr", stream)
-    step = lambda h, x: (jnp.tanh(h + x), None)
-    eqg.filter_scan(step, jnp.zeros(()), jnp.ones(20), truncate=5, progress=True)
-    jax.effects_barrier()
-    assert "20/20 steps" in stream.getvalue()
-
-
 def test_static_values_of_two_types_are_not_the_same():
     assert same_static("a", "a")
     assert not same_static(1, True)
@@ -344,16 +332,6 @@ def test_the_method_of_a_linear_recurrence_is_the_one_asked_for(method):
     run = lambda a, b: eqg.linear_recurrence(a, b, method=method)
     program = str(jax.make_jaxpr(run)(jnp.ones((4, 2)), jnp.ones((4, 2))))
     assert ("scan[" in program) == (method == "scan")
-
-
-def test_the_rate_of_progress_is_that_of_this_run(monkeypatch):
-    stream = io.StringIO()
-    line = progress.ProgressLine(100, stream)
-    # The second run of a program begins at the step at which the first one was stopped.
-    for now, done in ((0.0, 10), (100.0, 10), (102.0, 20)):
-        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now)
-        line.show(done)
-    assert stream.getvalue().endswith("\r20/100 steps, 5/s, 0:16 left\x1b[K")
 
 
 # ---------------------------------------------------------------- linear recurrent layers

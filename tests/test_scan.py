@@ -1,7 +1,6 @@
 """`filter_scan` against loops written out and `jax.lax.scan`."""
 
 import functools as ft
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -301,14 +300,12 @@ def test_dtypes_and_weak_types():
 
 
 @pytest.mark.parametrize("checkpoint", [3, 5, "sqrt"])
-@pytest.mark.parametrize("progress", [False, True])
-def test_chunks_of_a_loop_without_xs(checkpoint, progress):
+def test_chunks_of_a_loop_without_xs(checkpoint):
     """Each chunk is as long as its share of `length`, though nothing is sliced."""
 
     def last(x):
-        options = {"checkpoint": checkpoint, "progress": progress}
-        carry, ys = eqg.filter_scan(lambda c, _: (2 * c, c), x, length=12, **options)
-        return carry, ys
+        step = lambda c, _: (2 * c, c)
+        return eqg.filter_scan(step, x, length=12, checkpoint=checkpoint)
 
     carry, ys = jax.jit(last)(1.0)
     assert carry == 2.0**12
@@ -360,32 +357,6 @@ def test_a_hundred_thousand_steps():
     both = jax.grad(ft.partial(total, checkpoint="sqrt"))
     got = truncated(weight)
     np.testing.assert_allclose(got, jax.jit(both)(weight), rtol=1e-3, atol=5)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [None, 30, "replay"])
-def test_progress(checkpoint, monkeypatch, getkey):
-    args = arguments(getkey, steps=100)
-    f = ft.partial(scanned, progress=True, checkpoint=checkpoint)
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    assert_close(
-        jax.grad(loss(f), (0, 1, 2))(*args), jax.grad(loss(scanned), (0, 1, 2))(*args), eps=500
-    )
-    jax.vmap(f, (None, None, 0))(*args[:2], args[2][None])
-    jax.effects_barrier()
-    shown = terminal.getvalue()
-    assert shown.count("100/100 steps") == 2
-    assert "/s, 0:00 left" in shown
-    assert shown.endswith("\n")
-    quiet = io.StringIO()
-    monkeypatch.setattr("sys.stderr", quiet)
-    assert "callback" not in str(jax.make_jaxpr(f)(*args))
 
 
 class TestErrors:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.symbolic_sizes import is_symbolic, Size as Size, size_or as size_or
 
 
@@ -88,7 +87,7 @@ def _run_full(fn, carry, xs, inits, n, chunk, reverse, *, in_place):
 
     # The name tells `explain_nan` how the steps are numbered, and so does that of the last.
     with jax.named_scope(f"eqg_chunks_of_{chunk}"):
-        carry, ys = lax_scan(one, carry, (slices, inits), reverse=reverse)
+        carry, ys = jax.lax.scan(one, carry, (slices, inits), reverse=reverse)
     return carry, jax.tree.map(lambda y: y.reshape(n * y.shape[1], *y.shape[2:]), ys)
 
 

@@ -9,7 +9,7 @@ from jax.core import AbstractValue
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
-from .._jaxprs.eager_calls import call_compiled
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import is_in_shard_map, vary_alike
 from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import holds_numbers, shape_of
@@ -73,9 +73,10 @@ def filter_cond(
     check_function(true_fun, "true_fun", "filter_cond")
     check_function(false_fun, "false_fun", "filter_cond")
     _check_predicate(pred)
-    return call_compiled(_run, true_fun, false_fun, jnp.asarray(pred), operands)
+    return _run(true_fun, false_fun, jnp.asarray(pred), operands)
 
 
+@compile_eager_calls
 def _run(true_fun, false_fun, pred, operands):
     branches: list[_Branch] = []
 

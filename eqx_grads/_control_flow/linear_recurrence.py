@@ -6,7 +6,6 @@ from jaxtyping import Array, ArrayLike
 
 from .._errors import check_flags, rule_error, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
-from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .._rules.custom_vjp import custom_vjp
 from .._rules.explicit_sharding import distribute_like, explicit_spec, is_explicit
@@ -177,7 +176,7 @@ def _run(a, b, s, reverse, associative, delayed):
         out = a_t * s + b_t
         return out, out
 
-    return lax_scan(step, s, b if constant else (a, b), reverse=reverse)[1]
+    return jax.lax.scan(step, s, b if constant else (a, b), reverse=reverse)[1]
 
 
 @_recurrence.def_fwd

@@ -32,12 +32,10 @@ from jax.extend.core import Var
 
 from .._errors import rule_error, type_of
 from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import on_explicit_mesh, vary_alike
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .eligibility_traces import forward_diagonal, put, StepJacobian
-from .progress import ProgressLine
 from .replay import scan_of_batch
 from .replay_split import add_terms
 from .scan_backward import AbstractMethod, Loop, Plain
@@ -77,7 +75,6 @@ class Online(AbstractMethod):
             where=self.where,
             reverse=loop.reverse,
             unroll=loop.unroll,
-            progress=loop.progress,
         )
 
 
@@ -94,12 +91,11 @@ def online_scan(
     where: str,
     reverse: bool,
     unroll: int | bool,
-    progress: ProgressLine | None,
 ):
     """The last carry, and all `ys`."""
     del approximate, names, where
     steps, step = step_index.shape[0], ft.partial(body, consts)
-    return Plain().run(Loop(step, init, xs, steps, reverse, unroll, progress))
+    return Plain().run(Loop(step, init, xs, steps, reverse, unroll))
 
 
 # `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
@@ -135,10 +131,8 @@ def _online_scan_bwd(
     where,
     reverse,
     unroll,
-    progress,
     perturbed: tuple[Any, ...],
 ):
-    del progress
     consts, init, xs, step_index = residuals
     options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
     ct_last, ct_ys = cts
@@ -163,7 +157,7 @@ def _online_scan_bwd(
     state = (sums, plan.first_traces(), plan.first_products())
     zeros, treedef = jax.tree.flatten(jax.tree.map(on_explicit_mesh, state))
     state = (init, *jax.tree.unflatten(treedef, vary_alike(zeros, consts, init, xs, cts)))
-    state, _ = lax_scan(one, state, (xs, ct_ys), **options)
+    state, _ = jax.lax.scan(one, state, (xs, ct_ys), **options)
     _, sums, traces, products = state
     products = plan.with_products(products, traces, dict(enumerate(ct_last)))
     return *plan.cotangents(products, sums, len(consts), len(init)), None, None
@@ -204,15 +198,15 @@ def _outputs(body: TracedBody, consts, carry, x, new):
 
 
 @online_scan.def_jvp(symbolic_zeros=True)
-def _online_scan_jvp(
-    primals, tangents, *, body, approximate, names, where, reverse, unroll, progress
-):
-    del progress, names, where
+def _online_scan_jvp(primals, tangents, *, body, approximate, names, where, reverse, unroll):
+    del names, where
     *primals, step_index = primals
     *tangents, _ = tangents
     options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
     if not approximate:
-        scan = lambda consts, init, xs: lax_scan(ft.partial(body, consts), init, xs, **options)
+        scan = lambda consts, init, xs: jax.lax.scan(
+            ft.partial(body, consts), init, xs, **options
+        )
         return _jvp(scan, primals, tangents)
     (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
     carried = body.carried(*([t is not None for t in part] for part in tangents))
@@ -233,7 +227,7 @@ def _online_scan_jvp(
         return (new, t_new), outputs
 
     t_init = [jnp.zeros_like(init[i]) if t_init[i] is None else t_init[i] for i in leaves]
-    (last, t_last), (ys, t_ys) = lax_scan(step, (init, t_init), (xs, t_xs), **options)
+    (last, t_last), (ys, t_ys) = jax.lax.scan(step, (init, t_init), (xs, t_xs), **options)
     return (last, ys), (put([None] * len(init), leaves, t_last), t_ys)
 
 

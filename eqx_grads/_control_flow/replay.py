@@ -17,12 +17,10 @@ from jax.extend.core import ClosedJaxpr
 
 from .._errors import type_of
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.vectorize import why_not_batched
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
-from .chunked_scan import chunk_init, near_divisor, scan_in_chunks, shift_in
-from .progress import ProgressLine
+from .chunked_scan import chunk_init, scan_in_chunks, shift_in
 from .replay_cost import is_replay_better, replay_chunk, why_never_better
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
@@ -65,7 +63,6 @@ class Replayed(AbstractMethod):
             body=body,
             reverse=loop.reverse,
             only_if_better=self.only_if_better,
-            progress=loop.progress,
         )
 
 
@@ -117,27 +114,16 @@ def replayed_scan(
     body: TracedBody,
     reverse: bool,
     only_if_better: bool,
-    progress: ProgressLine | None,
 ):
     """The last carry, and all `ys`."""
     run = body.as_given if only_if_better else body
-    return _run(lambda c, x: run(consts, c, x), init, xs, step_index, reverse, progress)
+    return _run(lambda c, x: run(consts, c, x), init, xs, step_index, reverse)
 
 
-def _run(body, init, xs, step_index, reverse, progress):
+def _run(body, init, xs, step_index, reverse):
     # The step index is sliced too: where there are no `xs`, it says how many steps there are.
     of_slices = lambda carry, x: body(carry, x[1])
-    scan = lambda carry, inputs: lax_scan(of_slices, carry, inputs, reverse=reverse)
-    if progress is None:
-        return scan(init, (step_index, xs))
-
-    def one_chunk(carry, inputs, _):
-        out = scan(carry, inputs)
-        progress.report(inputs[0])
-        return out
-
-    chunk = near_divisor(step_index.shape[0], progress.every)
-    return scan_in_chunks(one_chunk, init, (step_index, xs), chunk=chunk, reverse=reverse)
+    return jax.lax.scan(of_slices, init, (step_index, xs), reverse=reverse)
 
 
 # `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
@@ -154,7 +140,6 @@ def _replayed_scan_fwd(
     body,
     reverse,
     only_if_better,
-    progress,
     perturbed: tuple[Any, ...],
 ):
     *perturbed_args, _ = perturbed
@@ -166,7 +151,7 @@ def _replayed_scan_fwd(
         log_choice(steps, body.carry_types, choice)
     if why_plain is not None:
         run = lambda consts, init, xs: _run(
-            lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse, progress
+            lambda c, x: body.as_given(consts, c, x), init, xs, step_index, reverse
         )
         with jax.named_scope(PLAIN):
             out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
@@ -183,7 +168,7 @@ def _replayed_scan_fwd(
         new, y = values(consts, carry, x)
         return new, (y, unless_y(carry))
 
-    last, (ys, carries) = _run(saving_body, init, xs, step_index, reverse, progress)
+    last, (ys, carries) = _run(saving_body, init, xs, step_index, reverse)
     saved_ys = [y if j in y_of_carry else None for j, y in enumerate(ys)]
     first = [c if j is not None else None for c, j in zip(init, y_of_carry, strict=True)]
     return (last, ys), (None, (consts, xs, step_index, saved_ys, carries, first))

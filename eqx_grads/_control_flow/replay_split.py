@@ -42,7 +42,6 @@ from .._jaxprs.dependence import depends, free_variables, needed
 from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
 from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
-from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.structure import CallWithRule, Cond, holds
 from .._jaxprs.vectorize import no_batching_rule
 from .traced_body import TracedBody
@@ -147,10 +146,10 @@ class SplitVjp:
             return (ct_carry, sums), terms[self._n_consts :]
 
         if not self.is_linear:
-            return lax_scan(step, carry, (varying, ct_ys), steps, reverse=reverse)
+            return jax.lax.scan(step, carry, (varying, ct_ys), steps, reverse=reverse)
         # The sums are not carried: they are formed for all steps at once, below.
         ct_carry, sums = carry
-        (ct_carry, _), cts = lax_scan(
+        (ct_carry, _), cts = jax.lax.scan(
             step, (ct_carry, None), (varying, ct_ys), steps, reverse=reverse
         )
         if not self._parallel_out:

@@ -13,12 +13,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
-from .._jaxprs.eager_calls import call_compiled
-from .._jaxprs.plain_scan import plain_scans
+from .._jaxprs.eager_calls import compile_eager_calls
 from .carry import as_array_if_varying, is_sliced
 from .chunked_scan import near_divisor
 from .online import Online
-from .progress import progress_line
 from .replay import log_choice, Replayed
 from .replay_cost import PLATFORM
 from .replay_split import cannot_replay
@@ -39,7 +37,6 @@ def filter_scan(
     truncate: int | None = None,
     online: bool | str = False,
     carry_gradient: Callable[[PyTree], PyTree] | None = None,
-    progress: bool = False,
 ) -> tuple[PyTree, PyTree]:
     r"""`jax.lax.scan` for any PyTrees, with a choice of what is saved for its backward pass.
 
@@ -107,8 +104,6 @@ def filter_scan(
         value. This is checked while tracing: each array that it returns has to be the array
         that it was given, if need be by way of a function with a derivative of its own, whose
         value is its argument. What is computed, even `1.0 * carry`, is an error.
-    - `progress`: show a line with the rate and the remaining time of the forward pass. Silent
-        if the standard error is not a terminal, or if the value of the scan is not used.
 
     **Choices of `checkpoint`:**
 
@@ -169,18 +164,15 @@ def filter_scan(
     `online` is given. The error says why.
     """
     check_function(f, "f", "filter_scan")
-    check_flags("filter_scan", reverse=reverse, progress=progress)
+    check_flags("filter_scan", reverse=reverse)
     if carry_gradient is not None:
         check_function(carry_gradient, "carry_gradient", "filter_scan")
     unroll = _as_unroll(unroll)
     steps = common_length(xs, length)
     _check_window(truncate)
-    line = progress_line(steps) if progress else None
-    call = call_compiled if line is None else _call
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    return call(
-        _run,
+    return _run(
         f,
         carry_gradient,
         init,
@@ -191,30 +183,25 @@ def filter_scan(
         checkpoint=checkpoint,
         truncate=truncate,
         online=online,
-        line=line,
     )
 
 
-def _call(run, *args, **kwargs):
-    return run(*args, **kwargs)
-
-
-def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, line, **options):
+@compile_eager_calls
+def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **options):
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
     method = named_method(options["checkpoint"], steps if truncate is None else truncate)
     method = _online_method(options["online"], options["checkpoint"], truncate) or method
-    with plain_scans():
-        body = _body(f, init, xs, carry_gradient)
-        # A rule is given operands that all vary alike.
-        is_call = truncate is not None or isinstance(method, Replayed | Online)
-        arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
-        loop = Loop(body, *arrays, steps, reverse, unroll, line)
-        if isinstance(method, Online):
-            names, where = tuple(body.carry_paths()), body.place()
-            method = dataclasses.replace(method, names=names, where=where)
-        chosen, loop = _choose(method, loop, truncate)
-        return body.outputs(*chosen.run(loop))
+    body = _body(f, init, xs, carry_gradient)
+    # A rule is given operands that all vary alike.
+    is_call = truncate is not None or isinstance(method, Replayed | Online)
+    arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
+    loop = Loop(body, *arrays, steps, reverse, unroll)
+    if isinstance(method, Online):
+        names, where = tuple(body.carry_paths()), body.place()
+        method = dataclasses.replace(method, names=names, where=where)
+    chosen, loop = _choose(method, loop, truncate)
+    return body.outputs(*chosen.run(loop))
 
 
 def _body(step, init, xs, carry_gradient) -> ScanBody:

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.plain_scan import lax_scan
-from .chunked_scan import near_divisor, scan_in_chunks
-from .progress import ProgressLine
+from .._jaxprs.symbolic_sizes import is_symbolic
+from .chunked_scan import scan_in_chunks
 from .traced_body import close_body, trace_body, TracedBody
 
 
@@ -36,7 +35,6 @@ class Loop:
     steps: Any  # an integer, or symbolic
     reverse: bool
     unroll: int | bool
-    progress: ProgressLine | None = None
     counts: bool = False
     closed: tuple[TracedBody, list[Any]] | None = None
 
@@ -53,10 +51,13 @@ class Loop:
 
     def scan(self, carry: list[Any], inputs: Any, steps: Any) -> tuple[list[Any], list[Any]]:
         """Run so many steps. `inputs` has a slice for each."""
-        # Where there are slices, they say how many: a symbolic number can't be given.
-        steps = None if jax.tree.leaves(inputs) else steps
         options = {"reverse": self.reverse, "unroll": self.unroll}
-        return lax_scan(self.body, carry, inputs, steps, **options)
+        if jax.tree.leaves(inputs):  # JAX takes a symbolic number from the slices only
+            return jax.lax.scan(self.body, carry, inputs, **options)
+        if is_symbolic(steps):
+            body = lambda carry, _: self.body(carry, inputs)
+            return jax.lax.scan(body, carry, jnp.zeros((steps, 0)), **options)
+        return jax.lax.scan(self.body, carry, inputs, steps, **options)
 
     @property
     def x_types(self) -> list[Any]:
@@ -100,9 +101,7 @@ class Plain(AbstractMethod):
         return None
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
-        if loop.progress is None:
-            return loop.scan(loop.init, loop.inputs, loop.steps)
-        return _run_in_chunks(loop, near_divisor(loop.steps, loop.progress.every), loop.scan)
+        return loop.scan(loop.init, loop.inputs, loop.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,26 +117,18 @@ class Checkpointed(AbstractMethod):
         # Within a loop, XLA can't undo the recomputation by common subexpression elimination.
         prevent_cse = loop.steps < 2 * self.every
         is_unrolled = loop.unroll is True or loop.unroll > 1
-        if self.every == 1 and loop.progress is None and not is_unrolled:
+        if self.every == 1 and not is_unrolled:
             # Chunks of one step have an axis of length one, for which XLA copies all of `xs`.
             body = jax.checkpoint(loop.body, prevent_cse=prevent_cse)
             return dataclasses.replace(loop, body=body).scan(loop.init, loop.inputs, loop.steps)
 
-        def run_chunk(carry, inputs, steps):
+        def one_chunk(carry, inputs, _):
+            index, inputs = inputs
             # Not `static_argnums`, with which JAX keeps the tracers that the body closes over.
-            scan = ft.partial(loop.scan, steps=steps)
+            scan = ft.partial(loop.scan, steps=index.shape[0])
             return jax.checkpoint(scan, prevent_cse=prevent_cse)(carry, inputs)
 
-        return _run_in_chunks(loop, self.every, run_chunk)
-
-
-def _run_in_chunks(loop: Loop, chunk: int, run_chunk: Callable[..., Any]):
-    def one_chunk(carry, inputs, _):
-        index, inputs = inputs
-        carry, ys = run_chunk(carry, inputs, index.shape[0])
-        if loop.progress is not None:
-            loop.progress.report(index)
-        return carry, ys
-
-    inputs = (loop.step_index, loop.inputs)
-    return scan_in_chunks(one_chunk, loop.init, inputs, chunk=chunk, reverse=loop.reverse)
+        # The index says how many steps there are, even without `xs`.
+        inputs = (loop.step_index, loop.inputs)
+        options = {"chunk": self.every, "reverse": loop.reverse}
+        return scan_in_chunks(one_chunk, loop.init, inputs, **options)

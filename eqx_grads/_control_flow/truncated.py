@@ -23,10 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs.plain_scan import lax_scan
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
-from .progress import ProgressLine
 from .replay import scan_of_batch
 from .replay_split import add_terms
 from .scan_backward import AbstractMethod, Loop
@@ -60,7 +58,6 @@ class Truncated(AbstractMethod):
             method=self,
             reverse=loop.reverse,
             unroll=loop.unroll,
-            progress=loop.progress,
         )
 
 
@@ -106,20 +103,16 @@ def truncated_scan(
     method: Truncated,
     reverse: bool,
     unroll: int | bool,
-    progress: ProgressLine | None,
 ):
     """The last carry, and all `ys`. There are more steps than in one window."""
     run = ft.partial(_run_window, body=body, method=method, reverse=reverse, unroll=unroll)
 
     def one(carry, inputs):
-        out = run(consts, _cut_unless_first(carry, inputs), inputs)
-        if progress is not None:
-            progress.report(inputs[0])
-        return out
+        return run(consts, _cut_unless_first(carry, inputs), inputs)
 
     remainder = step_index.shape[0] % method.window
     windows, last = _split((step_index, xs), method.window, remainder, reverse)
-    carry, ys = lax_scan(one, init, windows, reverse=reverse)
+    carry, ys = jax.lax.scan(one, init, windows, reverse=reverse)
     if last is None:
         return carry, _join(ys, None, reverse)
     carry, last_ys = one(carry, last)
@@ -211,7 +204,7 @@ def _truncated_scan_bwd(
     perturbed_values = select(perturbed_args, (consts, init, xs))
     sums = [jnp.zeros_like(c, sum_dtype(c.dtype)) for c in perturbed_values[0]]
     start = (init, sums, jax.tree.map(jnp.zeros_like, perturbed_values[1]))
-    (carry, sums, ct_init), ct_xs = lax_scan(one, start, windows, reverse=reverse)
+    (carry, sums, ct_init), ct_xs = jax.lax.scan(one, start, windows, reverse=reverse)
     last_ct_x = None
     if last is not None:
         index, x, ct_y = last

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of
-from .._jaxprs.eager_calls import call_compiled
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import cast_carry
 from .carry import as_array_if_varying, Carry
 
@@ -68,9 +68,10 @@ def filter_while_loop(
     check_function(body_fun, "body_fun", "filter_while_loop")
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    return call_compiled(_run, cond_fun, body_fun, init)
+    return _run(cond_fun, body_fun, init)
 
 
+@compile_eager_calls
 def _run(cond_fun, body_fun, init):
     error = (
         f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, PyTree
 from .._control_flow.scan import visible_steps
 from .._errors import check_function, place_of, rule_error, show_path, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
 from .._rules.flatten_call import TreeSplit
 from .._tangent_spaces import is_differentiable
@@ -123,7 +122,7 @@ def gradient_flow(
         return check_scalar("gradient_flow", loss, loss(model, *args, **kwargs))
 
     # So that the marks in the steps of `filter_scan` and of recurrent layers are found.
-    with visible_steps(), called_cells(), plain_scans():
+    with visible_steps(), called_cells():
         program = jax.make_jaxpr(flat_loss)(values)
     sites = _sites(program, names)
     called = {index for index, _ in sites}

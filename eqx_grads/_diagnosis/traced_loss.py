@@ -26,7 +26,6 @@ from .._errors import (
     show_tree,
 )
 from .._gradient_ops._zero_safe.zero_safe import ZeroSafe
-from .._jaxprs.plain_scan import plain_scans
 from .._jaxprs.structure import holds, is_reference
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
@@ -122,7 +121,7 @@ def trace_loss(
         return check_scalar(caller, loss, loss(model, *args, **kwargs))
 
     visible = visible_steps() if steps_are_visible else contextlib.nullcontext()
-    with visible, keeping_tracebacks(), plain_scans():
+    with visible, keeping_tracebacks():
         program = _trace_wrapped(flat_loss, values)
         if program is None or _wrapping_breaks_a_rule(program, flat_loss, values, len(paths)):
             layers.clear()

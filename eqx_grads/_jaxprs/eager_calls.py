@@ -29,44 +29,46 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def compile_eager_calls(fn: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of the library that takes arrays and options."""
+def compile_eager_calls(run: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function of the library. Any leaf of its arguments may be a function of the
+    user."""
+    programs_of_run = _Programs()
 
-    @ft.wraps(fn)
+    @ft.wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call_compiled(fn, *args, **kwargs)
+        disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
+        if staging_trace() is not None or disabled_jit or is_in_shard_map():
+            return run(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        try:
+            jitted = programs_of_run.find(run, leaves, treedef)
+        except TypeError:  # something static can't be hashed, and may be changed in place
+            return run(*args, **kwargs)
+        _CALL.leaves = leaves
+        try:
+            arrays, static = jitted(list(filter(_is_array, leaves)))
+        except (_IsNew, *_LOOKS_AT_VALUES):  # it may work outside of `jax.jit`
+            return run(*args, **kwargs)
+        finally:
+            _CALL.leaves = None
+        return static.unflatten(arrays, leaves)
 
     return call
 
 
-def call_compiled(run: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """`run(*args, **kwargs)`, where `run` is a function of the library. Any leaf of its
-    arguments may be a function of the user."""
-    as_it_is = lambda: run(*args, **kwargs)
-    disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-    if staging_trace() is not None or disabled_jit or is_in_shard_map():
-        return as_it_is()
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    try:
-        jitted = _jitted(run, leaves, treedef)
-    except TypeError:  # something static can't be hashed, and may be changed in place
-        return as_it_is()
-    _CALL.leaves = leaves
-    try:
-        arrays, static = jitted(list(filter(_is_array, leaves)))
-    except (_IsNew, *_LOOKS_AT_VALUES):  # it may work outside of `jax.jit`
-        return as_it_is()
-    finally:
-        _CALL.leaves = None
-    return static.unflatten(arrays, leaves)
-
-
+_CALL = threading.local()  # the `leaves` of the call that is being traced
 _LOOKS_AT_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_MOST = 64  # programs of one `run` and the same functions
+_MOST = 64  # programs of the same functions
+
+
+def _is_array(x: Any) -> bool:
+    if isinstance(x, jax.Array):
+        return True
+    return type(x) is np.ndarray and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
 
 
 class _Programs:
@@ -76,33 +78,22 @@ class _Programs:
         self.jitted: dict[Hashable, Callable[..., Any]] = {}
         self.of: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()
 
-
-_ALL = _Programs()
-_CALL = threading.local()  # the `leaves` of the call that is being traced
-
-
-def _is_array(x: Any) -> bool:
-    if isinstance(x, jax.Array):
-        return True
-    return type(x) is np.ndarray and (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number))
-
-
-def _jitted(run: Callable[..., Any], leaves: Sequence[Any], treedef: Any) -> Callable[..., Any]:
-    programs, key = _ALL.of.setdefault(run, _Programs()), [treedef]
-    for x in leaves:
-        if _is_array(x):
-            key.append(None)
-        elif type(x).__weakrefoffset__:  # a function, or another object with an identity
-            programs = programs.of.setdefault(x, _Programs())
-            key.append(None)
-        else:
-            key.append((type(x), repr(x), x))  # `0.0 == -0.0`, and `1 == True`
-    jitted = programs.jitted.get(tuple(key))
-    if jitted is None:
-        if len(programs.jitted) >= _MOST:
-            programs.jitted.clear()
-        jitted = programs.jitted[tuple(key)] = _jit(run, treedef)
-    return jitted
+    def find(self, run: Callable[..., Any], leaves: Sequence[Any], treedef: Any):
+        programs, static = self, []
+        for x in leaves:
+            key = None
+            if not _is_array(x):
+                if type(x).__weakrefoffset__:  # has an identity, as functions have
+                    programs = programs.of.setdefault(x, _Programs())
+                else:
+                    key = type(x), repr(x), x  # `0.0 == -0.0`, and `1 == True`
+            static.append(key)
+        key = treedef, tuple(static)
+        if key not in programs.jitted:
+            if len(programs.jitted) >= _MOST:
+                programs.jitted.clear()
+            programs.jitted[key] = _jit(run, treedef)
+        return programs.jitted[key]
 
 
 def _jit(run: Callable[..., Any], treedef: Any) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .current_trace import is_eager
-from .plain_scan import lax_scan
 from .structure import (
     Call,
     CallWithRule,
@@ -23,6 +22,7 @@ from .structure import (
     structure,
     While,
 )
+from .symbolic_sizes import as_length
 from .versions import equation_context
 
 
@@ -129,11 +129,11 @@ def _run_scan(scan: Scan, values: list[Any], run: Run, extra: Any) -> list[Any]:
         out = list(run(*scan.programs, [*consts, *carry, *xs], extra))
         return with_fixed_dtypes(out[: scan.n_carry]), out[scan.n_carry :]
 
-    carry, ys = lax_scan(
+    carry, ys = jax.lax.scan(
         body,
         with_fixed_dtypes(rest[: scan.n_carry]),
         (rest[scan.n_carry :], extra),
-        length=scan.length,
+        length=as_length(scan.length),
         reverse=scan.reverse,
         unroll=scan.unroll,
     )

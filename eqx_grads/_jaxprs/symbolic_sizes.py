@@ -18,3 +18,8 @@ def is_symbolic(size: Size) -> bool:
 def size_or(size: Size, likely: int) -> int:
     """`size`, or the `likely` one if it is symbolic: for a choice of speed only."""
     return likely if is_symbolic(size) else size
+
+
+def as_length(size: Size) -> int | None:
+    """`size` as the argument `length` of `jax.lax.scan`, which finds a symbolic one in `xs`."""
+    return None if is_symbolic(size) else size

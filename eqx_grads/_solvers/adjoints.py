@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._errors import check_flags, rule_error
-from .._jaxprs.plain_scan import lax_scan
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
 from .._rules.flatten_call import is_array, TreeSplit
 from .._rules.float_args import as_integer, is_number
@@ -319,7 +318,7 @@ def _damped_steps(linear_map, b, steps, tau):
         change = linear_map(t)
         return jax.tree.map(lambda t, dt, b: t + tau * dt + b, t, change, scaled), None
 
-    t, _ = lax_scan(step, scaled, None, length=steps - 1)
+    t, _ = jax.lax.scan(step, scaled, None, length=steps - 1)
     return t
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from .._control_flow.chunked_scan import scan_in_chunks
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._errors.trees import mirror, mirrored, prefix_leaves
-from .._jaxprs.eager_calls import call_compiled
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.closure_convert import ClosureTemplate, contains_tracer, lift_tracers
 from .._rules.custom_jvp import custom_jvp
@@ -142,7 +142,7 @@ class _Chunked(eqx.Module):
         if contains_tracer(eqx.filter(self._loss, is_array, inverse=True)):
             return self._call(args, kwargs)  # which makes operands of what it closes over
         axis = jax.tree.unflatten(self._axes_treedef, self._axes)
-        return call_compiled(_run, self._loss, axis, self._chunk, self._mean, args, kwargs)
+        return _run(self._loss, axis, self._chunk, self._mean, args, kwargs)
 
     def _call(self, args, kwargs):
         axes = self._axes_of(args)
@@ -212,6 +212,7 @@ class _Chunked(eqx.Module):
         )
 
 
+@compile_eager_calls
 def _run(loss, axis, chunk, mean, args, kwargs):
     axes, treedef = jax.tree.flatten(axis, is_leaf=is_none)
     return _Chunked(loss, tuple(axes), treedef, chunk, mean)._call(args, kwargs)

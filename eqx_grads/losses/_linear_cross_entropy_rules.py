@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._control_flow import lax_scan
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size, size_or
 from .._jaxprs.varying import is_in_shard_map, vary_alike, vary_over, varying_axes
@@ -302,7 +301,7 @@ def _over_chunks(
     def join(y):
         return jnp.moveaxis(y, 0, 1).reshape(rows * n, *y.shape[2:])[:size]
 
-    carry, ys = lax_scan(fn, carry, jax.tree.map(split, tuple(tokens)))
+    carry, ys = jax.lax.scan(fn, carry, jax.tree.map(split, tuple(tokens)))
     return carry, jax.tree.map(join, ys)
 
 

@@ -11,7 +11,6 @@ from ..._control_flow.replay import Replayed
 from ..._control_flow.scan import named_method
 from ..._control_flow.scan_backward import Checkpointed, Loop
 from ..._jaxprs.evaluate import evaluate
-from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import Scan, structure
 
 
@@ -100,7 +99,7 @@ def _run_under_vmap(
     def full(carry):
         xs = of_examples(split, loop.xs, of_xs)
         one = ft.partial(chunk, steps=every, swap=swap)
-        carry, ys = lax_scan(one, carry, xs, n, reverse=loop.reverse)
+        carry, ys = jax.lax.scan(one, carry, xs, n, reverse=loop.reverse)
         return carry, of_examples(join, ys, of_ys)
 
     if remainder == 0:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.evaluate import bind, evaluate, with_fixed_dtypes
-from ..._jaxprs.plain_scan import lax_fori_loop
 from ..._jaxprs.record import AbstractRecorder, record, record_inner, record_while
 from ..._jaxprs.structure import Cond, Scan, structure, While
 from ..progress import doing
@@ -330,4 +329,4 @@ def _carry_after(node: Node, i: int, recorder: _BadCotangents, values, carry, st
         inputs = _body_inputs(known, values, carry, step_of(known, k))
         return with_fixed_dtypes(record(body, inputs, recorder)[0][:n_carry])
 
-    return lax_fori_loop(start, n_steps, advance, list(carry))
+    return jax.lax.fori_loop(start, n_steps, advance, list(carry))

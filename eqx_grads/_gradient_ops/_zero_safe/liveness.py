@@ -15,8 +15,8 @@ from jax.extend.core import Literal
 from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Scan, structure
+from ..._jaxprs.symbolic_sizes import as_length
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
 from .ranges import CONSTANT, inexact_indices
@@ -401,7 +401,7 @@ def scan_masks(
         out = evaluate(body.program, [*consts, *carry, *x])
         return out[: scan.n_carry], carry
 
-    scanned = ft.partial(lax_scan, length=scan.length)
+    scanned = ft.partial(jax.lax.scan, length=as_length(scan.length))
     _, carries = scanned(record, init, xs, reverse=scan.reverse)
     wanted = [i in moving for i in range(len(types))]
     per_step = {i: y for i, y in enumerate(outs[scan.n_carry :]) if not isinstance(y, bool)}

@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr
 from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.linearity import MULTILINEAR
-from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
+from ..._jaxprs.symbolic_sizes import as_length
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
 from .liveness import (
@@ -225,11 +225,11 @@ def moved_scan(
         return (out[: scan.n_carry], after), (of_carry, of_ys)
 
     first = {i: dense(ins[i], types[i].shape) for i in tracked}
-    (_, last), (before, of_ys) = lax_scan(
+    (_, last), (before, of_ys) = jax.lax.scan(
         step,
         (values[n:m], first),
         (values[m:], sliced),
-        length=scan.length,
+        length=as_length(scan.length),
         reverse=scan.reverse,
     )
     result: list[Mask] = [False] * len(e.eqn.outvars)

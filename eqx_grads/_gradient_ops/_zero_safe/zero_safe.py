@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 from ..._errors import check_function, first_line, name_of, place_of, rule_error
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
-from ..._jaxprs.plain_scan import plain_scans
 from ..._rules.flatten_call import is_array, is_inexact, TreeSplit
 from .analysis import analyze
 from .ranges import Range
@@ -161,8 +160,7 @@ class ZeroSafe(eqx.Module):
 
 def _trace(fn, run, arrays) -> ClosedJaxpr:
     try:
-        with plain_scans():
-            return jax.make_jaxpr(run)(arrays)
+        return jax.make_jaxpr(run)(arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise rule_error(
             f"`zero_safe` can't trace `{name_of(fn)}`.",

@@ -17,7 +17,6 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from ..._control_flow import lax_scan
 from ..._errors import rule_error
 from ..._rules.custom_jvp import custom_jvp
 from .quantizers import AbstractQuantizer
@@ -75,7 +74,7 @@ def fit_to_inputs(
 @eqx.filter_jit
 def _call_over_batch(model, batch):
     # One example after another, which needs the memory of one.
-    _, outputs = lax_scan(lambda carry, x: (carry, model(x)), None, batch)
+    _, outputs = jax.lax.scan(lambda carry, x: (carry, model(x)), None, batch)
     return outputs
 
 

@@ -9,7 +9,6 @@ import jax.random as jr
 from jaxtyping import Array, Float, Integer, Key
 
 from ... import ste
-from ..._control_flow import lax_fori_loop
 from ..._errors import check_flags, rule_error
 from ..._rules.explicit_sharding import add_rows, gathered, rows
 from ..._rules.float_args import as_floats, widen
@@ -232,7 +231,7 @@ class VectorQuantizer(eqx.Module):
             return _moved(z, index_of(carry[0]), *carry, decay=0.0, ema=True)
 
         carry = jax.lax.stop_gradient((start, self.usage))
-        return self._with(*lax_fori_loop(0, _LLOYD_ITERATIONS, step, carry))
+        return self._with(*jax.lax.fori_loop(0, _LLOYD_ITERATIONS, step, carry))
 
     def updated(
         self, z: Float[Array, "..."], *, key: Key[Array, ""] | None = None

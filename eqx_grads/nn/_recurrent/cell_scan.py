@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..._control_flow import call_compiled
+from ..._control_flow import compile_eager_calls
 from ..._control_flow.scan import filter_scan
 from ..._errors import place_of, rule_error, show_tree
 from ..._errors.trees import mirror, mirror_of
@@ -29,9 +29,10 @@ def scan_cell(
     """All outputs, and the last state. `output` is a function of the state, by default its
     first array."""
     options = reverse, checkpoint
-    return call_compiled(_scan_cell, cell, output, xs, state, valid, *options)
+    return _scan_cell(cell, output, xs, state, valid, *options)
 
 
+@compile_eager_calls
 def _scan_cell(cell, output, xs, state, valid, reverse, checkpoint):
     def step(state, inputs):
         x, valid = inputs

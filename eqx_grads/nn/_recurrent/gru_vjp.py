@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow import compile_eager_calls, lax_scan
+from ..._control_flow import compile_eager_calls
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -57,10 +57,10 @@ def _forward(w_in, w_state, bias, bias_n, xs, h, valid, reverse, keep):
 
     def chunk(h, inputs, _):
         x, valid = inputs
-        return lax_scan(step, h, (products(x), valid), reverse=reverse)
+        return jax.lax.scan(step, h, (products(x), valid), reverse=reverse)
 
     if length is None:
-        h, (hs, gates) = lax_scan(step, h, (xs, valid), reverse=reverse)
+        h, (hs, gates) = jax.lax.scan(step, h, (xs, valid), reverse=reverse)
     else:
         h, (hs, gates) = scan_in_chunks(
             chunk, h, (xs, valid), chunk=length, reverse=reverse, in_place=True
@@ -125,7 +125,7 @@ def gru_bwd(residuals, cts, *, reverse, perturbed):
             from_x = split_gates(matmul_steps(x, w_in_t, bias), 3)
             gates = _gates(from_x, matmul_steps(h, w_state_t), bias_n)
         operands = _factors(h, gates, valid) if first else (h, gates, valid)
-        d, out = lax_scan(step, d, (operands, ct), reverse=not reverse)
+        d, out = jax.lax.scan(step, d, (operands, ct), reverse=not reverse)
         ct_from_h, ct_n = _cotangents(out, operands) if first else out
         ct_rz, ct_h_n = jnp.split(ct_from_h, [2 * w_state.shape[1]], -1)
         ct_from_x = jnp.concatenate([ct_rz, ct_n], -1)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow import compile_eager_calls, lax_scan
+from ..._control_flow import compile_eager_calls
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -65,10 +65,10 @@ def _forward(w_in, w_state, bias, xs, state, valid, reverse, keep):
     def chunk(state, inputs, _):
         x, valid = inputs
         from_x = split_gates(matmul_steps(x, w_in, bias), 4)
-        return lax_scan(step, state, (from_x, valid), reverse=reverse)
+        return jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
 
     if length is None:
-        last, (hs, *kept) = lax_scan(step, state, (xs, valid), reverse=reverse)
+        last, (hs, *kept) = jax.lax.scan(step, state, (xs, valid), reverse=reverse)
     else:
         last, (hs, *kept) = scan_in_chunks(
             chunk, state, (xs, valid), chunk=length, reverse=reverse, in_place=True
@@ -139,7 +139,7 @@ def lstm_bwd(residuals, cts, *, reverse, perturbed):
         operands: Any = (c, c_after, of_chunk)
         if factors_first:
             operands = _factors(*operands)
-        cts, out = lax_scan(step, cts, (operands, ct, valid), reverse=not reverse)
+        cts, out = jax.lax.scan(step, cts, (operands, ct, valid), reverse=not reverse)
         d_gates: Any = out
         if factors_first:
             d_gates = _cotangents(out[0], out[1], operands, valid)

@@ -9,7 +9,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow import compile_eager_calls, lax_scan
+from ..._control_flow import compile_eager_calls
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -54,7 +54,7 @@ def _forward(w_in, w_state, bias, w_out, xs, state, valid, reverse):
     def chunk(state, inputs, _):
         x, valid = inputs
         from_x = split_gates(matmul_steps(x, w_in, bias), 4)
-        return lax_scan(step, state, (from_x, valid), reverse=reverse)
+        return jax.lax.scan(step, state, (from_x, valid), reverse=reverse)
 
     last, (hs, kept) = scan_in_chunks(
         chunk,
@@ -99,7 +99,7 @@ def projected_lstm_bwd(residuals, cts, *, reverse, perturbed):
         k = o * (1 - tanh_c * tanh_c)
         if valid is not None:
             j = [jnp.where(valid[:, :, None], j_gate, 0) for j_gate in j]
-        cts, (d_h, d_gates) = lax_scan(step, cts, (j, k, f, ct, valid), reverse=not reverse)
+        cts, (d_h, d_gates) = jax.lax.scan(step, cts, (j, k, f, ct, valid), reverse=not reverse)
         if valid is not None:
             d_h = jnp.where(valid[:, :, None], d_h, 0)
         sums = add_gradients(

@@ -8,7 +8,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
-from ..._control_flow import compile_eager_calls, lax_scan
+from ..._control_flow import compile_eager_calls
 from ..._control_flow.chunked_scan import chunk_init, scan_in_chunks, shift_in
 from ..._rules.custom_vjp import custom_vjp
 from .chunked_matmuls import (
@@ -51,10 +51,10 @@ def _forward(w_in, w_state, bias, xs, h, valid, reverse, activation):
 
     def chunk(h, inputs, _):
         x, valid = inputs
-        return lax_scan(step, h, (matmul_steps(x, w_in, bias), valid), reverse=reverse)
+        return jax.lax.scan(step, h, (matmul_steps(x, w_in, bias), valid), reverse=reverse)
 
     if length is None:
-        last, hs = lax_scan(step, h, (xs, valid), reverse=reverse)
+        last, hs = jax.lax.scan(step, h, (xs, valid), reverse=reverse)
     else:
         last, hs = scan_in_chunks(
             chunk, h, (xs, valid), chunk=length, reverse=reverse, in_place=True
@@ -90,7 +90,7 @@ def rnn_bwd(residuals, cts, *, reverse, activation, perturbed):
         slope = _SLOPES[activation](h_after)
         if valid is not None:
             slope = jnp.where(valid[:, :, None], slope, 0)
-        d, ct_a = lax_scan(step, d, (slope, ct, valid), reverse=not reverse)
+        d, ct_a = jax.lax.scan(step, d, (slope, ct, valid), reverse=not reverse)
         h = shift_in(h_after, h_entry, reverse=reverse)
         sums = add_gradients(
             sums,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..._control_flow import compile_eager_calls, lax_scan
+from ..._control_flow import compile_eager_calls
 from ..._control_flow.chunked_scan import (
     chunk_init,
     near_divisor,
@@ -77,7 +77,7 @@ def _forward(w_in, bias, w_state, dynamics, xs, state, valid, reverse, keep):
 
     def chunk(state, inputs, _):
         x, valid = inputs
-        last, (ys, membranes) = lax_scan(
+        last, (ys, membranes) = jax.lax.scan(
             one, state, (_from_inputs(w_in, bias, x), valid), reverse=reverse
         )
         entry = state._replace(spikes=None, membrane=None if keeps_all else state.membrane)
@@ -159,8 +159,9 @@ def spiking_bwd(residuals, cts, *, reverse, perturbed):
             # One array for the loop to read, not two.
             slope, ct_output = None if ct_y is None else slope * ct_y, None
         inputs = (_for_reset(dynamics, before), slope, ct_output, valid)
-        steps = x.shape[0]
-        ct_state, cts = lax_scan(jax.vmap(back), ct_state, inputs, steps, reverse=not reverse)
+        step = lambda ct, inputs: jax.vmap(back)(ct, inputs[0])
+        counted = inputs, x[:, :0]  # says how many steps there are, even without inputs
+        ct_state, cts = jax.lax.scan(step, ct_state, counted, reverse=not reverse)
         sums = add_gradients(
             sums,
             (weight_gradient, cts.x, x),
@@ -329,7 +330,7 @@ def _membranes(w_in, bias, w_state, d, x, y, entry, valid, *, reverse):
         new = _next_state(d, x, state, valid)._replace(spikes=y)
         return new, new.membrane
 
-    return lax_scan(one, entry, (currents, y, valid), reverse=reverse)[1]
+    return jax.lax.scan(one, entry, (currents, y, valid), reverse=reverse)[1]
 
 
 def _states_of_chunk(d, y, membrane, entry, first_current, valid, dtype, reverse):
@@ -378,7 +379,7 @@ def _adaptations(d, spikes, first, valid, reverse):
         new = new if valid is None else jnp.where(valid[:, None], new, a)
         return new, new
 
-    return lax_scan(one, first, (spikes, valid), reverse=reverse)[1]
+    return jax.lax.scan(one, first, (spikes, valid), reverse=reverse)[1]
 
 
 def _slopes(d, after, valid):

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import equations
 from .._case import Case
 from .._findings import broke, failed, passed, skipped
@@ -77,7 +76,7 @@ def _traces(case: Case, fn: Callable[..., Any], mode: str) -> dict[str, Callable
 
     def scan(xs):
         step = lambda carry, _: (carry, derive(fn, carry))
-        return lax_scan(step, xs, None, length=2)
+        return jax.lax.scan(step, xs, None, length=2)
 
     # New functions each time: JAX must not find the trace of an earlier one.
     return {

@@ -12,7 +12,6 @@ from jax.extend.core import Literal
 # Public, if little known: the pass with which JAX itself drops dead equations.
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import Call, Scan, structure
 from ..._rules.custom_vjp import custom_vjp
 from .._case import Case
@@ -180,7 +179,7 @@ def _per_step(fn, leaves, held) -> int:
     """The bytes for each step of a scan over `_STEPS` copies of the leaves."""
 
     def scanned(*xs):
-        return lax_scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
+        return jax.lax.scan(lambda carry, x: (carry, list(fn(*x))), None, list(xs))[1]
 
     copies = [jnp.stack([x] * _STEPS) for x in leaves]
     return residuals_of(scanned, copies, held).total // _STEPS

@@ -17,7 +17,6 @@ import jax.random as jr
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..._jaxprs.plain_scan import lax_scan
 from ..._jaxprs.structure import equations
 from .._case import Case
 from .._compiled import all_at_once, compiled
@@ -447,7 +446,7 @@ def _scan_trials(e: _Expected) -> Iterator[_Trial]:
             return (total, count + 1, key, leaves), None
 
         init = (jnp.zeros((), real), jnp.zeros((), "int32"), jr.key(0), carried)
-        (total, count, _, _), _ = lax_scan(body, init, stacked)
+        (total, count, _, _), _ = jax.lax.scan(body, init, stacked)
         return total, count
 
     def run(gradient, p):
