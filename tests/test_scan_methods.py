@@ -95,16 +95,6 @@ def test_methods_are_frozen():
             method.window = 3
 
 
-def test_auto_is_plain_scan_on_other_platforms(methods, monkeypatch):
-    """The estimate is fitted to a CPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for truncate, expected in ((None, Plain()), (4, Truncated(Plain(), 4))):
-        options = {"checkpoint": "auto", "truncate": truncate}
-        jax.make_jaxpr(lambda h, o=options: eqg.filter_scan(tanh_step, h, XS, **o))(H)
-        assert methods[0] == (expected, False)
-        methods.clear()
-
-
 def printing(h, x):
     jax.debug.callback(lambda: None)
     return tanh_step(h, x)
@@ -749,9 +739,7 @@ def test_a_loop_is_what_a_method_needs_to_know():
     """A method can be asked and run by itself."""
     loop = Loop(lambda h, x: ([h[0] + x[0]], [h[0]]), [0.0 * H], [XS], 12, False, 1)
     for method in (*METHODS, Truncated(Checkpointed(2), 5)):
-        # `"auto"` replays no sum, from which nothing is saved.
-        is_auto = isinstance(method, Replayed) and method.only_if_better
-        assert (method.unsupported(loop) is not None) == is_auto
+        assert method.unsupported(loop) is None
         (last,), (ys,) = method.run(loop)
         assert_trees_close(last, jnp.sum(XS, 0))
         assert ys.shape == XS.shape

@@ -7,7 +7,6 @@ of many small ones. Only the cotangent of the carry is computed step by step
 """
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from .._errors import type_of
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.vectorize import why_not_batched
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
-from .replay_cost import is_replay_better, replay_chunk, why_never_better
+from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
@@ -49,9 +47,9 @@ class Replayed(AbstractMethod):
             return "`unroll` is given"
         program, _ = loop.program
         reason = why_not_recomputed(program.effects) or why_not_vectorized(program)
-        if reason is None and self.only_if_better:
-            reason = _why_not_estimated(loop.traced[0])
-        return None if reason is None else f"a step {reason}"
+        if reason is not None:
+            return f"a step {reason}"
+        return why_never_better(loop.traced[0]) if self.only_if_better else None
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced
@@ -66,28 +64,6 @@ class Replayed(AbstractMethod):
         )
 
 
-def log_choice(steps: Any, carry: Sequence[Any], choice: str) -> None:
-    """What `"auto"` chose, for those who ask: nothing in the result tells."""
-    logging.getLogger("eqx_grads").debug(
-        '`filter_scan(checkpoint="auto")` of %s steps with the carry %s: %s.',
-        steps,
-        ", ".join(map(type_of, carry)) or "None",
-        choice,
-    )
-
-
-def _why_not_estimated(body: TracedBody) -> str | None:
-    """Why a replay is not better than plain scan, whatever the batch size, or why that can't be
-    estimated before the scan is differentiated."""
-    try:
-        vjp = body.trace_vjp(run_backward=True)
-    except Exception:
-        # Some input has no reverse derivative. If it is asked for, plain scan raises the same
-        # error, in which nothing of a replay appears; if it is not, there is no error.
-        return "has no reverse derivative in some of its inputs"
-    return _why_not_replayed(vjp) or why_never_better(body)
-
-
 def _why_not_replayed(vjp: ClosedJaxpr) -> str | None:
     """Why the derivative of a step, with all of its rules, can't be computed for many steps at
     once. The steps themselves don't tell: a rule may draw random bits, or loop."""
@@ -96,12 +72,16 @@ def _why_not_replayed(vjp: ClosedJaxpr) -> str | None:
 
 def _why_plain(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> str | None:
     """Why `"auto"` does not replay a scan that is differentiated, in a batch of known size."""
-    vjp = body.trace_vjp(run_backward=True)
-    if not is_replay_better(body, vjp, steps, perturbed_consts):
-        return "which is estimated to be as fast, or to need less memory"
+    try:
+        vjp = body.trace_vjp()
+    except Exception:  # some input has no reverse derivative: plain scan says so, if asked
+        return "a step has no reverse derivative in some of its inputs"
+    reason = why_not_better(body, vjp, steps, perturbed_consts)
+    if reason is not None:
+        return reason
     varies = [*body.varies, *(True for _ in vjp.in_avals[len(body.varies) :])]
     reason = _why_not_replayed(vjp) or why_not_batched(vjp, varies)
-    return None if reason is None else f"as a step {reason}"
+    return None if reason is None else f"a step {reason}"
 
 
 @custom_vjp
@@ -144,10 +124,11 @@ def _replayed_scan_fwd(
 ):
     *perturbed_args, _ = perturbed
     steps = step_index.shape[0]
-    why_plain = _why_plain(body, steps, perturbed_args[0]) if only_if_better else None
+    why_plain = None
     if only_if_better:
+        why_plain = _why_plain(body, steps, perturbed_args[0])
         replay = f"a replay, of {replay_chunk(body, steps)} steps at once"
-        choice = replay if why_plain is None else f"plain scan, {why_plain}"
+        choice = replay if why_plain is None else f"plain scan, as {why_plain}"
         log_choice(steps, body.carry_types, choice)
     if why_plain is not None:
         run = lambda consts, init, xs: _run(

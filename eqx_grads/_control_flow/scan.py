@@ -17,8 +17,8 @@ from .._jaxprs.eager_calls import compile_eager_calls
 from .carry import as_array_if_varying, is_sliced
 from .chunked_scan import near_divisor
 from .online import Online
-from .replay import log_choice, Replayed
-from .replay_cost import PLATFORM
+from .replay import Replayed
+from .replay_cost import log_choice
 from .replay_split import cannot_replay
 from .scan_backward import AbstractMethod, Checkpointed, Loop, Plain
 from .scan_body import ScanBody
@@ -116,7 +116,7 @@ def filter_scan(
     | `k` | every `k`-th carry | all steps, `k` at a time | $T c / k + k r$ | long scans |
     | `"sqrt"` | as `k`, about $\sqrt T$ | as `k` | $\sqrt T (c + r)$ | no tuning |
     | `"replay"` | all carries | all steps, 16 to 64 at once | $T c + 64 r$ | small batches |
-    | `"auto"` | as `"replay"` or `None` | | | small batches, on a CPU |
+    | `"auto"` | as `"replay"` or `None` | | | to try first |
 
     `"replay"` recomputes steps in parallel, by `jax.vmap` over time, and forms the gradients of
     the weights in a few large matrix products. It is an error if a step, or its derivative
@@ -125,11 +125,12 @@ def filter_scan(
     another `while_loop`, or an operation without a batching rule. What only the derivative does
     is found when it is asked for.
 
-    `"auto"` is `"replay"` where that is possible and estimated to be faster, in no more memory.
-    The estimate is that of a CPU: if JAX has another default backend, `"auto"` is `None`. The
-    logger `"eqx_grads"` says at the level `DEBUG` what `"auto"` chose, when the derivative is
-    traced: `logging.basicConfig()`, and then
-    `logging.getLogger("eqx_grads").setLevel(logging.DEBUG)`.
+    `"auto"` is `"replay"` where that is possible, needs less memory than `None`, and is likely
+    to be faster. If JAX's default backend is not a CPU, it is always likely. On a CPU it is
+    likely if the matrix products of a step multiply each weight with at most 20 rows (of the
+    batch), and each weight has a gradient; and not in a step with a convolution or a look-up. A
+    step with branches or a `jax.checkpoint` is never replayed. The logger `"eqx_grads"` says at
+    the level `DEBUG` what `"auto"` chose, when the derivative is traced.
 
     If a step keeps more than its carry, $T c / k + k r$ is smallest at $k = \sqrt{T c / r}$,
     which [`eqx_grads.explain_memory`][] finds. The column leaves out what the compiled program
@@ -255,12 +256,8 @@ def _choose(
     if loop.steps == 0 or disabled_jit or _STEPS_ARE_VISIBLE.get():
         return visible
     is_auto = isinstance(method, Replayed) and method.only_if_better
-    methods: list[AbstractMethod] = [Plain()] if is_auto else []
+    methods: list[AbstractMethod] = [method, Plain()] if is_auto else [method]
     reasons = []
-    if not is_auto or jax.default_backend() == PLATFORM:
-        methods.insert(0, method)
-    else:
-        reasons.append("the default backend is not a CPU")
     if window is not None:
         methods = [Truncated(inner, window) for inner in methods]
     chosen = None

@@ -67,19 +67,23 @@ class TracedBody:
 
         return body
 
-    def trace_vjp(self, run_backward: bool) -> ClosedJaxpr:
-        """The derivative of a step in all of its inputs, or the residuals of that."""
-        indices = [i for i, t in enumerate(self.input_types) if is_differentiable(t)]
+    def trace_vjp(self) -> ClosedJaxpr:
+        """The derivative of a step in all of its inputs, a function of these and of the
+        cotangents of its outputs."""
+        types = self.input_types
+        indices = [i for i, t in enumerate(types) if is_differentiable(t)]
+        out_types = [*self.carry_types, *self.y_types]
 
-        def vjp(*inputs):
+        def vjp(*args):
+            inputs, cts = args[: len(types)], list(args[len(types) :])
+
             def inexact_outputs(*values):
                 out = jax.tree.leaves(self.of_some(indices, inputs)(*values))
                 return [x for x in out if is_differentiable(x)]
 
-            out, pull_back = jax.vjp(inexact_outputs, *(inputs[i] for i in indices))
-            return pull_back(out) if run_backward else jax.tree.leaves(pull_back)
+            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices))[1](cts)
 
-        return jax.make_jaxpr(vjp)(*self.input_types)
+        return jax.make_jaxpr(vjp)(*types, *filter(is_differentiable, out_types))
 
     def differentiable(self) -> list[int]:
         """The indices of the parts of the carry that have a derivative."""
