@@ -307,6 +307,11 @@ def sum_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
+def add_terms(sums: Iterable[Any], terms: Iterable[Any]) -> list[Any]:
+    """The sums in their dtypes, with one term more each."""
+    return [s + term.astype(s.dtype) for s, term in zip(sums, terms, strict=True)]
+
+
 def _as_inexact(t):
     if not is_arraylike(t):
         raise DoesNotFit("Return an array, or `None` for zero.")

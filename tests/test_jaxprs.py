@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqx_grads._control_flow.matmul_layout import inlined, with_materialized_transposes
+from eqx_grads._control_flow.vectorize import why_not_batched, why_not_vectorizable
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
 from eqx_grads._jaxprs.evaluate import (
     bind,
@@ -26,7 +28,6 @@ from eqx_grads._jaxprs.linearity import (
     UNKNOWN,
     why_nonlinear,
 )
-from eqx_grads._jaxprs.matmul_layout import inlined, with_materialized_transposes
 from eqx_grads._jaxprs.record import AbstractRecorder, record, record_inner, record_while
 from eqx_grads._jaxprs.structure import (
     Call,
@@ -41,7 +42,6 @@ from eqx_grads._jaxprs.structure import (
     structure,
     While,
 )
-from eqx_grads._jaxprs.vectorize import why_not_batched, why_not_vectorizable
 from eqx_grads._jaxprs.versions import as_closed
 from eqx_grads.testing import assert_trees_close
 from jax.extend.core import jaxpr_as_fun, Primitive

@@ -1,46 +1,11 @@
-"""A scan whose derivative is computed in the order of time: real-time recurrent learning.
-
-Let `(h_{t+1}, y_t) = f(W, h_t, x_t)`. The derivative of the carry in the parameters obeys
-
-    dh_{t+1}/dW = D_t dh_t/dW + K_t,   D_t = df/dh,  K_t = df/dW,
-
-so it can be computed from the first step to the last, in the carry of a loop, and be multiplied
-with the cotangent of each output in the same step:
-
-    ct_W = sum over t:  (dy_t/dW)^T ct_y_t + (dh_{t+1}/dW)^T (dy_t/dh_{t+1})^T ct_y_t.
-
-The outputs are taken as functions of the next carry, wherever the program of a step computes
-them from it.
-
-In general `dh_t/dW` has as many entries as the carry and the parameters multiplied. It has few
-if `D_t` is diagonal, that is, if each element of the carry depends on itself only (and on the
-same element of the other arrays of the carry). Then the entries that are not zero are the
-elements of the carry, times the parameters that each of them depends on in a step: the
-eligibility traces.
-
-The backward pass runs the steps once more, in the order in which they ran forward, with the
-traces in its carry. Of the forward pass, only the inputs are saved.
-"""
+"""`filter_scan(online=...)` as a method of a scan. What it computes is in `_online`."""
 
 import dataclasses
-import functools as ft
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.extend.core import Var
-
-from .._errors import rule_error, type_of
-from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.varying import on_explicit_mesh, vary_alike
-from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import is_differentiable, sum_dtype
-from .eligibility_traces import forward_diagonal, put, StepJacobian
-from .replay import scan_of_batch
-from .replay_split import add_terms
-from .scan_backward import AbstractMethod, Loop, Plain
-from .traced_body import TracedBody, why_not_recomputed
-from .truncated import replace, select
+from .._errors import rule_error
+from .scan_backward import AbstractMethod, Loop
+from .traced_body import why_not_recomputed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +28,8 @@ class Online(AbstractMethod):
         return None if reason is None else f"a step {reason}"
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
+        from .._online.online_scan import online_scan  # only where it is asked for
+
         body, consts, init = loop.traced
         return online_scan(
             consts,
@@ -78,168 +45,29 @@ class Online(AbstractMethod):
         )
 
 
-@custom_vjp
-def online_scan(
-    consts: list[Any],
-    init: list[Any],
-    xs: list[Any],
-    step_index: Any,
-    *,
-    body: TracedBody,
-    approximate: bool,
-    names: tuple[str, ...],
-    where: str,
-    reverse: bool,
-    unroll: int | bool,
-):
-    """The last carry, and all `ys`."""
-    del approximate, names, where
-    steps, step = step_index.shape[0], ft.partial(body, consts)
-    return Plain().run(Loop(step, init, xs, steps, reverse, unroll))
-
-
-# `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
-online_scan._rules.varies_alike = False
-
-
-@online_scan.def_fwd
-def _online_scan_fwd(
-    consts, init, xs, step_index, *, body, perturbed: tuple[Any, ...], **options
-):
-    perturbed_consts, perturbed_init, perturbed_xs, _ = perturbed
-    if any(perturbed_xs):
-        x = next(x for x, flag in zip(xs, perturbed_xs, strict=True) if flag)
+def online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None:
+    if online is False:
+        return None
+    if online is not True and not (isinstance(online, str) and online == "e-prop"):
         raise rule_error(
-            "The inputs of an online `filter_scan` can't be differentiated.",
-            f"there is a derivative in an array {type_of(x)} of `xs`",
-            do="What an input does to later steps is only known after them. Move the layers "
-            "that compute `xs` into the step, or stop the gradient.",
+            "`filter_scan` was given an `online` that it does not know.",
+            f"it is {online!r:.60}",
+            do='Give `True`, "e-prop" or `False`.',
         )
-    values = body.with_values_of_rules(perturbed_consts, perturbed_init, perturbed_xs)
-    out = online_scan(consts, init, xs, step_index, body=values, **options)
-    return out, (consts, init, xs, step_index)
-
-
-@online_scan.def_bwd(symbolic_zeros=True)
-def _online_scan_bwd(
-    residuals,
-    cts,
-    *,
-    body,
-    approximate,
-    names,
-    where,
-    reverse,
-    unroll,
-    perturbed: tuple[Any, ...],
-):
-    consts, init, xs, step_index = residuals
-    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
-    ct_last, ct_ys = cts
-    perturbed_consts, perturbed_init, *_ = perturbed
-    jacobian = StepJacobian(body, perturbed_consts, perturbed_init, approximate, names, where)
-    plan = jacobian.plan
-    ct_ys = {j: ct for j, ct in enumerate(ct_ys) if ct is not None}
-
-    def one(state, inputs):
-        carry, sums, traces, products = state
-        x, ct_y = inputs
-        new, new_traces = jacobian.step(consts, carry, x, traces)
-        if ct_y:
-            cts = _pull_back_outputs(body, jacobian, (consts, carry, x, new), ct_y)
-            terms, ct_carry, ct_new = cts
-            sums = add_terms(sums, terms)
-            products = plan.with_products(products, traces, ct_carry)
-            products = plan.with_products(products, new_traces, ct_new)
-        return (new, sums, new_traces, products), None
-
-    sums = [jnp.zeros(c.shape, sum_dtype(c.dtype)) for c in jacobian.select(consts)]
-    state = (sums, plan.first_traces(), plan.first_products())
-    zeros, treedef = jax.tree.flatten(jax.tree.map(on_explicit_mesh, state))
-    state = (init, *jax.tree.unflatten(treedef, vary_alike(zeros, consts, init, xs, cts)))
-    state, _ = jax.lax.scan(one, state, (xs, ct_ys), **options)
-    _, sums, traces, products = state
-    products = plan.with_products(products, traces, dict(enumerate(ct_last)))
-    return *plan.cotangents(products, sums, len(consts), len(init)), None, None
-
-
-def _pull_back_outputs(body, jacobian, inputs, ct_y):
-    """The cotangents of the parameters, of the carry that enters a step, and of the next one,
-    given those of the outputs of the step."""
-    consts, carry, x, new = inputs
-    leaves = jacobian.plan.leaves
-
-    def outputs(params, carried, returned):
-        consts_now = jacobian.replace(consts, params)
-        now = put(carry, leaves, carried), x, put(new, leaves, returned)
-        ys = _outputs(body, consts_now, *now)
-        return [ys[j] for j in ct_y]
-
-    moving = lambda values: [values[i] for i in leaves]
-    _, pull_back = jax.vjp(outputs, jacobian.select(consts), moving(carry), moving(new))
-    terms, ct_carry, ct_new = pull_back(list(ct_y.values()))
-    by_leaf = lambda cts: dict(zip(leaves, cts, strict=True))
-    return terms, by_leaf(ct_carry), by_leaf(ct_new)
-
-
-def _outputs(body: TracedBody, consts, carry, x, new):
-    """The outputs of a step, with `new` wherever they are computed from the next carry."""
-    outvars = body.program.jaxpr.outvars[: len(carry)]
-    given = {v: value for v, value in zip(outvars, new, strict=True) if isinstance(v, Var)}
-
-    def hook(eqn, values):
-        out = bind(eqn, values)
-        return [given.get(v, value) for v, value in zip(eqn.outvars, out, strict=True)]
-
-    return evaluate(body.program, [*consts, *carry, *x], hook)[len(carry) :]
-
-
-# ---------------------------------------------------------------- forward mode
-
-
-@online_scan.def_jvp(symbolic_zeros=True)
-def _online_scan_jvp(primals, tangents, *, body, approximate, names, where, reverse, unroll):
-    del names, where
-    *primals, step_index = primals
-    *tangents, _ = tangents
-    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
-    if not approximate:
-        scan = lambda consts, init, xs: jax.lax.scan(
-            ft.partial(body, consts), init, xs, **options
+    if checkpoint is not None or truncate is not None:
+        raise rule_error(
+            "An online `filter_scan` saves its inputs only, so there is nothing to choose.",
+            f"`checkpoint` is {checkpoint!r:.60}, `truncate` is {truncate!r:.60}",
+            do="Leave them out, or leave out `online`.",
         )
-        return _jvp(scan, primals, tangents)
-    (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
-    carried = body.carried(*([t is not None for t in part] for part in tangents))
-    leaves = [i for i in body.differentiable() if carried[i]]
-
-    def step(state, inputs):
-        (carry, t_carry), (x, t_x) = state, inputs
-        t_carry = dict(zip(leaves, t_carry, strict=True))
-        fixed = lambda consts, x: body(consts, carry, x)[0]
-        new, t_new = _jvp(fixed, (consts, x), (t_consts, t_x))
-        for (b, a), factor in forward_diagonal(body, leaves, consts, carry, x).items():
-            dtype = t_new[b].dtype
-            t_new[b] = t_new[b] + factor[..., 0].astype(dtype) * t_carry[a].astype(dtype)
-        t_new = [t_new[i] for i in leaves]
-        of_all = lambda ts: put([None] * len(carry), leaves, ts)
-        tangents = (t_consts, of_all(t_carry.values()), t_x, of_all(t_new))
-        outputs = _jvp(ft.partial(_outputs, body), (consts, carry, x, new), tangents)
-        return (new, t_new), outputs
-
-    t_init = [jnp.zeros_like(init[i]) if t_init[i] is None else t_init[i] for i in leaves]
-    (last, t_last), (ys, t_ys) = jax.lax.scan(step, (init, t_init), (xs, t_xs), **options)
-    return (last, ys), (put([None] * len(init), leaves, t_last), t_ys)
+    return Online(approximate=online == "e-prop")
 
 
-def _jvp(fn, primals, tangents):
-    """`jax.jvp` for lists of arrays of which some have no tangent, which is `None`."""
-    has_tangent = [[t is not None for t in part] for part in tangents]
-    of_moving = lambda *moving: fn(*replace(primals, has_tangent, moving))
-    out, t_out = jax.jvp(of_moving, select(has_tangent, primals), select(has_tangent, tangents))
-    no_tangent = lambda x, t: t if is_differentiable(x) else None
-    return out, jax.tree.map(no_tangent, out, t_out)
-
-
-@online_scan.def_vmap
-def _online_scan_vmap(size, batched, *args, **options):
-    return scan_of_batch(online_scan, size, batched, *args, **options)
+def check_online(method: Online, loop: Loop) -> None:
+    reason = method.unsupported(loop)
+    if reason is not None:
+        raise rule_error(
+            "These steps can't run in an online `filter_scan`.",
+            reason,
+            do="Use `truncate` or `checkpoint`.",
+        )

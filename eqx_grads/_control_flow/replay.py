@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.vectorize import why_not_batched
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
@@ -23,6 +22,7 @@ from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_bet
 from .replay_split import cannot_replay, SplitVjp
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody, why_not_recomputed, why_not_vectorized
+from .vectorize import why_not_batched
 
 
 # In the name stack of a scan for which `"auto"` chose plain scan. Nothing else in the program
@@ -261,24 +261,4 @@ def scatter(indices, values, n):
 
 @replayed_scan.def_vmap
 def _replayed_scan_vmap(size, batched, *args, **options):
-    return scan_of_batch(replayed_scan, size, batched, *args, **options)
-
-
-def scan_of_batch(scan, size, batched, consts, init, xs, step_index, *, body, **options):
-    """The same `scan` of the body for the whole batch: the sum over the batch then is part of
-    the matrix products."""
-    batched_consts, batched_init, batched_xs, batched_index = batched
-    if batched_index:
-        return NotImplemented
-    carried = body.carried(batched_consts, batched_init, batched_xs)
-    flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
-    like = next(x for x, b in zip(flat, flags, strict=True) if b)
-    # By `vmap`, as the batch may be sharded over a mesh.
-    init = [
-        jax.vmap(lambda _, c=c: c)(like) if b and not was else c
-        for c, b, was in zip(init, carried, batched_init, strict=True)
-    ]
-    xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]
-    body = body.batched(size, (batched_consts, carried, batched_xs), consts, init, xs)
-    last, ys = scan(consts, init, xs, step_index, body=body, **options)
-    return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)
+    return options.pop("body").scan_of_batch(replayed_scan, size, batched, *args, **options)

@@ -41,10 +41,10 @@ from .._errors import rule_error, RuleError
 from .._jaxprs.dependence import depends, free_variables, needed
 from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
-from .._jaxprs.matmul_layout import inlined, with_materialized_transposes
 from .._jaxprs.structure import CallWithRule, Cond, holds
-from .._jaxprs.vectorize import no_batching_rule
+from .matmul_layout import inlined, with_materialized_transposes
 from .traced_body import TracedBody
+from .vectorize import no_batching_rule
 
 
 # Calls with rules, a linear map with a chosen transpose, and `cond`: JAX can't transpose one
@@ -272,7 +272,3 @@ def _run(eqns, env, outputs):
     """The outputs of equations, as arrays also where they are constants."""
     out = evaluate_equations(eqns, env, outputs)
     return [jnp.asarray(x, v.aval.dtype) for x, v in zip(out, outputs, strict=True)]
-
-
-def add_terms(sums, terms):
-    return [s + term.astype(s.dtype) for s, term in zip(sums, terms, strict=True)]

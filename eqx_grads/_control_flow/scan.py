@@ -16,7 +16,7 @@ from .._errors import check_flags, check_function, rule_error, show_path, type_o
 from .._jaxprs.eager_calls import compile_eager_calls
 from .carry import as_array_if_varying, is_sliced
 from .chunked_scan import near_divisor
-from .online import Online
+from .online import check_online, Online, online_method
 from .replay import Replayed
 from .replay_cost import log_choice
 from .replay_split import cannot_replay
@@ -192,7 +192,7 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
     if truncate is not None and isinstance(steps, int) and truncate >= steps:
         truncate = None  # there is only one window
     method = named_method(options["checkpoint"], steps if truncate is None else truncate)
-    method = _online_method(options["online"], options["checkpoint"], truncate) or method
+    method = online_method(options["online"], options["checkpoint"], truncate) or method
     body = _body(f, init, xs, carry_gradient)
     # A rule is given operands that all vary alike.
     is_call = truncate is not None or isinstance(method, Replayed | Online)
@@ -247,9 +247,12 @@ def _choose(
     If the method can't run the loop, `"auto"` becomes plain scan, and truncation becomes part
     of the body, so that no step is run again. `"replay"` becomes an error that says why.
     """
+    if isinstance(method, Online) and loop.steps != 0:
+        check_online(method, loop)
+        # The exact method has the derivative of the steps themselves.
+        is_visible = _STEPS_ARE_VISIBLE.get() and not method.approximate
+        return (Plain() if is_visible else method), loop
     in_the_steps = loop if window is None else cut_loop(loop, window)
-    if isinstance(method, Online):
-        return _choose_online(method, loop)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
@@ -274,40 +277,6 @@ def _choose(
     if isinstance(method, Replayed) and not is_auto:
         raise cannot_replay(reasons[0])
     return visible
-
-
-def _online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None:
-    if online is False:
-        return None
-    if online is not True and not (isinstance(online, str) and online == "e-prop"):
-        raise rule_error(
-            "`filter_scan` was given an `online` that it does not know.",
-            f"it is {online!r:.60}",
-            do='Give `True`, "e-prop" or `False`.',
-        )
-    if checkpoint is not None or truncate is not None:
-        raise rule_error(
-            "An online `filter_scan` saves its inputs only, so there is nothing to choose.",
-            f"`checkpoint` is {checkpoint!r:.60}, `truncate` is {truncate!r:.60}",
-            do="Leave them out, or leave out `online`.",
-        )
-    return Online(approximate=online == "e-prop")
-
-
-def _choose_online(method: Online, loop: Loop) -> tuple[AbstractMethod, Loop]:
-    if loop.steps == 0:
-        return Plain(), loop
-    reason = method.unsupported(loop)
-    if reason is not None:
-        raise rule_error(
-            "These steps can't run in an online `filter_scan`.",
-            reason,
-            do="Use `truncate` or `checkpoint`.",
-        )
-    # The exact method has the derivative of the steps themselves.
-    if _STEPS_ARE_VISIBLE.get() and not method.approximate:
-        return Plain(), loop
-    return method, loop
 
 
 @contextlib.contextmanager

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
 from .._jaxprs.dependence import depends, needed, without_unused
-from .._jaxprs.matmul_layout import inlined
+from .._jaxprs.operands import restricted
 from .._jaxprs.structure import CallWithRule, holds
-from .._jaxprs.vectorize import why_not_vectorizable
 from .._tangent_spaces import as_array_list, is_differentiable
+from .matmul_layout import inlined
+from .vectorize import why_not_vectorizable
 
 
 class TracedBody:
@@ -46,26 +48,20 @@ class TracedBody:
         return not all(isinstance(d, int) for t in self.input_types for d in t.shape)
 
     def __call__(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
-        out = jaxpr_as_fun(self.program)(*consts, *carry, *x)
-        return out[: len(carry)], out[len(carry) :]
+        return self._split(jaxpr_as_fun(self.program)(*consts, *carry, *x))
 
     def as_given(self, consts, carry, x) -> tuple[list[Any], list[Any]]:
         """What a call computes, by the program that plain scan runs."""
-        out = jaxpr_as_fun(self.given)(*consts, *carry, *x)
-        return out[: len(carry)], out[len(carry) :]
+        return self._split(jaxpr_as_fun(self.given)(*consts, *carry, *x))
+
+    def _split(self, out: list[Any]) -> tuple[list[Any], list[Any]]:
+        n = len(self.carry_types)
+        return out[:n], out[n:]
 
     def of_some(self, indices: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
         """The body as a function of the inputs (`consts`, carry and `x`) at these indices."""
-        n_consts, n_carry = len(self.const_types), len(self.carry_types)
-
-        def body(*values):
-            full = list(inputs)
-            for i, value in zip(indices, values, strict=True):
-                full[i] = value
-            consts, rest = full[:n_consts], full[n_consts:]
-            return self(consts, rest[:n_carry], rest[n_carry:])
-
-        return body
+        run = jaxpr_as_fun(self.program)
+        return restricted(lambda *full: self._split(run(*full)), inputs, indices)
 
     def trace_vjp(self) -> ClosedJaxpr:
         """The derivative of a step in all of its inputs, a function of these and of the
@@ -99,15 +95,29 @@ class TracedBody:
 
         return [None if isinstance(v, Literal) else find(v) for v in outvars[:n]]
 
-    def batched(self, size: int, batched: Any, consts, carry, xs) -> "TracedBody":
-        """The body for a whole batch."""
-        axes = [[0 if b else None for b in part] for part in batched]
-        out_axes = ([0 if b else None for b in batched[1]], 0)
-        vectorized = lambda fn: jax.vmap(fn, axes, out_axes, axis_size=size)
-        types = jax.eval_shape(lambda: (consts, carry, [x[0] for x in xs]))
+    def scan_of_batch(self, scan, size, batched, consts, init, xs, step_index, **options):
+        """`scan` of the body for a whole batch, as its batching rule: the sum over the batch is
+        then part of the matrix products."""
+        batched_consts, batched_init, batched_xs, batched_index = batched
+        if batched_index:
+            return NotImplemented
+        carried = self.carried(batched_consts, batched_init, batched_xs)
+        flat, flags = jax.tree.leaves((consts, init, xs)), jax.tree.leaves(batched[:3])
+        like = next(x for x, b in zip(flat, flags, strict=True) if b)
+        # By `vmap`, as the batch may be sharded over a mesh.
+        init = [
+            jax.vmap(lambda _, c=c: c)(like) if b and not was else c
+            for c, b, was in zip(init, carried, batched_init, strict=True)
+        ]
+        xs = [jnp.moveaxis(x, 0, 1) if b else x for x, b in zip(xs, batched_xs, strict=True)]
+        parts = (batched_consts, carried, batched_xs)
+        axes = [[0 if b else None for b in part] for part in parts]
+        vectorized = lambda fn: jax.vmap(fn, axes, (axes[1], 0), axis_size=size)
+        types = jax.eval_shape(lambda: (consts, init, [x[0] for x in xs]))
         body = TracedBody(vectorized(self), *types)
         body.given = _trace(vectorized(self.as_given), *types)
-        return body
+        last, ys = scan(consts, init, xs, step_index, body=body, **options)
+        return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)
 
     def with_values_of_rules(self, consts: Any, carry: Any, x: Any) -> "TracedBody":
         """The body, which returns the values that its rules return, if the flagged inputs are

@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs.operands import replace, select
 from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import is_differentiable, sum_dtype
-from .replay import scan_of_batch
-from .replay_split import add_terms
+from .._tangent_spaces import add_terms, is_differentiable, sum_dtype
 from .scan_backward import AbstractMethod, Loop
 from .traced_body import TracedBody, why_not_recomputed
 
@@ -239,22 +238,6 @@ def _pull_back_window(run, consts, carry, index, x, ct_carry, ct_y, perturbed):
     return new, cts
 
 
-def select(flags, parts):
-    """Of each part, the values that have a flag."""
-    of_part = lambda flags, values: [v for v, flag in zip(values, flags, strict=True) if flag]
-    return tuple(map(of_part, flags, parts))
-
-
-def replace(parts, flags, new):
-    """The parts, with new values where there is a flag."""
-
-    def in_part(values, flags, new):
-        new = iter(new)
-        return [next(new) if flag else v for v, flag in zip(values, flags, strict=True)]
-
-    return tuple(map(in_part, parts, flags, new))
-
-
 @truncated_scan.def_vmap
 def _truncated_scan_vmap(size, batched, *args, **options):
-    return scan_of_batch(truncated_scan, size, batched, *args, **options)
+    return options.pop("body").scan_of_batch(truncated_scan, size, batched, *args, **options)

@@ -1,8 +1,12 @@
-"""The derivatives of a carry that are carried along: the eligibility traces of `online.py`.
+"""The derivatives of a carry that are carried along: the eligibility traces.
 
 A trace holds, for each element of some arrays of the carry, its derivatives in those elements
 of a parameter that the element depends on in a step. The derivative of the next carry in the
 carry is diagonal, so that these elements are the same in all steps.
+
+The name is that of e-prop (Bellec et al. 2020, https://doi.org/10.1038/s41467-020-17236-y), in
+which the traces approximate real-time recurrent learning (Williams and Zipser 1989). They are
+exact if the recurrence is elementwise (Zucchet et al. 2023, https://arxiv.org/abs/2305.15947).
 """
 
 import dataclasses
@@ -16,10 +20,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error, type_of
 from .._jaxprs.dependence import without_unused
-from .._jaxprs.elementwise_jacobian import Term, terms_of_outputs, View
+from .._jaxprs.operands import at, fill, flagged
 from .._tangent_spaces import is_differentiable, sum_dtype
+from .elementwise_jacobian import Term, terms_of_outputs, View
 from .step_tangents import forward_tangents, reverse_tangents
-from .traced_body import TracedBody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,7 @@ class _Plan:
             ct = trace.view.transpose(product)
             old = cts[trace.source]
             cts[trace.source] = ct if old is None else old + ct
-        of_consts = put([None] * n_consts, self.params, cts[: len(sums)])
+        of_consts = fill([None] * n_consts, self.params, cts[: len(sums)])
         return of_consts, cts[len(sums) :]
 
 
@@ -96,35 +100,33 @@ class StepJacobian:
     of reverse mode."""
 
     def __init__(self, body, perturbed_consts, perturbed_init, approximate, names, where):
-        self.body: TracedBody = body
+        self.body = body
         self.names = names
         self.where = where
         self.approximate = approximate
         if body.has_symbolic_shapes:
             raise self._symbolic_shapes()
         flags = perturbed_consts, perturbed_init, [False] * len(body.x_types)
-        self.params = [
-            i
-            for i, (flag, t) in enumerate(zip(perturbed_consts, body.const_types, strict=True))
-            if flag and is_differentiable(t)
-        ]
+        of_consts = flagged(perturbed_consts)
+        self.params = [i for i in of_consts if is_differentiable(body.const_types[i])]
         carried = body.carried(*flags)
-        self.moving = [i for i in body.differentiable() if carried[i]]
-        self.initial = [i for i in self.moving if perturbed_init[i]]
+        self.perturbed = [i for i in body.differentiable() if carried[i]]
+        self.initial = [i for i in self.perturbed if perturbed_init[i]]
         self.values = body.with_values_of_rules(*flags)
         self.plan = self._make_plan()
 
     def select(self, consts: Sequence[Any]) -> list[Any]:
-        return [consts[i] for i in self.params]
+        return at(consts, self.params)
 
     def replace(self, consts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
-        return put(consts, self.params, params)
+        return fill(consts, self.params, params)
 
     def step(self, consts, carry, x, traces) -> tuple[list[Any], list[list[Any]]]:
         """The next carry, and its traces."""
         new, terms = self._terms(consts, carry, x)
         diagonal, injected = self._diagonal(terms), _injections(terms, len(self.params))
         out = []
+        # dh'/dW = D dh/dW + K: `D` is diagonal, and `K` is what the step injects.
         for trace, values in zip(self.plan.traces, traces, strict=True):
             old = dict(zip(trace.leaves, values, strict=True))
             inject = {} if trace.order is None else injected[trace.order][1]
@@ -144,15 +146,15 @@ class StepJacobian:
     def _terms(self, consts, carry, x) -> tuple[list[Any], dict[int, list[Term]]]:
         """The next carry, and the terms of the tangent of each of its leaves. Their sources are
         the parameters, and then the leaves of the carry."""
-        n, leaves = len(self.params), self.moving
+        n, leaves = len(self.params), self.perturbed
         next_carry = _next_carry(self.body, leaves)
 
-        def of_moving(*values):
+        def of_perturbed(*values):
             consts_now = self.replace(consts, values[:n])
-            return next_carry(consts_now, put(carry, leaves, values[n:]), x)
+            return next_carry(consts_now, fill(carry, leaves, values[n:]), x)
 
         primals = [*self.select(consts), *(carry[i] for i in leaves)]
-        program = reverse_tangents(of_moving, primals, self.where)
+        program = reverse_tangents(of_perturbed, primals, self.where)
         sources = [*range(n), *(n + i for i in leaves)]
         new, _ = self.values(consts, carry, x)
         return new, dict(zip(leaves, _terms_of(program, sources), strict=True))
@@ -181,6 +183,8 @@ class StepJacobian:
         types = self.body.carry_types
         traces = []
         injected = _injections(terms, len(self.params))
+        # One trace for each way in which a parameter enters the carry, with the leaves that its
+        # derivative reaches in later steps.
         for order, (term, inject) in injected.items():
             if term.view is None:
                 raise self._unknown_parameter(term)
@@ -188,17 +192,18 @@ class StepJacobian:
             shape = next(iter(inject.values())).shape
             dtypes = tuple(sum_dtype(types[b].dtype) for b in leaves)
             traces.append(_Trace(order, term.source, term.view, leaves, shape, dtypes))
+        # And one for each leaf of the first carry that is differentiated.
         for i in self.initial:
             leaves = reached([i])
             view = View(lambda x: x[..., None], types[i])
             dtypes = tuple(sum_dtype(types[b].dtype) for b in leaves)
             source = len(self.params) + i
             traces.append(_Trace(None, source, view, leaves, (*types[i].shape, 1), dtypes))
-        moving = sorted({leaf for trace in traces for leaf in trace.leaves})
+        perturbed = sorted({leaf for trace in traces for leaf in trace.leaves})
         for b, a, term in self._carried(terms):
-            if not self.approximate and a in moving and not _is_diagonal(types[b], term):
+            if not self.approximate and a in perturbed and not _is_diagonal(types[b], term):
                 raise self._not_diagonal(b, a, term)
-        return _Plan(traces, moving, self.params)
+        return _Plan(traces, perturbed, self.params)
 
     def _symbolic_shapes(self):
         return rule_error(
@@ -230,19 +235,19 @@ class StepJacobian:
 
 
 def forward_diagonal(
-    body: TracedBody, leaves: Sequence[int], consts, carry, x
+    body: Any, leaves: Sequence[int], consts, carry, x
 ) -> dict[tuple[int, int], Any]:
     """The diagonal of the derivative of the next carry in the carry, of these leaves: that of
     forward mode. Key `(b, a)` is for leaf `b` of the next carry and leaf `a` of the carry."""
     next_carry = _next_carry(body, leaves)
-    of_moving = lambda *values: next_carry(consts, put(carry, leaves, values), x)
-    program = forward_tangents(of_moving, [carry[i] for i in leaves])
+    of_perturbed = lambda *values: next_carry(consts, fill(carry, leaves, values), x)
+    program = forward_tangents(of_perturbed, [carry[i] for i in leaves])
     terms = zip(leaves, _terms_of(program, leaves), strict=True)
     carried = [(b, t.source, t) for b, of_leaf in terms for t in of_leaf]
     return _diagonal(carried, body.carry_types)
 
 
-def _next_carry(body: TracedBody, leaves: Sequence[int]):
+def _next_carry(body: Any, leaves: Sequence[int]):
     """The leaves of the next carry with these indices, as a function of `consts, carry, x`."""
     used = [i in leaves for i in range(len(body.program.out_avals))]
     run = jaxpr_as_fun(without_unused(body.program, used))
@@ -297,10 +302,3 @@ def _closure(leaves, diagonal) -> tuple[int, ...]:
         if not more:
             return tuple(sorted(reached))
         reached |= more
-
-
-def put(values: Sequence[Any], indices: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    values = list(values)
-    for i, value in zip(indices, new, strict=True):
-        values[i] = value
-    return values

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, unmapped_aval
 
-from .structure import CallWithRule, Cond, equations, holds, inner_programs, structure, While
+from .._jaxprs.structure import (
+    CallWithRule,
+    Cond,
+    equations,
+    holds,
+    inner_programs,
+    structure,
+    While,
+)
 
 
 def why_not_vectorizable(program: ClosedJaxpr) -> str | None:

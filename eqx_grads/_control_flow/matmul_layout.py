@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .dependence import depends
-from .elementwise import ELEMENTWISE
-from .evaluate import bind, evaluate
-from .structure import Call, structure
-from .versions import assigns_shardings
+from .._jaxprs.dependence import depends
+from .._jaxprs.elementwise import ELEMENTWISE
+from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.structure import Call, structure
+from .._jaxprs.versions import assigns_shardings
 
 
 def inlined(program: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:

@@ -16,6 +16,7 @@ from .._errors import rule_error
 from .._jaxprs.dependence import depends, without_unused
 from .._jaxprs.evaluate import bind
 from .._jaxprs.linearity import output_statuses, surely_linear, why_nonlinear
+from .._jaxprs.operands import at, restricted
 from .._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -99,16 +100,12 @@ def _rules_that_are_not_linear(fn: Function, primals: Sequence[Any]) -> list[str
 
 def _is_linear(eqn: Any) -> bool:
     types = [v.aval for v in eqn.invars]
-    moving = [i for i, t in enumerate(types) if is_differentiable(t)]
+    perturbed = [i for i, t in enumerate(types) if is_differentiable(t)]
 
     def why(operands):
-        def call(*xs):
-            full = list(operands)
-            for i, x in zip(moving, xs, strict=True):
-                full[i] = x
-            return [y for y in bind(eqn, full) if is_differentiable(y)]
-
-        reasons.append(_why_not_linear(_pullback(call, [operands[i] for i in moving])[0]))
+        of_all = lambda *xs: [y for y in bind(eqn, xs) if is_differentiable(y)]
+        call = restricted(of_all, operands, perturbed)
+        reasons.append(_why_not_linear(_pullback(call, at(operands, perturbed))[0]))
 
     reasons: list[str | None] = []
     jax.eval_shape(why, types)

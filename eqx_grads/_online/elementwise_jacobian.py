@@ -24,9 +24,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from .evaluate import bind, evaluate
-from .structure import Call, CallWithRule, Checkpoint, structure
-from .varying import vary_alike, varying_types
+from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.structure import Call, CallWithRule, Checkpoint, structure
+from .._jaxprs.varying import vary_alike, varying_types
 
 
 class View:
