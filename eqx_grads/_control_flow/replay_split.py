@@ -42,6 +42,7 @@ from .._jaxprs.dependence import depends, free_variables, needed
 from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
 from .._jaxprs.structure import CallWithRule, Cond, holds
+from .._tangent_spaces import add_terms
 from .matmul_layout import inlined, with_materialized_transposes
 from .traced_body import TracedBody
 from .vectorize import no_batching_rule
