@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._control_flow.matmul_layout import inlined, with_materialized_transposes
+from eqx_grads._control_flow.matmul_layout import inlined
 from eqx_grads._control_flow.vectorize import why_not_batched, why_not_vectorizable
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
 from eqx_grads._jaxprs.evaluate import (
@@ -695,10 +695,3 @@ class TestMatmulLayout:
         sharding = jax.sharding.NamedSharding(mesh, P("i"))
         f = jax.jit(lambda x: [jnp.sin(x)], in_shardings=sharding)
         assert holds(inlined(jax.make_jaxpr(f)(x), [True]), Call)
-
-    def test_transposes(self):
-        f = lambda x, y: [x.T @ y]
-        program = with_materialized_transposes(f, self.w, self.w)
-        names = [eqn.primitive.name for eqn in program.eqns]
-        assert names == ["transpose", "optimization_barrier", "dot_general"]
-        assert_trees_close(jaxpr_as_fun(program)(self.w, self.w), f(self.w, self.w))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, name_of, rule_error, show_path, type_of
-from .._jaxprs.eager_calls import call_compiled
+from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.flatten_call import is_numeric_array, TreeSplit
 from .chunked_scan import near_divisor
@@ -93,7 +93,7 @@ def filter_map(
             f"it is {chunk!r:.60}",
             do="Give a positive integer, or `None` for about the square root of the length.",
         )
-    return call_compiled(_run, (f,), xs, n, chunk, checkpoint)
+    return _run(f, xs, n, chunk, checkpoint)
 
 
 def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
@@ -121,6 +121,7 @@ def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
     return found
 
 
+@compile_eager_calls
 def _run(f, xs, n, chunk, checkpoint):
     call, arrays = TreeSplit.split(xs, is_numeric_array)
     returned: list[TreeSplit] = []

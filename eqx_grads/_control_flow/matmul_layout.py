@@ -1,7 +1,7 @@
 """Reorder the matrix products of a traced program for XLA's CPU backend, and inline calls."""
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -89,24 +89,6 @@ def _delayed(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         out = bind(eqn, [x.x if isinstance(x, _Transposed) else x for x in values])
         return [_Transposed(x, axes) for x in out]
     return None
-
-
-def with_materialized_transposes(fn: Callable[..., Sequence[Any]], *types: Any) -> ClosedJaxpr:
-    """The program of a function of arrays, in which the `x.T` of a product `x.T @ y` is written
-    to memory.
-
-    XLA's matrix product for CPUs is slow where the left operand is contracted along its first
-    axes. Without a barrier, XLA turns a transpose into such a product.
-    """
-    program = jax.make_jaxpr(lambda *args: list(fn(*args)))(*types)
-    transposes = {e.outvars[0] for e in program.eqns if e.primitive is jax.lax.transpose_p}
-
-    def hook(eqn, values):
-        if eqn.primitive is jax.lax.dot_general_p and eqn.invars[0] in transposes:
-            values = [jax.lax.optimization_barrier(values[0]), values[1]]
-        return bind(eqn, values)
-
-    return jax.make_jaxpr(lambda *args: evaluate(program, args, hook))(*program.in_avals)
 
 
 def _can_be_swapped(eqn: Any) -> bool:

@@ -5,7 +5,6 @@ from typing import Any
 
 from .._errors import rule_error
 from .scan_backward import AbstractMethod, Loop
-from .traced_body import why_not_recomputed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +20,7 @@ class Online(AbstractMethod):
     where: str = ""
 
     def unsupported(self, loop: Loop) -> str | None:
-        if not isinstance(loop.steps, int):
-            return "the number of steps is symbolic"
-        program, _ = loop.program
-        reason = why_not_recomputed(program.effects)
-        return None if reason is None else f"a step {reason}"
+        return loop.why_not_again
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         from .._online.online_scan import online_scan  # only where it is asked for

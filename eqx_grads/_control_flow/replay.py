@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.known_zeros import evaluate_with_zeros
+from .._jaxprs.operands import at, fill, flagged, restricted
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
@@ -41,12 +42,12 @@ class Replayed(AbstractMethod):
     only_if_better: bool = False
 
     def unsupported(self, loop: Loop) -> str | None:
-        if not isinstance(loop.steps, int):
-            return "the number of steps is symbolic"
+        reason = loop.why_not_again
+        if reason is not None:
+            return reason
         if loop.unroll is True or (loop.unroll is not False and loop.unroll != 1):
             return "`unroll` is given"
-        program, _ = loop.program
-        reason = why_not_recomputed(program.effects) or why_not_vectorized(program)
+        reason = why_not_vectorized(loop.program[0])
         if reason is not None:
             return f"a step {reason}"
         return why_never_better(loop.traced[0]) if self.only_if_better else None
@@ -138,37 +139,30 @@ def _replayed_scan_fwd(
             out, residuals = _plain_vjp(run, (consts, init, xs), perturbed_args)
         return out, (residuals, None)
     y_of_carry = body.y_of_carry()
-    # A carry that is also an output is saved once, as the output.
-    unless_y = lambda carry: [
-        c if j is None else None for c, j in zip(carry, y_of_carry, strict=True)
-    ]
-
     values = body.with_values_of_rules(*perturbed_args)
 
     def saving_body(carry, x):
         new, y = values(consts, carry, x)
-        return new, (y, unless_y(carry))
+        # A carry that is also an output is saved once, as the output.
+        is_y = zip(new, y_of_carry, strict=True)
+        return new, (y, [c if j is None else None for c, j in is_y])
 
-    last, (ys, carries) = _run(saving_body, init, xs, step_index, reverse)
-    saved_ys = [y if j in y_of_carry else None for j, y in enumerate(ys)]
-    first = [c if j is not None else None for c, j in zip(init, y_of_carry, strict=True)]
-    return (last, ys), (None, (consts, xs, step_index, saved_ys, carries, first))
+    last, (ys, saved) = _run(saving_body, init, xs, step_index, reverse)
+    after = [s if j is None else ys[j] for s, j in zip(saved, y_of_carry, strict=True)]
+    return (last, ys), (None, (consts, init, xs, step_index, after))
 
 
 def _plain_vjp(run, args, perturbed):
     """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
     leaves, treedef = jax.tree.flatten(args)
-    indices = [i for i, p in enumerate(jax.tree.leaves(perturbed)) if p]
+    indices = flagged(jax.tree.leaves(perturbed))
 
-    def of_perturbed(values):
-        full = list(leaves)
-        for i, value in zip(indices, values, strict=True):
-            full[i] = value
-        out = run(*jax.tree.unflatten(treedef, full))
+    def outputs(*leaves):
+        out = run(*jax.tree.unflatten(treedef, leaves))
         return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
 
-    values = [leaves[i] for i in indices]
-    inexact, pull_back, out = jax.vjp(of_perturbed, values, has_aux=True)
+    of_perturbed = restricted(outputs, leaves, indices)
+    inexact, pull_back, out = jax.vjp(of_perturbed, *at(leaves, indices), has_aux=True)
     return out, (pull_back, inexact)
 
 
@@ -194,69 +188,51 @@ def _pull_back_plain(pull_back, inexact, cts, perturbed):
     else:
         values = of_dense(*cts)
     flags, treedef = jax.tree.flatten(perturbed)
-    indices = [i for i, p in enumerate(flags) if p]
-    return jax.tree.unflatten(treedef, scatter(indices, values, len(flags)))
+    return jax.tree.unflatten(treedef, fill([None] * len(flags), flagged(flags), values))
 
 
 def _replay(body, residuals, cts, perturbed, reverse):
-    consts, xs, step_index, ys, carries, first = residuals
+    consts, init, xs, step_index, after = residuals
     ct_last, ct_ys = cts
     perturbed_consts, _, perturbed_xs = perturbed
-    y_of_carry = body.y_of_carry()
+    is_there = lambda cts: [ct is not None for ct in cts]
     carried = body.carried(*perturbed)
-    reached = body.with_cotangents(
-        [ct is not None for ct in ct_last], [ct is not None for ct in ct_ys]
-    )
+    reached = body.with_cotangents(is_there(ct_last), is_there(ct_ys))
     carry_indices = [i for i in body.differentiable() if carried[i] and reached[i]]
-    y_indices = [j for j, ct in enumerate(ct_ys) if ct is not None]
+    y_indices = flagged(is_there(ct_ys))
     split = SplitVjp(body, carry_indices, y_indices, perturbed_consts, perturbed_xs)
     reason = _why_not_replayed(split.program)
     if reason is not None:
         raise cannot_replay(f"the backward pass of a step {reason}")
 
-    def one_chunk(carry, inputs, init):
-        index, x, y, saved, ct_y = inputs
-        carries = [
-            saved_i if j is None else shift_in(y[j], init_i, reverse=reverse)
-            for saved_i, init_i, j in zip(saved, init, y_of_carry, strict=True)
-        ]
+    def one_chunk(carry, inputs, before):
+        index, x, after, ct_y = inputs
+        carries = [shift_in(a, b, reverse=reverse) for a, b in zip(after, before, strict=True)]
         steps = index.shape[0]
         return split.pull_back(carry, consts, carries, x, ct_y, steps, reverse=not reverse)
 
-    def zero(i):
-        j = y_of_carry[i]
-        return jnp.zeros_like(carries[i][0] if j is None else ys[j][0])
-
-    ct_carry = [zero(i) if ct_last[i] is None else ct_last[i] for i in carry_indices]
-    const_indices = [i for i, p in enumerate(perturbed_consts) if p]
-    sums = [jnp.zeros_like(consts[i], sum_dtype(consts[i].dtype)) for i in const_indices]
+    last = zip(at(init, carry_indices), at(ct_last, carry_indices), strict=True)
+    ct_carry = [jnp.zeros_like(c) if ct is None else ct for c, ct in last]
+    const_indices = flagged(perturbed_consts)
+    sums = [jnp.zeros_like(c, sum_dtype(c.dtype)) for c in at(consts, const_indices)]
     chunk = replay_chunk(body, step_index.shape[0])
-    inits = [
-        None if j is None else chunk_init(ys[j], c, chunk=chunk, reverse=reverse)
-        for c, j in zip(first, y_of_carry, strict=True)
+    before = [
+        chunk_init(a, c, chunk=chunk, reverse=reverse) for a, c in zip(after, init, strict=True)
     ]
     (ct_carry, sums), ct_xs = scan_in_chunks(
         one_chunk,
         (ct_carry, sums),
-        (step_index, xs, ys, carries, [ct_ys[j] for j in y_indices]),
-        inits,
+        (step_index, xs, after, at(ct_ys, y_indices)),
+        before,
         chunk=chunk,
         reverse=not reverse,
         in_place=True,
     )
     return (
-        scatter(const_indices, sums, len(consts)),
-        scatter(carry_indices, ct_carry, len(ct_last)),
-        scatter([i for i, p in enumerate(perturbed_xs) if p], ct_xs, len(xs)),
+        fill([None] * len(consts), const_indices, sums),
+        fill([None] * len(init), carry_indices, ct_carry),
+        fill([None] * len(xs), flagged(perturbed_xs), ct_xs),
     )
-
-
-def scatter(indices, values, n):
-    """A list of `n`, with these values at these indices, and `None` elsewhere."""
-    out: list[Any] = [None] * n
-    for i, value in zip(indices, values, strict=True):
-        out[i] = value
-    return out
 
 
 @replayed_scan.def_vmap

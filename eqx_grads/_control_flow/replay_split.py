@@ -35,15 +35,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from .._errors import rule_error, RuleError
 from .._jaxprs.dependence import depends, free_variables, needed
 from .._jaxprs.evaluate import evaluate_equations
 from .._jaxprs.linearity import linear_in, surely_linear
+from .._jaxprs.operands import at, flagged
 from .._jaxprs.structure import CallWithRule, Cond, holds
 from .._tangent_spaces import add_terms
-from .matmul_layout import inlined, with_materialized_transposes
+from .matmul_layout import inlined
 from .traced_body import TracedBody
 from .vectorize import no_batching_rule
 
@@ -68,8 +68,7 @@ class SplitVjp:
         perturbed_consts: Sequence[bool],
         perturbed_xs: Sequence[bool],
     ):
-        self._x_indices = [i for i, p in enumerate(perturbed_xs) if p]
-        const_indices = [i for i, p in enumerate(perturbed_consts) if p]
+        self._x_indices, const_indices = flagged(perturbed_xs), flagged(perturbed_consts)
         self._n_consts = len(const_indices)
         program = _trace_vjp(body, carry_indices, y_indices, const_indices, self._x_indices)
         self.program = program
@@ -199,10 +198,7 @@ class SplitVjp:
 
         terms = [v.aval for v in self._parallel_out[: self._n_consts]]
         x_types = [jax.typeof(xs[i]) for i in self._x_indices]
-        twice = lambda cts: jax.linear_transpose(all_transposed, terms, x_types)(cts)
-        program = with_materialized_transposes(lambda *cts: jax.tree.leaves(twice(cts)), *cts)
-        out = jaxpr_as_fun(program)(*cts)
-        return out[: self._n_consts], out[self._n_consts :]
+        return jax.linear_transpose(all_transposed, terms, x_types)(cts)
 
     def _split(self, variables, values):
         """The values that are the same for all steps, by variable, and the list of those that
@@ -233,14 +229,11 @@ def _trace_vjp(body, carry_indices, y_indices, const_indices, x_indices):
 
         def outputs(*of_perturbed):
             new, y = body.of_some(perturbed, values)(*of_perturbed)
-            return [*(new[i] for i in carry_indices), *(y[j] for j in y_indices)]
+            return [*at(new, carry_indices), *at(y, y_indices)]
 
-        return jax.vjp(outputs, *(values[i] for i in perturbed))[1](cts)
+        return jax.vjp(outputs, *at(values, perturbed))[1](cts)
 
-    ct_types = [
-        *(body.carry_types[i] for i in carry_indices),
-        *(body.y_types[j] for j in y_indices),
-    ]
+    ct_types = [*at(body.carry_types, carry_indices), *at(body.y_types, y_indices)]
     # None is said to vary, so that no operands of a matrix product are swapped.
     flags = [False] * (len(inputs) + len(ct_types))
     return inlined(jax.make_jaxpr(vjp)(*inputs, *ct_types), flags)

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.symbolic_sizes import is_symbolic
 from .chunked_scan import scan_in_chunks
-from .traced_body import close_body, trace_body, TracedBody
+from .traced_body import close_body, trace_body, TracedBody, why_not_recomputed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,14 @@ class Loop:
     def program(self) -> tuple[ClosedJaxpr, list[Any]]:
         """The jaxpr of the body, and the first carry in the dtypes that it has there."""
         return trace_body(self.body, self.init, self.x_types)
+
+    @property
+    def why_not_again(self) -> str | None:
+        """Why its steps can't be run again, in parts; `None` if they can."""
+        if is_symbolic(self.steps):
+            return "the number of steps is symbolic"
+        reason = why_not_recomputed(self.program[0].effects)
+        return None if reason is None else f"a step {reason}"
 
     @ft.cached_property
     def traced(self) -> tuple[TracedBody, list[Any], list[Any]]:

@@ -27,7 +27,7 @@ from .._jaxprs.operands import replace, select
 from .._rules.custom_vjp import custom_vjp
 from .._tangent_spaces import add_terms, is_differentiable, sum_dtype
 from .scan_backward import AbstractMethod, Loop
-from .traced_body import TracedBody, why_not_recomputed
+from .traced_body import TracedBody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,7 @@ class Truncated(AbstractMethod):
     window: int
 
     def unsupported(self, loop: Loop) -> str | None:
-        if not isinstance(loop.steps, int):
-            return "the number of steps is symbolic"
-        # To recompute is all that is asked for: not that steps can be vectorized, nor that
-        # there is a derivative in inputs that are not differentiated.
-        program, _ = loop.program
-        reason = why_not_recomputed(program.effects)
-        return self.inner.unsupported(loop) if reason is None else f"a step {reason}"
+        return loop.why_not_again or self.inner.unsupported(loop)
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
         body, consts, init = loop.traced

@@ -1,6 +1,7 @@
 """Whether `jax.vmap` of a traced program computes what calling it many times computes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,6 @@ from .._jaxprs.structure import (
 )
 
 
-def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
-    """What differs under `jax.vmap`, as a predicate ("draws random bits"), or `None`."""
-    if _draws_bits_of_a_batch(program):
-        return "draws random bits that are different under `jax.vmap`"
-    return _guards_a_loop(program)
-
-
 # What moves keys, and draws nothing. `random_split` and `random_fold_in` draw.
 _MOVES_KEYS = frozenset(
     """
@@ -34,44 +28,42 @@ _MOVES_KEYS = frozenset(
 )
 
 
-def _draws_bits_of_a_batch(program: ClosedJaxpr) -> bool:
-    """Whether random bits are drawn that are different under `vmap`.
+def why_not_vectorizable(program: ClosedJaxpr) -> str | None:
+    """What differs under `jax.vmap`, as a predicate ("draws random bits"), or `None`."""
+    for eqn in equations(program):
+        known = structure(eqn)
+        if _draws_bits_of_a_batch(eqn, known):
+            return "draws random bits that are different under `jax.vmap`"
+        # Under `vmap` all branches run, and the body of a loop runs for all elements until the
+        # last one is done. A loop in there may not end for values that it is not meant for
+        # (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12).
+        if isinstance(known, Cond | While) and any(holds(p, While) for p in known.programs):
+            where = "a branch of a `cond`" if isinstance(known, Cond) else "another"
+            return f"has a `while_loop` in {where}"
+    return None
+
+
+def _draws_bits_of_a_batch(eqn: Any, known: Any) -> bool:
+    """Whether an equation draws random bits that are different under `vmap`.
 
     Each threefry key has its own bits. XLA's generators (`rbg`, `unsafe_rbg`) draw the bits of
     a whole batch from its first key, in all versions of JAX that we support
     (https://github.com/jax-ml/jax/pull/20094). What another implementation does is not known.
     """
-    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-
-    def is_other_key(v):
-        dtype = getattr(v.aval, "dtype", threefry)
-        return jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != threefry
-
-    def draws(eqn):
-        if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
-            return True
-        if eqn.primitive.name in _MOVES_KEYS or not any(map(is_other_key, eqn.invars)):
-            return False
-        # The programs in an equation are looked at themselves. One without may draw when it is
-        # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
-        return not inner_programs(eqn) or isinstance(structure(eqn), CallWithRule)
-
-    return any(draws(eqn) for eqn in equations(program))
+    if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
+        return True
+    if eqn.primitive.name in _MOVES_KEYS or not any(map(_is_other_key, eqn.invars)):
+        return False
+    # The programs in an equation are looked at themselves. One without may draw when it is
+    # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
+    return isinstance(known, CallWithRule) or not inner_programs(eqn)
 
 
-def _guards_a_loop(program: ClosedJaxpr) -> str | None:
-    """Whether a `while_loop` stands in a branch of a `cond` or in another `while_loop`.
-
-    Under `vmap` all branches run, and the body of a loop runs for all elements until the last
-    one is done. A loop in there may not end for values that it is not meant for
-    (https://github.com/jax-ml/jax/issues/2947, open in JAX 0.12)."""
-    for known in map(structure, equations(program)):
-        if not isinstance(known, Cond | While):
-            continue
-        if any(holds(inner, While) for inner in known.programs):
-            where = "a branch of a `cond`" if isinstance(known, Cond) else "another"
-            return f"has a `while_loop` in {where}"
-    return None
+def _is_other_key(v: Any) -> bool:
+    dtype = getattr(v.aval, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return dtype != jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
 def why_not_batched(program: ClosedJaxpr, flags: Sequence[bool]) -> str | None:
