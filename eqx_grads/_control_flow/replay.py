@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._rules.custom_vjp import custom_vjp
-from .._tangent_spaces import is_differentiable, sum_dtype
+from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
 from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
 from .replay_split import cannot_replay, SplitVjp
@@ -149,7 +149,7 @@ def _replayed_scan_fwd(
 
     last, (ys, saved) = _run(saving_body, init, xs, step_index, reverse)
     after = [s if j is None else ys[j] for s, j in zip(saved, y_of_carry, strict=True)]
-    return (last, ys), (None, (consts, init, xs, step_index, after))
+    return (last, ys), (None, (consts, as_array_list(init), xs, step_index, after))
 
 
 def _plain_vjp(run, args, perturbed):

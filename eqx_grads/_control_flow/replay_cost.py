@@ -24,6 +24,7 @@ from .traced_body import TracedBody
 
 
 _ROWS = 20
+_SLOW_IN_A_CHUNK = ("conv_general_dilated", "gather", "dynamic_slice")
 _USES_OF_A_WEIGHT = 2  # of a weight, in a step: plain scan sums once for all
 _COPIES_IN_CHUNK = 3  # of the residuals, while a chunk is replayed: 2 to 4 for the cells there
 
@@ -36,7 +37,7 @@ def why_never_better(body: TracedBody) -> str | None:
         # In parallel, all branches are computed; and the user knows what not to save.
         return "a step has branches, or is rematerialized"
     # A CPU takes longer for the gradients of a chunk: of a kernel, and of the rows of a table.
-    if _on_cpu() and holds(body.program, "conv_general_dilated", "gather"):
+    if _on_cpu() and holds(body.program, *_SLOW_IN_A_CHUNK):
         return "a step has a convolution, or looks up rows of a table"
     return None
 

@@ -82,11 +82,10 @@ def filter_scan(
     - `checkpoint`: what is saved for the backward pass, and what is recomputed in it: see the
         table below.
     - `truncate`: backpropagation truncated to windows of so many steps: the derivative of a
-        carry does not pass from one window to the one before. The backward pass runs the
-        windows once more, in the order in which they ran, and saves nothing of the forward
-        pass; `checkpoint` says what is saved within a window. If the steps have side effects
-        (which happen once) or communicate over a named axis, they are not run again, and
-        `checkpoint` applies to all of them.
+        carry does not pass from one window to the one before. The first carry of each window is
+        saved, and its steps are computed again; `checkpoint` says what is saved within a
+        window. If the steps have side effects (which happen once) or communicate over a named
+        axis, they are not run again, and `checkpoint` applies to all of them.
     - `online`: `True` computes the derivative in the order of time, by real-time recurrent
         learning. It is exact, and saves the inputs only: beyond inputs and outputs, the memory
         does not depend on the number of steps. Each element of the next carry
@@ -258,24 +257,16 @@ def _choose(
     disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
     if loop.steps == 0 or disabled_jit or _STEPS_ARE_VISIBLE.get():
         return visible
-    is_auto = isinstance(method, Replayed) and method.only_if_better
-    methods: list[AbstractMethod] = [method, Plain()] if is_auto else [method]
-    reasons = []
-    if window is not None:
-        methods = [Truncated(inner, window) for inner in methods]
-    chosen = None
-    for candidate in methods:
-        reason = candidate.unsupported(loop)
-        if reason is None:
-            chosen = candidate
-            break
-        reasons.append(reason)
-    if is_auto and reasons:
-        log_choice(loop.steps, loop.init, f"plain scan, as {reasons[0]}")
-    if chosen is not None:
-        return chosen, loop
-    if isinstance(method, Replayed) and not is_auto:
-        raise cannot_replay(reasons[0])
+    in_windows = lambda inner: inner if window is None else Truncated(inner, window)
+    reason = in_windows(method).unsupported(loop)
+    if reason is None:
+        return in_windows(method), loop
+    if isinstance(method, Replayed):
+        if not method.only_if_better:
+            raise cannot_replay(reason)
+        log_choice(loop.steps, loop.init, f"plain scan, as {reason}")
+        if in_windows(Plain()).unsupported(loop) is None:
+            return in_windows(Plain()), loop
     return visible
 
 
