@@ -23,21 +23,12 @@ class Online(AbstractMethod):
         return loop.why_not_again
 
     def run(self, loop: Loop) -> tuple[list[Any], list[Any]]:
-        from .._online.online_scan import online_scan  # only where it is asked for
+        from .._online.online_scan import online_scan, OnlineOptions  # only if asked for
 
         body, consts, init = loop.traced
-        return online_scan(
-            consts,
-            init,
-            loop.xs,
-            loop.step_index,
-            body=body,
-            approximate=self.approximate,
-            names=self.names,
-            where=self.where,
-            reverse=loop.reverse,
-            unroll=loop.unroll,
-        )
+        fixed = self.approximate, self.names, self.where
+        options = OnlineOptions(*fixed, loop.reverse, loop.unroll)
+        return online_scan(consts, init, loop.xs, loop.step_index, body=body, options=options)
 
 
 def online_method(online: Any, checkpoint: Any, truncate: Any) -> Online | None:

@@ -99,11 +99,11 @@ class StepJacobian:
     """The derivative of the next carry in the carry, which is diagonal, and in parameters: that
     of reverse mode."""
 
-    def __init__(self, body, perturbed_consts, perturbed_init, approximate, names, where):
+    def __init__(self, body, perturbed_consts, perturbed_init, options):
         self.body = body
-        self.names = names
-        self.where = where
-        self.approximate = approximate
+        self.names = options.names
+        self.where = options.where
+        self.approximate = options.approximate
         if body.has_symbolic_shapes:
             raise self._symbolic_shapes()
         flags = perturbed_consts, perturbed_init, [False] * len(body.x_types)

@@ -22,6 +22,7 @@ The backward pass runs the steps once more, in the order in which they ran forwa
 traces in its carry. Of the forward pass, only the inputs are saved.
 """
 
+import dataclasses
 import functools as ft
 from typing import Any
 
@@ -38,6 +39,25 @@ from .._tangent_spaces import add_terms, is_differentiable, sum_dtype
 from .eligibility_traces import forward_diagonal, StepJacobian
 
 
+@dataclasses.dataclass(frozen=True)
+class OnlineOptions:
+    """How to run and to differentiate the steps.
+
+    - `approximate`: e-prop. What is not diagonal in the derivative of the carry is dropped.
+    - `names`, `where`: the leaves of the carry and the step, as errors call them.
+    """
+
+    approximate: bool
+    names: tuple[str, ...]
+    where: str
+    reverse: bool
+    unroll: int | bool
+
+    def scan(self, step: Any, init: Any, xs: Any, step_index: Any) -> tuple[Any, Any]:
+        options = {"reverse": self.reverse, "unroll": self.unroll}
+        return jax.lax.scan(step, init, xs, len(step_index), **options)
+
+
 @custom_vjp
 def online_scan(
     consts: list[Any],
@@ -46,16 +66,10 @@ def online_scan(
     step_index: Any,
     *,
     body: Any,
-    approximate: bool,
-    names: tuple[str, ...],
-    where: str,
-    reverse: bool,
-    unroll: int | bool,
+    options: OnlineOptions,
 ):
-    """The last carry, and all `ys`."""
-    del approximate, names, where
-    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
-    return jax.lax.scan(ft.partial(body, consts), init, xs, **options)
+    """The last carry, and all `ys`. `body` is a traced step."""
+    return options.scan(ft.partial(body, consts), init, xs, step_index)
 
 
 # `ScanBody.varying_arrays` has cast the operands, and a constant must stay as `body` has it.
@@ -64,7 +78,7 @@ online_scan._rules.varies_alike = False
 
 @online_scan.def_fwd
 def _online_scan_fwd(
-    consts, init, xs, step_index, *, body, perturbed: tuple[Any, ...], **options
+    consts, init, xs, step_index, *, body, options, perturbed: tuple[Any, ...]
 ):
     perturbed_consts, perturbed_init, perturbed_xs, _ = perturbed
     if any(perturbed_xs):
@@ -76,28 +90,16 @@ def _online_scan_fwd(
             "that compute `xs` into the step, or stop the gradient.",
         )
     values = body.with_values_of_rules(perturbed_consts, perturbed_init, perturbed_xs)
-    out = online_scan(consts, init, xs, step_index, body=values, **options)
+    out = online_scan(consts, init, xs, step_index, body=values, options=options)
     return out, (consts, init, xs, step_index)
 
 
 @online_scan.def_bwd(symbolic_zeros=True)
-def _online_scan_bwd(
-    residuals,
-    cts,
-    *,
-    body,
-    approximate,
-    names,
-    where,
-    reverse,
-    unroll,
-    perturbed: tuple[Any, ...],
-):
+def _online_scan_bwd(residuals, cts, *, body, options, perturbed: tuple[Any, ...]):
     consts, init, xs, step_index = residuals
-    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
     ct_last, ct_ys = cts
     perturbed_consts, perturbed_init, *_ = perturbed
-    jacobian = StepJacobian(body, perturbed_consts, perturbed_init, approximate, names, where)
+    jacobian = StepJacobian(body, perturbed_consts, perturbed_init, options)
     plan = jacobian.plan
     ct_ys = {j: ct for j, ct in enumerate(ct_ys) if ct is not None}
 
@@ -117,7 +119,7 @@ def _online_scan_bwd(
     state = (sums, plan.first_traces(), plan.first_products())
     zeros, treedef = jax.tree.flatten(jax.tree.map(on_explicit_mesh, state))
     state = (init, *jax.tree.unflatten(treedef, vary_alike(zeros, consts, init, xs, cts)))
-    state, _ = jax.lax.scan(one, state, (xs, ct_ys), **options)
+    state, _ = options.scan(one, state, (xs, ct_ys), step_index)
     _, sums, traces, products = state
     products = plan.with_products(products, traces, dict(enumerate(ct_last)))
     return *plan.cotangents(products, sums, len(consts), len(init)), None, None
@@ -157,16 +159,12 @@ def _outputs(body: Any, consts, carry, x, new):
 
 
 @online_scan.def_jvp(symbolic_zeros=True)
-def _online_scan_jvp(primals, tangents, *, body, approximate, names, where, reverse, unroll):
-    del names, where
+def _online_scan_jvp(primals, tangents, *, body, options):
     *primals, step_index = primals
     *tangents, _ = tangents
-    options = {"length": len(step_index), "reverse": reverse, "unroll": unroll}
-    if not approximate:
-        scan = lambda consts, init, xs: jax.lax.scan(
-            ft.partial(body, consts), init, xs, **options
-        )
-        return _jvp(scan, primals, tangents)
+    if not options.approximate:
+        run = lambda consts, *args: options.scan(ft.partial(body, consts), *args, step_index)
+        return _jvp(run, primals, tangents)
     (consts, init, xs), (t_consts, t_init, t_xs) = primals, tangents
     carried = body.carried(*([t is not None for t in part] for part in tangents))
     leaves = [i for i in body.differentiable() if carried[i]]
@@ -186,7 +184,7 @@ def _online_scan_jvp(primals, tangents, *, body, approximate, names, where, reve
         return (new, t_new), outputs
 
     t_init = [jnp.zeros_like(init[i]) if t_init[i] is None else t_init[i] for i in leaves]
-    (last, t_last), (ys, t_ys) = jax.lax.scan(step, (init, t_init), (xs, t_xs), **options)
+    (last, t_last), (ys, t_ys) = options.scan(step, (init, t_init), (xs, t_xs), step_index)
     return (last, ys), (fill([None] * len(init), leaves, t_last), t_ys)
 
 
