@@ -605,7 +605,9 @@ EAGER_STEPS = list(_with_closure()[0])
 
 
 @pytest.mark.parametrize("kind", EAGER_STEPS)
-def test_an_eager_loop_reads_what_is_there_now(kind, monkeypatch):
+def test_an_eager_loop_knows_a_function_by_its_identity(kind, monkeypatch):
+    """As `jax.lax.scan` does: the same function has the numbers of its first call, and a new
+    one those of now. A Module is its parts."""
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     steps, change = _with_closure()
     same_object = steps[kind]()
@@ -614,7 +616,10 @@ def test_an_eager_loop_reads_what_is_there_now(kind, monkeypatch):
         change(to)
         by_value = ("module", "traced power", "partial")  # a new object has another number
         f = steps[kind]() if kind in by_value else same_object
-        got = eqg.filter_scan(f, jnp.array(1.0), T)
+        is_module = isinstance(f, eqx.Module)
+        expected = jax.lax.scan((lambda *a: f(*a)) if is_module else f, jnp.array(1.0), T)  # noqa: B023
+        assert_same(eqg.filter_scan(f, jnp.array(1.0), T), expected, name=f"{kind} {to}")
+        got = eqg.filter_scan(lambda *a: f(*a), jnp.array(1.0), T)  # noqa: B023
         h, hs = 1.0, []
         for x in (1.0, 2.0, 3.0):
             hs.append(h)
