@@ -276,30 +276,6 @@ def test_replay_of_a_step_with_several_inputs():
     assert_close(grad(h, xs, "replay"), grad(h, xs, None))
 
 
-def test_a_step_that_comes_to_call_what_can_change():
-    """Its body is kept from call to call while all that it reads can't change in place."""
-
-    class Scaled:
-        def __init__(self):
-            self.scale = 2.0
-
-        def __call__(self, x):
-            return self.scale * x
-
-    activation = jnp.tanh
-
-    def step(h, x):
-        return activation(h + x), None
-
-    run = lambda: eqg.filter_scan(step, jnp.array(0.5), jnp.ones(2))[0]
-    for _ in range(2):
-        assert_close(run(), jnp.tanh(jnp.tanh(1.5) + 1.0))
-    activation = Scaled()
-    assert_close(run(), 2.0 * (2.0 * 1.5 + 1.0))
-    activation.scale = 3.0
-    assert_close(run(), 3.0 * (3.0 * 1.5 + 1.0))
-
-
 def test_a_step_that_returns_three_values():
     step = lambda h, x: (h, x, None)
     with pytest.raises(eqg.RuleError, match="a step of `filter_scan`, did not return a pair"):
