@@ -47,16 +47,24 @@ def _():
     return fn, (_numbers(2), _numbers(5, 2))
 
 
+class _Scaled(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(self.w * x)
+
+
 @case("filter_map")
 def _():
-    fn = lambda w, xs: eqg.filter_map(lambda x: jnp.tanh(w * x), xs, chunk=2)
+    fn = lambda w, xs: eqg.filter_map(_Scaled(w), xs, chunk=2)
     return fn, (_numbers(2), _numbers(5, 2))
 
 
 @case("filter_while_loop")
 def _():
     step = lambda h: (h[0] + 1, jnp.tanh(h[1] + h[2]), h[2])
-    fn = lambda h, x: eqg.filter_while_loop(lambda h: h[0] < 3, step, (0, h, x), max_steps=5)[1]
+    goes_on = lambda h: h[0] < 3
+    fn = lambda h, x: eqg.filter_while_loop(goes_on, step, (0, h, x), max_steps=5)[1]
     return fn, (_numbers(2), _numbers(2))
 
 
