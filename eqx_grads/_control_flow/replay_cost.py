@@ -3,8 +3,8 @@
 A replay computes all steps once more, and wins where few wide matrix products replace many
 narrow ones. It has to need less memory: it saves all carries, and the intermediate values of
 one chunk. On an accelerator this is enough, as a step takes about 10 microseconds whatever its
-size. On a CPU it was faster where a step multiplies each weight with at most `_ROWS` rows, as
-plain scan then takes longest to sum the gradient of the weights (`benchmarks/auto.py`).
+size. On a CPU, a replay was faster where a step multiplies each weight with at most `_ROWS`
+rows (`benchmarks/auto.py`): plain scan adds to the gradient of the weights at every step.
 """
 
 import logging

@@ -93,6 +93,8 @@ def chunked(
     Under `jax.vmap` with arguments that are not batched (a model, say), their gradient is
     formed once for the batch. For this, each chunk is rematerialized in the backward pass.
 
+    An eager call is compiled, and knows `loss` by its identity, as `jax.jit` does.
+
     **Raises:**
 
     [`eqx_grads.RuleError`][] if no argument is split, if the split axes differ in length, if
