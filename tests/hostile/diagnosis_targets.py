@@ -196,7 +196,6 @@ target(
     truncate=(None, optional(size)),
     online=(False, either(flag, one_of("e-prop"))),
     carry_gradient=(None, optional(lambda x: x is _same)),
-    progress=FLAG,
 )
 target(
     "filter_while_loop",
