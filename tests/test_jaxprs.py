@@ -458,7 +458,7 @@ class TestStructure:
         assert structure(ours(call=None)) is None
         assert inner_programs(ours(call=None)) == ()
         inner = structure(eqn).programs
-        assert structure(ours(call=None, call_jaxpr=inner[0])) == CallWithRule(inner)
+        assert structure(ours(call=None, call_jaxpr=inner[0])) == CallWithRule(inner, True)
 
     def test_shard_map(self):
         mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .dependence import depends
-from .elementwise import ELEMENTWISE
 from .evaluate import bind, evaluate
+from .primitives import ELEMENTWISE
 from .structure import Call, structure
 from .versions import assigns_shardings
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
 from .matmul_precision import in_precision, matmul_precision
 
@@ -232,9 +233,16 @@ def _vmap(linear_map, axis_data, axes, n_residuals, places):
     return LinearMap(linear_map.name, forward, transpose, out_types, linear_map.note)
 
 
+def _structure(eqn) -> LinearCall:
+    run = ft.partial(_impl, **eqn.params)
+    trace = lambda: jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
+    return LinearCall(eqn.params["n_residuals"], trace)
+
+
 linear_p.def_impl(_impl)
 linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 batching.fancy_primitive_batchers[linear_p] = _batch
 mlir.register_lowering(linear_p, mlir.lower_fun(_impl, multiple_results=True))
+register(linear_p.name, _structure)

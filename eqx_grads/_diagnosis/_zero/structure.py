@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._jaxprs.linearity import ELEMENTARY
+from ..._jaxprs.primitives import ELEMENTARY
 from ..._jaxprs.propagate import (
     AbstractPropagation,
     differentiable_pairs,

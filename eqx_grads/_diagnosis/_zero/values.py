@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.primitives import MULTILINEAR
 from ..._jaxprs.propagate import is_inexact, operands_of_outputs
 from ..._jaxprs.record import AbstractRecorder, record
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure

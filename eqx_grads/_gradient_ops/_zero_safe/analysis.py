@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.linearity import linear_operands
+from ..._jaxprs.primitives import linear_operands
 from ..._jaxprs.structure import (
     Call,
     CallWithRule,

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables, without_unused
-from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
 from ..._jaxprs.plain_scan import lax_scan
+from ..._jaxprs.primitives import ELEMENTWISE
 from ..._jaxprs.structure import Call, CallWithRule, Checkpoint, Scan, structure
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.linearity import MULTILINEAR
 from ..._jaxprs.plain_scan import lax_scan
+from ..._jaxprs.primitives import ELEMENTWISE, MULTILINEAR
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from ..._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._jaxprs.elementwise import ELEMENTWISE
-from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
+from ..._jaxprs.primitives import ELEMENTWISE, JOINTLY_LINEAR, linear_operands, MULTILINEAR
 
 
 INF = math.inf

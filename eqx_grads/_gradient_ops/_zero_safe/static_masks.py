@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..._jaxprs.elementwise import ELEMENTWISE
+from ..._jaxprs.primitives import ELEMENTWISE
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from .analysis import Analysis, AnalyzedEquation
 from .ranges import CONSTANT, decided_case, inexact_indices

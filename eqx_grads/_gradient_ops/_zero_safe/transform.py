@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ..._jaxprs.dependence import variables
-from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.primitives import ELEMENTWISE, MULTILINEAR
 from ..._jaxprs.structure import Cond, Scan
 from ..._jaxprs.versions import equation_context
 from ..._rules.replace_gradient import replace_gradient
