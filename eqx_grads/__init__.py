@@ -37,7 +37,6 @@ from ._drop_ins.filter_custom_vjp import filter_custom_vjp as filter_custom_vjp
 from ._drop_ins.jax_custom_jvp import jax_custom_jvp as jax_custom_jvp
 from ._drop_ins.jax_custom_vjp import jax_custom_vjp as jax_custom_vjp
 from ._errors import RuleError as RuleError
-from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,
     psum_gradient as psum_gradient,
@@ -82,6 +81,7 @@ from ._solvers.linear_host_function import (
     linear_host_function as linear_host_function,
     LinearHostFunction as LinearHostFunction,
 )
+from ._zero_safe.zero_safe import zero_safe as zero_safe
 
 
 # `pyproject.toml` reads it here.

@@ -46,6 +46,21 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def function_of(
+    eqn: Any, values: Sequence[Any], indices: Sequence[int], outs: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """What an equation computes, as a function of some of its operands: its outputs `outs`."""
+
+    def function(*xs):
+        full = list(values)
+        for i, x in zip(indices, xs, strict=True):
+            full[i] = x
+        results = bind(eqn, full)
+        return [results[i] for i in outs]
+
+    return function
+
+
 def evaluate(
     program: ClosedJaxpr,
     args: Sequence[Any],

@@ -109,7 +109,7 @@ def _with_zeros(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 
 def _flags_of_outputs(eqn: Any, flags: Sequence[Flag], _) -> list[Flag]:
     kind, n = kind_of(eqn), len(eqn.outvars)
-    if eqn.primitive.name == "optimization_barrier":
+    if kind.identity:
         return list(flags)
     if kind.linear == "each":
         return [True in flags] * n

@@ -106,6 +106,8 @@ _CALLBACKS = ("pure_callback", "io_callback")
 
 
 def _apply(eqn: Any, ins: Sequence[_Status], _) -> list[_Status]:
+    if kind_of(eqn).identity:
+        return list(ins)
     status = _one(eqn, eqn.primitive.name, ins)
     if eqn.primitive.name == "while" and status.rank == DEPENDENT.rank:
         status = UNKNOWN  # of any one output

@@ -21,6 +21,7 @@ class Primitive:
     - `layout`: moves elements, or makes constants.
     - `sums`: an element of an output is an element of the operands, or a sum of some. So a
         cotangent of ones is pulled back to a positive number wherever an element is used.
+    - `identity`: output `i` is operand `i`.
     - `selects`: some elements of the operands are not used.
     - `linear`: in all operands together, in each operand while the others are fixed, in the
         operands with these indices together, or in none (`"no"`). `None` if unknown.
@@ -35,6 +36,7 @@ class Primitive:
     elementwise: bool = False
     layout: bool = False
     sums: bool = False
+    identity: bool = False
     selects: bool = False
     linear: Literal["jointly", "each", "no"] | tuple[int, ...] | None = None
     derivative: Literal["zero", "constant", "smooth", "singular"] | None = None
@@ -108,7 +110,7 @@ _rows("dynamic_slice", _moves, linear=(0,), selects=True)
 _rows("gather", _moves, layout=False, linear=(0,), selects=True)
 _rows("concatenate stack", _moves, linear="jointly", bounds="operands")
 _rows("pad", _moves, linear="jointly", bounds="operands", selects=True)
-_rows("optimization_barrier", _moves, sums=False, linear="jointly", bounds="operands")
+_rows("optimization_barrier", _moves, linear="jointly", identity=True)
 
 # ---------------------------------------------------------------- updates, sums, products
 
@@ -123,7 +125,7 @@ _rows("select_and_scatter_add", Primitive(linear=(0,)))
 _sums = Primitive(sums=True, linear="jointly", derivative="constant")
 _rows("cumsum reduce_sum", _sums)
 _rows("reduce_window_sum", _sums, selects=True)
-_rows("device_put", _sums, sums=False, bounds="operands")
+_rows("device_put", _sums, identity=True)
 _rows("layout_constraint", _sums, sums=False, bounds="operand")
 _rows("fft all_gather all_gather_invariant all_gather_reduced all_to_all", _sums, sums=False)
 _rows("ppermute preduced psum psum_invariant reduce_scatter", _sums, sums=False)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from .evaluate import bind
+from .evaluate import function_of
 from .interpret import Domain, interpret, interpret_equation
-from .primitives import JOINTLY_LINEAR
+from .primitives import JOINTLY_LINEAR, kind_of
 from .structure import CallWithRule
 
 
@@ -78,7 +78,7 @@ def _union(parts: Sequence[Sources]) -> Sources:
 
 
 def _apply(eqn, ins, _):
-    if eqn.primitive.name in ("optimization_barrier", "device_put"):
+    if kind_of(eqn).identity:
         return ins
     return [ft.reduce(int.__or__, ins, 0)] * len(eqn.outvars)
 
@@ -146,7 +146,7 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
 
 def _reverse_pairs(eqn, moving, outs):
     def cotangents(operands, cts):
-        function = _function_of(eqn, operands, moving, outs)
+        function = function_of(eqn, operands, moving, outs)
         return jax.vjp(function, *(operands[i] for i in moving))[1](cts)
 
     types, out_types = _types(eqn.invars), _types([eqn.outvars[j] for j in outs])
@@ -158,7 +158,7 @@ def _reverse_pairs(eqn, moving, outs):
 
 def _forward_pairs(eqn, moving, outs):
     def tangents(operands, ts):
-        function = _function_of(eqn, operands, moving, outs)
+        function = function_of(eqn, operands, moving, outs)
         return jax.jvp(function, [operands[i] for i in moving], ts)[1]
 
     types = _types(eqn.invars)
@@ -166,17 +166,6 @@ def _forward_pairs(eqn, moving, outs):
     bits = [0] * len(types) + [1 << i for i in range(len(moving))]
     results = interpret(program, bits, _DEPENDENCE).outs
     return {(j, i) for j, result in enumerate(results) for i in members(result)}
-
-
-def _function_of(eqn, operands, moving, outs):
-    def function(*xs):
-        full = list(operands)
-        for i, x in zip(moving, xs, strict=True):
-            full[i] = x
-        results = bind(eqn, full)
-        return [results[j] for j in outs]
-
-    return function
 
 
 def _types(variables) -> list[Any]:

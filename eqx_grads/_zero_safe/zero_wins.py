@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.dependence import variables
-from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._jaxprs.primitives import ELEMENTWISE
-from ..._rules.linear_primitive import linear_call, LinearMap
+from .._jaxprs.dependence import variables
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.primitives import ELEMENTWISE
+from .._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
 from .ranges import inexact_indices, Range
 
