@@ -10,6 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqx_grads._diagnosis._programs.record import (
+    AbstractRecorder,
+    record,
+    record_inner,
+    record_while,
+)
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
 from eqx_grads._jaxprs.evaluate import (
     bind,
@@ -27,7 +33,6 @@ from eqx_grads._jaxprs.linearity import (
     why_nonlinear,
 )
 from eqx_grads._jaxprs.matmul_layout import inlined, with_materialized_transposes
-from eqx_grads._jaxprs.record import AbstractRecorder, record, record_inner, record_while
 from eqx_grads._jaxprs.structure import (
     Call,
     CallWithRule,

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.structure import (
     CallWithRule,
     equations,

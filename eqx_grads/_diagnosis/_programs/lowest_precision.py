@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from ..._jaxprs.structure import primal_program
 from .in_float64 import is_opaque
 from .propagate import AbstractPropagation, is_inexact, NOTHING, propagate, Sources
-from .structure import primal_program
 
 
 def lowest_precisions(program: ClosedJaxpr, *, opaque: bool = False) -> list[np.dtype | None]:

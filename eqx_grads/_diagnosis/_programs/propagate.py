@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from .evaluate import function_of
-from .interpret import Domain, interpret, interpret_equation
-from .primitives import JOINTLY_LINEAR, kind_of
-from .structure import CallWithRule
+from ..._jaxprs.evaluate import function_of
+from ..._jaxprs.interpret import Domain, interpret, interpret_equation
+from ..._jaxprs.primitives import JOINTLY_LINEAR, kind_of
+from ..._jaxprs.structure import CallWithRule
 
 
 class Sources(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .primitives import kind_of
-from .structure import (
+from ..._jaxprs.primitives import kind_of
+from ..._jaxprs.structure import (
     Call,
     CallWithRule,
     Checkpoint,
