@@ -144,8 +144,7 @@ _rows("cummax cummin reduce_max reduce_min", _order, derivative="smooth", bounds
 _rows("select_and_gather_add", Primitive(derivative="smooth"))
 
 _rows("argmax argmin", Primitive(linear="no", derivative="zero"))
-_rows("reduce_prod", Primitive(linear="no", derivative="smooth"))
-_rows("cumprod", Primitive(linear="no", derivative="smooth", along="axis"))
+_rows("cumprod reduce_prod", Primitive(linear="no", derivative="smooth", along="axis"))
 _rows("cumlogsumexp", Primitive(linear="no", along="axis"))
 _matrices = Primitive(along="matrices")
 _rows("cholesky cholesky_update eig eigh geqrf hessenberg householder_product", _matrices)

@@ -310,8 +310,13 @@ def _opaque(eqn, given, sources, targets) -> list[Mask]:
     given = [dense(mask, v.aval.shape) for mask, v in zip(given, sources, strict=True)]
     along = kind_of(eqn).along
     if along == "axis":
-        some = jnp.any(given[0], eqn.params["axis"], keepdims=True)
-        return [dense(some, v.aval.shape) for v in targets]
+        [mask], [v] = given, targets
+        axes = eqn.params.get("axes", eqn.params.get("axis"))
+        if mask.ndim < v.aval.ndim:
+            mask = jnp.expand_dims(mask, axes)
+        else:
+            mask = jnp.any(mask, axes, keepdims=mask.ndim == v.aval.ndim)
+        return [dense(mask, v.aval.shape)]
     n_batch = _n_matrix_axes(eqn) if along == "matrices" else 0
     some = either(*(jnp.any(mask, tuple(range(n_batch, mask.ndim))) for mask in given))
     return [jax.lax.broadcast_in_dim(some, v.aval.shape, range(n_batch)) for v in targets]
@@ -371,96 +376,91 @@ def _inner(e, values, masks, is_forward) -> list[Mask]:
     """An equation with inner programs."""
     if isinstance(e.known, Scan):
         return masks_of_scan(e, values, masks, is_forward)[0]
-
-    def through(analysis, values, masks):
-        if is_forward:
-            return masks_of_outputs(analysis, values, masks)
-        wanted = [is_inexact_type(v.aval) for v in analysis.program.jaxpr.invars]
-        return masks_of_inputs(analysis, values, masks, wanted)
-
     if isinstance(e.known, Call | Checkpoint):
-        return through(e.inner[0], values, masks)
+        return _through(e.inner[0], values, masks, is_forward)
     # The index of a branch is the first operand, and none of the branch.
     masks, offset = (masks[1:], 0) if is_forward else (masks, 1)
     target, variables = _ends(e, is_forward)[1], _variables(e, is_forward)[1]
 
     def branch(analysis, values):
-        found = through(analysis, values, masks)
+        found = _through(analysis, values, masks, is_forward)
         return [dense(found[i - offset], variables[i].aval.shape) for i in target]
 
-    branches = [lambda values, a=a: branch(a, values) for a in e.inner]
+    branches = [ft.partial(branch, analysis) for analysis in e.inner]
     found = jax.lax.switch(values[0], branches, [stopped(x) for x in values[1:]])
     return fill(len(variables), target, found)
+
+
+def _through(analysis, values, masks, is_forward) -> list[Mask]:
+    if is_forward:
+        return masks_of_outputs(analysis, values, masks)
+    wanted = [is_inexact_type(v.aval) for v in analysis.program.jaxpr.invars]
+    return masks_of_inputs(analysis, values, masks, wanted)
 
 
 def masks_of_scan(
     e: AnalyzedEquation, values: Sequence[Any], masks: Sequence[Mask], is_forward: bool
 ) -> tuple[list[Mask], list[Mask]]:
-    """The masks of the outputs of a scan, or those of its operands. And the mask of the carry
-    before each step, or after each step: if it is an array, with a leading axis of time.
+    """The masks of the outputs of a scan, or those of its operands. And those of the carry
+    before each step, or after each step: if one is an array, with a leading axis of time.
 
-    Backward, the steps run once to record the carry, and then in reverse.
+    Forward, the masks go through the steps together with the values. Backward, the steps run
+    once to record the carry, and then the masks go through them in reverse.
     """
     scan, body = e.known, e.inner[0]
     assert isinstance(scan, Scan)
-    n, m = scan.n_consts, scan.n_consts + scan.n_carry
+    n_carry, n, m = scan.n_carry, scan.n_consts, scan.n_consts + scan.n_carry
     values = [stopped(x) for x in values]
+    consts, init, xs = values[:n], values[n:m], values[m:]
     inputs, outputs = body.program.jaxpr.invars, body.program.jaxpr.outvars
-    wanted = [is_inexact_type(v.aval) for v in inputs]
-    fixed, of_carry, of_slices = (
-        (masks[:n], masks[n:m], masks[m:])
-        if is_forward
-        else ([], masks[: scan.n_carry], masks[scan.n_carry :])
-    )
-    known = (
-        [static_forward(r) for r in body.ins[n:m]]
+    # Each step has the masks of the constants, or adds to them.
+    fixed, masks = (masks[:n], masks[n:]) if is_forward else ([], masks)
+    of_start, of_slices = masks[:n_carry], dict(enumerate(masks[n_carry:]))
+    static: list[bool | None] = (
+        [static_mask(r) for r in body.ins[n:m]]
         if is_forward
         else static_carry(e, [x if isinstance(x, bool) else None for x in masks])
     )
-    known = [k if w else False for k, w in zip(known, wanted[n:m], strict=True)]
-    sliced = {i: y for i, y in enumerate(of_slices) if not isinstance(y, bool)}
+    is_open = lambda i, v: static[i] is None and is_inexact_type(v.aval)
+    opened = [(i, v) for i, v in enumerate(inputs[n:m]) if is_open(i, v)]
+    arrays = {i: dense(of_start[i], v.aval.shape) for i, v in opened}
+    all_carried = lambda arrays: [arrays.get(i, bool(static[i])) for i in range(n_carry)]
 
     def after(carry, x):
-        return evaluate(body.program, [*values[:n], *carry, *x])[: scan.n_carry]
+        return evaluate(body.program, [*consts, *carry, *x])[:n_carry]
 
-    def step(state, given):
-        carry, of_consts, of_carry = state
-        of_step, x, of_slice = given
-        carry = carry if is_forward else of_step
-        here = [*values[:n], *carry, *x]
-        carried = [of_carry.get(i, k) for i, k in enumerate(known)]
-        slices = [of_slice.get(i, y) for i, y in enumerate(of_slices)]
-        if is_forward:
-            found = masks_of_outputs(body, here, [*fixed, *carried, *slices])
-        else:
-            found = masks_of_inputs(body, here, [*carried, *slices], wanted)
-        types = [v.aval.shape for v in (outputs if is_forward else inputs)]
-        found = [dense(mask, shape) for mask, shape in zip(found, types, strict=True)]
-        first = 0 if is_forward else n
-        rest = found[first + scan.n_carry :]
-        of_consts = [a | b for a, b in zip(of_consts, found[:first], strict=True)]
-        new_carry = after(carry, x) if is_forward else ()
-        return (new_carry, of_consts, {i: found[first + i] for i in of_carry}), (of_carry, rest)
+    def step(state, now):
+        carry, of_consts, arrays = state
+        recorded, x, of_x = now
+        carry = carry if is_forward else recorded
+        given = [*fixed, *all_carried(arrays), *{**of_slices, **of_x}.values()]
+        found = _through(body, [*consts, *carry, *x], given, is_forward)
+        types = [v.aval for v in (outputs if is_forward else inputs)]
+        found = [dense(mask, t.shape) for mask, t in zip(found, types, strict=True)]
+        k = len(of_consts)
+        of_consts = list(map(jnp.logical_or, of_consts, found))
+        new = after(carry, x) if is_forward else ()
+        state = new, of_consts, {i: found[k + i] for i in arrays}
+        return state, (arrays, found[k + n_carry :])
 
-    run = lambda f, init, xs, reverse: lax_scan(
-        f, init, xs, length=scan.length, reverse=reverse != scan.reverse
+    run = ft.partial(lax_scan, length=scan.length)
+    recorded, start, nothing = None, init, []
+    if not is_forward:
+        record = lambda carry, x: (after(carry, x), carry)
+        recorded, start = run(record, init, xs, reverse=scan.reverse)[1], ()
+        nothing = [jnp.zeros(v.aval.shape, bool) for v in inputs[:n]]
+    sliced = {i: mask for i, mask in of_slices.items() if not isinstance(mask, bool)}
+    (_, of_consts, last), (arrays, found) = run(
+        step,
+        (start, nothing, arrays),
+        (recorded, xs, sliced),
+        reverse=scan.reverse == is_forward,
     )
-    record = lambda carry, x: (after(carry, x), carry)
-    carries = None if is_forward else run(record, values[n:m], values[m:], False)[1]
-    shape_of = lambda i: inputs[n + i].aval.shape
-    first = {i: dense(of_carry[i], shape_of(i)) for i, k in enumerate(known) if k is None}
-    nothing = [] if is_forward else [jnp.zeros(v.aval.shape, bool) for v in inputs[:n]]
-    start = values[n:m] if is_forward else (), nothing, first
-    (_, of_consts, last), (per_step, of_slices_found) = run(
-        step, start, (carries, values[m:], sliced), not is_forward
-    )
-    of_ends = [last.get(i, bool(k)) for i, k in enumerate(known)]
-    found = [*of_consts, *of_ends, *of_slices_found]
-    is_target = [i in _ends(e, is_forward)[1] for i in range(len(found))]
-    found = [x if t else False for x, t in zip(found, is_target, strict=True)]
-    return found, [per_step.get(i, bool(k)) for i, k in enumerate(known)]
+    found = [*of_consts, *all_carried(last), *found]
+    target = _ends(e, is_forward)[1]
+    return fill(len(found), target, [found[i] for i in target]), all_carried(arrays)
 
 
-def static_forward(r: Range) -> bool | None:
+def static_mask(r: Range) -> bool | None:
     """What is known of a forward mask without running anything."""
     return False if not r.active else (None if r.mixed else True)

@@ -14,20 +14,10 @@ from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.dependence import variables
 from .._jaxprs.evaluate import bind, enter, evaluate
-from .._jaxprs.primitives import ELEMENTWISE
+from .._jaxprs.primitives import kind_of
 from .._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
 from .ranges import inexact_indices, Range
-
-
-# Their factors are constants, or known to JAX to be zero.
-_NO_FACTORS = frozenset(
-    """
-    neg add sub add_any select_n clamp convert_element_type copy real imag conj complex sign
-    floor ceil round stop_gradient nextafter reduce_precision not and or eq ne lt le gt ge
-    is_finite sharding_constraint pvary pbroadcast copy_p
-    """.split()  # noqa: SIM905
-)
 
 
 def evaluate_zero_wins(
@@ -81,7 +71,8 @@ def _has_factors(e: AnalyzedEquation) -> bool:
         return False
     if _is_inner_product(eqn):
         return True
-    return e.known is None and eqn.primitive.name in ELEMENTWISE - _NO_FACTORS
+    # Other factors are constants, or known to JAX to be zero.
+    return kind_of(eqn).elementwise and kind_of(eqn).derivative not in ("zero", "constant")
 
 
 def _is_inner_product(eqn) -> bool:
