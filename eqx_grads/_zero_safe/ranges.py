@@ -73,15 +73,9 @@ def range_of_constant(x: Any) -> Range:
     if jnp.iscomplexobj(x):
         return Range(finite=bool(np.all(np.isfinite(np.asarray(x)))), active=False)
     values = np.asarray(x, np.float64)
-    if not values.size:
-        return Range(0.0, 0.0, active=False)
-    is_finite = np.isfinite(values)
-    finite = values[is_finite]
-    if not finite.size:
-        return Range(finite=False, active=False)
-    return Range(
-        float(finite.min()), float(finite.max()), bool(np.all(is_finite)), active=False
-    )
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (-INF, INF)
+    return Range(low, high, finite.size == values.size, active=False)
 
 
 def _outputs(eqn: Any, ins: Sequence[Range], _) -> list[Range]:

@@ -10,6 +10,7 @@ it is computed before; the derivative of the result is one that JAX knows.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -215,6 +216,8 @@ def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
     """An equation with transformed inner programs, of which a step or a branch has masks of its
     own."""
     moved, outs = list(masks.moved_ins), list(masks.alive_outs)
+    fixed: Sequence[Mask] = ()
+    of_programs = [(moved, outs)]
     match e.known:
         case Scan() as scan:
             n, m = scan.n_consts, scan.n_consts + scan.n_carry
@@ -222,45 +225,19 @@ def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
             outs[: scan.n_carry] = masks_of_scan(e, values, outs, is_forward=False)[1]
             # Constants have no axis of time. Each step would get a slice.
             fixed, moved[:n] = moved[:n], [False] * n
-            split = _Arrays.of(moved, outs)
-            return _run_inner(e, values, [split.arrays], [split], steep, fixed)
         case Cond():
-            index, moved = values[0], moved[1:]
-            types = [v.aval for v in e.eqn.outvars]
-            masks_of = lambda i: [
-                (index == i) & dense(mask, t.shape) for mask, t in zip(outs, types, strict=True)
-            ]
-            splits = [_Arrays.of(moved, masks_of(i)) for i in range(len(e.inner))]
-            return _run_inner(e, values, [s.arrays for s in splits], splits, steep)
-    split = _Arrays.of(moved, outs)
-    return _run_inner(e, values, [split.arrays], [split], steep)
-
-
-def _run_inner(e, values, extras, splits, steep, fixed=()) -> list[Any]:
-    inner = {id(a.program.jaxpr): (a, s) for a, s in zip(e.inner, splits, strict=True)}
+            shapes = [v.aval.shape for v in e.eqn.outvars]
+            full = list(map(dense, outs, shapes))
+            of_branch = lambda i: [(values[0] == i) & mask for mask in full]
+            of_programs = [(moved[1:], of_branch(i)) for i in range(len(e.inner))]
+    # Booleans stay what they are, and arrays pass through the equation.
+    arrays, known = zip(*(eqx.partition(x, eqx.is_array) for x in of_programs), strict=True)
+    inner = {id(a.program.jaxpr): (a, k) for a, k in zip(e.inner, known, strict=True)}
 
     def run(program, values, arrays):
-        analysis, split = inner[id(program.jaxpr)]
-        moved, outs = split.restore(arrays)
+        analysis, known = inner[id(program.jaxpr)]
+        moved, outs = eqx.combine(arrays, known)
         moved[: len(fixed)] = fixed
         return evaluate_zero_safe(analysis, values, moved, outs, steep)
 
-    return list(enter(e.eqn, values, run, extras))
-
-
-class _Arrays(NamedTuple):
-    """The masks of inputs and outputs: those that are arrays apart from the known ones."""
-
-    known: Sequence[Mask]
-    n_moved: int
-    arrays: dict[int, Any]
-
-    @staticmethod
-    def of(moved: Sequence[Mask], outs: Sequence[Mask]) -> "_Arrays":
-        masks = [*moved, *outs]
-        arrays = {i: mask for i, mask in enumerate(masks) if not isinstance(mask, bool)}
-        return _Arrays([x if isinstance(x, bool) else False for x in masks], len(moved), arrays)
-
-    def restore(self, arrays: dict[int, Any]) -> tuple[list[Mask], list[Mask]]:
-        masks = [arrays.get(i, mask) for i, mask in enumerate(self.known)]
-        return masks[: self.n_moved], masks[self.n_moved :]
+    return list(enter(e.eqn, values, run, arrays))
