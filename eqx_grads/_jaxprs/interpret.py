@@ -8,7 +8,7 @@ of the carry of a loop holds in all of its steps: it is the least fixed point of
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -46,8 +46,7 @@ class Domain(Generic[V]):
     widen: Callable[[V, V], V] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Step(Generic[V]):
+class Step(NamedTuple, Generic[V]):
     """An equation, what is known of its operands and outputs, and its inner programs, if they
     were entered."""
 
@@ -57,8 +56,7 @@ class Step(Generic[V]):
     inner: "Sequence[Interpretation[V]]"
 
 
-@dataclasses.dataclass(frozen=True)
-class Interpretation(Generic[V]):
+class Interpretation(NamedTuple, Generic[V]):
     """What is known of the values of a program, in all runs of it."""
 
     program: ClosedJaxpr

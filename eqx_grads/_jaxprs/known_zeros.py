@@ -59,7 +59,7 @@ def _evaluate_partly(step: Step[Flag], values: list[Any]) -> Sequence[Any]:
     """An equation that some zeros enter, and of which not all outputs are known zeros."""
     eqn, known, name = step.eqn, structure(step.eqn), step.eqn.primitive.name
     if isinstance(known, Call) and not assigns_shardings(eqn.params):
-        return _evaluate(*step.inner, values)
+        return _evaluate(step.inner[0], values)
     # A `CallWithRule` is not entered, as its rule would be lost.
     if isinstance(known, Checkpoint | Scan | While) or (
         isinstance(known, Cond) and not known.by_platform

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
@@ -262,7 +261,7 @@ def _dot(eqn, masks, is_forward) -> list[Mask]:
         else:
             kept = jnp.any(dense(masks[0], eqn.outvars[0].aval.shape), tuple(others))
             full = dense(jnp.expand_dims(kept, tuple(summed)), [shapes[k][i] for i in order])
-            found.append(jnp.transpose(full, np.argsort(order)))
+            found.append(jnp.transpose(full, [order.index(i) for i in range(len(order))]))
     return [either(*found)] if is_forward else found
 
 
