@@ -27,7 +27,6 @@ class _Status:
 
     rank: int
     reason: str = ""
-    in_any_rule: bool = False  # whether the reason holds, whatever rule is around it
 
 
 ZERO = _Status(0)  # does not depend on them, and is known to be zero
@@ -125,8 +124,7 @@ def _one(eqn, name, ins) -> _Status:
     if name in _CALLBACKS and worst.rank <= DEPENDENT.rank:
         name = name_on_host(eqn)
         called = f"`{name}`" if name else "a function"
-        reason = f"it calls {called} on the host with a tangent"
-        return _Status(UNKNOWN.rank, reason, is_without_derivative(eqn))
+        return _Status(UNKNOWN.rank, f"it calls {called} on the host with a tangent")
     if worst.rank >= DEPENDENT.rank:
         return worst
     dependent = [i for i, status in enumerate(ins) if status == LINEAR]
@@ -192,8 +190,9 @@ def _finish(eqn: Any, ins: Sequence[_Status], outs: Sequence[_Status]) -> Sequen
     known = structure(eqn)
     if not (isinstance(known, CallWithRule) and known.transposes):
         return outs
-    is_dropped = lambda status: status.rank == UNKNOWN.rank and not status.in_any_rule
-    return [UNKNOWN if is_dropped(status) else status for status in outs]
+    if any(map(is_without_derivative, known.programs[0].eqns)):
+        return outs  # a host function, whose rule is an error
+    return [UNKNOWN if status.rank == UNKNOWN.rank else status for status in outs]
 
 
 # JAX has no transpose of a `while_loop`, so none is entered.
