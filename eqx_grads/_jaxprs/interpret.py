@@ -1,8 +1,8 @@
-"""Abstract interpretation of a program: what is known of its values without running it.
+"""Abstract interpretation: run a program on facts about its values instead of on values.
 
-A domain says what may be known of a value, what an equation makes of it, and what is known of a
-value that is one of two. Calls, branches and loops are the same for all domains. What is known
-of the carry of a loop holds in all of its steps: it is the least fixed point of the body.
+A domain defines the facts, how an equation maps them, and how two facts are joined. The
+interpreter handles calls, branches and loops in the same way for all domains. A fact about the
+carry of a loop holds in every step: it is the least fixed point of the body.
 (P. Cousot and R. Cousot, Abstract interpretation, 1977.)
 """
 
@@ -21,20 +21,19 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Domain(Generic[V]):
-    """What may be known of a value.
+    """The facts about a value, and how they pass through a program.
 
-    - `constant`: what is known of a constant of the program.
-    - `join`: what is known of a value that is either the one or the other. Of two that are
-        equal it returns the first.
-    - `apply`: the outputs of an equation, from what is known of its operands. It is called for
-        an equation that has no inner programs, that is opaque, or that is not entered. The last
-        argument holds the enclosing equations, outermost first.
+    - `constant`: the fact about a constant of the program.
+    - `join`: a fact that holds if either of two facts does. Returns the first of two equal ones.
+    - `apply`: facts about the outputs of an equation, from the facts about its operands. The
+        interpreter calls it if an equation has no inner programs, is opaque, or is not entered.
+        The last argument holds the enclosing equations, outermost first.
     - `enters`: whether the inner programs of an equation tell what it computes.
-    - `decide`: an output of a branch or a loop, also given what is known of the index of the
-        branch, or of the condition of the loop.
-    - `finish`: the outputs of an equation that was entered.
-    - `widen`: as `join`, for the carry of a loop before and after a step. Has to reach a fixed
-        point after finitely many steps.
+    - `decide`: changes an output of a branch or a loop, given the fact about the index of the
+        branch, or about the condition of the loop.
+    - `finish`: changes the outputs of an equation that was entered.
+    - `widen`: replaces `join` for the carry of a loop before and after a step. It has to reach
+        a fixed point after finitely many steps.
     """
 
     constant: Callable[[Any], V]
@@ -47,8 +46,8 @@ class Domain(Generic[V]):
 
 
 class Step(NamedTuple, Generic[V]):
-    """An equation, what is known of its operands and outputs, and its inner programs, if they
-    were entered."""
+    """An equation, the facts about its operands and outputs, and its inner programs, if the
+    interpreter entered them."""
 
     eqn: Any
     ins: Sequence[V]
@@ -57,7 +56,7 @@ class Step(NamedTuple, Generic[V]):
 
 
 class Interpretation(NamedTuple, Generic[V]):
-    """What is known of the values of a program, in all runs of it."""
+    """The facts about the values of a program. They hold in all runs of the program."""
 
     program: ClosedJaxpr
     ins: Sequence[V]
@@ -68,7 +67,7 @@ class Interpretation(NamedTuple, Generic[V]):
 def interpret(
     program: ClosedJaxpr, ins: Sequence[V], domain: Domain[V], path: Path = ()
 ) -> Interpretation[V]:
-    """What is known of all values of a program, given what is known of its inputs."""
+    """Find the facts about all values of a program from the facts about its inputs."""
     jaxpr, steps = program.jaxpr, []
     env = dict(zip(jaxpr.constvars, map(domain.constant, program.consts), strict=True))
     env.update(zip(jaxpr.invars, ins, strict=True))
@@ -83,7 +82,7 @@ def interpret(
 def interpret_equation(
     eqn: Any, ins: Sequence[V], domain: Domain[V], path: Path = ()
 ) -> Step[V]:
-    """What is known of the outputs of an equation, and of its inner programs."""
+    """Find the facts about the outputs of an equation, and about its inner programs."""
     known, inside = structure(eqn), (*path, eqn)
     if known is None or isinstance(known, LinearCall) or not domain.enters(known):
         return Step(eqn, ins, domain.apply(eqn, ins, path), ())

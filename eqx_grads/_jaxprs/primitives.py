@@ -1,6 +1,6 @@
-"""What a primitive is: one table, with a row for each primitive of JAX.
+"""One table of primitives, with a row for each primitive of JAX.
 
-Of a primitive without a row, nothing is known, and each client takes the worst case.
+A primitive without a row is unknown, and each client assumes the worst case.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from .structure import LinearCall, structure
 
 @dataclasses.dataclass(frozen=True)
 class Primitive:
-    """What is known of a primitive.
+    """The properties of a primitive.
 
     - `elementwise`: an element of the output depends on the elements of the operands with the
         same index. An operand may be a scalar (a predicate, the bounds of `clamp`), or have
@@ -50,7 +50,7 @@ _TABLE: dict[str, Primitive] = {}
 
 
 def _rows(names: str, row: Primitive, **changes: Any) -> None:
-    """A row for each of these names."""
+    """Give each name a row."""
     _TABLE.update((name, dataclasses.replace(row, **changes)) for name in names.split())
 
 
