@@ -24,7 +24,7 @@ class Domain(Generic[V]):
     """The facts about a value, and how they pass through a program.
 
     - `constant`: the fact about a constant of the program.
-    - `join`: a fact that holds if either of two facts does. Returns the first of two equal ones.
+    - `join`: a fact that holds if either of two facts does; the first of two equal facts.
     - `apply`: facts about the outputs of an equation, from the facts about its operands. The
         interpreter calls it if an equation has no inner programs, is opaque, or is not entered.
         The last argument holds the enclosing equations, outermost first.
