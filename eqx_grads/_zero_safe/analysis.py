@@ -1,4 +1,4 @@
-"""The equations of a program with the ranges of their operands, and those of inner programs."""
+"""The equations of a program and of its inner programs, with the ranges of their operands."""
 
 import dataclasses
 import functools as ft
@@ -135,5 +135,5 @@ _MAX_DEPTH = 2
 
 
 def analyze(program: ClosedJaxpr, ins: Sequence[Range], depth: int = 0) -> Analysis:
-    """Find the ranges of all values of a program from those of its inputs."""
+    """Find the ranges of all values of a program from the ranges of its inputs."""
     return Analysis(interpret(program, ins, RANGES), depth)

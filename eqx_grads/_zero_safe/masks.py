@@ -2,10 +2,12 @@
 
 A mask is `True` (all elements), `False` (none), or an array of booleans. Backward, an element
 is in the mask of a value if a taken path leads from it to the result. Forward, it is if one
-leads to it from the inputs. This is a dependence analysis of elements, and it is the same in
-both directions: what an equation takes relates elements of its operands to those of its
-outputs, and a mask is carried along that relation or back, as a tangent or a cotangent is by a
-Jacobian and its transpose. So one function, `transfer`, has both directions of each case.
+leads to it from the inputs.
+
+This is a dependence analysis of elements, and it is the same in both directions. An equation
+relates elements of its operands to elements of its outputs. A mask passes along that relation,
+or back, as a tangent passes through a Jacobian, and a cotangent through its transpose. So one
+function, `transfer`, has both directions of each case.
 """
 
 import functools as ft
@@ -96,11 +98,11 @@ def backward(
     eqns: Sequence[AnalyzedEquation],
     visit: Callable[[AnalyzedEquation, list[Mask], list[Mask]], None] | None = None,
 ) -> dict[Any, Mask]:
-    """The masks of the variables that these equations use, given those of the outputs.
+    """The masks of the variables that these equations use, given the masks of the outputs.
 
     - `env`: the values of all variables.
     - `visit`: called with each equation, last one first, the masks of its operands there, and
-        those of its outputs.
+        the masks of its outputs.
     """
     masks: dict[Any, Mask] = {}
 
@@ -121,7 +123,7 @@ def backward(
 
 
 def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dict[Any, Mask]:
-    """The masks of all variables, given those of the inputs."""
+    """The masks of all variables, given the masks of the inputs."""
     program = analysis.program
     masks: dict[Any, Mask] = dict(zip(program.jaxpr.invars, ins, strict=True))
     for v, x in zip(program.jaxpr.constvars, program.consts, strict=True):
@@ -157,7 +159,7 @@ def transfer(
     *,
     is_forward: bool,
 ) -> list[Mask]:
-    """The masks of the outputs of an equation from those of its operands, or the reverse.
+    """The masks of the outputs of an equation from the masks of its operands, or the reverse.
 
     - `values`, `results`: its operands and outputs.
     """
@@ -192,7 +194,7 @@ def transfer(
 
 
 def _ends(e: AnalyzedEquation, is_forward: bool) -> tuple[list[int], list[int]]:
-    """The operands and outputs that may have a tangent: those with known masks come first."""
+    """The operands and outputs that may have a tangent. The ends with known masks are first."""
     return (e.inexact_ins, e.inexact_outs) if is_forward else (e.inexact_outs, e.inexact_ins)
 
 
@@ -277,8 +279,8 @@ def _extremum(e, x, extremum, mask, is_forward) -> Mask:
 
 
 def _sums(e, values, given, is_forward) -> list[Mask]:
-    """Sums of elements that are taken: no derivative is negative. Of a product, each term is
-    taken with either factor, whatever the other is."""
+    """Sums of elements that are taken: no derivative is negative. A product takes each term
+    with either factor, whatever the other factor is."""
     is_product = kind_of(e.eqn).linear == "each"
     full = [jnp.ones_like(x) if is_product else jnp.asarray(x) for x in values]
     parts = [[i] for i in e.inexact_ins] if is_product else [e.inexact_ins]
@@ -400,8 +402,8 @@ def _through(analysis, values, masks, is_forward) -> list[Mask]:
 def masks_of_scan(
     e: AnalyzedEquation, values: Sequence[Any], masks: Sequence[Mask], is_forward: bool
 ) -> tuple[list[Mask], list[Mask]]:
-    """The masks of the outputs of a scan, or those of its operands. And those of the carry
-    before each step, or after each step: if one is an array, with a leading axis of time.
+    """The masks of the outputs of a scan, or the masks of its operands. And the masks of the
+    carry before each step, or after each step: an array has a leading axis of time.
 
     Forward, the masks go through the steps together with the values. Backward, the steps run
     once to record the carry, and then the masks go through them in reverse.
