@@ -72,7 +72,7 @@ class Plan:
                 self.steep_outs[id(eqn)] = steep
         elif e.is_risky and (e.is_mixed or any(alive[i] is not True for i in e.inexact_outs)):
             self.guarded.add(id(eqn))
-        elif any(steep) and kind_of(eqn).selects and kind_of(eqn).derivative == "smooth":
+        elif any(steep) and _selects_by_product(eqn):
             self.local.add(id(eqn))
 
     def touched(self) -> set[int]:
@@ -84,6 +84,12 @@ class Plan:
                 eqns.add(id(e.eqn))
                 found.update(e.eqn.outvars)
         return eqns
+
+
+def _selects_by_product(eqn: Any) -> bool:
+    """Whether JAX multiplies the cotangent of what is not selected by zero, as for `max`."""
+    kind = kind_of(eqn)
+    return kind.selects and kind.derivative == "smooth" and kind.linear != "each"
 
 
 def _inner_plans(e, alive, steep) -> list[Plan]:
