@@ -22,9 +22,7 @@ def is_collective(eqn: Any) -> bool:
 
 def join_static(a: bool | None, b: bool | None) -> bool | None:
     """`either` of masks that are known to be `True`, known to be `False`, or not known."""
-    if a is True or b is True:
-        return True
-    return False if a is False and b is False else None
+    return a is True or b is True or (None if None in (a, b) else False)
 
 
 def fill(n: int, indices: Sequence[int], masks: Sequence[Any]) -> list[Any]:
