@@ -11,6 +11,7 @@ from . import tangents as tangents
 from ._control_flow.checkpoint import filter_checkpoint as filter_checkpoint
 from ._control_flow.cond import filter_cond as filter_cond
 from ._control_flow.linear_recurrence import linear_recurrence as linear_recurrence
+from ._control_flow.map import filter_map as filter_map
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
 from ._errors import RuleError as RuleError

@@ -177,6 +177,90 @@ def test_forward_mode_and_batches_of_a_while_loop():
         jax.grad(last)(1.0)
 
 
+def _decay(x, n, **options):
+    """`n` steps; after them, the body is not finite where it is not evaluated."""
+    step = lambda c: (c[0] + 1, jnp.sqrt(n - c[0]) * jnp.sin(c[1]), jr.split(c[2])[0])
+    init = (jnp.zeros_like(x), x, jr.key(0))
+    return eqg.filter_while_loop(lambda c: c[0] < n, step, init, **options)[1]
+
+
+def _decay_written_out(x, n):
+    for i in range(n):
+        x = jnp.sqrt(n - i) * jnp.sin(x)
+    return x
+
+
+@pytest.mark.parametrize("checkpoint", ["sqrt", 1, 4, 100, None])
+def test_each_example_of_a_bounded_loop_has_its_own_length(checkpoint):
+    lengths, xs = [0, 5, 13, 1, 7], jnp.linspace(0.1, 0.9, 5)
+    options = {"max_steps": 13, "checkpoint": checkpoint}
+    pair = jax.value_and_grad(lambda x, n: _decay(x, n, **options))
+    got = jax.jit(jax.vmap(pair))(xs, jnp.array(lengths, jnp.float32))
+    each = [
+        jax.value_and_grad(_decay_written_out)(x, n) for x, n in zip(xs, lengths, strict=True)
+    ]
+    assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each), eps=50)
+    total = lambda xs: jnp.sum(jax.vmap(lambda x, n: _decay(x, n, **options))(xs, lengths_f))
+    lengths_f = jnp.array(lengths, jnp.float32)
+    assert_close(jax.jit(jax.grad(total))(xs), got[1], eps=50)
+
+
+def test_a_bounded_loop_stops_after_its_bound():
+    step = lambda x: 2 * x
+    for n in (0, 1, 5):
+        loop = lambda x: eqg.filter_while_loop(lambda x: x < 1e6, step, x, max_steps=n)  # noqa: B023
+        assert jax.value_and_grad(loop)(3.0) == (3.0 * 2**n, 2.0**n)
+
+
+def test_a_bounded_loop_skips_the_chunks_after_its_end():
+    calls = []
+
+    def step(x):
+        jax.debug.callback(calls.append, x)
+        return x + 1
+
+    run = lambda x: eqg.filter_while_loop(lambda x: x < 3, step, x, max_steps=100, checkpoint=5)
+    jax.block_until_ready(jax.jit(run)(0.0))
+    jax.effects_barrier()
+    assert len(calls) == 5
+
+
+def test_the_memory_of_a_bounded_loop():
+    """Weights are not among the residuals of each step, or chunk."""
+    weight = jnp.ones((64, 64)) / 64
+
+    def loss(weight, x, checkpoint):
+        step = lambda c: (c[0] + 1, jnp.tanh(weight @ c[1]))
+        run = eqg.filter_while_loop(
+            lambda c: c[0] < 900, step, (0, x), max_steps=1024, checkpoint=checkpoint
+        )
+        return jnp.sum(run[1])
+
+    def temporary(checkpoint):
+        gradient = jax.jit(jax.grad(lambda w, x: loss(w, x, checkpoint)))
+        compiled = gradient.lower(weight, jnp.ones(64)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # 32 carries, and the two arrays that 32 steps save, beside a few arrays like the weight.
+    assert temporary("sqrt") < 3 * 32 * 64 * 4 + 6 * weight.nbytes
+    assert temporary(256) > temporary(64) > temporary("sqrt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": -1}, "`max_steps` of `filter_while_loop` is not a number of steps"),
+        ({"max_steps": 2.0}, "`max_steps` of .*\n  it is 2.0"),
+        ({"max_steps": True}, "`max_steps` of"),
+        ({"max_steps": 3, "checkpoint": 0}, "`checkpoint` of `filter_while_loop`"),
+        ({"max_steps": 3, "checkpoint": "replay"}, "`checkpoint` of .*\n  it is 'replay'"),
+    ],
+)
+def test_options_of_a_bounded_loop(options, message):
+    with pytest.raises(RuleError, match=message):
+        eqg.filter_while_loop(lambda x: x < 1, lambda x: x, 1.0, **options)
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [

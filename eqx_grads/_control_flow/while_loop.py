@@ -1,11 +1,14 @@
-"""`filter_while_loop`: a `while_loop` whose carry is any PyTree."""
+"""`filter_while_loop`: a `while_loop` of any PyTree. With a bound, it has both modes."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
-from .._errors import check_function, name_of
+from .._errors import check_function, name_of, rule_error
 from .._jaxprs.eager_calls import call_compiled
 from .._jaxprs.varying import cast_carry
 from .carry import as_array_if_varying, Carry
@@ -15,9 +18,12 @@ def filter_while_loop(
     cond_fun: Callable[[PyTree], ArrayLike],
     body_fun: Callable[[PyTree], PyTree],
     init: PyTree,
+    *,
+    max_steps: int | None = None,
+    checkpoint: int | str | None = "sqrt",
 ) -> PyTree:
-    """`jax.lax.while_loop` for any PyTrees: `carry = body_fun(carry)` while
-    `cond_fun(carry)`.
+    r"""`jax.lax.while_loop` for any PyTrees: `carry = body_fun(carry)` while
+    `cond_fun(carry)`. With `max_steps`, it also has a reverse mode.
 
     !!! example
 
@@ -40,6 +46,26 @@ def filter_while_loop(
         1.414, with the slope 0.354
         ```
 
+    !!! example
+
+        ```python
+        import eqx_grads as eqg
+        import jax
+
+        def steps_to_ten(rate):
+            # The number of steps depends on the rate, and is at most 1000.
+            grow = lambda carry: carry * (1 + rate)
+            small = lambda carry: carry < 10
+            return eqg.filter_while_loop(small, grow, 1.0, max_steps=1000)
+
+        value, slope = jax.value_and_grad(steps_to_ten)(0.5)
+        print(f"{value:.2f}, with the slope {slope:.2f}")
+        ```
+
+        ```text
+        11.39, with the slope 45.56
+        ```
+
     **Arguments:**
 
     - `cond_fun`: whether to go on, a boolean of no dimensions.
@@ -47,17 +73,34 @@ def filter_while_loop(
     - `init`: the first carry, any PyTree. What varies and what is static in it is as in
         [`eqx_grads.filter_scan`][].
 
+    - `max_steps`: the most steps that the loop takes. If `cond_fun` is true after so many, the
+        loop returns that carry; call `cond_fun` on it to find out. Without `max_steps`, there
+        is no bound and no reverse mode.
+    - `checkpoint`: with `max_steps`, what is saved for the backward pass. With `k`, the carry
+        of every `k`-th step; the backward pass recomputes `k` steps at a time, and keeps their
+        residuals. `"sqrt"` is about $\sqrt{T}$ for $T$ `max_steps`. With `None`, the
+        residuals of all steps are saved, in memory for `max_steps` steps.
+
     **Returns:**
 
     The last carry.
 
+    **Cost:**
+
+    With `max_steps`, the loop runs chunks of `k` steps (of about $\sqrt{T}$ with `None`), and
+    skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times more than it
+    takes steps, at `init`, and drops the results. Under `jax.vmap`, each example has its own
+    number of steps, and the loop ends with the last of them. The memory is that of $T / k$
+    carries, and of the residuals of $k$ steps. For each chunk that is skipped, the backward
+    pass adds zeros to the gradient of what the body closes over: `max_steps` should not be much
+    larger than it has to be.
+
     **Derivative:**
 
-    That of the loop written out, in forward mode only, by `jax.lax.while_loop`: the number of
-    steps is not known, and so neither is the memory that reverse mode needs for the residuals.
-    If the number of steps has a bound, use [`eqx_grads.filter_scan`][] and choose in each
-    step; for a root or a fixed point, decorate the function that runs the loop with
-    [`eqx_grads.implicit`][].
+    That of the loop written out, whose number of steps is constant: what `cond_fun` does has no
+    derivative. With `max_steps`, in both modes, to all orders. Without, in forward mode only.
+    For a root or a fixed point, decorate the function that runs the loop with
+    [`eqx_grads.implicit`][], which needs no memory for the steps.
 
     **Raises:**
 
@@ -68,10 +111,32 @@ def filter_while_loop(
     check_function(body_fun, "body_fun", "filter_while_loop")
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
-    return call_compiled(_run, (cond_fun, body_fun), init)
+    chunk = None if max_steps is None else _steps_per_chunk(max_steps, checkpoint)
+    # Without a checkpoint, the residuals of all chunks are saved.
+    is_saved = checkpoint is None
+    return call_compiled(_run, (cond_fun, body_fun), init, max_steps, chunk, is_saved)
 
 
-def _run(cond_fun, body_fun, init):
+def _steps_per_chunk(max_steps: int, checkpoint: int | str | None) -> int:
+    is_count = lambda n: isinstance(n, int | np.integer) and not isinstance(n, bool)
+    if not (is_count(max_steps) and 0 <= max_steps < 2**31):
+        raise rule_error(
+            "The `max_steps` of `filter_while_loop` is not a number of steps.",
+            f"it is {max_steps!r:.60}",
+            do="Give an integer from 0 to 2**31 - 1, or `None` for a loop without a bound.",
+        )
+    if checkpoint in (None, "sqrt"):
+        return max(1, math.isqrt(max_steps))
+    if not (is_count(checkpoint) and int(checkpoint) > 0):
+        raise rule_error(
+            "The `checkpoint` of `filter_while_loop` is not a number of steps.",
+            f"it is {checkpoint!r:.60}",
+            do='Give a positive integer, "sqrt" or `None`.',
+        )
+    return int(checkpoint)
+
+
+def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     error = (
         f"`{name_of(body_fun)}`, the body of `filter_while_loop`, returned another carry than "
         "it was given."
@@ -86,7 +151,68 @@ def _run(cond_fun, body_fun, init):
         becomes_array |= more
     cond = lambda arrays: cond_fun(carry.tree(arrays))
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
-    return carry.tree(jax.lax.while_loop(cond, body, first))
+    if max_steps is None:
+        return carry.tree(jax.lax.while_loop(cond, body, first))
+    return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
+
+
+def _bounded_loop(
+    cond: Callable[[Sequence[jax.Array]], jax.Array],
+    body: Callable[[Sequence[jax.Array]], list[jax.Array]],
+    first: Sequence[jax.Array],
+    max_steps: int,
+    chunk: int,
+    is_saved: bool,
+) -> list[jax.Array]:
+    """Two nested scans, which JAX differentiates.
+
+    The outer scan skips the chunks after the end, by a `cond`. `jax.checkpoint` is around that
+    `cond`: JAX does not see which residuals of a `cond` are the same in all steps, such as
+    weights, and would save them once for each chunk.
+    """
+    # As `jax.lax.while_loop` does, the loop has the dtypes of the steps.
+    types = jax.eval_shape(body, first)
+    first = [
+        jax.lax.convert_element_type(x, t.dtype) for x, t in zip(first, types, strict=True)
+    ]
+    constant = [jax.lax.stop_gradient(x) for x in first]
+
+    def goes_on(state):
+        arrays, step = state
+        return (step < max_steps) & jnp.asarray(cond(arrays), bool)
+
+    def choose(goes, xs, ys):
+        return [jnp.where(goes, x, y) for x, y in zip(xs, ys, strict=True)]
+
+    def step(state, _):
+        # An example that has ended, in a batch or a chunk, may be where the body or its
+        # derivative is not finite. So it is evaluated at the first carry instead.
+        arrays, count = state
+        goes = goes_on(state)
+        new = body(choose(goes, arrays, constant))
+        return (choose(goes, new, arrays), count + goes.astype(jnp.int32)), None
+
+    def run_chunk(state, _):
+        run = lambda state: jax.lax.scan(step, state, None, length=chunk)[0]
+        some = _any_of_batch(goes_on(state))
+        return jax.lax.cond(some, run, lambda state: state, state), None
+
+    if not is_saved:
+        run_chunk = jax.checkpoint(run_chunk, prevent_cse=False)
+    state = first, jnp.zeros((), jnp.int32)
+    return jax.lax.scan(run_chunk, state, None, length=-(-max_steps // chunk))[0][0]
+
+
+@jax.custom_batching.custom_vmap
+def _any_of_batch(x):
+    """A boolean; under `jax.vmap`, whether it is true for any example, so that a `cond` stays
+    one: with a batched predicate, JAX runs both branches."""
+    return x
+
+
+@_any_of_batch.def_vmap
+def _(size, batched, x):
+    return _any_of_batch(jnp.any(x, 0) if batched[0] else x), False
 
 
 def _body(fn, carry: Carry, error: str):

@@ -34,7 +34,6 @@ NOT_OPS = {
     "HostFunction",  # made by `host_function`
     "LinearFunction",
     "LinearHostFunction",
-    "filter_while_loop",  # forward mode only
     "explain_memory",
     "explain_nan",
     "explain_zero",

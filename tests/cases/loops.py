@@ -47,6 +47,19 @@ def _():
     return fn, (_numbers(2), _numbers(5, 2))
 
 
+@case("filter_map")
+def _():
+    fn = lambda w, xs: eqg.filter_map(lambda x: jnp.tanh(w * x), xs, chunk=2)
+    return fn, (_numbers(2), _numbers(5, 2))
+
+
+@case("filter_while_loop")
+def _():
+    step = lambda h: (h[0] + 1, jnp.tanh(h[1] + h[2]), h[2])
+    fn = lambda h, x: eqg.filter_while_loop(lambda h: h[0] < 3, step, (0, h, x), max_steps=5)[1]
+    return fn, (_numbers(2), _numbers(2))
+
+
 class _Elementwise(eqx.Module):
     w: jax.Array
 

@@ -203,6 +203,21 @@ target(
     lambda **functions: eqg.filter_while_loop(init=jnp.ones(2), **functions),
     cond_fun=good(lambda x: jnp.sum(x) < 3.0),
     body_fun=good(lambda x: 2 * x),
+    max_steps=(None, optional(integer(0))),
+)
+target(
+    "filter_while_loop: bounded",
+    lambda checkpoint: eqg.filter_while_loop(
+        lambda x: x < 3.0, lambda x: 2 * x, 1.0, max_steps=4, checkpoint=checkpoint
+    ),
+    checkpoint=("sqrt", optional(either(size, one_of("sqrt")))),
+)
+target(
+    "filter_map",
+    lambda f, chunk, checkpoint: eqg.filter_map(f, X, chunk=chunk, checkpoint=checkpoint),
+    f=(jnp.sin, sine),
+    chunk=(None, optional(size)),
+    checkpoint=FLAG,
 )
 
 

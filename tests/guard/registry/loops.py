@@ -214,11 +214,11 @@ entry(
 # ---------------------------------------------------------------- other control flow
 
 
-def root(x, n):
+def root(x, n, **options):
     """Newton, with a count that becomes an array and a function in the carry."""
     step = lambda c: (c[0] + 1, c[1], 0.5 * (c[2] + c[1](x) / c[2]))
     more = lambda c: c[0] < n
-    return eqg.filter_while_loop(more, step, (0, jnp.exp, x))[::2]
+    return eqg.filter_while_loop(more, step, (0, jnp.exp, x), **options)[::2]
 
 
 def root_plain(x, n):
@@ -236,6 +236,34 @@ entry(
     plain=root_plain,
     orders=("value", "jvp", "FF"),
 )
+# Chunks that the steps fill, that they do not fill, and that `max_steps` cuts.
+for options in ({}, {"checkpoint": 4}, {"checkpoint": None}, {"max_steps": 4, "checkpoint": 3}):
+    entry(
+        f"filter_while_loop: bounded, {options}",
+        ft.partial(root, **{"max_steps": 11} | options),
+        np.array([0.5, 1.2]),
+        np.array(9 if "max_steps" in options else 4),
+        plain=root_plain,
+        transforms=not options,
+    )
+
+
+def mapped(run):
+    """Of two arrays, with an array that is the same for all slices, and two outputs."""
+    each = lambda w: lambda x, s: (jnp.tanh(x["x"] @ w) * s, jnp.sum(x["x"] ** 2))
+    return lambda xs, w, s: run(each(w))({"x": xs}, s)
+
+
+for options in ({}, {"chunk": 3}, {"chunk": 7, "checkpoint": False}):
+    entry(
+        f"filter_map: {options}",
+        mapped(lambda f, options=options: lambda *xs: eqg.filter_map(f, *xs, **options)),
+        np.linspace(-1, 1, 14).reshape(7, 2),
+        np.array([[0.3, -0.8, 1.1], [0.5, 0.2, -0.4]]),
+        np.linspace(0.5, 2, 7),
+        plain=mapped(jax.vmap),
+        transforms=bool(options),
+    )
 
 
 def branches(flags):

@@ -1,0 +1,149 @@
+"""`filter_map`: `jax.vmap` in chunks, of which the backward pass recomputes one at a time."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._errors import check_flags, check_function, name_of, rule_error, show_path, type_of
+from .._jaxprs.eager_calls import call_compiled
+from .._jaxprs.symbolic_sizes import is_symbolic, Size
+from .._rules.flatten_call import is_numeric_array, TreeSplit
+from .chunked_scan import near_divisor
+
+
+def filter_map(
+    f: Callable[..., PyTree],
+    *xs: PyTree,
+    chunk: int | None = None,
+    checkpoint: bool = True,
+) -> PyTree:
+    r"""Apply a function to each slice of its arguments, in chunks: `jax.vmap` that needs the
+    memory of one chunk.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import eqx_grads as eqg
+        import jax
+        import jax.numpy as jnp
+
+        mlp = eqx.nn.MLP(3, "scalar", 256, 2, key=jax.random.key(0))
+        xs = jax.random.normal(jax.random.key(1), (1000, 3))
+
+        @eqx.filter_grad
+        def gradient(mlp):
+            # The activations of 50 examples are in memory, not those of 1000.
+            return jnp.mean(eqg.filter_map(mlp, xs, chunk=50))
+
+        print(gradient(mlp).layers[0].weight.shape)
+        ```
+
+        ```text
+        (256, 3)
+        ```
+
+    **Arguments:**
+
+    - `f`: called with one slice of each of `xs`. A function, a bound method or a Module;
+        whatever it closes over, or has as leaves, is the same for all slices and is
+        differentiated like anywhere else.
+    - `xs`: any PyTrees. Arrays, of random keys too, have the same length along their first
+        axis. All other leaves are passed as they are.
+    - `chunk`: how many slices are computed at once, by `jax.vmap`. About the square root of the
+        length by default. The last chunk may be shorter.
+    - `checkpoint`: whether the backward pass recomputes each chunk. If not, the residuals of
+        all chunks are saved, as `jax.lax.map(..., batch_size=chunk)` does.
+
+    **Returns:**
+
+    What `f` returns, stacked along a new first axis. Leaves that are not arrays come back as
+    they are, once.
+
+    **Derivative:**
+
+    That of `jax.vmap(f)(*xs)`, in both modes, to all orders. Its backward pass calls `f` once
+    more, and adds the gradients of what is the same for all slices chunk by chunk.
+
+    **Raises:**
+
+    [`eqx_grads.RuleError`][] if there is no array in `xs`, if one has no axis or another
+    length, or if `chunk` is not a positive integer.
+    """
+    check_function(f, "f", "filter_map")
+    check_flags("filter_map", checkpoint=checkpoint)
+    n = _common_length(f, xs)
+    if chunk is None:
+        # A number of slices that is symbolic can't be divided: they are one chunk.
+        chunk = near_divisor(n, math.sqrt(n)) if not is_symbolic(n) and n > 3 else n
+    elif is_symbolic(n):
+        raise rule_error(
+            f"`filter_map` of `{name_of(f)}` can't divide a symbolic number of slices.",
+            f"there are {n}, and `chunk` is {chunk!r:.60}",
+            do="Leave out `chunk`, or export the function for a fixed number.",
+        )
+    elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
+        raise rule_error(
+            "The `chunk` of `filter_map` is not a number of slices.",
+            f"it is {chunk!r:.60}",
+            do="Give a positive integer, or `None` for about the square root of the length.",
+        )
+    return call_compiled(_run, (f,), xs, n, chunk, checkpoint)
+
+
+def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
+    found, first = None, ""
+    for path, x in jax.tree_util.tree_leaves_with_path(xs):
+        if not is_numeric_array(x):
+            continue
+        where = f"`xs{show_path(path)}` is {type_of(x)}"
+        n = jnp.shape(x)[0] if jnp.ndim(x) else None
+        if found is None:
+            found, first = n, where
+        if n is None or n != found:
+            raise rule_error(
+                f"`filter_map` of `{name_of(f)}` was given an array of no or another length.",
+                *dict.fromkeys([first, where]),
+                do="Every array in `xs` has one slice for each call, along its first axis. "
+                "Close over what is the same for all calls.",
+            )
+    if found is None:
+        raise rule_error(
+            f"`filter_map` of `{name_of(f)}` was given nothing to map over.",
+            "there is no array in `xs`",
+            do="Pass an array, such as `jnp.arange(n)`.",
+        )
+    return found
+
+
+def _run(f, xs, n, chunk, checkpoint):
+    call, arrays = TreeSplit.split(xs, is_numeric_array)
+    returned: list[TreeSplit] = []
+
+    def of_slice(arrays):
+        out, ys = TreeSplit.split(f(*call.tree(arrays)), is_numeric_array)
+        returned[:] = [out]
+        return ys
+
+    def of_chunk(arrays, in_scan):
+        run = jax.vmap(of_slice)
+        # In a scan, the compiler can't merge the two evaluations of a chunk.
+        return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
+
+    if is_symbolic(n) or n <= chunk:
+        ys = of_chunk(arrays, in_scan=False)
+    else:
+        whole = n - n % chunk
+        chunks = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
+        step = lambda _, chunk: (None, of_chunk(chunk, in_scan=True))
+        _, ys = jax.lax.scan(step, None, chunks)
+        ys = [y.reshape(whole, *y.shape[2:]) for y in ys]
+        if whole < n:
+            rest = of_chunk([x[whole:] for x in arrays], in_scan=False)
+            ys = [jnp.concatenate(pair) for pair in zip(ys, rest, strict=True)]
+    return returned[0].tree(ys)
