@@ -26,7 +26,7 @@ DOCS = HERE.parent / "docs"
 # By section of the page, the scripts.
 SECTIONS = {
     "Recurrent layers": ("recurrent", "sizes"),
-    "Scans": ("scans", "auto", "online"),
+    "Scans": ("scans", "auto", "online", "bounded_loops"),
     "Spiking neurons": ("spiking",),
     "Losses": ("linear_cross_entropy",),
     "Solvers": ("fixed_point", "implicit", "events"),

@@ -15,7 +15,6 @@ from ._control_flow.map import filter_map as filter_map
 from ._control_flow.scan import filter_scan as filter_scan
 from ._control_flow.while_loop import filter_while_loop as filter_while_loop
 from ._errors import RuleError as RuleError
-from ._gradient_ops._zero_safe.zero_safe import zero_safe as zero_safe
 from ._gradient_ops.linear import (
     mask_gradient as mask_gradient,
     psum_gradient as psum_gradient,
@@ -48,6 +47,7 @@ from ._rules.replace_gradient import (
     replace_gradient as replace_gradient,
     with_gradient_of as with_gradient_of,
 )
+from ._zero_safe.zero_safe import zero_safe as zero_safe
 
 
 if TYPE_CHECKING:

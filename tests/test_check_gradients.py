@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from eqx_grads._jaxprs.in_float64 import evaluate_in_float64
-from eqx_grads._jaxprs.lowest_precision import lowest_precisions
+from eqx_grads._diagnosis._programs.in_float64 import evaluate_in_float64
+from eqx_grads._diagnosis._programs.lowest_precision import lowest_precisions
 from eqx_grads.testing._gradient_faults import _cure, NO_REASONS
 from eqx_grads.testing._judge_leaf import Judge
 from eqx_grads.testing._loss_program import trace_in_both_precisions

@@ -6,7 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from eqx_grads._jaxprs.elementwise import ELEMENTWISE
+from eqx_grads._jaxprs.primitives import ELEMENTWISE
 from jax.extend.core import Primitive, primitives
 
 

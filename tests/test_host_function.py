@@ -1283,3 +1283,19 @@ def test_complex_steps_in_each_precision(dtype):
     got = jax.grad(lambda x: sin(x).astype(jnp.float32))(dtype(0.5))
     assert got.dtype == dtype
     assert abs(float(got) - np.cos(0.5)) <= float(jnp.finfo(dtype).eps)
+
+
+def test_a_rule_around_a_host_function_without_one():
+    """A function with a rule, applied to a tangent, is transposed by its rule."""
+    host = eqg.host_function(lambda x: np.asarray(2 * x), out=lambda x: x)
+    double = eqg.custom_jvp(lambda x: host(x))
+    double.def_jvp(lambda primals, tangents: (host(*primals), 2 * tangents[0]))
+    x = jnp.array([0.3, 1.0])
+    for linear in (double, lambda t: 2 * t):
+        f = eqg.custom_jvp(jnp.sin)
+        f.def_jvp(lambda p, t, linear=linear: (jnp.sin(*p), linear(jnp.cos(*p) * t[0])))
+        assert_close(jax.grad(lambda x, f=f: jnp.sum(f(x)))(x), 2 * jnp.cos(x))
+    f = eqg.custom_jvp(jnp.sin)
+    f.def_jvp(lambda primals, tangents: (jnp.sin(*primals), host(*tangents)))
+    with pytest.raises(eqg.RuleError, match="on the host with a tangent"):
+        jax.grad(lambda x: jnp.sum(f(x)))(x)

@@ -12,6 +12,12 @@ import numpy as np
 import pytest
 from eqx_grads._control_flow.matmul_layout import inlined
 from eqx_grads._control_flow.vectorize import why_not_batched, why_not_vectorizable
+from eqx_grads._diagnosis._programs.record import (
+    AbstractRecorder,
+    record,
+    record_inner,
+    record_while,
+)
 from eqx_grads._jaxprs.dependence import depends, free_variables, needed
 from eqx_grads._jaxprs.evaluate import (
     bind,
@@ -28,7 +34,6 @@ from eqx_grads._jaxprs.linearity import (
     UNKNOWN,
     why_nonlinear,
 )
-from eqx_grads._jaxprs.record import AbstractRecorder, record, record_inner, record_while
 from eqx_grads._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -458,7 +463,7 @@ class TestStructure:
         assert structure(ours(call=None)) is None
         assert inner_programs(ours(call=None)) == ()
         inner = structure(eqn).programs
-        assert structure(ours(call=None, call_jaxpr=inner[0])) == CallWithRule(inner)
+        assert structure(ours(call=None, call_jaxpr=inner[0])) == CallWithRule(inner, True)
 
     def test_shard_map(self):
         mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -591,3 +591,41 @@ def test_at_the_end_of_a_closed_domain(name, dtype):
         assert jax.grad(eqg.zero_safe(loss))(x) == 0
         inside = jnp.array(0.5 * end, dtype)
         assert jax.grad(eqg.zero_safe(loss))(inside) == jax.grad(fn)(inside)
+
+
+def test_a_backward_rule_that_calls_an_elementwise_function_of_this_library():
+    """What a `jax.custom_vjp` computes is dropped element by element only if its backward rule
+    is seen to be elementwise. An undecorated `half` is the witness."""
+    fns = [lambda x: 0.5 * x, eqg.elementwise(lambda x: 0.5 * x, lambda out, x: 0.5)]
+    for half in fns:
+        f = jax.custom_vjp(jnp.sqrt)
+        f.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, ct, half=half: (half(ct / jnp.sqrt(x)),))
+        loss = lambda x, f=f: jnp.sum(jnp.where(x > 0, f(x), 0.0))
+        gradient = jax.grad(eqg.zero_safe(loss))(jnp.array([0.0, 4.0]))
+        np.testing.assert_array_equal(gradient, [0.0, 0.25])
+
+
+def test_values_behind_a_barrier_keep_their_own_ranges():
+    """The first value is never small, the second one may be zero."""
+
+    def loss(x):
+        _, x = jax.lax.optimization_barrier((x**2 + 1.0, x))
+        return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+
+    gradient = jax.grad(eqg.zero_safe(loss))(jnp.array([0.0, 4.0]))
+    np.testing.assert_array_equal(gradient, [0.0, 0.25])
+
+
+def test_a_complex_sign_has_no_infinite_factor():
+    """JAX knows that its derivative is zero, even though its value divides by `abs(x)`."""
+    x = jnp.array([0.0, 4.0])
+    loss = lambda x: jnp.sum(jnp.abs(jnp.sign(x + 0j).real) * x)
+    np.testing.assert_array_equal(jax.grad(eqg.zero_safe(loss))(x), jax.grad(loss)(x))
+
+
+def test_a_convolution_before_a_root_costs_nothing_more():
+    """A convolution does not use all elements, and multiplies no cotangent by zero."""
+    kernel = jnp.ones(3)
+    loss = lambda x: jnp.sum(jnp.sqrt(jnp.convolve(x, kernel, "valid")[::2]))
+    n_products = lambda fn: str(jax.make_jaxpr(jax.grad(fn))(jnp.ones(9))).count("conv_general")
+    assert n_products(eqg.zero_safe(loss)) == n_products(loss)

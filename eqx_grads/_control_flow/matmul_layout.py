@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .._jaxprs.dependence import depends
-from .._jaxprs.elementwise import ELEMENTWISE
 from .._jaxprs.evaluate import bind, evaluate
+from .._jaxprs.primitives import ELEMENTWISE
 from .._jaxprs.structure import Call, structure
 from .._jaxprs.versions import assigns_shardings
 

@@ -1,14 +1,15 @@
 """The scan body: the user's step as a function of lists of arrays."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, mapped_aval
+from jax.extend.core import mapped_aval
 
 from .._errors import name_of, place_of, rule_error, show_tree, type_of
-from .._jaxprs.evaluate import evaluate
-from .._jaxprs.structure import Cond, inner_programs, Scan, ShardMap, structure, While
+from .._jaxprs.interpret import Domain, interpret
+from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
 from .._rules.closure_convert import lift_tracers
 from .._rules.flatten_call import TreeSplit
@@ -123,7 +124,8 @@ class ScanBody:
         def flat(arrays):
             return self._carry.arrays(fn(self._carry.tree(arrays)), arrays, fn, error)
 
-        sources = _sources(jax.make_jaxpr(flat)(carry), range(len(carry)))
+        program = jax.make_jaxpr(flat)(carry)
+        sources = interpret(program, range(len(carry)), _SOURCES).outs
         for i, source in enumerate(sources):
             if source != i:
                 where = self._carry.paths()[i]
@@ -143,24 +145,21 @@ class ScanBody:
 _IDENTITIES = ("stop_gradient", "copy", "copy_p", "optimization_barrier")
 
 
-def _sources(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Which of `args` each output of a program is; `None` if that is not known."""
-
-    def hook(eqn, values):
-        known, programs = structure(eqn), inner_programs(eqn)
-        operands = values[1:] if isinstance(known, Cond) else values
-        is_call = programs and not isinstance(known, Scan | While | ShardMap)
-        if is_call and all(len(p.in_avals) == len(operands) for p in programs):
-            outs = [_sources(program, operands) for program in programs]
-            return [_agreed(cases) for cases in zip(*outs, strict=True)]
-        if eqn.primitive.name == "select_n":
-            return [_agreed(values[1:])]
-        if eqn.primitive.name in _IDENTITIES:
-            return values[: len(eqn.outvars)]
-        return [None] * len(eqn.outvars)
-
-    return evaluate(program, args, hook, constant=lambda _: None)
+def _agreed(a: int | None, b: int | None) -> int | None:
+    return a if a == b else None
 
 
-def _agreed(cases):
-    return cases[0] if len(set(cases)) == 1 else None
+def _apply(eqn: Any, sources: Sequence[int | None], _) -> list[int | None]:
+    if eqn.primitive.name == "select_n":
+        return [ft.reduce(_agreed, sources[1:])]
+    is_identity = eqn.primitive.name in _IDENTITIES
+    return list(sources[: len(eqn.outvars)]) if is_identity else [None] * len(eqn.outvars)
+
+
+# Which input a value is; `None` if that is not known.
+_SOURCES = Domain[int | None](
+    constant=lambda x: None,
+    join=_agreed,
+    apply=_apply,
+    enters=lambda known: not isinstance(known, Scan | While | ShardMap),
+)

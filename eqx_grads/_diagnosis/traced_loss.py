@@ -25,10 +25,10 @@ from .._errors import (
     show_path,
     show_tree,
 )
-from .._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from .._jaxprs.structure import holds, is_reference
 from .._jaxprs.versions import keeping_tracebacks
 from .._tangent_spaces import is_differentiable
+from .._zero_safe.zero_safe import ZeroSafe
 from .layers import wrap_layers
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .in_float64 import primal_program
+from .structure import primal_program
 
 
 def name_on_host(eqn: Any) -> str:
@@ -17,14 +17,13 @@ def host_function_in(eqn: Any) -> str:
 
 
 def is_without_derivative(eqn: Any) -> bool:
-    """Whether an equation is the call of a host function that was given no derivative."""
-    codes = [getattr(_op(e), "code", None) for e in _equations_of_call(eqn)]
-    has_rule = lambda code: (code.jvp, code.bwd, code.finite_difference) != (None, None, None)
-    return any(code is not None and not has_rule(code) for code in codes)
+    """Whether an equation calls a host function that was given no derivative."""
+    code = getattr(_op(eqn), "code", None)
+    return code is not None and (code.jvp, code.bwd, code.finite_difference) == (None,) * 3
 
 
 def _equations_of_call(eqn: Any) -> Sequence[Any]:
-    program = primal_program(eqn) if eqn.primitive.name == "eqg_call" else None
+    program = primal_program(eqn)
     return () if program is None else program.eqns
 
 

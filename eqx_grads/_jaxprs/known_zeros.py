@@ -20,8 +20,9 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
 from .evaluate import bind, enter, evaluate
-from .linearity import linear_operands, MULTILINEAR
-from .structure import Call, Checkpoint, Cond, Scan, structure, While
+from .interpret import Domain, interpret, Interpretation, Step
+from .primitives import kind_of, linear_operands
+from .structure import Call, Checkpoint, Cond, Scan, Structure, structure, While
 from .versions import assigns_shardings
 
 
@@ -34,73 +35,69 @@ def evaluate_with_zeros(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     An equation of which not enough is known gets arrays of zeros. (Its derivative at zero would
     do without, but drops the outputs that do not depend on the inputs at all.)
     """
-    return _evaluate(program, args, [x is None for x in args])
+    flags = interpret(program, [x is None for x in args], _ZEROS)
+    return _evaluate(flags, args)
 
 
-def _evaluate(program: ClosedJaxpr, args: Sequence[Any], flags: Sequence[Flag]) -> list[Any]:
-    pairs = [(None if f is True else x, f) for x, f in zip(args, flags, strict=True)]
-    constant = lambda x: (x, _flag_of_constant(x))
-    out = evaluate(program, pairs, _evaluate_equation, constant=constant)
-    return [x for x, _ in out]
+def _evaluate(flags: Interpretation[Flag], args: Sequence[Any]) -> list[Any]:
+    """The outputs. Inputs and outputs are `None` where their flag is `True`."""
+    steps = iter(flags.steps)
+
+    def hook(eqn, values):
+        step = next(steps)
+        values = [None if f is True else x for f, x in zip(step.ins, values, strict=True)]
+        if True not in step.ins:
+            return bind(eqn, values)
+        if step.outs and all(f is True for f in step.outs) and not eqn.effects:
+            return [None] * len(step.outs)
+        return _evaluate_partly(step, values)
+
+    return evaluate(flags.program, args, hook)
 
 
-def _evaluate_equation(eqn: Any, pairs: list[tuple[Any, Flag]]) -> Sequence[tuple[Any, Flag]]:
-    values, flags = [x for x, _ in pairs], [flag for _, flag in pairs]
-    out_flags = _flags_of_equation(eqn, flags)
-    if True not in flags:
-        out = bind(eqn, values)
-    elif out_flags and all(flag is True for flag in out_flags) and not eqn.effects:
-        out = [None] * len(out_flags)
-    else:
-        out = _evaluate_partly(eqn, values, flags, out_flags)
-    return list(zip(out, out_flags, strict=True))
-
-
-def _evaluate_partly(eqn, values, flags, out_flags) -> Sequence[Any]:
+def _evaluate_partly(step: Step[Flag], values: list[Any]) -> Sequence[Any]:
     """An equation that some zeros enter, and of which not all outputs are known zeros."""
-    known, name = structure(eqn), eqn.primitive.name
+    eqn, known, name = step.eqn, structure(step.eqn), step.eqn.primitive.name
     if isinstance(known, Call) and not assigns_shardings(eqn.params):
-        return _evaluate(*known.programs, values, flags)
+        return _evaluate(step.inner[0], values)
     # A `CallWithRule` is not entered, as its rule would be lost.
     if isinstance(known, Checkpoint | Scan | While) or (
         isinstance(known, Cond) and not known.by_platform
     ):
-        return _enter(eqn, known, values, flags, out_flags)
+        return _enter(step, known, values)
     if name in ("add", "add_any", "sub"):  # one of two operands is left
         x = jnp.negative(values[1]) if values[0] is None and name == "sub" else None
         x = (values[1] if values[0] is None else values[0]) if x is None else x
         return [jnp.broadcast_to(x, eqn.outvars[0].aval.shape)]
-    out = bind(eqn, _with_zeros(values, eqn.invars))
-    return [None if flag is True else x for x, flag in zip(out, out_flags, strict=True)]
+    return _with_flags(bind(eqn, _with_zeros(values, eqn.invars)), step.outs)
 
 
-def _enter(eqn, known, values, flags, out_flags) -> Sequence[Any]:
+def _enter(step: Step[Flag], known: Structure, values: list[Any]) -> Sequence[Any]:
     """Evaluate the programs of a checkpoint, a loop or branches with zeros.
 
     What is carried or returned is `None` where it is always zero, and an array everywhere else.
     """
-    first, last = _carry(known)
-    flags = list(flags)
-    flags[first:last] = _flags_of_carry(known, flags)
-    values = [
-        None if flag is True else x
-        for x, flag in zip(_with_zeros(values, eqn.invars), flags, strict=True)
-    ]
+    values = _with_zeros(values, step.eqn.invars)
+    if isinstance(known, Scan | While):
+        first, last = known.n_before_carry, known.n_before_carry + known.n_carry
+        of_carry = step.outs[: known.n_carry]
+        values[first:last] = _with_flags(values[first:last], of_carry)
 
-    def run(program, values, extra):
-        if extra is not None:  # the condition of a `while_loop`, which is not an output
-            n = known.n_cond_consts
-            out = _evaluate(program, values, [*flags[:n], *flags[first:last]])
-            return _with_zeros(out, program.jaxpr.outvars)
-        out = _evaluate(program, values, _flags_inside(known, flags))
-        dense = _with_zeros(out, program.jaxpr.outvars)
-        return [None if f is True else x for x, f in zip(dense, out_flags, strict=True)]
+    inner = {id(flags.program.jaxpr): flags for flags in step.inner}
 
-    extras = [(), None] if isinstance(known, While) else None
-    return enter(eqn, values, run, extras)
+    def run(program, values, _):
+        out = _with_zeros(_evaluate(inner[id(program.jaxpr)], values), program.jaxpr.outvars)
+        is_condition = isinstance(known, While) and program.jaxpr is step.inner[0].program.jaxpr
+        return out if is_condition else _with_flags(out, step.outs)
+
+    return enter(step.eqn, values, run)
 
 
-def _with_zeros(values, variables) -> list[Any]:
+def _with_flags(values: Sequence[Any], flags: Sequence[Flag]) -> list[Any]:
+    return [None if f is True else x for x, f in zip(values, flags, strict=True)]
+
+
+def _with_zeros(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     return [
         ad.zeros_like_aval(v.aval) if x is None else x
         for x, v in zip(values, variables, strict=True)
@@ -110,72 +107,19 @@ def _with_zeros(values, variables) -> list[Any]:
 # ---------------------------------------------------------------- flags
 
 
-def _flags_of_equation(eqn: Any, flags: Sequence[Flag]) -> list[Flag]:
-    known = structure(eqn)
-    if known is None:
-        return _flags_by_name(eqn, flags)
-    if isinstance(known, Cond):
-        branches = [_flags_of_program(branch, flags[1:]) for branch in known.programs]
-        return [_either(*outs) for outs in zip(*branches, strict=True)]
-    if not isinstance(known, Scan | While):
-        return _flags_of_program(*known.programs, flags)
-    first, last = _carry(known)
-    carry = _flags_of_carry(known, flags)
-    inside = _flags_inside(known, [*flags[:first], *carry, *flags[last:]])
-    out = _flags_of_program(known.programs[-1], inside)
-    return [*carry, *out[len(carry) :]]
-
-
-def _flags_of_carry(known, flags) -> list[Flag]:
-    """The flags that the carry of a loop has in all of its steps."""
-    first, last = _carry(known)
-    carry = list(flags[first:last])
-    while carry:  # an element only loses its flag, so this ends
-        inside = _flags_inside(known, [*flags[:first], *carry, *flags[last:]])
-        out = _flags_of_program(known.programs[-1], inside)
-        new = [_either(a, b) for a, b in zip(carry, out, strict=False)]
-        if new == carry:
-            break
-        carry = new
-    return carry
-
-
-def _flags_inside(known, flags) -> Sequence[Flag]:
-    """The flags of the inputs of the program that is run with these operands."""
-    if isinstance(known, Cond):
-        return flags[1:]
-    return flags[known.n_cond_consts :] if isinstance(known, While) else flags
-
-
-def _carry(known) -> tuple[int, int]:
-    """Where the carry of a loop begins and ends among the operands."""
-    if isinstance(known, Scan):
-        return known.n_consts, known.n_consts + known.n_carry
-    if isinstance(known, While):
-        first = known.n_cond_consts + known.n_body_consts
-        return first, first + len(known.programs[1].out_avals)
-    return 0, 0
-
-
-def _flags_of_program(program: ClosedJaxpr, flags: Sequence[Flag]) -> list[Flag]:
-    return evaluate(program, flags, _flags_of_equation, constant=_flag_of_constant)
-
-
-def _flags_by_name(eqn, flags) -> list[Flag]:
-    name, n = eqn.primitive.name, len(eqn.outvars)
-    if name == "optimization_barrier":
+def _flags_of_outputs(eqn: Any, flags: Sequence[Flag], _) -> list[Flag]:
+    kind, n = kind_of(eqn), len(eqn.outvars)
+    if kind.identity:
         return list(flags)
-    if name in MULTILINEAR:
+    if kind.linear == "each":
         return [True in flags] * n
-    if name == "convert_element_type":
+    if eqn.primitive.name == "convert_element_type":
         is_inexact = jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)
         return [flags[0] if is_inexact or flags[0] is None else False]
-    if name == "select_n":
+    if eqn.primitive.name == "select_n":
         return [_either(*flags[1:])] * n
     indices = linear_operands(eqn)
-    if indices is None or not indices:
-        return [False] * n
-    return [_either(*(flags[i] for i in indices))] * n
+    return [_either(*(flags[i] for i in indices)) if indices else False] * n
 
 
 def _either(*flags: Flag) -> Flag:
@@ -189,3 +133,6 @@ def _flag_of_constant(x: Any) -> Flag:
     is_number = isinstance(x, int | float | complex | np.ndarray | np.generic)
     is_scalar = is_number and np.ndim(x) == 0 and np.result_type(x) != float0
     return None if is_scalar and x == 0 else False
+
+
+_ZEROS = Domain[Flag](constant=_flag_of_constant, join=_either, apply=_flags_of_outputs)

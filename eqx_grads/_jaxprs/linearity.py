@@ -15,9 +15,10 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .dependence import without_unused
-from .evaluate import evaluate
 from .host_calls import is_without_derivative, name_on_host
-from .structure import Cond, holds, Scan, structure, While
+from .interpret import Domain, interpret
+from .primitives import kind_of, linear_operands
+from .structure import CallWithRule, holds, structure, While
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,14 @@ def _nonlinear(reason: str) -> _Status:
     return _Status(5, reason)
 
 
-def output_statuses(program: ClosedJaxpr) -> list[_Status]:
+def output_statuses(program: ClosedJaxpr) -> Sequence[_Status]:
     """How each output depends on the inputs, all of which are taken as arguments."""
     return _statuses(program, [LINEAR] * len(program.in_avals))
 
 
 def linear_in(
     program: ClosedJaxpr, flags: Sequence[bool], others: _Status = CONSTANT
-) -> list[_Status]:
+) -> Sequence[_Status]:
     """How each output depends on the flagged inputs."""
     return _statuses(program, [LINEAR if f else others for f in flags])
 
@@ -100,85 +101,21 @@ def _status_of_constant(x) -> _Status:
     return CONSTANT if np.any(np.asarray(x)) else ZERO
 
 
-# Linear in all of their operands together.
-JOINTLY_LINEAR = frozenset(
-    """
-    neg reshape broadcast_in_dim squeeze transpose reduce_sum slice rev real imag conj copy
-    cumsum reduce_window_sum psum psum_invariant all_gather all_to_all ppermute pvary pbroadcast
-    reduce_scatter concatenate pad complex add sub add_any sharding_constraint
-    optimization_barrier split device_put fft stack unstack tile reduce_precision
-    all_gather_invariant all_gather_reduced unreduced_psum unreduced_reduce_scatter preduced
-    layout_constraint
-    """.split()  # noqa: SIM905
-)
-# Linear in the operands with these indices; the others must not depend on the arguments.
-_LINEAR_IN = {
-    "gather": (0,),
-    "dynamic_slice": (0,),
-    "dynamic_update_slice": (0, 1),
-    "scatter": (0, 2),
-    "scatter-add": (0, 2),
-    "scatter-sub": (0, 2),
-    "select_and_scatter_add": (0,),
-    "div": (0,),
-    "triangular_solve": (1,),
-    "tridiagonal_solve": (3,),
-}
-# Linear in each operand while the others do not depend on the arguments.
-MULTILINEAR = ("mul", "dot_general", "ragged_dot_general", "conv_general_dilated")
-_NONLINEAR = frozenset(
-    """
-    sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh exp exp2 expm1 log log1p sqrt
-    rsqrt cbrt logistic erf erfc erf_inv lgamma digamma igamma igammac polygamma abs sign
-    floor ceil round pow square max min rem atan2 clamp nextafter reduce_max reduce_min
-    reduce_prod cumprod cummax cummin cumlogsumexp argmax argmin eq ne lt le gt ge is_finite
-    sort
-    """.split()  # noqa: SIM905
-)
 _CALLBACKS = ("pure_callback", "io_callback")
-# What these are differentiable in depends on the types of their operands only, not on shapes or
-# parameters.
-ELEMENTARY = JOINTLY_LINEAR.union(
-    _LINEAR_IN, MULTILINEAR, _NONLINEAR, ("select_n", "convert_element_type", "integer_pow")
-)
 
 
-def linear_operands(eqn: Any) -> Sequence[int] | None:
-    """The operands in which an equation is jointly linear, by index; `None` if unknown."""
-    name, n = eqn.primitive.name, len(eqn.invars)
-    if name in JOINTLY_LINEAR:
-        return range(n)
-    if name == "eqg_linear":  # our own, `_rules/linear_primitive.py`
-        return range(eqn.params["n_residuals"], n)
-    if name == "custom_linear_solve":  # the right-hand sides come last
-        return range(n - len(eqn.outvars), n)
-    return _LINEAR_IN.get(name)
-
-
-def _statuses(program: ClosedJaxpr, args: Sequence[_Status]) -> list[_Status]:
-    return evaluate(program, args, _evaluate_equation, constant=_status_of_constant)
-
-
-def _evaluate_equation(eqn: Any, ins: list[_Status]) -> list[_Status]:
-    known = structure(eqn)
-    if isinstance(known, Scan):
-        return _scan(known, ins)
-    if isinstance(known, Cond):
-        return _cond(known, ins)
-    if known is None or isinstance(known, While):
-        status = _one(eqn, eqn.primitive.name, ins)
-        if isinstance(known, While) and status.rank in (DEPENDENT.rank, UNKNOWN.rank):
-            status = UNKNOWN  # of any one output
-        return [status] * len(eqn.outvars)
-    outs = _statuses(*known.programs, ins)
-    if eqn.primitive.name == "eqg_call" and not is_without_derivative(eqn):
-        # Our own: its rules know how to transpose it.
-        outs = [UNKNOWN if status.rank == UNKNOWN.rank else status for status in outs]
-    return outs
+def _apply(eqn: Any, ins: Sequence[_Status], _) -> list[_Status]:
+    if kind_of(eqn).identity:
+        return list(ins)
+    status = _one(eqn, eqn.primitive.name, ins)
+    if eqn.primitive.name == "while" and status.rank == DEPENDENT.rank:
+        status = UNKNOWN  # of any one output
+    return [status] * len(eqn.outvars)
 
 
 def _one(eqn, name, ins) -> _Status:
-    if name in MULTILINEAR and ZERO in ins:
+    kind = kind_of(eqn)
+    if kind.linear == "each" and ZERO in ins:
         return ZERO
     if all(status.rank <= CONSTANT.rank for status in ins):
         other = MAYBE_ZERO if MAYBE_ZERO in ins else CONSTANT
@@ -198,7 +135,7 @@ def _one(eqn, name, ins) -> _Status:
         if all(i in indices for i in dependent):
             return _joint(name, [ins[i] for i in indices])
         return _nonlinear("it divides by a tangent") if name == "div" else UNKNOWN
-    if name in MULTILINEAR:
+    if kind.linear == "each":
         return (
             LINEAR
             if len(dependent) == 1
@@ -211,7 +148,7 @@ def _one(eqn, name, ins) -> _Status:
     if name == "integer_pow":
         y = eqn.params["y"]
         return LINEAR if y == 1 else _nonlinear(f"it raises a tangent to the power {y}")
-    if name in _NONLINEAR:
+    if kind.linear == "no":
         return _nonlinear(f"it applies `{name}` to a tangent")
     if name == "stop_gradient":
         return _Status(UNKNOWN.rank, "it applies `stop_gradient` to a tangent")
@@ -243,24 +180,31 @@ def _join(a: _Status, b: _Status) -> _Status:
     return UNKNOWN if low.rank == CONSTANT.rank and high == LINEAR else high
 
 
-def _cond(cond: Cond, ins: list[_Status]) -> list[_Status]:
-    if ins[0].rank >= LINEAR.rank:
-        status = ins[0] if ins[0].rank > UNKNOWN.rank else UNKNOWN
-        return [status] * len(cond.programs[0].out_avals)
-    outs = [_statuses(branch, ins[1:]) for branch in cond.programs]
-    result = outs[0]
-    for other in outs[1:]:
-        result = [_join(a, b) for a, b in zip(result, other, strict=True)]
-    return result
+def _decide(eqn: Any, index: _Status, out: _Status) -> _Status:
+    if index.rank < LINEAR.rank:
+        return out
+    return index if index.rank > UNKNOWN.rank else UNKNOWN
 
 
-def _scan(scan: Scan, ins: list[_Status]) -> list[_Status]:
-    n = scan.n_carry
-    consts, carry = ins[: scan.n_consts], ins[scan.n_consts :][:n]
-    xs = ins[scan.n_consts + n :]
-    while True:  # statuses only rise, so this ends
-        outs = _statuses(*scan.programs, [*consts, *carry, *xs])
-        joined = [_join(a, b) for a, b in zip(carry, outs[:n], strict=True)]
-        if joined == carry:
-            return [*carry, *outs[n:]]
-        carry = joined
+def _finish(eqn: Any, ins: Sequence[_Status], outs: Sequence[_Status]) -> Sequence[_Status]:
+    known = structure(eqn)
+    if not (isinstance(known, CallWithRule) and known.transposes):
+        return outs
+    if any(map(is_without_derivative, known.programs[0].eqns)):
+        return outs  # a host function, whose rule is an error
+    return [UNKNOWN if status.rank == UNKNOWN.rank else status for status in outs]
+
+
+# JAX has no transpose of a `while_loop`, so none is entered.
+_LINEARITY = Domain(
+    constant=_status_of_constant,
+    join=_join,
+    apply=_apply,
+    enters=lambda known: not isinstance(known, While),
+    decide=_decide,
+    finish=_finish,
+)
+
+
+def _statuses(program: ClosedJaxpr, args: Sequence[_Status]) -> Sequence[_Status]:
+    return interpret(program, args, _LINEARITY).outs

@@ -1,7 +1,7 @@
 """Equations that contain jaxprs (calls, cond, scan, while): one table, one traversal."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr
 from .versions import (
     as_closed,
     checkpoint_params,
+    given_solver,
     is_jaxpr,
     jaxprs_in_object,
     program_with_rule,
@@ -25,9 +26,23 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class CallWithRule:
-    """Runs its program, but has a derivative of its own. The rule is not among the programs."""
+    """Runs its program, but has a derivative of its own. The rule is not among the programs.
+
+    `transposes`: a call with a tangent is transposed by the rule, whatever the program does.
+    """
 
     programs: tuple[ClosedJaxpr]
+    transposes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCall:
+    """A linear map with a transpose of its own. The first operands are residuals, and it is
+    linear in the others. It has no program until it is asked to `trace` one."""
+
+    n_residuals: int
+    trace: Callable[[], ClosedJaxpr]
+    programs: tuple[()] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +114,16 @@ class Cond:
     by_platform: bool
 
 
-Structure = Call | CallWithRule | Checkpoint | ShardMap | Scan | While | Cond
+Structure = Call | CallWithRule | LinearCall | Checkpoint | ShardMap | Scan | While | Cond
+
+
+# How the primitives of the rooms above run their programs.
+_REGISTERED: dict[str, Callable[[Any], Structure | None]] = {}
+
+
+def register(name: str, read: Callable[[Any], Structure | None]) -> None:
+    """Say how the equations of a primitive of this library run their inner programs."""
+    _REGISTERED[name] = read
 
 
 # Primitives that run one program on their operands, and the parameter that holds it.
@@ -108,7 +132,6 @@ _CALLS = {
     "closed_call": (Call, "call_jaxpr"),  # until JAX 0.11
     "custom_jvp_call": (CallWithRule, "call_jaxpr"),
     "custom_vjp_call": (CallWithRule, "call_jaxpr"),
-    "eqg_call": (CallWithRule, "call_jaxpr"),  # our own, `_rules/call_primitive.py`
     "shard_map": (ShardMap, "jaxpr"),
 }
 
@@ -120,11 +143,12 @@ def structure(eqn: Any) -> Structure | None:
     changed its parameters.
     """
     name, params = eqn.primitive.name, eqn.params
+    if name in _REGISTERED:
+        return _REGISTERED[name](eqn)
     if name in _CALLS:
         kind, key = _CALLS[name]
-        program = as_closed(params[key]) if is_jaxpr(params.get(key)) else None
-        fits = program is not None and len(program.in_avals) == len(eqn.invars)
-        return kind((program,)) if fits else None
+        program = program_of_call(eqn, key)
+        return None if program is None else kind((program,))
     if name == "scan":
         counts = scan_counts(params)
         options = [params.get(key) for key in ("length", "reverse", "unroll")]
@@ -147,6 +171,14 @@ def structure(eqn: Any) -> Structure | None:
     if checkpoint is None:
         return None
     return Checkpoint((as_closed(checkpoint.jaxpr),), checkpoint.policy, checkpoint.prevent_cse)
+
+
+def program_of_call(eqn: Any, key: str) -> ClosedJaxpr | None:
+    """The program in a parameter of an equation, if it takes the operands of the equation."""
+    jaxpr = eqn.params.get(key)
+    program = as_closed(jaxpr) if is_jaxpr(jaxpr) else None
+    fits = program is not None and len(program.in_avals) == len(eqn.invars)
+    return program if fits else None
 
 
 def inner_programs(eqn: Any) -> tuple[ClosedJaxpr, ...]:
@@ -193,3 +225,30 @@ def holds(part: ClosedJaxpr | Any, *kinds: str | type) -> bool:
     types = tuple(kind for kind in kinds if isinstance(kind, type))
     eqns = equations(part) if isinstance(part, ClosedJaxpr) else _with_inner(part)
     return any(eqn.primitive.name in names or isinstance(structure(eqn), types) for eqn in eqns)
+
+
+def primal_program(eqn: Any) -> ClosedJaxpr | None:
+    """What a call with a rule computes. `None` for another equation.
+
+    With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, it is in an opaque equation.
+    """
+    known, inner = structure(eqn), inner_programs(eqn)
+    is_call = known is None and eqn.primitive.name in _OPAQUE_CALLS
+    if len(inner) != 1 or not (is_call or isinstance(known, CallWithRule)):
+        return None
+    fits = _shapes(inner[0].in_avals) == _shapes(v.aval for v in eqn.invars)
+    return inner[0] if fits and len(inner[0].out_avals) == len(eqn.outvars) else None
+
+
+_OPAQUE_CALLS = ("call_hi_primitive",)
+
+
+def primal_call(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """What a call with a rule, or a solver that was given to JAX, computes: a program, and the
+    indices of its operands among those of the equation. `None` for another equation."""
+    program = primal_program(eqn)
+    return given_solver(eqn) if program is None else (program, list(range(len(eqn.invars))))
+
+
+def _shapes(avals) -> list[Any]:
+    return [getattr(aval, "shape", None) for aval in avals]

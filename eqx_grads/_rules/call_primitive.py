@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval as pe
 from .._errors import rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
+from .._jaxprs.structure import CallWithRule, program_of_call, register
 from .._tangent_spaces import is_differentiable
 from .abstract_call import AbstractCall
 from .asked_rules import asking, is_asked, TRANSPOSE
@@ -278,3 +279,11 @@ ad.primitive_transposes[call_p] = _transpose
 batching.fancy_primitive_batchers[call_p] = _batch
 mlir.register_lowering(call_p, mlir.lower_fun(_impl, multiple_results=True))
 pe.dce_rules[call_p] = prune
+
+
+def _structure(eqn) -> CallWithRule | None:
+    program = program_of_call(eqn, "call_jaxpr")
+    return None if program is None else CallWithRule((program,), transposes=True)
+
+
+register(call_p.name, _structure)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
+from .._jaxprs.evaluate import restricted
+from .._jaxprs.structure import LinearCall, register
 from .._tangent_spaces import as_array_list, is_differentiable
 from .matmul_precision import in_precision, matmul_precision
 
@@ -131,14 +133,8 @@ def _jvp(primals, tangents, *, linear_map, n_residuals, places, lifetime):
     ]
     if live:
         # The map itself moves with its residuals: the second-order part.
-        def of_live(*values):
-            operands = list(primals)
-            for i, value in zip(live, values, strict=True):
-                operands[i] = value
-            return _impl(
-                *operands, linear_map=linear_map, n_residuals=n_residuals, places=places
-            )
-
+        run = ft.partial(_impl, linear_map=linear_map, n_residuals=n_residuals, places=places)
+        of_live = restricted(run, primals, live)
         try:
             values, ts = [primals[i] for i in live], [t_residuals[i] for i in live]
             _, moved = jax.jvp(of_live, values, ts)
@@ -173,13 +169,11 @@ def _transpose_residuals(cts, operands, linear_map, n_residuals, places):
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
 
-    def of_linear(*xs):
-        full = list(operands)
-        for i, x in zip(linear, xs, strict=True):
-            full[i] = x
-        out = _impl(*full, linear_map=linear_map, n_residuals=n_residuals, places=places)
+    def outputs(*operands):
+        out = _impl(*operands, linear_map=linear_map, n_residuals=n_residuals, places=places)
         return [out[i] for i in used]
 
+    of_linear = restricted(outputs, operands, linear)
     transpose = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
     ct_linear = dict(zip(linear, transpose([cts[i] for i in used]), strict=True))
     return [ct_linear.get(i) for i in range(len(operands))]
@@ -232,9 +226,16 @@ def _vmap(linear_map, axis_data, axes, n_residuals, places):
     return LinearMap(linear_map.name, forward, transpose, out_types, linear_map.note)
 
 
+def _structure(eqn) -> LinearCall:
+    run = ft.partial(_impl, **eqn.params)
+    trace = lambda: jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
+    return LinearCall(eqn.params["n_residuals"], trace)
+
+
 linear_p.def_impl(_impl)
 linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 batching.fancy_primitive_batchers[linear_p] = _batch
 mlir.register_lowering(linear_p, mlir.lower_fun(_impl, multiple_results=True))
+register(linear_p.name, _structure)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._jaxprs.in_float64 import evaluate_in_float64
+from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._jaxprs.structure import equations
 from ._argument_checks import (
     as_names,

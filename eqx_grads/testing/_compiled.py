@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._jaxprs.in_float64 import evaluate_in_float64
+from .._diagnosis._programs.in_float64 import evaluate_in_float64
 from .._jaxprs.structure import equations
 
 

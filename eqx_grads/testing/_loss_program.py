@@ -11,11 +11,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import PyTree
 
+from .._diagnosis._programs.in_float64 import evaluate_in_float64
+from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._diagnosis.traced_loss import trace_loss, TracedLoss
 from .._errors import first_line
 from .._jaxprs.evaluate import evaluate
-from .._jaxprs.in_float64 import evaluate_in_float64
-from .._jaxprs.lowest_precision import lowest_precisions
 from .._tangent_spaces import is_differentiable
 from ._compare import pairing, scale_of
 from ._compiled import without_log

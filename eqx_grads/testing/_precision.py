@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .._jaxprs.lowest_precision import lowest_precisions
+from .._diagnosis._programs.lowest_precision import lowest_precisions
 from .._jaxprs.structure import equations
 from ._compare import difference, tolerance_of
 from ._compiled import Program

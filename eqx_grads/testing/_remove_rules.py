@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
+from .._diagnosis._programs.propagate import differentiable_pairs, is_inexact
 from .._diagnosis.origins import NumberedLoss, Origin
 from .._diagnosis.source_lines import source_line, SourceLine
 from .._jaxprs.evaluate import bind, evaluate
 from .._jaxprs.host_calls import host_function_in
-from .._jaxprs.in_float64 import primal_program
-from .._jaxprs.linear_solve import enter_also_solve, is_linear_solve
-from .._jaxprs.linearity import ELEMENTARY
-from .._jaxprs.propagate import differentiable_pairs, is_inexact
+from .._jaxprs.primitives import ELEMENTARY
 from .._jaxprs.structure import (
     CallWithRule,
     Cond,
     equations,
     inner_programs,
+    primal_program,
     ShardMap,
     structure,
     While,

@@ -14,10 +14,16 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from .._diagnosis._programs.linear_solve import enter_also_solve, is_linear_solve
 from .._jaxprs.evaluate import bind, evaluate
-from .._jaxprs.in_float64 import primal_call, primal_program
-from .._jaxprs.linear_solve import enter_also_solve, is_linear_solve
-from .._jaxprs.structure import CallWithRule, equations, inner_programs, structure
+from .._jaxprs.structure import (
+    CallWithRule,
+    equations,
+    inner_programs,
+    primal_call,
+    primal_program,
+    structure,
+)
 from .._jaxprs.versions import given_solver, is_custom_root, rule_of_custom_call
 
 

@@ -19,7 +19,8 @@ def public_ops():
     """The names of what the library defines, in its namespaces."""
     for prefix in ("", "losses.", "safe.", "ste.", "surrogates.", "nn."):
         namespace = getattr(eqg, prefix[:-1]) if prefix else eqg
-        for name, obj in vars(namespace).items():
+        for name in dir(namespace):  # some names are loaded on first use
+            obj = getattr(namespace, name)
             is_own = getattr(obj, "__module__", "").startswith("eqx_grads")
             if is_own and not name.startswith("_") and not isinstance(obj, types.ModuleType):
                 yield prefix + name

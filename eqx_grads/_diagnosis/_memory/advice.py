@@ -20,7 +20,6 @@ from ..._jaxprs.evaluate import (
     enter,
     evaluate_equations,
 )
-from ..._jaxprs.peak_memory import bytes_of
 from ..._jaxprs.structure import (
     Call,
     Checkpoint,
@@ -31,6 +30,7 @@ from ..._jaxprs.structure import (
     structure,
 )
 from ..._jaxprs.versions import assigns_shardings
+from .._programs.peak_memory import bytes_of
 from ..layers import group_of
 from ..origins import NumberedLoss, Origin
 from ..traced_loss import layer_calls, TracedLoss

@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 from ..._errors import check_flags, RuleError
 from ..._jaxprs.dependence import without_unused
 from ..._jaxprs.evaluate import evaluate
-from ..._jaxprs.peak_memory import peak_bytes
 from ..._jaxprs.structure import equations
+from .._programs.peak_memory import peak_bytes
 from ..origins import NumberedLoss
 from ..progress import doing, showing_progress
 from ..source_lines import UNKNOWN

@@ -10,9 +10,9 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ..._jaxprs.dependence import variables, without_unused
 from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._jaxprs.propagate import is_inexact
 from ..._jaxprs.structure import Call, inner_programs, Scan, structure
 from ..._jaxprs.versions import assigns_shardings
+from .._programs.propagate import is_inexact
 from ..traced_loss import layer_calls
 
 

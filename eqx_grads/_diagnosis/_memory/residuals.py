@@ -17,8 +17,6 @@ from jax.extend.core import ClosedJaxpr, Literal
 from ..._control_flow.replay import PLAIN, replayed_scan
 from ..._errors import first_line, rule_error, RuleError
 from ..._jaxprs.dependence import free_variables, variables, without_unused
-from ..._jaxprs.elementwise import is_cheap
-from ..._jaxprs.peak_memory import bytes_of
 from ..._jaxprs.structure import (
     Call,
     CallWithRule,
@@ -29,6 +27,7 @@ from ..._jaxprs.structure import (
     Scan,
     structure,
 )
+from .._programs.peak_memory import bytes_of, is_cheap
 from ..origins import NumberedLoss, Origin
 from ..report import AbstractRecord
 from ..source_lines import UNKNOWN

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxprs.elementwise import ELEMENTWISE
+from ..._jaxprs.primitives import ELEMENTWISE
 from ..origins import Origin
 from .corners import is_corner
 from .cures import (

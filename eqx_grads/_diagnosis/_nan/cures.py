@@ -1,6 +1,6 @@
 """The kinds of `explain_nan`, and what to do about each of them."""
 
-from ..._jaxprs.elementwise import ELEMENTWISE
+from ..._jaxprs.primitives import ELEMENTWISE
 
 
 DEAD_BRANCH = "dead branch"

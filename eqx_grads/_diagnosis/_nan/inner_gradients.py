@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..._jaxprs.linearity import JOINTLY_LINEAR
+from ..._jaxprs.primitives import JOINTLY_LINEAR
 from .sources import (
     array_of,
     followed,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._jaxprs.elementwise import ELEMENTWISE
+from ..._jaxprs.primitives import ELEMENTWISE
 from ..._jaxprs.structure import CallWithRule, structure
 from ..source_lines import UNKNOWN
 from .boundary import is_on_boundary, on_boundary

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.evaluate import bind, evaluate, with_fixed_dtypes
-from ..._jaxprs.record import AbstractRecorder, record, record_inner, record_while
 from ..._jaxprs.structure import Cond, Scan, structure, While
+from .._programs.record import AbstractRecorder, record, record_inner, record_while
 from ..progress import doing
 from .derivative_program import Node
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from ..._jaxprs.elementwise import ELEMENTWISE
 from ..._jaxprs.evaluate import bind
-from ..._jaxprs.linearity import JOINTLY_LINEAR
+from ..._jaxprs.primitives import ELEMENTWISE, JOINTLY_LINEAR
 from ..._jaxprs.structure import Cond, Scan, structure, While
 from .cures import INFINITE_INPUT, INPUT
 from .layouts import IN_NUMPY, pull_back, push_forward

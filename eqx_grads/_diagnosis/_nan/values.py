@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.evaluate import bind
-from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.primitives import MULTILINEAR
 from ..origins import Origin
 from .derivative_program import Derivative
 from .trace_back import Spot

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxprs.evaluate import bind
-from ..._jaxprs.linearity import linear_operands, MULTILINEAR
+from ..._jaxprs.primitives import linear_operands, MULTILINEAR
 from .replay import Frame, is_inexact
 from .trace_back import (
     element,

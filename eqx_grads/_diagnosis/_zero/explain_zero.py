@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import RuleError
-from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
 from ..._rules.flatten_call import TreeSplit
+from ..._zero_safe.zero_safe import ZeroSafe
 from ..nan_checks import without_nan_checks
 from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress

@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from ..._control_flow.truncated import TRUNCATION
-from ..._jaxprs.linearity import MULTILINEAR
+from ..._jaxprs.primitives import MULTILINEAR
 from ..._jaxprs.structure import CallWithRule, Cond, structure, While
 from ..._rules.without_tangents import WITHOUT_TANGENTS
 from ..origins import Origin

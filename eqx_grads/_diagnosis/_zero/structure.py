@@ -7,8 +7,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._jaxprs.linearity import ELEMENTARY
-from ..._jaxprs.propagate import (
+from ..._jaxprs.primitives import ELEMENTARY
+from ..._jaxprs.structure import CallWithRule, structure, While
+from .._programs.propagate import (
     AbstractPropagation,
     differentiable_pairs,
     is_inexact,
@@ -18,7 +19,6 @@ from ..._jaxprs.propagate import (
     propagate,
     Sources,
 )
-from ..._jaxprs.structure import CallWithRule, structure, While
 from ..origins import NumberedLoss, Origin
 
 

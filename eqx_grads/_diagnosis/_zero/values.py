@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._jaxprs.linearity import MULTILINEAR
-from ..._jaxprs.propagate import is_inexact, operands_of_outputs
-from ..._jaxprs.record import AbstractRecorder, record
+from ..._jaxprs.primitives import MULTILINEAR
 from ..._jaxprs.structure import Call, Checkpoint, Cond, Scan, structure
+from .._programs.propagate import is_inexact, operands_of_outputs
+from .._programs.record import AbstractRecorder, record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .in_float64 import is_opaque, primal_program
+from ..._jaxprs.structure import primal_program
+from .in_float64 import is_opaque
 from .propagate import AbstractPropagation, is_inexact, NOTHING, propagate, Sources
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .evaluate import bind, enter, evaluate, where_on, with_fixed_dtypes
-from .structure import Cond, structure, While
+from ..._jaxprs.evaluate import bind, enter, evaluate, where_on, with_fixed_dtypes
+from ..._jaxprs.structure import Cond, structure, While
 
 
 class AbstractRecorder(abc.ABC):

@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._jaxprs.elementwise import ELEMENTWISE
-from ..._jaxprs.linearity import JOINTLY_LINEAR, linear_operands, MULTILINEAR
-
-
-INF = math.inf
+from .._jaxprs.interpret import Domain
+from .._jaxprs.primitives import INF, kind_of
+from .._jaxprs.structure import CallWithRule, structure, While
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +27,8 @@ class Range:
     - `finite`: whether all are.
     - `active`: whether some may depend on what is being differentiated.
     - `mixed`: whether others may not.
+
+    This is interval analysis: a range holds for all runs of an equation in a loop.
     """
 
     low: float = -INF
@@ -73,41 +73,44 @@ def range_of_constant(x: Any) -> Range:
     if jnp.iscomplexobj(x):
         return Range(finite=bool(np.all(np.isfinite(np.asarray(x)))), active=False)
     values = np.asarray(x, np.float64)
-    if not values.size:
-        return Range(0.0, 0.0, active=False)
-    is_finite = np.isfinite(values)
-    finite = values[is_finite]
-    if not finite.size:
-        return Range(finite=False, active=False)
-    return Range(
-        float(finite.min()), float(finite.max()), bool(np.all(is_finite)), active=False
-    )
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (-INF, INF)
+    return Range(low, high, finite.size == values.size, active=False)
 
 
-# Their derivative is zero, and JAX knows it.
-CONSTANT = frozenset(("sign", "floor", "ceil", "round", "stop_gradient", "nextafter"))
-# An element of the output depends on some of the operands.
-_CHOOSES = frozenset(
-    """
-    select_n max min clamp concatenate pad dynamic_update_slice scatter scatter-add scatter-sub
-    scatter-max scatter-min sort stack top_k approx_top_k
-    """.split()  # noqa: SIM905
-)
+def _outputs(eqn: Any, ins: Sequence[Range], _) -> list[Range]:
+    """The ranges of the outputs of an equation that is not entered."""
+    if isinstance(structure(eqn), While):
+        active = any(ins[i].active for i in inexact_indices(eqn.invars))
+        return [Range(finite=False, active=active, mixed=True)] * len(eqn.outvars)
+    if kind_of(eqn).identity:
+        return list(ins)
+    active, mixed = _dependence(eqn, ins)
+    outs = _ranges_of_outputs(eqn, ins)
+    return [dataclasses.replace(r, active=active, mixed=mixed) for r in outs]
 
 
-def dependence(eqn: Any, ins: Sequence[Range]) -> tuple[bool, bool]:
+def _finish(eqn: Any, ins: Sequence[Range], outs: Sequence[Range]) -> Sequence[Range]:
+    if not any(ins[i].active for i in inexact_indices(eqn.invars)):
+        return [dataclasses.replace(r, active=False) for r in outs]
+    if isinstance(structure(eqn), CallWithRule):  # which may multiply a tangent by zero
+        return [dataclasses.replace(r, active=True, mixed=True) for r in outs]
+    return outs
+
+
+def _dependence(eqn: Any, ins: Sequence[Range]) -> tuple[bool, bool]:
     """Whether the outputs are `active`, and whether they are `mixed`."""
-    name = eqn.primitive.name
-    moving = [ins[i] for i in inexact_indices(eqn.invars)]
-    case = decided_case(eqn, ins)
+    kind, case = kind_of(eqn), decided_case(eqn, ins)
     if case is not None:
         return ins[case].active, ins[case].mixed
-    if name in CONSTANT or not any(r.active for r in moving):
+    moving = [ins[i] for i in inexact_indices(eqn.invars)]
+    if kind.derivative == "zero" or not any(r.active for r in moving):
         return False, False
-    if name in _CHOOSES:
-        return True, any(r.mixed or not r.active for r in moving)
+    any_mixed = any(r.mixed for r in moving)
+    if kind.linear != "each" and (kind.selects or kind.bounds == "operands"):
+        return True, any_mixed or not all(r.active for r in moving)
     if any(r.active and not r.mixed for r in moving):
-        return True, name not in ELEMENTWISE and name not in MULTILINEAR and _any_mixed(moving)
+        return True, any_mixed and not kind.elementwise and kind.linear != "each"
     return True, True
 
 
@@ -118,48 +121,17 @@ def decided_case(eqn: Any, ins: Sequence[Range]) -> int | None:
     return 1 + int(ins[0].low)
 
 
-def _any_mixed(moving) -> bool:
-    return any(r.mixed for r in moving)
-
-
-# Derivatives of all orders are finite where the operand is.
-_SMOOTH = frozenset(
-    """
-    sin cos tanh logistic erf erfc asinh atan square sign floor ceil round abs max min
-    reduce_max reduce_min cummax cummin reduce_window_max argmax argmin sort tan
-    select_and_gather_add cumprod reduce_prod nextafter bessel_i0e bessel_i1e top_k approx_top_k
-    scatter-max scatter-min
-    """.split()  # noqa: SIM905
-)
-# Selections: each derivative is zero or one.
-_SELECTING = frozenset(("select_n", "clamp", "gather", "stop_gradient"))
-# May be infinite or NaN where the operand is finite. Others are, but have finite values.
-_FINITE_VALUES = frozenset(("cbrt", "atan2"))
-
-
 def has_risk(eqn: Any, ins: Sequence[Range]) -> bool:
     """Whether a factor of the derivative, of any order, may be infinite or NaN."""
-    name = eqn.primitive.name
-    if not inexact_indices(eqn.outvars) or name in _SELECTING:
+    kind = kind_of(eqn)
+    if not inexact_indices(eqn.outvars) or kind.derivative in ("zero", "constant"):
         return False
-    moving = inexact_indices(eqn.invars)
-    if name in JOINTLY_LINEAR or name == "convert_element_type":
-        return False
-    if name != "div" and linear_operands(eqn) is not None and name in _LINEAR_BY_INDEX:
-        return False
-    if not all(ins[i].finite for i in moving):
-        return name not in ("sign", "floor", "ceil", "round")
-    if name in MULTILINEAR:
-        return False
-    if name in _SMOOTH:
+    if not all(ins[i].finite for i in inexact_indices(eqn.invars)):
+        return True
+    if kind.derivative == "smooth":
         # The derivative of the absolute value of a complex zero is 0 / 0.
-        return name in ("abs", "sign") and _is_complex(eqn.invars[0])
+        return eqn.primitive.name == "abs" and _is_complex(eqn.invars[0])
     return _is_singular(eqn, ins)
-
-
-_LINEAR_BY_INDEX = frozenset(
-    "dynamic_slice dynamic_update_slice scatter scatter-add scatter-sub".split()  # noqa: SIM905
-)
 
 
 def _is_singular(eqn, ins: Sequence[Range]) -> bool:
@@ -200,53 +172,27 @@ def _limits(dtype) -> tuple[float, float, float]:
     return small, near_one, 0.8 * math.log(float(info.max))
 
 
-_KEEPS_RANGE = frozenset(
-    """
-    reshape broadcast_in_dim squeeze transpose slice rev copy dynamic_slice gather real
-    convert_element_type reduce_max reduce_min cummax cummin sharding_constraint split unstack
-    optimization_barrier stop_gradient expand_dims reduce_precision device_put top_k
-    approx_top_k
-    """.split()  # noqa: SIM905
-)
-_JOINS = frozenset(
-    "concatenate stack pad dynamic_update_slice sort scatter-max scatter-min".split()  # noqa: SIM905
-)
-_BOUNDS = {
-    "tanh": (-1.0, 1.0),
-    "logistic": (0.0, 1.0),
-    "erf": (-1.0, 1.0),
-    "sin": (-1.0, 1.0),
-    "cos": (-1.0, 1.0),
-    "sign": (-1.0, 1.0),
-    "square": (0.0, INF),
-    "abs": (0.0, INF),
-    "exp": (0.0, INF),
-    "exp2": (0.0, INF),
-    "cosh": (1.0, INF),
-    "sqrt": (0.0, INF),
-    "rsqrt": (0.0, INF),
-    "expm1": (-1.0, INF),
-    "erfc": (0.0, 2.0),
-    "atan": (-1.6, 1.6),
-}
-
-
-def ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
-    """The ranges of the outputs of a primitive, but for what `dependence` tells."""
-    name = eqn.primitive.name
+def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
+    """The ranges of the outputs of a primitive, but for what `_dependence` tells."""
     case = decided_case(eqn, ins)
     if case is not None:
         return [ins[case]]
     if not inexact_indices(eqn.outvars):
         return [_range_of_integers(eqn, ins)] * len(eqn.outvars)
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
-    finite = all(r.finite for r in moving)
-    if name in _FINITE_VALUES or not _is_from_table(name):
-        finite = finite and name in _FINITE_VALUES
-    elif name not in _SMOOTH and name not in _KEEPS_RANGE and not _is_linear(name):
-        finite = finite and not _value_may_overflow(eqn, ins)
+    finite = all(r.finite for r in moving) and _is_finite(eqn, ins)
     low, high = _bounds(eqn, ins, moving or ins)
     return [Range(low, high, finite)] * len(eqn.outvars)
+
+
+def _is_finite(eqn, ins: Sequence[Range]) -> bool:
+    """Whether the values at finite operands are finite."""
+    if eqn.primitive.name == "sqrt":  # NaN for negative numbers
+        return ins[0].low >= 0
+    if eqn.primitive.name in ("cbrt", "atan2"):  # only their derivatives are not
+        return True
+    derivative = kind_of(eqn).derivative
+    return not _is_singular(eqn, ins) if derivative == "singular" else derivative is not None
 
 
 def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
@@ -257,7 +203,7 @@ def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
             return Range(1.0, 1.0)
         if x.high < y.low or (x.high == y.low and name in ("gt", "lt")):
             return Range(0.0, 0.0)
-    if name not in ("add", "sub", "mul", "neg", *_KEEPS_RANGE):
+    if name not in ("add", "sub", "mul", "neg") and kind_of(eqn).bounds != "operand":
         return Range()
     low, high = _bounds(eqn, ins, ins)
     # Integers may wrap around.
@@ -265,29 +211,6 @@ def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
 
 
 _COMPARISONS = ("gt", "ge", "lt", "le")
-
-
-def _is_linear(name) -> bool:
-    return name in JOINTLY_LINEAR or name in MULTILINEAR or name in _LINEAR_BY_INDEX
-
-
-_SINGULAR = frozenset(
-    """
-    sqrt rsqrt log log1p log2 div exp exp2 expm1 sinh cosh integer_pow pow asin acos atanh
-    erf_inv acosh
-    """.split()  # noqa: SIM905
-)
-
-
-def _is_from_table(name) -> bool:
-    tables = (_SMOOTH, _SELECTING, _KEEPS_RANGE, _JOINS, _FINITE_VALUES, _SINGULAR)
-    return _is_linear(name) or any(name in table for table in tables)
-
-
-def _value_may_overflow(eqn, ins) -> bool:
-    if eqn.primitive.name == "sqrt":  # NaN for negative numbers
-        return not ins[0].low >= 0
-    return eqn.primitive.name not in _SELECTING | _JOINS and _is_singular(eqn, ins)
 
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
@@ -328,13 +251,12 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
             return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(
                 max(x.high, 0.0)
             )
-    if name in _BOUNDS:
-        return _BOUNDS[name]
-    if name in _KEEPS_RANGE:
+    bounds = kind_of(eqn).bounds
+    if bounds == "operand":
         return x.low, x.high
-    if name in _JOINS or name == "select_n":
+    if bounds == "operands":
         return min(r.low for r in moving), max(r.high for r in moving)
-    return -INF, INF
+    return bounds or (-INF, INF)
 
 
 def _is_complex(v: Any) -> bool:
@@ -346,3 +268,13 @@ def _product(x: Range, y: Range) -> tuple[float, float]:
         0.0 if 0.0 in (a, b) else a * b for a in (x.low, x.high) for b in (y.low, y.high)
     ]
     return min(corners), max(corners)
+
+
+RANGES = Domain(
+    constant=range_of_constant,
+    join=Range.join,
+    apply=_outputs,
+    enters=lambda known: not isinstance(known, While),
+    finish=_finish,
+    widen=Range.widened_to,
+)

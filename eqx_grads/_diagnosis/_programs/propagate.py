@@ -5,6 +5,7 @@ see `Sources`. The sets of a loop are those of all of its steps together.
 """
 
 import abc
+import functools as ft
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from .evaluate import bind, evaluate
-from .linearity import JOINTLY_LINEAR
-from .structure import CallWithRule, Cond, Scan, structure, While
+from ..._jaxprs.evaluate import function_of
+from ..._jaxprs.interpret import Domain, interpret, interpret_equation
+from ..._jaxprs.primitives import JOINTLY_LINEAR, kind_of
+from ..._jaxprs.structure import CallWithRule
 
 
 class Sources(NamedTuple):
@@ -47,6 +49,15 @@ class AbstractPropagation(abc.ABC):
         """What the outputs take over from the index of a `cond` or the predicate of a
         `while_loop`."""
 
+    def domain(self) -> Domain[Sources]:
+        return Domain(
+            constant=lambda x: NOTHING,
+            join=Sources.__or__,
+            apply=self.apply,
+            enters=lambda known: not isinstance(known, CallWithRule),
+            decide=lambda eqn, index, out: out | self.decide(eqn, index),
+        )
+
 
 def propagate(
     program: ClosedJaxpr,
@@ -56,86 +67,29 @@ def propagate(
 ) -> list[Sources]:
     """The sets of the outputs of a program."""
 
-    def hook(eqn, ins):
-        return propagate_equation(eqn, ins, propagation, path)
-
-    return evaluate(program, ins, hook, constant=_nothing)
-
-
-def _nothing(constant) -> Sources:
-    del constant
-    return NOTHING
-
-
-def propagate_equation(
-    eqn: Any, ins: Sequence[Sources], propagation: AbstractPropagation, path: tuple = ()
-) -> Sequence[Sources]:
-    """The sets of the outputs of an equation."""
-    known = structure(eqn)
-    inside = (*path, eqn)
-    match known:
-        case None | CallWithRule():
-            return propagation.apply(eqn, ins, path)
-        case Scan():
-            return _scan(known, ins, propagation, inside)
-        case While():
-            return _while(eqn, known, ins, propagation, inside)
-        case Cond():
-            decision = propagation.decide(eqn, ins[0])
-            outs = [propagate(b, ins[1:], propagation, inside) for b in known.programs]
-            return [_union([decision, *parts]) for parts in zip(*outs, strict=True)]
-    return propagate(*known.programs, ins, propagation, inside)
+    return list(interpret(program, ins, propagation.domain(), path).outs)
 
 
 def _union(parts: Sequence[Sources]) -> Sources:
-    result = NOTHING
-    for part in parts:
-        result |= part
-    return result
-
-
-def _scan(scan: Scan, ins, propagation, inside) -> list[Sources]:
-    first, last = scan.n_consts, scan.n_consts + scan.n_carry
-    carry = ins[first:last]
-    while True:  # sets only grow, so this ends
-        outs = propagate(
-            *scan.programs, [*ins[:first], *carry, *ins[last:]], propagation, inside
-        )
-        grown = [a | b for a, b in zip(carry, outs, strict=False)]
-        if grown == carry:
-            return [*carry, *outs[scan.n_carry :]]
-        carry = grown
-
-
-def _while(eqn, loop: While, ins, propagation, inside) -> list[Sources]:
-    cond, body = loop.programs
-    n, first = loop.n_cond_consts, loop.n_cond_consts + loop.n_body_consts
-    carry = list(ins[first:])
-    while True:
-        (predicate,) = propagate(cond, [*ins[:n], *carry], propagation, inside)
-        decision = propagation.decide(eqn, predicate)
-        outs = propagate(body, [*ins[n:first], *carry], propagation, inside)
-        grown = [a | b | decision for a, b in zip(carry, outs, strict=True)]
-        if grown == carry:
-            return carry
-        carry = grown
+    return ft.reduce(Sources.__or__, parts, NOTHING)
 
 
 # ---------------------------------------------------------------- dependence
 
 
-class _Dependence(AbstractPropagation):
-    """`live` is what a value depends on in any way."""
+def _apply(eqn, ins, _):
+    if kind_of(eqn).identity:
+        return ins
+    return [ft.reduce(int.__or__, ins, 0)] * len(eqn.outvars)
 
-    def apply(self, eqn, ins, path):
-        if isinstance(known := structure(eqn), CallWithRule):
-            return propagate(*known.programs, ins, self, (*path, eqn))
-        if eqn.primitive.name in ("optimization_barrier", "device_put"):
-            return ins
-        return [_union(ins)] * len(eqn.outvars)
 
-    def decide(self, eqn, value):
-        return value
+# What a value depends on in any way.
+_DEPENDENCE = Domain[int](
+    constant=lambda x: 0,
+    join=int.__or__,
+    apply=_apply,
+    decide=lambda eqn, index, out: index | out,
+)
 
 
 def operands_of_outputs(eqn: Any, selected: Sequence[bool] | None = None) -> list[set[int]]:
@@ -144,9 +98,8 @@ def operands_of_outputs(eqn: Any, selected: Sequence[bool] | None = None) -> lis
     - `selected`: of which operands; by default, all of them.
     """
     n = len(eqn.invars)
-    bits = [Sources(1 << i) if selected is None or selected[i] else NOTHING for i in range(n)]
-    outs = propagate_equation(eqn, bits, _Dependence())
-    return [members(out.live) for out in outs]
+    bits = [1 << i if selected is None or selected[i] else 0 for i in range(n)]
+    return list(map(members, interpret_equation(eqn, bits, _DEPENDENCE).outs))
 
 
 def members(bits: int) -> set[int]:
@@ -193,37 +146,26 @@ def differentiable_pairs(eqn: Any, operands: Set[int]) -> list[set[int]] | None:
 
 def _reverse_pairs(eqn, moving, outs):
     def cotangents(operands, cts):
-        function = _function_of(eqn, operands, moving, outs)
+        function = function_of(eqn, operands, moving, outs)
         return jax.vjp(function, *(operands[i] for i in moving))[1](cts)
 
     types, out_types = _types(eqn.invars), _types([eqn.outvars[j] for j in outs])
     program = jax.make_jaxpr(cotangents)(types, out_types)
-    bits = [NOTHING] * len(types) + [Sources(1 << j) for j in range(len(outs))]
-    results = propagate(program, bits, _Dependence())
-    return {(j, i) for i, result in enumerate(results) for j in members(result.live)}
+    bits = [0] * len(types) + [1 << j for j in range(len(outs))]
+    results = interpret(program, bits, _DEPENDENCE).outs
+    return {(j, i) for i, result in enumerate(results) for j in members(result)}
 
 
 def _forward_pairs(eqn, moving, outs):
     def tangents(operands, ts):
-        function = _function_of(eqn, operands, moving, outs)
+        function = function_of(eqn, operands, moving, outs)
         return jax.jvp(function, [operands[i] for i in moving], ts)[1]
 
     types = _types(eqn.invars)
     program = jax.make_jaxpr(tangents)(types, [types[i] for i in moving])
-    bits = [NOTHING] * len(types) + [Sources(1 << i) for i in range(len(moving))]
-    results = propagate(program, bits, _Dependence())
-    return {(j, i) for j, result in enumerate(results) for i in members(result.live)}
-
-
-def _function_of(eqn, operands, moving, outs):
-    def function(*xs):
-        full = list(operands)
-        for i, x in zip(moving, xs, strict=True):
-            full[i] = x
-        results = bind(eqn, full)
-        return [results[j] for j in outs]
-
-    return function
+    bits = [0] * len(types) + [1 << i for i in range(len(moving))]
+    results = interpret(program, bits, _DEPENDENCE).outs
+    return {(j, i) for j, result in enumerate(results) for i in members(result)}
 
 
 def _types(variables) -> list[Any]:

@@ -4,7 +4,6 @@ Differences of a program that computes in float16, or that rounds one intermedia
 say nothing about its derivative. The same program in float64 has differences that do.
 """
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .evaluate import bind, enter, evaluate
-from .structure import CallWithRule, Cond, inner_programs, ShardMap, structure
-from .versions import given_solver
+from ..._jaxprs.evaluate import bind, enter, evaluate
+from ..._jaxprs.structure import (
+    Cond,
+    inner_programs,
+    LinearCall,
+    primal_call,
+    ShardMap,
+    structure,
+)
 
 
 # The parameters that hold the dtype of a result.
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "accum_dtype")
-# A linear map of ours, `_rules/linear_primitive.py`: a function that has not been traced.
-_LINEAR = "eqg_linear"
 # They look at the bits of a number.
 _OF_BITS = ("bitcast_convert_type", "nextafter")
 
@@ -35,33 +38,6 @@ def evaluate_in_float64(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     return evaluate(program, list(map(_widen, args)), _hook, constant=_widen)
 
 
-def primal_program(eqn: Any) -> ClosedJaxpr | None:
-    """What a call with a rule computes. `None` for another equation.
-
-    With the flags `jax_custom_jvp3` and `jax_custom_vjp3`, it is in an opaque equation.
-    """
-    known, inner = structure(eqn), inner_programs(eqn)
-    is_call = known is None and eqn.primitive.name in _OPAQUE_CALLS
-    if len(inner) != 1 or not (is_call or isinstance(known, CallWithRule)):
-        return None
-    fits = _shapes(inner[0].in_avals) == _shapes(v.aval for v in eqn.invars)
-    return inner[0] if fits and len(inner[0].out_avals) == len(eqn.outvars) else None
-
-
-_OPAQUE_CALLS = ("call_hi_primitive",)
-
-
-def primal_call(eqn: Any) -> tuple[ClosedJaxpr, list[int]] | None:
-    """What a call with a rule, or a solver that was given to JAX, computes: a program, and the
-    indices of its operands among those of the equation. `None` for another equation."""
-    program = primal_program(eqn)
-    return given_solver(eqn) if program is None else (program, list(range(len(eqn.invars))))
-
-
-def _shapes(avals) -> list[Any]:
-    return [getattr(aval, "shape", None) for aval in avals]
-
-
 def _run(program, values, _):
     return evaluate_in_float64(program, values)
 
@@ -70,15 +46,14 @@ def _hook(eqn, values):
     known = structure(eqn)
     if isinstance(known, Cond) and known.by_platform:
         return _run(known.programs[_branch_of_platform(eqn)], values[1:], None)
+    if isinstance(known, LinearCall):
+        return _run(known.trace(), values, None)
     if known is not None and not isinstance(known, ShardMap):
         return enter(eqn, values, _run)
     call = primal_call(eqn) if known is None else None
     if call is not None:
         program, indices = call
         return _run(program, [values[i] for i in indices], None)
-    if eqn.primitive.name == _LINEAR:
-        run = ft.partial(eqn.primitive.impl, **eqn.params)
-        return _run(jax.make_jaxpr(run)(*_as_traced(eqn, values)), values, None)
     if is_opaque(eqn):
         return list(map(_widen, bind(eqn, _as_traced(eqn, values))))
     if eqn.primitive.name == "reduce_precision":
@@ -98,7 +73,7 @@ def is_opaque(eqn: Any) -> bool:
     known = structure(eqn)
     if known is not None:
         return isinstance(known, ShardMap)
-    if primal_call(eqn) is not None or eqn.primitive.name == _LINEAR:
+    if primal_call(eqn) is not None:
         return False
     return bool(inner_programs(eqn)) or _looks_at_types(eqn)
 

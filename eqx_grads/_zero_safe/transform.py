@@ -7,34 +7,32 @@ NaN, to any order. All else is as it was. A mask is a function of values, not of
 it is computed before; the derivative of the result is one that JAX knows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from ..._jaxprs.dependence import variables
-from ..._jaxprs.elementwise import ELEMENTWISE
-from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._jaxprs.linearity import MULTILINEAR
-from ..._jaxprs.structure import Cond, Scan
-from ..._jaxprs.versions import equation_context
-from ..._rules.replace_gradient import replace_gradient
+from .._jaxprs.dependence import variables
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.primitives import kind_of
+from .._jaxprs.structure import Cond, Scan
+from .._jaxprs.versions import equation_context
+from .._rules.replace_gradient import replace_gradient
 from .analysis import Analysis, AnalyzedEquation
-from .liveness import (
+from .masks import (
+    backward,
     both,
     dense,
+    forward,
     Mask,
-    masks_of_variables,
+    masks_of_scan,
     raw_outputs,
     read,
-    scan_masks,
     transfer,
 )
-from .moved import moved_inputs, moved_scan, transfer_moved
-from .ranges import inexact_indices
-from .static_masks import SELECTS_BY_PRODUCT, static_masks
+from .static_masks import static_masks
 
 
 class Plan:
@@ -72,22 +70,26 @@ class Plan:
             if any(plan.acts for plan in _inner_plans(e, alive, steep)):
                 self.guarded.add(id(eqn))
                 self.steep_outs[id(eqn)] = steep
-        elif e.is_risky and (
-            e.is_mixed or any(alive[i] is not True for i in inexact_indices(eqn.outvars))
-        ):
+        elif e.is_risky and (e.is_mixed or any(alive[i] is not True for i in e.inexact_outs)):
             self.guarded.add(id(eqn))
-        elif any(steep) and eqn.primitive.name in SELECTS_BY_PRODUCT:
+        elif any(steep) and _selects_by_product(eqn):
             self.local.add(id(eqn))
 
-    def touched(self) -> tuple[set[int], set[Any]]:
-        """The equations that are guarded or depend on one that is, and their outputs."""
+    def touched(self) -> set[int]:
+        """The equations that are guarded or depend on one that is."""
         eqns: set[int] = set()
         found: set[Any] = set()
         for e in self.analysis.eqns:
             if id(e.eqn) in self.guarded or any(v in found for v in variables(e.eqn.invars)):
                 eqns.add(id(e.eqn))
                 found.update(e.eqn.outvars)
-        return eqns, found
+        return eqns
+
+
+def _selects_by_product(eqn: Any) -> bool:
+    """Whether JAX multiplies the cotangent of what is not selected by zero, as for `max`."""
+    kind = kind_of(eqn)
+    return kind.selects and kind.derivative == "smooth" and kind.linear != "each"
 
 
 def _inner_plans(e, alive, steep) -> list[Plan]:
@@ -118,7 +120,7 @@ def evaluate_zero_safe(
     program = analysis.program
     if not plan.acts:
         return evaluate(program, values)
-    touched, variables_touched = plan.touched()
+    touched = plan.touched()
     env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     env.update(zip(program.jaxpr.invars, values, strict=True))
     raw = dict(env)
@@ -131,21 +133,21 @@ def evaluate_zero_safe(
         else:
             out = raw_outputs(e.eqn, read(raw, e.eqn.invars))
         raw.update(zip(e.eqn.outvars, out, strict=True))
-    of_moved = _masks_of_moved(analysis, raw, moved)
+    from_inputs = forward(analysis, raw, moved)
     alive: dict[int, tuple[list[Mask], list[Mask]]] = {}
 
     def visit(e, ins, given):
         alive[id(e.eqn)] = ins, given
 
-    masks_of_variables(analysis, raw, outs, variables_touched, visit)
-    for e in analysis.eqns:
-        if id(e.eqn) in touched:
-            masks = None
-            if id(e.eqn) in plan.guarded:
-                of_ins, of_outs = of_moved(e.eqn.invars), of_moved(e.eqn.outvars)
-                masks = _Masks(*alive[id(e.eqn)], of_ins, of_outs)
-            out = _run(plan, e, read(env, e.eqn.invars), masks)
-            env.update(zip(e.eqn.outvars, out, strict=True))
+    affected = [e for e in analysis.eqns if id(e.eqn) in touched]
+    backward(analysis, raw, outs, affected, visit)
+    for e in affected:
+        masks = None
+        if id(e.eqn) in plan.guarded:
+            ends = [read(from_inputs, vs, False) for vs in (e.eqn.invars, e.eqn.outvars)]
+            masks = _Masks(*alive[id(e.eqn)], *ends)
+        out = _run(plan, e, read(env, e.eqn.invars), masks)
+        env.update(zip(e.eqn.outvars, out, strict=True))
     return read(env, program.jaxpr.outvars)
 
 
@@ -159,18 +161,6 @@ class _Masks(NamedTuple):
     moved_outs: Sequence[Mask]
 
 
-def _masks_of_moved(analysis, raw, moved) -> Callable[[Sequence[Any]], list[Mask]]:
-    masks = moved_inputs(analysis.program, moved)
-
-    def of(atoms):
-        return [False if isinstance(v, Literal) else masks.get(v, False) for v in atoms]
-
-    for e in analysis.eqns:
-        outs = transfer_moved(e, read(raw, e.eqn.invars), of(e.eqn.invars))
-        masks.update(zip(e.eqn.outvars, outs, strict=True))
-    return of
-
-
 def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -> list[Any]:
     """An equation, with its guards."""
     eqn = e.eqn
@@ -182,12 +172,13 @@ def _run(plan: Plan, e: AnalyzedEquation, values, masks: _Masks | None = None) -
             values, masks = _broadcast(e, values, masks)
             values = _guard(values, masks.alive_ins, masks.moved_ins)
             out = bind(eqn, values)
-            if eqn.primitive.name in MULTILINEAR and eqn.primitive.name != "mul":
+            kind = kind_of(eqn)
+            if kind.linear == "each" and not kind.elementwise:
                 out = [_without_dead_factors(eqn, values, out[0], masks.alive_ins)]
             return _guard(out, masks.alive_outs, masks.moved_outs)
         if id(eqn) in plan.local:
             out = bind(eqn, values)
-            taken = transfer(e, values, out, [True] * len(out))
+            taken = transfer(e, values, out, [True] * len(out), is_forward=False)
             values = _guard(values, taken, [True] * len(values))
         return bind(eqn, values)
 
@@ -197,10 +188,11 @@ def _broadcast(e: AnalyzedEquation, values, masks: _Masks) -> tuple[list[Any], _
     broadcasts itself, such as a scalar, gets a cotangent that is a sum over elements of the
     result, of which some may be dead."""
     shape = e.eqn.outvars[0].aval.shape
-    if e.eqn.primitive.name not in ELEMENTWISE or all(jnp.shape(x) == shape for x in values):
+    if not kind_of(e.eqn).elementwise or all(jnp.shape(x) == shape for x in values):
         return list(values), masks
     values = [jnp.broadcast_to(x, shape) for x in values]
-    return values, masks._replace(alive_ins=transfer(e, values, (), masks.alive_outs))
+    alive = transfer(e, values, (), masks.alive_outs, is_forward=False)
+    return values, masks._replace(alive_ins=alive)
 
 
 def _without_dead_factors(eqn, values, out, alive) -> Any:
@@ -230,52 +222,28 @@ def _enter(e: AnalyzedEquation, values, masks: _Masks, steep) -> list[Any]:
     """An equation with transformed inner programs, of which a step or a branch has masks of its
     own."""
     moved, outs = list(masks.moved_ins), list(masks.alive_outs)
+    fixed: Sequence[Mask] = ()
+    of_programs = [(moved, outs)]
     match e.known:
         case Scan() as scan:
             n, m = scan.n_consts, scan.n_consts + scan.n_carry
-            moved[n:m] = moved_scan(e, values, moved)[1]
-            outs[: scan.n_carry] = scan_masks(e, values, outs)[1]
+            moved[n:m] = masks_of_scan(e, values, moved, is_forward=True)[1]
+            outs[: scan.n_carry] = masks_of_scan(e, values, outs, is_forward=False)[1]
             # Constants have no axis of time. Each step would get a slice.
             fixed, moved[:n] = moved[:n], [False] * n
-            split = _Arrays.of(moved, outs)
-            return _run_inner(e, values, [split.arrays], [split], steep, fixed)
         case Cond():
-            index, moved = values[0], moved[1:]
-            types = [v.aval for v in e.eqn.outvars]
-            masks_of = lambda i: [
-                (index == i) & dense(mask, t.shape) for mask, t in zip(outs, types, strict=True)
-            ]
-            splits = [_Arrays.of(moved, masks_of(i)) for i in range(len(e.inner))]
-            return _run_inner(e, values, [s.arrays for s in splits], splits, steep)
-    split = _Arrays.of(moved, outs)
-    return _run_inner(e, values, [split.arrays], [split], steep)
-
-
-def _run_inner(e, values, extras, splits, steep, fixed=()) -> list[Any]:
-    inner = {id(a.program.jaxpr): (a, s) for a, s in zip(e.inner, splits, strict=True)}
+            shapes = [v.aval.shape for v in e.eqn.outvars]
+            full = list(map(dense, outs, shapes))
+            of_branch = lambda i: [(values[0] == i) & mask for mask in full]
+            of_programs = [(moved[1:], of_branch(i)) for i in range(len(e.inner))]
+    # Booleans stay what they are, and arrays pass through the equation.
+    arrays, known = zip(*(eqx.partition(x, eqx.is_array) for x in of_programs), strict=True)
+    inner = {id(a.program.jaxpr): (a, k) for a, k in zip(e.inner, known, strict=True)}
 
     def run(program, values, arrays):
-        analysis, split = inner[id(program.jaxpr)]
-        moved, outs = split.restore(arrays)
+        analysis, known = inner[id(program.jaxpr)]
+        moved, outs = eqx.combine(arrays, known)
         moved[: len(fixed)] = fixed
         return evaluate_zero_safe(analysis, values, moved, outs, steep)
 
-    return list(enter(e.eqn, values, run, extras))
-
-
-class _Arrays(NamedTuple):
-    """The masks of inputs and outputs: those that are arrays apart from the known ones."""
-
-    known: Sequence[Mask]
-    n_moved: int
-    arrays: dict[int, Any]
-
-    @staticmethod
-    def of(moved: Sequence[Mask], outs: Sequence[Mask]) -> "_Arrays":
-        masks = [*moved, *outs]
-        arrays = {i: mask for i, mask in enumerate(masks) if not isinstance(mask, bool)}
-        return _Arrays([x if isinstance(x, bool) else False for x in masks], len(moved), arrays)
-
-    def restore(self, arrays: dict[int, Any]) -> tuple[list[Mask], list[Mask]]:
-        masks = [arrays.get(i, mask) for i, mask in enumerate(self.known)]
-        return masks[: self.n_moved], masks[self.n_moved :]
+    return list(enter(e.eqn, values, run, arrays))

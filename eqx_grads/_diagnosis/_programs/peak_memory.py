@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .elementwise import is_bitcast, is_cheap, is_expensive, is_product, is_view_in_product
-from .structure import (
+from ..._jaxprs.primitives import kind_of
+from ..._jaxprs.structure import (
     Call,
     CallWithRule,
     Checkpoint,
@@ -33,6 +33,34 @@ def bytes_of(*types: Any) -> int:
     # A token of effects has no size.
     itemsize = lambda t: getattr(getattr(t, "dtype", None), "itemsize", 0)
     return sum(getattr(t, "size", 0) * itemsize(t) for t in types)
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an equation costs no more than to read its operands and write its outputs."""
+    known, kind = structure(eqn), kind_of(eqn)
+    if isinstance(known, Call | CallWithRule):
+        return all(map(is_cheap, known.programs[0].eqns))
+    return kind.layout or (kind.elementwise and kind.cost != "series")
+
+
+def _is_expensive(eqn: Any) -> bool:
+    """Whether XLA computes an elementwise operation once only, and writes its result."""
+    return kind_of(eqn).cost == "expensive"
+
+
+def _is_product(eqn: Any) -> bool:
+    """Whether this is a matrix product or a convolution."""
+    return kind_of(eqn).linear == "each" and not kind_of(eqn).elementwise
+
+
+def _is_bitcast(eqn: Any) -> bool:
+    """Whether the output is the memory of the operand."""
+    return eqn.primitive.name in ("reshape", "squeeze", "expand_dims", "copy_p", "copy")
+
+
+def _is_view_in_product(eqn: Any) -> bool:
+    """Whether a matrix product can read the operand in place of the output."""
+    return eqn.primitive.name == "transpose" or _is_bitcast(eqn)
 
 
 def peak_bytes(program: ClosedJaxpr) -> int:
@@ -146,7 +174,7 @@ class _Flat:
             for i in set(operation.operands):
                 value = self.values[i]
                 value.n_uses += 1
-                if is_product(operation.eqn):
+                if _is_product(operation.eqn):
                     value.is_read_by_product = True
                 elif not operation.is_fused and not _reads_fused(operation.eqn):
                     value.is_read_in_memory = True
@@ -162,12 +190,12 @@ class _Flat:
                 continue
             parts = [self.values[j] for j in operation.operands]
             roots = frozenset().union(*(part.roots for part in parts))
-            value.is_expensive = is_expensive(operation.eqn) or any(
+            value.is_expensive = _is_expensive(operation.eqn) or any(
                 part.is_expensive and not part.is_written for part in parts
             )
             needs_memory = (
-                value.is_read_in_memory and not self._is_view(value, is_bitcast)
-            ) or (value.is_read_by_product and not self._is_view(value, is_view_in_product))
+                value.is_read_in_memory and not self._is_view(value, _is_bitcast)
+            ) or (value.is_read_by_product and not self._is_view(value, _is_view_in_product))
             value.is_written = (
                 not operation.is_fused
                 or needs_memory
@@ -191,7 +219,7 @@ class _Flat:
         changes the layout only, and copies it to that of the loop (on a CPU, JAX 0.10)."""
         operation = value.producer if value.is_read_by_loop else None
         is_transposed = False
-        while operation and operation.operands and is_view_in_product(operation.eqn):
+        while operation and operation.operands and _is_view_in_product(operation.eqn):
             if is_transposed and operation.eqn.primitive.name == "reshape":
                 return True
             is_transposed |= operation.eqn.primitive.name == "transpose"
@@ -203,7 +231,7 @@ class _Flat:
         found = set(outputs)
         for i in outputs:
             operation = self.values[i].producer
-            while operation is not None and is_bitcast(operation.eqn):
+            while operation is not None and _is_bitcast(operation.eqn):
                 (i,) = operation.operands
                 found.add(i)
                 operation = self.values[i].producer

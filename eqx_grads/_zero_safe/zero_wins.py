@@ -12,22 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from ..._jaxprs.dependence import variables
-from ..._jaxprs.elementwise import ELEMENTWISE
-from ..._jaxprs.evaluate import bind, enter, evaluate
-from ..._rules.linear_primitive import linear_call, LinearMap
+from .._jaxprs.dependence import variables
+from .._jaxprs.evaluate import bind, enter, evaluate
+from .._jaxprs.primitives import kind_of
+from .._rules.linear_primitive import linear_call, LinearMap
 from .analysis import Analysis, analyze, AnalyzedEquation
 from .ranges import inexact_indices, Range
-
-
-# Their factors are constants, or known to JAX to be zero.
-_NO_FACTORS = frozenset(
-    """
-    neg add sub add_any select_n clamp convert_element_type copy real imag conj complex sign
-    floor ceil round stop_gradient nextafter reduce_precision not and or eq ne lt le gt ge
-    is_finite sharding_constraint pvary pbroadcast copy_p
-    """.split()  # noqa: SIM905
-)
 
 
 def evaluate_zero_wins(
@@ -37,51 +27,46 @@ def evaluate_zero_wins(
 
     - `steep`: for each output, whether its cotangent may not be finite.
     """
-    chosen, steep_inner = _choose(analysis, steep)
+    chosen = _choose(analysis, steep)
     by_id = {id(e.eqn): e for e in analysis.eqns}
 
     def hook(eqn, values):
         e = by_id[id(eqn)]
         if id(eqn) not in chosen:
             return bind(eqn, values)
-        if e.is_entered:
-            inner = {id(a.program.jaxpr): a for a in e.inner}
-            run = lambda program, values, _: evaluate_zero_wins(
-                inner[id(program.jaxpr)], values, steep_inner[id(eqn)]
-            )
-            return list(enter(eqn, values, run))
-        return [_bind_zero_wins(eqn, values)]
+        if not e.is_entered:
+            return [_bind_zero_wins(eqn, values)]
+        inner = {id(a.program.jaxpr): a for a in e.inner}
+        # A cotangent may come from a later step, or from another part of the program.
+        run = lambda program, values, _: evaluate_zero_wins(
+            inner[id(program.jaxpr)], values, [True] * len(eqn.outvars)
+        )
+        return list(enter(eqn, values, run))
 
     return evaluate(analysis.program, values, hook)
 
 
-def _choose(analysis: Analysis, steep) -> tuple[set[int], dict[int, list[bool]]]:
+def _choose(analysis: Analysis, steep: Sequence[bool]) -> set[int]:
     """The equations to be changed: those with a factor that may not be finite, and those with
     factors of which such a cotangent comes."""
     chosen: set[int] = set()
-    steep_inner: dict[int, list[bool]] = {}
     outvars = zip(analysis.program.jaxpr.outvars, steep, strict=True)
     is_steep = set(variables(v for v, s in outvars if s))
     for e in reversed(analysis.eqns):
-        eqn = e.eqn
-        if not (e.has_risk or any(v in is_steep for v in eqn.outvars)):
-            continue
-        is_steep.update(variables(eqn.invars))
-        if e.is_entered:
-            # A cotangent may come from a later step, or from another part of the program.
-            steep_inner[id(eqn)] = [True] * len(eqn.outvars)
-        if e.is_entered or _has_factors(e):
-            chosen.add(id(eqn))
-    return chosen, steep_inner
+        if e.has_risk or any(v in is_steep for v in e.eqn.outvars):
+            is_steep.update(variables(e.eqn.invars))
+            if e.is_entered or _has_factors(e):
+                chosen.add(id(e.eqn))
+    return chosen
 
 
 def _has_factors(e: AnalyzedEquation) -> bool:
     eqn = e.eqn
-    if not any(r.active for r in e.ins) or not inexact_indices(eqn.outvars):
+    if not e.moving or not e.inexact_outs:
         return False
-    if _is_inner_product(eqn):
-        return True
-    return e.known is None and eqn.primitive.name in ELEMENTWISE - _NO_FACTORS
+    # Other factors are constants, or known to JAX to be zero.
+    is_constant = kind_of(eqn).derivative in ("zero", "constant")
+    return _is_inner_product(eqn) or (kind_of(eqn).elementwise and not is_constant)
 
 
 def _is_inner_product(eqn) -> bool:
