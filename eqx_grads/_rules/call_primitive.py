@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval as pe
+from jax.interpreters import ad, batching, mlir
 
 from .._errors import rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
@@ -26,7 +26,6 @@ from .abstract_call import AbstractCall
 from .asked_rules import asking, is_asked, TRANSPOSE
 from .backward_axis import backward_uses_axis
 from .batched_call import BatchedCall
-from .pruned_call import prune
 
 
 def bind_call(call: AbstractCall, operands: Sequence[Any]) -> list[Any]:
@@ -277,4 +276,3 @@ ad.primitive_jvps[call_p] = _jvp
 ad.primitive_transposes[call_p] = _transpose
 batching.fancy_primitive_batchers[call_p] = _batch
 mlir.register_lowering(call_p, mlir.lower_fun(_impl, multiple_results=True))
-pe.dce_rules[call_p] = prune
