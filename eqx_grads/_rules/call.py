@@ -17,8 +17,8 @@ from .._errors import code_of, name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
-from .abstract_call import AbstractCall
 from .call_primitive import bind_call, invalid_tracer
+from .call_record import Call
 from .copies import copy_in_use
 from .flatten_call import as_arrays, FlatCall, OutputSpec
 from .matmul_precision import in_precision, matmul_precision
@@ -59,26 +59,31 @@ def _call_traced(fn, rules, args, kwargs, filled, names):
         # Inside `shard_map`, a rule then computes the cotangents of one device, and the
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
-    call = _Call(flat, len(operands))
+    functions = _OfArrays(flat)
+    call = Call(
+        name=name_of(flat.fn),
+        code=code_of(flat.fn),
+        n_operands=len(operands),
+        n_args=flat.n_args,
+        rules_key=rules.cache,  # shared by copies with other tracers
+        primal=functions.primal,
+        jvp=functions.jvp,
+        vmap=functions.vmap,
+    )
     arrays = bind_call(call, operands)
-    assert call.outputs is not None
-    return call.outputs.tree(arrays)
+    assert functions.outputs is not None
+    return functions.outputs.tree(arrays)
 
 
 def _any_tracers(*trees) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
-class _Call(AbstractCall):
-    """Refers to a `FlatCall` and never to its operands, as it outlives the call."""
+class _OfArrays:
+    """The function and its rules as functions of arrays. Refers to a `FlatCall` and never to
+    its operands, as JAX keeps it for longer than the call."""
 
-    def __init__(self, flat: FlatCall, n_operands: int):
-        self.name = name_of(flat.fn)
-        self.code = code_of(flat.fn)
-        self.n_operands = n_operands
-        self.n_args = flat.n_args
-        self.is_reverse = flat.rules.is_reverse
-        self.rules_key = flat.rules.cache  # shared by copies with other tracers
+    def __init__(self, flat: FlatCall):
         self.outputs: OutputSpec | None = None
         self._flat = flat
         self._precision = matmul_precision()
@@ -96,7 +101,7 @@ class _Call(AbstractCall):
             with in_precision(self._precision):
                 outputs, arrays, t_arrays = call.rules.differentiate(call)
         except jax.errors.UnexpectedTracerError as error:
-            raise invalid_tracer(self) from error
+            raise invalid_tracer(name_of(self._flat.fn)) from error
         rule = call.rules.primal_rule()
         rules = self._flat.rules
         check_static_outputs(rule.fn, outputs)

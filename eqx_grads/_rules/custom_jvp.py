@@ -114,7 +114,6 @@ class custom_jvp(AbstractDecorated[P, T]):
 
 
 class ForwardRules(AbstractRules):
-    is_reverse = False
     captures = ("jvp_rule", "vmap_rule")
 
     def __init__(self):

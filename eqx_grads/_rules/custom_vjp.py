@@ -185,7 +185,6 @@ def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
 
 
 class ReverseRules(AbstractRules):
-    is_reverse = True
     captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
 
     def __init__(self):

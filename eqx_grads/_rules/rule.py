@@ -69,8 +69,11 @@ class Rule(Rebuildable):
                 "function that it is the rule of. Differentiate another function: move the "
                 "body into one without a rule."
             )
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+            _add_note_once(error, note)
+            raise
+        except NameError as error:
+            if "unbound axis name" in str(error):
+                _add_note_once(error, f"The rule `{self.name}` {_OUTSIDE_OF_VMAP}")
             raise
         except TypeError as error:
             try:
@@ -145,6 +148,18 @@ _CONVENTIONS = (
 )
 
 
+_OUTSIDE_OF_VMAP = (
+    "uses an axis that does not exist where the rule runs. If it is the axis of a `vmap`, no "
+    "argument of the call has the batch dimension, and so the call is differentiated outside "
+    "of the `vmap`. Give an argument the batch dimension: add `0 * jax.lax.axis_index(name)`."
+)
+
+
+def _add_note_once(error: Exception, note: str) -> None:
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 class CheckCache(Opaque):
     """The results of checks of a function and its rules, for each type of arguments."""
 
@@ -179,8 +194,6 @@ class AbstractRules(Rebuildable, abc.ABC):
 
     Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
     """
-
-    is_reverse: bool  # whether the rules are those of a `custom_vjp`
 
     def __init__(self):
         self.vmap_rule: Rule | None = None

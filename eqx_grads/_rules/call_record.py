@@ -1,0 +1,39 @@
+"""One call of a function with rules, as the primitive carries it: flat, without arrays."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A function of arrays with rules. Hashed by identity; no tracers, as JAX keeps it for as
+    long as it keeps the program.
+
+    - `primal(operands)` returns the list of outputs.
+    - `jvp(primals, tangents)` returns the outputs and their tangents. `None` is zero, in both
+        lists of tangents.
+    - `vmap(axis_data, batched, operands)` returns the outputs by the user's batching rule, and
+        which of them are batched; `None` if there is no rule. The batch dimension is the first.
+    - `code` is what the user wrote, for errors of JAX.
+    - `n_operands`: the number of operands, of which the first `n_args` can have a tangent.
+    - `rules_key`: the same object for all calls with the same rules.
+    """
+
+    name: str
+    code: types.CodeType | None
+    n_operands: int
+    n_args: int
+    rules_key: Any
+    primal: Callable[[Sequence[Any]], list[Any]]
+    jvp: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    vmap: Callable[..., tuple[list[Any], list[bool]] | None]
+
+    def __repr__(self) -> str:  # what a jaxpr shows
+        return self.name
+
+
+def no_vmap_rule(axis_data: Any, batched: Sequence[bool], operands: Sequence[Any]) -> None:
+    """The batching rule of a call whose batching rule was tried before."""
+    del axis_data, batched, operands
