@@ -17,6 +17,7 @@ from .._errors import (
 )
 from .._errors.trees import mirror, prefix_leaves
 from .._rules.closure_convert import Opaque, Rebuildable
+from .._rules.convention import JAX
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
@@ -92,7 +93,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         nondiff_argnums: int | Iterable[int] = (),
         nondiff_argnames: str | Iterable[str] = (),
     ):
-        rules = ReverseRules()
+        rules = ReverseRules(JAX)
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None

@@ -16,12 +16,11 @@ import jax
 import numpy as np
 
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
-from .._rules.call import call_as_given
+from .._rules.call import call_with_rules
 from .._rules.closure_convert import Rebuildable
-from .._rules.flatten_call import Operands, Signature, signature_of
+from .._rules.flatten_call import Signature, signature_of
 from .._rules.rule import AbstractRules
 from .._rules.wrapper import P, reduce_by_name, T
-from .._tangent_spaces import is_arraylike
 
 
 class MissingRuleError(RuleError, AttributeError):
@@ -46,12 +45,6 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         ft.update_wrapper(self, fun)
         self.fun = fun
         self.nondiff_argnums = _argnums(self, nondiff_argnums, nondiff_argnames)
-        rules.operands = Operands(outputs=is_arraylike)
-        rules.configuration = (
-            "an argument of `nondiff_argnums`",
-            "Remove it from `nondiff_argnums`, and return its cotangent, or pass "
-            "`jax.lax.stop_gradient` of it.",
-        )
         self._rules = rules
         self._fn = WithNondiff(fun, self.nondiff_argnums) if self.nondiff_argnums else fun
         self._arity = _arity(fun)
@@ -68,7 +61,7 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         self._check_complete()
         values = _by_position(self, args, kwargs)
         if not self.nondiff_argnums:
-            return call_as_given(self._fn, self._rules, values, {})
+            return call_with_rules(self._fn, self._rules, values, {})
         _check_given(self, values)
         diff = tuple(x for i, x in enumerate(values) if i not in self.nondiff_argnums)
         names = Signature(self.fun).names
@@ -76,7 +69,7 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         nondiff = collections.OrderedDict(
             (names[i], self._nondiff(values[i])) for i in self.nondiff_argnums
         )
-        return call_as_given(self._fn, self._rules, diff, {"nondiff": nondiff})
+        return call_with_rules(self._fn, self._rules, diff, {"nondiff": nondiff})
 
     def __getattr__(self, name: str) -> Any:
         # As in JAX: `f.def_vmap`, if the function is a `jax.custom_batching.custom_vmap`.

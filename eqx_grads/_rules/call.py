@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._errors import code_of, name_of, place_of, rule_error
+from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
@@ -29,40 +29,25 @@ from .vmap_rule import apply_vmap_rule
 def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`fn(*args, **kwargs)`, with derivatives by `rules`."""
-    fn = copy_in_use(fn, rules)
+    """`fn(*args, **kwargs)`, with derivatives by `rules`, in the convention of the rules."""
+    if isinstance(fn, eqx.Module):  # of a function there is only one
+        fn = copy_in_use(fn, rules)
     rules.check_complete(fn)
-    signature = rules.signature(fn)
-    args, kwargs, filled = signature.bind(args, kwargs, rules.fill_defaults)
+    convention, signature, filled = rules.convention, rules.signature(fn), frozenset()
+    if convention.binds:
+        args, kwargs, filled = signature.bind(args, kwargs, convention.fills_defaults)
     if is_eager() and not _any_tracers(fn, args, kwargs):
-        return as_arrays(fn(*as_arrays(args), **kwargs))
-    return _call_traced(fn, rules, args, kwargs, filled, signature.names)
-
-
-def call_as_given(
-    fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """As `call_with_rules`, but the arguments stay as they were given: those passed by keyword
-    are passed on by keyword, no default value is filled in, and without a transformation no
-    number is made an array."""
-    fn = copy_in_use(fn, rules)
-    rules.check_complete(fn)
-    if is_eager() and not _any_tracers(fn, args, kwargs):
+        if convention.binds:
+            return as_arrays(fn(*as_arrays(args), **kwargs))
         return fn(*args, **kwargs)
-    names = rules.signature(fn).names
-    return _call_traced(fn, rules, args, kwargs, frozenset(), names)
-
-
-def _call_traced(fn, rules, args, kwargs, filled, names):
-    flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, names)
+    flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
     if rules.varies_alike:
         # Inside `shard_map`, a rule then computes the cotangents of one device, and the
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
     functions = _OfArrays(flat)
     call = Call(
-        name=name_of(flat.fn),
-        code=code_of(flat.fn),
+        fn=flat.fn,
         n_operands=len(operands),
         n_args=flat.n_args,
         rules_key=rules.cache,  # shared by copies with other tracers
@@ -103,11 +88,11 @@ class _OfArrays:
         except jax.errors.UnexpectedTracerError as error:
             raise invalid_tracer(name_of(self._flat.fn)) from error
         rule = call.rules.primal_rule()
-        rules = self._flat.rules
         check_static_outputs(rule.fn, outputs)
         check_outputs(call, rule, outputs, self.outputs)
         self.outputs = outputs
-        if rules.returns_numbers and all(isinstance(x, float | complex) for x in primals):
+        are_numbers = all(isinstance(x, float | complex) for x in primals)
+        if call.rules.convention.returns_numbers and are_numbers:
             return _as_numbers(arrays), _as_numbers(t_arrays)
         return arrays, t_arrays
 
@@ -129,7 +114,7 @@ class _OfArrays:
             if _NUMPY_NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NUMPY_NOTE)
             raise
-        outputs, arrays = OutputSpec.of(out, self._flat.rules.operands)
+        outputs, arrays = OutputSpec.of(out, self._flat.rules.convention.outputs)
         check_static_outputs(fn, outputs)
         return outputs, arrays
 
@@ -160,7 +145,7 @@ def _as_numbers(arrays):
 def _not_differentiable(fn, flat, i):
     name, leaf = name_of(fn), flat.path(i)
     if i < flat.n_args + flat.n_kwargs:
-        kind, way_out = flat.rules.configuration
+        kind, way_out = flat.rules.convention.configuration
         return rule_error(
             f"`{name}` was differentiated with respect to {kind}.",
             f"at {leaf}",

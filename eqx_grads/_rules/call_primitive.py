@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._errors import rule_error, RuleError
+from .._errors import code_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._tangent_spaces import is_differentiable
@@ -61,10 +61,11 @@ def _trace(call: Call, types: Sequence[Any]) -> ClosedJaxpr:
     def function(*operands):
         return list(call.primal(operands))
 
-    if call.code is not None:  # JAX's errors name the function and the line that this shows
-        cells = tuple(CellType() for _ in call.code.co_freevars)
+    code = code_of(call.fn)
+    if code is not None:  # JAX's errors name the function and the line that this shows
+        cells = tuple(CellType() for _ in code.co_freevars)
         vars(function)["__signature__"] = _OF_OPERANDS
-        vars(function)["__wrapped__"] = FunctionType(call.code, {}, call.name, None, cells)
+        vars(function)["__wrapped__"] = FunctionType(code, {}, call.name, None, cells)
     return jax.make_jaxpr(function)(*types)
 
 

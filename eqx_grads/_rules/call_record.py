@@ -1,9 +1,10 @@
 """One call of a function with rules, as the primitive carries it: flat, without arrays."""
 
 import dataclasses
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from .._errors import name_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,19 +17,22 @@ class Call:
         lists of tangents.
     - `vmap(axis_data, batched, operands)` returns the outputs by the user's batching rule, and
         which of them are batched; `None` if there is no rule. The batch dimension is the first.
-    - `code` is what the user wrote, for errors of JAX.
+    - `fn` is the function that the user wrote, for errors. It may have placeholders.
     - `n_operands`: the number of operands, of which the first `n_args` can have a tangent.
     - `rules_key`: the same object for all calls with the same rules.
     """
 
-    name: str
-    code: types.CodeType | None
+    fn: Any
     n_operands: int
     n_args: int
     rules_key: Any
     primal: Callable[[Sequence[Any]], list[Any]]
     jvp: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
     vmap: Callable[..., tuple[list[Any], list[bool]] | None]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.fn)
 
     def __repr__(self) -> str:  # what a jaxpr shows
         return self.name

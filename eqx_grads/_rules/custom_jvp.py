@@ -14,6 +14,7 @@ from .._jaxprs.dependence import needed
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
+from .convention import Convention, OURS
 from .copies import running_rule
 from .flatten_call import is_inexact, OutputSpec
 from .linear_primitive import linear_call, LinearMap
@@ -116,8 +117,8 @@ class custom_jvp(AbstractDecorated[P, T]):
 class ForwardRules(AbstractRules):
     captures = ("jvp_rule", "vmap_rule")
 
-    def __init__(self):
-        AbstractRules.__init__(self)
+    def __init__(self, convention: Convention = OURS):
+        AbstractRules.__init__(self, convention)
         self.jvp_rule: Rule | None = None
 
     def set_jvp(self, rule: Rule) -> None:
@@ -308,7 +309,7 @@ def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
             do="Return `out, t_out`: the value and its tangent.",
         )
     out, t_out = result
-    outputs, arrays = OutputSpec.of(out, call.rules.operands)
+    outputs, arrays = OutputSpec.of(out, call.rules.convention.outputs)
 
     def fail(*where, do):
         # A tangent that fits the function does not fit a wrong value: say that first.

@@ -22,6 +22,7 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._tangent_spaces import as_array_list, is_none, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
+from .convention import Convention, OURS
 from .copies import running_rule
 from .custom_jvp import apply_forward_rule
 from .flatten_call import FlatCall, is_array, OutputSpec, Signature, TreeSplit
@@ -187,8 +188,8 @@ def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
 class ReverseRules(AbstractRules):
     captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
 
-    def __init__(self):
-        AbstractRules.__init__(self)
+    def __init__(self, convention: Convention = OURS):
+        AbstractRules.__init__(self, convention)
         self.fwd_rule: Rule | None = None
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None
@@ -267,7 +268,7 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
             rule.place,
             do="Return `out, residuals`: the value, and what the backward pass needs.",
         )
-    outputs, arrays = OutputSpec.of(result[0], call.rules.operands)
+    outputs, arrays = OutputSpec.of(result[0], call.rules.convention.outputs)
     return outputs, arrays, result[1]
 
 

@@ -11,7 +11,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,12 +99,12 @@ class Signature(Opaque):
         return contains_tracer([p.default for p in self._signature.parameters.values()])
 
     def bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], fill_defaults: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], fills_defaults: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[str]]:
         """The arguments by position, the keyword-only ones, and the names of those among
         the latter that were filled in from defaults.
 
-        Without `fill_defaults`, the last of those by position may be missing. A ufunc gets
+        Without `fills_defaults`, the last of those by position may be missing. A ufunc gets
         only what it was given.
         """
         if self._simple and not kwargs and len(args) == len(self._by_position):
@@ -115,7 +115,7 @@ class Signature(Opaque):
             raise TypeError(f"{error} in the call of `{self._call}`") from None
         if not self._has_defaults:
             return bound.args, bound.kwargs, frozenset()
-        if fill_defaults or not self._by_position.isdisjoint(bound.kwargs):
+        if fills_defaults or not self._by_position.isdisjoint(bound.kwargs):
             bound.apply_defaults()
         else:
             bound.arguments.update(
@@ -222,15 +222,6 @@ def as_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x) if is_dynamic(x) else x, tree)
 
 
-class Operands(NamedTuple):
-    """Which leaves of the positional arguments, the keyword-only arguments and the outputs are
-    arrays, and so operands. The others are static."""
-
-    args: Callable[[Any], bool] = is_dynamic
-    kwargs: Callable[[Any], bool] = is_array
-    outputs: Callable[[Any], bool] = is_dynamic
-
-
 class FlatCall:
     """One call of a function with rules, without its arrays. Holds no tracer.
 
@@ -267,9 +258,10 @@ class FlatCall:
         names: ParameterNames,
     ) -> tuple["FlatCall", list[jax.Array]]:
         """The call and its operands."""
-        args_split, arrays = TreeSplit.split(args, rules.operands.args)
-        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, rules.operands.kwargs)
-        if rules.fill_defaults:
+        convention = rules.convention
+        args_split, arrays = TreeSplit.split(args, convention.args)
+        kwargs_split, kwargs_arrays = TreeSplit.split(kwargs, convention.kwargs)
+        if convention.fills_defaults:
             # The default values are arguments by now, and may be differentiated as such.
             fn = _without_traced_defaults(fn)
         statics = [*args_split.static, *kwargs_split.static]
@@ -390,8 +382,8 @@ class OutputSpec:
     types: tuple[jax.ShapeDtypeStruct, ...]
 
     @staticmethod
-    def of(tree: Any, operands: Operands) -> tuple["OutputSpec", list[Any]]:
-        split, arrays = TreeSplit.split(tree, operands.outputs)
+    def of(tree: Any, is_operand: Callable[[Any], bool]) -> tuple["OutputSpec", list[Any]]:
+        split, arrays = TreeSplit.split(tree, is_operand)
         types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
         return OutputSpec(split, types), arrays
 

@@ -11,7 +11,8 @@ import jax
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
 from .closure_convert import check_no_tracers, Opaque, Rebuildable
-from .flatten_call import FlatCall, Operands, OutputSpec, Signature, signature_of
+from .convention import Convention
+from .flatten_call import FlatCall, OutputSpec, Signature, signature_of
 
 
 T = TypeVar("T")
@@ -195,18 +196,10 @@ class AbstractRules(Rebuildable, abc.ABC):
     Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
     """
 
-    def __init__(self):
+    def __init__(self, convention: Convention):
+        self.convention = convention
         self.vmap_rule: Rule | None = None
         self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
-        self.fill_defaults = True  # hand a rule the positional arguments left out, too
-        self.operands = Operands()
-        self.returns_numbers = False  # to `jax.jvp` of Python numbers, as `jax.custom_jvp` does
-        # For errors: what can't be differentiated, and what to do.
-        self.configuration: tuple[str, str] = (
-            "a keyword-only argument",
-            "Keyword-only arguments are configuration. Make it a positional parameter to give "
-            "it a derivative, or pass `jax.lax.stop_gradient` of it.",
-        )
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
         self._signature: Signature | None = None
@@ -309,7 +302,7 @@ def _outputs(call: RuleCall) -> OutputSpec | None:
 
     def primal(*operands):
         fn, _, args, kwargs = call.flat.restore(operands)
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.operands)
+        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.convention.outputs)
         found.append(outputs)
         return arrays
 

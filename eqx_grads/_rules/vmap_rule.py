@@ -41,7 +41,7 @@ def apply_vmap_rule(
             rule.place,
             do="Return `out, out_batched`.",
         )
-    outputs, arrays = OutputSpec.of(result[0], rules.operands)
+    outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
     out_batched = _out_batched(fn, rule, outputs, *result)
     expected = _expected(primal, axis_data, batched, operands, out_batched)
     if expected is not None:

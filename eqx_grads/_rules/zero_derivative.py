@@ -26,7 +26,7 @@ def function_of(
         for i, x in zip(indices, xs, strict=True):
             full[i] = x
         fn, rules, args, kwargs = flat.restore(full)
-        return OutputSpec.of(fn(*args, **kwargs), rules.operands)[1]
+        return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)[1]
 
     return of_some
 
