@@ -141,7 +141,7 @@ def lift_tracers(
 ) -> tuple[ClosureTemplate, list[Tracer]]:
     """All tracers that are reachable from `items` and `holder`, each once, and the template
     that is left without them."""
-    if not contains_tracer(items, holder):
+    if not contains_tracer(*items, holder):
         return ClosureTemplate(list(items), holder, [], []), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
@@ -162,7 +162,7 @@ def lift_tracers(
 
 def check_no_tracers(items: Sequence[Any], fail: Callable[[int, str], Exception]) -> None:
     """Raise `fail(i, name)` if item number `i` captures a tracer of that name."""
-    if not contains_tracer(items):
+    if not contains_tracer(*items):
         return
     for i, item in enumerate(items):
         search = _Search()
@@ -186,7 +186,10 @@ def contains_tracer(*roots: Any) -> bool:
             kind = type(x)
             if kind in _PLAIN or id(x) in seen:
                 continue
-            if issubclass(kind, Tracer) or _reads_traced_global(x):
+            if kind is types.FunctionType:
+                if _reads_traced_global(x):
+                    return True
+            elif issubclass(kind, Tracer):
                 return True
             seen.add(id(x))
             reached.extend(_references(x, kind))
@@ -198,14 +201,14 @@ def _references(x, kind) -> Sequence[Any]:
     """The objects that `x` holds and that may hold tracers of the user's."""
     if kind is types.FunctionType:
         return (x.__closure__, x.__defaults__, x.__kwdefaults__, *_attributes(x).values())
+    if issubclass(kind, Rebuildable):
+        return [getattr(x, name) for name in x.captures]
     if issubclass(kind, type):
         return _class_attributes(x)
     if kind is _Jitted:
         return (_unjitted(x),)
     if is_closed(x):
         return ()
-    if isinstance(x, Rebuildable):
-        return [getattr(x, name) for name in x.captures]
     if isinstance(x, _REBUILDABLE):
         return [*(v for k, v in vars(x).items() if k not in _NOT_COPIED), kind]
     if kind not in _ENTERED and not isinstance(x, ft.partial):
@@ -360,9 +363,8 @@ def _opaque_parts(x) -> list[tuple[Any, Any]]:
 
 
 def _reads_traced_global(x) -> bool:
-    if type(x) is not types.FunctionType:
-        return False
-    return any(isinstance(x.__globals__.get(name), Tracer) for name in x.__code__.co_names)
+    values = x.__globals__
+    return any(isinstance(values.get(name), Tracer) for name in x.__code__.co_names)
 
 
 def _check_globals(fn):

@@ -156,7 +156,8 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any
             # With symbolic zeros a rule may be another one for each pattern of zeros.
             check = ft.partial(_check_linear, rule, call, run, perturbed)
             reasons, ignored = call.rules.cache.get(call, ("linear", *perturbed), check)
-            check_zeros(rule, call, ignored)
+            if ignored:
+                check_zeros(rule, call, ignored)
         outputs, arrays, ts = run(perturbed, [call.tangents[i] for i in perturbed])
     else:
         (outputs, arrays, ts), reasons = _without_dead_terms(rule, call, run, inexact)
@@ -251,7 +252,9 @@ def _without_dead_terms(rule, call, run, inexact):
     if not rule.surely_linear:
         check = ft.partial(_check_program, rule, call, program, inexact, has_tangent)
         reasons, ignored = call.rules.cache.get(call, ("linear", *inexact), check)
-        check_zeros(rule, call, [i for i in ignored if call.tangents[i] is not None])
+        ignored = [i for i in ignored if call.tangents[i] is not None]
+        if ignored:
+            check_zeros(rule, call, ignored)
     out = evaluate_with_zeros(program, tangents)
     answers = iter(out)
     t_arrays = [next(answers) if has else None for has in has_tangent]

@@ -228,7 +228,7 @@ class ReverseRules(AbstractRules):
             perturbed=tuple(call.perturbed()),
             arg_types=[jax.typeof(x) for x in call.operands[: call.flat.n_args]],
             out_split=outputs.split.without_static(),
-            out_types=[jax.typeof(x) for x in arrays],
+            out_types=outputs.types,
             out_indices=indices,
             res_split=res_split,
             res_closures=res_closures,
@@ -281,7 +281,7 @@ class _VjpSpec:
     perturbed: tuple[int, ...]  # which of the positional arrays have a tangent
     arg_types: list[Any]
     out_split: TreeSplit
-    out_types: list[Any]
+    out_types: Sequence[Any]
     out_indices: list[int]  # which of the outputs have a tangent
     res_split: TreeSplit
     res_closures: ClosureTemplate
@@ -336,8 +336,9 @@ class _VjpSpec:
                 ct = self.out_split.tree(full)
                 ct_args = self._run_bwd(fn, rules.bwd_rule, operands, args, kwargs, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
-            call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
-            check_zeros(rules.bwd_rule, call, zeros)
+            if zeros:
+                call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
+                check_zeros(rules.bwd_rule, call, zeros)
             return ct_args
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
@@ -361,10 +362,12 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        types = self.flat.args.mirror(self.arg_types, arrays=operands[: self.flat.n_args])
+        types = self.arg_types
+        if not all(isinstance(arg, jax.Array) for arg in args):
+            types = self.flat.args.mirror(types, arrays=operands[: self.flat.n_args])
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
-            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names[i]))
+            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names, i))
         return [cts[i] for i in self.perturbed]
 
 
@@ -383,7 +386,7 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
         error.add_note(note)
 
 
-def _project(fn, rule, ct, arg, types, name):
+def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
     if isinstance(ct, jax.Array) and _is_type(types) and jax.typeof(ct) == types:
         return [ct]
@@ -398,7 +401,7 @@ def _project(fn, rule, ct, arg, types, name):
         )
 
     leaves = jax.tree.leaves(types, is_leaf=is_none)
-    cts = project_leaves(ct, arg, leaves, name=name, fail=fail)
+    cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)
     return [c for c, leaf in zip(cts, leaves, strict=True) if _is_type(leaf)]
 
 

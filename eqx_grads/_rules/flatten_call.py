@@ -21,7 +21,7 @@ from jax.core import Tracer
 from .._errors import name_of, rule_error, show_path
 from .._errors.trees import leaf_paths, mirror_of
 from .._jaxprs.structure import is_reference
-from .._tangent_spaces import as_array_list, dtype_of, holds_numbers
+from .._tangent_spaces import as_array_list, holds_numbers
 from .closure_convert import (
     ClosureTemplate,
     contains_tracer,
@@ -137,12 +137,18 @@ class TreeSplit:
         self.treedef = treedef
         self.indices = indices
         self.static = static
+        self.has_static = len(indices) < len(static)
 
     @staticmethod
     def split(
         tree: Any, is_dynamic: Callable[[Any], bool]
     ) -> tuple["TreeSplit", list[jax.Array]]:
         """The tree without its dynamic leaves, and these as arrays."""
+        # Most trees are an array or a tuple of arrays.
+        if all(map(is_dynamic, tree if type(tree) is tuple else (tree,))):
+            leaves, treedef = jax.tree.flatten(tree)
+            n = len(leaves)
+            return TreeSplit(treedef, range(n), [None] * n), as_array_list(leaves)
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
         indices = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         arrays = as_array_list(leaves[i] for i in indices)
@@ -159,6 +165,8 @@ class TreeSplit:
 
     def leaves(self, arrays: Sequence[Any], static: Sequence[Any] | None = None) -> list[Any]:
         """The leaves of the tree with these arrays."""
+        if not self.has_static:
+            return list(arrays)
         leaves = list(self.static if static is None else static)
         for i, x in zip(self.indices, arrays, strict=True):
             leaves[i] = x
@@ -246,6 +254,8 @@ class FlatCall:
         self.names = names
         self.n_args = len(args.indices)
         self.n_kwargs = len(kwargs.indices)
+        self.fn = closures.items[0]
+        self.rules = closures.holder
         self._closures = closures
 
     @staticmethod
@@ -284,14 +294,6 @@ class FlatCall:
         )
 
     @property
-    def fn(self) -> Any:
-        return self._closures.items[0]
-
-    @property
-    def rules(self) -> Any:
-        return self._closures.holder
-
-    @property
     def n_not_differentiable(self) -> int:
         """How many operands after the positional ones the function itself depends on."""
         return self.n_kwargs + len(self._closures.item_of)
@@ -317,7 +319,9 @@ class FlatCall:
         try:
             # Nothing is kept alive for having been an argument once.
             static_key = tuple(
-                (type(s), s) if is_closed(s) else (type(s), weakref.ref(s)) for s in statics
+                (i, type(s), s if is_closed(s) else weakref.ref(s))
+                for i, s in enumerate(statics)
+                if s is not None  # which stands for an array
             )
             key = (self.args.treedef, self.kwargs.treedef, static_key, types)
             hash(key)
@@ -379,13 +383,12 @@ class OutputSpec:
     """The outputs of a function without the arrays: their tree and their types."""
 
     split: TreeSplit
-    types: tuple[jax.ShapeDtypeStruct, ...]
+    types: tuple[Any, ...]  # with a shape and a dtype
 
     @staticmethod
     def of(tree: Any, is_operand: Callable[[Any], bool]) -> tuple["OutputSpec", list[Any]]:
         split, arrays = TreeSplit.split(tree, is_operand)
-        types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        return OutputSpec(split, types), arrays
+        return OutputSpec(split, tuple(map(jax.typeof, arrays))), arrays
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         return self.split.tree(arrays)
@@ -399,13 +402,13 @@ class OutputSpec:
         return show_path(self.split.path(i))
 
     def inexact(self) -> list[int]:
-        return [i for i, t in enumerate(self.types) if jnp.issubdtype(dtype_of(t), jnp.inexact)]
+        return [i for i, t in enumerate(self.types) if jnp.issubdtype(t.dtype, jnp.inexact)]
 
     def difference(self, other: "OutputSpec") -> str | None:
         """Where another function's outputs differ; `None` if they agree."""
         if self.split.treedef != other.split.treedef:
             return "the structures differ"
-        if self.split.indices != other.split.indices:
+        if list(self.split.indices) != list(other.split.indices):
             where = set(self.split.indices) ^ set(other.split.indices)
             return f"out{self.static_path(min(where))} is an array in one of them only"
         for i, a, b in zip(self.split.indices, self.types, other.types, strict=True):

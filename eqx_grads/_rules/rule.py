@@ -278,10 +278,11 @@ def check_outputs(
     if expected is None:
         compute = ft.partial(_outputs, call)
         expected = call.rules.cache.get(call, "outputs", compute)
-        if expected is not None and expected.difference(outputs) is not None:
-            # A function may depend on more than its arguments (the size of a named axis, a
-            # global variable), and so on more than was remembered.
-            expected = compute()
+        if expected is None or expected.difference(outputs) is None:
+            return
+        # A function may depend on more than its arguments (the size of a named axis, a global
+        # variable), and so on more than was remembered.
+        expected = compute()
     difference = None if expected is None else expected.difference(outputs)
     if expected is not None and difference is not None:
         name = name_of(call.fn)
@@ -323,4 +324,5 @@ def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
         )
 
-    check_no_tracers(outputs.split.static, fail)
+    if outputs.split.has_static:
+        check_no_tracers(outputs.split.static, fail)
