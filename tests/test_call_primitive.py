@@ -1,4 +1,4 @@
-"""The one primitive of every call: what it carries, how it is batched, pruned and traced."""
+"""The one primitive of every call: what it carries, how it is batched and traced."""
 
 import abc
 import collections

@@ -13,8 +13,9 @@ from .._rules.call import call_with_rules
 from .._rules.closure_convert import Rebuildable
 from .._rules.convention import EQUINOX
 from .._rules.custom_vjp import ReverseRules
-from .._rules.flatten_call import is_numeric_array, ParameterNames
 from .._rules.rule import Rule
+from .._rules.signature import ParameterNames
+from .._rules.tree_split import is_numeric_array
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 

@@ -20,9 +20,10 @@ from .._tangent_spaces import as_array_list
 from .call_primitive import bind_call, invalid_tracer
 from .call_record import Call
 from .copies import copy_in_use
-from .flatten_call import as_arrays, FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec
 from .matmul_precision import in_precision, matmul_precision
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
+from .tree_split import as_arrays
 from .vmap_rule import apply_vmap_rule
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._tangent_spaces import is_arraylike
-from .flatten_call import is_array, is_dynamic, is_numeric_array
+from .tree_split import is_array, is_dynamic, is_numeric_array
 
 
 @dataclasses.dataclass(frozen=True)

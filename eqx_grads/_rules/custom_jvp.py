@@ -16,9 +16,10 @@ from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transpos
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
 from .convention import Convention, OURS
 from .copies import running_rule
-from .flatten_call import is_inexact, OutputSpec
+from .flat_call import OutputSpec
 from .linear_primitive import linear_call, LinearMap
 from .rule import AbstractRules, check_outputs, CheckCache, Rule, RuleCall, try_to_trace
+from .tree_split import is_inexact
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros
 

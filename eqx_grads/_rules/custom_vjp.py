@@ -25,7 +25,7 @@ from .closure_convert import ClosureTemplate, lift_tracers
 from .convention import Convention, OURS
 from .copies import running_rule
 from .custom_jvp import apply_forward_rule
-from .flatten_call import FlatCall, is_array, OutputSpec, Signature, TreeSplit
+from .flat_call import FlatCall, OutputSpec
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
@@ -35,6 +35,8 @@ from .rule import (
     RuleCall,
     try_to_trace,
 )
+from .signature import Signature
+from .tree_split import is_array, TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros, function_of
 

@@ -26,8 +26,10 @@ from .._tangent_spaces import is_differentiable, is_none, project_leaves
 from .adjoint_pair import apply_side, Side
 from .closure_convert import Rebuildable
 from .convention import AS_CALLED
-from .flatten_call import as_arrays, FlatCall, OutputSpec, Signature, TreeSplit
+from .flat_call import FlatCall, OutputSpec
 from .rule import CheckCache, Rule, RuleCall
+from .signature import Signature
+from .tree_split import as_arrays, TreeSplit
 from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 

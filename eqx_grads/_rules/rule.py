@@ -12,7 +12,8 @@ import jax
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
 from .closure_convert import check_no_tracers, Opaque, Rebuildable
 from .convention import Convention
-from .flatten_call import FlatCall, OutputSpec, Signature, signature_of
+from .flat_call import FlatCall, OutputSpec
+from .signature import Signature, signature_of
 
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from .._errors import name_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
 from .copies import running_rule
-from .flatten_call import FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, try_to_trace
 
 

@@ -12,7 +12,7 @@ import jax
 
 from .._errors import name_of, RuleError
 from .._tangent_spaces import is_differentiable
-from .flatten_call import FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, RuleCall, try_to_trace
 
 

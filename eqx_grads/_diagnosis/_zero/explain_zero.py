@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ..._errors import RuleError
 from ..._gradient_ops._zero_safe.zero_safe import ZeroSafe
-from ..._rules.flatten_call import TreeSplit
+from ..._rules.tree_split import TreeSplit
 from ..nan_checks import without_nan_checks
 from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin
 from ..progress import doing, showing_progress
