@@ -10,9 +10,9 @@ import jax
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path
 from .._rules.call import call_with_rules
-from .._rules.closure_convert import Rebuildable
 from .._rules.convention import EQUINOX
 from .._rules.custom_vjp import ReverseRules
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
 from .._rules.signature import ParameterNames
 from .._rules.tree_split import is_numeric_array

@@ -16,9 +16,10 @@ from .._errors import (
     type_of,
 )
 from .._errors.trees import mirror, prefix_leaves
-from .._rules.closure_convert import Opaque, Rebuildable
+from .._rules.closure_convert import Opaque
 from .._rules.convention import JAX
 from .._rules.custom_vjp import ReverseRules
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_differentiable, is_none

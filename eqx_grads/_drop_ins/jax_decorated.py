@@ -17,7 +17,7 @@ import numpy as np
 
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_with_rules
-from .._rules.closure_convert import Rebuildable
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
 from .._rules.signature import Signature, signature_of
 from .._rules.wrapper import P, reduce_by_name, T

@@ -24,9 +24,9 @@ from .._jaxprs.linearity import linear_in, why_nonlinear
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import is_differentiable, is_none, project_leaves
 from .adjoint_pair import apply_side, Side
-from .closure_convert import Rebuildable
 from .convention import AS_CALLED
 from .flat_call import FlatCall, OutputSpec
+from .object_parts import Rebuildable
 from .rule import CheckCache, Rule, RuleCall
 from .signature import Signature
 from .tree_split import as_arrays, TreeSplit

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import jax
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
-from .closure_convert import check_no_tracers, Opaque, Rebuildable
+from .closure_convert import check_no_tracers, Opaque
 from .convention import Convention
 from .flat_call import FlatCall, OutputSpec
+from .object_parts import Rebuildable
 from .signature import Signature, signature_of
 
 
