@@ -810,6 +810,14 @@ def test_a_backward_rule_that_uses_the_axis(transform, use):
     eqgt.assert_trees_close((gradient(2.0), jax.jit(gradient)(2.0)), expected, tolerance=1e-6)
 
 
+def test_a_function_that_looks_at_a_value_without_the_batch_under_a_named_axis():
+    """It can't be traced to see whether it uses the axis."""
+    f = eqg.custom_jvp(lambda w: 2 * w if w > 0 else w)
+    f.def_jvp(lambda p, t: (f(*p), 2 * t[0] if p[0] > 0 else t[0]))
+    total = lambda w: jnp.sum(jax.vmap(lambda x: x * f(w), axis_name="i")(jnp.arange(3.0)))
+    assert jax.value_and_grad(total)(3.0) == (18.0, 6.0)
+
+
 def test_a_custom_vjp_with_a_collective_of_a_value_without_the_batch():
     """A sum over the axis is the same for each example: a test of JAX's own."""
     f = eqg.custom_vjp(lambda w: jax.lax.psum(w, "i"))

@@ -287,7 +287,7 @@ def _uses_axis(name: Any, call: Call, call_jaxpr: Any, operands: Sequence[Any]) 
         out, pull_back = jax.vjp(of_differentiable, *(xs[i] for i in places))
         return out, pull_back(out)  # for the types, any cotangents do
 
-    value = _trace(call, types) if call_jaxpr is None else call_jaxpr
+    value = try_to_trace(_trace, call, types) if call_jaxpr is None else call_jaxpr
     # Nobody has differentiated yet, so an error in a rule must not surface here.
     programs = value, try_to_trace(jax.make_jaxpr(gradient), *types)
     effects = [

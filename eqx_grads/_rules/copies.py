@@ -36,7 +36,7 @@ def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractConte
 
 
 @contextlib.contextmanager
-def _running_for(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
+def _running_for(fn: eqx.Module, rules: Any) -> Iterator[None]:
     others = _running.get()
     token = _running.set({**others, rules.cache: _Running(fn, staging_trace())})
     try:
@@ -45,7 +45,7 @@ def _running_for(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
         _running.reset(token)
 
 
-def copy_in_use(fn: Callable[..., Any], rules: Any) -> Callable[..., Any]:
+def copy_in_use(fn: Any, rules: Any) -> Any:
     """The Module `fn`, or the copy of it of which a rule is running."""
     running = _running.get().get(rules.cache)
     if running is None or _have_same_leaves(fn, running.fn):

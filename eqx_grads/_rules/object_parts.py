@@ -91,7 +91,7 @@ def _copy_function(fn, copy):
     copy.made[id(fn)] = new, fn
     # Not `functools.update_wrapper`: `__wrapped__` leads to the original.
     vars(new).update(attributes(fn))
-    new._eqg_code = code_of(fn)  # for errors: of the function that users know
+    vars(new)["_eqg_code"] = code_of(fn)  # for errors: of the function that users know
     for name in ("__qualname__", "__doc__", "__module__"):
         setattr(new, name, getattr(fn, name))
     for cell, old in zip(cells, old_cells, strict=True):
