@@ -19,7 +19,7 @@ from .._errors import check_function, name_of, place_of, rule_error, RuleError
 from .._rules.call import call_with_rules
 from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
-from .._rules.signature import Signature, signature_of
+from .._rules.signature import Signature
 from .._rules.wrapper import P, reduce_by_name, T
 
 
@@ -123,7 +123,7 @@ def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
                 place_of(decorated.fun),
                 do="Count the positional arguments from 0.",
             )
-    names = _names_by_position(decorated.fun) if argnames else []
+    names = Signature(decorated.fun).by_position
     for name in argnames:
         if not isinstance(name, str) or name not in names:
             raise rule_error(
@@ -145,22 +145,12 @@ def _as_tuple(x) -> tuple[Any, ...]:
         return (x,)
 
 
-def _names_by_position(fun) -> list[str]:
-    parameters = signature_of(fun).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
-
-
 def _arity(fun) -> int | None:
     """How many arguments the function has, if there is only one way to pass them all."""
     if isinstance(fun, ft.partial):
         return None
-    try:
-        parameters = inspect.signature(fun).parameters
-    except ValueError:  # a builtin that does not say
-        return None
-    by_position = _names_by_position(fun)
-    return len(parameters) if len(by_position) == len(parameters) else None
+    signature = Signature(fun)
+    return len(signature.by_position) if signature.is_by_position else None
 
 
 def _signature_without(fun, argnums) -> inspect.Signature | None:
@@ -231,7 +221,7 @@ _NOT_BOUND = (
 
 
 def _is_method(fun) -> bool:
-    return next(iter(_names_by_position(fun)), None) == "self"
+    return next(iter(Signature(fun).by_position), None) == "self"
 
 
 def _anything(*args, **kwargs):

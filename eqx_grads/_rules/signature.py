@@ -63,9 +63,8 @@ class Signature(Opaque):
         rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
         # Holds no default values, which may be tracers.
         self.names = ParameterNames(names, rest[0] if rest else "args")
-        self._simple = len(names) == len(parameters)
-        self._by_position = frozenset(names)
-        self._order = names
+        self.by_position = names
+        self.is_by_position = len(names) == len(parameters)  # and no others
         bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
         self._call = f"{name_of(fn)}{inspect.Signature(bare)}"
         self._keyword_defaults = {
@@ -87,7 +86,7 @@ class Signature(Opaque):
         Without `fills_defaults`, the last of those by position may be missing. A ufunc gets
         only what it was given.
         """
-        if self._simple and not kwargs and len(args) == len(self._by_position):
+        if self.is_by_position and not kwargs and len(args) == len(self.by_position):
             return args, kwargs, frozenset()
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -95,7 +94,7 @@ class Signature(Opaque):
             raise TypeError(f"{error} in the call of `{self._call}`") from None
         if not self._has_defaults:
             return bound.args, bound.kwargs, frozenset()
-        if fills_defaults or not self._by_position.isdisjoint(bound.kwargs):
+        if fills_defaults or any(name in bound.kwargs for name in self.by_position):
             bound.apply_defaults()
         else:
             bound.arguments.update(
@@ -107,4 +106,4 @@ class Signature(Opaque):
         """The default values of the positional arguments behind the first `n`."""
         if not self._has_defaults:
             return ()
-        return tuple(self._signature.parameters[name].default for name in self._order[n:])
+        return tuple(self._signature.parameters[name].default for name in self.by_position[n:])
