@@ -151,7 +151,7 @@ def contains_tracer(*roots: Any) -> bool:
             if kind in PLAIN or id(x) in seen:
                 continue
             if kind is types.FunctionType:
-                if _reads_traced_global(x):
+                if _traced_global(x) is not None:
                     return True
             elif issubclass(kind, Tracer):
                 return True
@@ -273,20 +273,24 @@ def _opaque_parts(x) -> list[tuple[Any, Any]]:
     return [*parts, *(("{...}", part) for part in unnamed)]
 
 
-def _reads_traced_global(x) -> bool:
-    values = x.__globals__
-    return any(isinstance(values.get(name), Tracer) for name in x.__code__.co_names)
+def _traced_global(fn: types.FunctionType) -> str | None:
+    """The name of a global variable that the function reads and that is a tracer."""
+    values = fn.__globals__
+    for name in fn.__code__.co_names:
+        if isinstance(values.get(name), Tracer):
+            return name
+    return None
 
 
 def _check_globals(fn):
-    for name in fn.__code__.co_names:
-        if isinstance(fn.__globals__.get(name), Tracer):
-            raise rule_error(
-                f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
-                place_of(fn),
-                do="A global outlives the trace that made its value. "
-                f"Pass `{name}` as an argument instead.",
-            )
+    name = _traced_global(fn)
+    if name is not None:
+        raise rule_error(
+            f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
+            place_of(fn),
+            do="A global outlives the trace that made its value. "
+            f"Pass `{name}` as an argument instead.",
+        )
 
 
 def _cannot_lift(trail):
