@@ -164,7 +164,8 @@ def contains_tracer(*roots: Any) -> bool:
 def _references(x, kind) -> Sequence[Any]:
     """The objects that `x` holds and that may hold tracers of the user's."""
     if kind is types.FunctionType:
-        return (x.__closure__, x.__defaults__, x.__kwdefaults__, *attributes(x).values())
+        own = attributes(x).values() if x.__dict__ else ()
+        return (x.__closure__, x.__defaults__, x.__kwdefaults__, *own)
     if issubclass(kind, Rebuildable):
         return [getattr(x, name) for name in x.captures]
     if issubclass(kind, type):
