@@ -10,7 +10,7 @@ from jax.core import AbstractValue
 
 from .._errors import place_of, rule_error, show_path, type_of
 from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
-from .._rules.flatten_call import is_dynamic, TreeSplit
+from .._rules.tree_split import is_dynamic, TreeSplit
 from .._tangent_spaces import as_array_list, is_arraylike
 
 

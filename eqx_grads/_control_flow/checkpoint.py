@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function
-from .._rules.flatten_call import is_array, TreeSplit
+from .._rules.tree_split import is_array, TreeSplit
 
 
 def filter_checkpoint(

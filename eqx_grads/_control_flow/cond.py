@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike, PyTree
 from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.varying import is_in_shard_map, vary_alike
-from .._rules.flatten_call import TreeSplit
+from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import holds_numbers, shape_of
 from .carry import is_number, same_static, structure_difference
 

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._errors import check_flags, check_function, name_of, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
-from .._rules.flatten_call import is_numeric_array, TreeSplit
+from .._rules.tree_split import is_numeric_array, TreeSplit
 from .chunked_scan import near_divisor
 
 

@@ -12,7 +12,7 @@ from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
 from .._rules.closure_convert import lift_tracers
-from .._rules.flatten_call import TreeSplit
+from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import as_array_list
 from .carry import Carry, is_number, is_sliced
 

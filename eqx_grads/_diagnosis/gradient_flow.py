@@ -20,7 +20,7 @@ from .._control_flow.scan import visible_steps
 from .._errors import check_function, place_of, rule_error, show_path, show_tree
 from .._jaxprs.evaluate import bind, enter, evaluate
 from .._jaxprs.structure import Call, Checkpoint, Cond, inner_programs, Scan, structure
-from .._rules.flatten_call import TreeSplit
+from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import is_differentiable
 from .layers import (
     AbstractCellLayer,

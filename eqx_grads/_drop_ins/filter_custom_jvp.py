@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import equinox as eqx
 
 from .._errors import check_function, name_of, place_of, rule_error
-from .._rules.call import call_as_given
+from .._rules.call import call_with_rules
+from .._rules.convention import EQUINOX
 from .._rules.custom_jvp import ForwardRules
-from .._rules.flatten_call import is_dynamic, is_numeric_array, Operands
 from .._rules.rule import Rule
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
@@ -71,19 +71,11 @@ class filter_custom_jvp(AbstractWrapper[P, T]):
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         self.fn, self._binding = unwrap_method(fn)
-        self._rules = ForwardRules()
-        self._rules.fill_defaults = False
-        self._rules.operands = Operands(is_numeric_array, is_numeric_array, is_dynamic)
-        self._rules.returns_numbers = True
-        self._rules.configuration = (
-            "an argument that was passed by keyword",
-            "Pass it by position to give it a derivative, or pass `jax.lax.stop_gradient` of "
-            "it.",
-        )
+        self._rules = ForwardRules(EQUINOX)
         set_metadata(self, self.fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return call_as_given(self.fn, self._rules, args, kwargs)
+        return call_with_rules(self.fn, self._rules, args, kwargs)
 
     def def_jvp(self, fn_jvp: Callable[..., Any]) -> Callable[..., Any]:
         """Give the forward rule. Use it as a decorator.

@@ -1,5 +1,6 @@
 """`filter_custom_vjp`: a reverse rule in Equinox's calling convention."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -8,11 +9,13 @@ import equinox as eqx
 import jax
 
 from .._errors import check_function, name_of, place_of, rule_error, show_path
-from .._rules.call import call_as_given
-from .._rules.closure_convert import Rebuildable
+from .._rules.call import call_with_rules
+from .._rules.convention import EQUINOX
 from .._rules.custom_vjp import ReverseRules
-from .._rules.flatten_call import is_numeric_array, Operands, ParameterNames
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
+from .._rules.signature import ParameterNames
+from .._rules.tree_split import is_numeric_array
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 
@@ -75,10 +78,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
     def __init__(self, fn: Callable[P, T] | staticmethod | classmethod):
         self.fn, self._binding = unwrap_method(fn)
-        self._rules = ReverseRules()
-        self._rules.fill_defaults = False
-        self._rules.operands = Operands(is_numeric_array, is_numeric_array, is_numeric_array)
-        self._rules.configuration = ("an argument that was passed by keyword", _WAY_OUT)
+        self._rules = ReverseRules(_CONVENTION)
         set_metadata(self, self.fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -89,7 +89,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
                 place_of(self.fn),
                 do="Pass the argument that is differentiated first, and by position.",
             )
-        return call_as_given(self.fn, self._rules, args, kwargs)
+        return call_with_rules(self.fn, self._rules, args, kwargs)
 
     def def_fwd(self, fn_fwd: Callable[..., Any]) -> Callable[..., Any]:
         """Give the rule for the forward pass. Use it as a decorator.
@@ -215,6 +215,12 @@ class _Backward(Rebuildable):
 _WAY_OUT = (
     "`filter_custom_vjp` gives derivatives with respect to its first argument, which may be a "
     "tuple: put the value into it, or pass `jax.lax.stop_gradient` of the value."
+)
+_CONVENTION = dataclasses.replace(
+    EQUINOX,
+    outputs=is_numeric_array,
+    returns_numbers=False,
+    configuration=("an argument that was passed by keyword", _WAY_OUT),
 )
 _FORWARD = (
     "The rule of `filter_custom_vjp.def_fwd` is called as "

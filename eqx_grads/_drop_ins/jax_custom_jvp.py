@@ -9,8 +9,9 @@ from jax.custom_derivatives import zero_from_primal
 
 from .. import tangents
 from .._errors import check_function, name_of, place_of, rule_error
-from .._rules.closure_convert import Rebuildable
+from .._rules.convention import JAX
 from .._rules.custom_jvp import ForwardRules
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_arraylike, is_none
@@ -77,7 +78,7 @@ class jax_custom_jvp(AbstractJaxDecorated[P, T]):
         nondiff_argnums: int | Iterable[int] = (),
         nondiff_argnames: str | Iterable[str] = (),
     ):
-        rules = ForwardRules()
+        rules = ForwardRules(JAX)
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
         self.jvp: Callable[..., Any] | None = None
         self.symbolic_zeros = False

@@ -16,8 +16,10 @@ from .._errors import (
     type_of,
 )
 from .._errors.trees import mirror, prefix_leaves
-from .._rules.closure_convert import Opaque, Rebuildable
+from .._rules.closure_convert import Opaque
+from .._rules.convention import JAX
 from .._rules.custom_vjp import ReverseRules
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
 from .._tangent_spaces import is_differentiable, is_none
@@ -92,7 +94,7 @@ class jax_custom_vjp(AbstractJaxDecorated[P, T]):
         nondiff_argnums: int | Iterable[int] = (),
         nondiff_argnames: str | Iterable[str] = (),
     ):
-        rules = ReverseRules()
+        rules = ReverseRules(JAX)
         AbstractJaxDecorated.__init__(self, fun, nondiff_argnums, nondiff_argnames, rules)
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None

@@ -16,12 +16,11 @@ import jax
 import numpy as np
 
 from .._errors import check_function, name_of, place_of, rule_error, RuleError
-from .._rules.call import call_as_given
-from .._rules.closure_convert import Rebuildable
-from .._rules.flatten_call import Operands, Signature, signature_of
+from .._rules.call import call_with_rules
+from .._rules.object_parts import Rebuildable
 from .._rules.rule import AbstractRules
+from .._rules.signature import Signature
 from .._rules.wrapper import P, reduce_by_name, T
-from .._tangent_spaces import is_arraylike
 
 
 class MissingRuleError(RuleError, AttributeError):
@@ -46,12 +45,6 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         ft.update_wrapper(self, fun)
         self.fun = fun
         self.nondiff_argnums = _argnums(self, nondiff_argnums, nondiff_argnames)
-        rules.operands = Operands(outputs=is_arraylike)
-        rules.configuration = (
-            "an argument of `nondiff_argnums`",
-            "Remove it from `nondiff_argnums`, and return its cotangent, or pass "
-            "`jax.lax.stop_gradient` of it.",
-        )
         self._rules = rules
         self._fn = WithNondiff(fun, self.nondiff_argnums) if self.nondiff_argnums else fun
         self._arity = _arity(fun)
@@ -68,7 +61,7 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         self._check_complete()
         values = _by_position(self, args, kwargs)
         if not self.nondiff_argnums:
-            return call_as_given(self._fn, self._rules, values, {})
+            return call_with_rules(self._fn, self._rules, values, {})
         _check_given(self, values)
         diff = tuple(x for i, x in enumerate(values) if i not in self.nondiff_argnums)
         names = Signature(self.fun).names
@@ -76,7 +69,7 @@ class AbstractJaxDecorated(Rebuildable, abc.ABC, Generic[P, T]):
         nondiff = collections.OrderedDict(
             (names[i], self._nondiff(values[i])) for i in self.nondiff_argnums
         )
-        return call_as_given(self._fn, self._rules, diff, {"nondiff": nondiff})
+        return call_with_rules(self._fn, self._rules, diff, {"nondiff": nondiff})
 
     def __getattr__(self, name: str) -> Any:
         # As in JAX: `f.def_vmap`, if the function is a `jax.custom_batching.custom_vmap`.
@@ -130,7 +123,7 @@ def _argnums(decorated, argnums, argnames) -> tuple[int, ...]:
                 place_of(decorated.fun),
                 do="Count the positional arguments from 0.",
             )
-    names = _names_by_position(decorated.fun) if argnames else []
+    names = Signature(decorated.fun).by_position
     for name in argnames:
         if not isinstance(name, str) or name not in names:
             raise rule_error(
@@ -152,22 +145,12 @@ def _as_tuple(x) -> tuple[Any, ...]:
         return (x,)
 
 
-def _names_by_position(fun) -> list[str]:
-    parameters = signature_of(fun).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
-
-
 def _arity(fun) -> int | None:
     """How many arguments the function has, if there is only one way to pass them all."""
     if isinstance(fun, ft.partial):
         return None
-    try:
-        parameters = inspect.signature(fun).parameters
-    except ValueError:  # a builtin that does not say
-        return None
-    by_position = _names_by_position(fun)
-    return len(parameters) if len(by_position) == len(parameters) else None
+    signature = Signature(fun)
+    return len(signature.by_position) if signature.is_by_position else None
 
 
 def _signature_without(fun, argnums) -> inspect.Signature | None:
@@ -238,7 +221,7 @@ _NOT_BOUND = (
 
 
 def _is_method(fun) -> bool:
-    return next(iter(_names_by_position(fun)), None) == "self"
+    return next(iter(Signature(fun).by_position), None) == "self"
 
 
 def _anything(*args, **kwargs):

@@ -13,72 +13,63 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._errors import code_of, name_of, place_of, rule_error
+from .._errors import name_of, place_of, rule_error
 from .._jaxprs.current_trace import is_eager
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import as_array_list
-from .abstract_call import AbstractCall
 from .call_primitive import bind_call, invalid_tracer
+from .call_record import Call
 from .copies import copy_in_use
-from .flatten_call import as_arrays, FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec
 from .matmul_precision import in_precision, matmul_precision
 from .rule import AbstractRules, check_outputs, check_static_outputs, RuleCall
+from .tree_split import as_arrays
 from .vmap_rule import apply_vmap_rule
 
 
 def call_with_rules(
     fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`fn(*args, **kwargs)`, with derivatives by `rules`."""
-    fn = copy_in_use(fn, rules)
+    """`fn(*args, **kwargs)`, with derivatives by `rules`, in the convention of the rules."""
+    if isinstance(fn, eqx.Module):  # of a function there is only one
+        fn = copy_in_use(fn, rules)
     rules.check_complete(fn)
-    signature = rules.signature(fn)
-    args, kwargs, filled = signature.bind(args, kwargs, rules.fill_defaults)
+    convention, signature, filled = rules.convention, rules.signature(fn), frozenset()
+    if convention.binds:
+        args, kwargs, filled = signature.bind(args, kwargs, convention.fills_defaults)
     if is_eager() and not _any_tracers(fn, args, kwargs):
-        return as_arrays(fn(*as_arrays(args), **kwargs))
-    return _call_traced(fn, rules, args, kwargs, filled, signature.names)
-
-
-def call_as_given(
-    fn: Callable[..., Any], rules: AbstractRules, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """As `call_with_rules`, but the arguments stay as they were given: those passed by keyword
-    are passed on by keyword, no default value is filled in, and without a transformation no
-    number is made an array."""
-    fn = copy_in_use(fn, rules)
-    rules.check_complete(fn)
-    if is_eager() and not _any_tracers(fn, args, kwargs):
+        if convention.binds:
+            return as_arrays(fn(*as_arrays(args), **kwargs))
         return fn(*args, **kwargs)
-    names = rules.signature(fn).names
-    return _call_traced(fn, rules, args, kwargs, frozenset(), names)
-
-
-def _call_traced(fn, rules, args, kwargs, filled, names):
-    flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, names)
+    flat, operands = FlatCall.of(fn, rules, args, kwargs, filled, signature.names)
     if rules.varies_alike:
         # Inside `shard_map`, a rule then computes the cotangents of one device, and the
         # transpose of the cast sums those of a replicated operand, once.
         operands = vary_tracers_alike(operands)
-    call = _Call(flat, len(operands))
+    functions = _OfArrays(flat)
+    call = Call(
+        fn=flat.fn,
+        n_operands=len(operands),
+        n_args=flat.n_args,
+        rules_key=rules.cache,  # shared by copies with other tracers
+        primal=functions.primal,
+        jvp=functions.jvp,
+        vmap=functions.vmap,
+    )
     arrays = bind_call(call, operands)
-    assert call.outputs is not None
-    return call.outputs.tree(arrays)
+    assert functions.outputs is not None
+    return functions.outputs.tree(arrays)
 
 
 def _any_tracers(*trees) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
-class _Call(AbstractCall):
-    """Refers to a `FlatCall` and never to its operands, as it outlives the call."""
+class _OfArrays:
+    """The function and its rules as functions of arrays. Refers to a `FlatCall` and never to
+    its operands, as JAX keeps it for longer than the call."""
 
-    def __init__(self, flat: FlatCall, n_operands: int):
-        self.name = name_of(flat.fn)
-        self.code = code_of(flat.fn)
-        self.n_operands = n_operands
-        self.n_args = flat.n_args
-        self.is_reverse = flat.rules.is_reverse
-        self.rules_key = flat.rules.cache  # shared by copies with other tracers
+    def __init__(self, flat: FlatCall):
         self.outputs: OutputSpec | None = None
         self._flat = flat
         self._precision = matmul_precision()
@@ -96,13 +87,13 @@ class _Call(AbstractCall):
             with in_precision(self._precision):
                 outputs, arrays, t_arrays = call.rules.differentiate(call)
         except jax.errors.UnexpectedTracerError as error:
-            raise invalid_tracer(self) from error
+            raise invalid_tracer(name_of(self._flat.fn)) from error
         rule = call.rules.primal_rule()
-        rules = self._flat.rules
         check_static_outputs(rule.fn, outputs)
         check_outputs(call, rule, outputs, self.outputs)
         self.outputs = outputs
-        if rules.returns_numbers and all(isinstance(x, float | complex) for x in primals):
+        are_numbers = all(isinstance(x, float | complex) for x in primals)
+        if call.rules.convention.returns_numbers and are_numbers:
             return _as_numbers(arrays), _as_numbers(t_arrays)
         return arrays, t_arrays
 
@@ -124,7 +115,7 @@ class _Call(AbstractCall):
             if _NUMPY_NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NUMPY_NOTE)
             raise
-        outputs, arrays = OutputSpec.of(out, self._flat.rules.operands)
+        outputs, arrays = OutputSpec.of(out, self._flat.rules.convention.outputs)
         check_static_outputs(fn, outputs)
         return outputs, arrays
 
@@ -155,7 +146,7 @@ def _as_numbers(arrays):
 def _not_differentiable(fn, flat, i):
     name, leaf = name_of(fn), flat.path(i)
     if i < flat.n_args + flat.n_kwargs:
-        kind, way_out = flat.rules.configuration
+        kind, way_out = flat.rules.convention.configuration
         return rule_error(
             f"`{name}` was differentiated with respect to {kind}.",
             f"at {leaf}",

@@ -8,29 +8,30 @@ is that of the function, not of the rule. A `jax.custom_vjp` has no forward mode
 `jax.custom_batching.custom_vmap` no reverse mode.
 """
 
+import contextlib
+import contextvars
+import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval as pe
+from jax.interpreters import ad, batching, mlir
 
-from .._errors import rule_error, RuleError
+from .._errors import code_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_staged, is_valid
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.structure import CallWithRule, program_of_call, register
 from .._tangent_spaces import is_differentiable
-from .abstract_call import AbstractCall
-from .asked_rules import asking, is_asked, TRANSPOSE
-from .backward_axis import backward_uses_axis
-from .batched_call import BatchedCall
-from .pruned_call import prune
+from .batched_call import batched_call
+from .call_record import Call, no_vmap_rule
+from .rule import try_to_trace
 
 
-def bind_call(call: AbstractCall, operands: Sequence[Any]) -> list[Any]:
+def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     """Call `call` by way of JAX, so that transformations see its rules."""
     if not is_staged(operands):
         return call_p.bind(*operands, call=call, call_jaxpr=None, n_consts=0)
@@ -38,16 +39,16 @@ def bind_call(call: AbstractCall, operands: Sequence[Any]) -> list[Any]:
     # and for the interpreters of other libraries.
     jaxpr = _trace(call, [jax.typeof(x) for x in operands])
     if not all(map(is_valid, jaxpr.consts)):
-        raise invalid_tracer(call)
+        raise invalid_tracer(call.name)
     consts, call_jaxpr = jaxpr.consts, _consts_as_inputs(jaxpr)
     return call_p.bind(
         *consts, *operands, call=call, call_jaxpr=call_jaxpr, n_consts=len(consts)
     )
 
 
-def invalid_tracer(call: AbstractCall) -> RuleError:
+def invalid_tracer(name: str) -> RuleError:
     return rule_error(
-        f"`{call.name}`, or a rule of it, holds a traced value that was not found, and that is "
+        f"`{name}`, or a rule of it, holds a traced value that was not found, and that is "
         "no longer valid.",
         "closures, default arguments, attributes, containers and Modules were searched",
         do="Pass this value as an argument.",
@@ -57,14 +58,15 @@ def invalid_tracer(call: AbstractCall) -> RuleError:
 _OF_OPERANDS = inspect.signature(lambda *operands: operands)
 
 
-def _trace(call: AbstractCall, types: Sequence[Any]) -> ClosedJaxpr:
+def _trace(call: Call, types: Sequence[Any]) -> ClosedJaxpr:
     def function(*operands):
         return list(call.primal(operands))
 
-    if call.code is not None:  # JAX's errors name the function and the line that this shows
-        cells = tuple(CellType() for _ in call.code.co_freevars)
+    code = code_of(call.fn)
+    if code is not None:  # JAX's errors name the function and the line that this shows
+        cells = tuple(CellType() for _ in code.co_freevars)
         vars(function)["__signature__"] = _OF_OPERANDS
-        vars(function)["__wrapped__"] = FunctionType(call.code, {}, call.name, None, cells)
+        vars(function)["__wrapped__"] = FunctionType(code, {}, call.name, None, cells)
     return jax.make_jaxpr(function)(*types)
 
 
@@ -73,40 +75,31 @@ def _consts_as_inputs(closed: ClosedJaxpr) -> ClosedJaxpr:
     is in, and is to be stored there once."""
     if not closed.consts:
         return closed
-    consts = closed.consts
-    types = [*map(jax.typeof, consts), *closed.in_avals]
-
-    def with_consts(*args):
-        same = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
-        return jaxpr_as_fun(same)(*args[len(consts) :])
-
-    return jax.make_jaxpr(with_consts)(*types)
+    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    return ClosedJaxpr(closed.jaxpr.replace(constvars=(), invars=inputs), ())
 
 
-class _ExtendedCall(AbstractCall):
+def _extended_call(call: Call, traced: ClosedJaxpr, n_extra: int, n_consts: int) -> Call:
     """A call whose function was transformed by another interpreter, with the same rules. The
     first operands and outputs are the interpreter's, for example the errors of checkify."""
+    run, first = jaxpr_as_fun(traced), n_extra + n_consts
 
-    def __init__(self, call, traced: ClosedJaxpr, n_extra, n_consts):
-        self.name = call.name
-        self.n_operands = len(traced.in_avals)
-        self.n_args = n_extra + n_consts + call.n_args
-        self.is_reverse = call.is_reverse
-        self.rules_key = call.rules_key
-        self._call = call
-        self._run = jaxpr_as_fun(traced)
-        self._first = n_extra + n_consts
+    def primal(operands):
+        return list(run(*operands))
 
-    def primal(self, operands):
-        return list(self._run(*operands))
-
-    def jvp(self, primals, tangents):
-        out = self.primal(primals)
-        _, t_out = self._call.jvp(primals[self._first :], tangents[self._first :])
+    def jvp(primals, tangents):
+        out = primal(primals)
+        _, t_out = call.jvp(primals[first:], tangents[first:])
         return out, [None] * (len(out) - len(t_out)) + t_out
 
-    def vmap(self, axis_data, batched, operands):
-        return None
+    return dataclasses.replace(
+        call,
+        n_operands=len(traced.in_avals),
+        n_args=first + call.n_args,
+        primal=primal,
+        jvp=jvp,
+        vmap=no_vmap_rule,
+    )
 
 
 class _CallPrimitive(Primitive):
@@ -124,7 +117,7 @@ class _CallPrimitive(Primitive):
         traced = jax.make_jaxpr(fn.call_wrapped)(*operands)
         call, n_consts = params["call"], params["n_consts"]
         n_extra = len(operands) - n_consts - call.n_operands
-        return bind_call(_ExtendedCall(call, traced, n_extra, n_consts), operands)
+        return bind_call(_extended_call(call, traced, n_extra, n_consts), operands)
 
     def to_lojax(self, *operands, **params):
         """What JAX 0.12 puts in place of a call before lowering, if its function has a "high"
@@ -168,13 +161,26 @@ def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
     ]
 
 
-def _closed_over(call: AbstractCall) -> RuleError:
+def _closed_over(call: Call) -> RuleError:
     return rule_error(
         f"`{call.name}` was differentiated with respect to a value that it closes over.",
         "at a value that was not found among its arguments, closures and attributes",
         do="A rule gives derivatives with respect to arguments. Make the value a "
         "positional parameter, or close over `jax.lax.stop_gradient` of it.",
     )
+
+
+# The rules of the calls that are being transposed.
+_transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
+
+
+@contextlib.contextmanager
+def _transposing(call: Call) -> Iterator[None]:
+    token = _transposed.set(_transposed.get() | {call.rules_key})
+    try:
+        yield
+    finally:
+        _transposed.reset(token)
 
 
 def _transpose(cts, *operands, call, call_jaxpr, n_consts):
@@ -208,8 +214,8 @@ def _transpose(cts, *operands, call, call_jaxpr, n_consts):
 
     # A forward rule may apply its own function to its tangents, and then says nothing of the
     # transpose.
-    linear_map = function if is_asked(call, TRANSPOSE) else derivative
-    with asking(call, TRANSPOSE):
+    linear_map = function if call.rules_key in _transposed.get() else derivative
+    with _transposing(call):
         ct_linear = jax.linear_transpose(linear_map, *types)([cts[i] for i in used])
     ct_operands: list[Any] = [None] * len(operands)
     for i, ct in zip(linear, ct_linear, strict=True):
@@ -241,35 +247,54 @@ def _check_linear(call, call_jaxpr, operands, used):
 
 
 def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
-    # A named axis may be used without a batched operand: by a collective, or `axis_index`.
-    if all(dim is None for dim in dims) and not _is_named(axis_data):
-        out = call_p.bind(*operands, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
-        return out, [None] * len(out)
+    if all(dim is None for dim in dims):
+        if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
+            out = call_p.bind(*operands, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
+            return out, [None] * len(out)
+        copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
+        operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
+        dims = [None if i < n_consts else 0 for i in range(len(operands))]
     operands = [
-        x if dim is None else jnp.moveaxis(x, dim, 0)
+        x if dim in (None, 0) else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
     batched = [dim is not None for dim in dims]
-    if not any(batched) and backward_uses_axis(call, bind_call, axis_data, operands[n_consts:]):
-        copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
-        operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
-        batched = [i >= n_consts for i in range(len(operands))]
     result = None
-    if any(batched) and not any(batched[:n_consts]):
+    if not any(batched[:n_consts]):
         result = call.vmap(axis_data, batched[n_consts:], operands[n_consts:])
     if result is None:
-        batched_call = BatchedCall(call, axis_data, batched, call_jaxpr, n_consts)
-        out = bind_call(batched_call, operands)
-        assert batched_call.out_batched is not None
-        result = out, batched_call.out_batched
+        of_batch, out_batched = batched_call(call, axis_data, batched, call_jaxpr, n_consts)
+        result = bind_call(of_batch, operands), out_batched
     out, out_batched = result
     return list(out), [0 if b else None for b in out_batched]
 
 
-def _is_named(axis_data) -> bool:
-    """Whether the axis of a `vmap` was given a name. Without one, its name is an `object()` of
-    JAX, which is not public."""
-    return type(axis_data.name) is not object
+def _uses_axis(name: Any, call: Call, call_jaxpr: Any, operands: Sequence[Any]) -> bool:
+    """Whether the function or a rule uses the named axis of a `vmap`, by a collective or
+    `axis_index`. Then each example has its own value or derivative, although no operand has
+    the batch dimension; and the name exists only here, not where a derivative runs later."""
+    if type(name) is object:  # what JAX names an axis for which the user gave no name
+        return False
+    types = [jax.typeof(x) for x in operands]
+    places = [i for i, t in enumerate(types[: call.n_args]) if is_differentiable(t)]
+
+    def gradient(*xs):
+        def of_differentiable(*live):
+            full = list(xs)
+            for i, x in zip(places, live, strict=True):
+                full[i] = x
+            return [y for y in bind_call(call, full) if is_differentiable(y)]
+
+        out, pull_back = jax.vjp(of_differentiable, *(xs[i] for i in places))
+        return out, pull_back(out)  # for the types, any cotangents do
+
+    value = try_to_trace(_trace, call, types) if call_jaxpr is None else call_jaxpr
+    # Nobody has differentiated yet, so an error in a rule must not surface here.
+    programs = value, try_to_trace(jax.make_jaxpr(gradient), *types)
+    effects = [
+        effect for program in programs if program is not None for effect in program.effects
+    ]
+    return name in [getattr(effect, "name", None) for effect in effects]
 
 
 call_p.def_impl(_impl)
@@ -278,7 +303,6 @@ ad.primitive_jvps[call_p] = _jvp
 ad.primitive_transposes[call_p] = _transpose
 batching.fancy_primitive_batchers[call_p] = _batch
 mlir.register_lowering(call_p, mlir.lower_fun(_impl, multiple_results=True))
-pe.dce_rules[call_p] = prune
 
 
 def _structure(eqn) -> CallWithRule | None:

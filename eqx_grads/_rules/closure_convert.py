@@ -10,20 +10,28 @@ ordinary Python. An object without tracers stays the very same object.
 """
 
 import collections
-import copy
 import functools as ft
 import gc
-import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import code_of, name_of, place_of, rule_error, show_path
+from .._errors import name_of, place_of, rule_error
+from .object_parts import (
+    attributes,
+    children_of,
+    Copy,
+    JITTED,
+    KINDS,
+    parts_of,
+    PLAIN,
+    REBUILDABLE,
+    Rebuildable,
+)
 
 
 class _Placeholder(NamedTuple):
@@ -32,35 +40,10 @@ class _Placeholder(NamedTuple):
     number: int
 
 
-class _Node:
-    """Stands where an object of a user's class was that led to a tracer."""
-
-    def __init__(self, treedef: Any, parts: Sequence[Any]):
-        self.treedef = treedef
-        self.parts = parts
-
-
-class Rebuildable:
-    """A plain object whose whole state is its `__dict__`. A copy with other contents may stand
-    for the original."""
-
-    # The attributes that may hold a tracer.
-    captures: tuple[str, ...] = ()
-
-
 class Opaque:
     """An object that the search for tracers does not enter, and that copies share."""
 
 
-_Jitted = type(jax.jit(lambda: None))
-_REBUILDABLE = (
-    Rebuildable,
-    eqx.Module,
-    eqx.filter_custom_jvp,
-    eqx.filter_custom_vjp,
-    jax.custom_jvp,
-    jax.custom_vjp,
-)
 _CLOSED = (
     str,
     bytes,
@@ -76,29 +59,12 @@ _CLOSED = (
     np.dtype,
     Opaque,
 )
-# It leads to the original, and so to the tracers that were taken out.
-_NOT_COPIED = ("__wrapped__",)
-_CONTAINERS = (list, tuple, dict, collections.OrderedDict, collections.defaultdict)
-# Without an array at hand: to make one starts JAX, after which there is no
-# `jax.distributed.initialize`. Tracers are no subclasses of `jax.Array`.
-_ARRAYS = (np.ndarray, *jax.Array.__subclasses__())
-_PLAIN = {type(None), str, bytes, bool, int, float, complex, *_ARRAYS}
+_CONTAINERS = (list, tuple, dict)
 # Objects of these modules hold no tracers of the user's, except in the types named here.
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "threading", "logging"})
 # A search ends here. Nobody means to capture so many objects, and it takes about a second.
 _MOST_OBJECTS = 1_000_000
-_ENTERED = (
-    *_CONTAINERS,
-    set,
-    frozenset,
-    types.CellType,
-    types.MethodType,
-    types.MappingProxyType,
-)
-
-
-def _captures_nothing(fn: types.FunctionType) -> bool:
-    return not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+_ENTERED = {*KINDS, set, frozenset, types.CellType, types.MappingProxyType}
 
 
 class ClosureTemplate:
@@ -120,20 +86,18 @@ class ClosureTemplate:
     def blank(self, tracers: Sequence[Any], owners: set[int]) -> None:
         """Replace `tracers` by placeholders. `owners` are the objects that lead to them."""
         index = {id(tracer): i for i, tracer in enumerate(tracers)}
-        swap = lambda x: _Placeholder(index[id(x)]) if id(x) in index else x
-        memo: dict[int, Any] = {}
-        self.items = [_rebuild(item, swap, owners, memo) for item in self.items]
-        self.holder = _rebuild(self.holder, swap, owners, memo)
-        self._owners = {id(new) for new, _ in memo.values()}
+        copy = Copy(lambda x: _Placeholder(index[id(x)]) if id(x) in index else x, owners)
+        self.items = list(map(copy, self.items))
+        self.holder = copy(self.holder)
+        self._owners = {id(new) for new, _ in copy.made.values()}
 
     def substitute(self, values: Sequence[Any]) -> tuple[list[Any], Any]:
         """`items` and `holder` with `values` in place of the placeholders."""
         if not self.names:
             return self.items, self.holder
         swap = lambda x: values[x.number] if type(x) is _Placeholder else x
-        memo: dict[int, Any] = {}
-        items = [_rebuild(item, swap, self._owners, memo) for item in self.items]
-        return items, _rebuild(self.holder, swap, self._owners, memo)
+        copy = Copy(swap, self._owners)
+        return list(map(copy, self.items)), copy(self.holder)
 
 
 def lift_tracers(
@@ -141,7 +105,7 @@ def lift_tracers(
 ) -> tuple[ClosureTemplate, list[Tracer]]:
     """All tracers that are reachable from `items` and `holder`, each once, and the template
     that is left without them."""
-    if not contains_tracer(items, holder):
+    if not contains_tracer(*items, holder):
         return ClosureTemplate(list(items), holder, [], []), []
     search = _Search()
     # A path back to the holder (a function that names itself) is not followed there.
@@ -150,7 +114,7 @@ def lift_tracers(
     for i, item in enumerate(items):
         search.visit(item, (), None, False)
         item_of += [i] * (len(search.found) - len(item_of))
-    for step, part in _parts(holder) or []:
+    for step, part in parts_of(holder) or []:
         search.visit(part, ((holder, step),), holder, False)
     tracers = [captured.value for captured in search.found]
     names = [captured.name for captured in search.found]
@@ -162,7 +126,7 @@ def lift_tracers(
 
 def check_no_tracers(items: Sequence[Any], fail: Callable[[int, str], Exception]) -> None:
     """Raise `fail(i, name)` if item number `i` captures a tracer of that name."""
-    if not contains_tracer(items):
+    if not contains_tracer(*items):
         return
     for i, item in enumerate(items):
         search = _Search()
@@ -180,13 +144,16 @@ def contains_tracer(*roots: Any) -> bool:
     seen: set[int] = set()
     front: Sequence[Any] = roots
     # The elements of a large container are looked at in C, by their types.
-    while not _PLAIN.issuperset(map(type, front)):
+    while not PLAIN.issuperset(map(type, front)):
         reached: list[Any] = []
         for x in front:
             kind = type(x)
-            if kind in _PLAIN or id(x) in seen:
+            if kind in PLAIN or id(x) in seen:
                 continue
-            if issubclass(kind, Tracer) or _reads_traced_global(x):
+            if kind is types.FunctionType:
+                if _traced_global(x) is not None:
+                    return True
+            elif issubclass(kind, Tracer):
                 return True
             seen.add(id(x))
             reached.extend(_references(x, kind))
@@ -197,21 +164,20 @@ def contains_tracer(*roots: Any) -> bool:
 def _references(x, kind) -> Sequence[Any]:
     """The objects that `x` holds and that may hold tracers of the user's."""
     if kind is types.FunctionType:
-        return (x.__closure__, x.__defaults__, x.__kwdefaults__, *_attributes(x).values())
+        own = attributes(x).values() if x.__dict__ else ()
+        return (x.__closure__, x.__defaults__, x.__kwdefaults__, *own)
+    if issubclass(kind, Rebuildable):
+        return [getattr(x, name) for name in x.captures]
     if issubclass(kind, type):
         return _class_attributes(x)
-    if kind is _Jitted:
-        return (_unjitted(x),)
     if is_closed(x):
         return ()
-    if isinstance(x, Rebuildable):
-        return [getattr(x, name) for name in x.captures]
-    if isinstance(x, _REBUILDABLE):
-        return [*(v for k, v in vars(x).items() if k not in _NOT_COPIED), kind]
+    if issubclass(kind, (JITTED, *REBUILDABLE)):
+        return [part for _, part in parts_of(x) or ()]
     if kind not in _ENTERED and not isinstance(x, ft.partial):
         package = kind.__module__.partition(".")[0]
         if package in _FOREIGN:
-            children = _children(x) if package == "jax" else None
+            children = children_of(x) if package == "jax" else None
             return [part for _, part in children or ()]
     return gc.get_referents(x)
 
@@ -256,9 +222,9 @@ class _Search:
             return
         if isinstance(x, types.FunctionType):
             _check_globals(x)
-            for name, value in _attributes(x).items():
+            for name, value in attributes(x).items():
                 self.visit(value, (*trail, (x, name)), x, True)
-        parts = _parts(x)
+        parts = parts_of(x)
         if parts is None or isinstance(x, _CONTAINERS):
             if not contains_tracer(x):
                 return
@@ -289,57 +255,6 @@ def is_closed(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _parts(x) -> list[tuple[Any, Any]] | None:
-    """What `x` is made of, as (step, part); `None` if it can't be put together again."""
-    if isinstance(x, types.FunctionType):
-        return [] if _captures_nothing(x) else _function_parts(x)
-    if isinstance(x, types.MethodType):
-        return [("__func__", x.__func__), ("__self__", x.__self__)]
-    if isinstance(x, ft.partial):
-        return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
-    if isinstance(x, _Jitted):
-        return [("__wrapped__", _unjitted(x))]
-    if isinstance(x, _REBUILDABLE):
-        parts = [(k, v) for k, v in vars(x).items() if k not in _NOT_COPIED]
-        return [*parts, ("__class__", type(x))]
-    # By hand, as JAX sorts the keys of a dict, which need not be possible.
-    if type(x) in (list, tuple):
-        return [] if set(map(type, x)) <= _PLAIN else list(enumerate(x))
-    if type(x) in _CONTAINERS:
-        return [] if set(map(type, x.values())) <= _PLAIN else [((k,), v) for k, v in x.items()]
-    children = _children(x)
-    return None if children is None else [(show_path(p), v) for p, v in children]
-
-
-def _unjitted(fn):
-    return inspect.unwrap(fn, stop=lambda f: not isinstance(f, _Jitted))
-
-
-def _attributes(fn):
-    return {k: v for k, v in vars(fn).items() if k not in _NOT_COPIED}
-
-
-def _function_parts(fn):
-    parts = []
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        parts.append((name, _content(cell)))
-    defaults = fn.__defaults__ or ()
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    parts.extend(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-    parts.extend((fn.__kwdefaults__ or {}).items())
-    return parts
-
-
-def _children(x):
-    """One level of a PyTree, with paths; `None` if `x` is a leaf."""
-    if isinstance(x, Iterator):  # which JAX warns of, and nobody may consume
-        return None
-    children, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
-    if len(children) == 1 and children[0][1] is x:
-        return None
-    return children
-
-
 def _opaque_parts(x) -> list[tuple[Any, Any]]:
     """What an object holds that can't be put together again, as (step, part)."""
     if isinstance(x, type):
@@ -359,25 +274,28 @@ def _opaque_parts(x) -> list[tuple[Any, Any]]:
     return [*parts, *(("{...}", part) for part in unnamed)]
 
 
-def _reads_traced_global(x) -> bool:
-    if type(x) is not types.FunctionType:
-        return False
-    return any(isinstance(x.__globals__.get(name), Tracer) for name in x.__code__.co_names)
+def _traced_global(fn: types.FunctionType) -> str | None:
+    """The name of a global variable that the function reads and that is a tracer."""
+    values = fn.__globals__
+    for name in fn.__code__.co_names:
+        if isinstance(values.get(name), Tracer):
+            return name
+    return None
 
 
 def _check_globals(fn):
-    for name in fn.__code__.co_names:
-        if isinstance(fn.__globals__.get(name), Tracer):
-            raise rule_error(
-                f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
-                place_of(fn),
-                do="A global outlives the trace that made its value. "
-                f"Pass `{name}` as an argument instead.",
-            )
+    name = _traced_global(fn)
+    if name is not None:
+        raise rule_error(
+            f"`{name_of(fn)}` reads a traced value from the global variable `{name}`.",
+            place_of(fn),
+            do="A global outlives the trace that made its value. "
+            f"Pass `{name}` as an argument instead.",
+        )
 
 
 def _cannot_lift(trail):
-    opaque = [owner for owner, _ in trail if _parts(owner) is None]
+    opaque = [owner for owner, _ in trail if parts_of(owner) is None]
     owner = opaque[-1] if opaque else trail[-1][0]  # an attribute of a function
     is_class = isinstance(owner, type)
     kind = (owner if is_class else type(owner)).__qualname__
@@ -409,7 +327,7 @@ def _format_path(trail: Sequence[tuple[Any, Any]]) -> str:
             holder = holder or name_of(owner)
             if step not in ("func", "__func__"):
                 break
-        elif isinstance(owner, _Jitted):
+        elif isinstance(owner, JITTED):
             continue
         elif step.startswith(("[", ".", "{")):
             path = step + path
@@ -417,81 +335,3 @@ def _format_path(trail: Sequence[tuple[Any, Any]]) -> str:
             path = "." + step + path
     path = path.lstrip(".") or "a value"
     return f"`{path}`" + (f", held by `{holder}`" if holder else "")
-
-
-def _rebuild(x, swap: Callable[[Any], Any], owners: set[int], memo: dict[int, Any]):
-    """A copy of `x` with other values in it; `x` itself where there are none to replace."""
-    swapped = swap(x)
-    if swapped is not x:
-        return swapped
-    if id(x) not in owners:
-        return x
-    if id(x) in memo:
-        return memo[id(x)][0]
-    again = ft.partial(_rebuild, swap=swap, owners=owners, memo=memo)
-
-    def remember(new):
-        memo[id(x)] = (new, x)
-        return new
-
-    # Cycles are usual (a rule names the function that it belongs to), so functions and
-    # Modules are remembered before their parts are made.
-    if isinstance(x, types.FunctionType):
-        changes = lambda part: swap(part) is not part or id(part) in owners
-        return _rebuild_function(x, changes, again, remember)
-    if isinstance(x, types.MethodType):
-        return remember(types.MethodType(again(x.__func__), again(x.__self__)))
-    if isinstance(x, ft.partial):
-        args = [again(arg) for arg in x.args]
-        keywords = {k: again(v) for k, v in x.keywords.items()}
-        return remember(type(x)(again(x.func), *args, **keywords))
-    if isinstance(x, _Jitted):
-        # We are inside a trace, where `jit` changes nothing but the program's layout.
-        return remember(again(_unjitted(x)))
-    if isinstance(x, _REBUILDABLE):
-        new = remember(object.__new__(type(x)))
-        for name, value in vars(x).items():
-            if name not in _NOT_COPIED:
-                object.__setattr__(new, name, again(value))
-        return new
-    if type(x) in (list, tuple):
-        return remember(type(x)([again(part) for part in x]))
-    if type(x) in _CONTAINERS:
-        new = remember(copy.copy(x))
-        for key, part in x.items():
-            new[key] = again(part)
-        return new
-    if isinstance(x, _Node):
-        return remember(jax.tree.unflatten(x.treedef, [again(part) for part in x.parts]))
-    parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
-    return remember(_Node(treedef, [again(part) for part in parts]))
-
-
-def _rebuild_function(fn, changes, again, remember):
-    # A cell whose content stays is shared with the original, and with it what is assigned to
-    # a `nonlocal` variable.
-    old_cells = fn.__closure__ or ()
-    cells = tuple(types.CellType() if changes(_content(c)) else c for c in old_cells)
-    new = remember(
-        types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
-    )
-    # Not `functools.update_wrapper`: `__wrapped__` leads to the original.
-    vars(new).update(_attributes(fn))
-    new._eqg_code = code_of(fn)  # for errors: of the function that users know
-    for name in ("__qualname__", "__doc__", "__module__"):
-        setattr(new, name, getattr(fn, name))
-    for cell, old in zip(cells, old_cells, strict=True):
-        if cell is not old:
-            cell.cell_contents = again(old.cell_contents)
-    if fn.__defaults__:
-        new.__defaults__ = tuple(again(value) for value in fn.__defaults__)
-    if fn.__kwdefaults__:
-        new.__kwdefaults__ = {k: again(v) for k, v in fn.__kwdefaults__.items()}
-    return new
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet: a name defined further down
-        return None

@@ -29,12 +29,14 @@ _running: contextvars.ContextVar[Mapping[Any, _Running]] = contextvars.ContextVa
 )
 
 
-@contextlib.contextmanager
-def running_rule(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
+def running_rule(fn: Callable[..., Any], rules: Any) -> contextlib.AbstractContextManager[None]:
     """While a rule of `fn` runs."""
-    if not isinstance(fn, eqx.Module):  # of a function there is only one
-        yield
-        return
+    # Of a function there is only one copy.
+    return _running_for(fn, rules) if isinstance(fn, eqx.Module) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _running_for(fn: eqx.Module, rules: Any) -> Iterator[None]:
     others = _running.get()
     token = _running.set({**others, rules.cache: _Running(fn, staging_trace())})
     try:
@@ -43,8 +45,8 @@ def running_rule(fn: Callable[..., Any], rules: Any) -> Iterator[None]:
         _running.reset(token)
 
 
-def copy_in_use(fn: Callable[..., Any], rules: Any) -> Callable[..., Any]:
-    """`fn`, or the copy of it of which a rule is running."""
+def copy_in_use(fn: Any, rules: Any) -> Any:
+    """The Module `fn`, or the copy of it of which a rule is running."""
     running = _running.get().get(rules.cache)
     if running is None or _have_same_leaves(fn, running.fn):
         return fn

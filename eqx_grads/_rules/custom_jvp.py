@@ -14,10 +14,12 @@ from .._jaxprs.dependence import needed
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._tangent_spaces import DoesNotFit, match_leaves, tangent_leaf
+from .convention import Convention, OURS
 from .copies import running_rule
-from .flatten_call import is_inexact, OutputSpec
+from .flat_call import OutputSpec
 from .linear_primitive import linear_call, LinearMap
 from .rule import AbstractRules, check_outputs, CheckCache, Rule, RuleCall, try_to_trace
+from .tree_split import is_inexact
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros
 
@@ -114,11 +116,10 @@ class custom_jvp(AbstractDecorated[P, T]):
 
 
 class ForwardRules(AbstractRules):
-    is_reverse = False
     captures = ("jvp_rule", "vmap_rule")
 
-    def __init__(self):
-        AbstractRules.__init__(self)
+    def __init__(self, convention: Convention = OURS):
+        AbstractRules.__init__(self, convention)
         self.jvp_rule: Rule | None = None
 
     def set_jvp(self, rule: Rule) -> None:
@@ -156,7 +157,8 @@ def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any
             # With symbolic zeros a rule may be another one for each pattern of zeros.
             check = ft.partial(_check_linear, rule, call, run, perturbed)
             reasons, ignored = call.rules.cache.get(call, ("linear", *perturbed), check)
-            check_zeros(rule, call, ignored)
+            if ignored:
+                check_zeros(rule, call, ignored)
         outputs, arrays, ts = run(perturbed, [call.tangents[i] for i in perturbed])
     else:
         (outputs, arrays, ts), reasons = _without_dead_terms(rule, call, run, inexact)
@@ -251,7 +253,9 @@ def _without_dead_terms(rule, call, run, inexact):
     if not rule.surely_linear:
         check = ft.partial(_check_program, rule, call, program, inexact, has_tangent)
         reasons, ignored = call.rules.cache.get(call, ("linear", *inexact), check)
-        check_zeros(rule, call, [i for i in ignored if call.tangents[i] is not None])
+        ignored = [i for i in ignored if call.tangents[i] is not None]
+        if ignored:
+            check_zeros(rule, call, ignored)
     out = evaluate_with_zeros(program, tangents)
     answers = iter(out)
     t_arrays = [next(answers) if has else None for has in has_tangent]
@@ -309,7 +313,7 @@ def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
             do="Return `out, t_out`: the value and its tangent.",
         )
     out, t_out = result
-    outputs, arrays = OutputSpec.of(out, call.rules.operands)
+    outputs, arrays = OutputSpec.of(out, call.rules.convention.outputs)
 
     def fail(*where, do):
         # A tangent that fits the function does not fit a wrong value: say that first.

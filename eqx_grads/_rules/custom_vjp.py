@@ -22,9 +22,10 @@ from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._tangent_spaces import as_array_list, is_none, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
+from .convention import Convention, OURS
 from .copies import running_rule
 from .custom_jvp import apply_forward_rule
-from .flatten_call import FlatCall, is_array, OutputSpec, Signature, TreeSplit
+from .flat_call import FlatCall, OutputSpec
 from .linear_primitive import linear_call, LinearMap
 from .rule import (
     AbstractRules,
@@ -34,6 +35,8 @@ from .rule import (
     RuleCall,
     try_to_trace,
 )
+from .signature import Signature
+from .tree_split import is_array, TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros, function_of
 
@@ -185,11 +188,10 @@ def _check_not_equinox(rule: Rule, fn: Any, position: int) -> None:
 
 
 class ReverseRules(AbstractRules):
-    is_reverse = True
     captures = ("fwd_rule", "bwd_rule", "jvp_rule", "vmap_rule")
 
-    def __init__(self):
-        AbstractRules.__init__(self)
+    def __init__(self, convention: Convention = OURS):
+        AbstractRules.__init__(self, convention)
         self.fwd_rule: Rule | None = None
         self.bwd_rule: Rule | None = None
         self.jvp_rule: Rule | None = None
@@ -228,7 +230,7 @@ class ReverseRules(AbstractRules):
             perturbed=tuple(call.perturbed()),
             arg_types=[jax.typeof(x) for x in call.operands[: call.flat.n_args]],
             out_split=outputs.split.without_static(),
-            out_types=[jax.typeof(x) for x in arrays],
+            out_types=outputs.types,
             out_indices=indices,
             res_split=res_split,
             res_closures=res_closures,
@@ -268,7 +270,7 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
             rule.place,
             do="Return `out, residuals`: the value, and what the backward pass needs.",
         )
-    outputs, arrays = OutputSpec.of(result[0], call.rules.operands)
+    outputs, arrays = OutputSpec.of(result[0], call.rules.convention.outputs)
     return outputs, arrays, result[1]
 
 
@@ -281,7 +283,7 @@ class _VjpSpec:
     perturbed: tuple[int, ...]  # which of the positional arrays have a tangent
     arg_types: list[Any]
     out_split: TreeSplit
-    out_types: list[Any]
+    out_types: Sequence[Any]
     out_indices: list[int]  # which of the outputs have a tangent
     res_split: TreeSplit
     res_closures: ClosureTemplate
@@ -336,8 +338,9 @@ class _VjpSpec:
                 ct = self.out_split.tree(full)
                 ct_args = self._run_bwd(fn, rules.bwd_rule, operands, args, kwargs, kept, ct)
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
-            call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
-            check_zeros(rules.bwd_rule, call, zeros)
+            if zeros:
+                call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
+                check_zeros(rules.bwd_rule, call, zeros)
             return ct_args
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
@@ -361,10 +364,12 @@ class _VjpSpec:
                 rule.place,
                 do=advice_on_cotangents(result),
             )
-        types = self.flat.args.mirror(self.arg_types, arrays=operands[: self.flat.n_args])
+        types = self.arg_types
+        if not all(isinstance(arg, jax.Array) for arg in args):
+            types = self.flat.args.mirror(types, arrays=operands[: self.flat.n_args])
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
-            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names[i]))
+            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names, i))
         return [cts[i] for i in self.perturbed]
 
 
@@ -383,7 +388,7 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
         error.add_note(note)
 
 
-def _project(fn, rule, ct, arg, types, name):
+def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
     if isinstance(ct, jax.Array) and _is_type(types) and jax.typeof(ct) == types:
         return [ct]
@@ -398,7 +403,7 @@ def _project(fn, rule, ct, arg, types, name):
         )
 
     leaves = jax.tree.leaves(types, is_leaf=is_none)
-    cts = project_leaves(ct, arg, leaves, name=name, fail=fail)
+    cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)
     return [c for c, leaf in zip(cts, leaves, strict=True) if _is_type(leaf)]
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .._errors import check_function, name_of, place_of, rule_error, show_tree, type_of
 from .._tangent_spaces import broadcasts_to, is_differentiable
 from ..tangents import add, is_zero
+from .convention import AS_CALLED
 from .custom_jvp import custom_jvp
 from .rule import Rule
 from .zero_derivative import check_function_of_zeros
@@ -113,7 +114,7 @@ def elementwise(
     rules.set_jvp(Rule(rule, symbolic_zeros=True, surely_linear=True))
     # `derivative` is given the arguments that the caller gave: a one-line partial of
     # `jax.nn.gelu` should not have to know of its `approximate`.
-    rules.fill_defaults = False
+    rules.convention = AS_CALLED
     return decorated
 
 

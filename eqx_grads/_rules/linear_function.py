@@ -24,9 +24,12 @@ from .._jaxprs.linearity import linear_in, why_nonlinear
 from .._jaxprs.varying import vary_tracers_alike
 from .._tangent_spaces import is_differentiable, is_none, project_leaves
 from .adjoint_pair import apply_side, Side
-from .closure_convert import Rebuildable
-from .flatten_call import as_arrays, FlatCall, Operands, OutputSpec, Signature, TreeSplit
+from .convention import AS_CALLED
+from .flat_call import FlatCall, OutputSpec
+from .object_parts import Rebuildable
 from .rule import CheckCache, Rule, RuleCall
+from .signature import Signature
+from .tree_split import as_arrays, TreeSplit
 from .wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 
 
@@ -59,7 +62,7 @@ class LinearFunction(AbstractWrapper[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function with its arguments."""
         rules, signature = self._rules, Signature(self.fn)
-        given, options, filled = signature.bind(args, kwargs, rules.fill_defaults)
+        given, options, filled = signature.bind(args, kwargs, rules.convention.fills_defaults)
         rules.check_call(given, signature.names)
         leaves = jax.tree.leaves((given, options))
         if is_eager() and not any(isinstance(x, Tracer) for x in leaves):
@@ -73,8 +76,7 @@ class _Adjoint(Rebuildable):
     """The two functions. Static data for JAX: compared by identity."""
 
     captures = ("matvec", "rmatvec")
-    operands = Operands()
-    fill_defaults = False  # both functions are given what the caller gave
+    convention = AS_CALLED
 
     def __init__(self, matvec: Callable[..., Any], argnum: int):
         self.matvec = matvec
@@ -128,7 +130,7 @@ class _Call:
         self._paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(x)]
         self._x_tree = jax.tree.structure(x, is_leaf=is_none)
         self._x_arrays = [leaf is not None for leaf in jax.tree.leaves(x, is_leaf=is_none)]
-        self._first = len(TreeSplit.split(args[: rules.argnum], rules.operands.args)[1])
+        self._first = len(TreeSplit.split(args[: rules.argnum], rules.convention.args)[1])
         self._last = self._first + len(self._paths)
         types = list(map(jax.typeof, operands))
         self._x_types = [t.to_tangent_aval() for t in types[self._first : self._last]]
@@ -173,7 +175,7 @@ class _Call:
                     do="A linear function returns arrays that can be differentiated. Return "
                     "what is constant from another function.",
                 )
-        self._outputs, arrays = OutputSpec.of(out, rules.operands)
+        self._outputs, arrays = OutputSpec.of(out, rules.convention.outputs)
         return arrays
 
     def _rmatvec(self, parameters, cts):

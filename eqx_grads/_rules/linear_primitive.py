@@ -185,7 +185,7 @@ def _batch(axis_data, operands, dims, *, linear_map, n_residuals, places, lifeti
         out = bind(*operands, linear_map=linear_map)
         return out, [None] * len(out)
     operands = [
-        x if dim is None else jnp.moveaxis(x, dim, 0)
+        x if dim in (None, 0) else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
     axes = [None if dim is None else 0 for dim in dims]

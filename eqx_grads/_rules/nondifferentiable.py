@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 from .._errors import rule_error, show_path
 from .closure_convert import lift_tracers
 from .custom_jvp import custom_jvp
-from .flatten_call import is_dynamic, TreeSplit
+from .tree_split import is_dynamic, TreeSplit
 
 
 def nondifferentiable(x: PyTree, name: str = "This value") -> PyTree:

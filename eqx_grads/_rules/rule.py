@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import jax
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
-from .closure_convert import check_no_tracers, Opaque, Rebuildable
-from .flatten_call import FlatCall, Operands, OutputSpec, Signature, signature_of
+from .closure_convert import check_no_tracers, Opaque
+from .convention import Convention
+from .flat_call import FlatCall, OutputSpec
+from .object_parts import Rebuildable
+from .signature import Signature, signature_of
 
 
 T = TypeVar("T")
@@ -69,8 +72,11 @@ class Rule(Rebuildable):
                 "function that it is the rule of. Differentiate another function: move the "
                 "body into one without a rule."
             )
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+            _add_note_once(error, note)
+            raise
+        except NameError as error:
+            if "unbound axis name" in str(error):
+                _add_note_once(error, f"The rule `{self.name}` {_OUTSIDE_OF_VMAP}")
             raise
         except TypeError as error:
             try:
@@ -145,6 +151,18 @@ _CONVENTIONS = (
 )
 
 
+_OUTSIDE_OF_VMAP = (
+    "uses an axis that does not exist where the rule runs. If it is the axis of a `vmap`, no "
+    "argument of the call has the batch dimension, and so the call is differentiated outside "
+    "of the `vmap`. Give an argument the batch dimension: add `0 * jax.lax.axis_index(name)`."
+)
+
+
+def _add_note_once(error: Exception, note: str) -> None:
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 class CheckCache(Opaque):
     """The results of checks of a function and its rules, for each type of arguments."""
 
@@ -180,20 +198,10 @@ class AbstractRules(Rebuildable, abc.ABC):
     Static data for JAX: compared by identity. A rule may be given, or replaced, at any time.
     """
 
-    is_reverse: bool  # whether the rules are those of a `custom_vjp`
-
-    def __init__(self):
+    def __init__(self, convention: Convention):
+        self.convention = convention
         self.vmap_rule: Rule | None = None
         self.varies_alike = True  # cast all operands to vary alike, inside `shard_map`
-        self.fill_defaults = True  # hand a rule the positional arguments left out, too
-        self.operands = Operands()
-        self.returns_numbers = False  # to `jax.jvp` of Python numbers, as `jax.custom_jvp` does
-        # For errors: what can't be differentiated, and what to do.
-        self.configuration: tuple[str, str] = (
-            "a keyword-only argument",
-            "Keyword-only arguments are configuration. Make it a positional parameter to give "
-            "it a derivative, or pass `jax.lax.stop_gradient` of it.",
-        )
         # Shared by the copies that have tracers substituted.
         self.cache = CheckCache()
         self._signature: Signature | None = None
@@ -272,10 +280,11 @@ def check_outputs(
     if expected is None:
         compute = ft.partial(_outputs, call)
         expected = call.rules.cache.get(call, "outputs", compute)
-        if expected is not None and expected.difference(outputs) is not None:
-            # A function may depend on more than its arguments (the size of a named axis, a
-            # global variable), and so on more than was remembered.
-            expected = compute()
+        if expected is None or expected.difference(outputs) is None:
+            return
+        # A function may depend on more than its arguments (the size of a named axis, a global
+        # variable), and so on more than was remembered.
+        expected = compute()
     difference = None if expected is None else expected.difference(outputs)
     if expected is not None and difference is not None:
         name = name_of(call.fn)
@@ -296,7 +305,7 @@ def _outputs(call: RuleCall) -> OutputSpec | None:
 
     def primal(*operands):
         fn, _, args, kwargs = call.flat.restore(operands)
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.operands)
+        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.convention.outputs)
         found.append(outputs)
         return arrays
 
@@ -317,4 +326,5 @@ def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:
             "the value as an array, for instance in an `eqx.Module` or `eqx.Partial`.",
         )
 
-    check_no_tracers(outputs.split.static, fail)
+    if outputs.split.has_static:
+        check_no_tracers(outputs.split.static, fail)

@@ -9,7 +9,7 @@ from .._errors import name_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
 from .copies import running_rule
-from .flatten_call import FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, try_to_trace
 
 
@@ -41,7 +41,7 @@ def apply_vmap_rule(
             rule.place,
             do="Return `out, out_batched`.",
         )
-    outputs, arrays = OutputSpec.of(result[0], rules.operands)
+    outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
     out_batched = _out_batched(fn, rule, outputs, *result)
     expected = _expected(primal, axis_data, batched, operands, out_batched)
     if expected is not None:

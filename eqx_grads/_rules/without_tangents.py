@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .closure_convert import lift_tracers
-from .flatten_call import as_arrays
+from .tree_split import as_arrays
 
 
 # In the name stack of what cuts the derivative: `explain_zero` looks for it.

@@ -80,6 +80,10 @@ class AbstractDecorated(AbstractWrapper[P, T]):
         rules, which for an argument that is not batched (a weight) means one cotangent per
         example, summed afterwards.
 
+        Without one, each output that can have a tangent has the batch dimension if an argument
+        has it: `jax.vmap(..., out_axes=None)` is an error for such an output. A batching rule
+        may return the output without the batch dimension.
+
         !!! example
 
             ```python

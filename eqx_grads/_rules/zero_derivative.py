@@ -12,7 +12,7 @@ import jax
 
 from .._errors import name_of, RuleError
 from .._tangent_spaces import is_differentiable
-from .flatten_call import FlatCall, OutputSpec
+from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, RuleCall, try_to_trace
 
 
@@ -26,7 +26,7 @@ def function_of(
         for i, x in zip(indices, xs, strict=True):
             full[i] = x
         fn, rules, args, kwargs = flat.restore(full)
-        return OutputSpec.of(fn(*args, **kwargs), rules.operands)[1]
+        return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)[1]
 
     return of_some
 
@@ -34,8 +34,6 @@ def function_of(
 def check_zeros(rule: Rule, call: RuleCall, indices: Sequence[int]) -> None:
     """Raise if the function forbids a derivative with respect to the perturbed operands at
     `indices`, for which `rule` says zero."""
-    if not indices:
-        return
 
     def check():
         fn = function_of(call.flat, call.operands, indices)

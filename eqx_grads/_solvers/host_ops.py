@@ -12,8 +12,8 @@ import numpy as np
 from .._errors import name_of, place_of, rule_error, show_path, show_tree
 from .._errors.trees import leaf_paths, mirror, mirror_of
 from .._rules.closure_convert import Opaque
-from .._rules.flatten_call import Signature
 from .._rules.rule import Rule
+from .._rules.signature import Signature
 from .host_callback import AbstractHostOp, described
 from .host_residual_cache import ResidualCache
 

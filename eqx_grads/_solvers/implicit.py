@@ -19,9 +19,10 @@ from .._errors import (
 )
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import contains_tracer, lift_tracers
-from .._rules.flatten_call import as_arrays, Signature
 from .._rules.float_args import as_number
 from .._rules.nondifferentiable import nondifferentiable
+from .._rules.signature import Signature
+from .._rules.tree_split import as_arrays
 from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
 from .equation import Equation

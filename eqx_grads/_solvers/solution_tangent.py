@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.custom_jvp import custom_jvp
-from .._rules.flatten_call import TreeSplit
 from .._rules.rule import Rule
+from .._rules.tree_split import TreeSplit
 
 
 def constant(tree: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .._errors import check_function, first_line, name_of, place_of, rule_error
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
-from .._rules.flatten_call import is_array, is_inexact, TreeSplit
+from .._rules.tree_split import is_array, is_inexact, TreeSplit
 from .analysis import analyze
 from .ranges import Range
 from .transform import evaluate_zero_safe

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import name_of, rule_error, RuleError, show_path, type_of
-from .._rules.flatten_call import Signature
+from .._rules.signature import Signature
 from .._tangent_spaces import is_arraylike, is_differentiable, is_none, match_leaves
 
 

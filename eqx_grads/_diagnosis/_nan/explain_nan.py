@@ -13,8 +13,8 @@ from jaxtyping import PyTree
 
 from ..._errors import rule_error, RuleError
 from ..._jaxprs.evaluate import bind, evaluate
-from ..._rules.flatten_call import TreeSplit
 from ..._rules.float_args import as_number
+from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import zero_safe, ZeroSafe
 from .._zero.structure import loss_structure
 from ..nan_checks import without_nan_checks

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._errors import RuleError
-from ..._rules.flatten_call import TreeSplit
+from ..._rules.tree_split import TreeSplit
 from ..._zero_safe.zero_safe import ZeroSafe
 from ..nan_checks import without_nan_checks
 from ..origins import is_in_derivative, no_derivative_error, NumberedLoss, Origin

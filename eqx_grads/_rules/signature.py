@@ -1,0 +1,109 @@
+"""The parameters of a function, and how a call is bound to them."""
+
+import functools as ft
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._errors import name_of
+from .closure_convert import contains_tracer, Opaque
+
+
+class ParameterNames:
+    """What the user calls the positional arguments."""
+
+    def __init__(self, names: Sequence[str], rest: str):
+        self._names = tuple(names)
+        self._rest = rest
+
+    def __getitem__(self, i: int) -> str:
+        if i < len(self._names):
+            return self._names[i]
+        return f"{self._rest}[{i - len(self._names)}]"
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `fn`: that of `(*args, **kwargs)` for a builtin that does not say, and
+    for a ufunc before NumPy 2.4."""
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _is_ufunc(fn) -> bool:
+    """Whether `inspect.signature(fn)` is that of a ufunc, of NumPy or SciPy."""
+    while True:
+        fn = inspect.unwrap(fn, stop=lambda f: hasattr(f, "__signature__"))
+        if not isinstance(fn, ft.partial):
+            return isinstance(fn, np.ufunc)
+        fn = fn.func
+
+
+class Signature(Opaque):
+    """The parameters of a function, in two kinds.
+
+    What can be passed by position can be differentiated; what is keyword-only is
+    configuration.
+    """
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._signature = signature_of(fn)
+        # A ufunc has many options (`out`, `casting`, `order`, ...), which no rule knows of, and
+        # some of which exclude each other even with their default values.
+        self._has_defaults = not _is_ufunc(fn)
+        parameters = self._signature.parameters.values()
+        by_position = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        names = [p.name for p in parameters if p.kind in by_position]
+        rest = [p.name for p in parameters if p.kind == p.VAR_POSITIONAL]
+        # Holds no default values, which may be tracers.
+        self.names = ParameterNames(names, rest[0] if rest else "args")
+        self.by_position = names
+        self.is_by_position = len(names) == len(parameters)  # and no others
+        bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
+        self._call = f"{name_of(fn)}{inspect.Signature(bare)}"
+        self._keyword_defaults = {
+            p.name: p.default
+            for p in parameters
+            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty and self._has_defaults
+        }
+
+    def holds_tracer(self) -> bool:
+        """Whether a default value is, or captures, a tracer."""
+        return contains_tracer([p.default for p in self._signature.parameters.values()])
+
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], fills_defaults: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[str]]:
+        """The arguments by position, the keyword-only ones, and the names of those among
+        the latter that were filled in from defaults.
+
+        Without `fills_defaults`, the last of those by position may be missing. A ufunc gets
+        only what it was given.
+        """
+        if self.is_by_position and not kwargs and len(args) == len(self.by_position):
+            return args, kwargs, frozenset()
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:  # which does not name the function
+            raise TypeError(f"{error} in the call of `{self._call}`") from None
+        if not self._has_defaults:
+            return bound.args, bound.kwargs, frozenset()
+        if fills_defaults or any(name in bound.kwargs for name in self.by_position):
+            bound.apply_defaults()
+        else:
+            bound.arguments.update(
+                {k: v for k, v in self._keyword_defaults.items() if k not in bound.arguments}
+            )
+        return bound.args, bound.kwargs, frozenset(bound.kwargs) - frozenset(kwargs)
+
+    def left_out(self, n: int) -> tuple[Any, ...]:
+        """The default values of the positional arguments behind the first `n`."""
+        if not self._has_defaults:
+            return ()
+        return tuple(self._signature.parameters[name].default for name in self.by_position[n:])
