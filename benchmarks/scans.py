@@ -13,9 +13,7 @@ bytes are the temporary memory of the compiled program, and "compile" includes t
 """
 
 import argparse
-import contextlib
 import functools as ft
-import io
 import statistics
 import sys
 
@@ -176,27 +174,6 @@ def long_sequence(rounds, quick):
         )
 
 
-def progress_line(rounds, quick):
-    """The cost of a progress line, on a terminal that does not draw."""
-    steps = 10 if quick else 1000
-    cell = eqx.nn.GRUCell(64, 128, key=jr.key(0))
-    xs = jr.normal(jr.key(1), (steps, 32, 64))
-
-    def forward(xs, progress):
-        step = lambda h, x: (jax.vmap(cell)(x, h), None)
-        return eqg.filter_scan(step, jnp.zeros((32, 128)), xs, progress=progress)[0]
-
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    with contextlib.redirect_stderr(terminal):
-        with_line = compiled(ft.partial(forward, progress=True), xs)
-        without = compiled(ft.partial(forward, progress=False), xs)
-        times = in_turn({"with": with_line.run, "without": without.run}, rounds)
-    cost = 100 * (1 / speed(times, "with", "without") - 1)
-    print(f"\nA progress line costs {cost:.1f} % of {steps} steps.")
-    assert f"{steps}/{steps}" in terminal.getvalue(), "nothing was shown"
-
-
 def plot(path, rounds):
     """Time and bytes against the number of steps, of a gated recurrent unit."""
     import matplotlib.pyplot as plt
@@ -270,7 +247,6 @@ def main():
         for shape in shapes:
             measure(name, shape, rounds)
     long_sequence(rounds, args.quick)
-    progress_line(rounds, args.quick)
 
 
 if __name__ == "__main__":
