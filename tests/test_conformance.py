@@ -1,5 +1,6 @@
 """`check_rule` on every public op. `tests/guard` has the contract, without `check_rule`."""
 
+import inspect
 import types
 
 import eqx_grads as eqg
@@ -88,7 +89,7 @@ def _derivatives(fn, args, nondifferentiable):
 def _public_ops() -> set[str]:
     found = set()
     for prefix, namespace in (("", eqg), *_namespaces()):
-        for name, obj in vars(namespace).items():
+        for name, obj in inspect.getmembers(namespace):
             defined = getattr(obj, "__module__", "").startswith("eqx_grads")
             if name.startswith("_") or isinstance(obj, types.ModuleType) or not defined:
                 continue

@@ -5,6 +5,8 @@ each argument what it may be. The quick test takes some kinds of nonsense for ea
 and not the same for all; the slow ones take all of them, in each of three ways to call.
 """
 
+import inspect
+
 import eqx_grads as eqg
 import eqx_grads.solvers
 import eqx_grads.testing as eqgt
@@ -124,7 +126,7 @@ def test_every_public_name_is_called():
     public = {
         prefix + name
         for prefix, space in spaces.items()
-        for name, x in vars(space).items()
+        for name, x in inspect.getmembers(space)
         if not name.startswith("_")
         and name != "optional_import"  # which `solvers` calls before it imports the rest
         and callable(x)
