@@ -50,7 +50,8 @@ COMPILE_QUICKLY = $(CACHE) JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOC
 DIFFERS_BETWEEN_VERSIONS = tests/guard/test_programs.py $(patsubst %,tests/test_%.py, \
     call_primitive closure_errors closures control_flow custom_gradient decorated def_vmap \
     eager_calls elementwise explicit_axes export \
-    filter_custom_jvp filter_custom_vjp hiprim host_buffers host_function jax_drop_ins \
+    filter_custom_jvp filter_custom_vjp filter_map hiprim host_buffers host_function interpret \
+    jax_drop_ins \
     jaxprs known_zeros linear_function many_devices many_devices_explicit named_axes \
     nondifferentiable pickles recurrence replay scan scan_methods second_order_in_scan \
     self_application shard_map shard_map_cases sharded_vocabulary tangents threads traced_loss \
