@@ -54,6 +54,7 @@ MORE_SUMS = {
     "filter_scan: in chunks": 4,
     "nn.Recurrent": 8,
     # And for each chunk.
+    "filter_map": 2,
     "losses.chunked": 4,
     "losses.chunked: a mean": 4,
     # In forward mode too.
