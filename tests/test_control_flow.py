@@ -212,6 +212,23 @@ def test_a_bounded_loop_stops_after_its_bound():
         assert jax.value_and_grad(loop)(3.0) == (3.0 * 2**n, 2.0**n)
 
 
+def test_the_condition_of_a_bounded_loop_has_no_derivative():
+    """As in `lax.while_loop`, it may call what JAX can't differentiate."""
+
+    def loss(x, bound, run):
+        on_host = lambda y: jax.pure_callback(np.exp, jax.ShapeDtypeStruct((), y.dtype), y)
+        return run(lambda y: on_host(y) < on_host(bound), lambda y: y * y + x, x)
+
+    loop = lambda *a: eqg.filter_while_loop(*a, max_steps=10)
+    bounded = lambda x, bound: loss(x, bound, loop)
+    x, bound = jnp.array(0.7), jnp.array(2.0)
+    with checking_leaks():
+        got = jax.jit(jax.grad(bounded, (0, 1)))(x, bound)
+    # Forward mode of JAX's loop.
+    unbounded = lambda x: loss(x, bound, jax.lax.while_loop)
+    assert_close(got, (jax.jacfwd(unbounded)(x), jnp.zeros(())), eps=50)
+
+
 def test_a_bounded_loop_skips_the_chunks_after_its_end():
     calls = []
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of, rule_error
 from .._jaxprs.eager_calls import call_compiled
-from .._jaxprs.varying import cast_carry
+from .._jaxprs.varying import cast_carry, varying_axes
 from .carry import as_array_if_varying, Carry
 
 
@@ -178,8 +179,13 @@ def _bounded_loop(
     constant = [jax.lax.stop_gradient(x) for x in first]
 
     def goes_on(state):
-        arrays, step = state
-        return (step < max_steps) & jnp.asarray(cond(arrays), bool)
+        arrays, count = state
+        # Not differentiated: `cond_fun` may call what has no derivative in JAX.
+        program = jax.make_jaxpr(cond)(arrays)
+        consts = list(map(jax.lax.stop_gradient, program.consts))
+        run = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))
+        (more,) = run(*map(jax.lax.stop_gradient, arrays))
+        return (count < max_steps) & jnp.asarray(more, bool)
 
     def choose(goes, xs, ys):
         return [jnp.where(goes, x, y) for x, y in zip(xs, ys, strict=True)]
@@ -195,11 +201,18 @@ def _bounded_loop(
     def run_chunk(state, _):
         run = lambda state: jax.lax.scan(step, state, None, length=chunk)[0]
         some = _any_of_batch(goes_on(state))
+        if axes := tuple(sorted(varying_axes(some))):
+            # Inside `shard_map`, all devices run a chunk: there may be sums over them in it.
+            some = jax.lax.psum(some.astype(jnp.int32), axes) > 0
         return jax.lax.cond(some, run, lambda state: state, state), None
 
     if not is_saved:
         run_chunk = jax.checkpoint(run_chunk, prevent_cse=False)
-    state = first, jnp.zeros((), jnp.int32)
+    *arrays, count = cast_carry(
+        lambda xs: jax.make_jaxpr(lambda *xs: step((xs[:-1], xs[-1]), None))(*xs).out_avals,
+        [*first, jnp.zeros((), jnp.int32)],
+    )
+    state = arrays, count
     return jax.lax.scan(run_chunk, state, None, length=-(-max_steps // chunk))[0][0]
 
 
