@@ -229,6 +229,28 @@ def test_the_condition_of_a_bounded_loop_has_no_derivative():
     assert_close(got, (jax.jacfwd(unbounded)(x), jnp.zeros(())), eps=50)
 
 
+def test_a_bounded_loop_across_a_named_axis():
+    """Examples that go on see the last carry of those that have ended."""
+
+    def run(x, loop):
+        step = lambda c: 1.2 * c + 0.1 * jnp.sin(jax.lax.psum(c, "b"))
+        one = lambda x: loop(lambda c: c < 10, step, x)
+        return jax.vmap(one, axis_name="b")(x)
+
+    x = jnp.array([0.5, 4.0, 20.0])
+    bounded = lambda x: run(x, lambda *a: eqg.filter_while_loop(*a, max_steps=50))
+    unbounded = lambda x: run(x, jax.lax.while_loop)
+    assert_close(bounded(x), unbounded(x), eps=50)
+    # Forward mode of JAX's loop.
+    assert_close(jax.jacrev(bounded)(x), jax.jacfwd(unbounded)(x), eps=100)
+
+
+@pytest.mark.parametrize("result", [None, (True,), 1.0, np.ones(3, bool)])
+def test_a_condition_that_is_no_boolean(result):
+    with pytest.raises(TypeError, match="cond_fun must return a boolean scalar"):
+        eqg.filter_while_loop(lambda x: result, lambda x: x, 1.0, max_steps=3)
+
+
 def test_a_bounded_loop_skips_the_chunks_after_its_end():
     calls = []
 

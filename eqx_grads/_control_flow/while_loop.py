@@ -91,7 +91,9 @@ def filter_while_loop(
     With `max_steps`, the loop runs chunks of `k` steps (of about $\sqrt{T}$ with `None`), and
     skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times more than it
     takes steps, at `init`, and drops the results. Under `jax.vmap`, each example has its own
-    number of steps, and the loop ends with the last of them. The memory is that of $T / k$
+    number of steps, and the loop ends with the last of them. If one takes no step, `body_fun`
+    and its derivative should be finite at its `init`; otherwise use
+    [`eqx_grads.zero_safe`][]. The memory is that of $T / k$
     carries, and of the residuals of $k$ steps. For each chunk that is skipped, the backward
     pass adds zeros to the gradient of what the body closes over: `max_steps` should not be much
     larger than it has to be.
@@ -154,6 +156,8 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:
         return carry.tree(jax.lax.while_loop(cond, body, first))
+    # JAX checks what `cond_fun` returns.
+    jax.eval_shape(lambda arrays: jax.lax.while_loop(cond, lambda xs: xs, arrays), first)
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
 
 
@@ -172,7 +176,10 @@ def _bounded_loop(
     weights, and would save them once for each chunk.
     """
     # As `jax.lax.while_loop` does, the loop has the dtypes of the steps.
-    types = jax.eval_shape(body, first)
+    program = jax.make_jaxpr(body)(first)
+    types = program.out_avals
+    # Where the body works across a named axis, it sees the carry of examples that have ended.
+    is_across = any(hasattr(effect, "name") for effect in program.effects)
     first = [
         jax.lax.convert_element_type(x, t.dtype) for x, t in zip(first, types, strict=True)
     ]
@@ -195,7 +202,7 @@ def _bounded_loop(
         # derivative is not finite. So it is evaluated at the first carry instead.
         arrays, count = state
         goes = goes_on(state)
-        new = body(choose(goes, arrays, constant))
+        new = body(arrays if is_across else choose(goes, arrays, constant))
         return (choose(goes, new, arrays), count + goes.astype(jnp.int32)), None
 
     def run_chunk(state, _):
