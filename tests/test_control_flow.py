@@ -212,6 +212,45 @@ def test_a_bounded_loop_stops_after_its_bound():
         assert jax.value_and_grad(loop)(3.0) == (3.0 * 2**n, 2.0**n)
 
 
+def test_the_condition_of_a_bounded_loop_has_no_derivative():
+    """As in `lax.while_loop`, it may call what JAX can't differentiate."""
+
+    def loss(x, bound, run):
+        on_host = lambda y: jax.pure_callback(np.exp, jax.ShapeDtypeStruct((), y.dtype), y)
+        return run(lambda y: on_host(y) < on_host(bound), lambda y: y * y + x, x)
+
+    loop = lambda *a: eqg.filter_while_loop(*a, max_steps=10)
+    bounded = lambda x, bound: loss(x, bound, loop)
+    x, bound = jnp.array(0.7), jnp.array(2.0)
+    with checking_leaks():
+        got = jax.jit(jax.grad(bounded, (0, 1)))(x, bound)
+    # Forward mode of JAX's loop.
+    unbounded = lambda x: loss(x, bound, jax.lax.while_loop)
+    assert_close(got, (jax.jacfwd(unbounded)(x), jnp.zeros(())), eps=50)
+
+
+def test_a_bounded_loop_across_a_named_axis():
+    """Examples that go on see the last carry of those that have ended."""
+
+    def run(x, loop):
+        step = lambda c: 1.2 * c + 0.1 * jnp.sin(jax.lax.psum(c, "b"))
+        one = lambda x: loop(lambda c: c < 10, step, x)
+        return jax.vmap(one, axis_name="b")(x)
+
+    x = jnp.array([0.5, 4.0, 20.0])
+    bounded = lambda x: run(x, lambda *a: eqg.filter_while_loop(*a, max_steps=50))
+    unbounded = lambda x: run(x, jax.lax.while_loop)
+    assert_close(bounded(x), unbounded(x), eps=50)
+    # Forward mode of JAX's loop.
+    assert_close(jax.jacrev(bounded)(x), jax.jacfwd(unbounded)(x), eps=100)
+
+
+@pytest.mark.parametrize("result", [None, (True,), 1.0, np.ones(3, bool)])
+def test_a_condition_that_is_no_boolean(result):
+    with pytest.raises(TypeError, match="cond_fun must return a boolean scalar"):
+        eqg.filter_while_loop(lambda x: result, lambda x: x, 1.0, max_steps=3)
+
+
 def test_a_bounded_loop_skips_the_chunks_after_its_end():
     calls = []
 

@@ -252,6 +252,31 @@ def test_cond_and_while_loop():
     assert_close(t_out, jnp.full(8, 4.0))
 
 
+def test_a_bounded_while_loop_of_each_device():
+    """With sums over the devices in the backward pass, although the lengths differ."""
+    lengths = jnp.array([5, 3, 0, 9])
+
+    def local(x, n, weight):
+        step = lambda c: (c[0] + 1, jnp.sin(c[1] * weight) + 0.3)
+        more = lambda c: jnp.sum(c[0]) < n[0]
+        return eqg.filter_while_loop(more, step, (0, x), max_steps=20)[1]
+
+    def written_out(x, weight, n):
+        for _ in range(n):
+            x = jnp.sin(x * weight) + 0.3
+        return x
+
+    specs = {"in_specs": (Spec("i"), Spec("i"), Spec()), "out_specs": Spec("i")}
+    whole = jax.shard_map(local, mesh=MESH, **specs)
+    x, weight = jnp.array([0.5, 1.0, 2.0, 0.3]), 1.2
+    got = jax.jit(jax.grad(lambda x, w: jnp.sum(whole(x, lengths, w) ** 2), (0, 1)))(x, weight)
+    square = lambda x, weight, n: written_out(x, weight, n) ** 2
+    each = [
+        jax.grad(square, (0, 1))(y, weight, n) for y, n in zip(x, lengths.tolist(), strict=True)
+    ]
+    assert_close(got, (jnp.stack([g for g, _ in each]), sum(g for _, g in each)), eps=50)
+
+
 def test_errors_of_solvers():
     whole = lambda f: jax.shard_map(f, mesh=MESH, in_specs=Spec("i"), out_specs=Spec("i"))
     grow = lambda x: eqg.fixed_point(lambda y, x: 2 * y + x, x, x, max_steps=20).value

@@ -170,6 +170,52 @@ def test_no_bit_is_changed_where_nothing_is_dead(name):
         np.testing.assert_array_equal(a, b)
 
 
+# True but for the first element, which only the values tell: `x` is at least one.
+FALSE_AT_FIRST = {
+    "index out of bounds": lambda x: jnp.take(x, jnp.array([7, 0, 1])) > 0.5,
+    "filled with zero": lambda x: x.at[jnp.array([7, 0, 1])].get(mode="fill", fill_value=0) > 0,
+    "order": lambda x: jnp.argsort(x) > 0,
+    "order of integers": lambda x: jax.lax.top_k(jnp.array([6, 5, 4]), 3)[1] > 0,
+    "places": lambda x: jax.lax.top_k(9 - x, 3)[1] > 0,
+    "to integers": lambda x: (x - 0.5).astype(jnp.int32) > 0,
+    "wrapped integers": lambda x: jnp.array([200, 1, 1]).astype(jnp.int8) > 0,
+    "to half precision": lambda x: (TINY * x).astype(jnp.float16) > 0,
+    "rounded": lambda x: (1 + SMALL * x).astype(jnp.bfloat16) > 1,
+    "underflow": lambda x: (FAINT * x) * (FAINT * x) > 0,
+    "exchanged bounds": lambda x: (
+        jax.lax.clamp(5 * jnp.ones(3), x, jnp.array([0.0, 1, 2])) > 0.5
+    ),
+}
+SMALL, TINY, FAINT = (jnp.array([x, 1.0, 1.0]) for x in (1e-4, 1e-15, 1e-30))
+
+
+@pytest.mark.parametrize("case", FALSE_AT_FIRST)
+def test_a_choice_that_is_not_decided_by_ranges(case):
+    """What is not taken has no derivative, even if the bounds of exact arithmetic decide."""
+    at_least_one = lambda x: jnp.clip(x, 1.0, 3.0)
+
+    def choose(x, y, z):
+        return jnp.where(FALSE_AT_FIRST[case](at_least_one(x)), jnp.sqrt(y), z)
+
+    x, y, z = jnp.array([1.0, 2.5, 2.9]), jnp.array([0.0, 1.0, 4.0]), jnp.ones(3)
+    assert FALSE_AT_FIRST[case](at_least_one(x)).tolist() == [False, True, True]
+    safe = eqg.zero_safe(choose)
+    got = jax.jit(jax.grad(lambda *a: jnp.sum(safe(*a)), (0, 1, 2)))(x, y, z)
+    assert_close(got, (jnp.zeros(3), jnp.array([0, 0.5, 0.25]), jnp.array([1.0, 0, 0])))
+
+
+def test_a_factor_of_what_is_filled_with_nan():
+    index, weight = jnp.array([0, -100, 2]), jnp.array([1.0, 2.0, 3.0])
+
+    def loss(x, weight):
+        terms = jnp.take(x, index) * weight
+        return jnp.sum(jnp.where(index >= 0, terms, 0.0))
+
+    x = jnp.array([0.5, 1.0, 2.0])
+    got = jax.grad(eqg.zero_safe(loss), (0, 1))(x, weight)
+    assert_close(got, (jnp.array([1.0, 0, 3]), jnp.array([0.5, 0, 2])))
+
+
 def test_modules_keywords_and_static_leaves():
     class Model(eqx.Module):
         linear: eqx.nn.Linear

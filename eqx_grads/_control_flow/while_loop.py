@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
-from .._jaxprs.varying import cast_carry
+from .._jaxprs.varying import cast_carry, varying_axes
 from .carry import as_array_if_varying, Carry
 
 
@@ -90,7 +91,9 @@ def filter_while_loop(
     With `max_steps`, the loop runs chunks of `k` steps (of about $\sqrt{T}$ with `None`), and
     skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times more than it
     takes steps, at `init`, and drops the results. Under `jax.vmap`, each example has its own
-    number of steps, and the loop ends with the last of them. The memory is that of $T / k$
+    number of steps, and the loop ends with the last of them. If one takes no step, `body_fun`
+    and its derivative should be finite at its `init`; otherwise use
+    [`eqx_grads.zero_safe`][]. The memory is that of $T / k$
     carries, and of the residuals of $k$ steps. For each chunk that is skipped, the backward
     pass adds zeros to the gradient of what the body closes over: `max_steps` should not be much
     larger than it has to be.
@@ -154,6 +157,8 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:
         return carry.tree(jax.lax.while_loop(cond, body, first))
+    # JAX checks what `cond_fun` returns.
+    jax.eval_shape(lambda arrays: jax.lax.while_loop(cond, lambda xs: xs, arrays), first)
     return carry.tree(_bounded_loop(cond, body, first, max_steps, chunk, is_saved))
 
 
@@ -172,15 +177,23 @@ def _bounded_loop(
     weights, and would save them once for each chunk.
     """
     # As `jax.lax.while_loop` does, the loop has the dtypes of the steps.
-    types = jax.eval_shape(body, first)
+    program = jax.make_jaxpr(body)(first)
+    types = program.out_avals
+    # Where the body works across a named axis, it sees the carry of examples that have ended.
+    is_across = any(hasattr(effect, "name") for effect in program.effects)
     first = [
         jax.lax.convert_element_type(x, t.dtype) for x, t in zip(first, types, strict=True)
     ]
     constant = [jax.lax.stop_gradient(x) for x in first]
 
     def goes_on(state):
-        arrays, step = state
-        return (step < max_steps) & jnp.asarray(cond(arrays), bool)
+        arrays, count = state
+        # Not differentiated: `cond_fun` may call what has no derivative in JAX.
+        program = jax.make_jaxpr(cond)(arrays)
+        consts = list(map(jax.lax.stop_gradient, program.consts))
+        run = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))
+        (more,) = run(*map(jax.lax.stop_gradient, arrays))
+        return (count < max_steps) & jnp.asarray(more, bool)
 
     def choose(goes, xs, ys):
         return [jnp.where(goes, x, y) for x, y in zip(xs, ys, strict=True)]
@@ -190,17 +203,24 @@ def _bounded_loop(
         # derivative is not finite. So it is evaluated at the first carry instead.
         arrays, count = state
         goes = goes_on(state)
-        new = body(choose(goes, arrays, constant))
+        new = body(arrays if is_across else choose(goes, arrays, constant))
         return (choose(goes, new, arrays), count + goes.astype(jnp.int32)), None
 
     def run_chunk(state, _):
         run = lambda state: jax.lax.scan(step, state, None, length=chunk)[0]
         some = _any_of_batch(goes_on(state))
+        if axes := tuple(sorted(varying_axes(some))):
+            # Inside `shard_map`, all devices run a chunk: there may be sums over them in it.
+            some = jax.lax.psum(some.astype(jnp.int32), axes) > 0
         return jax.lax.cond(some, run, lambda state: state, state), None
 
     if not is_saved:
         run_chunk = jax.checkpoint(run_chunk, prevent_cse=False)
-    state = first, jnp.zeros((), jnp.int32)
+    *arrays, count = cast_carry(
+        lambda xs: jax.make_jaxpr(lambda *xs: step((xs[:-1], xs[-1]), None))(*xs).out_avals,
+        [*first, jnp.zeros((), jnp.int32)],
+    )
+    state = arrays, count
     return jax.lax.scan(run_chunk, state, None, length=-(-max_steps // chunk))[0][0]
 
 

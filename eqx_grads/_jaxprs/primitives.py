@@ -71,10 +71,8 @@ _rows("bessel_i0e bessel_i1e", _f, derivative="smooth")
 _rows("igamma_grad_a random_gamma_grad regularized_incomplete_beta zeta", _f, cost="series")
 
 _linear = dataclasses.replace(_f, linear="jointly", derivative="constant")
-_rows("add add_any complex conj imag neg sub", _linear)
-_rows(
-    "copy pbroadcast pvary real reduce_precision sharding_constraint", _linear, bounds="operand"
-)
+_rows("add add_any complex conj imag neg reduce_precision sub", _linear)
+_rows("copy pbroadcast pvary real sharding_constraint", _linear, bounds="operand")
 
 _other = dataclasses.replace(_f, linear="no")
 _rows("digamma eq ge gt is_finite le lgamma lt ne", _other)
@@ -138,7 +136,7 @@ _rows("conv_general_dilated", _updates, linear="each", derivative="smooth")
 
 _order = Primitive(sums=True, selects=True, derivative="constant", linear="no")
 _rows("sort", _order, selects=False, bounds="operands")
-_rows("top_k approx_top_k", _order, linear=None, bounds="operand")
+_rows("top_k approx_top_k", _order, linear=None, bounds="operands")
 _rows("reduce_window_max reduce_window_min", _order)
 _rows("cummax cummin reduce_max reduce_min", _order, derivative="smooth", bounds="operand")
 _rows("select_and_gather_add", Primitive(derivative="smooth"))

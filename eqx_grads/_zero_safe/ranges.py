@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -181,12 +182,31 @@ def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
         return [_range_of_integers(eqn, ins)] * len(eqn.outvars)
     moving = [ins[i] for i in inexact_indices(eqn.invars)]
     finite = all(r.finite for r in moving) and _is_finite(eqn, ins)
-    low, high = _bounds(eqn, ins, moving or ins)
-    return [Range(low, high, finite)] * len(eqn.outvars)
+    bounds = _bounds(eqn, ins, moving or ins)
+    # The positions that `sort` and `top_k` return are not within the bounds of the values.
+    return [
+        Range(*(_rounded(b, v.aval.dtype) for b in bounds), finite=finite)
+        if is_inexact_type(v.aval)
+        else Range()
+        for v in eqn.outvars
+    ]
+
+
+def _rounded(bound: float, dtype: Any) -> float:
+    """A bound of exact results as a bound of rounded ones: rounding is monotonic."""
+    info = jnp.finfo(dtype)
+    if abs(bound) < float(info.tiny):  # the device may round these to zero
+        return 0.0
+    largest = float(info.max)
+    if math.isinf(bound):
+        return bound
+    return float(np.asarray(min(max(bound, -largest), largest)).astype(info.dtype))
 
 
 def _is_finite(eqn, ins: Sequence[Range]) -> bool:
     """Whether the values at finite operands are finite."""
+    if eqn.primitive.name == "gather":
+        return not _may_fill(eqn, ins)
     if eqn.primitive.name == "sqrt":  # NaN for negative numbers
         return ins[0].low >= 0
     if eqn.primitive.name in ("cbrt", "atan2"):  # only their derivatives are not
@@ -203,6 +223,8 @@ def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
             return Range(1.0, 1.0)
         if x.high < y.low or (x.high == y.low and name in ("gt", "lt")):
             return Range(0.0, 0.0)
+    if name == "convert_element_type":
+        return _as_integers(ins[0], eqn.params["new_dtype"])
     if name not in ("add", "sub", "mul", "neg") and kind_of(eqn).bounds != "operand":
         return Range()
     low, high = _bounds(eqn, ins, ins)
@@ -211,6 +233,27 @@ def _range_of_integers(eqn, ins: Sequence[Range]) -> Range:
 
 
 _COMPARISONS = ("gt", "ge", "lt", "le")
+
+
+def _may_fill(eqn, ins: Sequence[Range]) -> bool:
+    """Whether a `gather` may return something else than elements of its operand, usually NaN,
+    as an index may be out of bounds."""
+    if eqn.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return False
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    axes = eqn.params["dimension_numbers"].start_index_map
+    return not (ins[1].low >= 0 and all(ins[1].high <= shape[i] - sizes[i] for i in axes))
+
+
+def _as_integers(r: Range, dtype: Any) -> Range:
+    """The range of numbers that are cast to integers, which may wrap around."""
+    if dtype == np.bool_:
+        is_zero = not (r.low > 0 or r.high < 0)
+        return Range(0.0 if is_zero else 1.0, 1.0)
+    info = jnp.iinfo(dtype)
+    if not (r.finite and info.min <= r.low and r.high <= info.max):
+        return Range()
+    return Range(float(math.trunc(r.low)), float(math.trunc(r.high)))
 
 
 def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, float]:
@@ -236,7 +279,8 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
         case "min":
             return min(x.low, y.low), min(x.high, y.high)
         case "clamp" if len(moving) == 3:
-            return moving[0].low, moving[2].high
+            low, high = moving[0], moving[2]  # which need not be in this order
+            return min(low.low, high.low), high.high
         case "reduce_sum" | "cumsum":
             return (0.0 if x.low >= 0 else -INF), (0.0 if x.high <= 0 else INF)
         case "integer_pow":
@@ -252,6 +296,8 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
                 max(x.high, 0.0)
             )
     bounds = kind_of(eqn).bounds
+    if name == "gather" and _may_fill(eqn, ins):
+        return -INF, INF
     if bounds == "operand":
         return x.low, x.high
     if bounds == "operands":
