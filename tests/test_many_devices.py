@@ -53,6 +53,8 @@ MORE_SUMS = {
     "filter_scan": 4,
     "filter_scan: in chunks": 4,
     "nn.Recurrent": 8,
+    # And the condition of the loop, for each chunk, forward and backward.
+    "filter_while_loop": 5,
     # And for each chunk.
     "filter_map": 2,
     "losses.chunked": 4,

@@ -90,13 +90,14 @@ def filter_while_loop(
 
     With `max_steps`, the loop runs chunks of `k` steps (of about $\sqrt{T}$ with `None`), and
     skips the chunks after its end. So it evaluates `body_fun` up to `k - 1` times more than it
-    takes steps, at `init`, and drops the results. Under `jax.vmap`, each example has its own
-    number of steps, and the loop ends with the last of them. If one takes no step, `body_fun`
-    and its derivative should be finite at its `init`; otherwise use
-    [`eqx_grads.zero_safe`][]. The memory is that of $T / k$
-    carries, and of the residuals of $k$ steps. For each chunk that is skipped, the backward
-    pass adds zeros to the gradient of what the body closes over: `max_steps` should not be much
-    larger than it has to be.
+    takes steps, at `init`, and drops the results. The memory is that of $T / k$ carries, and of
+    the residuals of $k$ steps. For each chunk that is skipped, the backward pass adds zeros to
+    the gradient of what the body closes over: `max_steps` should not be much larger than it has
+    to be.
+
+    Under `jax.vmap`, each example has its own number of steps, and the loop ends with the last
+    of them. If an example takes no step, `body_fun` and its derivative should be finite at its
+    `init`; otherwise use [`eqx_grads.zero_safe`][].
 
     **Derivative:**
 
