@@ -195,13 +195,13 @@ def test_each_example_of_a_bounded_loop_has_its_own_length(checkpoint):
     lengths, xs = [0, 5, 13, 1, 7], jnp.linspace(0.1, 0.9, 5)
     options = {"max_steps": 13, "checkpoint": checkpoint}
     pair = jax.value_and_grad(lambda x, n: _decay(x, n, **options))
-    got = jax.jit(jax.vmap(pair))(xs, jnp.array(lengths, jnp.float32))
+    got = jax.jit(jax.vmap(pair))(xs, jnp.array(lengths, xs.dtype))
     each = [
         jax.value_and_grad(_decay_written_out)(x, n) for x, n in zip(xs, lengths, strict=True)
     ]
     assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each), eps=50)
     total = lambda xs: jnp.sum(jax.vmap(lambda x, n: _decay(x, n, **options))(xs, lengths_f))
-    lengths_f = jnp.array(lengths, jnp.float32)
+    lengths_f = jnp.array(lengths, xs.dtype)
     assert_close(jax.jit(jax.grad(total))(xs), got[1], eps=50)
 
 
