@@ -36,12 +36,15 @@ def batched_call(
         axis_size=axis_data.size,
         axis_name=axis_data.name,
         spmd_axis_name=axis_data.spmd_name,
+        out_axes=0 if any(batched) else None,
     )
 
     def decide(out):
         out_batched[:] = [is_differentiable(x) or is_of_innermost_trace(x) for x in out]
 
     def as_decided(out):
+        if not any(batched):
+            return list(out)
         return [x if b else x[0] for x, b in zip(out, out_batched, strict=True)]
 
     def primal(operands):

@@ -22,8 +22,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._errors import code_of, rule_error, RuleError
-from .._jaxprs.current_trace import is_staged, is_valid
+from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
+from .._jaxprs.operands import at, fill
 from .._jaxprs.structure import CallWithRule, program_of_call, register
 from .._tangent_spaces import is_differentiable
 from .batched_call import batched_call
@@ -170,17 +171,19 @@ def _closed_over(call: Call) -> RuleError:
     )
 
 
-# The rules of the calls that are being transposed.
+# The rules of the calls that are being transposed, and of those that are looked at to see
+# whether they are the same for all examples: a rule may call its own function.
 _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=frozenset())
+_looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
 
 
 @contextlib.contextmanager
-def _transposing(call: Call) -> Iterator[None]:
-    token = _transposed.set(_transposed.get() | {call.rules_key})
+def _noted(call: Call, where: contextvars.ContextVar[frozenset[Any]]) -> Iterator[None]:
+    token = where.set(where.get() | {call.rules_key})
     try:
         yield
     finally:
-        _transposed.reset(token)
+        where.reset(token)
 
 
 def _transpose(cts, *operands, call, call_jaxpr, n_consts):
@@ -215,7 +218,7 @@ def _transpose(cts, *operands, call, call_jaxpr, n_consts):
     # A forward rule may apply its own function to its tangents, and then says nothing of the
     # transpose.
     linear_map = function if call.rules_key in _transposed.get() else derivative
-    with _transposing(call):
+    with _noted(call, _transposed):
         ct_linear = jax.linear_transpose(linear_map, *types)([cts[i] for i in used])
     ct_operands: list[Any] = [None] * len(operands)
     for i, ct in zip(linear, ct_linear, strict=True):
@@ -251,6 +254,13 @@ def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
         if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
             out = call_p.bind(*operands, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
             return out, [None] * len(out)
+        is_inner = call.rules_key in _looked_at.get()
+        if is_inner or _is_same_for_all(axis_data, call, operands[n_consts:]):
+            of_batch, _ = batched_call(
+                call, axis_data, [False] * len(dims), call_jaxpr, n_consts
+            )
+            out = bind_call(of_batch, operands)
+            return out, [None] * len(out)
         copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
         operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
         dims = [None if i < n_consts else 0 for i in range(len(operands))]
@@ -276,25 +286,55 @@ def _uses_axis(name: Any, call: Call, call_jaxpr: Any, operands: Sequence[Any]) 
     if type(name) is object:  # what JAX names an axis for which the user gave no name
         return False
     types = [jax.typeof(x) for x in operands]
-    places = [i for i, t in enumerate(types[: call.n_args]) if is_differentiable(t)]
 
     def gradient(*xs):
-        def of_differentiable(*live):
-            full = list(xs)
-            for i, x in zip(places, live, strict=True):
-                full[i] = x
-            return [y for y in bind_call(call, full) if is_differentiable(y)]
-
-        out, pull_back = jax.vjp(of_differentiable, *(xs[i] for i in places))
+        out, _, pull_back = _vjp_of_call(call, xs)
         return out, pull_back(out)  # for the types, any cotangents do
 
     value = try_to_trace(_trace, call, types) if call_jaxpr is None else call_jaxpr
     # Nobody has differentiated yet, so an error in a rule must not surface here.
     programs = value, try_to_trace(jax.make_jaxpr(gradient), *types)
-    effects = [
-        effect for program in programs if program is not None for effect in program.effects
-    ]
-    return name in [getattr(effect, "name", None) for effect in effects]
+    return any(program is not None and _has_effect(program, name) for program in programs)
+
+
+def _is_same_for_all(axis_data: Any, call: Call, operands: Sequence[Any]) -> bool:
+    """Whether all examples have the same value and derivative, as the sum over the axis of a
+    value without the batch dimension, and the backward pass does not use the axis."""
+    varies: list[bool] = []
+
+    def one(*xs):
+        out, others, pull_back = _vjp_of_call(call, xs)
+        found = [*out, *others, *pull_back(out)]
+        program = jax.make_jaxpr(pull_back)(out)
+        uses_axis = _has_effect(program, axis_data.name)
+        varies.append(uses_axis or any(map(is_of_innermost_trace, found)))
+
+    def of_batch(*xs):
+        size, name = axis_data.size, axis_data.name
+        jax.vmap(one, [None] * len(xs), None, axis_size=size, axis_name=name)(*xs)
+
+    with _noted(call, _looked_at):
+        try_to_trace(jax.make_jaxpr(of_batch), *map(jax.typeof, operands))
+    return varies == [False]
+
+
+def _vjp_of_call(call: Call, xs: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
+    """The differentiable outputs, the others, and the function that pulls cotangents back."""
+    places = [i for i, x in enumerate(xs[: call.n_args]) if is_differentiable(x)]
+
+    def of_differentiable(*live):
+        out = bind_call(call, fill(xs, places, live))
+        return (
+            [y for y in out if is_differentiable(y)],
+            [y for y in out if not is_differentiable(y)],
+        )
+
+    out, pull_back, others = jax.vjp(of_differentiable, *at(xs, places), has_aux=True)
+    return out, others, pull_back
+
+
+def _has_effect(program: ClosedJaxpr, name: Any) -> bool:
+    return name in [getattr(effect, "name", None) for effect in program.effects]
 
 
 call_p.def_impl(_impl)
