@@ -416,7 +416,7 @@ WRONG = [
     (lambda: eqg.clip_gradient(Z, -1j, 1.0), "`clip_gradient` was given a"),
     (lambda: eqg.clip_gradient(X, jnp.array([0.0, 2.0, 0.0]), 1.0), "that exceeds `max`"),
     (lambda: eqg.nn.FixedPoint(lambda x, z: z, (3, 0)), "`shape` is (3, 0)"),
-    (lambda: eqg.testing.check_rule(jnp.sin, ONE, tolerance=-1.0), "`tolerance` of `check_rule`"),
+    (lambda: eqg.testing.check_rule(jnp.sin, ONE, tolerance=-1.0), "of `check_rule` is not"),
     (lambda: eqg.clip_gradient({"a": X}, 0.0, XS), "x['a']"),
     (lambda: eqg.clip_gradient_norm({"a": XS, "b": X}, 1.0, axis=1),
      "that `x['b']` does not have"), (lambda: eqg.reversal_schedule(-0.1),
