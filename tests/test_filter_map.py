@@ -114,9 +114,9 @@ def test_the_memory_is_that_of_a_chunk():
         (
             (jnp.ones(3), {"a": jnp.ones(4)}),
             {},
-            r"another length.\n  .*\n  `xs\[1\]\['a'\]`",
+            r"needs arrays of one length.\n  .*\n  `xs\[1\]\['a'\]`",
         ),
-        ((jnp.array(1.0),), {}, r"of no or another length.\n  `xs\[0\]` is float..\[\]"),
+        ((jnp.array(1.0),), {}, r"needs arrays of one length.\n  `xs\[0\]` is float..\[\]"),
         ((jnp.ones(3),), {"chunk": 0}, "`chunk` of `filter_map` is not a number of slices"),
         ((jnp.ones(3),), {"chunk": True}, "it is True"),
         ((jnp.ones(3),), {"checkpoint": "sqrt"}, "`checkpoint` of `filter_map` is not a bool"),

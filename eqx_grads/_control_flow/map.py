@@ -107,7 +107,7 @@ def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
             found, first = n, where
         if n is None or n != found:
             raise rule_error(
-                f"`filter_map` of `{name_of(f)}` was given an array of no or another length.",
+                f"`filter_map` of `{name_of(f)}` needs arrays of one length.",
                 *dict.fromkeys([first, where]),
                 do="Every array in `xs` has one slice for each call, along its first axis. "
                 "Close over what is the same for all calls.",

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged, restricted
 from .._rules.custom_vjp import custom_vjp
+from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
 from .chunked_scan import chunk_init, scan_in_chunks, shift_in
 from .replay_cost import log_choice, replay_chunk, why_never_better, why_not_better
@@ -73,9 +74,8 @@ def _why_not_replayed(vjp: ClosedJaxpr) -> str | None:
 
 def _why_plain(body: TracedBody, steps: int, perturbed_consts: Sequence[bool]) -> str | None:
     """Why `"auto"` does not replay a scan that is differentiated, in a batch of known size."""
-    try:
-        vjp = body.trace_vjp()
-    except Exception:  # some input has no reverse derivative: plain scan says so, if asked
+    vjp = try_to_trace(body.trace_vjp)
+    if vjp is None:  # plain scan raises the error, if somebody differentiates in that input
         return "a step has no reverse derivative in some of its inputs"
     reason = why_not_better(body, vjp, steps, perturbed_consts)
     if reason is not None:

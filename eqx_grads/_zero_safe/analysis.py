@@ -24,6 +24,7 @@ from .._jaxprs.structure import (
     While,
 )
 from .._jaxprs.versions import assigns_shardings
+from .._rules.rule import try_to_trace
 from .ranges import has_risk, inexact_indices, Range, RANGES
 
 
@@ -63,12 +64,11 @@ class AnalyzedEquation:
 
     def traced(self, derivative: Any, *types: Any) -> ClosedJaxpr | None:
         """A derivative of the equation, or `None` if it can't be traced."""
-        try:
-            return without_unused(jax.make_jaxpr(derivative)(*types))
-        except Exception:
-            # There may be no such mode, or none with respect to these operands. Nobody has
-            # differentiated yet, so an error in the rule must not surface here.
-            return None
+        # There may be no such mode, or none with respect to these operands. Nobody has
+        # differentiated yet, so an error in the rule must not surface here.
+        return try_to_trace(
+            lambda *types: without_unused(jax.make_jaxpr(derivative)(*types)), *types
+        )
 
     @property
     def has_rule(self) -> bool:
