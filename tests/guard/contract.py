@@ -255,9 +255,12 @@ def in_half_precision(entry: Entry) -> Iterator[str]:
         eps = float(jnp.finfo(dtype).eps)
         for text in differences(got, want, 4 * eps, dtypes=False):
             yield f"{dtype}: {text}"
-        for x, y in zip(got["vjp"], op_leaves(args), strict=True):
-            if x.dtype != y.dtype:
-                yield f"{dtype}: a cotangent is {x.dtype} instead of {y.dtype}"
+        plain = Flat(reference(entry), args)
+        of_value = plain.all_outputs if entry.half_as_plain else lambda *xs: got["value"]
+        types = *jax.eval_shape(of_value, *op_leaves(args)), *op_leaves(args)
+        for x, t in zip((*got["value"], *got["vjp"]), types, strict=True):
+            if x.dtype != t.dtype:
+                yield f"{dtype}: a value or a cotangent is {x.dtype} instead of {t.dtype}"
 
 
 def of_complex_numbers(entry: Entry) -> Iterator[str]:

@@ -176,6 +176,9 @@ def returns(new, h=X):
     return scan(named("mine", lambda h, x: (new(h), None)), h)
 
 
+line = lambda a, b: lambda x: a * x + b
+
+
 def loop(new, h=X):
     return types(lambda h: eqg.filter_while_loop(lambda h: True, named("body", new), h), h)
 
@@ -390,6 +393,8 @@ WRONG = [
      "str ('a'), and is str ('b')"), (returns(lambda h: (h[0], N), (X, X)),
      "it was float32[3], and is int"), (returns(lambda h: ("no", h[1]), (X, X)),
      "at carry[0]: | str ('no')"), (scan(xs={"a": XS, "b": ONE}), "`xs['b']` is float32[]"),
+    (returns(lambda h: (h[0], line(1, 3)), (X, line(1, 2))), "at carry[1]"),
+    (cond({"a": X}, {"a": "no"}), "float32[3], and `other` 'no'"),
     (scan(xs={"a": XS, "b": XS[:3]}), "`xs['b']` is float32[3,3]"), (scan(xs=None),
      "Pass `length=`"), (scan(online=True, checkpoint=2), "is 2, `truncate` is None"),
     (scan(online="e-prop", truncate=3), "is None, `truncate` is 3"), (scan(checkpoint="replay",
@@ -630,6 +635,7 @@ RIGHT = [
      length=np.int32(0)), scan(lambda h, x: ((h[0] + 1, *h[1:]), None), (1, jnp.sin, "a", X)),
     scan(lambda h, x: (h, None), (X, X), carry_gradient=lambda h: eqg.scale_gradient(h, 2.0)),
     scan(carry_gradient=lambda h: jax.lax.stop_gradient(h)), scan(online="e-prop"),
+    returns(lambda h: (h[0], line(1, 2)), (X, line(1, 2))),
     scan(checkpoint="replay", unroll=1), grad_scan(lambda w, h, x: (h * w + x, None),
      online=True), grad_scan(MATRIX, online="e-prop"),
     grad(lambda h: eqg.filter_scan(lambda h, x: (2 * h, x), h, XS, online=True)[0], X), cond((X,

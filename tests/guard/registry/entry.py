@@ -58,6 +58,7 @@ class Entry:
     # Arguments with long sums, run in bfloat16 and float16: the error stays that of rounding
     # the inputs and the result.
     half: tuple[Any, ...] | None = None
+    half_as_plain: bool = True  # whether outputs then have the dtypes of those of `plain`
     complex_args: tuple[Any, ...] | None = None
     # Arguments of which some places do not count, and the same with garbage (NaN, infinity)
     # there: values and cotangents of all else are equal. `counts` says which outputs count.

@@ -127,7 +127,7 @@ def schedule(p, low, high, gamma):
 entry(
     "reversal_schedule",
     lambda p, low, high, gamma: (
-        eqg.reversal_schedule(p),
+        eqg.reversal_schedule(p, low=np.float32(0)),
         eqg.reversal_schedule(p, low=low, high=high, gamma=gamma),
     ),
     *(A([0.1, 0.3, 0.75]), A(0.2), A(1.7), A(4.0)),

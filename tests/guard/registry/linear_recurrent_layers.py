@@ -170,7 +170,8 @@ linear("nn.MinGRU: one step", "MinGRU", normal(1, 2), 3, state=state_of("MinGRU"
 # States that remember a hundred steps: a sum in half precision would lose most of its terms.
 def long(kind, steps, slow):
     xs = np.abs(normal(steps, 2)) + 0.2
-    linear(f"nn.{kind}: long sums", kind, xs[:3], 3, half=(xs, ((slow,),)), options=CHEAP)
+    options = {**CHEAP, "half_as_plain": False}  # the states are in single precision
+    linear(f"nn.{kind}: long sums", kind, xs[:3], 3, half=(xs, ((slow,),)), options=options)
 
 
 SLOW = {"weight": normal(6, 2, scale=0.3), "bias": np.array([-4.5, -5, -4, 0.3, 0.5, 0.2])}

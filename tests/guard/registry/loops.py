@@ -189,6 +189,50 @@ for _options in ({}, {"reverse": True}):
     )
 
 
+def of_weights(h, w, b, xs, loop=jax.lax.scan):
+    """Each element of the state depends on a row of the weights, and of inputs in layers."""
+
+    def step(h, x):
+        h = jnp.tanh(0.5 * h + w @ x - jnp.concatenate([b[1:], x[:1]]))
+        return h, (b * h)[::-1]
+
+    # Inputs are constants for an online scan.
+    return loop(step, h, jax.lax.stop_gradient(xs))
+
+
+entry(
+    "filter_scan: online, weights",
+    ft.partial(of_weights, loop=ft.partial(eqg.filter_scan, online=True)),
+    *(normal(3), normal(3, 2), normal(3), normal(5, 2)),
+    plain=of_weights,
+    half=(normal(3), normal(3, 2), normal(3), np.abs(normal(601, 2))),
+    **FIRST,
+)
+
+
+def of_complex(h, rate, w, u, loop=jax.lax.scan):
+    """A complex state whose factor is made of real numbers, beside a real state."""
+
+    def step(carry, x):
+        h, g = carry
+        h = jax.lax.complex(rate, jnp.sin(rate)) * h + w * jnp.conj(x)
+        g = 0.3 * g + rate * u + jnp.real(x)
+        return (h, g), (jnp.real(h) * g + jnp.imag(jnp.conj(h)) * u, g)
+
+    xs = jnp.asarray(_xs + 1j * _xs[::-1], h.dtype)
+    return loop(step, (h, jnp.zeros_like(rate)), xs)
+
+
+entry(
+    "filter_scan: online, complex",
+    ft.partial(of_complex, loop=ft.partial(eqg.filter_scan, online=True)),
+    *(normal(3) + 1j * normal(3), normal(3, scale=0.4), normal(3) - 0.5j, normal(3)),
+    plain=of_complex,
+    precisions=("float64",),
+    **FIRST,
+)
+
+
 def e_prop(h, w, b, loop=jax.lax.scan, product=None):
     def step(h, x):
         h = jnp.tanh((product or jnp.matmul)(w, h) + 0.4 * h + x)

@@ -64,6 +64,7 @@ for _reduction, _plain in (
         garbage=(np.where(LABELS[:, None] < 0, NAN, TOKENS[0]), *TOKENS[1:]),
         counts=(lambda out: LABELS >= 0) if _reduction == "none" else None,
         half=(normal(700, 2), normal(7, 2), normal(7)),
+        half_as_plain=False,  # a loss is in single precision
     )
 # Fifteen tokens in two dimensions, in chunks of four, with labels of eight bits.
 SMALL = A([[0, 3, 250, 1, 2], [4, 250, 2, 0, 1], [2, 3, 3, 4, 250]], np.uint8)
@@ -84,16 +85,22 @@ for _reduction, _chunk, _rows, _reduce in (
         transforms=_reduction != "mean",
     )
 BATCH = A([[0, 3, 2, 1, 2], [4, 4, 4, 4, 4], [4, 4, 3, 3, 0]])
-of_rows = lambda x, w, y: loss_of(x, w, y, chunk=2, ignore_index=4, z_loss=0.1)
-of_rows_plain = lambda x, w, y: jnp.sum(cross_entropy(x, w, y, ignore=4, z=0.1))
-entry(
-    f"{CE}: of a batch of weights, and without labels that count",
-    lambda x, w: jax.vmap(of_rows)(x, w, BATCH),
-    *(normal(3, 5, 3), normal(3, 5, 3)),
-    plain=lambda x, w: jax.vmap(of_rows_plain)(x, w, BATCH) / A([5, 1, 3]).astype(x.dtype),
-    orders=VJP,
-    **ONLY,
-)
+of_rows = lambda x, w, b, y: loss_of(x, w, y, bias=b, chunk=2, ignore_index=4, z_loss=0.1)
+of_rows_plain = lambda x, w, b, y: jnp.sum(cross_entropy(x, w, y, b, ignore=4, z=0.1))
+for _of, _axes, _shapes in (
+    ("weights", (0, 0, None, 0), ((3, 5, 3), (3, 5, 3), (5,))),
+    ("biases", (0, None, 0, 0), ((3, 5, 3), (5, 3), (3, 5))),
+):
+    entry(
+        f"{CE}: of a batch of {_of}, and without labels that count",
+        lambda x, w, b, axes=_axes: jax.vmap(of_rows, axes)(x, w, b, BATCH),
+        *(normal(*shape) for shape in _shapes),
+        plain=lambda x, w, b, axes=_axes: (
+            jax.vmap(of_rows_plain, axes)(x, w, b, BATCH) / A([5, 1, 3]).astype(x.dtype)
+        ),
+        orders=VJP,
+        **ONLY,
+    )
 # The logits are 1000 times the columns of the weight, and two labels are out of range.
 WEIGHT = A([[1, -1.0, 0.5], [2, 0.0, 0.5], [0, 2.0, 0.5], [-1, 1.0, 0.5], [1, 1, 0.5]])
 for _labels, _losses in (

@@ -41,6 +41,7 @@ def layer(make, initial="initial_state", calls=None, **options):
     def fn(xs, cells, state=None, lengths=None, first=None, key=None):
         made = make(key=jr.key(0), dtype=xs.dtype, **options)
         made = with_arrays(made, cells)
+        assert (getattr(made, initial) is None) == (first is None)
         if first is not None:
             made = eqx.tree_at(lambda made: getattr(made, initial), made, first)
         if calls is not None:

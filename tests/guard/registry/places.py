@@ -1,0 +1,159 @@
+"""Ops in places where JAX or Python treats a function in another way: methods, checks, users'
+classes, and tangents that are transposed."""
+
+import functools as ft
+
+import equinox as eqx
+import eqx_grads as eqg
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from .entry import entry
+
+
+ONCE = {"transforms": False, "costs": False, "precisions": ("float64",), "leaks": False}
+FIRST, SHORT = ("value", "jvp", "vjp"), ("value", "jvp", "vjp", "FR")
+rng = np.random.default_rng(5)
+X, Y, W = rng.normal(size=3), rng.normal(size=3), rng.normal(size=(4, 3))
+
+
+def both(fn):
+    """`fn(x, w)` with rules for both modes, which say what autodiff says."""
+    forward, reverse = eqg.custom_jvp(fn), eqg.custom_vjp(fn)
+    forward.def_jvp(lambda p, t: jax.jvp(fn, p, t))
+    reverse.def_fwd(lambda *args: (reverse(*args), args))
+    reverse.def_bwd(lambda args, ct: jax.vjp(fn, *args)[1](ct))
+    return forward, reverse
+
+
+def wave(x, w):
+    return jnp.sin(w @ x) * w[:, 0]
+
+
+RULES = dict(zip(("custom_jvp", "custom_vjp"), both(wave), strict=True))
+
+# ---------------------------------------------------------------- methods
+
+straight = ft.partial(eqg.with_gradient_of, surrogate_fn=lambda self, x: wave(x, self.w))
+of_chunks = ft.partial(eqg.losses.chunked, axis=(None, 0), chunk=2)
+of_rows = lambda self, rows: jnp.sum(jnp.sin(rows @ self.w.T) ** 2)
+
+
+class Layer(eqx.Module):
+    """Each decorator as a method binds `self`, whose arrays have a derivative."""
+
+    w: jax.Array
+
+    checkpointed = eqg.filter_checkpoint(lambda self, x: wave(x, self.w))
+    masked = eqg.zero_safe(lambda self, x: jnp.where(x > 0, jnp.sqrt(x), 0) * self.w[0])
+    straight = straight(lambda self, x: jnp.round(wave(x, self.w)))
+    chunks = of_chunks(of_rows)
+
+    def calls(self, x):
+        rows = jnp.outer(jnp.sin(x), x)
+        yield from (self.checkpointed(x), self.masked(x), self.straight(x), self.chunks(rows))
+
+
+def methods(x, w):
+    return tuple(Layer(w).calls(x))
+
+
+def methods_plain(x, w, rounded=jnp.round):
+    positive = jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)
+    rows = jnp.outer(jnp.sin(x), x)
+    mean = jnp.sum(jnp.sin(rows @ w.T) ** 2)
+    return wave(x, w), positive * w[0], rounded(wave(x, w)), mean
+
+
+entry(
+    "filter_checkpoint: methods",
+    methods,
+    *(X, W),
+    plain=methods_plain,
+    smooth=ft.partial(methods_plain, rounded=lambda x: x),
+    **ONCE | {"orders": FIRST},
+)
+
+# ---------------------------------------------------------------- other interpreters
+
+
+def checked(x, w, rule):
+    """A gradient with checks of indices, of NaN and of what a user asserts."""
+
+    def loss(x):
+        checkify.check(jnp.sum(x) < 100, "too large")
+        return jnp.sum(jax.lax.cond(jnp.sum(x) < 50, lambda x: rule(x, w), lambda x: w @ x, x))
+
+    return checkify.checkify(jax.value_and_grad(loss), checkify.all_checks)(x)[1]
+
+
+for _name, _rule in RULES.items():
+    entry(
+        f"{_name}: checkify",
+        ft.partial(checked, rule=_rule),
+        *(X, W),
+        plain=lambda x, w: jax.value_and_grad(lambda x: jnp.sum(wave(x, w)))(x),
+        **ONCE | {"orders": ("value",)},
+    )
+
+# A rule may apply a function with rules to its tangents. In a second derivative, the tangent is
+# a residual of that function, and the derivative is linear in it.
+_, product = both(lambda x, w: w @ x)
+outer = eqg.custom_jvp(lambda x, w: w @ jnp.sin(x))
+
+
+@outer.def_jvp
+def outer_jvp(primals, tangents):
+    (x, w), (t_x, t_w) = primals, tangents
+    return outer(x, w), product(jnp.cos(x) * t_x, w) + product(jnp.sin(x), t_w)
+
+
+entry(
+    "custom_vjp: a function of tangents",
+    *(lambda x, w: outer(x, w), X, W),
+    plain=lambda x, w: w @ jnp.sin(x),
+    **ONCE,
+)
+
+# ---------------------------------------------------------------- closures
+
+
+@jax.tree_util.register_pytree_node_class
+class Scaled:
+    """A class of users that computes when it is made."""
+
+    def __init__(self, factor):
+        self.factor = factor
+        self.double = 2 * factor
+
+    def tree_flatten(self):
+        return (self.factor,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def of_captured(x, w):
+    """The rule holds a traced value in an object, in a container, and in itself."""
+    kept = {"a": [Scaled(jnp.sum(jax.lax.stop_gradient(w)))]}
+    fn = eqg.custom_jvp(lambda x: jnp.sin(x) * kept["a"][0].double)
+    fn.def_jvp(lambda p, t: (fn(*p), jnp.cos(p[0]) * t[0] * kept["a"][0].double))
+    again = eqg.filter_scan(lambda h, x: (h + fn(x), fn(h)), jnp.zeros_like(x[0]), x)
+    return fn(x), again
+
+
+def of_captured_plain(x, w):
+    fn = lambda x: 2 * jnp.sin(x) * jnp.sum(jax.lax.stop_gradient(w))
+    return fn(x), jax.lax.scan(lambda h, x: (h + fn(x), fn(h)), jnp.zeros_like(x[0]), x)
+
+
+entry(
+    "custom_jvp: objects of users' classes are captured",
+    of_captured,
+    *(X, W),
+    plain=of_captured_plain,
+    **ONCE | {"orders": SHORT},
+)
