@@ -256,8 +256,9 @@ def in_half_precision(entry: Entry) -> Iterator[str]:
         for text in differences(got, want, 4 * eps, dtypes=False):
             yield f"{dtype}: {text}"
         plain = Flat(reference(entry), args)
-        of_value = plain.all_outputs if entry.half_as_plain else lambda *xs: got["value"]
-        types = *jax.eval_shape(of_value, *op_leaves(args)), *op_leaves(args)
+        leaves = op_leaves(args)
+        of_value = jax.eval_shape(plain.all_outputs, *leaves) if entry.half_as_plain else None
+        types = *(of_value or got["value"]), *leaves
         for x, t in zip((*got["value"], *got["vjp"]), types, strict=True):
             if x.dtype != t.dtype:
                 yield f"{dtype}: a value or a cotangent is {x.dtype} instead of {t.dtype}"

@@ -1,4 +1,4 @@
-"""Ops of arrays that are sharded over explicit mesh axes, against the formula without a mesh."""
+"""Ops of arrays that are sharded over explicit mesh axes, against formulas without a mesh."""
 
 import functools as ft
 

@@ -8,7 +8,7 @@ import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
+from jax.experimental import checkify  # noqa: TID251  an interpreter of others
 
 from .entry import entry
 
