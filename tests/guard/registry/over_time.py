@@ -40,6 +40,8 @@ def layer(make, initial="initial_state", calls=None, **options):
 
     def fn(xs, cells, state=None, lengths=None, first=None, key=None):
         made = make(key=jr.key(0), dtype=xs.dtype, **options)
+        arrays = jax.tree.leaves(eqx.filter(made.cells, eqx.is_inexact_array))
+        assert len(arrays) == sum(len(c) for directions in cells for c in directions)
         made = with_arrays(made, cells)
         assert (getattr(made, initial) is None) == (first is None)
         if first is not None:
