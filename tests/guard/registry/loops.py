@@ -234,11 +234,13 @@ entry(
 
 
 def e_prop(h, w, b, loop=jax.lax.scan, product=None):
-    def step(h, x):
+    def step(carry, x):
+        h, g = carry
         h = jnp.tanh((product or jnp.matmul)(w, h) + 0.4 * h + x)
-        return h, (b * h, jnp.sum(jnp.outer(h, h) @ b))
+        g = 0.5 * g + h
+        return (h, g), (b * h, jnp.sum(jnp.outer(h, g) @ b))
 
-    return loop(step, h, jnp.asarray(_xs, h.dtype))
+    return loop(step, (h, jnp.zeros_like(h)), jnp.asarray(_xs, h.dtype))
 
 
 def fixed_product(w, h):
