@@ -2,6 +2,7 @@
 
 import functools as ft
 
+import equinox as eqx
 import eqx_grads as eqg
 import jax
 import jax.numpy as jnp
@@ -51,3 +52,77 @@ def test_losses_over_explicit_axes(name):
             assert jax.typeof(x).sharding == jax.typeof(of_arg).sharding
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=2e-5)
+
+
+# ---------------------------------------------------------------- one part on each device
+
+
+def gru(w, xs):
+    layer = eqg.nn.GRU(3, 3, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda layer: layer.cells[0][0].weight_hh, layer, w)
+    return layer(xs, lengths=jnp.array([5, 2, 0, 4])[: len(xs)])[0]
+
+
+def gru_plain(w, xs):
+    cell = eqg.nn.GRU(3, 3, key=jax.random.key(0)).cells[0][0]
+    cell = eqx.tree_at(lambda cell: cell.weight_hh, cell, w)
+
+    def one(xs, length):
+        step = lambda h, x: (cell(x, h),) * 2
+        ys = jax.lax.scan(step, jnp.zeros(3), xs)[1]
+        return jnp.where(jnp.arange(5)[:, None] < length, ys, 0)
+
+    return jax.vmap(one)(xs, jnp.array([5, 2, 0, 4])[: len(xs)])
+
+
+def scans(loop):
+    """From a carry that is the same on all devices, and with a cell that is so."""
+    step = lambda w: lambda h, x: (jnp.tanh(h @ w[:3].T + x), (h, jnp.sum(w)))
+    return lambda w, xs: loop(step(w), jnp.zeros((len(xs), 3)), jnp.swapaxes(xs, 0, 1))
+
+
+def root(w, xs):
+    more = lambda c: jnp.sum(c**2) < 50
+    step = lambda c: c * (1.5 + 0.1 * jnp.sum(w) ** 2) + 0.1
+    return eqg.filter_while_loop(more, step, xs, max_steps=30)
+
+
+def root_plain(w, xs):
+    for _ in range(30):
+        more = jnp.sum(xs**2) < 50
+        xs = jnp.where(more, xs * (1.5 + 0.1 * jnp.sum(w) ** 2) + 0.1, xs)
+    return xs
+
+
+LOCAL = {
+    "nn.GRU": (gru, gru_plain, (9, 3)),
+    **{
+        f"filter_scan: {method}": (
+            scans(ft.partial(eqg.filter_scan, checkpoint=method)),
+            scans(jax.lax.scan),
+            (3, 3),
+        )
+        for method in (None, 2, "replay")
+    },
+    "filter_while_loop": (root, root_plain, (2,)),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_parts_on_devices(name):
+    fn, plain, shape = LOCAL[name]
+    w, xs = jnp.asarray(normal(*shape)), jnp.asarray(normal(4, 5, 3))
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+
+    def total(fn):
+        return lambda w, xs: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fn(w, xs)))
+
+    def over_devices(w, xs):
+        of_part = lambda w, xs: jax.lax.psum(total(fn)(w, xs), "i")
+        return jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(w, xs)
+
+    by_hand = lambda w, xs: total(plain)(w, xs[:2]) + total(plain)(w, xs[2:])
+    got = jax.jit(jax.value_and_grad(over_devices, (0, 1)))(w, xs)
+    want = jax.jit(jax.value_and_grad(by_hand, (0, 1)))(w, xs)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-4, atol=2e-5)
