@@ -24,7 +24,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import scipy.special
 from eqx_grads import RuleError
-from eqx_grads._solvers.host_callback import VMAP_METHODS
+from eqx_grads._host.host_callback import VMAP_METHODS
 from scipy.integrate import solve_ivp
 
 from .helpers import assert_close
@@ -1145,10 +1145,9 @@ def test_bad_arguments():
 
 def test_a_python_integer_where_the_type_of_an_argument_is_meant():
     f = eqg.host_function(np.cos, out=lambda x: x)
-    _raises(r"at out: int \(0\), as the argument (?s:.)*Pass a float or an array", f, 0)
+    _raises(r"at out: int \(0\)(?s:.)*a Python integer is no array(?s:.)*a float or an", f, 0)
     f = eqg.host_function(lambda n, x: {"m": x["m"] * n}, out=lambda n, x: x)
-    match = r"at out\['m'\]: int \(1000\), as the argument `x\['m'\]`"
-    _raises(match, f, 2, {"m": 1000})
+    _raises(r"at out\['m'\]: int \(1000\)", f, 2, {"m": 1000})
     assert f(2, {"m": 0.5})["m"] == 1.0
 
 

@@ -14,10 +14,11 @@ from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.adjoint_pair import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
+from .derivative import host_call, tangent_type
+from .host_call import host_call_of, HostCall, HostCode
 from .host_callback import VMAP_METHODS
-from .host_derivative import host_call, tangent_type
-from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp, without_memory
-from .host_spec import check_captures, check_hashable, primal_op
+from .host_op import is_inexact
+from .promised_types import is_array_leaf, without_memory
 
 
 class LinearHostFunction(eqx.Module):
@@ -44,13 +45,12 @@ class LinearHostFunction(eqx.Module):
         """
         _check_inexact(self._matvec, x)
         out = _like if self._matvec.out is None else self._matvec.out
-        op, operands = primal_op(self._matvec, (x, *args), {}, out)
-        check_hashable(op)
-        check_captures(self._matvec, operands, [self._rmatvec.fn, *op.statics])
+        others = [self._rmatvec.fn]
+        call, operands = host_call_of(self._matvec, (x, *args), {}, out, others)
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
-        pair = _Pair(op, self._rmatvec, n, treedef, len(args))
-        return jax.tree.unflatten(op.out_treedef, pair.apply(operands[n:], operands[:n]))
+        pair = _Pair(call, self._rmatvec, n, treedef, len(args))
+        return jax.tree.unflatten(call.out_treedef, pair.apply(operands[n:], operands[:n]))
 
     def __reduce__(self):
         return reduce_by_name(self, self._matvec.fn)
@@ -84,7 +84,7 @@ class _Pair:
     these are the parameters, residuals of both maps; they are in `n_args` arguments.
     """
 
-    op: PrimalOp
+    call: HostCall
     rmatvec: HostCode
     n: int
     treedef: Any
@@ -95,24 +95,24 @@ class _Pair:
         n = len(parameters)
         operands = vary_alike([*parameters, *xs])
         types_of = lambda types: varying_types(map(tangent_type, types), operands)
-        matvec = Side(self.op.name, self._matvec, types_of(self.op.out_types))
-        in_types = types_of(self.op.in_types[: self.n])
+        matvec = Side(self.call.name, self._matvec, types_of(self.call.out_types))
+        in_types = types_of(self.call.in_types[: self.n])
         rmatvec = Side(self.rmatvec.name, self._rmatvec, in_types)
         return apply_side(matvec, rmatvec, operands[:n], operands[n:])
 
     def _matvec(self, parameters, xs):
-        return host_call(self.op, [*xs, *parameters])
+        return host_call(self.call.op, [*xs, *parameters])
 
     def _rmatvec(self, parameters, cts):
         """The transpose, which is the conjugate of the adjoint of the conjugate."""
-        types = self.op.in_types[: self.n]
+        types = self.call.in_types[: self.n]
         like = without_memory(types)
-        args, _ = self.op.arguments([*like, *parameters])
-        ct = jax.tree.unflatten(self.op.out_treedef, [jnp.conj(ct) for ct in cts])
+        args, _ = self.call.arguments([*like, *parameters])
+        ct = jax.tree.unflatten(self.call.out_treedef, [jnp.conj(ct) for ct in cts])
         given = (ct, *args[1 : 1 + self.n_args])
         out = mirror_of(self.treedef, types, like)
-        adjoint, operands = primal_op(self.rmatvec, given, {}, out)
-        return [jnp.conj(x) for x in host_call(adjoint, operands)]
+        adjoint, operands = host_call_of(self.rmatvec, given, {}, out)
+        return [jnp.conj(x) for x in host_call(adjoint.op, operands)]
 
 
 def linear_host_function(

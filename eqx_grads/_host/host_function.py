@@ -13,11 +13,10 @@ from .._errors import name_of, place_of, rule_error, type_of
 from .._rules.float_args import as_integer, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
+from .derivative import host_call
+from .host_call import host_call_of, HostCode
 from .host_callback import VMAP_METHODS
-from .host_derivative import host_call
-from .host_ops import HostCode
-from .host_residual_cache import ResidualCache
-from .host_spec import check_captures, check_hashable, primal_op
+from .residual_cache import ResidualCache
 
 
 class HostFunction(eqx.Module):
@@ -41,10 +40,8 @@ class HostFunction(eqx.Module):
 
         What the function returned, as JAX arrays of the promised types.
         """
-        op, operands = primal_op(self._code, args, kwargs)
-        check_hashable(op)
-        check_captures(self._code, operands, op.statics)
-        return jax.tree.unflatten(op.out_treedef, host_call(op, operands))
+        call, operands = host_call_of(self._code, args, kwargs)
+        return jax.tree.unflatten(call.out_treedef, host_call(call.op, operands))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else jax.tree_util.Partial(self, instance)
