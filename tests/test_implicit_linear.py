@@ -147,11 +147,12 @@ def test_equations_and_unknowns_of_other_sizes_are_not_called_singular(condition
 
 @pytest.mark.slow
 def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
+    """What is NaN stays NaN, as in functions of JAX."""
     solve = eqg.implicit(lambda y, x: jnp.array([[2.0, 1.0], [1.0, 3.0]]) @ y - x)(
         lambda x: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), x)
     )
-    with pytest.raises(FAILS, match="non-finite"):
-        jax.block_until_ready(jax.vjp(solve, jnp.ones(2))[1](jnp.array([jnp.nan, 1.0])))
+    (ct,) = jax.vjp(solve, jnp.ones(2))[1](jnp.array([jnp.nan, 1.0]))
+    assert jnp.all(jnp.isnan(ct))
 
 
 @pytest.mark.slow

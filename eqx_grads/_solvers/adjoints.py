@@ -14,7 +14,7 @@ from .._errors import check_flags, rule_error
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
 from .._rules.float_args import as_integer, is_number
 from .._rules.tree_split import is_array, TreeSplit
-from .linear_solve import check_linear_solver, linear_solve
+from .linear_solve import check_linear_solver, linear_solver
 from .optimistix import optimistix as optx
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
@@ -47,8 +47,8 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         static, arrays = TreeSplit.split(inputs, is_array)
         # `None` is for what the solver returned besides `y`: Optimistix reads no such thing.
         residual = lambda y, arrays: rewrite_fn(y, None, static.tree(arrays))
-        solve = ft.partial(_solve, self, tags)
-        return differentiable_solution(y, arrays, residual=residual, solve=solve), rest
+        solver = lambda linear_map, *_: lambda b: self.solve_tangent(linear_map, b, tags)
+        return differentiable_solution(y, arrays, residual=residual, solver=solver), rest
 
     @abc.abstractmethod
     def solve_tangent(
@@ -84,10 +84,6 @@ def _check_fixed_point(adjoint, solver, rewrite_fn):
             do="Use `eqx_grads.fixed_point`, which differentiates the fixed point whatever the "
             "solver; or `eqx_grads.solvers.ImplicitAdjoint`.",
         )
-
-
-def _solve(adjoint, tags, linear_map, b, *_):
-    return adjoint.solve_tangent(linear_map, b, tags)
 
 
 def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
@@ -481,9 +477,9 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
         tags: frozenset[object] = frozenset(),
     ) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        minus_b = jax.tree.map(jnp.negative, b)
-        solver, user = self.linear_solver, "ImplicitAdjoint"
-        return linear_solve(linear_map, minus_b, b, solver=solver, tags=tags, user=user)
+        options = {"solver": self.linear_solver, "tags": tags, "user": "ImplicitAdjoint"}
+        solve = linear_solver(linear_map, b, b, **options)
+        return solve(jax.tree.map(jnp.negative, b))
 
 
 class WithoutDerivative(optx.AbstractAdjoint):

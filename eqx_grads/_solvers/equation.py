@@ -1,87 +1,145 @@
 """The equation of a function with `implicit`, and the tangent of its solution."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from .._errors import name_of, place_of
+from .._errors import name_of, place_of, rule_error, show_path, type_of
 from .._rules.closure_convert import ClosureTemplate, Opaque
-from .linear_solve import linear_solve
+from .linear_solve import linear_solver
 from .residual_check import one_if_small
-from .residual_structure import residual_leaves
+
+
+class Options(NamedTuple):
+    """What `implicit` was told.
+
+    - `solver`, `tags`: of the linear system.
+    - `tolerance`: how large the residual may be; `None` for any.
+    """
+
+    solver: Any
+    tags: frozenset[object]
+    has_aux: bool
+    tolerance: float | None
 
 
 class Equation(Opaque):
     """`residual(y, *args, **config) = 0`. Holds no tracer.
 
     - `template`: of `[residual, args, config]`, with placeholders where there were tracers.
-    - `solver`, `tags`: of the linear system.
-    - `tolerance`: how large the residual may be; `None` for any.
     - `solve`: what the user calls the function that solves the equation.
     """
 
-    def __init__(
-        self,
-        template: ClosureTemplate,
-        solver: Any,
-        tags: frozenset[object],
-        tolerance: float | None,
-        solve: str,
-    ):
-        self.solver = solver
-        self.tags = tags
-        self.tolerance = tolerance
-        self.solve = solve
-        self.residual_name = name_of(template.items[0])
-        self.residual_place = place_of(template.items[0])
+    def __init__(self, template: ClosureTemplate, options: Options, solve: str):
         self._template = template
+        self._options = options
+        self._solve = solve
+        self._name = name_of(template.items[0])
+        self._place = place_of(template.items[0])
 
-    def residual(self, y: PyTree, operands: Sequence[Any]) -> PyTree:
+    def residual(self, y: PyTree, operands: Sequence[Any]) -> PyTree[Array]:
         """The inexact arrays of the residual, `operands` being the tracers."""
         (residual, args, config), _ = self._template.substitute(operands)
         try:
             out = residual(y, *args, **config)
-        except Exception as error:
-            if isinstance(error, jax.errors.TracerArrayConversionError):
-                error.add_note(
-                    f"NumPy can't compute with a traced array. The residual "
-                    f"`{self.residual_name}` ({self.residual_place}) is differentiated by JAX: "
-                    "write it in `jnp`."
-                )
-                raise
+        except jax.errors.TracerArrayConversionError as error:
             error.add_note(
-                f"The residual `{self.residual_name}` is called with the solution of "
-                f"`{self.solve}` first, and then with its arguments. Of a method, these begin "
-                "with `self`."
+                f"NumPy can't compute with a traced array. The residual `{self._name}` "
+                f"({self._place}) is differentiated by JAX: write it in `jnp`."
             )
             raise
-        return residual_leaves(out, y, residual=residual, solve=self.solve, solver=self.solver)
-
-    def solve_tangent(self, matvec, b, unknowns, value):
-        """The tangent of the solution, an error if the residual there is not small."""
-        one = jnp.ones(())
-        if self.tolerance is not None:
-            one = one_if_small(
-                value,
-                matvec,
-                unknowns,
-                self.tolerance,
-                self.residual_name,
-                self.residual_place,
-                self.solve,
+        except Exception as error:
+            error.add_note(
+                f"The residual `{self._name}` is called with the solution of `{self._solve}` "
+                "first, and then with its arguments. Of a method, these begin with `self`."
             )
-        rhs = jax.tree.map(lambda t: -t * one.astype(t.dtype), b)
-        matrix = f"The Jacobian of the residual `{self.residual_name}` ({self.residual_place})"
-        return linear_solve(
-            matvec,
-            rhs,
+            raise
+        return self._like_solution(out, y)
+
+    def solver(self, linear_map, unknowns, value) -> Callable[[PyTree], PyTree]:
+        """The function of `b` that returns the tangent of the solution: an error if the
+        residual there is not small."""
+        options, of = self._options, self._solve
+        one = jnp.ones((), jnp.float32)
+        if options.tolerance is not None:
+            where = self._name, self._place, of
+            one = one_if_small(value, linear_map, unknowns, options.tolerance, *where)
+        matrix = f"The Jacobian of the residual `{self._name}` ({self._place})"
+        solve = linear_solver(
+            linear_map,
+            value,
             unknowns,
-            solver=self.solver,
-            tags=self.tags,
+            solver=options.solver,
+            tags=options.tags,
             user="implicit",
-            of=self.solve,
+            of=of,
             matrix=matrix,
         )
+        return lambda b: solve(jax.tree.map(lambda t: -t * one.astype(t.dtype), b))
+
+    def _like_solution(self, out: PyTree, y: PyTree) -> PyTree[Array]:
+        """The inexact arrays of a residual, with `None` in the place of the other leaves.
+
+        A leaf of `y` that can't be differentiated is not solved for, and what the residual has
+        in its place is left out. Raises if the rest is not like the solution, with one equation
+        for each unknown, unless the user chose a solver, which may accept another number.
+        """
+        unknowns = jax.tree.map(lambda x: x if _is_unknown(x) else None, y)
+        wants, places = dict(_leaves(unknowns)), {path for path, _ in _leaves(y)}
+
+        def leaf(path, x):
+            if _is_unknown(x):
+                return jnp.asarray(x)
+            if (path in places and path not in wants) or not eqx.is_array_like(x):
+                return None
+            raise rule_error(
+                f"The residual `{self._name}` of `{self._solve}` has no derivative.",
+                f"at residual{show_path(path)}: it is {type_of(x)}",
+                self._place,
+                do="Return floats, which are zero at the solution, and `None` for what is not "
+                "solved for.",
+            )
+
+        residuals = jax.tree_util.tree_map_with_path(leaf, out)
+        if self._options.solver is not None:
+            return residuals
+        has = dict(_leaves(residuals))
+        shown = [
+            f"at {show_path(path) or 'the only leaf'}: the solution is "
+            f"{_type(wants.get(path))}, the residual {_type(has.get(path))}"
+            for path in {**wants, **has}
+            if _kind(wants.get(path)) != _kind(has.get(path))
+        ]
+        if not shown and jax.tree.structure(unknowns) == jax.tree.structure(residuals):
+            return residuals
+        objective = ""
+        if [jnp.shape(x) for x in has.values()] == [()]:
+            objective = "Is this an objective? Give `jax.grad` of it, or `eqx.filter_grad`. "
+        raise rule_error(
+            f"The residual `{self._name}` of `{self._solve}` is not like the solution.",
+            *(shown[:5] or ["the containers differ: a tuple and a list, say"]),
+            self._place,
+            do=f"{objective}Return one equation for each unknown, in a tree like that of the "
+            "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
+            "such as `solver=lineax.SVD()`.",
+        )
+
+
+def _leaves(tree):
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _is_unknown(x) -> bool:
+    return isinstance(x, float | complex) or eqx.is_inexact_array(x)
+
+
+def _kind(x):
+    return None if x is None else (jnp.shape(x), jnp.iscomplexobj(x))
+
+
+def _type(x):
+    return "not there" if x is None else type_of(x)
