@@ -1102,7 +1102,10 @@ def test_rules_that_do_not_fit():
     _raises("residuals of another structure than was promised", grad(f), x, x)
     f.def_fwd(lambda x, y: (x, {"x": x[:1]}), residuals=lambda x, y: {"x": x})
     _raises(r"at residuals\['x'\]: promised was", grad(f), x, x)
-    _raises("a negative number of residuals", lambda: f.def_fwd(_numpy, keep=-1))
+    _raises(
+        "`keep` of `def_fwd` is not an integer of at least 0",
+        lambda: f.def_fwd(_numpy, keep=-1),
+    )
     # `None` is zero.
     f = bad(lambda arguments, ct: (None, ct))
     assert_close(jax.grad(loss(f), (0, 1))(x, x)[0], jnp.zeros(3))
@@ -1156,11 +1159,20 @@ def test_a_python_integer_where_the_type_of_an_argument_is_meant():
     [
         ({}, "was given neither `out` nor `example`"),
         ({"out": 1.0, "example": (1.0,)}, "was given both `out` and `example`"),
-        ({"example": 1.0}, "an example that is a `float`"),
-        ({"out": 1.0, "finite_difference": "forward"}, "no finite difference 'forward'"),
-        ({"out": 1.0, "vmap_method": "vectorized"}, "no `vmap_method` 'vectorized'"),
-        ({"out": 1.0, "step": 0.1}, "was given a step and no finite difference"),
-        ({"out": 1.0, "finite_difference": "central", "step": -1.0}, "was given the step"),
+        ({"example": 1.0}, "`example` of `host_function` is not a tuple"),
+        (
+            {"out": 1.0, "finite_difference": "forward"},
+            "`finite_difference` of `host_function`",
+        ),
+        (
+            {"out": 1.0, "vmap_method": "vectorized"},
+            "`vmap_method` of `host_function`",
+        ),
+        ({"out": 1.0, "step": 0.1}, "`step` of `host_function` is not of any use"),
+        (
+            {"out": 1.0, "finite_difference": "central", "step": -1.0},
+            "`step` of `host_function` is not positive",
+        ),
     ],
 )
 def test_bad_options(options, match):

@@ -407,7 +407,7 @@ class TestErrors:
         for residual, message in [
             (
                 lambda y, a: {"x": y["x"] - a},
-                r"at \['y'\]: the solution is float\d\d\[\], the res",
+                r"at residual\['y'\]: the solution is float\d\d\[\], the res",
             ),
             (lambda y, a: y["x"], r"the residual float\d\d\[2\]"),
             (
@@ -471,7 +471,7 @@ def test_a_residual_of_a_method_with_its_parameters_in_another_order():
         def __call__(self, b):
             return jnp.sqrt(b / self.a)
 
-    with pytest.raises(AttributeError, match="no attribute '?a") as error:
+    with pytest.raises(AttributeError, match=r"no attribute '?a") as error:
         jax.grad(Root(jnp.array(2.0)))(3.0)
     (note,) = [note for note in error.value.__notes__ if "residual" in note]
     assert "is called with the solution of `" in note

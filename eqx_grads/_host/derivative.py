@@ -132,7 +132,8 @@ def _step(call: HostCall, n: int, i: int, t: jax.ShapeDtypeStruct) -> float:
 def _check_real(call: HostCall, types: Types) -> None:
     for t in filter(is_complex, types):
         raise rule_error(
-            f"`{call.name}` has complex arguments or outputs, and complex steps were asked for.",
+            f"`{call.name}` has complex arguments or outputs, and complex steps were asked "
+            "for.",
             f"one is {t.dtype}[{','.join(map(str, t.shape))}]",
             call.place,
             do="Use `finite_difference='central'`, or give a rule.",
@@ -161,8 +162,8 @@ def _no_derivative(op: HostOp):
             )
             whose += "calls,"
         return rule_error(
-            f"{whose} was differentiated with respect to a parameter: it is linear in its first "
-            "argument, and the others have no derivative.",
+            f"{whose} was differentiated with respect to a parameter: it is linear in its "
+            "first argument, and the others have no derivative.",
             call.place,
             do="Pass `jax.lax.stop_gradient` of the parameter; or use "
             "`eqx_grads.host_function`, or write the derivative with `eqx_grads.custom_jvp`. "

@@ -22,41 +22,35 @@ from .promised_types import is_array_leaf, promised_types, type_in_jax, without_
 from .residual_cache import ResidualCache
 
 
+@dataclasses.dataclass(eq=False)
 class HostCode(Opaque):
-    """The user's function, its rules and its options. Static data for JAX: compared by
-    identity. A rule may be given, or replaced, at any time."""
+    """The user's function, its options and its rules. Static data for JAX: compared by
+    identity. A rule may be given, or replaced, at any time.
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        vmap_method: str,
-        out: Any = None,
-        example: Any = None,
-        finite_difference: str | None = None,
-        step: Any = None,
-        max_rule_calls: int = 0,
-        is_linear: bool = False,
-        adjoint_of: str = "",
-    ):
-        self.fn = fn
-        self.out = out
-        self.example = example
-        self.finite_difference = finite_difference
-        self.step = step
-        self.max_rule_calls = max_rule_calls
-        self.vmap_method = vmap_method
-        self.is_linear = is_linear  # in its first argument, which has its derivative elsewhere
-        self.adjoint_of = adjoint_of  # the name of the map of which this is the adjoint
-        self.name = name_of(fn)
-        self.place = place_of(fn)
-        self.signature = Signature(fn)
-        self.fwd: Rule | None = None
-        self.bwd: Rule | None = None
-        self.jvp: Rule | None = None
-        self.residuals: Any = None  # what `def_fwd` was told of them
-        self.kept = ResidualCache(0)
-        self.example_out: Any = None
+    - `is_linear`: in its first argument, which has its derivative elsewhere.
+    - `adjoint_of`: the name of the map of which this is the adjoint.
+    - `residuals`: what `def_fwd` was told of them.
+    """
+
+    fn: Callable[..., Any]
+    vmap_method: str
+    out: Any = None
+    example: Any = None
+    finite_difference: str | None = None
+    step: Any = None
+    max_rule_calls: int = 0
+    is_linear: bool = False
+    adjoint_of: str = ""
+    fwd: Rule | None = None
+    bwd: Rule | None = None
+    jvp: Rule | None = None
+    residuals: Any = None
+    kept: ResidualCache = dataclasses.field(default_factory=lambda: ResidualCache(0))
+    example_out: Any = None
+
+    def __post_init__(self):
+        self.name, self.place = name_of(self.fn), place_of(self.fn)
+        self.signature = Signature(self.fn)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._errors import RuleError, type_of
+from .._errors import bad_argument, RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
 from .._jaxprs.varying import vary_alike
 from .bits import (
@@ -32,6 +32,12 @@ VMAP_METHODS = (
     "broadcast_all",
     "legacy_vectorized",
 )
+
+
+def check_vmap_method(caller: str, method: Any) -> None:
+    if not isinstance(method, str) or method not in VMAP_METHODS:
+        do = f"Use one of {', '.join(map(repr, VMAP_METHODS))}."
+        raise bad_argument(caller, "vmap_method", "one of `jax.pure_callback`", method, do)
 
 
 def call_on_host(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:

@@ -9,13 +9,13 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
-from .._rules.float_args import as_integer, is_number
+from .._errors import bad_argument, name_of, place_of, rule_error
+from .._rules.float_args import check_count, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
 from .derivative import host_call
 from .host_call import host_call_of, HostCode
-from .host_callback import VMAP_METHODS
+from .host_callback import check_vmap_method
 from .residual_cache import ResidualCache
 
 
@@ -83,13 +83,7 @@ class HostFunction(eqx.Module):
         """
         if rule is None:
             return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
-        if keep < 0:
-            raise rule_error(
-                "`def_fwd` was told to keep a negative number of residuals.",
-                f"keep={keep}",
-                place_of(rule),
-                do="Give the number of calls whose residuals stay on the host; 0 for none.",
-            )
+        check_count("def_fwd", "keep", keep, 0)
         self._code.fwd = Rule(rule, conventions=_CONVENTIONS)
         self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
@@ -250,62 +244,48 @@ def host_function(
     `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.
     """
     options = {
+        "vmap_method": vmap_method,
         "out": out,
         "example": example,
         "finite_difference": finite_difference,
         "step": step,
         "max_rule_calls": max_rule_calls,
-        "vmap_method": vmap_method,
     }
     if fn is None:
         return ft.partial(host_function, **options)
     fn, _ = unwrap_method(fn)
-    _check_options(fn, options)
+    _check_options(fn, **options)
     options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)
     return function
 
 
-def _check_options(fn, options) -> None:
-    def fail(what, do):
-        return rule_error(f"`host_function` {what}.", place_of(fn), do=do)
-
-    out, example = options["out"], options["example"]
+def _check_options(
+    fn, *, out, example, finite_difference, step, max_rule_calls, vmap_method
+) -> None:
+    name = "host_function"
     if (out is None) == (example is None):
-        raise fail(
-            f"has to know what `{name_of(fn)}` returns, and was given "
-            + ("neither `out` nor `example`" if out is None else "both `out` and `example`"),
-            "Give `out`: the types, or a function of the arguments that returns them "
+        given = "neither `out` nor `example`" if out is None else "both `out` and `example`"
+        raise rule_error(
+            f"`{name}` has to know what `{name_of(fn)}` returns, and was given {given}.",
+            place_of(fn),
+            do="Give `out`: the types, or a function of the arguments that returns them "
             "(`out=lambda x: x` for those of `x`); or `example`, the arguments of one call.",
         )
-    if example is not None and not isinstance(example, tuple):
-        raise fail(
-            f"was given an example that is a `{type(example).__name__}`",
-            "Give a tuple, also for a single argument: `example=(x,)`.",
-        )
-    if options["finite_difference"] is not None and not (
-        isinstance(options["finite_difference"], str)
-        and options["finite_difference"] in ("central", "complex")
-    ):
-        raise fail(
-            f"has no finite difference {options['finite_difference']!r}",
-            "Use `'central'` or `'complex'`.",
-        )
-    method = options["vmap_method"]
-    if not isinstance(method, str) or method not in VMAP_METHODS:
-        raise fail(
-            f"has no `vmap_method` {options['vmap_method']!r}",
-            f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
-        )
-    if options["step"] is not None and options["finite_difference"] is None:
-        raise fail("was given a step and no finite difference", "Say `'central'`, too.")
-    for step in jax.tree.leaves(options["step"]):
-        if not is_number(step) or not 0 < step < math.inf:
-            raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")
-    most = as_integer(options["max_rule_calls"])
-    if most is None or most < 0:
-        raise fail(
-            f"was given the `max_rule_calls` {options['max_rule_calls']!r:.60}",
-            "Give a number of calls, an integer.",
-        )
+    if not isinstance(example, tuple | None):
+        do = "Give a tuple, also for a single argument: `example=(x,)`."
+        raise bad_argument(name, "example", "a tuple of arguments", example, do)
+    differences = "central", "complex"
+    is_known = isinstance(finite_difference, str) and finite_difference in differences
+    if not (is_known or finite_difference is None):
+        do = "Use `'central'` or `'complex'`."
+        raise bad_argument(name, "finite_difference", "known", finite_difference, do)
+    check_vmap_method(name, vmap_method)
+    if step is not None and finite_difference is None:
+        do = "Say `finite_difference='central'`, too."
+        raise bad_argument(name, "step", "of any use without differences", step, do)
+    for x in jax.tree.leaves(step):
+        if not is_number(x) or not 0 < x < math.inf:
+            raise bad_argument(name, "step", "positive", x, "Give a positive number.")
+    check_count(name, "max_rule_calls", max_rule_calls, 0)

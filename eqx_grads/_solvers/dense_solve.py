@@ -1,4 +1,4 @@
-"""Linear systems that JAX solves by itself: by a division or by LU, with a check of the pivots."""
+"""Linear systems that JAX solves: by a division or by LU, with a check of the pivots."""
 
 import functools as ft
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import name_of, place_of, rule_error, show_path, type_of
+from .._errors import name_of, place_of, rule_error, show_path, type_of, unlike
 from .._rules.closure_convert import ClosureTemplate, Opaque
 from .linear_solve import linear_solver
 from .residual_check import one_if_small
@@ -88,13 +88,14 @@ class Equation(Opaque):
         in its place is left out. Raises if the rest is not like the solution, with one equation
         for each unknown, unless the user chose a solver, which may accept another number.
         """
-        unknowns = jax.tree.map(lambda x: x if _is_unknown(x) else None, y)
-        wants, places = dict(_leaves(unknowns)), {path for path, _ in _leaves(y)}
+        unknowns = jax.tree.map(lambda x: jnp.asarray(x) if _is_unknown(x) else None, y)
+        leaves = jax.tree_util.tree_leaves_with_path(y)
+        others = {path for path, x in leaves if not _is_unknown(x)}
 
         def leaf(path, x):
             if _is_unknown(x):
                 return jnp.asarray(x)
-            if (path in places and path not in wants) or not eqx.is_array_like(x):
+            if path in others or not eqx.is_array_like(x):
                 return None
             raise rule_error(
                 f"The residual `{self._name}` of `{self._solve}` has no derivative.",
@@ -107,21 +108,18 @@ class Equation(Opaque):
         residuals = jax.tree_util.tree_map_with_path(leaf, out)
         if self._options.solver is not None:
             return residuals
-        has = dict(_leaves(residuals))
-        shown = [
-            f"at {show_path(path) or 'the only leaf'}: the solution is "
-            f"{_type(wants.get(path))}, the residual {_type(has.get(path))}"
-            for path in {**wants, **has}
-            if _kind(wants.get(path)) != _kind(has.get(path))
-        ]
-        if not shown and jax.tree.structure(unknowns) == jax.tree.structure(residuals):
+        text = "the solution is {}, the residual {}"
+        where = unlike(
+            unknowns, residuals, "residual", text, lambda x: (x.shape, jnp.iscomplexobj(x))
+        )
+        if not where:
             return residuals
         objective = ""
-        if [jnp.shape(x) for x in has.values()] == [()]:
+        if [x.shape for x in jax.tree.leaves(residuals)] == [()]:
             objective = "Is this an objective? Give `jax.grad` of it, or `eqx.filter_grad`. "
         raise rule_error(
             f"The residual `{self._name}` of `{self._solve}` is not like the solution.",
-            *(shown[:5] or ["the containers differ: a tuple and a list, say"]),
+            *where,
             self._place,
             do=f"{objective}Return one equation for each unknown, in a tree like that of the "
             "solution. For more or fewer equations than unknowns, pass a least-squares solver, "
@@ -129,17 +127,5 @@ class Equation(Opaque):
         )
 
 
-def _leaves(tree):
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
 def _is_unknown(x) -> bool:
     return isinstance(x, float | complex) or eqx.is_inexact_array(x)
-
-
-def _kind(x):
-    return None if x is None else (jnp.shape(x), jnp.iscomplexobj(x))
-
-
-def _type(x):
-    return "not there" if x is None else type_of(x)

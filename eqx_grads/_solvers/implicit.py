@@ -8,6 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._errors import (
+    bad_argument,
     check_flags,
     check_function,
     name_of,
@@ -133,10 +134,11 @@ def implicit(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
-    have the structure of the solution; a `ModuleNotFoundError` where Lineax is not installed,
-    which `tags`, a `solver` and more than 256 unknowns need; a run-time error (see `equinox.error_if`) if the residual is not small at the solution, or the
-    linear solve fails. The stack that a run-time error shows may be that of an earlier call,
-    whose compiled program is used again; the text names the residual, its file and its line.
+    have the structure of the solution; a `ModuleNotFoundError` if Lineax is not installed,
+    which `tags`, a `solver` and more than 256 unknowns need; a run-time error (see
+    `equinox.error_if`) if the residual is not small at the solution, or the linear solve fails.
+    The stack that a run-time error shows may be that of an earlier call, whose compiled program
+    is used again; the text names the residual, its file and its line.
 
     ??? cite
 
@@ -146,18 +148,13 @@ def implicit(
     check_function(residual, "residual", "implicit")
     check_flags("implicit", has_aux=has_aux)
     check_linear_solver(solver, "solver", "implicit")
-    if tolerance is not None:
-        known = as_number(tolerance)
-        if known is None or not known >= 0:
-            raise rule_error(
-                "The `tolerance` of `implicit` is not a number from zero.",
-                f"it is {type_of(tolerance)}",
-                do="Give a number such as `1e-2`, or `None` for no check.",
-            )
-        tolerance = known
+    known = as_number(tolerance)
+    if tolerance is not None and not (known is not None and known >= 0):
+        do = "Give a number such as `1e-2`, or `None` for no check."
+        raise bad_argument("implicit", "tolerance", "a number from zero", tolerance, do)
     tags = as_tags(tags, "implicit")
     return ft.partial(
-        _decorated, residual=residual, options=Options(solver, tags, has_aux, tolerance)
+        _decorated, residual=residual, options=Options(solver, tags, has_aux, known)
     )
 
 
