@@ -111,7 +111,13 @@ def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
     if op.run is run_bwd:
         op = cotangent_op(call, op.parts[1], anew=True)
     if call.code.finite_difference == "complex" and not op.parts:
-        _check_real(call, (*sources, *targets))
+        if any(map(is_complex, (*sources, *targets))):
+            raise rule_error(
+                f"`{call.name}` has complex arguments or outputs, and complex steps were asked "
+                "for.",
+                call.place,
+                do="Use `finite_difference='central'`, or give a rule.",
+            )
         return difference_op(op, live, (None,) * len(live))
     n = n_differences(op)
     return difference_op(op, live, tuple(_step(call, n, i, op.in_types[i]) for i in live))
@@ -124,72 +130,52 @@ def _step(call: HostCall, n: int, i: int, t: jax.ShapeDtypeStruct) -> float:
     about $\epsilon^{2/3}$, at a step of about $\epsilon^{1/3}$. This is the error of what the
     next difference is taken of.
     """
-    given = call.steps[i] if i < call.n_args else None
+    given = call.steps[i] if i < len(call.steps) else None
     step = float(jnp.finfo(t.dtype).eps) ** (1 / 3) if given is None else given
     return step ** ((2 / 3) ** n)
 
 
-def _check_real(call: HostCall, types: Types) -> None:
-    for t in filter(is_complex, types):
-        raise rule_error(
-            f"`{call.name}` has complex arguments or outputs, and complex steps were asked "
-            "for.",
-            f"one is {t.dtype}[{','.join(map(str, t.shape))}]",
-            call.place,
-            do="Use `finite_difference='central'`, or give a rule.",
-        )
-
-
 def _check_calls(op: Any, types: Types, mode: str, missing: str) -> None:
-    n, most = n_columns(types), op.call.code.max_rule_calls
-    if n > most:
+    n, call = n_columns(types), op.call
+    if n > call.code.max_rule_calls:
         raise rule_error(
-            f"`{op.call.name}` was differentiated in {mode} mode, and has no rule for it.",
-            f"the Jacobian takes {n} calls of the rule `{op.name}`; `max_rule_calls` is {most}",
+            f"`{call.name}` was differentiated in {mode} mode, and has no rule for it.",
+            f"the Jacobian takes {n} calls of the rule `{op.name}`; `max_rule_calls` is "
+            f"{call.code.max_rule_calls}",
             op.place,
-            do=f"Give a rule with `@{op.call.name}.{missing}`, or "
-            "`finite_difference='central'`, or a larger `max_rule_calls`.",
+            do=f"Give a rule with `@{call.name}.{missing}`, or `finite_difference='central'`, "
+            "or a larger `max_rule_calls`.",
         )
 
 
 def _no_derivative(op: HostOp):
-    call = op.call
-    if call.code.is_linear:
-        whose = f"The linear host function `{call.name}`"
-        if call.code.adjoint_of:
-            whose = (
-                f"The adjoint `{call.name}` of `{call.code.adjoint_of}`, which reverse mode "
+    call, code = op.call, op.call.code
+    if code.is_linear:
+        what = f"The linear host function `{call.name}`"
+        if code.adjoint_of:
+            what = (
+                f"The adjoint `{call.name}` of `{code.adjoint_of}`, which reverse mode calls,"
             )
-            whose += "calls,"
-        return rule_error(
-            f"{whose} was differentiated with respect to a parameter: it is linear in its "
-            "first argument, and the others have no derivative.",
-            call.place,
-            do="Pass `jax.lax.stop_gradient` of the parameter; or use "
-            "`eqx_grads.host_function`, or write the derivative with `eqx_grads.custom_jvp`. "
-            f"For the solution of a linear system, {_LINEAR_SOLVE}",
-        )
-    if not op.parts:
-        return rule_error(
-            f"`{call.name}` was differentiated, and has no derivative.",
-            call.place,
-            do=f"It runs on the host, where JAX can't see it. Give a rule with "
-            f"`@{call.name}.def_bwd` or `@{call.name}.def_jvp`, or "
-            "`finite_difference='central'`; or pass `jax.lax.stop_gradient` of its arguments.",
-        )
-    return rule_error(
-        f"The rule `{op.name}` of `{call.name}` was differentiated: a second derivative of "
-        f"`{call.name}` was asked for.",
-        op.place,
-        do="The rule runs on the host, where JAX can't see it. With "
-        "`finite_difference='central'` its derivative is taken by differences. Or write "
-        "the rule in JAX, with `eqx_grads.custom_vjp` or `eqx_grads.custom_jvp`, and call "
-        "host functions in it that have derivatives of their own. For the solution of a linear "
-        f"system, {_LINEAR_SOLVE}",
-    )
+        what += " was differentiated with respect to a parameter: it is linear in its first "
+        what += "argument, and the others have no derivative."
+        do = "Pass `jax.lax.stop_gradient` of the parameter; or use `eqx_grads.host_function`, "
+        do += f"or write the derivative with `eqx_grads.custom_jvp`. {_LINEAR_SOLVE}"
+    elif not op.parts:
+        what = f"`{call.name}` was differentiated, and has no derivative."
+        do = "It runs on the host, where JAX can't see it. Give a rule with "
+        do += f"`@{call.name}.def_bwd` or `@{call.name}.def_jvp`, or "
+        do += "`finite_difference='central'`; or pass `jax.lax.stop_gradient` of its arguments."
+    else:
+        what = f"The rule `{op.name}` of `{call.name}` was differentiated: a second derivative "
+        what += f"of `{call.name}` was asked for."
+        do = "The rule runs on the host, where JAX can't see it. With "
+        do += "`finite_difference='central'` its derivative is taken by differences. Or write "
+        do += "the rule in JAX, and call host functions in it that have derivatives of their "
+        do += f"own. {_LINEAR_SOLVE}"
+    return rule_error(what, op.place, do=do)
 
 
 _LINEAR_SOLVE = (
-    '`jax.lax.custom_linear_solve` around a host function has all derivatives: see "A sparse '
-    'solve" in the guide "Host code".'
+    "For the solution of a linear system, `jax.lax.custom_linear_solve` around a host function "
+    'has all derivatives: see "A sparse solve" in the guide "Host code".'
 )

@@ -116,13 +116,16 @@ class HostOp(Opaque):
         if x.shape == batch + shape:
             return x
         own = x.shape[: x.ndim - len(shape)]
-        if batch and len(own) <= len(batch) and x.shape[len(own) :] == shape:
-            own = (1,) * (len(batch) - len(own)) + own
-            is_zero = self.parts and not np.any(x)  # a cotangent
-            may_be_one = [True] * len(batch) if is_zero else self._axes_of_size_one(arrays)
-            axes = zip(own, batch, may_be_one, strict=True)
-            if all(n == m or (n == 1 and one_is_enough) for n, m, one_is_enough in axes):
-                return np.broadcast_to(x.reshape(own + shape), batch + shape)
+        is_zero = self.parts and not np.any(x)  # a cotangent
+        # NumPy aligns an axis of `vmap` with another axis where the ranks differ.
+        are_aligned = len({len(t.shape) for t in self.call.in_types}) == 1
+        if len(own) <= len(batch) and x.shape[len(own) :] == shape and (is_zero or are_aligned):
+            # It may depend only on arguments that are not batched in an axis.
+            pad = lambda axes: (1,) * (len(batch) - len(axes)) + tuple(axes)
+            given = zip(*map(pad, self.own_axes(arrays)), strict=True)
+            axes = zip(pad(own), batch, given, strict=True)
+            if all(n == m or (n == 1 and (is_zero or 1 in sizes)) for n, m, sizes in axes):
+                return np.broadcast_to(x.reshape(pad(own) + shape), batch + shape)
         if batch:
             do += (
                 f" With `vmap_method={self.vmap_method!r}` the function is given the axes of "
@@ -133,30 +136,15 @@ class HostOp(Opaque):
         promised = jax.ShapeDtypeStruct(batch + shape, self.out_types[i].dtype)
         raise self._misfit(i, "shape", x, promised, do)
 
-    def _axes_of_size_one(self, arrays) -> list[bool]:
-        """In which of the axes of `vmap` an output may have one entry: it may depend only on
-        arguments that are not batched there. It may not if arguments have another number of
-        axes than each other: NumPy then aligns an axis of `vmap` with another axis."""
-        if len({len(t.shape) for t in self.call.in_types}) > 1:
-            return [False] * len(self.batch(arrays))
-        own = self.own_axes(arrays)
-        width = max(map(len, own))
-        return [
-            1 in sizes
-            for sizes in zip(*((1,) * (width - len(s)) + s for s in own), strict=True)
-        ]
-
     def _cast(self, i, x, dtype) -> np.ndarray:
-        if x.dtype == dtype:
-            return x
-        kinds = _kind(x.dtype), _kind(dtype)
-        if kinds in (("float", "float"), ("complex", "complex"), ("float", "complex")):
-            with np.errstate(over="ignore"):  # as JAX: what float32 can't hold is infinite
-                return x.astype(dtype)
-        if kinds == ("integer", "integer"):
-            cast = x.astype(dtype)
-            if np.array_equal(cast, x):
-                return cast
+        both = lambda kind: all(jnp.issubdtype(d, kind) for d in (x.dtype, dtype))
+        is_narrower = np.iscomplexobj(x) and not both(jnp.complexfloating)
+        with np.errstate(over="ignore"):  # as JAX: what float32 can't hold is infinite
+            cast = x.astype(dtype) if not is_narrower else x
+        if (both(jnp.inexact) and not is_narrower) or x.dtype == dtype:
+            return cast
+        if both(jnp.integer) and np.array_equal(cast, x):
+            return cast
         do = (
             "Floats are cast to the promised precision, and integers that fit to the promised "
             "width. Nothing else is: return what was promised, or promise what is returned."
@@ -191,16 +179,6 @@ BROADCAST_ARGUMENTS = (
     "If arguments have another number of axes than each other, broadcast them before the call, "
     "by `jnp.broadcast_arrays`."
 )
-
-
-def _kind(dtype) -> str:
-    for name, kind in _KINDS.items():
-        if jnp.issubdtype(dtype, kind):
-            return name
-    return str(dtype)
-
-
-_KINDS = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.integer}
 
 
 def read_only(x: np.ndarray) -> np.ndarray:

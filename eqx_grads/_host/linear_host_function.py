@@ -55,7 +55,7 @@ class LinearHostFunction(eqx.Module):
         def rmatvec(parameters, cts):
             # The transpose is the conjugate of the adjoint of the conjugate.
             like = without_memory(in_types)
-            (_, *given), _ = call.arguments([*like, *parameters])
+            (_, *given), _ = call.split.tree([*like, *parameters])
             ct = jax.tree.unflatten(call.out_treedef, [jnp.conj(ct) for ct in cts])
             out = mirror_of(treedef, in_types, like)
             adjoint, operands = host_call_of(self._rmatvec, (ct, *given[: len(args)]), {}, out)

@@ -85,7 +85,7 @@ def run_jvp(op, leaves):
     ts = [given.get(i, zero(x)) for i, x in enumerate(primals[: call.n_args])]
     args, kwargs = call.rule_arguments(primals, rule)
     try:
-        result = rule.of_tangents(args, call.tangents(ts, zero), **kwargs)
+        result = rule.of_tangents(args, call.tangents(ts), **kwargs)
     except ValueError as error:
         rule.note_defaults(error, "`primals` and `tangents`", call.names)
         raise
@@ -93,16 +93,11 @@ def run_jvp(op, leaves):
     call.flat_out(op, value)
     fail = _misfit(op, "a tangent that does not have the structure of its output")
     matched = match_leaves(tangent, value, "out", fail)
-    t_out = [
-        t
-        for t, x in zip(matched, jax.tree.leaves(value, is_leaf=is_none), strict=True)
-        if x is not None
-    ]
-    return [
-        np.zeros(op.batch(leaves) + t.shape, t.dtype) if t_leaf is None else t_leaf
-        for t_leaf, t in zip(t_out, call.out_types, strict=True)
-        if is_inexact(t)
-    ]
+    leaves_out = jax.tree.leaves(value, is_leaf=is_none)
+    t_out = [t for t, x in zip(matched, leaves_out, strict=True) if x is not None]
+    pairs = [p for p in zip(t_out, call.out_types, strict=True) if is_inexact(p[1])]
+    zeros = lambda t: np.zeros(op.batch(leaves) + t.shape, t.dtype)
+    return [zeros(t) if t_leaf is None else t_leaf for t_leaf, t in pairs]
 
 
 def cotangent_op(call: HostCall, live: tuple[int, ...], anew: bool = False) -> HostOp:

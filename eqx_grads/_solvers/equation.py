@@ -46,17 +46,15 @@ class Equation(Opaque):
         (residual, args, config), _ = self._template.substitute(operands)
         try:
             out = residual(y, *args, **config)
-        except jax.errors.TracerArrayConversionError as error:
-            error.add_note(
-                f"NumPy can't compute with a traced array. The residual `{self._name}` "
-                f"({self._place}) is differentiated by JAX: write it in `jnp`."
-            )
-            raise
         except Exception as error:
-            error.add_note(
+            note = (
                 f"The residual `{self._name}` is called with the solution of `{self._solve}` "
                 "first, and then with its arguments. Of a method, these begin with `self`."
             )
+            if isinstance(error, jax.errors.TracerArrayConversionError):
+                note = f"NumPy can't compute with a traced array. The residual `{self._name}` "
+                note += f"({self._place}) is differentiated by JAX: write it in `jnp`."
+            error.add_note(note)
             raise
         return self._like_solution(out, y)
 
@@ -66,19 +64,11 @@ class Equation(Opaque):
         options, of = self._options, self._solve
         one = jnp.ones((), jnp.float32)
         if options.tolerance is not None:
-            where = self._name, self._place, of
-            one = one_if_small(value, linear_map, unknowns, options.tolerance, *where)
+            names = self._name, self._place, of
+            one = one_if_small(value, linear_map, unknowns, options.tolerance, names)
         matrix = f"The Jacobian of the residual `{self._name}` ({self._place})"
-        solve = linear_solver(
-            linear_map,
-            value,
-            unknowns,
-            solver=options.solver,
-            tags=options.tags,
-            user="implicit",
-            of=of,
-            matrix=matrix,
-        )
+        given = {"solver": options.solver, "tags": options.tags, "user": "implicit"}
+        solve = linear_solver(linear_map, value, unknowns, **given, of=of, matrix=matrix)
         return lambda b: solve(jax.tree.map(lambda t: -t * one.astype(t.dtype), b))
 
     def _like_solution(self, out: PyTree, y: PyTree) -> PyTree[Array]:

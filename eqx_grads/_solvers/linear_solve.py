@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import optional_import, rule_error, show_tree
+from .._errors import bad_argument, optional_import, rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
 from .._rules.explicit_sharding import explicit_spec
@@ -23,18 +23,11 @@ DENSE_UP_TO = 256
 
 def as_tags(tags: Any, user: str) -> frozenset[object]:
     """The `lineax` tags that `user` was given: one, or a collection of them."""
-    several = isinstance(tags, tuple | list | set | frozenset)
-    given = list(tags) if several else [tags]
-    if not given:
-        return frozenset()
-    lx = optional_import("lineax", user)
+    given = list(tags) if isinstance(tags, tuple | list | set | frozenset) else [tags]
     for tag in given:
-        if not isinstance(tag, type(lx.symmetric_tag)):
-            raise rule_error(
-                f"The `tags` of `{user}` are not tags of Lineax.",
-                f"one of them is {tag!r:.60}",
-                do="Give one, such as `lineax.symmetric_tag`, or a tuple of them.",
-            )
+        if not isinstance(tag, type(optional_import("lineax", user).symmetric_tag)):
+            do = "Give one, such as `lineax.symmetric_tag`, or a tuple of them."
+            raise bad_argument(user, "tags", "a tag of Lineax, or several", tag, do)
     return frozenset(given)
 
 
@@ -42,13 +35,9 @@ def check_linear_solver(solver: Any, argument: str, user: str) -> None:
     """Raise if a solver is given that is not one of Lineax."""
     if solver is None:
         return
-    lx = optional_import("lineax", user)
-    if not isinstance(solver, lx.AbstractLinearSolver):
-        raise rule_error(
-            f"The `{argument}` of `{user}` is not a linear solver.",
-            f"it is {solver!r:.60}",
-            do="Give one of Lineax, such as `lineax.GMRES(rtol=1e-5, atol=1e-5)`, or `None`.",
-        )
+    if not isinstance(solver, optional_import("lineax", user).AbstractLinearSolver):
+        do = "Give one of Lineax, such as `lineax.GMRES(rtol=1e-5, atol=1e-5)`, or `None`."
+        raise bad_argument(user, argument, "a linear solver", solver, do)
 
 
 def linear_solver(
