@@ -668,7 +668,7 @@ def test_a_function_that_changes_its_argument(fn, text):
 
 def test_bad_arguments():
     identity = lambda y: y
-    with pytest.raises(RuleError, match=r"start that is not floating[\s\S]*y0\['n'\]` is int"):
+    with pytest.raises(RuleError, match=r"start that is not floating[\s\S]*y0\['n'\] is int"):
         eqg.fixed_point(identity, {"n": 0})
     with pytest.raises(
         RuleError,

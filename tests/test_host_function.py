@@ -326,25 +326,6 @@ def test_a_buffer_that_is_used_again(jit):
     assert jnp.all(twos == 2)
 
 
-def test_one_example_call():
-    calls = []
-
-    def solve(matrix, b):
-        calls.append(matrix)
-        return np.linalg.solve(matrix, b)
-
-    f = eqg.host_function(solve, example=(np.eye(2), np.ones(2)), finite_difference="central")
-    matrix, b = jnp.array([[2.0, 1.0], [0.0, 4.0]]), jnp.array([3.0, 4.0])
-    shape = jax.eval_shape(f, matrix, b)
-    assert shape.shape == (2,)
-    assert shape.dtype == b.dtype
-    assert len(calls) == 1
-    assert np.array_equal(calls[0], np.eye(2))
-    assert_close(jax.jit(f)(matrix, b), jnp.array([1.0, 1.0]))
-    with pytest.raises(RuleError, match="other shapes than those of its example"):
-        jax.eval_shape(f, jnp.eye(3), jnp.ones(3))
-
-
 # ---------------------------------------------------------------- transformations
 
 
@@ -1157,9 +1138,7 @@ def test_a_python_integer_where_the_type_of_an_argument_is_meant():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({}, "was given neither `out` nor `example`"),
-        ({"out": 1.0, "example": (1.0,)}, "was given both `out` and `example`"),
-        ({"example": 1.0}, "`example` of `host_function` is not a tuple"),
+        ({}, "was given no `out`"),
         (
             {"out": 1.0, "finite_difference": "forward"},
             "`finite_difference` of `host_function`",

@@ -55,7 +55,7 @@ def rule_error(what: str, *where: str, do: str) -> RuleError:
 def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> RuleError:
     """The error of an argument of a public function that is not what the function takes."""
     what = f"The `{argument}` of `{caller}` is not {wanted}."
-    return rule_error(what, f"`{argument}` is {x!r:.60}", do=do)
+    return rule_error(what, f"it is {x!r:.60}", do=do)
 
 
 def check_function(fn: Any, argument: str, caller: str) -> None:

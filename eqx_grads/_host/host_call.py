@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
@@ -18,7 +17,7 @@ from .._rules.rule import Rule
 from .._rules.signature import Signature
 from .._rules.tree_split import TreeSplit
 from .host_op import HostOp, Types
-from .promised_types import is_array_leaf, promised_types, type_in_jax, without_memory
+from .promised_types import is_array_leaf, promised_types, without_memory
 from .residual_cache import ResidualCache
 
 
@@ -35,7 +34,6 @@ class HostCode(Opaque):
     fn: Callable[..., Any]
     vmap_method: str
     out: Any = None
-    example: Any = None
     finite_difference: str | None = None
     step: Any = None
     max_rule_calls: int = 0
@@ -46,7 +44,6 @@ class HostCode(Opaque):
     jvp: Rule | None = None
     residuals: Any = None
     kept: ResidualCache = dataclasses.field(default_factory=lambda: ResidualCache(0))
-    example_out: Any = None
 
     def __post_init__(self):
         self.name, self.place = name_of(self.fn), place_of(self.fn)
@@ -169,7 +166,8 @@ def host_call_of(
                 do="Pass `jax.random.key_data(key)`, an array of integers.",
             )
     _check_static(call, operands, others)
-    types, out_treedef = _promised(call, code.out if out is None else out)
+    spec = code.out if out is None else out
+    types, out_treedef = promised_types(spec, "out", code, *call.types())
     return dataclasses.replace(call, out_types=types, out_treedef=out_treedef), operands
 
 
@@ -202,29 +200,6 @@ def _check_static(call: HostCall, operands, others) -> None:
         )
 
     check_no_tracers([code.fn, *rules, *others, *call.split.static], fail)
-
-
-def _promised(call: HostCall, out: Any) -> tuple[Types, Any]:
-    code, args = call.code, call.types()
-    if code.example is None:
-        return promised_types(out, "out", code, *args)
-    shapes = lambda tree: [np.shape(x) for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    as_numpy = lambda x: np.asarray(x) if is_array_leaf(x) else x
-    example = jax.tree.map(as_numpy, code.example)
-    if shapes(args[0]) != shapes(example):
-        raise rule_error(
-            f"`{call.name}` was called with other shapes than those of its example.",
-            f"the arguments are {show_tree(args[0])}",
-            f"the example is {show_tree(example)}",
-            call.place,
-            do="What it returns is known for the shapes of the example only. Give "
-            "`out=`, a function of the arguments, in place of `example=`.",
-        )
-    if code.example_out is None:
-        # One call, at arguments that the user chose: a solver may never end at others.
-        leaves, treedef = jax.tree.flatten(code.fn(*example))
-        code.example_out = tuple(map(type_in_jax, leaves)), treedef
-    return code.example_out
 
 
 def _steps(code: HostCode, args) -> tuple[float | None, ...]:

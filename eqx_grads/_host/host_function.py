@@ -142,7 +142,6 @@ def host_function(
     fn: Callable[..., Any] | None = None,
     *,
     out: PyTree | Callable[..., PyTree] = None,
-    example: Any = None,
     finite_difference: str | None = None,
     step: PyTree = None,
     max_rule_calls: int = 256,
@@ -201,9 +200,6 @@ def host_function(
         that it has parameters for. Floats that `fn` returns are cast to the precision of
         `out`. An integer, a shape or a dtype is an error: an integer output is
         `jax.ShapeDtypeStruct((), int)`.
-    - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
-        function is first used. (No call is made at zeros or ones, where a solver may fail,
-        or never end.) The shapes of all later calls are those of the example.
     - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
         real function that computes with complex numbers throughout.
@@ -246,7 +242,6 @@ def host_function(
     options = {
         "vmap_method": vmap_method,
         "out": out,
-        "example": example,
         "finite_difference": finite_difference,
         "step": step,
         "max_rule_calls": max_rule_calls,
@@ -261,21 +256,16 @@ def host_function(
     return function
 
 
-def _check_options(
-    fn, *, out, example, finite_difference, step, max_rule_calls, vmap_method
-) -> None:
+def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_method) -> None:
     name = "host_function"
-    if (out is None) == (example is None):
-        given = "neither `out` nor `example`" if out is None else "both `out` and `example`"
+    if out is None:
         raise rule_error(
-            f"`{name}` has to know what `{name_of(fn)}` returns, and was given {given}.",
+            f"`{name}` has to know what `{name_of(fn)}` returns, and was given no `out`.",
             place_of(fn),
-            do="Give `out`: the types, or a function of the arguments that returns them "
-            "(`out=lambda x: x` for those of `x`); or `example`, the arguments of one call.",
+            do="Give the types, or a function of the arguments that returns them: "
+            "`out=lambda x: x` for those of `x`; or an array like it, such as what one call of "
+            "the function returns.",
         )
-    if not isinstance(example, tuple | None):
-        do = "Give a tuple, also for a single argument: `example=(x,)`."
-        raise bad_argument(name, "example", "a tuple of arguments", example, do)
     differences = "central", "complex"
     is_known = isinstance(finite_difference, str) and finite_difference in differences
     if not (is_known or finite_difference is None):

@@ -262,7 +262,7 @@ def _as_arrays(fn, y0):
     """The start as arrays without weak types, which a fixed point does not have."""
     leaves = jax.tree_util.tree_leaves_with_path(y0)
     is_floating = lambda x: jnp.issubdtype(dtype_of_array(x) or np.dtype(int), jnp.inexact)
-    bad = [f"`y0{show_path(p)}` is {type_of(x)}" for p, x in leaves if not is_floating(x)]
+    bad = [f"y0{show_path(p)} is {type_of(x)}" for p, x in leaves if not is_floating(x)]
     if bad or not leaves:
         what = "a start that is not floating" if bad else "a start without arrays"
         raise rule_error(
