@@ -18,35 +18,36 @@ from .run_time_error import branched_error_if
 # not depend on the right-hand side, which may be a tangent, is computed before.
 
 
-def divide(matvec, like, rhs_like, domain: RealView, codomain: RealView, message: str):
+def divide(matvec, domain: RealView, codomain: RealView, message: str):
     """Solve a system whose matrix is diagonal."""
-    arrays = vary_alike(domain.to_arrays(like), rhs_like, like)
+    arrays = vary_alike(domain.to_arrays(domain.like), codomain.like)
     diagonal = codomain.to_arrays(matvec(domain.from_arrays(list(map(jnp.ones_like, arrays)))))
     one = _one_if_regular(diagonal, False, message)
 
     def solve(rhs: PyTree[Array]) -> PyTree[Array]:
-        right = vary_alike(codomain.to_arrays(rhs), rhs, like)
+        right = vary_alike(codomain.to_arrays(rhs), domain.like)
         return domain.from_arrays([one * b / d for b, d in zip(right, diagonal, strict=True)])
 
     return solve
 
 
-def factorize(matvec, like, rhs_like, domain: RealView, codomain: RealView, message: str):
+def factorize(matvec, domain: RealView, codomain: RealView, message: str):
     """Solve a system by LU of its matrix.
 
     On a mesh, too: in the types of its operators, Equinox keeps neither the mesh nor which
     values vary over it, and the gradient of one that does not would be wrong (Equinox 0.13.8,
     Lineax 0.1.1; no upstream issue was found).
     """
-    flat = lambda rhs: vary_alike([codomain.to_vector(_gathered(rhs))], rhs, like)[0]
+    like = domain.like
+    gather = lambda tree: codomain.to_vector(jax.tree.map(gathered, tree))
+    flat = lambda rhs: vary_alike([gather(rhs)], like)[0]
 
     def column(x):
         x = jax.tree.map(_sharded_like, domain.from_vector(x), like)
         leaves, treedef = jax.tree.flatten(x)
-        return flat(matvec(treedef.unflatten(vary_alike(leaves, rhs_like, like))))
+        return flat(matvec(treedef.unflatten(vary_alike(leaves, codomain.like, like))))
 
-    basis = jnp.eye(domain.vector_type.size, dtype=domain.vector_type.dtype)
-    matrix = jax.vmap(column, out_axes=1)(basis)
+    matrix = jax.vmap(column, out_axes=1)(jnp.eye(domain.size, dtype=domain.dtype))
     factors, order, is_lost = _factors(jax.lax.stop_gradient(matrix))
     one = _one_if_regular([jnp.diagonal(factors)], is_lost, message)
 
@@ -107,10 +108,6 @@ def _one_if_regular(pivots: Sequence[Array], is_lost: Any, message: str) -> Arra
 @jax.jit
 def _are_good(pivots):
     return jnp.all(jnp.isfinite(pivots) & (pivots != 0))
-
-
-def _gathered(tree):
-    return jax.tree.map(gathered, tree)
 
 
 def _sharded_like(x, like):

@@ -193,37 +193,31 @@ class ImplicitFunction(AbstractWrapper[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(*Signature(self.fn).bind(args, kwargs, True)[:2])
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: Any, kwargs: dict[str, Any]) -> Any:
         # Numbers inside of an argument stay as they are: a module may scan over its arrays.
         args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
-        has_aux = self._options.has_aux
         if is_eager() and not contains_tracer(self.fn, args, kwargs):
-            out = self.fn(*args, **kwargs)
-            _solution(self.fn, out, has_aux)
-            return as_arrays(out)
+            y, aux = _solution(self.fn, self.fn(*args, **kwargs), self._options)
+            return as_arrays((y, aux) if self._options.has_aux else y)
         out = call_without_tangents(self.fn, args, kwargs)
-        y, aux = _solution(self.fn, out, has_aux)
-        y = self._with_tangent(y, args, kwargs)
-        return (y, aux) if has_aux else y
-
-    def _with_tangent(self, y, args, kwargs):
+        y, aux = _solution(self.fn, out, self._options)
         solve = name_of(self.fn)
         config = _config(self.residual, args, kwargs, solve)
         # The derivative of whatever is traced: the arguments, and what the residual or a
         # function among the arguments closes over.
         template, operands = lift_tracers([self.residual, args, config])
-        if not operands:
-            return y
-        equation = Equation(template, self._options, solve)
-        rules = {"residual": equation.residual, "solver": equation.solver}
-        return differentiable_solution(y, operands, **rules)
+        if operands:
+            equation = Equation(template, self._options, solve)
+            rules = {"residual": equation.residual, "solver": equation.solver}
+            y = differentiable_solution(y, operands, **rules)
+        return (y, aux) if self._options.has_aux else y
 
 
-def _solution(fn, out, has_aux):
+def _solution(fn, out, options):
     """The solution that a solver returned, which may have been left without a `return`, and
     what else."""
     y, aux = out, None
-    if has_aux and out is not None:
+    if options.has_aux and out is not None:
         if not isinstance(out, tuple) or len(out) != 2:
             raise rule_error(
                 f"`{name_of(fn)}` did not return a pair, as `has_aux=True` says.",

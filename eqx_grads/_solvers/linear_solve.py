@@ -69,26 +69,31 @@ def linear_solver(
     """
     dtype = working_dtype(rhs_like, like)
     domain, codomain = RealView(like, dtype), RealView(rhs_like, dtype)
-    n, tags = domain.vector_type.size, frozenset(tags)
-    messages = _messages(of or user, matrix)
-    here = (matvec, like, rhs_like, domain, codomain, messages[0])
-    if n == 0 or codomain.vector_type.size == 0:
+    n, tags, messages = domain.size, frozenset(tags), _messages(of or user, matrix)
+    if n == 0 or codomain.size == 0:
         return lambda rhs: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     if solver is None and not tags:
-        if _is_elementwise(matvec, like, rhs_like, domain, codomain):
-            return divide(*here)
+        if _is_elementwise(matvec, domain, codomain):
+            return divide(matvec, domain, codomain, messages[0])
         if n <= DENSE_UP_TO:
-            return factorize(*here)
+            return factorize(matvec, domain, codomain, messages[0])
     lx = optional_import("lineax", user)
-    _check_tags(lx, tags, like, domain, user)
-    if type(solver) is lx.LU and n == codomain.vector_type.size:
-        return factorize(*here)
+    of_entries = {lx.diagonal_tag, lx.tridiagonal_tag}
+    of_entries |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
+    if domain.has_complex and tags & of_entries:
+        raise rule_error(
+            f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
+            "unknowns.",
+            f"the unknowns are {show_tree(like)}",
+            do="A complex unknown is solved for as two real ones. Leave the tag out.",
+        )
+    if type(solver) is lx.LU and n == codomain.size:
+        return factorize(matvec, domain, codomain, messages[0])
     if solver is None and lx.diagonal_tag in tags:
-        return divide(*here)
+        return divide(matvec, domain, codomain, messages[0])
     from .lineax_solver import CheckedSolver  # which imports it
 
-    leaves = jax.tree.leaves((rhs_like, like))
-    if any(varying_axes(x) or any(explicit_spec(x)) for x in leaves):
+    if any(varying_axes(x) or any(explicit_spec(x)) for x in jax.tree.leaves((rhs_like, like))):
         raise rule_error(
             f"`{user}` can't solve a linear system by `lineax` where the types of arrays say "
             "how they differ between the devices of a mesh.",
@@ -97,11 +102,10 @@ def linear_solver(
             f"explicit axes; or, for up to {DENSE_UP_TO} unknowns, leave the solver out.",
         )
     of_vector = lambda x: codomain.to_vector(matvec(domain.from_vector(x)))
-    operator = lx.FunctionLinearOperator(of_vector, domain.vector_type, tags=tags)
-    tolerance = None
-    if solver is None:
-        solver, tolerance = _choose(lx, n, tags, dtype)
-    solver = CheckedSolver(solver, tolerance, messages)
+    type_of_vector = jax.ShapeDtypeStruct((n,), dtype)
+    operator = lx.FunctionLinearOperator(of_vector, type_of_vector, tags=tags)
+    choice = _choose(lx, n, tags, of_entries, dtype) if solver is None else (solver, None)
+    solver = CheckedSolver(*choice, messages)
 
     def solve(rhs: PyTree[Array]) -> PyTree[Array]:
         vector = _batched_like(operator, codomain.to_vector(rhs))
@@ -126,11 +130,11 @@ def _messages(user, matrix) -> tuple[str, str]:
     )
 
 
-def _is_elementwise(matvec, like, rhs_like, domain, codomain) -> bool:
-    if domain.vector_type.size == 1 == codomain.vector_type.size:
+def _is_elementwise(matvec, domain, codomain) -> bool:
+    if domain.size == 1 == codomain.size:
         return True
     of_arrays = lambda arrays: codomain.to_arrays(matvec(domain.from_arrays(arrays)))
-    arrays = vary_alike(domain.to_arrays(like), rhs_like, like)
+    arrays = vary_alike(domain.to_arrays(domain.like), codomain.like)
     return has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(arrays))
 
 
@@ -147,10 +151,9 @@ def _batched_like(operator, vector):
     return jax.lax.select(jnp.broadcast_to(predicate, vector.shape), vector, vector)
 
 
-def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
+def _choose(lx, n: int, tags: frozenset[object], of_entries: set[object], dtype: Any) -> Any:
     """A solver, and the tolerance of an iteration."""
-    structured = {lx.tridiagonal_tag, lx.lower_triangular_tag, lx.upper_triangular_tag}
-    if n <= DENSE_UP_TO or tags & structured:
+    if n <= DENSE_UP_TO or tags & of_entries:
         return lx.AutoLinearSolver(well_posed=True), None
     tolerance = float(jnp.finfo(dtype).eps) ** 0.6
     options = {"rtol": 0.1 * tolerance, "atol": 0.1 * tolerance}
@@ -158,15 +161,3 @@ def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
         return lx.CG(**options), tolerance
     # It stops where the residual no longer falls, and not after 20 more cycles.
     return lx.GMRES(**options, stagnation_iters=3), tolerance
-
-
-def _check_tags(lx, tags, like, domain, user):
-    shapes = {lx.diagonal_tag, lx.tridiagonal_tag}
-    shapes |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
-    if domain.has_complex and tags & shapes:
-        raise rule_error(
-            f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
-            "unknowns.",
-            f"the unknowns are {show_tree(like)}",
-            do="A complex unknown is solved for as two real ones. Leave the tag out.",
-        )
