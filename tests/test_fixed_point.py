@@ -681,7 +681,7 @@ def test_bad_arguments():
         eqg.fixed_point(identity, 0.0, backward=solvers.OneStepAdjoint)
     with pytest.raises(RuleError, match="`solver` of `fixed_point` is not one of Optimistix"):
         eqg.fixed_point(identity, 0.0, solver="anderson")
-    with pytest.raises(RuleError, match="did not return a pair, and `has_aux` is true"):
+    with pytest.raises(RuleError, match="`<lambda>` did not return a pair"):
         eqg.fixed_point(identity, 0.0, has_aux=True)
     for k in (-1, 1.5, True):
         with pytest.raises(RuleError, match="`k` of `NeumannAdjoint` is not an integer"):

@@ -1,6 +1,7 @@
 """How an error is phrased, and the trees of texts that it shows."""
 
 from .messages import (
+    as_pair as as_pair,
     bad_argument as bad_argument,
     check_flags as check_flags,
     check_function as check_function,

@@ -58,6 +58,14 @@ def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> Ru
     return rule_error(what, f"it is {x!r:.60}", do=do)
 
 
+def as_pair(out: Any, name: str, place: str, do: str) -> tuple[Any, Any]:
+    """The pair that a function of the user's returned, or an error."""
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    what = f"{name} did not return a pair."
+    raise rule_error(what, f"it returned {show_tree(out)}", place, do=do)
+
+
 def check_function(fn: Any, argument: str, caller: str) -> None:
     """Raise an error if an argument of a public function is not a function."""
     if not callable(fn):

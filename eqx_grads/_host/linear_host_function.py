@@ -86,9 +86,9 @@ def _like(x, *args):
 def _check_inexact(code: HostCode, x: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not (is_array_leaf(leaf) and is_inexact(jnp.asarray(leaf))):
+            what = f"`{code.name}` is linear in its first argument, which has to be floating "
             raise rule_error(
-                f"`{code.name}` is linear in its first argument, which has to be floating or "
-                "complex.",
+                what + "or complex.",
                 f"at `{code.signature.names[0]}{show_path(path)}`: {type_of(leaf)}",
                 code.place,
                 do="Cast it, or pass it as one of the parameters behind the first argument.",

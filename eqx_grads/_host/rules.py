@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._errors import rule_error, RuleError, show_path, show_tree
+from .._errors import as_pair, rule_error, RuleError, show_path, show_tree
 from .._errors.trees import leaf_paths
 from .._rules.rule import advice_on_cotangents
 from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
@@ -48,19 +48,7 @@ def run_fwd(op, leaves):
 def _forward(op, leaves) -> tuple[Any, Any]:
     args, kwargs = op.call.rule_arguments(leaves, op.source)
     do = "Return `out, residuals`: the value, and what the backward rule needs."
-    return _pair(op, op.source(*args, **kwargs), do)
-
-
-def _pair(op, result: Any, do: str) -> tuple[Any, Any]:
-    """What a forward rule returned."""
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise rule_error(
-            f"The forward rule {op.described} did not return a pair.",
-            f"it returned {show_tree(result)}",
-            op.place,
-            do=do,
-        )
-    return result[0], result[1]
+    return as_pair(op.source(*args, **kwargs), f"The rule {op.described}", op.place, do)
 
 
 def tangent_op(call: HostCall, live: tuple[int, ...]) -> HostOp:
@@ -89,7 +77,8 @@ def run_jvp(op, leaves):
     except ValueError as error:
         rule.note_defaults(error, "`primals` and `tangents`", call.names)
         raise
-    value, tangent = _pair(op, result, "Return `out, t_out`: the value and its tangent.")
+    do = "Return `out, t_out`: the value and its tangent."
+    value, tangent = as_pair(result, f"The rule {op.described}", op.place, do)
     call.flat_out(op, value)
     fail = _misfit(op, "a tangent that does not have the structure of its output")
     matched = match_leaves(tangent, value, "out", fail)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import (
+    as_pair,
     bad_argument,
     check_flags,
     check_function,
@@ -165,8 +166,8 @@ def _solve(step, y0, args, solver, adjoint, max_steps, throw, options, tags):
 
     # Inside `shard_map`, the start varies over the mesh as the iterates do.
     start, treedef = jax.tree.flatten(y0)
-    types = lambda ys: jax.make_jaxpr(lambda ys: step(treedef.unflatten(ys), args)[0])(ys)
-    y0 = treedef.unflatten(cast_carry(lambda ys: types(ys).out_avals, start))
+    next_y = lambda ys: step(treedef.unflatten(ys), args)[0]
+    y0 = treedef.unflatten(cast_carry(lambda ys: jax.make_jaxpr(next_y)(ys).out_avals, start))
     # Traced once, here, and the tracers that it closes over become leaves of the result.
     converted = eqx.filter_closure_convert(step, y0, args)
     inputs = (converted, solver, y0, args, options, max_steps)
@@ -192,14 +193,8 @@ def _run(inputs):
     fn, *given, options, max_steps, while_loop = inputs
     # Without the auxiliary output, which Optimistix would compute in each step, and which would
     # have to be arrays.
-    solution = optx.fixed_point(
-        _First(fn),
-        *given,
-        options,
-        max_steps=max_steps,
-        adjoint=WithoutDerivative(while_loop),
-        throw=False,
-    )
+    how = {"max_steps": max_steps, "adjoint": WithoutDerivative(while_loop), "throw": False}
+    solution = optx.fixed_point(_First(fn), *given, options, **how)
     stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
     return solution.value, (solution.result, stats)
 
@@ -231,22 +226,14 @@ class _Step(eqx.Module):
         try:
             out, aux = self.fn(y, *args), None
         except Exception as error:
-            error.add_note(
-                f"`{name}` is called with `y` first, and then with the {len(args)} arguments "
-                "after `y0`."
-            )
+            given = f"`y` first, and then with the {len(args)} arguments after `y0`."
+            error.add_note(f"`{name}` is called with {given}")
             raise
         if self.has_aux:
-            if not isinstance(out, tuple | list) or len(out) != 2:
-                raise rule_error(
-                    f"`{name}` did not return a pair, and `has_aux` is true.",
-                    f"it returned {show_tree(out)}",
-                    place_of(self.fn),
-                    do="Return `y, aux`, or leave `has_aux` out.",
-                )
-            out, aux = out
-        type_of_leaf = lambda x: (jnp.shape(x), jnp.result_type(x))
-        where = unlike(y, out, "y", "it was given {}, and returned {}", type_of_leaf)
+            do = "Return `y, aux`, as `has_aux=True` says, or leave it out."
+            out, aux = as_pair(out, f"`{name}`", place_of(self.fn), do)
+        kind = lambda x: (jnp.shape(x), jnp.result_type(x))
+        where = unlike(y, out, "y", "it was given {}, and returned {}", kind)
         if where:
             raise rule_error(
                 f"`{name}` returned something else than it was given: it has no fixed point.",

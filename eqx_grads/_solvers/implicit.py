@@ -8,13 +8,13 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._errors import (
+    as_pair,
     bad_argument,
     check_flags,
     check_function,
     name_of,
     place_of,
     rule_error,
-    show_tree,
     type_of,
 )
 from .._jaxprs.current_trace import is_eager
@@ -218,14 +218,8 @@ def _solution(fn, out, options):
     what else."""
     y, aux = out, None
     if options.has_aux and out is not None:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise rule_error(
-                f"`{name_of(fn)}` did not return a pair, as `has_aux=True` says.",
-                f"it returned {show_tree(out)}",
-                place_of(fn),
-                do="Return `y, aux`: the solution and anything else.",
-            )
-        y, aux = out
+        do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
+        y, aux = as_pair(out, f"`{name_of(fn)}`", place_of(fn), do)
     if y is None:
         raise rule_error(
             f"`{name_of(fn)}` returned no solution.",
