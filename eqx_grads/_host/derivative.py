@@ -83,18 +83,14 @@ def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
             return host_call(push, [*operands[:n], *ts])
         if differences is not None:
             return product(host_call(differences, operands[:n]), targets, ts)
-        _check_calls(pull, targets, "forward", "def_jvp")
-        columns = host_call(basis_op(pull, targets), operands)
+        columns = host_call(_basis_op(pull, targets, "forward", "def_jvp"), operands)
         return transposed_product(columns, targets, sources, ts)
 
     def backward(operands, cts):
         if pull is not None:
             return host_call(pull, [*operands, *cts])
-        if differences is not None:
-            columns = host_call(differences, operands[:n])
-        else:
-            _check_calls(push, sources, "reverse", "def_bwd")
-            columns = host_call(basis_op(push, sources), operands[:n])
+        columns_op = differences or _basis_op(push, sources, "reverse", "def_bwd")
+        columns = host_call(columns_op, operands[:n])
         return transposed_product(columns, sources, targets, cts)
 
     types_of = lambda types: varying_types(map(tangent_type, types), operands, ts)
@@ -135,7 +131,8 @@ def _step(call: HostCall, n: int, i: int, t: jax.ShapeDtypeStruct) -> float:
     return step ** ((2 / 3) ** n)
 
 
-def _check_calls(op: Any, types: Types, mode: str, missing: str) -> None:
+def _basis_op(op: Any, types: Types, mode: str, missing: str) -> HostOp:
+    """The columns of the rule for the other mode."""
     n, call = n_columns(types), op.call
     if n > call.code.max_rule_calls:
         raise rule_error(
@@ -146,6 +143,7 @@ def _check_calls(op: Any, types: Types, mode: str, missing: str) -> None:
             do=f"Give a rule with `@{call.name}.{missing}`, or `finite_difference='central'`, "
             "or a larger `max_rule_calls`.",
         )
+    return basis_op(op, types)
 
 
 def _no_derivative(op: HostOp):

@@ -108,7 +108,8 @@ class HostCall(Opaque):
         """`args` and `kwargs` as a rule is given them, with these arrays. Default values of
         keyword-only arguments are given if the rule has a parameter for them, as for the rules
         of `custom_vjp`."""
-        args, kwargs, filled = self.code.signature.bind(*self.split.tree(arrays), False)
+        args, kwargs = self.split.tree(arrays)
+        args, kwargs, filled = self.code.signature.bind(args, kwargs, False)
         return args, rule.keywords(kwargs, filled)
 
     @property

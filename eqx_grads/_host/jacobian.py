@@ -164,7 +164,7 @@ def _differences(op: HostOp, leaves, i: int, step: float | None) -> list[list[An
         _, out = outputs(k, np.asarray(1j * h, dtype))
         if not all(map(np.iscomplexobj, out)):
             raise _NotComplex
-        return [y.imag / h for y in out]
+        return [np.imag(y) / h for y in out]
 
     column = complex_step if step is None else central
     directions = (1.0, 1.0j) if np.iscomplexobj(x) else (1.0,)

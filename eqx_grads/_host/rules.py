@@ -24,11 +24,8 @@ def forward_op(call: HostCall) -> HostOp:
         args = call.types()
         types, treedef = promised_types(call.code.residuals, "residuals", call.code, *args)
     n = len(call.out_types)
-
-    def out_path(i):
-        residual = lambda: "residuals" + show_path(leaf_paths(treedef)[i - n])
-        return call.out_path(i) if i < n else residual()
-
+    residual = lambda i: "residuals" + show_path(leaf_paths(treedef)[i])
+    out_path = lambda i: call.out_path(i) if i < n else residual(i - n)
     out_types = call.out_types + types
     parts = (treedef, types)
     return HostOp(run_fwd, call, parts, call.code.fwd, call.in_types, out_types, out_path)

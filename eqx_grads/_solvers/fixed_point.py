@@ -190,11 +190,11 @@ def _run(inputs):
 
     from .adjoints import WithoutDerivative
 
-    fn, *given, options, max_steps, while_loop = inputs
+    fn, solver, y0, args, options, max_steps, while_loop = inputs
     # Without the auxiliary output, which Optimistix would compute in each step, and which would
     # have to be arrays.
     how = {"max_steps": max_steps, "adjoint": WithoutDerivative(while_loop), "throw": False}
-    solution = optx.fixed_point(_First(fn), *given, options, **how)
+    solution = optx.fixed_point(_First(fn), solver, y0, args, options, **how)
     stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
     return solution.value, (solution.result, stats)
 

@@ -104,8 +104,10 @@ def linear_solver(
     of_vector = lambda x: codomain.to_vector(matvec(domain.from_vector(x)))
     type_of_vector = jax.ShapeDtypeStruct((n,), dtype)
     operator = lx.FunctionLinearOperator(of_vector, type_of_vector, tags=tags)
-    choice = _choose(lx, n, tags, of_entries, dtype) if solver is None else (solver, None)
-    solver = CheckedSolver(*choice, messages)
+    tolerance = None
+    if solver is None:
+        solver, tolerance = _choose(lx, n, tags, of_entries, dtype)
+    solver = CheckedSolver(solver, tolerance, messages)
 
     def solve(rhs: PyTree[Array]) -> PyTree[Array]:
         vector = _batched_like(operator, codomain.to_vector(rhs))

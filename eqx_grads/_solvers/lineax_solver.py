@@ -31,7 +31,7 @@ class CheckedSolver(lx.AbstractLinearSolver):
 
     def compute(self, state, vector, options):
         operator, inner = state
-        if operator is None:
+        if self.tolerance is None:
             x, result, stats = self.solver.compute(inner, vector, options)
             has_failed = result != lx.RESULTS.successful
         else:
