@@ -78,13 +78,13 @@ class Equation(Opaque):
         in its place is left out. Raises if the rest is not like the solution, with one equation
         for each unknown, unless the user chose a solver, which may accept another number.
         """
-        unknowns = jax.tree.map(lambda x: jnp.asarray(x) if _is_unknown(x) else None, y)
+        unknowns = jax.tree.map(lambda x: _as_array(x) if _is_unknown(x) else None, y)
         leaves = jax.tree_util.tree_leaves_with_path(y)
         others = {path for path, x in leaves if not _is_unknown(x)}
 
         def leaf(path, x):
             if _is_unknown(x):
-                return jnp.asarray(x)
+                return _as_array(x)
             if path in others or not eqx.is_array_like(x):
                 return None
             raise rule_error(
@@ -119,3 +119,8 @@ class Equation(Opaque):
 
 def _is_unknown(x) -> bool:
     return isinstance(x, float | complex) or eqx.is_inexact_array(x)
+
+
+def _as_array(x) -> Array:
+    # While something is linearized, each conversion takes as long as an operation.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
