@@ -79,6 +79,11 @@ class HostCall(Opaque):
     def place(self) -> str:
         return self.code.place
 
+    @property
+    def given_types(self) -> Types:
+        """Of the arrays that the caller gave."""
+        return self.in_types[: len(self.steps)] + self.in_types[self.n_args :]
+
     @ft.cached_property
     def op(self) -> HostOp:
         """The function, of flat arrays."""

@@ -118,7 +118,7 @@ class HostOp(Opaque):
         own = x.shape[: x.ndim - len(shape)]
         is_zero = self.parts and not np.any(x)  # a cotangent
         # NumPy aligns an axis of `vmap` with another axis where the ranks differ.
-        are_aligned = len({len(t.shape) for t in self.call.in_types}) == 1
+        are_aligned = len({len(t.shape) for t in self.call.given_types}) == 1
         if len(own) <= len(batch) and x.shape[len(own) :] == shape and (is_zero or are_aligned):
             # It may depend only on arguments that are not batched in an axis.
             pad = lambda axes: (1,) * (len(batch) - len(axes)) + tuple(axes)
