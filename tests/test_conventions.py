@@ -169,7 +169,7 @@ def test_the_listing_is_short():
 @pytest.mark.slow
 def test_there_are_few_layers_and_arrows():
     arrows = _arrows()
-    assert len(arrows) <= 89
+    assert len(arrows) <= 94
     assert len(_layers(arrows)) <= 11
 
 

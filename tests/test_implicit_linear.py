@@ -106,11 +106,13 @@ def test_the_error_of_a_singular_matrix_names_residual_and_solver(transform):
     assert "`lineax.SVD()`" in message
 
 
+@pytest.mark.parametrize("solver", [None, lx.LU()], ids=["default", "LU"])
 @pytest.mark.parametrize("transform", ["reverse", "forward", "vmap"])
-def test_a_pivot_that_is_a_rounding_error_is_not_a_number_to_divide_by(transform):
+def test_a_pivot_that_is_a_rounding_error_is_not_a_number_to_divide_by(transform, solver):
     """The rows are in arithmetic progression. In floating point no pivot of LU is zero."""
     matrix = jnp.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]])
-    solve = eqg.implicit(lambda y, b: matrix @ y - b)(lambda b: jnp.linalg.pinv(matrix) @ b)
+    residual = lambda y, b: matrix @ y - b
+    solve = eqg.implicit(residual, solver=solver)(lambda b: jnp.linalg.pinv(matrix) @ b)
     run = {
         "reverse": jax.jit(jax.jacrev(solve)),
         "forward": jax.jit(jax.jacfwd(solve)),
