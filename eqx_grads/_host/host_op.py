@@ -45,7 +45,7 @@ class HostOp(Opaque):
     run: Callable[["HostOp", Sequence[np.ndarray]], list[Any]]
     call: Any
     parts: tuple[Any, ...]
-    source: Any = dataclasses.field(compare=False)
+    source: Any
     in_types: Types = dataclasses.field(compare=False)
     out_types: Types = dataclasses.field(compare=False)
     out_path: Callable[[int], str] = dataclasses.field(compare=False)
