@@ -105,7 +105,7 @@ def tangent_type(t: Any) -> ShapedArray:
 def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
     call = op.call
     if op.run is run_bwd:
-        op = cotangent_op(call, op.parts[1], anew=True)
+        op = cotangent_op(call, op.parts[1], recompute=True)
     if call.code.finite_difference == "complex" and not op.parts:
         if any(map(is_complex, (*sources, *targets))):
             raise rule_error(

@@ -81,7 +81,7 @@ class HostCall(Opaque):
 
     @property
     def given_types(self) -> Types:
-        """Of the arrays that the caller gave."""
+        """The types of the arrays that the caller gave."""
         return self.in_types[: len(self.steps)] + self.in_types[self.n_args :]
 
     @ft.cached_property
@@ -104,7 +104,7 @@ class HostCall(Opaque):
         return f"`{name}{show_path(tuple(rest))}`"
 
     def types(self) -> Any:
-        """What the caller gave, `args` and `kwargs`, with types instead of the arrays."""
+        """`args` and `kwargs` as the caller gave them, with types instead of the arrays."""
         like = without_memory(self.in_types)
         args, kwargs = self.split.mirror(self.in_types, arrays=like)
         return args[: self.n_given], kwargs

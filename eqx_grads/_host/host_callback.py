@@ -14,14 +14,7 @@ from jax.core import Tracer
 from .._errors import bad_argument, RuleError, type_of
 from .._jaxprs.current_trace import is_staged, outside_of_linearization
 from .._jaxprs.varying import vary_alike
-from .bits import (
-    bits_type,
-    from_bits,
-    from_bits_on_host,
-    needs_bits,
-    to_bits,
-    to_bits_on_host,
-)
+from . import bits
 from .host_op import BROADCAST_ARGUMENTS, HostOp
 
 
@@ -61,7 +54,7 @@ def call_on_host(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
 
 
 def _call_in_program(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
-    has_bits = needs_bits([*op.in_types, *op.out_types])
+    has_bits = bits.needs_bits([*op.in_types, *op.out_types])
     call, types = _Callback(op, has_bits), op.out_types
     if not has_bits:
         return list(jax.pure_callback(call, types, *leaves, vmap_method=op.vmap_method))
@@ -69,9 +62,9 @@ def _call_in_program(op: HostOp, leaves: Sequence[Any]) -> list[jax.Array]:
     # Integers have no tangents. From the empty parts of the arrays JAX sees that the arrays are
     # differentiated, and raises, as for any callback.
     empty = [x.ravel()[:0] for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-    leaves, types = [to_bits(x) for x in leaves], tuple(map(bits_type, types))
+    leaves, types = [bits.to_bits(x) for x in leaves], tuple(map(bits.bits_type, types))
     out = jax.pure_callback(call, types, *leaves, *empty, vmap_method=op.vmap_method)
-    return [from_bits(x, t.dtype) for x, t in zip(out, op.out_types, strict=True)]
+    return [bits.from_bits(x, t.dtype) for x, t in zip(out, op.out_types, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +78,7 @@ class _Callback:
         leaves = [np.asarray(x) for x in leaves]
         if self.has_bits:
             pairs = zip(leaves, self.op.in_types, strict=False)  # empty ones are behind them
-            leaves = [from_bits_on_host(x, t.dtype) for x, t in pairs]
+            leaves = [bits.from_bits_on_host(x, t.dtype) for x, t in pairs]
         try:
             out = self.op.cast_outputs(leaves)
         except RuleError as error:
@@ -94,7 +87,7 @@ class _Callback:
         except Exception as error:
             # All that leaves a compiled program is the text of the last exception.
             raise RuntimeError(_describe(self.op, leaves, error)) from None
-        return tuple(map(to_bits_on_host, out) if self.has_bits else out)
+        return tuple(map(bits.to_bits_on_host, out) if self.has_bits else out)
 
 
 def _describe(op, leaves, error) -> str:

@@ -49,8 +49,8 @@ def _forward(op, leaves) -> tuple[Any, Any]:
 
 
 def tangent_op(call: HostCall, live: tuple[int, ...]) -> HostOp:
-    """`def_jvp`'s rule. The inputs are those of the function, then the tangents of the inputs
-    `live`; the outputs are the tangents of the inexact outputs."""
+    """The rule of `def_jvp`. Its inputs are the inputs of the function, then the tangents of
+    the inputs `live`. Its outputs are the tangents of the inexact outputs."""
     places = [i for i, t in enumerate(call.out_types) if is_inexact(t)]
     return HostOp(
         run_jvp,
@@ -86,20 +86,20 @@ def run_jvp(op, leaves):
     return [zeros(t) if t_leaf is None else t_leaf for t_leaf, t in pairs]
 
 
-def cotangent_op(call: HostCall, live: tuple[int, ...], anew: bool = False) -> HostOp:
-    """`def_bwd`'s rule. The inputs are those of the function, then the residuals that were
-    passed through, then the cotangents of the inexact outputs; the outputs are the cotangents
-    of the inputs `live`.
+def cotangent_op(call: HostCall, live: tuple[int, ...], recompute: bool = False) -> HostOp:
+    """The rule of `def_bwd`. Its inputs are the inputs of the function, then the residuals that
+    JAX kept, then the cotangents of the inexact outputs. Its outputs are the cotangents of the
+    inputs `live`.
 
-    With `anew`, the residuals are computed anew, so that this is a function of the arguments,
-    of which differences can be taken.
+    With `recompute`, the op computes the residuals again. Then the op depends on the arguments
+    only, and its differences are its derivative.
     """
     forward = None if call.code.fwd is None else forward_op(call)
     residual_types = () if forward is None else forward.parts[1]
     return HostOp(
         run_bwd,
         call,
-        (forward, live, anew),
+        (forward, live, recompute),
         call.code.bwd,
         call.in_types + residual_types + inexact(call.out_types),
         tuple(call.in_types[i] for i in live),
@@ -130,9 +130,9 @@ def run_bwd(op, leaves):
 
 
 def _residuals(op, primals, passed):
-    forward, _, anew = op.parts
+    forward, _, recompute = op.parts
     compute = lambda: _forward(forward, primals)[1]
-    if anew:  # at another point each time, so that nothing is kept
+    if recompute:  # at another point each time, so that nothing is kept
         return compute()
     if forward.parts[0] is not None:
         return jax.tree.unflatten(forward.parts[0], passed)

@@ -34,9 +34,9 @@ def divide(matvec, domain: RealView, codomain: RealView, message: str):
 def factorize(matvec, domain: RealView, codomain: RealView, message: str):
     """Solve a system by LU of its matrix.
 
-    On a mesh, too: in the types of its operators, Equinox keeps neither the mesh nor which
-    values vary over it, and the gradient of one that does not would be wrong (Equinox 0.13.8,
-    Lineax 0.1.1; no upstream issue was found).
+    This also works on a mesh, where Lineax does not. In the types of its operators, Equinox
+    keeps neither the mesh nor which values vary over it. The gradient of a value that does not
+    vary would be wrong (Equinox 0.13.8, Lineax 0.1.1; no upstream issue was found).
     """
     like = domain.like
     gather = lambda tree: codomain.to_vector(jax.tree.map(gathered, tree))
