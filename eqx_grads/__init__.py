@@ -81,18 +81,18 @@ if TYPE_CHECKING:
     from ._drop_ins.filter_custom_vjp import filter_custom_vjp as filter_custom_vjp
     from ._drop_ins.jax_custom_jvp import jax_custom_jvp as jax_custom_jvp
     from ._drop_ins.jax_custom_vjp import jax_custom_vjp as jax_custom_vjp
-    from ._solvers.event_time import event_time as event_time
-    from ._solvers.fixed_point import fixed_point as fixed_point
-    from ._solvers.host_function import (
+    from ._host.host_function import (
         host_function as host_function,
         HostFunction as HostFunction,
     )
-    from ._solvers.implicit import implicit as implicit
-    from ._solvers.jump import jump as jump
-    from ._solvers.linear_host_function import (
+    from ._host.linear_host_function import (
         linear_host_function as linear_host_function,
         LinearHostFunction as LinearHostFunction,
     )
+    from ._solvers.event_time import event_time as event_time
+    from ._solvers.fixed_point import fixed_point as fixed_point
+    from ._solvers.implicit import implicit as implicit
+    from ._solvers.jump import jump as jump
 
 # `pyproject.toml` reads it here.
 __version__ = "0.1.0"
@@ -115,10 +115,10 @@ _NAMES = {
     "_drop_ins.jax_custom_vjp": "jax_custom_vjp",
     "_solvers.event_time": "event_time",
     "_solvers.fixed_point": "fixed_point",
-    "_solvers.host_function": "host_function HostFunction",
+    "_host.host_function": "host_function HostFunction",
     "_solvers.implicit": "implicit",
     "_solvers.jump": "jump",
-    "_solvers.linear_host_function": "linear_host_function LinearHostFunction",
+    "_host.linear_host_function": "linear_host_function LinearHostFunction",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -123,7 +123,7 @@ def project_leaves(
     primal; `fail(where, do)` makes the error.
     """
     fail = _fail_to_project if fail is None else fail
-    return _fit_leaves(_project_leaf, "cotangent", ct, primal, primal_leaves, name, fail)
+    return fit_leaves(_project_leaf, "cotangent", ct, primal, primal_leaves, name, fail)
 
 
 def _fail_to_project(*where, do):
@@ -133,7 +133,7 @@ def _fail_to_project(*where, do):
 def materialize_leaves(t: PyTree, primal: PyTree, primal_leaves: Sequence[Any]) -> list[Any]:
     """`materialize`, flat, as `project_leaves`."""
     fail = _fail_to_materialize
-    return _fit_leaves(_materialize_leaf, "tangent", t, primal, primal_leaves, "primal", fail)
+    return fit_leaves(_materialize_leaf, "tangent", t, primal, primal_leaves, "primal", fail)
 
 
 def _fail_to_materialize(*where, do):
@@ -141,7 +141,17 @@ def _fail_to_materialize(*where, do):
     return rule_error("A tangent does not fit its value.", *where, do=do)
 
 
-def _fit_leaves(fit, kind, t, primal, primal_leaves, name, fail) -> list[Any]:
+def fit_leaves(
+    fit: Callable[[Any, Any], Any],
+    kind: str,
+    t: PyTree,
+    primal: PyTree,
+    primal_leaves: Sequence[Any],
+    name: str,
+    fail: Callable[..., RuleError],
+) -> list[Any]:
+    """`fit` of each leaf of a (co)tangent and of its primal. The error of a leaf that does not
+    fit names it."""
     out = []
     for i, (dx, x) in enumerate(
         zip(match_leaves(t, primal, name, fail), primal_leaves, strict=True)

@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 # Shapes and dtypes are checked at each call of the code whose annotations have them. Elsewhere
 # they are those that pyright checks, and checking them here took a fifth of the time.
 install_import_hook(
-    ["eqx_grads._solvers", "eqx_grads.nn", "eqx_grads.safe"],
+    ["eqx_grads._host", "eqx_grads._solvers", "eqx_grads.nn", "eqx_grads.safe"],
     "beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))",
 )
 

@@ -45,11 +45,11 @@ CALLS = {
     "fixed_point: fn": (lambda: eqg.fixed_point(3, 1.0), "`fn` of `fixed_point`"),
     "fixed_point: max_steps": (
         lambda: eqg.fixed_point(jnp.cos, 1.0, max_steps=0),
-        "`fixed_point` of `cos`.*`max_steps`",
+        "`max_steps` of `fixed_point`",
     ),
     "fixed_point: max_steps, string": (
         lambda: eqg.fixed_point(jnp.cos, 1.0, max_steps="a"),
-        "`fixed_point` of `cos`.*`max_steps`.*\n.*'a'",
+        "`max_steps` of `fixed_point`.*\n.*'a'",
     ),
     "FixedPoint: cell": (lambda: eqg.nn.FixedPoint(3, 3), "`cell` of `FixedPoint`"),
     "chunked: loss": (lambda: eqg.losses.chunked(3), "`loss` of `losses.chunked`"),

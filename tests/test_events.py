@@ -785,7 +785,7 @@ def integers(t, y):
     ("f", "text"),
     [
         (too_many, r"`too_many`, the `f` of `event_time`.*\n.*at y"),
-        (another_shape, r"(?s)`another_shape`, the `f`.*at y: the state is .*\[2\], .*\[1\]"),
+        (another_shape, r"(?s)`another_shape`, the `f`.*at y: the value is .*\[2\], .*\[1\]"),
         (integers, r"(?s)`integers`, the `f`.*int.*array of floats"),
     ],
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_grads._solvers.host_callback import VMAP_METHODS
+from eqx_grads._host.host_callback import VMAP_METHODS
 
 from .helpers import assert_close
 

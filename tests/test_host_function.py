@@ -24,7 +24,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import scipy.special
 from eqx_grads import RuleError
-from eqx_grads._solvers.host_callback import VMAP_METHODS
+from eqx_grads._host.host_callback import VMAP_METHODS
 from scipy.integrate import solve_ivp
 
 from .helpers import assert_close
@@ -324,25 +324,6 @@ def test_a_buffer_that_is_used_again(jit):
     ones, twos = f(jnp.ones(1000, jnp.float32)), f(jnp.full(1000, 2, jnp.float32))
     assert jnp.all(ones == 1)
     assert jnp.all(twos == 2)
-
-
-def test_one_example_call():
-    calls = []
-
-    def solve(matrix, b):
-        calls.append(matrix)
-        return np.linalg.solve(matrix, b)
-
-    f = eqg.host_function(solve, example=(np.eye(2), np.ones(2)), finite_difference="central")
-    matrix, b = jnp.array([[2.0, 1.0], [0.0, 4.0]]), jnp.array([3.0, 4.0])
-    shape = jax.eval_shape(f, matrix, b)
-    assert shape.shape == (2,)
-    assert shape.dtype == b.dtype
-    assert len(calls) == 1
-    assert np.array_equal(calls[0], np.eye(2))
-    assert_close(jax.jit(f)(matrix, b), jnp.array([1.0, 1.0]))
-    with pytest.raises(RuleError, match="other shapes than those of its example"):
-        jax.eval_shape(f, jnp.eye(3), jnp.ones(3))
 
 
 # ---------------------------------------------------------------- transformations
@@ -1102,7 +1083,10 @@ def test_rules_that_do_not_fit():
     _raises("residuals of another structure than was promised", grad(f), x, x)
     f.def_fwd(lambda x, y: (x, {"x": x[:1]}), residuals=lambda x, y: {"x": x})
     _raises(r"at residuals\['x'\]: promised was", grad(f), x, x)
-    _raises("a negative number of residuals", lambda: f.def_fwd(_numpy, keep=-1))
+    _raises(
+        "`keep` of `def_fwd` is not an integer of at least 0",
+        lambda: f.def_fwd(_numpy, keep=-1),
+    )
     # `None` is zero.
     f = bad(lambda arguments, ct: (None, ct))
     assert_close(jax.grad(loss(f), (0, 1))(x, x)[0], jnp.zeros(3))
@@ -1145,23 +1129,29 @@ def test_bad_arguments():
 
 def test_a_python_integer_where_the_type_of_an_argument_is_meant():
     f = eqg.host_function(np.cos, out=lambda x: x)
-    _raises(r"at out: int \(0\), as the argument (?s:.)*Pass a float or an array", f, 0)
+    _raises(r"at out: int \(0\)(?s:.)*a Python integer is no array(?s:.)*a float or an", f, 0)
     f = eqg.host_function(lambda n, x: {"m": x["m"] * n}, out=lambda n, x: x)
-    match = r"at out\['m'\]: int \(1000\), as the argument `x\['m'\]`"
-    _raises(match, f, 2, {"m": 1000})
+    _raises(r"at out\['m'\]: int \(1000\)", f, 2, {"m": 1000})
     assert f(2, {"m": 0.5})["m"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({}, "was given neither `out` nor `example`"),
-        ({"out": 1.0, "example": (1.0,)}, "was given both `out` and `example`"),
-        ({"example": 1.0}, "an example that is a `float`"),
-        ({"out": 1.0, "finite_difference": "forward"}, "no finite difference 'forward'"),
-        ({"out": 1.0, "vmap_method": "vectorized"}, "no `vmap_method` 'vectorized'"),
-        ({"out": 1.0, "step": 0.1}, "was given a step and no finite difference"),
-        ({"out": 1.0, "finite_difference": "central", "step": -1.0}, "was given the step"),
+        ({}, "was given no `out`"),
+        (
+            {"out": 1.0, "finite_difference": "forward"},
+            "`finite_difference` of `host_function`",
+        ),
+        (
+            {"out": 1.0, "vmap_method": "vectorized"},
+            "`vmap_method` of `host_function`",
+        ),
+        ({"out": 1.0, "step": 0.1}, "`step` of `host_function` is not of any use"),
+        (
+            {"out": 1.0, "finite_difference": "central", "step": -1.0},
+            "`step` of `host_function` is not positive",
+        ),
     ],
 )
 def test_bad_options(options, match):

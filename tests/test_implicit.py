@@ -225,7 +225,7 @@ def test_aux():
     value, slope = jax.value_and_grad(lambda a: root(a)[0] + root(a)[1]["value"])(4.0)
     assert (value, slope) == (10.0, 0.25)
     wrong = eqg.implicit(lambda y, a: y - a, has_aux=True)(lambda a: a)
-    with pytest.raises(RuleError, match="did not return a pair, as `has_aux=True` says"):
+    with pytest.raises(RuleError, match=r"did not return a pair(?s:.*)`has_aux=True` says"):
         jax.grad(wrong)(1.0)
 
 
@@ -407,7 +407,7 @@ class TestErrors:
         for residual, message in [
             (
                 lambda y, a: {"x": y["x"] - a},
-                r"at \['y'\]: the solution is float\d\d\[\], the res",
+                r"at residual\['y'\]: the solution is float\d\d\[\], the res",
             ),
             (lambda y, a: y["x"], r"the residual float\d\d\[2\]"),
             (
@@ -426,7 +426,7 @@ class TestErrors:
         with pytest.raises(RuleError, match="the containers differ"):
             jax.grad(lambda a: containers(a)[0])(1.0)
         square = eqg.implicit(lambda y, a: jnp.stack([y, y]) - a, solver=lx.LU())(lambda a: a)
-        with pytest.raises(RuleError, match="pass a least-squares solver"):
+        with pytest.raises(ValueError, match="square matrices"):  # Lineax says so
             jax.grad(square)(1.0)
 
     def test_integer_residual(self):
@@ -444,13 +444,16 @@ class TestErrors:
             jax.grad(wrong)(1.0)
 
     def test_without_lineax(self, monkeypatch):
+        """Which only large systems need, and those with tags or a solver."""
         monkeypatch.setitem(sys.modules, "lineax", None)
-        # Another residual: an eager call of the same one is compiled already.
-        solve = eqg.implicit(lambda y, a: y - a)(lambda a: a)
+        summed = eqg.implicit(lambda y, a: jnp.cumsum(y) - a)
+        few = summed(lambda a: a * jnp.eye(2)[0])
+        assert_close(jax.jacfwd(few)(0.7), jnp.array([1.0, 0.0]))
+        many = summed(lambda a: a * jnp.eye(300)[0])
         with pytest.raises(
             ModuleNotFoundError, match=r"Run `pip install eqx-grads\[solvers\]`"
         ):
-            jax.grad(solve)(0.7)
+            jax.jacfwd(many)(0.7)
 
 
 @pytest.mark.thorough
@@ -468,7 +471,7 @@ def test_a_residual_of_a_method_with_its_parameters_in_another_order():
         def __call__(self, b):
             return jnp.sqrt(b / self.a)
 
-    with pytest.raises(AttributeError, match="no attribute 'a'") as error:
+    with pytest.raises(AttributeError, match=r"no attribute '?a") as error:
         jax.grad(Root(jnp.array(2.0)))(3.0)
     (note,) = [note for note in error.value.__notes__ if "residual" in note]
     assert "is called with the solution of `" in note

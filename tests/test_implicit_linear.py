@@ -106,11 +106,13 @@ def test_the_error_of_a_singular_matrix_names_residual_and_solver(transform):
     assert "`lineax.SVD()`" in message
 
 
+@pytest.mark.parametrize("solver", [None, lx.LU()], ids=["default", "LU"])
 @pytest.mark.parametrize("transform", ["reverse", "forward", "vmap"])
-def test_a_pivot_that_is_a_rounding_error_is_not_a_number_to_divide_by(transform):
+def test_a_pivot_that_is_a_rounding_error_is_not_a_number_to_divide_by(transform, solver):
     """The rows are in arithmetic progression. In floating point no pivot of LU is zero."""
     matrix = jnp.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]])
-    solve = eqg.implicit(lambda y, b: matrix @ y - b)(lambda b: jnp.linalg.pinv(matrix) @ b)
+    residual = lambda y, b: matrix @ y - b
+    solve = eqg.implicit(residual, solver=solver)(lambda b: jnp.linalg.pinv(matrix) @ b)
     run = {
         "reverse": jax.jit(jax.jacrev(solve)),
         "forward": jax.jit(jax.jacfwd(solve)),
@@ -147,11 +149,12 @@ def test_equations_and_unknowns_of_other_sizes_are_not_called_singular(condition
 
 @pytest.mark.slow
 def test_a_right_hand_side_that_is_not_finite_is_not_called_singular():
+    """What is NaN stays NaN, as in functions of JAX."""
     solve = eqg.implicit(lambda y, x: jnp.array([[2.0, 1.0], [1.0, 3.0]]) @ y - x)(
         lambda x: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), x)
     )
-    with pytest.raises(FAILS, match="non-finite"):
-        jax.block_until_ready(jax.vjp(solve, jnp.ones(2))[1](jnp.array([jnp.nan, 1.0])))
+    (ct,) = jax.vjp(solve, jnp.ones(2))[1](jnp.array([jnp.nan, 1.0]))
+    assert jnp.all(jnp.isnan(ct))
 
 
 @pytest.mark.slow
@@ -160,7 +163,7 @@ def test_matrix_free(getkey):
     n = 300
     a = jr.normal(getkey(), (n, n)) / n**0.5
     definite = a @ a.T + jnp.eye(n)
-    x, ct = jr.normal(getkey(), (n,)), 1e-25 * jr.normal(getkey(), (n,))
+    x, ct = jr.normal(getkey(), (n,)), -1e-25 * jr.uniform(getkey(), (n,))
     for matrix, tags in (
         (2 * jnp.eye(n) + a, ()),
         (definite, lx.positive_semidefinite_tag),

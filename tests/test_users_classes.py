@@ -634,12 +634,6 @@ def _case_host_function_jvp(p):
 
 
 @case
-def _case_host_function_example(p):
-    f = eqg.host_function(_on_host, example=(p,), finite_difference="central")
-    return f(p), jax.grad(lambda p: _energy(f(p), X))(p)
-
-
-@case
 def _case_linear_host_function(p):
     double = lambda p: jax.tree.map(lambda leaf: 2 * leaf, p)
     f = eqg.linear_host_function(double, double)

@@ -1,6 +1,8 @@
 """How an error is phrased, and the trees of texts that it shows."""
 
 from .messages import (
+    as_pair as as_pair,
+    bad_argument as bad_argument,
     check_flags as check_flags,
     check_function as check_function,
     code_of as code_of,
@@ -13,4 +15,5 @@ from .messages import (
     show_path as show_path,
     show_tree as show_tree,
     type_of as type_of,
+    unlike as unlike,
 )

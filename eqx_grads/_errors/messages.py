@@ -5,7 +5,7 @@ import importlib
 import inspect
 import pathlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -50,6 +50,20 @@ class RuleError(TypeError, ValueError, RuntimeError):
 def rule_error(what: str, *where: str, do: str) -> RuleError:
     """A `RuleError` in three parts; each line of `where` is indented."""
     return RuleError("\n".join([what, *("  " + line for line in where), do]))
+
+
+def bad_argument(caller: str, argument: str, wanted: str, x: Any, do: str) -> RuleError:
+    """The error of an argument of a public function that is not what the function takes."""
+    what = f"The `{argument}` of `{caller}` is not {wanted}."
+    return rule_error(what, f"it is {x!r:.60}", do=do)
+
+
+def as_pair(out: Any, name: str, place: str, do: str) -> tuple[Any, Any]:
+    """The pair that a function of the user's returned, or an error."""
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    what = f"{name} did not return a pair."
+    raise rule_error(what, f"it returned {show_tree(out)}", place, do=do)
 
 
 def check_function(fn: Any, argument: str, caller: str) -> None:
@@ -161,3 +175,22 @@ def show_tree(tree: Any) -> str:
     is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     shown = mirror(lambda x: _Type(x) if is_array(x) else x, tree, is_leaf=is_array)
     return eqx.tree_pformat(shown, width=80)
+
+
+def unlike(
+    wanted: Any, given: Any, name: str, text: str, kind: Callable[[Any], Any]
+) -> list[str]:
+    """Where two trees differ, up to five lines: `text` with the types of both leaves, whose
+    `kind` is not the same. `name` is what the user calls the trees."""
+    leaves = jax.tree_util.tree_leaves_with_path
+    wants, has = dict(leaves(wanted)), dict(leaves(given))
+    kind_of = lambda leaves, path: kind(leaves[path]) if path in leaves else None
+    shown = lambda leaves, path: type_of(leaves[path]) if path in leaves else "not there"
+    lines = [
+        f"at {name}{show_path(path)}: " + text.format(shown(wants, path), shown(has, path))
+        for path in {**wants, **has}
+        if kind_of(wants, path) != kind_of(has, path)
+    ]
+    if not lines and jax.tree.structure(wanted) != jax.tree.structure(given):
+        return ["the containers differ: a tuple and a list, say"]
+    return lines[:5]

@@ -18,8 +18,7 @@ def host_function_in(eqn: Any) -> str:
 
 def is_without_derivative(eqn: Any) -> bool:
     """Whether an equation calls a host function that was given no derivative."""
-    code = getattr(_op(eqn), "code", None)
-    return code is not None and (code.jvp, code.bwd, code.finite_difference) == (None,) * 3
+    return not getattr(_op(eqn), "has_derivative", True)
 
 
 def _equations_of_call(eqn: Any) -> Sequence[Any]:

@@ -152,7 +152,7 @@ def _one(eqn, name, ins) -> _Status:
         return _nonlinear(f"it applies `{name}` to a tangent")
     if name == "stop_gradient":
         return _Status(UNKNOWN.rank, "it applies `stop_gradient` to a tangent")
-    if name == "bitcast_convert_type":  # before a callback, see `_solvers/host_bits.py`
+    if name == "bitcast_convert_type":  # before a callback, see `_host/bits.py`
         return DEPENDENT
     return UNKNOWN
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from .._errors import rule_error, show_path, type_of
+from .._errors import bad_argument, rule_error, show_path, type_of
 from .._tangent_spaces import broadcasts_to, dtype_of_array, holds_numbers
 from .nondifferentiable import nondifferentiable
 
@@ -130,6 +130,20 @@ def as_integer(x: Any) -> int | None:
         return operator.index(x)
     except TypeError:
         return None
+
+
+def check_count(
+    caller: str, argument: str, x: Any, smallest: int = 1, *, or_none: bool = False
+) -> Any:
+    """`x` as an integer of at least `smallest`; `None` is no bound."""
+    count = as_integer(x)
+    if count is not None and smallest <= count < 2**31:
+        return count
+    if not (x is None and or_none):
+        wanted = f"an integer of at least {smallest}"
+        do = "Give an integer of Python or NumPy" + ", or `None` for no bound" * or_none + "."
+        raise bad_argument(caller, argument, wanted, x, do)
+    return None
 
 
 def as_axes(

@@ -33,6 +33,24 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(lambda *args, **kwargs: None)
 
 
+def accepted_keywords(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """The keyword arguments that `fn` has parameters for; and why it can't be called with
+    these and `args`, or an empty string."""
+    signature = signature_of(fn)
+    parameters = signature.parameters.values()
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        names = {p.name for p in parameters if p.kind in by_name}
+        kwargs = {name: x for name, x in kwargs.items() if name in names}
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        return kwargs, str(mismatch)
+    return kwargs, ""
+
+
 def _is_ufunc(fn) -> bool:
     """Whether `inspect.signature(fn)` is that of a ufunc, of NumPy or SciPy."""
     while True:

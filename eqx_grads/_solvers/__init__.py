@@ -1,1 +1,1 @@
-"""Implicit functions, fixed points, event times, and functions that run on the host."""
+"""Implicit functions, fixed points and event times."""

@@ -3,22 +3,26 @@
 import abc
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_flags, rule_error
+from .._errors import bad_argument, check_flags, rule_error
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
-from .._rules.float_args import as_integer, is_number
+from .._rules.float_args import check_count, is_number
 from .._rules.tree_split import is_array, TreeSplit
-from .linear_solve import check_linear_solver, linear_solve
+from .linear_solve import check_linear_solver, linear_solver
 from .optimistix import optimistix as optx
 from .real_view import RealView, working_dtype
 from .run_time_error import branched_error_if
 from .solution_tangent import constant, differentiable_solution
+
+
+Map: TypeAlias = Callable[[PyTree], PyTree]
+Tags: TypeAlias = frozenset[object]
 
 
 class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
@@ -38,8 +42,17 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
     def apply(self, primal_fn: Any, rewrite_fn: Any, inputs: Any, tags: Any) -> Any:
         """What Optimistix calls: runs the solver, and gives its solution this derivative."""
         fn, solver, y0, args, *options = inputs
-        if not isinstance(self, ImplicitAdjoint):
-            _check_fixed_point(self, solver, rewrite_fn)
+        finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
+        is_of_optimistix = rewrite_fn.__module__.startswith("optimistix")
+        if is_of_optimistix and not (finds or isinstance(self, ImplicitAdjoint)):
+            # The equation is that a gradient is zero, and not f(y) = y.
+            name = type(self).__name__
+            raise rule_error(
+                f"`{name}` was given to Optimistix together with a solver that minimizes.",
+                f"the solver is `{type(solver).__name__}`, and `{name}` is for fixed points",
+                do="Use `eqx_grads.fixed_point`, which differentiates the fixed point whatever "
+                "the solver; or `eqx_grads.solvers.ImplicitAdjoint`.",
+            )
         # The fixed point depends on the function and its arguments only.
         inputs = (fn, *constant((solver, y0)), args, *constant(options))
         y, rest = primal_fn((*constant(inputs), _while_loop))
@@ -47,16 +60,11 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         static, arrays = TreeSplit.split(inputs, is_array)
         # `None` is for what the solver returned besides `y`: Optimistix reads no such thing.
         residual = lambda y, arrays: rewrite_fn(y, None, static.tree(arrays))
-        solve = ft.partial(_solve, self, tags)
-        return differentiable_solution(y, arrays, residual=residual, solve=solve), rest
+        solver = lambda linear_map, *_: lambda b: self.solve_tangent(linear_map, b, tags)
+        return differentiable_solution(y, arrays, residual=residual, solver=solver), rest
 
     @abc.abstractmethod
-    def solve_tangent(
-        self,
-        linear_map: Callable[[PyTree], PyTree],
-        b: PyTree,
-        tags: frozenset[object] = frozenset(),
-    ) -> PyTree:
+    def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         r"""Solve $t = J t + b$ for $t$, the tangent of the fixed point, where
         $J = \partial f/\partial y$ and $b = \partial f/\partial\theta\,t_\theta$.
 
@@ -73,25 +81,9 @@ class AbstractFixedPointAdjoint(optx.AbstractAdjoint):
         """
 
 
-def _check_fixed_point(adjoint, solver, rewrite_fn):
-    """Raise if the equation of Optimistix is that a gradient is zero, and not f(y) = y."""
-    finds = isinstance(solver, optx.AbstractFixedPointSolver | optx.AbstractRootFinder)
-    if not finds and rewrite_fn.__module__.startswith("optimistix"):
-        name = type(adjoint).__name__
-        raise rule_error(
-            f"`{name}` was given to Optimistix together with a solver that minimizes.",
-            f"the solver is `{type(solver).__name__}`, and `{name}` is for fixed points",
-            do="Use `eqx_grads.fixed_point`, which differentiates the fixed point whatever the "
-            "solver; or `eqx_grads.solvers.ImplicitAdjoint`.",
-        )
-
-
-def _solve(adjoint, tags, linear_map, b, *_):
-    return adjoint.solve_tangent(linear_map, b, tags)
-
-
 def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
     """`jax.lax.while_loop` with a bound, in the form that Optimistix asks for."""
+    max_steps = 2**31 - 1 if max_steps is None else max_steps
 
     def step(carry):
         count, old = carry
@@ -100,14 +92,12 @@ def _while_loop(cond_fun, body_fun, init_val, *, max_steps):
         new = jax.tree.map(lambda new, old: new.astype(old.dtype), body_fun(old), old)
         return count + 1, new
 
-    goes_on = lambda carry: cond_fun(carry[1])
-    if max_steps is not None:
-        goes_on = lambda carry: cond_fun(carry[1]) & (carry[0] < max_steps)
     leaves, treedef = jax.tree.flatten(init_val)
     types = lambda leaves: jax.make_jaxpr(body_fun)(treedef.unflatten(leaves)).out_avals
     init_val = treedef.unflatten(cast_carry(types, leaves))
-    count = on_explicit_mesh(jnp.array(0))
-    return jax.lax.while_loop(goes_on, step, (count, init_val))[1]
+    goes_on = lambda carry: cond_fun(carry[1]) & (carry[0] < max_steps)
+    init = on_explicit_mesh(jnp.array(0, jnp.int32)), init_val
+    return jax.lax.while_loop(goes_on, step, init)[1]
 
 
 def plain_iteration(y: PyTree) -> optx.FixedPointIteration:
@@ -121,19 +111,12 @@ def plain_iteration(y: PyTree) -> optx.FixedPointIteration:
 
 
 def check_solver(solver: Any, user: str) -> None:
-    known = (
-        optx.AbstractFixedPointSolver,
-        optx.AbstractRootFinder,
-        optx.AbstractLeastSquaresSolver,
-        optx.AbstractMinimiser,
-    )
-    if not isinstance(solver, known):
-        raise rule_error(
-            f"`{user}` was given a `solver` that is not one of Optimistix.",
-            f"it is {solver!r:.60}",
-            do="Give an instance, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)` or "
-            "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)`.",
-        )
+    finds = optx.AbstractFixedPointSolver | optx.AbstractRootFinder
+    minimizes = optx.AbstractLeastSquaresSolver | optx.AbstractMinimiser
+    if not isinstance(solver, finds | minimizes):
+        do = "Give an instance, such as `optimistix.Newton(rtol=1e-5, atol=1e-5)` or "
+        do += "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)`."
+        raise bad_argument(user, "solver", "one of Optimistix", solver, do)
 
 
 class OneStepAdjoint(AbstractFixedPointAdjoint):
@@ -165,14 +148,8 @@ class OneStepAdjoint(AbstractFixedPointAdjoint):
     the derivative of the fixed point is approximated as well.
     """
 
-    def solve_tangent(
-        self,
-        linear_map: Callable[[PyTree], PyTree],
-        b: PyTree,
-        tags: frozenset[object] = frozenset(),
-    ) -> PyTree:
+    def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        del linear_map, tags
         return b
 
 
@@ -218,16 +195,10 @@ class NeumannAdjoint(AbstractFixedPointAdjoint):
     k: int = eqx.field(static=True)
 
     def __init__(self, k: Any = 5):
-        self.k = _number_of_terms("NeumannAdjoint", k, smallest=0)
+        self.k = check_count("NeumannAdjoint", "k", k, 0)
 
-    def solve_tangent(
-        self,
-        linear_map: Callable[[PyTree], PyTree],
-        b: PyTree,
-        tags: frozenset[object] = frozenset(),
-    ) -> PyTree:
+    def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        del tags
         return _damped_steps(linear_map, b, self.k + 1, 1.0)
 
 
@@ -280,34 +251,14 @@ class PhantomAdjoint(AbstractFixedPointAdjoint):
 
     def __init__(self, k: Any = 5, tau: Any = 0.5):
         if not (is_number(tau) and 0 < tau <= 1):
-            raise rule_error(
-                "The `tau` of `PhantomAdjoint` is not a damping.",
-                f"it is {tau!r:.60}",
-                do="Give a number above zero that is at most one.",
-            )
-        self.k = _number_of_terms("PhantomAdjoint", k, smallest=1)
+            do = "Give a number above zero that is at most one."
+            raise bad_argument("PhantomAdjoint", "tau", "a damping", tau, do)
+        self.k = check_count("PhantomAdjoint", "k", k)
         self.tau = float(tau)
 
-    def solve_tangent(
-        self,
-        linear_map: Callable[[PyTree], PyTree],
-        b: PyTree,
-        tags: frozenset[object] = frozenset(),
-    ) -> PyTree:
+    def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        del tags
         return _damped_steps(linear_map, b, self.k, self.tau)
-
-
-def _number_of_terms(adjoint, k, *, smallest):
-    number = as_integer(k)
-    if number is None or number < smallest:
-        raise rule_error(
-            f"The `k` of `{adjoint}` is not an integer of at least {smallest}.",
-            f"it is {k!r:.60}",
-            do="Give the number of terms, an integer of Python or NumPy.",
-        )
-    return number
 
 
 def _damped_steps(linear_map, b, steps, tau):
@@ -374,26 +325,13 @@ class FixedPointAdjoint(AbstractFixedPointAdjoint):
     def __check_init__(self):
         if self.solver is not None:
             check_solver(self.solver, "FixedPointAdjoint")
-        if self.max_steps is not None and not 1 <= (as_integer(self.max_steps) or 0) < 2**31:
-            raise rule_error(
-                "The `max_steps` of `FixedPointAdjoint` is not a positive integer.",
-                f"it is {self.max_steps!r:.60}",
-                do="Give the largest number of steps, or `None` for no bound.",
-            )
+        check_count("FixedPointAdjoint", "max_steps", self.max_steps, or_none=True)
         check_flags("FixedPointAdjoint", throw=self.throw)
 
-    def solve_tangent(
-        self,
-        linear_map: Callable[[PyTree], PyTree],
-        b: PyTree,
-        tags: frozenset[object] = frozenset(),
-    ) -> PyTree:
+    def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        del tags
         matvec = lambda t: jax.tree.map(jnp.negative, linear_map(t))  # I - J
         solve = ft.partial(_iterate, self, self.solver or plain_iteration(b))
-        if len(jax.tree.leaves(b)) == 1:
-            return jax.lax.custom_linear_solve(matvec, b, solve, solve)
         # JAX transposes the solve if all of `b` is perturbed, as a single vector is.
         view = RealView(b, working_dtype(b))
         of_vector = lambda v: view.to_vector(matvec(view.from_vector(v)))
@@ -408,14 +346,8 @@ def _iterate(adjoint, solver, matvec, b):
     scale = jnp.where(norm > 0, norm, jnp.ones_like(norm))
     unit = jax.tree.map(lambda b: b / scale.astype(b.dtype), b)
     step = lambda t, _: jax.tree.map(lambda t, b, a: t + (b - a), t, unit, matvec(t))
-    solution = optx.fixed_point(
-        step,
-        solver,
-        unit,
-        max_steps=adjoint.max_steps,
-        throw=False,
-        adjoint=WithoutDerivative(_while_loop),
-    )
+    how = {"max_steps": adjoint.max_steps, "adjoint": WithoutDerivative(_while_loop)}
+    solution = optx.fixed_point(step, solver, unit, throw=False, **how)
     t = jax.tree.map(lambda t: t * scale.astype(t.dtype), solution.value)
     if adjoint.throw:
         t = branched_error_if(t, solution.result != optx.RESULTS.successful, 0, [_DIVERGED])
@@ -474,16 +406,11 @@ class ImplicitAdjoint(AbstractFixedPointAdjoint):
     def __check_init__(self):
         check_linear_solver(self.linear_solver, "linear_solver", "ImplicitAdjoint")
 
-    def solve_tangent(
-        self,
-        linear_map: Callable[[PyTree], PyTree],
-        b: PyTree,
-        tags: frozenset[object] = frozenset(),
-    ) -> PyTree:
+    def solve_tangent(self, linear_map: Map, b: PyTree, tags: Tags = frozenset()) -> PyTree:
         """As for [`eqx_grads.solvers.AbstractFixedPointAdjoint`][]."""
-        minus_b = jax.tree.map(jnp.negative, b)
-        solver, user = self.linear_solver, "ImplicitAdjoint"
-        return linear_solve(linear_map, minus_b, b, solver=solver, tags=tags, user=user)
+        options = {"solver": self.linear_solver, "tags": tags, "user": "ImplicitAdjoint"}
+        solve = linear_solver(linear_map, b, b, **options)
+        return solve(jax.tree.map(jnp.negative, b))
 
 
 class WithoutDerivative(optx.AbstractAdjoint):
@@ -496,7 +423,7 @@ class WithoutDerivative(optx.AbstractAdjoint):
         return primal_fn((*inputs, self.while_loop))
 
 
-_BACKWARD: dict[str, Callable[[], optx.AbstractAdjoint]] = {
+_BACKWARD = {
     "implicit": ImplicitAdjoint,
     "fixed_point": FixedPointAdjoint,
     "neumann": NeumannAdjoint,
@@ -511,9 +438,6 @@ def as_adjoint(backward: Any) -> optx.AbstractAdjoint:
         return _BACKWARD[backward]()
     if isinstance(backward, optx.AbstractAdjoint):
         return backward
-    raise rule_error(
-        "`fixed_point` was given an unknown `backward`.",
-        f"it is {backward!r:.60}",
-        do=f"Give one of {', '.join(map(repr, _BACKWARD))}, or an adjoint such as "
-        "`eqx_grads.solvers.NeumannAdjoint(5)`.",
-    )
+    do = f"Give one of {', '.join(map(repr, _BACKWARD))}, or an adjoint such as "
+    do += "`eqx_grads.solvers.NeumannAdjoint(5)`."
+    raise bad_argument("fixed_point", "backward", "known", backward, do)

@@ -7,10 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from .._errors import check_function, rule_error
-from .._rules.float_args import as_integer, check_nonnegative_number
+from .._errors import check_function
+from .._rules.float_args import check_count, check_nonnegative_number
 from .._tangent_spaces import promote
 from .optimistix import optimistix as optx
 
@@ -87,41 +87,16 @@ class Anderson(optx.AbstractFixedPointSolver):
             "Anderson", rtol=self.rtol, atol=self.atol, mixing=self.mixing, ridge=self.ridge
         )
         check_function(self.norm, "norm", "Anderson")
-        if (as_integer(self.history) or 0) < 1:
-            raise rule_error(
-                "The `history` of `Anderson` is not a positive integer.",
-                f"it is {self.history!r:.60}",
-                do="Give the number of differences to keep, such as 5. "
-                "`optimistix.FixedPointIteration` keeps none.",
-            )
+        check_count("Anderson", "history", self.history)
 
-    def init(
-        self,
-        fn: Callable[..., Any],
-        y: PyTree[Array],
-        args: PyTree,
-        options: dict[str, Any],
-        f_struct: PyTree,
-        aux_struct: PyTree,
-        tags: frozenset[object],
-    ) -> _State:
+    def init(self, fn, y, args, options, f_struct, aux_struct, tags):
         """As for `optimistix.AbstractIterativeSolver`."""
-        del fn, args, options, f_struct, aux_struct, tags
         zeros = jax.tree.map(jnp.zeros_like, y)
         history = jax.tree.map(lambda y: jnp.zeros((self.history, *y.shape), y.dtype), y)
         return _State(jnp.array(0), zeros, zeros, history, history, jnp.array(jnp.inf))
 
-    def step(
-        self,
-        fn: Callable[..., Any],
-        y: PyTree[Array],
-        args: PyTree,
-        options: dict[str, Any],
-        state: _State,
-        tags: frozenset[object],
-    ) -> tuple[PyTree[Array], _State, Any]:
+    def step(self, fn, y, args, options, state, tags):
         """As for `optimistix.AbstractIterativeSolver`."""
-        del options, tags
         f, aux = fn(y, args)
         g = jax.tree.map(jnp.subtract, f, y)
         delta_f = _push(state.delta_f, f, state.f, state.step)
@@ -136,32 +111,12 @@ class Anderson(optx.AbstractFixedPointSolver):
         new_y = jax.tree.map(lambda f, new: jnp.where(error < 1, f, new), f, new_y)
         return new_y, _State(state.step + 1, f, g, delta_f, delta_g, error), aux
 
-    def terminate(
-        self,
-        fn: Callable[..., Any],
-        y: PyTree[Array],
-        args: PyTree,
-        options: dict[str, Any],
-        state: _State,
-        tags: frozenset[object],
-    ) -> tuple[Bool[Array, ""], Any]:
+    def terminate(self, fn, y, args, options, state, tags):
         """As for `optimistix.AbstractIterativeSolver`."""
-        del fn, y, args, options, tags
         return state.relative_error < 1, optx.RESULTS.successful
 
-    def postprocess(
-        self,
-        fn: Callable[..., Any],
-        y: PyTree[Array],
-        aux: Any,
-        args: PyTree,
-        options: dict[str, Any],
-        state: _State,
-        tags: frozenset[object],
-        result: Any,
-    ) -> tuple[PyTree[Array], Any, dict[str, Any]]:
+    def postprocess(self, fn, y, aux, args, options, state, tags, result):
         """As for `optimistix.AbstractIterativeSolver`."""
-        del fn, args, options, state, tags, result
         return y, aux, {}
 
 

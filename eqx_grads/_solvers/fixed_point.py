@@ -7,9 +7,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import (
+    as_pair,
+    bad_argument,
     check_flags,
     check_function,
     name_of,
@@ -19,10 +22,11 @@ from .._errors import (
     show_path,
     show_tree,
     type_of,
+    unlike,
 )
 from .._errors.trees import mirror, mirrored, unmirror
 from .._jaxprs.varying import cast_carry
-from .._rules.float_args import as_integer
+from .._rules.float_args import check_count
 from .._tangent_spaces import dtype_of_array
 from .linear_solve import as_tags
 from .run_time_error import branched_error_if
@@ -137,45 +141,38 @@ def fixed_point(
     from . import adjoints
 
     check_function(fn, "fn", "fixed_point")
-    if max_steps is not None and not 1 <= (as_integer(max_steps) or 0) < 2**31:
-        raise rule_error(
-            f"`fixed_point` of `{name_of(fn)}` was given a `max_steps` that is not positive.",
-            f"`max_steps` is {max_steps!r:.60}",
-            do="Give the largest number of steps, or `None` for no bound.",
-        )
+    check_count("fixed_point", "max_steps", max_steps, or_none=True)
     y0 = _as_arrays(fn, y0)
     if solver is None:
         solver = adjoints.plain_iteration(y0)
     adjoints.check_solver(solver, "fixed_point")
     adjoint = adjoints.as_adjoint(backward)
     check_flags("fixed_point", throw=throw, has_aux=has_aux)
-    if options is not None and not isinstance(options, dict):
-        raise rule_error(
-            "The `options` of `fixed_point` are not a dictionary.",
-            f"they are {options!r:.60}",
-            do="Give the options of the solver as a dictionary, or `None`.",
-        )
+    if not isinstance(options, dict | None):
+        do = "Give the options of the solver, or `None`."
+        raise bad_argument("fixed_point", "options", "a dictionary", options, do)
     tags = as_tags(tags, "fixed_point")
     # Equinox and Optimistix map bools and types over trees.
     y0, args = mirrored(y0), mirrored(args)
-    solution = _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags)
+    step = _Step(fn, has_aux)
+    solution = _solve(step, y0, args, solver, adjoint, max_steps, throw, options, tags)
     value, aux = unmirror((solution.value, solution.aux))
     return dataclasses.replace(solution, value=value, aux=aux)
 
 
 @eqx.filter_jit
-def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, tags):
+def _solve(step, y0, args, solver, adjoint, max_steps, throw, options, tags):
     import optimistix as optx
 
     # Inside `shard_map`, the start varies over the mesh as the iterates do.
     start, treedef = jax.tree.flatten(y0)
-    step = lambda ys: _SameType(fn, has_aux)(treedef.unflatten(ys), args)[0]
-    y0 = treedef.unflatten(cast_carry(lambda ys: jax.make_jaxpr(step)(ys).out_avals, start))
+    next_y = lambda ys: step(treedef.unflatten(ys), args)[0]
+    y0 = treedef.unflatten(cast_carry(lambda ys: jax.make_jaxpr(next_y)(ys).out_avals, start))
     # Traced once, here, and the tracers that it closes over become leaves of the result.
-    converted = eqx.filter_closure_convert(_SameType(fn, has_aux), y0, args)
+    converted = eqx.filter_closure_convert(step, y0, args)
     inputs = (converted, solver, y0, args, options, max_steps)
     value, (result, stats) = adjoint.apply(_run, _residual, inputs, tags)
-    if has_aux:
+    if step.has_aux:
         out, aux = converted(value, args)
     else:
         out, aux = constant(converted)(constant(value), constant(args))
@@ -183,7 +180,7 @@ def _solve(fn, y0, args, solver, adjoint, max_steps, throw, has_aux, options, ta
     norm = optx.max_norm(residual)
     stats = {**stats, "max_steps": max_steps, "residual_norm": norm}
     if throw:
-        value = _raise_if_failed(fn, value, result)
+        value = _raise_if_failed(step.fn, value, result)
     return optx.Solution(value=value, result=result, aux=aux, stats=stats, state=None)
 
 
@@ -194,23 +191,16 @@ def _run(inputs):
     from .adjoints import WithoutDerivative
 
     fn, solver, y0, args, options, max_steps, while_loop = inputs
-    solution = optx.fixed_point(
-        _WithoutAux(fn),
-        solver,
-        y0,
-        args,
-        options,
-        max_steps=max_steps,
-        adjoint=WithoutDerivative(while_loop),
-        throw=False,
-    )
+    # Without the auxiliary output, which Optimistix would compute in each step, and which would
+    # have to be arrays.
+    how = {"max_steps": max_steps, "adjoint": WithoutDerivative(while_loop), "throw": False}
+    solution = optx.fixed_point(_First(fn), solver, y0, args, options, **how)
     stats = {name: x for name, x in solution.stats.items() if name != "max_steps"}
     return solution.value, (solution.result, stats)
 
 
-class _WithoutAux(eqx.Module):
-    """`fn` without its auxiliary output, which Optimistix would compute in each step, and
-    which would have to be arrays."""
+class _First(eqx.Module):
+    """The first of what a function returns."""
 
     fn: Callable[..., Any]
 
@@ -221,11 +211,10 @@ class _WithoutAux(eqx.Module):
 def _residual(y, _, inputs):
     """The equation that is differentiated, whatever the solver makes of it."""
     fn, _, _, args, *_ = inputs
-    out, _ = fn(y, args)
-    return jax.tree.map(jnp.subtract, out, y)
+    return jax.tree.map(jnp.subtract, fn(y, args)[0], y)
 
 
-class _SameType(eqx.Module):
+class _Step(eqx.Module):
     """`fn` as Optimistix calls it, of mirrors, with a check of what it returns."""
 
     fn: Callable[..., Any]
@@ -233,91 +222,64 @@ class _SameType(eqx.Module):
 
     def __call__(self, y, args):
         y, args = unmirror(y), unmirror(args)
+        name = name_of(self.fn)
         try:
             out, aux = self.fn(y, *args), None
         except Exception as error:
-            error.add_note(
-                f"`{name_of(self.fn)}` is called with `y` first, and then with the {len(args)} "
-                "arguments after `y0`."
-            )
+            given = f"`y` first, and then with the {len(args)} arguments after `y0`."
+            error.add_note(f"`{name}` is called with {given}")
             raise
         if self.has_aux:
-            if not isinstance(out, tuple | list) or len(out) != 2:
-                raise rule_error(
-                    f"`{name_of(self.fn)}` did not return a pair, and `has_aux` is true.",
-                    f"it returned {show_tree(out)}",
-                    place_of(self.fn),
-                    do="Return `y, aux`, or leave `has_aux` out.",
-                )
-            out, aux = out
-        _check_same_type(self.fn, out, y)
-        return mirror(jnp.asarray, out), mirrored(aux)
-
-
-def _check_same_type(fn, out, y):
-    what = f"`{name_of(fn)}` returned something else than it was given: it has no fixed point."
-    if jax.tree.structure(out) != jax.tree.structure(y):
-        raise rule_error(
-            what,
-            f"it was given y = {show_tree(y)}",
-            f"it returned {show_tree(out)}",
-            place_of(fn),
-            do="Return a PyTree with the structure of `y`, the first argument.",
-        )
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(y), jax.tree.leaves(out), strict=True
-    ):
-        if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
+            do = "Return `y, aux`, as `has_aux=True` says, or leave it out."
+            out, aux = as_pair(out, f"`{name}`", place_of(self.fn), do)
+        kind = lambda x: (jnp.shape(x), jnp.result_type(x))
+        where = unlike(y, out, "y", "it was given {}, and returned {}", kind)
+        if where:
             raise rule_error(
-                what,
-                f"at y{show_path(path)}: it was given {type_of(a)}, and returned {type_of(b)}",
-                place_of(fn),
-                do="Give `y0` the shape and the dtype of what the function returns, or reshape "
-                "and cast what it returns.",
+                f"`{name}` returned something else than it was given: it has no fixed point.",
+                *where,
+                place_of(self.fn),
+                do="Return a PyTree with the structure of `y`, the first argument. Give `y0` "
+                "the shape and the dtype of what the function returns, or reshape and cast it.",
             )
+        return mirror(jnp.asarray, out), mirrored(aux)
 
 
 def _as_arrays(fn, y0):
     """The start as arrays without weak types, which a fixed point does not have."""
-
-    def leaf(path, x):
-        dtype = dtype_of_array(x)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-            raise rule_error(
-                f"`fixed_point` of `{name_of(fn)}` was given a start that is not floating.",
-                f"y0{show_path(path)} is {type_of(x)}",
-                do="Give floating-point arrays or numbers, such as `0.0`. What is not iterated "
-                "belongs to the arguments after `y0`.",
-            )
-        x = jnp.asarray(x)
-        return jax.lax.convert_element_type(x, x.dtype)
-
-    if not jax.tree.leaves(y0):
+    leaves = jax.tree_util.tree_leaves_with_path(y0)
+    is_floating = lambda x: jnp.issubdtype(dtype_of_array(x) or np.dtype(int), jnp.inexact)
+    bad = [f"y0{show_path(p)} is {type_of(x)}" for p, x in leaves if not is_floating(x)]
+    if bad or not leaves:
+        what = "a start that is not floating" if bad else "a start without arrays"
         raise rule_error(
-            f"`fixed_point` of `{name_of(fn)}` was given a start without arrays.",
-            f"`y0` is {show_tree(y0)}",
-            do="Give what is iterated as a PyTree with floating-point arrays.",
+            f"`fixed_point` of `{name_of(fn)}` was given {what}.",
+            bad[0] if bad else f"`y0` is {show_tree(y0)}",
+            do="Give floating-point arrays or numbers, such as `0.0`. What is not iterated "
+            "belongs to the arguments after `y0`.",
         )
-    return jax.tree_util.tree_map_with_path(leaf, y0)
+    strong = lambda x: jax.lax.convert_element_type(x, x.dtype)
+    return jax.tree.map(lambda x: strong(jnp.asarray(x)), y0)
 
 
 def _raise_if_failed(fn, value, result):
     import optimistix as optx
 
-    what = f"The fixed point of `{name_of(fn)}` was not found: "
-    where = f"\n  {place_of(fn)}\n"
+    codes = optx.RESULTS
     do = (
-        "The function may not be a contraction: give a solver that does not need one, such as "
-        "`eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)` or "
+        f"\n  {place_of(fn)}\nThe function may not be a contraction: give a solver that does "
+        "not need one, such as `eqx_grads.solvers.Anderson(rtol=1e-5, atol=1e-5)` or "
         "`optimistix.Newton(rtol=1e-5, atol=1e-5)`"
     )
-    end = "; or read `result` with `throw=False`."
     messages = [
-        f"{what}the solver took `max_steps` steps.{where}{do}, or raise `max_steps`{end}",
-        f"{what}the iterates became infinite or NaN.{where}{do}{end}",
-        f"{what}the solver failed.{where}{do}{end}",
+        f"The fixed point of `{name_of(fn)}` was not found: {why}; or read `result` with "
+        "`throw=False`."
+        for why in (
+            f"the solver took `max_steps` steps.{do}, or raise `max_steps`",
+            f"the iterates became infinite or NaN.{do}",
+            f"the solver failed.{do}",
+        )
     ]
-    codes = optx.RESULTS
     # Of a batch, the message with the largest index is shown.
     in_time = (result == codes.successful) | (result == codes.nonlinear_max_steps_reached)
     index = jnp.where(in_time, 0, jnp.where(result == codes.nonfinite, 1, 2))

@@ -1,7 +1,6 @@
 """`implicit`: the derivative of any solver, from the equation that it solves."""
 
 import functools as ft
-import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -9,23 +8,24 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._errors import (
+    as_pair,
+    bad_argument,
     check_flags,
     check_function,
     name_of,
     place_of,
     rule_error,
-    show_tree,
     type_of,
 )
 from .._jaxprs.current_trace import is_eager
 from .._rules.closure_convert import contains_tracer, lift_tracers
 from .._rules.float_args import as_number
 from .._rules.nondifferentiable import nondifferentiable
-from .._rules.signature import Signature
+from .._rules.signature import accepted_keywords, Signature
 from .._rules.tree_split import as_arrays
 from .._rules.without_tangents import call_without_tangents
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
-from .equation import Equation
+from .equation import Equation, Options
 from .linear_solve import as_tags, check_linear_solver
 from .solution_tangent import differentiable_solution
 
@@ -134,10 +134,11 @@ def implicit(
     **Raises:**
 
     [`eqx_grads.RuleError`][] if the residual can't be called with these arguments, or does not
-    have the structure of the solution; a `ModuleNotFoundError` where Lineax is not installed; a
-    run-time error (see `equinox.error_if`) if the residual is not small at the solution, or the
-    linear solve fails. The stack that a run-time error shows may be that of an earlier call,
-    whose compiled program is used again; the text names the residual, its file and its line.
+    have the structure of the solution; a `ModuleNotFoundError` if Lineax is not installed,
+    which `tags`, a `solver` and more than 256 unknowns need; a run-time error (see
+    `equinox.error_if`) if the residual is not small at the solution, or the linear solve fails.
+    The stack that a run-time error shows may be that of an earlier call, whose compiled program
+    is used again; the text names the residual, its file and its line.
 
     ??? cite
 
@@ -147,27 +148,17 @@ def implicit(
     check_function(residual, "residual", "implicit")
     check_flags("implicit", has_aux=has_aux)
     check_linear_solver(solver, "solver", "implicit")
-    if tolerance is not None:
-        known = as_number(tolerance)
-        if known is None or not known >= 0:
-            raise rule_error(
-                "The `tolerance` of `implicit` is not a number from zero.",
-                f"it is {type_of(tolerance)}",
-                do="Give a number such as `1e-2`, or `None` for no check.",
-            )
-        tolerance = known
+    known = as_number(tolerance)
+    if tolerance is not None and not (known is not None and known >= 0):
+        do = "Give a number such as `1e-2`, or `None` for no check."
+        raise bad_argument("implicit", "tolerance", "a number from zero", tolerance, do)
     tags = as_tags(tags, "implicit")
     return ft.partial(
-        _decorated,
-        residual=residual,
-        solver=solver,
-        tags=tags,
-        has_aux=has_aux,
-        tolerance=tolerance,
+        _decorated, residual=residual, options=Options(solver, tags, has_aux, known)
     )
 
 
-def _decorated(fn: Any, *, residual: Callable[..., Any], **options: Any) -> Any:
+def _decorated(fn: Any, *, residual: Callable[..., Any], options: Options) -> Any:
     if not (callable(fn) or isinstance(fn, staticmethod | classmethod)):
         raise rule_error(
             f"`implicit` was given `{name_of(residual)}` as the residual, and no function that "
@@ -177,7 +168,7 @@ def _decorated(fn: Any, *, residual: Callable[..., Any], **options: Any) -> Any:
             do="To decorate a solver, write `@eqg.implicit(residual)`, with the equation that "
             "it solves.",
         )
-    return ImplicitFunction(fn, residual=residual, **options)
+    return ImplicitFunction(fn, residual, options)
 
 
 class ImplicitFunction(AbstractWrapper[P, T]):
@@ -186,109 +177,63 @@ class ImplicitFunction(AbstractWrapper[P, T]):
     fn: Callable[..., Any]
     residual: Callable[..., Any]
     _binding: str = eqx.field(static=True)
-    _solver: Any = eqx.field(static=True)
-    _tags: frozenset[object] = eqx.field(static=True)
-    _has_aux: bool = eqx.field(static=True)
-    _tolerance: float | None = eqx.field(static=True)
+    _options: Options = eqx.field(static=True)
 
     def __init__(
         self,
         fn: Callable[P, T] | staticmethod | classmethod,
-        *,
         residual: Callable[..., Any],
-        solver: Any,
-        tags: frozenset[object],
-        has_aux: bool,
-        tolerance: float | None,
+        options: Options,
     ):
         self.fn, self._binding = unwrap_method(fn)
         self.residual = residual
-        self._solver = solver
-        self._tags = tags
-        self._has_aux = has_aux
-        self._tolerance = tolerance
+        self._options = options
         set_metadata(self, self.fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(*Signature(self.fn).bind(args, kwargs, True)[:2])
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: Any, kwargs: dict[str, Any]) -> Any:
         # Numbers inside of an argument stay as they are: a module may scan over its arrays.
         args = tuple(jnp.asarray(x) if isinstance(x, float | complex) else x for x in args)
         if is_eager() and not contains_tracer(self.fn, args, kwargs):
-            return as_arrays(_checked(self.fn, self.fn(*args, **kwargs), self._has_aux))
-        out = _checked(self.fn, call_without_tangents(self.fn, args, kwargs), self._has_aux)
-        y, aux = _split_aux(self.fn, out) if self._has_aux else (out, None)
-        y = self._with_tangent(y, args, kwargs)
-        return (y, aux) if self._has_aux else y
-
-    def _with_tangent(self, y, args, kwargs):
-        name = name_of(self.fn)
-        config = _config(self.residual, args, kwargs, name)
-        options = _Options(self._solver, self._tags, self._tolerance, name)
-        return _with_tangent(self.residual, y, args, config, options)
-
-
-class _Options(eqx.Module):
-    """The options of an `Equation`."""
-
-    solver: Any = eqx.field(static=True)
-    tags: frozenset[object] = eqx.field(static=True)
-    tolerance: float | None = eqx.field(static=True)
-    solve: str = eqx.field(static=True)
+            y, aux = _solution(self.fn, self.fn(*args, **kwargs), self._options)
+            return as_arrays((y, aux) if self._options.has_aux else y)
+        out = call_without_tangents(self.fn, args, kwargs)
+        y, aux = _solution(self.fn, out, self._options)
+        solve = name_of(self.fn)
+        config = _config(self.residual, args, kwargs, solve)
+        # The derivative of whatever is traced: the arguments, and what the residual or a
+        # function among the arguments closes over.
+        template, operands = lift_tracers([self.residual, args, config])
+        if operands:
+            equation = Equation(template, self._options, solve)
+            rules = {"residual": equation.residual, "solver": equation.solver}
+            y = differentiable_solution(y, operands, **rules)
+        return (y, aux) if self._options.has_aux else y
 
 
-def _with_tangent(residual, y, args, config, options):
-    # The derivative of whatever is traced: the arguments, and what the residual or a function
-    # among the arguments closes over.
-    template, operands = lift_tracers([residual, args, config])
-    if not operands:
-        return y
-    equation = Equation(
-        template, options.solver, options.tags, options.tolerance, options.solve
-    )
-    return differentiable_solution(
-        y, operands, residual=equation.residual, solve=equation.solve_tangent
-    )
-
-
-def _checked(fn, out, has_aux):
-    """The output of a solver, which may have been left without a `return`."""
-    is_none = out is None or (has_aux and isinstance(out, tuple) and out[:1] == (None,))
-    if is_none:
+def _solution(fn, out, options):
+    """The solution that a solver returned, which may have been left without a `return`, and
+    what else."""
+    y, aux = out, None
+    if options.has_aux and out is not None:
+        do = "Return `y, aux`, as `has_aux=True` says: the solution and anything else."
+        y, aux = as_pair(out, f"`{name_of(fn)}`", place_of(fn), do)
+    if y is None:
         raise rule_error(
             f"`{name_of(fn)}` returned no solution.",
             "it returned `None`" if out is None else "the first of what it returned is `None`",
             place_of(fn),
             do="Return the solution of the equation: is a `return` missing?",
         )
-    return out
-
-
-def _split_aux(fn, out):
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise rule_error(
-            f"`{name_of(fn)}` did not return a pair, as `has_aux=True` says.",
-            f"it returned {show_tree(out)}",
-            place_of(fn),
-            do="Return `y, aux`: the solution and anything else.",
-        )
-    return out
+    return y, aux
 
 
 def _config(residual, args, kwargs, solve):
     """The keyword-only arguments that the residual has a parameter for."""
-    try:
-        signature = inspect.signature(residual)
-    except ValueError:  # a builtin that does not say
-        return {}
-    parameters = signature.parameters.values()
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    named = {p.name for p in parameters if p.kind != p.POSITIONAL_ONLY}
-    config = {k: v for k, v in kwargs.items() if takes_all or k in named}
-    try:
-        signature.bind(None, *args, **config)
-    except TypeError as mismatch:
+    config, mismatch = accepted_keywords(residual, (None, *args), kwargs)
+    if mismatch:
         raise rule_error(
             f"The residual `{name_of(residual)}` can't be called with the solution and the "
             f"arguments of `{solve}`: {mismatch}.",
@@ -297,8 +242,6 @@ def _config(residual, args, kwargs, solve):
             do="Give it the parameters `(y, *args)`, where `args` are the positional "
             "parameters of the function that it decorates. A first guess, and what else the "
             "solution does not depend on, is a keyword-only parameter of that function.",
-        ) from None
-    return {
-        k: nondifferentiable(v, f"The keyword-only argument `{k}` of `{solve}`")
-        for k, v in config.items()
-    }
+        )
+    what = "The keyword-only argument `{}` of `{}`"
+    return {k: nondifferentiable(v, what.format(k, solve)) for k, v in config.items()}

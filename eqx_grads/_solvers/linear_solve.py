@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._errors import optional_import, rule_error, show_tree
-from .._jaxprs.current_trace import staging_trace
+from .._errors import bad_argument, optional_import, rule_error, show_tree
 from .._jaxprs.diagonal import has_diagonal_jacobian
 from .._jaxprs.varying import vary_alike, varying_axes
-from .._rules.explicit_sharding import distribute_like, explicit_spec, gathered
-from .lost_pivot import has_lost_pivot
+from .._rules.explicit_sharding import explicit_spec
+from .dense_solve import divide, factorize
 from .real_view import RealView, working_dtype
-from .run_time_error import branched_error_if
 
 
 # A dense factorization is more robust, and up to here not slower than an iteration.
@@ -25,18 +23,11 @@ DENSE_UP_TO = 256
 
 def as_tags(tags: Any, user: str) -> frozenset[object]:
     """The `lineax` tags that `user` was given: one, or a collection of them."""
-    several = isinstance(tags, tuple | list | set | frozenset)
-    given = list(tags) if several else [tags]
-    if not given:
-        return frozenset()
-    lx = optional_import("lineax", user)
+    given = list(tags) if isinstance(tags, tuple | list | set | frozenset) else [tags]
     for tag in given:
-        if not isinstance(tag, type(lx.symmetric_tag)):
-            raise rule_error(
-                f"The `tags` of `{user}` are not tags of Lineax.",
-                f"one of them is {tag!r:.60}",
-                do="Give one, such as `lineax.symmetric_tag`, or a tuple of them.",
-            )
+        if not isinstance(tag, type(optional_import("lineax", user).symmetric_tag)):
+            do = "Give one, such as `lineax.symmetric_tag`, or a tuple of them."
+            raise bad_argument(user, "tags", "a tag of Lineax, or several", tag, do)
     return frozenset(given)
 
 
@@ -44,32 +35,28 @@ def check_linear_solver(solver: Any, argument: str, user: str) -> None:
     """Raise if a solver is given that is not one of Lineax."""
     if solver is None:
         return
-    lx = optional_import("lineax", user)
-    if not isinstance(solver, lx.AbstractLinearSolver):
-        raise rule_error(
-            f"The `{argument}` of `{user}` is not a linear solver.",
-            f"it is {solver!r:.60}",
-            do="Give one of Lineax, such as `lineax.GMRES(rtol=1e-5, atol=1e-5)`, or `None`.",
-        )
+    if not isinstance(solver, optional_import("lineax", user).AbstractLinearSolver):
+        do = "Give one of Lineax, such as `lineax.GMRES(rtol=1e-5, atol=1e-5)`, or `None`."
+        raise bad_argument(user, argument, "a linear solver", solver, do)
 
 
-def linear_solve(
+def linear_solver(
     matvec: Callable[[PyTree[Array]], PyTree[Array]],
-    rhs: PyTree[Array],
+    rhs_like: PyTree[Any],
     like: PyTree[Any],
     *,
     solver: Any = None,
     tags: Collection[object] = (),
-    user: str = "linear_solve",
+    user: str,
     of: str = "",
     matrix: str = "The matrix",
-) -> PyTree[Array]:
-    """`x` with `matvec(x) = rhs`.
+) -> Callable[[PyTree[Array]], PyTree[Array]]:
+    """The function that returns `x` with `matvec(x) = rhs`.
 
     - `matvec`: a linear function of trees like `like`. It may close over what is being
         differentiated.
-    - `rhs`, `like`: trees with arrays of floats for leaves, and `None`. Of `like` only shapes
-        and dtypes matter.
+    - `rhs_like`, `like`: trees with arrays of floats for leaves, and `None`. Only shapes
+        and dtypes matter, and how the arrays are distributed over a mesh.
     - `solver`: a `lineax` solver. By default the solver that the tags call for. Without tags, a
         division if the function is seen to be elementwise, LU up to `DENSE_UP_TO` unknowns,
         and GMRES beyond.
@@ -78,65 +65,35 @@ def linear_solve(
         and what the matrix is to the user, for those of a solve that fails.
 
     Differentiable in all modes and orders with respect to `rhs` and to what `matvec` closes
-    over, by the rules of `lineax`. A solve that fails raises when it runs.
+    over. A solve that fails raises when it runs.
     """
+    dtype = working_dtype(rhs_like, like)
+    domain, codomain = RealView(like, dtype), RealView(rhs_like, dtype)
+    n, tags, messages = domain.size, frozenset(tags), _messages(of or user, matrix)
+    if n == 0 or codomain.size == 0:
+        return lambda rhs: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    if solver is None and not tags:
+        if _is_elementwise(matvec, domain, codomain):
+            return divide(matvec, domain, codomain, messages[0])
+        if n <= DENSE_UP_TO:
+            return factorize(matvec, domain, codomain, messages[0])
     lx = optional_import("lineax", user)
-    from .checked_solver import CheckedSolver  # which imports it
-
-    dtype = working_dtype(rhs, like)
-    domain, codomain = RealView(like, dtype), RealView(rhs, dtype)
-    tags = frozenset(tags)
-    _check_tags(lx, tags, like, domain, user)
-    if domain.vector_type.size == 0 or codomain.vector_type.size == 0:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    leaves = jax.tree.leaves((rhs, like))
-    messages = _messages(of or user, matrix)
-    on_mesh = any(varying_axes(x) or any(explicit_spec(x)) for x in leaves)
-    is_small = solver is None and domain.vector_type.size <= DENSE_UP_TO
-    if on_mesh or (is_small and _types_have_meshes()):
-        return _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages)
-    if solver is None and not tags and _is_elementwise(matvec, domain, codomain):
-        ones = domain.from_arrays([jnp.ones(x.shape, x.dtype) for x in domain.types])
-        operator = lx.DiagonalLinearOperator(codomain.to_vector(matvec(ones)))
-        solver = lx.Diagonal(well_posed=True)
-    elif is_small and not tags and staging_trace() is None:
-        # An array and not a function: `lineax` compiles once more for each new function.
-        column = lambda x: codomain.to_vector(matvec(domain.from_vector(x)))
-        columns = jax.vmap(column, out_axes=1)(jnp.eye(domain.vector_type.size, dtype=dtype))
-        operator, solver = lx.MatrixLinearOperator(columns), lx.LU()
-    else:
-        operator = lx.FunctionLinearOperator(
-            lambda x: codomain.to_vector(matvec(domain.from_vector(x))),
-            domain.vector_type,
-            tags=tags,
+    of_entries = {lx.diagonal_tag, lx.tridiagonal_tag}
+    of_entries |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
+    if domain.has_complex and tags & of_entries:
+        raise rule_error(
+            f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
+            "unknowns.",
+            f"the unknowns are {show_tree(like)}",
+            do="A complex unknown is solved for as two real ones. Leave the tag out.",
         )
-        if solver is None:
-            solver = _choose(lx, domain.vector_type.size, tags, dtype)
-    solver = CheckedSolver(solver, *messages)
-    vector = _batched_like(operator, codomain.to_vector(rhs))
-    return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
+    if type(solver) is lx.LU and n == codomain.size:
+        return factorize(matvec, domain, codomain, messages[0])
+    if solver is None and lx.diagonal_tag in tags:
+        return divide(matvec, domain, codomain, messages[0])
+    from .lineax_solver import CheckedSolver  # which imports it
 
-
-def _types_have_meshes() -> bool:
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return any(kind != jax.sharding.AxisType.Auto for kind in kinds)
-
-
-def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages):
-    """Division or LU, by JAX itself. In the types of its operators, Equinox keeps neither the
-    mesh nor which values vary over it, and the gradient of one that does not would be wrong
-    (Equinox 0.13.8, Lineax 0.1.1; no upstream issue was found)."""
-    n = domain.vector_type.size
-    if solver is None:
-        arrays = vary_alike(domain.to_arrays(like), rhs, like)
-        of_arrays = lambda arrays: codomain.to_arrays(matvec(domain.from_arrays(arrays)))
-        if has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(arrays)):
-            diagonal = of_arrays([jnp.ones_like(x) for x in arrays])
-            one = _one_if_regular(diagonal, messages)
-            right = vary_alike(codomain.to_arrays(rhs), rhs, like)
-            quotients = [one * b / d for b, d in zip(right, diagonal, strict=True)]
-            return domain.from_arrays(quotients)
-    if solver is not None or n > DENSE_UP_TO:
+    if any(varying_axes(x) or any(explicit_spec(x)) for x in jax.tree.leaves((rhs_like, like))):
         raise rule_error(
             f"`{user}` can't solve a linear system by `lineax` where the types of arrays say "
             "how they differ between the devices of a mesh.",
@@ -144,27 +101,19 @@ def _solve_on_mesh(matvec, rhs, like, domain, codomain, solver, user, messages):
             do="Pass `check_vma=False` to `jax.shard_map`, or use `jax.sharding.auto_axes` for "
             f"explicit axes; or, for up to {DENSE_UP_TO} unknowns, leave the solver out.",
         )
-    flat = lambda tree: vary_alike([codomain.to_vector(_gathered(tree))], rhs, like)[0]
+    of_vector = lambda x: codomain.to_vector(matvec(domain.from_vector(x)))
+    type_of_vector = jax.ShapeDtypeStruct((n,), dtype)
+    operator = lx.FunctionLinearOperator(of_vector, type_of_vector, tags=tags)
+    tolerance = None
+    if solver is None:
+        solver, tolerance = _choose(lx, n, tags, of_entries, dtype)
+    solver = CheckedSolver(solver, tolerance, messages)
 
-    def column(x):
-        x = jax.tree.map(_sharded_like, domain.from_vector(x), like)
-        leaves, treedef = jax.tree.flatten(x)
-        return flat(matvec(treedef.unflatten(vary_alike(leaves, rhs, like))))
+    def solve(rhs: PyTree[Array]) -> PyTree[Array]:
+        vector = _batched_like(operator, codomain.to_vector(rhs))
+        return domain.from_vector(lx.linear_solve(operator, vector, solver).value)
 
-    columns = jax.vmap(column, out_axes=1)(jnp.eye(n, dtype=domain.vector_type.dtype))
-    factors, order = jax.scipy.linalg.lu_factor(columns)
-    one = _one_if_regular([jnp.diagonal(factors)], messages, has_lost_pivot(factors))
-    solution = jax.scipy.linalg.lu_solve((factors, order), one * flat(rhs))
-    return jax.tree.map(_sharded_like, domain.from_vector(solution), like)
-
-
-def _one_if_regular(pivots, messages, is_lost: Any = False):
-    """One, to multiply the right-hand side by, which may be a tangent; raises when it is
-    computed if a pivot of the matrix is zero, not finite or lost."""
-    pivots = jax.lax.stop_gradient(pivots)
-    are_good = [jnp.all(jnp.isfinite(x) & (x != 0)) for x in pivots]
-    is_singular = ~ft.reduce(jnp.logical_and, are_good) | is_lost
-    return branched_error_if(jnp.ones((), pivots[0].dtype), is_singular, 0, messages[:1])
+    return solve
 
 
 def _messages(user, matrix) -> tuple[str, str]:
@@ -183,22 +132,12 @@ def _messages(user, matrix) -> tuple[str, str]:
     )
 
 
-def _gathered(tree):
-    return jax.tree.map(gathered, tree)
-
-
-def _sharded_like(x, like):
-    return distribute_like(x, like, explicit_spec(like))
-
-
 def _is_elementwise(matvec, domain, codomain) -> bool:
-    if domain.vector_type.size == 1 == codomain.vector_type.size:
+    if domain.size == 1 == codomain.size:
         return True
-
-    def of_arrays(arrays):
-        return codomain.to_arrays(matvec(domain.from_arrays(arrays)))
-
-    return has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(domain.types))
+    of_arrays = lambda arrays: codomain.to_arrays(matvec(domain.from_arrays(arrays)))
+    arrays = vary_alike(domain.to_arrays(domain.like), codomain.like)
+    return has_diagonal_jacobian(jax.make_jaxpr(of_arrays)(arrays))
 
 
 def _batched_like(operator, vector):
@@ -214,33 +153,13 @@ def _batched_like(operator, vector):
     return jax.lax.select(jnp.broadcast_to(predicate, vector.shape), vector, vector)
 
 
-def _choose(lx, n: int, tags: frozenset[object], dtype: Any) -> Any:
-    if lx.diagonal_tag in tags:
-        return lx.Diagonal(well_posed=True)
-    structured = {lx.tridiagonal_tag, lx.lower_triangular_tag, lx.upper_triangular_tag}
-    if n <= DENSE_UP_TO and not tags:
-        return lx.LU()
-    if n <= DENSE_UP_TO or tags & structured:
-        return lx.AutoLinearSolver(well_posed=True)
-    from .relative_tolerance import RelativeTolerance
-
+def _choose(lx, n: int, tags: frozenset[object], of_entries: set[object], dtype: Any) -> Any:
+    """A solver, and the tolerance of an iteration."""
+    if n <= DENSE_UP_TO or tags & of_entries:
+        return lx.AutoLinearSolver(well_posed=True), None
     tolerance = float(jnp.finfo(dtype).eps) ** 0.6
-    definite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
-    if tags & definite:
-        solver = lx.CG(rtol=0.1 * tolerance, atol=0.1 * tolerance)
-    else:
-        # It stops where the residual no longer falls, and not after 20 more cycles.
-        solver = lx.GMRES(rtol=0.1 * tolerance, atol=0.1 * tolerance, stagnation_iters=3)
-    return RelativeTolerance(solver, tolerance)
-
-
-def _check_tags(lx, tags, like, domain, user):
-    shapes = {lx.diagonal_tag, lx.tridiagonal_tag}
-    shapes |= {lx.lower_triangular_tag, lx.upper_triangular_tag}
-    if domain.has_complex and tags & shapes:
-        raise rule_error(
-            f"`{user}` was given a tag that says where the entries of a matrix are, of complex "
-            "unknowns.",
-            f"the unknowns are {show_tree(like)}",
-            do="A complex unknown is solved for as two real ones. Leave the tag out.",
-        )
+    options = {"rtol": 0.1 * tolerance, "atol": 0.1 * tolerance}
+    if tags & {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}:
+        return lx.CG(**options), tolerance
+    # It stops where the residual no longer falls, and not after 20 more cycles.
+    return lx.GMRES(**options, stagnation_iters=3), tolerance

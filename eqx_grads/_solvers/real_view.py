@@ -17,27 +17,21 @@ class RealView:
     """To and from real vectors of this dtype, for trees of these shapes and dtypes."""
 
     def __init__(self, like: PyTree[Any], dtype: np.dtype):
+        self.like = like
+        self.dtype = dtype
         leaves, self._treedef = jax.tree.flatten(like)
         self._dtypes = [x.dtype for x in leaves]
-        self._dtype = dtype
-        self.types = [
-            jax.ShapeDtypeStruct(x.shape, dtype)
-            for x in leaves
-            for _ in range(2 if _is_complex(x.dtype) else 1)
-        ]
-        self._sizes = [math.prod(x.shape) for x in self.types]
-        self.vector_type = jax.ShapeDtypeStruct((sum(self._sizes),), dtype)
-
-    @property
-    def has_complex(self) -> bool:
-        return any(map(_is_complex, self._dtypes))
+        self.has_complex = any(map(_is_complex, self._dtypes))
+        self._shapes = [x.shape for x in leaves for _ in range(1 + _is_complex(x.dtype))]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self.size = sum(self._sizes)
 
     def to_arrays(self, tree: PyTree[Array]) -> list[Array]:
         """The leaves, with the imaginary part after the real part."""
         arrays = []
         for x in jax.tree.leaves(tree):
             parts = (jnp.real(x), jnp.imag(x)) if _is_complex(x.dtype) else (x,)
-            arrays += [part.astype(self._dtype) for part in parts]
+            arrays += [part.astype(self.dtype) for part in parts]
         return arrays
 
     def from_arrays(self, arrays: list[Array]) -> PyTree[Array]:
@@ -55,8 +49,8 @@ class RealView:
 
     def from_vector(self, vector: Float[Array, " n"]) -> PyTree[Array]:
         parts = jnp.split(vector, np.cumsum(self._sizes[:-1]))
-        pairs = zip(parts, self.types, strict=True)
-        return self.from_arrays([x.reshape(t.shape) for x, t in pairs])
+        pairs = zip(parts, self._shapes, strict=True)
+        return self.from_arrays([x.reshape(shape) for x, shape in pairs])
 
 
 def _is_complex(dtype: Any) -> bool:

@@ -26,9 +26,7 @@ def one_if_small(
     matvec: Callable[[PyTree[Array]], PyTree[Array]],
     y: PyTree[Array],
     tolerance: float,
-    name: str,
-    place: str,
-    solve: str,
+    names: tuple[str, str, str],
 ) -> Array:
     """One, to multiply a derivative by; raises when it is computed if `residual` is not small.
 
@@ -36,29 +34,42 @@ def one_if_small(
     of a linear equation does not depend on its solution.
 
     - `matvec`: the derivative of the residual at `y`.
-    - `name`, `place`, `solve`: the residual, where it is defined, and the solver, for the
-        message. The stack of the error may be that of an earlier call, whose program JAX or
-        Equinox kept.
+    - `names`: the residual, where it is defined, and the solver, for the message. The stack of
+        the error may be that of an earlier call, whose program JAX or Equinox kept.
     """
-    change = matvec(jax.tree.map(_direction, y))
-    leaves = jax.tree_util.tree_leaves_with_path(residual)
-    is_large = [
-        ~(_size(r) <= _at_least_rounding(tolerance, r.dtype) * _size(c))
-        for (_, r), c in zip(leaves, jax.tree.leaves(change), strict=True)
-    ]
-    is_large = jnp.stack(is_large)
-    used = [_at_least_rounding(tolerance, r.dtype) for _, r in leaves]
+    change = jax.tree.leaves(matvec(_directions(y)))
+    paths, values = zip(*jax.tree_util.tree_leaves_with_path(residual), strict=True)
+    # Half precision can't do better than some roundings.
+    used = [max(tolerance, 16 * float(jnp.finfo(r.dtype).eps)) for r in values]
+    is_large = _are_large(jax.lax.stop_gradient((values, change)), jnp.asarray(used))
+    name, place, solve = names
     messages = [
-        _message(name, place, solve, show_path(path), tolerance, fraction)
-        for (path, _), fraction in zip(leaves, used, strict=True)
+        f"The residual `{name}` of `{solve}` is not small at the solution.\n"
+        f"  at residual{show_path(path)}: the solution seems to be off by more than "
+        f"{100 * fraction:.3g} % (tolerance={tolerance:g})\n"
+        f"  {place}\n"
+        f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
+        "work in higher precision, see that the residual is the equation that it solves, or "
+        "pass another `tolerance` to `implicit` (`None`: no check)."
+        for path, fraction in zip(paths, used, strict=True)
     ]
     one = jnp.ones((), jnp.float32)
     return branched_error_if(one, jnp.any(is_large), jnp.argmax(is_large), messages)
 
 
-def _at_least_rounding(tolerance, dtype):
-    """Half precision can't do better than some roundings."""
-    return max(tolerance, 16 * float(jnp.finfo(dtype).eps))
+# Compiled, as they are many small operations, which an eager gradient makes one by one.
+@jax.jit
+def _directions(y):
+    return jax.tree.map(_direction, y)
+
+
+@jax.jit
+def _are_large(residual_and_change, tolerances):
+    residual, change = residual_and_change
+    pairs = zip(residual, change, tolerances, strict=True)
+    return jnp.stack(
+        [~(_size(r) <= tol.astype(_size(c).dtype) * _size(c)) for r, c, tol in pairs]
+    )
 
 
 def _direction(x):
@@ -70,18 +81,6 @@ def _direction(x):
 
 
 def _size(x: Array) -> Array:
-    x = jnp.abs(jax.lax.stop_gradient(x))
+    x = jnp.abs(x)
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     return jnp.max(x, initial=0)
-
-
-def _message(name, place, solve, path, tolerance, fraction):
-    return (
-        f"The residual `{name}` of `{solve}` is not small at the solution.\n"
-        f"  at residual{path}: the solution seems to be off by more than "
-        f"{100 * fraction:.3g} % (tolerance={tolerance:g})\n"
-        f"  {place}\n"
-        f"Without a solution there is no implicit derivative. Let `{solve}` do more steps or "
-        "work in higher precision, see that the residual is the equation that it solves, or "
-        "pass another `tolerance` to `implicit` (`None`: no check)."
-    )

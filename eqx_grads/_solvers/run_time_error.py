@@ -32,27 +32,23 @@ def branched_error_if(
         is_error = _not_exported_p.bind(is_error, message=messages[0])
     if not any(map(varying_axes, jax.tree.leaves((x, is_error)))):
         return eqx.branched_error_if(x, is_error, index, messages)
-    if not _raises():
-        one = jnp.where(is_error & (_on_error() == "nan"), jnp.nan, jnp.ones(()))
+    if _raises():
+        index = jnp.where(is_error, index, -1)
+        out, call = jax.ShapeDtypeStruct((), jnp.float32), _Raise(tuple(messages))
+        one = jax.pure_callback(call, out, index, vmap_method="expand_dims")
     else:
-        one = jax.pure_callback(
-            _Raise(tuple(messages)),
-            jax.ShapeDtypeStruct((), jnp.float32),
-            jnp.where(is_error, index, -1),
-            vmap_method="expand_dims",
-        )
+        one = jnp.where(is_error & (_ON_ERROR == "nan"), jnp.nan, jnp.ones(()))
     # The compiler would remove a callback whose result is not used.
     check = lambda x: x * one.astype(x.dtype) if eqx.is_inexact_array(x) else x
     return jax.tree.map(check, x)
 
 
-def _on_error() -> str:
-    """Equinox's setting, which it reads when it is imported."""
-    return os.environ.get("EQX_ON_ERROR", "raise")
+# Equinox's setting, which it reads when it is imported, too.
+_ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
 
 
 def _raises() -> bool:
-    return _on_error() not in ("nan", "off")
+    return _ON_ERROR not in ("nan", "off")
 
 
 @dataclasses.dataclass(frozen=True)

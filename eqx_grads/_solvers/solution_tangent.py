@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs.current_trace import outside_of_linearization
 from .._rules.custom_jvp import custom_jvp
 from .._rules.rule import Rule
 from .._rules.tree_split import TreeSplit
@@ -24,18 +25,18 @@ def differentiable_solution(
     inputs: Sequence[Any],
     *,
     residual: Callable[..., Any],
-    solve: Callable[..., Any],
+    solver: Callable[..., Any],
 ) -> Any:
     """`y`, whose derivative in the arrays `inputs` is that of a solution of
     `residual(y, inputs) = 0`.
 
-    `solve(linear_map, b, unknowns, value)` returns `t_y`, or what it takes for it, and has to
-    be linear in `b`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays of `y`,
-    and `value` is the residual there.
+    `solver(linear_map, unknowns, value)` returns a linear function: `t_y`, or what it takes for
+    it, from `b`. `linear_map` is `R`, a function; `unknowns` are the inexact arrays of `y`, and
+    `value` is the residual there.
     """
     leaves, treedef = jax.tree.flatten(y)
     leaves = _differentiable_solution(
-        leaves, inputs, treedef=treedef, residual=residual, solve=solve
+        leaves, inputs, treedef=treedef, residual=residual, solver=solver
     )
     return jax.tree.unflatten(treedef, leaves)
 
@@ -47,36 +48,37 @@ def differentiable_solution(
 # Reverse mode is its transpose. The solution was computed with constant inputs, and has no
 # tangent of its own.
 @custom_jvp
-def _differentiable_solution(y, inputs, *, treedef, residual, solve):
-    del inputs, treedef, residual, solve
+def _differentiable_solution(y, inputs, *, treedef, residual, solver):
+    del inputs, treedef, residual, solver
     return y
 
 
-def _differentiable_solution_jvp(primals, tangents, *, treedef, residual, solve):
-    _, inputs = primals
-    _, t_inputs = tangents
-    # At a solution that depends on the inputs: the second derivative needs it.
-    y = _differentiable_solution(*primals, treedef=treedef, residual=residual, solve=solve)
-    split, unknowns = TreeSplit.split(jax.tree.unflatten(treedef, y), eqx.is_inexact_array)
+def _differentiable_solution_jvp(primals, tangents, *, treedef, residual, solver):
+    inputs, t_inputs = primals[1], tangents[1]
     live = [i for i, t in enumerate(t_inputs) if t is not None]
-    if not (live and unknowns):
-        return y, [None] * len(y)
+    with outside_of_linearization(jax.tree.leaves(primals)):
+        # At a solution that depends on the inputs: the second derivative needs it.
+        options = {"treedef": treedef, "residual": residual, "solver": solver}
+        y = _differentiable_solution(*primals, **options)
+        split, unknowns = TreeSplit.split(jax.tree.unflatten(treedef, y), eqx.is_inexact_array)
+        if not (live and unknowns):
+            return y, [None] * len(y)
 
-    def equation(unknowns, varying):
-        full = list(inputs)
-        for i, x in zip(live, varying, strict=True):
-            full[i] = x
-        return residual(split.tree(jax.tree.leaves(unknowns)), full)
+        def equation(unknowns, varying):
+            full = list(inputs)
+            for i, x in zip(live, varying, strict=True):
+                full[i] = x
+            return residual(split.tree(jax.tree.leaves(unknowns)), full)
 
-    unknowns = split.dynamic_tree(unknowns)
-    varying, ts = [inputs[i] for i in live], [t_inputs[i] for i in live]
-    _, b = jax.jvp(lambda varying: equation(unknowns, varying), (varying,), (ts,))
-    value, linear_map = jax.linearize(lambda unknowns: equation(unknowns, varying), unknowns)
-    t_y = solve(linear_map, b, unknowns, value)
+        unknowns, varying = split.dynamic_tree(unknowns), [inputs[i] for i in live]
+        value, linear_map = jax.linearize(lambda x: equation(x, varying), unknowns)
+        _, of_inputs = jax.linearize(lambda x: equation(unknowns, x), varying)
+        solve = solver(linear_map, unknowns, value)
+    t_y = solve(of_inputs([t_inputs[i] for i in live]))
     return y, split.without_static().leaves(jax.tree.leaves(t_y))
 
 
-# Linear, as `solve` is: there is nothing to check.
+# Linear, as the solve is: there is nothing to check.
 _rule = Rule(_differentiable_solution_jvp, symbolic_zeros=True, surely_linear=True)
 _differentiable_solution._rules.set_jvp(_rule)
 # The residual may have been traced already, for operands that vary as they do.

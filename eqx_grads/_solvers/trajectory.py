@@ -18,16 +18,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors import check_function, name_of, place_of, rule_error, type_of
 from .._errors.trees import filter_jvp, floating_only, mirrored, unmirror
 from .._rules.closure_convert import ClosureTemplate, lift_tracers
 from .._rules.custom_vjp import custom_vjp
 from .._rules.tree_split import is_array, TreeSplit
 from .._tangent_spaces import (
-    DoesNotFit,
+    fit_leaves,
     is_differentiable,
     is_none,
-    match_leaves,
     shape_of,
     tangent_leaf,
 )
@@ -75,38 +74,23 @@ class VectorField(eqx.Module):
 
     def __call__(self, t: Float[Array, ""], y: PyTree) -> PyTree:
         f = self.closure.fn
-        t_y = mirrored(f(finite(t), unmirror(y)))
         fail = ft.partial(_not_a_rate, f, self.caller)
         leaves, treedef = jax.tree.flatten(y, is_leaf=is_none)
-        rates = match_leaves(t_y, y, "y", fail)
-        for i, (rate, leaf) in enumerate(zip(rates, leaves, strict=True)):
-            try:
-                rates[i] = tangent_leaf(rate, leaf)
-            except DoesNotFit as misfit:
-                paths = jax.tree_util.tree_leaves_with_path(y, is_leaf=is_none)
-                raise fail(
-                    f"at y{show_path(paths[i][0])}: the state is {type_of(leaf)}, "
-                    f"the derivative is {type_of(rate)}",
-                    do=str(misfit),
-                ) from None
-            if rates[i] is None and is_differentiable(leaf):
-                rates[i] = jnp.zeros_like(leaf)
+        t_y = mirrored(f(finite(t), unmirror(y)))
+        rates = fit_leaves(tangent_leaf, "derivative", t_y, y, leaves, "y", fail)
+        is_zero = lambda rate, leaf: rate is None and is_differentiable(leaf)
+        pairs = zip(rates, leaves, strict=True)
+        rates = [jnp.zeros_like(x) if is_zero(rate, x) else rate for rate, x in pairs]
         return jax.tree.unflatten(treedef, rates)
 
 
 def _not_a_rate(f, caller, *where, do):
-    return rule_error(
-        f"`{name_of(f)}`, the `f` of `{caller}`, did not return the derivative of the state "
-        "with respect to time.",
-        *where,
-        place_of(f),
-        do=do,
-    )
+    what = f"`{name_of(f)}`, the `f` of `{caller}`, did not return the derivative of the state "
+    return rule_error(what + "with respect to time.", *where, place_of(f), do=do)
 
 
 def as_time(t: Any, caller: str) -> Float[Array, ""]:
-    is_scalar = is_differentiable(t) and shape_of(t) == ()
-    if is_scalar and not jnp.iscomplexobj(t):
+    if is_differentiable(t) and shape_of(t) == () and not jnp.iscomplexobj(t):
         return jnp.asarray(t)
     raise rule_error(
         f"`{caller}` was given a time that is not one real number.",

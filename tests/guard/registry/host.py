@@ -202,18 +202,6 @@ for _name, _fn, _tolerance in (
         precisions=("float64",),
         **OPTION,
     )
-entry(
-    "host_function: an example",
-    lambda x, y: eqg.host_function(
-        in_numpy,
-        example=(np.ones(3, x.dtype), np.ones(3, y.dtype)),
-        finite_difference="complex",
-    )(x, y=y),
-    X,
-    Y,
-    plain=in_jax,
-    **OPTION,
-)
 
 # ---------------------------------------------------------------- linear maps
 

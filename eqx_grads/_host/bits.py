@@ -30,27 +30,21 @@ def needs_bits(types: Any) -> bool:
 
 
 def bits_type(t: Any) -> Any:
-    if not _is_wide(t):
-        return t
     n = np.dtype(t.dtype).itemsize // _HALF.itemsize
-    return jax.ShapeDtypeStruct((*t.shape, n), _HALF)
+    return jax.ShapeDtypeStruct((*t.shape, n), _HALF) if _is_wide(t) else t
 
 
 def to_bits(x: Any) -> jax.Array:
     """In a JAX program."""
     if not _is_wide(x):
         return x
-    if jnp.iscomplexobj(x):
-        parts = jnp.stack([jnp.real(x), jnp.imag(x)], -1)
-        return jax.lax.bitcast_convert_type(parts, _HALF).reshape(*x.shape, 4)
-    return jax.lax.bitcast_convert_type(x, _HALF)
+    parts = jnp.stack([jnp.real(x), jnp.imag(x)], -1) if jnp.iscomplexobj(x) else x
+    return jax.lax.bitcast_convert_type(parts, _HALF).reshape(bits_type(x).shape)
 
 
 def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    if x.dtype == dtype:
-        return x
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return jax.lax.bitcast_convert_type(x, dtype)
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
     parts = x.reshape(*x.shape[:-1], 2, 2)
     parts = jax.lax.bitcast_convert_type(parts, np.dtype(np.float64))
     return jax.lax.complex(parts[..., 0], parts[..., 1])
@@ -61,9 +55,7 @@ def to_bits_on_host(x: np.ndarray) -> np.ndarray:
 
 
 def from_bits_on_host(x: np.ndarray, dtype: Any) -> np.ndarray:
-    if x.dtype == dtype:
-        return x
-    return np.asarray(x, order="C").view(np.dtype(dtype))[..., 0]
+    return x if x.dtype == dtype else np.asarray(x, order="C").view(np.dtype(dtype))[..., 0]
 
 
 def _is_wide(x: Any) -> bool:

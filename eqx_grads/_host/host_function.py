@@ -9,15 +9,14 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._errors import name_of, place_of, rule_error, type_of
-from .._rules.float_args import as_integer, is_number
+from .._errors import bad_argument, name_of, place_of, rule_error
+from .._rules.float_args import check_count, is_number
 from .._rules.rule import Rule
 from .._rules.wrapper import reduce_by_name, set_metadata, unwrap_method
-from .host_callback import VMAP_METHODS
-from .host_derivative import host_call
-from .host_ops import HostCode
-from .host_residual_cache import ResidualCache
-from .host_spec import check_captures, check_hashable, primal_op
+from .derivative import host_call
+from .host_call import host_call_of, HostCode
+from .host_callback import check_vmap_method
+from .residual_cache import ResidualCache
 
 
 class HostFunction(eqx.Module):
@@ -41,10 +40,8 @@ class HostFunction(eqx.Module):
 
         What the function returned, as JAX arrays of the promised types.
         """
-        op, operands = primal_op(self._code, args, kwargs)
-        check_hashable(op)
-        check_captures(self._code, operands, op.statics)
-        return jax.tree.unflatten(op.out_treedef, host_call(op, operands))
+        call, operands = host_call_of(self._code, args, kwargs)
+        return jax.tree.unflatten(call.out_treedef, host_call(call.op, operands))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else jax.tree_util.Partial(self, instance)
@@ -86,13 +83,7 @@ class HostFunction(eqx.Module):
         """
         if rule is None:
             return ft.partial(self.def_fwd, residuals=residuals, keep=keep)
-        if keep < 0:
-            raise rule_error(
-                "`def_fwd` was told to keep a negative number of residuals.",
-                f"keep={keep}",
-                place_of(rule),
-                do="Give the number of calls whose residuals stay on the host; 0 for none.",
-            )
+        check_count("def_fwd", "keep", keep, 0)
         self._code.fwd = Rule(rule, conventions=_CONVENTIONS)
         self._code.residuals = residuals
         self._code.kept = ResidualCache(keep)
@@ -151,7 +142,6 @@ def host_function(
     fn: Callable[..., Any] | None = None,
     *,
     out: PyTree | Callable[..., PyTree] = None,
-    example: Any = None,
     finite_difference: str | None = None,
     step: PyTree = None,
     max_rule_calls: int = 256,
@@ -210,9 +200,6 @@ def host_function(
         that it has parameters for. Floats that `fn` returns are cast to the precision of
         `out`. An integer, a shape or a dtype is an error: an integer output is
         `jax.ShapeDtypeStruct((), int)`.
-    - `example`: instead of `out`, the tuple of arguments of one call, which is made when the
-        function is first used. (No call is made at zeros or ones, where a solver may fail,
-        or never end.) The shapes of all later calls are those of the example.
     - `finite_difference`: for the modes and the orders of derivative without a rule:
         `"central"` differences, or `"complex"` steps, which are right to rounding, but need a
         real function that computes with complex numbers throughout.
@@ -253,62 +240,42 @@ def host_function(
     `jax.errors.JaxRuntimeError` whose text has the exception and the lines that raised it.
     """
     options = {
+        "vmap_method": vmap_method,
         "out": out,
-        "example": example,
         "finite_difference": finite_difference,
         "step": step,
         "max_rule_calls": max_rule_calls,
-        "vmap_method": vmap_method,
     }
     if fn is None:
         return ft.partial(host_function, **options)
     fn, _ = unwrap_method(fn)
-    _check_options(fn, options)
+    _check_options(fn, **options)
     options["max_rule_calls"] = int(max_rule_calls)
     function = HostFunction(HostCode(fn, **options))
     set_metadata(function, fn)
     return function
 
 
-def _check_options(fn, options) -> None:
-    def fail(what, do):
-        return rule_error(f"`host_function` {what}.", place_of(fn), do=do)
-
-    out, example = options["out"], options["example"]
-    if (out is None) == (example is None):
-        raise fail(
-            f"has to know what `{name_of(fn)}` returns, and was given "
-            + ("neither `out` nor `example`" if out is None else "both `out` and `example`"),
-            "Give `out`: the types, or a function of the arguments that returns them "
-            "(`out=lambda x: x` for those of `x`); or `example`, the arguments of one call.",
+def _check_options(fn, *, out, finite_difference, step, max_rule_calls, vmap_method) -> None:
+    name = "host_function"
+    if out is None:
+        raise rule_error(
+            f"`{name}` has to know what `{name_of(fn)}` returns, and was given no `out`.",
+            place_of(fn),
+            do="Give the types, or a function of the arguments that returns them: "
+            "`out=lambda x: x` for those of `x`; or an array like it, such as what one call of "
+            "the function returns.",
         )
-    if example is not None and not isinstance(example, tuple):
-        raise fail(
-            f"was given an example that is a `{type(example).__name__}`",
-            "Give a tuple, also for a single argument: `example=(x,)`.",
-        )
-    if options["finite_difference"] is not None and not (
-        isinstance(options["finite_difference"], str)
-        and options["finite_difference"] in ("central", "complex")
-    ):
-        raise fail(
-            f"has no finite difference {options['finite_difference']!r}",
-            "Use `'central'` or `'complex'`.",
-        )
-    method = options["vmap_method"]
-    if not isinstance(method, str) or method not in VMAP_METHODS:
-        raise fail(
-            f"has no `vmap_method` {options['vmap_method']!r}",
-            f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
-        )
-    if options["step"] is not None and options["finite_difference"] is None:
-        raise fail("was given a step and no finite difference", "Say `'central'`, too.")
-    for step in jax.tree.leaves(options["step"]):
-        if not is_number(step) or not 0 < step < math.inf:
-            raise fail(f"was given the step {type_of(step)}", "A step is a positive number.")
-    most = as_integer(options["max_rule_calls"])
-    if most is None or most < 0:
-        raise fail(
-            f"was given the `max_rule_calls` {options['max_rule_calls']!r:.60}",
-            "Give a number of calls, an integer.",
-        )
+    differences = "central", "complex"
+    is_known = isinstance(finite_difference, str) and finite_difference in differences
+    if not (is_known or finite_difference is None):
+        do = "Use `'central'` or `'complex'`."
+        raise bad_argument(name, "finite_difference", "known", finite_difference, do)
+    check_vmap_method(name, vmap_method)
+    if step is not None and finite_difference is None:
+        do = "Say `finite_difference='central'`, too."
+        raise bad_argument(name, "step", "of any use without differences", step, do)
+    for x in jax.tree.leaves(step):
+        if not is_number(x) or not 0 < x < math.inf:
+            raise bad_argument(name, "step", "positive", x, "Give a positive number.")
+    check_count(name, "max_rule_calls", max_rule_calls, 0)

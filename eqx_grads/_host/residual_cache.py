@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._rules.closure_convert import Opaque
-from .host_callback import read_only
+from .host_op import read_only
 
 
 class ResidualCache(Opaque):

@@ -1,6 +1,5 @@
 """`linear_host_function`: a linear map that runs on the host, with its adjoint."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_function, name_of, place_of, rule_error, show_path, type_of
+from .._errors import check_function, name_of, rule_error, show_path, type_of
 from .._errors.trees import mirror_of
 from .._jaxprs.varying import vary_alike, varying_types
 from .._rules.adjoint_pair import apply_side, Side
 from .._rules.wrapper import reduce_by_name, set_metadata
-from .host_callback import VMAP_METHODS
-from .host_derivative import host_call, tangent_type
-from .host_ops import HostCode, is_array_leaf, is_inexact, PrimalOp, without_memory
-from .host_spec import check_captures, check_hashable, primal_op
+from .derivative import host_call, tangent_type
+from .host_call import host_call_of, HostCode
+from .host_callback import check_vmap_method
+from .host_op import is_inexact
+from .promised_types import is_array_leaf, without_memory
 
 
 class LinearHostFunction(eqx.Module):
@@ -44,13 +44,32 @@ class LinearHostFunction(eqx.Module):
         """
         _check_inexact(self._matvec, x)
         out = _like if self._matvec.out is None else self._matvec.out
-        op, operands = primal_op(self._matvec, (x, *args), {}, out)
-        check_hashable(op)
-        check_captures(self._matvec, operands, [self._rmatvec.fn, *op.statics])
+        call, operands = host_call_of(self._matvec, (x, *args), {}, out, [self._rmatvec.fn])
         leaves, treedef = jax.tree.flatten(x)
         n = len(leaves)
-        pair = _Pair(op, self._rmatvec, n, treedef, len(args))
-        return jax.tree.unflatten(op.out_treedef, pair.apply(operands[n:], operands[:n]))
+        in_types = call.in_types[:n]
+
+        def matvec(parameters, xs):
+            return host_call(call.op, [*xs, *parameters])
+
+        def rmatvec(parameters, cts):
+            # The transpose is the conjugate of the adjoint of the conjugate.
+            like = without_memory(in_types)
+            (_, *given), _ = call.split.tree([*like, *parameters])
+            ct = jax.tree.unflatten(call.out_treedef, [jnp.conj(ct) for ct in cts])
+            out = mirror_of(treedef, in_types, like)
+            adjoint, operands = host_call_of(self._rmatvec, (ct, *given[: len(args)]), {}, out)
+            return [jnp.conj(x) for x in host_call(adjoint.op, operands)]
+
+        # Inside `shard_map`, the transpose of the cast sums the cotangents of the devices.
+        operands = vary_alike(operands)
+        types_of = lambda types: varying_types(map(tangent_type, types), operands)
+        pair = (
+            Side(self._matvec.name, matvec, types_of(call.out_types)),
+            Side(self._rmatvec.name, rmatvec, types_of(in_types)),
+        )
+        outs = apply_side(*pair, operands[n:], operands[:n])
+        return jax.tree.unflatten(call.out_treedef, outs)
 
     def __reduce__(self):
         return reduce_by_name(self, self._matvec.fn)
@@ -67,52 +86,13 @@ def _like(x, *args):
 def _check_inexact(code: HostCode, x: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not (is_array_leaf(leaf) and is_inexact(jnp.asarray(leaf))):
+            what = f"`{code.name}` is linear in its first argument, which has to be floating "
             raise rule_error(
-                f"`{code.name}` is linear in its first argument, which has to be floating or "
-                "complex.",
+                what + "or complex.",
                 f"at `{code.signature.names[0]}{show_path(path)}`: {type_of(leaf)}",
                 code.place,
                 do="Cast it, or pass it as one of the parameters behind the first argument.",
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """A linear map and its transpose.
-
-    `n` is the number of arrays in the first argument, of structure `treedef`. The arrays behind
-    these are the parameters, residuals of both maps; they are in `n_args` arguments.
-    """
-
-    op: PrimalOp
-    rmatvec: HostCode
-    n: int
-    treedef: Any
-    n_args: int
-
-    def apply(self, parameters, xs):
-        # Inside `shard_map`, the transpose of the cast sums the cotangents of the devices.
-        n = len(parameters)
-        operands = vary_alike([*parameters, *xs])
-        types_of = lambda types: varying_types(map(tangent_type, types), operands)
-        matvec = Side(self.op.name, self._matvec, types_of(self.op.out_types))
-        in_types = types_of(self.op.in_types[: self.n])
-        rmatvec = Side(self.rmatvec.name, self._rmatvec, in_types)
-        return apply_side(matvec, rmatvec, operands[:n], operands[n:])
-
-    def _matvec(self, parameters, xs):
-        return host_call(self.op, [*xs, *parameters])
-
-    def _rmatvec(self, parameters, cts):
-        """The transpose, which is the conjugate of the adjoint of the conjugate."""
-        types = self.op.in_types[: self.n]
-        like = without_memory(types)
-        args, _ = self.op.arguments([*like, *parameters])
-        ct = jax.tree.unflatten(self.op.out_treedef, [jnp.conj(ct) for ct in cts])
-        given = (ct, *args[1 : 1 + self.n_args])
-        out = mirror_of(self.treedef, types, like)
-        adjoint, operands = primal_op(self.rmatvec, given, {}, out)
-        return [jnp.conj(x) for x in host_call(adjoint, operands)]
 
 
 def linear_host_function(
@@ -173,15 +153,10 @@ def linear_host_function(
     """
     check_function(matvec, "matvec", "linear_host_function")
     check_function(rmatvec, "rmatvec", "linear_host_function")
-    if not isinstance(vmap_method, str) or vmap_method not in VMAP_METHODS:
-        raise rule_error(
-            f"`linear_host_function` has no `vmap_method` {vmap_method!r}.",
-            place_of(matvec),
-            do=f"Use one of {', '.join(map(repr, VMAP_METHODS))}.",
-        )
+    check_vmap_method("linear_host_function", vmap_method)
     function = LinearHostFunction(
-        HostCode(matvec, out=out, vmap_method=vmap_method, is_linear=True),
-        HostCode(rmatvec, vmap_method=vmap_method, is_linear=True, adjoint_of=name_of(matvec)),
+        HostCode(matvec, vmap_method, out, is_linear=True),
+        HostCode(rmatvec, vmap_method, is_linear=True, adjoint_of=name_of(matvec)),
     )
     set_metadata(function, matvec)
     return function

@@ -1,0 +1,1 @@
+"""Functions that run on the host, in a JAX program: values, derivatives, residuals."""

@@ -1,0 +1,179 @@
+"""The derivative of a host function: its rules, finite differences, or a Jacobian by basis
+vectors, in both modes and at every order that they allow."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from .._errors import rule_error
+from .._jaxprs.current_trace import outside_of_linearization
+from .._jaxprs.varying import varying_types
+from .._rules.adjoint_pair import apply_side, Side
+from .._rules.custom_jvp import custom_jvp
+from .._rules.rule import Rule
+from .host_call import HostCall
+from .host_callback import call_on_host
+from .host_op import HostOp, inexact, is_complex, is_inexact, Types
+from .jacobian import (
+    basis_op,
+    difference_op,
+    n_columns,
+    n_differences,
+    product,
+    transposed_product,
+)
+from .rules import cotangent_op, forward_op, run_bwd, run_fwd, tangent_op
+
+
+@custom_jvp
+def host_call(op: HostOp, leaves: list[Any]) -> list[jax.Array]:
+    """The outputs of `op`, with its derivative."""
+    return call_on_host(op, leaves)
+
+
+def _host_call_jvp(primals, tangents):
+    op, leaves = primals
+    call, ts = op.call, tangents[1]
+    # The derivative of a forward rule is that of its function. Its residuals have none: second
+    # derivatives are with respect to the arguments, from which residuals are computed.
+    is_call = not op.parts or op.run is run_fwd
+    function = call.op if is_call else op
+    with outside_of_linearization(leaves):
+        run = forward_op(call) if is_call and call.code.fwd is not None else op
+        values = host_call(run, leaves)
+    live = tuple(i for i, t in enumerate(ts) if t is not None)
+    for i in live:
+        if call.n_args <= i < len(call.in_types):
+            raise rule_error(
+                f"`{call.name}` was differentiated with respect to a keyword-only argument.",
+                f"at {call.in_path(i)}",
+                call.place,
+                do="Keyword-only arguments are configuration. Make it a positional parameter "
+                "to give it a derivative, or pass `jax.lax.stop_gradient` of it.",
+            )
+    n = len(function.out_types)
+    t_live = iter(_tangents(function, live, [*leaves, *values[n:]], [ts[i] for i in live]))
+    t_out = [next(t_live) if is_inexact(t) else None for t in function.out_types]
+    n = len(op.out_types)
+    return values[:n], t_out + [None] * (n - len(t_out))
+
+
+# Linear by construction, so that nothing need be traced to see it.
+host_call._rules.set_jvp(Rule(_host_call_jvp, symbolic_zeros=True, surely_linear=True))
+
+
+def _tangents(op: HostOp, live: tuple[int, ...], operands, ts) -> list[Any]:
+    """The tangents of the inexact outputs of `op`, with a transpose that may be transposed
+    again. `operands` are the inputs of `op`, and residuals behind them."""
+    call, code, n = op.call, op.call.code, len(op.in_types)
+    sources, targets = tuple(op.in_types[i] for i in live), inexact(op.out_types)
+    has_rules = not op.parts
+    push = tangent_op(call, live) if has_rules and code.jvp is not None else None
+    pull = cotangent_op(call, live) if has_rules and code.bwd is not None else None
+    differences = None
+    if code.finite_difference is not None:
+        differences = _difference_op(op, live, sources, targets)
+    elif push is None and pull is None:
+        raise _no_derivative(op)
+
+    def forward(operands, ts):
+        if push is not None:
+            return host_call(push, [*operands[:n], *ts])
+        if differences is not None:
+            return product(host_call(differences, operands[:n]), targets, ts)
+        columns = host_call(_basis_op(pull, targets, "forward", "def_jvp"), operands)
+        return transposed_product(columns, targets, sources, ts)
+
+    def backward(operands, cts):
+        if pull is not None:
+            return host_call(pull, [*operands, *cts])
+        columns_op = differences or _basis_op(push, sources, "reverse", "def_bwd")
+        columns = host_call(columns_op, operands[:n])
+        return transposed_product(columns, sources, targets, cts)
+
+    types_of = lambda types: varying_types(map(tangent_type, types), operands, ts)
+    ways = Side(op.name, forward, types_of(targets)), Side(op.name, backward, types_of(sources))
+    return apply_side(*ways, operands, ts)
+
+
+def tangent_type(t: Any) -> ShapedArray:
+    return ShapedArray(t.shape, t.dtype)
+
+
+def _difference_op(op: HostOp, live, sources, targets) -> HostOp:
+    call = op.call
+    if op.run is run_bwd:
+        op = cotangent_op(call, op.parts[1], recompute=True)
+    if call.code.finite_difference == "complex" and not op.parts:
+        if any(map(is_complex, (*sources, *targets))):
+            raise rule_error(
+                f"`{call.name}` has complex arguments or outputs, and complex steps were asked "
+                "for.",
+                call.place,
+                do="Use `finite_difference='central'`, or give a rule.",
+            )
+        return difference_op(op, live, (None,) * len(live))
+    n = n_differences(op)
+    return difference_op(op, live, tuple(_step(call, n, i, op.in_types[i]) for i in live))
+
+
+def _step(call: HostCall, n: int, i: int, t: jax.ShapeDtypeStruct) -> float:
+    r"""The relative step of a central difference.
+
+    If the relative error of the function is $\epsilon$, that of the difference is least, and
+    about $\epsilon^{2/3}$, at a step of about $\epsilon^{1/3}$. This is the error of what the
+    next difference is taken of.
+    """
+    given = call.steps[i] if i < len(call.steps) else None
+    step = float(jnp.finfo(t.dtype).eps) ** (1 / 3) if given is None else given
+    return step ** ((2 / 3) ** n)
+
+
+def _basis_op(op: Any, types: Types, mode: str, missing: str) -> HostOp:
+    """The columns of the rule for the other mode."""
+    n, call = n_columns(types), op.call
+    if n > call.code.max_rule_calls:
+        raise rule_error(
+            f"`{call.name}` was differentiated in {mode} mode, and has no rule for it.",
+            f"the Jacobian takes {n} calls of the rule `{op.name}`; `max_rule_calls` is "
+            f"{call.code.max_rule_calls}",
+            op.place,
+            do=f"Give a rule with `@{call.name}.{missing}`, or `finite_difference='central'`, "
+            "or a larger `max_rule_calls`.",
+        )
+    return basis_op(op, types)
+
+
+def _no_derivative(op: HostOp):
+    call, code = op.call, op.call.code
+    if code.is_linear:
+        what = f"The linear host function `{call.name}`"
+        if code.adjoint_of:
+            what = (
+                f"The adjoint `{call.name}` of `{code.adjoint_of}`, which reverse mode calls,"
+            )
+        what += " was differentiated with respect to a parameter: it is linear in its first "
+        what += "argument, and the others have no derivative."
+        do = "Pass `jax.lax.stop_gradient` of the parameter; or use `eqx_grads.host_function`, "
+        do += f"or write the derivative with `eqx_grads.custom_jvp`. {_LINEAR_SOLVE}"
+    elif not op.parts:
+        what = f"`{call.name}` was differentiated, and has no derivative."
+        do = "It runs on the host, where JAX can't see it. Give a rule with "
+        do += f"`@{call.name}.def_bwd` or `@{call.name}.def_jvp`, or "
+        do += "`finite_difference='central'`; or pass `jax.lax.stop_gradient` of its arguments."
+    else:
+        what = f"The rule `{op.name}` of `{call.name}` was differentiated: a second derivative "
+        what += f"of `{call.name}` was asked for."
+        do = "The rule runs on the host, where JAX can't see it. With "
+        do += "`finite_difference='central'` its derivative is taken by differences. Or write "
+        do += "the rule in JAX, and call host functions in it that have derivatives of their "
+        do += f"own. {_LINEAR_SOLVE}"
+    return rule_error(what, op.place, do=do)
+
+
+_LINEAR_SOLVE = (
+    "For the solution of a linear system, `jax.lax.custom_linear_solve` around a host function "
+    'has all derivatives: see "A sparse solve" in the guide "Host code".'
+)

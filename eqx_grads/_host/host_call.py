@@ -1,0 +1,227 @@
+"""A call of a host function: the trees of its arguments and of its output, made flat."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from .._errors import name_of, place_of, rule_error, show_path, show_tree, type_of
+from .._errors.trees import leaf_paths, prefix_leaves
+from .._jaxprs.current_trace import is_eager
+from .._rules.closure_convert import check_no_tracers, Opaque
+from .._rules.float_args import is_key_array
+from .._rules.rule import Rule
+from .._rules.signature import Signature
+from .._rules.tree_split import TreeSplit
+from .host_op import HostOp, Types
+from .promised_types import is_array_leaf, promised_types, without_memory
+from .residual_cache import ResidualCache
+
+
+@dataclasses.dataclass(eq=False)
+class HostCode(Opaque):
+    """The user's function, its options and its rules. Static data for JAX: compared by
+    identity. A rule may be given, or replaced, at any time.
+
+    - `is_linear`: in its first argument, which has its derivative elsewhere.
+    - `adjoint_of`: the name of the map of which this is the adjoint.
+    - `residuals`: what `def_fwd` was told of them.
+    """
+
+    fn: Callable[..., Any]
+    vmap_method: str
+    out: Any = None
+    finite_difference: str | None = None
+    step: Any = None
+    max_rule_calls: int = 0
+    is_linear: bool = False
+    adjoint_of: str = ""
+    fwd: Rule | None = None
+    bwd: Rule | None = None
+    jvp: Rule | None = None
+    residuals: Any = None
+    kept: ResidualCache = dataclasses.field(default_factory=lambda: ResidualCache(0))
+
+    def __post_init__(self):
+        self.name, self.place = name_of(self.fn), place_of(self.fn)
+        self.signature = Signature(self.fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCall(Opaque):
+    """A call of the user's function.
+
+    - `split`: the tree `(args, kwargs)` without its arrays; `tree`: what it is compared by.
+        `args` are all positional arguments, those left at their default too, as rules are given
+        them. The function is called with the first `n_given`, those that the caller gave.
+    - `n_args`: how many of the arrays are in `args`, and can be differentiated.
+    - `steps`: the relative step of each array that was given, for differences.
+    """
+
+    code: HostCode
+    split: TreeSplit = dataclasses.field(compare=False)
+    tree: tuple[Any, ...]
+    n_given: int
+    n_args: int
+    in_types: Types
+    steps: tuple[float | None, ...] = ()
+    out_treedef: Any = None
+    out_types: Types = ()
+
+    @property
+    def name(self) -> str:
+        return self.code.name
+
+    @property
+    def place(self) -> str:
+        return self.code.place
+
+    @property
+    def given_types(self) -> Types:
+        """The types of the arrays that the caller gave."""
+        return self.in_types[: len(self.steps)] + self.in_types[self.n_args :]
+
+    @ft.cached_property
+    def op(self) -> HostOp:
+        """The function, of flat arrays."""
+        types = self.in_types, self.out_types
+        return HostOp(_run, self, (), self.code, *types, self.out_path)
+
+    def flat_out(self, op: HostOp, out: Any) -> list[Any]:
+        """The leaves of the output that `op` returned: the function, or a rule for it."""
+        return op.leaves(out, self.out_treedef, self.out_types, "", "`out`")
+
+    def out_path(self, i: int) -> str:
+        return "out" + show_path(leaf_paths(self.out_treedef)[i])
+
+    def in_path(self, i: int) -> str:
+        """Array number `i`, as the user would write it."""
+        part, first, *rest = self.split.path(self.split.indices[i])
+        name = first.key if part.idx else self.code.signature.names[first.idx]
+        return f"`{name}{show_path(tuple(rest))}`"
+
+    def types(self) -> Any:
+        """`args` and `kwargs` as the caller gave them, with types instead of the arrays."""
+        like = without_memory(self.in_types)
+        args, kwargs = self.split.mirror(self.in_types, arrays=like)
+        return args[: self.n_given], kwargs
+
+    def rule_arguments(self, arrays: Sequence[Any], rule: Rule) -> Any:
+        """`args` and `kwargs` as a rule is given them, with these arrays. Default values of
+        keyword-only arguments are given if the rule has a parameter for them, as for the rules
+        of `custom_vjp`."""
+        args, kwargs = self.split.tree(arrays)
+        args, kwargs, filled = self.code.signature.bind(args, kwargs, False)
+        return args, rule.keywords(kwargs, filled)
+
+    @property
+    def names(self) -> list[str]:
+        """The positional arguments that a rule is given."""
+        n = len(self.split.treedef.children()[0].children())
+        return [self.code.signature.names[i] for i in range(n)]
+
+    def tangents(self, ts: Sequence[Any]) -> Any:
+        """A tree like `args` with `ts` for its arrays, and `None` elsewhere."""
+        return self.split.dynamic_tree(self._of_args(ts))[0]
+
+    def flags(self, flags: Sequence[bool], arrays: Sequence[Any]) -> Any:
+        """As `tangents`, with bools; `arrays` are those of all arguments."""
+        nothing = [None] * len(self.split.static)
+        return self.split.mirror(self._of_args(flags), nothing, arrays)[0]
+
+    def _of_args(self, values):
+        return [*values, *[None] * (len(self.in_types) - self.n_args)]
+
+
+def _run(op, arrays):
+    call = op.call
+    args, kwargs = call.split.tree(arrays)
+    return call.flat_out(op, call.code.fn(*args[: call.n_given], **kwargs))
+
+
+def host_call_of(
+    code: HostCode, args: Any, kwargs: Any, out: Any = None, others: Sequence[Any] = ()
+) -> tuple[HostCall, list[jax.Array]]:
+    """A call of the user's function, and its operands. `out` replaces what was promised.
+
+    Raises if the call can't be static data of a program; so may `others` not.
+    """
+    # What the caller gave: who promises the type of `np.cumsum(x)` need not know of its `axis`.
+    given, kwargs, filled = code.signature.bind(args, kwargs, False)
+    kwargs = {name: x for name, x in kwargs.items() if name not in filled}
+    args, _, _ = code.signature.bind(given, kwargs, True)
+    split, operands = TreeSplit.split((args, kwargs), is_array_leaf)
+    call = HostCall(
+        code,
+        split,
+        (split.treedef, tuple(split.static)),
+        len(given),
+        sum(map(is_array_leaf, jax.tree.leaves(args))),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands),
+        _steps(code, given),
+    )
+    for i, x in enumerate(operands):
+        if is_key_array(x):
+            raise rule_error(
+                f"`{call.name}` runs on the host, and was given a random key.",
+                f"at {call.in_path(i)}: {type_of(x)}",
+                call.place,
+                do="Pass `jax.random.key_data(key)`, an array of integers.",
+            )
+    _check_static(call, operands, others)
+    spec = code.out if out is None else out
+    types, out_treedef = promised_types(spec, "out", code, *call.types())
+    return dataclasses.replace(call, out_types=types, out_treedef=out_treedef), operands
+
+
+def _check_static(call: HostCall, operands, others) -> None:
+    code = call.code
+    for i, x in enumerate(call.split.static):
+        try:
+            hash(x)
+        except TypeError:
+            raise rule_error(
+                f"`{call.name}` was given an argument that is no array and has no hash.",
+                f"at argument {show_path(call.split.path(i)[1:])}: {type_of(x)}",
+                call.place,
+                do="JAX keeps compiled programs by what is static in them. Pass arrays, or "
+                "give the object's class `__hash__` and `__eq__`. Of a sparse matrix of SciPy, "
+                'pass the entries, and build it on the host: see "A sparse solve" in the guide '
+                '"Host code".',
+            ) from None
+    if is_eager() and not any(isinstance(x, Tracer) for x in operands):
+        return
+    rules = [rule.fn for rule in (code.fwd, code.bwd, code.jvp) if rule is not None]
+
+    def fail(i, name):
+        return rule_error(
+            f"`{call.name}` runs on the host, and closes over a traced value.",
+            f"at {name}",
+            call.place,
+            do="Pass the value as an argument: then the function is given its NumPy array, "
+            "and has a derivative with respect to it.",
+        )
+
+    check_no_tracers([code.fn, *rules, *others, *call.split.static], fail)
+
+
+def _steps(code: HostCode, args) -> tuple[float | None, ...]:
+    """The relative step of each array among the positional arguments."""
+    is_leaf = lambda x: x is None or isinstance(x, float | int)
+    step = (code.step,) * len(args) if is_leaf(code.step) else code.step
+    try:
+        steps = prefix_leaves(tuple(step), tuple(args), is_leaf)
+    except (ValueError, TypeError) as error:
+        raise rule_error(
+            f"`step` of `{code.name}` does not fit the arguments.",
+            f"the steps are {show_tree(step)}",
+            f"the arguments are {show_tree(args)}",
+            code.place,
+            do="Give one number, or a tuple with one entry for each argument: a number or "
+            "`None` for all of it, or a tree of them.",
+        ) from error
+    leaves = zip(steps, jax.tree.leaves(tuple(args)), strict=True)
+    return tuple(step for step, x in leaves if is_array_leaf(x))

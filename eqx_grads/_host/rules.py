@@ -1,0 +1,192 @@
+"""The rules of a host function as functions of flat arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import as_pair, rule_error, RuleError, show_path, show_tree
+from .._errors.trees import leaf_paths
+from .._rules.rule import advice_on_cotangents
+from .._tangent_spaces import broadcasts_to, is_none, match_leaves, sum_dtype
+from .host_call import HostCall
+from .host_op import HostOp, inexact, is_complex, is_inexact, read_only
+from .promised_types import is_array_leaf, promised_types
+from .residual_cache import digest_key
+
+
+def forward_op(call: HostCall) -> HostOp:
+    """The forward rule: the outputs, then the residuals that are passed through (their
+    structure is `None` if they stay on the host)."""
+    treedef, types = None, ()
+    if call.code.residuals is not None:
+        args = call.types()
+        types, treedef = promised_types(call.code.residuals, "residuals", call.code, *args)
+    n = len(call.out_types)
+    residual = lambda i: "residuals" + show_path(leaf_paths(treedef)[i])
+    out_path = lambda i: call.out_path(i) if i < n else residual(i - n)
+    out_types = call.out_types + types
+    parts = (treedef, types)
+    return HostOp(run_fwd, call, parts, call.code.fwd, call.in_types, out_types, out_path)
+
+
+def run_fwd(op, leaves):
+    call, (treedef, types) = op.call, op.parts
+    out, residuals = _forward(op, leaves)
+    flat = call.flat_out(op, out)
+    if treedef is None:
+        call.code.kept.put(digest_key(call, leaves), residuals)
+        return flat
+    option = "`def_fwd(residuals=...)`, or leave that out: then the residuals may be anything"
+    return [*flat, *op.leaves(residuals, treedef, types, "residuals of ", option)]
+
+
+def _forward(op, leaves) -> tuple[Any, Any]:
+    args, kwargs = op.call.rule_arguments(leaves, op.source)
+    do = "Return `out, residuals`: the value, and what the backward rule needs."
+    return as_pair(op.source(*args, **kwargs), f"The rule {op.described}", op.place, do)
+
+
+def tangent_op(call: HostCall, live: tuple[int, ...]) -> HostOp:
+    """The rule of `def_jvp`. Its inputs are the inputs of the function, then the tangents of
+    the inputs `live`. Its outputs are the tangents of the inexact outputs."""
+    places = [i for i, t in enumerate(call.out_types) if is_inexact(t)]
+    return HostOp(
+        run_jvp,
+        call,
+        (live,),
+        call.code.jvp,
+        call.in_types + tuple(call.in_types[i] for i in live),
+        inexact(call.out_types),
+        lambda i: "the tangent of " + call.out_path(places[i]),
+    )
+
+
+def run_jvp(op, leaves):
+    call, rule, n = op.call, op.source, len(op.call.in_types)
+    primals, given = list(leaves[:n]), dict(zip(op.parts[0], leaves[n:], strict=True))
+    zero = lambda x: read_only(np.zeros_like(x)) if is_inexact(x) else None
+    ts = [given.get(i, zero(x)) for i, x in enumerate(primals[: call.n_args])]
+    args, kwargs = call.rule_arguments(primals, rule)
+    try:
+        result = rule.of_tangents(args, call.tangents(ts), **kwargs)
+    except ValueError as error:
+        rule.note_defaults(error, "`primals` and `tangents`", call.names)
+        raise
+    do = "Return `out, t_out`: the value and its tangent."
+    value, tangent = as_pair(result, f"The rule {op.described}", op.place, do)
+    call.flat_out(op, value)
+    fail = _misfit(op, "a tangent that does not have the structure of its output")
+    matched = match_leaves(tangent, value, "out", fail)
+    leaves_out = jax.tree.leaves(value, is_leaf=is_none)
+    t_out = [t for t, x in zip(matched, leaves_out, strict=True) if x is not None]
+    pairs = [p for p in zip(t_out, call.out_types, strict=True) if is_inexact(p[1])]
+    zeros = lambda t: np.zeros(op.batch(leaves) + t.shape, t.dtype)
+    return [zeros(t) if t_leaf is None else t_leaf for t_leaf, t in pairs]
+
+
+def cotangent_op(call: HostCall, live: tuple[int, ...], recompute: bool = False) -> HostOp:
+    """The rule of `def_bwd`. Its inputs are the inputs of the function, then the residuals that
+    JAX kept, then the cotangents of the inexact outputs. Its outputs are the cotangents of the
+    inputs `live`.
+
+    With `recompute`, the op computes the residuals again. Then the op depends on the arguments
+    only, and its differences are its derivative.
+    """
+    forward = None if call.code.fwd is None else forward_op(call)
+    residual_types = () if forward is None else forward.parts[1]
+    return HostOp(
+        run_bwd,
+        call,
+        (forward, live, recompute),
+        call.code.bwd,
+        call.in_types + residual_types + inexact(call.out_types),
+        tuple(call.in_types[i] for i in live),
+        lambda i: "the cotangent of " + call.in_path(live[i]),
+    )
+
+
+def run_bwd(op, leaves):
+    call, rule, (forward, live, _) = op.call, op.source, op.parts
+    n = len(call.in_types)
+    m = len(leaves) - len(inexact(call.out_types))
+    primals, cts = list(leaves[:n]), iter(leaves[m:])
+    ct = [next(cts) if is_inexact(t) else None for t in call.out_types]
+    ct = jax.tree.unflatten(call.out_treedef, ct)
+    args, kwargs = call.rule_arguments(primals, rule)
+    residuals = args if forward is None else _residuals(op, primals, leaves[n:m])
+    if "perturbed" in rule.keyword_only:
+        flags = [i in live for i in range(call.n_args)]
+        kwargs = {"perturbed": call.flags(flags, primals), **kwargs}
+    try:
+        result = rule.of_tangents(residuals, ct, **rule.asked_for(kwargs))
+    except ValueError as error:
+        if forward is None:  # the residuals are the arguments
+            rule.note_defaults(error, "`residuals`", call.names)
+        raise
+    cts = _flat_cotangents(op, result, args)
+    return [_fit(op, k, cts[i], leaves) for k, i in enumerate(live)]
+
+
+def _residuals(op, primals, passed):
+    forward, _, recompute = op.parts
+    compute = lambda: _forward(forward, primals)[1]
+    if recompute:  # at another point each time, so that nothing is kept
+        return compute()
+    if forward.parts[0] is not None:
+        return jax.tree.unflatten(forward.parts[0], passed)
+    return op.call.code.kept.get(digest_key(op.call, primals), compute)
+
+
+def _flat_cotangents(op, result, args) -> list[Any]:
+    """The cotangents of the arrays among the arguments."""
+    if not isinstance(result, tuple | list) or len(result) != len(args):
+        names = ", ".join(f"`{name}`" for name in op.call.names)
+        raise rule_error(
+            f"The backward rule {op.described} did not return one cotangent for each argument.",
+            f"`{op.call.name}` has {len(args)}: {names}",
+            f"the rule returned {show_tree(result)}",
+            op.place,
+            do=advice_on_cotangents(result),
+        )
+    fail = _misfit(op, "a cotangent that does not have the structure of its argument")
+    cts = []
+    for ct, arg, name in zip(result, args, op.call.names, strict=True):
+        leaves = jax.tree.leaves(arg, is_leaf=is_none)
+        matched = match_leaves(ct, arg, name, fail)
+        cts.extend(c for c, x in zip(matched, leaves, strict=True) if is_array_leaf(x))
+    return cts
+
+
+def _fit(op, i, ct, leaves):
+    t, batch = op.out_types[i], op.batch(leaves)
+    if ct is None:
+        return np.zeros(batch + t.shape, t.dtype)
+    do = "Return a cotangent of the shape of its argument, or of one that the argument "
+    do += "broadcasts to. Did a sum drop an axis, or is a transpose missing?"
+    ct = op.fitted(i, _summed(np.asarray(ct), batch, t.shape), leaves, do)
+    # The cotangent of a real value is real, as in all rules of this library.
+    return np.real(ct) if np.iscomplexobj(ct) and not is_complex(t) else ct
+
+
+def _summed(ct: np.ndarray, batch: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """A cotangent summed over the axes that its argument was broadcast over. The axes of `vmap`
+    are in front of these, unless the cotangent is already as it should be."""
+    own = ct.shape[len(batch) :]
+    if ct.shape[ct.ndim - len(shape) :] == shape and ct.ndim <= len(batch) + len(shape):
+        return ct
+    if not broadcasts_to(shape, own) or not is_inexact(ct):
+        return ct
+    padded = (1,) * (len(own) - len(shape)) + tuple(shape)
+    pairs = enumerate(zip(padded, own, strict=True), len(batch))
+    axes = tuple(i for i, (p, n) in pairs if p != n)
+    total = np.sum(ct, axes, dtype=sum_dtype(ct.dtype), keepdims=True).astype(ct.dtype)
+    return total.reshape((*ct.shape[: len(batch)], *shape))
+
+
+def _misfit(op, what) -> Callable[..., RuleError]:
+    def fail(*where, do):
+        return rule_error(f"The rule {op.described} returned {what}.", *where, op.place, do=do)
+
+    return fail
