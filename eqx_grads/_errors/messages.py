@@ -52,6 +52,18 @@ def rule_error(what: str, *where: str, do: str) -> RuleError:
     return RuleError("\n".join([what, *("  " + line for line in where), do]))
 
 
+def is_pair(result: Any) -> bool:
+    return isinstance(result, tuple | list) and len(result) == 2
+
+
+def pair_of(result: Any, what: str, place: str, do: str) -> Sequence[Any]:
+    """The pair that `what`, a function of the user, returned, or an error."""
+    if is_pair(result):
+        return result
+    returned = f"it returned {show_tree(result)}"
+    raise rule_error(f"{what} did not return a pair.", returned, place, do=do)
+
+
 def check_function(fn: Any, argument: str, caller: str) -> None:
     """Raise an error if an argument of a public function is not a function."""
     if not callable(fn):

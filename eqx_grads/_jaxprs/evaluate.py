@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .current_trace import is_eager
+from .operands import at, restricted
 from .structure import (
     Call,
     CallWithRule,
@@ -46,30 +47,12 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def restricted(
-    fn: Callable[..., Any], operands: Sequence[Any], indices: Sequence[int]
-) -> Callable[..., Any]:
-    """The function of the operands with these indices. The other operands keep their values."""
-
-    def function(*xs):
-        full = list(operands)
-        for i, x in zip(indices, xs, strict=True):
-            full[i] = x
-        return fn(*full)
-
-    return function
-
-
 def function_of(
     eqn: Any, values: Sequence[Any], indices: Sequence[int], outs: Sequence[int]
 ) -> Callable[..., list[Any]]:
     """What an equation computes, as a function of some of its operands: its outputs `outs`."""
 
-    def outputs(*values):
-        results = bind(eqn, values)
-        return [results[i] for i in outs]
-
-    return restricted(outputs, values, indices)
+    return restricted(lambda *xs: at(bind(eqn, xs), outs), values, indices)
 
 
 def evaluate(

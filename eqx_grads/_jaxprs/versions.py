@@ -8,7 +8,7 @@ import contextvars
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -53,14 +53,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     return (counts[0], counts[1]) if fits else None
 
 
-class CheckpointParams(NamedTuple):
-    jaxpr: Any
-    policy: Any
-    prevent_cse: bool
-
-
-def checkpoint_params(eqn: Any) -> CheckpointParams | None:
-    """The parameters of a `jax.checkpoint`, or `None` for any other equation.
+def checkpoint_params(eqn: Any) -> tuple[tuple[ClosedJaxpr], Any, bool] | None:
+    """The program, `policy` and `prevent_cse` of a `jax.checkpoint`, or `None` for any other
+    equation.
 
     With the flag `jax_remat3`, a `jax.checkpoint` is an object in the parameter `_prim`, not a
     primitive. When the flag is the default in the oldest version, delete the first case. When
@@ -68,10 +63,10 @@ def checkpoint_params(eqn: Any) -> CheckpointParams | None:
     """
     if eqn.primitive.name == "remat2":
         params = eqn.params
-        return CheckpointParams(params["jaxpr"], params["policy"], params["prevent_cse"])
+        return (as_closed(params["jaxpr"]),), params["policy"], params["prevent_cse"]
     remat = eqn.params.get("_prim")
     if hasattr(remat, "policy") and is_jaxpr(getattr(remat, "jaxpr", None)):
-        return CheckpointParams(remat.jaxpr, remat.policy, getattr(remat, "prevent_cse", True))
+        return (as_closed(remat.jaxpr),), remat.policy, getattr(remat, "prevent_cse", True)
     return None
 
 

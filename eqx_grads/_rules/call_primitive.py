@@ -11,6 +11,7 @@ is that of the function, not of the rule. A `jax.custom_vjp` has no forward mode
 import contextlib
 import contextvars
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Iterator, Sequence
 from types import CellType, FunctionType
@@ -24,11 +25,12 @@ from jax.interpreters import ad, batching, mlir
 from .._errors import code_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
-from .._jaxprs.operands import at, fill
-from .._jaxprs.structure import CallWithRule, program_of_call, register
+from .._jaxprs.operands import at, fill, flagged
+from .._jaxprs.structure import CallWithRule, read_call, register
 from .._tangent_spaces import is_differentiable
 from .batched_call import batched_call
-from .call_record import Call, no_vmap_rule
+from .call_record import Call, no_vmap_rule, with_batch_in_front
+from .linear_primitive import transpose_of
 from .rule import try_to_trace
 
 
@@ -192,38 +194,25 @@ def _transpose(cts, *operands, call, call_jaxpr, n_consts):
     The derivative of a linear function is the same everywhere. So the rules run at zero, the
     one point that is known here.
     """
-    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    types = [operands[i].aval for i in linear]
+    linear = flagged(map(ad.is_undefined_primal, operands))
     if any(i < n_consts for i in linear):
         raise _closed_over(call)
-    _check_linear(call, call_jaxpr, operands, used)
-    zeros = dict(zip(linear, map(ad.zeros_like_aval, types), strict=True))
-    primals = [zeros.get(i, x) for i, x in enumerate(operands)]
+    _check_linear(call, call_jaxpr, operands, flagged(type(ct) is not ad.Zero for ct in cts))
+    zeros = [ad.zeros_like_aval(operands[i].aval) for i in linear]
+    primals = fill(operands, linear, zeros)[n_consts:]
 
-    def derivative(*ts):
-        tangents: list[Any] = [None] * len(operands)
-        for i, t in zip(linear, ts, strict=True):
-            tangents[i] = t
-        out, t_out = call.jvp(primals[n_consts:], tangents[n_consts:])
-        return [jnp.zeros_like(out[i]) if t_out[i] is None else t_out[i] for i in used]
-
-    def function(*xs):
-        full = [*operands]
-        for i, x in zip(linear, xs, strict=True):
-            full[i] = x
-        out = _impl(*full, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
-        return [out[i] for i in used]
+    def derivative(*xs):
+        tangents = [x if i in linear else None for i, x in enumerate(xs)]
+        out, t_out = call.jvp(primals, tangents[n_consts:])
+        pairs = zip(out, t_out, strict=True)
+        return [jnp.zeros_like(x) if t is None else t for x, t in pairs]
 
     # A forward rule may apply its own function to its tangents, and then says nothing of the
     # transpose.
-    linear_map = function if call.rules_key in _transposed.get() else derivative
+    function = ft.partial(_impl, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
+    run = function if call.rules_key in _transposed.get() else derivative
     with _noted(call, _transposed):
-        ct_linear = jax.linear_transpose(linear_map, *types)([cts[i] for i in used])
-    ct_operands: list[Any] = [None] * len(operands)
-    for i, ct in zip(linear, ct_linear, strict=True):
-        ct_operands[i] = ct
-    return ct_operands
+        return transpose_of(run, operands, cts)
 
 
 def _check_linear(call, call_jaxpr, operands, used):
@@ -234,10 +223,8 @@ def _check_linear(call, call_jaxpr, operands, used):
     """
     flags = [ad.is_undefined_primal(x) for x in operands]
     if call_jaxpr is None:
-        types = [
-            x.aval if flag else jax.typeof(x) for x, flag in zip(operands, flags, strict=True)
-        ]
-        call_jaxpr = _trace(call, types)
+        pairs = zip(operands, flags, strict=True)
+        call_jaxpr = _trace(call, [x.aval if f else jax.typeof(x) for x, f in pairs])
     statuses = linear_in(call_jaxpr, flags, others=MAYBE_ZERO)
     dependent = [statuses[i] for i in used if statuses[i].rank > CONSTANT.rank]
     reason = why_nonlinear(dependent)
@@ -264,10 +251,7 @@ def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
         copies = jax.vmap(lambda x: x, None, axis_size=axis_data.size)
         operands = [*operands[:n_consts], *map(copies, operands[n_consts:])]
         dims = [None if i < n_consts else 0 for i in range(len(operands))]
-    operands = [
-        x if dim in (None, 0) else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, dims, strict=True)
-    ]
+    operands = with_batch_in_front(operands, dims)
     batched = [dim is not None for dim in dims]
     result = None
     if not any(batched[:n_consts]):
@@ -343,11 +327,4 @@ ad.primitive_jvps[call_p] = _jvp
 ad.primitive_transposes[call_p] = _transpose
 batching.fancy_primitive_batchers[call_p] = _batch
 mlir.register_lowering(call_p, mlir.lower_fun(_impl, multiple_results=True))
-
-
-def _structure(eqn) -> CallWithRule | None:
-    program = program_of_call(eqn, "call_jaxpr")
-    return None if program is None else CallWithRule((program,), transposes=True)
-
-
-register(call_p.name, _structure)
+register(call_p.name, read_call(CallWithRule, "call_jaxpr", transposes=True))

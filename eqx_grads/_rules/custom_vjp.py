@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.core import AbstractValue
 from jax.interpreters import ad
 
-from .._errors import first_line, name_of, place_of, rule_error, RuleError, show_tree
+from .._errors import first_line, name_of, pair_of, place_of, rule_error, RuleError, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
-from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.linearity import output_statuses, surely_linear
+from .._jaxprs.operands import at, fill, restricted
 from .._tangent_spaces import as_array_list, is_none, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
 from .convention import Convention, OURS
@@ -33,12 +33,12 @@ from .rule import (
     CheckCache,
     Rule,
     RuleCall,
-    try_to_trace,
+    trace_rule,
 )
 from .signature import Signature
 from .tree_split import is_array, TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
-from .zero_derivative import check_zeros, function_of
+from .zero_derivative import check_zeros
 
 
 class custom_vjp(AbstractDecorated[P, T]):
@@ -218,9 +218,8 @@ class ReverseRules(AbstractRules):
         with outside_of_linearization(call.operands):
             outputs, arrays, residuals = _run_fwd(call)
         indices = outputs.inexact()
-        t_arrays: list[Any] = [None] * len(arrays)
         if not indices:
-            return outputs, arrays, t_arrays
+            return outputs, arrays, [None] * len(arrays)
         res_split, res_arrays = TreeSplit.split(residuals, is_array)
         # Functions among the residuals may capture tracers.
         res_closures, captured = lift_tracers(res_split.static)
@@ -244,10 +243,8 @@ class ReverseRules(AbstractRules):
             [spec.out_types[i].to_tangent_aval() for i in indices],
         )
         residuals = [*call.operands, *res_arrays, *captured]
-        ts = linear_call(linear_map, residuals, [call.tangents[i] for i in spec.perturbed])
-        for i, t in zip(indices, ts, strict=True):
-            t_arrays[i] = t
-        return outputs, arrays, t_arrays
+        ts = linear_call(linear_map, residuals, at(call.tangents, spec.perturbed))
+        return outputs, arrays, fill([None] * len(arrays), indices, ts)
 
 
 def _perturbed_tree(flat: FlatCall, perturbed: Sequence[int], operands: Sequence[Any]):
@@ -263,15 +260,10 @@ def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
         keywords = {"perturbed": perturbed, **keywords}
     with running_rule(call.fn, call.rules):
         result = rule(*call.args, **keywords)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise rule_error(
-            f"The forward pass `{rule.name}` of `{name_of(call.fn)}` did not return a pair.",
-            f"it returned {show_tree(result)}",
-            rule.place,
-            do="Return `out, residuals`: the value, and what the backward pass needs.",
-        )
-    outputs, arrays = OutputSpec.of(result[0], call.rules.convention.outputs)
-    return outputs, arrays, result[1]
+    what = f"The forward pass `{rule.name}` of `{name_of(call.fn)}`"
+    do = "Return `out, residuals`: the value, and what the backward pass needs."
+    out, residuals = pair_of(result, what, rule.place, do)
+    return *OutputSpec.of(out, call.rules.convention.outputs), residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,9 +288,7 @@ class _VjpSpec:
         fn, rules, args, kwargs = self.flat.restore(operands)
         if rules.jvp_rule is None:
             return self._forward_of_function(operands, live_ts)
-        ts: list[Any] = [None] * self.flat.n_args
-        for i, t in zip(self.perturbed, live_ts, strict=True):
-            ts[i] = t
+        ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
         call = RuleCall(rules, fn, args, kwargs, operands, ts, self.flat)
         _, arrays, t_out = apply_forward_rule(rules.jvp_rule, call)
         return [
@@ -307,14 +297,10 @@ class _VjpSpec:
         ]
 
     def _forward_of_function(self, operands, live_ts):
-        fn = function_of(self.flat, operands, self.perturbed)
-
-        def of_live(*xs):
-            arrays = fn(*xs)
-            return [arrays[i] for i in self.out_indices]
-
+        of_all = lambda *operands: at(self.flat.call(operands)[1], self.out_indices)
+        of_live = restricted(of_all, operands, self.perturbed)
         try:
-            return jax.jvp(of_live, [operands[i] for i in self.perturbed], list(live_ts))[1]
+            return jax.jvp(of_live, at(operands, self.perturbed), list(live_ts))[1]
         except Exception as error:
             _explain_forward_mode(self.flat.fn, error)
             raise
@@ -331,9 +317,7 @@ class _VjpSpec:
         kept = self.res_split.tree(residuals[self.n_operands : end], static)
 
         def pull_back(*cts):
-            full: list[Any] = [None] * len(self.out_types)
-            for i, ct in zip(self.out_indices, cts, strict=True):
-                full[i] = ct
+            full = fill([None] * len(self.out_types), self.out_indices, cts)
             with running_rule(fn, rules):
                 ct = self.out_split.tree(full)
                 ct_args = self._run_bwd(fn, rules.bwd_rule, operands, args, kwargs, kept, ct)
@@ -345,9 +329,7 @@ class _VjpSpec:
 
         if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
-        return _without_dead_terms(
-            pull_back, cts, [self.out_types[i] for i in self.out_indices]
-        )
+        return _without_dead_terms(pull_back, cts, at(self.out_types, self.out_indices))
 
     def _run_bwd(self, fn, rule, operands, args, kwargs, kept, ct):
         if "perturbed" in rule.keyword_only:
@@ -370,7 +352,7 @@ class _VjpSpec:
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
             cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names, i))
-        return [cts[i] for i in self.perturbed]
+        return at(cts, self.perturbed)
 
 
 def _explain_forward_mode(fn: Any, error: Exception) -> None:
@@ -414,18 +396,9 @@ def _is_type(leaf) -> bool:
 def _without_dead_terms(pull_back, cts, types):
     """A backward rule without the terms of outputs that nobody used, as for forward rules. A
     rule that is not linear in its cotangents gets zeros for them."""
-    zeros = [
-        ad.zeros_like_aval(t) if ct is None else ct for ct, t in zip(cts, types, strict=True)
-    ]
-    has_ct: list[bool] = []
-
-    def dense(*cts):
-        out = pull_back(*cts)
-        has_ct[:] = [ct is not None for ct in out]
-        return [ct for ct in out if ct is not None]
-
-    program = try_to_trace(jax.make_jaxpr(dense), *zeros)
-    if program is None or not surely_linear(output_statuses(program)):
+    pairs = zip(cts, types, strict=True)
+    zeros = [ad.zeros_like_aval(t) if ct is None else ct for ct, t in pairs]
+    traced = trace_rule(pull_back, *zeros)
+    if traced is None or not surely_linear(output_statuses(traced.program)):
         return pull_back(*zeros)  # it looks at values, or is not linear
-    answers = iter(evaluate_with_zeros(program, cts))
-    return [next(answers) if has else None for has in has_ct]
+    return traced.evaluate(cts)

@@ -102,6 +102,11 @@ class FlatCall:
             self.kwargs.tree(operands[n:m], items[k:]),
         )
 
+    def call(self, operands: Sequence[Any]) -> tuple["OutputSpec", list[jax.Array]]:
+        """What the undecorated function returns for these operands."""
+        fn, rules, args, kwargs = self.restore(operands)
+        return OutputSpec.of(fn(*args, **kwargs), rules.convention.outputs)
+
     def key(self, operands: Sequence[Any]) -> Any:
         """Equal for two calls that trace alike; `None` where that can't be told."""
         if self._closures.names:

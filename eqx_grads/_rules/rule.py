@@ -5,11 +5,14 @@ import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
+from .._jaxprs.known_zeros import evaluate_with_zeros
+from .._jaxprs.operands import at, fill, flagged
 from .closure_convert import check_no_tracers, Opaque
 from .convention import Convention
 from .flat_call import FlatCall, OutputSpec
@@ -270,6 +273,33 @@ def try_to_trace(trace: Callable[..., T], *args: Any) -> T | None:
         return None
 
 
+class TracedRule(NamedTuple):
+    """A rule as a program. It has the outputs that the rule did not return as `None`: those at
+    the indices `live`, of `n`."""
+
+    program: ClosedJaxpr
+    live: Sequence[int]
+    n: int
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The outputs without the terms of those arguments that are zero, which is `None`: what
+        is multiplied by a zero is never computed, and so can't be NaN (clause 2)."""
+        return fill([None] * self.n, self.live, evaluate_with_zeros(self.program, args))
+
+
+def trace_rule(rule: Callable[..., Sequence[Any]], *types: Any) -> TracedRule | None:
+    """The traced rule; `None` if it can't be traced, as it looks at values."""
+    found: list[Any] = []
+
+    def live_outputs(*args):
+        out = rule(*args)
+        found[:] = [x is not None for x in out]
+        return at(out, flagged(found))
+
+    program = try_to_trace(jax.make_jaxpr(live_outputs), *types)
+    return None if program is None else TracedRule(program, flagged(found), len(found))
+
+
 def check_outputs(
     call: RuleCall, rule: Rule, outputs: OutputSpec, expected: OutputSpec | None
 ) -> None:
@@ -304,8 +334,7 @@ def _outputs(call: RuleCall) -> OutputSpec | None:
     found: list[OutputSpec] = []
 
     def primal(*operands):
-        fn, _, args, kwargs = call.flat.restore(operands)
-        outputs, arrays = OutputSpec.of(fn(*args, **kwargs), call.rules.convention.outputs)
+        outputs, arrays = call.flat.call(operands)
         found.append(outputs)
         return arrays
 

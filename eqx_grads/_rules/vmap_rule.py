@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
-from .._errors import name_of, rule_error, show_tree
+from .._errors import name_of, pair_of, rule_error, show_tree
 from .._errors.trees import prefix_leaves
 from .._tangent_spaces import as_array_list
+from .call_record import vmap_over
 from .copies import running_rule
 from .flat_call import FlatCall, OutputSpec
 from .rule import Rule, try_to_trace
@@ -34,13 +35,8 @@ def apply_vmap_rule(
         result = rule(axis_data.size, flags, *args, **kwargs)
     if result is NotImplemented:
         return None
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise rule_error(
-            f"The batching rule `{rule.name}` of `{name_of(fn)}` did not return a pair.",
-            f"it returned {show_tree(result)}",
-            rule.place,
-            do="Return `out, out_batched`.",
-        )
+    what = f"The batching rule `{rule.name}` of `{name_of(fn)}`"
+    result = pair_of(result, what, rule.place, "Return `out, out_batched`.")
     outputs, arrays = OutputSpec.of(result[0], rules.convention.outputs)
     out_batched = _out_batched(fn, rule, outputs, *result)
     expected = _expected(primal, axis_data, batched, operands, out_batched)
@@ -73,13 +69,7 @@ def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec |
         found.append(outputs)
         return arrays
 
-    vmapped = jax.vmap(
-        one,
-        [0 if b else None for b in batched],
-        axis_size=axis_data.size,
-        axis_name=axis_data.name,
-        spmd_axis_name=axis_data.spmd_name,
-    )
+    vmapped = vmap_over(axis_data)(one, [0 if b else None for b in batched])
     types = try_to_trace(jax.eval_shape, vmapped, *operands)
     if types is None:
         return None
