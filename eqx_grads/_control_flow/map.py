@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, name_of, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
-from .._rules.tree_split import is_numeric_array, TreeSplit
+from .._rules.float_args import as_count
+from .._rules.transformed import call_on_arrays
+from .._rules.tree_split import is_numeric_array
 from .chunked_scan import near_divisor
 
 
@@ -87,12 +88,9 @@ def filter_map(
             f"there are {n}, and `chunk` is {chunk!r:.60}",
             do="Leave out `chunk`, or export the function for a fixed number.",
         )
-    elif isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
-        raise rule_error(
-            "The `chunk` of `filter_map` is not a number of slices.",
-            f"it is {chunk!r:.60}",
-            do="Give a positive integer, or `None` for about the square root of the length.",
-        )
+    else:
+        do = "Give a positive integer, or `None` for about the square root of the length."
+        chunk = as_count("The `chunk` of `filter_map`", chunk, do, unit="slices")
     return _run(f, xs, n, chunk, checkpoint)
 
 
@@ -123,22 +121,14 @@ def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
 
 @compile_eager_calls
 def _run(f, xs, n, chunk, checkpoint):
-    call, arrays = TreeSplit.split(xs, is_numeric_array)
-    returned: list[TreeSplit] = []
+    def in_chunks(of_slice, arrays):
+        def of_chunk(arrays, in_scan):
+            run = jax.vmap(of_slice)
+            # In a scan, the compiler can't merge the two evaluations of a chunk.
+            return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
 
-    def of_slice(arrays):
-        out, ys = TreeSplit.split(f(*call.tree(arrays)), is_numeric_array)
-        returned[:] = [out]
-        return ys
-
-    def of_chunk(arrays, in_scan):
-        run = jax.vmap(of_slice)
-        # In a scan, the compiler can't merge the two evaluations of a chunk.
-        return (jax.checkpoint(run, prevent_cse=not in_scan) if checkpoint else run)(arrays)
-
-    if is_symbolic(n) or n <= chunk:
-        ys = of_chunk(arrays, in_scan=False)
-    else:
+        if is_symbolic(n) or n <= chunk:
+            return of_chunk(arrays, in_scan=False)
         whole = n - n % chunk
         chunks = [x[:whole].reshape(-1, chunk, *x.shape[1:]) for x in arrays]
         step = lambda _, chunk: (None, of_chunk(chunk, in_scan=True))
@@ -147,4 +137,7 @@ def _run(f, xs, n, chunk, checkpoint):
         if whole < n:
             rest = of_chunk([x[whole:] for x in arrays], in_scan=False)
             ys = [jnp.concatenate(pair) for pair in zip(ys, rest, strict=True)]
-    return returned[0].tree(ys)
+        return ys
+
+    # The arrays of `f` itself have no slices.
+    return call_on_arrays(in_chunks, lambda *xs: f(*xs), xs, {}, is_numeric_array)

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
+from .._jaxprs.interpret import fixed_point
+from .._rules.float_args import as_count, as_integer
 from .carry import as_array_if_varying, is_sliced
 from .chunked_scan import near_divisor
 from .online import check_online, Online, online_method
@@ -169,7 +172,9 @@ def filter_scan(
         check_function(carry_gradient, "carry_gradient", "filter_scan")
     unroll = _as_unroll(unroll)
     steps = common_length(xs, length)
-    _check_window(truncate)
+    if truncate is not None:
+        what = "`filter_scan` was given a `truncate` that"
+        truncate = as_count(what, truncate, "Give a positive integer, or `None`.")
     # In an eager call, numbers that vary are operands, as arrays are.
     init = jax.tree.map(as_array_if_varying, init)
     return _run(
@@ -205,13 +210,11 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
 
 
 def _body(step, init, xs, carry_gradient) -> ScanBody:
-    becomes_array: frozenset[int] = frozenset()
-    while True:
-        body = ScanBody(step, init, xs, carry_gradient, becomes_array)
-        more = body.integers_that_vary(init, xs)
-        if not more:
-            return body
-        becomes_array |= more
+    body = ft.partial(ScanBody, step, init, xs, carry_gradient)
+    and_those_that_vary = lambda becomes_array: (
+        becomes_array | body(becomes_array).integers_that_vary(init, xs)
+    )
+    return body(fixed_point(and_those_that_vary, frozenset()))
 
 
 def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
@@ -221,7 +224,8 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
         return Replayed(only_if_better=checkpoint == "auto")
     is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
-    if not is_sqrt and not _is_positive_integer(checkpoint):
+    every = as_integer(checkpoint)
+    if not is_sqrt and (every is None or every < 1):
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
             f"it is {checkpoint!r:.60}",
@@ -235,7 +239,7 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
         )
     if is_sqrt:
         return Checkpointed(near_divisor(steps, math.sqrt(steps))) if steps > 3 else Plain()
-    return Checkpointed(min(int(checkpoint), steps)) if steps > 0 else Plain()
+    return Checkpointed(min(every, steps)) if steps > 0 else Plain()
 
 
 def _choose(
@@ -293,7 +297,9 @@ def common_length(xs: Any, length: int | None) -> Any:
     found: int | None = None
     where = ""
     if length is not None:
-        found, where = _as_length(length), "`length`"
+        do = "Give a non-negative integer that is known while tracing."
+        what = "`filter_scan` was given a `length` that"
+        found, where = as_count(what, length, do, least=0), "`length`"
     for path, x in jax.tree_util.tree_leaves_with_path(xs):
         if not is_sliced(x):
             continue
@@ -323,29 +329,6 @@ def common_length(xs: Any, length: int | None) -> Any:
     return found
 
 
-def _as_length(length: Any) -> int:
-    try:
-        steps = length.__index__()
-    except Exception:
-        steps = -1
-    if steps < 0 or isinstance(length, bool):
-        raise rule_error(
-            "`filter_scan` was given a `length` that is not a number of steps.",
-            f"it is {length!r:.60}",
-            do="Give a non-negative integer that is known while tracing.",
-        )
-    return steps
-
-
-def _check_window(truncate: Any) -> None:
-    if truncate is not None and not _is_positive_integer(truncate):
-        raise rule_error(
-            "`filter_scan` was given a `truncate` that is not a number of steps.",
-            f"it is {truncate!r:.60}",
-            do="Give a positive integer, or `None`.",
-        )
-
-
 def _as_unroll(unroll: Any) -> int | bool:
     """The number of steps, or whether to write out the whole loop, for which JAX also has 0."""
     if not isinstance(unroll, int | np.integer | np.bool_) or unroll < 0:
@@ -357,7 +340,3 @@ def _as_unroll(unroll: Any) -> int | bool:
     if isinstance(unroll, bool | np.bool_):
         return bool(unroll)
     return int(unroll) or True
-
-
-def _is_positive_integer(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import mapped_aval
 
-from .._errors import name_of, place_of, rule_error, show_tree, type_of
+from .._errors import name_of, pair_of, place_of, rule_error, type_of
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
@@ -87,21 +87,12 @@ class ScanBody:
             self._check_carry_gradient(self._carry_gradient, carry)
             carry_tree = self._carry_gradient(carry_tree)
         result = self._f(carry_tree, self._x.tree(as_array_list(x)))
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            raise rule_error(
-                f"`{name_of(self._f)}`, a step of `filter_scan`, did not return a pair.",
-                f"it returned {show_tree(result)}",
-                place_of(self._f),
-                do="Return `carry, y`; `y` may be `None`.",
-            )
-        new_carry = self._carry.arrays(
-            result[0],
-            carry,
-            self._f,
-            f"`{name_of(self._f)}`, a step of `filter_scan`, returned another carry than it "
-            "was given.",
-        )
-        y, ys = TreeSplit.split(result[1], is_number)
+        what = f"`{name_of(self._f)}`, a step of `filter_scan`,"
+        do = "Return `carry, y`; `y` may be `None`."
+        new, y = pair_of(result, what, place_of(self._f), do)
+        error = f"{what} returned another carry than it was given."
+        new_carry = self._carry.arrays(new, carry, self._f, error)
+        y, ys = TreeSplit.split(y, is_number)
         self._y[:] = [y]
         return new_carry, ys
 

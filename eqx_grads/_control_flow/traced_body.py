@@ -1,5 +1,6 @@
 """A scan body as a closed jaxpr: what it closes over is an argument of it."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import depends, needed, without_unused
-from .._jaxprs.operands import restricted
+from .._jaxprs.dependence import are_in, depends, needed, without_unused
+from .._jaxprs.interpret import fixed_point
+from .._jaxprs.operands import at, flagged, restricted
 from .._jaxprs.structure import CallWithRule, holds
 from .._tangent_spaces import as_array_list, is_differentiable
 from .matmul_layout import inlined
@@ -148,30 +150,24 @@ class TracedBody:
 
     def carried(self, consts: Any, carry: Any, x: Any) -> list[bool]:
         """Which parts of the carry come to depend on the inputs with these flags."""
-        carry = list(carry)
-        while True:
-            flagged = depends(self.program, [*consts, *carry, *x])
+
+        def after_a_step(carry):
+            dependent = depends(self.program, [*consts, *carry, *x])
             outvars = self.program.jaxpr.outvars[: len(carry)]
-            new = [
-                flag or (not isinstance(v, Literal) and v in flagged)
-                for flag, v in zip(carry, outvars, strict=True)
-            ]
-            if new == carry:
-                return carry
-            carry = new
+            return list(map(operator.or_, carry, are_in(outvars, dependent)))
+
+        return fixed_point(after_a_step, list(carry))
 
     def with_cotangents(self, of_last: Sequence[bool], of_ys: Sequence[bool]) -> list[bool]:
         """Which parts of the carry have a cotangent at some step, if the flagged parts of the
         last carry and the flagged `ys` have."""
-        jaxpr, flags = self.program.jaxpr, list(of_last)
-        carry = jaxpr.invars[len(self.const_types) :]
-        while True:
-            flagged = zip(jaxpr.outvars, [*flags, *of_ys], strict=True)
-            _, used = needed(jaxpr.eqns, [v for v, flag in flagged if flag])
-            new = [flag or v in used for flag, v in zip(flags, carry, strict=False)]
-            if new == flags:
-                return flags
-            flags = new
+        jaxpr, n, m = self.program.jaxpr, len(self.const_types), len(self.carry_types)
+
+        def before_a_step(flags):
+            _, used = needed(jaxpr.eqns, at(jaxpr.outvars, flagged([*flags, *of_ys])))
+            return list(map(operator.or_, flags, are_in(jaxpr.invars[n : n + m], used)))
+
+        return fixed_point(before_a_step, list(of_last))
 
 
 def _trace(fn: Callable[..., Any], consts, carry, x) -> ClosedJaxpr:

@@ -46,6 +46,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
+def are_in(atoms: Iterable[Any], found: Set[Any]) -> list[bool]:
+    """Which atoms are variables of a set. A constant is none."""
+    return [not isinstance(v, Literal) and v in found for v in atoms]
+
+
 def without_unused(program: ClosedJaxpr, used: Sequence[bool] | None = None) -> ClosedJaxpr:
     """The program without the equations that no output needs, and without the outputs that are
     not `used`; by default, they all are."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._errors import rule_error
-from .._jaxprs.dependence import depends, without_unused
+from .._jaxprs.dependence import are_in, depends, without_unused
 from .._jaxprs.evaluate import bind
 from .._jaxprs.linearity import output_statuses, surely_linear, why_nonlinear
 from .._jaxprs.operands import at, restricted
@@ -76,7 +76,7 @@ def _rules_applied(program: ClosedJaxpr, flags: Sequence[bool]) -> Iterator[Any]
     """The calls with rules that are applied to what depends on the flagged inputs."""
     dependent = depends(program, flags)
     for eqn in program.eqns:
-        flags = [not isinstance(v, Literal) and v in dependent for v in eqn.invars]
+        flags = are_in(eqn.invars, dependent)
         known = structure(eqn)
         if not any(flags) or known is None:
             continue

@@ -132,6 +132,16 @@ def as_integer(x: Any) -> int | None:
         return None
 
 
+def as_count(
+    what: str, x: Any, do: str, *, least: int = 1, most: float = math.inf, unit: str = "steps"
+) -> int:
+    """A number of steps as a Python integer. `what` says what was given."""
+    n = as_integer(x)
+    if n is None or not least <= n <= most:
+        raise rule_error(f"{what} is not a number of {unit}.", f"it is {x!r:.60}", do=do)
+    return n
+
+
 def as_axes(
     name: str,
     axis: Any,

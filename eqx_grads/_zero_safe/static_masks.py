@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from .._jaxprs.interpret import fixed_point
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Cond, Scan
 from .analysis import Analysis, AnalyzedEquation
@@ -86,11 +87,10 @@ def static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bool 
     scan = e.known
     assert isinstance(scan, Scan)
     n = scan.n_carry
-    carry = list(outs[:n])
-    while True:  # a mask that is known becomes one that is not, once
+
+    def before_a_step(carry):  # a mask that is known becomes one that is not, once
         ins = static_inputs(e.inner[0], [*carry, *outs[n:]])
         before = ins[scan.n_consts : scan.n_consts + n]
-        joined = [a if a is b else None for a, b in zip(carry, before, strict=True)]
-        if joined == carry:
-            return carry
-        carry = joined
+        return [a if a is b else None for a, b in zip(carry, before, strict=True)]
+
+    return fixed_point(before_a_step, list(outs[:n]))
