@@ -123,7 +123,7 @@ def project_leaves(
     primal; `fail(where, do)` makes the error.
     """
     fail = _fail_to_project if fail is None else fail
-    return _fit_leaves(_project_leaf, "cotangent", ct, primal, primal_leaves, name, fail)
+    return fit_leaves(_project_leaf, "cotangent", ct, primal, primal_leaves, name, fail)
 
 
 def _fail_to_project(*where, do):
@@ -133,7 +133,7 @@ def _fail_to_project(*where, do):
 def materialize_leaves(t: PyTree, primal: PyTree, primal_leaves: Sequence[Any]) -> list[Any]:
     """`materialize`, flat, as `project_leaves`."""
     fail = _fail_to_materialize
-    return _fit_leaves(_materialize_leaf, "tangent", t, primal, primal_leaves, "primal", fail)
+    return fit_leaves(_materialize_leaf, "tangent", t, primal, primal_leaves, "primal", fail)
 
 
 def _fail_to_materialize(*where, do):
@@ -141,7 +141,18 @@ def _fail_to_materialize(*where, do):
     return rule_error("A tangent does not fit its value.", *where, do=do)
 
 
-def _fit_leaves(fit, kind, t, primal, primal_leaves, name, fail) -> list[Any]:
+def fit_leaves(
+    fit: Callable[[Any, Any], Any],
+    kind: str,
+    t: PyTree,
+    primal: PyTree,
+    primal_leaves: Sequence[Any],
+    name: str,
+    fail: Callable[..., RuleError],
+    value: str = "value",
+) -> list[Any]:
+    """`fit(dx, x)` for each leaf of a (co)tangent and its primal. `kind` and `value` are what
+    an error calls the two."""
     out = []
     for i, (dx, x) in enumerate(
         zip(match_leaves(t, primal, name, fail), primal_leaves, strict=True)
@@ -152,7 +163,7 @@ def _fit_leaves(fit, kind, t, primal, primal_leaves, name, fail) -> list[Any]:
             paths = jax.tree_util.tree_leaves_with_path(primal, is_leaf=is_none)
             where = name + show_path(paths[i][0])
             raise fail(
-                f"at {where or 'the only leaf'}: the value is {type_of(x)}, "
+                f"at {where or 'the only leaf'}: the {value} is {type_of(x)}, "
                 f"the {kind} is {type_of(dx)}",
                 do=str(misfit),
             ) from None

@@ -15,4 +15,5 @@ from .messages import (
     show_path as show_path,
     show_tree as show_tree,
     type_of as type_of,
+    unpartial as unpartial,
 )

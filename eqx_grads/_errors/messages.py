@@ -101,10 +101,15 @@ def optional_import(module: str, user: str, extra: str = "solvers") -> Any:
         ) from None
 
 
-def name_of(fn: Any) -> str:
-    """What the user calls `fn`."""
+def unpartial(fn: Any) -> Any:
     while isinstance(fn, ft.partial):
         fn = fn.func
+    return fn
+
+
+def name_of(fn: Any) -> str:
+    """What the user calls `fn`."""
+    fn = unpartial(fn)
     if isinstance(fn, eqx.filter_custom_vjp):  # of a `filter_custom_jvp`, it is not known
         fn = getattr(fn, "fn", fn)
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
@@ -132,8 +137,7 @@ def place_of(fn: Any) -> str:
 
 def code_of(fn: Any) -> types.CodeType | None:
     """The code that the user wrote, if Python knows it."""
-    while isinstance(fn, ft.partial):
-        fn = fn.func
+    fn = unpartial(fn)
     fn = inspect.unwrap(fn) if callable(fn) else fn
     fn = getattr(fn, "__func__", fn)
     # A copy of a function that wraps another one does not lead to it (`closure_convert.py`).

@@ -8,12 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._errors import name_of, pair_of, place_of, rule_error, RuleError, show_path, type_of
+from .._errors import name_of, pair_of, place_of, rule_error, RuleError
 from .._jaxprs.current_trace import unknown_to_linearization
 from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
 from .._jaxprs.operands import at, fill
-from .._tangent_spaces import DoesNotFit, is_none, match_leaves, tangent_leaf
+from .._tangent_spaces import fit_leaves, is_none, tangent_leaf
 from .convention import Convention, OURS
 from .copies import running_rule
 from .flat_call import OutputSpec
@@ -297,18 +297,7 @@ def _take_result(call, rule, result) -> tuple[OutputSpec, list[Any], list[Any]]:
         does = "returned a tangent that does not fit its output."
         return rule_error(f"{what} {does}", *where, rule.place, do=do)
 
-    ts = match_leaves(t_out, out, "out", fail)
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_none)
-    t_leaves = []
-    for (path, leaf), t in zip(paths_and_leaves, ts, strict=True):
-        try:
-            t_leaf = tangent_leaf(t, leaf)
-        except DoesNotFit as misfit:
-            where = "out" + show_path(path)
-            raise fail(
-                f"at {where}: the output is {type_of(leaf)}, the tangent is {type_of(t)}",
-                do=str(misfit),
-            ) from None
-        if leaf is not None:
-            t_leaves.append(t_leaf)
-    return outputs, arrays, [t_leaves[i] for i in outputs.split.indices]
+    leaves = jax.tree.leaves(out, is_leaf=is_none)
+    ts = fit_leaves(tangent_leaf, "tangent", t_out, out, leaves, "out", fail, value="output")
+    ts = [t for t, leaf in zip(ts, leaves, strict=True) if leaf is not None]
+    return outputs, arrays, at(ts, outputs.split.indices)

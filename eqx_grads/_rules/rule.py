@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._errors import check_flags, name_of, place_of, rule_error, show_tree, type_of
+from .._errors import (
+    check_flags,
+    name_of,
+    place_of,
+    rule_error,
+    show_tree,
+    type_of,
+    unpartial,
+)
 from .._jaxprs.known_zeros import evaluate_with_zeros
 from .._jaxprs.operands import at, fill, flagged
 from .closure_convert import check_no_tracers, Opaque
@@ -54,7 +62,7 @@ class Rule(Rebuildable):
         self.name = name_of(self.fn) if name is None else name
         self.place = place_of(self.fn if source is None else source)
         # The rules of this library call functions of the user's that have other conventions.
-        module = getattr(self.fn, "__module__", None) or ""
+        module = getattr(unpartial(self.fn), "__module__", None) or ""
         self._is_the_users = module.split(".")[0] != __name__.split(".")[0]
         self.symbolic_zeros = symbolic_zeros
         self.surely_linear = surely_linear  # of a forward rule: nothing to check
