@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._jaxprs.known_zeros import evaluate_with_zeros
-from .._jaxprs.operands import at, fill, flagged, restricted
+from .._jaxprs.operands import at, fill, flagged, replace, select
 from .._rules.custom_vjp import custom_vjp
 from .._rules.rule import try_to_trace
 from .._tangent_spaces import as_array_list, is_differentiable, sum_dtype
@@ -154,15 +154,12 @@ def _replayed_scan_fwd(
 
 def _plain_vjp(run, args, perturbed):
     """The outputs, and JAX's own derivative of them with respect to what is perturbed."""
-    leaves, treedef = jax.tree.flatten(args)
-    indices = flagged(jax.tree.leaves(perturbed))
 
-    def outputs(*leaves):
-        out = run(*jax.tree.unflatten(treedef, leaves))
+    def outputs(*parts):
+        out = run(*replace(args, perturbed, parts))
         return jax.tree.map(lambda x: x if is_differentiable(x) else None, out), out
 
-    of_perturbed = restricted(outputs, leaves, indices)
-    inexact, pull_back, out = jax.vjp(of_perturbed, *at(leaves, indices), has_aux=True)
+    inexact, pull_back, out = jax.vjp(outputs, *select(perturbed, args), has_aux=True)
     return out, (pull_back, inexact)
 
 
@@ -183,12 +180,10 @@ def _pull_back_plain(pull_back, inexact, cts, perturbed):
     cts = outputs.flatten_up_to(cts)
     of_dense = lambda *cts: jax.tree.leaves(pull_back(jax.tree.unflatten(outputs, cts)))
     if any(ct is None for ct in cts):
-        program = jax.make_jaxpr(of_dense)(*values)
-        values = evaluate_with_zeros(program, cts)
+        cts = iter(evaluate_with_zeros(jax.make_jaxpr(of_dense)(*values), cts))
     else:
-        values = of_dense(*cts)
-    flags, treedef = jax.tree.flatten(perturbed)
-    return jax.tree.unflatten(treedef, fill([None] * len(flags), flagged(flags), values))
+        cts = iter(of_dense(*cts))
+    return jax.tree.map(lambda flag: next(cts) if flag else None, perturbed)
 
 
 def _replay(body, residuals, cts, perturbed, reverse):

@@ -60,32 +60,25 @@ class TracedBody:
         n = len(self.carry_types)
         return out[:n], out[n:]
 
-    def of_some(self, indices: Sequence[int], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The body as a function of the inputs (`consts`, carry and `x`) at these indices."""
-        run = jaxpr_as_fun(self.program)
-        return restricted(lambda *full: self._split(run(*full)), inputs, indices)
-
-    def trace_vjp(self) -> ClosedJaxpr:
-        """The derivative of a step in all of its inputs, a function of these and of the
-        cotangents of its outputs."""
-        types = self.input_types
-        indices = [i for i, t in enumerate(types) if is_differentiable(t)]
-        out_types = [*self.carry_types, *self.y_types]
+    def trace_vjp(
+        self, inputs: Sequence[int] | None = None, outputs: Sequence[int] | None = None
+    ) -> ClosedJaxpr:
+        """The derivative of a step in the inputs at these indices, by default in all that have
+        one: a program of all inputs, and of the cotangents of the outputs at these indices."""
+        types, out_types = self.input_types, [*self.carry_types, *self.y_types]
+        inputs = flagged(map(is_differentiable, types)) if inputs is None else inputs
+        outputs = flagged(map(is_differentiable, out_types)) if outputs is None else outputs
 
         def vjp(*args):
-            inputs, cts = args[: len(types)], list(args[len(types) :])
+            values, cts = args[: len(types)], list(args[len(types) :])
+            run = lambda *xs: at(jaxpr_as_fun(self.program)(*xs), outputs)
+            return jax.vjp(restricted(run, values, inputs), *at(values, inputs))[1](cts)
 
-            def inexact_outputs(*values):
-                out = jax.tree.leaves(self.of_some(indices, inputs)(*values))
-                return [x for x in out if is_differentiable(x)]
-
-            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices))[1](cts)
-
-        return jax.make_jaxpr(vjp)(*types, *filter(is_differentiable, out_types))
+        return jax.make_jaxpr(vjp)(*types, *at(out_types, outputs))
 
     def differentiable(self) -> list[int]:
         """The indices of the parts of the carry that have a derivative."""
-        return [i for i, t in enumerate(self.carry_types) if is_differentiable(t)]
+        return flagged(map(is_differentiable, self.carry_types))
 
     def y_of_carry(self) -> list[int | None]:
         """For each part of the new carry, the index of the `y` that is the same value."""
@@ -131,18 +124,20 @@ class TracedBody:
         """
         if not holds(self.program, CallWithRule):
             return self
-        flags = [*consts, *self.carried(consts, carry, x), *x]
-        types = self.input_types
-        indices = [i for i, flag in enumerate(flags) if flag and is_differentiable(types[i])]
+        flags = zip(
+            [*consts, *self.carried(consts, carry, x), *x], self.input_types, strict=True
+        )
+        indices = flagged(flag and is_differentiable(t) for flag, t in flags)
+
+        def inexact_and_all(*inputs):
+            out = jaxpr_as_fun(self.program)(*inputs)
+            return list(filter(is_differentiable, out)), out
 
         def values(consts, carry, x):
             inputs = [*consts, *carry, *x]
-
-            def inexact_outputs(*values):
-                out = self.of_some(indices, inputs)(*values)
-                return [y for y in jax.tree.leaves(out) if is_differentiable(y)], out
-
-            return jax.vjp(inexact_outputs, *(inputs[i] for i in indices), has_aux=True)[2]
+            of_perturbed = restricted(inexact_and_all, inputs, indices)
+            out = jax.vjp(of_perturbed, *at(inputs, indices), has_aux=True)[2]
+            return self._split(out)
 
         body = TracedBody(values, self.const_types, self.carry_types, self.x_types)
         body.program = without_unused(body.program)  # the residuals
