@@ -1,7 +1,7 @@
 """Scan carries: split into arrays and static leaves, and checked for a fixed type."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,23 @@ def is_number(x: Any) -> bool:
 def as_array_if_varying(x: Any) -> Any:
     """A leaf of the first carry: an array if it certainly varies from step to step."""
     return jnp.asarray(x) if is_arraylike(x) and not isinstance(x, bool | int) else x
+
+
+T = TypeVar("T")
+
+
+def settle_integers(
+    make: Callable[[frozenset[int]], T], that_vary: Callable[[T], frozenset[int]]
+) -> T:
+    """`make(becomes_array)` for the Python integers of a carry that vary, of which a step shows
+    some only where others are arrays."""
+    becomes_array: frozenset[int] = frozenset()
+    while True:
+        made = make(becomes_array)
+        more = that_vary(made)
+        if not more:
+            return made
+        becomes_array |= more
 
 
 class Carry:

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,8 @@ from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error, show_path, type_of
 from .._jaxprs.eager_calls import compile_eager_calls
-from .._jaxprs.interpret import fixed_point
 from .._rules.float_args import as_count, as_integer
-from .carry import as_array_if_varying, is_sliced
+from .carry import as_array_if_varying, is_sliced, settle_integers
 from .chunked_scan import near_divisor
 from .online import check_online, Online, online_method
 from .replay import Replayed
@@ -197,7 +195,10 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
         truncate = None  # there is only one window
     method = named_method(options["checkpoint"], steps if truncate is None else truncate)
     method = online_method(options["online"], options["checkpoint"], truncate) or method
-    body = _body(f, init, xs, carry_gradient)
+    body = settle_integers(
+        lambda becomes_array: ScanBody(f, init, xs, carry_gradient, becomes_array),
+        lambda body: body.integers_that_vary(init, xs),
+    )
     # A rule is given operands that all vary alike.
     is_call = truncate is not None or isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
@@ -207,14 +208,6 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
         method = dataclasses.replace(method, names=names, where=where)
     chosen, loop = _choose(method, loop, truncate)
     return body.outputs(*chosen.run(loop))
-
-
-def _body(step, init, xs, carry_gradient) -> ScanBody:
-    body = ft.partial(ScanBody, step, init, xs, carry_gradient)
-    and_those_that_vary = lambda becomes_array: (
-        becomes_array | body(becomes_array).integers_that_vary(init, xs)
-    )
-    return body(fixed_point(and_those_that_vary, frozenset()))
 
 
 def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:

@@ -10,10 +10,9 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._errors import check_function, name_of
 from .._jaxprs.eager_calls import compile_eager_calls
-from .._jaxprs.interpret import fixed_point
 from .._jaxprs.varying import cast_carry, varying_axes
 from .._rules.float_args import as_count
-from .carry import as_array_if_varying, Carry
+from .carry import as_array_if_varying, Carry, settle_integers
 
 
 def filter_while_loop(
@@ -143,16 +142,11 @@ def _run(cond_fun, body_fun, init, max_steps, chunk, is_saved):
 
     def parts(becomes_array):
         carry = Carry(init, becomes_array)
-        body = lambda arrays: carry.arrays(
-            body_fun(carry.tree(arrays)), arrays, body_fun, error
-        )
-        return carry, carry.first(init), body
+        of_step = lambda xs: carry.arrays(body_fun(carry.tree(xs)), xs, body_fun, error)
+        return carry, carry.first(init), of_step
 
-    def and_those_that_vary(becomes_array):
-        carry, first, body = parts(becomes_array)
-        return becomes_array | carry.integers_that_vary(body, first)
-
-    carry, first, body = parts(fixed_point(and_those_that_vary, frozenset()))
+    vary = lambda parts: parts[0].integers_that_vary(parts[2], parts[1])
+    carry, first, body = settle_integers(parts, vary)
     cond = lambda arrays: cond_fun(carry.tree(arrays))
     first = cast_carry(lambda arrays: jax.make_jaxpr(body)(arrays).out_avals, first)
     if max_steps is None:

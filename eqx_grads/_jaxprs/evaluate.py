@@ -40,7 +40,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     run = lambda *values: eqn.primitive.bind(
         *values, **eqn.primitive.get_bind_params(eqn.params)
     )
-    if is_eager() and isinstance(structure(eqn), Scan | While | Cond):
+    if eqn.primitive.name in ("scan", "while", "cond") and is_eager():
         # Of an eager loop, JAX keeps the compiled program for good. `jax.jit` forgets it.
         run = jax.jit(run)
     out = run(*values)

@@ -11,6 +11,7 @@ from .versions import (
     checkpoint_params,
     given_solver,
     is_jaxpr,
+    JAXPRS,
     jaxprs_in_object,
     program_with_rule,
     scan_counts,
@@ -125,9 +126,10 @@ def read_call(kind: Callable[..., Structure], key: str, **options: Any) -> Reade
 
     def read(eqn):
         jaxpr = eqn.params.get(key)
-        program = as_closed(jaxpr) if is_jaxpr(jaxpr) else None
-        fits = program is not None and len(program.in_avals) == len(eqn.invars)
-        return kind((program,), **options) if fits else None
+        if not isinstance(jaxpr, ClosedJaxpr):
+            jaxpr = as_closed(jaxpr) if is_jaxpr(jaxpr) else None
+        fits = jaxpr is not None and len(jaxpr.in_avals) == len(eqn.invars)
+        return kind((jaxpr,), **options) if fits else None
 
     return read
 
@@ -199,14 +201,14 @@ def inner_programs(eqn: Any) -> tuple[ClosedJaxpr, ...]:
 
 
 def _jaxprs_in(param: Any) -> Iterator[Any]:
-    if is_jaxpr(param):
+    if isinstance(param, JAXPRS):
         yield param
     elif isinstance(param, dict):
         yield from _jaxprs_in(list(param.values()))
     elif isinstance(param, tuple | list):
         for part in param:
             yield from _jaxprs_in(part)
-    else:
+    elif hasattr(param, "jaxpr") or hasattr(param, "traced"):
         yield from jaxprs_in_object(param)
 
 

@@ -14,8 +14,11 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
+JAXPRS = (Jaxpr, ClosedJaxpr)
+
+
 def is_jaxpr(x: Any) -> bool:
-    return isinstance(x, Jaxpr | ClosedJaxpr)
+    return isinstance(x, JAXPRS)
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:
