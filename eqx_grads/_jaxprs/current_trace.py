@@ -32,12 +32,17 @@ def is_eager() -> bool:
     return _state() == _EAGER
 
 
+def _traces() -> Iterator[Any]:
+    """The traces at work, the innermost one first."""
+    trace = find_top_trace(())
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
 def staging_trace() -> Any:
     """The innermost trace that stages operations into a jaxpr; `None` if there is none."""
-    trace = find_top_trace(())
-    while trace is not None and type(trace) is not _STAGING:
-        trace = getattr(trace, "parent_trace", None)
-    return trace
+    return next((trace for trace in _traces() if type(trace) is _STAGING), None)
 
 
 def is_staged(operands: Sequence[Any]) -> bool:
@@ -59,12 +64,8 @@ def is_staged(operands: Sequence[Any]) -> bool:
         for x in operands
         if isinstance(x, Tracer) and not (isinstance(x, pe.JaxprTracer) and x.is_known())
     }
-    trace = find_top_trace(())
-    while type(trace) is not _STAGING and id(trace) not in owners:
-        trace = getattr(trace, "parent_trace", None)
-        if trace is None:
-            return False
-    return type(trace) is _STAGING
+    takes = lambda trace: type(trace) is _STAGING or id(trace) in owners
+    return type(next(filter(takes, _traces()), None)) is _STAGING
 
 
 def is_valid(x: Any) -> bool:
@@ -75,12 +76,8 @@ def is_valid(x: Any) -> bool:
     """
     if not isinstance(x, Tracer):
         return True
-    trace = find_top_trace(())
-    while trace is not x._trace and type(trace) is not _EVALUATION:
-        trace = getattr(trace, "parent_trace", None)
-        if trace is None:
-            return True
-    return trace is x._trace
+    ends = lambda trace: trace is x._trace or type(trace) is _EVALUATION
+    return next(filter(ends, _traces()), x._trace) is x._trace
 
 
 def is_of_innermost_trace(x: Any) -> bool:

@@ -70,10 +70,16 @@ def evaluate(
         and the compute type of the equation. `eqn.source_info` has the line in the user's code.
     - `constant`: makes a value of a constant of the program.
     """
-    jaxpr = program.jaxpr
-    env = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+    jaxpr, env = program.jaxpr, values_of_inputs(program, args, constant)
     return evaluate_equations(jaxpr.eqns, env, jaxpr.outvars, hook, constant=constant)
+
+
+def values_of_inputs(
+    program: ClosedJaxpr, args: Sequence[Any], constant: Callable[[Any], Any] = lambda x: x
+) -> dict[Any, Any]:
+    """The values of the inputs and the constants of a program, by variable."""
+    env = dict(zip(program.jaxpr.constvars, map(constant, program.consts), strict=True))
+    return {**env, **dict(zip(program.jaxpr.invars, args, strict=True))}
 
 
 def evaluate_equations(

@@ -22,14 +22,14 @@ from jax.extend.core import Literal
 
 from .._jaxprs.dependence import depends
 from .._jaxprs.diagonal import is_elementwise
-from .._jaxprs.evaluate import bind, evaluate, function_of
+from .._jaxprs.evaluate import bind, evaluate, function_of, values_of_inputs
 from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
 from .._jaxprs.versions import equation_context
 from .analysis import Analysis, AnalyzedEquation
 from .ranges import is_inexact_type, Range
-from .static_masks import fill, is_collective, static_carry
+from .static_masks import fill, is_collective, pulled_back, static_carry
 
 
 Mask = bool | jax.Array
@@ -104,22 +104,15 @@ def backward(
     - `visit`: called with each equation, last one first, the masks of its operands there, and
         the masks of its outputs.
     """
-    masks: dict[Any, Mask] = {}
 
-    def add(vs, found):
-        for v, mask in zip(vs, found, strict=True):
-            if not isinstance(v, Literal):
-                masks[v] = either(masks.get(v, False), mask)
-
-    add(analysis.program.jaxpr.outvars, outs)
-    for e in reversed(eqns):
-        given = [masks.get(v, False) for v in e.eqn.outvars]
+    def operands(e, given):
         values, results = read(env, e.eqn.invars), read(env, e.eqn.outvars)
         ins = transfer(e, values, results, given, is_forward=False)
-        add(e.eqn.invars, ins)
         if visit is not None:
             visit(e, ins, given)
-    return masks
+        return ins
+
+    return pulled_back(analysis, eqns, outs, either, operands)
 
 
 def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dict[Any, Mask]:
@@ -140,8 +133,7 @@ def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dic
 def _raw_values(analysis: Analysis, values: Sequence[Any]) -> dict[Any, Any]:
     """The values of all variables of a program, which nobody differentiates."""
     program = analysis.program
-    env: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    env.update(zip(program.jaxpr.invars, values, strict=True))
+    env = values_of_inputs(program, values)
     for eqn in program.eqns:
         if eqn.outvars:  # the others only have effects, which happen once
             env.update(zip(eqn.outvars, raw_outputs(eqn, read(env, eqn.invars)), strict=True))

@@ -1,6 +1,6 @@
 """What is known of masks (`masks.py`) without running anything: `True`, `False`, `None`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,17 +69,29 @@ def static_inputs(analysis: Analysis, outs: Sequence[bool | None]) -> list[bool 
 
 def static_masks(analysis: Analysis, outs: Sequence[bool | None]) -> dict[Any, bool | None]:
     """What is known of the mask of each variable."""
-    known: dict[Any, bool | None] = {}
+    return pulled_back(analysis, analysis.eqns, outs, join_static, static_transfer)
 
-    def add(vs, masks):
-        for v, mask in zip(vs, masks, strict=True):
+
+def pulled_back(
+    analysis: Analysis,
+    eqns: Sequence[AnalyzedEquation],
+    outs: Sequence[Any],
+    join: Callable[[Any, Any], Any],
+    transfer: Callable[[AnalyzedEquation, list[Any]], Sequence[Any]],
+) -> dict[Any, Any]:
+    """The masks of the variables that these equations use, from those of the outputs.
+    `transfer(e, outs)` are the masks of the operands of an equation."""
+    masks: dict[Any, Any] = {}
+
+    def add(vs, found):
+        for v, mask in zip(vs, found, strict=True):
             if not isinstance(v, Literal):
-                known[v] = join_static(known.get(v, False), mask)
+                masks[v] = join(masks.get(v, False), mask)
 
     add(analysis.program.jaxpr.outvars, outs)
-    for e in reversed(analysis.eqns):
-        add(e.eqn.invars, static_transfer(e, [known.get(v, False) for v in e.eqn.outvars]))
-    return known
+    for e in reversed(eqns):
+        add(e.eqn.invars, transfer(e, [masks.get(v, False) for v in e.eqn.outvars]))
+    return masks
 
 
 def static_carry(e: AnalyzedEquation, outs: Sequence[bool | None]) -> list[bool | None]:
