@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import AbstractValue, ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
@@ -51,6 +51,27 @@ _NUMPY = (np.ndarray, np.generic)
 @ft.lru_cache
 def _is_numeric(dtype) -> bool:
     return dtype in (jnp.bool_, jax.dtypes.float0) or jnp.issubdtype(dtype, jnp.number)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def is_dynamic(x: Any) -> bool:
+    """JAX arrays, and every number that could be differentiated if it were one."""
+    if isinstance(x, jax.Array | float | complex):
+        return True
+    return isinstance(x, _NUMPY) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_numeric_array(x: Any) -> bool:
+    """JAX arrays, and the NumPy arrays that JAX can take. No Python numbers."""
+    return isinstance(x, jax.Array) or (isinstance(x, _NUMPY) and is_arraylike(x))
+
+
+def is_type(x: Any) -> bool:
+    """Whether a leaf is the type of an array, as `jax.typeof` returns it."""
+    return isinstance(x, AbstractValue)
 
 
 def as_array_list(xs: Iterable[Any]) -> list[jax.Array]:

@@ -6,12 +6,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import AbstractValue
 
 from .._errors import place_of, rule_error, show_path, type_of
 from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
-from .._rules.tree_split import is_dynamic, TreeSplit
-from .._tangent_spaces import as_array_list, is_arraylike
+from .._rules.tree_split import TreeSplit
+from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
 
 
 def is_sliced(x: Any) -> bool:
@@ -225,7 +224,7 @@ def structure_difference(a, b) -> tuple[str, str, str]:
 def _describe(x) -> str:
     if x is None:
         return "None"
-    if is_number(x) or isinstance(x, AbstractValue):
+    if is_number(x) or is_type(x):
         return type_of(x)
     if isinstance(x, tuple | list | dict):
         keys = f" with the keys {list(x)}" if isinstance(x, dict) else f" of {len(x)}"

@@ -13,7 +13,7 @@ from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.float_args import as_count
 from .._rules.transformed import call_on_arrays
-from .._rules.tree_split import is_numeric_array
+from .._tangent_spaces import is_numeric_array
 from .chunked_scan import near_divisor
 
 

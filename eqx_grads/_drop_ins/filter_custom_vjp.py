@@ -14,8 +14,8 @@ from .._rules.call import call_with_rules
 from .._rules.convention import EQUINOX
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
-from .._rules.tree_split import is_numeric_array
 from .._rules.wrapper import AbstractWrapper, P, set_metadata, T, unwrap_method
+from .._tangent_spaces import is_numeric_array
 
 
 class filter_custom_vjp(AbstractWrapper[P, T]):

@@ -141,15 +141,10 @@ def _forward_rule(jvp, symbolic_zeros, primals, tangents, *, nondiff=None):
     values = () if nondiff is None else nondiff.values()
     leaves, treedef = jax.tree.flatten(primals, is_leaf=is_none)
     ts = [
-        zero_from_primal(x, symbolic_zeros) if t is None and is_array(x) else t
+        zero_from_primal(x, symbolic_zeros) if t is None and is_arraylike(x) else t
         for x, t in zip(leaves, jax.tree.leaves(tangents, is_leaf=is_none), strict=True)
     ]
     return jvp(*values, primals, jax.tree.unflatten(treedef, ts))
-
-
-def is_array(x: Any) -> bool:
-    """Whether JAX has a tangent type for `x`: all arrays, and numbers of Python."""
-    return isinstance(x, jax.Array) or is_arraylike(x)
 
 
 class _SumOfTerms(Rebuildable):

@@ -23,8 +23,7 @@ from .._rules.convention import JAX
 from .._rules.custom_vjp import ReverseRules
 from .._rules.rule import Rule
 from .._rules.wrapper import P, T
-from .._tangent_spaces import is_differentiable, is_none
-from .jax_custom_jvp import is_array
+from .._tangent_spaces import is_arraylike, is_differentiable, is_none
 from .jax_decorated import AbstractJaxDecorated, merge, missing_rule
 
 
@@ -184,7 +183,7 @@ def _fwd_rule(fwd, argnums, symbolic_zeros, /, *args, perturbed, nondiff=None):
 
 
 def _ct_type(x):
-    return jax.typeof(x).to_tangent_aval() if is_array(x) else None
+    return jax.typeof(x).to_tangent_aval() if is_arraylike(x) else None
 
 
 def _bwd_rule(bwd, zero, kept, ct, *, nondiff=None):

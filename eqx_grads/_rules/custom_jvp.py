@@ -12,8 +12,8 @@ from .._errors import name_of, pair_of, place_of, rule_error, RuleError
 from .._jaxprs.current_trace import unknown_to_linearization
 from .._jaxprs.dependence import needed
 from .._jaxprs.linearity import output_statuses, why_nonlinear, why_not_transposable
-from .._jaxprs.operands import at, fill
-from .._tangent_spaces import fit_leaves, is_none, tangent_leaf
+from .._jaxprs.operands import at, fill, flagged
+from .._tangent_spaces import fit_leaves, is_differentiable, is_none, tangent_leaf
 from .convention import Convention, OURS
 from .copies import running_rule
 from .flat_call import OutputSpec
@@ -27,7 +27,6 @@ from .rule import (
     trace_rule,
     TracedRule,
 )
-from .tree_split import is_inexact
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros
 
@@ -157,7 +156,7 @@ class ForwardRules(AbstractRules):
 def apply_forward_rule(rule: Rule, call: RuleCall) -> tuple[OutputSpec, list[Any], list[Any]]:
     """Call a forward rule: the outputs, their arrays, and their tangents (`None`: zero)."""
     perturbed, n_ts = call.perturbed(), len(call.tangents)
-    inexact = [i for i, x in enumerate(call.operands[:n_ts]) if is_inexact(x)]
+    inexact = flagged(map(is_differentiable, call.operands[:n_ts]))
     if rule.symbolic_zeros or perturbed == inexact:
         # With symbolic zeros a rule may be another one for each pattern of zeros.
         trace = ft.partial(_trace, rule, call, perturbed)

@@ -13,14 +13,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import AbstractValue
 from jax.interpreters import ad
 
 from .._errors import first_line, name_of, pair_of, place_of, rule_error, RuleError, show_tree
 from .._jaxprs.current_trace import outside_of_linearization
 from .._jaxprs.linearity import output_statuses, surely_linear
 from .._jaxprs.operands import at, fill, restricted
-from .._tangent_spaces import as_array_list, is_none, project_leaves
+from .._tangent_spaces import as_array_list, is_array, is_none, is_type, project_leaves
 from .closure_convert import ClosureTemplate, lift_tracers
 from .convention import Convention, OURS
 from .copies import running_rule
@@ -36,7 +35,7 @@ from .rule import (
     trace_rule,
 )
 from .signature import Signature
-from .tree_split import is_array, TreeSplit
+from .tree_split import TreeSplit
 from .wrapper import AbstractDecorated, check_options, P, set_metadata, T, unwrap_method
 from .zero_derivative import check_zeros
 
@@ -372,7 +371,7 @@ def _explain_forward_mode(fn: Any, error: Exception) -> None:
 
 def _project(fn, rule, ct, arg, types, names, i):
     # Most cotangents are what they should be, and this is where an eager one is quick.
-    if isinstance(ct, jax.Array) and _is_type(types) and jax.typeof(ct) == types:
+    if isinstance(ct, jax.Array) and is_type(types) and jax.typeof(ct) == types:
         return [ct]
 
     def fail(*where, do):
@@ -386,11 +385,7 @@ def _project(fn, rule, ct, arg, types, names, i):
 
     leaves = jax.tree.leaves(types, is_leaf=is_none)
     cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)
-    return [c for c, leaf in zip(cts, leaves, strict=True) if _is_type(leaf)]
-
-
-def _is_type(leaf) -> bool:
-    return isinstance(leaf, AbstractValue)
+    return [c for c, leaf in zip(cts, leaves, strict=True) if is_type(leaf)]
 
 
 def _without_dead_terms(pull_back, cts, types):

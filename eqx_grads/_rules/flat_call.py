@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from .._errors import name_of, rule_error, show_path
+from .._jaxprs.operands import flagged
 from .._jaxprs.structure import is_reference
+from .._tangent_spaces import is_differentiable
 from .closure_convert import ClosureTemplate, is_closed, lift_tracers
 from .signature import ParameterNames
 from .tree_split import TreeSplit
@@ -199,7 +200,7 @@ class OutputSpec:
         return show_path(self.split.path(i))
 
     def inexact(self) -> list[int]:
-        return [i for i, t in enumerate(self.types) if jnp.issubdtype(t.dtype, jnp.inexact)]
+        return flagged(map(is_differentiable, self.types))
 
     def difference(self, other: "OutputSpec") -> str | None:
         """Where another function's outputs differ; `None` if they agree."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import equinox as eqx
 
-from .tree_split import is_array, TreeSplit
+from .._tangent_spaces import is_array
+from .tree_split import TreeSplit
 
 
 class AbstractTransformed(eqx.Module):

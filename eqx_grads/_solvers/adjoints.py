@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 from .._errors import check_flags, rule_error
 from .._jaxprs.varying import cast_carry, on_explicit_mesh
 from .._rules.float_args import as_integer, is_number
-from .._rules.tree_split import is_array, TreeSplit
+from .._rules.tree_split import TreeSplit
+from .._tangent_spaces import is_array
 from .linear_solve import check_linear_solver, linear_solve
 from .optimistix import optimistix as optx
 from .real_view import RealView, working_dtype

@@ -12,7 +12,7 @@ from .._errors import check_function, first_line, name_of, place_of, rule_error
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
 from .._rules.transformed import AbstractTransformed, call_on_arrays
-from .._rules.tree_split import is_inexact
+from .._tangent_spaces import is_differentiable
 from .analysis import analyze
 from .ranges import Range
 from .transform import evaluate_zero_safe
@@ -162,7 +162,7 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
 
     def run(*values):
         analysis = analyze(program, [Range()] * len(values))
-        moved = [is_inexact(x) for x in values]
+        moved = list(map(is_differentiable, values))
         return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
     # What masks are made of is computed where a mask is used, and nowhere else.
