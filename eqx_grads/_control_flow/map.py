@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, name_of, rule_error, show_path, type_of
+from .._errors import check_flags, check_function, name_of, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._jaxprs.symbolic_sizes import is_symbolic, Size
 from .._rules.float_args import as_count
 from .._rules.transformed import call_on_arrays
 from .._tangent_spaces import is_numeric_array
+from .carry import lengths
 from .chunked_scan import near_divisor
 
 
@@ -95,28 +96,23 @@ def filter_map(
 
 
 def _common_length(f: Callable[..., Any], xs: PyTree) -> Size:
-    found, first = None, ""
-    for path, x in jax.tree_util.tree_leaves_with_path(xs):
-        if not is_numeric_array(x):
-            continue
-        where = f"`xs{show_path(path)}` is {type_of(x)}"
-        n = jnp.shape(x)[0] if jnp.ndim(x) else None
-        if found is None:
-            found, first = n, where
-        if n is None or n != found:
+    found = lengths(xs, is_numeric_array)
+    where = [f"{name} is {type_}" for name, type_, _ in found]
+    for i, (_, _, n) in enumerate(found):
+        if n is None or n != found[0][2]:
             raise rule_error(
                 f"`filter_map` of `{name_of(f)}` needs arrays of one length.",
-                *dict.fromkeys([first, where]),
+                *dict.fromkeys([where[0], where[i]]),
                 do="Every array in `xs` has one slice for each call, along its first axis. "
                 "Close over what is the same for all calls.",
             )
-    if found is None:
+    if not found:
         raise rule_error(
             f"`filter_map` of `{name_of(f)}` was given nothing to map over.",
             "there is no array in `xs`",
             do="Pass an array, such as `jnp.arange(n)`.",
         )
-    return found
+    return found[0][2]
 
 
 @compile_eager_calls

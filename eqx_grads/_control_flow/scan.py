@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import check_flags, check_function, rule_error, show_path, type_of
+from .._errors import check_flags, check_function, rule_error
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
-from .carry import as_array_if_varying, is_sliced, settle_integers
+from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
 from .chunked_scan import near_divisor
 from .online import check_online, Online, online_method
 from .replay import Replayed
@@ -293,24 +292,20 @@ def common_length(xs: Any, length: int | None) -> Any:
         do = "Give a non-negative integer that is known while tracing."
         what = "`filter_scan` was given a `length` that"
         found, where = as_count(what, length, do, least=0), "`length`"
-    for path, x in jax.tree_util.tree_leaves_with_path(xs):
-        if not is_sliced(x):
-            continue
-        name = f"`xs{show_path(path)}`"
-        if jnp.ndim(x) == 0:
+    for name, type_, steps in lengths(xs, is_sliced):
+        if steps is None:
             raise rule_error(
                 "`filter_scan` was given an array without a time axis.",
-                f"{name} is {type_of(x)}",
+                f"{name} is {type_}",
                 do="Every array in `xs` has one slice for each step. Close over what is the "
                 "same for all steps.",
             )
-        steps = jnp.shape(x)[0]
         if found is None:
             found, where = steps, name
-        elif steps != found:
+        if steps != found:
             raise rule_error(
                 "`filter_scan` was given lengths that differ.",
-                f"{where} says {found} steps, {name} is {type_of(x)}",
+                f"{where} says {found} steps, {name} is {type_}",
                 do="Every array in `xs` has one slice for each step, along its first axis.",
             )
     if found is None:

@@ -77,10 +77,6 @@ class ScanBody:
         (self._f, self._carry_gradient), _ = closures.substitute(arrays[m:])
         return arrays[:n], arrays[n:m]
 
-    def static_outputs(self) -> list[Any]:
-        """The static leaves of `y`."""
-        return [x for x in self._y[0].static if x is not None]
-
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         carry_tree = self._carry.tree(carry)
         if self._carry_gradient is not None:
