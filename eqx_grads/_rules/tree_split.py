@@ -26,10 +26,10 @@ class TreeSplit:
     ) -> tuple["TreeSplit", list[jax.Array]]:
         """The tree without its dynamic leaves, and these as arrays."""
         # Most trees are an array or a tuple of arrays.
-        if all(map(is_dynamic, tree if type(tree) is tuple else (tree,))):
+        if all(isinstance(x, jax.Array) for x in (tree if type(tree) is tuple else (tree,))):
             leaves, treedef = jax.tree.flatten(tree)
             n = len(leaves)
-            return TreeSplit(treedef, range(n), [None] * n), as_array_list(leaves)
+            return TreeSplit(treedef, range(n), [None] * n), leaves
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_has_traced_rules)
         indices = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         arrays = as_array_list(leaves[i] for i in indices)
