@@ -27,9 +27,8 @@ from .._jaxprs.primitives import kind_of
 from .._jaxprs.structure import Call, Checkpoint, Scan
 from .._jaxprs.symbolic_sizes import as_length
 from .._jaxprs.versions import equation_context
-from .._tangent_spaces import is_differentiable
 from .analysis import Analysis, AnalyzedEquation
-from .ranges import Range
+from .ranges import is_inexact, Range
 from .static_masks import fill, is_collective, pulled_back, static_carry
 
 
@@ -122,7 +121,7 @@ def forward(analysis: Analysis, env: dict[Any, Any], ins: Sequence[Mask]) -> dic
     masks: dict[Any, Mask] = dict(zip(program.jaxpr.invars, ins, strict=True))
     for v, x in zip(program.jaxpr.constvars, program.consts, strict=True):
         # What a function closes over may be differentiated.
-        masks[v] = isinstance(x, Tracer) and is_differentiable(v.aval)
+        masks[v] = isinstance(x, Tracer) and is_inexact(v.aval)
     for e in analysis.eqns:
         given = read(masks, e.eqn.invars, False)
         values, results = read(env, e.eqn.invars), [env.get(v) for v in e.eqn.outvars]
@@ -247,7 +246,7 @@ def _dot(eqn, masks, is_forward) -> list[Mask]:
         # The axes of the operand: those of the output come first, and then those of the sum.
         order = [*batch[k], *free[k], *contracted[k]]
         summed = range(n_batch + len(free[k]), len(order))
-        if not is_differentiable(eqn.invars[k].aval):
+        if not is_inexact(eqn.invars[k].aval):
             continue
         if is_forward:
             mask = jnp.transpose(dense(masks[k], shapes[k]), order)
@@ -388,7 +387,7 @@ def _inner(e, values, masks, is_forward) -> list[Mask]:
 def _through(analysis, values, masks, is_forward) -> list[Mask]:
     if is_forward:
         return masks_of_outputs(analysis, values, masks)
-    wanted = [is_differentiable(v.aval) for v in analysis.program.jaxpr.invars]
+    wanted = [is_inexact(v.aval) for v in analysis.program.jaxpr.invars]
     return masks_of_inputs(analysis, values, masks, wanted)
 
 
@@ -415,7 +414,7 @@ def masks_of_scan(
         if is_forward
         else static_carry(e, [x if isinstance(x, bool) else None for x in masks])
     )
-    is_open = lambda i, v: static[i] is None and is_differentiable(v.aval)
+    is_open = lambda i, v: static[i] is None and is_inexact(v.aval)
     opened = [(i, v) for i, v in enumerate(inputs[n:m]) if is_open(i, v)]
     arrays = {i: dense(of_start[i], v.aval.shape) for i, v in opened}
     all_carried = lambda arrays: [arrays.get(i, bool(static[i])) for i in range(n_carry)]

@@ -18,7 +18,6 @@ from jax.core import Tracer
 from .._jaxprs.interpret import Domain
 from .._jaxprs.primitives import INF, kind_of
 from .._jaxprs.structure import CallWithRule, structure, While
-from .._tangent_spaces import is_differentiable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,11 @@ class Range:
 
 def inexact_indices(variables: Sequence[Any]) -> list[int]:
     """Which variables of a program hold floating or complex numbers."""
-    return [i for i, v in enumerate(variables) if is_differentiable(v.aval)]
+    return [i for i, v in enumerate(variables) if is_inexact(v.aval)]
+
+
+def is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", np.bool_), jnp.inexact)
 
 
 def range_of_constant(x: Any) -> Range:
@@ -183,7 +186,7 @@ def _ranges_of_outputs(eqn: Any, ins: Sequence[Range]) -> list[Range]:
     # The positions that `sort` and `top_k` return are not within the bounds of the values.
     return [
         Range(*(_rounded(b, v.aval.dtype) for b in bounds), finite=finite)
-        if is_differentiable(v.aval)
+        if is_inexact(v.aval)
         else Range()
         for v in eqn.outvars
     ]

@@ -12,9 +12,8 @@ from .._errors import check_function, first_line, name_of, place_of, rule_error
 from .._jaxprs.dependence import without_unused
 from .._jaxprs.evaluate import evaluate
 from .._rules.transformed import AbstractTransformed, call_on_arrays
-from .._tangent_spaces import is_differentiable
 from .analysis import analyze
-from .ranges import Range
+from .ranges import is_inexact, Range
 from .transform import evaluate_zero_safe
 from .zero_wins import zero_wins_program
 
@@ -162,7 +161,7 @@ def zero_safe_program(program: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxp
 
     def run(*values):
         analysis = analyze(program, [Range()] * len(values))
-        moved = list(map(is_differentiable, values))
+        moved = list(map(is_inexact, values))
         return evaluate_zero_safe(analysis, values, moved, [True] * n, [False] * n)
 
     # What masks are made of is computed where a mask is used, and nowhere else.
