@@ -33,7 +33,6 @@ from .masks import (
     read,
     transfer,
 )
-from .static_masks import static_masks
 
 
 class Plan:
@@ -45,7 +44,7 @@ class Plan:
 
     def __init__(self, analysis: Analysis, outs: Sequence[bool | None], steep: Sequence[bool]):
         self.analysis = analysis
-        known = static_masks(analysis, outs)
+        known = backward(analysis, None, outs, analysis.eqns)
         is_steep = set(variables(at(analysis.program.jaxpr.outvars, flagged(steep))))
         self.guarded: set[int] = set()
         self.local: set[int] = set()
