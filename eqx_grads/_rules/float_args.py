@@ -86,11 +86,9 @@ def constant(name: str, what: str, x: Any) -> Any:
 def is_known(x: Any) -> bool:
     """Whether a parameter can be compared in Python: it is given, not traced, not spread over
     several processes, and of no class that only JAX can convert."""
-    is_elsewhere = isinstance(x, jax.Array) and not (
-        isinstance(x, Tracer) or x.is_fully_addressable
-    )
-    is_unknown = isinstance(x, Tracer) or hasattr(x, "__jax_array__")
-    return x is not None and not is_unknown and not is_elsewhere
+    if x is None or isinstance(x, Tracer) or hasattr(x, "__jax_array__"):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_parameter(name: str, what: str, x: Any) -> None:

@@ -339,15 +339,26 @@ def check_outputs(
 
 def _outputs(call: RuleCall) -> OutputSpec | None:
     """What the function itself returns; `None` if it can't be traced."""
+    traced = trace_outputs(call.flat.call, lambda one: one, call.operands)
+    return None if traced is None else traced[0]
+
+
+def trace_outputs(
+    primal: Callable[..., tuple[OutputSpec, list[Any]]],
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]],
+    operands: Sequence[Any],
+) -> tuple[OutputSpec, Sequence[Any]] | None:
+    """What a function of operands returns, and the types of its arrays after a transformation.
+    `None` if it can't be traced."""
     found: list[OutputSpec] = []
 
-    def primal(*operands):
-        outputs, arrays = call.flat.call(operands)
+    def one(*xs):
+        outputs, arrays = primal(xs)
         found.append(outputs)
         return arrays
 
-    types = try_to_trace(jax.eval_shape, primal, *call.operands)
-    return None if types is None else found[0]
+    types = try_to_trace(jax.eval_shape, transform(one), *operands)
+    return None if types is None else (found[0], types)
 
 
 def check_static_outputs(fn: Any, outputs: OutputSpec) -> None:

@@ -11,7 +11,7 @@ from .._tangent_spaces import as_array_list
 from .call_record import vmap_over
 from .copies import running_rule
 from .flat_call import FlatCall, OutputSpec
-from .rule import Rule, try_to_trace
+from .rule import Rule, trace_outputs
 
 
 def apply_vmap_rule(
@@ -62,22 +62,16 @@ def _out_batched(fn, rule: Rule, outputs: OutputSpec, out, prefix) -> list[bool]
 
 def _expected(primal, axis_data, batched, operands, out_batched) -> OutputSpec | None:
     """The outputs of the function for a batch; `None` if the function can't be traced."""
-    found: list[OutputSpec] = []
-
-    def one(*xs):
-        outputs, arrays = primal(xs)
-        found.append(outputs)
-        return arrays
-
-    vmapped = vmap_over(axis_data)(one, [0 if b else None for b in batched])
-    types = try_to_trace(jax.eval_shape, vmapped, *operands)
-    if types is None:
+    axes = [0 if b else None for b in batched]
+    traced = trace_outputs(primal, lambda one: vmap_over(axis_data)(one, axes), operands)
+    if traced is None:
         return None
+    outputs, types = traced
     batched_types = [
         jax.ShapeDtypeStruct(t.shape if flag else t.shape[1:], t.dtype)
         for t, flag in zip(types, out_batched, strict=False)
     ]
-    return OutputSpec(found[0].split, tuple(batched_types))
+    return OutputSpec(outputs.split, tuple(batched_types))
 
 
 def _check(fn, rule, axis_data, expected, outputs, prefix) -> None:
