@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error
+from .._jaxprs.current_trace import setting
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
 from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
@@ -202,9 +202,6 @@ def _run(f, carry_gradient, init, xs, steps, *, reverse, unroll, truncate, **opt
     is_call = truncate is not None or isinstance(method, Replayed | Online)
     arrays = (body.varying_arrays if is_call else body.cast_arrays)(init, xs)
     loop = Loop(body, *arrays, steps, reverse, unroll)
-    if isinstance(method, Online):
-        names, where = tuple(body.carry_paths()), body.place()
-        method = dataclasses.replace(method, names=names, where=where)
     chosen, loop = _choose(method, loop, truncate)
     return body.outputs(*chosen.run(loop))
 
@@ -266,19 +263,14 @@ def _choose(
     return visible
 
 
-@contextlib.contextmanager
-def visible_steps():
+def visible_steps() -> contextlib.AbstractContextManager[None]:
     """Trace every `filter_scan` in this context so that its steps are equations of the program.
 
     No scan is then a call with a rule: JAX itself differentiates `"replay"`, `"auto"` and
     `truncate`, and the derivative is the same. It is for code that looks for something in the
     steps, as `gradient_flow` does for the outputs of layers.
     """
-    token = _STEPS_ARE_VISIBLE.set(True)
-    try:
-        yield
-    finally:
-        _STEPS_ARE_VISIBLE.reset(token)
+    return setting(_STEPS_ARE_VISIBLE, True)
 
 
 _STEPS_ARE_VISIBLE = contextvars.ContextVar("eqx_grads_visible_steps", default=False)

@@ -189,12 +189,8 @@ def reversal_schedule(
     networks](https://arxiv.org/abs/1505.07818), 2016, section 5.2.2, where `low` is 0 and
     `high` is 1.
     """
-    for what, value in (
-        ("progress", progress),
-        ("low", low),
-        ("high", high),
-        ("gamma", gamma),
-    ):
+    given = {"progress": progress, "low": low, "high": high, "gamma": gamma}
+    for what, value in given.items():
         check_parameter("reversal_schedule", what, value)
     if is_known(progress) and np.any(np.asarray(progress) < 0):
         raise rule_error(
@@ -203,7 +199,7 @@ def reversal_schedule(
             do="Give it the fraction of the training that is done: the step divided by the "
             "number of steps.",
         )
-    values = [jnp.asarray(v) for v in (progress, low, high, gamma)]
+    values = list(map(jnp.asarray, given.values()))
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(float, *values)
     progress, low, high, gamma = (v.astype(dtype) for v in values)

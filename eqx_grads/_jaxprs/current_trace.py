@@ -1,13 +1,27 @@
 """Whether JAX runs operations eagerly now, stages them into a jaxpr, or neither."""
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import find_top_trace, get_opaque_trace_state, set_current_trace
 from jax.interpreters import partial_eval as pe
+
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """In this context, a context variable has another value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def _state() -> Any:

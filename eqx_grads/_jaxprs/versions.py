@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .current_trace import setting
+
 
 JAXPRS = (Jaxpr, ClosedJaxpr)
 
@@ -170,15 +172,10 @@ def equation_context(eqn: Any) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def keeping_tracebacks() -> Iterator[None]:
+def keeping_tracebacks() -> contextlib.AbstractContextManager[None]:
     """In this context, what an equation is evaluated to has a name from which `traceback_of`
     finds the traceback of that equation. It is for code that shows lines of the user's code."""
-    token = _KEEPS_TRACEBACKS.set(True)
-    try:
-        yield
-    finally:
-        _KEEPS_TRACEBACKS.reset(token)
+    return setting(_KEEPS_TRACEBACKS, True)
 
 
 def traceback_of(eqn: Any) -> Any:

@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._errors import code_of, rule_error, RuleError
-from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid
+from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged
 from .._jaxprs.structure import CallWithRule, read_call, register
@@ -146,7 +146,8 @@ def _abstract_eval(*types, call, call_jaxpr, n_consts):
     return jaxpr.out_avals, jaxpr.effects
 
 
-def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
+def _jvp(primals, tangents, **params):
+    call, n_consts = params["call"], params["n_consts"]
     ts = [
         None if type(t) is ad.Zero or not is_differentiable(x) else t
         for x, t in zip(primals, tangents, strict=True)
@@ -154,7 +155,7 @@ def _jvp(primals, tangents, *, call, call_jaxpr, n_consts):
     if any(t is not None for t in ts[:n_consts]):
         raise _closed_over(call)
     if all(t is None for t in ts):  # JAX counts integers as perturbed in places
-        out = call_p.bind(*primals, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
+        out = call_p.bind(*primals, **params)
         t_out = [None] * len(out)
     else:
         out, t_out = call.jvp(primals[n_consts:], ts[n_consts:])
@@ -179,21 +180,19 @@ _transposed = contextvars.ContextVar[frozenset[Any]]("transposed", default=froze
 _looked_at = contextvars.ContextVar[frozenset[Any]]("looked_at", default=frozenset())
 
 
-@contextlib.contextmanager
-def _noted(call: Call, where: contextvars.ContextVar[frozenset[Any]]) -> Iterator[None]:
-    token = where.set(where.get() | {call.rules_key})
-    try:
-        yield
-    finally:
-        where.reset(token)
+def _noted(
+    call: Call, where: contextvars.ContextVar[frozenset[Any]]
+) -> contextlib.AbstractContextManager[None]:
+    return setting(where, where.get() | {call.rules_key})
 
 
-def _transpose(cts, *operands, call, call_jaxpr, n_consts):
+def _transpose(cts, *operands, **params):
     """A linear function, applied to a tangent: transpose its derivative, which its rules give.
 
     The derivative of a linear function is the same everywhere. So the rules run at zero, the
     one point that is known here.
     """
+    call, call_jaxpr, n_consts = params["call"], params["call_jaxpr"], params["n_consts"]
     linear = flagged(map(ad.is_undefined_primal, operands))
     if any(i < n_consts for i in linear):
         raise _closed_over(call)
@@ -209,8 +208,8 @@ def _transpose(cts, *operands, call, call_jaxpr, n_consts):
 
     # A forward rule may apply its own function to its tangents, and then says nothing of the
     # transpose.
-    function = ft.partial(_impl, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
-    run = function if call.rules_key in _transposed.get() else derivative
+    is_inner = call.rules_key in _transposed.get()
+    run = ft.partial(_impl, **params) if is_inner else derivative
     with _noted(call, _transposed):
         return transpose_of(run, operands, cts)
 
@@ -236,10 +235,11 @@ def _check_linear(call, call_jaxpr, operands, used):
         )
 
 
-def _batch(axis_data, operands, dims, *, call, call_jaxpr, n_consts):
+def _batch(axis_data, operands, dims, **params):
+    call, call_jaxpr, n_consts = params["call"], params["call_jaxpr"], params["n_consts"]
     if all(dim is None for dim in dims):
         if not _uses_axis(axis_data.name, call, call_jaxpr, operands[n_consts:]):
-            out = call_p.bind(*operands, call=call, call_jaxpr=call_jaxpr, n_consts=n_consts)
+            out = call_p.bind(*operands, **params)
             return out, [None] * len(out)
         is_inner = call.rules_key in _looked_at.get()
         if is_inner or _is_same_for_all(axis_data, call, operands[n_consts:]):
