@@ -9,6 +9,7 @@ import numpy as np
 
 from .._errors import place_of, rule_error, show_path, type_of
 from .._errors.trees import class_of, leaf_paths, mirrored, one_level, static_fields
+from .._jaxprs.current_trace import is_jit_disabled
 from .._rules.tree_split import TreeSplit
 from .._tangent_spaces import as_array_list, is_arraylike, is_dynamic, is_type
 
@@ -91,8 +92,7 @@ class Carry:
             return frozenset()
         self._varying = set()
         try:
-            disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-            step(*args) if disabled_jit else jax.make_jaxpr(step)(*args)
+            step(*args) if is_jit_disabled() else jax.make_jaxpr(step)(*args)
             return frozenset(self._varying)
         finally:
             self._varying = None

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import check_flags, check_function, rule_error
-from .._jaxprs.current_trace import setting
+from .._jaxprs.current_trace import is_jit_disabled, setting
 from .._jaxprs.eager_calls import compile_eager_calls
 from .._rules.float_args import as_count, as_integer
 from .carry import as_array_if_varying, is_sliced, lengths, settle_integers
@@ -247,8 +247,7 @@ def _choose(
     in_the_steps = loop if window is None else cut_loop(loop, window)
     visible = method if isinstance(method, Plain | Checkpointed) else Plain(), in_the_steps
     # Without `jit`, JAX's loops are written out, and there is nothing to trace.
-    disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-    if loop.steps == 0 or disabled_jit or _STEPS_ARE_VISIBLE.get():
+    if loop.steps == 0 or is_jit_disabled() or _STEPS_ARE_VISIBLE.get():
         return visible
     in_windows = lambda inner: inner if window is None else Truncated(inner, window)
     reason = in_windows(method).unsupported(loop)

@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import mapped_aval
 
 from .._errors import name_of, pair_of, place_of, rule_error, type_of
+from .._jaxprs.current_trace import is_jit_disabled
 from .._jaxprs.interpret import Domain, interpret
 from .._jaxprs.structure import Scan, ShardMap, While
 from .._jaxprs.varying import cast_carry, is_in_shard_map, vary_alike
@@ -51,10 +52,9 @@ class ScanBody:
     def integers_that_vary(self, init: Any, xs: Any) -> frozenset[int]:
         """The indices of the Python integers in the carry that a step changes."""
         carry, arrays = self.arrays(init, xs)
-        disabled_jit: bool = jax.config.jax_disable_jit  # pyright: ignore
-        if disabled_jit and not all(x.shape[0] for x in arrays):
+        if is_jit_disabled() and not all(x.shape[0] for x in arrays):
             return frozenset()  # without `jit`, JAX raises an error for a scan of no steps
-        one = [x[0] for x in arrays] if disabled_jit else _slice_types(arrays)
+        one = [x[0] for x in arrays] if is_jit_disabled() else _slice_types(arrays)
         return self._carry.integers_that_vary(self, carry, one)
 
     def cast_arrays(self, init: Any, xs: Any) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -41,6 +41,10 @@ with jax.ensure_compile_time_eval():
 _STAGING = _staging_trace()
 
 
+def is_jit_disabled() -> bool:
+    return jax.config.jax_disable_jit  # pyright: ignore
+
+
 def is_eager() -> bool:
     """Whether no transformation is at work: operations compute their values at once."""
     return _state() == _EAGER
