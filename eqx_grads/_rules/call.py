@@ -120,13 +120,13 @@ class _OfArrays:
     def _rule_call(self, operands, tangents) -> RuleCall:
         flat = self._flat
         ts = [t if t is None or isinstance(t, jax.Array) else jnp.asarray(t) for t in tangents]
-        fn, rules, args, kwargs = flat.restore(operands)
+        call = RuleCall.of(flat, operands, ts[: flat.n_args])
         # What only the rules close over does not change the value: its derivative is zero
         # here, and comes in where the rules themselves are differentiated.
         for i in range(flat.n_args, flat.n_args + flat.n_not_differentiable):
             if ts[i] is not None:
-                raise _not_differentiable(fn, flat, i)
-        return RuleCall(rules, fn, args, kwargs, operands, ts[: flat.n_args], flat)
+                raise _not_differentiable(call.fn, flat, i)
+        return call
 
 
 _NUMPY_NOTE = (

@@ -246,17 +246,17 @@ class ReverseRules(AbstractRules):
         return outputs, arrays, fill([None] * len(arrays), indices, ts)
 
 
-def _perturbed_tree(flat: FlatCall, perturbed: Sequence[int], operands: Sequence[Any]):
-    """The tuple of trees of bools: which leaves are being differentiated."""
-    return flat.flags([i in perturbed for i in range(flat.n_args)], operands)
+def _with_perturbed(call: RuleCall, rule: Rule, perturbed: Sequence[int], kwargs: Any) -> Any:
+    """`kwargs`, and the tuple of trees of bools, which says what is being differentiated."""
+    if _PERTURBED not in rule.keyword_only:
+        return kwargs
+    flags = [i in perturbed for i in range(call.flat.n_args)]
+    return {_PERTURBED: call.flat.flags(flags, call.operands), **kwargs}
 
 
 def _run_fwd(call: RuleCall) -> tuple[OutputSpec, list[Any], Any]:
     rule = call.rules.fwd_rule
-    keywords = call.keywords(rule)
-    if "perturbed" in rule.keyword_only:
-        perturbed = _perturbed_tree(call.flat, call.perturbed(), call.operands)
-        keywords = {"perturbed": perturbed, **keywords}
+    keywords = _with_perturbed(call, rule, call.perturbed(), call.keywords(rule))
     with running_rule(call.fn, call.rules):
         result = rule(*call.args, **keywords)
     what = f"The forward pass `{rule.name}` of `{name_of(call.fn)}`"
@@ -284,16 +284,13 @@ class _VjpSpec:
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
         operands = residuals[: self.n_operands]
-        fn, rules, args, kwargs = self.flat.restore(operands)
-        if rules.jvp_rule is None:
-            return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
-        call = RuleCall(rules, fn, args, kwargs, operands, ts, self.flat)
-        _, arrays, t_out = apply_forward_rule(rules.jvp_rule, call)
-        return [
-            jnp.zeros_like(arrays[i]) if t_out[i] is None else t_out[i]
-            for i in self.out_indices
-        ]
+        call = RuleCall.of(self.flat, operands, ts)
+        if call.rules.jvp_rule is None:
+            return self._forward_of_function(operands, live_ts)
+        _, arrays, t_out = apply_forward_rule(call.rules.jvp_rule, call)
+        pairs = zip(at(arrays, self.out_indices), at(t_out, self.out_indices), strict=True)
+        return [jnp.zeros_like(x) if t is None else t for x, t in pairs]
 
     def _forward_of_function(self, operands, live_ts):
         of_all = lambda *operands: at(self.flat.call(operands)[1], self.out_indices)
@@ -309,48 +306,45 @@ class _VjpSpec:
         residuals = as_array_list(residuals)
         is_ready = lambda ct: ct is None or isinstance(ct, jax.Array)
         cts = [ct if is_ready(ct) else jnp.asarray(ct) for ct in cts]
-        operands = residuals[: self.n_operands]
-        fn, rules, args, kwargs = self.flat.restore(operands)
+        call = RuleCall.of(self.flat, residuals[: self.n_operands], [])
+        rule = call.rules.bwd_rule
         end = self.n_operands + self.n_residuals
         static, _ = self.res_closures.substitute(residuals[end:])
         kept = self.res_split.tree(residuals[self.n_operands : end], static)
 
         def pull_back(*cts):
             full = fill([None] * len(self.out_types), self.out_indices, cts)
-            with running_rule(fn, rules):
-                ct = self.out_split.tree(full)
-                ct_args = self._run_bwd(fn, rules.bwd_rule, operands, args, kwargs, kept, ct)
+            with running_rule(call.fn, call.rules):
+                ct_args = self._run_bwd(call, rule, kept, self.out_split.tree(full))
             zeros = [i for i, ct in zip(self.perturbed, ct_args, strict=True) if ct is None]
             if zeros:
-                call = RuleCall(rules, fn, args, kwargs, operands, [], self.flat)
-                check_zeros(rules.bwd_rule, call, zeros)
+                check_zeros(rule, call, zeros)
             return ct_args
 
-        if rules.bwd_rule.symbolic_zeros or all(ct is not None for ct in cts):
+        if rule.symbolic_zeros or all(ct is not None for ct in cts):
             return pull_back(*cts)
         return _without_dead_terms(pull_back, cts, at(self.out_types, self.out_indices))
 
-    def _run_bwd(self, fn, rule, operands, args, kwargs, kept, ct):
-        if "perturbed" in rule.keyword_only:
-            perturbed = _perturbed_tree(self.flat, self.perturbed, operands)
-            kwargs = {"perturbed": perturbed, **kwargs}
+    def _run_bwd(self, call, rule, kept, ct):
+        args, name = call.args, name_of(call.fn)
+        kwargs = _with_perturbed(call, rule, self.perturbed, call.kwargs)
         result = rule.of_tangents(kept, ct, **rule.asked_for(kwargs))
         if not isinstance(result, tuple | list) or len(result) != len(args):
+            names = ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args)))
             raise rule_error(
-                f"The backward rule `{rule.name}` of `{name_of(fn)}` did not return one "
-                "cotangent for each argument.",
-                f"`{name_of(fn)}` has {len(args)}: "
-                + ", ".join(f"`{self.flat.names[i]}`" for i in range(len(args))),
+                f"The backward rule `{rule.name}` of `{name}` did not return one cotangent for "
+                "each argument.",
+                f"`{name}` has {len(args)}: {names}",
                 f"the rule returned {show_tree(result)}",
                 rule.place,
                 do=advice_on_cotangents(result),
             )
         types = self.arg_types
         if not all(isinstance(arg, jax.Array) for arg in args):
-            types = self.flat.args.mirror(types, arrays=operands[: self.flat.n_args])
+            types = self.flat.args.mirror(types, arrays=call.operands[: self.flat.n_args])
         cts = []
         for i, (ct_arg, arg, type_) in enumerate(zip(result, args, types, strict=True)):
-            cts.extend(_project(fn, rule, ct_arg, arg, type_, self.flat.names, i))
+            cts.extend(_project(call.fn, rule, ct_arg, arg, type_, self.flat.names, i))
         return at(cts, self.perturbed)
 
 
@@ -375,13 +369,9 @@ def _project(fn, rule, ct, arg, types, names, i):
         return [ct]
 
     def fail(*where, do):
-        return rule_error(
-            f"The backward rule `{rule.name}` of `{name_of(fn)}` returned a "
-            "cotangent that does not fit its argument.",
-            *where,
-            rule.place,
-            do=do,
-        )
+        what = f"The backward rule `{rule.name}` of `{name_of(fn)}`"
+        does = "returned a cotangent that does not fit its argument."
+        return rule_error(f"{what} {does}", *where, rule.place, do=do)
 
     leaves = jax.tree.leaves(types, is_leaf=is_none)
     cts = project_leaves(ct, arg, leaves, name=names[i], fail=fail)

@@ -257,6 +257,11 @@ class RuleCall:
     tangents: list[Any]
     flat: FlatCall
 
+    @staticmethod
+    def of(flat: FlatCall, operands: list[Any], tangents: list[Any]) -> "RuleCall":
+        fn, rules, args, kwargs = flat.restore(operands)
+        return RuleCall(rules, fn, args, kwargs, operands, tangents, flat)
+
     def keywords(self, rule: Rule) -> dict[str, Any]:
         """The keyword-only arguments for `rule`."""
         return rule.keywords(self.kwargs, self.flat.filled)
