@@ -213,8 +213,8 @@ def named_method(checkpoint: int | str | None, steps: Any) -> AbstractMethod:
     if isinstance(checkpoint, str) and checkpoint in ("replay", "auto"):
         return Replayed(only_if_better=checkpoint == "auto")
     is_sqrt = isinstance(checkpoint, str) and checkpoint == "sqrt"
-    every = as_integer(checkpoint)
-    if not is_sqrt and (every is None or every < 1):
+    every = as_integer(checkpoint) or 0
+    if not is_sqrt and every < 1:
         raise rule_error(
             "`filter_scan` was given a `checkpoint` that it does not know.",
             f"it is {checkpoint!r:.60}",

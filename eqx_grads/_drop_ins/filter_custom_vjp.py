@@ -153,7 +153,7 @@ class filter_custom_vjp(AbstractWrapper[P, T]):
 
 def _fwd(rule, with_perturbed, owner, /, *args, perturbed, **kwargs):
     """A user's rule for the forward pass, called as `custom_vjp` calls one."""
-    _check_first_only(*owner, perturbed)
+    _check_first_only(owner, perturbed)
     first = perturbed[:1] if with_perturbed else ()
     result = rule(*first, *args, **kwargs)
     if not is_pair(result):
@@ -170,7 +170,8 @@ def _bwd(rule, with_perturbed, residuals, ct, *, perturbed):
     return ct_first, *(None for _ in args[1:])
 
 
-def _check_first_only(name, place, names, perturbed):
+def _check_first_only(owner, perturbed):
+    name, place, names = owner
     others = jax.tree_util.tree_leaves_with_path(perturbed[1:])
     paths = [path for path, is_perturbed in others if is_perturbed]
     if paths:

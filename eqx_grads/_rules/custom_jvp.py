@@ -191,7 +191,7 @@ def _run(rule, call, indices, given):
     return _take_result(call, rule, result)
 
 
-def _trace(rule, call, indices) -> tuple[TracedRule | None, OutputSpec | None]:
+def _trace(rule, call, indices) -> tuple[Any, Any]:
     """The rule as a program of the tangents at these indices: first the output tangents, then
     the value."""
     found: list[Any] = [None]

@@ -1,5 +1,6 @@
 """Functions that stand in the place of another function, and run it on the arrays of a call."""
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ class AbstractTransformed(eqx.Module):
     @property
     def __wrapped__(self):
         return self._eqg_fn
+
+    @abc.abstractmethod
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
 
     def __get__(self, instance, owner=None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -17,7 +17,7 @@ import contextlib
 import functools as ft
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from .analysis import Analysis, AnalyzedEquation
 from .ranges import decided_case, is_inexact, Range
 
 
-Mask = bool | jax.Array | None
+Mask: TypeAlias = Any  # `True`, `False`, an array of booleans, or `None`
 
 
 def either(*masks: Mask) -> Mask:
@@ -75,7 +75,7 @@ def raw_outputs(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return bind(eqn, [stopped(x) for x in values])
 
 
-Values = Sequence[Any] | None  # of some variables; `None` if nothing is computed
+Values: TypeAlias = Any  # a list for some variables, or `None` if nothing is computed
 
 # ---------------------------------------------------------------- programs
 
@@ -94,9 +94,7 @@ def masks_of_inputs(
     ]
 
 
-def masks_of_outputs(
-    analysis: Analysis, values: Sequence[Any], ins: Sequence[Mask]
-) -> list[Mask]:
+def masks_of_outputs(analysis: Analysis, values: Values, ins: Sequence[Mask]) -> list[Mask]:
     """Forward: the masks of the outputs of a program."""
     masks = forward(analysis, _raw_values(analysis, values), ins)
     return read(masks, analysis.program.jaxpr.outvars, False)
