@@ -149,15 +149,12 @@ def _check_same_types(one: _Branch, other: _Branch) -> None:
     if one.split.treedef != other.split.treedef:
         trees = one.split.mirror(one.types), other.split.mirror(other.types)
         raise fail(*structure_difference(*trees), do="Return the same structure from both.")
+    shown = lambda z: type_of(z) if is_type(z) else f"{z!r:.60}"
     for i, (x, y) in enumerate(zip(one.leaves, other.leaves, strict=True)):
-        if is_type(x) and is_type(y):
-            if x.shape != y.shape or x.dtype != y.dtype:
-                raise fail(i, type_of(x), type_of(y), do="Return one shape and one dtype.")
-        elif not same_static(x, y):
-            what = [type_of(z) if is_type(z) else f"{z!r:.60}" for z in (x, y)]
-            raise fail(
-                i,
-                *what,
-                do="What is not an array is static, and the same in both. Hold what varies "
-                "in an array.",
-            )
+        is_array = is_type(x) and is_type(y)
+        do = "Return one shape and one dtype." if is_array else _STATIC
+        if not ((x.shape, x.dtype) == (y.shape, y.dtype) if is_array else same_static(x, y)):
+            raise fail(i, shown(x), shown(y), do)
+
+
+_STATIC = "What is not an array is static, and the same in both. Hold what varies in an array."

@@ -285,16 +285,12 @@ def _bounds(eqn, ins: Sequence[Range], moving: Sequence[Range]) -> tuple[float, 
             return (0.0 if x.low >= 0 else -INF), (0.0 if x.high <= 0 else INF)
         case "integer_pow":
             return (0.0 if x.low >= 0 or eqn.params["y"] % 2 == 0 else -INF), INF
-        case "pow":
-            return (0.0 if x.low >= 0 else -INF), INF
-        case "log1p":
+        case "pow" | "log1p":
             return (0.0 if x.low >= 0 else -INF), INF
         case "exp":
-            return 0.0, math.exp(min(x.high, 700.0)) if x.high < 700 else INF
+            return 0.0, math.exp(x.high) if x.high < 700 else INF
         case "sqrt":
-            return math.sqrt(max(x.low, 0.0)), INF if x.high == INF else math.sqrt(
-                max(x.high, 0.0)
-            )
+            return math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))
     bounds = kind_of(eqn).bounds
     if name == "gather" and _may_fill(eqn, ins):
         return -INF, INF
