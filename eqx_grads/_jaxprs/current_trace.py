@@ -82,8 +82,10 @@ def is_staged(operands: Sequence[Any]) -> bool:
         for x in operands
         if isinstance(x, Tracer) and not (isinstance(x, pe.JaxprTracer) and x.is_known())
     }
-    takes = lambda trace: type(trace) is _STAGING or id(trace) in owners
-    return type(next(filter(takes, _traces()), None)) is _STAGING
+    for trace in _traces():
+        if type(trace) is _STAGING or id(trace) in owners:
+            return type(trace) is _STAGING
+    return False
 
 
 def is_valid(x: Any) -> bool:

@@ -284,10 +284,10 @@ class _VjpSpec:
     def forward(self, residuals, live_ts):
         residuals, live_ts = as_array_list(residuals), as_array_list(live_ts)
         operands = residuals[: self.n_operands]
+        if self.flat.rules.jvp_rule is None:
+            return self._forward_of_function(operands, live_ts)
         ts = fill([None] * self.flat.n_args, self.perturbed, live_ts)
         call = RuleCall.of(self.flat, operands, ts)
-        if call.rules.jvp_rule is None:
-            return self._forward_of_function(operands, live_ts)
         _, arrays, t_out = apply_forward_rule(call.rules.jvp_rule, call)
         pairs = zip(at(arrays, self.out_indices), at(t_out, self.out_indices), strict=True)
         return [jnp.zeros_like(x) if t is None else t for x, t in pairs]

@@ -168,7 +168,7 @@ class FlatCall:
 def _without_traced_defaults(fn: Any) -> Any:
     """`fn` without its default values, if there are tracers among them. For a function that is
     called with all of its arguments."""
-    if not isinstance(fn, types.FunctionType):
+    if not isinstance(fn, types.FunctionType) or not (fn.__defaults__ or fn.__kwdefaults__):
         return fn
     defaults = jax.tree.leaves((fn.__defaults__, fn.__kwdefaults__))
     if not any(isinstance(x, Tracer) for x in defaults):
