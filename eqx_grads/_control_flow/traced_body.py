@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 
-from .._jaxprs.dependence import are_in, depends, needed, without_unused
+from .._jaxprs.dependence import are_in, consts_as_inputs, depends, needed, without_unused
 from .._jaxprs.interpret import fixed_point
 from .._jaxprs.operands import at, flagged, restricted
 from .._jaxprs.structure import CallWithRule, holds
@@ -25,15 +25,17 @@ class TracedBody:
     inlined and the operands of matrix products swapped.
     """
 
-    def __init__(self, fn: Callable[..., Any], consts, carry, x):
-        varies = [False] * len(consts) + [True] * (len(carry) + len(x))
-        self.given = _trace(fn, consts, carry, x)
-        self.program = inlined(self.given, varies)
-        n_consts, n = len(consts), len(consts) + len(carry)
-        in_types = self.program.in_avals
+    def __init__(self, given: ClosedJaxpr, n_consts: int, n_carry: int):
+        self.given = given
+        self.program = inlined(given, [i >= n_consts for i in range(len(given.in_avals))])
+        in_types, n = self.program.in_avals, n_consts + n_carry
         self.const_types, self.carry_types = in_types[:n_consts], in_types[n_consts:n]
         self.x_types = in_types[n:]
-        self.y_types = self.program.out_avals[len(carry) :]
+        self.y_types = self.program.out_avals[n_carry:]
+
+    @staticmethod
+    def of(fn: Callable[..., Any], consts: Any, carry: Any, x: Any) -> "TracedBody":
+        return TracedBody(_trace(fn, consts, carry, x), len(consts), len(carry))
 
     @property
     def input_types(self) -> list[Any]:
@@ -109,7 +111,7 @@ class TracedBody:
         axes = [[0 if b else None for b in part] for part in parts]
         vectorized = lambda fn: jax.vmap(fn, axes, (axes[1], 0), axis_size=size)
         types = jax.eval_shape(lambda: (consts, init, [x[0] for x in xs]))
-        body = TracedBody(vectorized(self), *types)
+        body = TracedBody.of(vectorized(self), *types)
         body.given = _trace(vectorized(self.as_given), *types)
         last, ys = scan(consts, init, xs, step_index, body=body, **options)
         return (last, [jnp.moveaxis(y, 1, 0) for y in ys]), (carried, True)
@@ -139,7 +141,7 @@ class TracedBody:
             out = jax.vjp(of_perturbed, *at(inputs, indices), has_aux=True)[2]
             return self._split(out)
 
-        body = TracedBody(values, self.const_types, self.carry_types, self.x_types)
+        body = TracedBody.of(values, self.const_types, self.carry_types, self.x_types)
         body.program = without_unused(body.program)  # the residuals
         return body
 
@@ -190,17 +192,10 @@ def trace_body(
     return program, list(carry)
 
 
-def close_body(
-    program: ClosedJaxpr, carry: Sequence[Any], x: Sequence[Any]
-) -> tuple[TracedBody, list[Any]]:
+def close_body(program: ClosedJaxpr, n_carry: int) -> tuple[TracedBody, list[Any]]:
     """The traced body without constants, and these constants."""
-
-    def of_consts(consts, carry, x):
-        out = jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*carry, *x)
-        return out[: len(carry)], out[len(carry) :]
-
     consts = as_array_list(program.consts)
-    return TracedBody(of_consts, consts, carry, x), consts
+    return TracedBody(consts_as_inputs(program), len(consts), n_carry), consts
 
 
 # ---------------------------------------------------------------- what can't be done with it

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._errors import code_of, rule_error, RuleError
 from .._jaxprs.current_trace import is_of_innermost_trace, is_staged, is_valid, setting
+from .._jaxprs.dependence import consts_as_inputs
 from .._jaxprs.linearity import CONSTANT, linear_in, MAYBE_ZERO, why_nonlinear
 from .._jaxprs.operands import at, fill, flagged
 from .._jaxprs.structure import CallWithRule, read_call, register
@@ -43,7 +44,7 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     jaxpr = _trace(call, [jax.typeof(x) for x in operands])
     if not all(map(is_valid, jaxpr.consts)):
         raise invalid_tracer(call.name)
-    consts, call_jaxpr = jaxpr.consts, _consts_as_inputs(jaxpr)
+    consts, call_jaxpr = jaxpr.consts, consts_as_inputs(jaxpr)
     return call_p.bind(
         *consts, *operands, call=call, call_jaxpr=call_jaxpr, n_consts=len(consts)
     )
@@ -71,15 +72,6 @@ def _trace(call: Call, types: Sequence[Any]) -> ClosedJaxpr:
         vars(function)["__signature__"] = _OF_OPERANDS
         vars(function)["__wrapped__"] = FunctionType(code, {}, call.name, None, cells)
     return jax.make_jaxpr(function)(*types)
-
-
-def _consts_as_inputs(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """As JAX does it: what is constant for the function may not be so for the program that it
-    is in, and is to be stored there once."""
-    if not closed.consts:
-        return closed
-    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
-    return ClosedJaxpr(closed.jaxpr.replace(constvars=(), invars=inputs), ())
 
 
 def _extended_call(call: Call, traced: ClosedJaxpr, n_extra: int, n_consts: int) -> Call:
