@@ -171,7 +171,7 @@ def transfer(
 
     - `values`, `results`: its operands and outputs.
     """
-    kind, case = kind_of(e.eqn), decided_case(e.eqn, e.ins)
+    kind = kind_of(e.eqn)
     source, target = _ends(e, is_forward)
     given, nothing = at(masks, source), [False] * len(_variables(e, is_forward)[1])
     if not target or all(m is False for m in given) or kind.derivative == "zero":
@@ -186,7 +186,7 @@ def transfer(
             found: Sequence[Mask] = [True] * len(target)
         elif e.has_rule:
             return _rule(e, values, masks, is_forward)
-        elif case is not None:
+        elif e.name == "select_n" and (case := decided_case(e.eqn, e.ins)) is not None:
             found = [masks[case]] if is_forward else [i == case and given[0] for i in target]
         elif is_all and (is_forward or not kind.selects):
             found = [True] * len(target)
