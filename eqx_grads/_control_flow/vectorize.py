@@ -47,8 +47,9 @@ def _draws_bits_of_a_batch(eqn: Any, known: Any) -> bool:
     """
     if eqn.primitive.name in ("rng_bit_generator", "rng_uniform"):
         return True
-    moves = isinstance(kind_of(eqn).bounds, str) or eqn.primitive.name in _DRAWS_NOTHING
-    if moves or not any(map(_is_other_key, eqn.invars)):
+    if not any(map(_is_other_key, eqn.invars)):
+        return False
+    if isinstance(kind_of(eqn).bounds, str) or eqn.primitive.name in _DRAWS_NOTHING:
         return False
     # The programs in an equation are looked at themselves. One without may draw when it is
     # compiled, as `random_gamma` does, and one with a rule when it is differentiated.
